@@ -1,0 +1,43 @@
+# Every target does its own set-up in .venv; nothing global is touched, except that `make test` installs
+# Debian's chromium where it is missing, apt is there and we are root (elsewhere the browser tests skip).
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test smoke check bench test-slow chromium clean
+
+demo: .venv/runtime
+	$(BIN)/python examples/demo.py
+
+test: .venv/dev chromium check
+	$(BIN)/python -m pytest
+
+smoke: .venv/runtime
+	$(BIN)/python -m atlas.launch.smoke
+
+check: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/dev
+	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+test-slow: .venv/dev chromium
+	$(BIN)/python -m pytest -m slow
+
+.venv/runtime: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[runtime]'
+	@touch $@
+
+.venv/dev: .venv/runtime
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+chromium:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	  && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } \
+	  || echo "chromium is missing and cannot be installed here: browser tests will be skipped"
+
+clean:
+	rm -rf .venv out

@@ -1,0 +1,45 @@
+"""Every error a user can meet, in one tree.
+
+    AtlasError                 anything that is the user's to mend; the command line prints it and exits with 2
+    |-- SpecError              a file or a flag says something impossible (names file, key, value, rule, remedy)
+    |   `-- InfeasibleError    the job is well written but cannot run on what it was given
+    |-- ProgramError           a Program that cannot be executed (names the ops and why)
+    |-- MissingExtraError      an optional dependency is needed and absent (names the extra to install)
+    `-- WorkerError            a worker or a connection failed while a Program ran
+
+A bug of ours is never an AtlasError: it keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class AtlasError(Exception):
+    """Something the user can mend. The message says what was given, the rule, and what to change."""
+
+
+class SpecError(AtlasError):
+    """A job, cluster, profile or flag is wrong."""
+
+    def __init__(self, *, where: str, key: str, value: object, rule: str, remedy: str) -> None:
+        self.where, self.key, self.value, self.rule, self.remedy = where, key, value, rule, remedy
+        given = f" = {value!r}" if value is not None else ""
+        super().__init__(f"{where}: {key}{given}: {rule}. {remedy}")
+
+
+class InfeasibleError(SpecError):
+    """The job is well formed, but it does not fit the hardware or the links it names."""
+
+
+class ProgramError(AtlasError):
+    """A Program misses a dependency, deadlocks or holds too much in memory."""
+
+
+class MissingExtraError(AtlasError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs the package {package!r}: pip install 'atlas-bubbletea[{extra}]'")
+
+
+class WorkerError(AtlasError):
+    """A worker died, stalled or lost its peer while a Program ran."""

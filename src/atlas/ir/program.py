@@ -1,0 +1,329 @@
+"""The Program: what every worker of one DP-cell does, in order. The simulator and the runtime both take it.
+
+Held as flat arrays, because a real job has half a million ops; `Program.ops(worker)` and `atlas.ir.text` give
+the readable view. It knows who does what, in which datacenter, and whose turn it is on the WAN. It does not
+know how long anything takes (`cost`), nor how bytes travel (`sim`, `wan`).
+
+Index legend: c pipeline of the cell, s stage, m microbatch (over all iterations), w worker, i op, t transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.errors import ProgramError
+from atlas.ir.dispatch import turn_key
+from atlas.ir.ops import NUM_KINDS, Kind, Op
+
+Ints = NDArray[np.int64]
+
+FORWARD, BACKWARD = 0, 1
+"""Directions of traffic. They never share a channel."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What an op takes from a worker's budget when it starts and gives back when it ends, in any one unit.
+
+    The default counts microbatches: a forward takes one, the end of its backward gives it back.
+    """
+
+    cap: int
+    """The most a worker may hold at once."""
+    acquire: tuple[int, ...] = (1, 0, 0, 0, 0, 0, 0, 0, 0)
+    """By `Kind`, taken at the op's start."""
+    release: tuple[int, ...] = (0, 0, 1, 0, 1, 0, 0, 0, 0)
+    """By `Kind`, given back at the op's end."""
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One iteration, or several, of one DP-cell. Build it with `assemble`; ops are stored worker by worker."""
+
+    name: str
+    num_pipelines: int
+    num_stages: int
+    num_microbatches: int
+    """Per iteration and pipeline."""
+    num_iterations: int
+    stage_rank: tuple[int, ...]
+    """Which worker of its pipeline holds a stage; several stages share a worker when interleaved."""
+    rank_dc: tuple[str, ...]
+    """The datacenter of each rank of a pipeline."""
+    worker_ptr: Ints
+    """Ops of worker w are `worker_ptr[w] : worker_ptr[w + 1]`."""
+    kind: NDArray[np.int8]
+    stage: NDArray[np.int32]
+    microbatch: NDArray[np.int32]
+    turn: Ints
+    """By transfer: the smaller goes first where transfers share a link."""
+    sharing: bool = False
+    """Whether the pipelines take turns on the WAN with the capacity of all their nodes (Atlas)."""
+    recompute_on_arrival: bool = False
+    """Whether a recompute waits for its gradient, as in Varuna's own simulator."""
+    memory: Memory | None = None
+
+    # ---- sizes -------------------------------------------------------------------------------------------
+    @property
+    def num_ranks(self) -> int:
+        return len(self.rank_dc)
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_pipelines * self.num_ranks
+
+    @property
+    def num_ops(self) -> int:
+        return len(self.kind)
+
+    @property
+    def num_slots(self) -> int:
+        """Microbatches over all iterations."""
+        return self.num_microbatches * self.num_iterations
+
+    @property
+    def num_transfers(self) -> int:
+        return 2 * self.num_pipelines * (self.num_stages - 1) * self.num_slots
+
+    @property
+    def num_events(self) -> int:
+        """Ops and transfers: what an engine has to time."""
+        return self.num_ops + self.num_transfers
+
+    # ---- workers -----------------------------------------------------------------------------------------
+    def worker(self, pipeline: int, stage: int) -> int:
+        return pipeline * self.num_ranks + self.stage_rank[stage]
+
+    def worker_name(self, worker: int) -> str:
+        pipeline, rank = divmod(worker, self.num_ranks)
+        return f"p{pipeline}.s{rank}"
+
+    def worker_dc(self, worker: int) -> str:
+        return self.rank_dc[worker % self.num_ranks]
+
+    @cached_property
+    def op_worker(self) -> Ints:
+        """The worker of each op."""
+        return np.repeat(np.arange(self.num_workers), np.diff(self.worker_ptr))
+
+    def op(self, index: int) -> Op:
+        return Op(Kind(int(self.kind[index])), int(self.stage[index]), int(self.microbatch[index]))
+
+    def ops(self, worker: int) -> list[Op]:
+        return [self.op(i) for i in range(int(self.worker_ptr[worker]), int(self.worker_ptr[worker + 1]))]
+
+    def describe(self, index: int) -> str:
+        """`1B3 on p0.s1 (us-east)`: an op as an error or a tooltip names it."""
+        worker = int(self.op_worker[index])
+        return f"{self.op(index)} on {self.worker_name(worker)} ({self.worker_dc(worker)})"
+
+    # ---- transfers: numbered [direction, pipeline, boundary, slot] -----------------------------------------
+    @cached_property
+    def op_index(self) -> Ints:
+        """[kind, c, s, m] -> op, or -1. The collectives and STEP sit at their worker's first stage."""
+        table = np.full((NUM_KINDS, self.num_pipelines, self.num_stages, self.num_slots), -1, np.int64)
+        table[self.kind, self.op_worker // self.num_ranks, self.stage, self.microbatch] = np.arange(self.num_ops)
+        return table
+
+    @cached_property
+    def _backward(self) -> Ints:
+        """[c, s, m] -> the op that sends the gradient: B, or I where the backward is split."""
+        return np.maximum(self.op_index[Kind.B], self.op_index[Kind.I])
+
+    @cached_property
+    def transfer_src(self) -> Ints:
+        """The op whose end makes a transfer ready, or -1 where the Program forgot it."""
+        forward, backward = self.op_index[Kind.F][:, :-1], self._backward[:, 1:]
+        return np.concatenate([forward.ravel(), backward.ravel()])
+
+    @cached_property
+    def transfer_dst(self) -> Ints:
+        """The op that cannot start before a transfer has arrived, or -1."""
+        gradient = self._backward[:, :-1]
+        if self.recompute_on_arrival:
+            recompute = self.op_index[Kind.R][:, :-1]
+            gradient = np.where(recompute >= 0, recompute, gradient)
+        return np.concatenate([self.op_index[Kind.F][:, 1:].ravel(), gradient.ravel()])
+
+    def transfer(self, index: int) -> tuple[int, int, int, int]:
+        """(direction, pipeline, boundary, slot); boundary b lies between stages b and b + 1."""
+        shape = (2, self.num_pipelines, self.num_stages - 1, self.num_slots)
+        direction, pipeline, boundary, slot = np.unravel_index(index, shape)
+        return int(direction), int(pipeline), int(boundary), int(slot)
+
+    def transfer_name(self, index: int) -> str:
+        """`0SEND_F3` as the sender's text has it."""
+        direction, _, boundary, slot = self.transfer(index)
+        return f"{boundary}SEND_F{slot}" if direction == FORWARD else f"{boundary + 1}SEND_B{slot}"
+
+    @cached_property
+    def boundary_crosses(self) -> NDArray[np.bool_]:
+        """By boundary: whether it lies between two datacenters."""
+        dc = [self.rank_dc[r] for r in self.stage_rank]
+        return np.array([a != b for a, b in zip(dc, dc[1:], strict=False)], np.bool_)
+
+    @cached_property
+    def transfer_crosses(self) -> NDArray[np.bool_]:
+        """By transfer: whether it crosses the WAN."""
+        crosses = self.boundary_crosses[None, None, :, None]
+        shape = (2, self.num_pipelines, self.num_stages - 1, self.num_slots)
+        return np.broadcast_to(crosses, shape).ravel()
+
+    @cached_property
+    def peak_in_flight(self) -> int:
+        """The most microbatches any worker holds between a forward's start and its backward's end."""
+        delta = np.zeros(self.num_ops, np.int64)
+        delta[self.kind == Kind.F] = 1
+        split = self.op_index[Kind.W] >= 0
+        delta[self.op_index[Kind.W][split]] = -1
+        whole = (self.op_index[Kind.B] >= 0) & ~split
+        delta[self.op_index[Kind.B][whole]] = -1
+        # What ends at op i is still held while i runs: count it only from the next op on.
+        held = np.cumsum(np.maximum(delta, 0)) + np.cumsum(np.minimum(delta, 0)) - np.minimum(delta, 0)
+        before = np.concatenate([[0], np.cumsum(delta)])[self.worker_ptr[:-1]]
+        return int((held - np.repeat(before, np.diff(self.worker_ptr))).max(initial=0))
+
+    def renamed(self, name: str) -> Program:
+        return replace(self, name=name)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The frame of a Program: how many of what, and where. What a schedule fills with ops."""
+
+    num_pipelines: int
+    num_stages: int
+    num_microbatches: int
+    rank_dc: tuple[str, ...]
+    stage_rank: tuple[int, ...] = field(default=())
+    """Default: stage s sits on rank s, or on s modulo the number of ranks when there are fewer ranks."""
+
+    def __post_init__(self) -> None:
+        if not self.stage_rank:
+            ranks = len(self.rank_dc)
+            object.__setattr__(self, "stage_rank", tuple(s % ranks for s in range(self.num_stages)))
+        if self.num_stages % len(self.rank_dc):
+            raise ProgramError(
+                f"{self.num_stages} stages cannot be dealt evenly to {len(self.rank_dc)} workers of a pipeline: "
+                "make the number of stages a multiple of the number of workers"
+            )
+
+    @classmethod
+    def even(cls, num_pipelines: int, num_stages: int, num_microbatches: int, num_dcs: int = 1) -> Layout:
+        """Stages dealt to `num_dcs` datacenters in consecutive, nearly equal runs."""
+        dcs = tuple(f"dc{s * num_dcs // num_stages}" for s in range(num_stages))
+        return cls(num_pipelines, num_stages, num_microbatches, dcs)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.rank_dc)
+
+
+def assemble(
+    name: str,
+    layout: Layout,
+    orders: Sequence[Sequence[Op]],
+    *,
+    sharing: bool = False,
+    turn: Ints | None = None,
+    memory: Memory | None = None,
+    num_iterations: int = 1,
+    recompute_on_arrival: bool = False,
+) -> Program:
+    """A Program from one list of ops per worker, or per rank when every pipeline does the same.
+
+    `turn` is by transfer; without it the dispatch rule's order (oldest microbatch first) holds.
+    """
+    if len(orders) == layout.num_ranks and layout.num_pipelines > 1:
+        orders = list(orders) * layout.num_pipelines
+    if len(orders) != layout.num_ranks * layout.num_pipelines:
+        raise ProgramError(
+            f"{len(orders)} lists of ops for {layout.num_pipelines} pipelines of {layout.num_ranks} workers: "
+            "give one list per worker, or one per rank"
+        )
+    num_slots = layout.num_microbatches * num_iterations
+    flat = np.array([op for order in orders for op in order], np.int64).reshape(-1, 3)
+    if len(flat) and (flat[:, 1].max() >= layout.num_stages or flat[:, 2].max() >= num_slots or flat.min() < 0):
+        raise ProgramError(
+            f"program {name!r}: an op names a stage or a microbatch outside "
+            f"0..{layout.num_stages - 1} / 0..{num_slots - 1}"
+        )
+    if turn is None:
+        turn = default_turns(layout, num_iterations)
+    return Program(
+        name=name,
+        num_pipelines=layout.num_pipelines,
+        num_stages=layout.num_stages,
+        num_microbatches=layout.num_microbatches,
+        num_iterations=num_iterations,
+        stage_rank=layout.stage_rank,
+        rank_dc=layout.rank_dc,
+        worker_ptr=np.concatenate([[0], np.cumsum([len(order) for order in orders])]).astype(np.int64),
+        kind=flat[:, 0].astype(np.int8),
+        stage=flat[:, 1].astype(np.int32),
+        microbatch=flat[:, 2].astype(np.int32),
+        turn=turn,
+        sharing=sharing,
+        recompute_on_arrival=recompute_on_arrival,
+        memory=memory,
+    )
+
+
+def default_turns(layout: Layout, num_iterations: int = 1) -> Ints:
+    """The dispatch rule's turn of every transfer."""
+    num_slots = layout.num_microbatches * num_iterations
+    m, c = np.arange(num_slots)[None, :], np.arange(layout.num_pipelines)[:, None]
+    keys = np.asarray(turn_key(m, c, layout.num_pipelines), np.int64)  # type: ignore[arg-type]
+    shape = (2, layout.num_pipelines, layout.num_stages - 1, num_slots)
+    return np.broadcast_to(keys[None, :, None, :], shape).reshape(-1).copy()
+
+
+def with_optimizer(program: Program, *, norm: bool = False) -> Program:
+    """The same Program with SYNC, (NORM,) and STEP closing each worker's iteration."""
+    closing = [Kind.SYNC, Kind.NORM, Kind.STEP] if norm else [Kind.SYNC, Kind.STEP]
+    return _per_worker(program, program.num_iterations, lambda ops: [*ops, *_closing(ops, closing, 0)])
+
+
+def repeated(program: Program, num_iterations: int) -> Program:
+    """The same iteration `num_iterations` times, each worker going on as soon as its own work allows."""
+    if program.num_iterations != 1:
+        raise ProgramError(f"program {program.name!r} already holds {program.num_iterations} iterations")
+    num_mb = program.num_microbatches
+
+    def unroll(ops: list[Op]) -> list[Op]:
+        return [
+            Op(op.kind, op.stage, op.microbatch + (k * num_mb if op.kind <= Kind.W else k))
+            for k in range(num_iterations)
+            for op in ops
+        ]
+
+    turns = program.turn.reshape(2, program.num_pipelines, program.num_stages - 1, num_mb)
+    later = int(turns.max(initial=0)) + 1
+    turn = np.concatenate([turns + k * later for k in range(num_iterations)], axis=3).ravel()
+    return _per_worker(program, num_iterations, unroll, turn)
+
+
+def _closing(ops: list[Op], kinds: list[Kind], iteration: int) -> list[Op]:
+    stage = min(op.stage for op in ops)
+    return [Op(kind, stage, iteration) for kind in kinds]
+
+
+def _per_worker(program: Program, num_iterations: int, rewrite: Callable[[list[Op]], list[Op]], turn: Ints | None = None) -> Program:
+    layout = Layout(
+        program.num_pipelines, program.num_stages, program.num_microbatches, program.rank_dc, program.stage_rank
+    )
+    return assemble(
+        program.name,
+        layout,
+        [rewrite(program.ops(w)) for w in range(program.num_workers)],
+        sharing=program.sharing,
+        turn=program.turn if turn is None else turn,
+        memory=program.memory,
+        num_iterations=num_iterations,
+        recompute_on_arrival=program.recompute_on_arrival,
+    )

@@ -1,0 +1,78 @@
+"""The Timeline: when every op and every transfer of a Program began and ended. Simulated or measured, it is the
+same object, so that one can be laid over the other op by op. `analysis` reads it; `view` draws it.
+
+Times are integer nanoseconds from the start of the run. Knows nothing of why an op took as long as it did.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.ir.ops import USEFUL, Kind
+from atlas.ir.program import Ints, Program
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Arrays by op (`op_*`, in the Program's op order) and by transfer (`transfer_*`, in its transfer order)."""
+
+    program: Program
+    source: str
+    """"simulated", "emulated" or "measured": shown wherever a figure of this Timeline is shown."""
+    op_start_ns: Ints
+    op_end_ns: Ints
+    transfer_ready_ns: Ints
+    """When the sender had produced the bytes."""
+    transfer_start_ns: Ints
+    """When the link began to serve them; later than ready when it was busy."""
+    transfer_sent_ns: Ints
+    """When the link was free of them."""
+    transfer_arrive_ns: Ints
+    """When the receiver had all of them."""
+    transfer_link: NDArray[np.int32]
+    """Index into `links`."""
+    links: tuple[str, ...]
+    meta: dict[str, Any] = field(default_factory=dict)
+    """What else is known: tcp, costs, engine seconds, host. Free form, JSON-able."""
+
+    @property
+    def makespan_ns(self) -> int:
+        """From the first op's start to the last op's end."""
+        if not len(self.op_end_ns):
+            return 0
+        return int(self.op_end_ns.max() - self.op_start_ns.min())
+
+    @property
+    def iteration_ns(self) -> int:
+        """Time of one iteration: the makespan, or over several iterations the steady period between them."""
+        n = self.program.num_iterations
+        if n == 1:
+            return self.makespan_ns
+        ends = self._iteration_ends()
+        return int(ends[-1] - ends[n // 2 - 1]) // (n - n // 2)
+
+    def _iteration_ends(self) -> Ints:
+        """The end of the last op of each iteration."""
+        per_mb = self.program.kind <= Kind.W
+        slot = self.program.microbatch.astype(np.int64)
+        iteration = np.where(per_mb, slot // self.program.num_microbatches, slot)
+        ends = np.zeros(self.program.num_iterations, np.int64)
+        np.maximum.at(ends, iteration, self.op_end_ns)
+        return ends
+
+    @property
+    def busy_ns(self) -> Ints:
+        """By worker: time in which its accelerator computes."""
+        useful = np.isin(self.program.kind, np.array(USEFUL, np.int8))
+        length = np.where(useful, self.op_end_ns - self.op_start_ns, 0)
+        return np.bincount(self.program.op_worker, weights=length, minlength=self.program.num_workers).astype(np.int64)
+
+    @property
+    def utilization(self) -> float:
+        """Share of all workers' time in which an accelerator computes."""
+        total = self.makespan_ns * self.program.num_workers
+        return float(self.busy_ns.sum()) / total if total else 0.0

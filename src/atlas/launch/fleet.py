@@ -1,0 +1,135 @@
+"""A fleet of worker processes: started together, spoken to in JSON lines, and ended together. Whatever happens to
+one of them (an error, a kill, silence) ends all of them within seconds and is told as one WorkerError.
+
+Knows processes and pipes. Does not know what the workers do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import atlas
+from atlas.errors import WorkerError
+
+GRACE_S = 0.7
+"""How long after a first complaint to listen for others: who died matters more than who noticed."""
+
+
+class Fleet:
+    """`with Fleet("atlas.runtime.process", names) as fleet:`; leaving the block leaves no process behind."""
+
+    def __init__(self, module: str, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self._said: queue.SimpleQueue[tuple[str, dict[str, Any] | None]] = queue.SimpleQueue()
+        self._folder = tempfile.TemporaryDirectory(prefix="atlas-fleet-")
+        self.folder = Path(self._folder.name)
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+        try:
+            for name in self.names:
+                self._processes[name] = self._start(module, name)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {name: process.pid for name, process in self._processes.items()}
+
+    def tell(self, name: str, message: dict[str, Any]) -> None:
+        pipe = self._processes[name].stdin
+        assert pipe is not None
+        with contextlib.suppress(OSError):  # a worker that is gone is reported by `hear`
+            pipe.write(json.dumps(message) + "\n")
+            pipe.flush()
+
+    def hear(self, key: str, timeout_s: float) -> dict[str, Any]:
+        """What each worker says under `key`, once all have said it."""
+        answers: dict[str, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(answers) < len(self.names):
+            try:
+                name, message = self._said.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                silent = ", ".join(n for n in self.names if n not in answers)
+                raise WorkerError(f"no {key!r} from {silent} within {timeout_s:g} s") from None
+            if message is None or key not in message:
+                raise self._root_cause(name, message)
+            answers[name] = message[key]
+        return answers
+
+    def close(self) -> None:
+        """Ends every process, now, and waits for each."""
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    assert pipe is not None
+                    pipe.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, module: str, name: str) -> subprocess.Popen[str]:
+        # The workers compute on one thread each, and import the atlas we are, not another that is installed.
+        source = str(Path(atlas.__file__).parent.parent)
+        path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+        with (self.folder / f"{name}.log").open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C is the launcher's to hear; it ends the rest
+            )
+        threading.Thread(target=self._listen, args=(name, process), daemon=True).start()
+        return process
+
+    def _listen(self, name: str, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with contextlib.suppress(ValueError, OSError):
+            for line in process.stdout:
+                self._said.put((name, json.loads(line)))
+        self._said.put((name, None))
+
+    def _root_cause(self, name: str, message: dict[str, Any] | None) -> WorkerError:
+        """A worker that died without a word explains the complaints of its peers; otherwise the first counts."""
+        complaints = [(name, message)]
+        deadline = time.monotonic() + GRACE_S
+        with contextlib.suppress(queue.Empty):
+            while (left_s := deadline - time.monotonic()) > 0:
+                complaints.append(self._said.get(timeout=left_s))
+        spoke = {n for n, m in complaints if m is not None and "error" in m}
+        for who, said in complaints:
+            if said is None and who not in spoke:
+                return WorkerError(f"worker {who} {self._how_it_died(who)}")
+        first = next((n, m) for n, m in complaints if m is not None)
+        return WorkerError(f"worker {first[0]} failed: {first[1].get('error', first[1])}")
+
+    def _how_it_died(self, name: str) -> str:
+        try:
+            code = self._processes[name].wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            return "closed its output but lives"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended early with exit code {code}"
+        tail = (self.folder / f"{name}.log").read_text(errors="replace").strip().splitlines()[-5:]
+        return how + ("; its last words: " + " | ".join(tail) if tail else "")

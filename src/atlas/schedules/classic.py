@@ -1,0 +1,91 @@
+"""The schedules everyone knows, whose order follows from counting alone: GPipe, 1F1B, interleaved 1F1B.
+
+Each is the order of one pipeline's ranks; with `recompute` a recompute goes before each backward that does not
+directly follow its own forward. They know no cost: what the WAN does to them is for the simulator to say.
+"""
+
+from __future__ import annotations
+
+from atlas.errors import ProgramError
+from atlas.ir.ops import Kind, Op
+from atlas.ir.program import Layout, Memory, Program, assemble
+
+
+def gpipe(layout: Layout, *, recompute: bool = False) -> Program:
+    """All forwards, then all backwards. Holds every microbatch at once."""
+    num_mb = layout.num_microbatches
+    _require_one_stage_per_worker("gpipe", layout)
+    orders = []
+    for s in range(layout.num_stages):
+        order = [Op(Kind.F, s, m) for m in range(num_mb)]
+        order += [Op(Kind.B, s, m) for m in range(num_mb)]
+        orders.append(with_recompute(order, layout.num_stages - 1) if recompute else order)
+    return assemble("gpipe", layout, orders, memory=Memory(num_mb))
+
+
+def one_f_one_b(layout: Layout, *, recompute: bool = False) -> Program:
+    """Megatron's 1F1B: stage s runs P-1-s forwards ahead, then forwards and backwards in turn, then drains."""
+    num_mb, depth = layout.num_microbatches, layout.num_stages
+    _require_one_stage_per_worker("1f1b", layout)
+    orders = []
+    for s in range(depth):
+        ahead = min(num_mb, depth - 1 - s)
+        order = [Op(Kind.F, s, m) for m in range(ahead)]
+        for m in range(num_mb):
+            if ahead + m < num_mb:
+                order.append(Op(Kind.F, s, ahead + m))
+            order.append(Op(Kind.B, s, m))
+        orders.append(with_recompute(order, layout.num_stages - 1) if recompute else order)
+    return assemble("1f1b", layout, orders, memory=Memory(min(num_mb, depth)))
+
+
+def interleaved(layout: Layout, *, recompute: bool = False) -> Program:
+    """Megatron's interleaved 1F1B: each worker holds several stages, dealt round robin, and visits them in turn."""
+    ranks, num_mb = layout.num_ranks, layout.num_microbatches
+    chunks = layout.num_stages // ranks
+    rounds = max(1, num_mb // ranks)
+    if num_mb % rounds:
+        raise ProgramError(
+            f"interleaved 1F1B runs its microbatches in {rounds} equal rounds of about {ranks}: {num_mb} microbatches "
+            f"are not a multiple of {rounds}; use {num_mb - num_mb % rounds} or {num_mb + rounds - num_mb % rounds}"
+        )
+    per_round, total = num_mb // rounds, num_mb * chunks
+    orders = []
+    for rank in range(ranks):
+        ahead = min(total, (chunks - 1) * per_round + 2 * (ranks - 1 - rank))
+        forward = [_visit(k, rank, ranks, chunks, per_round, Kind.F) for k in range(total)]
+        backward = [_visit(k, rank, ranks, chunks, per_round, Kind.B) for k in range(total)]
+        order = forward[:ahead]
+        for k in range(total):
+            order += forward[ahead + k : ahead + k + 1]
+            order.append(backward[k])
+        orders.append(with_recompute(order, layout.num_stages - 1) if recompute else order)
+    return assemble("interleaved", layout, orders)
+
+
+def _visit(k: int, rank: int, ranks: int, chunks: int, per_round: int, kind: Kind) -> Op:
+    """The k-th forward (or backward) of a rank: rounds of microbatches, and in a round chunk after chunk."""
+    chunk = k // per_round % chunks
+    if kind == Kind.B:
+        chunk = chunks - 1 - chunk
+    microbatch = k // (per_round * chunks) * per_round + k % per_round
+    return Op(kind, chunk * ranks + rank, microbatch)
+
+
+def with_recompute(order: list[Op], last_stage: int) -> list[Op]:
+    """A recompute before every backward, except on the last stage straight after the forward: there is no need."""
+    result: list[Op] = []
+    for op in order:
+        still_there = op.stage == last_stage and result and result[-1] == Op(Kind.F, op.stage, op.microbatch)
+        if op.kind in (Kind.B, Kind.I) and not still_there:
+            result.append(Op(Kind.R, op.stage, op.microbatch))
+        result.append(op)
+    return result
+
+
+def _require_one_stage_per_worker(name: str, layout: Layout) -> None:
+    if layout.num_stages != layout.num_ranks:
+        raise ProgramError(
+            f"{name} puts one stage on each worker, but {layout.num_stages} stages are dealt to "
+            f"{layout.num_ranks} workers: use the schedule 'interleaved', or one virtual stage per worker"
+        )

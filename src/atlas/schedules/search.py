@@ -1,0 +1,239 @@
+"""The search: good rules first, then many small changes to the best of them, the best kept.
+
+An order is written as keys (smallest first, on workers and on WAN queues) and tried by letting the dispatcher play
+it, which takes about 0.2 us per event; so hundreds of orders cost a second or two. A change shakes the start times
+of the best order known so far and takes the result as new keys. Everything is drawn from one seeded generator and
+counted in tries, never in seconds: the same input gives the same schedule on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+
+from atlas.cost.table import TURNS, Costs
+from atlas.errors import ProgramError
+from atlas.ir.ops import Kind
+from atlas.ir.program import Ints, Program, default_turns
+from atlas.schedules.setting import Setting
+from atlas.sim.lower import NONE
+from atlas.sim.policy import ANYTIME, SLOT_B, SLOT_F, Played, Rule, freeze, play, priority_keys
+
+FIRST = ((Kind.F, Kind.B, Kind.R, Kind.W), (Kind.B, Kind.F, Kind.R, Kind.W), (Kind.F, Kind.R, Kind.B, Kind.W))
+"""Priorities that most often win, tried before the rest."""
+
+Progress = Callable[[int, int], None]
+"""Called with (tries done, tries allowed)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """One candidate: how it was made and what came of it."""
+
+    rule: Rule
+    sharing: bool
+    keys: Ints
+    turn: Ints
+    played: Played
+
+    @property
+    def makespan_ns(self) -> int:
+        return self.played.makespan_ns
+
+    def program(self, name: str, setting: Setting) -> Program:
+        return freeze(
+            name,
+            setting.layout,
+            self.rule,
+            self.played,
+            memory=setting.memory,
+            turn=self.turn,
+            sharing=self.sharing,
+        )
+
+
+@dataclass(frozen=True)
+class Family:
+    """Which orders a search may look at."""
+
+    splits: tuple[bool, ...]
+    """Whether backwards are cut in two."""
+    sharings: tuple[bool, ...]
+    """Whether pipelines take turns on the WAN."""
+
+
+def search(
+    setting: Setting,
+    family: Family,
+    *,
+    score: Callable[[Order], int] = lambda order: order.makespan_ns,
+    stop_ns: int = 0,
+    progress: Progress | None = None,
+) -> Order:
+    """The best order found within the setting's budget of tries. Stops early at `stop_ns`, a proven bound."""
+    tries = _Tries(setting, score, progress)
+    for split in family.splits:
+        for sharing in family.sharings:
+            tries.rules(Rule(setting.recompute, split, ANYTIME), sharing)
+    rng = np.random.default_rng(setting.seed)
+    while tries.left and score(tries.best) > stop_ns:
+        if tries.left > setting.budget * 2 // 3:
+            tries.shaken(rng)
+        else:
+            tries.moved(rng)
+    return tries.best
+
+
+class _Tries:
+    """The budget, and the best order so far."""
+
+    def __init__(self, setting: Setting, score: Callable[[Order], int], progress: Progress | None) -> None:
+        self.setting, self.score, self.progress = setting, score, progress
+        self.left = setting.budget
+        self._best: Order | None = None
+        self.current: Order | None = None
+        self.elite: list[Order] = []
+
+    @property
+    def best(self) -> Order:
+        assert self._best is not None, "rules come before changes"
+        return self._best
+
+    def rules(self, rule: Rule, sharing: bool) -> None:
+        """Every fixed priority among the kinds, the usual winners first, at most half of the budget."""
+        kinds = [Kind.F, Kind.B] + [Kind.R] * rule.recompute + [Kind.W] * rule.split
+        usual = [tuple(k for k in order if k in kinds) for order in FIRST]
+        every = dict.fromkeys([*usual, *permutations(kinds)])
+        turn = default_turns(self.setting.layout)
+        for order in list(every)[: max(len(FIRST), self.setting.budget // 8)]:
+            self._try(rule, sharing, priority_keys(self.setting.layout, order), turn)
+
+    def shaken(self, rng: np.random.Generator) -> None:
+        """The best order so far with its start times shaken: by a lot or a little, all workers or a few."""
+        best = self.best
+        start, num_workers = best.played.start_ns, len(best.played.start_ns)
+        typical_ns = float(self.setting.apart.compute_ns[:, :, Kind.F].mean())
+        size_ns = typical_ns * 4.0 ** rng.uniform(-2.0, 1.5)
+        touched = rng.random(num_workers) < rng.choice([0.1, 0.3, 1.0])
+        noise = rng.normal(0.0, size_ns, start.shape) * touched[:, None, None]
+        turn_noise = rng.normal(0.0, size_ns * rng.choice([0.0, 1.0]), best.turn.shape)
+        keys = start + noise.astype(np.int64)
+        # A kind keeps its microbatches in order: a key only says when the next of its kind may go.
+        keys = np.maximum.accumulate(keys, axis=2)
+        turn = best.played.transfer_start_ns + turn_noise.astype(np.int64)
+        self._try(best.rule, best.sharing, keys, turn)
+
+    def moved(self, rng: np.random.Generator) -> None:
+        """An op on the critical path goes elsewhere in its stretch of work, and workers then keep to their lists.
+
+        The way out of what shaking cannot reach: orders in which a worker does better to wait.
+        """
+        if self.current is None or rng.random() < 0.02:
+            self.current = self.elite[int(rng.integers(len(self.elite)))] if rng.random() < 0.5 else self.best
+        current = self.current
+        moves = critical_moves(self.setting, current)
+        if not moves:
+            self.left -= 1
+            return
+        keys, turn = positions(current.played), current.played.transfer_start_ns.copy()
+        for _ in range(int(rng.integers(1, 4))):
+            worker, first, second = moves[int(rng.integers(len(moves)))]
+            if worker == NONE:
+                turn[first], turn[second] = turn[second], turn[first]
+            elif rng.random() < 0.5:
+                _shift(keys[worker], first, second)
+            else:
+                _shift(keys[worker], second, first)
+        order = self._try(current.rule._replace(in_order=True), current.sharing, keys, turn)
+        heat = 1.0 + 0.02 * rng.random() * self.left / self.setting.budget
+        if order is not None and self.score(order) <= self.score(current) * heat:
+            self.current = order
+
+    def _try(self, rule: Rule, sharing: bool, keys: Ints, turn: Ints) -> Order | None:
+        if (sharing and self.setting.turns is None) or (not self.left and self._best is not None):
+            return None
+        costs = self.setting.costs_of_sharing(sharing)
+        self.left = max(0, self.left - 1)
+        try:
+            played = play(self.setting.layout, costs, rule, self.setting.memory, keys, turn)
+        except ProgramError:
+            return None  # a list that waits for itself
+        order = Order(rule, sharing, keys, turn, played)
+        if self._best is None or self.score(order) < self.score(self._best):
+            self._best = order
+            self.elite = [*self.elite[-3:], order]
+        if self.progress is not None:
+            self.progress(self.setting.budget - self.left, self.setting.budget)
+        return order
+
+
+
+def positions(played: Played) -> Ints:
+    """Keys that say: do exactly what was played, in exactly this order."""
+    keys = np.full(played.start_ns.shape, np.iinfo(np.int64).max, np.int64)
+    worker, position = np.nonzero(played.kinds != NONE)
+    keys[worker, played.kinds[worker, position], played.microbatches[worker, position]] = position
+    return keys
+
+
+Move = tuple[int, Any, Any]
+"""(worker, op, op) as (slot, microbatch), or (NONE, transfer, transfer): two that may change places."""
+
+
+def _shift(keys: Ints, op: tuple[int, int], to: tuple[int, int]) -> None:
+    """Put `op` where `to` is in a worker's list of positions, everything between moving up by one."""
+    at, target = int(keys[op]), int(keys[to])
+    if at < target:
+        keys[(keys > at) & (keys <= target)] -= 1
+    else:
+        keys[(keys >= target) & (keys < at)] += 1
+    keys[op] = target
+
+
+def critical_moves(setting: Setting, order: Order) -> list[Move]:
+    """Along one critical path: the pairs of ops in a stretch without pause, and of transfers in a WAN queue."""
+    played, layout = order.played, setting.layout
+    num_mb, num_stages = layout.num_microbatches, layout.num_stages
+    slots = [Kind.F, Kind.R, Kind.I if order.rule.split else Kind.B, Kind.W]
+    costs = setting.costs_of_sharing(order.sharing)
+    lengths = costs.compute_ns.reshape(-1, costs.compute_ns.shape[2])[:, slots]
+    start, place = played.start_ns, positions(played)
+    ends = np.where(start == NONE, 0, start + lengths[:, :, None])
+    worker, slot, m = (int(v) for v in np.unravel_index(int(ends.argmax()), ends.shape))
+    half = layout.num_pipelines * (num_stages - 1) * num_mb
+    moves: list[Move] = []
+    stretch = [(slot, m)]
+    while True:
+        position = int(place[worker, slot, m])
+        if position:
+            before = (int(played.kinds[worker, position - 1]), int(played.microbatches[worker, position - 1]))
+            if ends[worker][before] == start[worker, slot, m]:
+                moves += [(worker, before, op) for op in stretch[-4:] if op[0] != before[0] and op[1] != before[1]]
+                stretch.append(before)
+                slot, m = before
+                continue
+        stage, c = worker % num_stages, worker // num_stages
+        if slot == SLOT_F and stage:
+            transfer, worker = (c * (num_stages - 1) + stage - 1) * num_mb + m, worker - 1
+        elif slot == SLOT_B and stage < num_stages - 1:
+            transfer, worker = half + (c * (num_stages - 1) + stage) * num_mb + m, worker + 1
+        else:
+            return moves
+        moves += _queue_pair(setting, order, costs, transfer)
+        stretch = [(slot, m)]
+
+
+def _queue_pair(setting: Setting, order: Order, costs: Costs, transfer: int) -> list[Move]:
+    """The transfer and the one served just before it on its link, if the link takes turns."""
+    num_mb = setting.layout.num_microbatches
+    link_of = costs.channel_link.ravel()
+    link = int(link_of[transfer // num_mb])
+    if costs.links[link].policy != TURNS:
+        return []
+    begun = order.played.transfer_start_ns
+    same = np.flatnonzero(np.repeat(link_of == link, num_mb) & (begun < begun[transfer]))
+    return [(NONE, int(same[begun[same].argmax()]), transfer)] if same.size else []

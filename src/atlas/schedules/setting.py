@@ -1,0 +1,32 @@
+"""What every schedule is given, and what it gives back. Knows no schedule in particular."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from atlas.cost.table import Costs
+from atlas.ir.program import Layout, Memory, Program
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """One DP-cell to be scheduled."""
+
+    layout: Layout
+    apart: Costs
+    """What things cost when every pipeline uses its own paths, as they come."""
+    turns: Costs | None
+    """What they cost when the cell's pipelines take turns on the WAN; None where that is not on offer."""
+    memory: Memory
+    """What a worker may hold. GPipe and 1F1B hold what they hold; the others obey."""
+    recompute: bool = False
+    budget: int = 200
+    """How many orders a search may try. The same budget and seed give the same schedule on any machine."""
+    seed: int = 0
+
+    def costs_of(self, program: Program) -> Costs:
+        """What a Program of this setting costs: by its own word on whether pipelines take turns."""
+        return self.costs_of_sharing(program.sharing)
+
+    def costs_of_sharing(self, sharing: bool) -> Costs:
+        return self.turns if sharing and self.turns is not None else self.apart

@@ -1,0 +1,60 @@
+"""Varuna (EuroSys'22): backward before recompute before forward, and a forward pulled ahead where a gradient is late.
+
+A stage's list comes from unit-time list scheduling: when the next stage is half through the backward of a
+microbatch, this one recomputes it, and what was recomputed is finished before anything else is begun. The last
+stage goes from forward straight to backward. At run time a stage whose next recompute has no gradient yet pulls
+the next forward of its list ahead. Over a WAN neither reading of the rule is always the better one, so `varuna`
+plays the list and the bare rule, under the real costs, and freezes the faster: the strongest Varuna we can build.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from atlas.cost.table import Costs, kind_costs, uniform_costs
+from atlas.ir.ops import Kind
+from atlas.ir.program import Ints, Layout, Memory, Program, default_turns
+from atlas.schedules.setting import Setting
+
+
+def varuna(setting: Setting) -> Program:
+    """The faster of the two readings, frozen."""
+    from atlas.sim.policy import freeze
+
+    layout, memory = setting.layout, setting.memory
+    rule, played = min(variants(layout, setting.apart, memory, setting.recompute), key=lambda v: v[1].makespan_ns)
+    return freeze("varuna", layout, rule, played, memory=memory, turn=default_turns(layout), sharing=False)
+
+
+def variants(layout: Layout, costs: Costs, memory: Memory, recompute: bool):  # type: ignore[no-untyped-def]
+    """(rule, what was played) of: the list with pulled forwards, the rule on arrival, the rule a step ahead."""
+    from atlas.sim.policy import ON_ARRIVAL, WHEN_NEXT_STARTS, Rule, play
+
+    turn, by_rule = default_turns(layout), rule_keys(layout)
+    rules = [
+        (Rule(recompute, gate=ON_ARRIVAL, hold=True, in_order=True), list_keys(layout, memory, recompute)),
+        (Rule(recompute, gate=ON_ARRIVAL, hold=True), by_rule),
+        (Rule(recompute, gate=WHEN_NEXT_STARTS, hold=True), by_rule),
+    ]
+    return [(rule, play(layout, costs, rule, memory, keys, turn)) for rule, keys in rules]
+
+
+def rule_keys(layout: Layout) -> Ints:
+    """Backward before recompute before forward, microbatches in ascending order."""
+    from atlas.sim.policy import priority_keys
+
+    return priority_keys(layout, (Kind.B, Kind.R, Kind.F, Kind.W))
+
+
+def list_keys(layout: Layout, memory: Memory, recompute: bool) -> Ints:
+    """The position of every op in the unit-time list of its stage."""
+    from atlas.sim.policy import NONE, WHEN_NEXT_STARTS, Rule, play
+
+    unit = kind_costs(forward_ns=1, backward_ns=2, recompute_ns=1)
+    costs = uniform_costs(layout.num_pipelines, layout.num_stages, unit)
+    rule = Rule(recompute, gate=WHEN_NEXT_STARTS, hold=True)
+    played = play(layout, costs, rule, memory, rule_keys(layout), default_turns(layout))
+    keys = np.full(played.start_ns.shape, np.iinfo(np.int64).max, np.int64)
+    worker, position = np.nonzero(played.kinds != NONE)
+    keys[worker, played.kinds[worker, position], played.microbatches[worker, position]] = position
+    return keys

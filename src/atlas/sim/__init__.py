@@ -1,0 +1,12 @@
+"""The simulator: Program + Costs -> Timeline.
+
+    simulate(program, costs)            the Timeline of one run
+    lower, reference.run, compiled.run  the two engines, equal event for event
+
+Importing this room does not import numba; the compiled engine does, when a Program is large enough to need it.
+"""
+
+from atlas.sim.lower import Jitter, Tables, lower
+from atlas.sim.simulate import simulate
+
+__all__ = ["Jitter", "Tables", "lower", "simulate"]

@@ -1,0 +1,158 @@
+"""Program + Costs -> Tables: the flat arrays both engines run on, one row an op, one row a transfer.
+
+Everything that varies from run to run (jitter) or from microbatch to microbatch is settled here, so that an
+engine only adds, compares and queues. Knows no order of events: that is what the engines find out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.cost.table import Costs, Trace
+from atlas.errors import ProgramError
+from atlas.ir.ops import Kind
+from atlas.ir.program import Ints, Program
+
+NONE = -1
+
+
+class Tables(NamedTuple):
+    """What an engine reads. `NONE` stands for "no such thing"."""
+
+    worker_ptr: Ints
+    op_ns: Ints
+    op_input: Ints
+    """The transfer an op waits for."""
+    op_output: Ints
+    """The transfer an op makes ready."""
+    op_group: Ints
+    """The collective an op takes part in."""
+    group_ptr: Ints
+    group_ops: Ints
+    op_worker: Ints
+    transfer_dst: Ints
+    transfer_channel: Ints
+    transfer_work_ns: Ints
+    transfer_before_ns: Ints
+    transfer_latency_ns: Ints
+    transfer_turn: Ints
+    channel_link: Ints
+    link_policy: Ints
+    link_servers: Ints
+    link_capacity: NDArray[np.float64]
+    link_quantum_ns: Ints
+    trace_ptr: Ints
+    """Spans of link l's trace are `trace_ptr[l] : trace_ptr[l + 1]`; none: the nominal rate."""
+    trace_at_ns: Ints
+    trace_rate: NDArray[np.float64]
+    trace_latency_ns: Ints
+
+
+@dataclass(frozen=True)
+class Jitter:
+    """Seeded log-normal noise on durations, for Monte-Carlo runs. The medians stay where they were."""
+
+    seed: int
+    compute_sigma: float = 0.0
+    network_sigma: float = 0.0
+
+
+def lower(program: Program, costs: Costs, jitter: Jitter | None = None) -> Tables:
+    """The tables of a checked Program. A hole in it (an op without its sender) is an error that names the op."""
+    _require_matching(program, costs)
+    pipeline = program.op_worker // program.num_ranks
+    op_ns = costs.compute_ns[pipeline, program.stage, program.kind]
+    src, dst = program.transfer_src, program.transfer_dst
+    if (holes := np.flatnonzero((src < 0) | (dst < 0))).size:
+        raise ProgramError(
+            f"program {program.name!r}: {program.transfer_name(int(holes[0]))} of pipeline "
+            f"{program.transfer(int(holes[0]))[1]} has no {'sender' if src[holes[0]] < 0 else 'receiver'}: "
+            "every stage needs a forward and a backward of every microbatch"
+        )
+    op_input, op_output = np.full(program.num_ops, NONE, np.int64), np.full(program.num_ops, NONE, np.int64)
+    op_input[dst] = op_output[src] = np.arange(len(src))
+    op_group, group_ptr, group_ops = _groups(program)
+    tables = network_tables(costs, program.num_slots, program.turn)._replace(
+        worker_ptr=program.worker_ptr,
+        op_ns=np.ascontiguousarray(op_ns, np.int64),
+        op_input=op_input,
+        op_output=op_output,
+        op_group=op_group,
+        group_ptr=group_ptr,
+        group_ops=group_ops,
+        op_worker=program.op_worker.astype(np.int64),
+        transfer_dst=dst,
+    )
+    return tables if jitter is None else noisy(tables, jitter)
+
+
+def network_tables(costs: Costs, num_slots: int, turn: Ints) -> Tables:
+    """The tables without any op: what the network alone is, `num_slots` transfers a channel."""
+    none = np.zeros(0, np.int64)
+    traces = [link.trace or Trace((), (), ()) for link in costs.links]
+    return Tables(
+        worker_ptr=none,
+        op_ns=none,
+        op_input=none,
+        op_output=none,
+        op_group=none,
+        group_ptr=none,
+        group_ops=none,
+        op_worker=none,
+        transfer_dst=np.full(costs.channel_link.size * num_slots, NONE, np.int64),
+        transfer_channel=np.repeat(np.arange(costs.channel_link.size), num_slots),
+        transfer_work_ns=np.repeat(costs.work_ns.ravel(), num_slots),
+        transfer_before_ns=np.repeat(costs.before_ns.ravel(), num_slots),
+        transfer_latency_ns=np.repeat(costs.latency_ns.ravel(), num_slots),
+        transfer_turn=turn,
+        channel_link=costs.channel_link.ravel().astype(np.int64),
+        link_policy=np.array([link.policy for link in costs.links], np.int64),
+        link_servers=np.array([link.servers for link in costs.links], np.int64),
+        link_capacity=np.array([link.capacity for link in costs.links], np.float64),
+        link_quantum_ns=np.array([link.quantum_ns for link in costs.links], np.int64),
+        trace_ptr=np.concatenate([[0], np.cumsum([len(t.at_ns) for t in traces])]).astype(np.int64),
+        trace_at_ns=np.array([at for t in traces for at in t.at_ns], np.int64),
+        trace_rate=np.array([rate for t in traces for rate in t.rate], np.float64),
+        trace_latency_ns=np.array([extra for t in traces for extra in t.extra_latency_ns], np.int64),
+    )
+
+
+def noisy(tables: Tables, jitter: Jitter) -> Tables:
+    """The same tables with every duration drawn anew."""
+    rng = np.random.default_rng(jitter.seed)
+    return tables._replace(
+        op_ns=_noisy(tables.op_ns, jitter.compute_sigma, rng),
+        transfer_work_ns=_noisy(tables.transfer_work_ns, jitter.network_sigma, rng),
+        transfer_latency_ns=_noisy(tables.transfer_latency_ns, jitter.network_sigma, rng),
+    )
+
+
+def _require_matching(program: Program, costs: Costs) -> None:
+    if (program.num_pipelines, program.num_stages) != (costs.num_pipelines, costs.num_stages):
+        raise ProgramError(
+            f"program {program.name!r} has {program.num_pipelines} pipelines of {program.num_stages} stages, but the "
+            f"costs are for {costs.num_pipelines} of {costs.num_stages}: price the same layout"
+        )
+
+
+def _noisy(nominal_ns: Ints, sigma: float, rng: np.random.Generator) -> Ints:
+    noise = np.exp(rng.normal(0.0, sigma, nominal_ns.shape)) if sigma else 1.0
+    return np.rint(nominal_ns * noise).astype(np.int64)
+
+
+def _groups(program: Program) -> tuple[Ints, Ints, Ints]:
+    """Who meets whom: SYNC the same rank of every pipeline, NORM everybody, each once an iteration."""
+    group = np.full(program.num_ops, NONE, np.int64)
+    rank = program.op_worker % program.num_ranks
+    sync, norm = program.kind == Kind.SYNC, program.kind == Kind.NORM
+    key = np.where(sync, program.microbatch * (program.num_ranks + 1) + rank, -1)
+    key = np.where(norm, program.microbatch * (program.num_ranks + 1) + program.num_ranks, key)
+    members = np.flatnonzero(sync | norm)
+    _, group[members] = np.unique(key[members], return_inverse=True)
+    order = members[np.argsort(group[members], kind="stable")]
+    num_groups = int(group.max(initial=NONE)) + 1
+    return group, np.searchsorted(group[order], np.arange(num_groups + 1)).astype(np.int64), order.astype(np.int64)

@@ -1,0 +1,356 @@
+"""Scheduling on the fly, to be frozen: every worker does, of what is ready, the op with the smallest key.
+
+This is the dispatch rule of `ir.dispatch` let loose on a whole DP-cell, over the same links as the engines. It is
+how Varuna's policy, the zero-bubble order and every candidate of the Atlas search come into being: `play` returns
+the order in which things were done, and from then on that order is a Program like any other. One stage per worker.
+
+Within one kind a worker takes its microbatches in ascending order, so that gradients always add up in the same
+order; what is left to choose is which kind goes next, and that is what the keys say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from atlas.cost.table import FAIR, PRIVATE, Costs
+from atlas.errors import ProgramError
+from atlas.ir.ops import Kind, Op
+from atlas.ir.program import Ints, Layout, Memory, Program, assemble
+from atlas.sim.compiled import (
+    L_CHANGING,
+    L_EXPECTED,
+    L_POLICY,
+    L_SERVING,
+    L_SINCE,
+    SIZE,
+    T_BEFORE,
+    T_BEGUN,
+    T_CHANNEL,
+    T_LATENCY,
+    T_LINK,
+    WHAT_BITS,
+    WHICH_BITS,
+    Floats,
+    _done,
+    _drop_first,
+    _extra_latency,
+    _fair_begin,
+    _fair_catch_up,
+    _fair_ended,
+    _fair_foresee,
+    _offer_private,
+    _push,
+    _queue_push,
+    _turns_offer,
+    _turns_serve,
+    network,
+)
+from atlas.sim.lower import NONE, network_tables
+from atlas.sim.reference import LINK, OFFER, OP
+
+ARRIVE = 3
+SLOT_F, SLOT_R, SLOT_B, SLOT_W = range(4)
+"""Columns of the keys: a backward in one piece and the input half of a split one share a slot."""
+
+ANYTIME, WHEN_NEXT_STARTS, ON_ARRIVAL = range(3)
+"""When a recompute may start: after its forward; when the next stage is half through its backward (Varuna's
+schedule); when the gradient is there (Varuna's own simulator)."""
+
+
+class Rule(NamedTuple):
+    """What a worker may do, besides the keys."""
+
+    recompute: bool = False
+    split: bool = False
+    """Whether backwards are cut into I and W."""
+    gate: int = ANYTIME
+    hold: bool = False
+    """Whether a recomputed microbatch must be finished before anything else is begun (Varuna)."""
+    in_order: bool = False
+    """Whether a worker waits for the op with the smallest key even while others are ready, except that a forward
+    is pulled ahead of a recompute whose gradient is not there yet (Varuna's runtime)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Played:
+    """What was done, in which order, and when."""
+
+    kinds: Ints
+    """[w, position]: slot of the op, NONE beyond the end."""
+    microbatches: Ints
+    start_ns: Ints
+    """[w, slot, m]"""
+    transfer_start_ns: Ints
+    makespan_ns: int
+
+
+W_BUSY, W_MEM, W_STASH, W_COUNT, W_LAST_SLOT, W_PULLED = range(6)
+R_RECOMPUTE, R_SPLIT, R_GATE, R_HOLD, R_IN_ORDER = range(5)
+
+
+@njit(cache=True)
+def _has_room(w: int, last: bool, rule: Ints, memory: Ints, state: Ints) -> bool:
+    """Room for one more stash and, beyond all stashes, for one recompute: or nothing could ever be finished."""
+    reserve = memory[1 + SLOT_R] if rule[R_RECOMPUTE] else 0
+    need = memory[1 + SLOT_F] + (reserve if last else 0)
+    return need <= memory[0] - state[w, W_MEM] and state[w, W_STASH] + memory[1 + SLOT_F] + reserve <= memory[0]
+
+
+@njit(cache=True)
+def _is_ready(
+    slot: int, w: int, num_stages: int, num_mb: int, rule: Ints, memory: Ints, done: Ints, state: Ints,
+    arrived: Ints, gate_open: Ints,
+) -> bool:  # fmt: skip
+    """Whether the worker could start the next op of this slot now."""
+    recompute, split = rule[R_RECOMPUTE], rule[R_SPLIT]
+    first, last = w % num_stages == 0, w % num_stages == num_stages - 1
+    n_f, n_r, n_b, n_w = done[w, SLOT_F], done[w, SLOT_R], done[w, SLOT_B], done[w, SLOT_W]
+    if slot == SLOT_B:
+        recomputed = n_r > n_b or not recompute or last
+        return n_b < n_f and recomputed and (last or arrived[1, w, n_b] == 1)
+    if slot == SLOT_W:
+        return split == 1 and n_w < n_b
+    if rule[R_HOLD] and n_r > n_b:
+        return False
+    room = memory[0] - state[w, W_MEM]
+    if slot == SLOT_R:
+        gate = gate_open[w] > n_r
+        return recompute == 1 and not last and n_r < n_f and gate and memory[1 + SLOT_R] <= room
+    here = first or (n_f < num_mb and arrived[0, w, n_f] == 1)
+    return n_f < num_mb and here and _has_room(w, last, rule, memory, state)
+
+
+@njit(cache=True)
+def _choose(
+    w: int, num_stages: int, num_mb: int, rule: Ints, memory: Ints, keys: Ints, done: Ints, state: Ints,
+    arrived: Ints, gate_open: Ints,
+) -> int:  # fmt: skip
+    """The slot of the ready op with the smallest key, or NONE."""
+    last = w % num_stages == num_stages - 1
+    if rule[R_RECOMPUTE] and last and done[w, SLOT_F] > done[w, SLOT_B]:
+        return SLOT_B  # its activations are still there: no recompute, but nothing in between either
+    in_order = rule[R_IN_ORDER]
+    best = NONE
+    for slot in range(4):
+        n = done[w, slot]
+        exists = n < num_mb and (slot != SLOT_R or (rule[R_RECOMPUTE] and not last)) and (slot != SLOT_W or rule[R_SPLIT])
+        if not exists or (best != NONE and keys[w, slot, n] >= keys[w, best, done[w, best]]):
+            continue
+        if in_order or _is_ready(slot, w, num_stages, num_mb, rule, memory, done, state, arrived, gate_open):
+            best = slot
+    if in_order and best != NONE:
+        if best == SLOT_R and gate_open[w] <= done[w, SLOT_R] and _has_room(w, last, rule, memory, state):
+            state[w, W_PULLED] = 1  # and stands by it, even if the gradient comes before the forward's input
+        if state[w, W_PULLED] and done[w, SLOT_F] < num_mb:
+            best = SLOT_F
+        if not _is_ready(best, w, num_stages, num_mb, rule, memory, done, state, arrived, gate_open):
+            return NONE
+        state[w, W_PULLED] = 0
+    return best
+
+
+@njit(cache=True)
+def _play(
+    num_stages: int, num_mb: int, rule: Ints, memory: Ints, durations: Ints, gate_ns: Ints, keys: Ints,
+    out_slot: Ints, out_mb: Ints, op_start: Ints, arrived: Ints,
+    transfers: Ints, times: Ints, links: Ints, fluids: Floats, free: Ints, queue: Ints, left: Floats, active: Ints,
+    done_at: Floats, fifo: Ints, fifo_ends: Ints, trace: Ints, rate: Floats, time: Ints, events: Ints, counters: Ints,
+) -> int:  # fmt: skip
+    num_workers = len(durations)
+    num_pipelines = num_workers // num_stages
+    half = num_pipelines * (num_stages - 1) * num_mb
+    done = np.zeros((num_workers, 4), np.int64)
+    state = np.zeros((num_workers, 6), np.int64)
+    gate_open = np.zeros(num_workers, np.int64)
+    if rule[R_GATE] == ANYTIME:
+        gate_open[:] = num_mb
+    touched = np.zeros(num_workers, np.int64)
+    is_touched = np.zeros(num_workers, np.bool_)
+    num_touched = num_workers
+    for w in range(num_workers):
+        touched[w] = w
+        is_touched[w] = True
+    now = 0
+    makespan = 0
+    while True:
+        # ---- everything that happens at this moment
+        while counters[SIZE] and time[0] == now:
+            event = events[0]
+            _drop_first(time, events, counters)
+            what = event & ((1 << WHAT_BITS) - 1)
+            which = (event >> WHAT_BITS) & ((1 << WHICH_BITS) - 1)
+            offered = NONE
+            woken = NONE
+            if what == OP and which >= num_workers:
+                woken = which - num_workers
+                gate_open[woken] += 1
+            elif what == OP:
+                woken = which
+                w, c, stage = which, which // num_stages, which % num_stages
+                slot = state[w, W_LAST_SLOT]
+                m = done[w, slot]
+                done[w, slot] += 1
+                state[w, W_BUSY] = 0
+                state[w, W_MEM] -= memory[5 + slot]
+                if slot == SLOT_W or (slot == SLOT_B and not rule[R_SPLIT]):
+                    state[w, W_STASH] -= memory[1 + SLOT_F]
+                makespan = now
+                if slot == SLOT_F and stage < num_stages - 1:
+                    offered = (c * (num_stages - 1) + stage) * num_mb + m
+                elif slot == SLOT_B and stage > 0:
+                    offered = half + (c * (num_stages - 1) + stage - 1) * num_mb + m
+                if offered != NONE and transfers[offered, T_BEFORE]:
+                    _push(time, events, counters, now + transfers[offered, T_BEFORE], OFFER, offered)
+                    offered = NONE
+            elif what == OFFER:
+                offered = which
+            elif what == ARRIVE:
+                direction = 1 if which >= half else 0
+                channel, m = (which - direction * half) // num_mb, which % num_mb
+                c, boundary = channel // (num_stages - 1), channel % (num_stages - 1)
+                woken = c * num_stages + boundary + (1 - direction)
+                arrived[direction, woken, m] = 1
+                if direction == 1 and rule[R_GATE] == ON_ARRIVAL:
+                    gate_open[woken] = max(gate_open[woken], m + 1)
+            else:
+                row = links[which]
+                if row[L_EXPECTED] == event >> (WHICH_BITS + WHAT_BITS):
+                    if row[L_POLICY] == FAIR:
+                        fluid = fluids[which]
+                        _fair_catch_up(row, fluid, trace, rate, now)
+                        for ended in _fair_ended(row, fluid, active, done_at):
+                            late = _extra_latency(trace, row, times[ended, T_BEGUN])
+                            _push(time, events, counters, now + transfers[ended, T_LATENCY] + late, ARRIVE, ended)
+                            ends = fifo_ends[transfers[ended, T_CHANNEL]]
+                            ends[0] += 1
+                            if ends[0] < ends[1]:
+                                _fair_begin(transfers, times, row, fluid, active, done_at, fifo[ends[0]], now)
+                        _fair_foresee(row, fluid, done_at, trace, rate, time, events, counters, which, now)
+                    else:
+                        serving = row[L_SERVING]
+                        if row[L_CHANGING]:
+                            left[serving] -= _done(trace, rate, row, row[L_SINCE], now, 1.0)
+                            _queue_push(transfers, row, queue, serving)
+                        else:
+                            late = _extra_latency(trace, row, now)
+                            _push(time, events, counters, now + transfers[serving, T_LATENCY] + late, ARRIVE, serving)
+                        _turns_serve(
+                            transfers, times, left, row, queue, trace, rate, time, events, counters, which, now
+                        )
+            if offered != NONE:
+                link = transfers[offered, T_LINK]
+                policy = links[link, L_POLICY]
+                if policy == PRIVATE:
+                    _, arrive = _offer_private(transfers, times, links[link], free, trace, rate, offered, now)
+                    _push(time, events, counters, arrive, ARRIVE, offered)
+                elif policy == FAIR:
+                    ends = fifo_ends[transfers[offered, T_CHANNEL]]
+                    fifo[ends[1]] = offered
+                    ends[1] += 1
+                    if ends[1] - ends[0] == 1:
+                        row, fluid = links[link], fluids[link]
+                        _fair_catch_up(row, fluid, trace, rate, now)
+                        _fair_begin(transfers, times, row, fluid, active, done_at, offered, now)
+                        _fair_foresee(row, fluid, done_at, trace, rate, time, events, counters, link, now)
+                else:
+                    _turns_offer(
+                        transfers, times, left, links[link], queue, trace, rate, time, events, counters, link,
+                        offered, now,
+                    )  # fmt: skip
+            if woken != NONE and not is_touched[woken]:
+                is_touched[woken] = True
+                touched[num_touched] = woken
+                num_touched += 1
+        # ---- then whoever is free and concerned decides
+        for k in range(num_touched):
+            w = touched[k]
+            is_touched[w] = False
+            if state[w, W_BUSY]:
+                continue
+            slot = _choose(w, num_stages, num_mb, rule, memory, keys, done, state, arrived, gate_open)
+            if slot == NONE:
+                continue
+            m = done[w, slot]
+            state[w, W_BUSY] = 1
+            state[w, W_LAST_SLOT] = slot
+            state[w, W_MEM] += memory[1 + slot]
+            if slot == SLOT_F:
+                state[w, W_STASH] += memory[1 + SLOT_F]
+                if rule[R_RECOMPUTE] and w % num_stages == num_stages - 1:
+                    state[w, W_MEM] += memory[1 + SLOT_R]
+            out_slot[w, state[w, W_COUNT]], out_mb[w, state[w, W_COUNT]] = slot, m
+            state[w, W_COUNT] += 1
+            op_start[w, slot, m] = now
+            _push(time, events, counters, now + durations[w, slot], OP, w)
+            if slot == SLOT_B and rule[R_GATE] == WHEN_NEXT_STARTS and w % num_stages > 0:
+                _push(time, events, counters, now + gate_ns[w], OP, num_workers + w - 1)
+        num_touched = 0
+        if not counters[SIZE]:
+            break
+        now = time[0]
+    for w in range(num_workers):
+        if done[w, SLOT_B] != num_mb or (rule[R_SPLIT] and done[w, SLOT_W] != num_mb):
+            return NONE
+    return makespan
+
+
+def priority_keys(layout: Layout, order: Sequence[Kind]) -> Ints:
+    """Keys [w, slot, m] that put one kind before another always, and older microbatches first within a kind."""
+    num_workers, num_mb = layout.num_pipelines * layout.num_stages, layout.num_microbatches
+    slot_of = {Kind.F: SLOT_F, Kind.R: SLOT_R, Kind.B: SLOT_B, Kind.I: SLOT_B, Kind.W: SLOT_W}
+    keys = np.zeros((num_workers, 4, num_mb), np.int64)
+    for rank, kind in enumerate(order):
+        keys[:, slot_of[kind], :] = rank * num_mb + np.arange(num_mb)
+    return keys
+
+
+def play(layout: Layout, costs: Costs, rule: Rule, memory: Memory, keys: Ints, turn: Ints) -> Played:
+    """Let every worker and every WAN queue follow its keys. [w, slot, m] and [transfer]."""
+    num_workers, num_mb = layout.num_pipelines * layout.num_stages, layout.num_microbatches
+    slots = [Kind.F, Kind.R, Kind.I if rule.split else Kind.B, Kind.W]
+    durations = costs.compute_ns.reshape(num_workers, -1)
+    half_ns = np.ascontiguousarray(durations[:, Kind.I])
+    held = [memory.cap, *(memory.acquire[k] for k in slots), *(memory.release[k] for k in slots)]
+    net = network(network_tables(costs, num_mb, turn), num_workers)
+    length = 4 * num_mb
+    out_slot = np.full((num_workers, length), NONE, np.int64)
+    out_mb = np.zeros((num_workers, length), np.int64)
+    op_start = np.full((num_workers, 4, num_mb), NONE, np.int64)
+    makespan = _play(
+        layout.num_stages,
+        num_mb,
+        np.array(rule, np.int64),
+        np.array(held, np.int64),
+        np.ascontiguousarray(durations[:, slots]),
+        half_ns,
+        keys,
+        out_slot,
+        out_mb,
+        op_start,
+        np.zeros((2, num_workers, num_mb), np.int64),
+        *net,
+    )
+    if makespan == NONE:
+        raise ProgramError(
+            f"no schedule fits: a worker may hold {memory.cap}, but one microbatch in progress takes "
+            f"{memory.acquire[Kind.F] + memory.acquire[Kind.R]}; raise the memory cap or shrink the microbatch"
+        )
+    return Played(out_slot, out_mb, op_start, net[1][:, T_BEGUN], makespan)
+
+
+def freeze(
+    name: str, layout: Layout, rule: Rule, played: Played, *, memory: Memory, turn: Ints, sharing: bool
+) -> Program:
+    """The order that was played, as a Program."""
+    kinds = (Kind.F, Kind.R, Kind.I if rule.split else Kind.B, Kind.W)
+    orders = []
+    for w in range(len(played.kinds)):
+        stage = w % layout.num_stages
+        slots, microbatches = played.kinds[w].tolist(), played.microbatches[w].tolist()
+        orders.append([Op(kinds[k], stage, m) for k, m in zip(slots, microbatches, strict=True) if k != NONE])
+    return assemble(name, layout, orders, sharing=sharing, turn=turn, memory=memory)

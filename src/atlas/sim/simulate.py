@@ -1,0 +1,52 @@
+"""One call from a Program and its Costs to a Timeline, whichever engine does the work."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from atlas.cost.table import Costs
+from atlas.ir.program import Program
+from atlas.ir.timeline import Timeline
+from atlas.sim import reference
+from atlas.sim.lower import Jitter, Tables, lower
+from atlas.sim.reference import Events
+
+SMALL = 20_000
+"""Up to so many events the reference engine is done before numba is loaded."""
+
+
+def simulate(program: Program, costs: Costs, *, jitter: Jitter | None = None, engine: str = "auto") -> Timeline:
+    """When everything happens. `engine` is "reference", "compiled", or "auto": the faster for this size."""
+    began = time.process_time()
+    tables = lower(program, costs, jitter)
+    events = run(tables, engine)
+    seconds = time.process_time() - began
+    return timeline(program, costs, tables, events, {"engine_s": seconds})
+
+
+def run(tables: Tables, engine: str = "auto") -> Events:
+    """The events of lowered tables."""
+    if engine == "reference" or (engine == "auto" and len(tables.op_ns) + len(tables.transfer_dst) <= SMALL):
+        return reference.run(tables)
+    from atlas.sim import compiled
+
+    return compiled.run(tables)
+
+
+def timeline(program: Program, costs: Costs, tables: Tables, events: Events, meta: dict[str, object]) -> Timeline:
+    """Dress an engine's arrays as a Timeline."""
+    return Timeline(
+        program=program,
+        source="simulated",
+        op_start_ns=events.op_start_ns,
+        op_end_ns=events.op_end_ns,
+        transfer_ready_ns=events.ready_ns,
+        transfer_start_ns=events.start_ns,
+        transfer_sent_ns=events.sent_ns,
+        transfer_arrive_ns=events.arrive_ns,
+        transfer_link=tables.channel_link[tables.transfer_channel].astype(np.int32),
+        links=tuple(link.name for link in costs.links),
+        meta=meta,
+    )

@@ -1,0 +1,104 @@
+"""What goes wrong is told within seconds, by name, and leaves no process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from atlas.cost.table import kind_costs, uniform_costs
+from atlas.errors import ProgramError, WorkerError
+from atlas.ir.program import Layout, repeated, with_optimizer
+from atlas.launch.emulate import emulate, require_emulable
+from atlas.launch.smoke import smoke_program
+from atlas.runtime.model import TinyGpt
+from atlas.runtime.worker import Training
+from atlas.schedules.classic import one_f_one_b
+
+TRAINING = Training(TinyGpt(width=16, length=8, batch=2))
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie, dead but not yet reaped by whoever adopted it, counts as gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (signal.SIGKILL, r"worker p0\.s1 was killed by SIGKILL"),
+        (signal.SIGSTOP, r"waits for .* of p0\.s1: nothing came within 2 s"),
+    ],
+    ids=["killed", "frozen"],
+)
+def test_a_lost_worker_is_reported_and_nothing_is_left(how: signal.Signals, says: str) -> None:
+    program = repeated(with_optimizer(one_f_one_b(Layout(1, 2, 4, ("us-east", "us-west")))), 10)
+    per_kind_ns = kind_costs(forward_ns=30_000_000, backward_ns=60_000_000)
+    costs = uniform_costs(1, 2, per_kind_ns, wan_boundaries=(0,), wan_ns=10_000_000, wan_latency_ns=10_000_000)
+    pids: dict[str, int] = {}
+    struck = [0.0]
+
+    def strike() -> None:
+        struck[0] = time.monotonic()
+        os.kill(pids["p0.s1"], how)
+
+    def on_start(running: Mapping[str, int]) -> None:
+        pids.update(running)
+        threading.Timer(0.8, strike).start()
+
+    with pytest.raises(WorkerError, match=says):
+        emulate(program, costs, TRAINING, patience_s=2.0, on_start=on_start)
+    assert time.monotonic() - struck[0] < 6
+    assert len(pids) == 2
+    assert not any(map(is_alive, pids.values()))
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "launcher killed"])
+def test_workers_do_not_outlive_their_launcher(how: signal.Signals, tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "atlas.launch.smoke"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env, text=True) as launcher:
+        deadline = time.monotonic() + 30
+        while len(workers := children(launcher.pid)) < 4 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(workers) == 4
+        time.sleep(0.3)
+        launcher.send_signal(how)
+        _, errors = launcher.communicate(timeout=20)
+    assert launcher.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
+    assert "Traceback" not in errors
+    deadline = time.monotonic() + 15
+    while any(map(is_alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, workers))
+    if how == signal.SIGINT:
+        assert not list(tmp_path.glob("atlas-*")), "only a launcher that was killed outright may leave its logs"
+
+
+def test_what_cannot_be_emulated_is_said_before_anything_starts() -> None:
+    program, costs = smoke_program()
+    shared = uniform_costs(2, 2, costs.compute_ns[0, 0], wan_boundaries=(0,), wan_ns=1, sharing=True)
+    with pytest.raises(ProgramError, match="shares its links"):
+        require_emulable(program, shared)
+    with pytest.raises(ProgramError, match="has a NORM"):
+        require_emulable(with_optimizer(one_f_one_b(Layout(2, 2, 4, ("a", "b"))), norm=True), costs)
