@@ -9,6 +9,7 @@ Index legend: c pipeline of the cell, s stage, m microbatch (over all iterations
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -133,7 +134,8 @@ class Program:
     @cached_property
     def _backward(self) -> Ints:
         """[c, s, m] -> the op that sends the gradient: B, or I where the backward is split."""
-        return np.maximum(self.op_index[Kind.B], self.op_index[Kind.I])
+        backward: Ints = np.maximum(self.op_index[Kind.B], self.op_index[Kind.I])
+        return backward
 
     @cached_property
     def transfer_src(self) -> Ints:
@@ -165,7 +167,7 @@ class Program:
     def boundary_crosses(self) -> NDArray[np.bool_]:
         """By boundary: whether it lies between two datacenters."""
         dc = [self.rank_dc[r] for r in self.stage_rank]
-        return np.array([a != b for a, b in zip(dc, dc[1:], strict=False)], np.bool_)
+        return np.array([a != b for a, b in itertools.pairwise(dc)], np.bool_)
 
     @cached_property
     def transfer_crosses(self) -> NDArray[np.bool_]:
@@ -313,7 +315,9 @@ def _closing(ops: list[Op], kinds: list[Kind], iteration: int) -> list[Op]:
     return [Op(kind, stage, iteration) for kind in kinds]
 
 
-def _per_worker(program: Program, num_iterations: int, rewrite: Callable[[list[Op]], list[Op]], turn: Ints | None = None) -> Program:
+def _per_worker(
+    program: Program, num_iterations: int, rewrite: Callable[[list[Op]], list[Op]], turn: Ints | None = None
+) -> Program:
     layout = Layout(
         program.num_pipelines, program.num_stages, program.num_microbatches, program.rank_dc, program.stage_rank
     )

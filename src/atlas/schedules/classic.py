@@ -43,6 +43,11 @@ def interleaved(layout: Layout, *, recompute: bool = False) -> Program:
     """Megatron's interleaved 1F1B: each worker holds several stages, dealt round robin, and visits them in turn."""
     ranks, num_mb = layout.num_ranks, layout.num_microbatches
     chunks = layout.num_stages // ranks
+    if chunks < 2:
+        raise ProgramError(
+            f"interleaved 1F1B wants two or more stages a worker, and got {layout.num_stages} stages for {ranks}: "
+            "raise the number of virtual stages, or use '1f1b'"
+        )
     rounds = max(1, num_mb // ranks)
     if num_mb % rounds:
         raise ProgramError(

@@ -8,6 +8,7 @@ Links of policy FAIR, several servers and rates that vary are outside its model.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -122,7 +123,7 @@ class _Model:
                 if m:
                     self.model.add(op[0] >= self.ops[c, s, kind, m - 1][1])
             chain = [self.ops[c, s, kind, m] for kind in kinds]
-            for before, after in zip(chain, chain[1:], strict=False):
+            for before, after in itertools.pairwise(chain):
                 self.model.add(after[0] >= before[1])
             if self.recompute and last:
                 self.model.add(chain[1][0] == chain[0][1])

@@ -21,10 +21,13 @@ from atlas.ir.ops import Kind
 from atlas.ir.program import Ints, Program, default_turns
 from atlas.schedules.setting import Setting
 from atlas.sim.lower import NONE
-from atlas.sim.policy import ANYTIME, SLOT_B, SLOT_F, Played, Rule, freeze, play, priority_keys
+from atlas.sim.policy import ANYTIME, SLOT_B, SLOT_F, Played, Rule, freeze, play, play_reversed, priority_keys
 
 FIRST = ((Kind.F, Kind.B, Kind.R, Kind.W), (Kind.B, Kind.F, Kind.R, Kind.W), (Kind.F, Kind.R, Kind.B, Kind.W))
 """Priorities that most often win, tried before the rest."""
+
+KEY_SCALE = 1 << 20
+"""Keys are integers; slanted rules want fractions of a microbatch."""
 
 Progress = Callable[[int, int], None]
 """Called with (tries done, tries allowed)."""
@@ -75,25 +78,25 @@ def search(
     progress: Progress | None = None,
 ) -> Order:
     """The best order found within the setting's budget of tries. Stops early at `stop_ns`, a proven bound."""
-    tries = _Tries(setting, score, progress)
+    tries = _Tries(setting, family.splits, score, progress)
     for split in family.splits:
         for sharing in family.sharings:
             tries.rules(Rule(setting.recompute, split, ANYTIME), sharing)
     rng = np.random.default_rng(setting.seed)
     while tries.left and score(tries.best) > stop_ns:
-        if tries.left > setting.budget * 2 // 3:
-            tries.shaken(rng)
-        else:
-            tries.moved(rng)
+        [tries.slanted, tries.shaken, tries.moved][tries.phase](rng)
     return tries.best
 
 
 class _Tries:
     """The budget, and the best order so far."""
 
-    def __init__(self, setting: Setting, score: Callable[[Order], int], progress: Progress | None) -> None:
+    def __init__(
+        self, setting: Setting, splits: tuple[bool, ...], score: Callable[[Order], int], progress: Progress | None
+    ) -> None:
         self.setting, self.score, self.progress = setting, score, progress
         self.left = setting.budget
+        self.splits = splits
         self._best: Order | None = None
         self.current: Order | None = None
         self.elite: list[Order] = []
@@ -110,7 +113,33 @@ class _Tries:
         every = dict.fromkeys([*usual, *permutations(kinds)])
         turn = default_turns(self.setting.layout)
         for order in list(every)[: max(len(FIRST), self.setting.budget // 8)]:
-            self._try(rule, sharing, priority_keys(self.setting.layout, order), turn)
+            tried = self._try(rule, sharing, priority_keys(self.setting.layout, order), turn)
+            if tried is not None:
+                self.turned(tried)
+
+    @property
+    def phase(self) -> int:
+        """The first third of the budget for rules, the second for shaking the best, the last for moving single ops."""
+        return min(2, 3 - -(-3 * self.left // self.setting.budget))
+
+    def slanted(self, rng: np.random.Generator) -> None:
+        """A rule between the fixed priorities: a kind's microbatch m is as urgent as another's m + lead.
+
+        The leads may change from the first stage to the last, as the warm-up of 1F1B does.
+        """
+        layout, best = self.setting.layout, self.best
+        num_workers, num_mb = layout.num_pipelines * layout.num_stages, layout.num_microbatches
+        reach = min(num_mb, 2 * layout.num_stages + 2)
+        slope = np.arange(num_workers) % layout.num_stages / max(1, layout.num_stages - 1)
+        lead = rng.uniform(-reach, reach, (4, 1)) + rng.uniform(-reach, reach, (4, 1)) * slope
+        keys = (np.arange(num_mb) + lead.T[:, :, None]) * KEY_SCALE
+        turn = default_turns(layout)
+        if rng.random() < 0.3:
+            turn = best.turn
+        rule = best.rule._replace(split=bool(rng.choice(self.splits)))
+        tried = self._try(rule, best.sharing, keys.astype(np.int64), turn)
+        if tried is not None and self.score(tried) <= 1.1 * self.score(self.best):
+            self.turned(tried)
 
     def shaken(self, rng: np.random.Generator) -> None:
         """The best order so far with its start times shaken: by a lot or a little, all workers or a few."""
@@ -125,7 +154,28 @@ class _Tries:
         # A kind keeps its microbatches in order: a key only says when the next of its kind may go.
         keys = np.maximum.accumulate(keys, axis=2)
         turn = best.played.transfer_start_ns + turn_noise.astype(np.int64)
-        self._try(best.rule, best.sharing, keys, turn)
+        tried = self._try(best.rule._replace(in_order=False), best.sharing, keys, turn)
+        if tried is not None and self.score(tried) <= 1.02 * self.score(best):
+            self.turned(tried)
+
+    def turned(self, order: Order) -> None:
+        """Back and forth in time from an order, as long as it helps: as late as possible, then as early as possible."""
+        rule, costs = order.rule._replace(in_order=False), self.setting.costs_of_sharing(order.sharing)
+        while self.left:
+            try:
+                late = play_reversed(self.setting.layout, costs, rule, self.setting.memory, order.played)
+            except ProgramError:
+                return
+            self.left -= 1
+            again = None
+            for in_order in (True, False):
+                keys = positions(late) if in_order else late.start_ns
+                tried = self._try(rule._replace(in_order=in_order), order.sharing, keys, late.transfer_start_ns)
+                if tried is not None and (again is None or self.score(tried) < self.score(again)):
+                    again = tried
+            if again is None or self.score(again) >= self.score(order):
+                return
+            order = again
 
     def moved(self, rng: np.random.Generator) -> None:
         """An op on the critical path goes elsewhere in its stretch of work, and workers then keep to their lists.
@@ -169,7 +219,6 @@ class _Tries:
         if self.progress is not None:
             self.progress(self.setting.budget - self.left, self.setting.budget)
         return order
-
 
 
 def positions(played: Played) -> Ints:

@@ -9,8 +9,6 @@ plays the list and the bare rule, under the real costs, and freezes the faster: 
 
 from __future__ import annotations
 
-import numpy as np
-
 from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.ir.ops import Kind
 from atlas.ir.program import Ints, Layout, Memory, Program, default_turns
@@ -48,13 +46,11 @@ def rule_keys(layout: Layout) -> Ints:
 
 def list_keys(layout: Layout, memory: Memory, recompute: bool) -> Ints:
     """The position of every op in the unit-time list of its stage."""
-    from atlas.sim.policy import NONE, WHEN_NEXT_STARTS, Rule, play
+    from atlas.schedules.search import positions
+    from atlas.sim.policy import WHEN_NEXT_STARTS, Rule, play
 
     unit = kind_costs(forward_ns=1, backward_ns=2, recompute_ns=1)
     costs = uniform_costs(layout.num_pipelines, layout.num_stages, unit)
     rule = Rule(recompute, gate=WHEN_NEXT_STARTS, hold=True)
     played = play(layout, costs, rule, memory, rule_keys(layout), default_turns(layout))
-    keys = np.full(played.start_ns.shape, np.iinfo(np.int64).max, np.int64)
-    worker, position = np.nonzero(played.kinds != NONE)
-    keys[worker, played.kinds[worker, position], played.microbatches[worker, position]] = position
-    return keys
+    return positions(played)

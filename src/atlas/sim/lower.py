@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.cost.table import Costs, Trace
+from atlas.cost.table import PRIVATE, Costs, Trace
 from atlas.errors import ProgramError
 from atlas.ir.ops import Kind
 from atlas.ir.program import Ints, Program
@@ -92,6 +92,9 @@ def lower(program: Program, costs: Costs, jitter: Jitter | None = None) -> Table
 
 def network_tables(costs: Costs, num_slots: int, turn: Ints) -> Tables:
     """The tables without any op: what the network alone is, `num_slots` transfers a channel."""
+    channels = np.bincount(costs.channel_link.ravel(), minlength=len(costs.links))
+    for link, count in zip(costs.links, channels, strict=True):
+        assert link.policy != PRIVATE or count <= 1, f"link {link.name} is private but serves {count} channels"
     none = np.zeros(0, np.int64)
     traces = [link.trace or Trace((), (), ()) for link in costs.links]
     return Tables(
@@ -141,7 +144,8 @@ def _require_matching(program: Program, costs: Costs) -> None:
 
 def _noisy(nominal_ns: Ints, sigma: float, rng: np.random.Generator) -> Ints:
     noise = np.exp(rng.normal(0.0, sigma, nominal_ns.shape)) if sigma else 1.0
-    return np.rint(nominal_ns * noise).astype(np.int64)
+    drawn: Ints = np.rint(nominal_ns * noise).astype(np.int64)
+    return drawn
 
 
 def _groups(program: Program) -> tuple[Ints, Ints, Ints]:

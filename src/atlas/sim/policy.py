@@ -17,41 +17,29 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from atlas.cost.table import FAIR, PRIVATE, Costs
+from atlas.cost.table import Costs
 from atlas.errors import ProgramError
 from atlas.ir.ops import Kind, Op
 from atlas.ir.program import Ints, Layout, Memory, Program, assemble
-from atlas.sim.compiled import (
-    L_CHANGING,
-    L_EXPECTED,
-    L_POLICY,
-    L_SERVING,
-    L_SINCE,
+from atlas.sim.lower import NONE, network_tables
+from atlas.sim.network import (
+    DELIVERED,
+    SEQUENCE_MASK,
+    SEQUENCE_SHIFT,
     SIZE,
+    T_ARRIVE,
     T_BEFORE,
     T_BEGUN,
-    T_CHANNEL,
-    T_LATENCY,
-    T_LINK,
-    WHAT_BITS,
-    WHICH_BITS,
+    WHAT_SHIFT,
+    WHICH_MASK,
     Floats,
-    _done,
-    _drop_first,
-    _extra_latency,
-    _fair_begin,
-    _fair_catch_up,
-    _fair_ended,
-    _fair_foresee,
-    _offer_private,
-    _push,
-    _queue_push,
-    _turns_offer,
-    _turns_serve,
+    drop_first,
     network,
+    offer,
+    push,
+    wake,
 )
-from atlas.sim.lower import NONE, network_tables
-from atlas.sim.reference import LINK, OFFER, OP
+from atlas.sim.reference import OFFER, OP
 
 ARRIVE = 3
 SLOT_F, SLOT_R, SLOT_B, SLOT_W = range(4)
@@ -74,6 +62,8 @@ class Rule(NamedTuple):
     in_order: bool = False
     """Whether a worker waits for the op with the smallest key even while others are ready, except that a forward
     is pulled ahead of a recompute whose gradient is not there yet (Varuna's runtime)."""
+    reverse: bool = False
+    """Whether time runs backwards: see `play_reversed`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,15 +80,18 @@ class Played:
 
 
 W_BUSY, W_MEM, W_STASH, W_COUNT, W_LAST_SLOT, W_PULLED = range(6)
-R_RECOMPUTE, R_SPLIT, R_GATE, R_HOLD, R_IN_ORDER = range(5)
+R_RECOMPUTE, R_SPLIT, R_GATE, R_HOLD, R_IN_ORDER, R_REVERSE = range(6)
 
 
 @njit(cache=True)
 def _has_room(w: int, last: bool, rule: Ints, memory: Ints, state: Ints) -> bool:
     """Room for one more stash and, beyond all stashes, for one recompute: or nothing could ever be finished."""
+    if rule[R_REVERSE]:
+        return bool(memory[1 + (SLOT_W if rule[R_SPLIT] else SLOT_F)] <= memory[0] - state[w, W_MEM])
     reserve = memory[1 + SLOT_R] if rule[R_RECOMPUTE] else 0
     need = memory[1 + SLOT_F] + (reserve if last else 0)
-    return need <= memory[0] - state[w, W_MEM] and state[w, W_STASH] + memory[1 + SLOT_F] + reserve <= memory[0]
+    fits = need <= memory[0] - state[w, W_MEM]
+    return bool(fits and state[w, W_STASH] + memory[1 + SLOT_F] + reserve <= memory[0])
 
 
 @njit(cache=True)
@@ -112,16 +105,20 @@ def _is_ready(
     n_f, n_r, n_b, n_w = done[w, SLOT_F], done[w, SLOT_R], done[w, SLOT_B], done[w, SLOT_W]
     if slot == SLOT_B:
         recomputed = n_r > n_b or not recompute or last
-        return n_b < n_f and recomputed and (last or arrived[1, w, n_b] == 1)
+        return bool(n_b < n_f and recomputed and (last or arrived[1, w, n_b] == 1))
     if slot == SLOT_W:
+        if rule[R_REVERSE]:
+            return split == 1 and n_w < num_mb and _has_room(w, last, rule, memory, state)
         return split == 1 and n_w < n_b
     if rule[R_HOLD] and n_r > n_b:
         return False
     room = memory[0] - state[w, W_MEM]
     if slot == SLOT_R:
         gate = gate_open[w] > n_r
-        return recompute == 1 and not last and n_r < n_f and gate and memory[1 + SLOT_R] <= room
+        return bool(recompute == 1 and not last and n_r < n_f and gate and memory[1 + SLOT_R] <= room)
     here = first or (n_f < num_mb and arrived[0, w, n_f] == 1)
+    if rule[R_REVERSE] and split:
+        return n_f < n_w and here
     return n_f < num_mb and here and _has_room(w, last, rule, memory, state)
 
 
@@ -138,7 +135,9 @@ def _choose(
     best = NONE
     for slot in range(4):
         n = done[w, slot]
-        exists = n < num_mb and (slot != SLOT_R or (rule[R_RECOMPUTE] and not last)) and (slot != SLOT_W or rule[R_SPLIT])
+        exists = (
+            n < num_mb and (slot != SLOT_R or (rule[R_RECOMPUTE] and not last)) and (slot != SLOT_W or rule[R_SPLIT])
+        )
         if not exists or (best != NONE and keys[w, slot, n] >= keys[w, best, done[w, best]]):
             continue
         if in_order or _is_ready(slot, w, num_stages, num_mb, rule, memory, done, state, arrived, gate_open):
@@ -160,6 +159,7 @@ def _play(
     out_slot: Ints, out_mb: Ints, op_start: Ints, arrived: Ints,
     transfers: Ints, times: Ints, links: Ints, fluids: Floats, free: Ints, queue: Ints, left: Floats, active: Ints,
     done_at: Floats, fifo: Ints, fifo_ends: Ints, trace: Ints, rate: Floats, time: Ints, events: Ints, counters: Ints,
+    delivered: Ints,
 ) -> int:  # fmt: skip
     num_workers = len(durations)
     num_pipelines = num_workers // num_stages
@@ -181,9 +181,8 @@ def _play(
         # ---- everything that happens at this moment
         while counters[SIZE] and time[0] == now:
             event = events[0]
-            _drop_first(time, events, counters)
-            what = event & ((1 << WHAT_BITS) - 1)
-            which = (event >> WHAT_BITS) & ((1 << WHICH_BITS) - 1)
+            drop_first(time, events, counters)
+            what, which = event >> WHAT_SHIFT, event & WHICH_MASK
             offered = NONE
             woken = NONE
             if what == OP and which >= num_workers:
@@ -199,13 +198,15 @@ def _play(
                 state[w, W_MEM] -= memory[5 + slot]
                 if slot == SLOT_W or (slot == SLOT_B and not rule[R_SPLIT]):
                     state[w, W_STASH] -= memory[1 + SLOT_F]
+                if rule[R_REVERSE] and rule[R_RECOMPUTE] and slot == SLOT_B and stage == num_stages - 1:
+                    state[w, W_MEM] -= memory[5 + SLOT_R]
                 makespan = now
                 if slot == SLOT_F and stage < num_stages - 1:
                     offered = (c * (num_stages - 1) + stage) * num_mb + m
                 elif slot == SLOT_B and stage > 0:
                     offered = half + (c * (num_stages - 1) + stage - 1) * num_mb + m
                 if offered != NONE and transfers[offered, T_BEFORE]:
-                    _push(time, events, counters, now + transfers[offered, T_BEFORE], OFFER, offered)
+                    push(time, events, counters, now + transfers[offered, T_BEFORE], OFFER, offered)
                     offered = NONE
             elif what == OFFER:
                 offered = which
@@ -218,50 +219,18 @@ def _play(
                 if direction == 1 and rule[R_GATE] == ON_ARRIVAL:
                     gate_open[woken] = max(gate_open[woken], m + 1)
             else:
-                row = links[which]
-                if row[L_EXPECTED] == event >> (WHICH_BITS + WHAT_BITS):
-                    if row[L_POLICY] == FAIR:
-                        fluid = fluids[which]
-                        _fair_catch_up(row, fluid, trace, rate, now)
-                        for ended in _fair_ended(row, fluid, active, done_at):
-                            late = _extra_latency(trace, row, times[ended, T_BEGUN])
-                            _push(time, events, counters, now + transfers[ended, T_LATENCY] + late, ARRIVE, ended)
-                            ends = fifo_ends[transfers[ended, T_CHANNEL]]
-                            ends[0] += 1
-                            if ends[0] < ends[1]:
-                                _fair_begin(transfers, times, row, fluid, active, done_at, fifo[ends[0]], now)
-                        _fair_foresee(row, fluid, done_at, trace, rate, time, events, counters, which, now)
-                    else:
-                        serving = row[L_SERVING]
-                        if row[L_CHANGING]:
-                            left[serving] -= _done(trace, rate, row, row[L_SINCE], now, 1.0)
-                            _queue_push(transfers, row, queue, serving)
-                        else:
-                            late = _extra_latency(trace, row, now)
-                            _push(time, events, counters, now + transfers[serving, T_LATENCY] + late, ARRIVE, serving)
-                        _turns_serve(
-                            transfers, times, left, row, queue, trace, rate, time, events, counters, which, now
-                        )
+                wake(
+                    transfers, times, links, fluids, free, queue, left, active, done_at, fifo, fifo_ends, trace, rate,
+                    time, events, counters, delivered, which, (event >> SEQUENCE_SHIFT) & SEQUENCE_MASK, now,
+                )  # fmt: skip
             if offered != NONE:
-                link = transfers[offered, T_LINK]
-                policy = links[link, L_POLICY]
-                if policy == PRIVATE:
-                    _, arrive = _offer_private(transfers, times, links[link], free, trace, rate, offered, now)
-                    _push(time, events, counters, arrive, ARRIVE, offered)
-                elif policy == FAIR:
-                    ends = fifo_ends[transfers[offered, T_CHANNEL]]
-                    fifo[ends[1]] = offered
-                    ends[1] += 1
-                    if ends[1] - ends[0] == 1:
-                        row, fluid = links[link], fluids[link]
-                        _fair_catch_up(row, fluid, trace, rate, now)
-                        _fair_begin(transfers, times, row, fluid, active, done_at, offered, now)
-                        _fair_foresee(row, fluid, done_at, trace, rate, time, events, counters, link, now)
-                else:
-                    _turns_offer(
-                        transfers, times, left, links[link], queue, trace, rate, time, events, counters, link,
-                        offered, now,
-                    )  # fmt: skip
+                offer(
+                    transfers, times, links, fluids, free, queue, left, active, done_at, fifo, fifo_ends, trace, rate,
+                    time, events, counters, delivered, offered, now,
+                )  # fmt: skip
+            for k in range(counters[DELIVERED]):
+                push(time, events, counters, times[delivered[k], T_ARRIVE], ARRIVE, delivered[k])
+            counters[DELIVERED] = 0
             if woken != NONE and not is_touched[woken]:
                 is_touched[woken] = True
                 touched[num_touched] = woken
@@ -281,14 +250,14 @@ def _play(
             state[w, W_MEM] += memory[1 + slot]
             if slot == SLOT_F:
                 state[w, W_STASH] += memory[1 + SLOT_F]
-                if rule[R_RECOMPUTE] and w % num_stages == num_stages - 1:
+                if rule[R_RECOMPUTE] and not rule[R_REVERSE] and w % num_stages == num_stages - 1:
                     state[w, W_MEM] += memory[1 + SLOT_R]
             out_slot[w, state[w, W_COUNT]], out_mb[w, state[w, W_COUNT]] = slot, m
             state[w, W_COUNT] += 1
             op_start[w, slot, m] = now
-            _push(time, events, counters, now + durations[w, slot], OP, w)
+            push(time, events, counters, now + durations[w, slot], OP, w)
             if slot == SLOT_B and rule[R_GATE] == WHEN_NEXT_STARTS and w % num_stages > 0:
-                _push(time, events, counters, now + gate_ns[w], OP, num_workers + w - 1)
+                push(time, events, counters, now + gate_ns[w], OP, num_workers + w - 1)
         num_touched = 0
         if not counters[SIZE]:
             break
@@ -311,11 +280,54 @@ def priority_keys(layout: Layout, order: Sequence[Kind]) -> Ints:
 
 def play(layout: Layout, costs: Costs, rule: Rule, memory: Memory, keys: Ints, turn: Ints) -> Played:
     """Let every worker and every WAN queue follow its keys. [w, slot, m] and [transfer]."""
-    num_workers, num_mb = layout.num_pipelines * layout.num_stages, layout.num_microbatches
     slots = [Kind.F, Kind.R, Kind.I if rule.split else Kind.B, Kind.W]
-    durations = costs.compute_ns.reshape(num_workers, -1)
-    half_ns = np.ascontiguousarray(durations[:, Kind.I])
     held = [memory.cap, *(memory.acquire[k] for k in slots), *(memory.release[k] for k in slots)]
+    return _run(layout, costs, rule, slots, held, keys, turn)
+
+
+def play_reversed(layout: Layout, costs: Costs, rule: Rule, memory: Memory, forward: Played) -> Played:
+    """Play the iteration from its end to its beginning, whatever ended last in `forward` going first.
+
+    Backwards in time a weight gradient comes first, then the input gradients travel from the first stage to the
+    last, and forwards travel back. What comes out, read forwards, starts everything as late as possible: other
+    orders than those that start everything as early as possible, and often better ones to start from.
+    Slots and microbatches are those of `forward`; start times are read forwards.
+    """
+    backward = Kind.I if rule.split else Kind.B
+    slots = [backward, Kind.R, Kind.F, Kind.W]
+    held = [memory.cap, *(memory.release[k] for k in slots), *(memory.acquire[k] for k in slots)]
+    mirrored = Costs(
+        costs.compute_ns, costs.links, costs.channel_link[::-1], costs.work_ns[::-1], costs.latency_ns[::-1],
+        costs.before_ns[::-1],
+    )  # fmt: skip
+    num_mb = layout.num_microbatches
+    swap = [SLOT_B, SLOT_R, SLOT_F, SLOT_W]
+    lengths = costs.compute_ns.reshape(-1, costs.compute_ns.shape[2])[:, slots]
+    ends = forward.start_ns[:, swap, ::-1] + lengths[:, :, None]
+    by_channel = forward.transfer_start_ns.reshape(2, -1, num_mb)[::-1, :, ::-1].reshape(-1)
+    played = _run(layout, mirrored, rule._replace(reverse=True), slots, held, -ends, -by_channel)
+    start = played.makespan_ns - played.start_ns - lengths[:, :, None]
+    start[played.start_ns == NONE] = NONE
+    begun = played.makespan_ns - played.transfer_start_ns
+    count = (played.kinds != NONE).sum(axis=1)
+    kinds, microbatches = np.full_like(played.kinds, NONE), np.zeros_like(played.microbatches)
+    for w, n in enumerate(count.tolist()):
+        kinds[w, :n] = np.array(swap)[played.kinds[w, :n][::-1]]
+        microbatches[w, :n] = num_mb - 1 - played.microbatches[w, :n][::-1]
+    return Played(
+        kinds,
+        microbatches,
+        np.ascontiguousarray(start[:, swap, ::-1]),
+        np.ascontiguousarray(begun.reshape(2, -1, num_mb)[::-1, :, ::-1].reshape(-1)),
+        played.makespan_ns,
+    )
+
+
+def _run(
+    layout: Layout, costs: Costs, rule: Rule, slots: list[Kind], held: list[int], keys: Ints, turn: Ints
+) -> Played:
+    num_workers, num_mb = layout.num_pipelines * layout.num_stages, layout.num_microbatches
+    durations = costs.compute_ns.reshape(num_workers, -1)
     net = network(network_tables(costs, num_mb, turn), num_workers)
     length = 4 * num_mb
     out_slot = np.full((num_workers, length), NONE, np.int64)
@@ -327,8 +339,8 @@ def play(layout: Layout, costs: Costs, rule: Rule, memory: Memory, keys: Ints, t
         np.array(rule, np.int64),
         np.array(held, np.int64),
         np.ascontiguousarray(durations[:, slots]),
-        half_ns,
-        keys,
+        np.ascontiguousarray(durations[:, Kind.I]),
+        np.ascontiguousarray(keys),
         out_slot,
         out_mb,
         op_start,
@@ -337,8 +349,8 @@ def play(layout: Layout, costs: Costs, rule: Rule, memory: Memory, keys: Ints, t
     )
     if makespan == NONE:
         raise ProgramError(
-            f"no schedule fits: a worker may hold {memory.cap}, but one microbatch in progress takes "
-            f"{memory.acquire[Kind.F] + memory.acquire[Kind.R]}; raise the memory cap or shrink the microbatch"
+            f"no schedule fits: a worker may hold {held[0]}, but one microbatch in progress takes "
+            f"{held[1] + held[2]}; raise the memory cap or shrink the microbatch"
         )
     return Played(out_slot, out_mb, op_start, net[1][:, T_BEGUN], makespan)
 

@@ -8,7 +8,8 @@ The rules, which the compiled engine obeys event for event:
   FAIR serves one transfer of every channel at once, slowing all alike beyond its capacity;
   TURNS serves the smallest turn first, one at a time, changing over only at chunk boundaries, and never idles
   while something is ready.
-- Events at the same nanosecond happen in the order in which they were foreseen.
+- Of what happens in the same nanosecond, ops end first, then transfers reach their links, then links decide: who is
+  served never depends on which of two simultaneous events was looked at first.
 """
 
 from __future__ import annotations
@@ -98,6 +99,9 @@ class Private:
         engine.start_ns[transfer] = start
         engine.deliver(transfer, sent, sent + engine.latency_ns[transfer] + self.pace.latency(start))
 
+    def wake(self, version: int, now: int) -> None:
+        raise AssertionError("a private link never has to decide")
+
 
 class Fair:
     """Channels side by side, each at its own cap at best, all slowed alike when the trunk is full."""
@@ -170,14 +174,13 @@ class Turns:
         heappush(self.queue, (turn[transfer], transfer))
         self.left_ns[transfer] = float(self.engine.work_ns[transfer])
         if self.serving == NONE:
-            self._serve(now)
+            self._foresee(now)
         elif self.quantum_ns and not self.changing_over and turn[transfer] < turn[self.serving]:
             chunks = max(1, -(-(now - self.since_ns) // self.quantum_ns))
             boundary = self.since_ns + chunks * self.quantum_ns
             if boundary < self.until_ns:
                 self.changing_over = True
-                self.version += 1
-                self.engine.foresee(boundary, LINK, self.link, self.version)
+                self._foresee(boundary)
 
     def wake(self, version: int, now: int) -> None:
         if version != self.version:
@@ -186,25 +189,25 @@ class Turns:
         if self.changing_over:
             self.left_ns[transfer] -= self.pace.done(self.since_ns, now, 1.0)
             heappush(self.queue, (self.engine.turn[transfer], transfer))
-        else:
+        elif transfer != NONE:
             self.engine.deliver(transfer, now, now + self.engine.latency_ns[transfer] + self.pace.latency(now))
-        self._serve(now)
-
-    def _serve(self, now: int) -> None:
-        self.changing_over = False
-        self.version += 1
-        self.serving = NONE
+        self.changing_over, self.serving = False, NONE
         if self.queue:
             _, transfer = heappop(self.queue)
             self.serving, self.since_ns = transfer, now
             if self.engine.start_ns[transfer] == UNKNOWN:
                 self.engine.start_ns[transfer] = now
             self.until_ns = self.pace.finish(now, self.left_ns[transfer], 1.0)
-            self.engine.foresee(self.until_ns, LINK, self.link, self.version)
+            self._foresee(self.until_ns)
+
+    def _foresee(self, when: int) -> None:
+        self.version += 1
+        self.engine.foresee(when, LINK, self.link, self.version)
 
 
 OP, OFFER, LINK = 0, 1, 2
-"""What a foreseen event is: an op ends, a transfer reaches its link, a link finishes or changes over."""
+"""What a foreseen event is, and in which order events of the same nanosecond happen: an op ends, a transfer reaches
+its link, a link decides (something is done, its chunk is over, or it was idle and something came)."""
 
 
 class Engine:
@@ -238,8 +241,10 @@ class Engine:
         self.assembled = [0] * (len(tables.group_ptr) - 1)
         self.future: list[tuple[int, int, int, int, int]] = []
         self.sequence = 0
-        make = {PRIVATE: Private, FAIR: Fair, TURNS: Turns}
-        self.links = [make[policy](self, link) for link, policy in enumerate(tables.link_policy.tolist())]
+        make: dict[int, type[Private] | type[Fair] | type[Turns]] = {PRIVATE: Private, FAIR: Fair, TURNS: Turns}
+        self.links: list[Private | Fair | Turns] = [
+            make[policy](self, link) for link, policy in enumerate(tables.link_policy.tolist())
+        ]
         self.link_of = [self.links[link] for link in tables.channel_link.tolist()]
 
     def pace(self, link: int) -> Pace:
@@ -252,19 +257,19 @@ class Engine:
 
     def foresee(self, when: int, what: int, which: int, version: int = 0) -> None:
         self.sequence += 1
-        heappush(self.future, (when, self.sequence, what, which, version))
+        heappush(self.future, (when, what, self.sequence, which, version))
 
     def run(self) -> Events:
         for worker in range(len(self.next_op)):
             self._advance(worker, 0)
         while self.future:
-            now, _, what, which, version = heappop(self.future)
+            now, what, _, which, version = heappop(self.future)
             if what == OP:
                 self._end(which, now)
             elif what == OFFER:
                 self.link_of[self.channel[which]].offer(which, now)
             else:
-                self.links[which].wake(version, now)  # type: ignore[union-attr]
+                self.links[which].wake(version, now)
         self._require_all_done()
         return Events(
             *(
@@ -312,7 +317,7 @@ class Engine:
         end = now + self.op_ns[op]
         self.op_start[op] = now
         self.sequence += 1
-        heappush(self.future, (end, self.sequence, OP, op, 0))
+        heappush(self.future, (end, OP, self.sequence, op, 0))
 
     def _end(self, op: int, now: int) -> None:
         self.op_end[op] = now

@@ -1,0 +1,124 @@
+"""The `atlas` command. Knows the names of its commands and how a failure is told; what a command does is in
+`atlas.commands`, loaded only when it is the one that runs, so that `atlas --help` is instant.
+
+Exit codes: 0 done; 1 a bug of ours, with its traceback; 2 something the user can mend, in one message; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any, NoReturn
+
+from atlas import __version__
+from atlas.errors import AtlasError
+
+COMMANDS = {
+    "simulate": "what a job does under each schedule: a table, pictures, files",
+    "schedules": "the schedules there are, and the Program that one writes for a job",
+    "view": "timeline files as a page, a trace or a figure",
+    "compare": "two timelines, op by op",
+}
+PLUGINS = "atlas.commands"
+"""Entry-point group in which other packages offer commands: modules with `configure(parser)` and `run(args)`."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one message, and names the nearest thing that would be right."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        given = message.removeprefix("unrecognized arguments: ").split("=")[0].split(" ")[0]
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        near = get_close_matches(given, known, n=1) if given.startswith("--") else []
+        hint = f". Did you mean {near[0]}?" if near else f". See {self.prog} --help"
+        self.exit(2, f"{self.prog}: {message}{hint}\n")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found
+
+
+def top_parser() -> Parser:
+    """What `atlas --help` shows."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
+    lines += [f"  {name:{width}}  from {entry.value.partition('.')[0]}" for name, entry in sorted(_plugins().items())]
+    parser = Parser(
+        prog="atlas",
+        usage="atlas COMMAND [...]",
+        description="Plan, simulate and run language-model training across datacenters.",
+        epilog="commands:\n" + "\n".join(lines) + "\n\n`atlas COMMAND --help` explains a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"atlas {__version__}")
+    parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
+    return parser
+
+
+def command_parser(name: str) -> tuple[Parser, Any]:
+    """A command's parser and its module."""
+    module: Any = import_module(f"atlas.commands.{name}") if name in COMMANDS else _plugins()[name].load()
+    parser = Parser(prog=f"atlas {name}", description=module.__doc__)
+    module.configure(parser)
+    return parser, module
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the process's exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without µ is no reason to fail
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+        return code
+    except AtlasError as error:
+        return _tell(error)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read us has gone, `head` for one. Point stdout elsewhere or the interpreter complains at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        return _tell(
+            f"{error.filename or 'output'}: {error.strerror or error}. Free some space or choose another place"
+        )
+
+
+def _run(words: list[str]) -> int:
+    if not words:
+        top_parser().print_help()
+        return 0
+    if words[0].startswith("-"):
+        top_parser().parse_args(words)
+    if words[0] not in COMMANDS and words[0] not in _plugins():
+        near = get_close_matches(words[0], [*COMMANDS, *_plugins()], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join([*COMMANDS, *_plugins()])}"
+        raise AtlasError(f"no command {words[0]!r}: {hint}")
+    parser, module = command_parser(words[0])
+    return int(module.run(parser.parse_args(words[1:])))
+
+
+def _plugins() -> dict[str, Any]:
+    from importlib.metadata import entry_points
+
+    return {entry.name: entry for entry in entry_points(group=PLUGINS)}
+
+
+def _tell(error: object) -> int:
+    print(f"atlas: {error}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Simulate a training job across datacenters under one or more schedules.
+
+Without --schedule and --tcp: the classics on one TCP connection, and every schedule on many.
+Every second in the result is simulated; only `engine_s` is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from atlas.commands.files import Outputs, make_folder, picture_flags, require_folder
+from atlas.commands.terminal import Meter, say, show, show_json
+from atlas.commands.words import headline, notes, spread_table, why
+from atlas.ir.store import replacing
+from atlas.plan.evaluate import Choice, Result, default_choices, evaluate_all, find_schedule, rows
+from atlas.schedules import SCHEDULES
+from atlas.spec import load_job
+from atlas.view import results_table
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", type=Path, metavar="JOB.yaml", help="the job: docs/jobs.md explains its keys")
+    parser.add_argument(
+        "--schedule", action="append", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}; may be repeated"
+    )
+    parser.add_argument("--tcp", choices=("one", "many"), help="connections between two nodes")
+    job_flags(parser)
+    search_flags(parser)
+    parser.add_argument("--iterations", type=whole(1, 1000), default=1, metavar="N", help="simulate N of them in a row")
+    parser.add_argument(
+        "--monte-carlo", type=whole(1, 100_000), default=0, metavar="N", help="N runs with the job's `jitter`"
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write results.json, page.html, figure.svg and timeline files to DIR"
+    )
+    picture_flags(parser)
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="write a timeline file, for `atlas view` and `compare`"
+    )
+
+
+def job_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the job; may be repeated"
+    )
+
+
+def search_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="of the search (default 0)")
+    parser.add_argument(
+        "--budget", type=whole(1, 1_000_000), metavar="N", help="orders a search may try (default: by the job's size)"
+    )
+
+
+def whole(low: int, high: int) -> Any:
+    """A type for argparse."""
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+        return value
+
+    return number
+
+
+def run(args: argparse.Namespace) -> int:
+    outputs = Outputs.of(args)
+    if args.out is not None:
+        require_folder(args.out, "--out")
+    outputs.require_writable()
+    choices = _choices(args.schedule, args.tcp)
+    job = load_job(args.job, args.set)
+    with Meter() as meter:
+        results, left_out = evaluate_all(
+            job,
+            choices,
+            skip=args.schedule is None,
+            budget=args.budget,
+            seed=args.seed,
+            iterations=args.iterations,
+            jitter_runs=args.monte_carlo,
+            progress=meter,
+        )
+    found = rows(results)
+    for name, reason in left_out.items():
+        say(f"atlas: {name} is left out: {reason}")
+    if args.json:
+        show_json(found)
+    else:
+        _show(results, found)
+    if args.out is not None:
+        outputs = _in_folder(args.out, outputs, found)
+    _write(outputs, results)
+    return 0
+
+
+def _choices(schedules: Sequence[str] | None, tcp: Any) -> list[Choice]:
+    """What to simulate; each pair once, in the order given."""
+    if schedules is None:
+        return default_choices() if tcp is None else [(name, tcp) for name in SCHEDULES]
+    return list(dict.fromkeys((find_schedule(name).name, tcp or "many") for name in schedules))
+
+
+def _show(results: Sequence[Result], found: Sequence[dict[str, Any]]) -> None:
+    parts: list[Any] = [results_table(found, title=headline(results[0]), source="\n".join(notes(found)))]
+    if any(row["spread"] for row in found):
+        parts.append(spread_table(found))
+    show(*parts, why(results, found))
+
+
+def _in_folder(folder: Path, outputs: Outputs, found: Sequence[dict[str, Any]]) -> Outputs:
+    """The folder made, the results in it, and the names of what else goes there."""
+    make_folder(folder)
+    with replacing(folder / "results.json") as file:
+        file.write(json_bytes(found))
+    return replace(
+        outputs,
+        page=outputs.page or folder / "page.html",
+        svg=outputs.svg or folder / "figure.svg",
+        save=outputs.save or folder / "run.timeline",
+    )
+
+
+def json_bytes(data: Any) -> bytes:
+    import json
+
+    return (json.dumps(data, indent=2) + "\n").encode()
+
+
+def _write(outputs: Outputs, results: Sequence[Result]) -> None:
+    timelines = [result.timeline for result in results]
+    # One connection can take twenty times as long: beside it the others would be too small to see.
+    many = [result.timeline for result in results if result.tcp == "many"]
+    outputs.write(timelines, many or timelines, headline(results[0]), notes(rows(results)))
+    for path in outputs.written(timelines):
+        say(f"wrote {path}")

@@ -1,0 +1,66 @@
+"""What commands say on the terminal: tables on stdout, everything that is no result on stderr. Knows rich."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+PATIENCE_S = 1.0
+"""What takes less than this needs no progress bar."""
+
+
+def show(*things: Any) -> None:
+    """Tables and sentences, as wide as the terminal, or 80 columns where there is none."""
+    console = Console(highlight=False)
+    with console.capture() as capture:
+        for thing in things:
+            console.print(thing, markup=False)
+    sys.stdout.write(capture.get())
+
+
+def show_json(data: Any) -> None:
+    json.dump(data, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+def say(text: str) -> None:
+    """A remark that is no result."""
+    sys.stdout.flush()
+    print(text, file=sys.stderr)
+
+
+class Meter:
+    """A progress bar on stderr, once it is worth one, and only where somebody watches."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=None)
+        self._timer = threading.Timer(PATIENCE_S, self._bar.start) if console.is_terminal else None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        self._bar.update(self._task, description=what, completed=done, total=total or None)
+
+    def __enter__(self) -> Meter:
+        if self._timer is not None:
+            self._timer.daemon = True
+            self._timer.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
+            self._bar.stop()

@@ -1,0 +1,122 @@
+"""Seconds of each piece of the model on one GPU type: from FLOPs, bytes and the job's efficiency, or as measured.
+
+Matrix products and attention run at `efficiency` of the peak, divided over the tp group, which also pays two
+all-reduces of the activation per layer and pass; lookups and the loss run at the memory's bandwidth. Knows one
+piece at a time: which stage holds it is `arrange`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from atlas.cost import flops
+from atlas.cost.profile import Entry, Piece, find_entry, load_profile
+from atlas.spec.gpus import Gpu
+from atlas.spec.job import Job
+
+
+@dataclass(frozen=True)
+class PieceTime:
+    """Seconds for one microbatch; `update_s` once per iteration."""
+
+    forward_s: float = 0.0
+    recompute_s: float = 0.0
+    input_s: float = 0.0
+    """Backward: gradient of the input."""
+    weight_s: float = 0.0
+    """Backward: gradient of the weights."""
+    update_s: float = 0.0
+    """Optimizer step."""
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_s + self.weight_s
+
+    @property
+    def microbatch_s(self) -> float:
+        """What one microbatch costs in all: what a balanced split balances."""
+        return self.forward_s + self.recompute_s + self.backward_s
+
+
+def total(pieces: Iterable[PieceTime]) -> PieceTime:
+    """Pieces that one worker runs one after the other."""
+    rows = [(p.forward_s, p.recompute_s, p.input_s, p.weight_s, p.update_s) for p in pieces]
+    return PieceTime(*(sum(column) for column in zip(*rows, strict=True))) if rows else PieceTime()
+
+
+@dataclass(frozen=True)
+class ModelTime:
+    """A whole model on one GPU type."""
+
+    embedding: PieceTime
+    layers: tuple[PieceTime, ...]
+    head: PieceTime
+
+
+def model_times(job: Job) -> Callable[[str], ModelTime]:
+    """A function from a datacenter's name to the times on its GPUs. A profile file is read once."""
+    profile = load_profile(job.profile) if job.profile else None
+    known: dict[str, ModelTime] = {}
+
+    def times(dc_name: str) -> ModelTime:
+        name = job.cluster.dc(dc_name).gpu
+        if name not in known:
+            known[name] = analytic(job, job.cluster.gpu(dc_name))
+            if profile is not None and job.profile is not None:
+                entry = find_entry(
+                    profile, job.profile, gpu=name, microbatch=job.microbatch, tp=job.tp, num_layers=job.model.layers
+                )
+                known[name] = measured(job, entry, known[name])
+        return known[name]
+
+    return times
+
+
+def analytic(job: Job, gpu: Gpu) -> ModelTime:
+    """Times from FLOPs and bytes."""
+    model, b = job.model, job.microbatch
+    peak_tflops = gpu.fp32_tflops if job.precision == "fp32" else gpu.bf16_tflops
+    flop_per_s = peak_tflops * 1e12 * job.efficiency * job.tp
+    bytes_per_s = gpu.memory_gbytes_per_s * 1e9 * job.tp
+    # Ring all-reduce inside the node, once after attention and once after the MLP.
+    peers_s = 2 * 2 * (job.tp - 1) / job.tp * job.activation_bytes * 8 / (gpu.peer_gbps * 1e9)
+    matrix_s = flops.layer_matrix_flops(model, b) / flop_per_s
+    attention_s = flops.layer_attention_flops(model, b) / flop_per_s
+    forward_s = matrix_s + attention_s + peers_s
+
+    def update_s(params: int) -> float:
+        """Read gradient and state, write state and weights."""
+        per_param = job.gradient_bytes + 2 * job.optimizer_bytes + job.element_bytes
+        return params * per_param / bytes_per_s
+
+    layer = PieceTime(
+        forward_s=forward_s,
+        recompute_s=forward_s,
+        input_s=matrix_s + flops.ATTENTION_BACKWARD * attention_s + peers_s,
+        weight_s=matrix_s,
+        update_s=update_s(flops.layer_params(model)),
+    )
+    lookup_s = flops.embedding_bytes(model, b, job.element_bytes) / bytes_per_s
+    embedding = PieceTime(lookup_s, 0.0, 0.0, lookup_s, update_s(flops.embedding_params(model)))
+    head_s, loss_s = flops.head_flops(model, b) / flop_per_s, flops.logits_bytes(model, b) / bytes_per_s
+    # The loss is fused with the head and its logits are not kept per microbatch, so there is nothing to recompute.
+    head = PieceTime(head_s + loss_s, 0.0, head_s, head_s, update_s(flops.head_params(model)))
+    return ModelTime(embedding, (layer,) * model.layers, head)
+
+
+def measured(job: Job, entry: Entry, fallback: ModelTime) -> ModelTime:
+    """Times from a profile; what it leaves out comes from the analytic model."""
+
+    def piece(measure: Piece, analytic_piece: PieceTime, *, recomputed: bool) -> PieceTime:
+        weight_s = measure.backward_s / 2 if measure.weight_s is None else min(measure.weight_s, measure.backward_s)
+        again_s = measure.forward_s if measure.recompute_s is None and recomputed else measure.recompute_s
+        update_s = analytic_piece.update_s if measure.update_s is None else measure.update_s
+        return PieceTime(measure.forward_s, again_s or 0.0, measure.backward_s - weight_s, weight_s, update_s)
+
+    layers = entry.layers or (entry.layer,) * job.model.layers
+    return ModelTime(
+        piece(entry.embedding, fallback.embedding, recomputed=False),
+        tuple(piece(one, fallback.layers[0], recomputed=True) for one in layers if one is not None),
+        piece(entry.head, fallback.head, recomputed=False),
+    )

@@ -1,0 +1,198 @@
+"""Bytes that one GPU of each worker holds, and what they leave for microbatches in flight.
+
+Always there: weights, gradients, optimizer state, what is reserved for others, and on the last stage the logits of
+one microbatch. Per microbatch: with recompute the stage's input from its forward on (the stash) and the full
+activations from the recompute to the end of the backward; without it the full activations from the forward on.
+Everything but the reserved part is divided by tp (sequence parallelism). Knows no order: a schedule that keeps
+`stash held + F + R <= cap` before every forward never runs out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from atlas.cost import flops
+from atlas.cost.arrange import Arrangement, arrange
+from atlas.errors import InfeasibleError
+from atlas.ir.ops import NUM_KINDS, Kind
+from atlas.ir.program import Memory, Program
+from atlas.spec.job import Job
+
+GIB = 2**30
+KIB = 2**10
+USABLE_SHARE = 0.92
+"""Of a GPU's memory, when the job states no cap: the rest goes to context, buffers and fragmentation."""
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """Bytes on one GPU of one worker (a rank of the pipeline)."""
+
+    dc: str
+    weights: int
+    gradients: int
+    optimizer: int
+    logits: int
+    """Logits of one microbatch, on the worker with the LM head."""
+    reserved: int
+    stash: int
+    """Input of a stage, per microbatch."""
+    activations: int
+    """All activations of a stage (the largest one of the worker), per microbatch."""
+    cap: int
+
+    @property
+    def static(self) -> int:
+        """What is there whatever is in flight."""
+        return self.weights + self.gradients + self.optimizer + self.logits + self.reserved
+
+    @property
+    def free(self) -> int:
+        """What is left for microbatches in flight; negative where the rest does not fit."""
+        return self.cap - self.static
+
+    def per_microbatch(self, recompute: bool) -> tuple[int, int]:
+        """Bytes that a forward and a recompute take."""
+        return (self.stash, self.activations) if recompute else (self.activations, 0)
+
+
+def stage_params(job: Job, arrangement: Arrangement, stage: int) -> int:
+    """Parameters of one stage, over its whole tp group."""
+    last = job.num_stages - 1
+    params = arrangement.layers_per_stage[stage] * flops.layer_params(job.model)
+    params += flops.embedding_params(job.model) if stage == 0 else 0
+    params += flops.head_params(job.model) if stage == last else 0
+    if job.model.tied_embeddings and job.pp == 1 and stage == last:
+        params -= job.model.vocab * job.model.hidden  # both ends on one worker: the matrix is there once
+    return params
+
+
+def worker_memory(job: Job, arrangement: Arrangement | None = None) -> tuple[WorkerMemory, ...]:
+    """By rank of a pipeline."""
+    arrangement = arrangement or arrange(job)
+    return tuple(_worker(job, arrangement, rank) for rank in range(job.pp))
+
+
+def _worker(job: Job, arrangement: Arrangement, rank: int) -> WorkerMemory:
+    stages = range(rank, job.num_stages, job.pp)
+    params = math.ceil(sum(stage_params(job, arrangement, s) for s in stages) / job.tp)
+    tokens = job.microbatch * job.model.seq_len
+    layer_bytes = tokens * flops.layer_activation_elements(job.model) * job.element_bytes
+    logits = tokens * job.model.vocab * (job.element_bytes + 4) if rank == job.pp - 1 else 0
+    dc = arrangement.rank_dc[rank]
+    cap_gib = job.memory_gib or USABLE_SHARE * job.cluster.gpu(dc).memory_gib
+    return WorkerMemory(
+        dc=dc,
+        weights=params * job.element_bytes,
+        gradients=params * job.gradient_bytes,
+        optimizer=params * job.optimizer_bytes,
+        logits=math.ceil(logits / job.tp),
+        reserved=math.ceil(job.reserved_gib * GIB),
+        stash=math.ceil(job.activation_bytes / job.tp),
+        activations=math.ceil(max(arrangement.layers_per_stage[s] for s in stages) * layer_bytes / job.tp),
+        cap=math.floor(cap_gib * GIB),
+    )
+
+
+def in_flight_cap(job: Job, *, recompute: bool | None = None, arrangement: Arrangement | None = None) -> int:
+    """How many microbatches every worker has room for at once, as `memory_rule` counts; raises where not one fits."""
+    rule = memory_rule(job, recompute=recompute, arrangement=arrangement)
+    return (rule.cap - rule.acquire[Kind.R]) // rule.acquire[Kind.F]
+
+
+def memory_rule(job: Job, *, recompute: bool | None = None, arrangement: Arrangement | None = None) -> Memory:
+    """What ops take and give back, in KiB of the tightest worker; raises where not one microbatch fits.
+
+    One rule holds for all workers, so each one's needs are scaled by how much room it has compared with the
+    tightest, and the largest counts, rounded up: safe everywhere, exact on the worker that decides. A forward takes
+    the stash and a recompute the activations (without recompute: the forward all of it); the end of the backward,
+    or of its weight half where it is split, gives both back; the input half gives nothing back.
+    """
+    with_recompute = job.recompute if recompute is None else recompute
+    workers = worker_memory(job, arrangement)
+    _require_room(job, workers, with_recompute)
+    cap_bytes = min(worker.free for worker in workers)
+    needs = [(cap_bytes / w.free / KIB, *w.per_microbatch(with_recompute)) for w in workers]
+    forward = max(1, math.ceil(max(scale * stash for scale, stash, _ in needs)))
+    again = math.ceil(max(scale * activations for scale, _, activations in needs))
+    acquire, release = [0] * NUM_KINDS, [0] * NUM_KINDS
+    acquire[Kind.F], acquire[Kind.R] = forward, again
+    release[Kind.B] = release[Kind.W] = forward + again
+    # Rounding up may cost the last KiB; one microbatch was shown to fit above, so the rule must allow it too.
+    cap = max(cap_bytes // KIB, forward + again)
+    return Memory(cap=cap, acquire=tuple(acquire), release=tuple(release))
+
+
+def peak_memory(
+    job: Job, program: Program, *, arrangement: Arrangement | None = None
+) -> tuple[tuple[WorkerMemory, int], ...]:
+    """By rank: what its workers hold, and the most bytes any of them needs at once while it runs the Program.
+
+    A microbatch that the Program recomputes costs its stash and later its activations; one that it does not (on the
+    last stage, as a rule) costs its activations from the forward on.
+    """
+    recomputed = program.op_index[Kind.R] >= 0
+    pipeline, rank = np.divmod(program.op_worker, program.num_ranks)
+    per_microbatch = program.kind <= Kind.W
+    slot = np.where(per_microbatch, program.microbatch, 0)
+    again = recomputed[pipeline, program.stage, slot] & per_microbatch
+    workers = worker_memory(job, arrangement)
+    stash, full = (np.array([getattr(w, part) for w in workers])[rank] for part in ("stash", "activations"))
+    split = (program.op_index[Kind.W] >= 0)[pipeline, program.stage, slot]
+    takes = np.where(program.kind == Kind.F, np.where(again, stash, full), np.where(program.kind == Kind.R, full, 0))
+    ends = (program.kind == Kind.W) | ((program.kind == Kind.B) & ~split)
+    gives = np.where(ends, np.where(again, stash + full, full), 0)
+    before = np.cumsum(takes - gives) - (takes - gives)  # every worker gives back all it took, so sums start at zero
+    needs = before + takes
+    return tuple((w, w.static + int(needs[rank == r].max(initial=0))) for r, w in enumerate(workers))
+
+
+def require_fits(job: Job, program: Program | None = None, *, arrangement: Arrangement | None = None) -> None:
+    """Raises InfeasibleError where the model and one microbatch do not fit, or a Program holds more than there is."""
+    if program is None:
+        _require_room(job, worker_memory(job, arrangement), job.recompute)
+        return
+    for rank, (worker, need) in enumerate(peak_memory(job, program, arrangement=arrangement)):
+        if need > worker.cap:
+            holds = f"schedule {program.name!r} holds up to {program.peak_in_flight} microbatches in flight"
+            remedy = _remedy(job, bool((program.kind == Kind.R).any()))
+            raise _too_big(job, rank, worker, need, holds, f"Choose a schedule that respects memory, or {remedy}")
+
+
+def _require_room(job: Job, workers: tuple[WorkerMemory, ...], recompute: bool) -> None:
+    """Static bytes and one microbatch, on every worker."""
+    for rank, worker in enumerate(workers):
+        need = worker.static + sum(worker.per_microbatch(recompute))
+        if need > worker.cap:
+            parts = (
+                f"weights {worker.weights / GIB:.1f}, gradients {worker.gradients / GIB:.1f}, "
+                f"optimizer {worker.optimizer / GIB:.1f}, logits {worker.logits / GIB:.1f}, "
+                f"reserved {worker.reserved / GIB:.1f}, one microbatch {(need - worker.static) / GIB:.1f}"
+            )
+            remedy = _remedy(job, recompute)
+            raise _too_big(job, rank, worker, need, parts, remedy[0].upper() + remedy[1:])
+
+
+def _too_big(job: Job, rank: int, worker: WorkerMemory, need: int, why: str, remedy: str) -> InfeasibleError:
+    return InfeasibleError(
+        where=job.where,
+        key="memory_gib",
+        value=round(worker.cap / GIB, 1),
+        rule=f"worker {rank} of each pipeline ({worker.dc}) needs {need / GIB:.1f} GiB per GPU "
+        f"of {worker.cap / GIB:.1f} ({why})",
+        remedy=remedy,
+    )
+
+
+def _remedy(job: Job, recompute: bool) -> str:
+    """The cheapest thing to change."""
+    if not recompute:
+        return "set recompute: true"
+    if job.reserved_gib > 0:
+        return "lower reserved_gib"
+    if job.microbatch > 1:
+        return "lower microbatch"
+    return "raise pp or tp, or use GPUs with more memory"

@@ -1,0 +1,125 @@
+"""Measured profiles: seconds of every piece of a model on a GPU type, by microbatch size and tp, from a file.
+
+    {"entries": [{"gpu": "A100-80", "microbatch": 1, "tp": 1,
+                  "embedding": {"forward_s": 0.0002, "backward_s": 0.0003},
+                  "layer":     {"forward_s": 0.0115, "backward_s": 0.0241, "recompute_s": 0.0115,
+                                "weight_s": 0.0110, "update_s": 0.0009},
+                  "head":      {"forward_s": 0.0110, "backward_s": 0.0215}}]}
+
+JSON or YAML. `layer` holds for every layer; `layers` gives them one by one instead. `backward_s` is the whole
+backward, `weight_s` the part of it that nobody waits for (left out: half), `recompute_s` is the forward again where
+left out, `update_s` the optimizer (left out: priced from bytes). Knows no stages: `cost.compute` adds pieces up.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from atlas.errors import SpecError
+from atlas.spec.checks import nearest
+from atlas.spec.document import Keys, dotted, read_json, read_yaml, shown
+from atlas.spec.fields import Count, Frozen, Text
+
+Seconds = Annotated[float, Field(strict=True, ge=0, le=10_000, allow_inf_nan=False)]
+
+
+class Piece(Frozen):
+    """Seconds of one piece of the model for one microbatch."""
+
+    forward_s: Seconds
+    """Forward."""
+    backward_s: Seconds
+    """Backward, input and weight gradient together."""
+    recompute_s: Seconds | None = None
+    """Forward again before the backward."""
+    weight_s: Seconds | None = None
+    """The weight gradient's part of `backward_s`."""
+    update_s: Seconds | None = None
+    """Optimizer step of this piece."""
+
+
+class Entry(Frozen):
+    """One measured configuration."""
+
+    gpu: Text
+    """GPU type, as the cluster calls it."""
+    microbatch: Count
+    """Sequences in one microbatch."""
+    tp: Count = 1
+    """Tensor parallelism."""
+    embedding: Piece = Piece(forward_s=0.0, backward_s=0.0)
+    """Token embedding, on the first stage."""
+    layer: Piece | None = None
+    """Every layer, where they are alike."""
+    layers: tuple[Piece, ...] | None = None
+    """Or each layer by itself."""
+    head: Piece = Piece(forward_s=0.0, backward_s=0.0)
+    """LM head and loss, on the last stage."""
+
+
+class Profile(Frozen):
+    """A profile file."""
+
+    model: Text = ""
+    """What was measured; for people."""
+    entries: tuple[Entry, ...] = Field(min_length=1)
+    """One for each GPU type, microbatch size and tp."""
+
+
+ROOMS: dict[str, type[Frozen]] = {"entries": Entry, "embedding": Piece, "layer": Piece, "layers": Piece, "head": Piece}
+
+
+def load_profile(path: str | Path) -> Profile:
+    """The profile in a file, or SpecError."""
+    path = Path(path)
+    is_yaml = path.suffix.lower() in (".yaml", ".yml")
+    data: Any = read_yaml(path, key="profile").data if is_yaml else read_json(path, key="profile")
+    try:
+        profile = Profile.model_validate(data)
+    except ValidationError as error:
+        first = min(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+        raise _spec_error(path, first["type"], tuple(first["loc"]), first["msg"], first["input"]) from None
+    for i, entry in enumerate(profile.entries):
+        if (entry.layer is None) == (entry.layers is None):
+            raise SpecError(
+                where=str(path),
+                key=f"entries[{i}].layer",
+                value=None,
+                rule="an entry has either `layer` (all alike) or `layers` (one by one)",
+                remedy="Give exactly one of the two",
+            )
+    return profile
+
+
+def _spec_error(path: Path, kind: str, keys: Keys, rule: str, value: object) -> SpecError:
+    remedy = "Is the file cut off? Measure again, or mend the value"
+    if kind == "extra_forbidden":
+        names = [k for k in keys[:-1] if isinstance(k, str)]
+        known = ROOMS[names[-1]] if names else Profile
+        rule, value, remedy = "unknown key", None, nearest(str(keys[-1]), list(known.model_fields))
+    elif kind == "missing":
+        rule, value = "is required and missing", None
+    rule = rule.replace("Input should", "should")
+    return SpecError(where=str(path), key=dotted(keys), value=shown(value), rule=rule, remedy=remedy)
+
+
+def find_entry(profile: Profile, path: str, *, gpu: str, microbatch: int, tp: int, num_layers: int) -> Entry:
+    """The entry measured in exactly this configuration: nothing is scaled or guessed."""
+    wanted = f"gpu {gpu}, microbatch {microbatch}, tp {tp}"
+    for entry in profile.entries:
+        if (entry.gpu, entry.microbatch, entry.tp) == (gpu, microbatch, tp):
+            if entry.layers is not None and len(entry.layers) != num_layers:
+                rule = f"has {len(entry.layers)} layers for {wanted}, but the model has {num_layers}"
+                raise SpecError(where=path, key="layers", value=None, rule=rule, remedy="Is the file cut off?")
+            return entry
+    have = "; ".join(f"gpu {e.gpu}, microbatch {e.microbatch}, tp {e.tp}" for e in profile.entries[:6])
+    raise SpecError(
+        where=path,
+        key="entries",
+        value=None,
+        rule=f"nothing was measured for {wanted} (there is {have})",
+        remedy="Measure it, change the job, or leave `profile` out",
+    )

@@ -1,0 +1,444 @@
+"""Readings of a Timeline: why each worker idles, the chain of events that sets the iteration time, and how two
+Timelines differ. Pure functions of the recorded times; a measured Timeline is read like a simulated one, so
+clocks that disagree a little only shift a border, they never break a sum.
+
+Knows no costs and no policies: a wait is explained by what was still missing at that moment, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.ir.ops import COLLECTIVES, Kind
+from atlas.ir.program import FORWARD, Ints, Program
+from atlas.ir.timeline import Timeline
+
+
+class Cause(IntEnum):
+    """Why an accelerator has nothing to do. The integer values are what the arrays hold."""
+
+    FILL = 0
+    """The run has begun, the worker's first op has not."""
+    DRAIN = 1
+    """The worker has done its last op, the run goes on."""
+    WAN = 2
+    """The input exists, but is queued for or travelling between datacenters."""
+    PEER = 3
+    """The input is not produced yet, travels inside the datacenter, or the op waits for memory or for its order."""
+    SYNC = 4
+    """All-reduce and global norm, and the wait until everybody has come to them."""
+
+
+class Bubble(NamedTuple):
+    worker: int
+    start_ns: int
+    end_ns: int
+    cause: Cause
+    op: int
+    """The op that the worker waits for (for SYNC possibly the collective itself), or -1 when none follows."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bubbles:
+    """Every bubble of a Timeline as arrays, by worker and then by time; busy + bubbles = workers * makespan."""
+
+    worker: Ints
+    start_ns: Ints
+    end_ns: Ints
+    cause: NDArray[np.int8]
+    op: Ints
+    busy_ns: Ints
+    """By worker. Equals `Timeline.busy_ns` unless measured ops of one worker overlap."""
+
+    @cached_property
+    def total_ns(self) -> dict[str, int]:
+        """By cause, over all workers."""
+        length = self.end_ns - self.start_ns
+        return {cause.name.lower(): int(length[self.cause == cause].sum()) for cause in Cause}
+
+    def of(self, worker: int) -> list[Bubble]:
+        lo, hi = np.searchsorted(self.worker, [worker, worker + 1])
+        return [self[i] for i in range(int(lo), int(hi))]
+
+    def __len__(self) -> int:
+        return len(self.worker)
+
+    def __getitem__(self, i: int) -> Bubble:
+        return Bubble(
+            int(self.worker[i]), int(self.start_ns[i]), int(self.end_ns[i]), Cause(int(self.cause[i])), int(self.op[i])
+        )
+
+
+class _Laid(NamedTuple):
+    """The ops in the order in which each worker really did them."""
+
+    order: Ints
+    first: NDArray[np.bool_]
+    free_ns: Ints
+    """When the worker had ended everything before this op; the run's start for its first op."""
+    start_ns: Ints
+    end_ns: Ints
+    """Start and end, cut so that the spans of a worker never overlap."""
+
+
+def running_end(group: Ints, end_ns: Ints, floor_ns: int) -> Ints:
+    """The latest end before each span among the spans of its group, which are given group by group."""
+    if not len(group):
+        return np.zeros(0, np.int64)
+    # One accumulate over all groups: each is lifted above everything that its predecessors can reach.
+    lift = group.astype(np.int64) * (int(end_ns.max()) - floor_ns + 1)
+    reached = np.maximum.accumulate(end_ns - floor_ns + lift)
+    before = np.concatenate([np.zeros(1, np.int64), reached[:-1]])
+    return np.asarray(np.maximum(before - lift, 0) + floor_ns, np.int64)
+
+
+def _lay_out(timeline: Timeline) -> _Laid:
+    worker = timeline.program.op_worker
+    order = np.lexsort((timeline.op_start_ns, worker))
+    worker, start, end = worker[order], timeline.op_start_ns[order], timeline.op_end_ns[order]
+    free = running_end(worker, end, int(start.min()))
+    first = np.diff(worker, prepend=-1) != 0
+    return _Laid(order, first, free, np.maximum(start, free), np.maximum(end, free))
+
+
+def input_transfer(program: Program) -> Ints:
+    """By op: the transfer it cannot start without, or -1."""
+    table = np.full(program.num_ops, -1, np.int64)
+    dst = program.transfer_dst
+    known = np.flatnonzero((dst >= 0) & (program.transfer_src >= 0))
+    table[dst[known]] = known
+    return table
+
+
+def bubbles(timeline: Timeline) -> Bubbles:
+    """Every span in which a worker's accelerator has nothing to do, and why.
+
+    A wait for an input over the WAN counts as PEER until the sender has produced it and as WAN from then until
+    it has arrived. A slice of prefill fills a part of a bubble and leaves the cause of the rest as it was.
+    """
+    program = timeline.program
+    if not program.num_ops:
+        nothing = np.zeros(0, np.int64)
+        return Bubbles(
+            nothing, nothing, nothing, nothing.astype(np.int8), nothing, np.zeros(program.num_workers, np.int64)
+        )
+    laid = _lay_out(timeline)
+    worker, kind = program.op_worker[laid.order], program.kind[laid.order]
+    collective = np.isin(kind, np.array(COLLECTIVES, np.int8))
+    awaited, begun = _awaited(worker, kind, laid.first)
+    after_collective = np.concatenate([[False], collective[:-1]]) & ~laid.first
+    cause = np.where(collective[awaited] | after_collective, Cause.SYNC, Cause.PEER)
+    cause = np.where(begun, cause, Cause.FILL)
+    cause = np.where(awaited >= 0, cause, Cause.DRAIN)
+
+    ready, arrive = _wan_wait(timeline, laid, awaited, splittable=cause == Cause.PEER)
+    cuts = np.stack([laid.free_ns, ready, arrive, laid.start_ns, np.where(collective, laid.end_ns, laid.start_ns)])
+    causes = np.stack([cause, np.full_like(cause, Cause.WAN), cause, np.full_like(cause, Cause.SYNC)])
+    tail = _tails(timeline)
+    idle = len(tail)
+    parts = (
+        np.concatenate([np.repeat(worker, 4), np.arange(program.num_workers)]),
+        np.concatenate([cuts[:-1].T.ravel(), tail]),
+        np.concatenate([cuts[1:].T.ravel(), np.full(idle, int(timeline.op_end_ns.max()))]),
+        np.concatenate([causes.T.ravel(), np.full(idle, Cause.DRAIN)]),
+        np.concatenate([np.repeat(np.where(awaited >= 0, laid.order[awaited], -1), 4), np.full(idle, -1)]),
+    )
+    keep = np.flatnonzero(parts[2] > parts[1])
+    keep = keep[np.argsort(parts[0][keep], kind="stable")]
+    busy = np.where(collective, 0, laid.end_ns - laid.start_ns)
+    per_worker = np.zeros(program.num_workers, np.int64)
+    np.add.at(per_worker, worker, busy)
+    return Bubbles(
+        parts[0][keep], parts[1][keep], parts[2][keep], parts[3][keep].astype(np.int8), parts[4][keep], per_worker
+    )
+
+
+def _awaited(worker: Ints, kind: NDArray[np.int8], first: NDArray[np.bool_]) -> tuple[Ints, NDArray[np.bool_]]:
+    """By op in laid-out order: itself or the next training op of its worker (-1: none); whether one came before."""
+    training = kind != Kind.P
+    at = np.where(training, np.arange(len(kind)), len(kind))
+    following = np.minimum.accumulate(at[::-1])[::-1]
+    same = following < len(kind)
+    same[same] = worker[following[same]] == worker[same]
+    before = np.cumsum(training) - training
+    since = before - np.maximum.accumulate(np.where(first, before, 0))
+    return np.where(same, following, -1), since > 0
+
+
+def _wan_wait(timeline: Timeline, laid: _Laid, awaited: Ints, splittable: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """By op: the borders between which its wait is for the WAN; both at the op's start when it is not."""
+    transfer = input_transfer(timeline.program)[laid.order[awaited]]
+    wan = np.flatnonzero(splittable & (transfer >= 0))
+    wan = wan[timeline.program.transfer_crosses[transfer[wan]]]
+    ready, arrive = laid.start_ns.copy(), laid.start_ns.copy()
+    free, start = laid.free_ns[wan], laid.start_ns[wan]
+    ready[wan] = np.clip(timeline.transfer_ready_ns[transfer[wan]], free, start)
+    arrive[wan] = np.clip(timeline.transfer_arrive_ns[transfer[wan]], ready[wan], start)
+    return ready, arrive
+
+
+def _tails(timeline: Timeline) -> Ints:
+    """By worker: the end of its last op; the run's start for a worker that does nothing."""
+    last = np.full(timeline.program.num_workers, int(timeline.op_start_ns.min()), np.int64)
+    np.maximum.at(last, timeline.program.op_worker, timeline.op_end_ns)
+    return last
+
+
+# ---- critical path ---------------------------------------------------------------------------------------------
+
+
+class Segment(NamedTuple):
+    """One link of the chain that sets the makespan."""
+
+    start_ns: int
+    end_ns: int
+    category: str
+    """compute, sync, queue (a transfer waits for its link), wire, latency, or wait (nothing recorded explains it)."""
+    label: str
+    worker: int
+    """The worker that computes, or that sends."""
+
+    @property
+    def length_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+def critical_path(timeline: Timeline) -> list[Segment]:
+    """From the start of the run to the op that ends last, without a hole: what each moment was spent on."""
+    program, end = timeline.program, timeline.op_end_ns
+    if not program.num_ops:
+        return []
+    previous, transfers = _previous(timeline), input_transfer(program)
+    path: list[Segment] = []
+    run_start = int(timeline.op_start_ns.min())
+    now, op, seen = int(end.max()), int(end.argmax()), set[int]()
+
+    def spend(until_ns: int, category: str, label: str, worker: int) -> None:
+        nonlocal now
+        until_ns = max(until_ns, run_start)
+        if until_ns < now:
+            path.append(Segment(until_ns, now, category, label, worker))
+            now = until_ns
+
+    while op >= 0 and op not in seen:
+        seen.add(op)  # clocks that disagree can turn the chain into a ring
+        worker, name = int(program.op_worker[op]), str(program.op(op))
+        before, transfer = int(previous[op]), int(transfers[op])
+        if program.kind[op] in COLLECTIVES:
+            before = _last_to_come(timeline, op, previous)
+            spend(int(end[before]) if before >= 0 else int(timeline.op_start_ns[op]), "sync", name, worker)
+        else:
+            spend(int(timeline.op_start_ns[op]), "compute", name, worker)
+        if transfer >= 0 and (before < 0 or timeline.transfer_arrive_ns[transfer] > end[before]):
+            before = int(program.transfer_src[transfer])
+            sender, sent = int(program.op_worker[before]), program.transfer_name(transfer)
+            spend(int(timeline.transfer_arrive_ns[transfer]), "wait", name, worker)
+            spend(int(timeline.transfer_sent_ns[transfer]), "latency", sent, sender)
+            spend(int(timeline.transfer_start_ns[transfer]), "wire", sent, sender)
+            spend(int(timeline.transfer_ready_ns[transfer]), "queue", sent, sender)
+        if before >= 0:
+            spend(int(end[before]), "wait", name, worker)
+        op = before
+    spend(run_start, "wait", "start", path[-1].worker if path else 0)
+    return path[::-1]
+
+
+def path_totals_ns(path: Iterable[Segment]) -> dict[str, int]:
+    """Nanoseconds of a critical path by category."""
+    totals = dict.fromkeys(("compute", "queue", "wire", "latency", "sync", "wait"), 0)
+    for segment in path:
+        totals[segment.category] += segment.length_ns
+    return totals
+
+
+def _previous(timeline: Timeline) -> Ints:
+    """By op: what its worker did before, or -1."""
+    laid = _lay_out(timeline)
+    previous = np.full(timeline.program.num_ops, -1, np.int64)
+    previous[laid.order[1:]] = np.where(laid.first[1:], -1, laid.order[:-1])
+    return previous
+
+
+def _last_to_come(timeline: Timeline, op: int, previous: Ints) -> int:
+    """What the last participant of a collective did before it: the others waited for that."""
+    program = timeline.program
+    together = (program.kind == program.kind[op]) & (program.microbatch == program.microbatch[op])
+    if program.kind[op] == Kind.SYNC:
+        together &= program.stage == program.stage[op]
+    before = previous[together]
+    before = before[before >= 0]
+    before = before[timeline.op_end_ns[before] <= timeline.op_end_ns[op]]
+    return int(before[timeline.op_end_ns[before].argmax()]) if len(before) else -1
+
+
+# ---- difference ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KindDifference:
+    """How the ops of one kind that both Timelines have differ, the second against the first."""
+
+    kind: str
+    count: int
+    duration_ratio: float
+    """Median of second / first."""
+    duration_error_p95: float
+    """Of |second / first - 1|, as the worst below."""
+    duration_error_worst: float
+    worst_duration: str
+    start_error_s: float
+    """Median of second - first, each counted from its own start of the run."""
+    start_error_p95_s: float
+    """Of the absolute value, as the worst below."""
+    start_error_worst_s: float
+    worst_start: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The second Timeline against the first, op by op."""
+
+    names: tuple[str, str]
+    sources: tuple[str, str]
+    iteration_s: tuple[float, float]
+    ratio: float
+    """Iteration time of the second / of the first."""
+    num_common: int
+    num_only: tuple[int, int]
+    """Ops that only the first, only the second has."""
+    kinds: tuple[KindDifference, ...]
+    first_divergence: str | None
+    """The earliest op that ends more than `tolerance` of an iteration apart, with its worker and datacenter."""
+    first_divergence_at_s: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
+
+
+def difference(a: Timeline, b: Timeline, *, tolerance: float = 0.01) -> Difference:
+    """Simulated against measured, or two schedules of one job: then only the ops that both have are compared."""
+    shape = tuple(np.maximum(_op_shape(a.program), _op_shape(b.program)))
+    both, in_a, in_b = np.intersect1d(
+        _op_keys(a.program, shape), _op_keys(b.program, shape), assume_unique=True, return_indices=True
+    )
+    zero_a, zero_b = int(a.op_start_ns.min(initial=2**62)), int(b.op_start_ns.min(initial=2**62))
+    start = np.stack([a.op_start_ns[in_a] - zero_a, b.op_start_ns[in_b] - zero_b])
+    end = np.stack([a.op_end_ns[in_a] - zero_a, b.op_end_ns[in_b] - zero_b])
+    kinds = [
+        _kind_difference(a.program, kind.name, in_a[of], start[:, of], (end - start)[:, of])
+        for kind in Kind
+        if len(of := np.flatnonzero(a.program.kind[in_a] == kind))
+    ]
+    late = np.flatnonzero(np.abs(end[1] - end[0]) > tolerance * a.iteration_ns)
+    first = late[end[:, late].min(axis=0).argmin()] if len(late) else None
+    seconds = (a.iteration_ns / 1e9, b.iteration_ns / 1e9)
+    return Difference(
+        names=(a.program.name, b.program.name),
+        sources=(a.source, b.source),
+        iteration_s=seconds,
+        ratio=seconds[1] / seconds[0] if seconds[0] else float("nan"),
+        num_common=len(both),
+        num_only=(a.program.num_ops - len(both), b.program.num_ops - len(both)),
+        kinds=tuple(kinds + _transfer_differences(a, b, zero_a, zero_b)),
+        first_divergence=None if first is None else a.program.describe(int(in_a[first])),
+        first_divergence_at_s=None if first is None else int(end[:, first].min()) / 1e9,
+    )
+
+
+def _op_shape(program: Program) -> tuple[int, int, int, int]:
+    return len(Kind), program.num_pipelines, program.num_stages, max(1, program.num_slots)
+
+
+def _op_keys(program: Program, shape: tuple[int, ...]) -> Ints:
+    pipeline = program.op_worker // max(1, program.num_ranks)
+    parts = (program.kind.astype(np.int64), pipeline, program.stage, program.microbatch)
+    return np.asarray(np.ravel_multi_index(parts, shape), np.int64)
+
+
+def _kind_difference(program: Program, kind: str, index: Ints, start: Ints, length: Ints) -> KindDifference:
+    def name(i: int) -> str:
+        if not kind.startswith("SEND"):
+            return program.describe(i)
+        return f"{program.transfer_name(i)} of p{program.transfer(i)[1]}"
+
+    ratio = np.where(length[0] > 0, length[1] / np.maximum(length[0], 1), np.where(length[1] > 0, np.inf, 1.0))
+    off, late = np.abs(ratio - 1), start[1] - start[0]
+    return KindDifference(
+        kind=kind,
+        count=len(index),
+        duration_ratio=float(np.median(ratio)),
+        duration_error_p95=_p95(off),
+        duration_error_worst=float(off.max()),
+        worst_duration=name(int(index[off.argmax()])),
+        start_error_s=float(np.median(late)) / 1e9,
+        start_error_p95_s=_p95(np.abs(late)) / 1e9,
+        start_error_worst_s=float(np.abs(late).max()) / 1e9,
+        worst_start=name(int(index[np.abs(late).argmax()])),
+    )
+
+
+def _p95(values: NDArray[Any]) -> float:
+    """The value that 95 % do not exceed; one of them, so that an infinite error stays one."""
+    return float(np.percentile(values, 95, method="inverted_cdf"))
+
+
+def _transfer_differences(a: Timeline, b: Timeline, zero_a: int, zero_b: int) -> list[KindDifference]:
+    """The WAN transfers, from the start of service to arrival, where both Programs have the same ones."""
+    if _op_shape(a.program) != _op_shape(b.program) or not a.program.num_transfers:
+        return []
+    wan = a.program.transfer_crosses & b.program.transfer_crosses
+    direction = np.arange(a.program.num_transfers) // (a.program.num_transfers // 2)
+    rows = []
+    for d, name in ((FORWARD, "SEND_F"), (1 - FORWARD, "SEND_B")):
+        of = np.flatnonzero(wan & (direction == d))
+        if len(of):
+            start = np.stack([a.transfer_start_ns[of] - zero_a, b.transfer_start_ns[of] - zero_b])
+            arrive = np.stack([a.transfer_arrive_ns[of] - zero_a, b.transfer_arrive_ns[of] - zero_b])
+            rows.append(_kind_difference(a.program, name, of, start, arrive - start))
+    return rows
+
+
+# ---- summary ---------------------------------------------------------------------------------------------------
+
+
+def wan_links(timeline: Timeline) -> Ints:
+    """The links that carry at least one transfer between datacenters."""
+    return np.unique(timeline.transfer_link[timeline.program.transfer_crosses]).astype(np.int64)
+
+
+def link_utilization(timeline: Timeline) -> dict[str, float]:
+    """By WAN link: the share of the run in which it serves something."""
+    links, makespan = wan_links(timeline), timeline.makespan_ns
+    of = np.flatnonzero(np.isin(timeline.transfer_link, links))
+    of = of[np.lexsort((timeline.transfer_start_ns[of], timeline.transfer_link[of]))]
+    link, start, sent = timeline.transfer_link[of], timeline.transfer_start_ns[of], timeline.transfer_sent_ns[of]
+    free = running_end(link.astype(np.int64), sent, int(start.min()) if len(start) else 0)
+    served = np.zeros(len(timeline.links), np.int64)
+    np.add.at(served, link, np.maximum(sent, free) - np.maximum(start, free))
+    return {timeline.links[i]: float(served[i] / makespan) if makespan else 0.0 for i in links}
+
+
+def summary(timeline: Timeline) -> dict[str, Any]:
+    """The figures of a Timeline, JSON-able."""
+    found, path = bubbles(timeline), path_totals_ns(critical_path(timeline))
+    return {
+        "schedule": timeline.program.name,
+        "source": timeline.source,
+        "sharing": timeline.program.sharing,
+        "iteration_s": timeline.iteration_ns / 1e9,
+        "utilization": timeline.utilization,
+        "num_workers": timeline.program.num_workers,
+        "num_events": timeline.program.num_events,
+        "peak_in_flight": timeline.program.peak_in_flight,
+        "bubbles_s": {cause: ns / 1e9 for cause, ns in found.total_ns.items()},
+        "critical_path_s": {category: ns / 1e9 for category, ns in path.items()},
+        "links": link_utilization(timeline),
+    }

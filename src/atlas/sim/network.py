@@ -1,0 +1,385 @@
+"""The network for numba: the future (a heap of events) and the links, as both compiled engines use them.
+
+`offer` hands a transfer to its link, `wake` tells a link that its moment has come; what got through is left in
+`delivered`, and whoever called decides what that means. The rules are those of `sim.reference`, to the letter.
+Rows are packed by thing (transfer, link) because a call hands over every array it names, and numba charges for each.
+Private to `sim`: import it only where numba is wanted anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from atlas.cost.table import FAIR, PRIVATE
+from atlas.ir.program import Ints
+from atlas.sim.lower import NONE, Tables
+from atlas.sim.reference import LINK, UNKNOWN
+
+Floats = NDArray[np.float64]
+
+WHAT_SHIFT, SEQUENCE_SHIFT = 60, 26
+"""An event packs (what, sequence, which) into one integer, which also orders events of the same nanosecond."""
+WHICH_MASK = (1 << SEQUENCE_SHIFT) - 1
+SEQUENCE_MASK = (1 << (WHAT_SHIFT - SEQUENCE_SHIFT)) - 1
+
+# Columns of the packed rows.
+T_DST, T_CHANNEL, T_LINK, T_WORK, T_BEFORE, T_LATENCY, T_TURN = range(7)
+T_READY, T_BEGUN, T_SENT, T_ARRIVE = range(4)
+SEQUENCE, SIZE, DELIVERED = range(3)
+(
+    L_POLICY,
+    L_QUANTUM,
+    L_SERVER,  # first of its servers in `free`
+    L_SERVERS_END,
+    L_QUEUE,  # first of its places in `queue`
+    L_QUEUED,
+    L_SERVING,
+    L_SINCE,
+    L_UNTIL,
+    L_EXPECTED,  # sequence number of the one LINK event that counts; earlier ones are stale
+    L_CHANGING,
+    L_ACTIVE,  # first of its places in `active`
+    L_NUM_ACTIVE,
+    L_TRACE,
+    L_TRACE_END,
+) = range(15)
+X_CAPACITY, X_SERVICE = range(2)
+TR_AT, TR_LATENCY = range(2)
+
+
+@njit(cache=True)
+def push(time: Ints, events: Ints, counters: Ints, when: int, what: int, which: int) -> int:
+    """Foresee an event; returns its sequence number."""
+    counters[SEQUENCE] += 1
+    sequence = counters[SEQUENCE]
+    event = (what << WHAT_SHIFT) | (sequence << SEQUENCE_SHIFT) | which
+    k = counters[SIZE]
+    counters[SIZE] = k + 1
+    while k > 0:
+        parent = (k - 1) >> 1
+        if time[parent] < when or (time[parent] == when and events[parent] < event):
+            break
+        time[k], events[k] = time[parent], events[parent]
+        k = parent
+    time[k], events[k] = when, event
+    return int(sequence)
+
+
+@njit(cache=True)
+def drop_first(time: Ints, events: Ints, counters: Ints) -> None:
+    size = counters[SIZE] - 1
+    counters[SIZE] = size
+    when, event = time[size], events[size]
+    k, child = 0, 1
+    while child < size:
+        right = child + 1
+        if right < size and (
+            time[right] < time[child] or (time[right] == time[child] and events[right] < events[child])
+        ):
+            child = right
+        if when < time[child] or (when == time[child] and event < events[child]):
+            break
+        time[k], events[k] = time[child], events[child]
+        k, child = child, 2 * child + 1
+    time[k], events[k] = when, event
+
+
+@njit(cache=True)
+def _span(trace: Ints, row: Ints, now: int) -> int:
+    k = row[L_TRACE]
+    while k + 1 < row[L_TRACE_END] and trace[k + 1, TR_AT] <= now:
+        k += 1
+    return int(k)
+
+
+@njit(cache=True)
+def _finish(trace: Ints, rate: Floats, row: Ints, start: int, work: float, share: float) -> int:
+    last = row[L_TRACE_END]
+    if row[L_TRACE] == last:
+        return start + math.ceil(work / share)
+    now, left = start, work
+    k = _span(trace, row, start)
+    while True:
+        speed = rate[k] * share
+        if k + 1 == last or left <= (trace[k + 1, TR_AT] - now) * speed:
+            return int(now + math.ceil(left / speed))
+        left -= (trace[k + 1, TR_AT] - now) * speed
+        now = trace[k + 1, TR_AT]
+        k += 1
+
+
+@njit(cache=True)
+def _done(trace: Ints, rate: Floats, row: Ints, start: int, end: int, share: float) -> float:
+    last = row[L_TRACE_END]
+    if row[L_TRACE] == last:
+        return (end - start) * share
+    now, work = start, 0.0
+    for k in range(_span(trace, row, start), last):
+        until = end if k + 1 == last else min(end, trace[k + 1, TR_AT])
+        work += (until - now) * rate[k] * share
+        now = until
+        if now == end:
+            break
+    return work
+
+
+@njit(cache=True)
+def _extra_latency(trace: Ints, row: Ints, now: int) -> int:
+    if row[L_TRACE] == row[L_TRACE_END]:
+        return 0
+    return int(trace[_span(trace, row, now), TR_LATENCY])
+
+
+@njit(cache=True)
+def _delivered(times: Ints, counters: Ints, delivered: Ints, transfer: int, arrive: int) -> None:
+    times[transfer, T_ARRIVE] = arrive
+    delivered[counters[DELIVERED]] = transfer
+    counters[DELIVERED] += 1
+
+
+@njit(cache=True)
+def _offer_private(
+    transfers: Ints, times: Ints, row: Ints, free: Ints, trace: Ints, rate: Floats, transfer: int, now: int
+) -> int:
+    """First come, first served. Returns when it arrives."""
+    server = row[L_SERVER]
+    for k in range(row[L_SERVER] + 1, row[L_SERVERS_END]):
+        if free[k] < free[server]:
+            server = k
+    start = max(now, free[server])
+    sent = _finish(trace, rate, row, start, transfers[transfer, T_WORK], 1.0)
+    free[server] = sent
+    times[transfer, T_BEGUN], times[transfer, T_SENT] = start, sent
+    return int(sent + transfers[transfer, T_LATENCY] + _extra_latency(trace, row, start))
+
+
+@njit(cache=True)
+def _before(transfers: Ints, a: int, b: int) -> bool:
+    turn_a, turn_b = transfers[a, T_TURN], transfers[b, T_TURN]
+    return turn_a < turn_b or (turn_a == turn_b and a < b)
+
+
+@njit(cache=True)
+def _queue_push(transfers: Ints, row: Ints, queue: Ints, transfer: int) -> None:
+    first, k = row[L_QUEUE], row[L_QUEUED]
+    row[L_QUEUED] += 1
+    while k > 0:
+        parent = (k - 1) >> 1
+        if _before(transfers, queue[first + parent], transfer):
+            break
+        queue[first + k] = queue[first + parent]
+        k = parent
+    queue[first + k] = transfer
+
+
+@njit(cache=True)
+def _queue_pop(transfers: Ints, row: Ints, queue: Ints) -> int:
+    first, size = row[L_QUEUE], row[L_QUEUED] - 1
+    row[L_QUEUED] = size
+    top, last = queue[first], queue[first + size]
+    k, child = 0, 1
+    while child < size:
+        if child + 1 < size and _before(transfers, queue[first + child + 1], queue[first + child]):
+            child += 1
+        if _before(transfers, last, queue[first + child]):
+            break
+        queue[first + k] = queue[first + child]
+        k, child = child, 2 * child + 1
+    queue[first + k] = last
+    return int(top)
+
+
+@njit(cache=True)
+def _turns_offer(
+    transfers: Ints, left: Floats, row: Ints, queue: Ints, time: Ints, events: Ints, counters: Ints, link: int,
+    transfer: int, now: int,
+) -> None:  # fmt: skip
+    _queue_push(transfers, row, queue, transfer)
+    left[transfer] = transfers[transfer, T_WORK]
+    serving, quantum = row[L_SERVING], row[L_QUANTUM]
+    if serving == NONE:
+        row[L_EXPECTED] = push(time, events, counters, now, LINK, link)
+    elif quantum and not row[L_CHANGING] and transfers[transfer, T_TURN] < transfers[serving, T_TURN]:
+        chunks = max(1, -(-(now - row[L_SINCE]) // quantum))
+        boundary = row[L_SINCE] + chunks * quantum
+        if boundary < row[L_UNTIL]:
+            row[L_CHANGING] = 1
+            row[L_EXPECTED] = push(time, events, counters, boundary, LINK, link)
+
+
+@njit(cache=True)
+def _fair_share(row: Ints, fluid: Floats) -> float:
+    return min(1.0, fluid[X_CAPACITY] / row[L_NUM_ACTIVE]) if row[L_NUM_ACTIVE] else 1.0
+
+
+@njit(cache=True)
+def _fair_catch_up(row: Ints, fluid: Floats, trace: Ints, rate: Floats, now: int) -> None:
+    fluid[X_SERVICE] += _done(trace, rate, row, row[L_SINCE], now, _fair_share(row, fluid))
+    row[L_SINCE] = now
+
+
+@njit(cache=True)
+def _fair_begin(
+    transfers: Ints, times: Ints, row: Ints, fluid: Floats, active: Ints, done_at: Floats, transfer: int, now: int
+) -> None:
+    times[transfer, T_BEGUN] = now
+    k = row[L_ACTIVE] + row[L_NUM_ACTIVE]
+    active[k], done_at[k] = transfer, fluid[X_SERVICE] + transfers[transfer, T_WORK]
+    row[L_NUM_ACTIVE] += 1
+
+
+@njit(cache=True)
+def _fair_foresee(
+    row: Ints, fluid: Floats, done_at: Floats, trace: Ints, rate: Floats,
+    time: Ints, events: Ints, counters: Ints, link: int, now: int,
+) -> None:  # fmt: skip
+    row[L_EXPECTED] = NONE
+    if row[L_NUM_ACTIVE]:
+        least = done_at[row[L_ACTIVE] : row[L_ACTIVE] + row[L_NUM_ACTIVE]].min()
+        left = max(0.0, least - fluid[X_SERVICE])
+        end = _finish(trace, rate, row, now, left, _fair_share(row, fluid))
+        row[L_EXPECTED] = push(time, events, counters, end, LINK, link)
+
+
+@njit(cache=True)
+def _fair_ended(row: Ints, fluid: Floats, active: Ints, done_at: Floats) -> Ints:
+    """Take what is done off the list of active transfers, in order of start."""
+    first, count = row[L_ACTIVE], row[L_NUM_ACTIVE]
+    fluid[X_SERVICE] = max(fluid[X_SERVICE], done_at[first : first + count].min())
+    ended = np.empty(count, np.int64)
+    num_ended, kept = 0, 0
+    for k in range(first, first + count):
+        if done_at[k] <= fluid[X_SERVICE]:
+            ended[num_ended] = active[k]
+            num_ended += 1
+        else:
+            active[first + kept], done_at[first + kept] = active[k], done_at[k]
+            kept += 1
+    row[L_NUM_ACTIVE] = kept
+    return ended[:num_ended]
+
+
+@njit(cache=True)
+def offer(
+    transfers: Ints, times: Ints, links: Ints, fluids: Floats, free: Ints, queue: Ints, left: Floats, active: Ints,
+    done_at: Floats, fifo: Ints, fifo_ends: Ints, trace: Ints, rate: Floats, time: Ints, events: Ints, counters: Ints,
+    delivered: Ints, transfer: int, now: int,
+) -> None:  # fmt: skip
+    """A transfer reaches its link."""
+    link = transfers[transfer, T_LINK]
+    row = links[link]
+    if row[L_POLICY] == PRIVATE:
+        arrive = _offer_private(transfers, times, row, free, trace, rate, transfer, now)
+        _delivered(times, counters, delivered, transfer, arrive)
+    elif row[L_POLICY] == FAIR:
+        ends = fifo_ends[transfers[transfer, T_CHANNEL]]
+        fifo[ends[1]] = transfer
+        ends[1] += 1
+        if ends[1] - ends[0] == 1:
+            fluid = fluids[link]
+            _fair_catch_up(row, fluid, trace, rate, now)
+            _fair_begin(transfers, times, row, fluid, active, done_at, transfer, now)
+            _fair_foresee(row, fluid, done_at, trace, rate, time, events, counters, link, now)
+    else:
+        _turns_offer(transfers, left, row, queue, time, events, counters, link, transfer, now)
+
+
+@njit(cache=True)
+def wake(
+    transfers: Ints, times: Ints, links: Ints, fluids: Floats, free: Ints, queue: Ints, left: Floats, active: Ints,
+    done_at: Floats, fifo: Ints, fifo_ends: Ints, trace: Ints, rate: Floats, time: Ints, events: Ints, counters: Ints,
+    delivered: Ints, link: int, sequence: int, now: int,
+) -> None:  # fmt: skip
+    """A link finishes something or changes over, unless the event is stale."""
+    row = links[link]
+    if row[L_EXPECTED] != sequence:
+        return
+    if row[L_POLICY] == FAIR:
+        fluid = fluids[link]
+        _fair_catch_up(row, fluid, trace, rate, now)
+        for ended in _fair_ended(row, fluid, active, done_at):
+            times[ended, T_SENT] = now
+            late = _extra_latency(trace, row, times[ended, T_BEGUN])
+            _delivered(times, counters, delivered, ended, now + transfers[ended, T_LATENCY] + late)
+            ends = fifo_ends[transfers[ended, T_CHANNEL]]
+            ends[0] += 1
+            if ends[0] < ends[1]:
+                _fair_begin(transfers, times, row, fluid, active, done_at, fifo[ends[0]], now)
+        _fair_foresee(row, fluid, done_at, trace, rate, time, events, counters, link, now)
+        return
+    serving = row[L_SERVING]
+    if row[L_CHANGING]:
+        left[serving] -= _done(trace, rate, row, row[L_SINCE], now, 1.0)
+        _queue_push(transfers, row, queue, serving)
+    elif serving != NONE:
+        times[serving, T_SENT] = now
+        arrive = now + transfers[serving, T_LATENCY] + _extra_latency(trace, row, now)
+        _delivered(times, counters, delivered, serving, arrive)
+    row[L_CHANGING] = 0
+    row[L_EXPECTED] = row[L_SERVING] = NONE
+    if row[L_QUEUED]:
+        serving = _queue_pop(transfers, row, queue)
+        row[L_SERVING], row[L_SINCE] = serving, now
+        if times[serving, T_BEGUN] == UNKNOWN:
+            times[serving, T_BEGUN] = now
+        row[L_UNTIL] = _finish(trace, rate, row, now, left[serving], 1.0)
+        row[L_EXPECTED] = push(time, events, counters, row[L_UNTIL], LINK, link)
+
+
+def network(t: Tables, num_workers: int) -> tuple[Any, ...]:
+    """The state of the network before time passes, in the order in which the jitted functions take it."""
+    num_transfers, num_links, num_channels = len(t.transfer_work_ns), len(t.link_policy), len(t.channel_link)
+    transfers = np.column_stack(
+        [
+            t.transfer_dst,
+            t.transfer_channel,
+            t.channel_link[t.transfer_channel],
+            t.transfer_work_ns,
+            t.transfer_before_ns,
+            t.transfer_latency_ns,
+            t.transfer_turn,
+        ]
+    )
+    slots = num_transfers // max(1, num_channels)
+    room = 2 * num_workers + num_links + 4 * num_transfers + 1
+    return (
+        transfers,
+        np.full((num_transfers, 4), UNKNOWN, np.int64),  # times
+        _link_rows(t, slots),
+        np.column_stack([t.link_capacity, np.zeros(num_links)]),  # fluids
+        np.zeros(int(t.link_servers.sum()), np.int64),  # free
+        np.empty(num_transfers + 1, np.int64),  # queue
+        np.empty(num_transfers, np.float64),  # left
+        np.empty(num_channels, np.int64),  # active
+        np.empty(num_channels, np.float64),  # done_at
+        np.empty(num_transfers, np.int64),  # fifo
+        np.repeat((np.arange(num_channels) * slots)[:, None], 2, axis=1),  # fifo_ends
+        np.column_stack([t.trace_at_ns, t.trace_latency_ns]),  # trace
+        t.trace_rate,
+        np.empty(room, np.int64),  # heap: time
+        np.empty(room, np.int64),  # heap: events
+        np.zeros(3, np.int64),  # counters
+        np.empty(num_channels + 1, np.int64),  # delivered
+    )
+
+
+def _link_rows(t: Tables, slots: int) -> Ints:
+    num_links = len(t.link_policy)
+    channels = np.bincount(t.channel_link, minlength=num_links)
+
+    def starts(sizes: Ints) -> Ints:
+        return np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+
+    rows = np.zeros((num_links, 15), np.int64)
+    rows[:, L_POLICY], rows[:, L_QUANTUM] = t.link_policy, t.link_quantum_ns
+    rows[:, L_SERVER] = starts(t.link_servers)
+    rows[:, L_SERVERS_END] = rows[:, L_SERVER] + t.link_servers
+    rows[:, L_QUEUE], rows[:, L_ACTIVE] = starts(channels * slots), starts(channels)
+    rows[:, L_SERVING] = rows[:, L_EXPECTED] = NONE
+    rows[:, L_TRACE], rows[:, L_TRACE_END] = t.trace_ptr[:-1], t.trace_ptr[1:]
+    return rows

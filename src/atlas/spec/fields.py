@@ -1,0 +1,31 @@
+"""The number types that job files are made of, and the frozen model they all derive from.
+
+Bounds are generous (nobody owns a million nodes) but finite, so that no value a user can write overflows the
+engines' 64-bit nanoseconds without a message. Knows nothing of what the numbers mean.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Frozen(BaseModel):
+    """Unknown keys are errors; a loaded file never changes under anybody's feet."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+Name = Annotated[str, Field(strict=True, min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+"""Letters, digits, `-` and `_`: safe in `--set` paths, file names and tables."""
+Text = Annotated[str, Field(strict=True, max_length=4096)]
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
+"""At least one of something that can be counted."""
+Size = Annotated[int, Field(strict=True, ge=1, le=100_000_000)]
+"""A dimension of a model, a window in bytes."""
+Positive = Annotated[float, Field(strict=True, gt=0, le=1e9, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
+"""More than nothing, at most all."""

@@ -1,0 +1,74 @@
+"""Dimensions of a model from a Hugging Face `config.json`, by the keys that decoders have in common.
+
+Known architectures differ only in how they call things; an unknown one passes if it uses the usual names. Knows
+no weights and imports no transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from atlas.errors import SpecError
+from atlas.spec.document import read_json, shown
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "vocab": ("vocab_size",),
+    "seq_len": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
+    "tied_embeddings": ("tie_word_embeddings",),
+}
+REQUIRED = ("layers", "hidden", "heads", "vocab")
+
+TWO_MATRICES = (
+    "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "codegen", "mpt", "phi",
+    "starcoder2",
+)  # fmt: skip
+"""Values of `model_type` whose MLP is not gated; the rest of the world is, as Llama is."""
+
+TIED_BY_DEFAULT = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "bloom", "gemma", "gemma2", "gemma3_text")
+"""Types whose embeddings are tied when the file does not say (transformers leaves defaults out)."""
+
+MAX_SEQ_LEN = 8192
+"""A training sequence is rarely as long as the longest context a model allows; longer must be asked for."""
+
+
+def dimensions(path: Path, key: str = "model.config") -> dict[str, Any]:
+    """Keys of `Model` found in a config file. Values are checked later, with the rest of the job."""
+    config = read_json(path, key=key, max_bytes=1024 * 1024)
+    if not isinstance(config, dict):
+        raise _bad(path, key, shown(config), "is not the config of a model", "Name a Hugging Face config.json")
+    if isinstance(config.get("text_config"), dict):  # multimodal models wrap their decoder
+        config = {**config, **config["text_config"]}
+    experts = next((k for k in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(k)), None)
+    if experts is not None and config[experts] != 1:
+        raise _bad(path, experts, shown(config[experts]), "mixtures of experts are not priced", "Use a dense model")
+    found = {name: _first(config, aliases) for name, aliases in ALIASES.items()}
+    missing = [name for name in REQUIRED if found[name] is None]
+    if missing:
+        names = " or ".join(ALIASES[missing[0]])
+        raise _bad(
+            path, ALIASES[missing[0]][0], None, f"the config has no {names}", f"Write model.{missing[0]} beside it"
+        )
+    kind = str(config.get("model_type", "")).lower()
+    found["family"] = "gpt" if kind in TWO_MATRICES else "llama"
+    if found["tied_embeddings"] is None and kind in TIED_BY_DEFAULT:
+        found["tied_embeddings"] = True
+    if found["ffn"] is None and isinstance(found["hidden"], int):
+        found["ffn"] = 4 * found["hidden"]
+    if isinstance(found["seq_len"], int):
+        found["seq_len"] = min(found["seq_len"], MAX_SEQ_LEN)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _first(config: dict[str, Any], aliases: tuple[str, ...]) -> Any:
+    return next((config[alias] for alias in aliases if config.get(alias) is not None), None)
+
+
+def _bad(path: Path, key: str, value: object, rule: str, remedy: str) -> SpecError:
+    return SpecError(where=str(path), key=key, value=value, rule=rule, remedy=remedy)

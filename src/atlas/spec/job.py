@@ -1,0 +1,108 @@
+"""The job: a model, a cluster and how the one is cut to fit the other. What `load_job` returns.
+
+Knows what the user wrote. Whatever was left out and must be derived (pipelines per cell, placement, layers per
+stage) is worked out by `cost.arrange`, because it takes prices to do so.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PrivateAttr
+
+from atlas.spec.cluster import Cluster
+from atlas.spec.fields import Count, Flag, Frozen, Name, NonNegative, Positive, Share, Text
+from atlas.spec.model import Model
+
+MAX_RANKS = 1000
+
+
+class Place(Frozen):
+    """A run of consecutive pipeline workers in one datacenter."""
+
+    dc: Name
+    """The datacenter's name."""
+    stages: Annotated[int, Field(strict=True, ge=1, le=MAX_RANKS)]
+    """How many of the `pp` workers of each pipeline it holds."""
+
+
+class Jitter(Frozen):
+    """Random spread of durations for Monte-Carlo runs: sigma of a log-normal factor, so 0.05 is about 5 %."""
+
+    compute: NonNegative = 0.0
+    """Spread of every op."""
+    wan: NonNegative = 0.0
+    """Spread of every transfer between datacenters."""
+    seed: Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)] = 0
+    """The same seed gives the same run."""
+
+
+class Job(Frozen):
+    """One training job."""
+
+    name: Text = "job"
+    """Shown in tables and titles."""
+    model: Model
+    """What is trained."""
+    cluster: Cluster
+    """Where: inline, or the path of a cluster file."""
+    microbatch: Count = 1
+    """Sequences in one microbatch (b)."""
+    num_microbatches: Annotated[int, Field(strict=True, ge=1, le=100_000)]
+    """Microbatches per pipeline and iteration (M)."""
+    tp: Annotated[int, Field(strict=True, ge=1, le=1024)] = 1
+    """Tensor parallelism: GPUs of one worker, all in one node."""
+    pp: Annotated[int, Field(strict=True, ge=1, le=MAX_RANKS)]
+    """Pipeline parallelism: workers of one pipeline."""
+    interleave: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
+    """Stages each worker holds (virtual stages); a pipeline has pp x interleave stages."""
+    cells: Annotated[int, Field(strict=True, ge=1, le=100_000)] = 1
+    """DP-cells (D)."""
+    pipelines_per_cell: Annotated[int, Field(strict=True, ge=1, le=4096)] | None = None
+    """Pipelines that take turns on the WAN (C). Left out: WAN time of an activation over one node pair / forward
+    time of a stage, rounded, at least 1, at most what the GPUs allow."""
+    placement: Annotated[tuple[Place, ...], Field(min_length=1, max_length=MAX_RANKS)] | None = None
+    """Which datacenter holds which run of the pipeline, first stage first. Left out: every datacenter, in file
+    order, in proportion to the workers it has room for."""
+    layers_per_stage: tuple[Annotated[int, Field(strict=True, ge=1, le=512)], ...] | None = None
+    """Layers of each stage, first to last. Left out: the split that makes the slowest stage fastest, embedding and
+    LM head counted."""
+    recompute: Flag = True
+    """Keep only a stage's input and recompute the rest before its backward."""
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Of weights, activations and what crosses the WAN."""
+    gradient_bytes: Annotated[int, Field(strict=True, ge=1, le=16)] = 4
+    """Bytes per parameter of the accumulated gradient."""
+    optimizer_bytes: Annotated[int, Field(strict=True, ge=0, le=64)] = 12
+    """Bytes per parameter of optimizer state (Adam with fp32 master weights: 12)."""
+    memory_gib: Positive | None = None
+    """Memory of one GPU that the job may use, GiB. Left out: 92 % of what the GPU has."""
+    reserved_gib: NonNegative = 0.0
+    """Of that, set aside for others (weights and KV cache of a prefill service), GiB per GPU."""
+    efficiency: Share = 0.5
+    """Share of the GPU's peak that the matrix products reach."""
+    profile: Text | None = None
+    """File of measured times; it replaces FLOPs and efficiency."""
+    jitter: Jitter = Jitter()
+    """Spread of durations for Monte-Carlo runs."""
+
+    _where: str = PrivateAttr(default="job")
+
+    @property
+    def where(self) -> str:
+        """The file that errors about this job name."""
+        return self._where
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.interleave
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one weight or activation."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def activation_bytes(self) -> int:
+        """What crosses a boundary for one microbatch: b * L * H elements, forward and backward alike."""
+        return self.microbatch * self.model.seq_len * self.model.hidden * self.element_bytes

@@ -1,0 +1,188 @@
+"""From a path and some `--set` to a validated Job: read, merge `base`, fetch the cluster, override, validate.
+
+Paths written in a file are relative to that file; paths in a `--set` to where the command runs. Knows every way
+in which a file can be wrong, and nothing of what a right one costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from atlas.errors import SpecError
+from atlas.spec.checks import Where, check_cluster, check_job, nearest
+from atlas.spec.cluster import Cluster, DataCenter, Link, Wan
+from atlas.spec.document import Document, Keys, dotted, read_yaml, shown
+from atlas.spec.fields import Frozen
+from atlas.spec.gpus import Gpu
+from atlas.spec.huggingface import dimensions
+from atlas.spec.job import Jitter, Job, Place
+from atlas.spec.model import Model
+from atlas.spec.overrides import apply_override
+
+MAX_BASES = 8
+
+ROOMS: dict[tuple[str, ...], type[Frozen]] = {
+    (): Job,
+    ("model",): Model,
+    ("cluster",): Cluster,
+    ("cluster", "datacenters", "*"): DataCenter,
+    ("cluster", "wan"): Wan,
+    ("cluster", "links", "*"): Link,
+    ("cluster", "gpus", "*"): Gpu,
+    ("placement", "*"): Place,
+    ("jitter",): Jitter,
+}
+"""Which model holds at which place of a job file: the keys to choose from when one is misspelt."""
+
+M = TypeVar("M", bound=Frozen)
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
+    """The job in a YAML file, with each `key.path=value` of `overrides` applied. Raises SpecError."""
+    path = Path(path)
+    return _finish(_with_bases(path), overrides, str(path))
+
+
+def override(job: Job, overrides: Sequence[str]) -> Job:
+    """A loaded job with some keys changed, validated anew: what a what-if or a planner does."""
+    data = job.model_dump(mode="json", exclude_none=True)
+    data["model"].pop("config", None)
+    return _finish(Document(data), overrides, job.where)
+
+
+def parse_job(data: Any, where: str = "job") -> Job:
+    """A job from plain data, for callers that hold no file. Relative paths are as the process sees them."""
+    return _finish(Document(data), (), where)
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """The cluster in a YAML file of its own."""
+    document = _read(Path(path), "cluster file", ("cluster",))
+    cluster = _validated(
+        Cluster, document.data, lambda keys: document.origin(("cluster", *keys), str(path)), ("cluster",)
+    )
+    check_cluster(cluster, lambda keys: document.origin(("cluster", *keys), str(path)))
+    return cluster
+
+
+def _finish(document: Document, overrides: Sequence[str], where: str) -> Job:
+    for text in overrides:
+        if text.lstrip().startswith("cluster."):
+            document = _with_cluster(document)
+        document = apply_override(document, text)
+    document = _with_dimensions(_with_cluster(document))
+
+    def origin(keys: Keys) -> str:
+        return document.origin(keys, where)
+
+    job = _validated(Job, document.data, origin)
+    job._where = where
+    check_job(job, origin)
+    return job
+
+
+# ---- files that name other files ---------------------------------------------------------------------------
+def _with_bases(path: Path) -> Document:
+    """A job file merged over the file that its `base` names, and so on down."""
+    chain, seen = [_read(path, "job file")], [path.absolute().resolve()]
+    while isinstance(chain[-1].data, dict) and "base" in chain[-1].data:
+        base = chain[-1].data.pop("base")
+        at = chain[-1].origin(("base",), str(path))
+        if not isinstance(base, str):
+            raise SpecError(where=at, key="base", value=shown(base), rule="is not a file", remedy="Name a job file")
+        if len(seen) > MAX_BASES or Path(base).resolve() in seen:
+            raise SpecError(where=at, key="base", value=shown(base), rule="bases go in a circle", remedy="Cut it")
+        seen.append(Path(base).resolve())
+        chain.append(_read(Path(base), "base"))
+    merged = Document(chain[-1].data, dict(chain[-1].origins))
+    for document in reversed(chain[:-1]):
+        merged = Document(_merged(merged.data, document.data), {**merged.origins, **document.origins})
+    return merged
+
+
+def _merged(base: Any, change: Any) -> Any:
+    """Mappings are merged key by key; anything else is replaced."""
+    if not isinstance(base, dict) or not isinstance(change, dict):
+        return change
+    return {**base, **{key: _merged(base.get(key), value) for key, value in change.items()}}
+
+
+def _read(path: Path, key: str, at: Keys = ()) -> Document:
+    document = read_yaml(path, key=key)
+    if not isinstance(document.data, dict):
+        rule = f"a {key} is a mapping of keys, this is {'empty' if document.data is None else 'not one'}"
+        raise SpecError(where=str(path), key=key, value=None, rule=rule, remedy="Start from a file in examples/")
+    _anchor({"cluster": document.data} if at else document.data, path.absolute().parent)
+    return Document(document.data, {(*at, *keys): line for keys, line in document.origins.items()})
+
+
+def _anchor(data: dict[str, Any], folder: Path) -> None:
+    """Make the paths in a file independent of where the process runs."""
+
+    def anchor(holder: Any, key: str) -> None:
+        if isinstance(holder, dict) and isinstance(holder.get(key), str):
+            holder[key] = str(folder / holder[key])
+
+    for key in ("base", "cluster", "profile"):
+        anchor(data, key)
+    anchor(data.get("model"), "config")
+    cluster = data.get("cluster")
+    if isinstance(cluster, dict):
+        links = cluster.get("links")
+        for holder in [cluster.get("wan"), *(links if isinstance(links, list) else [])]:
+            anchor(holder, "trace")
+
+
+def _with_cluster(document: Document) -> Document:
+    """`cluster: file.yaml` replaced by what the file holds."""
+    if not isinstance(document.data, dict) or not isinstance(document.data.get("cluster"), str):
+        return document
+    cluster = _read(Path(document.data["cluster"]), "cluster", ("cluster",))
+    return Document({**document.data, "cluster": cluster.data}, {**document.origins, **cluster.origins})
+
+
+def _with_dimensions(document: Document) -> Document:
+    """`model.config` read; keys written beside it win."""
+    model = document.data.get("model") if isinstance(document.data, dict) else None
+    if not isinstance(model, dict) or not isinstance(model.get("config"), str):
+        return document
+    found = {**dimensions(Path(model["config"])), **model}
+    return Document({**document.data, "model": found}, document.origins)
+
+
+# ---- validation --------------------------------------------------------------------------------------------
+def _validated(kind: type[M], data: Any, where: Where, room: tuple[str, ...] = ()) -> M:
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        # A misspelt key is also a missing key: say the former.
+        first = min(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+        raise _spec_error(dict(first), where, room) from None
+
+
+def _spec_error(error: dict[str, Any], where: Where, room: tuple[str, ...]) -> SpecError:
+    keys: Keys = tuple(k for k in error["loc"] if k != "[key]")
+    value = shown(error["input"])
+    if error["type"] == "extra_forbidden":
+        known = list(ROOMS[_room((*room, *keys[:-1]))].model_fields)
+        rule, remedy, value = "unknown key", nearest(str(keys[-1]), known), None
+    elif error["type"] == "missing":
+        rule, remedy, value = "is required and missing", f"Add {keys[-1]}: to it", None
+    elif error["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        rule, remedy = "must be a mapping of keys", "Write its keys below it, indented"
+    else:
+        rule = error["msg"].replace("Input should", "should").replace("valid tuple", "list").replace("\n", " ")
+        rule, remedy = ascii(rule)[1:-1] if not rule.isprintable() else rule, "Change it; docs/jobs.md explains the key"
+    return SpecError(where=where(keys), key=dotted(keys), value=value, rule=rule, remedy=remedy)
+
+
+def _room(keys: Keys) -> tuple[str, ...]:
+    """The entry of ROOMS that a place belongs to."""
+    for room in ROOMS:
+        if len(room) == len(keys) and all(r in ("*", k) for r, k in zip(room, keys, strict=True)):
+            return room
+    raise AssertionError(f"no room for {keys}")

@@ -1,0 +1,20 @@
+"""Timeline -> Perfetto trace, HTML page, SVG/PNG figure, tables in the terminal; and line charts for sweeps.
+
+Reads Timelines through `atlas.ir` and nothing else. rich and resvg are imported only by what needs them.
+"""
+
+from atlas.view.curve import write_curves
+from atlas.view.page import write_page
+from atlas.view.perfetto import write_trace
+from atlas.view.svg import write_png, write_svg
+from atlas.view.table import compare_table, results_table
+
+__all__ = [
+    "compare_table",
+    "results_table",
+    "write_curves",
+    "write_page",
+    "write_png",
+    "write_svg",
+    "write_trace",
+]

@@ -1,0 +1,223 @@
+"""Timelines as one self-contained HTML page: workers by datacenter, WAN links between them, waits coloured by
+cause, several schedules above each other on one time axis. The page asks nothing of the network.
+
+This side packs: spans become typed arrays, deflated and in base64, next to a JSON header. How they are drawn is
+in `assets/*.js`. What is written is deliberately redundant (gap and length instead of start and end): it deflates
+to a few bytes per span.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.errors import AtlasError
+from atlas.ir.analysis import Cause, bubbles, critical_path, summary
+from atlas.ir.ops import COLLECTIVES, Kind
+from atlas.ir.store import replacing
+from atlas.ir.timeline import Timeline
+from atlas.view.palette import CAUSES, OPS, WIRE, Look
+from atlas.view.tracks import Group, groups
+
+WAIT, SEND = len(Kind), len(Kind) + len(Cause)
+"""Codes of spans: a Kind, WAIT + cause, or SEND + direction."""
+
+MAX_PATH = 20_000
+"""A critical path of more segments than this is not drawn: nobody could follow it."""
+
+
+def write_page(
+    path: str | os.PathLike[str],
+    timelines: Sequence[Timeline],
+    *,
+    title: str = "Atlas timeline",
+    notes: str | Sequence[str] = (),
+) -> None:
+    """Write one page that shows `timelines` above each other; `notes` are sentences put under the title."""
+    page = page_html(timelines, title=title, notes=notes)
+    with replacing(path) as file:
+        file.write(page.encode())
+
+
+def page_html(timelines: Sequence[Timeline], *, title: str = "Atlas timeline", notes: str | Sequence[str] = ()) -> str:
+    """The page as text."""
+    if not timelines or any(not timeline.program.num_ops for timeline in timelines):
+        raise AtlasError("a timeline page needs at least one timeline, and each needs at least one op")
+    header = {
+        "title": title,
+        "notes": [notes] if isinstance(notes, str) else list(notes),
+        "looks": [_look(look) for look in (*OPS.values(), *CAUSES.values(), *WIRE)],
+        "kinds": [kind.name for kind in Kind],
+        "schedules": [_describe(timeline) for timeline in timelines],
+    }
+    data = "\n".join(
+        f'<script type="text/plain" id="spans-{k}">{_packed(timeline)}</script>' for k, timeline in enumerate(timelines)
+    )
+    parts = {
+        "TITLE": html.escape(title),
+        "STYLE": _asset("page.css"),
+        # "<" never appears in the JSON, so no name can close the script element.
+        "HEADER": json.dumps(header).replace("<", "\\u003c"),
+        "DATA": data,
+        "SCRIPT": "\n".join(_asset(name) for name in ("data.js", "draw.js", "words.js", "main.js", "move.js")),
+    }
+    pieces = _asset("page.html").split("%%")
+    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def _asset(name: str) -> str:
+    return (resources.files("atlas.view") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _look(look: Look) -> dict[str, str]:
+    return look._asdict()
+
+
+# ---- header ----------------------------------------------------------------------------------------------------
+
+
+def _describe(timeline: Timeline) -> dict[str, Any]:
+    figures = summary(timeline)
+    zero = int(timeline.op_start_ns.min())
+    path = critical_path(timeline)
+    drawn = path if len(path) <= MAX_PATH else []
+    return {
+        "name": timeline.program.name,
+        "source": timeline.source,
+        "tcp": str(timeline.meta["tcp"]) if "tcp" in timeline.meta else None,
+        "figures": figures,
+        "makespan": timeline.makespan_ns,
+        "stages": timeline.program.num_stages,
+        "groups": [_group(timeline, group) for group in groups(timeline)],
+        "path": [[s.start_ns - zero, s.end_ns - zero, s.category, s.worker] for s in drawn],
+    }
+
+
+def _group(timeline: Timeline, group: Group) -> dict[str, Any]:
+    program = timeline.program
+    if group.workers:
+        names = [program.worker_name(worker) for worker in group.workers]
+        pipelines = [worker // program.num_ranks for worker in group.workers]
+        return {"name": group.name, "links": False, "rows": names, "pipelines": pipelines, "workers": group.workers}
+    names = [timeline.links[lane.link] if lane.lane == 0 else "" for lane in group.lanes]
+    return {"name": group.name, "links": True, "rows": names}
+
+
+# ---- spans -----------------------------------------------------------------------------------------------------
+
+
+class _Spans(NamedTuple):
+    """Spans of many rows. For a transfer `stage` is the sender's and the last three fields say more."""
+
+    row: NDArray[np.int64]
+    start_ns: NDArray[np.int64]
+    end_ns: NDArray[np.int64]
+    code: NDArray[np.int64]
+    stage: NDArray[np.int64]
+    microbatch: NDArray[np.int64]
+    pipeline: NDArray[np.int64]
+    queued_ns: NDArray[np.int64]
+    latency_ns: NDArray[np.int64]
+
+
+def _packed(timeline: Timeline) -> str:
+    """Row by row, by start: number of spans of each row, then gaps, lengths, what they are. In base64."""
+    rows = groups(timeline)
+    num_rows = sum(len(group.workers) + len(group.lanes) for group in rows)
+    spans = _Spans(*(np.concatenate(parts) for parts in zip(*_all_spans(timeline, rows), strict=True)))
+    keep = np.flatnonzero(spans.end_ns > spans.start_ns)
+    keep = keep[np.lexsort((spans.start_ns[keep], spans.row[keep]))]
+    spans = _Spans(*(part[keep] for part in spans))
+    zero = int(timeline.op_start_ns.min())
+    first = np.diff(spans.row, prepend=-1) != 0
+    before = np.where(first, zero, np.concatenate([[zero], spans.end_ns[:-1]]))
+    count = np.bincount(spans.row, minlength=num_rows)
+    arrays = (
+        (spans.start_ns - before, "<f8"),
+        (spans.end_ns - spans.start_ns, "<f8"),
+        (spans.queued_ns, "<f8"),
+        (spans.latency_ns, "<f8"),
+        (count, "<u4"),
+        (spans.microbatch, "<u4"),
+        (spans.stage, "<u2"),
+        (spans.pipeline, "<u2"),
+        (spans.code, "<u1"),
+    )
+    raw = np.array([len(keep), num_rows], "<f8").tobytes() + b"".join(a.astype(kind).tobytes() for a, kind in arrays)
+    return base64.b64encode(zlib.compress(raw, 3)).decode()
+
+
+def _all_spans(timeline: Timeline, rows: Sequence[Group]) -> list[_Spans]:
+    row_of_worker = np.zeros(timeline.program.num_workers, np.int64)
+    parts: list[_Spans] = []
+    row = 0
+    for group in rows:
+        for worker in group.workers:
+            row_of_worker[worker] = row
+            row += 1
+        for lane in group.lanes:
+            parts.append(_transfer_spans(timeline, lane.transfers, row))
+            row += 1
+    return [_op_spans(timeline, row_of_worker), _wait_spans(timeline, row_of_worker), *parts]
+
+
+def _op_spans(timeline: Timeline, row_of_worker: NDArray[np.int64]) -> _Spans:
+    program = timeline.program
+    none = np.zeros(program.num_ops, np.int64)
+    return _Spans(
+        row_of_worker[program.op_worker],
+        timeline.op_start_ns,
+        timeline.op_end_ns,
+        program.kind.astype(np.int64),
+        program.stage.astype(np.int64),
+        program.microbatch.astype(np.int64),
+        program.op_worker // program.num_ranks,
+        none,
+        none,
+    )
+
+
+def _wait_spans(timeline: Timeline, row_of_worker: NDArray[np.int64]) -> _Spans:
+    """The bubbles, less the spans of collectives: those are drawn as the ops that they are."""
+    program, found = timeline.program, bubbles(timeline)
+    collective = np.isin(program.kind[found.op], np.array(COLLECTIVES, np.int8)) & (found.op >= 0)
+    own = collective & (found.start_ns >= timeline.op_start_ns[found.op])
+    of = np.flatnonzero(~own)
+    none = np.zeros(len(of), np.int64)
+    return _Spans(
+        row_of_worker[found.worker[of]],
+        found.start_ns[of],
+        found.end_ns[of],
+        found.cause[of].astype(np.int64) + WAIT,
+        none,
+        none,
+        found.worker[of] // program.num_ranks,
+        none,
+        none,
+    )
+
+
+def _transfer_spans(timeline: Timeline, of: NDArray[np.int64], row: int) -> _Spans:
+    program = timeline.program
+    shape = (2, program.num_pipelines, program.num_stages - 1, program.num_slots)
+    direction, pipeline, boundary, slot = np.unravel_index(of, shape)
+    return _Spans(
+        np.full(len(of), row, np.int64),
+        timeline.transfer_start_ns[of],
+        timeline.transfer_sent_ns[of],
+        direction.astype(np.int64) + SEND,
+        boundary + direction,
+        slot.astype(np.int64),
+        pipeline.astype(np.int64),
+        timeline.transfer_start_ns[of] - timeline.transfer_ready_ns[of],
+        timeline.transfer_arrive_ns[of] - timeline.transfer_sent_ns[of],
+    )

@@ -1,0 +1,236 @@
+"""Timelines as one figure of fixed width for papers and slides: SVG, or PNG through resvg. Rows, colours and causes
+are those of the page; beyond `max_rows` workers the rest is named, not drawn.
+
+Knows nothing of zooming: what is too thin to see is merged with its neighbours before it is written.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.errors import AtlasError, MissingExtraError
+from atlas.ir.analysis import Bubbles, Cause, bubbles
+from atlas.ir.ops import USEFUL, Kind
+from atlas.ir.store import replacing
+from atlas.ir.timeline import Timeline
+from atlas.view.palette import CAUSES, OPS, WIRE, Look
+from atlas.view.tracks import Group, Lane, groups
+
+WIDTH, GUTTER, MARGIN, LEGEND_ROW = 1000, 120, 12, 18
+FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
+WAIT, SEND = len(Kind), len(Kind) + len(Cause)
+LOOKS: tuple[Look, ...] = (*OPS.values(), *CAUSES.values(), *WIRE)
+
+Spans = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+"""Start, end and code (an index into LOOKS) of the spans of one row."""
+
+
+def write_svg(
+    path: str | os.PathLike[str], timelines: Sequence[Timeline], *, title: str = "", max_rows: int = 24
+) -> None:
+    """Write the figure; at most `max_rows` workers of each timeline are drawn."""
+    figure = svg_text(timelines, title=title, max_rows=max_rows)
+    with replacing(path) as file:
+        file.write(figure.encode())
+
+
+def write_png(
+    path: str | os.PathLike[str],
+    timelines: Sequence[Timeline],
+    *,
+    title: str = "",
+    max_rows: int = 24,
+    pixels: int = 2000,
+) -> None:
+    """The same figure as a picture `pixels` wide."""
+    png = png_bytes(svg_text(timelines, title=title, max_rows=max_rows), pixels)
+    with replacing(path) as file:
+        file.write(png)
+
+
+def png_bytes(figure: str, pixels: int) -> bytes:
+    """Render an SVG."""
+    try:
+        import resvg_py
+    except ImportError as error:
+        raise MissingExtraError("resvg-py", "png", "writing a PNG") from error
+    return bytes(resvg_py.svg_to_bytes(svg_string=figure, width=pixels, background="white"))
+
+
+class _Row(NamedTuple):
+    name: str
+    spans: Spans
+    height: int
+
+
+def svg_text(timelines: Sequence[Timeline], *, title: str = "", max_rows: int = 24) -> str:
+    """The figure as text."""
+    if not timelines or any(not timeline.program.num_ops for timeline in timelines):
+        raise AtlasError("a figure needs at least one timeline, and each needs at least one op")
+    extent = max(timeline.makespan_ns for timeline in timelines)
+    scale = (WIDTH - GUTTER - MARGIN) / extent
+    body: list[str] = []
+    used: set[int] = set()
+    y = MARGIN
+    if title:
+        body.append(_text(MARGIN, y + 12, title, size=15, weight="bold"))
+        y += 24
+    for timeline in timelines:
+        y = _draw(body, used, timeline, y, scale, max_rows) + 10
+    y = _axis(body, y, extent, scale)
+    y = _legend(body, used, y)
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}" '
+        f'font-family="{FONT}" font-size="10">'
+    )
+    return "\n".join([head, _patterns(used), f'<rect width="{WIDTH}" height="{y}" fill="white"/>', *body, "</svg>\n"])
+
+
+def _draw(body: list[str], used: set[int], timeline: Timeline, y: int, scale: float, max_rows: int) -> int:
+    """One timeline; returns where it ended."""
+    figures = f"{timeline.iteration_ns / 1e9:.3f} s, {100 * timeline.utilization:.0f} % busy, {timeline.source}"
+    body.append(_text(MARGIN, y + 11, timeline.program.name, size=12, weight="bold"))
+    body.append(_text(WIDTH - MARGIN, y + 11, figures, size=10, anchor="end", fill="#5c6670"))
+    y += 17
+    found, waits = groups(timeline), bubbles(timeline)
+    num_dcs = sum(bool(group.workers) for group in found)
+    each = max(1, max_rows // max(1, num_dcs))
+    zero, top = int(timeline.op_start_ns.min()), y
+    for group in found:
+        body.append(_text(GUTTER - 5, y + 9, group.name, size=9.5, anchor="end", weight="bold"))
+        y += 12
+        rows, left_out = _rows(timeline, waits, group, each)
+        for row in rows:
+            body.append(_text(GUTTER - 5, y + row.height - 2.5, row.name, size=8, anchor="end", fill="#5c6670"))
+            _draw_row(body, used, row, y, zero, scale)
+            y += row.height + 1
+        if left_out:
+            body.append(_text(GUTTER, y + 8, f"… {left_out} more", size=8, fill="#5c6670"))
+            y += 11
+        y += 3
+    end = GUTTER + timeline.makespan_ns * scale
+    body.append(f'<path d="M{end:.2f} {top - 2}V{y - 2}" stroke="#1c2126" stroke-width="1.2"/>')
+    return y
+
+
+def _rows(timeline: Timeline, waits: Bubbles, group: Group, each: int) -> tuple[list[_Row], int]:
+    """The rows of a group that are drawn, and how many are not."""
+    if group.workers:
+        shown = group.workers[:each]
+        rows = [_Row(timeline.program.worker_name(w), _worker_spans(timeline, waits, w), 11) for w in shown]
+        return rows, len(group.workers) - len(shown)
+    # Evenly picked, so that both directions are seen.
+    count = min(len(group.lanes), max(2, each))
+    lanes = [group.lanes[k] for k in np.linspace(0, len(group.lanes) - 1, count).round().astype(int)]
+    names = [timeline.links[lane.link] if lane.lane == 0 else "" for lane in lanes]
+    found = [_Row(name, _lane_spans(timeline, lane), 7) for name, lane in zip(names, lanes, strict=True)]
+    return found, len(group.lanes) - len(lanes)
+
+
+def _worker_spans(timeline: Timeline, found: Bubbles, worker: int) -> Spans:
+    program = timeline.program
+    lo, hi = int(program.worker_ptr[worker]), int(program.worker_ptr[worker + 1])
+    useful = lo + np.flatnonzero(np.isin(program.kind[lo:hi], np.array(USEFUL, np.int8)))
+    a, b = np.searchsorted(found.worker, [worker, worker + 1])
+    start = np.concatenate([timeline.op_start_ns[useful], found.start_ns[a:b]])
+    end = np.concatenate([timeline.op_end_ns[useful], found.end_ns[a:b]])
+    code = np.concatenate([program.kind[useful].astype(np.int64), found.cause[a:b].astype(np.int64) + WAIT])
+    order = np.argsort(start, kind="stable")
+    return start[order], end[order], code[order]
+
+
+def _lane_spans(timeline: Timeline, lane: Lane) -> Spans:
+    half = max(1, timeline.program.num_transfers // 2)
+    code = SEND + lane.transfers // half
+    return timeline.transfer_start_ns[lane.transfers], timeline.transfer_sent_ns[lane.transfers], code
+
+
+def _draw_row(body: list[str], used: set[int], row: _Row, y: int, zero: int, scale: float) -> None:
+    start, end, code = _merged(row.spans, scale)
+    paths: dict[int, list[str]] = {}
+    for a, b, c in zip(start.tolist(), end.tolist(), code.tolist(), strict=True):
+        x, width = GUTTER + (a - zero) * scale, (b - a) * scale
+        solid = c < WAIT or c >= SEND
+        width -= 0.35 if solid and width > 1.5 else 0  # a hair between two boxes
+        paths.setdefault(c, []).append(f"M{x:.2f} {y}h{width:.2f}v{row.height}h{-width:.2f}z")
+    used.update(paths)
+    for c, path in sorted(paths.items()):
+        fill = f"url(#wait{c - WAIT})" if WAIT <= c < SEND else LOOKS[c].light
+        body.append(f'<path fill="{fill}" d="{"".join(path)}"/>')
+
+
+def _merged(spans: Spans, scale: float) -> Spans:
+    """Spans as they are while they can be seen; else what lies at the middle of each half pixel, in runs."""
+    start, end, code = spans
+    keep = end > start
+    start, end, code = start[keep], end[keep], code[keep]
+    if not len(start) or np.median(end - start) * scale > 0.6:
+        return start, end, code
+    step = 0.5 / scale
+    middle = np.arange(start[0] + step / 2, end[-1], step)
+    at = np.maximum(np.searchsorted(start, middle, side="right") - 1, 0)
+    inside = end[at] > middle
+    value = np.where(inside, code[at], -1)
+    edge = np.flatnonzero(np.diff(value, prepend=-2, append=-2))
+    left, right = edge[:-1], edge[1:]
+    seen = value[left] >= 0
+    first = (middle[left] - step / 2).astype(np.int64)
+    return first[seen], (first + ((right - left) * step).astype(np.int64))[seen], value[left][seen]
+
+
+def _axis(body: list[str], y: int, extent_ns: int, scale: float) -> int:
+    rough = extent_ns / 8
+    power = 10 ** np.floor(np.log10(rough))
+    step = float(next(m * power for m in (1, 2, 5, 10) if m * power >= rough))
+    unit, name = next((u, n) for u, n in ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1.0, "ns")) if step >= u / 10)
+    body.append(f'<path d="M{GUTTER} {y}H{WIDTH - MARGIN}" stroke="#5c6670"/>')
+    for tick in np.arange(0, extent_ns * 1.0001, step):
+        x = GUTTER + tick * scale
+        body.append(f'<path d="M{x:.2f} {y}v4" stroke="#5c6670"/>')
+        body.append(_text(x, y + 14, f"{tick / unit:g} {name}", size=9, anchor="middle", fill="#5c6670"))
+    return y + 24
+
+
+def _legend(body: list[str], used: set[int], y: int) -> int:
+    x = float(GUTTER)
+    for code in sorted(used):
+        wait = WAIT <= code < SEND
+        label = ("waiting: " if wait else "") + LOOKS[code].label
+        width = 20 + 5.4 * len(label) + 12
+        if x + width > WIDTH - MARGIN:
+            x, y = float(GUTTER), y + LEGEND_ROW
+        fill = f"url(#wait{code - WAIT})" if wait else LOOKS[code].light
+        body.append(f'<rect x="{x:.1f}" y="{y}" width="15" height="10" fill="{fill}"/>')
+        body.append(_text(x + 20, y + 9, label, size=9.5))
+        x += width
+    return y + LEGEND_ROW + 4
+
+
+def _patterns(used: set[int]) -> str:
+    """Waits are hatched, so that print and colour-blind readers tell them from work."""
+    return (
+        "<defs>"
+        + "".join(
+            f'<pattern id="wait{cause}" width="5" height="5" patternUnits="userSpaceOnUse" '
+            f'patternTransform="rotate(45)"><rect width="5" height="5" fill="{look.light}"/>'
+            f'<path d="M0 0V5" stroke="#000" stroke-opacity=".28" stroke-width="1"/></pattern>'
+            for cause, look in CAUSES.items()
+            if WAIT + cause in used
+        )
+        + "</defs>"
+    )
+
+
+def _text(
+    x: float, y: float, text: str, *, size: float, anchor: str = "start", fill: str = "#1c2126", weight: str = "normal"
+) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{fill}" '
+        f'font-weight="{weight}">{html.escape(text)}</text>'
+    )

@@ -1,0 +1,129 @@
+"""Tables for the terminal: the results of several schedules, and the difference of two timelines. Takes plain
+dicts and a Difference; computes nothing but ratios of what it is given. rich is imported when a table is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from atlas.ir.analysis import Difference
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+WAITS = {"wan": ("wan",), "peer": ("peer",), "sync": ("sync",), "ends": ("fill", "drain")}
+"""Columns of the table, and the causes each adds up."""
+
+
+def seconds(value: float | None) -> str:
+    """Four significant figures with a fitting unit."""
+    if value is None:
+        return "–"
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(value) >= unit:
+            return f"{value / unit:#.4g} {name}"
+    return f"{value / 1e-9:.4g} ns" if value else "0 s"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def results_table(rows: Sequence[Mapping[str, Any]], *, title: str = "", source: str = "simulated") -> Table:
+    """One line per schedule, as `atlas simulate` prints it. Keys that a row lacks are shown as a dash.
+
+    `busy` and the waits are shares of all accelerators' time and add up to 100 %; `ends` is fill and drain. A `!`
+    marks what does not fit in memory. The table fits 80 columns.
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        title=Text(title) if title else None,
+        caption=Text(source),
+        title_justify="left",
+        caption_justify="left",
+        padding=0,
+        show_edge=False,
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("schedule", style="bold", no_wrap=True)
+    table.add_column("TCP", no_wrap=True)
+    for name in ("iter-\nation", "speed-\nup", "lower\nbound", "gap", "in\nflight", "busy\n%"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in WAITS:
+        table.add_column(f"{name}\n%", justify="right", no_wrap=True)
+    fitting = [row for row in rows if row.get("iteration_s") and row.get("fits", True)]
+    fastest = min((row["iteration_s"] for row in fitting), default=None)
+    for row in rows:
+        speedup, peak, best = row.get("speedup"), row.get("peak_in_flight"), row.get("iteration_s") == fastest
+        table.add_row(
+            Text(str(row.get("schedule", "?")) + (" (turns)" if row.get("sharing") else "")),
+            Text(str(row.get("tcp") or "–")),
+            seconds(row.get("iteration_s")),
+            "–" if speedup is None else f"{speedup:.2f}x",
+            seconds(row.get("lower_bound_s")),
+            "–" if row.get("gap") is None else f"{row['gap']:.2f}x",
+            "–" if peak is None else f"{'' if row.get('fits', True) else '! '}{peak}",
+            *_shares(row),
+            style="green" if best and len(rows) > 1 else None,
+        )
+    return table
+
+
+def _shares(row: Mapping[str, Any]) -> list[str]:
+    """What accelerators do with their time, in whole per cent."""
+    busy, idle = row.get("utilization"), dict(row.get("bubbles_s") or {})
+    total = sum(idle.values())
+    if busy is None:
+        return ["–"] * (1 + len(WAITS))
+    waits = [sum(idle.get(cause, 0.0) for cause in causes) / total if total else 0.0 for causes in WAITS.values()]
+    return [f"{100 * share:.0f}" for share in (busy, *((1 - busy) * wait for wait in waits))]
+
+
+def compare_table(difference: Difference) -> Table:
+    """The second timeline against the first, kind by kind, with the worst op of each named."""
+    from rich.table import Table
+    from rich.text import Text
+
+    (name_a, name_b), (source_a, source_b), (time_a, time_b) = (
+        difference.names,
+        difference.sources,
+        difference.iteration_s,
+    )
+    title = f"{name_b} ({source_b}) against {name_a} ({source_a})"
+    table = Table(title=Text(title), title_justify="left", caption=_verdict(difference), caption_justify="left")
+    table.add_column("kind", style="bold")
+    for name in ("ops", "duration", "off by p95", "worst", "start late by", "p95", "worst"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("which")
+    table.add_row(
+        "iteration", "", f"{difference.ratio:.4f}x", "", "", "", "", "", f"{seconds(time_a)} → {seconds(time_b)}"
+    )
+    for kind in difference.kinds:
+        table.add_row(
+            kind.kind,
+            str(kind.count),
+            f"{kind.duration_ratio:.4f}x",
+            percent(kind.duration_error_p95),
+            percent(kind.duration_error_worst),
+            seconds(kind.start_error_s),
+            seconds(kind.start_error_p95_s),
+            seconds(kind.start_error_worst_s),
+            Text(kind.worst_duration if kind.duration_error_worst > 1e-9 else kind.worst_start),
+        )
+    return table
+
+
+def _verdict(difference: Difference) -> Any:
+    from rich.text import Text
+
+    common = f"{difference.num_common} ops in common"
+    only_a, only_b = difference.num_only
+    if only_a or only_b:
+        common += f", {only_a} only in the first, {only_b} only in the second"
+    if difference.first_divergence is None:
+        return Text(f"{common}; no op ends apart from its twin by more than the tolerance")
+    return Text(f"{common}; they part at {seconds(difference.first_divergence_at_s)}: {difference.first_divergence}")

@@ -1,0 +1,119 @@
+"""What a user leaves out is filled in by stated rules, within the room there is."""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atlas.cost.arrange import arrange, balanced_split
+from atlas.cost.compute import ModelTime, PieceTime
+from atlas.errors import InfeasibleError, SpecError
+from atlas.spec import load_job
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = EXAMPLES / "tiny.yaml"
+
+
+def pieces(seconds: list[float]) -> tuple[PieceTime, ...]:
+    return tuple(PieceTime(forward_s=s) for s in seconds)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=9), st.integers(0, 20), st.integers(0, 20), st.data())
+def test_the_split_is_the_best_of_all_splits(layers: list[int], first: int, last: int, data: st.DataObject) -> None:
+    num_stages = data.draw(st.integers(1, len(layers)))
+    speeds = data.draw(st.lists(st.integers(1, 3), min_size=num_stages, max_size=num_stages))
+    models = [
+        ModelTime(PieceTime(first / v), pieces([t / v for t in layers]), PieceTime(last / v)) for v in speeds
+    ]  # fmt: skip
+
+    def slowest(split: tuple[int, ...]) -> float:
+        ends = [sum(split[: i + 1]) for i in range(num_stages)]
+        work = [sum(layers[end - size : end]) for end, size in zip(ends, split, strict=True)]
+        work[0] += first
+        work[-1] += last
+        return max(w / v for w, v in zip(work, speeds, strict=True))
+
+    cuts = combinations(range(1, len(layers)), num_stages - 1)
+    splits = [tuple(b - a for a, b in zip((0, *cut), (*cut, len(layers)), strict=True)) for cut in cuts]
+    found = balanced_split(models)
+    assert sum(found) == len(layers)
+    assert min(found) >= 1
+    assert slowest(found) == pytest.approx(min(map(slowest, splits)))
+
+
+def test_equal_layers_are_dealt_evenly() -> None:
+    assert sorted(balanced_split([ModelTime(PieceTime(), pieces([1.0] * 10), PieceTime())] * 4)) == [2, 2, 3, 3]
+
+
+def test_the_stage_with_the_lm_head_has_fewer_layers() -> None:
+    assert arrange(load_job(EXAMPLES / "gpt-a.yaml")).layers_per_stage == (2, 2, 1)
+
+
+def test_the_default_placement_is_proportional_in_file_order() -> None:
+    job = load_job(TINY, ["cluster.datacenters.west.nodes=12", "pp=8"])
+    assert arrange(job).rank_dc == ("east",) * 2 + ("west",) * 6
+
+
+def test_fewer_stages_than_datacenters_go_to_the_roomiest() -> None:
+    job = load_job(EXAMPLES / "three-dcs.yaml", ["pp=2", "cluster.datacenters.east.nodes=4", "pipelines_per_cell=2"])
+    assert arrange(job).rank_dc == ("west", "central")
+
+
+def test_a_placement_may_be_given() -> None:
+    job = load_job(TINY, ["placement=[{dc: west, stages: 1}, {dc: east, stages: 2}, {dc: west, stages: 1}]"])
+    assert arrange(job).rank_dc == ("west", "east", "east", "west")
+
+
+def test_pipelines_per_cell_is_wan_time_over_forward_time_within_the_room() -> None:
+    job = load_job(EXAMPLES / "gpt-a.yaml", ["pipelines_per_cell="])
+    arrangement = arrange(job)
+    wan_s = job.activation_bytes * 8 / 5e9
+    assert arrangement.num_pipelines == round(wan_s / max(t.forward_s for t in arrangement.stage_times)) == 2
+    slow = load_job(EXAMPLES / "gpt-a.yaml", ["pipelines_per_cell=", "cluster.wan.pair_gbps=0.1"])
+    assert arrange(slow).num_pipelines == 4  # four nodes in each datacenter, one stage each
+    near = load_job(EXAMPLES / "gpt-a.yaml", ["pipelines_per_cell=", "cluster.wan.pair_gbps=1000"])
+    assert arrange(near).num_pipelines == 1
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["cells=3"], "need 24 GPUs; the datacenters have 8"),
+        (["placement=[{dc: east, stages: 3}, {dc: west, stages: 1}]"], "need 6 GPUs, east has 4"),
+        (["placement=[{dc: east, stages: 4}]", "tp=2"], "a tensor-parallel group stays in one node"),
+        (["tp=2"], "a tensor-parallel group stays in one node"),
+        (["cluster.links=[]"], "no link joins them"),
+    ],
+)
+def test_what_does_not_fit_the_cluster_is_said(sets: list[str], words: str) -> None:
+    with pytest.raises(InfeasibleError, match=words):
+        arrange(load_job(TINY, sets))
+
+
+def test_a_path_without_latency_is_said() -> None:
+    with pytest.raises(SpecError, match="latency_ms"):
+        arrange(load_job(TINY, ["cluster.wan.latency_ms="]))
+
+
+def test_a_single_datacenter_needs_no_path() -> None:
+    job = load_job(TINY, ["cluster.wan.latency_ms=", "pp=2", "placement=[{dc: east, stages: 2}]"])
+    assert set(arrange(job).rank_dc) == {"east"}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda p: p.stem)
+def test_the_commands_in_the_examples_comments_work(path: Path) -> None:
+    for line in path.read_text().splitlines():
+        if line.startswith("#   atlas simulate"):
+            arrange(load_job(path, re.findall(r"--set (\S+)", line)))
+
+
+def test_the_large_example_uses_every_gpu_it_has() -> None:
+    job = load_job(EXAMPLES / "llama-70b-5-regions.yaml")
+    used = job.tp * job.pp * arrange(job).num_pipelines * job.cells
+    assert used == sum(dc.nodes * dc.gpus_per_node for dc in job.cluster.datacenters) == 10_240

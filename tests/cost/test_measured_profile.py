@@ -1,0 +1,80 @@
+"""A measured profile replaces FLOPs; one that is cut off or garbled is one message."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from atlas.cost.price import price
+from atlas.cost.profile import load_profile
+from atlas.errors import AtlasError, SpecError
+from atlas.ir.ops import Kind
+from atlas.spec import load_job
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny.yaml"
+LAYER = {"forward_s": 0.010, "backward_s": 0.025, "weight_s": 0.010, "recompute_s": 0.009, "update_s": 0.001}
+ENTRY = {"gpu": "A100-40", "microbatch": 1, "tp": 1, "layer": LAYER, "head": {"forward_s": 0.005, "backward_s": 0.010}}
+TEXT = json.dumps({"model": "tiny", "entries": [ENTRY]})
+
+
+def priced(folder: Path, content: object, name: str = "profile.json"):
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return price(load_job(TINY, [f"profile={path}", "layers_per_stage=[2, 2, 2, 2]"]))
+
+
+@pytest.mark.parametrize("name", ["profile.json", "profile.yaml"])
+def test_times_are_those_measured(tmp_path: Path, name: str) -> None:
+    ms = priced(tmp_path, TEXT, name).compute_ns[0] / 1e6
+    kinds = [Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.STEP]
+    assert ms[1, kinds].tolist() == pytest.approx([20, 18, 50, 30, 20, 2])
+    assert ms[3, kinds[:5]].tolist() == pytest.approx([25, 18, 60, 35, 25])
+
+
+def test_layers_one_by_one(tmp_path: Path) -> None:
+    layers = [{"forward_s": 0.001 * (i + 1), "backward_s": 0.002} for i in range(8)]
+    ms = priced(tmp_path, {"entries": [{**ENTRY, "layer": None, "layers": layers}]}).compute_ns[0] / 1e6
+    assert ms[:, Kind.F].tolist() == pytest.approx([3, 7, 11, 15 + 5])
+    assert ms[1, Kind.R] == pytest.approx(7)
+    assert ms[1, Kind.W] == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (TEXT[:-30], "not JSON"),
+        ("", "not JSON"),
+        ("[]", "profile.json"),
+        ({"entries": []}, "entries"),
+        ({"entires": []}, "Did you mean 'entries'?"),
+        ({"entries": [{**ENTRY, "layer": {**LAYER, "forward_ms": 3}}]}, "Did you mean 'forward_s'?"),
+        ({"entries": [{**ENTRY, "layer": {**LAYER, "forward_s": -1}}]}, "greater than or equal to 0"),
+        ({"entries": [{**ENTRY, "layer": {**LAYER, "forward_s": float("nan")}}]}, "finite"),
+        ({"entries": [{**ENTRY, "layer": {"forward_s": 1}}]}, "backward_s: is required and missing"),
+        ({"entries": [{**ENTRY, "layer": None}]}, "either `layer`"),
+        ({"entries": [{**ENTRY, "layers": [LAYER]}]}, "either `layer`"),
+        ({"entries": [{**ENTRY, "layer": None, "layers": [LAYER] * 7}]}, "has 7 layers"),
+        ({"entries": [{**ENTRY, "gpu": "H100"}]}, "nothing was measured for gpu A100-40"),
+        ({"entries": [{**ENTRY, "microbatch": 2}]}, "nothing was measured"),
+    ],
+)
+def test_a_wrong_profile_is_one_message(tmp_path: Path, content: object, words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        priced(tmp_path, content)
+    assert words in str(caught.value)
+    assert "profile.json" in str(caught.value)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, len(TEXT)), st.text(max_size=5))
+def test_a_cut_and_garbled_profile_never_breaks_the_loader(tmp_path: Path, cut: int, tail: str) -> None:
+    for name in ("p.json", "p.yaml"):
+        path = tmp_path / name
+        path.write_text(TEXT[:cut] + tail + TEXT[cut + 3 :], encoding="utf-8", errors="replace")
+        with suppress(AtlasError):
+            load_profile(path)

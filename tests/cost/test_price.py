@@ -1,0 +1,183 @@
+"""Prices of one cell against hand arithmetic: links in every mode, collectives, what scales with what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from atlas.cost.price import layout, price
+from atlas.cost.table import FAIR, PRIVATE, TURNS
+from atlas.errors import InfeasibleError, SpecError
+from atlas.ir.ops import Kind
+from atlas.spec import load_job
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = EXAMPLES / "tiny.yaml"
+SHIPPED = sorted(EXAMPLES.rglob("*.yaml"))
+ACTIVATION_BITS = 2048 * 2048 * 2 * 8
+WAN = 1
+"""The boundary of tiny.yaml that crosses."""
+
+
+def wan_links(costs) -> list:
+    return [link for link in costs.links if link.name.startswith("wan")]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_shipped_jobs_are_priced_in_every_mode(path: Path) -> None:
+    job = load_job(path)
+    frame = layout(job)
+    for mode in ({"tcp": "one"}, {"tcp": "many"}, {"sharing": True}):
+        costs = price(job, **mode)
+        assert costs.compute_ns.shape[:2] == (frame.num_pipelines, frame.num_stages)
+        assert costs.work_ns.shape == (2, frame.num_pipelines, frame.num_stages - 1)
+        assert (costs.compute_ns[:, :, : Kind.P] > 0).all()
+        assert (costs.work_ns > 0).all()
+        assert costs.channel_link.max() == len(costs.links) - 1
+
+
+def test_the_headline_ratio_of_the_testbed() -> None:
+    job = load_job(EXAMPLES / "testbed/gpt-a-40ms.yaml")
+    one, many = price(job, tcp="one"), price(job, tcp="many")
+    assert one.work_ns.max() / many.work_ns.max() == pytest.approx(5000 / 293, rel=0.03)
+
+
+def test_one_connection_carries_a_window_per_round_trip() -> None:
+    costs = price(load_job(TINY), tcp="one")
+    assert costs.work_ns[0, 0, WAN] == round(ACTIVATION_BITS / (3e6 * 8 / 0.040) * 1e9)
+    assert costs.latency_ns[0, 0, WAN] == 20_000_000
+    assert all(link.policy == PRIVATE for link in wan_links(costs))
+    assert len(wan_links(costs)) == 4  # two pipelines, two directions
+
+
+def test_taking_turns_uses_the_paths_of_all_nodes() -> None:
+    alone, shared = price(load_job(TINY)), price(load_job(TINY), sharing=True)
+    assert alone.work_ns[0, 0, WAN] == round(ACTIVATION_BITS / 5e9 * 1e9)
+    assert shared.work_ns[0, 0, WAN] == round(ACTIVATION_BITS / 10e9 * 1e9)
+    assert [link.policy for link in wan_links(shared)] == [TURNS, TURNS]
+    assert {link.quantum_ns for link in wan_links(shared)} == {5_000_000}
+    # The first chunk is 5 ms of 10 Gbit/s; half of it goes to the peer at 100 Gbit/s, 20 us away.
+    assert shared.before_ns[0, 0, WAN] == 250_000 + 20_000
+    assert shared.latency_ns[0, 0, WAN] == 20_000_000 + 250_000 + 20_000
+    assert (shared.before_ns[:, :, [0, 2]] == 0).all()
+
+
+def test_a_trunk_that_binds_leaves_nothing_to_gain() -> None:
+    job = load_job(TINY, ["cluster.wan.trunk_gbps=5"])
+    alone, shared = price(job), price(job, sharing=True)
+    assert [link.policy for link in wan_links(alone)] == [FAIR, FAIR]
+    assert {link.capacity for link in wan_links(alone)} == {1.0}
+    assert alone.work_ns[0, 0, WAN] == shared.work_ns[0, 0, WAN]
+
+
+def test_cells_divide_the_trunk_exactly() -> None:
+    sets = ["cluster.datacenters.east.nodes=8", "cluster.datacenters.west.nodes=8", "cells=2"]
+    job = load_job(TINY, [*sets, "cluster.wan.trunk_gbps=15"])
+    (link, _) = wan_links(price(job))
+    assert (link.policy, link.capacity) == (FAIR, 1.5)  # 15 / 2 cells / 5 Gbit/s a pair
+    assert price(job, sharing=True).work_ns[0, 0, WAN] == round(ACTIVATION_BITS / 7.5e9 * 1e9)
+
+
+def test_a_trunk_below_one_pair_slows_every_transfer() -> None:
+    costs = price(load_job(TINY, ["cluster.wan.trunk_gbps=1"]))
+    assert costs.work_ns[0, 0, WAN] == round(ACTIVATION_BITS / 1e9 * 1e9)
+    assert {link.capacity for link in wan_links(costs)} == {1.0}
+
+
+def test_the_intra_dc_network_limits_sharing() -> None:
+    sets = ["cluster.datacenters.east.net_gbps=4"]
+    shared = price(load_job(TINY, sets), sharing=True)
+    assert shared.work_ns[0, 0, WAN] == round(ACTIVATION_BITS / 8e9 * 1e9)  # 4 x C / (C - 1)
+
+
+def test_workers_on_one_node_divide_its_pair_cap() -> None:
+    sets = [f"cluster.datacenters.{dc}.{key}" for dc in ("east", "west") for key in ("nodes=1", "gpus_per_node=4")]
+    assert price(load_job(TINY, sets)).work_ns[0, 0, WAN] == round(ACTIVATION_BITS / 2.5e9 * 1e9)
+
+
+def test_boundaries_between_the_same_two_datacenters_share_their_trunk() -> None:
+    placement = "placement=" + str([{"dc": dc, "stages": 1} for dc in ("east", "west", "east", "west")])
+    job = load_job(TINY, [placement, "cluster.wan.trunk_gbps=12"])
+    for mode, policy in (({}, FAIR), ({"sharing": True}, TURNS)):
+        costs = price(job, **mode)
+        assert [link.policy for link in costs.links] == [policy, policy]
+        # East to west: forward of boundaries 0 and 2, backward of boundary 1.
+        east_west = costs.channel_link[0, 0, 0]
+        assert (costs.channel_link[0, :, [0, 2]] == east_west).all()
+        assert (costs.channel_link[1, :, 1] == east_west).all()
+        assert costs.channel_link[0, 0, 1] != east_west
+
+
+def test_an_interleaved_pipeline_comes_back_over_the_same_node_pairs() -> None:
+    job = load_job(TINY, ["pp=2", "interleave=2"])
+    assert layout(job).stage_rank == (0, 1, 0, 1)
+    costs = price(job)
+    assert costs.channel_link[0, 0, 0] == costs.channel_link[0, 0, 2] == costs.channel_link[1, 0, 1]
+    assert {link.policy for link in costs.links} == {FAIR}
+    assert costs.channel_link[0, 0, 0] != costs.channel_link[0, 1, 0]
+    assert {link.policy for link in price(job, sharing=True).links} == {TURNS}
+    # The worker's optimizer is charged once, to its first stage.
+    assert (costs.compute_ns[:, 2:, Kind.SYNC : Kind.P] == 0).all()
+    assert (costs.compute_ns[:, :2, Kind.STEP] > 0).all()
+
+
+def test_the_backward_is_the_sum_of_its_halves() -> None:
+    ns = price(load_job(TINY)).compute_ns
+    assert (ns[..., Kind.B] == ns[..., Kind.I] + ns[..., Kind.W]).all()
+
+
+def test_the_ring_all_reduce_is_the_textbook_one() -> None:
+    job = load_job(TINY)
+    params = 2 * (12 * 2048**2 + 13 * 2048)  # a middle stage: two layers with biases and norms
+    ring_s = 2 * (2 - 1) / 2 * params * 4 * 8 / 100e9 + 2 * 20e-6
+    assert price(job).compute_ns[0, 1, Kind.SYNC] == pytest.approx(ring_s * 1e9, abs=2)
+
+
+def test_one_replica_has_nothing_to_reduce() -> None:
+    assert (price(load_job(TINY, ["pipelines_per_cell=1"])).compute_ns[..., Kind.SYNC] == 0).all()
+
+
+def test_the_norm_takes_a_round_trip_over_the_path() -> None:
+    norm_ns = price(load_job(TINY)).compute_ns[..., Kind.NORM]
+    assert (norm_ns == 2 * (20_000_000 + 4 * 20_000)).all()
+
+
+def test_tied_embeddings_cross_the_wan_once_an_iteration() -> None:
+    tied, free = (price(load_job(TINY, [f"model.tied_embeddings={t}"])).compute_ns for t in ("true", "false"))
+    slice_s = 32_000 * 2048 * 4 * 8 / 2 / 5e9
+    extra_ns = (tied - free)[0, :, Kind.SYNC]
+    assert extra_ns[0] == pytest.approx(slice_s * 1e9 + 20_080_000, abs=2)
+    assert extra_ns[1] == 0
+
+
+def test_a_larger_microbatch_takes_longer_everywhere() -> None:
+    one, two = (price(load_job(TINY, [f"microbatch={b}"]), sharing=True) for b in (1, 2))
+    np.testing.assert_allclose(two.compute_ns[..., : Kind.SYNC], 2 * one.compute_ns[..., : Kind.SYNC], atol=2)
+    np.testing.assert_allclose(two.work_ns, 2 * one.work_ns, atol=2)
+
+
+def test_overlapping_sends_are_the_private_links_business() -> None:
+    assert {link.servers for link in price(load_job(TINY), overlap_servers=4).links} == {4}
+
+
+def test_a_trace_reaches_every_wan_link(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("time_s,rate,extra_latency_ms\n0,1,0\n1.5,0.5,2\n")
+    costs = price(load_job(TINY, [f"cluster.wan.trace={tmp_path / 't.csv'}"]))
+    assert {link.trace is None for link in costs.links if link.name.startswith("lan")} == {True}
+    for link in wan_links(costs):
+        assert link.trace.at_ns == (0, 1_500_000_000)
+        assert link.trace.rate == (1, 0.5)
+        assert link.trace.extra_latency_ns == (0, 2_000_000)
+
+
+def test_sharing_needs_many_connections() -> None:
+    with pytest.raises(SpecError, match="many connections"):
+        price(load_job(TINY), tcp="one", sharing=True)
+
+
+@pytest.mark.parametrize("text", ["cluster.wan.pair_gbps=1e-9", "efficiency=1e-12", "cluster.wan.latency_ms=1e9"])
+def test_absurd_durations_are_refused(text: str) -> None:
+    with pytest.raises(InfeasibleError, match="units"):
+        price(load_job(TINY, [text]))

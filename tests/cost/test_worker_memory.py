@@ -1,0 +1,114 @@
+"""Bytes per worker, the rule that schedules keep, and what is said when a job does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from atlas.cost.memory import GIB, in_flight_cap, memory_rule, peak_memory, require_fits, worker_memory
+from atlas.errors import InfeasibleError
+from atlas.ir.ops import Kind, Op
+from atlas.ir.program import Layout, assemble
+from atlas.spec import load_job
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = EXAMPLES / "tiny.yaml"
+LAYER = 12 * 2048**2 + 13 * 2048
+STASH = 2048 * 2048 * 2
+
+
+def test_bytes_of_a_middle_stage_by_hand() -> None:
+    worker = worker_memory(load_job(TINY))[1]
+    assert (worker.weights, worker.gradients, worker.optimizer) == (2 * LAYER * 2, 2 * LAYER * 4, 2 * LAYER * 12)
+    assert worker.stash == STASH
+    assert worker.activations == 2 * 2048 * 16 * 2048 * 2  # two layers, 16 H elements a token
+    assert (worker.logits, worker.reserved) == (0, 0)
+    assert worker.cap == int(0.92 * 40 * GIB)
+
+
+def test_the_ends_hold_embedding_head_and_logits() -> None:
+    first, _, _, last = worker_memory(load_job(TINY))
+    assert first.weights == 2 * (2 * LAYER + 32_000 * 2048 + 2048 * 2048)
+    assert last.weights == 2 * (2 * LAYER + 32_000 * 2048 + 2 * 2048)
+    assert last.logits == 2048 * 32_000 * 6
+
+
+def test_what_is_reserved_for_others_counts_against_the_cap() -> None:
+    plain, reserved = (worker_memory(load_job(TINY, [f"reserved_gib={r}"]))[0] for r in (0, 10))
+    assert plain.free - reserved.free == 10 * GIB
+
+
+def test_tensor_parallelism_divides_everything_but_the_reserved_part() -> None:
+    sets = ["cluster.datacenters.east.gpus_per_node=2", "cluster.datacenters.west.gpus_per_node=2", "reserved_gib=1"]
+    one, two = (worker_memory(load_job(TINY, [*sets, f"tp={tp}"]))[3] for tp in (1, 2))
+    assert two.static - two.reserved == (one.static - one.reserved) // 2
+    assert (two.stash, two.activations, two.reserved) == (one.stash // 2, one.activations // 2, one.reserved)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda p: p.stem)
+def test_the_rule_is_safe_on_every_worker_of_the_shipped_jobs(path: Path, recompute: bool) -> None:
+    job = load_job(path)
+    require_fits(job)
+    rule = memory_rule(job, recompute=recompute)
+    most = in_flight_cap(job, recompute=recompute)
+    assert most >= 1
+    assert most * rule.acquire[Kind.F] + rule.acquire[Kind.R] <= rule.cap
+    assert rule.release[Kind.B] == rule.release[Kind.W] == rule.acquire[Kind.F] + rule.acquire[Kind.R]
+    for worker in worker_memory(job):
+        forward, again = worker.per_microbatch(recompute)
+        assert worker.static + most * forward + again <= worker.cap
+
+
+def test_the_rule_allows_one_microbatch_where_exactly_one_fits() -> None:
+    need = max(w.static + w.stash + w.activations for w in worker_memory(load_job(TINY)))
+    job = load_job(TINY, [f"memory_gib={need / GIB + 1e-9:.12f}"])
+    rule = memory_rule(job)
+    assert rule.acquire[Kind.F] + rule.acquire[Kind.R] <= rule.cap
+    assert in_flight_cap(job) == 1
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["memory_gib=2"], r"worker 0 of each pipeline \(east\) needs 3.1 GiB per GPU of 2.0 .*Raise pp or tp"),
+        (["memory_gib=3.2", "recompute=false", "microbatch=8"], "Set recompute: true"),
+        (["memory_gib=12", "reserved_gib=10"], "Lower reserved_gib"),
+        (["memory_gib=5", "microbatch=8"], "Lower microbatch"),
+    ],
+)
+def test_a_job_that_does_not_fit_says_where_and_what_to_change(sets: list[str], words: str) -> None:
+    job = load_job(TINY, sets)
+    for check in (require_fits, memory_rule, in_flight_cap):
+        with pytest.raises(InfeasibleError, match=words):
+            check(job)
+
+
+def test_a_program_that_holds_too_much_is_refused() -> None:
+    frame = Layout(1, 1, 4, ("here",))
+    forwards, backwards = ([Op(kind, 0, m) for m in range(4)] for kind in (Kind.F, Kind.B))
+    gpipe = assemble("gpipe", frame, [[*forwards, *backwards]])
+    sets = ["pp=1", "pipelines_per_cell=1", "placement=[{dc: east, stages: 1}]"]
+    worker = worker_memory(load_job(TINY, sets))[0]
+    fits, tight = ((worker.static + n * worker.activations + 1) / GIB for n in (4, 3))
+    require_fits(load_job(TINY, [*sets, f"memory_gib={fits:.12f}"]), gpipe)
+    with pytest.raises(InfeasibleError, match="holds up to 4 microbatches in flight"):
+        require_fits(load_job(TINY, [*sets, f"memory_gib={tight:.12f}"]), gpipe)
+
+
+def test_tied_embeddings_on_one_worker_are_held_once() -> None:
+    sets = ["pp=1", "pipelines_per_cell=1", "placement=[{dc: east, stages: 1}]"]
+    free, tied = (worker_memory(load_job(TINY, [*sets, f"model.tied_embeddings={t}"]))[0] for t in ("false", "true"))
+    assert free.weights - tied.weights == 2 * 32_000 * 2048
+
+
+def test_peak_memory_counts_what_a_program_really_holds() -> None:
+    job = load_job(TINY, ["pp=2", "num_microbatches=2"])
+    frame = Layout(2, 2, 2, ("east", "west"))
+    F, R, B, I, W = Kind.F, Kind.R, Kind.B, Kind.I, Kind.W  # noqa: E741
+    first = [Op(F, 0, 0), Op(F, 0, 1), Op(R, 0, 0), Op(B, 0, 0), Op(R, 0, 1), Op(I, 0, 1), Op(W, 0, 1)]
+    last = [Op(F, 1, 0), Op(B, 1, 0), Op(F, 1, 1), Op(B, 1, 1)]
+    (front, front_need), (back, back_need) = peak_memory(job, assemble("by hand", frame, [first, last]))
+    assert front_need == front.static + 2 * front.stash + front.activations
+    assert back_need == back.static + back.activations

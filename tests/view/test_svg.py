@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from view_samples import job
+
+from atlas.errors import AtlasError, MissingExtraError
+from atlas.view.svg import svg_text, write_png, write_svg
+
+
+def test_the_figure_is_valid_xml_whatever_the_names(tmp_path: Path) -> None:
+    write_svg(tmp_path / "a.svg", [job(name='<b>"x"&'), job(sharing=True, name="turns")], title="a < b & c")
+    root = ET.parse(tmp_path / "a.svg").getroot()
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "a < b & c" in texts
+    assert '<b>"x"&' in texts
+    assert any("simulated" in (text or "") for text in texts)
+    assert "waiting: WAN" in texts
+
+
+def test_workers_beyond_the_cap_are_named_not_drawn() -> None:
+    figure = svg_text([job(8, 4, 4, 2)], max_rows=4)
+    assert "… 14 more" in figure
+    assert figure.count(">p0.s0<") == 1
+    assert ">p7.s3<" not in figure
+
+
+def test_a_long_run_stays_a_small_file() -> None:
+    assert len(svg_text([job(1, 4, 600, 2)])) < 400_000
+
+
+def test_an_empty_list_is_an_error_for_users() -> None:
+    with pytest.raises(AtlasError, match="at least one timeline"):
+        svg_text([])
+
+
+def test_png_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("resvg_py")
+    write_png(tmp_path / "a.png", [job(1, 2, 2, 2)], pixels=300)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_resvg_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    with pytest.raises(MissingExtraError, match=r"\[png\]"):
+        write_png(tmp_path / "a.png", [job(1, 2, 2, 2)])
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import numpy as np
+from view_samples import job
+
+from atlas.view.tracks import groups
+
+
+def test_each_worker_has_one_row_under_its_datacenter() -> None:
+    timeline = job(3, 4, 4, 2)
+    found = groups(timeline)
+    assert [g.name for g in found] == ["dc0", "WAN dc0 ↔ dc1", "dc1"]
+    assert sorted(w for g in found for w in g.workers) == list(range(timeline.program.num_workers))
+    for group in found:
+        assert all(timeline.program.worker_dc(w) == group.name for w in group.workers)
+
+
+def test_every_wan_transfer_lies_on_one_lane_and_lanes_do_not_overlap() -> None:
+    timeline = job(4, trunk_pairs=1.0)  # the trunk serves all four at once
+    lanes = [lane for group in groups(timeline) for lane in group.lanes]
+    dealt = np.concatenate([lane.transfers for lane in lanes])
+    assert sorted(dealt.tolist()) == np.flatnonzero(timeline.program.transfer_crosses).tolist()
+    assert max(lane.lane for lane in lanes) == 3
+    for lane in lanes:
+        start, sent = timeline.transfer_start_ns[lane.transfers], timeline.transfer_sent_ns[lane.transfers]
+        assert (start[1:] >= sent[:-1]).all()
+
+
+def test_one_datacenter_has_no_links() -> None:
+    assert [(g.name, len(g.lanes)) for g in groups(job(2, 4, 4, 1))] == [("dc0", 0)]
