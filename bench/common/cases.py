@@ -61,5 +61,5 @@ def on_one_connection(setting: Setting, slower: float = ONE_TCP_SLOWER) -> Setti
 
 def seconds(name: str, setting: Setting) -> tuple[float, Program]:
     """The simulated iteration time of a schedule, and its Program."""
-    program = SCHEDULES[name].build(setting)
+    program = SCHEDULES[name].build(setting, None)
     return simulate(program, setting.costs_of(program)).makespan_ns / 1e9, program

@@ -118,11 +118,12 @@ def make_folder(path: Path) -> None:
 
 def picture_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that every command with timelines has."""
-    parser.add_argument(
-        "--page", type=Path, metavar="FILE", help="write an HTML page with all of them on one time axis"
-    )
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page, schedules above each other")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a figure")
     parser.add_argument("--png", type=Path, metavar="FILE", help="write a figure as pixels (needs the extra `png`)")
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev; .gz compresses it"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a trace for ui.perfetto.dev (.gz: compressed), one per schedule",
     )

@@ -1,20 +1,22 @@
 """Simulate a training job across datacenters under one or more schedules.
 
 Without --schedule and --tcp: the classics on one TCP connection, and every schedule on many.
-Every second in the result is simulated; only `engine_s` is measured.
+Every second in the result is simulated; only `engine_s` is measured. Pictures leave one connection out where many
+were simulated too: beside it nothing else could be seen.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from atlas.commands.files import Outputs, make_folder, picture_flags, require_folder
-from atlas.commands.terminal import Meter, say, show, show_json
-from atlas.commands.words import headline, notes, spread_table, why
+from atlas.commands.terminal import Meter, as_json, say, show
+from atlas.commands.words import headline, more_table, notes, page_notes, why
 from atlas.ir.store import replacing
 from atlas.plan.evaluate import Choice, Result, default_choices, evaluate_all, find_schedule, rows
 from atlas.schedules import SCHEDULES
@@ -40,7 +42,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     picture_flags(parser)
     parser.add_argument(
-        "--save", type=Path, metavar="FILE", help="write a timeline file, for `atlas view` and `compare`"
+        "--save",
+        type=Path,
+        metavar="FILE",
+        help="write a timeline file for `atlas view` and `compare`, one per schedule",
     )
 
 
@@ -94,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     for name, reason in left_out.items():
         say(f"atlas: {name} is left out: {reason}")
     if args.json:
-        show_json(found)
+        sys.stdout.write(as_json(found))
     else:
         _show(results, found)
     if args.out is not None:
@@ -111,17 +116,16 @@ def _choices(schedules: Sequence[str] | None, tcp: Any) -> list[Choice]:
 
 
 def _show(results: Sequence[Result], found: Sequence[dict[str, Any]]) -> None:
-    parts: list[Any] = [results_table(found, title=headline(results[0]), source="\n".join(notes(found)))]
-    if any(row["spread"] for row in found):
-        parts.append(spread_table(found))
-    show(*parts, why(results, found))
+    table = results_table(found, title=headline(results[0]), source="\n".join(notes(found)))
+    more = more_table(found)
+    show(table, *([""] if more else []), *([more] if more else []), why(found))
 
 
 def _in_folder(folder: Path, outputs: Outputs, found: Sequence[dict[str, Any]]) -> Outputs:
     """The folder made, the results in it, and the names of what else goes there."""
     make_folder(folder)
     with replacing(folder / "results.json") as file:
-        file.write(json_bytes(found))
+        file.write(as_json(found).encode())
     return replace(
         outputs,
         page=outputs.page or folder / "page.html",
@@ -130,16 +134,11 @@ def _in_folder(folder: Path, outputs: Outputs, found: Sequence[dict[str, Any]]) 
     )
 
 
-def json_bytes(data: Any) -> bytes:
-    import json
-
-    return (json.dumps(data, indent=2) + "\n").encode()
-
-
 def _write(outputs: Outputs, results: Sequence[Result]) -> None:
     timelines = [result.timeline for result in results]
     # One connection can take twenty times as long: beside it the others would be too small to see.
-    many = [result.timeline for result in results if result.tcp == "many"]
-    outputs.write(timelines, many or timelines, headline(results[0]), notes(rows(results)))
+    drawn = [result for result in results if result.tcp == "many"] or results
+    title = results[0].case.job.name
+    outputs.write(timelines, [result.timeline for result in drawn], title, page_notes(results, drawn))
     for path in outputs.written(timelines):
         say(f"wrote {path}")

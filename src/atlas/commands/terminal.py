@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 from typing import Any
@@ -23,9 +24,17 @@ def show(*things: Any) -> None:
     sys.stdout.write(capture.get())
 
 
-def show_json(data: Any) -> None:
-    json.dump(data, sys.stdout, indent=2)
-    sys.stdout.write("\n")
+def as_json(data: Any) -> str:
+    """Strict JSON: what is not a number (an infinite ratio) becomes null."""
+    return json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def say(text: str) -> None:

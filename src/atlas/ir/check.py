@@ -54,6 +54,20 @@ def _require_complete(program: Program) -> None:
     both = (per_mb[Kind.B] >= 0) & ((per_mb[Kind.I] >= 0) | (per_mb[Kind.W] >= 0))
     _require_all(program, ~both, "either B, or I and W, not both")
     _require_all(program, (per_mb[Kind.I] >= 0) == (per_mb[Kind.W] >= 0), "a W for every I, and an I for every W")
+    for collective in COLLECTIVES:
+        _require_everybody(program, collective)
+
+
+def _require_everybody(program: Program, kind: Kind) -> None:
+    """Who is left out of a collective that others join leaves them waiting for ever."""
+    mine = program.kind == kind
+    joins = np.zeros((program.num_slots, program.num_pipelines, program.num_ranks), np.bool_)
+    joins[program.microbatch[mine], *np.divmod(program.op_worker[mine], program.num_ranks)] = True
+    expected = joins.any(axis=1 if kind == Kind.SYNC else (1, 2), keepdims=True)
+    if (absent := np.argwhere(expected & ~joins)).size:
+        iteration, c, rank = (int(v) for v in absent[0])
+        worker = program.worker_name(c * program.num_ranks + rank)
+        raise _fault(program, f"the {kind.name} of iteration {iteration} waits for {worker}, which never joins it")
 
 
 def _require_all(program: Program, has: NDArray[np.bool_], rule: str) -> None:
@@ -86,16 +100,14 @@ def _require_local_order(program: Program) -> None:
                 f"{program.describe(int(table[later, c, s, m]))} comes before "
                 f"{program.op(int(table[earlier, c, s, m]))}, which it needs",
             )
-    for kind in (Kind.B, Kind.W):
-        places = table[kind]
-        steps = (np.diff(places, axis=2) < 0) & (places[:, :, 1:] >= 0) & (places[:, :, :-1] >= 0)
-        if steps.any():
-            c, s, m = (int(v) for v in np.argwhere(steps)[0])
-            raise _fault(
-                program,
-                f"{program.describe(int(places[c, s, m + 1]))} comes before {program.op(int(places[c, s, m]))}: "
-                "weight gradients add up in ascending order of microbatches, or the sum would depend on the schedule",
-            )
+    places = np.maximum(table[Kind.B], table[Kind.W])  # each microbatch has one or the other
+    if (steps := np.diff(places, axis=2) < 0).any():
+        c, s, m = (int(v) for v in np.argwhere(steps)[0])
+        raise _fault(
+            program,
+            f"{program.describe(int(places[c, s, m + 1]))} comes before {program.op(int(places[c, s, m]))}: "
+            "weight gradients add up in ascending order of microbatches, or the sum would depend on the schedule",
+        )
 
 
 # ---- nobody waits in a circle ------------------------------------------------------------------------------

@@ -15,3 +15,17 @@ def turn_key(microbatch: int, pipeline: int, num_pipelines: int) -> int:
     WAN would start a whole iteration late.
     """
     return microbatch * num_pipelines + pipeline
+
+
+def before(turn: int, sequence: int) -> tuple[int, int]:
+    """The order in which a link serves what is ready: smallest turn first; equal turns first come, first served."""
+    return (turn, sequence)
+
+
+QUANTUM_NS = 5_000_000
+"""A link that serves turns changes its mind only at chunk boundaries, and a chunk is at most this long."""
+
+
+def chunk_bytes(rate_bps: float, smallest: int, largest: int) -> int:
+    """How many bytes a link of this rate carries in one quantum, within what the transport can handle well."""
+    return max(smallest, min(largest, int(rate_bps * QUANTUM_NS / 8e9)))

@@ -287,6 +287,10 @@ def default_turns(layout: Layout, num_iterations: int = 1) -> Ints:
 
 def with_optimizer(program: Program, *, norm: bool = False) -> Program:
     """The same Program with SYNC, (NORM,) and STEP closing each worker's iteration."""
+    if program.num_iterations != 1:
+        raise ProgramError(
+            f"program {program.name!r} already holds {program.num_iterations} iterations: close one, then repeat it"
+        )
     closing = [Kind.SYNC, Kind.NORM, Kind.STEP] if norm else [Kind.SYNC, Kind.STEP]
     return _per_worker(program, program.num_iterations, lambda ops: [*ops, *_closing(ops, closing, 0)])
 

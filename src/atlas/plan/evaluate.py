@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +26,7 @@ from atlas.ir import check
 from atlas.ir.analysis import summary
 from atlas.ir.program import Layout, Memory, Program, repeated, with_optimizer
 from atlas.ir.timeline import Timeline
-from atlas.schedules import SCHEDULES, Bound, Schedule, Setting, atlas, gpipe, lower_bound
+from atlas.schedules import SCHEDULES, Bound, Schedule, Setting, gpipe, lower_bound
 from atlas.sim import Jitter, Tables, lower
 from atlas.sim.lower import noisy
 from atlas.sim.simulate import SMALL, run, timeline
@@ -85,6 +85,10 @@ class Result:
 
     def row(self) -> dict[str, Any]:
         """The figures, JSON-able. Seconds are simulated; `engine_s` alone was measured."""
+        return dict(self._row)
+
+    @cached_property
+    def _row(self) -> dict[str, Any]:
         figures, job = summary(self.single), self.case.job
         peak, cap = _tightest(self.case, self.single.program)
         tokens = job.microbatch * job.model.seq_len * job.num_microbatches * self.case.layout.num_pipelines * job.cells
@@ -181,12 +185,8 @@ def build(
     tries = default_budget(case) if budget is None else budget
     turns = case.turns if schedule.shares else None
     setting = Setting(case.layout, case.apart, turns, case.memory, case.job.recompute, tries, seed)
-    if schedule.build is atlas and progress is not None:
-        told = progress
-        program = atlas(setting, lambda done, total: told(schedule.name, done, total))
-    else:
-        program = schedule.build(setting)
-    program = with_optimizer(program)
+    tell = None if progress is None else partial(progress, schedule.name)
+    program = with_optimizer(schedule.build(setting, tell))
     check.check(program)
     return program
 
@@ -294,12 +294,7 @@ def _spread(job: Job, program: Program, tables: Tables, runs: int) -> Spread:
         )
     times = []
     for k in range(runs):
-        drawn = noisy(tables, Jitter(job.jitter.seed + k, job.jitter.compute, job.jitter.wan))
-        kept = {
-            name: np.where(program.transfer_crosses, getattr(drawn, name), getattr(tables, name))
-            for name in ("transfer_work_ns", "transfer_latency_ns")
-        }
-        events = run(drawn._replace(**kept))
+        events = run(noisy(tables, Jitter(job.jitter.seed + k, job.jitter.compute, job.jitter.wan), program))
         times.append(int(events.op_end_ns.max() - events.op_start_ns.min()) / 1e9)
     low, middle, high = (float(v) for v in np.percentile(times, [5, 50, 95]))
     return Spread(runs, low, middle, high, max(times))

@@ -1,6 +1,6 @@
 """The schedules: each turns a Setting (layout, costs, memory) into a Program.
 
-    SCHEDULES[name].build(setting) -> Program
+    SCHEDULES[name].build(setting, progress) -> Program
 
 Importing this room loads no numba; a schedule that is searched or played loads it when it is built.
 """
@@ -14,7 +14,7 @@ from atlas.ir.program import Program
 from atlas.schedules.atlas import atlas
 from atlas.schedules.bound import Bound, lower_bound
 from atlas.schedules.classic import gpipe, interleaved, one_f_one_b
-from atlas.schedules.setting import Setting
+from atlas.schedules.setting import Progress, Setting
 from atlas.schedules.varuna import varuna
 from atlas.schedules.zero_bubble import zero_bubble
 
@@ -25,7 +25,7 @@ class Schedule:
 
     name: str
     summary: str
-    build: Callable[[Setting], Program]
+    build: Callable[[Setting, Progress | None], Program]
     virtual_stages: bool = False
     """Whether a worker may hold several stages; all others want exactly one."""
     shares: bool = False
@@ -38,17 +38,17 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule(
             "gpipe",
             "all forwards, then all backwards; holds every microbatch, whatever the memory cap",
-            lambda setting: gpipe(setting.layout, recompute=setting.recompute),
+            lambda setting, _: gpipe(setting.layout, recompute=setting.recompute),
         ),
         Schedule(
             "1f1b",
             "Megatron's: forwards and backwards in turn, at most one microbatch in flight per remaining stage",
-            lambda setting: one_f_one_b(setting.layout, recompute=setting.recompute),
+            lambda setting, _: one_f_one_b(setting.layout, recompute=setting.recompute),
         ),
         Schedule(
             "interleaved",
             "1F1B with several stages per worker: less fill and drain, more traffic",
-            lambda setting: interleaved(setting.layout, recompute=setting.recompute),
+            lambda setting, _: interleaved(setting.layout, recompute=setting.recompute),
             virtual_stages=True,
         ),
         Schedule("varuna", "opportunistic: backward before recompute before forward, forwards pulled ahead", varuna),
@@ -65,6 +65,7 @@ SCHEDULES: dict[str, Schedule] = {
 __all__ = [
     "SCHEDULES",
     "Bound",
+    "Progress",
     "Schedule",
     "Setting",
     "atlas",

@@ -5,17 +5,16 @@ turns, and the fastest of all is what is returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from atlas.ir.program import Program
 from atlas.schedules.bound import lower_bound
 from atlas.schedules.classic import one_f_one_b
-from atlas.schedules.setting import Setting
+from atlas.schedules.setting import Progress, Setting
 from atlas.schedules.varuna import varuna
 
 
-def atlas(setting: Setting, progress: Callable[[int, int], None] | None = None) -> Program:
+def atlas(setting: Setting, progress: Progress | None = None) -> Program:
     """The fastest order that was found within the setting's budget and memory."""
     from atlas.schedules.search import Family, search
     from atlas.sim import simulate

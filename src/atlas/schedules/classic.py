@@ -52,7 +52,7 @@ def interleaved(layout: Layout, *, recompute: bool = False) -> Program:
     if num_mb % rounds:
         raise ProgramError(
             f"interleaved 1F1B runs its microbatches in {rounds} equal rounds of about {ranks}: {num_mb} microbatches "
-            f"are not a multiple of {rounds}; use {num_mb - num_mb % rounds} or {num_mb + rounds - num_mb % rounds}"
+            f"are not a multiple of {rounds}; use {num_mb - num_mb % ranks} or {num_mb + ranks - num_mb % ranks}"
         )
     per_round, total = num_mb // rounds, num_mb * chunks
     orders = []

@@ -19,7 +19,7 @@ from atlas.cost.table import TURNS, Costs
 from atlas.errors import ProgramError
 from atlas.ir.ops import Kind
 from atlas.ir.program import Ints, Program, default_turns
-from atlas.schedules.setting import Setting
+from atlas.schedules.setting import Progress, Setting
 from atlas.sim.lower import NONE
 from atlas.sim.policy import ANYTIME, SLOT_B, SLOT_F, Played, Rule, freeze, play, play_reversed, priority_keys
 
@@ -28,9 +28,6 @@ FIRST = ((Kind.F, Kind.B, Kind.R, Kind.W), (Kind.B, Kind.F, Kind.R, Kind.W), (Ki
 
 KEY_SCALE = 1 << 20
 """Keys are integers; slanted rules want fractions of a microbatch."""
-
-Progress = Callable[[int, int], None]
-"""Called with (tries done, tries allowed)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +51,7 @@ class Order:
             self.rule,
             self.played,
             memory=setting.memory,
-            turn=self.turn,
+            turn=places(self.turn, setting),
             sharing=self.sharing,
         )
 
@@ -227,6 +224,18 @@ def positions(played: Played) -> Ints:
     worker, position = np.nonzero(played.kinds != NONE)
     keys[worker, played.kinds[worker, position], played.microbatches[worker, position]] = position
     return keys
+
+
+def places(turn: Ints, setting: Setting) -> Ints:
+    """The same turns as small numbers, places in the queue of each link, for people to read and diff."""
+    costs = setting.costs_of_sharing(True)
+    short = default_turns(setting.layout).reshape(costs.channel_link.size, -1)
+    given, link_of = turn.reshape(short.shape), costs.channel_link.ravel()
+    for link, cost in enumerate(costs.links):
+        if cost.policy == TURNS:
+            members = np.flatnonzero(link_of == link)
+            short[members] = np.unique(given[members], return_inverse=True)[1].reshape(len(members), -1)
+    return short.ravel()
 
 
 Move = tuple[int, Any, Any]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from atlas.cost.table import Costs
 from atlas.ir.program import Layout, Memory, Program
+
+Progress = Callable[[int, int], None]
+"""Called by a search with (tries done, tries allowed)."""
 
 
 @dataclass(frozen=True, eq=False)

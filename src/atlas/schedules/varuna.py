@@ -12,10 +12,10 @@ from __future__ import annotations
 from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.ir.ops import Kind
 from atlas.ir.program import Ints, Layout, Memory, Program, default_turns
-from atlas.schedules.setting import Setting
+from atlas.schedules.setting import Progress, Setting
 
 
-def varuna(setting: Setting) -> Program:
+def varuna(setting: Setting, progress: Progress | None = None) -> Program:
     """The faster of the two readings, frozen."""
     from atlas.sim.policy import freeze
 

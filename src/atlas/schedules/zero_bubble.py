@@ -11,10 +11,10 @@ import numpy as np
 
 from atlas.ir.ops import Kind
 from atlas.ir.program import Program
-from atlas.schedules.setting import Setting
+from atlas.schedules.setting import Progress, Setting
 
 
-def zero_bubble(setting: Setting) -> Program:
+def zero_bubble(setting: Setting, progress: Progress | None = None) -> Program:
     """The best split-backward order without turn-taking."""
     from atlas.schedules.search import Family, Order, search
 
@@ -28,5 +28,5 @@ def zero_bubble(setting: Setting) -> Program:
         # The makespan breaks ties: of two orders with the same period the shorter one.
         return int((ends - first).max()) * 1000 + order.makespan_ns // 1000
 
-    best = search(setting, Family(splits=(True,), sharings=(False,)), score=period_ns)
+    best = search(setting, Family(splits=(True,), sharings=(False,)), score=period_ns, progress=progress)
     return best.program("zero-bubble", setting)

@@ -23,8 +23,8 @@ from atlas.sim.network import (
     L_SERVERS_END,
     L_TRACE,
     L_TRACE_END,
+    LINK_SHIFT,
     SEQUENCE_MASK,
-    SEQUENCE_SHIFT,
     SIZE,
     T_ARRIVE,
     T_BEFORE,
@@ -157,7 +157,7 @@ def _pass_time(
         else:
             wake(
                 transfers, times, links, fluids, free, queue, left, active, done_at, fifo, fifo_ends, trace, rate,
-                time, events, counters, delivered, event & WHICH_MASK, (event >> SEQUENCE_SHIFT) & SEQUENCE_MASK, now,
+                time, events, counters, delivered, (event >> LINK_SHIFT) & WHICH_MASK, event & SEQUENCE_MASK, now,
             )  # fmt: skip
         for k in range(counters[DELIVERED]):
             target = transfers[delivered[k], T_DST]

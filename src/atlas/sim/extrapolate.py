@@ -63,7 +63,9 @@ def _steady_shift(short: Timeline, long: Timeline, period: int) -> int | None:
     if first < period or cut < first + in_flight + period:
         return None
     shift = int(b[0, -1] - a[0, -1])
-    repeats = (b[:, first + period : first + in_flight + 2 * period] - b[:, first : first + in_flight + period]) == shift
+    repeats = (
+        b[:, first + period : first + in_flight + 2 * period] - b[:, first : first + in_flight + period]
+    ) == shift
     follows = (b[:, first + period :] - a[:, first:]) == shift
     same = b[:, : first + period] == a[:, : first + period]
     return shift if repeats.all() and follows.all() and same.all() else None

@@ -58,7 +58,7 @@ class Jitter:
 
     seed: int
     compute_sigma: float = 0.0
-    network_sigma: float = 0.0
+    wan_sigma: float = 0.0
 
 
 def lower(program: Program, costs: Costs, jitter: Jitter | None = None) -> Tables:
@@ -87,7 +87,7 @@ def lower(program: Program, costs: Costs, jitter: Jitter | None = None) -> Table
         op_worker=program.op_worker.astype(np.int64),
         transfer_dst=dst,
     )
-    return tables if jitter is None else noisy(tables, jitter)
+    return tables if jitter is None else noisy(tables, jitter, program)
 
 
 def network_tables(costs: Costs, num_slots: int, turn: Ints) -> Tables:
@@ -124,13 +124,14 @@ def network_tables(costs: Costs, num_slots: int, turn: Ints) -> Tables:
     )
 
 
-def noisy(tables: Tables, jitter: Jitter) -> Tables:
-    """The same tables with every duration drawn anew."""
+def noisy(tables: Tables, jitter: Jitter, program: Program) -> Tables:
+    """The same tables with the duration of every op, and of every transfer between datacenters, drawn anew."""
     rng = np.random.default_rng(jitter.seed)
+    sigma = np.where(program.transfer_crosses, jitter.wan_sigma, 0.0)
     return tables._replace(
         op_ns=_noisy(tables.op_ns, jitter.compute_sigma, rng),
-        transfer_work_ns=_noisy(tables.transfer_work_ns, jitter.network_sigma, rng),
-        transfer_latency_ns=_noisy(tables.transfer_latency_ns, jitter.network_sigma, rng),
+        transfer_work_ns=_noisy(tables.transfer_work_ns, sigma, rng),
+        transfer_latency_ns=_noisy(tables.transfer_latency_ns, sigma, rng),
     )
 
 
@@ -142,8 +143,8 @@ def _require_matching(program: Program, costs: Costs) -> None:
         )
 
 
-def _noisy(nominal_ns: Ints, sigma: float, rng: np.random.Generator) -> Ints:
-    noise = np.exp(rng.normal(0.0, sigma, nominal_ns.shape)) if sigma else 1.0
+def _noisy(nominal_ns: Ints, sigma: float | NDArray[np.float64], rng: np.random.Generator) -> Ints:
+    noise = np.exp(rng.standard_normal(nominal_ns.shape) * sigma)
     drawn: Ints = np.rint(nominal_ns * noise).astype(np.int64)
     return drawn
 

@@ -23,9 +23,11 @@ from atlas.sim.reference import LINK, UNKNOWN
 Floats = NDArray[np.float64]
 
 WHAT_SHIFT, SEQUENCE_SHIFT = 60, 26
-"""An event packs (what, sequence, which) into one integer, which also orders events of the same nanosecond."""
+"""An event packs (what, sequence, which) into one integer, which also orders events of the same nanosecond; that of a
+link packs (what, which, sequence): links decide in their own order, not in that in which they were woken."""
+LINK_SHIFT = WHAT_SHIFT - SEQUENCE_SHIFT
 WHICH_MASK = (1 << SEQUENCE_SHIFT) - 1
-SEQUENCE_MASK = (1 << (WHAT_SHIFT - SEQUENCE_SHIFT)) - 1
+SEQUENCE_MASK = (1 << LINK_SHIFT) - 1
 
 # Columns of the packed rows.
 T_DST, T_CHANNEL, T_LINK, T_WORK, T_BEFORE, T_LATENCY, T_TURN = range(7)
@@ -58,6 +60,8 @@ def push(time: Ints, events: Ints, counters: Ints, when: int, what: int, which: 
     counters[SEQUENCE] += 1
     sequence = counters[SEQUENCE]
     event = (what << WHAT_SHIFT) | (sequence << SEQUENCE_SHIFT) | which
+    if what == LINK:
+        event = (what << WHAT_SHIFT) | (which << LINK_SHIFT) | sequence
     k = counters[SIZE]
     counters[SIZE] = k + 1
     while k > 0:
@@ -318,7 +322,7 @@ def wake(
         _queue_push(transfers, row, queue, serving)
     elif serving != NONE:
         times[serving, T_SENT] = now
-        arrive = now + transfers[serving, T_LATENCY] + _extra_latency(trace, row, now)
+        arrive = now + transfers[serving, T_LATENCY] + _extra_latency(trace, row, times[serving, T_BEGUN])
         _delivered(times, counters, delivered, serving, arrive)
     row[L_CHANGING] = 0
     row[L_EXPECTED] = row[L_SERVING] = NONE

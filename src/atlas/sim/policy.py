@@ -24,8 +24,8 @@ from atlas.ir.program import Ints, Layout, Memory, Program, assemble
 from atlas.sim.lower import NONE, network_tables
 from atlas.sim.network import (
     DELIVERED,
+    LINK_SHIFT,
     SEQUENCE_MASK,
-    SEQUENCE_SHIFT,
     SIZE,
     T_ARRIVE,
     T_BEFORE,
@@ -109,7 +109,7 @@ def _is_ready(
     if slot == SLOT_W:
         if rule[R_REVERSE]:
             return split == 1 and n_w < num_mb and _has_room(w, last, rule, memory, state)
-        return split == 1 and n_w < n_b
+        return bool(split == 1 and n_w < n_b)
     if rule[R_HOLD] and n_r > n_b:
         return False
     room = memory[0] - state[w, W_MEM]
@@ -221,7 +221,7 @@ def _play(
             else:
                 wake(
                     transfers, times, links, fluids, free, queue, left, active, done_at, fifo, fifo_ends, trace, rate,
-                    time, events, counters, delivered, which, (event >> SEQUENCE_SHIFT) & SEQUENCE_MASK, now,
+                    time, events, counters, delivered, (event >> LINK_SHIFT) & WHICH_MASK, event & SEQUENCE_MASK, now,
                 )  # fmt: skip
             if offered != NONE:
                 offer(

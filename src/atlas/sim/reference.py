@@ -8,8 +8,8 @@ The rules, which the compiled engine obeys event for event:
   FAIR serves one transfer of every channel at once, slowing all alike beyond its capacity;
   TURNS serves the smallest turn first, one at a time, changing over only at chunk boundaries, and never idles
   while something is ready.
-- Of what happens in the same nanosecond, ops end first, then transfers reach their links, then links decide: who is
-  served never depends on which of two simultaneous events was looked at first.
+- Of what happens in the same nanosecond, ops end first, then transfers reach their links, then links decide, in
+  their order: who is served never depends on which of two simultaneous events was looked at first.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ class Turns:
             self.left_ns[transfer] -= self.pace.done(self.since_ns, now, 1.0)
             heappush(self.queue, (self.engine.turn[transfer], transfer))
         elif transfer != NONE:
-            self.engine.deliver(transfer, now, now + self.engine.latency_ns[transfer] + self.pace.latency(now))
+            late = self.pace.latency(self.engine.start_ns[transfer])
+            self.engine.deliver(transfer, now, now + self.engine.latency_ns[transfer] + late)
         self.changing_over, self.serving = False, NONE
         if self.queue:
             _, transfer = heappop(self.queue)
@@ -257,7 +258,8 @@ class Engine:
 
     def foresee(self, when: int, what: int, which: int, version: int = 0) -> None:
         self.sequence += 1
-        heappush(self.future, (when, what, self.sequence, which, version))
+        order = which if what == LINK else self.sequence
+        heappush(self.future, (when, what, order, which, version))
 
     def run(self) -> Events:
         for worker in range(len(self.next_op)):

@@ -64,7 +64,7 @@ def fix_order(tables: Tables, events: Events) -> FixedOrder:
     emits = np.flatnonzero(tables.op_output >= 0)
     sender[tables.op_output[emits]] = emits
     before[first_transfer:, 0] = sender
-    before[first_transfer:, 1] = _served_before(tables, events, first_transfer)
+    before[first_transfer:, 1] = _served_before(tables, events, sender, first_transfer)
     order = _topological(before)
     if len(order) != len(before):
         raise ProgramError("the Program deadlocks under this order of its links")
@@ -82,10 +82,10 @@ def _meet(tables: Tables, before: Ints, num_ops: int) -> None:
         before[tables.group_ops[first:last]] = (num_ops + last - 1, NONE)
 
 
-def _served_before(tables: Tables, events: Events, first_transfer: int) -> Ints:
-    """By transfer: the one that held its server before it."""
+def _served_before(tables: Tables, events: Events, sender: Ints, first_transfer: int) -> Ints:
+    """By transfer: the one that held its server before it. Of those of no length in one instant, as they were sent."""
     link = tables.channel_link[tables.transfer_channel]
-    sequence = np.lexsort((events.sent_ns, events.start_ns, link))
+    sequence = np.lexsort((sender, events.sent_ns, events.start_ns, link))
     servers = tables.link_servers[link[sequence]]
     place = np.arange(len(sequence)) - servers
     same = (place >= 0) & (link[sequence[np.maximum(place, 0)]] == link[sequence])

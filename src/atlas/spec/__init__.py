@@ -4,7 +4,7 @@ Knows shapes and rules, no prices: `atlas.cost` reads a Job and says what it cos
 """
 
 from atlas.spec.cluster import Cluster, DataCenter, Link, Route, Wan
-from atlas.spec.gpus import GPUS, Gpu
+from atlas.spec.gpus import GPUS, Calibration, Gpu
 from atlas.spec.job import Jitter, Job, Place
 from atlas.spec.load import load_cluster, load_job, override, parse_job
 from atlas.spec.model import Model
@@ -12,6 +12,7 @@ from atlas.spec.trace import TraceRow, read_trace
 
 __all__ = [
     "GPUS",
+    "Calibration",
     "Cluster",
     "DataCenter",
     "Gpu",

@@ -5,7 +5,22 @@ Knows no prices (they belong to a datacenter) and no measured times (they belong
 
 from __future__ import annotations
 
-from atlas.spec.fields import Frozen, Positive
+from atlas.spec.fields import Flag, Frozen, NonNegative, Positive, Share
+
+
+class Calibration(Frozen):
+    """What a GPU type was measured to reach, for jobs that say `calibrated: true`. See docs/accuracy-measured.md."""
+
+    matrix_efficiency: Share
+    """Share of the peak that large matrix products reach, their operands' memory traffic not counted."""
+    memory_efficiency: Share
+    """Share of the memory bandwidth that operands and the work between products reach."""
+    peer_efficiency: Share
+    """Share of `peer_gbps` that an all-reduce in a node reaches."""
+    layer_floor_us: NonNegative
+    """No layer's forward is faster than its kernels are launched, microseconds; a backward takes twice that."""
+    fused_attention: Flag = True
+    """Whether attention is one kernel. If not, its L x L scores go through memory."""
 
 
 class Gpu(Frozen):
@@ -22,6 +37,8 @@ class Gpu(Frozen):
     peer_gbps: Positive = 256.0
     """What one GPU sends to the others of its node (NVLink, PCIe), Gbit/s in one direction; tensor parallelism
     uses it."""
+    calibration: Calibration | None = None
+    """Measured constants; a job that says `calibrated: true` is priced by them."""
 
 
 def _gpu(bf16: float, fp32: float, gib: float, gbytes_per_s: float, peer_gbps: float) -> Gpu:

@@ -81,6 +81,8 @@ class Job(Frozen):
     """Of that, set aside for others (weights and KV cache of a prefill service), GiB per GPU."""
     efficiency: Share = 0.5
     """Share of the GPU's peak that the matrix products reach."""
+    calibrated: Flag = False
+    """Price compute by the `calibration` of the GPU type, fitted on measured runs, instead of `efficiency`."""
     profile: Text | None = None
     """File of measured times; it replaces FLOPs and efficiency."""
     jitter: Jitter = Jitter()

@@ -17,7 +17,7 @@ from atlas.spec.checks import Where, check_cluster, check_job, nearest
 from atlas.spec.cluster import Cluster, DataCenter, Link, Wan
 from atlas.spec.document import Document, Keys, dotted, read_yaml, shown
 from atlas.spec.fields import Frozen
-from atlas.spec.gpus import Gpu
+from atlas.spec.gpus import Calibration, Gpu
 from atlas.spec.huggingface import dimensions
 from atlas.spec.job import Jitter, Job, Place
 from atlas.spec.model import Model
@@ -33,6 +33,7 @@ ROOMS: dict[tuple[str, ...], type[Frozen]] = {
     ("cluster", "wan"): Wan,
     ("cluster", "links", "*"): Link,
     ("cluster", "gpus", "*"): Gpu,
+    ("cluster", "gpus", "*", "calibration"): Calibration,
     ("placement", "*"): Place,
     ("jitter",): Jitter,
 }

@@ -83,34 +83,63 @@ def _shares(row: Mapping[str, Any]) -> list[str]:
     return [f"{100 * share:.0f}" for share in (busy, *((1 - busy) * wait for wait in waits))]
 
 
-def compare_table(difference: Difference) -> Table:
-    """The second timeline against the first, kind by kind, with the worst op of each named."""
+def side_by_side(a: Mapping[str, Any], b: Mapping[str, Any]) -> Table:
+    """Two summaries: where the time of each goes, and what changed. Waits are seconds per worker."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    (name_a, name_b), (source_a, source_b), (time_a, time_b) = (
-        difference.names,
-        difference.sources,
-        difference.iteration_s,
+    table = Table(padding=(0, 1, 0, 0), box=box.SIMPLE_HEAD, show_edge=False)
+    table.add_column("", style="bold")
+    for summary in (a, b):
+        turns = " (turns)" if summary["sharing"] else ""
+        table.add_column(Text(f"{summary['schedule']}{turns}, {summary['source']}"), justify="right")
+    table.add_column("change", justify="right")
+    lines = [("iteration", a["iteration_s"], b["iteration_s"])]
+    for cause in a["bubbles_s"]:
+        waits = [summary["bubbles_s"].get(cause, 0.0) / summary["num_workers"] for summary in (a, b)]
+        lines.append((f"idle per worker, {cause}", *waits))
+    lines += [
+        (f"critical path, {part}", spent, b["critical_path_s"].get(part, 0.0))
+        for part, spent in a["critical_path_s"].items()
+    ]
+    for name, first, second in lines:
+        if first or second:
+            change = f"{second / first:.3f}x" if first else "new"
+            table.add_row(name, seconds(first), seconds(second), change)
+    table.add_row("busy", percent(a["utilization"]), percent(b["utilization"]), "")
+    table.add_row("microbatches in flight", str(a["peak_in_flight"]), str(b["peak_in_flight"]), "")
+    return table
+
+
+def compare_table(difference: Difference) -> Table:
+    """The second timeline against the first, kind by kind, with the worst op of each named. Fits 80 columns."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    (name_a, name_b), (source_a, source_b) = difference.names, difference.sources
+    table = Table(
+        title=Text(f"{name_b} ({source_b}) against {name_a} ({source_a}), op by op"),
+        title_justify="left",
+        caption=_verdict(difference),
+        caption_justify="left",
+        padding=0,
+        show_edge=False,
+        box=box.SIMPLE_HEAD,
     )
-    title = f"{name_b} ({source_b}) against {name_a} ({source_a})"
-    table = Table(title=Text(title), title_justify="left", caption=_verdict(difference), caption_justify="left")
-    table.add_column("kind", style="bold")
-    for name in ("ops", "duration", "off by p95", "worst", "start late by", "p95", "worst"):
+    table.add_column("kind", style="bold", no_wrap=True)
+    for name in ("ops", "dura-\ntion", "off by\n(p95)", "\nworst", "starts\nlater by", "\nworst"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("which")
-    table.add_row(
-        "iteration", "", f"{difference.ratio:.4f}x", "", "", "", "", "", f"{seconds(time_a)} → {seconds(time_b)}"
-    )
+    table.add_column("worst of all")
     for kind in difference.kinds:
         table.add_row(
             kind.kind,
             str(kind.count),
-            f"{kind.duration_ratio:.4f}x",
+            f"{kind.duration_ratio:.3f}x",
             percent(kind.duration_error_p95),
             percent(kind.duration_error_worst),
             seconds(kind.start_error_s),
-            seconds(kind.start_error_p95_s),
             seconds(kind.start_error_worst_s),
             Text(kind.worst_duration if kind.duration_error_worst > 1e-9 else kind.worst_start),
         )

@@ -1,0 +1,66 @@
+"""Compare two timelines: what the second does differently, where it waits, and op by op.
+
+Each is a timeline file, or JOB.yaml:SCHEDULE to simulate it now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from atlas.commands.files import Outputs, picture_flags
+from atlas.commands.simulate import job_flags, search_flags
+from atlas.commands.terminal import Meter, as_json, say, show
+from atlas.errors import AtlasError
+from atlas.ir.analysis import difference, summary
+from atlas.ir.store import load_timeline
+from atlas.ir.timeline import Timeline
+from atlas.plan.evaluate import Progress, evaluate
+from atlas.spec import load_job
+from atlas.view import compare_table
+from atlas.view.table import side_by_side
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    for name in ("a", "b"):
+        parser.add_argument(name, metavar=name.upper(), help="a timeline file, or JOB.yaml:SCHEDULE")
+    parser.add_argument("--tcp", choices=("one", "many"), default="many", help="connections, for JOB.yaml:SCHEDULE")
+    job_flags(parser)
+    search_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    picture_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    outputs = Outputs.of(args)
+    outputs.require_writable()
+    with Meter() as meter:
+        a, b = (_timeline(text, args, meter) for text in (args.a, args.b))
+    found = difference(a, b)
+    if args.json:
+        sys.stdout.write(as_json({"a": summary(a), "b": summary(b), "difference": found.as_dict()}))
+    else:
+        show(side_by_side(summary(a), summary(b)), "", compare_table(found))
+    _write(outputs, [a, b])
+    return 0
+
+
+def _timeline(text: str, args: argparse.Namespace, progress: Progress) -> Timeline:
+    job, colon, schedule = text.rpartition(":")
+    if Path(text).exists() or not colon:
+        if Path(text).suffix in (".yaml", ".yml"):
+            raise AtlasError(f"{text} is a job: name a schedule with it, such as {text}:atlas, or give a timeline file")
+        return load_timeline(text)
+    found = evaluate(
+        load_job(job, args.set), schedule, tcp=args.tcp, budget=args.budget, seed=args.seed, progress=progress
+    )
+    return found.timeline
+
+
+def _write(outputs: Outputs, timelines: Sequence[Timeline]) -> None:
+    names = [timeline.program.name for timeline in timelines]
+    outputs.write(timelines, timelines, " and ".join(names), [])
+    for path in outputs.written(timelines):
+        say(f"wrote {path}")

@@ -1,0 +1,57 @@
+"""List the schedules; or show the Program that one of them writes for a job, as text.
+
+The text is what the simulator and the runtime take: one line per worker, its ops in order. Pipelines that do the
+same share a line; `docs/tour.md` reads one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from atlas.commands.simulate import job_flags, search_flags
+from atlas.commands.terminal import Meter, as_json, show
+from atlas.ir.text import to_text, to_torch_csv
+from atlas.plan.evaluate import build, find_schedule, prepare
+from atlas.schedules import SCHEDULES
+from atlas.spec import load_job
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--show", nargs=2, metavar=("NAME", "JOB.yaml"), help="print the Program of this schedule for this job"
+    )
+    parser.add_argument("--tcp", choices=("one", "many"), default="many", help="connections between two nodes")
+    job_flags(parser)
+    search_flags(parser)
+    parser.add_argument("--torch", action="store_true", help="print it as a CSV for torch.distributed.pipelining")
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.show is None:
+        _list(args.json)
+        return 0
+    schedule = find_schedule(args.show[0])
+    job = load_job(Path(args.show[1]), args.set)
+    with Meter() as meter:
+        program = build(prepare(job, schedule, args.tcp), schedule, budget=args.budget, seed=args.seed, progress=meter)
+    sys.stdout.write(to_torch_csv(program) if args.torch else to_text(program))
+    return 0
+
+
+def _list(in_json: bool) -> None:
+    from rich import box
+    from rich.table import Table
+
+    if in_json:
+        found = [{"schedule": s.name, "summary": s.summary, "shares": s.shares} for s in SCHEDULES.values()]
+        sys.stdout.write(as_json(found))
+        return
+    table = Table(padding=(0, 1, 0, 0), box=box.SIMPLE_HEAD, show_edge=False)
+    table.add_column("schedule", style="bold", no_wrap=True)
+    table.add_column("what it does")
+    for schedule in SCHEDULES.values():
+        table.add_row(schedule.name, schedule.summary)
+    show(table)

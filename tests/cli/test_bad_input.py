@@ -1,0 +1,110 @@
+"""What a user can get wrong: exit code 2, one message with what, where, rule and remedy; nothing left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_runner import Atlas, Said
+
+OUTPUTS = ("--page", "p.html", "--save", "run.timeline", "--json")
+
+
+def refused(said: Said, *wanted: str) -> None:
+    assert said.code == 2, said
+    assert said.out == ""
+    assert "Traceback" not in said.err
+    assert said.err.count("\n") == 1
+    for text in wanted:
+        assert text in said.err, said.err
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(tmp_path: Path) -> object:
+    """No output, whole or half, after a mistake."""
+    yield
+    left = {p.name for p in tmp_path.iterdir()} - {"tiny.yaml", "bad.yaml", "profile.json", "run.timeline", "folder"}
+    assert not left
+
+
+def changed(tmp_path: Path, old: str, new: str) -> None:
+    text = (tmp_path / "tiny.yaml").read_text()
+    assert old in text
+    (tmp_path / "bad.yaml").write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        ("pp: 4", "# pp", ("bad.yaml", "pp", "missing", "Add pp:")),
+        ("pp: 4", "pp: 4\nnum_microbatch: 3", ("bad.yaml:29", "num_microbatch", "unknown key", "'num_microbatches'")),
+        ("pair_gbps: 5", "pair_gbps: -5", ("bad.yaml:20", "cluster.wan.pair_gbps", "-5", "greater than 0", "Change")),
+        ("pp: 4", "pp: 12", ("bad.yaml:28", "pp = 12", "12 stages are more than the model's 8 layers", "At most 8")),
+        ("pp: 4", "pp: 4\nmemory_gib: 1", ("bad.yaml", "memory_gib = 1", "GiB per GPU", "optimizer", "Raise pp")),
+        ("pp: 4", "pp: [", ("bad.yaml", "YAML")),
+        ("nodes: 4", "nodes: 1", ("bad.yaml", "pp = 4", "8 GPUs", "Fewer")),
+    ],
+)
+def test_a_job_file_with_a_mistake(atlas: Atlas, tmp_path: Path, old: str, new: str, wanted: tuple[str, ...]) -> None:
+    changed(tmp_path, old, new)
+    refused(atlas("simulate", "bad.yaml", *OUTPUTS), *wanted)
+
+
+def test_a_datacenter_without_a_path_to_its_neighbour(atlas: Atlas, tmp_path: Path) -> None:
+    north = "    - { name: north, nodes: 4, gpus_per_node: 1, gpu: A100-40 }\n  links:\n"
+    changed(tmp_path, "  # no `links`", north + "    - { between: [east, west] }\n  # no `links`")
+    refused(atlas("simulate", "bad.yaml", *OUTPUTS), "bad.yaml", "cluster.links", "west to north", "Add {between:")
+
+
+def test_a_truncated_profile(atlas: Atlas, tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text('{"entries": [{"gpu": "A100-40", "microbatch": 1, "tp": 1, "layer": {"for')
+    said = atlas("simulate", "tiny.yaml", "--set", "profile=profile.json", *OUTPUTS)
+    refused(said, "profile.json")
+
+
+def test_a_missing_job_file(atlas: Atlas) -> None:
+    refused(atlas("simulate", "nowhere.yaml", *OUTPUTS), "nowhere.yaml")
+
+
+def test_an_unknown_schedule_names_the_nearest(atlas: Atlas) -> None:
+    refused(atlas("simulate", "tiny.yaml", "--schedule", "zerobubble", *OUTPUTS), "zerobubble", "'zero-bubble'", "1f1b")
+    refused(atlas("schedules", "--show", "gpip", "tiny.yaml"), "'gpipe'")
+    refused(atlas("compare", "tiny.yaml:atlass", "tiny.yaml:1f1b"), "'atlas'")
+
+
+def test_an_unknown_command_or_flag_names_the_nearest(atlas: Atlas) -> None:
+    refused(atlas("simulat", "tiny.yaml"), "'simulate'")
+    refused(atlas("simulate", "tiny.yaml", "--schedul", "1f1b"), "--schedule?")
+    refused(atlas("simulate", "tiny.yaml", "--tcp", "three"), "three", "one", "many")
+    refused(atlas("simulate", "tiny.yaml", "--iterations", "0"), "--iterations", "from 1 to")
+    refused(atlas("simulate"), "JOB.yaml")
+
+
+def test_a_set_that_is_wrong(atlas: Atlas) -> None:
+    refused(atlas("simulate", "tiny.yaml", "--set", "pp", *OUTPUTS), "--set", "key=value")
+    refused(atlas("simulate", "tiny.yaml", "--set", "cluster.wan.latncy_ms=3", *OUTPUTS), "latncy_ms", "'latency_ms'")
+    refused(atlas("simulate", "tiny.yaml", "--set", "cluster.datacenters.nort.nodes=3", *OUTPUTS), "nort", "east")
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed(atlas: Atlas, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    # The job is wrong too: that the output is named shows that it was looked at first.
+    refused(atlas("simulate", "no.yaml", "--page", "not/there/p.html"), "--page", "not/there", "mkdir -p")
+    refused(atlas("simulate", "no.yaml", "--save", "folder"), "--save", "is a folder")
+    refused(atlas("simulate", "no.yaml", "--out", "tiny.yaml/x"), "--out", "tiny.yaml")
+    refused(atlas("simulate", "no.yaml", "--svg", "same", "--page", "same"), "same file")
+
+
+def test_a_job_too_large_to_hold(atlas: Atlas) -> None:
+    said = atlas("simulate", "tiny.yaml", "--set", "num_microbatches=100000", "--iterations", "9", "--json")
+    refused(said, "num_microbatches = 100000", "events", "Fewer microbatches")
+
+
+def test_files_that_are_no_timelines(atlas: Atlas, tmp_path: Path) -> None:
+    refused(atlas("view", "tiny.yaml"), "tiny.yaml", "not a whole timeline file", "atlas simulate --save")
+    refused(atlas("view", "gone.timeline"), "gone.timeline", "cannot be read")
+    refused(atlas("compare", "tiny.yaml", "tiny.yaml"), "is a job", "tiny.yaml:atlas")
+    atlas("simulate", "tiny.yaml", "--schedule", "1f1b", "--save", "run.timeline")
+    whole = (tmp_path / "run.timeline").read_bytes()
+    (tmp_path / "run.timeline").write_bytes(whole[: len(whole) // 2])
+    refused(atlas("view", "run.timeline"), "run.timeline", "cut short")

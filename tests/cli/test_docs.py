@@ -1,0 +1,60 @@
+"""The README and the tour say what the commands say: every `$ atlas` block is run and compared with what is recorded.
+
+Record anew with `ATLAS_RECORD=1 .venv/bin/python -m pytest tests/cli/test_docs.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from cli_runner import Atlas
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/tour.md"])
+def test_the_commands_in_the_docs_answer_as_recorded(atlas: Atlas, tmp_path: Path, name: str) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+
+    def answered(block: re.Match[str]) -> str:
+        commands = [line for line in block[1].splitlines() if line.startswith("$ ")]
+        return "```console\n" + "".join(f"{command}\n{_answer(atlas, command)}" for command in commands) + "```"
+
+    text = (ROOT / name).read_text()
+    found = BLOCK.sub(answered, text)
+    if os.environ.get("ATLAS_RECORD"):
+        (ROOT / name).write_text(found)
+    else:
+        assert found == text
+
+
+def _answer(atlas: Atlas, command: str) -> str:
+    program, *words = shlex.split(command[2:])
+    assert program == "atlas"
+    said = atlas(*words)
+    assert said.code in (0, 2), said
+    return "".join(line.rstrip() + "\n" for line in (said.out + said.err).splitlines())
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/tour.md", "docs/jobs.md"])
+def test_links_to_files_lead_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text()):
+        if not target.startswith("http") and target != "docs/accuracy.md":  # written by the benchmarks
+            assert ((ROOT / name).parent / target).exists(), target
+
+
+def test_the_shell_lines_of_the_readme_parse() -> None:
+    from atlas.cli import command_parser
+
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    lines = [line.split("#")[0] for block in blocks for line in block.splitlines() if line.startswith("atlas ")]
+    assert len(lines) >= 5
+    for line in lines:
+        _, command, *words = shlex.split(line)
+        parser, _ = command_parser(command)
+        parser.parse_args(words)

@@ -1,0 +1,71 @@
+"""The surface of the command line, frozen: a flag appears, goes or is renamed only on purpose. And its manners."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from atlas.cli import COMMANDS, command_parser
+
+ROOT = Path(__file__).parents[2]
+PICTURES = {"--page", "--png", "--svg", "--trace"}
+SEARCH = {"--budget", "--seed", "--set", "--tcp"}
+SURFACE = {
+    "simulate": {"job", "--schedule", "--iterations", "--monte-carlo", "--json", "--out", "--save"} | PICTURES | SEARCH,
+    "schedules": {"--show", "--torch", "--json"} | SEARCH,
+    "view": {"files"} | PICTURES,
+    "compare": {"a", "b", "--json"} | PICTURES | SEARCH,
+}
+
+
+def test_the_commands_and_their_flags_are_these() -> None:
+    assert set(COMMANDS) == set(SURFACE)
+    for name, wanted in SURFACE.items():
+        parser, _ = command_parser(name)
+        found = {option for action in parser._actions for option in action.option_strings or [action.dest]}
+        assert found - {"-h", "--help"} == wanted, name
+
+
+def test_every_flag_is_explained() -> None:
+    for name in SURFACE:
+        parser, _ = command_parser(name)
+        assert all(action.help for action in parser._actions), name
+        assert max(map(len, parser.format_help().splitlines())) <= 120
+
+
+def started(*words: str, **options: object) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "atlas.cli", *words]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def test_an_interrupt_ends_quietly_with_130() -> None:
+    job = started("simulate", "examples/paper-5-dcs.yaml", stdout=subprocess.PIPE)
+    time.sleep(1.5)
+    job.send_signal(signal.SIGINT)
+    out, err = job.communicate(timeout=30)
+    assert (job.returncode, out, err) == (130, b"", b"")
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    job = started("schedules", "--show", "gpipe", "examples/three-dcs.yaml", stdout=writer)
+    os.close(writer)
+    _, err = job.communicate(timeout=30)
+    assert (job.returncode, err) == (141, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told_in_one_message() -> None:
+    with Path("/dev/full").open("wb") as full:
+        job = started("schedules", stdout=full)
+        _, err = job.communicate(timeout=30)
+    assert job.returncode == 2
+    assert b"No space left" in err
+    assert b"Traceback" not in err

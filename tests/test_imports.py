@@ -1,0 +1,103 @@
+"""Who may import whom (docs/design.md), read from the source; and what `import atlas` and `atlas --help` may load."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src"
+MAY_IMPORT = {
+    "errors": set(),
+    "ir": set(),
+    "spec": set(),
+    "cost": {"ir", "spec"},
+    "sim": {"ir", "spec", "cost"},
+    "schedules": {"ir", "spec", "cost", "sim"},
+    "plan": {"ir", "spec", "cost", "sim", "schedules"},
+    "wan": {"ir"},
+    "runtime": {"ir", "wan", "spec", "cost"},
+    "view": {"ir"},
+    "launch": {"ir", "spec", "cost", "sim", "schedules", "plan", "wan", "runtime"},
+}
+"""`ir, spec <- cost <- sim <- schedules <- plan <- launch <- cli`; `ir <- wan <- runtime <- launch`;
+`spec, cost <- runtime`; `ir <- view <- cli`. Everybody may import `errors`; `cli` and `commands` may import all."""
+FREE = {"cli", "commands"}
+HEAVY = ("torch", "numba", "pydantic", "numpy", "rich")
+MAX_SECONDS = 0.3
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, at its top or inside a function; not what only a type checker sees."""
+    for node in _executed(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def _executed(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from _executed(node)
+
+
+def room(path: Path) -> str:
+    return path.relative_to(SRC / "atlas").parts[0].removesuffix(".py")
+
+
+def modules() -> list[Path]:
+    return sorted((SRC / "atlas").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SRC)))
+def test_a_room_imports_only_what_lies_to_its_left(path: Path) -> None:
+    own = room(path)
+    for name in imports(path):
+        parts = name.split(".")
+        assert parts[0] != "bubbletea", f"{path} imports bubbletea: it is the other way round"
+        if parts[0] == "torch":
+            assert own == "runtime", f"{path} imports torch: only runtime does"
+        if parts[0] != "atlas" or own in FREE or own == "__init__" or len(parts) == 1:
+            continue
+        rooms = {"__version__", "errors", own} | MAY_IMPORT[own]
+        assert parts[1] in rooms, f"{own} may import {sorted(rooms)}, but {path.name} imports {name}"
+
+
+def test_every_room_has_a_rule() -> None:
+    assert {room(path) for path in modules()} - FREE - {"__init__"} <= set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("code", ["import atlas", "from atlas.cli import top_parser; top_parser().format_help()"])
+def test_importing_atlas_and_its_help_load_nothing_heavy(code: str) -> None:
+    script = f"import sys; {code}; print(*[name for name in {HEAVY!r} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("words", [("-c", "import atlas"), ("-m", "atlas.cli", "--help")], ids=["import", "help"])
+def test_importing_atlas_and_its_help_are_instant(words: tuple[str, ...]) -> None:
+    best = float("inf")
+    for _ in range(8):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, *words], capture_output=True, check=True)
+        best = min(best, time.perf_counter() - began)
+        if best <= MAX_SECONDS:
+            return
+    pytest.fail(f"{' '.join(words)} took {best:.2f} s at best, the bar is {MAX_SECONDS} s")
+
+
+@pytest.mark.parametrize("name", ["sim", "schedules", "ir.analysis", "view", "plan.evaluate", "commands.simulate"])
+def test_what_is_small_is_simulated_without_numba_or_torch(name: str) -> None:
+    script = f"import sys, atlas.{name}; print(*[m for m in ('torch', 'numba') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""
