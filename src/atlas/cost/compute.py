@@ -1,8 +1,9 @@
-"""Seconds of each piece of the model on one GPU type: from FLOPs, bytes and the job's efficiency, or as measured.
+"""Seconds of each piece of the model on one GPU type: from FLOPs, bytes and the job's efficiency, from the type's
+calibration, or as measured.
 
 Matrix products and attention run at `efficiency` of the peak, divided over the tp group, which also pays two
-all-reduces of the activation per layer and pass; lookups and the loss run at the memory's bandwidth. Knows one
-piece at a time: which stage holds it is `arrange`.
+all-reduces of the activation per layer and pass; lookups and the loss run at the memory's bandwidth. A `calibrated`
+job asks `calibration.kernels` instead. Knows one piece at a time: which stage holds it is `arrange`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from atlas.cost import flops
+from atlas.cost.calibration.kernels import Pass, head_pass, layer_pass, rates
 from atlas.cost.profile import Entry, Piece, find_entry, load_profile
+from atlas.errors import SpecError
 from atlas.spec.gpus import Gpu
 from atlas.spec.job import Job
 
@@ -62,7 +65,8 @@ def model_times(job: Job) -> Callable[[str], ModelTime]:
     def times(dc_name: str) -> ModelTime:
         name = job.cluster.dc(dc_name).gpu
         if name not in known:
-            known[name] = analytic(job, job.cluster.gpu(dc_name))
+            price = calibrated if job.calibrated else analytic
+            known[name] = price(job, job.cluster.gpu(dc_name))
             if profile is not None and job.profile is not None:
                 entry = find_entry(
                     profile, job.profile, gpu=name, microbatch=job.microbatch, tp=job.tp, num_layers=job.model.layers
@@ -84,25 +88,51 @@ def analytic(job: Job, gpu: Gpu) -> ModelTime:
     matrix_s = flops.layer_matrix_flops(model, b) / flop_per_s
     attention_s = flops.layer_attention_flops(model, b) / flop_per_s
     forward_s = matrix_s + attention_s + peers_s
-
-    def update_s(params: int) -> float:
-        """Read gradient and state, write state and weights."""
-        per_param = job.gradient_bytes + 2 * job.optimizer_bytes + job.element_bytes
-        return params * per_param / bytes_per_s
-
     layer = PieceTime(
         forward_s=forward_s,
         recompute_s=forward_s,
         input_s=matrix_s + flops.ATTENTION_BACKWARD * attention_s + peers_s,
         weight_s=matrix_s,
-        update_s=update_s(flops.layer_params(model)),
+        update_s=_update_s(job, flops.layer_params(model), bytes_per_s),
     )
-    lookup_s = flops.embedding_bytes(model, b, job.element_bytes) / bytes_per_s
-    embedding = PieceTime(lookup_s, 0.0, 0.0, lookup_s, update_s(flops.embedding_params(model)))
     head_s, loss_s = flops.head_flops(model, b) / flop_per_s, flops.logits_bytes(model, b) / bytes_per_s
     # The loss is fused with the head and its logits are not kept per microbatch, so there is nothing to recompute.
-    head = PieceTime(head_s + loss_s, 0.0, head_s, head_s, update_s(flops.head_params(model)))
-    return ModelTime(embedding, (layer,) * model.layers, head)
+    head = PieceTime(head_s + loss_s, 0.0, head_s, head_s, _update_s(job, flops.head_params(model), bytes_per_s))
+    return ModelTime(_embedding(job, bytes_per_s), (layer,) * model.layers, head)
+
+
+def calibrated(job: Job, gpu: Gpu) -> ModelTime:
+    """Times from FLOPs and bytes at the rates that the GPU type was measured to reach."""
+    if gpu.calibration is None:
+        raise SpecError(
+            where=job.where,
+            key="calibrated",
+            value=True,
+            rule="a GPU type of this job has no `calibration`",
+            remedy="Give it one under cluster.gpus, or leave `calibrated` out and state an efficiency",
+        )
+    model, b = job.model, job.microbatch
+    at = rates(gpu, gpu.calibration, fp32=job.precision == "fp32")
+
+    def piece(one: Pass, params: int, *, recomputed: bool) -> PieceTime:
+        again_s = one.forward_s if recomputed else 0.0
+        update_s = _update_s(job, params, at.bytes_per_s * job.tp)
+        return PieceTime(one.forward_s, again_s, one.backward_s - one.weight_s, one.weight_s, update_s)
+
+    layer = piece(layer_pass(model, b, job.tp, job.element_bytes, at), flops.layer_params(model), recomputed=True)
+    head = piece(head_pass(model, b, job.tp, at), flops.head_params(model), recomputed=False)
+    return ModelTime(_embedding(job, at.bytes_per_s * job.tp), (layer,) * model.layers, head)
+
+
+def _embedding(job: Job, bytes_per_s: float) -> PieceTime:
+    """Look the tokens up, and add their gradients back."""
+    lookup_s = flops.embedding_bytes(job.model, job.microbatch, job.element_bytes) / bytes_per_s
+    return PieceTime(lookup_s, 0.0, 0.0, lookup_s, _update_s(job, flops.embedding_params(job.model), bytes_per_s))
+
+
+def _update_s(job: Job, params: int, bytes_per_s: float) -> float:
+    """Read gradient and state, write state and weights."""
+    return params * (job.gradient_bytes + 2 * job.optimizer_bytes + job.element_bytes) / bytes_per_s
 
 
 def measured(job: Job, entry: Entry, fallback: ModelTime) -> ModelTime:

@@ -1,4 +1,5 @@
-"""GPU types: data-sheet peaks (dense, no sparsity). How much of a peak a job reaches is the job's `efficiency`.
+"""GPU types: data-sheet peaks (dense, no sparsity). How much of a peak a job reaches is the job's `efficiency`, or
+where it says `calibrated` what the type was measured to reach.
 
 Knows no prices (they belong to a datacenter) and no measured times (they belong to a profile).
 """
@@ -41,15 +42,33 @@ class Gpu(Frozen):
     """Measured constants; a job that says `calibrated: true` is priced by them."""
 
 
-def _gpu(bf16: float, fp32: float, gib: float, gbytes_per_s: float, peer_gbps: float) -> Gpu:
+A100_MEASURED = Calibration(
+    matrix_efficiency=0.907, memory_efficiency=0.543, peer_efficiency=0.87, layer_floor_us=910, fused_attention=False
+)
+"""Fitted by `bench/accuracy_a100.py` on Megatron runs on 2 to 512 A100, attention not fused, every layer recomputed."""
+
+
+def _gpu(
+    bf16: float,
+    fp32: float,
+    gib: float,
+    gbytes_per_s: float,
+    peer_gbps: float,
+    calibration: Calibration | None = None,
+) -> Gpu:
     return Gpu(
-        bf16_tflops=bf16, fp32_tflops=fp32, memory_gib=gib, memory_gbytes_per_s=gbytes_per_s, peer_gbps=peer_gbps
+        bf16_tflops=bf16,
+        fp32_tflops=fp32,
+        memory_gib=gib,
+        memory_gbytes_per_s=gbytes_per_s,
+        peer_gbps=peer_gbps,
+        calibration=calibration,
     )
 
 
 GPUS: dict[str, Gpu] = {
     "A100-40": _gpu(312, 19.5, 40, 1555, 2400),
-    "A100-80": _gpu(312, 19.5, 80, 2039, 2400),
+    "A100-80": _gpu(312, 19.5, 80, 2039, 2400, A100_MEASURED),
     "H100": _gpu(989, 67, 80, 3350, 3600),
     "H200": _gpu(989, 67, 139, 4800, 3600),
     "GH200-96": _gpu(989, 67, 96, 4000, 3600),
