@@ -127,9 +127,10 @@ def _worker_bounds(p: _Pipeline, num_mb: int, in_flight: int, early_release: boo
         first = head[s] + forward + away[s]
         rest = work - in_flight * (forward + again)
         # At the last forward all but `in_flight` microbatches are finished; the last one then still travels.
-        last = head[s] + num_mb * forward + (num_mb - in_flight) * (again + backward)
+        freeing = p.gradient[s] if early_release else backward
+        last = head[s] + num_mb * forward + (num_mb - in_flight) * (again + freeing)
         # Each microbatch is held for so long, and only `in_flight` at once.
-        stay = forward + away[s] + (p.gradient[s] if early_release else backward)
+        stay = forward + away[s] + freeing
         bounds += [
             Bound(head[s] + work + p.closing[s], f"stage {s} computes without a pause"),
             Bound(head[s] + until_gradient + home[s], f"stage {s} computes, then its last gradient travels home"),

@@ -76,9 +76,10 @@ def search(
 ) -> Order:
     """The best order found within the setting's budget of tries. Stops early at `stop_ns`, a proven bound."""
     tries = _Tries(setting, family.splits, score, progress)
+    share = max(1, setting.budget // 2 // (len(family.splits) * len(family.sharings)))
     for split in family.splits:
         for sharing in family.sharings:
-            tries.rules(Rule(setting.recompute, split, ANYTIME), sharing)
+            tries.rules(Rule(setting.recompute, split, ANYTIME), sharing, share)
     rng = np.random.default_rng(setting.seed)
     while tries.left and score(tries.best) > stop_ns:
         [tries.slanted, tries.shaken, tries.moved][tries.phase](rng)
@@ -94,6 +95,7 @@ class _Tries:
         self.setting, self.score, self.progress = setting, score, progress
         self.left = setting.budget
         self.splits = splits
+        self.after_rules: int | None = None
         self._best: Order | None = None
         self.current: Order | None = None
         self.elite: list[Order] = []
@@ -103,21 +105,26 @@ class _Tries:
         assert self._best is not None, "rules come before changes"
         return self._best
 
-    def rules(self, rule: Rule, sharing: bool) -> None:
-        """Every fixed priority among the kinds, the usual winners first, at most half of the budget."""
+    def rules(self, rule: Rule, sharing: bool, share: int) -> None:
+        """Fixed priorities among the kinds, the usual winners first, while this family's share of the tries lasts."""
         kinds = [Kind.F, Kind.B] + [Kind.R] * rule.recompute + [Kind.W] * rule.split
         usual = [tuple(k for k in order if k in kinds) for order in FIRST]
         every = dict.fromkeys([*usual, *permutations(kinds)])
         turn = default_turns(self.setting.layout)
-        for order in list(every)[: max(len(FIRST), self.setting.budget // 8)]:
+        until = self.left - share
+        for order in every:
             tried = self._try(rule, sharing, priority_keys(self.setting.layout, order), turn)
+            if self.left <= until:
+                return
             if tried is not None:
                 self.turned(tried)
 
     @property
     def phase(self) -> int:
-        """The first third of the budget for rules, the second for shaking the best, the last for moving single ops."""
-        return min(2, 3 - -(-3 * self.left // self.setting.budget))
+        """Of what the fixed rules left: a third for slanted rules, one for shaking the best, one for moving ops."""
+        if self.after_rules is None:
+            self.after_rules = self.left
+        return min(2, 3 - -(-3 * self.left // self.after_rules))
 
     def slanted(self, rng: np.random.Generator) -> None:
         """A rule between the fixed priorities: a kind's microbatch m is as urgent as another's m + lead.

@@ -10,11 +10,11 @@ Import this module only when you need it: numba is slow to load.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from atlas.cost.table import PRIVATE
 from atlas.errors import ProgramError
 from atlas.ir.program import Ints
+from atlas.sim.jit import njit
 from atlas.sim.lower import NONE, Tables
 from atlas.sim.network import (
     DELIVERED,
@@ -52,7 +52,7 @@ OP_START, OP_END = range(2)
 W_LAST, W_NEXT, W_FREE, W_WAITING = range(4)
 
 
-@njit(cache=True)
+@njit
 def _assemble(
     ops: Ints, op_time: Ints, workers: Ints, group_ptr: Ints, group_ops: Ints, assembled: Ints, able: Ints,
     num_able: int, group: int,
@@ -75,7 +75,7 @@ def _assemble(
     return num_able
 
 
-@njit(cache=True)
+@njit
 def _run_ahead(
     ops: Ints, op_time: Ints, transfers: Ints, times: Ints, workers: Ints, group_ptr: Ints, group_ops: Ints,
     assembled: Ints, able: Ints, num_able: int, links: Ints, free: Ints, time: Ints, events: Ints, counters: Ints,
@@ -129,7 +129,7 @@ SIMPLE = -1
 """Policy of a private link with one server and a constant rate, whose transfers can be timed on the spot."""
 
 
-@njit(cache=True)
+@njit
 def _pass_time(
     ops: Ints, op_time: Ints, transfers: Ints, times: Ints, workers: Ints, group_ptr: Ints, group_ops: Ints,
     assembled: Ints, able: Ints, links: Ints, fluids: Floats, free: Ints, queue: Ints, left: Floats, active: Ints,

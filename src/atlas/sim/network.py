@@ -12,11 +12,11 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from atlas.cost.table import FAIR, PRIVATE
 from atlas.ir.program import Ints
+from atlas.sim.jit import njit
 from atlas.sim.lower import NONE, Tables
 from atlas.sim.reference import LINK, UNKNOWN
 
@@ -54,7 +54,7 @@ X_CAPACITY, X_SERVICE = range(2)
 TR_AT, TR_LATENCY = range(2)
 
 
-@njit(cache=True)
+@njit
 def push(time: Ints, events: Ints, counters: Ints, when: int, what: int, which: int) -> int:
     """Foresee an event; returns its sequence number."""
     counters[SEQUENCE] += 1
@@ -74,7 +74,7 @@ def push(time: Ints, events: Ints, counters: Ints, when: int, what: int, which: 
     return int(sequence)
 
 
-@njit(cache=True)
+@njit
 def drop_first(time: Ints, events: Ints, counters: Ints) -> None:
     size = counters[SIZE] - 1
     counters[SIZE] = size
@@ -93,7 +93,7 @@ def drop_first(time: Ints, events: Ints, counters: Ints) -> None:
     time[k], events[k] = when, event
 
 
-@njit(cache=True)
+@njit
 def _span(trace: Ints, row: Ints, now: int) -> int:
     k = row[L_TRACE]
     while k + 1 < row[L_TRACE_END] and trace[k + 1, TR_AT] <= now:
@@ -101,7 +101,7 @@ def _span(trace: Ints, row: Ints, now: int) -> int:
     return int(k)
 
 
-@njit(cache=True)
+@njit
 def _finish(trace: Ints, rate: Floats, row: Ints, start: int, work: float, share: float) -> int:
     last = row[L_TRACE_END]
     if row[L_TRACE] == last:
@@ -117,7 +117,7 @@ def _finish(trace: Ints, rate: Floats, row: Ints, start: int, work: float, share
         k += 1
 
 
-@njit(cache=True)
+@njit
 def _done(trace: Ints, rate: Floats, row: Ints, start: int, end: int, share: float) -> float:
     last = row[L_TRACE_END]
     if row[L_TRACE] == last:
@@ -132,21 +132,21 @@ def _done(trace: Ints, rate: Floats, row: Ints, start: int, end: int, share: flo
     return work
 
 
-@njit(cache=True)
+@njit
 def _extra_latency(trace: Ints, row: Ints, now: int) -> int:
     if row[L_TRACE] == row[L_TRACE_END]:
         return 0
     return int(trace[_span(trace, row, now), TR_LATENCY])
 
 
-@njit(cache=True)
+@njit
 def _delivered(times: Ints, counters: Ints, delivered: Ints, transfer: int, arrive: int) -> None:
     times[transfer, T_ARRIVE] = arrive
     delivered[counters[DELIVERED]] = transfer
     counters[DELIVERED] += 1
 
 
-@njit(cache=True)
+@njit
 def _offer_private(
     transfers: Ints, times: Ints, row: Ints, free: Ints, trace: Ints, rate: Floats, transfer: int, now: int
 ) -> int:
@@ -162,13 +162,13 @@ def _offer_private(
     return int(sent + transfers[transfer, T_LATENCY] + _extra_latency(trace, row, start))
 
 
-@njit(cache=True)
+@njit
 def _before(transfers: Ints, a: int, b: int) -> bool:
     turn_a, turn_b = transfers[a, T_TURN], transfers[b, T_TURN]
     return turn_a < turn_b or (turn_a == turn_b and a < b)
 
 
-@njit(cache=True)
+@njit
 def _queue_push(transfers: Ints, row: Ints, queue: Ints, transfer: int) -> None:
     first, k = row[L_QUEUE], row[L_QUEUED]
     row[L_QUEUED] += 1
@@ -181,7 +181,7 @@ def _queue_push(transfers: Ints, row: Ints, queue: Ints, transfer: int) -> None:
     queue[first + k] = transfer
 
 
-@njit(cache=True)
+@njit
 def _queue_pop(transfers: Ints, row: Ints, queue: Ints) -> int:
     first, size = row[L_QUEUE], row[L_QUEUED] - 1
     row[L_QUEUED] = size
@@ -198,7 +198,7 @@ def _queue_pop(transfers: Ints, row: Ints, queue: Ints) -> int:
     return int(top)
 
 
-@njit(cache=True)
+@njit
 def _turns_offer(
     transfers: Ints, left: Floats, row: Ints, queue: Ints, time: Ints, events: Ints, counters: Ints, link: int,
     transfer: int, now: int,
@@ -216,18 +216,18 @@ def _turns_offer(
             row[L_EXPECTED] = push(time, events, counters, boundary, LINK, link)
 
 
-@njit(cache=True)
+@njit
 def _fair_share(row: Ints, fluid: Floats) -> float:
     return min(1.0, fluid[X_CAPACITY] / row[L_NUM_ACTIVE]) if row[L_NUM_ACTIVE] else 1.0
 
 
-@njit(cache=True)
+@njit
 def _fair_catch_up(row: Ints, fluid: Floats, trace: Ints, rate: Floats, now: int) -> None:
     fluid[X_SERVICE] += _done(trace, rate, row, row[L_SINCE], now, _fair_share(row, fluid))
     row[L_SINCE] = now
 
 
-@njit(cache=True)
+@njit
 def _fair_begin(
     transfers: Ints, times: Ints, row: Ints, fluid: Floats, active: Ints, done_at: Floats, transfer: int, now: int
 ) -> None:
@@ -237,7 +237,7 @@ def _fair_begin(
     row[L_NUM_ACTIVE] += 1
 
 
-@njit(cache=True)
+@njit
 def _fair_foresee(
     row: Ints, fluid: Floats, done_at: Floats, trace: Ints, rate: Floats,
     time: Ints, events: Ints, counters: Ints, link: int, now: int,
@@ -250,7 +250,7 @@ def _fair_foresee(
         row[L_EXPECTED] = push(time, events, counters, end, LINK, link)
 
 
-@njit(cache=True)
+@njit
 def _fair_ended(row: Ints, fluid: Floats, active: Ints, done_at: Floats) -> Ints:
     """Take what is done off the list of active transfers, in order of start."""
     first, count = row[L_ACTIVE], row[L_NUM_ACTIVE]
@@ -268,7 +268,7 @@ def _fair_ended(row: Ints, fluid: Floats, active: Ints, done_at: Floats) -> Ints
     return ended[:num_ended]
 
 
-@njit(cache=True)
+@njit
 def offer(
     transfers: Ints, times: Ints, links: Ints, fluids: Floats, free: Ints, queue: Ints, left: Floats, active: Ints,
     done_at: Floats, fifo: Ints, fifo_ends: Ints, trace: Ints, rate: Floats, time: Ints, events: Ints, counters: Ints,
@@ -293,7 +293,7 @@ def offer(
         _turns_offer(transfers, left, row, queue, time, events, counters, link, transfer, now)
 
 
-@njit(cache=True)
+@njit
 def wake(
     transfers: Ints, times: Ints, links: Ints, fluids: Floats, free: Ints, queue: Ints, left: Floats, active: Ints,
     done_at: Floats, fifo: Ints, fifo_ends: Ints, trace: Ints, rate: Floats, time: Ints, events: Ints, counters: Ints,

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from atlas.cost.table import Costs
 from atlas.errors import ProgramError
 from atlas.ir.ops import Kind, Op
 from atlas.ir.program import Ints, Layout, Memory, Program, assemble
+from atlas.sim.jit import njit
 from atlas.sim.lower import NONE, network_tables
 from atlas.sim.network import (
     DELIVERED,
@@ -83,7 +83,7 @@ W_BUSY, W_MEM, W_STASH, W_COUNT, W_LAST_SLOT, W_PULLED = range(6)
 R_RECOMPUTE, R_SPLIT, R_GATE, R_HOLD, R_IN_ORDER, R_REVERSE = range(6)
 
 
-@njit(cache=True)
+@njit
 def _has_room(w: int, last: bool, rule: Ints, memory: Ints, state: Ints) -> bool:
     """Room for one more stash and, beyond all stashes, for one recompute: or nothing could ever be finished."""
     if rule[R_REVERSE]:
@@ -94,7 +94,7 @@ def _has_room(w: int, last: bool, rule: Ints, memory: Ints, state: Ints) -> bool
     return bool(fits and state[w, W_STASH] + memory[1 + SLOT_F] + reserve <= memory[0])
 
 
-@njit(cache=True)
+@njit
 def _is_ready(
     slot: int, w: int, num_stages: int, num_mb: int, rule: Ints, memory: Ints, done: Ints, state: Ints,
     arrived: Ints, gate_open: Ints,
@@ -122,7 +122,7 @@ def _is_ready(
     return n_f < num_mb and here and _has_room(w, last, rule, memory, state)
 
 
-@njit(cache=True)
+@njit
 def _choose(
     w: int, num_stages: int, num_mb: int, rule: Ints, memory: Ints, keys: Ints, done: Ints, state: Ints,
     arrived: Ints, gate_open: Ints,
@@ -153,7 +153,7 @@ def _choose(
     return best
 
 
-@njit(cache=True)
+@njit
 def _play(
     num_stages: int, num_mb: int, rule: Ints, memory: Ints, durations: Ints, gate_ns: Ints, keys: Ints,
     out_slot: Ints, out_mb: Ints, op_start: Ints, arrived: Ints,

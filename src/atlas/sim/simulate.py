@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from atlas.cost.table import Costs
+from atlas.errors import AtlasError
 from atlas.ir.program import Program
 from atlas.ir.timeline import Timeline
 from atlas.sim import reference
@@ -28,6 +29,8 @@ def simulate(program: Program, costs: Costs, *, jitter: Jitter | None = None, en
 
 def run(tables: Tables, engine: str = "auto") -> Events:
     """The events of lowered tables."""
+    if engine not in ("auto", "reference", "compiled"):
+        raise AtlasError(f"no engine is called {engine!r}: use auto, reference or compiled")
     if engine == "reference" or (engine == "auto" and len(tables.op_ns) + len(tables.transfer_dst) <= SMALL):
         return reference.run(tables)
     from atlas.sim import compiled

@@ -1,0 +1,43 @@
+"""`njit` for this room: numba's, with a cache that notices a change in any of the room's files.
+
+numba keys its cache by the file a function stands in; a function inlined from another file would go stale. So the
+cache lies in a folder named after the digest of all the sources that end up in machine code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numba
+
+_HERE = Path(__file__).parent
+_SOURCES = ("jit", "network", "compiled", "policy", "reprice", "lower", "reference")
+
+
+def _cache_folder() -> Path | None:
+    """Beside the sources where that can be written; else numba's own choice, a folder of the user."""
+    digest = hashlib.sha256(numba.__version__.encode())
+    for name in _SOURCES:
+        digest.update((_HERE / f"{name}.py").read_bytes())
+    folder = _HERE / "__pycache__" / f"numba-{digest.hexdigest()[:16]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+_folder = _cache_folder()
+if _folder is not None and not os.environ.get("NUMBA_CACHE_DIR"):
+    numba.config.CACHE_DIR = str(_folder)  # type: ignore[attr-defined]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def njit(function: _Function) -> _Function:
+    """Compiled on its first call, kept for the next process."""
+    return cast(_Function, numba.njit(cache=True)(function))
