@@ -27,11 +27,11 @@ test-slow: .venv/dev chromium
 
 .venv/runtime: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check -e '.[runtime]'
+	$(BIN)/pip install -q --disable-pip-version-check --no-compile -e '.[runtime]'
 	@touch $@
 
 .venv/dev: .venv/runtime
-	$(BIN)/pip install -q --disable-pip-version-check -e '.[dev]'
+	$(BIN)/pip install -q --disable-pip-version-check --no-compile -e '.[dev]'
 	@touch $@
 
 chromium:
