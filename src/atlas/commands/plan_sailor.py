@@ -1,0 +1,5 @@
+"""The part of `atlas plan` that reads Sailor's files. The work is done in `atlas.plan.sailor`."""
+
+from atlas.plan.sailor.run import add_arguments, run_sailor
+
+__all__ = ["add_arguments", "run_sailor"]

@@ -1,0 +1,11 @@
+"""Sailor (SOSP'25): its files, its judge, and our search under that judge.
+
+    read_inputs(...)       the files it plans from, unchanged         inputs, links
+    judge(inputs, plan)    its iteration time and money               judge, money
+    check(inputs, plan)    is the plan one that could run             check
+    search(inputs, ...)    the best plan by that judge                search, shapes, place, polish
+    read_plan, write_plan  its plan format                            plan_file
+    simulated(...)         what our event simulation says of it       events
+
+Plain Python on purpose: a plan comes in a second or two of CPU, with nothing to import and nothing to compile.
+"""
