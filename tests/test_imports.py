@@ -20,12 +20,12 @@ MAY_IMPORT = {
     "sim": {"ir", "spec", "cost"},
     "schedules": {"ir", "spec", "cost", "sim"},
     "plan": {"ir", "spec", "cost", "sim", "schedules"},
-    "wan": {"ir"},
+    "wan": {"ir", "spec"},
     "runtime": {"ir", "wan", "spec", "cost"},
     "view": {"ir"},
     "launch": {"ir", "spec", "cost", "sim", "schedules", "plan", "wan", "runtime"},
 }
-"""`ir, spec <- cost <- sim <- schedules <- plan <- launch <- cli`; `ir <- wan <- runtime <- launch`;
+"""`ir, spec <- cost <- sim <- schedules <- plan <- launch <- cli`; `ir, spec <- wan <- runtime <- launch`;
 `spec, cost <- runtime`; `ir <- view <- cli`. Everybody may import `errors`; `cli` and `commands` may import all."""
 FREE = {"cli", "commands"}
 HEAVY = ("torch", "numba", "pydantic", "numpy", "rich")

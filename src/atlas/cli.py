@@ -22,6 +22,8 @@ COMMANDS = {
     "schedules": "the schedules there are, and the Program that one writes for a job",
     "view": "timeline files as a page, a trace or a figure",
     "compare": "two timelines, op by op",
+    "profile": "measure a job's model on this machine's accelerator",
+    "data": "text to shards of tokens, and what shards hold",
 }
 PLUGINS = "atlas.commands"
 """Entry-point group in which other packages offer commands: modules with `configure(parser)` and `run(args)`."""

@@ -21,6 +21,8 @@ SURFACE = {
     "schedules": {"--show", "--torch", "--json"} | SEARCH,
     "view": {"files"} | PICTURES,
     "compare": {"a", "b", "--json"} | PICTURES | SEARCH,
+    "profile": {"job", "--gpu", "--out", "--device", "--repeats", "--set"},
+    "data": {"action"},  # its actions: tests/runtime/data/test_data_command.py
 }
 
 

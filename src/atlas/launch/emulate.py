@@ -26,8 +26,8 @@ from atlas.launch.fleet import Fleet
 from atlas.runtime.process import Assignment
 from atlas.runtime.reference import Weights
 from atlas.runtime.worker import GRADIENTS, Training
-from atlas.wan.framing import Frame, FrameType
 from atlas.wan.proxy import DelayProxy
+from atlas.wan.wire import HEADER_BYTES
 
 START_TIMEOUT_S = 60.0
 """Importing torch in a dozen processes on two cores takes its time."""
@@ -151,8 +151,7 @@ def _paths(
 
 def activation_frame_bytes(training: Training) -> int:
     """What one activation, or its gradient, takes on the wire."""
-    shape = training.gpt.activation_shape
-    return Frame(FrameType.DATA, bytes(4 * int(np.prod(shape))), "float32", shape).wire_bytes
+    return HEADER_BYTES + 4 * int(np.prod(training.gpt.activation_shape))
 
 
 def _longest_s(program: Program, costs: Costs) -> float:

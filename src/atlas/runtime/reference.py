@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from atlas.runtime.model import batch, build_stage, loss_of
-from atlas.runtime.worker import Training, make_optimizer
+from atlas.runtime.optimizer import make_optimizer
+from atlas.runtime.worker import Training
 
 Weights = dict[str, NDArray[np.float32]]
 
@@ -19,7 +20,7 @@ def train_alone(
 ) -> tuple[list[float], Weights]:
     """Mean loss of each iteration, and the final weights by name."""
     model = build_stage(training.gpt, 0, 1)
-    optimizer = make_optimizer(training, list(model.parameters()))
+    optimizer = make_optimizer(training.settings, dict(model.named_parameters()))
     losses = []
     for iteration in range(num_iterations):
         optimizer.zero_grad()

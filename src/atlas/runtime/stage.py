@@ -6,16 +6,20 @@ Knows tensors and autograd. Does not know where its inputs come from, nor time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from atlas.runtime.model import TinyGpt, batch, build_stage, loss_of
+from atlas.runtime.models.decoder import TIED_HEAD, loss_of
+from atlas.runtime.models.linear import Linear, WeightWork, recording
+from atlas.runtime.models.task import Task
+from atlas.runtime.models.tied import require_joinable
 
 
 class GradientSum:
-    """Sums per-microbatch gradients in ascending order, holding back those that come early."""
+    """Sums per-microbatch gradients in ascending order and in float32, holding back those that come early."""
 
     def __init__(self) -> None:
         self._sum: list[Tensor] | None = None
@@ -31,7 +35,7 @@ class GradientSum:
         while self._next in self._early:
             ready = self._early.pop(self._next)
             if self._sum is None:
-                self._sum = [gradient.clone() for gradient in ready]
+                self._sum = [gradient.to(torch.float32, copy=True) for gradient in ready]
             else:
                 for total, gradient in zip(self._sum, ready, strict=True):
                     total += gradient
@@ -43,64 +47,150 @@ class GradientSum:
         return self._sum
 
 
+class _Pass(NamedTuple):
+    """What a forward leaves for its backward."""
+
+    output: Tensor
+    work: WeightWork
+
+
+class _Half(NamedTuple):
+    """What an input gradient leaves for its weight gradient."""
+
+    direct: Sequence[Tensor]
+    """Gradients of norms, biases, embedding and head: cheap, or cheaper now than kept."""
+    work: WeightWork
+
+
 class Stage:
     """The work of one stage of one pipeline. `slot` counts microbatches over all iterations."""
 
-    def __init__(self, gpt: TinyGpt, stage: int, num_stages: int, pipeline: int, loss_scale: float) -> None:
-        self.gpt, self.pipeline, self.loss_scale = gpt, pipeline, loss_scale
+    def __init__(
+        self,
+        task: Task,
+        stage: int,
+        num_stages: int,
+        pipeline: int,
+        loss_scale: float,
+        *,
+        can_exchange_tied: bool = False,
+    ) -> None:
+        """`can_exchange_tied`: whoever runs the stage will `tied.join` the gradients of tied ends before a step."""
+        self.task, self.pipeline, self.loss_scale = task, pipeline, loss_scale
         self.is_first, self.is_last = stage == 0, stage == num_stages - 1
-        self.module: nn.Sequential = build_stage(gpt, stage, num_stages)
-        self.parameters = list(self.module.parameters())
+        self.module = task.build_stage(stage, num_stages)
+        require_joinable(self.module.config, num_stages, can_exchange=can_exchange_tied)
+        self._trained = list(self.module.parameters())
+        deferrable = {id(m.weight) for m in self.module.modules() if isinstance(m, Linear)}
+        self._direct = [p for p in self._trained if id(p) not in deferrable]
+        self.named_parameters: Mapping[str, Tensor] = {n: _local(p) for n, p in self.module.named_parameters()}
+        """This process's share of every parameter, by its name in the whole model; `.grad` is float32."""
+        for parameter in self.named_parameters.values():
+            parameter.grad_dtype = torch.float32
         self.gradients = GradientSum()
-        self.losses: dict[int, float] = {}
+        self._losses: dict[int, Tensor] = {}
         self._inputs: dict[int, Tensor] = {}
-        self._outputs: dict[int, Tensor] = {}
-        self._output_gradients: dict[int, Tensor | None] = {}
+        self._passes: dict[int, _Pass] = {}
+        self._halves: dict[int, _Half] = {}
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return list(self.named_parameters.values())
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """By slot, on the last stage. Reading it waits for the device."""
+        return {slot: loss.item() for slot, loss in self._losses.items()}
+
+    @property
+    def counted(self) -> set[str]:
+        """The parameters whose gradients this process brings to the global norm: each matrix counts once."""
+        shared = self.module.tensor_rank > 0
+        return {
+            name
+            for name, p in self.module.named_parameters()
+            if not (shared and _is_replicated(p)) and not (self.module.config.tied and name == TIED_HEAD)
+        }
 
     def warm_up(self) -> None:
         """Pays torch's first-call costs before anything is timed; leaves no trace."""
-        x = batch(self.gpt, 0, 0)[0] if self.is_first else torch.zeros(self.gpt.activation_shape, requires_grad=True)
-        torch.autograd.grad(self.module(x).square().mean(), self.parameters)
+        some = self._trained[0]
+        shape = self.task.activation_shape
+        x = torch.zeros(shape[:2], dtype=torch.int64) if self.is_first else torch.zeros(shape, dtype=some.dtype)
+        x = x.to(some.device).requires_grad_(not self.is_first)
+        torch.autograd.grad(self.module(x).float().square().mean(), self._trained)
 
     def forward(self, slot: int, x: Tensor | None, *, keep: bool) -> Tensor:
         """`keep` false: throw the activations away and expect a recompute."""
         if x is None:
-            x = batch(self.gpt, slot, self.pipeline)[0]
+            x = self.task.microbatch(slot, self.pipeline)[0].to(self._trained[0].device)
         else:
             x.requires_grad_(True)
         self._inputs[slot] = x
         with torch.set_grad_enabled(keep):
-            output = self._run(slot, x)
+            done = self._run(slot, x)
         if keep:
-            self._outputs[slot] = output
-        return output.detach()
+            self._passes[slot] = done
+        return done.output.detach()
 
     def recompute(self, slot: int) -> None:
-        self._outputs[slot] = self._run(slot, self._inputs[slot])
+        self._passes[slot] = self._run(slot, self._inputs[slot])
 
     def backward(self, slot: int, gradient: Tensor | None) -> Tensor | None:
         """Both halves at once; the gradient of the input, where there is a stage before."""
-        wanted = self.parameters if self.is_first else [self._inputs[slot], *self.parameters]
-        gradients = torch.autograd.grad(self._outputs.pop(slot), wanted, gradient)
-        del self._inputs[slot]
-        self.gradients.add(slot, gradients if self.is_first else gradients[1:])
-        return None if self.is_first else gradients[0]
+        x_gradient, gradients = self._differentiate(slot, self._passes.pop(slot).output, self._trained, gradient)
+        self._add(slot, gradients)
+        return x_gradient
 
     def backward_input(self, slot: int, gradient: Tensor | None) -> Tensor | None:
-        self._output_gradients[slot] = gradient
-        if self.is_first:
-            return None
-        return torch.autograd.grad(self._outputs[slot], self._inputs[slot], gradient, retain_graph=True)[0]
+        """The gradient of the input; what the weights need is kept, the rest of the graph is freed."""
+        output, work = self._passes.pop(slot)
+        work.deferring = True
+        x_gradient, direct = self._differentiate(slot, output, self._direct, gradient)
+        self._halves[slot] = _Half(direct, work)
+        return x_gradient
 
     def backward_weight(self, slot: int) -> None:
-        gradient = self._output_gradients.pop(slot)
-        self.gradients.add(slot, torch.autograd.grad(self._outputs.pop(slot), self.parameters, gradient))
-        del self._inputs[slot]
+        half = self._halves.pop(slot)
+        gradients = half.work.finish() | {id(p): g for p, g in zip(self._direct, half.direct, strict=True)}
+        self._add(slot, [gradients[id(p)] for p in self._trained])
 
-    def _run(self, slot: int, x: Tensor) -> Tensor:
-        output: Tensor = self.module(x)
+    def _run(self, slot: int, x: Tensor) -> _Pass:
+        work = WeightWork()
+        with recording(work):
+            output: Tensor = self.module(x, self.task.draw(slot, self.pipeline))
         if self.is_last:
-            loss = loss_of(output, batch(self.gpt, slot, self.pipeline)[1])
-            self.losses[slot] = loss.item()
+            loss = loss_of(output, self.task.microbatch(slot, self.pipeline)[1].to(output.device))
+            self._losses[slot] = loss.detach()
             output = loss * self.loss_scale
-        return output
+        return _Pass(output, work)
+
+    def _differentiate(
+        self, slot: int, output: Tensor, wanted: Sequence[Tensor], gradient: Tensor | None
+    ) -> tuple[Tensor | None, Sequence[Tensor]]:
+        x = self._inputs.pop(slot)
+        if self.is_first:
+            return None, torch.autograd.grad(output, wanted, gradient)
+        x_gradient, *gradients = torch.autograd.grad(output, [x, *wanted], gradient)
+        return x_gradient, gradients
+
+    def _add(self, slot: int, gradients: Sequence[Tensor]) -> None:
+        self.gradients.add(slot, [_local(g, p) for g, p in zip(gradients, self._trained, strict=True)])
+
+
+def _local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """A tensor's share on this process, laid out as `like` is; itself where it is not sharded (see models.parallel).
+
+    Asks for the method and not for DTensor, whose import costs a second that most processes do not need.
+    """
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    if like is not None:
+        tensor = tensor.redistribute(placements=like.placements)  # type: ignore[attr-defined]
+    local: Tensor = tensor.to_local().detach()
+    return local
+
+
+def _is_replicated(parameter: Tensor) -> bool:
+    placements = getattr(parameter, "placements", ())
+    return all(placement.is_replicate() for placement in placements)

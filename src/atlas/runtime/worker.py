@@ -20,12 +20,18 @@ from atlas.ir.ops import Kind, Op
 from atlas.ir.program import BACKWARD, FORWARD, Ints, Program
 from atlas.runtime.device import Device, Span
 from atlas.runtime.model import TinyGpt
+from atlas.runtime.optimizer import LearningRate, OptimizerSettings, make_optimizer
 from atlas.runtime.stage import Stage
-from atlas.wan.framing import Frame, FrameType
-from atlas.wan.peer import Channel, Key, Listener, Mailbox
+from atlas.wan.endpoint import Endpoint
+from atlas.wan.settings import Settings
+from atlas.wan.transport import Handle, Key, Tag
 
 GRADIENTS, WARM_UP = 2, 3
 """The directions of the gradient sums among pipelines and of the first, empty messages, next to FORWARD, BACKWARD."""
+CONNECT_S = 8.0
+"""Peers listen before anybody is told to connect."""
+STREAMS = 2
+"""To each peer, in an emulation: its paths are wide or narrow, but have no window to overcome."""
 
 Address = tuple[str, int]
 T = TypeVar("T")
@@ -39,13 +45,9 @@ class Training:
     optimizer: str = "sgd"
     learning_rate: float = 0.1
 
-
-def make_optimizer(training: Training, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    if training.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=training.learning_rate)
-    if training.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=training.learning_rate)
-    raise ProgramError(f"optimizer {training.optimizer!r}: choose sgd or adamw")
+    @property
+    def settings(self) -> OptimizerSettings:
+        return OptimizerSettings(LearningRate(self.learning_rate), self.optimizer)
 
 
 @dataclass
@@ -63,7 +65,14 @@ class Worker:
     """`listener` is open from the start, so that peers can connect; then `connect`, then `run`."""
 
     def __init__(
-        self, program: Program, worker: int, compute_ns: Ints, training: Training, device: Device, patience_s: float
+        self,
+        program: Program,
+        worker: int,
+        compute_ns: Ints,
+        training: Training,
+        device: Device,
+        patience_s: float,
+        settings: Settings | None = None,
     ) -> None:
         self.program, self.worker, self.compute_ns = program, worker, compute_ns
         self.device, self.patience_s = device, patience_s
@@ -79,12 +88,16 @@ class Worker:
             if program.stage_rank[s] == self.rank
         }
         self.parameters = [p for stage in self.stages.values() for p in stage.parameters]
-        self.optimizer = make_optimizer(training, self.parameters)
-        self.mailbox = Mailbox()
-        self.listener = Listener(self.mailbox)
-        self.channels: dict[tuple[int, int], Channel] = {}
+        named = {name: p for stage in self.stages.values() for name, p in stage.named_parameters.items()}
+        self.optimizer = make_optimizer(training.settings, named)
+        settings = settings or Settings(max_streams=STREAMS, deadline_s=patience_s + 5)
+        self.listener = Endpoint(self._node(worker), settings=settings)
         self.record = Record()
-        self._keys: dict[Key, int] = {}
+        self._sends: list[tuple[int | None, Handle]] = []
+        """By transfer, where it is one of the Program's."""
+        self._receives: dict[Tag, Handle] = {}
+        self._here: dict[Tag, tuple[Tensor, int]] = {}
+        """What stages of this worker hand to each other, and when."""
         self._dispatch: dict[Kind, Callable[[Op, int], Span]] = {
             Kind.F: self._forward,
             Kind.R: self._recompute,
@@ -101,27 +114,31 @@ class Worker:
 
         Everything is used once before it counts: a first burst over a cold connection is several times slower.
         """
-        for (direction, number), address in addresses.items():
-            channel = Channel(self.name, self._peer(direction, number), address, self.mailbox)
-            self.channels[direction, number] = channel
-            zeros = torch.zeros(next(iter(self.stages.values())).gpt.activation_shape)
-            channel.send(self._frame(Key(WARM_UP, self.worker, direction, number), zeros))
+        end = self.listener
+        channels = {
+            (direction, number): end.open(self._peer_node(direction, number), _lane(direction, number), address)
+            for (direction, number), address in addresses.items()
+        }
+        end.warm_up(channels.values(), min(self.patience_s, CONNECT_S))
+        for direction, number in addresses:
+            self._post(direction, number, (WARM_UP, self.worker, direction, number), torch.zeros(1))
         for stage in self.stages.values():
             stage.warm_up()
-        for key in self._expected_warm_ups():
-            who = f"{self.name} waits for a first message from {self.program.worker_name(key.pipeline)}"
-            self.mailbox.wait(key, who, self.patience_s)
+        for tag in self._expected_warm_ups():
+            source, lane = tag[1], _lane(tag[2], tag[3])
+            who = f"{self.name} waits for a first message from {self.program.worker_name(source)}"
+            end.recv(Key(self._node(source), lane, tag), what=who).wait(self.patience_s)
 
-    def _expected_warm_ups(self) -> list[Key]:
+    def _expected_warm_ups(self) -> list[Tag]:
         """By the sender's worker, and the direction and number of the channel as the sender calls it."""
-        program, keys = self.program, []
+        program, tags = self.program, list[Tag]()
         for s in self.stages:
             for neighbour, direction in ((s - 1, FORWARD), (s + 1, BACKWARD)):
                 if 0 <= neighbour < program.num_stages and program.stage_rank[neighbour] != self.rank:
                     source = program.worker(self.pipeline, neighbour)
-                    keys.append(Key(WARM_UP, source, direction, min(s, neighbour)))
-        return keys + [
-            Key(WARM_UP, c * program.num_ranks + self.rank, GRADIENTS, self.pipeline) for c in self._other_pipelines
+                    tags.append((WARM_UP, source, direction, min(s, neighbour)))
+        return tags + [
+            (WARM_UP, c * program.num_ranks + self.rank, GRADIENTS, self.pipeline) for c in self._other_pipelines
         ]
 
     def run(self, start_ns: int) -> Record:
@@ -131,19 +148,15 @@ class Worker:
             span = self._dispatch[op.kind](op, start_ns)
             self.record.op_start_ns.append(span.start_ns)
             self.record.op_end_ns.append(span.end_ns)
-        for channel in self.channels.values():
-            channel.close(self.patience_s)
-            for key, sent_ns in channel.start_ns.items():
-                if key in self._keys:
-                    self.record.start_ns[self._keys[key]] = sent_ns
-        self.mailbox.check()
+        for transfer, handle in self._sends:
+            handle.wait(self.patience_s)
+            if transfer is not None:
+                self.record.start_ns[transfer] = handle.start_ns
         return self.record
 
     def close(self) -> None:
         """Drops every connection, whatever state it is in."""
-        self.listener.close()
-        for channel in self.channels.values():
-            channel.cut()
+        self.listener.close(0.0)
 
     # ---- ops: each waits for its input, runs, sends its output -------------------------------------------------
     def _forward(self, op: Op, start_ns: int) -> Span:
@@ -180,12 +193,15 @@ class Worker:
         """Everyone sends everyone its sum; all add up in the order of pipelines, so all get the same bits."""
         parts = {self.pipeline: torch.cat([g.flatten() for s in self.stages.values() for g in s.gradients.total()])}
         for c in self._other_pipelines:
-            key = Key(GRADIENTS, self.pipeline, op.stage, op.microbatch)
-            self.channels[GRADIENTS, c].send(self._frame(key, parts[self.pipeline]))
+            tag = (GRADIENTS, self.pipeline, op.stage, op.microbatch)
+            self._post(GRADIENTS, c, tag, parts[self.pipeline])
         for c in self._other_pipelines:
             who = f"{self._who(op)} waits for the gradients of {self._peer(GRADIENTS, c)}"
-            letter = self.mailbox.wait(Key(GRADIENTS, c, op.stage, op.microbatch), who, self.patience_s)
-            parts[c], start_ns = _tensor(letter.frame), max(start_ns, letter.arrive_ns)
+            key = Key(self._peer_node(GRADIENTS, c), _lane(GRADIENTS, self.pipeline), (GRADIENTS, c, op.stage, op.microbatch))
+            parts[c] = torch.empty_like(parts[self.pipeline])
+            handle = self.listener.recv(key, parts[c].numpy(), who)
+            handle.wait(self.patience_s)
+            start_ns = max(start_ns, handle.end_ns)
 
         def add_up() -> None:
             total = torch.zeros_like(parts[self.pipeline])
@@ -216,48 +232,75 @@ class Worker:
     def _send(self, op: Op, direction: int, tensor: Tensor, ready_ns: int) -> None:
         to, boundary = (op.stage + 1, op.stage) if direction == FORWARD else (op.stage - 1, op.stage - 1)
         transfer = self._transfer(direction, boundary, op.microbatch)
-        frame = self._frame(Key(direction, self.pipeline, to, op.microbatch), tensor)
+        tag = (direction, self.pipeline, to, op.microbatch)
         self.record.ready_ns[transfer] = ready_ns
         if self.program.stage_rank[to] == self.rank:
             self.record.start_ns[transfer] = ready_ns
-            self.mailbox.put(frame)
+            self._here[tag] = (tensor, time.monotonic_ns())
             return
-        self._keys[Key.of(frame)] = transfer
         # A link of one's own serves first come, first served; only a shared one takes turns.
         turn = int(self.program.turn[transfer]) if self.program.sharing else 0
-        self.channels[direction, boundary].send(frame, turn)
+        self._post(direction, boundary, tag, tensor, turn, transfer)
+
+    def _post(
+        self, direction: int, number: int, tag: Tag, tensor: Tensor, turn: int = 0, transfer: int | None = None
+    ) -> None:
+        key = Key(self._peer_node(direction, number), _lane(direction, number), tag)
+        what = f"{self.name} sends {self.program.transfer_name(transfer) if transfer is not None else tag} to {key.peer}"
+        self._sends.append((transfer, self.listener.send(key, tensor.contiguous().numpy(), turn, what)))
 
     def _receive(self, op: Op, direction: int, *, keep: bool = False) -> tuple[Tensor, int]:
         boundary = op.stage - 1 if direction == FORWARD else op.stage
         transfer = self._transfer(direction, boundary, op.microbatch)
-        source = self.program.worker_name(self.program.worker(self.pipeline, boundary + direction))
-        who = f"{self._who(op)} waits for {self.program.transfer_name(transfer)} of {source}"
-        key = Key(direction, self.pipeline, op.stage, op.microbatch)
-        letter = self.mailbox.wait(key, who, self.patience_s, keep=keep)
-        self.record.arrive_ns[transfer] = letter.arrive_ns
-        return _tensor(letter.frame), letter.arrive_ns
+        tag = (direction, self.pipeline, op.stage, op.microbatch)
+        if tag in self._here:
+            tensor, arrive_ns = self._here[tag] if keep else self._here.pop(tag)
+        else:
+            tensor, arrive_ns = self._fetch(op, direction, boundary, transfer, tag, keep=keep)
+        self.record.arrive_ns[transfer] = arrive_ns
+        return tensor, arrive_ns
+
+    def _fetch(
+        self, op: Op, direction: int, boundary: int, transfer: int, tag: Tag, *, keep: bool
+    ) -> tuple[Tensor, int]:
+        worker = self.program.worker(self.pipeline, boundary + direction)
+        who = f"{self._who(op)} waits for {self.program.transfer_name(transfer)} of {self.program.worker_name(worker)}"
+        handle = self._receives.pop(tag, None)
+        if handle is None:
+            handle = self.listener.recv(Key(self._node(worker), _lane(direction, boundary), tag), what=who)
+        data = handle.wait(self.patience_s)
+        if keep:
+            self._receives[tag] = handle
+        shape = next(iter(self.stages.values())).task.activation_shape
+        return torch.frombuffer(data, dtype=torch.float32).view(shape), handle.end_ns
 
     def _transfer(self, direction: int, boundary: int, slot: int) -> int:
         shape = (2, self.program.num_pipelines, self.program.num_stages - 1, self.program.num_slots)
         return int(np.ravel_multi_index((direction, self.pipeline, boundary, slot), shape))
-
-    def _frame(self, key: Key, tensor: Tensor) -> Frame:
-        payload = tensor.contiguous().numpy().data.cast("B")
-        return Frame(FrameType.DATA, payload, dtype="float32", shape=tuple(tensor.shape), **key._asdict())
 
     @property
     def _other_pipelines(self) -> list[int]:
         return [c for c in range(self.program.num_pipelines) if c != self.pipeline]
 
     def _peer(self, direction: int, number: int) -> str:
+        return self.program.worker_name(self._peer_worker(direction, number))
+
+    def _peer_node(self, direction: int, number: int) -> str:
+        return self._node(self._peer_worker(direction, number))
+
+    def _peer_worker(self, direction: int, number: int) -> int:
         """The other end of a channel; a channel's number is its boundary, or the other pipeline."""
         if direction == GRADIENTS:
-            return self.program.worker_name(number * self.program.num_ranks + self.rank)
-        return self.program.worker_name(self.program.worker(self.pipeline, number + 1 - direction))
+            return number * self.program.num_ranks + self.rank
+        return self.program.worker(self.pipeline, number + 1 - direction)
+
+    def _node(self, worker: int) -> str:
+        return f"{self.program.worker_dc(worker)}/{self.program.worker_name(worker)}"
 
     def _who(self, op: Op) -> str:
         return f"{op} on {self.name} ({self.program.worker_dc(self.worker)})"
 
 
-def _tensor(frame: Frame) -> Tensor:
-    return torch.frombuffer(frame.payload, dtype=torch.float32).view(frame.shape)
+def _lane(direction: int, number: int) -> int:
+    """Every channel of the Program has its own."""
+    return direction + 4 * number

@@ -1,0 +1,173 @@
+"""One node of a bench as a process: takes orders as JSON lines on stdin, answers on stdout. See `net.Lab`."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atlas.wan.cell import Cell
+from atlas.wan.endpoint import Endpoint
+from atlas.wan.security import Credentials, Security
+from atlas.wan.settings import Settings
+from atlas.wan.transport import Handle, Key, Transport
+
+EVERYWHERE = ("0.0.0.0/0",)
+
+
+class Actor:
+    """Methods are orders; what they return is the answer."""
+
+    def __init__(self) -> None:
+        self.endpoint: Endpoint | None = None
+        self.transport: Transport | None = None
+        self.waiting: dict[str, list[Handle]] = {}
+        self.buffers: list[np.ndarray] = []
+        self.sockets: list[socket.socket] = []
+
+    def open(self, name: str, host: str, certs: str | None, settings: dict[str, Any]) -> Any:
+        credentials = Credentials.of_folder(Path(certs), name) if certs else None
+        security = Security(credentials, () if certs else EVERYWHERE)
+        log = (lambda line: print(line, file=sys.stderr)) if settings.pop("verbose", False) else (lambda line: None)
+        self.endpoint = Endpoint(name, (host, 0), security=security, settings=Settings(**settings), log=log)
+        self.transport = self.endpoint
+        return self.endpoint.address
+
+    def cell(self, pairs: dict[str, str]) -> None:
+        self.shared = self.transport = Cell(self.endpoint, pairs)
+
+    def use(self, which: str) -> None:
+        self.transport = self.shared if which == "cell" else self.endpoint
+
+    def connect(self, peers: dict[str, list[Any]], lanes: list[int]) -> None:
+        self.endpoint.connect({peer: (host, port) for peer, (host, port) in peers.items()}, lanes)
+
+    def join(self, peers: dict[str, list[Any]], lanes: list[int]) -> None:
+        self.shared.connect({peer: (host, port) for peer, (host, port) in peers.items()})
+
+    def recv(self, peer: str, numbers: list[int], num_bytes: int) -> None:
+        if len(self.buffers) < len(numbers) or (self.buffers and len(self.buffers[0]) != num_bytes):
+            self.buffers = [np.ones(num_bytes, np.uint8) for _ in numbers]
+        self.waiting["recv"] = [
+            self.transport.recv(Key(peer, 0, (n, 0, 0, 0)), b) for n, b in zip(numbers, self.buffers, strict=False)
+        ]
+
+    def prepare(self, num_bytes: int) -> None:
+        """Memory that was never touched would count as the network's delay."""
+        if len(self.buffers) != 1 or len(self.buffers[0]) != num_bytes:
+            self.buffers = [np.ones(num_bytes, np.uint8)]
+
+    def send(self, peer: str, numbers: list[int], num_bytes: int, turns: list[int], at_ns: int) -> None:
+        self.prepare(num_bytes)
+        data = self.buffers[0]
+        time.sleep(max(0, at_ns - time.monotonic_ns()) / 1e9)
+        self.waiting["send"] = [
+            self.transport.send(Key(peer, 0, (n, 0, 0, 0)), data, turn)
+            for n, turn in zip(numbers, turns, strict=True)
+        ]
+
+    def wait(self, which: str, timeout_s: float) -> Any:
+        """When each began and ended, on the machine's monotonic clock."""
+        handles = self.waiting.pop(which)
+        for handle in handles:
+            handle.wait(timeout_s)
+        return [(handle.start_ns, handle.end_ns) for handle in handles]
+
+    def stats(self, peer: str, lane: int = 0) -> Any:
+        channel = self.endpoint.channel(peer, lane)
+        facts = [s.stream.facts() for s in channel._slots if s.stream]
+        return {
+            "rtt_ms": round(channel.rtt_s * 1e3, 2),
+            "rate_mbps": round((channel.meter.rate_bps or 0) / 1e6),
+            "choice": str(channel._choice), "flight_kb": channel.outbox.flight and channel.outbox.flight.limit_bytes >> 10,
+            "retransmits": [f.num_retransmits for f in facts if f],
+            "cwnd_kb": [f.window_bytes >> 10 for f in facts if f],
+            "replaced": channel.num_replaced,
+        }
+
+    def cpu(self) -> float:
+        return time.process_time()
+
+    def paths(self, peer: str) -> Any:
+        return [path.delivered_bytes for path in self.transport.paths(peer)]
+
+    # ---- one TCP connection, for comparison --------------------------------------------------------------------
+    def tcp_listen(self, host: str) -> Any:
+        server = socket.create_server((host, 0))
+        self.sockets.append(server)
+        threading.Thread(target=self._tcp_serve, args=(server,), daemon=True).start()
+        return server.getsockname()
+
+    def _tcp_serve(self, server: socket.socket) -> None:
+        sock, _ = server.accept()
+        block = memoryview(bytearray(1 << 20))
+        while head := sock.recv(8, socket.MSG_WAITALL):
+            left = int.from_bytes(head, "big")
+            while left:
+                left -= sock.recv_into(block, min(left, len(block)))
+            sock.sendall(b"k")
+
+    def tcp_connect(self, address: list[Any], congestion: str) -> None:
+        sock = socket.socket()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
+        sock.connect(tuple(address))
+        self.sockets.append(sock)
+
+    def tcp_send(self, num_bytes: int) -> float:
+        sock, data = self.sockets[-1], bytes(num_bytes)
+        begin = time.monotonic()
+        sock.sendall(num_bytes.to_bytes(8, "big"))
+        sock.sendall(data)
+        sock.recv(1)
+        return time.monotonic() - begin
+
+    # ---- Gloo, for comparison ----------------------------------------------------------------------------------
+    def gloo(self, rank: int, host: str, port: int, device: str) -> None:
+        import os
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        os.environ["GLOO_SOCKET_IFNAME"] = device
+        store = dist.TCPStore(host, port, 2, rank == 0, timeout=timedelta(seconds=30))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+    def gloo_move(self, rank: int, num_bytes: int, count: int) -> float:
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.zeros(num_bytes, dtype=torch.uint8)
+        dist.barrier()
+        begin = time.monotonic()
+        for _ in range(count):
+            if rank == 0:
+                dist.send(tensor, 1)
+            else:
+                dist.recv(tensor, 0)
+        return time.monotonic() - begin
+
+    def close(self) -> None:
+        if self.endpoint is not None:
+            self.endpoint.close(1.0)
+
+
+def main() -> None:
+    sys.setswitchinterval(0.0005)
+    actor = Actor()
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            answer = {"answer": getattr(actor, order.pop("do"))(**order)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

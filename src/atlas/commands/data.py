@@ -1,0 +1,78 @@
+"""Text to shards of tokens for `atlas train`, and what shards hold.
+
+A text file is one document, a .jsonl file one per line ({"text": ...}). Without a tokenizer, tokens are bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from atlas.commands.terminal import Meter, as_json
+from atlas.errors import AtlasError
+from atlas.runtime.data.batches import Dataset
+from atlas.runtime.data.tokenize import SHARD_TOKENS, sample_text, tokenize
+from atlas.runtime.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, help="tokenize or check")
+    write = actions.add_parser("tokenize", help="write shards", description="Write a folder of shards.")
+    write.add_argument("inputs", nargs="*", type=Path, metavar="INPUT", help="text or .jsonl (none: a text that ships)")
+    write.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    write.add_argument("--tokenizer", type=Path, metavar="FILE", help="a model's tokenizer.json (default: bytes)")
+    write.add_argument(
+        "--end", metavar="TOKEN", help="the tokenizer's token between documents (default: found by name)"
+    )
+    write.add_argument(
+        "--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help=f"tokens in a file ({SHARD_TOKENS:,})"
+    )
+    check = actions.add_parser("check", help="read shards whole", description="Verify shards and say what they hold.")
+    check.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of shards, or shards")
+    for action in (write, check):
+        action.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.action == "check":
+        dataset = Dataset.open(*args.paths, verify=True)
+    else:
+        with Meter() as meter:
+            tokenize(
+                args.inputs or [sample_text()],
+                args.out,
+                _tokenizer(args.tokenizer, args.end),
+                shard_tokens=args.shard_tokens,
+                progress=meter,
+            )
+        dataset = Dataset.open(args.out)
+    if args.json:
+        sys.stdout.write(as_json(_facts(dataset)))
+    else:
+        where = ", ".join(map(str, args.paths if args.action == "check" else [args.out]))
+        facts = _facts(dataset)
+        print(f"{where}: {facts['tokens']:,} tokens in {facts['shards']} shard(s), tokenizer {facts['tokenizer']}")
+        print(f"vocabulary {facts['vocabulary']:,}, {facts['bytes_per_token']} byte(s) each, digest {facts['digest']}")
+    return 0
+
+
+def _tokenizer(path: Path | None, end: str | None) -> Tokenizer:
+    if path is not None:
+        return FileTokenizer(path, end)
+    if end is not None:
+        raise AtlasError(f"--end {end!r}: bytes end with a zero byte. Leave it out, or give a --tokenizer")
+    return ByteTokenizer()
+
+
+def _facts(dataset: Dataset) -> dict[str, Any]:
+    header = dataset.shards[0].header
+    return {
+        "tokens": dataset.num_tokens,
+        "shards": len(dataset.shards),
+        "tokenizer": header.tokenizer,
+        "vocabulary": header.vocabulary,
+        "bytes_per_token": header.dtype.itemsize,
+        "digest": dataset.digest,
+    }

@@ -1,0 +1,208 @@
+"""Find what to run: which datacenters, which parallelism, which schedule, what it costs, and why the others lost.
+
+Every candidate trains on the job's own global batch. Candidates are estimated in closed form, the best are simulated
+event by event, and the winner's schedule is searched. Interrupt it (Ctrl-C) to have the best plan so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from atlas.commands.files import require_writable
+from atlas.commands.simulate import job_flags, whole
+from atlas.commands.terminal import Meter, as_json, say, show
+from atlas.errors import SpecError
+from atlas.ir.store import replacing
+from atlas.plan.files import plan_of
+from atlas.plan.judge import as_dict
+from atlas.plan.objective import OBJECTIVES, Objective, amount, objective_of
+from atlas.plan.planner import Planned, make_plan
+from atlas.plan.report import compared, front, has_prices, rows, scene, verdict
+from atlas.plan.space import KEEPABLE, batch_of
+from atlas.plan.strategies import STRATEGIES
+from atlas.spec.plan import load_job_or_plan, plan_text
+from atlas.view.table import seconds
+
+SHOWN = 8
+"""Rivals in the table."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", type=Path, nargs="?", metavar="JOB.yaml", help="the job: docs/jobs.md explains its keys")
+    parser.add_argument("--strategy", default="ours", metavar="NAME", help=f"one of {', '.join(STRATEGIES)}")
+    parser.add_argument("--objective", metavar="NAME", help=f"one of {', '.join(OBJECTIVES)}")
+    parser.add_argument("--budget", metavar="USD", help="at most so much: 500/h, or 2.5/it (an iteration)")
+    parser.add_argument("--min-throughput", metavar="RATE", help="at least so much: 0.03it/s, or 50000tok/s")
+    parser.add_argument("--tokens", metavar="N", help="with --deadline: tokens to train on, such as 300B or 1e12")
+    parser.add_argument("--deadline", metavar="TIME", help="with --tokens: when they must be done, such as 30d or 12h")
+    parser.add_argument(
+        "--keep", action="append", default=[], metavar="KEY", help=f"leave to the job: {', '.join(KEEPABLE)}"
+    )
+    parser.add_argument("--global-batch", type=whole(1, 10**9), metavar="N", help="sequences of one iteration")
+    parser.add_argument("--tcp", choices=("one", "many"), default="many", help="connections between two nodes")
+    parser.add_argument(
+        "--tries", type=whole(0, 1_000_000), metavar="N", help="orders the winner's search may try; 0: no search"
+    )
+    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="of that search (default 0)")
+    job_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
+    parser.add_argument("--out", type=Path, metavar="PLAN.yaml", help="write the plan, for simulate, whatif and train")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write a page: the placement on a map, the rivals")
+    parser.add_argument("--pareto", type=Path, metavar="FILE", help="write the front of time and cost (.svg or .html)")
+    _sailor_flags(parser)
+
+
+def _sailor_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags for Sailor's files; those that both kinds of input have are the ones above."""
+    from atlas.commands.plan_sailor import add_arguments
+
+    theirs = argparse.ArgumentParser(add_help=False)
+    add_arguments(theirs)
+    group = parser.add_argument_group("from Sailor's files instead of a job")
+    for action in theirs._actions:
+        if not set(action.option_strings) & set(parser._option_string_actions):
+            group._add_action(action)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.from_sailor is not None:
+        return _run_sailor(args)
+    if args.job is None:
+        raise SpecError(where="atlas plan", key="JOB.yaml", value=None, rule="is missing", remedy="Name a job file")
+    for flag in ("out", "page", "pareto"):
+        if getattr(args, flag) is not None:
+            require_writable(getattr(args, flag), f"--{flag}")
+    job, _ = load_job_or_plan(args.job, args.set)
+    batch = args.global_batch or batch_of(job)
+    goal = _objective(args, batch * job.model.seq_len)
+    with Meter() as meter:
+        planned = make_plan(
+            job,
+            strategy=args.strategy,
+            objective=goal,
+            keep=args.keep,
+            global_batch=batch,
+            tcp=args.tcp,
+            tries=args.tries,
+            seed=args.seed,
+            tick=meter,
+        )
+    if args.json:
+        sys.stdout.write(as_json(as_data(planned)))
+    else:
+        _show(planned)
+    _write(args, planned)
+    return 0
+
+
+def _run_sailor(args: argparse.Namespace) -> int:
+    from atlas.commands.plan_sailor import run_sailor
+
+    args.objective = args.objective or "throughput"
+    limit = args.min_throughput
+    args.min_throughput = 0.0
+    if limit is not None:
+        args.min_throughput, _ = amount(limit, "--min-throughput", {"": 1, "it/s": 1}, "0.03it/s")
+    return int(run_sailor(args))
+
+
+def _objective(args: argparse.Namespace, tokens_per_iteration: int) -> Objective:
+    """A limit on throughput without a goal asks for the cheapest plan that keeps it."""
+    wanted = "cost" if args.min_throughput is not None or args.deadline is not None else "throughput"
+    return objective_of(
+        args.objective or wanted,
+        budget=args.budget,
+        min_throughput=args.min_throughput,
+        tokens=args.tokens,
+        deadline=args.deadline,
+        tokens_per_iteration=tokens_per_iteration,
+    )
+
+
+def as_data(planned: Planned) -> dict[str, Any]:
+    """Everything, JSON-able."""
+    plan = plan_of(planned)
+    return {
+        "plan": plan.model_dump(mode="json", exclude_none=True, exclude={"job"}),
+        "candidates": rows(planned),
+        "pareto": [as_dict(judged) for judged in front(planned)],
+        "notes": verdict(planned),
+    }
+
+
+# ---- tables ------------------------------------------------------------------------------------------------
+def _show(planned: Planned) -> None:
+    best, job = planned.figures, planned.job
+    figures, candidate = best.figures, best.candidate
+    money = has_prices(planned)
+    lines = [
+        f"{job.name}: {planned.objective.words()}, {planned.space.sequences:,} sequences an iteration",
+        "",
+        f"  {candidate.where()}",
+        f"  {candidate.how()}, {candidate.num_gpus:,} GPUs"
+        + (", pipelines taking turns on the WAN" if candidate.sharing else ""),
+        f"  {seconds(figures.iteration_s)} an iteration, {figures.tokens_per_s:,.0f} tokens/s, "
+        f"schedule {planned.schedule}",
+    ]
+    if money:
+        lines.append(
+            f"  ${figures.usd_per_iteration:,.4g} an iteration (${figures.egress_usd:,.3g} of it egress), "
+            f"${figures.usd_per_hour:,.2f} an hour, ${figures.usd_per_tera_token:,.0f} per trillion tokens"
+        )
+    lines += ["", *(f"  {line}" for line in verdict(planned)), f"  Runnable: {plan_of(planned).runnable}.", ""]
+    show(*lines, _table(planned, money))
+    if planned.interrupted:
+        say("atlas: interrupted: this is the best plan so far")
+
+
+def _table(planned: Planned, money: bool) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    told = compared(planned) + (" * nobody is both faster and cheaper." if money else "")
+    table = Table(
+        padding=(0, 1, 0, 0),
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        caption=Text(told),
+        caption_justify="left",
+    )
+    on_front = {judged.candidate for judged in front(planned)} if money else set()
+    table.add_column("stages in", overflow="fold", ratio=3)
+    table.add_column("parallelism", overflow="fold", ratio=3)
+    table.add_column("iteration", justify="right", no_wrap=True)
+    if money:
+        table.add_column("$/iteration", justify="right", no_wrap=True)
+    table.add_column("lost by", overflow="fold", ratio=3)
+    shown = [planned.winner, *planned.rivals][: SHOWN + 1]
+    for judged, row in zip(shown, rows(planned), strict=False):
+        mark = "*" if judged.candidate in on_front else ""
+        cost = [f"{row['usd_per_iteration']:,.4g}{mark}"] if money else []
+        lost = row["lost"] or "the winner"
+        cells = [row["where"], row["how"], seconds(row["iteration_s"]), *cost, lost]
+        table.add_row(*cells, style="green" if judged is planned.winner else None)
+    return table
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+def _write(args: argparse.Namespace, planned: Planned) -> None:
+    if args.out is not None:
+        with replacing(args.out) as file:
+            file.write(plan_text(plan_of(planned)).encode())
+        say(f"wrote {args.out}")
+    if args.page is not None:
+        from atlas.view.map import write_plan_page
+
+        notes = [planned.objective.words(), *verdict(planned)]
+        write_plan_page(args.page, scene(planned), notes=notes)
+        say(f"wrote {args.page}")
+    if args.pareto is not None:
+        from atlas.view.pareto import write_front
+
+        found = scene(planned)
+        write_front(args.pareto, found["rows"], found["front"], title=f"{planned.job.name}: time and cost")
+        say(f"wrote {args.pareto}")

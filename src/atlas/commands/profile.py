@@ -1,0 +1,58 @@
+"""Measure a job's model on the accelerator at hand, and write what `profile:` in a job file takes.
+
+    atlas profile JOB.yaml --gpu H200 --out h200.json
+    atlas simulate JOB.yaml --set profile=h200.json
+
+Times the embedding, one layer and the head as the runtime runs them, at the job's microbatch size and precision, on one
+device without tensor parallelism. An existing file keeps its entries for other GPUs and sizes. Needs torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from atlas.commands.simulate import job_flags
+from atlas.cost.profile import load_profile
+from atlas.errors import MissingExtraError
+from atlas.ir.store import replacing
+from atlas.spec import Job, load_job
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", metavar="JOB.yaml", type=Path, help="whose model, microbatch and precision to measure")
+    parser.add_argument("--gpu", required=True, metavar="NAME", help="what the cluster file calls this accelerator")
+    parser.add_argument("--out", required=True, metavar="FILE", type=Path, help="profile to write, or to add to")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where to run (default: cuda)")
+    parser.add_argument("--repeats", type=int, default=10, metavar="N", help="timed runs, of which the median counts")
+    job_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    job = load_job(args.job, args.set)
+    kept = load_profile(args.out) if args.out.exists() else None
+    entry = measure(job, args.gpu, args.device, max(1, args.repeats))
+    same = (entry["gpu"], entry["microbatch"], entry["tp"])
+    others = [
+        e.model_dump(exclude_none=True) for e in (kept.entries if kept else ()) if (e.gpu, e.microbatch, e.tp) != same
+    ]
+    with replacing(args.out) as file:
+        file.write((json.dumps({"model": job.name, "entries": [*others, entry]}, indent=2) + "\n").encode())
+    layer = entry["layer"]
+    print(
+        f"{args.gpu}, microbatch {job.microbatch}: a layer takes {layer['forward_s'] * 1e3:.3f} ms forward, "
+        f"{layer['backward_s'] * 1e3:.3f} ms backward ({layer['weight_s'] * 1e3:.3f} of it weight gradient). "
+        f"Written to {args.out}"
+    )
+    return 0
+
+
+def measure(job: Job, gpu: str, device: str, repeats: int) -> dict[str, Any]:
+    """One entry of a profile file."""
+    try:
+        from atlas.runtime.profile import profile
+    except ModuleNotFoundError:
+        raise MissingExtraError("torch", "runtime", "measuring a profile") from None
+    return {"gpu": gpu, "microbatch": job.microbatch, "tp": 1, **profile(job, device, repeats)}

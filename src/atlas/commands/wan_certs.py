@@ -1,0 +1,41 @@
+"""Make certificates for the nodes of a group: a small CA in the folder, once, and a certificate and key per node.
+
+Everything that leaves a datacenter is encrypted, and a node may speak only for the names in its certificate. Give
+each node its own pair and `ca.pem`; keep `ca.key` where no node runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from atlas.commands.terminal import as_json
+from atlas.wan.certs import CA_DAYS, DEFAULT_DAYS, expires, make_ca, make_node
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("nodes", nargs="+", metavar="DATACENTER/WORKER", help="the nodes to make certificates for")
+    parser.add_argument("--out", type=Path, default=Path("certs"), help="folder (default: certs)")
+    parser.add_argument("--days", type=int, default=DEFAULT_DAYS, help=f"validity (default: {DEFAULT_DAYS} days)")
+    parser.add_argument("--ca-days", type=int, default=CA_DAYS, help=f"validity of a new CA (default: {CA_DAYS} days)")
+    parser.add_argument("--also", action="append", default=[], metavar="DATACENTER/WORKER",
+                        help="another name that each of these nodes may speak for (repeatable)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print what was made as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    make_ca(args.out, days=args.ca_days)
+    made = []
+    for node in args.nodes:
+        credentials = make_node(args.out, node, days=args.days, also=args.also)
+        until = expires(credentials.cert_file).date().isoformat()
+        made.append({"node": node, "certificate": str(credentials.cert_file), "key": str(credentials.key_file),
+                     "valid_until": until})  # fmt: skip
+    if args.json:
+        sys.stdout.write(as_json(made))
+        return 0
+    for one in made:
+        print(f"{one['node']}: {one['certificate']}, {one['key']} (0600), valid until {one['valid_until']}")
+    print(f"Copy each pair and {args.out / 'ca.pem'} to its node; keep {args.out / 'ca.key'} away from all of them.")
+    return 0

@@ -1,0 +1,141 @@
+"""Measure the paths between datacenters: round trips, what 1 to K streams carry, and whether the cap is the node
+pair's or the trunk's.
+
+On every host:   atlas wan probe --listen 10.0.0.5:7077 --token-file secret
+On one of them:  atlas wan probe --token-file secret --node east-0=10.0.0.5:7077 --node west-0=10.9.0.5:7077 ...
+
+Nodes are called after their datacenter and a number. With two nodes on each side the survey tells a pair cap from a
+trunk cap. The token is a shared secret of at least 16 characters, from a file or $ATLAS_PROBE_TOKEN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from atlas.errors import AtlasError
+from atlas.spec.cluster import Cluster, Link, Route
+from atlas.spec.load import load_cluster, load_job
+from atlas.wan.path import Observation, recorded, write_series, write_trace
+from atlas.wan.probe.agent import Agent
+from atlas.wan.probe.links import drift, links_yaml, to_link, write_links
+from atlas.wan.probe.survey import LinkMeasurement, Survey, survey
+from atlas.wan.probe.wire import require_token
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--listen", metavar="HOST:PORT", help="be an agent at this address, until interrupted")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="the shared secret (or $ATLAS_PROBE_TOKEN)")
+    parser.add_argument(
+        "--node", action="append", default=[], metavar="NAME=HOST:PORT", help="an agent to ask; may be repeated"
+    )
+    parser.add_argument("--write", type=Path, metavar="CLUSTER.yaml", help="replace the links of this file, only those")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the links section to a file of its own")
+    parser.add_argument("--check", type=Path, metavar="FILE", help="warn where this job or cluster assumes otherwise")
+    parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
+    parser.add_argument("--max-streams", type=int, default=32, metavar="K", help="connections at most (default 32)")
+    parser.add_argument("--max-mb", type=float, default=1000.0, metavar="MB", help="of one transfer (default 1000)")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="probe N times, for --record")
+    parser.add_argument("--every", type=float, default=60.0, metavar="S", help="seconds between two of them")
+    parser.add_argument(
+        "--record", type=Path, metavar="DIR", help="write each link's series and its trace for the simulator to DIR"
+    )
+
+
+configure = add_arguments
+
+
+def run(args: argparse.Namespace) -> int:
+    token = _token(args.token_file)
+    if args.listen is not None:
+        host, port = _address("--listen", args.listen)
+        with Agent(host, port, token) as agent:
+            print(json.dumps({"listening": list(agent.address)}), flush=True)
+            agent.wait()
+        return 0
+    if not args.node:
+        raise AtlasError("nothing to do: give --listen HOST:PORT to be an agent, or --node NAME=HOST:PORT to ask some")
+    agents = dict(_node(text) for text in args.node)
+    how = Survey(agents, token, max_streams=args.max_streams, max_bytes=round(args.max_mb * 1e6))
+    rounds = _rounds(how, args.repeat, args.every)
+    found = rounds[-1]
+    if args.json:
+        json.dump([asdict(m) | {"cap": m.cap, "streams": m.streams} for m in found], sys.stdout, indent=2)
+        print()
+    else:
+        sys.stdout.write(links_yaml(found))
+    if args.out is not None:
+        args.out.write_text(links_yaml(found))
+    if args.write is not None:
+        write_links(args.write, found)
+    if args.record is not None:
+        _record(args.record, rounds)
+    return _warn(args.check, found) if args.check is not None else 0
+
+
+def check(cluster: Cluster, found: list[LinkMeasurement]) -> list[str]:
+    """Where a cluster file assumes what was not found."""
+    assumed: dict[frozenset[str], Route | Link] = {}
+    for m in found:
+        route = cluster.route(*m.between)
+        if route is not None:
+            assumed[frozenset(m.between)] = route
+    return drift(assumed, [to_link(m) for m in found])
+
+
+def _warn(path: Path, found: list[LinkMeasurement]) -> int:
+    """A job has a model, a cluster file has not."""
+    try:
+        cluster = load_cluster(path)
+    except AtlasError:
+        cluster = load_job(path).cluster
+    warnings = check(cluster, found)
+    for warning in warnings:
+        print(f"atlas: {path}: {warning}", file=sys.stderr)
+    return 3 if warnings else 0
+
+
+def _rounds(how: Survey, repeat: int, every_s: float) -> list[list[LinkMeasurement]]:
+    rounds: list[list[LinkMeasurement]] = []
+    begun = time.monotonic()
+    for i in range(max(1, repeat)):
+        time.sleep(max(0.0, begun + i * every_s - time.monotonic()))
+        rounds.append(survey(how))
+    return rounds
+
+
+def _record(folder: Path, rounds: list[list[LinkMeasurement]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, link in enumerate(rounds[0]):
+        name = "-".join(link.between)
+        series = [Observation(r[i].at, r[i].rtt.median_s * 1e3, r[i].pair_bps / 1e9) for r in rounds]
+        write_series(folder / f"{name}.series.csv", series)
+        write_trace(folder / f"{name}.trace.csv", recorded(series).rows())
+
+
+def _token(path: Path | None) -> str:
+    if path is not None:
+        try:
+            return require_token(path.read_text().strip())
+        except OSError as error:
+            raise AtlasError(f"--token-file {path}: {error.strerror}") from None
+    return require_token(os.environ.get("ATLAS_PROBE_TOKEN", ""))
+
+
+def _node(text: str) -> tuple[str, tuple[str, int]]:
+    name, equals, address = text.partition("=")
+    if not equals:
+        raise AtlasError(f"--node {text!r}: write NAME=HOST:PORT, like east-0=10.0.0.5:7077")
+    return name, _address("--node", address)
+
+
+def _address(flag: str, text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise AtlasError(f"{flag} {text!r}: write HOST:PORT, like 10.0.0.5:7077")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,166 @@
+"""Seconds and dollars of many pipelines at once, in closed form: what a search ranks by before it simulates.
+
+    iteration = fill + (M - 1) x period + closing
+    fill      one microbatch through every stage and back: forwards, backwards, both ways over every hop, and the
+              wait for one's turn where a cell shares the WAN
+    period    the slower of a stage's forward, recompute and backward, and a link's bytes; stretched where memory holds
+              fewer microbatches than a round trip wants
+    closing   the all-reduce and the optimizer of whichever stage ends last
+
+Made of the same pieces as `cost.price` (a test holds the two together). What it leaves out is how an order meets
+these limits at once: it is a few per cent low, most where hops are long and microbatches few. Knows no order.
+
+Index legend: n pipeline shape, v variant of one (replicas, pipelines per cell), s stage, b boundary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from atlas.cost.wan import QUANTUM_NS
+from atlas.plan.ground import Flags, Floats, Ground, Ints, Speeds
+from atlas.plan.shapes import Shape
+from atlas.plan.space import Space
+from atlas.plan.split import Sizes, in_flight, split_layers
+
+LOCKSTEP = 1.5
+"""Periods that a microbatch takes at least where memory is short; measured on `order.eager`, not derived."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Pipelines of one tp, microbatch size and depth."""
+
+    tp: int
+    microbatch: int
+    depth: int
+    shapes: list[Shape]
+    shape: Ints
+    """[v]"""
+    replicas: Ints
+    cell: Ints
+    """[v]: pipelines that take turns; 1 where each has its own path."""
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """By variant."""
+
+    fill_s: Floats
+    period_s: Floats
+    closing_s: Floats
+    """What the all-reduce and the optimizer add after the last backward."""
+    num_microbatches: Ints
+    iteration_s: Floats
+    usd: Floats
+    """Of one iteration: rent and egress."""
+    usd_per_s: Floats
+    """Rent."""
+    fits: Flags
+    layers: Ints
+    """[n, s]"""
+
+
+def estimate(space: Space, ground: Ground, speeds: Speeds, sizes: Sizes, batch: Batch) -> Estimate:
+    """Every variant of a batch."""
+    job, v = space.job, batch.shape
+    dc = np.array([[i for i, stages in shape for _ in range(stages)] for shape in batch.shapes], np.int64)
+    layers, fits = split_layers(job, ground, speeds, sizes, dc)
+    forward_s, again_s, backward_s, update_s = _stage_times(speeds, dc, layers)
+    held = in_flight(job, ground, sizes, dc, layers)
+    fits &= held >= 1
+    hops = _Hops(space, ground, batch, dc[v])
+    work_s = forward_s + again_s + backward_s
+    through_s = (forward_s + backward_s).sum(axis=1)[v] + hops.way_s.sum(axis=1) + hops.turn_s
+    # From a stage's forward to its backward's end: everything behind it, and the way there and back.
+    behind_s = np.cumsum(work_s[:, ::-1], axis=1)[:, ::-1][v]
+    behind_s[:, :-1] += np.cumsum(hops.way_s[:, ::-1], axis=1)[:, ::-1]
+    slots = space.slots(batch.microbatch)
+    num_mb = -(-slots // batch.replicas)
+    period_s = work_s.max(axis=1)[v]
+    if batch.depth > 1:
+        period_s = np.maximum(period_s, hops.load_s.max(axis=1))
+    # Where memory holds fewer microbatches than a round trip wants, neighbours go in lockstep: more than in proportion.
+    short = behind_s.max(axis=1) / (np.maximum(held[v], 1) * period_s)
+    stalls = (short > 1) & (num_mb > held[v])
+    period_s = np.where(stalls, period_s * np.maximum(LOCKSTEP, 1.1 * short), period_s)
+    closing_s = sync_s(job.model.tied_embeddings, ground, sizes, batch, dc, layers) + update_s[v]
+    # A stage's all-reduce hides behind the gradients that still travel to stage 0.
+    drain_s = np.zeros((len(v), batch.depth))
+    drain_s[:, 1:] = np.cumsum(backward_s[v][:, :-1] + hops.back_s, axis=1)
+    closing_s = np.max(closing_s - drain_s, axis=1)
+    iteration_s = through_s + (num_mb - 1) * period_s + closing_s
+    usd_per_s = ground.usd_per_gpu_s[dc].sum(axis=1)[v] * batch.replicas * batch.tp
+    egress = 2 * slots * _activation_bytes(space, batch.microbatch) * hops.usd_per_byte
+    return Estimate(
+        through_s,
+        period_s,
+        closing_s,
+        num_mb,
+        iteration_s,
+        iteration_s * usd_per_s + egress,
+        usd_per_s,
+        fits[v],
+        layers,
+    )
+
+
+def _activation_bytes(space: Space, microbatch: int) -> float:
+    model = space.job.model
+    return float(microbatch * model.seq_len * model.hidden * space.job.element_bytes)
+
+
+def _stage_times(speeds: Speeds, dc: Ints, layers: Ints) -> list[Floats]:
+    """[n, s] forward, recompute, backward, update. The last stage goes straight on to its backward."""
+    per_layer = (speeds.forward_s, speeds.again_s, speeds.backward_s, speeds.update_s)
+    times = [layers * of[dc] for of in per_layer]
+    for k, time_s in enumerate(times):
+        time_s[:, 0] += speeds.first[k, dc[:, 0]]
+        time_s[:, -1] += speeds.last[k, dc[:, -1]]
+    times[1][:, -1] = 0.0
+    return times
+
+
+def sync_s(tied: bool, ground: Ground, sizes: Sizes, batch: Batch, dc: Ints, layers: Ints) -> Floats:
+    """[v, s]: the ring all-reduce of each stage inside its datacenter. Tied embeddings are left to the simulator."""
+    params = layers * sizes.gradient_per_layer
+    params[:, 0] += sizes.gradient_first
+    params[:, -1] += sizes.gradient_last
+    rate_bps = ground.worker_bps(batch.tp)[dc]
+    ring = ((batch.replicas - 1) / batch.replicas)[:, None]
+    latency_s = ground.net_latency_s[dc][batch.shape] * (batch.replicas - 1)[:, None]
+    return np.asarray(2 * ring * (params * 8 / rate_bps)[batch.shape] + 2 * latency_s, np.float64)
+
+
+class _Hops:
+    """[v, b]: what one microbatch meets on its way to the next stage and back."""
+
+    def __init__(self, space: Space, ground: Ground, batch: Batch, dc: Ints) -> None:
+        a, b = dc[:, :-1], dc[:, 1:]
+        crosses = a != b
+        bits = 8 * _activation_bytes(space, batch.microbatch)
+        net_bps = ground.worker_bps(batch.tp)
+        lan_s = bits / net_bps[a] + bits / net_bps[b] + ground.net_latency_s[a] + ground.net_latency_s[b]
+        replicas, cell = batch.replicas[:, None], batch.cell[:, None]
+        slower_bps = np.minimum(net_bps[a], net_bps[b])
+        crowd = np.ceil(replicas / np.minimum(ground.nodes[a], ground.nodes[b]))
+        pair_bps = np.minimum(ground.pair_bps[a, b] / crowd, slower_bps)
+        if space.tcp == "one":
+            pair_bps = np.minimum(pair_bps, ground.stream_bps[a, b])
+        trunk_bps = ground.trunk_bps[a, b] * cell / replicas
+        spread_bps = np.where(cell > 1, slower_bps * cell / np.maximum(cell - 1, 1), np.inf)
+        rate_bps = np.where(crosses, np.minimum(np.minimum(cell * pair_bps, trunk_bps), spread_bps), 1.0)
+        work_s = bits / rate_bps
+        chunk_bits = np.minimum(bits, rate_bps * QUANTUM_NS / 1e9)
+        spread = np.where(cell > 1, chunk_bits * (cell - 1) / cell, 0.0)
+        ends_s = (spread / net_bps[a] + spread / net_bps[b]) + np.where(
+            cell > 1, ground.net_latency_s[a] + ground.net_latency_s[b], 0.0
+        )
+        one_way_s = work_s + ends_s + ground.latency_s[a, b]
+        self.way_s: Floats = np.where(crosses, 2 * one_way_s, lan_s)
+        self.back_s: Floats = np.where(crosses, one_way_s, lan_s / 2)
+        self.load_s: Floats = np.where(crosses, cell * work_s, lan_s / 2)
+        self.turn_s: Floats = np.where(crosses, (cell - 1) * work_s, 0.0).max(axis=1, initial=0.0)
+        self.usd_per_byte: Floats = np.where(crosses, ground.usd_per_byte[a, b], 0.0).sum(axis=1)

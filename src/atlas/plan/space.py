@@ -1,0 +1,136 @@
+"""What a search may choose from: degrees of parallelism, microbatch sizes, depths; and the global batch that every
+candidate must train on.
+
+The global batch is the job's own: microbatch x num_microbatches x cells x pipelines per cell sequences, where
+pipelines that the file leaves out are those `cost.arrange` derives (one, where the job as written does not fit).
+Knows no times: which of these choices is good is for `estimate` and `judge`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from atlas.cost.arrange import arrange
+from atlas.cost.price import Tcp
+from atlas.cost.profile import load_profile
+from atlas.errors import AtlasError, InfeasibleError, SpecError
+from atlas.spec import Job
+
+MAX_MICROBATCH = 16
+MAX_CELL = 16
+"""Pipelines of one cell: a scatter over more peers than this is no longer a matter of milliseconds."""
+KEEPABLE = ("tp", "pp", "microbatch", "cells", "pipelines_per_cell", "datacenters")
+"""Keys a user may take out of the search: they stay as the job has them."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """One search's choices."""
+
+    job: Job
+    sequences: int
+    """Of one iteration, over all replicas."""
+    tps: tuple[int, ...]
+    microbatches: tuple[int, ...]
+    depths: tuple[int, ...]
+    cell_sizes: tuple[int, ...]
+    """Pipelines per cell; 1 is no sharing."""
+    num_cells: int | None
+    """Only so many, or any number."""
+    tcp: Tcp
+    every_datacenter: bool
+    """Whether a candidate must use every datacenter."""
+
+    @property
+    def tokens(self) -> int:
+        """Of one iteration."""
+        return self.sequences * self.job.model.seq_len
+
+    def slots(self, microbatch: int) -> int:
+        """Microbatches of one iteration, over all replicas."""
+        return self.sequences // microbatch
+
+
+def space_of(job: Job, *, keep: Collection[str] = (), global_batch: int | None = None, tcp: Tcp = "many") -> Space:
+    """Everything that fits the job's dimensions, less what is kept."""
+    for key in keep:
+        if key not in KEEPABLE:
+            remedy = f"One of {', '.join(KEEPABLE)}"
+            raise SpecError(where="--keep", key=key, value=None, rule="is nothing the planner chooses", remedy=remedy)
+    sequences = global_batch or batch_of(job)
+    tps = (job.tp,) if "tp" in keep else _tps(job)
+    sizes = (job.microbatch,) if "microbatch" in keep else _microbatches(job, sequences)
+    sizes = tuple(size for size in sizes if sequences % size == 0)
+    if not sizes:
+        rule = f"does not divide the global batch of {sequences} sequences"
+        raise SpecError(where=job.where, key="microbatch", value=job.microbatch, rule=rule, remedy="Change either")
+    tps, sizes = _measured(job, tps, sizes)
+    cell_sizes: tuple[int, ...] = tuple(range(1, MAX_CELL + 1))
+    if "pipelines_per_cell" in keep:
+        cell_sizes = (job.pipelines_per_cell or arrange(job).num_pipelines,)
+    return Space(
+        job=job,
+        sequences=sequences,
+        tps=tps,
+        microbatches=sizes,
+        depths=(job.pp,) if "pp" in keep else _depths(job),
+        cell_sizes=cell_sizes if tcp == "many" else (1,),
+        num_cells=job.cells if "cells" in keep else None,
+        tcp=tcp,
+        every_datacenter="datacenters" in keep,
+    )
+
+
+def batch_of(job: Job) -> int:
+    """Sequences of one iteration of the job as it is written."""
+    pipelines = job.pipelines_per_cell
+    if pipelines is None:
+        try:
+            pipelines = arrange(job).num_pipelines
+        except InfeasibleError:
+            pipelines = 1
+    return job.microbatch * job.num_microbatches * job.cells * pipelines
+
+
+def _tps(job: Job) -> tuple[int, ...]:
+    """Powers of two, and the job's own, that divide the heads and fit a node somewhere."""
+    widest = max(dc.gpus_per_node for dc in job.cluster.datacenters)
+    powers = [2**k for k in range(11) if 2**k <= widest]
+    return tuple(sorted({tp for tp in [*powers, job.tp] if tp <= widest and job.model.heads % tp == 0}))
+
+
+def _microbatches(job: Job, sequences: int) -> tuple[int, ...]:
+    powers = [2**k for k in range(5) if 2**k <= MAX_MICROBATCH]
+    return tuple(sorted({size for size in [*powers, job.microbatch] if sequences % size == 0}))
+
+
+def _depths(job: Job) -> tuple[int, ...]:
+    """Every depth up to 12, then only those at which the largest stage gets smaller, and the job's own.
+
+    A depth between two of those has the same slowest stage and more of them. The LM head weighs about as much as a
+    layer or two, so the count is also taken with one more layer.
+    """
+    layers = job.model.layers
+    found = {pp for pp in range(1, layers + 1) if pp <= 12 or pp == job.pp}
+    for pieces in (layers, layers + 1):
+        found |= {
+            math.ceil(pieces / per) for per in range(1, pieces + 1) if math.ceil(pieces / per) <= min(layers, 128)
+        }
+    return tuple(sorted(found))
+
+
+def _measured(job: Job, tps: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """With a profile, only what was measured: nothing is scaled."""
+    if job.profile is None:
+        return tps, sizes
+    entries = load_profile(job.profile).entries
+    kept = tuple(tp for tp in tps if any(e.tp == tp for e in entries))
+    kept_sizes = tuple(size for size in sizes if any(e.microbatch == size for e in entries))
+    if not kept or not kept_sizes:
+        raise AtlasError(
+            f"{job.profile}: nothing was measured for any tp of {list(tps)} with a microbatch of {list(sizes)}. "
+            "Measure one, or leave `profile` out"
+        )
+    return kept, kept_sizes

@@ -1,0 +1,123 @@
+"""Layers per stage for many pipelines at once: the slowest stage as fast as can be, and no stage over its memory.
+
+The same aim as `cost.arrange.balanced_split`, with memory respected: where GPUs differ, the fast one is not always the
+roomy one. Layers are taken as alike. Knows one batch of pipelines of equal depth.
+
+Index legend: n pipeline, s stage, i datacenter.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from atlas.cost import flops
+from atlas.plan.ground import Flags, Floats, Ground, Ints, Speeds
+from atlas.spec import Job
+
+BISECTIONS = 45
+
+
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """Bytes on one GPU, at one tp and microbatch size; the parts of `cost.memory`."""
+
+    per_layer: float
+    """Weights, gradients and optimizer of a layer."""
+    first: float
+    last: float
+    """Of the embedding; of the LM head with the logits of one microbatch."""
+    activations: float
+    """Of one layer and microbatch."""
+    stash: float
+    reserved: float
+    gradient_per_layer: float
+    """Bytes of gradient that a worker (all GPUs of its tp group) sends at the end of an iteration."""
+    gradient_first: float
+    gradient_last: float
+
+
+def sizes_of(job: Job, tp: int, microbatch: int) -> Sizes:
+    model = job.model
+    state = job.element_bytes + job.gradient_bytes + job.optimizer_bytes
+    tokens = microbatch * model.seq_len
+    layer, first, last = flops.layer_params(model), flops.embedding_params(model), flops.head_params(model)
+    logits = tokens * model.vocab * (job.element_bytes + 4)
+    return Sizes(
+        per_layer=layer * state / tp,
+        first=first * state / tp,
+        last=(last * state + logits) / tp,
+        activations=tokens * flops.layer_activation_elements(model) * job.element_bytes / tp,
+        stash=tokens * model.hidden * job.element_bytes / tp,
+        reserved=math.ceil(job.reserved_gib * 2**30),
+        gradient_per_layer=layer * job.gradient_bytes,
+        gradient_first=first * job.gradient_bytes,
+        gradient_last=last * job.gradient_bytes,
+    )
+
+
+def split_layers(job: Job, ground: Ground, speeds: Speeds, sizes: Sizes, stage_dc: Ints) -> tuple[Ints, Flags]:
+    """([n, s] layers, [n] whether they fit) for pipelines whose stages sit in `stage_dc` [n, s]."""
+    every = [(ground.kind[i], float(ground.cap_bytes[i]), bool(speeds.usable[i])) for i in range(ground.num_dcs)]
+    kinds = {key: k for k, key in enumerate(dict.fromkeys(every))}  # what of a datacenter a stage can notice
+    kind_of = np.array([kinds[key] for key in every])
+    rows, back = np.unique(kind_of[stage_dc], axis=0, return_inverse=True)
+    example = np.array([every.index(key) for key in kinds])
+    layers, fits = _split(job, ground, speeds, sizes, example[rows])
+    return layers[back.ravel()], fits[back.ravel()]
+
+
+def _split(job: Job, ground: Ground, speeds: Speeds, sizes: Sizes, dc: Ints) -> tuple[Ints, Flags]:
+    layer_s = (speeds.forward_s + speeds.again_s + speeds.backward_s)[dc]
+    extra_s = np.zeros(dc.shape)
+    extra_s[:, 0] += speeds.first[:3, dc[:, 0]].sum(axis=0)
+    extra_s[:, -1] += speeds.last[:3, dc[:, -1]].sum(axis=0)
+    most = max_layers(job, ground, sizes, dc)
+    fits = (most.min(axis=1) >= 1) & (most.sum(axis=1) >= job.model.layers)
+    low = np.max(layer_s + extra_s, axis=1)
+    high = np.max(layer_s * job.model.layers + extra_s, axis=1)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        enough = _held(middle, layer_s, extra_s, most).sum(axis=1) >= job.model.layers
+        high, low = np.where(enough, middle, high), np.where(enough, low, middle)
+    layers = _held(high * (1 + 1e-9), layer_s, extra_s, most)
+    layers = np.maximum(layers, 1)
+    spare = layers.sum(axis=1) - job.model.layers
+    while (spare > 0).any():
+        time_s = np.where(layers > 1, layers * layer_s + extra_s, -np.inf)
+        at = time_s.argmax(axis=1)
+        take = (spare > 0) & fits
+        if not take.any():
+            break
+        layers[np.flatnonzero(take), at[take]] -= 1
+        spare = np.where(take, spare - 1, spare)
+    return layers, fits
+
+
+def _held(limit_s: Floats, layer_s: Floats, extra_s: Floats, most: Ints) -> Ints:
+    held = np.floor((limit_s[:, None] - extra_s) / layer_s)
+    return np.clip(held, 0, most).astype(np.int64)
+
+
+def max_layers(job: Job, ground: Ground, sizes: Sizes, dc: Ints) -> Ints:
+    """[n, s]: layers that fit one GPU of each stage's tp group beside one microbatch."""
+    free = ground.cap_bytes[dc] - sizes.reserved - (sizes.stash if job.recompute else 0.0)
+    free[:, 0] -= sizes.first
+    free[:, -1] -= sizes.last
+    return np.floor(free / (sizes.per_layer + sizes.activations)).astype(np.int64)
+
+
+def in_flight(job: Job, ground: Ground, sizes: Sizes, dc: Ints, layers: Ints) -> Ints:
+    """[n]: microbatches that every stage has room for at once, by the one rule of `cost.memory.memory_rule`."""
+    free = ground.cap_bytes[dc] - sizes.reserved - layers * sizes.per_layer
+    free[:, 0] -= sizes.first
+    free[:, -1] -= sizes.last
+    full = layers * sizes.activations
+    fits = (free - full - (sizes.stash if job.recompute else 0.0) >= 0).all(axis=1)
+    tightest = free.min(axis=1)
+    scale = np.maximum(tightest, 1.0)[:, None] / np.maximum(free, 1.0)
+    held = (scale * (sizes.stash if job.recompute else full)).max(axis=1)
+    again = (scale * full).max(axis=1) if job.recompute else np.zeros(len(free))
+    return np.where(fits, np.maximum(1, np.floor((tightest - again) / held)), 0).astype(np.int64)

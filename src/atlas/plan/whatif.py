@@ -1,0 +1,360 @@
+"""What if: a job or a plan again and again with one key changed, and what that does to the iteration.
+
+    sweep        any key of the job over a range; or a datacenter lost or added (`lose=east`, `add=east`)
+    marginal     what one more unit of each resource would bring, by simulating again with it
+    spread       the plan's own order under random bandwidths and latencies, percentiles
+
+A job is re-arranged by the cost model where its file leaves things open; a plan stays as it is placed. With `replan`
+the planner looks again at every point. Prints nothing and draws nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from atlas.cost.arrange import arrange
+from atlas.errors import AtlasError, InfeasibleError, SpecError
+from atlas.plan.candidate import Candidate, Group
+from atlas.plan.files import candidate_of, space_of_plan
+from atlas.plan.ground import ground_of
+from atlas.plan.judge import Judged, judge, play
+from atlas.plan.objective import Objective
+from atlas.plan.planner import explore, start
+from atlas.plan.space import space_of
+from atlas.sim.lower import Jitter, lower, noisy
+from atlas.sim.simulate import run
+from atlas.spec import Job, override
+from atlas.spec.plan import Plan
+
+MAX_POINTS = 1000
+
+Tick = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One key and the values it takes."""
+
+    key: str
+    values: tuple[Any, ...]
+
+    @property
+    def numeric(self) -> bool:
+        return all(isinstance(value, int | float) and not isinstance(value, bool) for value in self.values)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of a sweep and what came of it."""
+
+    value: Any
+    iteration_s: float | None
+    """None where the job cannot run with it."""
+    tokens_per_s: float | None
+    usd_per_iteration: float | None
+    note: str = ""
+    """Where it runs, or why it cannot."""
+
+
+@dataclass(frozen=True)
+class Marginal:
+    """What one more unit of a resource brings."""
+
+    resource: str
+    key: str
+    now: float
+    more: float
+    iteration_s: float
+    saves_s: float
+
+
+# ---- what is to be changed -----------------------------------------------------------------------------------
+def parse_sweep(text: str) -> Sweep:
+    """`key=a,b,c`, or `key=lo..hi:n` for n values, evenly spaced or, with `:nlog`, by equal factors."""
+    key, equals, rest = text.partition("=")
+    if not equals or not key.strip() or not rest.strip():
+        raise _bad(text, "is not key=values", "Write it like cluster.wan.latency_ms=10,20,40 or ...=10..100:10")
+    if ".." in rest:
+        return Sweep(key.strip(), _range(text, rest))
+    values = tuple(_value(part.strip()) for part in rest.split(","))
+    if len(values) > MAX_POINTS:
+        raise _bad(text, f"has {len(values)} values", f"At most {MAX_POINTS}")
+    return Sweep(key.strip(), values)
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _range(text: str, rest: str) -> tuple[Any, ...]:
+    span, _, count_text = rest.partition(":")
+    low_text, _, high_text = span.partition("..")
+    log = count_text.endswith("log")
+    try:
+        low, high = float(low_text), float(high_text)
+        count = int(count_text.removesuffix("log") or 10)
+    except ValueError:
+        raise _bad(text, "is not a range of numbers", "Write it like 10..100:10, or 1..1000:7log") from None
+    if (
+        not 2 <= count <= MAX_POINTS
+        or not (math.isfinite(low) and math.isfinite(high))
+        or (log and min(low, high) <= 0)
+    ):
+        raise _bad(text, f"wants 2 to {MAX_POINTS} finite values, positive ones where it goes by factors", "Change it")
+    whole = low.is_integer() and high.is_integer() and "." not in low_text + high_text
+    raw = np.geomspace(low, high, count) if log else np.linspace(low, high, count)
+    values = (
+        [round(float(v)) for v in raw] if whole and abs(high - low) >= count - 1 else [float(f"{v:.6g}") for v in raw]
+    )
+    return tuple(dict.fromkeys(values))
+
+
+def _bad(text: str, rule: str, remedy: str) -> SpecError:
+    return SpecError(where="--sweep", key="sweep", value=text, rule=rule, remedy=remedy)
+
+
+def changed(job: Job, key: str, value: Any) -> Job:
+    """The job with one key changed, validated anew; `lose` and `add` are datacenters."""
+    if key == "lose":
+        return _without(job, str(value))
+    if key == "add":
+        return _with_twin(job, str(value))
+    return override(job, [f"{key}={value}"])
+
+
+def _without(job: Job, name: str) -> Job:
+    if name == "none":
+        return job
+    cluster = job.cluster
+    left = tuple(dc for dc in cluster.datacenters if dc.name != name)
+    if len(left) == len(cluster.datacenters):
+        known = ", ".join(dc.name for dc in cluster.datacenters)
+        raise _bad(f"lose={name}", "no such datacenter", f"One of {known}, or none")
+    links = None if cluster.links is None else tuple(link for link in cluster.links if name not in link.between)
+    if not left:
+        raise InfeasibleError(
+            where=job.where, key="lose", value=name, rule="it is the only datacenter", remedy="Lose another"
+        )
+    kept = None if job.placement is None else tuple(place for place in job.placement if place.dc != name)
+    placement = kept if kept and job.placement is not None and len(kept) == len(job.placement) else None
+    return job.model_copy(
+        update={"cluster": cluster.model_copy(update={"datacenters": left, "links": links}), "placement": placement}
+    )
+
+
+def _with_twin(job: Job, name: str) -> Job:
+    """One more datacenter like `name`, connected as it is."""
+    if name == "none":
+        return job
+    cluster = job.cluster
+    twin = next((dc for dc in cluster.datacenters if dc.name == name), None)
+    if twin is None:
+        known = ", ".join(dc.name for dc in cluster.datacenters)
+        raise _bad(f"add={name}", "names a datacenter to copy, and there is none of this name", f"One of {known}")
+    other = f"{name}-2"
+    links = cluster.links
+    if links is not None:
+        again = [
+            link.model_copy(update={"between": tuple(other if end == name else end for end in link.between)})
+            for link in links
+            if name in link.between
+        ]
+        again.append(links[0].model_copy(update={"between": (name, other)}))
+        links = (*links, *again)
+    dcs = (*cluster.datacenters, twin.model_copy(update={"name": other}))
+    return job.model_copy(
+        update={"cluster": cluster.model_copy(update={"datacenters": dcs, "links": links}), "placement": None}
+    )
+
+
+# ---- one question --------------------------------------------------------------------------------------------
+class Asked:
+    """A job or a plan that can be asked for its iteration with something changed."""
+
+    def __init__(self, job: Job, plan: Plan | None = None, *, replan: bool = False) -> None:
+        self.job, self.plan, self.replan = job, plan, replan
+        self.sharing = plan.schedule.sharing if plan is not None else None
+
+    def judged(self, job: Job) -> Judged:
+        """The figures of the job as changed; InfeasibleError where it cannot run."""
+        if self.replan:
+            search = start(job, Objective())
+            explore(search, "ours")
+            assert search.best is not None
+            return search.best
+        if self.plan is not None:
+            return self._placed(job, self.plan)
+        return self._arranged(job)
+
+    def _placed(self, job: Job, plan: Plan) -> Judged:
+        """The plan where it is: only what the key says is different."""
+        old = plan.job
+        names = {dc.name for dc in job.cluster.datacenters}
+        candidate = candidate_of(plan)
+        gone = sorted(set(candidate.gpus) - names)
+        if gone:
+            raise InfeasibleError(
+                where=job.where,
+                key="placement",
+                value=gone[0],
+                rule="the plan has stages there",
+                remedy="Ask with --replan what to run instead",
+            )
+        if any(
+            getattr(job, key) != getattr(old, key) for key in ("pp", "cells", "pipelines_per_cell", "tp", "placement")
+        ):
+            return self._arranged(job)
+        groups = tuple(_scaled(group, job, old) for group in candidate.groups)
+        moved = Candidate(job.tp, job.microbatch, groups, candidate.sharing, candidate.tcp)
+        space = space_of_plan(plan)
+        if job.num_microbatches != old.num_microbatches or job.microbatch != old.microbatch:
+            space = space_of(job, global_batch=moved.slots * job.microbatch, tcp=candidate.tcp)
+        return judge(replace(space, job=job), ground_of(job), moved)
+
+    def _arranged(self, job: Job) -> Judged:
+        """The job as its file has it, taking turns where that is faster."""
+        found = arrange(job)
+        places: list[tuple[str, int]] = []
+        for name in found.rank_dc:
+            if places and places[-1][0] == name:
+                places[-1] = (name, places[-1][1] + 1)
+            else:
+                places.append((name, 1))
+        group = Group(tuple(places), found.layers_per_stage, job.cells, found.num_pipelines, job.num_microbatches)
+        space = space_of(job, global_batch=group.replicas * job.num_microbatches * job.microbatch)
+        turns = [True, False] if found.num_pipelines > 1 and len(places) > 1 else [False]
+        ground = ground_of(job)
+        every = [judge(space, ground, Candidate(job.tp, job.microbatch, (group,), sharing)) for sharing in turns]
+        return min(every, key=lambda judged: judged.figures.iteration_s)
+
+
+def _scaled(group: Group, job: Job, old: Job) -> Group:
+    """Where the number of microbatches was changed, every group has as many more."""
+    if job.num_microbatches == old.num_microbatches:
+        return group
+    count = max(1, round(group.num_microbatches * job.num_microbatches / old.num_microbatches))
+    return Group(group.places, group.layers_per_stage, group.cells, group.pipelines_per_cell, count)
+
+
+def sweep(asked: Asked, one: Sweep, tick: Tick | None = None) -> list[Point]:
+    """The iteration at every value. What cannot run leaves a gap, with the reason; what makes no sense is an error."""
+    points = []
+    for k, value in enumerate(one.values):
+        if tick is not None:
+            tick(f"{one.key}={value}", k, len(one.values))
+        try:
+            judged = asked.judged(changed(asked.job, one.key, value))
+        except InfeasibleError as error:
+            points.append(Point(value, None, None, None, error.rule))
+            continue
+        figures = judged.figures
+        points.append(
+            Point(value, figures.iteration_s, figures.tokens_per_s, figures.usd_per_iteration, judged.candidate.where())
+        )
+    return points
+
+
+# ---- bottleneck ------------------------------------------------------------------------------------------------
+def marginals(asked: Asked, tick: Tick | None = None) -> tuple[Judged, list[Marginal]]:
+    """The job now, and what a tenth more (or less latency) of each resource saves, the best first."""
+    now = asked.judged(asked.job)
+    found = []
+    trials = list(_trials(asked.job, now.candidate))
+    for k, (resource, key, value, more, changes) in enumerate(trials):
+        if tick is not None:
+            tick(resource, k, len(trials))
+        try:
+            after = asked.judged(override(asked.job, changes)).figures
+        except AtlasError:
+            continue
+        saves = now.figures.iteration_s * (1 - now.figures.tokens_per_s / after.tokens_per_s)
+        found.append(Marginal(resource, key, value, more, now.figures.iteration_s - saves, saves))
+    return now, sorted(found, key=lambda m: -m.saves_s)
+
+
+def _trials(job: Job, candidate: Candidate) -> Iterator[tuple[str, str, float, float, list[str]]]:
+    """(what, key, value, changed value, overrides): a tenth more of everything that the plan uses."""
+    yield _share("speed of the GPUs", "efficiency", job.efficiency, min(1.0, 1.1 * job.efficiency))
+    wan = job.cluster.wan
+    if candidate.num_datacenters > 1:
+        links = job.cluster.links
+        if links is None:
+            yield _share("bandwidth of a node pair", "cluster.wan.pair_gbps", wan.pair_gbps, 1.1 * wan.pair_gbps)
+            if wan.trunk_gbps is not None:
+                yield _share("trunks", "cluster.wan.trunk_gbps", wan.trunk_gbps, 1.1 * wan.trunk_gbps)
+            if wan.latency_ms:
+                yield _share("latency", "cluster.wan.latency_ms", wan.latency_ms, 0.9 * wan.latency_ms)
+        else:
+            used = set(candidate.gpus)
+            for k, link in enumerate(links):
+                if set(link.between) <= used:
+                    yield from _link_trials(job, k, " - ".join(link.between))
+    for name in candidate.gpus:
+        dc = job.cluster.dc(name)
+        key = f"cluster.datacenters.{name}.net_gbps"
+        yield _share(f"network inside {name}", key, dc.net_gbps, 1.1 * dc.net_gbps)
+    gib = job.memory_gib
+    if gib is not None:
+        yield _share("memory of a GPU", "memory_gib", gib, 1.1 * gib)
+
+
+def _link_trials(job: Job, k: int, name: str) -> Iterator[tuple[str, str, float, float, list[str]]]:
+    link, wan = (job.cluster.links or ())[k], job.cluster.wan
+    pair, trunk = link.pair_gbps or wan.pair_gbps, link.trunk_gbps or wan.trunk_gbps
+    latency = wan.latency_ms if link.latency_ms is None else link.latency_ms
+    at = f"cluster.links[{k}]"
+    yield _share(f"bandwidth of a node pair, {name}", f"{at}.pair_gbps", pair, 1.1 * pair)
+    if trunk is not None:
+        yield _share(f"trunk {name}", f"{at}.trunk_gbps", trunk, 1.1 * trunk)
+    if latency:
+        yield _share(f"latency {name}", f"{at}.latency_ms", latency, 0.9 * latency)
+
+
+def _share(what: str, key: str, now: float, more: float) -> tuple[str, str, float, float, list[str]]:
+    return what, key, now, more, [f"{key}={more:.10g}"]
+
+
+# ---- Monte-Carlo -----------------------------------------------------------------------------------------------
+def spread(asked: Asked, runs: int, *, wan: float, compute: float, seed: int, tick: Tick | None = None) -> list[float]:
+    """Seconds of `runs` iterations: the links of each run have their own bandwidth and latency (log-normal, sigma
+    `wan`), and every op its own duration (sigma `compute`)."""
+    now = asked.judged(asked.job)
+    base = max(
+        (play(now.candidate.job(asked.job, k), now.candidate) for k in range(len(now.candidate.groups))),
+        key=lambda played: float(played.done_s.max()),
+    )
+    rest_s = now.figures.iteration_s - base.timeline.makespan_ns / 1e9
+    program = base.timeline.program
+    tables = lower(program, base.costs)
+    crosses = program.transfer_crosses
+    link = tables.channel_link[tables.transfer_channel]
+    rng = np.random.default_rng(seed)
+    times = []
+    for k in range(runs):
+        if tick is not None:
+            tick("Monte-Carlo", k, runs)
+        slow = np.exp(rng.normal(0.0, wan, (2, len(base.costs.links))))
+        drawn = noisy(tables, Jitter(int(rng.integers(2**31)), compute, 0.0), program)
+        work = np.where(crosses, tables.transfer_work_ns * slow[0, link], tables.transfer_work_ns)
+        latency = np.where(crosses, tables.transfer_latency_ns * slow[1, link], tables.transfer_latency_ns)
+        events = run(
+            drawn._replace(
+                transfer_work_ns=np.rint(work).astype(np.int64), transfer_latency_ns=np.rint(latency).astype(np.int64)
+            )
+        )
+        times.append(int(events.op_end_ns.max() - events.op_start_ns.min()) / 1e9 + rest_s)
+    return times
+
+
+def percentiles(times: Sequence[float], at: Iterable[int] = (5, 25, 50, 75, 95, 99)) -> dict[str, float]:
+    return {f"p{p}_s": float(np.percentile(times, p)) for p in at} | {"worst_s": max(times)}

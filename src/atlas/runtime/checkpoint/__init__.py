@@ -1,0 +1,34 @@
+"""Checkpoints: written behind training, worker by worker and layer by layer, and picked up by any other plan.
+
+docs/checkpoints.md has the format and the order of events. Nothing here is a pickle.
+"""
+
+from atlas.runtime.checkpoint.checkpointer import Checkpointer, Pause
+from atlas.runtime.checkpoint.load import Checkpoint, choose, iterate_layers, load_layers, verify
+from atlas.runtime.checkpoint.manifest import Meta, SaveId, complete_ids, next_attempt
+from atlas.runtime.checkpoint.replicate import Replicator
+from atlas.runtime.checkpoint.retention import Retention
+from atlas.runtime.checkpoint.state import LayerState, restore, share, states_of
+from atlas.runtime.checkpoint.store import LocalStore, Store
+
+__all__ = [
+    "Checkpoint",
+    "Checkpointer",
+    "LayerState",
+    "LocalStore",
+    "Meta",
+    "Pause",
+    "Replicator",
+    "Retention",
+    "SaveId",
+    "Store",
+    "choose",
+    "complete_ids",
+    "iterate_layers",
+    "load_layers",
+    "next_attempt",
+    "restore",
+    "share",
+    "states_of",
+    "verify",
+]

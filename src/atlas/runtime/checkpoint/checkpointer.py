@@ -1,0 +1,184 @@
+"""Saves a worker's layers behind its back: `save` copies them to host memory at a step boundary, a thread writes them.
+
+A save that fails (a full disk) is told and forgotten: earlier checkpoints are untouched and training goes on. Knows
+this worker and its store; not its peers, nor when to save.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atlas.errors import AtlasError
+from atlas.runtime.checkpoint.manifest import Blob, Meta, Part, SaveId
+from atlas.runtime.checkpoint.retention import Retention
+from atlas.runtime.checkpoint.state import LayerState
+from atlas.runtime.checkpoint.store import Store
+from atlas.runtime.checkpoint.tensors import Tally, stream
+
+_NAME = re.compile(r"[A-Za-z0-9_][\w.+-]*")
+Report = Callable[[str], None]
+log: Report = logging.getLogger("atlas.checkpoint").warning
+
+
+@dataclass(frozen=True)
+class Pause:
+    """What a save cost training."""
+
+    wait_s: float
+    """Until the save before was written."""
+    copy_s: float
+    """Until every tensor was in host memory."""
+
+
+class Checkpointer:
+    """One for each worker. `layers` are all layers of the model, not only the worker's own.
+
+    `on_written` is called from the writing thread with each save that reached the disk. `wait` before the process
+    ends, or `close`; a save still being written when the process dies never happened.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        writer: str,
+        layers: Sequence[str],
+        *,
+        attempt: int = 0,
+        retention: Retention | None = None,
+        on_written: Callable[[SaveId], None] = lambda id: None,
+        report: Report = log,
+    ) -> None:
+        for name in (writer, *layers):
+            assert _NAME.fullmatch(name), f"{name!r} cannot be part of a file name"
+        self.store, self.writer, self.layers, self.attempt = store, writer, tuple(layers), attempt
+        self.retention = retention or Retention()
+        self.written: SaveId | None = None
+        """The last save of this worker that reached the disk."""
+        self.failed: dict[SaveId, str] = {}
+        self.write_s = 0.0
+        """How long the last write took, behind training."""
+        self._on_written, self._report = on_written, report
+        self._buffers: dict[tuple[str, ...], Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._crash: BaseException | None = None
+
+    def save(self, step: int, states: Mapping[str, LayerState], meta: Meta) -> Pause:
+        """Save `states`, by layer, as of now. Returns as soon as the caller may change its tensors again."""
+        unknown = set(states) - set(self.layers)
+        assert not unknown, f"layers {sorted(unknown)} are none of the model's"
+        began = time.perf_counter()
+        self.wait()
+        free = time.perf_counter()
+        id = SaveId(self.attempt, step)
+        if self.written == id:  # the same step of the same attempt is the same state
+            return Pause(free - began, 0.0)
+        snapshot = self._snapshot(states)
+        self._thread = threading.Thread(target=self._write, args=(id, snapshot, meta), name=f"checkpoint-{step}")
+        self._thread.daemon = True
+        self._thread.start()
+        return Pause(free - began, time.perf_counter() - free)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until nothing is being written; whether that is so."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return False
+            self._thread = None
+        if self._crash is not None:
+            crash, self._crash = self._crash, None
+            raise crash
+        return True
+
+    def close(self) -> None:
+        self.wait()
+        self._buffers.clear()
+
+    # ---- the copy: training waits for it -------------------------------------------------------------------------
+    def _snapshot(self, states: Mapping[str, LayerState]) -> dict[str, LayerState]:
+        devices: set[torch.device] = set()
+        snapshot = {}
+        for layer, state in states.items():
+            weights = {name: self._copy(("w", name), tensor, devices) for name, tensor in state.parameters.items()}
+            slots = {
+                name: {slot: self._copy(("o", name, slot), tensor, devices) for slot, tensor in kept.items()}
+                for name, kept in state.optimizer.items()
+            }
+            snapshot[layer] = LayerState(weights, slots)
+        for device in devices:
+            torch.accelerator.current_stream(device).synchronize()
+        return snapshot
+
+    def _copy(self, key: tuple[str, ...], tensor: Tensor, devices: set[torch.device]) -> Tensor:
+        """Into memory that is kept from save to save: fresh pages cost more than the copy itself."""
+        buffer = self._buffers.get(key)
+        away = tensor.device.type != "cpu"
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=away)
+            self._buffers[key] = buffer
+        buffer.copy_(tensor.detach(), non_blocking=away)
+        if away:
+            devices.add(tensor.device)
+        return buffer
+
+    # ---- the write: behind training ------------------------------------------------------------------------------
+    def _write(self, id: SaveId, snapshot: dict[str, LayerState], meta: Meta) -> None:
+        began = time.perf_counter()
+        try:
+            self._prune()  # what was confirmed since the last save
+            self._write_part(id, snapshot, meta)
+            self.written = id
+            self.write_s = time.perf_counter() - began
+            self._on_written(id)
+            self._prune()
+        except OSError as error:
+            self._fail(id, error)
+        except BaseException as error:  # a bug of ours: told to whoever waits, not lost with the thread
+            self._crash = error
+
+    def _write_part(self, id: SaveId, snapshot: dict[str, LayerState], meta: Meta) -> None:
+        weights, optimizer = {}, {}
+        for layer, state in snapshot.items():
+            weights[layer] = self._put(f"{id.folder}{self.writer}.{layer}.weights.safetensors", state.parameters)
+            slots = {f"{slot}/{name}": t for name, kept in state.optimizer.items() for slot, t in kept.items()}
+            if slots:
+                optimizer[layer] = self._put(f"{id.folder}{self.writer}.{layer}.optimizer.safetensors", slots)
+        part = Part(id, self.writer, self.layers, weights, optimizer, meta)
+        self.store.write(part.name, [part.to_json()])
+
+    def _put(self, name: str, tensors: Mapping[str, Tensor]) -> Blob:
+        tally = Tally()
+        self.store.write(name, tally.through(stream(tensors)))
+        return Blob(name, tally.num_bytes, tally.sha256)
+
+    def _prune(self) -> None:
+        try:
+            self.retention.prune(self.store)
+        except (OSError, AtlasError) as error:
+            self._report(f"{self.store}: old checkpoints cannot be cleared away: {error}")
+
+    def _fail(self, id: SaveId, error: OSError) -> None:
+        why = error.strerror or str(error)
+        self.failed[id] = why
+        last = f"its last is of {self.written}" if self.written else "it has written none before in this attempt"
+        self._report(
+            f"checkpoint of {id} not written by {self.writer} to {self.store}: {why}; {last}. Training goes on. "
+            "Free some space, or the next save will fail too"
+        )
+        self._clear(id)
+
+    def _clear(self, id: SaveId) -> None:
+        """Give back the space of a save that failed half-way."""
+        try:
+            for name in self.store.names(f"{id.folder}{self.writer}."):
+                self.store.delete(name)
+        except OSError as error:
+            self._report(f"{self.store}: what is left of {id} cannot be removed: {error}")

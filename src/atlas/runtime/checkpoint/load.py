@@ -1,0 +1,183 @@
+"""Finding and reading checkpoints: any worker takes the layers it needs from whatever parts, stores and replicas hold
+them; the plan that wrote them does not matter.
+
+Every byte is hashed before it is believed. A damaged file is an error that names it; an older checkpoint is taken in
+its place only when the caller says so, for all workers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from atlas.errors import AtlasError
+from atlas.runtime.checkpoint.checkpointer import Report, log
+from atlas.runtime.checkpoint.manifest import Blob, Meta, Part, SaveId, ids, missing_layers, parts_of
+from atlas.runtime.checkpoint.state import LayerState
+from atlas.runtime.checkpoint.store import Store
+from atlas.runtime.checkpoint.tensors import Tally, chunks_of, parse
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete one, found by `choose`. Reading it reads only the layers asked for."""
+
+    id: SaveId
+    meta: Meta
+    layers: tuple[str, ...]
+    parts: tuple[tuple[Store, Part], ...]
+
+    @property
+    def step(self) -> int:
+        return self.id.step
+
+    def holders(self, layer: str) -> list[tuple[Store, Part]]:
+        """Where a layer lies, own copies and replicas."""
+        return [(store, part) for store, part in self.parts if layer in part.weights]
+
+
+def choose(
+    stores: Sequence[Store],
+    *,
+    step: int | None = None,
+    verified: bool = False,
+    fallback: bool = False,
+    report: Report = log,
+) -> Checkpoint | None:
+    """The newest complete checkpoint over `stores`, or the newest of `step`; None where there is none.
+
+    A save whose parts are not all there (a crash, a lost datacenter) never happened and is passed over. `verified`
+    reads every file first. With `fallback`, what is damaged is told and passed over too; without, it is an error.
+    """
+    found = sorted(set().union(*(ids(store) for store in stores)), reverse=True)
+    damaged: AtlasError | None = None
+    for id in (id for id in found if step is None or id.step == step):
+        try:
+            checkpoint = _assemble(stores, id, report)
+            if checkpoint is None:
+                continue
+            problems = verify(checkpoint) if verified else []
+            if not problems:
+                return checkpoint
+            raise AtlasError(problems[0])
+        except AtlasError as error:
+            if not fallback:
+                raise
+            report(f"checkpoint of {id} is damaged and passed over: {error}")
+            damaged = damaged or error
+    if damaged is not None:
+        raise damaged  # starting from nothing is not what falling back means
+    if step is None:
+        return None
+    there = ", ".join(str(id.step) for id in found) or "none"
+    raise AtlasError(f"{_named(stores)}: no complete checkpoint of step {step}. Saves found: {there}")
+
+
+def _assemble(stores: Sequence[Store], id: SaveId, report: Report) -> Checkpoint | None:
+    parts = parts_of(stores, id)
+    if not parts:
+        return None
+    missing = missing_layers([part for _, part in parts])
+    if missing:
+        report(f"checkpoint of {id} is incomplete and passed over: no layer {', '.join(missing[:5])} in any store")
+        return None
+    first_store, first = parts[0]
+    for store, part in parts:
+        if (part.meta, part.model_layers) != (first.meta, first.model_layers):
+            raise AtlasError(
+                f"{store}/{part.name}: it belongs to another run than {first_store}/{first.name}. "
+                "Keep the checkpoints of each run in folders of their own"
+            )
+    return Checkpoint(id, first.meta, first.model_layers, tuple(parts))
+
+
+def load_layers(
+    checkpoint: Checkpoint, names: Iterable[str], *, optimizer: bool = True, report: Report = log
+) -> dict[str, LayerState]:
+    """The states of some layers, from wherever they lie. A copy that is damaged gives way to a sound replica."""
+    return {name: _load_layer(checkpoint, name, optimizer, report) for name in names}
+
+
+def iterate_layers(
+    checkpoint: Checkpoint, *, optimizer: bool = False, report: Report = log
+) -> Iterator[tuple[str, LayerState]]:
+    """All layers in the model's order, one in memory at a time: for an export."""
+    for name in checkpoint.layers:
+        yield name, _load_layer(checkpoint, name, optimizer, report)
+
+
+def _load_layer(checkpoint: Checkpoint, layer: str, optimizer: bool, report: Report) -> LayerState:
+    holders = checkpoint.holders(layer)
+    if not holders:
+        raise AtlasError(
+            f"checkpoint of {checkpoint.id}: it has no layer {layer!r}; its layers are "
+            f"{', '.join(checkpoint.layers[:8])}... Resume with the model that was saved"
+        )
+    weights = _load_blob([(store, part.weights[layer]) for store, part in holders], report)
+    slots: dict[str, dict[str, Tensor]] = {}
+    copies = [(store, part.optimizer[layer]) for store, part in holders if layer in part.optimizer]
+    if optimizer and copies:
+        for key, tensor in _load_blob(copies, report).items():
+            slot, _, name = key.partition("/")
+            slots.setdefault(name, {})[slot] = tensor
+    return LayerState(weights, slots)
+
+
+def _load_blob(copies: Sequence[tuple[Store, Blob]], report: Report) -> dict[str, Tensor]:
+    for number, (store, blob) in enumerate(copies):
+        try:
+            return parse(_read(store, blob), f"{store}/{blob.name}")
+        except AtlasError as error:
+            if number + 1 == len(copies):
+                raise
+            report(f"{error} Its replica in {copies[number + 1][0]} is used instead")
+    raise AssertionError("a layer without a holder")
+
+
+def _read(store: Store, blob: Blob, *, at_once: bool = True) -> bytes:
+    """What was written, or an error that names the file. Not `at_once`: only looked at, a piece at a time."""
+    where, tally, data = f"{store}/{blob.name}", Tally(), b""
+    try:
+        with store.open(blob.name) as file:
+            if at_once:
+                data = file.read()
+            for _ in tally.through([data] if at_once else chunks_of(file)):
+                pass
+    except OSError as error:
+        raise AtlasError(f"{where}: cannot be read: {error.strerror or error}. {_REMEDY}") from error
+    if (tally.num_bytes, tally.sha256) != (blob.num_bytes, blob.sha256):
+        raise AtlasError(
+            f"{where}: damaged: {tally.num_bytes:,} bytes with another checksum than the {blob.num_bytes:,} that were "
+            f"written. {_REMEDY}"
+        )
+    return data
+
+
+_REMEDY = "Copy the file back from a replica, or resume from an earlier checkpoint (another step, or with fallback)."
+
+
+def verify(checkpoint: Checkpoint) -> list[str]:
+    """Reads every layer's files; one sentence for each layer of which no sound copy is left."""
+    problems = []
+    for layer in checkpoint.layers:
+        holders = checkpoint.holders(layer)
+        for kind in ("weights", "optimizer"):
+            copies = [(s, getattr(part, kind)[layer]) for s, part in holders if layer in getattr(part, kind)]
+            complaints = [complaint for store, blob in copies if (complaint := _complaint(store, blob))]
+            if copies and len(complaints) == len(copies):
+                problems.append(complaints[0])
+    return problems
+
+
+def _complaint(store: Store, blob: Blob) -> str | None:
+    try:
+        _read(store, blob, at_once=False)
+    except AtlasError as error:
+        return str(error)
+    return None
+
+
+def _named(stores: Sequence[Store]) -> str:
+    return ", ".join(map(str, stores)) or "no store"

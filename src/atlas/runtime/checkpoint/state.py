@@ -1,0 +1,83 @@
+"""The state of a layer as it is saved: its parameters and what the optimizer keeps for each of them. By layer, because
+stages come and go with the plan and layers do not.
+
+Knows modules and optimizers of torch; not files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from atlas.errors import AtlasError
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """Names are those of the whole model (`3.norm1.weight`), whatever stage the layer is in."""
+
+    parameters: Mapping[str, Tensor]
+    optimizer: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """By parameter, then by slot (`exp_avg`). Hyper-parameters are the configuration's, not state."""
+
+
+def first_word(name: str) -> str:
+    """`3.norm1.weight` belongs to layer `3`."""
+    return name.partition(".")[0]
+
+
+def states_of(
+    parameters: Iterable[tuple[str, Tensor]],
+    optimizer: torch.optim.Optimizer | None = None,
+    layer_of: Callable[[str], str] = first_word,
+) -> dict[str, LayerState]:
+    """By layer; the tensors are the live ones, not copies. `parameters` as of `module.named_parameters()`."""
+    weights: dict[str, dict[str, Tensor]] = {}
+    slots: dict[str, dict[str, dict[str, Tensor]]] = {}
+    for name, parameter in parameters:
+        layer = layer_of(name)
+        weights.setdefault(layer, {})[name] = parameter.detach()
+        kept = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+        tensors = {slot: torch.as_tensor(value) for slot, value in kept.items() if value is not None}
+        if tensors:
+            slots.setdefault(layer, {})[name] = tensors
+    return {layer: LayerState(weights[layer], slots.get(layer, {})) for layer in weights}
+
+
+def restore(
+    states: Mapping[str, LayerState],
+    parameters: Iterable[tuple[str, Tensor]],
+    optimizer: torch.optim.Optimizer | None = None,
+    layer_of: Callable[[str], str] = first_word,
+) -> None:
+    """Put saved states into live parameters and their optimizer. Checks everything before it changes anything."""
+    pairs = list(parameters)
+    for name, parameter in pairs:
+        saved = states[layer_of(name)].parameters.get(name) if layer_of(name) in states else None
+        if saved is None or saved.shape != parameter.shape:
+            has = "no such tensor" if saved is None else f"shape {tuple(saved.shape)}"
+            raise AtlasError(
+                f"checkpoint: {name}: {has}, but the model wants shape {tuple(parameter.shape)}. "
+                "Resume with the model that was saved"
+            )
+    groups = optimizer.param_groups if optimizer is not None else []
+    on_device = {p for group in groups if group.get("fused") or group.get("capturable") for p in group["params"]}
+    with torch.no_grad():
+        for name, parameter in pairs:
+            state = states[layer_of(name)]
+            parameter.copy_(state.parameters[name])
+            if optimizer is not None and name in state.optimizer:
+                # Moments lie beside their parameter; the count of steps does only for optimizers that say so.
+                home = torch.device("cpu") if parameter not in on_device else parameter.device
+                optimizer.state[parameter] = {
+                    slot: value.to(parameter.device if value.dim() else home, copy=True)
+                    for slot, value in state.optimizer[name].items()
+                }
+
+
+def share(layers: Sequence[str], replica: int, num_replicas: int) -> list[str]:
+    """The layers that one of several workers with the same stage saves: each once, evenly, without a word between."""
+    return [layer for number, layer in enumerate(layers) if number % num_replicas == replica]

@@ -1,0 +1,167 @@
+"""What training sees at each step. The global batch of a step follows from (dataset, length, seed, step) alone; a
+worker reads just the rows of its microbatch, and any layout of pipelines and microbatches reads the same rows.
+
+Resuming is asking for a later step: there is no state. Knows shards and the order of samples; not torch, not workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.errors import AtlasError
+from atlas.runtime.data.order import SampleOrder
+from atlas.runtime.data.shard import SUFFIX, Shard, open_shard, verify_shard
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences and what follows each of their tokens."""
+
+    tokens: Ids
+    """[B, L]"""
+    targets: Ids
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Shards of one tokenizer, in order."""
+
+    shards: tuple[Shard, ...]
+
+    @classmethod
+    def open(cls, *paths: Path, verify: bool = False) -> Dataset:
+        """Folders of shards, or single shards. `verify` reads every token once and compares checksums."""
+        shards = tuple(shard for path in paths for shard in _shards_at(path))
+        for shard in shards:
+            _require_alike(shards[0], shard)
+            if verify:
+                verify_shard(shard)
+        return cls(shards)
+
+    @property
+    def vocabulary(self) -> int:
+        return self.shards[0].header.vocabulary
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(shard.header.num_tokens for shard in self.shards)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of what it holds, not of where it lies: a resumed run compares it."""
+        digest = hashlib.sha256(self.shards[0].header.tokenizer.encode())
+        for shard in self.shards:
+            digest.update(shard.header.sha256 + shard.header.num_tokens.to_bytes(8, "little"))
+        return digest.hexdigest()
+
+    def require_vocabulary(self, vocabulary: int) -> None:
+        """Raise where a model of `vocabulary` tokens cannot read this."""
+        if self.vocabulary > vocabulary:
+            raise AtlasError(
+                f"{self.shards[0].path}: tokens of a vocabulary of {self.vocabulary}, but the model has {vocabulary}. "
+                "Give the model a larger vocabulary, or tokenize with its own tokenizer"
+            )
+
+
+def _shards_at(path: Path) -> list[Shard]:
+    if not path.is_dir():
+        return [open_shard(path)]
+    found = [open_shard(file) for file in sorted(path.glob(f"*{SUFFIX}"))]
+    if not found:
+        raise AtlasError(f"{path}: no shards (*{SUFFIX}) in this folder. Write some with `atlas data tokenize`")
+    numbers, expected = {shard.header.index for shard in found}, found[0].header.num_shards
+    missing = sorted(set(range(expected)) - numbers)
+    if missing:
+        raise AtlasError(f"{path}: shard {missing[0]} of {expected} is missing. Copy the whole folder again")
+    if len(found) != expected:
+        raise AtlasError(
+            f"{path}: {len(found)} shards, but {found[0].path.name} is one of {expected}. "
+            "Keep each tokenization in a folder of its own, and name them one after the other"
+        )
+    return found
+
+
+def _require_alike(first: Shard, shard: Shard) -> None:
+    for what in ("tokenizer", "vocabulary", "dtype"):
+        ours, theirs = getattr(first.header, what), getattr(shard.header, what)
+        if ours != theirs:
+            raise AtlasError(
+                f"{shard.path}: {what} {theirs}, but {first.path} has {ours}. "
+                "Shards that are trained on together come from one tokenizer: tokenize them again with the same"
+            )
+
+
+class Batches:
+    """`batch(step)` is what one machine would train on; `microbatch` is a worker's part of it."""
+
+    def __init__(self, dataset: Dataset, *, length: int, global_batch: int, seed: int) -> None:
+        self.dataset, self.length, self.global_batch = dataset, length, global_batch
+        # The last token of a sequence is only a target, and the next sequence begins with it.
+        counts = [(shard.header.num_tokens - 1) // length for shard in dataset.shards]
+        self._ends = np.cumsum(counts)
+        self.num_samples = int(self._ends[-1])
+        self._require_enough(counts)
+        self.order = SampleOrder(self.num_samples, seed)
+
+    def _require_enough(self, counts: Sequence[int]) -> None:
+        for shard, count in zip(self.dataset.shards, counts, strict=True):
+            if not count:
+                raise AtlasError(
+                    f"{shard.path}: {shard.header.num_tokens} tokens, but one sequence takes {self.length + 1}. "
+                    "Choose a shorter sequence, or tokenize into fewer, longer shards"
+                )
+        if self.num_samples < self.global_batch:
+            paths = ", ".join(str(shard.path) for shard in self.dataset.shards[:3])
+            raise AtlasError(
+                f"{paths}: {self.num_samples} sequences of {self.length} tokens, but one batch takes "
+                f"{self.global_batch}. Add data, or choose a smaller batch or shorter sequences"
+            )
+
+    def batch(self, step: int) -> Batch:
+        """All sequences of a step; steps count from 0."""
+        return self.rows(step, 0, self.global_batch)
+
+    def microbatch(
+        self, step: int, pipeline: int, microbatch: int, *, num_pipelines: int, num_microbatches: int
+    ) -> Batch:
+        """The rows of one microbatch; `pipeline` counts over all cells."""
+        size, rest = divmod(self.global_batch, num_pipelines * num_microbatches)
+        if rest:
+            raise AtlasError(
+                f"a batch of {self.global_batch} sequences for {num_pipelines} pipelines of {num_microbatches} "
+                "microbatches: it must divide evenly. Change the batch or the plan"
+            )
+        first = (pipeline * num_microbatches + microbatch) * size
+        return self.rows(step, first, first + size)
+
+    def rows(self, step: int, first: int, last: int) -> Batch:
+        """Rows `first` up to `last` of the step's global batch."""
+        positions = step * self.global_batch + np.arange(first, last, dtype=np.int64)
+        rows = np.empty((last - first, self.length + 1), np.int64)
+        for row, sample in zip(rows, self.order.samples(positions), strict=True):
+            self._read(int(sample), row)
+        return Batch(np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:]))
+
+    def samples_seen(self, step: int) -> int:
+        """Before `step` runs: the position that a checkpoint notes."""
+        return step * self.global_batch
+
+    def _read(self, sample: int, row: Ids) -> None:
+        number = int(np.searchsorted(self._ends, sample, side="right"))
+        shard = self.dataset.shards[number]
+        start = (sample - (int(self._ends[number - 1]) if number else 0)) * self.length
+        row[:] = shard.tokens[start : start + self.length + 1]
+        if row.max() >= shard.header.vocabulary:
+            raise AtlasError(
+                f"{shard.path}: token {row.max()} at {start + int(row.argmax())} lies outside its vocabulary of "
+                f"{shard.header.vocabulary}: the file is damaged. Copy it again, or tokenize again"
+            )

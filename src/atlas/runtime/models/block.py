@@ -1,0 +1,152 @@
+"""One transformer layer: `layer(x, positions, kv) -> (x, (k, v))`. The same code trains (no past, the KV dropped),
+prefills in chunks (the past given, the new KV returned) and decodes (chunks of one token).
+
+Knows its own number, for dropout. Does not know its neighbours, stages or who runs it. Under tensor parallelism it
+holds some of the heads and finds out how many from what its projections return.
+
+Shape letters: B batch, L length (new tokens), T all tokens (past and new), D width, H heads, K heads of keys and
+values, E head width.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from atlas.errors import ProgramError
+from atlas.runtime.models.config import DecoderConfig
+from atlas.runtime.models.dropout import Draw
+from atlas.runtime.models.linear import Linear
+from atlas.runtime.models.rope import rotate, rotation
+
+Kv = tuple[Tensor, Tensor]
+"""Keys (rotated) and values of every token so far, each [B, K, T, E]."""
+
+
+class KvSlab:
+    """Keys and values in memory that was taken beforehand: a past that grows without allocating."""
+
+    def __init__(self, k_BKTE: Tensor, v_BKTE: Tensor, length: int = 0) -> None:  # noqa: N803
+        self.k_BKTE, self.v_BKTE, self.length = k_BKTE, v_BKTE, length
+
+    def extend(self, k_BKLE: Tensor, v_BKLE: Tensor) -> Kv:  # noqa: N803
+        """Writes the new tokens behind the old; views of all of them."""
+        end, room = self.length + k_BKLE.shape[2], self.k_BKTE.shape[2]
+        if end > room:
+            raise ProgramError(f"a KV slab of {room} tokens is asked for {end}: make it as long as the prompt")
+        self.k_BKTE[:, :, self.length : end] = k_BKLE
+        self.v_BKTE[:, :, self.length : end] = v_BKLE
+        self.length = end
+        return self.k_BKTE[:, :, :end], self.v_BKTE[:, :, :end]
+
+
+class RmsNorm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+def make_norm(config: DecoderConfig) -> nn.Module:
+    if config.norm == "rms":
+        return RmsNorm(config.width, config.norm_eps)
+    return nn.LayerNorm(config.width, config.norm_eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        queries, keys = (n * config.head_width for n in (config.num_heads, config.num_kv_heads))
+        self.q = Linear(config.width, queries, bias=config.qkv_bias)
+        self.k = Linear(config.width, keys, bias=config.qkv_bias)
+        self.v = Linear(config.width, keys, bias=config.qkv_bias)
+        self.o = Linear(queries, config.width, bias=config.out_bias)
+        if config.qk_norm:
+            self.q_norm = RmsNorm(config.head_width, config.norm_eps)
+            self.k_norm = RmsNorm(config.head_width, config.norm_eps)
+
+    def forward(self, x_BLD: Tensor, positions_L: Tensor, kv: Kv | KvSlab | None) -> tuple[Tensor, Kv]:  # noqa: N803
+        q, k, v = (self._heads(projected) for projected in (self.q(x_BLD), self.k(x_BLD), self.v(x_BLD)))
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.config.positions == "rope":
+            cos, sin = rotation(self.config, positions_L, q.dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        k, v = _with_past(k, v, kv)
+        mixed_BHLE = _attend(q, k, v)
+        return self.o(mixed_BHLE.transpose(1, 2).flatten(2)), (k, v)
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        B, L, _ = projected.shape
+        return projected.view(B, L, -1, self.config.head_width).transpose(1, 2)
+
+
+def _with_past(k: Tensor, v: Tensor, kv: Kv | KvSlab | None) -> Kv:
+    if kv is None:
+        return k, v
+    if isinstance(kv, KvSlab):
+        return kv.extend(k, v)
+    return torch.cat([kv[0], k], dim=2), torch.cat([kv[1], v], dim=2)
+
+
+def _attend(q_BHLE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> Tensor:  # noqa: N803
+    """Causal, the new tokens being the last of all."""
+    L, T = q_BHLE.shape[2], k_BKTE.shape[2]
+    mask = None
+    if 1 < L < T:
+        mask = torch.ones(L, T, dtype=torch.bool, device=q_BHLE.device).tril(T - L)
+    return functional.scaled_dot_product_attention(
+        q_BHLE, k_BKTE, v_BKTE, mask, is_causal=L == T, enable_gqa=q_BHLE.shape[1] != k_BKTE.shape[1]
+    )
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.gate = Linear(config.width, config.ffn_width, bias=config.mlp_bias) if config.gated else None
+        self.up = Linear(config.width, config.ffn_width, bias=config.mlp_bias)
+        self.down = Linear(config.ffn_width, config.width, bias=config.mlp_bias)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:  # noqa: N803
+        up = self.up(x_BLD)
+        inner = self._bend(up) if self.gate is None else self._bend(self.gate(x_BLD)) * up
+        return cast(Tensor, self.down(inner))
+
+    def _bend(self, x: Tensor) -> Tensor:
+        if self.activation == "silu":
+            return functional.silu(x)
+        return functional.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+
+
+class Block(nn.Module):
+    """A layer of the decoder, pre-norm."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        self.index, self.dropout = index, config.dropout
+        self.attention_norm, self.mlp_norm = make_norm(config), make_norm(config)
+        self.attention = Attention(config)
+        self.mlp = Mlp(config)
+
+    def forward(
+        self,
+        x_BLD: Tensor,  # noqa: N803
+        positions_L: Tensor,  # noqa: N803
+        kv: Kv | KvSlab | None = None,
+        draw: Draw | None = None,
+    ) -> tuple[Tensor, Kv]:
+        """`draw`: where dropout takes its masks from; None, as in inference: no dropout."""
+        mixed, new = self.attention(self.attention_norm(x_BLD), positions_L, kv)
+        x_BLD = x_BLD + self._drop(mixed, draw, "attention")
+        return x_BLD + self._drop(self.mlp(self.mlp_norm(x_BLD)), draw, "mlp"), new
+
+    def _drop(self, x: Tensor, draw: Draw | None, site: str) -> Tensor:
+        return x if draw is None or not self.dropout else draw.dropout(x, self.dropout, self.index, site)

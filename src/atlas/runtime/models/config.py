@@ -1,0 +1,143 @@
+"""What a decoder is: its dimensions and the few switches that tell the families apart (GPT-2, Llama, Qwen, Mistral).
+
+Knows no files, no tensors and no stages: `huggingface` reads and writes `config.json`, `decoder` builds modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from atlas.errors import SpecError
+from atlas.spec.model import Model
+
+Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for contexts longer than the model was born with."""
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    """llama3 only, as the two below: wavelengths longer than original_length / low are divided by `factor`."""
+    high_freq_factor: float = 4.0
+    """Wavelengths shorter than original_length / high stay as they are; between the two, a blend."""
+    original_length: int = 8192
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """One pre-norm decoder. The defaults are Llama's; `gpt` and `huggingface.read_config` set the others."""
+
+    family: Family
+    num_layers: int
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    ffn_width: int
+    vocabulary: int
+    max_length: int
+    """Positions the model knows; a longer sequence is an error."""
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-6
+    positions: Literal["rope", "learned"] = "rope"
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    """Bias of the attention's output projection."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over each head's query and key before the rotation (Qwen3)."""
+    gated: bool = True
+    """SwiGLU-like MLP of three matrices; otherwise two."""
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    tied: bool = False
+    """Embedding and head are one matrix."""
+    dropout: float = 0.0
+    """After the embedding, the attention and the MLP; off unless asked for, whatever the file says. Attention's own
+    dropout does not exist here: torch's fused attention cannot draw it from a generator of ours."""
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise wrong("num_kv_heads", self.num_kv_heads, f"must divide num_heads = {self.num_heads}", "Change one")
+        if self.positions == "rope" and self.head_width % 2:
+            raise wrong("head_width", self.head_width, "must be even for rotary positions", "Change heads or width")
+        if not 0.0 <= self.dropout < 1.0:
+            raise wrong("dropout", self.dropout, "must be at least 0 and below 1", "Write 0 to turn it off")
+
+
+def gpt(
+    *,
+    num_layers: int,
+    width: int,
+    num_heads: int,
+    vocabulary: int,
+    max_length: int,
+    ffn_width: int | None = None,
+    tied: bool = False,
+    dropout: float = 0.0,
+) -> DecoderConfig:
+    """Our own small GPT: GPT-2's shape with the exact GELU and, unless asked for, untied ends."""
+    if width % num_heads:
+        raise wrong("num_heads", num_heads, f"must divide width = {width}", "Change one of them")
+    return DecoderConfig(
+        family="gpt2",
+        num_layers=num_layers,
+        width=width,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_width=width // num_heads,
+        ffn_width=ffn_width or 4 * width,
+        vocabulary=vocabulary,
+        max_length=max_length,
+        norm="layer",
+        norm_eps=1e-5,
+        positions="learned",
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        gated=False,
+        activation="gelu",
+        tied=tied,
+        dropout=dropout,
+    )
+
+
+def from_spec(model: Model) -> DecoderConfig:
+    """The decoder that a job's `model` describes by its dimensions alone (see `huggingface` for `model.config`)."""
+    if model.is_gated != (model.family == "llama"):
+        raise wrong("model.gated", model.is_gated, f"the {model.family} family cannot be built so", "Leave it out")
+    if model.family == "gpt":
+        if model.num_kv_heads != model.heads or model.head_width * model.heads != model.hidden:
+            rule = "a gpt has as many heads of keys as of queries, and they fill its width"
+            raise wrong("model.kv_heads", model.num_kv_heads, rule, "Write family: llama, or leave kv_heads out")
+        return gpt(
+            num_layers=model.layers,
+            width=model.hidden,
+            num_heads=model.heads,
+            vocabulary=model.vocab,
+            max_length=model.seq_len,
+            ffn_width=model.ffn_width,
+            tied=model.tied_embeddings,
+        )
+    return DecoderConfig(
+        family="llama",
+        num_layers=model.layers,
+        width=model.hidden,
+        num_heads=model.heads,
+        num_kv_heads=model.num_kv_heads,
+        head_width=model.head_width,
+        ffn_width=model.ffn_width,
+        vocabulary=model.vocab,
+        max_length=model.seq_len,
+        tied=model.tied_embeddings,
+    )
+
+
+def wrong(key: str, value: object, rule: str, remedy: str) -> SpecError:
+    return SpecError(where="model", key=key, value=value, rule=rule, remedy=remedy)

@@ -1,0 +1,187 @@
+"""A consecutive run of a decoder's layers, with the embedding in front where it is the first and the head behind
+where it is the last; how layers are cut into such runs, and the weights a seed gives them.
+
+Every tensor has its own seed, from its name in the whole model: any cut holds the same numbers. Parameters are named
+alike in every cut (`layers.3.attention.q.weight`). Knows nothing of Programs, microbatches or files.
+
+Shape letters: B batch, L length, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from atlas.errors import SpecError
+from atlas.runtime.models.block import Block, make_norm
+from atlas.runtime.models.config import DecoderConfig, wrong
+from atlas.runtime.models.dropout import EMBEDDING, Draw, seed_of
+
+TIED_EMBEDDING, TIED_HEAD = "embedding.token.weight", "head.out.weight"
+"""The two ends of one matrix, where the embeddings are tied."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One stage's share of the model."""
+
+    layers: range
+    has_embedding: bool
+    has_head: bool
+
+    @classmethod
+    def whole(cls, config: DecoderConfig) -> Cut:
+        return cls(range(config.num_layers), True, True)
+
+
+def cuts(config: DecoderConfig, layers_per_stage: Sequence[int]) -> list[Cut]:
+    """The stages of a model: the embedding goes with the first, the head with the last; both may be all it has."""
+    if sum(layers_per_stage) != config.num_layers or not layers_per_stage or min(layers_per_stage) < 0:
+        raise SpecError(
+            where="plan",
+            key="layers_per_stage",
+            value=list(layers_per_stage),
+            rule=f"must add up to the model's {config.num_layers} layers",
+            remedy="Change the split or the model",
+        )
+    if 0 in layers_per_stage[1:-1]:
+        raise SpecError(
+            where="plan",
+            key="layers_per_stage",
+            value=list(layers_per_stage),
+            rule="a stage between the first and the last needs a layer",
+            remedy="Use fewer stages",
+        )
+    ends = [sum(layers_per_stage[: s + 1]) for s in range(len(layers_per_stage))]
+    last = len(ends) - 1
+    return [
+        Cut(range(end - n, end), s == 0, s == last)
+        for s, (n, end) in enumerate(zip(layers_per_stage, ends, strict=True))
+    ]
+
+
+class Embedding(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.token = nn.Embedding(config.vocabulary, config.width)
+        self.place = nn.Embedding(config.max_length, config.width) if config.positions == "learned" else None
+
+    def forward(self, tokens_BL: Tensor, positions_L: Tensor, draw: Draw | None = None) -> Tensor:  # noqa: N803
+        x_BLD: Tensor = self.token(tokens_BL)
+        if self.place is not None:
+            x_BLD = x_BLD + self.place(positions_L)
+        return x_BLD if draw is None or not self.dropout else draw.dropout(x_BLD, self.dropout, EMBEDDING, "token")
+
+
+class Head(nn.Module):
+    """Final norm and the projection to the vocabulary.
+
+    Its weight gradient is never put off: until then it would hold the gradient of the logits, the largest tensor of
+    all, for every microbatch between its I and its W.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.norm = make_norm(config)
+        self.out = nn.Linear(config.width, config.vocabulary, bias=False)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:  # noqa: N803
+        logits_BLV: Tensor = self.out(self.norm(x_BLD))
+        return logits_BLV
+
+
+class Decoder(nn.Module):
+    """The layers of one cut. Its memory is uninitialized: `build`, or `weights.load`, fills it."""
+
+    def __init__(self, config: DecoderConfig, cut: Cut) -> None:
+        super().__init__()
+        self.config, self.cut = config, cut
+        self.tensor_rank = 0
+        """Among the tensor-parallel ranks that share this cut."""
+        self.embedding = Embedding(config) if cut.has_embedding else None
+        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in cut.layers})
+        self.head = Head(config) if cut.has_head else None
+
+    def forward(self, x: Tensor, draw: Draw | None = None) -> Tensor:
+        """Tokens or activations in; activations, or logits where the head is here, out."""
+        positions_L = torch.arange(self.require_known(x.shape[1]), device=x.device)
+        if self.embedding is not None:
+            x = self.embedding(x, positions_L, draw)
+        for layer in self.layers.values():
+            x, _ = layer(x, positions_L, None, draw)
+        return x if self.head is None else self.head(x)
+
+    def retie(self) -> None:
+        """Where both ends of tied embeddings are here: two parameters (two gradients, whatever the cut), one memory.
+
+        To be called again whenever parameters were replaced.
+        """
+        if self.config.tied and self.embedding is not None and self.head is not None:
+            self.head.out.weight = nn.Parameter(self.embedding.token.weight.detach())
+
+    def require_known(self, length: int) -> int:
+        if length > self.config.max_length:
+            known = self.config.max_length
+            raise wrong(
+                "max_length", known, f"a sequence has {length} tokens", "Use shorter sequences, or a longer model"
+            )
+        return length
+
+
+def layer_of(name: str) -> str:
+    """The part of the model that a parameter belongs to: `embedding`, `layers.3` or `head`."""
+    return ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
+
+
+def loss_of(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:  # noqa: N803
+    """Mean over the tokens; in float32 whatever the model computes in. Targets of -100 do not count."""
+    return functional.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten())
+
+
+def build(
+    config: DecoderConfig,
+    cut: Cut,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Decoder:
+    """A cut with the weights its seed gives it."""
+    decoder = empty(config, cut, dtype, device)
+    for name, parameter in decoder.named_parameters():
+        if not (config.tied and name == TIED_HEAD and cut.has_embedding):
+            _draw(parameter, name, config, seed)
+    return decoder
+
+
+def empty(config: DecoderConfig, cut: Cut, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    """A cut with memory but no numbers in it yet."""
+    with torch.device("meta"):
+        decoder = Decoder(config, cut).to(dtype)
+    decoder.to_empty(device=device)
+    decoder.retie()
+    return decoder
+
+
+@torch.no_grad()
+def _draw(parameter: Tensor, name: str, config: DecoderConfig, seed: int) -> None:
+    """Normal, the residual branches' outputs smaller in deep models; norms one.
+
+    Biases too: the keys' bias has no gradient but rounding's, and from nought it would never be more than that, which
+    no comparison of two runs could tell from an error.
+    """
+    if "norm" in name:
+        parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        return
+    deep = name.endswith(("attention.o.weight", "mlp.down.weight"))
+    std = config.init_std / (math.sqrt(2 * config.num_layers) if deep else 1.0)
+    source = TIED_EMBEDDING if config.tied and name == TIED_HEAD else name
+    generator = torch.Generator().manual_seed(seed_of(seed, source))
+    # On the CPU and in float32: every device and every dtype starts from the same numbers.
+    parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))

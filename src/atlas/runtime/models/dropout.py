@@ -1,0 +1,37 @@
+"""Dropout whose masks are a function of (seed, step, microbatch, layer, site), never of the order of calls: a
+recompute, another schedule and another cut into stages draw the same masks.
+
+Masks differ between kinds of device (CPU, CUDA), whose generators differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EMBEDDING = -1
+"""The embedding's place among the layers."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The randomness of one microbatch of one step."""
+
+    seed: int
+    step: int
+    microbatch: int
+    """Its number in the step, over all pipelines."""
+
+    def dropout(self, x: Tensor, share: float, layer: int, site: str) -> Tensor:
+        generator = torch.Generator(x.device).manual_seed(seed_of(self.seed, self.step, self.microbatch, layer, site))
+        mask = torch.empty_like(x).bernoulli_(1.0 - share, generator=generator)
+        return x * mask / (1.0 - share)
+
+
+def seed_of(*key: object) -> int:
+    """63 bits from anything that prints the same everywhere."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,91 @@
+"""A trained decoder as a Hugging Face folder that `transformers` loads: every stage writes its own shard, then one
+of them, seeing all shards, writes the index and `config.json`.
+
+A file appears under its name only when it is whole. Knows nothing of training state: that is `runtime.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from atlas.errors import WorkerError
+from atlas.runtime.models.config import DecoderConfig
+from atlas.runtime.models.decoder import TIED_HEAD, Decoder
+from atlas.runtime.models.huggingface import write_config
+from atlas.runtime.models.names import Source, source_of
+from atlas.runtime.models.weights import INDEX, SINGLE
+
+
+def export_stage(folder: Path, decoder: Decoder, stage: int, num_stages: int) -> Path:
+    """Writes the shard of one stage. Under tensor parallelism all ranks call it and only one may keep the file."""
+    write_config(decoder.config)  # refuses what transformers could not express, before anything is written
+    path = folder / shard_name(stage, num_stages)
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    save_file(hf_tensors(decoder), unfinished, metadata={"format": "pt"})
+    return unfinished.replace(path)
+
+
+def finish_export(
+    folder: Path,
+    config: DecoderConfig,
+    num_stages: int,
+    dtype: torch.dtype = torch.float32,
+    keep: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes the index and the config, once every shard is there. `keep`: more keys of the config (token ids, ...)."""
+    file_of: dict[str, str] = {}
+    total_bytes = 0
+    for stage in range(num_stages):
+        path = folder / shard_name(stage, num_stages)
+        if not path.is_file():
+            raise WorkerError(f"{path} is missing: stage {stage} has not been exported; export all stages, then finish")
+        total_bytes += path.stat().st_size
+        with safe_open(path, framework="pt") as shard:
+            file_of |= dict.fromkeys(shard.keys(), path.name)
+    if num_stages > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}
+        _write_json(folder / INDEX, index)
+    _write_json(folder / "config.json", write_config(config, str(dtype).removeprefix("torch.")) | dict(keep or {}))
+
+
+def shard_name(stage: int, num_stages: int) -> str:
+    return SINGLE if num_stages == 1 else f"model-{stage + 1:05}-of-{num_stages:05}.safetensors"
+
+
+@torch.no_grad()
+def hf_tensors(decoder: Decoder) -> dict[str, Tensor]:
+    """The tensors of a cut under their names and in their shapes of Hugging Face; a tied head is the embedding's."""
+    parts: dict[str, list[tuple[Source, Tensor]]] = {}
+    for name, parameter in decoder.named_parameters():
+        if not (decoder.config.tied and name == TIED_HEAD):
+            source = source_of(decoder.config, name)
+            parts.setdefault(source.name, []).append((source, whole(parameter)))
+    return {name: _joined(found) for name, found in parts.items()}
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """The full tensor of a sharded one (a collective), on the CPU."""
+    full: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return full.detach().cpu()
+
+
+def _joined(found: list[tuple[Source, Tensor]]) -> Tensor:
+    found = sorted(found, key=lambda pair: pair[0].part)
+    assert [source.part for source, _ in found] == list(range(found[0][0].num_parts)), found[0][0].name
+    tensor = torch.cat([tensor for _, tensor in found]) if len(found) > 1 else found[0][1]
+    return (tensor.t() if found[0][0].transposed else tensor).contiguous()
+
+
+def _write_json(path: Path, content: object) -> None:
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)

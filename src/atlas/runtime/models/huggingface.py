@@ -1,0 +1,275 @@
+"""Hugging Face's `config.json` to a DecoderConfig and back. A file that asks for something we do not compute is
+refused by the key that asks for it, never half-read into a wrong model.
+
+Reads JSON; imports no transformers and no torch. Weights are `weights` and `export`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from atlas.errors import SpecError
+from atlas.runtime.models.config import DecoderConfig, Family, RopeScaling, wrong
+from atlas.spec.document import read_json, shown
+
+Json = Mapping[str, Any]
+ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+CLASSES: dict[Family, str] = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+ABSENT: dict[Family, dict[str, Any]] = {
+    "gpt2": {"layer_norm_epsilon": 1e-5, "n_positions": 1024, "activation_function": "gelu_new"},
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+}
+"""What transformers assumes where a file leaves a key out."""
+ONLY: dict[str, tuple[object, str]] = {
+    "quantization_config": (None, "Use the weights before quantization"),
+    "scale_attn_weights": (True, "Use a model with scaled attention"),
+    "scale_attn_by_inverse_layer_idx": (False, "Use a model without it"),
+    "add_cross_attention": (False, "Use a decoder without an encoder"),
+    "partial_rotary_factor": (1.0, "Use a model that rotates whole heads"),
+    "use_sliding_window": (False, "Write false: the same up to sliding_window tokens"),
+}
+"""Keys that must be absent or have this one value, and what to do otherwise."""
+
+
+def read_config(path: Path) -> DecoderConfig:
+    """The decoder that a `config.json`, or the folder that holds one, describes. Dropout stays off."""
+    path = path / "config.json" if path.is_dir() else path
+    config = read_json(path, key="model.config", max_bytes=1024 * 1024)
+    if not isinstance(config, dict):
+        raise _bad(path, "model.config", shown(config), "is not the config of a model", "Name a config.json")
+    try:
+        return parse_config(config)
+    except SpecError as error:
+        raise SpecError(
+            where=str(path), key=error.key, value=error.value, rule=error.rule, remedy=error.remedy
+        ) from None
+
+
+def parse_config(raw: Json) -> DecoderConfig:
+    kind = raw.get("model_type")
+    if kind not in READERS:
+        known = ", ".join(READERS)
+        raise wrong(
+            "model_type", kind, f"this architecture cannot be trained here, which knows {known}", "Use one of them"
+        )
+    family = cast(Family, kind)
+    raw = {
+        **ABSENT[family],
+        **{key: value for key, value in raw.items() if value is not None or key == "sliding_window"},
+    }
+    for key, (wanted, remedy) in ONLY.items():
+        if raw.get(key, wanted) != wanted:
+            raise wrong(key, shown(raw[key]), "is not computed here", remedy)
+    _require_full_attention(raw)
+    return READERS[family](family, raw)
+
+
+def _gpt2(family: Family, raw: Json) -> DecoderConfig:
+    width, heads = _count(raw, "n_embd"), _count(raw, "n_head")
+    if width % heads:
+        raise wrong("n_head", heads, f"must divide n_embd = {width}", "Correct the file")
+    return DecoderConfig(
+        family=family,
+        num_layers=_count(raw, "n_layer"),
+        width=width,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_width=width // heads,
+        ffn_width=_count(raw, "n_inner", 4 * width),
+        vocabulary=_count(raw, "vocab_size"),
+        max_length=_count(raw, "n_positions"),
+        norm="layer",
+        norm_eps=float(raw["layer_norm_epsilon"]),
+        positions="learned",
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        gated=False,
+        activation=_activation(raw, "activation_function"),
+        tied=bool(raw.get("tie_word_embeddings", True)),
+    )
+
+
+def _llama(family: Family, raw: Json) -> DecoderConfig:
+    """Llama and its near relations, which differ in biases and in Qwen3's norms of queries and keys."""
+    width, heads = _count(raw, "hidden_size"), _count(raw, "num_attention_heads")
+    biased = bool(raw.get("attention_bias", False)) and family in ("llama", "qwen3")
+    theta, scaling = _rope(raw)
+    return DecoderConfig(
+        family=family,
+        num_layers=_count(raw, "num_hidden_layers"),
+        width=width,
+        num_heads=heads,
+        num_kv_heads=_count(raw, "num_key_value_heads", heads),
+        head_width=_count(raw, "head_dim", width // heads),
+        ffn_width=_count(raw, "intermediate_size"),
+        vocabulary=_count(raw, "vocab_size"),
+        max_length=_count(raw, "max_position_embeddings"),
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        qkv_bias=biased or family == "qwen2",
+        out_bias=biased,
+        mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
+        qk_norm=family == "qwen3",
+        activation=_activation(raw, "hidden_act"),
+        tied=bool(raw.get("tie_word_embeddings", False)),
+    )
+
+
+READERS: dict[str, Callable[[Family, Json], DecoderConfig]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": _llama,
+    "qwen3": _llama,
+}
+
+
+def _require_full_attention(raw: Json) -> None:
+    window = raw.get("sliding_window")
+    if raw["model_type"] == "mistral" and window is not None and window < _count(raw, "max_position_embeddings"):
+        remedy = f'Write "sliding_window": null: up to {window} tokens the model is the same'
+        raise wrong("sliding_window", window, "attention over a window is not computed here", remedy)
+    others = [kind for kind in raw.get("layer_types") or [] if kind != "full_attention"]
+    if others:
+        raise wrong("layer_types", others[0], "only full_attention is computed here", "Use a model without it")
+
+
+def _rope(raw: Json) -> tuple[float, RopeScaling | None]:
+    """Older files have `rope_theta` and `rope_scaling`; newer ones `rope_parameters` with both."""
+    old, new = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
+    rope = {**old, **new}
+    key = "rope_parameters" if new else "rope_scaling"
+    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind not in ("linear", "llama3"):
+        rule = "this scaling of rotary positions is not computed here, which knows default, linear and llama3"
+        raise wrong(f"{key}.rope_type", kind, rule, f"Take {key} out: the model is then good for its original length")
+    needed = ("factor",) if kind == "linear" else (
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    )  # fmt: skip
+    for name in needed:
+        if not isinstance(rope.get(name), (int, float)) or rope[name] <= 0:
+            raise wrong(f"{key}.{name}", rope.get(name), f"{kind} scaling needs it, above 0", "Write it in the file")
+    if kind == "linear":
+        return theta, RopeScaling("linear", float(rope["factor"]))
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    if low >= high:
+        raise wrong(f"{key}.low_freq_factor", low, f"must be below high_freq_factor = {high}", "Correct the file")
+    original = int(rope["original_max_position_embeddings"])
+    return theta, RopeScaling("llama3", float(rope["factor"]), low, high, original)
+
+
+def _count(raw: Json, key: str, absent: int | None = None) -> int:
+    value = raw.get(key, absent)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise wrong(key, shown(value), "must be a whole number of at least 1", "Write it in the file")
+    return value
+
+
+def _activation(raw: Json, key: str) -> Literal["silu", "gelu", "gelu_tanh"]:
+    name = raw.get(key, "silu")
+    if name not in ACTIVATIONS:
+        raise wrong(key, shown(name), f"is not computed here, which knows {', '.join(ACTIVATIONS)}", "Use one of them")
+    return ACTIVATIONS[name]
+
+
+def _bad(path: Path, key: str, value: object, rule: str, remedy: str) -> SpecError:
+    return SpecError(where=str(path), key=key, value=value, rule=rule, remedy=remedy)
+
+
+# ---- back ------------------------------------------------------------------------------------------------------
+def write_config(config: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
+    """The `config.json` of a decoder, as transformers writes it; refused where its family has no word for it."""
+    common = {
+        "architectures": [CLASSES[config.family]],
+        "model_type": config.family,
+        "vocab_size": config.vocabulary,
+        "tie_word_embeddings": config.tied,
+        "torch_dtype": dtype,
+    }
+    raw = common | (_gpt2_keys(config) if config.family == "gpt2" else _llama_keys(config))
+    again = replace(parse_config(raw), dropout=config.dropout, init_std=config.init_std)
+    for name in config.__dataclass_fields__:
+        ours, theirs = getattr(config, name), getattr(again, name)
+        if ours != theirs:
+            rule = f"a {config.family} of transformers has {theirs!r} there: the model cannot be exported as one"
+            raise wrong(name, ours, rule, "Train a model of that family's shape, or keep our own checkpoints")
+    return raw
+
+
+def _gpt2_keys(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        "n_layer": config.num_layers,
+        "n_embd": config.width,
+        "n_head": config.num_heads,
+        "n_inner": config.ffn_width,
+        "n_positions": config.max_length,
+        "layer_norm_epsilon": config.norm_eps,
+        "activation_function": "gelu_new" if config.activation == "gelu_tanh" else config.activation,
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _llama_keys(config: DecoderConfig) -> dict[str, Any]:
+    keys: dict[str, Any] = {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.width,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_width,
+        "intermediate_size": config.ffn_width,
+        "max_position_embeddings": config.max_length,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _rope_keys(config.rope_scaling),
+        "hidden_act": "gelu_pytorch_tanh" if config.activation == "gelu_tanh" else config.activation,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if config.family in ("llama", "qwen3"):
+        keys["attention_bias"] = config.qkv_bias
+    if config.family == "llama":
+        keys["mlp_bias"] = config.mlp_bias
+    if config.family == "mistral":
+        keys["sliding_window"] = None
+    return keys
+
+
+def _rope_keys(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    if scaling.kind == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_length,
+    }

@@ -1,0 +1,85 @@
+"""A linear layer whose weight gradient can wait: the backward of activations (I) leaves what the weights need, and
+`WeightWork.finish` (W) multiplies it out. Whole or split, the same products are taken: the same bits.
+
+Knows one product. Which microbatch it belongs to, and when W runs, the stage knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class WeightWork:
+    """The weight gradients of one forward pass that were put off."""
+
+    def __init__(self) -> None:
+        self.deferring = False
+        """Set before the backward that shall leave weights for later."""
+        self._products: list[tuple[Linear, Tensor, Tensor]] = []
+
+    def put(self, layer: Linear, x: Tensor, y_gradient: Tensor) -> None:
+        self._products.append((layer, x, y_gradient))
+
+    def finish(self) -> dict[int, Tensor]:
+        """Gradients by `id` of the weight. Frees what it kept."""
+        products, self._products = self._products, []
+        return {id(layer.weight): _weight_gradient(x, y_gradient) for layer, x, y_gradient in products}
+
+
+_current: ContextVar[WeightWork | None] = ContextVar("weight_work", default=None)
+
+
+@contextmanager
+def recording(work: WeightWork) -> Iterator[None]:
+    """Linear layers called inside give their weight gradients to `work` once it is deferring.
+
+    They note it in the forward: a backward may run in a thread of autograd's own.
+    """
+    token = _current.set(work)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+class Linear(nn.Linear):
+    """`nn.Linear`, deferrable."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return functional.linear(x, self.weight, self.bias)
+        y: Tensor = _Linear.apply(x, self.weight, self.bias, _current.get(), self)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, work: WeightWork | None, me: Linear
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.work, ctx.me = work, me
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, y_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        x_gradient = y_gradient @ weight if ctx.needs_input_grad[0] else None
+        bias_gradient = y_gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        weight_gradient = None
+        if ctx.work is not None and ctx.work.deferring:
+            ctx.work.put(ctx.me, x, y_gradient)
+        elif ctx.needs_input_grad[1]:
+            weight_gradient = _weight_gradient(x, y_gradient)
+        return x_gradient, weight_gradient, bias_gradient, None, None
+
+
+def _weight_gradient(x: Tensor, y_gradient: Tensor) -> Tensor:
+    return y_gradient.flatten(0, -2).t() @ x.flatten(0, -2)

@@ -1,0 +1,151 @@
+"""Weights from a local folder of safetensors (one file, or shards with an index), tensor by tensor: a worker reads
+the tensors of its own cut and no others.
+
+Knows files and names. Refuses, by name, what is missing, of another shape, or there without a place to go.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from atlas.errors import SpecError
+from atlas.runtime.models.config import DecoderConfig
+from atlas.runtime.models.decoder import TIED_HEAD, Cut, Decoder, empty
+from atlas.runtime.models.names import NOT_WEIGHTS, Source, base_prefix, layer_prefix, source_of
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = ("F32", "F16", "BF16")
+MAX_INDEX_BYTES = 64 * 2**20
+
+
+class WeightsFolder:
+    """`with WeightsFolder(path) as folder:`; opens a shard when a tensor of it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open: dict[str, Any] = {}
+        self._file_of: dict[str, str] = self._index()
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def read(self, name: str, part: int = 0, num_parts: int = 1) -> Tensor:
+        """A tensor, or one of `num_parts` equal runs of its last dimension."""
+        try:
+            found = self._file(self._file_of[name]).get_slice(name)
+            shape = found.get_shape()
+            if found.get_dtype() not in DTYPES:
+                rule = f"its dtype {found.get_dtype()} is not one of {', '.join(DTYPES)}"
+                raise self._bad(name, None, rule, "Use weights that are not quantized")
+            run = shape[-1] // num_parts
+            tensor: Tensor = found[..., part * run : (part + 1) * run] if num_parts > 1 else found[...]
+        except (SafetensorError, OSError) as error:
+            raise self._bad(self._file_of[name], None, f"cannot be read ({error})", "Fetch the file again") from None
+        return tensor
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.__exit__(None, None, None)
+        self._open.clear()
+
+    def __enter__(self) -> WeightsFolder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(self.path / name, framework="pt", device="cpu").__enter__()  # type: ignore[no-untyped-call]
+        return self._open[name]
+
+    def _index(self) -> dict[str, str]:
+        index = self.path / INDEX
+        if not index.is_file():
+            if not (self.path / SINGLE).is_file():
+                remedy = "Name a folder with safetensors, or leave the weights out to start from random ones"
+                raise self._bad("weights", None, f"there is neither {SINGLE} nor {INDEX}", remedy)
+            try:
+                return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+            except (SafetensorError, OSError) as error:
+                raise self._bad(SINGLE, None, f"cannot be read ({error})", "Fetch the file again") from None
+        try:
+            if index.stat().st_size > MAX_INDEX_BYTES:
+                raise ValueError("too large")
+            found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            file_of = {str(name): str(file) for name, file in found.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._bad(INDEX, None, f"is not an index of shards ({error!r})", "Fetch the file again") from None
+        for file in set(file_of.values()):
+            if Path(file).name != file:
+                raise self._bad(INDEX, file, "a shard must lie in the folder itself", "Correct the index")
+        return file_of
+
+    def _bad(self, key: str, value: object, rule: str, remedy: str) -> SpecError:
+        return SpecError(where=str(self.path), key=key, value=value, rule=rule, remedy=remedy)
+
+
+def load(
+    config: DecoderConfig,
+    cut: Cut,
+    path: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Decoder:
+    """A cut with the weights of a Hugging Face folder."""
+    decoder = empty(config, cut, dtype, device)
+    with WeightsFolder(path) as folder:
+        fill(decoder, folder)
+    return decoder
+
+
+@torch.no_grad()
+def fill(decoder: Decoder, folder: WeightsFolder) -> None:
+    config, cut = decoder.config, decoder.cut
+    present = folder.names
+    used = set()
+    for name, parameter in decoder.named_parameters():
+        if config.tied and name == TIED_HEAD and cut.has_embedding:
+            continue  # the embedding's memory
+        source = source_of(config, name)
+        theirs = _spelt(source.name, config, present)
+        if theirs is None:
+            remedy = "Check that config.json and the weights belong together"
+            raise folder._bad(source.name, None, "the weights do not have it", remedy)
+        used.add(theirs)
+        parameter.copy_(_shaped(folder, theirs, source, parameter))
+    _require_all_used(decoder, folder, used)
+
+
+def _spelt(name: str, config: DecoderConfig, present: set[str]) -> str | None:
+    """As the files spell it: some leave out the name of the model's trunk."""
+    short = name.removeprefix(base_prefix(config))
+    return next((spelt for spelt in (name, short) if spelt in present), None)
+
+
+def _shaped(folder: WeightsFolder, theirs: str, source: Source, parameter: Tensor) -> Tensor:
+    tensor = folder.read(theirs, source.part, source.num_parts)
+    tensor = tensor.t() if source.transposed else tensor
+    if tensor.shape != parameter.shape:
+        rule = f"the config asks for {list(parameter.shape)}"
+        raise folder._bad(theirs, list(tensor.shape), rule, "Check that config.json and the weights belong together")
+    return tensor
+
+
+def _require_all_used(decoder: Decoder, folder: WeightsFolder, used: set[str]) -> None:
+    """A bias in the files that the config does not know would silently make another model."""
+    prefixes = [layer_prefix(decoder.config, i) for i in decoder.cut.layers]
+    prefixes += [prefix.removeprefix(base_prefix(decoder.config)) for prefix in prefixes]
+    for name in sorted(folder.names - used):
+        if name.startswith(tuple(prefixes)) and not name.endswith(NOT_WEIGHTS):
+            remedy = "Check that config.json and the weights belong together"
+            raise folder._bad(name, None, "the model of config.json has no such tensor", remedy)

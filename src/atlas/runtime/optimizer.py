@@ -1,0 +1,178 @@
+"""The optimizer's step, learning rates over steps, and clipping by the global norm of a model that is spread over
+many workers.
+
+AdamW and SGD of our own, a page together: torch.optim imports the whole compiler when it makes its first optimizer
+(about a second of each worker's start). State is float32 whatever the model's dtype; a bf16 model has float32 master
+weights. Knows parameters by name and their `.grad`; not stages, not where gradients came from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from atlas.errors import SpecError, WorkerError
+
+Parameters = Mapping[str, Tensor]
+
+
+# ---- learning rates ----------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class LearningRate:
+    """Over steps, counted from 0: a linear warm-up to `peak`, then constant, or down to `floor` at `num_steps`."""
+
+    peak: float
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    num_warmup_steps: int = 0
+    num_steps: int = 0
+    """Where the decay ends; not used when constant."""
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.decay not in ("constant", "linear", "cosine"):
+            raise _wrong("decay", self.decay, "must be constant, linear or cosine", "Write one of them")
+        if self.decay != "constant" and self.num_steps <= self.num_warmup_steps:
+            rule = f"a {self.decay} decay must end after the warm-up of {self.num_warmup_steps} steps"
+            raise _wrong("num_steps", self.num_steps, rule, "Train longer, or warm up for fewer steps")
+
+    def at(self, step: int) -> float:
+        if step < self.num_warmup_steps:
+            return self.peak * (step + 1) / self.num_warmup_steps
+        if self.decay == "constant":
+            return self.peak
+        gone = min(1.0, (step - self.num_warmup_steps) / (self.num_steps - self.num_warmup_steps))
+        left = 1.0 - gone if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * gone))
+        return self.floor + (self.peak - self.floor) * left
+
+
+# ---- optimizers --------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class OptimizerSettings:
+    learning_rate: LearningRate
+    name: str = "adamw"
+    """adamw or sgd."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Of matrices; norms and biases do not decay. AdamW only."""
+
+
+class Sgd:
+    """Plain; for the walking skeleton and for tests."""
+
+    def __init__(self, parameters: Parameters, settings: OptimizerSettings) -> None:
+        self.settings, self.num_steps = settings, 0
+        self.parameters, self.owner = dict(parameters), _owners(parameters)
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        """By parameter, then by slot, with torch.optim's names: live tensors, to be saved, and to be replaced when
+        a run resumes (which also sets `num_steps`)."""
+
+    def step(self) -> None:
+        """From the parameters' `.grad`. Two names of one memory (tied ends on one stage) take one step."""
+        rate = self.settings.learning_rate.at(self.num_steps)
+        self.num_steps += 1
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if self.owner[name] == name:
+                    assert parameter.grad is not None, f"{name} has no gradient"
+                    self._update(parameter, parameter.grad.float(), rate)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def _update(self, parameter: Tensor, gradient: Tensor, rate: float) -> None:
+        parameter.add_(gradient, alpha=-rate)
+
+
+class AdamW(Sgd):
+    """Bit for bit what torch.optim.AdamW does to float32, tensor by tensor."""
+
+    def __init__(self, parameters: Parameters, settings: OptimizerSettings) -> None:
+        super().__init__(parameters, settings)
+        for name, parameter in self.parameters.items():
+            if self.owner[name] == name:
+                zeros = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+                self.state[parameter] = {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+                if parameter.dtype != torch.float32:
+                    self.state[parameter]["master"] = parameter.detach().float()
+        self._share()
+
+    def step(self) -> None:
+        super().step()
+        self._share()
+
+    def _update(self, parameter: Tensor, gradient: Tensor, rate: float) -> None:
+        settings, kept = self.settings, self.state[parameter]
+        master = kept.get("master", parameter)
+        first = 1.0 - settings.beta1**self.num_steps
+        second = math.sqrt(1.0 - settings.beta2**self.num_steps)
+        if parameter.dim() > 1:
+            master.mul_(1.0 - rate * settings.weight_decay)
+        kept["exp_avg"].lerp_(gradient, 1.0 - settings.beta1)
+        kept["exp_avg_sq"].mul_(settings.beta2).addcmul_(gradient, gradient, value=1.0 - settings.beta2)
+        denominator = (kept["exp_avg_sq"].sqrt() / second).add_(settings.eps)
+        master.addcdiv_(kept["exp_avg"], denominator, value=-rate / first)
+        if master is not parameter:
+            parameter.copy_(master)
+
+    def _share(self) -> None:
+        """A second name has the state of the first: a plan that resumes may cut the two apart."""
+        for name, owner in self.owner.items():
+            self.state[self.parameters[name]] = self.state[self.parameters[owner]]
+
+
+def make_optimizer(settings: OptimizerSettings, parameters: Parameters) -> Sgd:
+    if settings.name not in OPTIMIZERS:
+        raise _wrong("optimizer", settings.name, f"must be one of {', '.join(OPTIMIZERS)}", "Write one of them")
+    return OPTIMIZERS[settings.name](parameters, settings)
+
+
+OPTIMIZERS: dict[str, type[Sgd]] = {"sgd": Sgd, "adamw": AdamW}
+
+
+def _owners(parameters: Parameters) -> dict[str, str]:
+    """By name, the first name of the same memory: mostly its own."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(parameter.data_ptr(), name) for name, parameter in parameters.items()}
+
+
+# ---- clipping: each worker gives its squares, all combine them alike --------------------------------------------
+@torch.no_grad()
+def squares(parameters: Parameters, counted: Collection[str] | None = None) -> list[float]:
+    """The squared norm of each gradient of one worker, of those in `counted`. What crosses the WAN: 8 bytes each."""
+    gradients = [p.grad for n, p in parameters.items() if p.grad is not None and (counted is None or n in counted)]
+    if not gradients:
+        return []
+    norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients])
+    return [norm * norm for norm in norms.tolist()]
+
+
+def global_norm(parts: Iterable[Iterable[float]]) -> float:
+    """Of all workers' squares. The sum is exact, so neither their order nor the cut into stages changes a bit."""
+    return math.sqrt(math.fsum(square for part in parts for square in part))
+
+
+def clip(parameters: Parameters, norm: float, max_norm: float) -> float:
+    """Scales the gradients so that their global norm is at most `max_norm`; the factor."""
+    if not math.isfinite(norm):
+        raise WorkerError(
+            f"the gradients' global norm is {norm}: the training has diverged; "
+            "resume from an earlier checkpoint with a smaller learning rate or a longer warm-up"
+        )
+    factor = min(1.0, max_norm / (norm + 1e-6))
+    if factor < 1.0:
+        # Two names may share one gradient (tied ends): scale each memory once.
+        for gradient in {p.grad.data_ptr(): p.grad for p in parameters.values() if p.grad is not None}.values():
+            gradient.mul_(factor)
+    return factor
+
+
+def _wrong(key: str, value: object, rule: str, remedy: str) -> SpecError:
+    return SpecError(where="training", key=key, value=value, rule=rule, remedy=remedy)

@@ -1,0 +1,104 @@
+"""Measure the pieces of a model on the accelerator at hand: seconds of embedding, one layer and head, as `cost.profile`
+reads them. What `atlas simulate` then says rests on this machine's own figures instead of a stated efficiency.
+
+Times whole stages as the runtime runs them (forward without a graph, recompute, both halves of the backward) and takes
+differences, so that what a stage costs beyond its layers is not charged to each of them. Knows no Program.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from atlas.errors import AtlasError
+from atlas.runtime.models.config import DecoderConfig, from_spec
+from atlas.runtime.models.task import DecoderTask
+from atlas.runtime.stage import Stage
+from atlas.spec import Job
+
+LAYERS = 3
+"""Layers of the timed stages: enough that the launch of a single op does not show."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds for one microbatch."""
+
+    forward_s: float
+    recompute_s: float
+    backward_s: float
+    weight_s: float
+
+    def minus(self, other: Times) -> Times:
+        pairs = zip(asdict(self).values(), asdict(other).values(), strict=True)
+        return Times(*(max(0.0, mine - theirs) for mine, theirs in pairs))
+
+    def over(self, count: int) -> Times:
+        return Times(*(value / count for value in asdict(self).values()))
+
+
+def profile(job: Job, device: str, repeats: int = 10) -> dict[str, dict[str, float]]:
+    """{"embedding": ..., "layer": ..., "head": ...} of a job's model: one entry's pieces."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise AtlasError("there is no CUDA device here: profile on the machine that will train, or say --device cpu")
+    config = replace(from_spec(job.model), num_layers=3 * LAYERS)
+    dtype = torch.float32 if job.precision == "fp32" else torch.bfloat16
+    microbatch, length = job.microbatch, job.model.seq_len
+    task = DecoderTask(
+        config,
+        (LAYERS, LAYERS, LAYERS),
+        microbatch,
+        length,
+        1,
+        _tokens(config, microbatch, length),
+        dtype=dtype,
+        device=device,
+    )
+    first, middle, last = (_time_stage(task, s, device, repeats) for s in range(3))
+    layer = middle.over(LAYERS)
+    pieces = {"embedding": first.minus(middle), "layer": layer, "head": last.minus(middle)}
+    return {name: {k: round(v, 9) for k, v in asdict(times).items()} for name, times in pieces.items()}
+
+
+def _tokens(config: DecoderConfig, microbatch: int, length: int) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+    tokens = torch.randint(config.vocabulary, (microbatch, length), generator=torch.Generator().manual_seed(0))
+    return lambda slot, pipeline: (tokens, tokens)
+
+
+def _time_stage(task: DecoderTask, number: int, device: str, repeats: int) -> Times:
+    """Medians over `repeats` microbatches, after as many as it takes to warm up."""
+    stage = Stage(task, number, 3, 0, 1.0, can_exchange_tied=True)
+    found: dict[str, list[float]] = {"forward": [], "recompute": [], "backward": [], "weight": []}
+    for slot in range(repeats + 3):
+        stage.gradients.begin(slot)
+        x = None if stage.is_first else torch.randn(task.activation_shape, dtype=task.dtype, device=device)
+        gradient = None if stage.is_last else torch.randn(task.activation_shape, dtype=task.dtype, device=device)
+        times = {
+            "forward": _seconds(device, lambda s=slot, x=x: stage.forward(s, x, keep=False)),  # type: ignore[misc]
+            "recompute": _seconds(device, lambda s=slot: stage.recompute(s)),  # type: ignore[misc]
+            "input": _seconds(device, lambda s=slot, g=gradient: stage.backward_input(s, g)),  # type: ignore[misc]
+            "weight": _seconds(device, lambda s=slot: stage.backward_weight(s)),  # type: ignore[misc]
+        }
+        times["backward"] = times.pop("input") + times["weight"]
+        if slot >= 3:
+            for name, value in times.items():
+                found[name].append(value)
+    return Times(*(statistics.median(found[name]) for name in ("forward", "recompute", "backward", "weight")))
+
+
+def _seconds(device: str, work: Callable[[], object]) -> float:
+    _finish(device)
+    began = time.perf_counter()
+    work()
+    _finish(device)
+    return time.perf_counter() - began
+
+
+def _finish(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()

@@ -1,0 +1,247 @@
+"""The Plan file: a job with every choice made, the groups of pipelines that share the work, what they are predicted to
+do and where all of it came from. The one file that passes between commands.
+
+`load_plan` reads it like any file a user may have edited; `load_job_or_plan` takes either. Knows shapes and rules; who
+makes a plan is `atlas.plan`, who runs it `atlas.launch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from atlas.errors import SpecError
+from atlas.spec.checks import nearest
+from atlas.spec.document import Document, Keys, dotted, read_yaml, shown
+from atlas.spec.fields import Count, Flag, Frozen, Name, NonNegative, Text
+from atlas.spec.job import MAX_RANKS, Job, Place
+from atlas.spec.load import _finish, load_job
+
+VERSION: Literal[1] = 1
+Quantity = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
+
+
+class PlanGroup(Frozen):
+    """Cells that share one placement. Several groups: data parallelism across regions."""
+
+    placement: Annotated[tuple[Place, ...], Field(min_length=1, max_length=MAX_RANKS)]
+    """Which datacenter holds which run of the pipeline, first stage first."""
+    layers_per_stage: tuple[Annotated[int, Field(strict=True, ge=1, le=512)], ...]
+    """First stage to last."""
+    cells: Count
+    """DP-cells (D)."""
+    pipelines_per_cell: Count
+    """Pipelines of a cell (C)."""
+    num_microbatches: Count
+    """Per pipeline and iteration; the most that any of the group has."""
+
+
+class PlanSchedule(Frozen):
+    """How the work is ordered."""
+
+    name: Name
+    """One of `atlas schedules`."""
+    tcp: Literal["one", "many"] = "many"
+    """Connections between two nodes."""
+    sharing: Flag = False
+    """Whether the pipelines of a cell may take turns on the WAN."""
+    tries: Annotated[int, Field(strict=True, ge=0, le=1_000_000)] = 0
+    """Orders that the search tried; the same number and seed find the same order."""
+    seed: Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)] = 0
+
+
+class Predicted(Frozen):
+    """What the simulator says of the plan."""
+
+    iteration_s: Quantity
+    tokens_per_s: Quantity
+    tokens_per_iteration: Annotated[int, Field(ge=1)]
+    empty_slots: Annotated[int, Field(strict=True, ge=0)] = 0
+    """Microbatches that stay empty where pipelines do not divide the global batch: some have one less to do."""
+    num_gpus: Count
+    usd_per_iteration: Quantity
+    """Rent of GPUs and egress."""
+    usd_per_hour: Quantity
+    usd_per_trillion_tokens: Quantity
+    egress_usd_per_iteration: Quantity
+    wan_gb_per_iteration: Quantity
+    """10^9 bytes that leave a datacenter."""
+    peak_gib: NonNegative
+    """Of the fullest GPU, under the order that candidates are compared by."""
+    memory_gib: NonNegative
+    """That the job may use of it."""
+    between_groups_s: Quantity = 0.0
+    """Of the iteration: gradients of several groups meeting over the WAN."""
+
+
+class Origin(Frozen):
+    """Where the plan came from."""
+
+    job: Text
+    """The file that was planned."""
+    strategy: Name
+    objective: Text
+    estimated: int
+    """Candidates priced in closed form."""
+    simulated: int
+    """Candidates played event by event."""
+    interrupted: Flag = False
+    atlas: Text = ""
+    """Version."""
+
+
+class Plan(Frozen):
+    """A complete answer."""
+
+    plan: Literal[1]
+    """Version of this format."""
+    job: Job
+    """The job with its choices made; of the slowest group where there are several."""
+    groups: Annotated[tuple[PlanGroup, ...], Field(min_length=1, max_length=1000)]
+    """All pipelines."""
+    schedule: PlanSchedule
+    predicted: Predicted
+    origin: Origin
+    runnable: Annotated[str, Field(pattern=r"^(yes|no, because .+)$", max_length=4096)]
+    """Whether the runtime can execute it: `yes`, or `no, because ...`."""
+
+    @property
+    def is_runnable(self) -> bool:
+        return self.runnable == "yes"
+
+    def group_job(self, index: int) -> Job:
+        """The job that one group is."""
+        group = self.groups[index]
+        return self.job.model_copy(
+            update={
+                "pp": len(group.layers_per_stage),
+                "placement": group.placement,
+                "layers_per_stage": group.layers_per_stage,
+                "cells": group.cells,
+                "pipelines_per_cell": group.pipelines_per_cell,
+                "num_microbatches": group.num_microbatches,
+            }
+        )
+
+
+ROOMS: dict[str, type[Frozen]] = {
+    "groups": PlanGroup,
+    "placement": Place,
+    "schedule": PlanSchedule,
+    "predicted": Predicted,
+    "origin": Origin,
+}
+
+
+# ---- reading -----------------------------------------------------------------------------------------------
+def load_job_or_plan(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Job, Plan | None]:
+    """A job file, or the job of a Plan file and the Plan. `--set` changes the job, and so unmakes the predictions."""
+    path = Path(path)
+    document = read_yaml(path, key="job file")
+    if not isinstance(document.data, dict) or "plan" not in document.data:
+        return load_job(path, overrides), None
+    plan = _plan(document, path, overrides)
+    return plan.job, plan
+
+
+def load_plan(path: str | Path) -> Plan:
+    """The Plan in a YAML file."""
+    path = Path(path)
+    document = read_yaml(path, key="plan")
+    if not isinstance(document.data, dict) or "plan" not in document.data:
+        raise SpecError(
+            where=str(path),
+            key="plan",
+            value=None,
+            rule="this is no Plan file: it has no key `plan`",
+            remedy="Make one with `atlas plan JOB.yaml --out plan.yaml`",
+        )
+    return _plan(document, path, ())
+
+
+def _plan(document: Document, path: Path, overrides: Sequence[str]) -> Plan:
+    inside = {keys[1:]: at for keys, at in document.origins.items() if keys[:1] == ("job",)}
+    if not isinstance(document.data.get("job"), dict):
+        raise SpecError(
+            where=document.origin(("job",), str(path)),
+            key="job",
+            value=None,
+            rule="a Plan holds its job",
+            remedy="Make the plan again",
+        )
+    job = _finish(Document(document.data["job"], inside), overrides, str(path))
+    rest = {key: value for key, value in document.data.items() if key != "job"}
+    try:
+        plan = Plan.model_validate({**rest, "job": job})
+    except ValidationError as error:
+        first = min(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+        raise _spec_error(first["type"], tuple(first["loc"]), first["msg"], first["input"], document, path) from None
+    _check_groups(plan, document, path)
+    return plan
+
+
+def _spec_error(kind: str, keys: Keys, rule: str, value: object, document: Document, path: Path) -> SpecError:
+    remedy = "Change it, or make the plan again"
+    if kind == "extra_forbidden":
+        names = [key for key in keys[:-1] if isinstance(key, str)]
+        known = ROOMS[names[-1]] if names else Plan
+        rule, value, remedy = "unknown key", None, nearest(str(keys[-1]), list(known.model_fields))
+    elif kind == "missing":
+        rule, value = "is required and missing", None
+    where = document.origin(keys, str(path))
+    rule = rule.replace("Input should", "should")
+    return SpecError(where=where, key=dotted(keys), value=shown(value), rule=rule, remedy=remedy)
+
+
+def _check_groups(plan: Plan, document: Document, path: Path) -> None:
+    names = [dc.name for dc in plan.job.cluster.datacenters]
+    for k, group in enumerate(plan.groups):
+
+        def bad(key: str, value: object, rule: str, k: int = k) -> SpecError:
+            keys: Keys = ("groups", k, key)
+            where = document.origin(keys, str(path))
+            return SpecError(where=where, key=dotted(keys), value=value, rule=rule, remedy="Make the plan again")
+
+        for place in group.placement:
+            if place.dc not in names:
+                raise bad("placement", place.dc, f"no such datacenter ({', '.join(names)})")
+        stages = sum(place.stages for place in group.placement)
+        if stages != len(group.layers_per_stage):
+            raise bad("placement", stages, f"stages do not match the {len(group.layers_per_stage)} layers_per_stage")
+        if sum(group.layers_per_stage) != plan.job.model.layers:
+            raise bad("layers_per_stage", sum(group.layers_per_stage), f"the model has {plan.job.model.layers} layers")
+
+
+# ---- writing -----------------------------------------------------------------------------------------------
+HEADER = """\
+# A plan made by `atlas plan`. `atlas simulate`, `atlas whatif` and `atlas train` take it as it is.
+# Every second below is simulated. docs/planner.md explains the keys.
+"""
+
+
+def plan_text(plan: Plan) -> str:
+    """The Plan as YAML, only what the job's file said and what was chosen."""
+    data: dict[str, Any] = plan.model_dump(mode="json", exclude_none=True, exclude={"job"})
+    job = plan.job.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+    job["model"].pop("config", None)
+    ordered = {"plan": data.pop("plan"), "runnable": data.pop("runnable"), **data, "job": job}
+    return HEADER + yaml.dump(ordered, Dumper=_Dumper, sort_keys=False, width=110)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Small mappings and lists on one line, as people write them."""
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+        plain = all(not isinstance(item, dict | list) for item in sequence)
+        return super().represent_sequence(tag, sequence, flow_style=plain)
+
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
+        small = len(mapping) <= 8 and all(not isinstance(value, dict | list) for value in mapping.values())
+        return super().represent_mapping(tag, mapping, flow_style=small)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True

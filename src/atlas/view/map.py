@@ -1,0 +1,266 @@
+"""A plan on a schematic map: datacenters laid out by distance, stages inside them, links coloured by load, beside the
+plans that lost and why. One HTML page without scripts that asks nothing of the network.
+
+Takes the plain scene that `plan.report` makes. Positions: latitude and longitude where every datacenter has them, else
+from the latencies (classical scaling), so that what is near is drawn near.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import os
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.ir.store import replacing
+from atlas.view.pareto import front_svg
+from atlas.view.table import seconds
+
+WIDTH, HEIGHT, MARGIN = 900, 520, 90
+LOADS = ((0.1, "#56b4e9", "under 10 %"), (0.5, "#009e73", "under half"), (0.85, "#e69f00", "under 85 %"))
+FULL = ("#d55e00", "fuller")
+GROUPS = ("#0072b2", "#cc79a7", "#8c6d1f", "#009e73", "#d55e00", "#56b4e9")
+"""Colours of groups of pipelines."""
+
+Floats = NDArray[np.float64]
+
+
+def write_plan_page(path: str | os.PathLike[str], scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> None:
+    """Write the page."""
+    with replacing(path) as file:
+        file.write(plan_page(scene, notes=notes).encode())
+
+
+def plan_page(scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> str:
+    """The page as text."""
+    at = positions(scene)
+    plans = scene["plans"]
+    style = (resources.files("atlas.view") / "assets" / "map.css").read_text(encoding="utf-8")
+    style += "".join(
+        f"#t{k}:checked~.tabs label[for=t{k}]{{background:var(--accent);color:#fff;border-color:var(--accent)}}"
+        f"#t{k}:checked~.maps #m{k}{{display:block}}\n"
+        for k in range(len(plans))
+    )
+    inputs = "".join(
+        f'<input type="radio" name="t" id="t{k}"{" checked" if k == 0 else ""}>' for k in range(len(plans))
+    )
+    tabs = "".join(
+        f'<label for="t{k}">{"winner" if k == 0 else f"rival {k}"} · {html.escape(seconds(plan["row"]["iteration_s"]))}'
+        "</label>"
+        for k, plan in enumerate(plans)
+    )
+    maps = "".join(
+        f'<figure id="m{k}">{map_svg(scene, plan, at)}{_told(plan)}</figure>' for k, plan in enumerate(plans)
+    )
+    front = f"<h2>Time and cost</h2>{front_svg(scene['rows'], scene['front'], title='')}" if scene["priced"] else ""
+    said = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
+    title = html.escape(f"{scene['title']}: the plan")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+        f'content="width=device-width, initial-scale=1"><meta http-equiv="Content-Security-Policy" '
+        f"content=\"default-src 'none'; style-src 'unsafe-inline'\"><title>{title}</title><style>{style}</style></head>"
+        f'<body><h1>{title} <span class="badge">simulated</span></h1><div class="notes">{said}</div>'
+        f'<section>{inputs}<div class="tabs">{tabs}</div><div class="maps">{maps}</div></section>'
+        f'<h2>The winner and its rivals</h2><p class="soft">{html.escape(scene["told"])}</p>{_table(scene)}{front}'
+        f"</body></html>\n"
+    )
+
+
+# ---- positions -----------------------------------------------------------------------------------------------
+def positions(scene: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """A place on the picture for each datacenter."""
+    dcs = scene["datacenters"]
+    if all(dc["lat"] is not None and dc["lon"] is not None for dc in dcs):
+        raw = np.array([(dc["lon"], -dc["lat"]) for dc in dcs], np.float64)
+    else:
+        raw = _scaled(np.array(scene["latency_ms"], np.float64), np.array(scene["joined"], np.bool_))
+    return _fitted(raw)
+
+
+def _scaled(latency: Floats, joined: NDArray[np.bool_]) -> Floats:
+    """Classical scaling: the plane in which distances are as near as can be to the latencies."""
+    n = len(latency)
+    if n == 1:
+        return np.zeros((1, 2))
+    far = float(latency[joined].max(initial=1.0)) or 1.0
+    distance = np.where(joined, np.maximum(latency, 0.05 * far), 1.5 * far)
+    np.fill_diagonal(distance, 0.0)
+    if np.allclose(distance[~np.eye(n, dtype=bool)], distance[0, 1]):
+        turn = 2 * np.pi * np.arange(n) / n - np.pi / 2
+        return np.stack([np.cos(turn), np.sin(turn)], axis=1) if n > 2 else np.array([[0.0, 0.0], [1.0, 0.0]])
+    centre = np.eye(n) - 1 / n
+    values, vectors = np.linalg.eigh(-0.5 * centre @ distance**2 @ centre)
+    found = vectors[:, -2:][:, ::-1] * np.sqrt(np.maximum(values[-2:][::-1], 0.0))
+    # An eigenvector has no sign of its own: let the first datacenter be on the left and above.
+    return np.asarray(found * np.where(found[0] > 0, -1.0, 1.0), np.float64)
+
+
+def _fitted(raw: Floats) -> list[tuple[float, float]]:
+    """Into the frame, pushed apart where two would overlap."""
+    size = np.ptp(raw, axis=0)
+    room = np.array([WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN])
+    scale = min(room[k] / size[k] for k in range(2) if size[k] > 1e-9) if (size > 1e-9).any() else 1.0
+    place = (raw - raw.min(axis=0) - size / 2) * scale + np.array([WIDTH, HEIGHT]) / 2
+    least = 118.0 if len(raw) <= 8 else 84.0
+    for _ in range(80):
+        for i in range(len(place)):
+            for j in range(i):
+                gap = place[i] - place[j]
+                length = float(np.hypot(*gap))
+                if length < least:
+                    push = gap / length if length > 1e-6 else np.array([1.0, 0.3])
+                    place[i] += push * (least - length) / 2
+                    place[j] -= push * (least - length) / 2
+        place = np.clip(place, [MARGIN, MARGIN * 0.7], [WIDTH - MARGIN, HEIGHT - MARGIN * 0.7])
+    return [(float(x), float(y)) for x, y in place]
+
+
+# ---- one map ---------------------------------------------------------------------------------------------------
+def map_svg(scene: Mapping[str, Any], plan: Mapping[str, Any], at: Sequence[tuple[float, float]]) -> str:
+    """Datacenters, the links in use, and which stages each holds."""
+    names = [dc["name"] for dc in scene["datacenters"]]
+    place = dict(zip(names, at, strict=True))
+    body = [_idle(scene, names, at)]
+    body += [_link(link, place) for link in plan["links"]]
+    body += [_dc(dc, plan, place[dc["name"]]) for dc in scene["datacenters"]]
+    low, high = min(y for _, y in at), max(y for _, y in at)
+    top, bottom = low - 60, high + 110
+    body.append(_legend(bottom))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {top:.0f} {WIDTH} {bottom - top:.0f}" role="img" '
+        f'aria-label="placement">{"".join(body)}</svg>'
+    )
+
+
+def _idle(scene: Mapping[str, Any], names: Sequence[str], at: Sequence[tuple[float, float]]) -> str:
+    """Links that exist and carry nothing, where they are few enough to see."""
+    if len(names) > 8:
+        return ""
+    lines = ""
+    for i in range(len(names)):
+        for j in range(i):
+            if scene["joined"][i][j]:
+                (x1, y1), (x2, y2) = at[i], at[j]
+                lines += f'<path class="idle" d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}"/>'
+    return lines
+
+
+def _color(load: float) -> str:
+    return next((color for limit, color, _ in LOADS if load < limit), FULL[0])
+
+
+def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]]) -> str:
+    (x1, y1), (x2, y2) = place[link["a"]], place[link["b"]]
+    color = _color(link["load"])
+    told = (
+        f"{link['a']} - {link['b']}: {100 * link['load']:.0f} % of {link['gbps']:.3g} Gbit/s each way, "
+        f"{link['gb']:.3g} GB an iteration, {link['latency_ms']:.3g} ms one way"
+    )
+    x, y = (x1 + x2) / 2, (y1 + y2) / 2
+    return (
+        f'<g><title>{html.escape(told)}</title><path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="{color}" '
+        f'stroke-width="{3 + 5 * min(1.0, link["load"]):.1f}" stroke-linecap="round"/>'
+        f'<text class="load" x="{x:.1f}" y="{y + 4:.1f}">{100 * link["load"]:.0f} %</text></g>'
+    )
+
+
+def _dc(dc: Mapping[str, Any], plan: Mapping[str, Any], at: tuple[float, float]) -> str:
+    """A disc as large as its GPUs in use; the ring is what it has."""
+    (x, y), used = at, int(plan["gpus"].get(dc["name"], 0))
+    share = used / dc["gpus"]
+    radius = 26.0
+    turn = 2 * math.pi * share
+    color = _owner(dc["name"], plan)
+    ring = (
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="none" style="stroke:{color};fill:none"/>' if used else ""
+    )
+    if 0 < share < 0.995:
+        ring = (
+            f'<path class="ring" d="M{x:.1f} {y - radius:.1f}A{radius} {radius} 0 {int(share > 0.5)} 1 '
+            f'{x + radius * math.sin(turn):.1f} {y - radius * math.cos(turn):.1f}" stroke="{color}"/>'
+        )
+    stages = _stages(dc["name"], plan)
+    told = f"{dc['name']}: {used:,} of {dc['gpus']:,} {dc['gpu']}, ${dc['usd_per_gpu_hour']:g} an hour each. {stages}"
+    label = stages or "not used"
+    return (
+        f'<g class="{"dc" if used else "dc off"}"><title>{html.escape(told)}</title>'
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>{ring}'
+        f'<text class="count" x="{x:.1f}" y="{y + 4:.1f}">{used:,}</text>'
+        f'<text class="name" x="{x:.1f}" y="{y + radius + 14:.1f}">{html.escape(dc["name"])}</text>'
+        f'<text class="small" x="{x:.1f}" y="{y + radius + 27:.1f}">{html.escape(label)}</text></g>'
+    )
+
+
+def _owner(name: str, plan: Mapping[str, Any]) -> str:
+    for k, places in enumerate(plan["groups"]):
+        if any(dc == name for dc, _ in places):
+            return GROUPS[k % len(GROUPS)]
+    return GROUPS[0]
+
+
+def _stages(name: str, plan: Mapping[str, Any]) -> str:
+    """`stages 0-3`."""
+    for places in plan["groups"]:
+        first = 0
+        for dc, count in places:
+            if dc == name:
+                return f"stage {first}" if count == 1 else f"stages {first}–{first + count - 1}"
+            first += count
+    return ""
+
+
+def _legend(bottom: float) -> str:
+    parts = [(color, text) for _, color, text in LOADS] + [FULL]
+    items = "".join(
+        f'<path d="M{12 + 112 * k} {bottom - 14:.0f}h22" stroke="{color}" stroke-width="5"/>'
+        f'<text class="key" x="{40 + 112 * k}" y="{bottom - 10:.0f}">{text}</text>'
+        for k, (color, text) in enumerate(parts)
+    )
+    ring = (
+        f'<text class="key" x="{WIDTH - 12}" y="{bottom - 10:.0f}" text-anchor="end">'
+        "number: GPUs in use; ring: share</text>"
+    )
+    return f'<text class="key" x="12" y="{bottom - 32:.0f}">load of a link, busier direction</text>{items}{ring}'
+
+
+# ---- words -----------------------------------------------------------------------------------------------------
+def _told(plan: Mapping[str, Any]) -> str:
+    row = plan["row"]
+    money = f", ${row['usd_per_iteration']:,.4g} an iteration" if row["usd_per_iteration"] else ""
+    lost = f" Lost: {row['lost']}." if row["lost"] else ""
+    return (
+        f"<figcaption><b>{html.escape(row['where'])}</b> — {html.escape(row['how'])}, {row['num_gpus']:,} GPUs, "
+        f"{html.escape(seconds(row['iteration_s']))} an iteration, {row['tokens_per_s']:,.0f} tokens/s{money}."
+        f"{html.escape(lost)}</figcaption>"
+    )
+
+
+PARTS = {"compute": "#0072b2", "wan": "#d55e00", "sync": "#9a86c4", "step": "#3a3f44", "wait": "#d3d8dc"}
+
+
+def _table(scene: Mapping[str, Any]) -> str:
+    """One line a plan, with a bar of where its critical path goes."""
+    longest = max(row["iteration_s"] for row in scene["rows"][:12])
+    head = "<tr><th>stages in</th><th>parallelism</th><th class=n>GPUs</th><th class=n>iteration</th>"
+    head += ("<th class=n>$/iteration</th>" if scene["priced"] else "") + "<th>critical path</th><th>lost by</th></tr>"
+    lines = ""
+    for k, row in enumerate(scene["rows"][:12]):
+        bar = "".join(
+            f'<i style="width:{100 * row["parts_s"].get(part, 0.0) / longest:.2f}%;background:{color}" '
+            f'title="{part} {row["parts_s"].get(part, 0.0):.3g} s"></i>'
+            for part, color in PARTS.items()
+        )
+        cost = f"<td class=n>{row['usd_per_iteration']:,.4g}</td>" if scene["priced"] else ""
+        lines += (
+            f"<tr{' class=best' if k == 0 else ''}><td class=where>{html.escape(row['where'])}</td>"
+            f"<td>{html.escape(row['how'])}</td><td class=n>{row['num_gpus']:,}</td>"
+            f"<td class=n>{html.escape(seconds(row['iteration_s']))}</td>{cost}"
+            f'<td><div class="bar">{bar}</div></td><td>{html.escape(row["lost"] or "the winner")}</td></tr>'
+        )
+    keys = " ".join(f'<span><i style="background:{color}"></i>{part}</span>' for part, color in PARTS.items())
+    return f'<table>{head}{lines}</table><p class="keys">{keys}</p>'

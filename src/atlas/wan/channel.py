@@ -1,0 +1,351 @@
+"""The sending side of one lane to one peer: streams that pull chunks from the outbox, and are replaced when they fail.
+
+A thread per stream writes, another reads the peer's records. Parked streams (more than are needed now) stay open
+and warm. A stream that breaks or falls silent gives its chunks back and dials again, with growing pauses; when no
+stream lives and nothing moves until the deadline, everything queued fails, by name. Knows no tensors and no turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from atlas.errors import AtlasError, WorkerError
+from atlas.wan.flight import FIRST_BYTES, Flight
+from atlas.wan.greet import Address, RefusedError, dial
+from atlas.wan.outbox import Chunk, Outbox
+from atlas.wan.security import Security
+from atlas.wan.settings import Settings
+from atlas.wan.stream import Stream, broken
+from atlas.wan.tuning import LOSSY, NEAR_RTT_S, Choice, RateMeter, choose, window_bytes
+from atlas.wan.warming import WarmUp
+from atlas.wan.wire import (
+    RECORD_BYTES,
+    FrameKind,
+    Greeting,
+    Header,
+    Record,
+    RecordKind,
+    pack_header,
+    unpack_record,
+)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 2.0
+LOSS_SPAN_S, ENOUGH_BYTES = 20.0, 4 << 20
+IDLE_S, BUSY_S = 0.1, 0.02
+WARM_BYTES = 32 * 1024
+WARM_ZEROS = memoryview(bytes(WARM_BYTES))
+
+
+@dataclass(eq=False)
+class Slot:
+    """A place for a stream. `num_out`: frames that the peer has not answered yet."""
+
+    index: int
+    stream: Stream | None = None
+    dialing: socket.socket | None = None
+    num_out: int = 0
+    quiet_since: float = 0.0
+    """Since when we wait for an answer and hear nothing."""
+    num_lives: int = 0
+    num_answers: int = 0
+
+
+class Channel:
+    """`open` starts it; `warm` returns when the path is open wide; `close` ends it."""
+
+    def __init__(
+        self,
+        mine: Greeting,
+        address: Address,
+        security: Security,
+        settings: Settings,
+        log: Callable[[str], None],
+        *,
+        light: bool = False,
+    ) -> None:
+        """`light`: for small notes; one stream, not warmed, never held back."""
+        self.mine, self.address, self.security, self.settings, self.log = mine, address, security, settings, log
+        self.name = f"{mine.name} -> {mine.peer} (lane {mine.lane})"
+        self.outbox = Outbox()
+        self.rtt_s = 0.0
+        self.meter = RateMeter()
+        self.num_replaced = self.num_resent = 0
+        self.last_error = "never connected"
+        self._lock = threading.Lock()
+        self._peer_instance: int | None = None
+        self._light = light
+        self._slots = [Slot(i) for i in range(1 if light else settings.max_streams)]
+        self._down_since = time.monotonic()
+        self._warm_up: WarmUp | None = None
+        self._closing = threading.Event()
+        self._connected = threading.Event()
+        self._choice: Choice | None = None
+        self._lossy, self._loss_seen = False, (0.0, 0, 0)
+        self._threads = [threading.Thread(target=self._live, args=(slot,), daemon=True) for slot in self._slots]
+        for slot, thread in zip(self._slots, self._threads, strict=True):
+            thread.name = f"atlas wan {self.name} {slot.index}"
+            thread.start()
+
+    # ---- the endpoint's side -----------------------------------------------------------------------------------
+    def warm(self, deadline: float) -> None:
+        """Waits for the first stream and, on a long path, fills it until its rate is known."""
+        while not self._connected.wait(0.05):
+            if self.outbox.failure is not None or time.monotonic() > deadline:
+                raise WorkerError(f"{self.name} at {self.address}: {self.outbox.failure or self.last_error}")
+        if self._light:
+            return
+        time.sleep(min(0.05, 3 * self.rtt_s))  # the first pongs say better how far it is than the greeting did
+        self.retune()
+        # Twice: all streams find out what the path gives; then those that will be used learn to carry it.
+        for _ in range(2):
+            if (flight := self.outbox.flight) is not None:  # it may have turned out to be near
+                self.meter.learn(self._fill(flight, deadline), time.monotonic())
+                self.retune()
+
+    def _fill(self, flight: Flight, deadline: float) -> float:
+        """What the path delivered."""
+        self._warm_up = warm_up = WarmUp(flight, time.monotonic(), self.settings.warm_s)
+        while not (warm_up.over and not warm_up.out_bytes) and self.num_live and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self._warm_up = None
+        return warm_up.rate_bps
+
+    def watch(self) -> None:
+        """Called a few times a second: choose anew, and give up what has been hopeless for too long."""
+        self.retune()
+        now, outbox = time.monotonic(), self.outbox
+        if outbox.is_empty or outbox.failure is not None:
+            return
+        hopeless_since = max(outbox.last_progress_ns / 1e9, 0.0 if self.num_live else self._down_since)
+        if (not self.num_live or outbox.has_unacked) and now - hopeless_since > self.settings.deadline_s:
+            self.fail(f"no byte got through for {now - hopeless_since:.1f} s; the last error was: {self.last_error}")
+
+    def retune(self) -> None:
+        if not self.rtt_s or self._warm_up is not None:
+            return
+        choice = choose(
+            self.rtt_s, self.meter.rate_bps, len(self._slots), window_bytes(), lossy=self._is_lossy()
+        )
+        if self.settings.num_streams is not None:
+            choice = choice.with_streams(self.settings.num_streams)
+        self._choice = choice
+        self.outbox.tune(choice.chunk_bytes, choice.num_streams)
+        if self._light or self.rtt_s < NEAR_RTT_S:
+            self.outbox.flight = None
+        elif self.outbox.flight is None:
+            self.outbox.flight = Flight(self.rtt_s)
+        if (flight := self.outbox.flight) is not None and (rate_bps := self.meter.rate_bps):
+            flight.least_bytes = max(FIRST_BYTES, int(rate_bps / 8 * (1.25 * self.rtt_s + 0.012)))
+        for slot in self._slots:
+            if (stream := slot.stream) is not None:
+                stream.tune(choice.lowat_bytes, choice.pacing_bps)
+
+    def _is_lossy(self) -> bool:
+        """By what the kernel sent twice since a few seconds ago; the warm-up, which overflows queues, does not count."""
+        now, delivered = time.monotonic(), self.outbox.delivered_bytes
+        sent_twice = sum(f.retransmitted_bytes for s in self._slots if s.stream and (f := s.stream.facts()))
+        if now - self._loss_seen[0] > LOSS_SPAN_S or sent_twice < self._loss_seen[2]:
+            self._loss_seen = (now, delivered, sent_twice)
+        _, delivered_before, sent_before = self._loss_seen
+        if delivered - delivered_before > ENOUGH_BYTES:
+            self._lossy = sent_twice - sent_before > LOSSY * (delivered - delivered_before)
+        return self._lossy
+
+    @property
+    def num_live(self) -> int:
+        return sum(slot.stream is not None for slot in self._slots)
+
+    def fail(self, reason: str) -> None:
+        self.outbox.fail(WorkerError(f"{self.name}: {reason}"))
+        self._closing.set()
+        self.cut()
+
+    def cut(self) -> None:
+        """Breaks every stream at once, as a fault would."""
+        for slot in self._slots:
+            if (stream := slot.stream) is not None:
+                stream.abort()
+            if (sock := slot.dialing) is not None:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self, timeout_s: float) -> bool:
+        """True if everything was delivered."""
+        delivered = self.outbox.drain(timeout_s) and self.outbox.failure is None
+        self._closing.set()
+        self.outbox.close()
+        deadline = time.monotonic() + 1.0
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self.cut()
+        for thread in self._threads:
+            thread.join(self.settings.handshake_s + 1.0)
+        if not delivered:
+            self.outbox.fail(WorkerError(f"{self.name}: closed before it was delivered"))
+        return delivered
+
+    # ---- a stream's life ---------------------------------------------------------------------------------------
+    def _live(self, slot: Slot) -> None:
+        pause_s = FIRST_PAUSE_S
+        while not self._closing.is_set():
+            try:
+                stream = self._dial(slot)
+            except RefusedError as error:
+                self.last_error = str(error)
+                if error.final:
+                    self.fail(str(error))
+                    return
+            except (OSError, WorkerError) as error:
+                self.last_error = str(broken(error))
+            except AtlasError as error:
+                self.fail(str(error))
+                return
+            else:
+                if self._talk(slot, stream):
+                    pause_s = FIRST_PAUSE_S
+            self._closing.wait(pause_s * (0.5 + random.random()))
+            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+
+    def _dial(self, slot: Slot) -> Stream:
+        def began(sock: socket.socket) -> None:
+            slot.dialing = sock
+
+        try:
+            stream, theirs = dial(self.address, self.mine, self.security, self.settings.handshake_s, began)
+        finally:
+            slot.dialing = None
+        with self._lock:
+            self._peer_instance = self._peer_instance or theirs.instance
+            if theirs.instance != self._peer_instance:
+                stream.close()
+                raise RefusedError(f"{theirs.name} has restarted: a new life needs a new epoch", final=True)
+        self.rtt_s = min(self.rtt_s or stream.rtt_s, stream.rtt_s)
+        self.outbox.freed(0, theirs.staging_bytes)
+        stream.patience_s = self.settings.stall_s
+        slot.num_lives += 1
+        if slot.num_lives > 1:
+            self.num_replaced += 1
+        return stream
+
+    def _talk(self, slot: Slot, stream: Stream) -> bool:
+        """Until the stream ends. True if it was good for something."""
+        slot.num_out, slot.num_answers, slot.quiet_since = 0, 0, time.monotonic()
+        stream.on_tick = lambda: self._check_silence(slot)
+        slot.stream = stream
+        self.retune()
+        self._connected.set()
+        reader = threading.Thread(target=self._listen, args=(slot, stream), daemon=True, name=f"{self.name} records")
+        reader.start()
+        try:
+            self._write(slot, stream)
+        except (OSError, WorkerError) as error:
+            self._note(error)
+        stream.abort()
+        reader.join()
+        self.num_resent += self.outbox.lost(stream)
+        slot.stream = None
+        if not self.num_live:
+            self._down_since = time.monotonic()
+        stream.close()
+        return slot.num_answers > 0
+
+    def _write(self, slot: Slot, stream: Stream) -> None:
+        outbox, lane, epoch, heartbeat_s = self.outbox, self.mine.lane, self.mine.epoch, self.settings.heartbeat_s
+        last_write = 0.0
+        while not stream.aborted:
+            now = time.monotonic()
+            if (warm_up := self._warm_up) is not None and not warm_up.over and slot.index < outbox.num_streams:
+                if not warm_up.may_send(WARM_BYTES, now):
+                    time.sleep(0.001)
+                    continue
+                self._count_out(slot, now)
+                stream.write(pack_header(Header(FrameKind.WARM, lane, epoch, now_ns(), 0, 0, WARM_BYTES)), WARM_ZEROS)
+                continue
+            chunk = outbox.pull(stream, slot.index, IDLE_S if outbox.is_empty else BUSY_S)
+            if chunk is None and not outbox.is_empty and (chunk := outbox.steal(stream, self._late_s)) is not None:
+                self.num_resent += 1
+            if chunk is not None:
+                self._count_out(slot, time.monotonic())
+                stream.write(_header(chunk, lane, epoch), chunk.payload)
+                outbox.written(chunk)
+                last_write = now
+            elif self._closing.is_set() and (outbox.is_empty or outbox.failure is not None):
+                stream.write(pack_header(Header(FrameKind.BYE, lane, epoch)))
+                return
+            elif now - last_write >= heartbeat_s:
+                self._count_out(slot, now)
+                stream.write(pack_header(Header(FrameKind.PING, lane, epoch, now_ns())))
+                last_write = now
+
+    @property
+    def _late_s(self) -> float:
+        """When an answer is so late that another stream may try, if it has nothing else to do."""
+        return 0.1 + 3 * self.rtt_s
+
+    def _count_out(self, slot: Slot, now: float) -> None:
+        with self._lock:
+            if not slot.num_out:
+                slot.quiet_since = now
+            slot.num_out += 1
+
+    def _check_silence(self, slot: Slot) -> None:
+        stall_s = max(self.settings.stall_s, 8 * self.rtt_s)
+        if slot.num_out and time.monotonic() - slot.quiet_since > stall_s:
+            raise TimeoutError(f"no answer from {self.mine.peer} for {stall_s:g} s")
+
+    def _listen(self, slot: Slot, stream: Stream) -> None:
+        """The peer's records, until the stream ends."""
+        try:
+            while True:
+                record = unpack_record(stream.read_head(RECORD_BYTES))
+                if record.epoch != self.mine.epoch or record.lane != self.mine.lane:
+                    raise WorkerError(f"a record of epoch {record.epoch}, lane {record.lane} is not for us")
+                self._heed(slot, stream, record)
+        except (OSError, WorkerError) as error:
+            self._note(error)
+            stream.abort()
+
+    def _heed(self, slot: Slot, stream: Stream, record: Record) -> None:
+        now = time.monotonic()
+        with self._lock:
+            slot.quiet_since = now
+            answered = record.kind in (RecordKind.ACK, RecordKind.PONG)
+            slot.num_out -= answered
+            slot.num_answers += answered
+        if record.kind == RecordKind.ACK:
+            chunk = self.outbox.acknowledged(stream, record.a, record.b)
+            if chunk is not None:
+                self.meter.acknowledged(chunk.num_bytes, now)
+                if self.outbox.is_empty:
+                    self.meter.pause()
+        elif record.kind == RecordKind.PONG:
+            self.rtt_s = min(self.rtt_s, (now_ns() - record.a) / 1e9)
+            if record.b and (warm_up := self._warm_up) is not None:
+                warm_up.came_back(record.b, (now_ns() - record.a) / 1e9, now)
+        elif record.kind == RecordKind.POSTED:
+            self.outbox.posted(record.tag)
+        elif record.kind == RecordKind.FREED:
+            self.outbox.freed(record.a)
+        elif record.kind == RecordKind.FAILED:
+            self.outbox.refused(record.a, f"{self.mine.peer} cannot take it: it came twice or does not fit")
+
+    def _note(self, error: BaseException) -> None:
+        if not self._closing.is_set():
+            self.last_error = str(broken(error))
+            self.log(f"{self.name}: a stream is replaced: {self.last_error}")
+
+
+def now_ns() -> int:
+    return time.monotonic_ns()
+
+
+def _header(chunk: Chunk, lane: int, epoch: int) -> bytes:
+    message = chunk.message
+    fields = (message.number, len(message.view), chunk.offset, chunk.num_bytes, message.tag, message.eager)
+    return pack_header(Header(FrameKind.CHUNK, lane, epoch, *fields))

@@ -1,0 +1,213 @@
+"""The namespace emulator's hot loop, compiled: packets from TUN devices, held in a ring per lane until they are due,
+written to the device of their destination. Two system calls and one copy a packet; nothing is allocated.
+
+A lane is one way between two nodes. Its link is a virtual clock: a packet leaves when those before it have left, and
+is dropped where they would fill the queue. Only payload counts on the link, so rates are goodput.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numpy.typing import NDArray
+
+from atlas.wan.emulator.lateness import BIN_NS, NUM_BINS
+from atlas.wan.emulator.netdev import VNET_HDR_BYTES
+
+# Columns of the lanes' table of floats, and of their table of integers.
+LATENCY_NS, JITTER_NS, NS_PER_BYTE, FREE_NS, QUEUE_BYTES, LOSS, NUM_FLOATS = range(7)
+TRUNK, DST, BASE, SIZE, HEAD, TAIL, USED, LAST_DUE, OPEN, NUM_BYTES, NUM_PACKETS, DROPPED, LOST, NUM_INTS = range(14)
+# Columns of the trunks' table.
+TRUNK_NS_PER_BYTE, TRUNK_FREE_NS, TRUNK_QUEUE_BYTES, NUM_TRUNK_FLOATS = range(4)
+
+RECORD_BYTES = 16
+"""Before each packet in a ring: when it is due, how long it is (or that the ring starts over)."""
+MAX_PACKET_BYTES = 65_536 + 64
+MIN_COST_BYTES = 40
+"""An acknowledgement is not quite free."""
+BATCH = 64
+MAX_WAIT_NS = 100_000_000
+NET = (10, 99)
+"""Addresses are 10.99.x.y, inside the namespaces only; x.y is the node's number plus one."""
+
+_read: Any = types.ExternalFunction("read", types.int64(types.int32, types.int64, types.int64))
+_write: Any = types.ExternalFunction("write", types.int64(types.int32, types.int64, types.int64))
+_copy: Any = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
+_clock: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+_ppoll: Any = types.ExternalFunction("ppoll", types.int32(types.int64, types.int64, types.int64, types.int64))
+
+
+@njit(cache=True)
+def _now_ns(spec: Any) -> Any:
+    _clock(1, spec.ctypes.data)
+    return spec[0] * 1_000_000_000 + spec[1]
+
+
+@njit(cache=True)
+def _cost_bytes(packet: Any, num_bytes: int) -> Any:
+    """What a packet weighs on its link: its payload."""
+    ip = VNET_HDR_BYTES
+    header_bytes = (packet[ip] & 15) * 4
+    if packet[ip + 9] == 6:
+        header_bytes += (packet[ip + header_bytes + 12] >> 4) * 4
+    elif packet[ip + 9] == 17:
+        header_bytes += 8
+    return max(num_bytes - ip - header_bytes, MIN_COST_BYTES)
+
+
+@njit(cache=True)
+def _destination(packet: Any, num_bytes: int, num_nodes: int) -> Any:
+    """The node a packet is for, or -1."""
+    ip = VNET_HDR_BYTES
+    if num_bytes < ip + 40 or packet[ip] >> 4 != 4 or packet[ip + 16] != NET[0] or packet[ip + 17] != NET[1]:
+        return -1
+    node = packet[ip + 18] * 256 + packet[ip + 19] - 1
+    return node if 0 <= node < num_nodes else -1
+
+
+@njit(cache=True)
+def _due_ns(lane: int, floats: Any, ints: Any, trunks: Any, cost_bytes: int, now_ns: int) -> Any:
+    """Takes the link; when the packet is due, or -1 where the queue is full."""
+    row = floats[lane]
+    start_ns = max(row[FREE_NS], now_ns)
+    depart_ns = start_ns + cost_bytes * row[NS_PER_BYTE]
+    if row[NS_PER_BYTE] > 0 and (start_ns - now_ns) / row[NS_PER_BYTE] + cost_bytes > row[QUEUE_BYTES]:
+        return -1
+    trunk = ints[lane, TRUNK]
+    if trunk >= 0:
+        shared = trunks[trunk]
+        trunk_start_ns = max(shared[TRUNK_FREE_NS], now_ns)
+        if (trunk_start_ns - now_ns) / shared[TRUNK_NS_PER_BYTE] + cost_bytes > shared[TRUNK_QUEUE_BYTES]:
+            return -1
+        shared[TRUNK_FREE_NS] = trunk_start_ns + cost_bytes * shared[TRUNK_NS_PER_BYTE]
+        row[FREE_NS] = depart_ns
+        depart_ns = max(depart_ns, shared[TRUNK_FREE_NS])
+    else:
+        row[FREE_NS] = depart_ns
+    due_ns = depart_ns + row[LATENCY_NS]
+    if row[JITTER_NS] > 0:
+        due_ns += np.random.random() * row[JITTER_NS]
+    due = max(np.int64(due_ns), ints[lane, LAST_DUE])
+    ints[lane, LAST_DUE] = due
+    return due
+
+
+@njit(cache=True)
+def _store(lane: int, ints: Any, memory: Any, words: Any, packet: Any, num_bytes: int, due_ns: int) -> bool:
+    """Puts a packet at the ring's tail, unless it is full."""
+    row = ints[lane]
+    need = RECORD_BYTES + (num_bytes + 15) // 16 * 16
+    skip = row[SIZE] - row[TAIL] if row[TAIL] + need > row[SIZE] else 0
+    if row[USED] + skip + need > row[SIZE]:
+        return False
+    if skip:
+        words[(row[BASE] + row[TAIL]) // 8 + 1] = -1
+        row[USED] += skip
+        row[TAIL] = 0
+    at = row[BASE] + row[TAIL]
+    words[at // 8] = due_ns
+    words[at // 8 + 1] = num_bytes
+    _copy(memory.ctypes.data + at + RECORD_BYTES, packet.ctypes.data, num_bytes)
+    row[TAIL] = (row[TAIL] + need) % row[SIZE]
+    row[USED] += need
+    return True
+
+
+@njit(cache=True)
+def _take_in(
+    node: int,
+    fd: int,
+    lane_of: Any,
+    floats: Any,
+    ints: Any,
+    trunks: Any,
+    memory: Any,
+    words: Any,
+    packet: Any,
+    spec: Any,
+) -> int:
+    """Reads what a node sends, a batch at most; how many packets."""
+    for count in range(BATCH):
+        num_bytes = _read(fd, packet.ctypes.data, MAX_PACKET_BYTES)
+        if num_bytes <= 0:
+            return count
+        dst = _destination(packet, num_bytes, lane_of.shape[0])
+        lane = lane_of[node, dst] if dst >= 0 else -1
+        if lane < 0:
+            continue
+        row = ints[lane]
+        if not row[OPEN] or (floats[lane, LOSS] > 0 and np.random.random() < floats[lane, LOSS]):
+            row[LOST] += 1
+            continue
+        cost_bytes = _cost_bytes(packet, num_bytes)
+        due_ns = _due_ns(lane, floats, ints, trunks, cost_bytes, _now_ns(spec))
+        if due_ns < 0 or not _store(lane, ints, memory, words, packet, num_bytes, due_ns):
+            row[DROPPED] += 1
+            continue
+        row[NUM_BYTES] += cost_bytes
+        row[NUM_PACKETS] += 1
+    return BATCH
+
+
+@njit(cache=True)
+def _give_out(fds: Any, ints: Any, memory: Any, words: Any, bins: Any, totals: Any, spec: Any) -> Any:
+    """Writes what is due; when the next one is."""
+    next_ns = np.int64(1) << 62
+    for lane in range(ints.shape[0]):
+        row = ints[lane]
+        count = 0
+        while row[USED] > 0:
+            at = row[BASE] + row[HEAD]
+            num_bytes = words[at // 8 + 1]
+            if num_bytes < 0:
+                row[USED] -= row[SIZE] - row[HEAD]
+                row[HEAD] = 0
+                continue
+            due_ns = words[at // 8]
+            now_ns = _now_ns(spec)
+            if due_ns > now_ns or count == BATCH:
+                next_ns = min(next_ns, due_ns)
+                break
+            _write(fds[row[DST]], memory.ctypes.data + at + RECORD_BYTES, num_bytes)
+            late_ns = now_ns - due_ns
+            bins[min(late_ns // BIN_NS, NUM_BINS - 1)] += 1
+            totals[0] += late_ns
+            totals[1] = max(totals[1], late_ns)
+            need = RECORD_BYTES + (num_bytes + 15) // 16 * 16
+            row[HEAD] = (row[HEAD] + need) % row[SIZE]
+            row[USED] -= need
+            count += 1
+    return next_ns
+
+
+@njit(cache=True, nogil=True)
+def forward(
+    fds: NDArray[np.int32],
+    lane_of: NDArray[np.int32],
+    floats: NDArray[np.float64],
+    ints: NDArray[np.int64],
+    trunks: NDArray[np.float64],
+    memory: NDArray[np.uint8],
+    words: NDArray[np.int64],
+    bins: NDArray[np.int64],
+    totals: NDArray[np.int64],
+    polls: NDArray[np.int32],
+) -> None:
+    """Forwards until the last of `polls`, the commander's socket, has something to say. polls: fd, events/revents."""
+    num_nodes = fds.shape[0]
+    packet = np.empty(MAX_PACKET_BYTES + 64, np.uint8)
+    spec = np.zeros(2, np.int64)
+    while True:
+        next_ns = _give_out(fds, ints, memory, words, bins, totals, spec)
+        wait_ns = min(max(next_ns - _now_ns(spec), 0), MAX_WAIT_NS)
+        spec[0], spec[1] = 0, wait_ns
+        for i in range(num_nodes + 1):
+            polls[i, 1] = 1
+        _ppoll(polls.ctypes.data, num_nodes + 1, spec.ctypes.data, 0)
+        for node in range(num_nodes):
+            if polls[node, 1] >> 16:
+                _take_in(node, fds[node], lane_of, floats, ints, trunks, memory, words, packet, spec)
+        if polls[num_nodes, 1] >> 16:
+            return

@@ -1,0 +1,51 @@
+"""Delay, rate and loss by the kernel's own netem, where it has one and the user asks for it. Needs `tc` (iproute2).
+
+A node's netem shapes all it sends, so it fits nodes whose paths are alike; the forwarder then only carries packets.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+from atlas.errors import AtlasError
+from atlas.wan.emulator.netdev import DEVICE, in_thread
+from atlas.wan.emulator.paths import Paths, PathSpec
+
+PACKET_BYTES = 1500
+
+
+def path_of_node(paths: Paths, node: str) -> PathSpec:
+    """The one path netem can emulate for a node, or why it cannot."""
+    own = [path for pair, path in paths.items() if node in pair]
+    if any(path != own[0] for path in own):
+        raise AtlasError(f"node {node!r} has paths that differ: netem shapes them all alike. Leave kernel shaping off")
+    if own[0].trunk is not None or (own[0].pair_bps is not None and len(own) > 1):
+        raise AtlasError(f"node {node!r} shares a trunk or caps several pairs: netem does neither. Leave it off")
+    return own[0]
+
+
+def netem_arguments(path: PathSpec) -> list[str]:
+    """What `tc qdisc add dev DEVICE root` is told."""
+    words = ["netem", "delay", f"{path.latency_s * 1e6:.0f}us"]
+    if path.jitter_s:
+        words += [f"{path.jitter_s * 5e5:.0f}us"]
+    if path.loss:
+        words += ["loss", f"{path.loss * 100:g}%"]
+    flight_bytes = path.queue
+    if path.pair_bps is not None:
+        words += ["rate", f"{path.pair_bps:.0f}bit"]
+        flight_bytes += round(path.pair_bps / 8 * path.latency_s)
+    return [*words, "limit", str(max(1000, flight_bytes // PACKET_BYTES))]
+
+
+def shape_in_kernel(namespace_fd: int, path: PathSpec) -> None:
+    """Puts netem on a namespace's device. Raises where `tc` or the kernel cannot."""
+    tc = shutil.which("tc")
+    if tc is None:
+        raise AtlasError("kernel shaping needs `tc`, which is missing: install iproute2, or leave kernel shaping off")
+    command = [tc, "qdisc", "add", "dev", DEVICE, "root", *netem_arguments(path)]
+    done = in_thread(lambda: subprocess.run(command, capture_output=True, text=True, timeout=10), namespace_fd)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()[:1]
+        raise AtlasError(f"this kernel has no netem ({' '.join(said)}): leave kernel shaping off, the forwarder shapes")

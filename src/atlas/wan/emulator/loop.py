@@ -1,0 +1,336 @@
+"""The proxy emulator's engine: one epoll loop that reads from senders when link and window have room, holds each
+piece until it is due, and hands it on. Everything that will happen lies in one heap of times.
+
+Knows sockets, lanes and time; what paths there are and who commands is `proxy_server.py`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import heapq
+import itertools
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+from atlas.wan.emulator.flows import LOOKAHEAD_NS, Connection, Flow, Lane, Piece, TrunkLane
+from atlas.wan.emulator.lateness import Histogram
+
+ROUND = 64
+"""Chunks read before the due ones are looked at again."""
+RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER that turns close() into a reset: a broken path says no goodbye."""
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_now_ns = time.monotonic_ns
+
+
+class Timer:
+    """A timerfd: epoll itself only counts whole milliseconds."""
+
+    def __init__(self) -> None:
+        self.fd = _LIBC.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        if self.fd < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+        self._spec = (ctypes.c_long * 4)()
+        self._at_ns = -1
+
+    def set(self, at_ns: int) -> None:
+        if at_ns != self._at_ns:
+            self._at_ns = at_ns
+            self._spec[2], self._spec[3] = divmod(at_ns, 1_000_000_000)
+            _LIBC.timerfd_settime(self.fd, 1, self._spec, None)
+
+
+class Loop:
+    """Runs until `stop`. Not thread-safe: commands come in through a socket that it watches like any other."""
+
+    def __init__(self) -> None:
+        self.lateness = Histogram()
+        self.connections: set[Connection] = set()
+        self.on_end: Callable[[Connection], None] = lambda connection: None
+        self._epoll = select.epoll()
+        self._timer = Timer()
+        self._epoll.register(self._timer.fd, select.EPOLLIN | select.EPOLLET)
+        self._heap: list[tuple[int, int, Callable[..., None], Any]] = []
+        self._number = itertools.count()
+        self._watched: dict[int, Callable[[], None]] = {}
+        self._ends: dict[int, tuple[Flow, Flow]] = {}
+        """By descriptor: the flow that reads from it, the flow that writes to it."""
+        self._busy: set[TrunkLane] = set()
+        self._running = True
+
+    # ---- what others ask for ---------------------------------------------------------------------------------
+    def watch(self, sock: socket.socket, on_readable: Callable[[], None]) -> None:
+        self._watched[sock.fileno()] = on_readable
+        self._epoll.register(sock.fileno(), select.EPOLLIN)
+
+    def unwatch(self, sock: socket.socket) -> None:
+        del self._watched[sock.fileno()]
+        self._epoll.unregister(sock.fileno())
+
+    def at(self, due_ns: int, call: Callable[..., None], argument: Any) -> None:
+        heapq.heappush(self._heap, (due_ns, next(self._number), call, argument))
+
+    def stop(self) -> None:
+        self._running = False
+
+    def open(self, connection: Connection, target: tuple[str, int], *, handshake: bool) -> None:
+        """A caller was accepted. With `handshake` its first bytes wait for the round trip TCP would take."""
+        self.connections.add(connection)
+        trip_ns = connection.there.lane.latency_ns if handshake else 0
+        now_ns = _now_ns()
+        # Until the far end is connected, whatever is due to it waits without being late.
+        connection.there.held = True
+        self.at(now_ns + 2 * trip_ns, self._listen_to_near, connection)
+        self.at(now_ns + 3 * trip_ns, lambda c: self._connect_far(c, target), connection)
+
+    def _listen_to_near(self, connection: Connection) -> None:
+        if not connection.dead:
+            self._register(connection.near, connection.there, connection.back)
+
+    def _connect_far(self, connection: Connection, target: tuple[str, int]) -> None:
+        if connection.dead:
+            return
+        connection.far.connect_ex(target)
+        self._register(connection.far, connection.back, connection.there)
+
+    def _register(self, sock: socket.socket, reads: Flow, writes: Flow) -> None:
+        self._ends[sock.fileno()] = (reads, writes)
+        self._epoll.register(sock.fileno(), select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET)
+
+    def cut(self, connection: Connection) -> None:
+        """Both ends are reset at once; what was on its way is lost."""
+        if connection.dead:
+            return
+        for sock in (connection.near, connection.far):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        self._close(connection)
+
+    def stall(self, connection: Connection, *, stalled: bool) -> None:
+        """Nothing moves, nothing is said, until it is resumed."""
+        connection.stalled = stalled
+        if stalled:
+            return
+        now_ns = _now_ns()
+        for flow in connection.flows:
+            flow.held = flow.held or bool(flow.out)
+            self._deliver(flow)
+            self._offer(flow, now_ns)
+
+    def close(self) -> None:
+        for connection in list(self.connections):
+            self._close(connection)
+        self._epoll.close()
+        os.close(self._timer.fd)
+
+    # ---- the loop ----------------------------------------------------------------------------------------------
+    def run(self) -> None:
+        heap = self._heap
+        while self._running:
+            now_ns = _now_ns()
+            while heap and heap[0][0] <= now_ns:
+                _, _, call, argument = heapq.heappop(heap)
+                call(argument)
+            for trunk in list(self._busy):
+                self._serve(trunk)
+            if self._busy:
+                wait_s = 0.0
+            else:
+                wait_s = -1.0
+                if heap:
+                    self._timer.set(heap[0][0])
+            for fd, events in self._epoll.poll(wait_s):
+                self._handle(fd, events)
+
+    def _handle(self, fd: int, events: int) -> None:
+        watcher = self._watched.get(fd)
+        if watcher is not None:
+            watcher()
+            return
+        ends = self._ends.get(fd)
+        if ends is None:
+            return
+        reads, writes = ends
+        connection = reads.connection
+        if not connection.connected and fd == connection.far.fileno():
+            self._on_connected(connection, events)
+            return
+        if events & select.EPOLLOUT and writes.held:
+            self._deliver(writes)
+        if events & (select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
+            reads.readable = True
+            self._offer(reads, _now_ns())
+
+    def _on_connected(self, connection: Connection, events: int) -> None:
+        if connection.far.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.at(_now_ns() + connection.back.lane.latency_ns, self.cut, connection)
+        elif events & select.EPOLLOUT:
+            connection.connected = True
+            self._deliver(connection.there)
+            connection.back.readable = True
+            self._offer(connection.back, _now_ns())
+
+    # ---- in ------------------------------------------------------------------------------------------------
+    def _offer(self, flow: Flow, since_ns: int) -> None:
+        """A flow has something to read: it joins its lane's turn."""
+        if flow.queued or flow.waiting or flow.ended or not flow.readable:
+            return
+        flow.queued, flow.since_ns = True, since_ns
+        lane = flow.lane
+        # Who had nothing to send goes first: a small message does not wait for the bulk of others.
+        lane.ready.appendleft(flow)
+        self._enlist(lane)
+
+    def _enlist(self, lane: Lane) -> None:
+        if lane.ready and not lane.queued and not lane.paused:
+            lane.queued = True
+            lane.trunk.lanes.append(lane)
+            if not lane.trunk.paused:
+                self._busy.add(lane.trunk)
+
+    def _serve(self, trunk: TrunkLane) -> None:
+        """Reads from the lanes in turn until the links are `LOOKAHEAD_NS` ahead, or nothing is left to read."""
+        horizon_ns = _now_ns() + LOOKAHEAD_NS
+        for _ in range(ROUND):
+            if not trunk.lanes:
+                self._busy.discard(trunk)
+                return
+            if trunk.free_ns > horizon_ns:
+                trunk.paused = True
+                self._busy.discard(trunk)
+                self.at(int(trunk.free_ns) - LOOKAHEAD_NS, self._resume_trunk, trunk)
+                return
+            lane = trunk.lanes.popleft()
+            lane.queued = False
+            if lane.free_ns > horizon_ns:
+                lane.paused = True
+                self.at(int(lane.free_ns) - LOOKAHEAD_NS, self._resume_lane, lane)
+                continue
+            if lane.ready:
+                self._read(lane.ready.popleft())
+                self._enlist(lane)
+
+    def _resume_trunk(self, trunk: TrunkLane) -> None:
+        trunk.paused = False
+        if trunk.lanes:
+            self._busy.add(trunk)
+
+    def _resume_lane(self, lane: Lane) -> None:
+        lane.paused = False
+        self._enlist(lane)
+
+    def _read(self, flow: Flow) -> None:
+        flow.queued = False
+        connection = flow.connection
+        if connection.dead or connection.stalled:
+            return
+        now_ns = _now_ns()
+        room_bytes = flow.room_bytes(now_ns)
+        if room_bytes <= 0:
+            flow.waiting = True
+            if flow.acks:
+                self.at(flow.acks[0][0], self._open_window, flow)
+            return
+        try:
+            data = flow.source.recv(min(room_bytes, flow.lane.chunk_bytes))
+        except BlockingIOError:
+            flow.readable = False
+            return
+        except OSError:
+            self.at(now_ns + flow.lane.latency_ns, self.cut, connection)
+            return
+        piece = flow.accept(data, now_ns)
+        flow.out.append(piece)
+        self._arm(flow)
+        if data:
+            flow.queued = True
+            flow.lane.ready.append(flow)
+        else:
+            flow.ended = True
+
+    def _open_window(self, flow: Flow) -> None:
+        if flow.waiting and flow.acks:
+            flow.waiting = False
+            self._offer(flow, flow.acks[0][0])
+
+    # ---- out -----------------------------------------------------------------------------------------------
+    def _arm(self, flow: Flow) -> None:
+        if not flow.armed:
+            flow.armed = True
+            self.at(flow.out[0].due_ns, self._on_due, flow)
+
+    def _on_due(self, flow: Flow) -> None:
+        flow.armed = False
+        if not flow.held:
+            self._deliver(flow)
+
+    def _deliver(self, flow: Flow) -> None:
+        """Hands on what is due, as far as the receiver takes it."""
+        out, connection = flow.out, flow.connection
+        if connection.dead or connection.stalled or (flow is connection.there and not connection.connected):
+            return
+        while out:
+            now_ns = _now_ns()
+            piece = out[0]
+            if piece.due_ns > now_ns:
+                flow.held = False
+                self._arm(flow)
+                return
+            if not flow.held:
+                self.lateness.note(now_ns - piece.due_ns)
+            try:
+                done = self._hand_over(flow, piece)
+            except BlockingIOError:
+                flow.held = True
+                return
+            except OSError:
+                self.at(now_ns + flow.lane.latency_ns, self.cut, connection)
+                return
+            if not done:
+                flow.held = True
+                return
+            self._acknowledge(flow, piece, now_ns)
+        flow.held = False
+        self._close_if_done(connection)
+
+    def _hand_over(self, flow: Flow, piece: Piece) -> bool:
+        """Whether the whole piece went out; if not, what is left stays at the head."""
+        if not piece.num_bytes:
+            flow.sink.shutdown(socket.SHUT_WR)
+            flow.out.popleft()
+            return True
+        sent = flow.sink.send(piece.data)
+        if sent < len(piece.data):
+            flow.out[0] = piece._replace(data=memoryview(piece.data)[sent:])
+            return False
+        flow.out.popleft()
+        return True
+
+    def _acknowledge(self, flow: Flow, piece: Piece, now_ns: int) -> None:
+        ack_ns = now_ns + flow.lane.latency_ns if flow.held else piece.ack_ns
+        flow.acks.append((ack_ns, piece.num_bytes))
+        if flow.waiting and len(flow.acks) == 1:
+            self.at(ack_ns, self._open_window, flow)
+
+    def _close_if_done(self, connection: Connection) -> None:
+        if all(flow.ended and not flow.out for flow in connection.flows):
+            self._close(connection)
+
+    def _close(self, connection: Connection) -> None:
+        if connection.dead:
+            return
+        connection.dead = True
+        self.connections.discard(connection)
+        for sock in (connection.near, connection.far):
+            self._ends.pop(sock.fileno(), None)
+            sock.close()
+        for flow in connection.flows:
+            flow.out.clear()
+            flow.acks.clear()
+        self.on_end(connection)

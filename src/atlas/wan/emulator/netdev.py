@@ -1,0 +1,162 @@
+"""Network namespaces and TUN devices by system call: no `ip`, no `unshare`, no daemon. What is made here lives as long
+as its descriptors, so that nothing is left behind, not even by a crash. Linux only; knows nothing of paths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from atlas.errors import AtlasError
+
+CLONE_NEWNET = 0x40000000
+IFF_TUN, IFF_NO_PI, IFF_VNET_HDR, IFF_UP = 0x1, 0x1000, 0x4000, 0x1
+TUNSETIFF, TUNSETOFFLOAD, TUNSETVNETHDRSZ = 0x400454CA, 0x400454D0, 0x400454D8
+TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6 = 0x1, 0x2, 0x4
+SIOCADDRT, SIOCSIFFLAGS, SIOCGIFFLAGS, SIOCSIFADDR = 0x890B, 0x8914, 0x8913, 0x8916
+SIOCSIFMTU, SIOCSIFTXQLEN = 0x8922, 0x8943
+VNET_HDR_BYTES = 10
+QUEUE_PACKETS = 20_000
+"""Of the device: a sender's burst waits here for the forwarder, never falls out."""
+DEVICE = "wan0"
+FALLBACK = "Run it as root, or inside `unshare --user --map-root-user --net`, or use the proxy grade, which needs none"
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+T = TypeVar("T")
+
+
+class Namespace(NamedTuple):
+    """Descriptors of a network namespace and of the TUN device in it. Close both and they are gone."""
+
+    fd: int
+    tun_fd: int
+
+
+def make_namespace(address: str, *, gso: bool, mtu: int, sysctls: Mapping[str, str]) -> Namespace:
+    """A new namespace whose only way out is a TUN device with this address. This thread stays where it is."""
+    return in_thread(lambda: _make_here(address, gso=gso, mtu=mtu, sysctls=sysctls))
+
+
+def in_thread(call: Callable[[], T], namespace_fd: int | None = None) -> T:
+    """Runs it in a thread of its own, in a namespace: sockets and processes made there belong to it."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            if namespace_fd is not None:
+                enter(namespace_fd)
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def enter(namespace_fd: int) -> None:
+    """Moves this thread, and whatever it starts, to a namespace."""
+    if _LIBC.setns(namespace_fd, CLONE_NEWNET):
+        raise _refused("enter a network namespace")
+
+
+@contextlib.contextmanager
+def entered(namespace_fd: int) -> Iterator[None]:
+    """This thread is in the namespace inside the block and back where it was after it."""
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        enter(namespace_fd)
+        yield
+    finally:
+        enter(home)
+        os.close(home)
+
+
+def _make_here(address: str, *, gso: bool, mtu: int, sysctls: Mapping[str, str]) -> Namespace:
+    if _LIBC.unshare(CLONE_NEWNET):
+        raise _refused("make a network namespace")
+    tun_fd = _open_tun(gso=gso)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            _set(sock, SIOCSIFMTU, struct.pack("16si20x", DEVICE.encode(), mtu))
+            _set(sock, SIOCSIFTXQLEN, struct.pack("16si20x", DEVICE.encode(), QUEUE_PACKETS))
+            _set(sock, SIOCSIFADDR, struct.pack("16sHH4s16x", DEVICE.encode(), socket.AF_INET, 0, _packed(address)))
+            for device in ("lo", DEVICE):
+                flags = struct.unpack_from(
+                    "H", fcntl.ioctl(sock, SIOCGIFFLAGS, struct.pack("16s24x", device.encode())), 16
+                )
+                _set(sock, SIOCSIFFLAGS, struct.pack("16sH22x", device.encode(), flags[0] | IFF_UP))
+            _add_default_route(sock)
+        for name, value in sysctls.items():
+            _write_sysctl(name, value)
+        return Namespace(os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC), tun_fd)
+    except BaseException:
+        os.close(tun_fd)
+        raise
+
+
+def _open_tun(*, gso: bool) -> int:
+    try:
+        fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise AtlasError(
+            f"/dev/net/tun: {error.strerror}: the namespace emulator needs a TUN device. {FALLBACK}"
+        ) from None
+    try:
+        fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), IFF_TUN | IFF_NO_PI | IFF_VNET_HDR))
+        fcntl.ioctl(fd, TUNSETVNETHDRSZ, struct.pack("i", VNET_HDR_BYTES))
+        fcntl.ioctl(fd, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO6 if gso else 0)
+    except OSError as error:
+        os.close(fd)
+        raise _refused("set up a TUN device", error.errno) from None
+    return fd
+
+
+def _add_default_route(sock: socket.socket) -> None:
+    """`struct rtentry` of <linux/route.h>: everything goes to the device."""
+    anywhere = struct.pack("HH4s8x", socket.AF_INET, 0, bytes(4))
+    name = ctypes.create_string_buffer(DEVICE.encode())
+    entry = struct.pack(
+        "@L16s16s16sHhLPhPLLH", 0, anywhere, anywhere, anywhere, 1, 0, 0, 0, 0, ctypes.addressof(name), 0, 0, 0
+    )
+    _set(sock, SIOCADDRT, entry + bytes(16))
+
+
+def _write_sysctl(name: str, value: str) -> None:
+    path = Path("/proc/sys/net/ipv4") / name
+    try:
+        path.write_text(value)
+    except OSError as error:
+        raise AtlasError(
+            f"{path} = {value!r}: {error.strerror}. Ask for no sysctls, or mount /proc/sys writable"
+        ) from None
+
+
+def _set(sock: socket.socket, request: int, argument: bytes) -> None:
+    try:
+        fcntl.ioctl(sock, request, argument)
+    except OSError as error:
+        raise _refused(f"configure a device (ioctl {request:#x})", error.errno) from None
+
+
+def _packed(address: str) -> bytes:
+    return socket.inet_aton(address)
+
+
+def _refused(what: str, code: int | None = None) -> AtlasError:
+    code = ctypes.get_errno() if code is None else code
+    name = errno.errorcode.get(code, str(code))
+    return AtlasError(f"the kernel does not let this process {what} ({name}): {os.strerror(code)}. {FALLBACK}")

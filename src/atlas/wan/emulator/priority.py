@@ -1,0 +1,33 @@
+"""A link does not wait for a core: the emulators ask the kernel to go before ordinary processes.
+
+Root gets a real-time class. Anybody gets, from Linux 6.12 on, a short time slice, which brings an earlier turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+
+SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
+SLICE_NS = 100_000
+
+
+def hurry(*, realtime: bool = True) -> str:
+    """What this process got: "realtime", "short slice" or "ordinary"."""
+    if realtime:
+        try:
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+            return "realtime"
+        except (OSError, AttributeError):
+            pass
+    number = SCHED_SETATTR.get(platform.machine())
+    attributes = struct.pack("IIQiIQQQ", 48, 0, 0, 0, 0, SLICE_NS, 0, 0)
+    done = number is not None and ctypes.CDLL(None).syscall(number, 0, attributes, 0) == 0
+    return "short slice" if done else "ordinary"
+
+
+def end_with_parent() -> None:
+    """A child that our commander forked may hold its socket open; its death must end us all the same."""
+    ctypes.CDLL(None).prctl(1, 9)

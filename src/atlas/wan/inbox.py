@@ -1,0 +1,208 @@
+"""What arrives from one peer on one lane: every byte once, straight into the caller's buffer where one is posted,
+else into bounded staging.
+
+Chunks come in any order, on any stream, perhaps twice. A stream claims a chunk before it writes; a second
+claim ends the stream that made the first (its sender has given it up) and waits until it has let go, so nobody
+writes into memory that was handed over. Knows no sockets: streams claim, fill and settle.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from atlas.errors import WorkerError
+from atlas.wan.transport import Handle, Key, Tag, size_error
+from atlas.wan.wire import Header
+
+CLAIM_TIMEOUT_S = 10.0
+
+
+class Source(Protocol):
+    """What an inbox knows of the stream that fills it."""
+
+    def abort(self) -> None: ...
+
+
+@dataclass(eq=False)
+class Arrival:
+    """A message of which something has come."""
+
+    header: Header
+    view: memoryview
+    counted: bool
+    """It takes room in the staging: nobody waited for it when it began to come."""
+    handle: Handle | None = None
+    into: memoryview | None = None
+    """The caller's buffer, if it was posted too late to receive into."""
+    filled: set[int] = field(default_factory=set)
+    filled_bytes: int = 0
+    claims: dict[int, Source] = field(default_factory=dict)
+
+
+class Inbox:
+    """Thread-safe. `on_posted` and `on_freed` tell the peer. A `consumer` takes whatever comes, unasked."""
+
+    def __init__(self, peer: str, lane: int, staging_bytes: int, consumer: Callable[[Key, memoryview], None] | None):
+        self.peer, self.lane, self.staging_bytes, self.consumer = peer, lane, staging_bytes, consumer
+        self.freed_bytes = 0
+        self.failure: WorkerError | None = None
+        self.last_progress_ns = time.monotonic_ns()
+        self.received_bytes = self.num_duplicates = 0
+        self.on_posted: Callable[[Tag], None] = lambda tag: None
+        self.on_freed: Callable[[int], None] = lambda total: None
+        self._changed = threading.Condition()
+        self._posted: dict[Tag, tuple[Handle, memoryview | None]] = {}
+        self._arriving: dict[int, Arrival] = {}
+        self._by_tag: dict[Tag, Arrival] = {}
+        self._arrived: dict[Tag, Arrival] = {}
+        self._done_below, self._done = 1, set[int]()
+        self._staged_bytes = 0
+
+    # ---- the user's side ---------------------------------------------------------------------------------------
+    def post(self, tag: Tag, view: memoryview | None, handle: Handle) -> None:
+        handle.progress = self.progress
+        with self._changed:
+            if tag in self._posted or (tag in self._by_tag and self._by_tag[tag].handle is not None):
+                raise ValueError(f"{handle.what}: it is already being received")
+            arrival = self._arrived.pop(tag, None)
+            if arrival is None and self.failure is not None:
+                handle.finish(WorkerError(f"{handle.what}: {self.progress()}; {self.failure}"))
+                return
+            if arrival is None and tag in self._by_tag:
+                self._by_tag[tag].handle, self._by_tag[tag].into = handle, view
+                return
+            if arrival is None:
+                self._posted[tag] = (handle, view)
+        if arrival is None:
+            self.on_posted(tag)
+            return
+        arrival.handle, arrival.into = handle, view
+        self._hand_over(arrival)
+
+    @property
+    def posted_tags(self) -> list[Tag]:
+        with self._changed:
+            return list(self._posted)
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._posted) or any(a.handle is not None for a in list(self._arriving.values()))
+
+    def fail(self, error: WorkerError) -> None:
+        """Ends every wait. What has arrived whole can still be fetched."""
+        with self._changed:
+            self.failure = self.failure or error
+            handles = [handle for handle, _ in self._posted.values()]
+            handles += [a.handle for a in self._arriving.values() if a.handle is not None]
+            self._posted.clear()
+            self._changed.notify_all()
+        for handle in handles:
+            handle.finish(WorkerError(f"{handle.what}: {self.progress()}; {self.failure}"))
+
+    def progress(self) -> str:
+        ago_s = (time.monotonic_ns() - self.last_progress_ns) / 1e9
+        return f"{self.received_bytes} bytes came from {self.peer} so far, the last of them {ago_s:.1f} s ago"
+
+    # ---- the streams' side -------------------------------------------------------------------------------------
+    def claim(self, source: Source, header: Header) -> memoryview | None:
+        """Where to put the chunk; None where it has come before."""
+        with self._changed:
+            while True:
+                arrival = self._find(header)
+                if arrival is None or header.offset in arrival.filled:
+                    self.num_duplicates += 1
+                    return None
+                if header.total_bytes != arrival.header.total_bytes or header.tag != arrival.header.tag:
+                    raise WorkerError(f"two chunks of message {header.number} from {self.peer} contradict each other")
+                other = arrival.claims.get(header.offset)
+                if other is None:
+                    arrival.claims[header.offset] = source
+                    return arrival.view[header.offset : header.offset + header.num_bytes]
+                other.abort()
+                if not self._changed.wait(CLAIM_TIMEOUT_S):
+                    raise WorkerError(f"a former stream of {self.peer} does not let go of a chunk")
+
+    def settle(self, header: Header, *, filled: bool) -> bool:
+        """The end of a claim. True if that completed the message: then call `complete`."""
+        with self._changed:
+            arrival = self._arriving.get(header.number)
+            self._changed.notify_all()
+            if arrival is None or arrival.claims.pop(header.offset, None) is None or not filled:
+                return False
+            arrival.filled.add(header.offset)
+            arrival.filled_bytes += header.num_bytes
+            self.received_bytes += header.num_bytes
+            self.last_progress_ns = time.monotonic_ns()
+            if arrival.filled_bytes < header.total_bytes:
+                return False
+            return True
+
+    def complete(self, header: Header) -> None:
+        with self._changed:
+            arrival = self._arriving.pop(header.number)
+            self._by_tag.pop(header.tag, None)
+            self._done.add(header.number)
+            while self._done_below in self._done:
+                self._done.remove(self._done_below)
+                self._done_below += 1
+            if self.consumer is None and arrival.handle is None:
+                self._arrived[header.tag] = arrival
+                return
+        if self.consumer is not None:
+            self.consumer(Key(self.peer, self.lane, header.tag), arrival.view)
+            self._free(arrival)
+        else:
+            self._hand_over(arrival)
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+    def _find(self, header: Header) -> Arrival | None:
+        """The message a chunk belongs to, begun if it is new; None if it is complete. With the lock held."""
+        number, tag = header.number, header.tag
+        if number < self._done_below or number in self._done:
+            return None
+        if number in self._arriving:
+            return self._arriving[number]
+        if tag in self._by_tag or tag in self._arrived:
+            raise WorkerError(f"lane {self.lane} {tag} from {self.peer} came twice: a key is used once in an epoch")
+        handle, buffer = self._posted.pop(tag, (None, None))
+        if buffer is not None and handle is not None and len(buffer) != header.total_bytes:
+            handle.finish(size_error(Key(self.peer, self.lane, tag), header.total_bytes, len(buffer)))
+            handle = buffer = None
+        if handle is None:
+            # Twice, because a receive that failed on its size leaves a message for which no credit was taken.
+            if self._staged_bytes + header.total_bytes > 2 * self.staging_bytes:
+                raise WorkerError(f"{self.peer} sends more than the {self.staging_bytes} bytes it was allowed to")
+            self._staged_bytes += header.total_bytes
+        view = buffer if buffer is not None else memoryview(np.empty(header.total_bytes, np.uint8))
+        arrival = Arrival(header, view, handle is None, handle)
+        self._arriving[number] = self._by_tag[tag] = arrival
+        return arrival
+
+    def _hand_over(self, arrival: Arrival) -> None:
+        handle, into = arrival.handle, arrival.into
+        assert handle is not None
+        if into is not None and len(into) != len(arrival.view):
+            key = Key(self.peer, self.lane, arrival.header.tag)
+            handle.finish(size_error(key, len(arrival.view), len(into)))
+        elif into is not None:
+            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(arrival.view, np.uint8))  # lets other threads run
+            handle.finish(buffer=into)
+        else:
+            handle.finish(buffer=arrival.view)
+        self._free(arrival)
+
+    def _free(self, arrival: Arrival) -> None:
+        with self._changed:
+            if arrival.counted:
+                self._staged_bytes -= arrival.header.total_bytes
+            if not arrival.header.eager:
+                return
+            self.freed_bytes += arrival.header.total_bytes
+            total = self.freed_bytes
+        self.on_freed(total)

@@ -1,0 +1,331 @@
+"""What waits to be sent to one peer on one lane, and which chunk goes next: the WAN queue.
+
+The rule is the simulator's (`ir.dispatch`): smallest turn first, changes only at chunk boundaries, never idle while
+something may go. What may go is what the receiver has room for: a receive is posted for it, or its staging has
+credit; the last of the credit is kept for a turn that overtakes later ones. A chunk is ours until it is
+acknowledged; a lost stream's chunks go first. Knows no sockets: streams pull, and report what became of it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from atlas.errors import WorkerError
+from atlas.ir.dispatch import before
+from atlas.wan.flight import Flight
+from atlas.wan.transport import Handle, Tag
+
+MIN_CHUNK_BYTES = 64 * 1024
+MAX_POSTED = 1 << 17
+RESERVE = 0.25
+"""The part of the staging that only a turn which overtakes may use."""
+
+
+@dataclass(eq=False)
+class Message:
+    """One send. `again` holds chunks whose stream was lost; `unacked` what is on its way, by offset."""
+
+    number: int
+    tag: Tag
+    view: memoryview
+    turn: int
+    handle: Handle
+    whole: bool
+    """It is a slice already: one chunk."""
+    eager: bool = False
+    next_offset: int = 0
+    acked_bytes: int = 0
+    num_taken: int = 0
+    again: list[Chunk] = field(default_factory=list)
+    unacked: dict[int, Chunk] = field(default_factory=dict)
+    taken_at: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def all_taken(self) -> bool:
+        return self.num_taken > 0 and not self.again and self.next_offset >= len(self.view)
+
+
+class Chunk(NamedTuple):
+    message: Message
+    offset: int
+    num_bytes: int
+
+    @property
+    def payload(self) -> memoryview:
+        return self.message.view[self.offset : self.offset + self.num_bytes]
+
+
+class Outbox:
+    """Thread-safe. `pull` is called by streams, `put` by the user, the rest by whoever reads the peer's records."""
+
+    def __init__(self, chunk_bytes: int = 256 * 1024, num_streams: int = 1) -> None:
+        self.chunk_bytes, self.num_streams = chunk_bytes, num_streams
+        self.flight: Flight | None = None
+        """How much may be under way unacknowledged: more would only queue where turns are not known."""
+        self.staging_bytes = 0
+        """The receiver's; nothing unposted goes before it has told us."""
+        self.delivered_bytes = 0
+        self.last_progress_ns = time.monotonic_ns()
+        self.failure: WorkerError | None = None
+        self._lock = threading.RLock()
+        self._changed, self._rests = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._numbers = itertools.count(1)
+        self._ready: list[tuple[tuple[int, int], Message]] = []
+        self._waiting: list[tuple[tuple[int, int], Message]] = []
+        self._live: dict[int, Message] = {}
+        self._held: dict[object, dict[tuple[int, int], Chunk]] = {}
+        self._posted: dict[Tag, None] = {}
+        self._charged_bytes = self._freed_bytes = self._unacked_bytes = 0
+        self._latest_turn = -(1 << 62)
+        self._closed = False
+
+    # ---- the user's side ---------------------------------------------------------------------------------------
+    def put(self, tag: Tag, view: memoryview, turn: int, handle: Handle, *, whole: bool = False) -> None:
+        with self._changed:
+            if self.failure is None and not self._closed:
+                message = Message(next(self._numbers), tag, view, turn, handle, whole)
+                handle.progress = lambda: _progress(message)
+                if not self._live:
+                    self.last_progress_ns = time.monotonic_ns()
+                self._live[message.number] = message
+                heapq.heappush(self._waiting, (before(turn, message.number), message))
+                self._admit()
+                return
+            error = self.failure or WorkerError("the transport is closed")
+        handle.finish(WorkerError(f"{handle.what}: {error}"))
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._live
+
+    @property
+    def has_unacked(self) -> bool:
+        with self._changed:
+            return any(self._held.values())
+
+    def tune(self, chunk_bytes: int, num_streams: int) -> None:
+        with self._changed:
+            if num_streams > self.num_streams:
+                self._rests.notify_all()
+            self.chunk_bytes, self.num_streams = chunk_bytes, num_streams
+
+    @property
+    def backlog_bytes(self) -> int:
+        """What has not been handed to a stream yet."""
+        with self._changed:
+            return sum(len(m.view) - m.next_offset for m in self._live.values())
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until everything is acknowledged; False if that took too long or failed."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._live or self.failure is not None, timeout_s)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def fail(self, error: WorkerError) -> None:
+        """Ends every wait with an error that says what was to be done and how far it had come."""
+        with self._changed:
+            self.failure = self.failure or error
+            lost = list(self._live.values())
+            self._live.clear()
+            self._ready.clear()
+            self._waiting.clear()
+            self._changed.notify_all()
+        for message in lost:
+            message.handle.finish(WorkerError(f"{message.handle.what}: {_progress(message)}; {self.failure}"))
+
+    # ---- the streams' side -------------------------------------------------------------------------------------
+    def pull(self, stream: object, index: int, timeout_s: float) -> Chunk | None:
+        """The next chunk for a stream; None after `timeout_s`, at the end, or while streams of this index rest."""
+        with self._changed:
+            if not self._may_pull(index):
+                # Those that rest wait apart, so that who is woken can also work.
+                (self._changed if index < self.num_streams else self._rests).wait(timeout_s)
+            if not self._may_pull(index):
+                return None
+            chunk = self._take(stream)
+            handle = chunk.message.handle
+            begins = not handle.start_ns
+            handle.start_ns = handle.start_ns or time.monotonic_ns()
+        if begins and handle.on_start is not None:
+            handle.on_start()
+        return chunk
+
+    def steal(self, stream: object, age_s: float, below_turn: int | None = None) -> Chunk | None:
+        """A chunk that another stream took so long ago that this one would have delivered it; of the smallest turn.
+        Only when nothing else waits, or of turns below `below_turn`. Both may arrive; the receiver takes one."""
+        now = time.monotonic()
+        with self._changed:
+            if below_turn is None and self._ready:
+                return None
+            best: tuple[tuple[int, int], Chunk] | None = None
+            for message in self._live.values():
+                if below_turn is not None and message.turn >= below_turn:
+                    continue
+                for chunk in message.unacked.values():
+                    if now - message.taken_at[chunk.offset] < age_s:
+                        continue
+                    if (message.number, chunk.offset) in self._held.get(stream, {}):
+                        continue
+                    rank = before(message.turn, message.number)
+                    if best is None or rank < best[0]:
+                        best = (rank, chunk)
+            if best is None:
+                return None
+            chunk = best[1]
+            chunk.message.taken_at[chunk.offset] = now
+            self._held.setdefault(stream, {})[chunk.message.number, chunk.offset] = chunk
+            return chunk
+
+    @property
+    def head_turn(self) -> int | None:
+        """The turn of what would go next."""
+        with self._changed:
+            return self._ready[0][1].turn if self._ready else None
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or self.failure is not None
+
+    def written(self, chunk: Chunk) -> None:
+        """The kernel has taken it all: from now on it is the path that takes its time."""
+        chunk.message.taken_at[chunk.offset] = time.monotonic()
+
+    def acknowledged(self, stream: object, number: int, offset: int) -> Chunk | None:
+        """The chunk, if it was still ours to worry about."""
+        finished = None
+        with self._changed:
+            held = self._held.get(stream)
+            if held is not None:
+                held.pop((number, offset), None)
+            message = self._live.get(number)
+            chunk = message.unacked.pop(offset, None) if message is not None else None
+            if message is None or chunk is None:
+                return None
+            message.acked_bytes += chunk.num_bytes
+            taken_at = message.taken_at.pop(offset)
+            self._unacked_bytes -= chunk.num_bytes
+            if self.flight is not None and self._ready:
+                self._changed.notify()
+            self.delivered_bytes += chunk.num_bytes
+            self.last_progress_ns = time.monotonic_ns()
+            if self.flight is not None:
+                now = self.last_progress_ns / 1e9
+                self.flight.came_back(now - taken_at, now)
+            if message.all_taken and not message.unacked:
+                finished = self._live.pop(number)
+                self._posted.pop(message.tag, None)
+                if not self._live:
+                    self._changed.notify_all()
+        if finished is not None:
+            finished.handle.finish()
+        return chunk
+
+    def lost(self, stream: object) -> int:
+        """A stream is gone: what it carried and nobody acknowledged goes again, first. How many chunks that were."""
+        with self._changed:
+            chunks = [c for c in self._held.pop(stream, {}).values() if c.message.number in self._live]
+            for chunk in chunks:
+                message = chunk.message
+                if message.unacked.pop(chunk.offset, None) is None:
+                    continue
+                self._unacked_bytes -= chunk.num_bytes
+                if message.all_taken:
+                    heapq.heappush(self._ready, (before(message.turn, message.number), message))
+                message.again.append(chunk)
+            self._changed.notify_all()
+            return len(chunks)
+
+    # ---- the receiver's word -----------------------------------------------------------------------------------
+    def posted(self, tag: Tag) -> None:
+        with self._changed:
+            self._posted[tag] = None
+            if len(self._posted) > MAX_POSTED:
+                del self._posted[next(iter(self._posted))]
+            self._admit()
+
+    def freed(self, total_bytes: int, staging_bytes: int | None = None) -> None:
+        with self._changed:
+            self._freed_bytes = max(self._freed_bytes, total_bytes)
+            if staging_bytes is not None:
+                self.staging_bytes = staging_bytes
+            self._admit()
+
+    def refused(self, number: int, reason: str) -> None:
+        with self._changed:
+            message = self._live.pop(number, None)
+            if message is not None:
+                self._ready = [entry for entry in self._ready if entry[1] is not message]
+                heapq.heapify(self._ready)
+                self._unacked_bytes -= sum(chunk.num_bytes for chunk in message.unacked.values())
+        if message is not None:
+            message.handle.finish(WorkerError(f"{message.handle.what}: {reason}"))
+
+    # ---- inside, with the lock held ----------------------------------------------------------------------------
+    def _may_pull(self, index: int) -> bool:
+        if not self._ready or index >= self.num_streams or self.failure is not None:
+            return False
+        if self.flight is not None and self._unacked_bytes >= self.flight.limit_bytes:
+            self.flight.filled()
+            return False
+        return True
+
+    def _admit(self) -> None:
+        """Moves what may go from waiting to ready; what may not does not stop what comes after it."""
+        kept = []
+        while self._waiting:
+            entry = heapq.heappop(self._waiting)
+            if self._may_go(entry[1]):
+                heapq.heappush(self._ready, entry)
+            else:
+                kept.append(entry)
+        self._waiting = kept  # sorted, so a heap
+        if self._ready:
+            self._changed.notify(self.num_streams)
+
+    def _may_go(self, message: Message) -> bool:
+        if message.tag in self._posted:
+            return True
+        room_bytes = self.staging_bytes - (self._charged_bytes - self._freed_bytes)
+        if message.turn >= self._latest_turn:
+            room_bytes -= round(self.staging_bytes * RESERVE)
+        if len(message.view) > room_bytes or not self.staging_bytes:
+            return False
+        message.eager = True
+        self._charged_bytes += len(message.view)
+        self._latest_turn = max(self._latest_turn, message.turn)
+        return True
+
+    def _take(self, stream: object) -> Chunk:
+        message = self._ready[0][1]
+        if message.again:
+            chunk = message.again.pop()
+        else:
+            left = len(message.view) - message.next_offset
+            # Smaller towards the end, so that all streams finish together; but no crumbs.
+            size = min(self.chunk_bytes, max(MIN_CHUNK_BYTES, left // (2 * self.num_streams)), left)
+            if left < 1.5 * size or message.whole:
+                size = left
+            chunk = Chunk(message, message.next_offset, size)
+            message.next_offset += size
+        message.num_taken += 1
+        message.unacked[chunk.offset] = chunk
+        self._unacked_bytes += chunk.num_bytes
+        message.taken_at[chunk.offset] = time.monotonic()
+        self._held.setdefault(stream, {})[message.number, chunk.offset] = chunk
+        if message.all_taken:
+            heapq.heappop(self._ready)
+        return chunk
+
+
+def _progress(message: Message) -> str:
+    total = len(message.view)
+    return f"{message.acked_bytes} of {total} bytes were acknowledged"

@@ -1,0 +1,174 @@
+"""What one host measures towards another: round trips, and the goodput of K streams. Everything is bounded in time
+and bytes. The receiver counts, on its own clock, in bins; the sender's view would be that of its kernel's buffers.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from atlas.wan.probe.wire import ProbeError, connect, read_json, send_json
+
+Address = tuple[str, int]
+
+BIN_NS = 2_000_000
+PING = b"atlas wan probe: are you there?\n"
+PING_GAP_S = 0.004
+MAX_STREAMS, MAX_SECONDS, MAX_BYTES = 64, 30.0, 4_000_000_000
+BLOCK_BYTES = 256 * 1024
+NOTSENT_BYTES = 128 * 1024
+"""Kept in the kernel beyond the window: else a stream goes on for seconds after its time."""
+GRACE_S = 15.0
+"""What a measurement may take beyond its time before it is given up."""
+
+
+@dataclass(frozen=True)
+class RoundTrips:
+    """Seconds."""
+
+    min_s: float
+    median_s: float
+    p95_s: float
+    jitter_s: float
+    """Mean difference of one round trip and the next."""
+    count: int
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What `streams` connections carried at once, after their start and before their end."""
+
+    streams: int
+    bps: float
+    seconds: float
+    num_bytes: int
+
+
+def round_trips(address: Address, token: str, count: int = 30) -> RoundTrips:
+    """Small messages there and back on one warm connection."""
+    taken: list[float] = []
+    with connect(address, token) as sock:
+        send_json(sock, {"do": "echo"})
+        buffer = bytearray(len(PING))
+        for i in range(max(3, min(count, 1000)) + 1):
+            began = time.monotonic()
+            sock.sendall(PING)
+            got = 0
+            while got < len(PING):
+                part = sock.recv_into(memoryview(buffer)[got:])
+                if not part:
+                    raise ProbeError("the echo ended early")
+                got += part
+            if i:  # the first one warms up
+                taken.append(time.monotonic() - began)
+            time.sleep(PING_GAP_S)
+    ordered = sorted(taken)
+    jitter_s = statistics.fmean(abs(a - b) for a, b in pairwise(taken))
+    return RoundTrips(
+        ordered[0], statistics.median(ordered), ordered[int(0.95 * (len(ordered) - 1))], jitter_s, len(ordered)
+    )
+
+
+def goodput(
+    address: Address, token: str, streams: int, seconds: float, *, max_bytes: int = 1_000_000_000, wait_s: float = 0.0
+) -> Goodput:
+    """Sends on `streams` connections at once for `seconds`, or until `max_bytes` are through."""
+    streams, seconds = max(1, min(streams, MAX_STREAMS)), max(0.1, min(seconds, MAX_SECONDS))
+    max_bytes = min(max_bytes, MAX_BYTES)
+    deadline = time.monotonic() + wait_s
+    socks = [connect(address, token) for _ in range(streams)]
+    answers: list[dict[str, Any]] = []
+    errors: list[Exception] = []
+
+    def send(sock: socket.socket) -> None:
+        try:
+            answers.append(_send(sock, seconds, max_bytes // streams))
+        except (OSError, ProbeError) as error:
+            errors.append(error)
+
+    try:
+        for sock in socks:
+            send_json(sock, {"do": "sink", "seconds": seconds})
+        time.sleep(max(0.0, deadline - time.monotonic()))
+        threads = [threading.Thread(target=send, args=(sock,), daemon=True) for sock in socks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(seconds + GRACE_S)
+    finally:
+        for sock in socks:
+            sock.close()
+    if errors or len(answers) < streams:
+        raise ProbeError(f"{streams - len(answers)} of {streams} streams broke: {errors[0] if errors else 'no answer'}")
+    return _steady(answers, streams, seconds)
+
+
+def _send(sock: socket.socket, seconds: float, max_bytes: int) -> dict[str, Any]:
+    block = memoryview(os.urandom(BLOCK_BYTES))  # what compresses on the way would flatter the path
+    sock.settimeout(seconds + GRACE_S)
+    if lowat := getattr(socket, "TCP_NOTSENT_LOWAT", None):
+        sock.setsockopt(socket.IPPROTO_TCP, lowat, NOTSENT_BYTES)
+    sent, deadline = 0, time.monotonic() + seconds
+    while sent < max_bytes and time.monotonic() < deadline:
+        sent += sock.send(block[: min(BLOCK_BYTES, max_bytes - sent)])
+    sock.shutdown(socket.SHUT_WR)
+    return read_json(sock)
+
+
+def receive(sock: socket.socket, seconds: float) -> dict[str, Any]:
+    """The sink's side: bytes by bin of its clock, until the sender stops or has had its time."""
+    buffer = memoryview(bytearray(1 << 20))
+    bins: Counter[int] = Counter()
+    total, first_ns = 0, 0
+    sock.settimeout(min(seconds, MAX_SECONDS) + GRACE_S)
+    deadline = time.monotonic() + min(seconds, MAX_SECONDS) + GRACE_S
+    while total < MAX_BYTES and time.monotonic() < deadline:
+        got = sock.recv_into(buffer)
+        if not got:
+            break
+        now_ns = time.monotonic_ns()
+        first_ns = first_ns or now_ns
+        bins[now_ns // BIN_NS] += got
+        total += got
+    return {"first_ns": first_ns, "bins": sorted(bins.items())}
+
+
+def _steady(answers: list[dict[str, Any]], streams: int, seconds: float) -> Goodput:
+    """The rate in the middle: after half of the time (slow start is over), before any stream has stopped."""
+    total: Counter[int] = Counter()
+    for answer in answers:
+        total.update({int(when): int(count) for when, count in answer["bins"]})
+    starts = [min(int(when) for when, _ in answer["bins"]) for answer in answers if answer["bins"]]
+    ends = [max(int(when) for when, _ in answer["bins"]) for answer in answers if answer["bins"]]
+    if len(starts) < streams:
+        raise ProbeError(f"{streams - len(starts)} of {streams} streams carried nothing")
+    last = min(*ends, max(starts) + round(seconds * 0.92e9 / BIN_NS)) if ends else 0
+    first = max(starts) + (last - max(starts)) // 2
+    if last - first < 8:
+        raise ProbeError(f"the transfer was over too soon to be timed ({seconds:g} s). Allow more time or more bytes")
+    taken_s = (last - first) * BIN_NS / 1e9
+    return Goodput(streams, _slope_bps(total, first, last), taken_s, sum(total.values()))
+
+
+def _slope_bps(total: Counter[int], first: int, last: int) -> float:
+    """Of the line through the bytes that had come by each moment.
+
+    Bytes over time would do for a smooth stream. One that its window limits comes in a burst each round trip, and
+    whether 34 or 35 bursts fall between two edges says nothing of its rate.
+    """
+    when = np.arange(first, last, dtype=np.float64)
+    seen = np.cumsum([total.get(int(i), 0) for i in when], dtype=np.float64)
+    return float(np.polyfit((when - first) * BIN_NS / 1e9, seen, 1)[0]) * 8
+
+
+def as_json(result: RoundTrips | Goodput) -> dict[str, Any]:
+    return asdict(result)

@@ -1,0 +1,168 @@
+"""All paths between datacenters, measured through agents: round trips, one stream, more streams until they bring no
+more, then several node pairs at once: if together they get what each gets alone, the cap is the pair's; if not, it
+is the trunk's. Knows agents' addresses and rates; files are `links.py`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from atlas.errors import AtlasError
+from atlas.wan.probe.agent import ask
+from atlas.wan.probe.measure import Address, Goodput, RoundTrips
+
+STREAMS = (1, 2, 4, 8, 16, 32)
+GAIN = 1.05
+"""More streams that bring less than this are not worth opening."""
+TOGETHER = 0.9
+"""Pairs that together get less than this share of what they get alone, share something."""
+MAX_PAIRS = 4
+LIMITED = 0.9
+"""One stream below this share of the cap is limited by its window."""
+MIN_S, MAX_S, TRIPS = 0.8, 4.0, 25
+"""A transfer lasts so many round trips: slow start takes about ten of them."""
+
+Reach = Callable[[str, str], Address]
+"""Where one node reaches another."""
+
+
+@dataclass(frozen=True)
+class LinkMeasurement:
+    """Between two datacenters."""
+
+    between: tuple[str, str]
+    rtt: RoundTrips
+    sweep: tuple[Goodput, ...]
+    """By number of streams, one pair alone."""
+    alone_bps: tuple[float, ...]
+    together_bps: tuple[float, ...]
+    """By node pair, at the number of streams that fills it. Empty where there is one pair only."""
+    taken_s: float
+    at: float = field(default_factory=time.time)
+    """Seconds since 1970, when it was over."""
+
+    @property
+    def streams(self) -> int:
+        """The fewest that fill the path."""
+        return next(g.streams for g in self.sweep if g.bps * GAIN >= self.sweep_bps)
+
+    @property
+    def sweep_bps(self) -> float:
+        return max(g.bps for g in self.sweep)
+
+    @property
+    def pair_bps(self) -> float:
+        """What one pair reaches alone."""
+        return max(self.sweep_bps, sum(self.alone_bps) / len(self.alone_bps)) if self.alone_bps else self.sweep_bps
+
+    @property
+    def window_limited(self) -> bool:
+        return self.sweep[0].bps < LIMITED * self.sweep_bps
+
+    @property
+    def window_bytes(self) -> int:
+        """Of one connection; where that fills the path, the window is at least this."""
+        return max(1, round(self.sweep[0].bps / 8 * self.rtt.min_s))
+
+    @property
+    def cap(self) -> str:
+        """ "pair", "trunk", or "unknown" where only one pair was there to measure."""
+        if len(self.together_bps) < 2:
+            return "unknown"
+        return "trunk" if sum(self.together_bps) < TOGETHER * sum(self.alone_bps) else "pair"
+
+    @property
+    def trunk_bps(self) -> float | None:
+        return sum(self.together_bps) if self.cap == "trunk" else None
+
+
+@dataclass(frozen=True)
+class Survey:
+    """How to measure: who is where, and how much it may cost."""
+
+    agents: Mapping[str, Address]
+    """By node (`east-0`): where this process reaches its agent."""
+    token: str
+    reach: Reach | None = None
+    """Where one node reaches another's agent; left out, at the same address as we do."""
+    max_streams: int = 32
+    max_bytes: int = 1_000_000_000
+    """Of one transfer."""
+    pings: int = 40
+    min_s: float = MIN_S
+    """A transfer lasts at least this."""
+
+    def rtt(self, src: str, dst: str) -> RoundTrips:
+        found = ask(self.agents[src], self.token, {"do": "rtt", "address": self._at(src, dst), "count": self.pings})
+        return RoundTrips(**found)
+
+    def goodput(self, src: str, dst: str, streams: int, seconds: float, wait_s: float = 0.0) -> Goodput:
+        request = {
+            "do": "goodput",
+            "address": self._at(src, dst),
+            "streams": streams,
+            "seconds": seconds,
+            "max_bytes": self.max_bytes,
+            "wait_s": wait_s,
+        }
+        return Goodput(**ask(self.agents[src], self.token, request))
+
+    def link(self, a: str, b: str) -> LinkMeasurement:
+        """Everything about one pair of datacenters."""
+        began = time.monotonic()
+        pairs = list(zip(self._nodes(a), self._nodes(b), strict=False))[:MAX_PAIRS]
+        rtt = self.rtt(*pairs[0])
+        seconds = min(MAX_S, max(self.min_s, TRIPS * rtt.median_s))
+        sweep = self._sweep(*pairs[0], seconds)
+        best = max(g.bps for g in sweep)
+        streams = next(g.streams for g in sweep if g.bps * GAIN >= best)
+        alone: list[float] = []
+        together: list[float] = []
+        if len(pairs) > 1:
+            alone = [self.goodput(*pair, streams, seconds).bps for pair in pairs]
+            together = self._together(pairs, streams, seconds)
+        taken_s = time.monotonic() - began
+        return LinkMeasurement((a, b), rtt, sweep, tuple(alone), tuple(together), taken_s)
+
+    def _sweep(self, src: str, dst: str, seconds: float) -> tuple[Goodput, ...]:
+        found: list[Goodput] = []
+        for streams in (k for k in STREAMS if k <= self.max_streams):
+            found.append(self.goodput(src, dst, streams, seconds))
+            # Twice no gain: once may be chance.
+            if len(found) > 2 and max(g.bps for g in found[-2:]) < GAIN * max(g.bps for g in found[:-2]):
+                break
+        return tuple(found)
+
+    def _together(self, pairs: Sequence[tuple[str, str]], streams: int, seconds: float) -> list[float]:
+        """At once, and longer, so that they overlap although the order to start reaches them one after the other."""
+        with ThreadPoolExecutor(len(pairs)) as pool:
+            jobs = [pool.submit(self.goodput, *pair, streams, 1.3 * seconds, 0.5) for pair in pairs]
+            return [job.result().bps for job in jobs]
+
+    def _nodes(self, dc: str) -> list[str]:
+        return [name for name in self.agents if datacenter(name) == dc]
+
+    def _at(self, src: str, dst: str) -> Address:
+        return self.reach(src, dst) if self.reach is not None else self.agents[dst]
+
+
+def survey(how: Survey, links: Sequence[tuple[str, str]] | None = None) -> list[LinkMeasurement]:
+    """Measures the named links, or every pair of datacenters that has agents, one after the other."""
+    names = list(dict.fromkeys(datacenter(name) for name in how.agents))
+    if len(names) < 2:
+        raise AtlasError(
+            f"agents in {', '.join(names) or 'no datacenter'}: a survey needs two datacenters. Name more nodes"
+        )
+    return [how.link(a, b) for a, b in (links or combinations(names, 2))]
+
+
+def datacenter(node: str) -> str:
+    """`us-east-3` is in us-east."""
+    dc, _, number = node.rpartition("-")
+    if not dc or not number.isdigit():
+        raise AtlasError(f"node {node!r}: is called after its datacenter and a number, like east-0. Rename it")
+    return dc

@@ -1,0 +1,108 @@
+"""How a probe's two ends speak: both prove that they know the token, then JSON in bounded frames, then raw bytes.
+
+The token itself never travels, and nothing is unpickled. It is not encrypted: nothing secret is said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import socket
+import struct
+from typing import Any
+
+from atlas.errors import AtlasError
+
+HELLO = b"ATLP1"
+NONCE_BYTES, PROOF_BYTES = 16, 32
+MAX_FRAME_BYTES = 4 * 1024 * 1024
+CONNECT_TIMEOUT_S = 10.0
+MIN_TOKEN_CHARS = 16
+
+
+class ProbeError(AtlasError):
+    """A probe's peer is absent, foreign, or does not do what it should."""
+
+
+class HungUpError(ProbeError):
+    """The other end closed before it had said everything."""
+
+
+def require_token(token: str) -> str:
+    if len(token) < MIN_TOKEN_CHARS:
+        raise AtlasError(
+            f"the probe's token has {len(token)} characters: at least {MIN_TOKEN_CHARS} are needed. "
+            "Make one with `openssl rand -hex 16` and give it to every host"
+        )
+    return token
+
+
+def connect(address: tuple[str, int], token: str) -> socket.socket:
+    """A connection to an agent that has proved to know the token."""
+    where = f"{address[0]}:{address[1]}"
+    try:
+        sock = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
+    except OSError as error:
+        raise ProbeError(f"no probe answers at {where}: {error}. Start `atlas wan probe --listen` there") from None
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        greeting = read_exactly(sock, len(HELLO) + NONCE_BYTES)
+        if not greeting.startswith(HELLO):
+            raise ProbeError(f"{where} is no probe of this release")
+        theirs, ours = greeting[len(HELLO) :], os.urandom(NONCE_BYTES)
+        sock.sendall(ours + _proof(token, b"client", theirs, ours))
+        if not hmac.compare_digest(read_exactly(sock, PROOF_BYTES), _proof(token, b"server", ours, theirs)):
+            raise ProbeError(f"{where} does not know the token. Give both ends the same one")
+    except HungUpError:
+        sock.close()
+        raise ProbeError(f"the probe at {where} hung up on us: the token is another, or it is too busy") from None
+    except (OSError, ProbeError) as error:
+        sock.close()
+        raise error if isinstance(error, ProbeError) else ProbeError(f"the probe at {where}: {error}") from None
+    return sock
+
+
+def welcome(sock: socket.socket, token: str) -> bool:
+    """The agent's side: whether the caller knows the token."""
+    ours = os.urandom(NONCE_BYTES)
+    sock.sendall(HELLO + ours)
+    answer = read_exactly(sock, NONCE_BYTES + PROOF_BYTES)
+    theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _proof(token, b"client", ours, theirs)):
+        return False
+    sock.sendall(_proof(token, b"server", theirs, ours))
+    return True
+
+
+def _proof(token: str, role: bytes, first: bytes, second: bytes) -> bytes:
+    return hmac.new(token.encode(), role + first + second, hashlib.sha256).digest()
+
+
+def send_json(sock: socket.socket, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode()
+    sock.sendall(struct.pack("!I", len(data)) + data)
+
+
+def read_json(sock: socket.socket) -> dict[str, Any]:
+    (length,) = struct.unpack("!I", read_exactly(sock, 4))
+    if length > MAX_FRAME_BYTES:
+        raise ProbeError(f"a probe message of {length} bytes: at most {MAX_FRAME_BYTES} are allowed")
+    try:
+        message = json.loads(read_exactly(sock, length))
+    except ValueError:
+        raise ProbeError("a probe message is not JSON") from None
+    if not isinstance(message, dict):
+        raise ProbeError("a probe message is not an object")
+    return message
+
+
+def read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        part = sock.recv(num_bytes - len(data))
+        if not part:
+            raise HungUpError("the other end hung up")
+        data += part
+    return bytes(data)

@@ -1,0 +1,68 @@
+"""AES-256-GCM for what travels on a connection, with keys that both ends agreed on inside TLS.
+
+The ssl module carries 4 to 6 Gbit/s here, AES-GCM on whole chunks ten times that. Key agreement, certificates and
+forward secrecy stay TLS's: each side draws 32 random bytes, tells them inside the TLS channel, and the keys are
+HKDF-SHA256 of both, one per direction and connection. The nonce counts from zero under its key and never repeats;
+a connection ends long before a key wears out. Knows no sockets and no certificates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from typing import Any
+
+from atlas.errors import MissingExtraError, WorkerError
+
+TAG_BYTES = 16
+SECRET_BYTES = 32
+MAX_SEALED_BYTES = 1 << 42
+"""4 TB under one key: then the stream is replaced by a new one, with new keys."""
+_NONCE = struct.Struct("!4xQ")
+
+
+def _library() -> tuple[Any, type[Exception]]:
+    try:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ImportError:
+        raise MissingExtraError("cryptography", "wan", "encryption between datacenters") from None
+    return AESGCM, InvalidTag
+
+
+class Seal:
+    """Both directions of a connection. One thread writes and one reads at a time."""
+
+    def __init__(self, write_key: bytes, read_key: bytes) -> None:
+        aes_gcm, self._forged = _library()
+        self._writer, self._reader = aes_gcm(write_key), aes_gcm(read_key)
+        self._num_written = self._num_read = 0
+        self._sealed_bytes = 0
+
+    def encrypt(self, data: bytes | memoryview, out: memoryview) -> None:
+        """`out` is longer than `data` by TAG_BYTES."""
+        self._sealed_bytes += len(data)
+        if self._sealed_bytes > MAX_SEALED_BYTES:
+            raise WorkerError("this connection's key has sealed enough: it is replaced")
+        self._writer.encrypt_into(_NONCE.pack(self._num_written), data, None, out)
+        self._num_written += 1
+
+    def decrypt(self, data: memoryview, out: memoryview) -> None:
+        try:
+            self._reader.decrypt_into(_NONCE.pack(self._num_read), data, None, out)
+        except self._forged:
+            raise WorkerError("sealed bytes do not match their tag: the stream is damaged or forged") from None
+        self._num_read += 1
+
+
+def derive(secret: bytes, info: bytes) -> bytes:
+    """HKDF-SHA256 (RFC 5869) with an empty salt, one block of output."""
+    pseudo_random_key = hmac.new(bytes(32), secret, hashlib.sha256).digest()
+    return hmac.new(pseudo_random_key, info + b"\x01", hashlib.sha256).digest()
+
+
+def seal_of(dialer_secret: bytes, listener_secret: bytes, *, is_dialer: bool) -> Seal:
+    both = dialer_secret + listener_secret
+    there, back = derive(both, b"atlas wan 2: dialer to listener"), derive(both, b"atlas wan 2: listener to dialer")
+    return Seal(there, back) if is_dialer else Seal(back, there)

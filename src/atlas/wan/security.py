@@ -1,0 +1,186 @@
+"""Who may speak to us, and how: plain inside networks that are trusted, mutual TLS 1.3 everywhere else.
+
+A certificate names the nodes it may speak for, as URIs `atlas://datacenter/worker` among its alternative names; the
+greeting inside the connection must match it. Knows certificates and addresses; makes none (see `certs`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+from atlas.errors import AtlasError, WorkerError
+
+URI = "atlas://"
+LOOPBACK = ("127.0.0.0/8", "::1/128")
+MAX_TLS_RECORD_BYTES = 16384 + 256
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """The files that `atlas wan certs` writes for a node."""
+
+    ca_file: Path
+    cert_file: Path
+    key_file: Path
+
+    @classmethod
+    def of_folder(cls, folder: Path, name: str) -> Credentials:
+        """`name` is `datacenter/worker`."""
+        stem = name.replace("/", ".")
+        return cls(folder / "ca.pem", folder / f"{stem}.pem", folder / f"{stem}.key")
+
+
+class Security:
+    """With credentials, everything is encrypted but what stays in `trusted_networks`. Without, only loopback works."""
+
+    def __init__(
+        self, credentials: Credentials | None = None, trusted_networks: Sequence[str] | None = None
+    ) -> None:
+        if trusted_networks is None:
+            trusted_networks = LOOPBACK if credentials is None else ()
+        self.credentials = credentials
+        self.trusted_networks = [ipaddress.ip_network(network) for network in trusted_networks]
+
+    def trusts(self, host: str) -> bool:
+        """Whether bytes to and from this address may travel plain."""
+        address = ipaddress.ip_address(host)
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
+            address = address.ipv4_mapped
+        return any(address in network for network in self.trusted_networks)
+
+    def require(self, host: str, peer: str) -> bool:
+        """True: speak TLS. Raises where that is needed and cannot be had."""
+        if self.trusts(host):
+            return False
+        if self.credentials is None:
+            raise AtlasError(
+                f"{peer} at {host} is outside the trusted networks {[str(n) for n in self.trusted_networks]}, and there "
+                "are no certificates: make some with `atlas wan certs`, or name the network as trusted"
+            )
+        return True
+
+    @cached_property
+    def server_context(self) -> ssl.SSLContext:
+        return self._context(ssl.PROTOCOL_TLS_SERVER)
+
+    @cached_property
+    def client_context(self) -> ssl.SSLContext:
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        assert self.credentials is not None
+        _check_key_file(self.credentials.key_file)
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # the names are ours, checked in `require_name`
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        try:
+            context.load_verify_locations(self.credentials.ca_file)
+            context.load_cert_chain(self.credentials.cert_file, self.credentials.key_file)
+        except (OSError, ssl.SSLError) as error:
+            raise AtlasError(f"{self.credentials.cert_file}: cannot be used: {error}") from None
+        if protocol == ssl.PROTOCOL_TLS_SERVER:
+            context.num_tickets = 0  # nobody resumes, and no bytes come after the greeting
+        return context
+
+
+def _check_key_file(path: Path) -> None:
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError as error:
+        raise AtlasError(f"{path}: {error.strerror}. Make certificates with `atlas wan certs`") from None
+    if os.name == "posix" and mode & 0o077:
+        raise AtlasError(f"{path} can be read by others (mode {mode:o}): run chmod 600 on it")
+
+
+def require_name(certificate: object, name: str) -> None:
+    """Raises unless the certificate may speak for `name`."""
+    alternatives = certificate.get("subjectAltName", ()) if isinstance(certificate, dict) else ()
+    names = [value.removeprefix(URI) for kind, value in alternatives if kind == "URI" and value.startswith(URI)]
+    if name not in names:
+        raise WorkerError(f"the peer says it is {name}, but its certificate is for {', '.join(names) or 'nobody'}")
+
+
+class TlsTalk:
+    """A short talk inside TLS on a connected socket, reading no byte beyond it, all before a deadline."""
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, deadline: float, *, server_side: bool) -> None:
+        self._sock, self._deadline = sock, deadline
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+        self._pump(self._tls.do_handshake)
+
+    @property
+    def certificate(self) -> object:
+        return self._tls.getpeercert()
+
+    def write(self, data: bytes) -> None:
+        self._pump(lambda: self._tls.write(data))
+
+    def read(self, num_bytes: int) -> bytes:
+        data = b""
+        while len(data) < num_bytes:
+            more = self._pump(lambda: self._tls.read(num_bytes - len(data)))
+            if not more:
+                raise WorkerError("the peer ended the connection inside its greeting")
+            data += more
+        return data
+
+    def _pump(self, step: Callable[[], T]) -> T:
+        while True:
+            try:
+                result = step()
+                self._flush()
+                return result
+            except ssl.SSLWantReadError:
+                self._flush()
+                head = read_by(self._sock, 5, self._deadline)
+                size = int.from_bytes(head[3:5], "big")
+                if size > MAX_TLS_RECORD_BYTES:
+                    raise WorkerError("a TLS record is longer than allowed") from None
+                self._incoming.write(head + read_by(self._sock, size, self._deadline))
+            except ssl.SSLError as error:
+                try:
+                    self._flush()  # the alert tells the peer why
+                except OSError:
+                    pass
+                raise WorkerError(f"TLS refused: {error.reason or error}") from None
+
+    def _flush(self) -> None:
+        if data := self._outgoing.read():
+            write_by(self._sock, data, self._deadline)
+
+
+def _time_left(sock: socket.socket, deadline: float) -> None:
+    if (left_s := deadline - time.monotonic()) <= 0:
+        raise TimeoutError("the greeting took too long")
+    sock.settimeout(left_s)
+
+
+def read_by(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:
+    """Exactly so many bytes, before the deadline."""
+    data = bytearray()
+    while len(data) < num_bytes:
+        _time_left(sock, deadline)
+        more = sock.recv(num_bytes - len(data))
+        if not more:
+            raise ConnectionResetError("the peer ended the connection inside its greeting")
+        data += more
+    return bytes(data)
+
+
+def write_by(sock: socket.socket, data: bytes, deadline: float) -> None:
+    _time_left(sock, deadline)
+    sock.sendall(data)

@@ -1,0 +1,186 @@
+"""One connection: writes frames or records, reads exactly what it is asked to, sealed or plain.
+
+Sockets block in the kernel with kernel time-outs, so a large read or write is one system call without the
+interpreter's lock. Knows no meaning of what it carries. `abort` may be called by any thread; `close` only by the
+owner, after the others have gone, so that a descriptor is never closed under somebody's feet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from atlas.errors import WorkerError
+from atlas.wan.seal import TAG_BYTES, Seal
+from atlas.wan.wire import MAX_CHUNK_BYTES
+
+TICK_S = 0.25
+"""How often a blocked read or write looks up."""
+NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
+MAX_PACING_RATE = getattr(socket, "SO_MAX_PACING_RATE", 47)
+WAITALL = socket.MSG_WAITALL
+_TCP_INFO_HEAD = struct.Struct("=8B24I4Q")
+
+
+class TcpFacts(NamedTuple):
+    """What the kernel says of a connection. Window in bytes: what may be under way at once."""
+
+    rtt_s: float
+    min_rtt_s: float
+    window_bytes: int
+    num_retransmits: int
+    retransmitted_bytes: int
+
+
+class Stream:
+    """A connected socket, greeted. Blocks at most `patience_s` without any progress."""
+
+    def __init__(self, sock: socket.socket, seal: Seal | None = None, patience_s: float = 10.0) -> None:
+        self.sock, self.seal, self.patience_s = sock, seal, patience_s
+        self.overhead_bytes = TAG_BYTES if seal else 0
+        self.aborted = False
+        self.rtt_s = 0.0
+        self.on_tick: Callable[[], None] = lambda: None
+        """Called every `TICK_S` of waiting; may raise to end the wait."""
+        self._scratch = bytearray(0)
+        sock.settimeout(None)
+        tick = struct.pack("@ll", int(TICK_S), int(TICK_S % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    # ---- writing -----------------------------------------------------------------------------------------------
+    def write(self, head: bytes, payload: memoryview | None = None) -> None:
+        if self.seal is None:
+            self._send([memoryview(head)] if not payload else [memoryview(head), payload])
+            return
+        num_bytes = len(payload) if payload else 0
+        out = self._room(len(head) + TAG_BYTES + (num_bytes + TAG_BYTES if num_bytes else 0))
+        self.seal.encrypt(head, out[: len(head) + TAG_BYTES])
+        if payload:
+            self.seal.encrypt(payload, out[len(head) + TAG_BYTES :])
+        self._send([out])
+
+    def _send(self, parts: list[memoryview]) -> None:
+        last_ns = time.monotonic_ns()
+        while parts:
+            try:
+                sent = self.sock.sendmsg(parts)
+            except BlockingIOError:
+                self._check(last_ns, "take", self.patience_s)
+                continue
+            last_ns = time.monotonic_ns()
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if sent:
+                parts[0] = parts[0][sent:]
+
+    # ---- reading -----------------------------------------------------------------------------------------------
+    def read_head(self, num_bytes: int, patience_s: float | None = None) -> bytes | bytearray:
+        """A header or a record; waits for it `patience_s`, by default for ever: silence is the caller's affair."""
+        raw = bytearray(num_bytes + self.overhead_bytes)
+        self._fill(memoryview(raw), patience_s)
+        if self.seal is None:
+            return raw
+        head = bytearray(num_bytes)
+        self.seal.decrypt(memoryview(raw), memoryview(head))
+        return head
+
+    def read_into(self, view: memoryview) -> None:
+        """A payload."""
+        if not view:
+            return
+        if self.seal is None:
+            self._fill(view, self.patience_s)
+            return
+        raw = self._room(len(view) + TAG_BYTES)
+        self._fill(raw, self.patience_s)
+        self.seal.decrypt(raw, view)
+
+    def discard(self, num_bytes: int) -> None:
+        """Reads a payload that nobody needs. Sealed, it must still be genuine."""
+        self.read_into(memoryview(bytearray(num_bytes)))
+
+    def _fill(self, view: memoryview, patience_s: float | None) -> None:
+        last_ns, at, end = time.monotonic_ns(), 0, len(view)
+        while at < end:
+            try:
+                got = self.sock.recv_into(view[at:], end - at, WAITALL)
+            except BlockingIOError:
+                self._check(last_ns, "send", patience_s)
+                continue
+            if not got:
+                raise ConnectionResetError(f"the peer ended it {'in the middle of a frame' if at else ''}".rstrip())
+            at += got
+            last_ns = time.monotonic_ns()
+
+    def _check(self, last_ns: int, verb: str, patience_s: float | None) -> None:
+        if self.aborted:
+            raise ConnectionAbortedError("given up by this side")
+        self.on_tick()
+        if patience_s is not None and time.monotonic_ns() - last_ns > patience_s * 1e9:
+            raise TimeoutError(f"the peer did not {verb} anything for {patience_s:g} s")
+
+    def _room(self, num_bytes: int) -> memoryview:
+        if len(self._scratch) < num_bytes:
+            assert num_bytes <= MAX_CHUNK_BYTES + 1024
+            self._scratch = bytearray(num_bytes)
+        return memoryview(self._scratch)[:num_bytes]
+
+    # ---- life and tuning ---------------------------------------------------------------------------------------
+    def abort(self) -> None:
+        """Wakes whoever reads or writes; they see an error and leave."""
+        self.aborted = True
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.abort()
+        self.sock.close()
+
+    def tune(self, lowat_bytes: int, pacing_bps: float | None) -> None:
+        """How much the kernel may hold unsent, and how fast it may send. Where the kernel refuses, it is as it was."""
+        with contextlib.suppress(OSError):
+            self.sock.setsockopt(socket.IPPROTO_TCP, NOTSENT_LOWAT, lowat_bytes)
+        pace = 0xFFFFFFFF if not pacing_bps else min(0xFFFFFFFE, max(1, int(pacing_bps / 8)))
+        with contextlib.suppress(OSError):
+            self.sock.setsockopt(socket.SOL_SOCKET, MAX_PACING_RATE, struct.pack("=Q", pace) if pace > 1 << 31 else pace)
+
+    def facts(self) -> TcpFacts | None:
+        """None where the kernel does not tell (no Linux, closed)."""
+        try:
+            raw = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        except (OSError, AttributeError):
+            return None
+        if len(raw) < 152:
+            return None
+        words = struct.unpack_from("=24I", raw, 8)
+        mss, rtt_us, cwnd, num_retransmits = words[2], words[15], words[18], words[23]
+        min_rtt_us = struct.unpack_from("=I", raw, 148)[0]
+        return TcpFacts(rtt_us / 1e6, min_rtt_us / 1e6, mss * cwnd, num_retransmits, mss * num_retransmits)
+
+
+def congestion_control(sock: socket.socket, *, near: bool) -> str:
+    """bbr over distance, where the kernel allows it (what there is instead is paced); not within a datacenter, where
+    its pacing costs half the speed. Says which one it is."""
+    option = getattr(socket, "TCP_CONGESTION", 13)
+    for name in (b"cubic", b"reno") if near else (b"bbr",):
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, option, name)
+            return name.decode()
+        except OSError:
+            continue
+    try:
+        return sock.getsockopt(socket.IPPROTO_TCP, option, 16).rstrip(b"\0").decode()
+    except OSError:
+        return "unknown"
+
+
+def broken(error: BaseException) -> WorkerError:
+    """Any failure of a stream, in our words."""
+    return error if isinstance(error, WorkerError) else WorkerError(str(error) or type(error).__name__)

@@ -1,0 +1,127 @@
+"""The Plan file: written, read back, refused when broken; and the page beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from plan_jobs import job_of
+
+from atlas.errors import SpecError
+from atlas.plan.candidate import Candidate, Group
+from atlas.plan.files import candidate_of, plan_of
+from atlas.plan.planner import Planned, make_plan
+from atlas.plan.report import front, rows, scene, verdict
+from atlas.plan.runnable import runnable
+from atlas.spec.plan import load_job_or_plan, load_plan, plan_text
+from atlas.view.map import plan_page, positions
+
+
+@pytest.fixture(scope="module")
+def planned() -> Planned:
+    return make_plan(job_of(), tries=10)
+
+
+@pytest.fixture(scope="module")
+def text(planned: Planned) -> str:
+    return plan_text(plan_of(planned))
+
+
+def test_a_plan_survives_the_file(planned: Planned, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    plan = load_plan(path)
+    assert candidate_of(plan) == planned.winner.candidate
+    assert plan.predicted.iteration_s == pytest.approx(planned.iteration_s)
+    assert plan_text(plan) == text
+    job, same = load_job_or_plan(path)
+    assert same == plan
+    assert (job.pp, job.tp, job.placement) == (plan.job.pp, plan.job.tp, plan.job.placement)
+
+
+def test_simulate_finds_the_predicted_figure_in_the_file(text: str, tmp_path: Path) -> None:
+    from atlas.plan.evaluate import evaluate
+
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    job, plan = load_job_or_plan(path)
+    assert plan is not None
+    how = plan.schedule
+    row = evaluate(job, how.name, tcp=how.tcp, budget=how.tries, seed=how.seed).row()
+    assert row["iteration_s"] == pytest.approx(plan.predicted.iteration_s, rel=1e-8)
+
+
+def test_a_job_file_is_still_a_job_file() -> None:
+    job, plan = load_job_or_plan(Path(__file__).parents[2] / "examples" / "tiny.yaml", ["pp=2"])
+    assert (job.pp, plan) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("plan: 1", "plan: 2", "plan = 2"),
+        ("schedule:", "shedule:", "unknown key"),
+        ("runnable: ", "runnable: perhaps ", "runnable"),
+        ("  cells: ", "  cells: x", "cells"),
+        ("- {dc: east, stages: ", "- {dc: mars, stages: ", "no such datacenter"),
+        ("  hidden", "  hiden", "hid"),
+    ],
+)
+def test_a_broken_plan_is_one_message_with_its_line(
+    text: str, tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    path = tmp_path / "plan.yaml"
+    assert old in text or old == "  hidden"
+    path.write_text(
+        text.replace(old, new, 1).replace("hidden:", "hiden:") if old == "  hidden" else text.replace(old, new, 1)
+    )
+    with pytest.raises(SpecError, match=message) as caught:
+        load_plan(path)
+    assert "plan.yaml:" in str(caught.value)
+
+
+def test_a_job_is_no_plan(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("pp: 4\n")
+    with pytest.raises(SpecError, match="atlas plan"):
+        load_plan(path)
+
+
+def test_what_the_runtime_cannot_do_is_said() -> None:
+    group = Group((("east", 2), ("west", 2)), (2, 2, 2, 2), 1, 2, 8)
+    assert runnable(Candidate(1, 1, (group,))) == "yes"
+    assert runnable(Candidate(2, 1, (group,), True)).startswith("no, because it has tensor parallelism (tp 2)")
+    assert "regions" in runnable(Candidate(1, 1, (group, group)))
+
+
+def test_the_report_names_a_reason_for_every_rival(planned: Planned) -> None:
+    found = rows(planned)
+    assert found[0]["lost"] == ""
+    assert all(row["lost"] for row in found[1:])
+    assert any("One region alone" in line or "Best with one region alone" in line for line in verdict(planned))
+
+
+def test_the_front_has_no_plan_that_another_beats_in_both(planned: Planned) -> None:
+    points = [(j.figures.iteration_s, j.figures.usd_per_iteration) for j in front(planned)]
+    for s, usd in points:
+        assert not any(o != (s, usd) and o[0] <= s and o[1] <= usd for o in points)
+
+
+def test_the_page_stands_alone_and_shows_every_datacenter(planned: Planned) -> None:
+    page = plan_page(scene(planned), notes=["<note>"])
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+    assert "<script" not in page
+    assert "&lt;note&gt;" in page
+    for name in ("east", "west"):
+        assert f">{name}</text>" in page
+
+
+def test_datacenters_are_drawn_apart_and_near_ones_nearer() -> None:
+    latency = [[0.0, 5.0, 50.0], [5.0, 0.0, 50.0], [50.0, 50.0, 0.0]]
+    dcs = [{"name": n, "lat": None, "lon": None} for n in "abc"]
+    at = positions({"datacenters": dcs, "latency_ms": latency, "joined": [[True] * 3] * 3})
+
+    def apart(i: int, j: int) -> float:
+        return ((at[i][0] - at[j][0]) ** 2 + (at[i][1] - at[j][1]) ** 2) ** 0.5
+
+    assert 80 < apart(0, 1) < apart(0, 2)

@@ -1,0 +1,65 @@
+"""`python checkpoint_killer.py ROOT SEED RUNS`: starts a process that saves step after step, kills it with SIGKILL at a
+random moment, says so, and goes on when it is told a line. Torch is loaded once; the writers are forks, taken before
+any thread exists.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from itertools import count
+from pathlib import Path
+
+from checkpoint_samples import LAYERS, meta_at, numbered
+
+from atlas.runtime.checkpoint import Checkpointer, LocalStore, Replicator, Retention, next_attempt
+
+SIZE = 60_000
+
+
+def write_forever(root: Path, bell: int) -> None:
+    """Two datacenters' workers in one process; the second's replica lies with the first."""
+    stores = [LocalStore(root / dc) for dc in ("east", "west")]
+    attempt = next_attempt(stores)
+    replicator = Replicator(stores[1], LocalStore(root / "of-west"))
+    replicator.start()
+    writers = [
+        Checkpointer(store, f"p0.s{s}", LAYERS, attempt=attempt, retention=Retention(keep=2), on_written=notify)
+        for s, (store, notify) in enumerate(zip(stores, (lambda id: None, replicator.notify), strict=True))
+    ]
+    for step in count(1):
+        for s, writer in enumerate(writers):
+            writer.save(step, numbered(step, LAYERS[3 * s : 3 * s + 3], SIZE), meta_at(step))
+        for writer in writers:
+            writer.wait()
+            assert writer.written is not None
+            assert writer.written.step == step, writer.failed
+            writer.retention.confirm(writer.written)
+        print(attempt, step, flush=True)
+        os.write(bell, b".")
+
+
+def main(root: Path, seed: int, runs: int) -> None:
+    chance = random.Random(seed)
+    ear, bell = os.pipe()
+    save_s = 0.0
+    for run in range(runs):
+        began = time.monotonic()
+        child = os.fork()
+        if not child:
+            write_forever(root, bell)
+        if not run:  # so that there is something to lose, and we know how long a save takes here
+            os.read(ear, 1)
+            save_s = time.monotonic() - began
+        time.sleep(chance.uniform(0, 2 * save_s))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        print("killed", flush=True)
+        sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,104 @@
+"""Cuts, seeds, dimensions from a job, and whether it all fits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from atlas.errors import InfeasibleError, SpecError
+from atlas.runtime.models.config import DecoderConfig, from_spec, gpt
+from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, Cut, build, cuts, layer_of
+from atlas.runtime.models.fit import require_fits, state_bytes
+from atlas.runtime.models.huggingface import parse_config
+from atlas.spec.model import Model
+
+CONFIG = gpt(num_layers=4, width=16, num_heads=2, vocabulary=32, max_length=8)
+TIED = gpt(num_layers=4, width=16, num_heads=2, vocabulary=32, max_length=8, tied=True)
+LLAMA_8B = parse_config(
+    {
+        "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192,
+    }
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+def test_any_cut_holds_the_weights_of_the_whole(config: DecoderConfig) -> None:
+    whole = dict(build(config, Cut.whole(config), seed=4).named_parameters())
+    assert not torch.equal(whole["layers.0.attention.q.weight"], whole["layers.1.attention.q.weight"])
+    assert torch.equal(whole[TIED_EMBEDDING], whole[TIED_HEAD]) == config.tied
+    for layers in ((4,), (1, 3), (0, 1, 2, 1, 0)):
+        seen = {}
+        for cut in cuts(config, layers):
+            for name, parameter in build(config, cut, seed=4).named_parameters():
+                assert torch.equal(parameter, whole[name]), name
+                seen[name] = parameter
+        assert seen.keys() == whole.keys()
+    assert not torch.equal(
+        whole[TIED_EMBEDDING], dict(build(config, Cut.whole(config)).named_parameters())[TIED_EMBEDDING]
+    )
+
+
+def test_building_leaves_torchs_own_generator_alone() -> None:
+    before = torch.get_rng_state()
+    build(CONFIG, Cut.whole(CONFIG))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [((1, 2), "must add up to the model's 4"), ((2, 0, 2), "between the first and the last"), ((), "add up")],
+)
+def test_a_cut_that_does_not_work_out_is_refused(layers: tuple[int, ...], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        cuts(CONFIG, layers)
+
+
+def test_parameters_know_their_layer() -> None:
+    names = [name for name, _ in build(CONFIG, Cut.whole(CONFIG)).named_parameters()]
+    assert sorted({layer_of(name) for name in names}) == ["embedding", "head", *(f"layers.{i}" for i in range(4))]
+
+
+def test_a_sequence_longer_than_the_model_knows_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"max_length = 8: a sequence has 9 tokens"):
+        build(CONFIG, Cut.whole(CONFIG))(torch.zeros(1, 9, dtype=torch.int64))
+
+
+def test_a_jobs_dimensions_make_a_decoder() -> None:
+    llama = from_spec(Model(family="llama", layers=2, hidden=64, heads=4, kv_heads=2, seq_len=16, vocab=100))
+    assert (llama.num_kv_heads, llama.head_width, llama.ffn_width, llama.positions) == (2, 16, 256, "rope")
+    ours = from_spec(Model(layers=2, hidden=64, heads=4, seq_len=16, vocab=100, tied_embeddings=True))
+    assert (ours.family, ours.ffn_width, ours.tied) == ("gpt2", 256, True)
+    with pytest.raises(SpecError, match=r"model\.kv_heads = 2"):
+        from_spec(Model(layers=2, hidden=64, heads=4, kv_heads=2, seq_len=16))
+    with pytest.raises(SpecError, match=r"model\.gated"):
+        from_spec(Model(layers=2, hidden=64, heads=4, gated=True, seq_len=16))
+
+
+@pytest.mark.parametrize("key", ["dropout", "num_kv_heads", "head_width"])
+def test_impossible_dimensions_name_their_key(key: str) -> None:
+    bad = {"dropout": 1.0, "num_kv_heads": 3, "head_width": 7}
+    sizes = {"num_layers": 1, "width": 16, "num_heads": 2, "num_kv_heads": 2, "head_width": 8, "ffn_width": 8,
+             "vocabulary": 8, "max_length": 8}  # fmt: skip
+    with pytest.raises(SpecError, match=key):
+        DecoderConfig("llama", **(sizes | {key: bad[key]}))  # type: ignore[arg-type]
+
+
+def test_state_is_counted_from_the_modules() -> None:
+    whole = state_bytes(LLAMA_8B, Cut.whole(LLAMA_8B), torch.bfloat16)
+    assert whole.weights == 2 * 8_030_261_248  # Llama 3 8B's own count
+    assert whole.total == 18 * 8_030_261_248  # 2 weights, 4 gradients, 4 + 8 optimizer
+    halves = [state_bytes(LLAMA_8B, cut, torch.bfloat16).total for cut in cuts(LLAMA_8B, (16, 16))]
+    assert sum(halves) == whole.total
+    assert state_bytes(LLAMA_8B, Cut.whole(LLAMA_8B), torch.bfloat16, 8).weights < 1.01 * whole.weights / 8
+    one = state_bytes(TIED, Cut.whole(TIED), torch.float32)
+    assert state_bytes(CONFIG, Cut.whole(CONFIG), torch.float32).weights - one.weights == 4 * 32 * 16
+
+
+def test_a_stage_that_does_not_fit_is_refused_with_figures() -> None:
+    cut = cuts(LLAMA_8B, (16, 16))[0]
+    with pytest.raises(
+        InfeasibleError, match=r"gpu 0 of us-east: layers_per_stage = 16: .*GiB \(weights .*fewer layers"
+    ):
+        require_fits(LLAMA_8B, cut, torch.bfloat16, 24 * 2**30, where="gpu 0 of us-east")
+    require_fits(LLAMA_8B, cut, torch.bfloat16, 80 * 2**30, where="gpu 0 of us-east")

@@ -1,0 +1,170 @@
+"""Real TCP between namespaces, where this process may make them; elsewhere the refusal names the fallback."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from atlas.errors import AtlasError
+from atlas.wan.emulator import NamespaceNet, PathSpec
+from atlas.wan.emulator.netdev import in_thread, make_namespace
+
+sys.path.insert(0, str(Path(__file__).parent))
+from emulated_peers import Peer, pour, round_trips_s
+
+PAIR = ("east-0", "west-0")
+
+
+def _may_make_namespaces() -> bool:
+    try:
+        namespace = make_namespace("10.99.0.1", gso=True, mtu=1500, sysctls={})
+    except AtlasError:
+        return False
+    import os
+
+    os.close(namespace.fd)
+    os.close(namespace.tun_fd)
+    return True
+
+
+needs_root = pytest.mark.skipif(not _may_make_namespaces(), reason="network namespaces and TUN need root")
+
+
+def on_path(path: PathSpec, use: Callable[[NamespaceNet, Peer], None], **options: bool) -> None:
+    with NamespaceNet({PAIR: path}, **options) as net:  # type: ignore[arg-type]
+        far = net.node("west-0").run(lambda: Peer(net.address("west-0"), 5000))
+        try:
+            net.node("east-0").run(lambda: use(net, far))
+        finally:
+            far.close()
+
+
+@needs_root
+def test_real_tcp_meets_the_delay() -> None:
+    def use(net: NamespaceNet, far: Peer) -> None:
+        taken = round_trips_s(far.address)
+        assert min(taken) >= 0.04
+        assert min(taken) < 0.045
+        assert net.lateness.num_pieces > 20
+
+    on_path(PathSpec(latency_s=0.02), use)
+
+
+@needs_root
+@pytest.mark.parametrize("gso", [True, False])
+def test_the_rate_is_goodput(gso: bool) -> None:
+    measured: list[float] = []
+
+    def use(net: NamespaceNet, far: Peer) -> None:
+        pour(far.address, 1.2)
+        measured.append(far.rate_bps(0.4) / 50e6)
+
+    for _ in range(3):
+        on_path(PathSpec(latency_s=0.005, pair_bps=50e6), use, gso=gso)
+        if abs(measured[-1] - 1) < 0.05:
+            return
+    pytest.fail(f"{measured} of the rate")
+
+
+@needs_root
+def test_loss_is_about_what_was_asked_and_tcp_repairs_it() -> None:
+    def use(net: NamespaceNet, far: Peer) -> None:
+        sent = pour(far.address, 1.0)
+        assert far.ended.acquire(timeout=20)
+        assert sum(count for _, count in far.arrivals) == sent
+        lane = net.stats.lanes[PAIR]
+        assert 0.004 < lane.lost / (lane.lost + lane.num_packets) < 0.05
+
+    on_path(PathSpec(latency_s=0.001, loss=0.02, pair_bps=100e6), use, gso=False)
+
+
+@needs_root
+def test_a_cut_path_is_silent_and_comes_back() -> None:
+    def use(net: NamespaceNet, far: Peer) -> None:
+        assert round_trips_s(far.address, 2)
+        net.cut(*PAIR)
+        with pytest.raises(OSError, match="timed out"):
+            socket.create_connection(far.address, timeout=0.3)
+        net.resume(*PAIR)
+        assert round_trips_s(far.address, 2)
+
+    on_path(PathSpec(latency_s=0.001), use)
+
+
+@needs_root
+def test_processes_run_on_their_node_and_end_with_the_net() -> None:
+    with NamespaceNet({PAIR: PathSpec(latency_s=0.001)}) as net:
+        script = "import socket; print(socket.create_server(('', 0)).getsockname()); open('/proc/net/dev').read()"
+        said = net.node("east-0").popen([sys.executable, "-c", script], stdout=subprocess.PIPE).communicate()[0]
+        assert b"0.0.0.0" in said
+        devices = net.node("east-0").run(lambda: Path("/proc/thread-self/net/dev").read_text())
+        assert "wan0" in devices
+        assert "eth0" not in devices
+        sleeper = net.node("west-0").popen(["sleep", "60"])
+        with pytest.raises(AtlasError, match="no node 'mars-0'"):
+            net.node("mars-0")
+    assert sleeper.returncode == -9
+
+
+@needs_root
+def test_a_crash_leaves_nothing_behind() -> None:
+    """The forwarder and what it holds end with the process that made them, however that ends."""
+    script = (
+        "import os, sys\n"
+        "from atlas.wan.emulator import NamespaceNet, PathSpec\n"
+        "net = NamespaceNet({('a', 'b'): PathSpec()})\n"
+        "print(net._worker._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -9
+    forwarder = Path("/proc") / done.stdout.strip()
+    deadline = time.monotonic() + 5
+    while forwarder.exists() and "Z" not in (forwarder / "stat").read_text() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not forwarder.exists() or " Z " in (forwarder / "stat").read_text()
+
+
+@needs_root
+def test_kernel_shaping_works_or_says_that_the_kernel_cannot() -> None:
+    problem = ""
+    try:
+        on_path(PathSpec(latency_s=0.02), lambda net, far: _is_delayed(far), kernel=True)
+    except AtlasError as error:
+        problem = str(error)
+    assert not problem or "leave kernel shaping off" in problem
+
+
+def _is_delayed(far: Peer) -> None:
+    assert min(round_trips_s(far.address)) >= 0.04
+
+
+def test_without_privileges_the_error_names_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    from atlas.wan.emulator import netdev
+
+    class Refusing:
+        def unshare(self, flags: int) -> int:
+            import ctypes
+
+            ctypes.set_errno(1)
+            return -1
+
+    monkeypatch.setattr(netdev, "_LIBC", Refusing())
+    with pytest.raises(AtlasError, match="proxy grade"):
+        make_namespace("10.99.0.1", gso=True, mtu=1500, sysctls={})
+
+
+def test_a_call_in_a_thread_brings_back_its_error() -> None:
+    def fail() -> None:
+        raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        in_thread(fail)
+    assert in_thread(threading.get_ident) != threading.get_ident()

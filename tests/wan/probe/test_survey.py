@@ -1,0 +1,178 @@
+"""The probe finds what the emulator was told, speaks to friends only, and leaves the rest of a file alone."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from atlas.errors import AtlasError, SpecError
+from atlas.spec.cluster import Link, Route
+from atlas.spec.load import load_cluster
+from atlas.wan.emulator import PathSpec, ProxyNet, Trunk, nodes_of
+from atlas.wan.probe import Agent, LinkMeasurement, Survey, drift, links_yaml, survey, with_links
+from atlas.wan.probe.links import to_link, write_links
+from atlas.wan.probe.measure import Goodput, RoundTrips, round_trips
+from atlas.wan.probe.wire import MAX_FRAME_BYTES, ProbeError, connect, send_json
+
+TOKEN = "only for the tests"
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "pair_bps", "window_bytes", "trunk_bps"),
+    [(0.01, 40e6, 50_000, None), (0.005, 30e6, 15_000, 45e6), (0.015, 20e6, 30_000, 70e6), (0.008, 50e6, 60_000, 30e6)],
+)
+def test_a_survey_finds_latency_window_cap_and_whose_cap_it_is(
+    latency_s: float, pair_bps: float, window_bytes: int, trunk_bps: float | None
+) -> None:
+    trunk = Trunk("t", trunk_bps) if trunk_bps else None
+    truth = PathSpec(latency_s, window_bytes, pair_bps, trunk)
+    binds = trunk_bps is not None and trunk_bps < 2 * pair_bps
+    for last_try in (False, False, True):
+        found = _surveyed(truth)
+        good = [
+            abs(found.rtt.min_s - 2 * latency_s) < 0.001,
+            abs(found.pair_bps / min(pair_bps, trunk_bps or pair_bps) - 1) < 0.05,
+            found.cap == ("trunk" if binds else "pair"),
+            not binds or abs((found.trunk_bps or 0) / (trunk_bps or 1) - 1) < 0.05,
+            abs(found.window_bytes / window_bytes - 1) < 0.15 or not found.window_limited,
+        ]
+        if all(good):
+            return
+        assert not last_try, (good, found)
+
+
+def _surveyed(truth: PathSpec) -> LinkMeasurement:
+    paths = {(f"a-{i}", f"b-{i}"): truth for i in range(2)}
+    with ExitStack() as stack:
+        net = stack.enter_context(ProxyNet(paths))
+        at = {name: stack.enter_context(Agent("127.0.0.1", 0, TOKEN)).address for name in nodes_of(paths)}
+        reach = {(src, dst): net.listen(src, dst, at[dst]) for src, dst in paths}
+        how = Survey(at, TOKEN, reach=lambda s, d: reach[s, d], pings=10, min_s=0.4, max_streams=4)
+        return survey(how)[0]
+
+
+# ---- who may ask -------------------------------------------------------------------------------------------
+def test_an_agent_answers_only_who_knows_the_token() -> None:
+    with Agent("127.0.0.1", 0, TOKEN) as agent:
+        assert round_trips(agent.address, TOKEN, 5).count == 5
+        with pytest.raises(ProbeError, match="token"):
+            connect(agent.address, "another token of size")
+        with socket.create_connection(agent.address) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n".ljust(48))
+            stranger.settimeout(5)
+            received = b""
+            while data := stranger.recv(100):
+                received += data
+            assert len(received) == 21, "the greeting and no more"
+        assert round_trips(agent.address, TOKEN, 3).count == 3
+
+
+def test_a_survey_does_not_trust_a_server_that_cannot_prove_itself() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        import threading
+
+        def greet() -> None:
+            peer, _ = server.accept()
+            with peer:
+                peer.sendall(b"ATLP1" + bytes(16))
+                peer.recv(100)
+                peer.sendall(bytes(32))
+
+        threading.Thread(target=greet, daemon=True).start()
+        with pytest.raises(ProbeError, match="does not know the token"):
+            connect(server.getsockname(), TOKEN)
+
+
+def test_oversized_and_senseless_messages_end_only_their_own_connection() -> None:
+    with Agent("127.0.0.1", 0, TOKEN) as agent:
+        for nonsense in ((MAX_FRAME_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\2[]", b"\0\0\0\3abc"):
+            with connect(agent.address, TOKEN) as sock:
+                sock.sendall(nonsense)
+                assert sock.recv(10) == b""
+        with connect(agent.address, TOKEN) as sock:
+            send_json(sock, {"do": "goodput", "address": "no address"})
+            assert b"error" in sock.recv(1000)
+        assert round_trips(agent.address, TOKEN, 3).count == 3
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_an_agent_never_listens_everywhere(host: str) -> None:
+    with pytest.raises(AtlasError, match="one address, not on all"):
+        Agent(host, 0, TOKEN)
+
+
+def test_a_short_token_is_refused() -> None:
+    with pytest.raises(AtlasError, match="at least 16"):
+        Agent("127.0.0.1", 0, "secret")
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+def measured(trunk: bool = True, **changes: float) -> LinkMeasurement:
+    rtt = RoundTrips(0.0400, changes.get("rtt_s", 0.0404), 0.0410, 0.0001, 40)
+    pair_bps = changes.get("pair_bps", 5e9)
+    sweep = (Goodput(1, 0.6e9, 1, 1), Goodput(8, pair_bps, 1, 1))
+    together = (4e9, 4e9) if trunk else (pair_bps, pair_bps)
+    return LinkMeasurement(("east", "west"), rtt, sweep, (pair_bps, pair_bps), together, 9.0, at=1.7e9)
+
+
+HEAD = (
+    "# ours\nwan: {latency_ms: 20}   # default\ndatacenters:\n  - {name: east, nodes: 2}\n  - {name: west, nodes: 2}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (HEAD, ""),
+        (HEAD + "links:\n  - {between: [east, west]}\n", ""),
+        (HEAD + "links:\n- between: [east, west]\n  pair_gbps: 1\n\n# after\ngpus: {}\n", "\n# after\ngpus: {}\n"),
+        (HEAD + "links: [{between: [east, west]}]  # old\ngpus: {}\n", "gpus: {}\n"),
+    ],
+)
+def test_only_the_links_of_a_file_change(tmp_path: Path, before: str, after: str) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(before)
+    write_links(file, [measured()])
+    assert file.read_text() == HEAD + links_yaml([measured()]) + after
+    route = load_cluster(file).route("west", "east")
+    assert route is not None
+    assert (route.latency_ms, route.pair_gbps, route.trunk_gbps, route.window_bytes) == (20.2, 5.0, 8.0, 3_000_000)
+    write_links(file, [measured()])
+    assert file.read_text() == HEAD + links_yaml([measured()]) + after, "twice is once"
+
+
+def test_the_links_of_a_job_with_its_cluster_inside_change_too() -> None:
+    text = "name: x\ncluster:\n  wan: {latency_ms: 1}\n  links:\n    - {between: [a, b]}\npp: 2\n"
+    found = with_links(text, [measured()])
+    assert found.startswith("name: x\ncluster:\n  wan: {latency_ms: 1}\n  links:\n    # measured 2023-11-14")
+    assert found.endswith("      trunk_gbps: 8.0\npp: 2\n")
+
+
+@pytest.mark.parametrize("text", ["cluster: {wan: {latency_ms: 1}}\n", "[1]\n", "a: [\n", ""])
+def test_a_file_that_cannot_be_edited_is_told(text: str) -> None:
+    with pytest.raises(SpecError):
+        with_links(text, [measured()])
+
+
+def test_dates_percentiles_and_the_verdict_are_written_beside_the_figures() -> None:
+    text = links_yaml([measured()])
+    for words in ("measured 2023-11-14", "median 40.40", "p95 41.00", "1: 0.6, 8: 5", "the cap is of the trunk"):
+        assert words in text
+
+
+def test_drift_is_told_and_only_drift() -> None:
+    route = Route(
+        latency_ms=20.0, pair_gbps=5.0, window_bytes=3_000_000, trunk_gbps=None, egress_usd_per_gb=0.0, trace=None
+    )
+    assumed: dict[frozenset[str], Route | Link] = {frozenset(("west", "east")): route}
+    assert drift(assumed, [to_link(measured(trunk=False))]) == []
+    found = drift(assumed, [to_link(measured(trunk=True, rtt_s=0.06, pair_bps=4.2e9))])
+    assert [w.split(" ", 3)[3].split(" ")[0] for w in found] == ["latency", "a"]
+    assert "30 ms one way, 20 were assumed" in found[0]
+    trunk = drift(assumed, [to_link(measured(trunk=True))])
+    assert len(trunk) == 1
+    assert "a trunk cap, and none was assumed" in trunk[0]
+    assert "no such link" in drift({}, [to_link(measured())])[0]

@@ -1,0 +1,191 @@
+"""Endpoints over loopback: bytes arrive, in turn order, bounded, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from atlas.errors import AtlasError, WorkerError
+from atlas.wan.endpoint import Endpoint
+from atlas.wan.settings import Settings
+from atlas.wan.transport import Key, Tag
+
+QUICK = Settings(max_streams=3, deadline_s=1.0, stall_s=0.6, handshake_s=2.0, heartbeat_s=0.2)
+
+
+def tag(a: int, b: int = 0) -> Tag:
+    return (a, b, 0, 0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks() -> Iterator[None]:
+    threads, descriptors = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+    yield
+    end = time.monotonic() + 5
+    while time.monotonic() < end and threading.active_count() > threads:
+        time.sleep(0.02)
+    assert threading.active_count() <= threads, threading.enumerate()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Endpoint, Endpoint]]:
+    with Endpoint("dc1/a", settings=QUICK) as a, Endpoint("dc2/b", settings=QUICK) as b:
+        a.connect({"dc2/b": b.address}, lanes=(0, 1))
+        b.connect({"dc1/a": a.address}, lanes=(0,))
+        yield a, b
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 65_536, 65_537, 5_000_003])
+def test_a_posted_receive_gets_every_byte(pair: tuple[Endpoint, Endpoint], num_bytes: int) -> None:
+    a, b = pair
+    data, out = os.urandom(num_bytes), bytearray(num_bytes)
+    got = b.recv(Key("dc1/a", 0, tag(1)), out)
+    sent = a.send(Key("dc2/b", 0, tag(1)), data)
+    got.wait(5)
+    sent.wait(5)
+    assert out == data
+    assert sent.start_ns <= got.end_ns
+
+
+def test_a_message_that_nobody_waits_for_is_staged_and_handed_over_later(pair: tuple[Endpoint, Endpoint]) -> None:
+    a, b = pair
+    data = os.urandom(300_000)
+    a.send(Key("dc2/b", 0, tag(1)), data).wait(5)
+    a.send(Key("dc2/b", 0, tag(2)), data).wait(5)
+    assert b.recv(Key("dc1/a", 0, tag(1))).wait(5) == data
+    out = np.zeros(300_000, np.uint8)
+    b.recv(Key("dc1/a", 0, tag(2)), out).wait(5)
+    assert out.tobytes() == data
+
+
+def test_both_directions_and_lanes_at_once(pair: tuple[Endpoint, Endpoint]) -> None:
+    a, b = pair
+    data = [os.urandom(400_000) for _ in range(30)]
+    gets = [b.recv(Key("dc1/a", i % 2, tag(i))) for i in range(30)] + [a.recv(Key("dc2/b", 0, tag(i))) for i in range(30)]
+    for i in range(30):
+        a.send(Key("dc2/b", i % 2, tag(i)), data[i])
+        b.send(Key("dc1/a", 0, tag(i)), data[-i])
+    assert [g.wait(10) for g in gets] == data + [data[-i] for i in range(30)]
+
+
+def test_later_turns_never_fill_the_room_that_an_earlier_one_needs() -> None:
+    """Turns 1.. fill the staging unasked; turn 0 is sent last, waited for first, and must get through."""
+    small = Settings(max_streams=2, staging_bytes=1 << 20, deadline_s=5)
+    with Endpoint("dc1/a", settings=small) as a, Endpoint("dc2/b", settings=small) as b:
+        a.connect({"dc2/b": b.address})
+        data = os.urandom(200_000)
+        late = [a.send(Key("dc2/b", 0, tag(turn)), data, turn) for turn in range(1, 20)]
+        time.sleep(0.3)
+        assert sum(handle.done for handle in late) <= 5
+        urgent = a.send(Key("dc2/b", 0, tag(0)), data, 0)
+        urgent.wait(2)  # in the reserve: nobody has even asked for it
+        for turn in range(20):
+            assert b.recv(Key("dc1/a", 0, tag(turn))).wait(5) == data
+
+
+def test_a_message_larger_than_the_staging_waits_for_its_receive() -> None:
+    small = Settings(max_streams=2, staging_bytes=1 << 16)
+    with Endpoint("dc1/a", settings=small) as a, Endpoint("dc2/b", settings=small) as b:
+        a.connect({"dc2/b": b.address})
+        data = os.urandom(3_000_000)
+        sent = a.send(Key("dc2/b", 0, tag(0)), data)
+        time.sleep(0.2)
+        assert not sent.done
+        assert b.recv(Key("dc1/a", 0, tag(0))).wait(5) == data
+
+
+def test_a_cut_stream_is_replaced_and_nothing_is_lost_or_doubled(pair: tuple[Endpoint, Endpoint]) -> None:
+    a, b = pair
+    data = [os.urandom(2_000_000) for _ in range(20)]
+    gets = [b.recv(Key("dc1/a", 0, tag(i))) for i in range(20)]
+    for i in range(20):
+        a.send(Key("dc2/b", 0, tag(i)), data[i], i)
+        if i % 5 == 0:
+            a.channel("dc2/b").cut()
+    assert [g.wait(10) for g in gets] == data
+    assert a.channel("dc2/b").num_replaced > 0
+
+
+def test_a_size_that_does_not_fit_is_an_error_at_the_receiver(pair: tuple[Endpoint, Endpoint]) -> None:
+    a, b = pair
+    got = b.recv(Key("dc1/a", 0, tag(0)), bytearray(10))
+    a.send(Key("dc2/b", 0, tag(0)), b"x" * 11)
+    with pytest.raises(WorkerError, match="has 11 bytes, but the buffer for it has 10"):
+        got.wait(5)
+
+
+def test_a_peer_that_closes_ends_every_wait_for_it(pair: tuple[Endpoint, Endpoint]) -> None:
+    a, b = pair
+    got = b.recv(Key("dc1/a", 0, tag(0)), what="3F17 on dc2/b")
+    a.close()
+    with pytest.raises(WorkerError, match=r"3F17 on dc2/b.*dc1/a has closed its side"):
+        got.wait(5)
+
+
+def test_a_peer_that_vanishes_is_an_error_with_names_op_and_progress_after_the_deadline() -> None:
+    b = Endpoint("dc2/b", settings=QUICK)
+    with Endpoint("dc1/a", settings=QUICK) as a:
+        a.connect({"dc2/b": b.address})
+        b.close()
+        begin = time.monotonic()
+        with pytest.raises(WorkerError, match=r"1SEND_F3: 0 of 5 bytes.*dc1/a -> dc2/b .*no byte got through"):
+            a.send(Key("dc2/b", 0, tag(0)), b"12345", what="1SEND_F3").wait(10)
+        assert 0.9 < time.monotonic() - begin < 3
+        with pytest.raises(WorkerError, match="no byte got through"):
+            a.send(Key("dc2/b", 0, tag(1)), b"12345").wait(1)
+
+
+def test_nobody_there_is_an_error_that_says_so() -> None:
+    with Endpoint("dc1/a", settings=QUICK) as a, pytest.raises(WorkerError, match=r"dc1/a -> dc2/b .* refused"):
+        a.connect({"dc2/b": ("127.0.0.1", 1)}, timeout_s=0.5)
+
+
+def test_a_receive_from_somebody_who_never_comes_ends_at_the_deadline() -> None:
+    with Endpoint("dc2/b", settings=QUICK) as b, pytest.raises(WorkerError, match="no connection from dc1/a"):
+        b.recv(Key("dc1/a", 0, tag(0))).wait(10)
+
+
+@pytest.mark.parametrize(("mine", "theirs", "match"), [(1, 2, "later epoch"), (2, 1, "earlier epoch")])
+def test_epochs_never_mix(mine: int, theirs: int, match: str) -> None:
+    with Endpoint("dc1/a", epoch=mine, settings=QUICK) as a, Endpoint("dc2/b", epoch=theirs, settings=QUICK) as b:
+        with pytest.raises(WorkerError, match=match):
+            a.connect({"dc2/b": b.address}, timeout_s=0.5)
+
+
+def test_a_second_life_in_the_same_epoch_is_refused() -> None:
+    with Endpoint("dc2/b", settings=QUICK) as b:
+        with Endpoint("dc1/a", settings=QUICK) as a:
+            a.connect({"dc2/b": b.address})
+        with Endpoint("dc1/a", settings=QUICK) as again, pytest.raises(WorkerError, match="a restart needs a new epoch"):
+            again.connect({"dc2/b": b.address})
+
+
+def test_a_restarted_receiver_is_not_taken_for_its_former_self() -> None:
+    b = Endpoint("dc2/b", settings=QUICK)
+    with Endpoint("dc1/a", settings=QUICK) as a:
+        a.connect({"dc2/b": b.address})
+        address = b.address
+        b.close()
+        with Endpoint("dc2/b", address, settings=QUICK), pytest.raises(WorkerError, match="has restarted"):
+            a.send(Key("dc2/b"), b"hello").wait(10)
+
+
+def test_the_wrong_node_is_refused() -> None:
+    with Endpoint("dc1/a", settings=QUICK) as a, Endpoint("dc2/c", settings=QUICK) as c:
+        with pytest.raises(WorkerError, match="another node"):
+            a.connect({"dc2/b": c.address})
+
+
+def test_outside_trusted_networks_nothing_is_plain() -> None:
+    from atlas.wan.security import Security
+
+    with Endpoint("dc1/a", settings=QUICK, security=Security(trusted_networks=())) as a:
+        with Endpoint("dc2/b", settings=QUICK) as b, pytest.raises(AtlasError, match="atlas wan certs"):
+            a.connect({"dc2/b": b.address}, timeout_s=1)

@@ -1,0 +1,189 @@
+"""Who gets in and who does not; a flood at the door disturbs nobody inside."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from atlas.errors import AtlasError, WorkerError
+from atlas.wan.endpoint import Endpoint
+from atlas.wan.security import Credentials, Security
+from atlas.wan.settings import Settings
+from atlas.wan.transport import Key
+from atlas.wan.wire import SEALED, Greeting, pack_greeting, preamble
+
+pytest.importorskip("cryptography")
+
+from atlas.wan.certs import make_ca, make_node
+
+QUICK = Settings(max_streams=2, deadline_s=1.0, handshake_s=1.0, heartbeat_s=0.2)
+CORPUS = Path(__file__).parent / "corpus"
+
+
+@pytest.fixture
+def certs(tmp_path: Path) -> Path:
+    make_ca(tmp_path)
+    for name in ("dc1/a", "dc2/b", "dc2/c"):
+        make_node(tmp_path, name)
+    return tmp_path
+
+
+def endpoint(name: str, credentials: Credentials, **options: object) -> Endpoint:
+    return Endpoint(name, security=Security(credentials), settings=QUICK, **options)  # type: ignore[arg-type]
+
+
+def test_sealed_bytes_arrive(certs: Path) -> None:
+    with endpoint("dc1/a", Credentials.of_folder(certs, "dc1/a")) as a:
+        with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b:
+            a.connect({"dc2/b": b.address})
+            data = os.urandom(3_000_001)
+            got = b.recv(Key("dc1/a"))
+            a.send(Key("dc2/b"), data)
+            assert got.wait(5) == data
+            a.channel("dc2/b").cut()
+            a.send(Key("dc2/b", 0, (1, 0, 0, 0)), b"").wait(5)
+            a.close()
+
+
+def test_nothing_readable_is_on_the_wire(certs: Path) -> None:
+    seen, server = bytearray(), socket.create_server(("127.0.0.1", 0))
+    with endpoint("dc1/a", Credentials.of_folder(certs, "dc1/a")) as a:
+        with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b:
+
+            def carry(source: socket.socket, sink: socket.socket) -> None:
+                try:
+                    while data := source.recv(65536):
+                        seen.extend(data)
+                        sink.sendall(data)
+                except OSError:
+                    pass
+                sink.close()
+
+            def serve() -> None:
+                for _ in range(2):
+                    near, _ = server.accept()
+                    far = socket.create_connection(b.address)
+                    for pair in ((near, far), (far, near)):
+                        threading.Thread(target=carry, args=pair, daemon=True).start()
+
+            threading.Thread(target=serve, daemon=True).start()
+            a.connect({"dc2/b": server.getsockname()})
+            a.send(Key("dc2/b"), b"a very secret gradient" * 1000).wait(5)
+            assert b.recv(Key("dc1/a")).wait(5) == b"a very secret gradient" * 1000
+            a.close()
+    server.close()
+    assert len(seen) > 22_000
+    assert b"secret" not in seen
+    assert b"dc1/a" not in seen.replace(b"atlas://dc1/a", b"")
+
+
+def refused(a: Endpoint, b: Endpoint, match: str) -> None:
+    with pytest.raises(WorkerError, match=match):
+        a.connect({b.name: b.address}, timeout_s=1.0)
+
+
+def test_certificates_that_are_wrong_expired_early_or_foreign_are_refused(certs: Path, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    make_ca(foreign)
+    stranger = make_node(foreign, "dc1/a")
+    late, early = tmp_path / "late", tmp_path / "early"
+    for folder, start in ((late, -10.0), (early, 10.0)):
+        folder.mkdir()
+        for name in ("ca.pem", "ca.key"):
+            (folder / name).write_bytes((certs / name).read_bytes())
+        make_node(folder, "dc1/a", days=5, starts_in_days=start)
+    with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b:
+        with endpoint("dc1/a", stranger) as a:
+            refused(a, b, "CERTIFICATE_VERIFY_FAILED")
+        for folder in (late, early):
+            with endpoint("dc1/a", Credentials.of_folder(folder, "dc1/a")) as a:
+                refused(a, b, "EXPIRED|expired|BAD_CERTIFICATE|ended|reset")
+        with endpoint("dc1/a", Credentials.of_folder(certs, "dc2/c")) as a:
+            refused(a, b, "ended|reset")  # its certificate is for dc2/c, so b turns it away without a word
+    with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/c")) as b:
+        with endpoint("dc1/a", Credentials.of_folder(certs, "dc1/a")) as a:
+            refused(a, b, "says it is dc2/b, but its certificate is for dc2/c")
+
+
+def test_a_plain_connection_to_a_sealed_door_is_refused(certs: Path) -> None:
+    with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b:
+        with Endpoint("dc1/a", settings=QUICK) as a:
+            refused(a, b, "ended|reset")
+
+
+def test_a_tls_connection_without_a_certificate_is_refused(certs: Path) -> None:
+    import ssl
+
+    context = ssl.create_default_context(cafile=str(certs / "ca.pem"))
+    context.check_hostname = False
+    lines: list[str] = []
+    with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b"), log=lines.append) as b:
+        with socket.create_connection(b.address) as sock:
+            sock.sendall(preamble(SEALED))
+            sock.settimeout(5)
+            with pytest.raises((ssl.SSLError, OSError)), context.wrap_socket(sock) as tls:
+                tls.sendall(b"x" * 32 + pack_greeting(Greeting("dc1/a", "dc2/b", 0, 0, 1)))
+                if not tls.recv(1):
+                    raise ConnectionResetError
+        assert any("turned a connection away" in line for line in lines)
+
+
+def test_a_key_that_others_can_read_is_refused(certs: Path) -> None:
+    credentials = Credentials.of_folder(certs, "dc1/a")
+    assert credentials.key_file.stat().st_mode & 0o777 == 0o600
+    credentials.key_file.chmod(0o644)
+    with pytest.raises(AtlasError, match="chmod 600"):
+        _ = Security(credentials).client_context
+
+
+def test_a_node_has_a_proper_name(certs: Path) -> None:
+    with pytest.raises(AtlasError, match="datacenter/worker"):
+        make_node(certs, "nobody")
+
+
+def _garbage(address: tuple[str, int], count: int, held: list[socket.socket]) -> None:
+    corpus = [file.read_bytes() for file in sorted(CORPUS.iterdir())]
+    for i in range(count):
+        try:
+            sock = socket.create_connection(address, timeout=5)
+            sock.sendall(corpus[i % len(corpus)])
+        except OSError:
+            continue
+        if i % 5 == 0:
+            held.append(sock)  # half-open, and silent for ever
+        else:
+            sock.close()
+
+
+def test_garbage_at_the_door_does_not_stop_what_runs(certs: Path) -> None:
+    held: list[socket.socket] = []
+    with endpoint("dc1/a", Credentials.of_folder(certs, "dc1/a")) as a:
+        with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b:
+            a.connect({"dc2/b": b.address})
+            flood = threading.Thread(target=_garbage, args=(b.address, 600, held))
+            flood.start()
+            data = os.urandom(1_000_000)
+            number = 0
+            while flood.is_alive() or number < 20:
+                got = b.recv(Key("dc1/a", 0, (number, 0, 0, 0)))
+                a.send(Key("dc2/b", 0, (number, 0, 0, 0)), data)
+                assert got.wait(5) == data
+                number += 1
+            flood.join()
+            late = endpoint("dc2/c", Credentials.of_folder(certs, "dc2/c"))
+            late.connect({"dc2/b": b.address}, timeout_s=5)  # the door still opens
+            late.close()
+            end = time.monotonic() + 4
+            while time.monotonic() < end and any("inbound" in t.name for t in threading.enumerate()):
+                if sum("inbound" in t.name for t in threading.enumerate()) <= 2:
+                    break
+                time.sleep(0.1)
+            assert sum("inbound" in t.name for t in threading.enumerate()) <= 2
+            a.close()
+    for sock in held:
+        sock.close()
