@@ -242,7 +242,9 @@ def main() -> int:
     parts = parser.parse_args().only.split(",")
     lines = Lines()
     root = os.geteuid() == 0 and Path("/dev/net/tun").exists()
-    print("emulator grade: " + ("network namespaces, real TCP, stock buffers" if root else "none: not root"), flush=True)
+    print(
+        "emulator grade: " + ("network namespaces, real TCP, stock buffers" if root else "none: not root"), flush=True
+    )
     with tempfile.TemporaryDirectory() as certs:
         make_ca(Path(certs))
         for name in (A, B):

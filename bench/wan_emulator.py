@@ -28,6 +28,9 @@ from atlas.wan.probe import Agent, Survey, survey
 
 TOKEN = "bench only, loopback only"
 TRIES = 3
+RETRY_UNTIL_S = 50.0
+"""After this nothing is tried again, so that all of it stays under two minutes."""
+START = time.monotonic()
 PORT = 7077
 
 
@@ -44,11 +47,13 @@ def below(name: str, value: float, unit: str, bar: float) -> Figure:
 
 
 def best(measure: Callable[[], list[Figure]]) -> list[Figure]:
-    """The first try in which everything holds, or the last."""
+    """The first try in which everything holds, or the last; what was missed before is told."""
     figures: list[Figure] = []
-    for _ in range(TRIES):
+    for i in range(TRIES):
         figures = measure()
-        if all(figure.ok for figure in figures):
+        missed = [f"{figure.name} {figure.value:g} {figure.unit}" for figure in figures if not figure.ok]
+        print(f"# try {i + 1}: {'missed ' + '; '.join(missed) if missed else 'all held'}", file=sys.stderr)
+        if all(figure.ok for figure in figures) or time.monotonic() - START > RETRY_UNTIL_S:
             break
     return figures
 
@@ -63,7 +68,7 @@ QUIET, SINGLE = ("west-0", "east-0"), ("west-1", "east-1")
 @contextmanager
 def agents(names: list[str]) -> Iterator[dict[str, tuple[str, int]]]:
     """A process per worker."""
-    command = [sys.executable, "-m", "atlas.wan.probe", "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "atlas.cli", "wan", "probe", "--listen", "127.0.0.1:0"]
     environment = {**os.environ, "ATLAS_PROBE_TOKEN": TOKEN}
     with ExitStack() as stack:
         found = {}
@@ -174,7 +179,7 @@ def through_namespaces(path: PathSpec, streams: int, seconds: float) -> tuple[fl
         at = {name: (net.address(name), PORT) for name in net.nodes}
         environment = {**os.environ, "ATLAS_PROBE_TOKEN": TOKEN}
         for name, (host, port) in at.items():
-            command = [sys.executable, "-m", "atlas.wan.probe", "--listen", f"{host}:{port}"]
+            command = [sys.executable, "-m", "atlas.cli", "wan", "probe", "--listen", f"{host}:{port}"]
             agent = net.node(name).popen(command, env=environment, stdout=subprocess.PIPE)
             assert agent.stdout is not None
             agent.stdout.readline()

@@ -60,10 +60,7 @@ class Lab:
         self.nodes: dict[str, Remote] = {}
         self.hosts: dict[str, str] = {}
         for name in names:
-            if self.net is None:
-                process = subprocess.Popen(NODE, **pipes)
-            else:
-                process = self.net.node(name).popen(NODE, **pipes)
+            process = subprocess.Popen(NODE, **pipes) if self.net is None else self.net.node(name).popen(NODE, **pipes)
             self.nodes[name] = Remote(process)
             self.hosts[name] = "127.0.0.1" if self.net is None else self.net.address(name)
         self.addresses: dict[str, Any] = {}

@@ -68,8 +68,7 @@ class Actor:
         data = self.buffers[0]
         time.sleep(max(0, at_ns - time.monotonic_ns()) / 1e9)
         self.waiting["send"] = [
-            self.transport.send(Key(peer, 0, (n, 0, 0, 0)), data, turn)
-            for n, turn in zip(numbers, turns, strict=True)
+            self.transport.send(Key(peer, 0, (n, 0, 0, 0)), data, turn) for n, turn in zip(numbers, turns, strict=True)
         ]
 
     def wait(self, which: str, timeout_s: float) -> Any:
@@ -85,7 +84,8 @@ class Actor:
         return {
             "rtt_ms": round(channel.rtt_s * 1e3, 2),
             "rate_mbps": round((channel.meter.rate_bps or 0) / 1e6),
-            "choice": str(channel._choice), "flight_kb": channel.outbox.flight and channel.outbox.flight.limit_bytes >> 10,
+            "choice": str(channel._choice),
+            "flight_kb": channel.outbox.flight and channel.outbox.flight.limit_bytes >> 10,
             "retransmits": [f.num_retransmits for f in facts if f],
             "cwnd_kb": [f.window_bytes >> 10 for f in facts if f],
             "replaced": channel.num_replaced,
@@ -151,6 +151,34 @@ class Actor:
             else:
                 dist.recv(tensor, 0)
         return time.monotonic() - begin
+
+    # ---- somebody who should not be here ------------------------------------------------------------------------
+    def flood(self, address: list[Any], count: int, corpus: str, per_s: float) -> int:
+        """Garbage connections in the background; every tenth stays half-open. How many there were is told by `flooded`."""
+        blobs = [file.read_bytes() for file in sorted(Path(corpus).iterdir())]
+        self.num_flooded = 0
+
+        def run() -> None:
+            begin = time.monotonic()
+            for i in range(count):
+                time.sleep(max(0.0, begin + i / per_s - time.monotonic()))
+                try:
+                    sock = socket.create_connection(tuple(address), timeout=5)
+                    sock.sendall(blobs[i % len(blobs)])
+                except OSError:
+                    continue
+                self.num_flooded += 1
+                if i % 10 == 0:
+                    self.sockets.append(sock)
+                    del self.sockets[:-500]
+                else:
+                    sock.close()
+
+        threading.Thread(target=run, daemon=True).start()
+        return count
+
+    def flooded(self) -> int:
+        return self.num_flooded
 
     def close(self) -> None:
         if self.endpoint is not None:

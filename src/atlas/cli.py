@@ -22,7 +22,10 @@ COMMANDS = {
     "schedules": "the schedules there are, and the Program that one writes for a job",
     "view": "timeline files as a page, a trace or a figure",
     "compare": "two timelines, op by op",
+    "plan": "which datacenters, which parallelism, which schedule: the best plan for a job, and what it costs",
+    "whatif": "a job or a plan with something changed: sweeps, the bottleneck, random networks",
     "profile": "measure a job's model on this machine's accelerator",
+    "wan": "rehearse, measure and secure the network between datacenters",
     "data": "text to shards of tokens, and what shards hold",
 }
 PLUGINS = "atlas.commands"

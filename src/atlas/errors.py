@@ -5,7 +5,9 @@
     |   `-- InfeasibleError    the job is well written but cannot run on what it was given
     |-- ProgramError           a Program that cannot be executed (names the ops and why)
     |-- MissingExtraError      an optional dependency is needed and absent (names the extra to install)
-    `-- WorkerError            a worker or a connection failed while a Program ran
+    |-- WorkerError            a worker or a connection failed while a Program ran
+    |-- EmulatorLateError      an emulated network was too late for its run to count (wan.emulator.lateness)
+    `-- ProbeError             a probe could not measure a path, and says what is in its way (wan.probe)
 
 A bug of ours is never an AtlasError: it keeps its traceback.
 """

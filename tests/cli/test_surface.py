@@ -22,6 +22,7 @@ SURFACE = {
     "view": {"files"} | PICTURES,
     "compare": {"a", "b", "--json"} | PICTURES | SEARCH,
     "profile": {"job", "--gpu", "--out", "--device", "--repeats", "--set"},
+    "wan": {"action"},
     "data": {"action"},  # its actions: tests/runtime/data/test_data_command.py
 }
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -186,3 +189,20 @@ def test_the_winner_is_searched_and_simulate_finds_the_same_figure() -> None:
     again = evaluate(planned.winner.candidate.job(planned.job), "atlas", budget=20, seed=0).row()
     assert again["iteration_s"] == pytest.approx(planned.iteration_s, rel=1e-9)
     assert planned.iteration_s <= planned.winner.figures.iteration_s
+
+
+def test_a_profile_limits_the_search_to_what_was_measured(tmp_path: Path) -> None:
+    layer = {"forward_s": 0.01, "backward_s": 0.02}
+    entries = [{"gpu": "A100-40", "microbatch": 2, "tp": 1, "layer": layer}]
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"entries": entries}))
+    search = searched(job_of(profile=str(path)), "ours")
+    assert {candidate.microbatch for candidate in search.judged} == {2}
+
+
+def test_the_search_ends_soon_on_many_datacenters() -> None:
+    dcs = [{"name": f"d{i}", "nodes": 1 + i % 3, "gpus_per_node": 2, "gpu": "A100-40"} for i in range(40)]
+    job = job_of(cluster={"datacenters": dcs, "wan": {"latency_ms": 20.0}})
+    began = time.process_time()
+    searched(job, "ours")
+    assert time.process_time() - began < 20

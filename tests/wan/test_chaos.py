@@ -19,18 +19,21 @@ FAST = Settings(max_streams=4, num_streams=4, stall_s=0.5, handshake_s=2.0, hear
 @pytest.mark.parametrize("stall_share", [0.0, 0.15])
 def test_every_byte_arrives_once_whatever_breaks(stall_share: float) -> None:
     threads = threading.active_count()
-    with Endpoint("dc1/a", settings=FAST) as a, Endpoint("dc2/b", settings=FAST) as b:
-        with Chaos(b.address, 3e6, stall_share=stall_share, max_faults=60) as chaos:
-            a.connect({"dc2/b": chaos.address})
-            data = [os.urandom(1_500_000 + 77 * i) for i in range(100)]
-            gets = [b.recv(Key("dc1/a", 0, (i, 0, 0, 0))) for i in range(0, 100, 2)]
-            sends = [a.send(Key("dc2/b", 0, (i, 0, 0, 0)), data[i], i) for i in range(100)]
-            gets += [b.recv(Key("dc1/a", 0, (i, 0, 0, 0))) for i in range(1, 100, 2)]
-            got = [g.wait(60) for g in gets]
-            for s in sends:
-                s.wait(30)
-            assert chaos.num_faults > 20
-            a.close()
+    with (
+        Endpoint("dc1/a", settings=FAST) as a,
+        Endpoint("dc2/b", settings=FAST) as b,
+        Chaos(b.address, 3e6, stall_share=stall_share, max_faults=60) as chaos,
+    ):
+        a.connect({"dc2/b": chaos.address})
+        data = [os.urandom(1_500_000 + 77 * i) for i in range(100)]
+        gets = [b.recv(Key("dc1/a", 0, (i, 0, 0, 0))) for i in range(0, 100, 2)]
+        sends = [a.send(Key("dc2/b", 0, (i, 0, 0, 0)), data[i], i) for i in range(100)]
+        gets += [b.recv(Key("dc1/a", 0, (i, 0, 0, 0))) for i in range(1, 100, 2)]
+        got = [g.wait(60) for g in gets]
+        for s in sends:
+            s.wait(30)
+        assert chaos.num_faults > 20
+        a.close()
     expected = [hashlib.sha256(d).digest() for d in data[::2] + data[1::2]]
     assert [hashlib.sha256(g or b"").digest() for g in got] == expected
     assert threading.active_count() == threads

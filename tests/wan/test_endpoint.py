@@ -68,7 +68,9 @@ def test_a_message_that_nobody_waits_for_is_staged_and_handed_over_later(pair: t
 def test_both_directions_and_lanes_at_once(pair: tuple[Endpoint, Endpoint]) -> None:
     a, b = pair
     data = [os.urandom(400_000) for _ in range(30)]
-    gets = [b.recv(Key("dc1/a", i % 2, tag(i))) for i in range(30)] + [a.recv(Key("dc2/b", 0, tag(i))) for i in range(30)]
+    gets = [b.recv(Key("dc1/a", i % 2, tag(i))) for i in range(30)] + [
+        a.recv(Key("dc2/b", 0, tag(i))) for i in range(30)
+    ]
     for i in range(30):
         a.send(Key("dc2/b", i % 2, tag(i)), data[i])
         b.send(Key("dc1/a", 0, tag(i)), data[-i])
@@ -154,16 +156,22 @@ def test_a_receive_from_somebody_who_never_comes_ends_at_the_deadline() -> None:
 
 @pytest.mark.parametrize(("mine", "theirs", "match"), [(1, 2, "later epoch"), (2, 1, "earlier epoch")])
 def test_epochs_never_mix(mine: int, theirs: int, match: str) -> None:
-    with Endpoint("dc1/a", epoch=mine, settings=QUICK) as a, Endpoint("dc2/b", epoch=theirs, settings=QUICK) as b:
-        with pytest.raises(WorkerError, match=match):
-            a.connect({"dc2/b": b.address}, timeout_s=0.5)
+    with (
+        Endpoint("dc1/a", epoch=mine, settings=QUICK) as a,
+        Endpoint("dc2/b", epoch=theirs, settings=QUICK) as b,
+        pytest.raises(WorkerError, match=match),
+    ):
+        a.connect({"dc2/b": b.address}, timeout_s=0.5)
 
 
 def test_a_second_life_in_the_same_epoch_is_refused() -> None:
     with Endpoint("dc2/b", settings=QUICK) as b:
         with Endpoint("dc1/a", settings=QUICK) as a:
             a.connect({"dc2/b": b.address})
-        with Endpoint("dc1/a", settings=QUICK) as again, pytest.raises(WorkerError, match="a restart needs a new epoch"):
+        with (
+            Endpoint("dc1/a", settings=QUICK) as again,
+            pytest.raises(WorkerError, match="a restart needs a new epoch"),
+        ):
             again.connect({"dc2/b": b.address})
 
 
@@ -178,14 +186,20 @@ def test_a_restarted_receiver_is_not_taken_for_its_former_self() -> None:
 
 
 def test_the_wrong_node_is_refused() -> None:
-    with Endpoint("dc1/a", settings=QUICK) as a, Endpoint("dc2/c", settings=QUICK) as c:
-        with pytest.raises(WorkerError, match="another node"):
-            a.connect({"dc2/b": c.address})
+    with (
+        Endpoint("dc1/a", settings=QUICK) as a,
+        Endpoint("dc2/c", settings=QUICK) as c,
+        pytest.raises(WorkerError, match="another node"),
+    ):
+        a.connect({"dc2/b": c.address})
 
 
 def test_outside_trusted_networks_nothing_is_plain() -> None:
     from atlas.wan.security import Security
 
-    with Endpoint("dc1/a", settings=QUICK, security=Security(trusted_networks=())) as a:
-        with Endpoint("dc2/b", settings=QUICK) as b, pytest.raises(AtlasError, match="atlas wan certs"):
-            a.connect({"dc2/b": b.address}, timeout_s=1)
+    with (
+        Endpoint("dc1/a", settings=QUICK, security=Security(trusted_networks=())) as a,
+        Endpoint("dc2/b", settings=QUICK) as b,
+        pytest.raises(AtlasError, match="atlas wan certs"),
+    ):
+        a.connect({"dc2/b": b.address}, timeout_s=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -38,44 +39,48 @@ def endpoint(name: str, credentials: Credentials, **options: object) -> Endpoint
 
 
 def test_sealed_bytes_arrive(certs: Path) -> None:
-    with endpoint("dc1/a", Credentials.of_folder(certs, "dc1/a")) as a:
-        with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b:
-            a.connect({"dc2/b": b.address})
-            data = os.urandom(3_000_001)
-            got = b.recv(Key("dc1/a"))
-            a.send(Key("dc2/b"), data)
-            assert got.wait(5) == data
-            a.channel("dc2/b").cut()
-            a.send(Key("dc2/b", 0, (1, 0, 0, 0)), b"").wait(5)
-            a.close()
+    with (
+        endpoint("dc1/a", Credentials.of_folder(certs, "dc1/a")) as a,
+        endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b,
+    ):
+        a.connect({"dc2/b": b.address})
+        data = os.urandom(3_000_001)
+        got = b.recv(Key("dc1/a"))
+        a.send(Key("dc2/b"), data)
+        assert got.wait(5) == data
+        a.channel("dc2/b").cut()
+        a.send(Key("dc2/b", 0, (1, 0, 0, 0)), b"").wait(5)
+        a.close()
 
 
 def test_nothing_readable_is_on_the_wire(certs: Path) -> None:
     seen, server = bytearray(), socket.create_server(("127.0.0.1", 0))
-    with endpoint("dc1/a", Credentials.of_folder(certs, "dc1/a")) as a:
-        with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b:
+    with (
+        endpoint("dc1/a", Credentials.of_folder(certs, "dc1/a")) as a,
+        endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b,
+    ):
 
-            def carry(source: socket.socket, sink: socket.socket) -> None:
-                try:
-                    while data := source.recv(65536):
-                        seen.extend(data)
-                        sink.sendall(data)
-                except OSError:
-                    pass
-                sink.close()
+        def carry(source: socket.socket, sink: socket.socket) -> None:
+            try:
+                while data := source.recv(65536):
+                    seen.extend(data)
+                    sink.sendall(data)
+            except OSError:
+                pass
+            sink.close()
 
-            def serve() -> None:
-                for _ in range(2):
-                    near, _ = server.accept()
-                    far = socket.create_connection(b.address)
-                    for pair in ((near, far), (far, near)):
-                        threading.Thread(target=carry, args=pair, daemon=True).start()
+        def serve() -> None:
+            for _ in range(2):
+                near, _ = server.accept()
+                far = socket.create_connection(b.address)
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=carry, args=pair, daemon=True).start()
 
-            threading.Thread(target=serve, daemon=True).start()
-            a.connect({"dc2/b": server.getsockname()})
-            a.send(Key("dc2/b"), b"a very secret gradient" * 1000).wait(5)
-            assert b.recv(Key("dc1/a")).wait(5) == b"a very secret gradient" * 1000
-            a.close()
+        threading.Thread(target=serve, daemon=True).start()
+        a.connect({"dc2/b": server.getsockname()})
+        a.send(Key("dc2/b"), b"a very secret gradient" * 1000).wait(5)
+        assert b.recv(Key("dc1/a")).wait(5) == b"a very secret gradient" * 1000
+        a.close()
     server.close()
     assert len(seen) > 22_000
     assert b"secret" not in seen
@@ -105,15 +110,16 @@ def test_certificates_that_are_wrong_expired_early_or_foreign_are_refused(certs:
                 refused(a, b, "EXPIRED|expired|BAD_CERTIFICATE|ended|reset")
         with endpoint("dc1/a", Credentials.of_folder(certs, "dc2/c")) as a:
             refused(a, b, "ended|reset")  # its certificate is for dc2/c, so b turns it away without a word
-    with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/c")) as b:
-        with endpoint("dc1/a", Credentials.of_folder(certs, "dc1/a")) as a:
-            refused(a, b, "says it is dc2/b, but its certificate is for dc2/c")
+    with (
+        endpoint("dc2/b", Credentials.of_folder(certs, "dc2/c")) as b,
+        endpoint("dc1/a", Credentials.of_folder(certs, "dc1/a")) as a,
+    ):
+        refused(a, b, "says it is dc2/b, but its certificate is for dc2/c")
 
 
 def test_a_plain_connection_to_a_sealed_door_is_refused(certs: Path) -> None:
-    with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b:
-        with Endpoint("dc1/a", settings=QUICK) as a:
-            refused(a, b, "ended|reset")
+    with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b, Endpoint("dc1/a", settings=QUICK) as a:
+        refused(a, b, "ended|reset")
 
 
 def test_a_tls_connection_without_a_certificate_is_refused(certs: Path) -> None:
@@ -126,11 +132,10 @@ def test_a_tls_connection_without_a_certificate_is_refused(certs: Path) -> None:
         with socket.create_connection(b.address) as sock:
             sock.sendall(preamble(SEALED))
             sock.settimeout(5)
-            with pytest.raises((ssl.SSLError, OSError)), context.wrap_socket(sock) as tls:
+            with context.wrap_socket(sock) as tls, contextlib.suppress(OSError):
                 tls.sendall(b"x" * 32 + pack_greeting(Greeting("dc1/a", "dc2/b", 0, 0, 1)))
-                if not tls.recv(1):
-                    raise ConnectionResetError
-        assert any("turned a connection away" in line for line in lines)
+                assert not tls.recv(1)
+    assert any("turned a connection away" in line for line in lines)
 
 
 def test_a_key_that_others_can_read_is_refused(certs: Path) -> None:
@@ -162,28 +167,30 @@ def _garbage(address: tuple[str, int], count: int, held: list[socket.socket]) ->
 
 def test_garbage_at_the_door_does_not_stop_what_runs(certs: Path) -> None:
     held: list[socket.socket] = []
-    with endpoint("dc1/a", Credentials.of_folder(certs, "dc1/a")) as a:
-        with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b:
-            a.connect({"dc2/b": b.address})
-            flood = threading.Thread(target=_garbage, args=(b.address, 600, held))
-            flood.start()
-            data = os.urandom(1_000_000)
-            number = 0
-            while flood.is_alive() or number < 20:
-                got = b.recv(Key("dc1/a", 0, (number, 0, 0, 0)))
-                a.send(Key("dc2/b", 0, (number, 0, 0, 0)), data)
-                assert got.wait(5) == data
-                number += 1
-            flood.join()
-            late = endpoint("dc2/c", Credentials.of_folder(certs, "dc2/c"))
-            late.connect({"dc2/b": b.address}, timeout_s=5)  # the door still opens
-            late.close()
-            end = time.monotonic() + 4
-            while time.monotonic() < end and any("inbound" in t.name for t in threading.enumerate()):
-                if sum("inbound" in t.name for t in threading.enumerate()) <= 2:
-                    break
-                time.sleep(0.1)
-            assert sum("inbound" in t.name for t in threading.enumerate()) <= 2
-            a.close()
+    with (
+        endpoint("dc1/a", Credentials.of_folder(certs, "dc1/a")) as a,
+        endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b,
+    ):
+        a.connect({"dc2/b": b.address})
+        flood = threading.Thread(target=_garbage, args=(b.address, 600, held))
+        flood.start()
+        data = os.urandom(1_000_000)
+        number = 0
+        while flood.is_alive() or number < 20:
+            got = b.recv(Key("dc1/a", 0, (number, 0, 0, 0)))
+            a.send(Key("dc2/b", 0, (number, 0, 0, 0)), data)
+            assert got.wait(5) == data
+            number += 1
+        flood.join()
+        late = endpoint("dc2/c", Credentials.of_folder(certs, "dc2/c"))
+        late.connect({"dc2/b": b.address}, timeout_s=5)  # the door still opens
+        late.close()
+        end = time.monotonic() + 4
+        while time.monotonic() < end and any("inbound" in t.name for t in threading.enumerate()):
+            if sum("inbound" in t.name for t in threading.enumerate()) <= 2:
+                break
+            time.sleep(0.1)
+        assert sum("inbound" in t.name for t in threading.enumerate()) <= 2
+        a.close()
     for sock in held:
         sock.close()

@@ -94,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(as_json(as_data(planned)))
     else:
         _show(planned)
+    if planned.interrupted:
+        say("atlas: interrupted: this is the best plan so far")
     _write(args, planned)
     return 0
 
@@ -154,8 +156,6 @@ def _show(planned: Planned) -> None:
         )
     lines += ["", *(f"  {line}" for line in verdict(planned)), f"  Runnable: {plan_of(planned).runnable}.", ""]
     show(*lines, _table(planned, money))
-    if planned.interrupted:
-        say("atlas: interrupted: this is the best plan so far")
 
 
 def _table(planned: Planned, money: bool) -> Any:

@@ -29,7 +29,7 @@ from atlas.wan.emulator.paths import scaled
 LATE = 4
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cluster", type=Path, metavar="CLUSTER.yaml", help="a cluster file, or a job")
     parser.add_argument("--grade", choices=("proxy", "namespace"), default="proxy", help="how real (default proxy)")
     parser.add_argument("--nodes-per-dc", type=int, metavar="N", help="emulate only so many nodes of each datacenter")
@@ -48,9 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-gso", action="store_true", help="namespace: packets of 1500 bytes, for studies of loss")
     parser.add_argument("--kernel", action="store_true", help="namespace: let the kernel's netem shape, where it is")
     parser.add_argument("--for", dest="seconds", type=float, metavar="S", help="end after so many seconds")
-
-
-configure = add_arguments
 
 
 def run(args: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ from atlas.wan.probe.survey import LinkMeasurement, Survey, survey
 from atlas.wan.probe.wire import require_token
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--listen", metavar="HOST:PORT", help="be an agent at this address, until interrupted")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="the shared secret (or $ATLAS_PROBE_TOKEN)")
     parser.add_argument(
@@ -45,9 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record", type=Path, metavar="DIR", help="write each link's series and its trace for the simulator to DIR"
     )
-
-
-configure = add_arguments
 
 
 def run(args: argparse.Namespace) -> int:

@@ -101,6 +101,8 @@ def make_plan(
             schedule, iteration_s, count, result = polish(search, best, tries, seed)
         except KeyboardInterrupt:
             search.interrupted = True
+        except InfeasibleError:
+            pass  # too many events to play in full: the plan stands, its order is not searched
     return Planned(
         space=search.space,
         ground=search.ground,

@@ -53,17 +53,18 @@ class Frame:
 
 
 def frames(space: Space, ground: Ground) -> Iterator[Frame]:
-    """Every tp and microbatch size; the shapes of a tp are shared."""
+    """Every tp and microbatch size; shapes are shared where the same datacenters take part."""
     model = space.job.model
     for tp in space.tps:
-        shapes: Shapes | None = None
+        known: dict[bytes, Shapes] = {}
         for microbatch in space.microbatches:
             speeds = speeds_of(space.job, ground, tp, microbatch)
-            if shapes is None:
+            key = speeds.usable.tobytes()
+            if key not in known:
                 bits = 8.0 * microbatch * model.seq_len * model.hidden * space.job.element_bytes
                 transfer_s = bits / np.where(ground.joined, ground.pair_bps, 1.0)
-                shapes = Shapes(ground, ground.workers(tp), speeds.forward_s, transfer_s)
-            yield Frame(tp, microbatch, speeds, sizes_of(space.job, tp, microbatch), shapes)
+                known[key] = Shapes(ground, ground.workers(tp), speeds.forward_s, transfer_s)
+            yield Frame(tp, microbatch, speeds, sizes_of(space.job, tp, microbatch), known[key])
 
 
 def depths(space: Space, ground: Ground, frame: Frame) -> list[int]:
@@ -113,6 +114,8 @@ def single_groups(
                 values = estimate(space, ground, frame.speeds, frame.sizes, batch)
                 found += kept(space, ground, objective, batch, values, PER_BATCH)
                 count += len(batch.shape)
+        if not frame.speeds.usable.any():
+            continue
         top = min((entry.score for entry in found), default=np.inf)
         worse = frame.tp in best and top > WORSE * best[frame.tp]
         best[frame.tp] = np.inf if worse else min(top, best.get(frame.tp, np.inf))

@@ -5,6 +5,7 @@ Plain data out, so that `view` can draw it without knowing plans. Computes nothi
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from atlas.plan.candidate import KINDS, Candidate, kind_of
@@ -162,6 +163,7 @@ def _capacity_bps(ground: Ground, candidate: Candidate, i: int, j: int) -> float
 def links(ground: Ground, candidate: Candidate, figures: Figures) -> list[dict[str, Any]]:
     """Every pair of datacenters that exchanges something, with how busy the busier direction is."""
     at = {name: i for i, name in enumerate(ground.names)}
+    hops = [(a, b) for group in candidate.groups for (a, _), (b, _) in pairwise(group.places)]
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for (a, b), sent in figures.link_bytes.items():
         key = (a, b) if at[a] < at[b] else (b, a)
@@ -174,6 +176,7 @@ def links(ground: Ground, candidate: Candidate, figures: Figures) -> list[dict[s
             "load": max(old["load"], load),
             "gb": old["gb"] + sent / 1e9,
             "gbps": capacity / 1e9,
+            "pipeline": any({a, b} == {one, two} for one, two in hops),
             "latency_ms": 1000 * float(ground.latency_s[at[a], at[b]]),
         }
     return list(found.values())

@@ -22,6 +22,8 @@ Shape = tuple[tuple[int, int], ...]
 FEW_DCS = 4
 MAX_DEALS = 30
 """Ways to deal stages to one ordered subset that are all looked at; beyond it a few sensible ones."""
+MAX_STARTS = 24
+"""Datacenters, the largest, from which tours start."""
 MAX_RUNS = 12
 """Datacenters of one pipeline."""
 
@@ -106,8 +108,7 @@ class Shapes:
                 weights.append(100 * hop * np.where(np.isfinite(by), (by - low) / (high - low), 1e6))
         tours = [tuple(int(i) for i in np.argsort(-self.workers, kind="stable"))]
         for weight in weights:
-            starts = range(n)
-            tours += [self._nearest(start, weight) for start in starts]
+            tours += [self._nearest(start, weight) for start in sorted(tours[0][:MAX_STARTS])]
         return tuple(dict.fromkeys(tours))
 
     def _nearest(self, start: int, weight: Floats) -> tuple[int, ...]:

@@ -95,6 +95,8 @@ def ours(search: Search) -> None:
         search.simulate(entry.candidate)
     space, ground, goal = search.space, search.ground, search.objective
     alone, looked, worth = single_groups(space, ground, goal, search.tick)
+    for entry in alone[:1]:
+        search.simulate(entry.candidate)  # whoever interrupts from here on has something
     apart, more = several_groups(space, ground, goal, worth, search.tick)
     search.num_estimated += looked + more
     entries = sorted(alone + apart, key=lambda entry: entry.score)

@@ -14,7 +14,7 @@ import json
 import os
 import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, Work
 
 from atlas.errors import WorkerError
 from atlas.wan.endpoint import Endpoint
@@ -31,11 +32,25 @@ from atlas.wan.settings import Settings
 from atlas.wan.transport import Handle, Key
 
 NAME = "atlas"
-COLLECTIVES = (
-    "allreduce allreduce_coalesced broadcast allgather allgather_coalesced _allgather_base "
-    "allgather_into_tensor_coalesced reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced reduce "
-    "gather scatter alltoall alltoall_base barrier monitored_barrier"
-).split()
+COLLECTIVES = [
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "allgather",
+    "allgather_coalesced",
+    "_allgather_base",
+    "allgather_into_tensor_coalesced",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "reduce",
+    "gather",
+    "scatter",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "monitored_barrier",
+]
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,7 @@ class Options:
     """Where bytes may travel plain. ATLAS_TRUSTED_NETWORKS, separated by commas."""
     epoch: int = 0
     """Counts the lives of the group. TORCHELASTIC_RESTART_COUNT."""
-    settings: Settings = Settings()
+    settings: Settings = field(default_factory=Settings)
 
     @classmethod
     def from_environment(cls, rank: int) -> Options:
@@ -81,7 +96,7 @@ def configure(options: Options | None) -> None:
     _options = options
 
 
-class Transfer(dist._Work):
+class Transfer(Work):
     """A send or a receive. Never built from a future: such a Work calls a failed future a success."""
 
     def __init__(self, handle: Handle, timeout: timedelta, target: Tensor | None = None, landing: Tensor | None = None):
@@ -90,7 +105,7 @@ class Transfer(dist._Work):
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        limit = self._timeout if not timeout else timeout
+        limit = timeout if timeout else self._timeout
         self._handle.wait(limit.total_seconds())
         self._land()
         return True
@@ -116,7 +131,7 @@ class Transfer(dist._Work):
 
         def settle(handle: Handle) -> None:
             if handle.error is not None:
-                future.set_exception(handle.error)
+                future.set_exception(handle.error)  # type: ignore[arg-type]
                 return
             self._land()
             future.set_result([self._target] if self._target is not None else [])
@@ -135,10 +150,10 @@ class Transfer(dist._Work):
 class AtlasProcessGroup(dist.ProcessGroup):
     """Replaces the whole group. Rendezvous of addresses over the store; channels open when first used."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, options: Options) -> None:
-        super().__init__(rank, size)
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, options: Options) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._rank, self._size, self._timeout, self._options = rank, size, timeout, options
-        self._store, self._inner = store, dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        self._store, self._inner = store, dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
         self._endpoint = Endpoint(
             options.node, (options.host, 0), epoch=options.epoch, security=options.security, settings=options.settings
         )
@@ -233,7 +248,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
 
 
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> AtlasProcessGroup:
+def _create(store: Store, rank: int, size: int, timeout: timedelta) -> AtlasProcessGroup:
     return AtlasProcessGroup(store, rank, size, timeout, _options or Options.from_environment(rank))
 
 

@@ -197,7 +197,9 @@ class Worker:
             self._post(GRADIENTS, c, tag, parts[self.pipeline])
         for c in self._other_pipelines:
             who = f"{self._who(op)} waits for the gradients of {self._peer(GRADIENTS, c)}"
-            key = Key(self._peer_node(GRADIENTS, c), _lane(GRADIENTS, self.pipeline), (GRADIENTS, c, op.stage, op.microbatch))
+            key = Key(
+                self._peer_node(GRADIENTS, c), _lane(GRADIENTS, self.pipeline), (GRADIENTS, c, op.stage, op.microbatch)
+            )
             parts[c] = torch.empty_like(parts[self.pipeline])
             handle = self.listener.recv(key, parts[c].numpy(), who)
             handle.wait(self.patience_s)
@@ -246,7 +248,9 @@ class Worker:
         self, direction: int, number: int, tag: Tag, tensor: Tensor, turn: int = 0, transfer: int | None = None
     ) -> None:
         key = Key(self._peer_node(direction, number), _lane(direction, number), tag)
-        what = f"{self.name} sends {self.program.transfer_name(transfer) if transfer is not None else tag} to {key.peer}"
+        what = (
+            f"{self.name} sends {self.program.transfer_name(transfer) if transfer is not None else tag} to {key.peer}"
+        )
         self._sends.append((transfer, self.listener.send(key, tensor.contiguous().numpy(), turn, what)))
 
     def _receive(self, op: Op, direction: int, *, keep: bool = False) -> tuple[Tensor, int]:

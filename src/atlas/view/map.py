@@ -22,6 +22,8 @@ from atlas.view.pareto import front_svg
 from atlas.view.table import seconds
 
 WIDTH, HEIGHT, MARGIN = 900, 520, 90
+FEW = 8
+"""Up to so many datacenters there is room for every link and every number."""
 LOADS = ((0.1, "#56b4e9", "under 10 %"), (0.5, "#009e73", "under half"), (0.85, "#e69f00", "under 85 %"))
 FULL = ("#d55e00", "fuller")
 GROUPS = ("#0072b2", "#cc79a7", "#8c6d1f", "#009e73", "#d55e00", "#56b4e9")
@@ -104,9 +106,12 @@ def _fitted(raw: Floats) -> list[tuple[float, float]]:
     """Into the frame, pushed apart where two would overlap."""
     size = np.ptp(raw, axis=0)
     room = np.array([WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN])
-    scale = min(room[k] / size[k] for k in range(2) if size[k] > 1e-9) if (size > 1e-9).any() else 1.0
+    scales = [room[k] / size[k] if size[k] > 1e-9 else np.inf for k in range(2)]
+    # Few are drawn to scale; many need the room.
+    scale = min(scales) if len(raw) <= FEW else np.array(scales)
+    scale = np.where(np.isfinite(scale), scale, 1.0)
     place = (raw - raw.min(axis=0) - size / 2) * scale + np.array([WIDTH, HEIGHT]) / 2
-    least = 118.0 if len(raw) <= 8 else 84.0
+    least = 118.0 if len(raw) <= FEW else 84.0
     for _ in range(80):
         for i in range(len(place)):
             for j in range(i):
@@ -126,8 +131,9 @@ def map_svg(scene: Mapping[str, Any], plan: Mapping[str, Any], at: Sequence[tupl
     names = [dc["name"] for dc in scene["datacenters"]]
     place = dict(zip(names, at, strict=True))
     body = [_idle(scene, names, at)]
-    body += [_link(link, place) for link in plan["links"]]
-    body += [_dc(dc, plan, place[dc["name"]]) for dc in scene["datacenters"]]
+    few = len(names) <= FEW
+    body += [_link(link, place, few) for link in sorted(plan["links"], key=lambda link: bool(link["pipeline"]))]
+    body += [_dc(dc, plan, place[dc["name"]], 26.0 if few else 19.0) for dc in scene["datacenters"]]
     low, high = min(y for _, y in at), max(y for _, y in at)
     top, bottom = low - 60, high + 110
     body.append(_legend(bottom))
@@ -139,7 +145,7 @@ def map_svg(scene: Mapping[str, Any], plan: Mapping[str, Any], at: Sequence[tupl
 
 def _idle(scene: Mapping[str, Any], names: Sequence[str], at: Sequence[tuple[float, float]]) -> str:
     """Links that exist and carry nothing, where they are few enough to see."""
-    if len(names) > 8:
+    if len(names) > FEW:
         return ""
     lines = ""
     for i in range(len(names)):
@@ -154,26 +160,30 @@ def _color(load: float) -> str:
     return next((color for limit, color, _ in LOADS if load < limit), FULL[0])
 
 
-def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]]) -> str:
+def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]], few: bool) -> str:
+    """Solid where pipelines cross, dashed where only gradients of groups meet."""
     (x1, y1), (x2, y2) = place[link["a"]], place[link["b"]]
     color = _color(link["load"])
     told = (
         f"{link['a']} - {link['b']}: {100 * link['load']:.0f} % of {link['gbps']:.3g} Gbit/s each way, "
         f"{link['gb']:.3g} GB an iteration, {link['latency_ms']:.3g} ms one way"
+        + ("" if link["pipeline"] else ", gradients of groups")
     )
+    dash = "" if link["pipeline"] else ' stroke-dasharray="2 7"'
+    width = 3 + 5 * min(1.0, link["load"]) if link["pipeline"] else 2.2
+    label = f"{100 * link['load']:.0f} %" if few or link["pipeline"] else ""
     x, y = (x1 + x2) / 2, (y1 + y2) / 2
     return (
         f'<g><title>{html.escape(told)}</title><path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="{color}" '
-        f'stroke-width="{3 + 5 * min(1.0, link["load"]):.1f}" stroke-linecap="round"/>'
-        f'<text class="load" x="{x:.1f}" y="{y + 4:.1f}">{100 * link["load"]:.0f} %</text></g>'
+        f'stroke-width="{width:.1f}" stroke-linecap="round"{dash}/>'
+        f'<text class="load" x="{x:.1f}" y="{y + 4:.1f}">{label}</text></g>'
     )
 
 
-def _dc(dc: Mapping[str, Any], plan: Mapping[str, Any], at: tuple[float, float]) -> str:
+def _dc(dc: Mapping[str, Any], plan: Mapping[str, Any], at: tuple[float, float], radius: float) -> str:
     """A disc as large as its GPUs in use; the ring is what it has."""
     (x, y), used = at, int(plan["gpus"].get(dc["name"], 0))
     share = used / dc["gpus"]
-    radius = 26.0
     turn = 2 * math.pi * share
     color = _owner(dc["name"], plan)
     ring = (
@@ -223,7 +233,7 @@ def _legend(bottom: float) -> str:
     )
     ring = (
         f'<text class="key" x="{WIDTH - 12}" y="{bottom - 10:.0f}" text-anchor="end">'
-        "number: GPUs in use; ring: share</text>"
+        "number: GPUs in use; ring: share, one colour a group; dashed: gradients of groups</text>"
     )
     return f'<text class="key" x="12" y="{bottom - 32:.0f}">load of a link, busier direction</text>{items}{ring}'
 

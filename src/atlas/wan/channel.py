@@ -129,9 +129,7 @@ class Channel:
     def retune(self) -> None:
         if not self.rtt_s or self._warm_up is not None:
             return
-        choice = choose(
-            self.rtt_s, self.meter.rate_bps, len(self._slots), window_bytes(), lossy=self._is_lossy()
-        )
+        choice = choose(self.rtt_s, self.meter.rate_bps, len(self._slots), window_bytes(), lossy=self._is_lossy())
         if self.settings.num_streams is not None:
             choice = choice.with_streams(self.settings.num_streams)
         self._choice = choice
@@ -147,7 +145,7 @@ class Channel:
                 stream.tune(choice.lowat_bytes, choice.pacing_bps)
 
     def _is_lossy(self) -> bool:
-        """By what the kernel sent twice since a few seconds ago; the warm-up, which overflows queues, does not count."""
+        """By what the kernel sent twice in the last seconds; the warm-up, which overflows queues, does not count."""
         now, delivered = time.monotonic(), self.outbox.delivered_bytes
         sent_twice = sum(f.retransmitted_bytes for s in self._slots if s.stream and (f := s.stream.facts()))
         if now - self._loss_seen[0] > LOSS_SPAN_S or sent_twice < self._loss_seen[2]:

@@ -17,7 +17,13 @@ class Chaos:
     """`mean_bytes` until a fault, on average; every `stall_share` of the faults is a silence instead of a cut."""
 
     def __init__(
-        self, target: tuple[str, int], mean_bytes: float, *, stall_share: float = 0.2, seed: int = 0, max_faults: int = 0
+        self,
+        target: tuple[str, int],
+        mean_bytes: float,
+        *,
+        stall_share: float = 0.2,
+        seed: int = 0,
+        max_faults: int = 0,
     ) -> None:
         self.target, self.mean_bytes, self.stall_share = target, mean_bytes, stall_share
         self.max_faults = max_faults or 1 << 60

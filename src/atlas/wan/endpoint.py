@@ -156,9 +156,7 @@ class Endpoint(Transport):
                 raise WorkerError(f"{self.name} is closed")
             if (peer, lane) not in self._channels:
                 mine = Greeting(self.name, peer, lane, self.epoch, self.instance)
-                self._channels[peer, lane] = Channel(
-                    mine, address, self.security, self.settings, self.log, light=light
-                )
+                self._channels[peer, lane] = Channel(mine, address, self.security, self.settings, self.log, light=light)
             return self._channels[peer, lane]
 
     # ---- receiving side ----------------------------------------------------------------------------------------
@@ -181,9 +179,7 @@ class Endpoint(Transport):
                 return
 
     def _judge(self, theirs: Greeting) -> tuple[Answer, Greeting]:
-        mine = Greeting(
-            self.name, theirs.name, theirs.lane, self.epoch, self.instance, self.settings.staging_bytes
-        )
+        mine = Greeting(self.name, theirs.name, theirs.lane, self.epoch, self.instance, self.settings.staging_bytes)
         if theirs.peer != self.name:
             return Answer.OTHER_NODE, mine
         if theirs.epoch != self.epoch:

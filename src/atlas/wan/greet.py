@@ -99,7 +99,7 @@ def _stream(sock: socket.socket, seal: Seal | None, rtt_s: float) -> Stream:
 def _judge(answer: bytes, mine: Greeting) -> Greeting:
     theirs = unpack_greeting(answer[1:])
     if answer[0] != Answer.WELCOME:
-        reason = REASONS.get(Answer(answer[0]), "no reason given") if answer[0] in iter(Answer) else "no reason given"
+        reason = {int(kind): text for kind, text in REASONS.items()}.get(answer[0], "no reason given")
         raise RefusedError(f"{mine.peer} refuses: {reason}", final=answer[0] != Answer.NEW_EPOCH)
     if theirs.name != mine.peer or theirs.epoch != mine.epoch:
         raise RefusedError(f"{mine.peer} answers as {theirs.name} of epoch {theirs.epoch}", final=True)

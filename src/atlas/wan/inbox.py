@@ -139,9 +139,7 @@ class Inbox:
             arrival.filled_bytes += header.num_bytes
             self.received_bytes += header.num_bytes
             self.last_progress_ns = time.monotonic_ns()
-            if arrival.filled_bytes < header.total_bytes:
-                return False
-            return True
+            return not arrival.filled_bytes < header.total_bytes
 
     def complete(self, header: Header) -> None:
         with self._changed:
@@ -179,7 +177,7 @@ class Inbox:
             if self._staged_bytes + header.total_bytes > 2 * self.staging_bytes:
                 raise WorkerError(f"{self.peer} sends more than the {self.staging_bytes} bytes it was allowed to")
             self._staged_bytes += header.total_bytes
-        view = buffer if buffer is not None else memoryview(np.empty(header.total_bytes, np.uint8))
+        view = buffer if buffer is not None else np.empty(header.total_bytes, np.uint8).data
         arrival = Arrival(header, view, handle is None, handle)
         self._arriving[number] = self._by_tag[tag] = arrival
         return arrival

@@ -6,6 +6,7 @@ greeting inside the connection must match it. Knows certificates and addresses; 
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -44,9 +45,7 @@ class Credentials:
 class Security:
     """With credentials, everything is encrypted but what stays in `trusted_networks`. Without, only loopback works."""
 
-    def __init__(
-        self, credentials: Credentials | None = None, trusted_networks: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, credentials: Credentials | None = None, trusted_networks: Sequence[str] | None = None) -> None:
         if trusted_networks is None:
             trusted_networks = LOOPBACK if credentials is None else ()
         self.credentials = credentials
@@ -65,8 +64,8 @@ class Security:
             return False
         if self.credentials is None:
             raise AtlasError(
-                f"{peer} at {host} is outside the trusted networks {[str(n) for n in self.trusted_networks]}, and there "
-                "are no certificates: make some with `atlas wan certs`, or name the network as trusted"
+                f"{peer} at {host} is outside the trusted networks {[str(n) for n in self.trusted_networks]}, and "
+                "there are no certificates: make some with `atlas wan certs`, or name the network as trusted"
             )
         return True
 
@@ -132,7 +131,8 @@ class TlsTalk:
     def read(self, num_bytes: int) -> bytes:
         data = b""
         while len(data) < num_bytes:
-            more = self._pump(lambda: self._tls.read(num_bytes - len(data)))
+            left = num_bytes - len(data)
+            more = self._pump(lambda left=left: self._tls.read(left))  # type: ignore[misc]
             if not more:
                 raise WorkerError("the peer ended the connection inside its greeting")
             data += more
@@ -152,10 +152,8 @@ class TlsTalk:
                     raise WorkerError("a TLS record is longer than allowed") from None
                 self._incoming.write(head + read_by(self._sock, size, self._deadline))
             except ssl.SSLError as error:
-                try:
+                with contextlib.suppress(OSError):
                     self._flush()  # the alert tells the peer why
-                except OSError:
-                    pass
                 raise WorkerError(f"TLS refused: {error.reason or error}") from None
 
     def _flush(self) -> None:

@@ -149,7 +149,9 @@ class Stream:
             self.sock.setsockopt(socket.IPPROTO_TCP, NOTSENT_LOWAT, lowat_bytes)
         pace = 0xFFFFFFFF if not pacing_bps else min(0xFFFFFFFE, max(1, int(pacing_bps / 8)))
         with contextlib.suppress(OSError):
-            self.sock.setsockopt(socket.SOL_SOCKET, MAX_PACING_RATE, struct.pack("=Q", pace) if pace > 1 << 31 else pace)
+            self.sock.setsockopt(
+                socket.SOL_SOCKET, MAX_PACING_RATE, struct.pack("=Q", pace) if pace > 1 << 31 else pace
+            )
 
     def facts(self) -> TcpFacts | None:
         """None where the kernel does not tell (no Linux, closed)."""
@@ -166,7 +168,7 @@ class Stream:
 
 
 def congestion_control(sock: socket.socket, *, near: bool) -> str:
-    """bbr over distance, where the kernel allows it (what there is instead is paced); not within a datacenter, where
+    """Bbr over distance, where the kernel allows it (what there is instead is paced); not within a datacenter, where
     its pacing costs half the speed. Says which one it is."""
     option = getattr(socket, "TCP_CONGESTION", 13)
     for name in (b"cubic", b"reno") if near else (b"bbr",):

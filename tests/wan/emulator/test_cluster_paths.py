@@ -87,7 +87,7 @@ def test_the_command_says_what_it_would_emulate(tmp_path: Path, capsys: pytest.C
     file = tmp_path / "cluster.yaml"
     file.write_text("wan: {latency_ms: 5}\ndatacenters:\n  - {name: a, nodes: 1}\n  - {name: b, nodes: 2}\n")
     parser = argparse.ArgumentParser()
-    wan_emulate.add_arguments(parser)
+    wan_emulate.configure(parser)
     assert wan_emulate.run(parser.parse_args([str(file), "--scale", "0.01"])) == 0
     assert '"from": "a-0", "to": "b-1", "latency_s": 0.005' in capsys.readouterr().out
     with pytest.raises(AtlasError, match="SRC:DST=HOST:PORT"):

@@ -23,7 +23,8 @@ IFF_TUN, IFF_NO_PI, IFF_VNET_HDR, IFF_UP = 0x1, 0x1000, 0x4000, 0x1
 TUNSETIFF, TUNSETOFFLOAD, TUNSETVNETHDRSZ = 0x400454CA, 0x400454D0, 0x400454D8
 TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6 = 0x1, 0x2, 0x4
 SIOCADDRT, SIOCSIFFLAGS, SIOCGIFFLAGS, SIOCSIFADDR = 0x890B, 0x8914, 0x8913, 0x8916
-SIOCSIFMTU, SIOCSIFTXQLEN = 0x8922, 0x8943
+SIOCSIFMTU = 0x8922
+RTM_NEWLINK, IFLA_TXQLEN, NLM_F_REQUEST_ACK = 16, 13, 0x5
 VNET_HDR_BYTES = 10
 QUEUE_PACKETS = 20_000
 """Of the device: a sender's burst waits here for the forwarder, never falls out."""
@@ -92,7 +93,7 @@ def _make_here(address: str, *, gso: bool, mtu: int, sysctls: Mapping[str, str])
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             _set(sock, SIOCSIFMTU, struct.pack("16si20x", DEVICE.encode(), mtu))
-            _set(sock, SIOCSIFTXQLEN, struct.pack("16si20x", DEVICE.encode(), QUEUE_PACKETS))
+            _set_queue(QUEUE_PACKETS)
             _set(sock, SIOCSIFADDR, struct.pack("16sHH4s16x", DEVICE.encode(), socket.AF_INET, 0, _packed(address)))
             for device in ("lo", DEVICE):
                 flags = struct.unpack_from(
@@ -123,6 +124,17 @@ def _open_tun(*, gso: bool) -> int:
         os.close(fd)
         raise _refused("set up a TUN device", error.errno) from None
     return fd
+
+
+def _set_queue(num_packets: int) -> None:
+    """By netlink: the ioctl for it asks for rights over the whole machine, which a user namespace has not."""
+    link = struct.pack("BxHiII", socket.AF_UNSPEC, 0, socket.if_nametoindex(DEVICE), 0, 0)
+    body = link + struct.pack("HHI", 8, IFLA_TXQLEN, num_packets)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as sock:
+        sock.send(struct.pack("IHHII", 16 + len(body), RTM_NEWLINK, NLM_F_REQUEST_ACK, 1, 0) + body)
+        (code,) = struct.unpack_from("i", sock.recv(4096), 16)
+    if code:
+        raise _refused("set the queue of a device", -code)
 
 
 def _add_default_route(sock: socket.socket) -> None:

@@ -1,0 +1,198 @@
+"""What the transport survives: connections cut and stalled, garbage at the door, certificates that are not right.
+
+    python bench/wan_faults.py [--gigabytes 10] [--faults 1000] [--garbage 10000]
+
+Each line is JSON with its bar; a table follows. Scaled-down versions of all of it run in `tests/wan`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from lab.lines import Lines
+from lab.net import Lab, Move
+
+from atlas.errors import WorkerError
+from atlas.wan.certs import make_ca, make_node
+from atlas.wan.chaos import Chaos
+from atlas.wan.emulator.paths import PathSpec
+from atlas.wan.endpoint import Endpoint
+from atlas.wan.security import Credentials, Security
+from atlas.wan.settings import Settings
+from atlas.wan.transport import Key
+
+A, B, STRANGER = "dc1/a", "dc2/b", "dc3/x"
+MESSAGE_BYTES = 10_000_000
+CORPUS = Path(__file__).parent.parent / "tests" / "wan" / "corpus"
+BRISK = Settings(max_streams=8, num_streams=8, stall_s=0.5, handshake_s=5.0, heartbeat_s=0.2, deadline_s=60)
+
+
+def message(number: int, base: np.ndarray) -> np.ndarray:
+    """Different for every number, and quick to make."""
+    data = np.roll(base, number * 7919)
+    data[:8] = np.frombuffer(number.to_bytes(8, "big"), np.uint8)
+    return data
+
+
+def base_bytes() -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 256, MESSAGE_BYTES, np.uint8)
+
+
+def _send(count: int, pipe: Any) -> None:
+    address, base = pipe.recv(), base_bytes()
+    with Endpoint(A, settings=BRISK) as a:
+        a.connect({B: address})
+        handles = []
+        for n in range(count):
+            handles.append(a.send(Key(B, 0, (n, 0, 0, 0)), message(n, base), n))
+            if n >= 8:
+                handles[n - 8].wait(120)
+        for handle in handles:
+            handle.wait(120)
+        channel = a.channel(B)
+        threads = threading.active_count()
+        pipe.send((channel.num_replaced, channel.num_resent, threads))
+        pipe.recv()
+
+
+def _break(target: Any, faults: int, mean_bytes: float, pipe: Any) -> None:
+    with Chaos(target, mean_bytes, stall_share=0.1, max_faults=faults, seed=7) as chaos:
+        pipe.send(chaos.address)
+        pipe.recv()
+        pipe.send((chaos.num_cut, chaos.num_stalled))
+
+
+def broken_connections(lines: Lines, gigabytes: float, faults: int) -> None:
+    context, count = mp.get_context("fork"), int(gigabytes * 1e9 / MESSAGE_BYTES)
+    sender_pipe, theirs = context.Pipe()
+    sender = context.Process(target=_send, args=(count, theirs), daemon=True)
+    sender.start()
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    base = base_bytes()
+    with Endpoint(B, settings=BRISK) as b:
+        chaos_pipe, chaos_theirs = context.Pipe()
+        breaker = context.Process(
+            target=_break, args=(b.address, faults, 0.8 * gigabytes * 1e9 / faults, chaos_theirs), daemon=True
+        )
+        breaker.start()
+        begin = time.monotonic()
+        sender_pipe.send(chaos_pipe.recv())
+        wrong = 0
+        waiting = [b.recv(Key(A, 0, (n, 0, 0, 0))) for n in range(min(8, count))]
+        for n in range(count):
+            if n + 8 < count:
+                waiting.append(b.recv(Key(A, 0, (n + 8, 0, 0, 0))))
+            got = waiting[n].wait(120)
+            wrong += hashlib.sha256(got or b"").digest() != hashlib.sha256(message(n, base)).digest()
+            waiting[n] = None  # type: ignore[call-overload]
+        seconds = time.monotonic() - begin
+        duplicates = b._inbox(A, 0).num_duplicates
+        chaos_pipe.send("enough")
+        cut, stalled = chaos_pipe.recv()
+        replaced, resent, _ = sender_pipe.recv()
+        sender_pipe.send("bye")
+        sender.join(20)
+        breaker.join(20)
+        for pipe in (sender_pipe, theirs, chaos_pipe, chaos_theirs):
+            pipe.close()
+    time.sleep(0.5)
+    sender.close()
+    breaker.close()
+    leaked = threading.active_count() - threads, len(os.listdir("/proc/self/fd")) - descriptors
+    more = {"cut": cut, "stalled": stalled, "replaced": replaced, "resent": resent, "duplicates": duplicates}
+    lines.at_least("connections cut or stalled", cut + stalled, "", 0.95 * faults, **more)
+    lines.at_most("messages that were not what was sent", wrong, f"of {count}", 0, seconds=round(seconds))
+    lines.at_most("threads and descriptors leaked", max(0, *leaked), "", 0)
+
+
+def garbage(lines: Lines, count: int, certs: str) -> None:
+    root = os.geteuid() == 0 and Path("/dev/net/tun").exists()
+    near = PathSpec(latency_s=0.005, pair_bps=500e6)
+    paths = {(A, B): PathSpec(latency_s=0.02, pair_bps=500e6), (STRANGER, B): near} if root else None
+    if paths is None:
+        lines.skip("garbage connections", "needs root: on loopback the flood's own CPU time is all one measures")
+        return
+    with Lab(paths, [A, B, STRANGER]) as lab:
+        lab.open(certs)
+        lab.connect([(A, B)])
+        move, x = Move(lab, A, B), lab.nodes[STRANGER]
+
+        def speed() -> float:
+            begin, arrived, _ = move.run(12, 32 << 20)
+            return 12 * (32 << 20) * 8 / ((max(arrived) - begin) / 1e9)
+
+        speed()
+        alone = [speed() for _ in range(2)]
+        x.flood(address=lab.addresses[B], count=count, corpus=str(CORPUS), per_s=1000.0)
+        during = []
+        while x.flooded() < 0.95 * count and len(during) < 8:
+            during.append(speed())
+        ratio = float(np.median(during)) / float(np.median(alone))
+        flooded, replaced = x.flooded(), lab.nodes[A].stats(peer=B)["replaced"]
+        lines.at_least("garbage connections refused while transfers run", flooded, "", 0.95 * count, replaced=replaced)
+        lines.at_least("speed during the flood (500 Mbit/s, TLS)", ratio, "of alone", 0.95)
+
+
+def certificates(lines: Lines, folder: Path) -> None:
+    """Each of these must be refused; the right one must not."""
+    late, early, foreign = folder / "late", folder / "early", folder / "foreign"
+    for place, start in ((late, -10.0), (early, 10.0)):
+        place.mkdir()
+        for name in ("ca.pem", "ca.key"):
+            (place / name).write_bytes((folder / name).read_bytes())
+        make_node(place, A, days=5, starts_in_days=start)
+    make_ca(foreign)
+    make_node(foreign, A)
+    quick = Settings(max_streams=1, handshake_s=2.0)
+    cases = {
+        "expired": Credentials.of_folder(late, A),
+        "not valid yet": Credentials.of_folder(early, A),
+        "of a foreign CA": Credentials.of_folder(foreign, A),
+        "of another node": Credentials.of_folder(folder, STRANGER),
+        "right": Credentials.of_folder(folder, A),
+    }
+    judged = {}
+    with Endpoint(B, security=Security(Credentials.of_folder(folder, B)), settings=quick) as b:
+        for name, credentials in cases.items():
+            with Endpoint(A, security=Security(credentials), settings=quick) as a:
+                try:
+                    a.connect({B: b.address}, timeout_s=1.0)
+                    judged[name] = "let in"
+                except WorkerError:
+                    judged[name] = "refused"
+    right = sum(verdict == ("let in" if name == "right" else "refused") for name, verdict in judged.items())
+    lines.at_least("certificates judged rightly", right, f"of {len(cases)}", len(cases), judged=judged)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=10.0)
+    parser.add_argument("--faults", type=int, default=1000)
+    parser.add_argument("--garbage", type=int, default=10_000)
+    args = parser.parse_args()
+    lines = Lines()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_ca(folder)
+        for node in (A, B, STRANGER):
+            make_node(folder, node)
+        broken_connections(lines, args.gigabytes, args.faults)
+        certificates(lines, folder)
+        garbage(lines, args.garbage, name)
+    return lines.table()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The network between datacenters: rehearse it, measure it, and make the certificates it is guarded with.
+
+    atlas wan emulate CLUSTER.yaml     the cluster's paths on this machine, with their delays and caps
+    atlas wan probe                    round trips, rates, and whether a cap is the node pair's or the trunk's
+    atlas wan certs DC/WORKER...       a small CA and a certificate per node
+
+`atlas wan ACTION --help` explains an action.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from typing import Any
+
+ACTIONS = {
+    "emulate": "rehearse a cluster's paths on this machine",
+    "probe": "measure the paths between hosts",
+    "certs": "make certificates for nodes",
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", help="emulate, probe or certs")
+    for name, summary in ACTIONS.items():
+        module = _module(name)
+        module.configure(actions.add_parser(name, description=module.__doc__, help=summary))
+
+
+def run(args: argparse.Namespace) -> int:
+    return int(_module(args.action).run(args))
+
+
+def _module(name: str) -> Any:
+    return import_module(f"atlas.commands.wan_{name}")

@@ -1,0 +1,56 @@
+"""Temporal sharing through cells: every byte arrives, turns are kept, and a path that fails is worked around."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from cells import joined_cells
+
+from atlas.wan.cell import hops_of
+from atlas.wan.transport import Key
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def test_paths_go_through_every_node_and_no_name_comes_twice_in_a_row() -> None:
+    pairs = {"e/0": "w/0", "e/1": "w/1"}
+    assert hops_of("e/0", "w/0", pairs) == [("e/0", "w/0"), ("e/0", "e/1", "w/1", "w/0")]
+    assert hops_of("e/1", "w/0", pairs) == [("e/1", "w/1", "w/0"), ("e/1", "e/0", "w/0")]
+
+
+def test_two_nodes_carry_each_others_turns() -> None:
+    with joined_cells(2, [40e6, 40e6]) as (here, there, _):
+        data = [os.urandom(2 << 20) for _ in range(2)]
+        gets = [there[i].recv(Key(f"dc1/{i}", 0, (0, i, 0, 0))) for i in range(2)]
+        begin_ns = time.monotonic_ns()
+        sends = [here[i].send(Key(f"dc2/{i}", 0, (0, i, 0, 0)), data[i], turn=i) for i in range(2)]
+        assert [get.wait(20) for get in gets] == data
+        for send in sends:
+            send.wait(20)
+        first_s, last_s = ((get.end_ns - begin_ns) / 1e9 for get in gets)
+        alone_s = (2 << 20) * 8 / 40e6
+        assert first_s < 0.85 * last_s
+        assert first_s < 1.6 * (alone_s / 2 + 0.01)
+        assert all(path.delivered_bytes > 0.2 * (2 << 20) for path in here[0].paths("dc2/0"))
+
+
+def test_a_path_that_is_cut_loses_its_slices_to_the_others() -> None:
+    with joined_cells(3, [40e6] * 3) as (here, there, proxies):
+        data = os.urandom(3 << 20)
+        got = there[0].recv(Key("dc1/0"))
+        sent = here[0].send(Key("dc2/0"), data)
+        time.sleep(0.15)
+        proxies[1].close()
+        assert got.wait(20) == data
+        sent.wait(20)
+
+
+def test_what_nobody_waits_for_is_staged_within_bounds() -> None:
+    with joined_cells(2, [200e6] * 2) as (here, there, _):
+        data = os.urandom(500_000)
+        for i in range(4):
+            here[1].send(Key("dc2/0", 0, (i, 0, 0, 0)), data, turn=i).wait(20)
+        for i in range(4):
+            assert there[0].recv(Key("dc1/1", 0, (i, 0, 0, 0))).wait(20) == data

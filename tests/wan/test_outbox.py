@@ -1,0 +1,180 @@
+"""The WAN queue by itself: order, credit, resending; and that it serves as the simulator's link does."""
+
+from __future__ import annotations
+
+import threading
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atlas.errors import WorkerError
+from atlas.wan.flight import FIRST_BYTES, Flight
+from atlas.wan.inbox import Inbox
+from atlas.wan.outbox import Chunk, Outbox
+from atlas.wan.transport import Handle, Key, Loopback, Tag
+from atlas.wan.wire import FrameKind, Header
+
+KB = 1024
+
+
+def outbox(staging_bytes: int = 1 << 30) -> Outbox:
+    box = Outbox(chunk_bytes=64 * KB, num_streams=1)
+    box.freed(0, staging_bytes)
+    return box
+
+
+def put(box: Outbox, number: int, num_bytes: int, turn: int = 0) -> Handle:
+    handle = Handle(f"message {number}")
+    box.put((number, 0, 0, 0), memoryview(bytes(num_bytes)), turn, handle)
+    return handle
+
+
+def pull(box: Outbox, stream: object = "s") -> Chunk | None:
+    return box.pull(stream, 0, 0.0)
+
+
+def test_the_smallest_turn_goes_first_and_overtakes_at_a_chunk_boundary() -> None:
+    box = outbox()
+    put(box, 5, 256 * KB, turn=5)
+    first = pull(box)
+    put(box, 1, 100, turn=1)
+    order = [first] + [pull(box) for _ in range(4)]
+    assert [c.message.turn for c in order if c] == [5, 1, 5, 5, 5]
+    assert pull(box) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 300)), min_size=1, max_size=12), st.integers())
+def test_it_serves_in_the_simulators_order_and_loses_nothing(messages, seed: int) -> None:  # type: ignore[no-untyped-def]
+    """Whatever is lost or acknowledged in between, every byte of every message is acknowledged once."""
+    random, box, handles, out = Random(seed), outbox(), [], []
+    for i, (turn, kilobytes) in enumerate(messages):
+        handles.append(put(box, i, kilobytes * KB, turn))
+    for _ in range(500):
+        chunk = pull(box)
+        if chunk is not None:
+            waiting = [m.turn for m in box._live.values() if not m.all_taken]
+            assert all(chunk.message.turn <= turn for turn in waiting)
+            out.append(chunk)
+        action = random.random()
+        if out and (action < 0.5 or chunk is None):
+            done = out.pop(random.randrange(len(out)))
+            box.acknowledged("s", done.message.number, done.offset)
+        elif action < 0.6:
+            box.lost("s")
+            out.clear()
+    while (chunk := pull(box)) is not None:
+        box.acknowledged("s", chunk.message.number, chunk.offset)
+    for chunk in out:
+        box.acknowledged("s", chunk.message.number, chunk.offset)
+    assert all(handle.done and handle.error is None for handle in handles)
+    assert box.delivered_bytes == sum(kilobytes * KB for _, kilobytes in messages)
+    assert box._unacked_bytes == 0
+
+
+def test_what_has_no_credit_waits_and_does_not_stop_what_has() -> None:
+    box = outbox(staging_bytes=400 * KB)
+    put(box, 0, 250 * KB, turn=0)
+    put(box, 1, 200 * KB, turn=1)
+    put(box, 2, 10 * KB, turn=2)
+    numbers = [c.message.tag[0] for _ in range(9) if (c := pull(box))]
+    assert set(numbers) == {0, 2}
+    box.posted((1, 0, 0, 0))
+    assert (chunk := pull(box)) is not None
+    assert chunk.message.tag[0] == 1
+    assert not chunk.message.eager
+
+
+def test_the_reserve_is_for_who_overtakes() -> None:
+    box = outbox(staging_bytes=400 * KB)
+    put(box, 9, 290 * KB, turn=9)
+    put(box, 10, 50 * KB, turn=10)
+    put(box, 1, 50 * KB, turn=1)
+    assert {c.message.tag[0] for _ in range(9) if (c := pull(box))} == {9, 1}
+
+
+def test_a_chunk_held_too_long_goes_another_way_once() -> None:
+    box = outbox()
+    handle = put(box, 0, 64 * KB)
+    chunk = pull(box, "slow")
+    assert chunk is not None
+    assert box.steal("fast", 10.0) is None
+    again = box.steal("fast", 0.0)
+    assert again == chunk
+    assert box.steal("fast", 0.0) is None
+    assert box.acknowledged("fast", chunk.message.number, 0) is not None
+    assert handle.done
+    assert box.acknowledged("slow", chunk.message.number, 0) is None
+    assert box.lost("slow") == 0
+
+
+def test_the_flight_stops_what_would_only_queue() -> None:
+    box = outbox()
+    box.flight = Flight(0.04)
+    put(box, 0, 1 << 20)
+    pulled = [c for _ in range(20) if (c := pull(box))]
+    assert sum(c.num_bytes for c in pulled) == FIRST_BYTES
+    box.acknowledged("s", pulled[0].message.number, pulled[0].offset)
+    assert pull(box) is not None
+
+
+def test_the_flight_finds_what_a_path_holds() -> None:
+    """A path of 500 Mbit/s and 40 ms holds 2.5 MB; a queue behind it would hold anything."""
+    flight, now = Flight(0.04), 0.0
+    for _ in range(200):
+        queue_s = max(0.0, flight.limit_bytes / 62.5e6 - 0.04)
+        flight.filled()
+        for _ in range(5):
+            now += 0.012
+            flight.came_back(0.04 + queue_s, now)
+    assert 2.4e6 < flight.limit_bytes < 4.0e6
+
+
+class Cable:
+    def __init__(self) -> None:
+        self.aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_a_second_claim_ends_the_first_stream_and_waits_until_it_has_let_go() -> None:
+    box = Inbox("dc1/a", 0, 1 << 20, None)
+    header = Header(FrameKind.CHUNK, number=1, total_bytes=4, num_bytes=4)
+    old, new, views = Cable(), Cable(), []
+    assert box.claim(old, header) is not None
+    thread = threading.Thread(target=lambda: views.append(box.claim(new, header)))
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    assert old.aborted
+    box.settle(header, filled=False)
+    thread.join(2)
+    assert views[0] is not None
+    views[0][:] = b"abcd"
+    assert box.settle(header, filled=True)
+    box.complete(header)
+    assert box.claim(old, header) is None
+    handle = Handle()
+    box.post((0, 0, 0, 0), None, handle)
+    assert handle.wait(1) == b"abcd"
+
+
+def test_who_sends_more_than_allowed_is_cut_off() -> None:
+    box = Inbox("dc1/a", 0, 1000, None)
+    box.claim(Cable(), Header(FrameKind.CHUNK, number=1, total_bytes=1900, num_bytes=4))
+    with pytest.raises(WorkerError, match="more than the 1000 bytes"):
+        box.claim(Cable(), Header(FrameKind.CHUNK, number=2, total_bytes=1900, num_bytes=4, tag=(1, 0, 0, 0)))
+
+
+def test_the_loopback_is_a_transport() -> None:
+    a, b = Loopback.network("a", "b")
+    tag: Tag = (1, 2, 3, 4)
+    got = b.recv(Key("a", 0, tag))
+    a.send(Key("b", 0, tag), b"hello", turn=3).wait(1)
+    assert got.wait(1) == b"hello"
+    assert a.sent == [(Key("b", 0, tag), 3)]
+    b.close()
+    with pytest.raises(WorkerError):
+        a.send(Key("b"), b"x").wait(1)
