@@ -112,7 +112,7 @@ def broken_connections(lines: Lines, gigabytes: float, faults: int) -> None:
     breaker.close()
     leaked = threading.active_count() - threads, len(os.listdir("/proc/self/fd")) - descriptors
     more = {"cut": cut, "stalled": stalled, "replaced": replaced, "resent": resent, "duplicates": duplicates}
-    lines.at_least("connections cut or stalled", cut + stalled, "", 0.95 * faults, **more)
+    lines.at_least("connections cut or stalled", cut + stalled, "", faults, **more)
     lines.at_most("messages that were not what was sent", wrong, f"of {count}", 0, seconds=round(seconds))
     lines.at_most("threads and descriptors leaked", max(0, *leaked), "", 0)
 
@@ -135,13 +135,13 @@ def garbage(lines: Lines, count: int, certs: str) -> None:
 
         speed()
         alone = [speed() for _ in range(2)]
-        x.flood(address=lab.addresses[B], count=count, corpus=str(CORPUS), per_s=1000.0)
+        x.flood(address=lab.addresses[B], count=count, corpus=str(CORPUS), per_s=600.0)
         during = []
-        while x.flooded() < 0.95 * count and len(during) < 8:
+        while x.flooded() < 0.99 * count and len(during) < 8:
             during.append(speed())
         ratio = float(np.median(during)) / float(np.median(alone))
         flooded, replaced = x.flooded(), lab.nodes[A].stats(peer=B)["replaced"]
-        lines.at_least("garbage connections refused while transfers run", flooded, "", 0.95 * count, replaced=replaced)
+        lines.at_least("garbage connections refused while transfers run", flooded, "", 0.99 * count, replaced=replaced)
         lines.at_least("speed during the flood (500 Mbit/s, TLS)", ratio, "of alone", 0.95)
 
 

@@ -158,10 +158,10 @@ class Actor:
         blobs = [file.read_bytes() for file in sorted(Path(corpus).iterdir())]
         self.num_flooded = 0
 
-        def run() -> None:
+        def run(share: range) -> None:
             begin = time.monotonic()
-            for i in range(count):
-                time.sleep(max(0.0, begin + i / per_s - time.monotonic()))
+            for n, i in enumerate(share):
+                time.sleep(max(0.0, begin + n * len(crowd) / per_s - time.monotonic()))
                 try:
                     sock = socket.create_connection(tuple(address), timeout=5)
                     sock.sendall(blobs[i % len(blobs)])
@@ -174,7 +174,9 @@ class Actor:
                 else:
                     sock.close()
 
-        threading.Thread(target=run, daemon=True).start()
+        crowd = [range(i, count, 24) for i in range(24)]
+        for share in crowd:
+            threading.Thread(target=run, args=(share,), daemon=True).start()
         return count
 
     def flooded(self) -> int:

@@ -22,6 +22,12 @@ SURFACE = {
     "view": {"files"} | PICTURES,
     "compare": {"a", "b", "--json"} | PICTURES | SEARCH,
     "profile": {"job", "--gpu", "--out", "--device", "--repeats", "--set"},
+    "plan": {"job", "--json", "--out", "--page", "--set"}
+    | {"--strategy", "--objective", "--budget", "--min-throughput", "--tokens", "--deadline", "--keep"}
+    | {"--global-batch", "--tcp", "--tries", "--seed", "--pareto", "--from-sailor", "--trace", "--model", "--gpu"}
+    | {"--cost", "--max-usd", "--gpu-price", "--judge", "--no-simulate", "--out-sailor"},
+    "whatif": {"job", "--json", "--out", "--page", "--set"}
+    | {"--sweep", "--replan", "--monte-carlo", "--wan-sigma", "--seed", "--no-marginals"},
     "wan": {"action"},
     "data": {"action"},  # its actions: tests/runtime/data/test_data_command.py
 }

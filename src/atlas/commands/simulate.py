@@ -20,7 +20,7 @@ from atlas.commands.words import headline, more_table, notes, page_notes, why
 from atlas.ir.store import replacing
 from atlas.plan.evaluate import Choice, Result, default_choices, evaluate_all, find_schedule, rows
 from atlas.schedules import SCHEDULES
-from atlas.spec import load_job
+from atlas.spec.plan import load_job_or_plan
 from atlas.view import results_table
 
 
@@ -83,7 +83,10 @@ def run(args: argparse.Namespace) -> int:
         require_folder(args.out, "--out")
     outputs.require_writable()
     choices = _choices(args.schedule, args.tcp)
-    job = load_job(args.job, args.set)
+    job, plan = load_job_or_plan(args.job, args.set)
+    if plan is not None and args.schedule is None and args.tcp is None:
+        choices = [(plan.schedule.name, plan.schedule.tcp)]
+        args.budget, args.seed = args.budget or plan.schedule.tries or None, plan.schedule.seed
     with Meter() as meter:
         results, left_out = evaluate_all(
             job,

@@ -236,7 +236,7 @@ def positions(played: Played) -> Ints:
 def places(turn: Ints, setting: Setting) -> Ints:
     """The same turns as small numbers, places in the queue of each link, for people to read and diff."""
     costs = setting.costs_of_sharing(True)
-    short = default_turns(setting.layout).reshape(costs.channel_link.size, -1)
+    short = default_turns(setting.layout).reshape(-1, setting.layout.num_microbatches)
     given, link_of = turn.reshape(short.shape), costs.channel_link.ravel()
     for link, cost in enumerate(costs.links):
         if cost.policy == TURNS:

@@ -284,7 +284,7 @@ class Channel:
     @property
     def _late_s(self) -> float:
         """When an answer is so late that another stream may try, if it has nothing else to do."""
-        return 0.1 + 3 * self.rtt_s
+        return 0.1 + 3 * max(self.rtt_s, self.outbox.usual_s)
 
     def _count_out(self, slot: Slot, now: float) -> None:
         with self._lock:

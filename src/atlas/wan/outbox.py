@@ -70,6 +70,8 @@ class Outbox:
         self.staging_bytes = 0
         """The receiver's; nothing unposted goes before it has told us."""
         self.delivered_bytes = 0
+        self.usual_s = 0.0
+        """How long an acknowledgement takes, smoothed."""
         self.last_progress_ns = time.monotonic_ns()
         self.failure: WorkerError | None = None
         self._lock = threading.RLock()
@@ -217,8 +219,9 @@ class Outbox:
                 self._changed.notify()
             self.delivered_bytes += chunk.num_bytes
             self.last_progress_ns = time.monotonic_ns()
+            now = self.last_progress_ns / 1e9
+            self.usual_s += 0.05 * (now - taken_at - self.usual_s)
             if self.flight is not None:
-                now = self.last_progress_ns / 1e9
                 self.flight.came_back(now - taken_at, now)
             if message.all_taken and not message.unacked:
                 finished = self._live.pop(number)
