@@ -1,0 +1,56 @@
+"""`atlas train`: a rehearsal runs and is predicted; what cannot be run is refused with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from atlas.cli import main
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny.yaml"
+
+
+def test_a_job_is_rehearsed_with_real_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "both.html"
+    flags = ["--set=pp=2", "--set=pipelines_per_cell=1", "--set=num_microbatches=4", "--slower", "3", "--steps", "2"]
+    assert main(["train", str(TINY), "--emulate", "--page", str(page), *flags]) == 0
+    said = capsys.readouterr().out
+    assert "iteration, simulated" in said
+    assert "emulated" in said
+    first, second = (float(x) for x in said.split("loss by step")[1].splitlines()[0].split(","))
+    assert second < first
+    assert page.stat().st_size > 10_000
+
+
+def test_a_plan_that_cannot_run_is_refused_with_its_own_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    assert main(["plan", str(TINY), "--tries", "0", "--out", str(plan)]) == 0
+    text = plan.read_text()
+    reason = "no, because the moon is full"
+    plan.write_text("\n".join(f"runnable: {reason}" if x.startswith("runnable:") else x for x in text.splitlines()))
+    capsys.readouterr()
+    assert main(["train", str(plan), "--emulate"]) == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [([], "--emulate"), (["--emulate", "--set=pp=8", "--set=pipelines_per_cell=4"], "16")],
+)
+def test_what_is_out_of_reach_is_said(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            [
+                "train",
+                str(TINY),
+                *flags,
+                "--set=cluster.datacenters.east.nodes=32",
+                "--set=cluster.datacenters.west.nodes=32",
+            ]
+        )
+        == 2
+    )
+    assert says in capsys.readouterr().err
