@@ -69,7 +69,7 @@ def _against_others(lines: Lines) -> None:
     with two_nodes(0.08, 2e9) as lab:
         a, b = lab.nodes[A], lab.nodes[B]
         a.tcp_connect(address=b.tcp_listen(host=lab.hosts[B]), congestion="cubic")
-        tcp_s = min(a.tcp_send(num_bytes=MB64) for _ in range(3)) - 0.04
+        tcp_s = statistics.median(a.tcp_send(num_bytes=MB64) for _ in range(3)) - 0.04
         for node, rank in ((a, 0), (b, 1)):
             node.tell("gloo", rank=rank, host=lab.hosts[A], port=29555, device="wan0")
         both(a, b)
@@ -79,7 +79,7 @@ def _against_others(lines: Lines) -> None:
                 node.tell("gloo_move", rank=rank, num_bytes=MB64, count=1)
             gloo_s.append(both(a, b)[1])
         lines.at_least("64 MB at 80 ms against one TCP connection", tcp_s / ours_80, "x", 6.0)
-        lines.at_least("64 MB at 80 ms against Gloo", min(gloo_s) / ours_80, "x", 4.0)
+        lines.at_least("64 MB at 80 ms against Gloo", statistics.median(gloo_s) / ours_80, "x", 4.0)
 
 
 def burst(lines: Lines) -> None:

@@ -37,7 +37,7 @@ from atlas.wan.wire import (
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 2.0
 LOSS_SPAN_S, ENOUGH_BYTES = 20.0, 4 << 20
-IDLE_S, BUSY_S = 0.1, 0.02
+IDLE_S, BUSY_S = 0.5, 0.02
 WARM_BYTES = 32 * 1024
 WARM_ZEROS = memoryview(bytes(WARM_BYTES))
 
@@ -81,6 +81,7 @@ class Channel:
         self._peer_instance: int | None = None
         self._light = light
         self._slots = [Slot(i) for i in range(1 if light else settings.max_streams)]
+        self._order = list(self._slots)
         self._down_since = time.monotonic()
         self._warm_up: WarmUp | None = None
         self._closing = threading.Event()
@@ -246,6 +247,8 @@ class Channel:
             self._note(error)
         stream.abort()
         reader.join()
+        with self._lock:
+            self._order = [other for other in self._order if other is not slot] + [slot]
         self.num_resent += self.outbox.lost(stream)
         slot.stream = None
         if not self.num_live:
@@ -258,14 +261,16 @@ class Channel:
         last_write = 0.0
         while not stream.aborted:
             now = time.monotonic()
-            if (warm_up := self._warm_up) is not None and not warm_up.over and slot.index < outbox.num_streams:
+            if (warm_up := self._warm_up) is not None and not warm_up.over and self._place(slot) < outbox.num_streams:
                 if not warm_up.may_send(WARM_BYTES, now):
                     time.sleep(0.001)
                     continue
                 self._count_out(slot, now)
                 stream.write(pack_header(Header(FrameKind.WARM, lane, epoch, now_ns(), 0, 0, WARM_BYTES)), WARM_ZEROS)
                 continue
-            chunk = outbox.pull(stream, slot.index, IDLE_S if outbox.is_empty else BUSY_S)
+            chunk = outbox.pull(
+                stream, self._place(slot), min(IDLE_S, heartbeat_s) if outbox.is_empty else BUSY_S
+            )
             if chunk is None and not outbox.is_empty and (chunk := outbox.steal(stream, self._late_s)) is not None:
                 self.num_resent += 1
             if chunk is not None:
@@ -284,7 +289,11 @@ class Channel:
     @property
     def _late_s(self) -> float:
         """When an answer is so late that another stream may try, if it has nothing else to do."""
-        return 0.1 + 3 * max(self.rtt_s, self.outbox.usual_s)
+        return 0.03 + 1.5 * max(self.rtt_s, self.outbox.usual_s)
+
+    def _place(self, slot: Slot) -> int:
+        """Those that have lived longest carry the data; a new stream is cold and goes to the end."""
+        return self._order.index(slot)
 
     def _count_out(self, slot: Slot, now: float) -> None:
         with self._lock:
@@ -319,8 +328,10 @@ class Channel:
         if record.kind == RecordKind.ACK:
             chunk = self.outbox.acknowledged(stream, record.a, record.b)
             if chunk is not None:
-                self.meter.acknowledged(chunk.num_bytes, now)
-                if self.outbox.is_empty:
+                # Only what is held back by the path says what the path delivers.
+                if self.outbox.has_ready:
+                    self.meter.acknowledged(chunk.num_bytes, now)
+                else:
                     self.meter.pause()
         elif record.kind == RecordKind.PONG:
             self.rtt_s = min(self.rtt_s, (now_ns() - record.a) / 1e9)

@@ -130,7 +130,7 @@ class Outbox:
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
+            self._wake_all()
 
     def fail(self, error: WorkerError) -> None:
         """Ends every wait with an error that says what was to be done and how far it had come."""
@@ -140,7 +140,7 @@ class Outbox:
             self._live.clear()
             self._ready.clear()
             self._waiting.clear()
-            self._changed.notify_all()
+            self._wake_all()
         for message in lost:
             message.handle.finish(WorkerError(f"{message.handle.what}: {_progress(message)}; {self.failure}"))
 
@@ -244,7 +244,7 @@ class Outbox:
                 if message.all_taken:
                     heapq.heappush(self._ready, (before(message.turn, message.number), message))
                 message.again.append(chunk)
-            self._changed.notify_all()
+            self._wake_all()
             return len(chunks)
 
     # ---- the receiver's word -----------------------------------------------------------------------------------
@@ -271,6 +271,10 @@ class Outbox:
                 self._unacked_bytes -= sum(chunk.num_bytes for chunk in message.unacked.values())
         if message is not None:
             message.handle.finish(WorkerError(f"{message.handle.what}: {reason}"))
+
+    def _wake_all(self) -> None:
+        self._changed.notify_all()
+        self._rests.notify_all()
 
     # ---- inside, with the lock held ----------------------------------------------------------------------------
     def _may_pull(self, index: int) -> bool:
