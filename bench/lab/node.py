@@ -156,7 +156,7 @@ class Actor:
 
     # ---- somebody who should not be here ------------------------------------------------------------------------
     def flood(self, address: list[Any], count: int, corpus: str, per_s: float) -> int:
-        """Garbage connections in the background; every tenth stays half-open. How many there were is told by `flooded`."""
+        """Garbage connections in the background; every tenth stays half-open. `flooded` tells how many there were."""
         blobs = [file.read_bytes() for file in sorted(Path(corpus).iterdir())]
         self.num_flooded = 0
 

@@ -106,6 +106,11 @@ class Outbox:
         return not self._live
 
     @property
+    def has_ready(self) -> bool:
+        """Something could go at once, if the streams took it."""
+        return bool(self._ready)
+
+    @property
     def has_unacked(self) -> bool:
         with self._changed:
             return any(self._held.values())
@@ -271,6 +276,11 @@ class Outbox:
                 self._unacked_bytes -= sum(chunk.num_bytes for chunk in message.unacked.values())
         if message is not None:
             message.handle.finish(WorkerError(f"{message.handle.what}: {reason}"))
+
+    def wake(self) -> None:
+        """Who may pull has changed."""
+        with self._changed:
+            self._wake_all()
 
     def _wake_all(self) -> None:
         self._changed.notify_all()

@@ -173,8 +173,10 @@ class Stream:
 
 
 def congestion_control(sock: socket.socket, *, near: bool) -> str:
-    """Bbr over distance, where the kernel allows it (what there is instead is paced); not within a datacenter, where
-    its pacing costs half the speed. Says which one it is."""
+    """Over distance bbr, where the kernel allows it; not within a datacenter, where its pacing costs half the speed.
+
+    Says which one it is. Even bbr is paced from above: several of them overflow a queue that one would not.
+    """
     option = getattr(socket, "TCP_CONGESTION", 13)
     for name in (b"cubic", b"reno") if near else (b"bbr",):
         try:
