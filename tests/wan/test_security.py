@@ -128,13 +128,13 @@ def test_a_tls_connection_without_a_certificate_is_refused(certs: Path) -> None:
     context = ssl.create_default_context(cafile=str(certs / "ca.pem"))
     context.check_hostname = False
     lines: list[str] = []
-    with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b"), log=lines.append) as b:
-        with socket.create_connection(b.address) as sock:
-            sock.sendall(preamble(SEALED))
-            sock.settimeout(5)
-            with context.wrap_socket(sock) as tls, contextlib.suppress(OSError):
-                tls.sendall(b"x" * 32 + pack_greeting(Greeting("dc1/a", "dc2/b", 0, 0, 1)))
-                assert not tls.recv(1)
+    here = Credentials.of_folder(certs, "dc2/b")
+    with endpoint("dc2/b", here, log=lines.append) as b, socket.create_connection(b.address) as sock:
+        sock.sendall(preamble(SEALED))
+        sock.settimeout(5)
+        with context.wrap_socket(sock) as tls, contextlib.suppress(OSError):
+            tls.sendall(b"x" * 32 + pack_greeting(Greeting("dc1/a", "dc2/b", 0, 0, 1)))
+            assert not tls.recv(1)
     assert any("turned a connection away" in line for line in lines)
 
 

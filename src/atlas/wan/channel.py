@@ -21,7 +21,6 @@ from atlas.wan.greet import Address, RefusedError, dial
 from atlas.wan.outbox import Chunk, Outbox
 from atlas.wan.security import Security
 from atlas.wan.settings import Settings
-from atlas.wan.shifts import SHIFTS, Shifts
 from atlas.wan.stream import Stream, broken
 from atlas.wan.tuning import LOSSY, NEAR_RTT_S, Choice, RateMeter, choose, window_bytes
 from atlas.wan.warming import WarmUp
@@ -38,7 +37,7 @@ from atlas.wan.wire import (
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 2.0
 LOSS_SPAN_S, ENOUGH_BYTES = 20.0, 4 << 20
-IDLE_S, BUSY_S = 0.5, 0.02
+IDLE_S, BUSY_S = 0.1, 0.02
 WARM_BYTES = 32 * 1024
 WARM_ZEROS = memoryview(bytes(WARM_BYTES))
 
@@ -82,7 +81,6 @@ class Channel:
         self._peer_instance: int | None = None
         self._light = light
         self._slots = [Slot(i) for i in range(1 if light else settings.max_streams)]
-        self._shifts = Shifts(self._slots, time.monotonic())
         self._down_since = time.monotonic()
         self._warm_up: WarmUp | None = None
         self._closing = threading.Event()
@@ -104,16 +102,11 @@ class Channel:
             return
         time.sleep(min(0.05, 3 * self.rtt_s))  # the first pongs say better how far it is than the greeting did
         self.retune()
-        # First all streams find out what the path gives; then those that will be used learn to carry it.
-        for shift in range(1 + SHIFTS):
-            if (flight := self.outbox.flight) is None:  # it may have turned out to be near
-                return
-            self.meter.learn(max(self.meter.rate_bps or 0.0, self._fill(flight, deadline)), time.monotonic())
-            self.retune()
-            if shift and not self._shifts.apply(self.outbox.num_streams):
-                return
-            if shift:
-                self._shifts.change(self.outbox.num_streams)
+        # Twice: all streams find out what the path gives; then those that will be used learn to carry it.
+        for _ in range(2):
+            if (flight := self.outbox.flight) is not None:  # it may have turned out to be near
+                self.meter.learn(self._fill(flight, deadline), time.monotonic())
+                self.retune()
 
     def _fill(self, flight: Flight, deadline: float) -> float:
         """What the path delivered."""
@@ -127,8 +120,6 @@ class Channel:
         """Called a few times a second: choose anew, and give up what has been hopeless for too long."""
         self.retune()
         now, outbox = time.monotonic(), self.outbox
-        if outbox.flight is not None and self._shifts.watch(outbox.num_streams, now):
-            outbox.wake()
         if outbox.is_empty or outbox.failure is not None:
             return
         hopeless_since = max(outbox.last_progress_ns / 1e9, 0.0 if self.num_live else self._down_since)
@@ -138,8 +129,7 @@ class Channel:
     def retune(self) -> None:
         if not self.rtt_s or self._warm_up is not None:
             return
-        rate_bps = None if self._light else self.meter.rate_bps
-        choice = choose(self.rtt_s, rate_bps, len(self._slots), window_bytes(), lossy=self._is_lossy())
+        choice = choose(self.rtt_s, self.meter.rate_bps, len(self._slots), window_bytes(), lossy=self._is_lossy())
         if self.settings.num_streams is not None:
             choice = choice.with_streams(self.settings.num_streams)
         self._choice = choice
@@ -256,7 +246,6 @@ class Channel:
             self._note(error)
         stream.abort()
         reader.join()
-        self._shifts.to_the_end(slot)
         self.num_resent += self.outbox.lost(stream)
         slot.stream = None
         if not self.num_live:
@@ -269,20 +258,14 @@ class Channel:
         last_write = 0.0
         while not stream.aborted:
             now = time.monotonic()
-            if (
-                (warm_up := self._warm_up) is not None
-                and not warm_up.over
-                and self._shifts.place(slot) < outbox.num_streams
-            ):
+            if (warm_up := self._warm_up) is not None and not warm_up.over and slot.index < outbox.num_streams:
                 if not warm_up.may_send(WARM_BYTES, now):
                     time.sleep(0.001)
                     continue
                 self._count_out(slot, now)
                 stream.write(pack_header(Header(FrameKind.WARM, lane, epoch, now_ns(), 0, 0, WARM_BYTES)), WARM_ZEROS)
                 continue
-            chunk = outbox.pull(
-                stream, self._shifts.place(slot), min(IDLE_S, heartbeat_s) if outbox.is_empty else BUSY_S
-            )
+            chunk = outbox.pull(stream, slot.index, IDLE_S if outbox.is_empty else BUSY_S)
             if chunk is None and not outbox.is_empty and (chunk := outbox.steal(stream, self._late_s)) is not None:
                 self.num_resent += 1
             if chunk is not None:
@@ -293,7 +276,7 @@ class Channel:
             elif self._closing.is_set() and (outbox.is_empty or outbox.failure is not None):
                 stream.write(pack_header(Header(FrameKind.BYE, lane, epoch)))
                 return
-            elif now - last_write >= self._shifts.silence_s(slot, outbox.num_streams, heartbeat_s):
+            elif now - last_write >= heartbeat_s:
                 self._count_out(slot, now)
                 stream.write(pack_header(Header(FrameKind.PING, lane, epoch, now_ns())))
                 last_write = now
@@ -301,7 +284,7 @@ class Channel:
     @property
     def _late_s(self) -> float:
         """When an answer is so late that another stream may try, if it has nothing else to do."""
-        return 0.05 + 2 * max(self.rtt_s, self.outbox.usual_s)
+        return 0.1 + 3 * max(self.rtt_s, self.outbox.usual_s)
 
     def _count_out(self, slot: Slot, now: float) -> None:
         with self._lock:
@@ -324,7 +307,6 @@ class Channel:
                 self._heed(slot, stream, record)
         except (OSError, WorkerError) as error:
             self._note(error)
-        finally:
             stream.abort()
 
     def _heed(self, slot: Slot, stream: Stream, record: Record) -> None:
@@ -337,10 +319,8 @@ class Channel:
         if record.kind == RecordKind.ACK:
             chunk = self.outbox.acknowledged(stream, record.a, record.b)
             if chunk is not None:
-                # Only what is held back by the path says what the path delivers.
-                if self.outbox.has_ready:
-                    self.meter.acknowledged(chunk.num_bytes, now)
-                else:
+                self.meter.acknowledged(chunk.num_bytes, now)
+                if self.outbox.is_empty:
                     self.meter.pause()
         elif record.kind == RecordKind.PONG:
             self.rtt_s = min(self.rtt_s, (now_ns() - record.a) / 1e9)

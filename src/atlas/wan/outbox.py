@@ -106,11 +106,6 @@ class Outbox:
         return not self._live
 
     @property
-    def has_ready(self) -> bool:
-        """Something could go at once, if the streams took it."""
-        return bool(self._ready)
-
-    @property
     def has_unacked(self) -> bool:
         with self._changed:
             return any(self._held.values())
@@ -135,7 +130,7 @@ class Outbox:
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            self._wake_all()
+            self._changed.notify_all()
 
     def fail(self, error: WorkerError) -> None:
         """Ends every wait with an error that says what was to be done and how far it had come."""
@@ -145,7 +140,7 @@ class Outbox:
             self._live.clear()
             self._ready.clear()
             self._waiting.clear()
-            self._wake_all()
+            self._changed.notify_all()
         for message in lost:
             message.handle.finish(WorkerError(f"{message.handle.what}: {_progress(message)}; {self.failure}"))
 
@@ -249,7 +244,7 @@ class Outbox:
                 if message.all_taken:
                     heapq.heappush(self._ready, (before(message.turn, message.number), message))
                 message.again.append(chunk)
-            self._wake_all()
+            self._changed.notify_all()
             return len(chunks)
 
     # ---- the receiver's word -----------------------------------------------------------------------------------
@@ -276,15 +271,6 @@ class Outbox:
                 self._unacked_bytes -= sum(chunk.num_bytes for chunk in message.unacked.values())
         if message is not None:
             message.handle.finish(WorkerError(f"{message.handle.what}: {reason}"))
-
-    def wake(self) -> None:
-        """Who may pull has changed."""
-        with self._changed:
-            self._wake_all()
-
-    def _wake_all(self) -> None:
-        self._changed.notify_all()
-        self._rests.notify_all()
 
     # ---- inside, with the lock held ----------------------------------------------------------------------------
     def _may_pull(self, index: int) -> bool:

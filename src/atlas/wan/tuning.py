@@ -23,7 +23,7 @@ LOSSY = 1e-4
 """Retransmitted bytes over delivered ones, from which on a path counts as lossy."""
 MIN_CHUNK_BYTES, FAR_CHUNK_BYTES = 64 * 1024, 1 << 20
 MIN_LOWAT_BYTES, MAX_LOWAT_BYTES = 32 * 1024, 256 * 1024
-HEADROOM, HEADROOM_ALONE = 2.0, 1.25
+HEADROOM = 2.0
 """The pace of all streams, over what the path was seen to deliver: one stream alone must not be held back, and what is
 under way is bounded anyway. It only keeps a burst from leaving all at once."""
 SAMPLE_S, NUM_SPANS = 0.05, 4
@@ -63,12 +63,11 @@ def choose(rtt_s: float, rate_bps: float | None, max_streams: int, window: int, 
         return Choice(max_streams, 4 * MIN_CHUNK_BYTES, MAX_LOWAT_BYTES, None)
     needed = math.ceil(1.5 * rate_bps / 8 * rtt_s / window)
     # Where packets get lost, a stream that waits for a repair leaves the path to the others.
-    num_streams = min(max_streams, max(LOSSY_STREAMS if lossy else 1, needed))
+    num_streams = min(max_streams, max(LOSSY_STREAMS if lossy else 2, needed))
     # The quantum is the link's; with n streams, n chunks are on it at once, each n times as long.
     chunk = chunk_bytes(rate_bps * 2 / num_streams, MIN_CHUNK_BYTES, FAR_CHUNK_BYTES)
     lowat = max(MIN_LOWAT_BYTES, min(MAX_LOWAT_BYTES, chunk // num_streams))
-    headroom = HEADROOM_ALONE if num_streams == 1 else HEADROOM
-    return Choice(num_streams, chunk, lowat, rate_bps * headroom / num_streams)
+    return Choice(num_streams, chunk, lowat, rate_bps * HEADROOM / num_streams)
 
 
 class RateMeter:
@@ -106,7 +105,7 @@ class RateMeter:
                 return
             self._spans.append(self._num_bytes * 8 / (now - self._since))
             self._since, self._num_bytes = now, 0
-            while len(self._samples) > 1 and now - self._samples[0][0] > MEMORY_S:
+            while self._samples and now - self._samples[0][0] > MEMORY_S:
                 self._samples.popleft()
             if len(self._spans) < NUM_SPANS and self._samples:
                 return
