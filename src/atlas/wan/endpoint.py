@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from atlas.errors import WorkerError
 from atlas.wan.channel import Channel
@@ -143,6 +143,10 @@ class Endpoint(Transport):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def is_sending(self, besides: Collection[int] = ()) -> bool:
+        """Whether anything waits to leave, or to be acknowledged, on other lanes than these."""
+        return any(not c.outbox.is_empty for (_, lane), c in list(self._channels.items()) if lane not in besides)
 
     def channel(self, peer: str, lane: int = 0) -> Channel:
         """For measurements and for tests that break things."""

@@ -13,7 +13,20 @@ from pathlib import Path
 
 import torch
 
-from atlas.runtime.checkpoint import Checkpointer, LayerState, LocalStore, Meta, Replicator, choose, load_layers
+from atlas.runtime.checkpoint import (
+    Checkpointer,
+    Keeper,
+    LayerState,
+    Line,
+    LocalStore,
+    Meta,
+    RemoteStore,
+    Replicator,
+    Store,
+    choose,
+    load_layers,
+)
+from atlas.wan.endpoint import Endpoint
 
 NUM_LAYERS, SAVES = 8, 5
 
@@ -35,6 +48,14 @@ def states(num_bytes: int, device: str) -> dict[str, LayerState]:
     }
 
 
+def replicate(source: Store, target: Store) -> float:
+    """Seconds for a byte."""
+    began = time.perf_counter()
+    with Replicator(source, target) as replicator:
+        replicator.wait()
+    return (time.perf_counter() - began) / replicator.num_bytes
+
+
 def main(root: Path, num_mb: int, device: str) -> None:
     torch.set_num_threads(1)
     num_bytes = num_mb * 10**6
@@ -52,10 +73,12 @@ def main(root: Path, num_mb: int, device: str) -> None:
     began = time.perf_counter()
     load_layers(checkpoint, checkpoint.layers)
     load_s = time.perf_counter() - began
-    began = time.perf_counter()
-    with Replicator(store, copy) as replicator:
-        replicator.wait()
-    replicate_s = (time.perf_counter() - began) * num_bytes / replicator.num_bytes
+    replicate_s = replicate(store, copy) * num_bytes
+    with Endpoint("east/w") as east, Endpoint("west/w") as west:
+        keeper = Keeper(west, {"of-east": LocalStore(root / "of-east")})
+        keeper.admit({"east/w": east.address})
+        network_s = replicate(store, RemoteStore(Line(east, "west/w", west.address), "of-east")) * num_bytes
+        keeper.close()
     print(f"{num_mb} MB on {device}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {root}")
     for what, seconds in (
         ("pause of the first save", first_s),
@@ -63,6 +86,7 @@ def main(root: Path, num_mb: int, device: str) -> None:
         ("write behind training, median", statistics.median(writes_s)),
         ("load and verify", load_s),
         ("replicate to another folder", replicate_s),
+        ("replicate over loopback", network_s),
     ):
         print(f"  {what:32} {seconds * 1e3:8.1f} ms  {num_mb / seconds:8.0f} MB/s")
 

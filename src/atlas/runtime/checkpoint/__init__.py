@@ -3,25 +3,33 @@
 docs/checkpoints.md has the format and the order of events. Nothing here is a pickle.
 """
 
+from atlas.runtime.checkpoint.calls import OWN, shelf_of
 from atlas.runtime.checkpoint.checkpointer import Checkpointer, Pause
+from atlas.runtime.checkpoint.keeper import Keeper
 from atlas.runtime.checkpoint.load import Checkpoint, choose, iterate_layers, load_layers, verify
 from atlas.runtime.checkpoint.manifest import Meta, SaveId, complete_ids, next_attempt
+from atlas.runtime.checkpoint.remote import Line, RemoteStore, behind
 from atlas.runtime.checkpoint.replicate import Replicator
 from atlas.runtime.checkpoint.retention import Retention
 from atlas.runtime.checkpoint.state import LayerState, restore, share, states_of
 from atlas.runtime.checkpoint.store import LocalStore, Store
 
 __all__ = [
+    "OWN",
     "Checkpoint",
     "Checkpointer",
+    "Keeper",
     "LayerState",
+    "Line",
     "LocalStore",
     "Meta",
     "Pause",
+    "RemoteStore",
     "Replicator",
     "Retention",
     "SaveId",
     "Store",
+    "behind",
     "choose",
     "complete_ids",
     "iterate_layers",
@@ -29,6 +37,7 @@ __all__ = [
     "next_attempt",
     "restore",
     "share",
+    "shelf_of",
     "states_of",
     "verify",
 ]

@@ -49,6 +49,7 @@ class Replicator:
         """Sent so far."""
         self._record = Record(str(target), writer)
         self._refused: set[str] = set()
+        self._told = ""
         self._yield_way, self._report = yield_way, report
         self._due_s = 0.0
         self._stop = threading.Event()
@@ -119,8 +120,11 @@ class Replicator:
                 self._copy_part(id, name)
             self.retention.prune(self.target)
         except (OSError, AtlasError) as error:
-            self._report(f"replication of {self.source} to {self.target} is held up, and tried again: {error}")
+            if str(error) != self._told:  # tried every few seconds, told when it is something new
+                self._report(f"replication of {self.source} to {self.target} is held up, and tried again: {error}")
+            self._told = str(error)
             return False
+        self._told = ""
         return True
 
     def _waiting(self) -> list[tuple[SaveId, str]]:

@@ -1,0 +1,269 @@
+"""Checkpoints copied to another datacenter over real sockets, and loaded back from what is left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from checkpoint_samples import LAYERS, Faulty, meta_at, numbered, same
+
+from atlas.runtime.checkpoint import (
+    OWN,
+    Checkpointer,
+    Keeper,
+    Line,
+    LocalStore,
+    RemoteStore,
+    Replicator,
+    Store,
+    behind,
+    choose,
+    load_layers,
+    shelf_of,
+)
+from atlas.runtime.checkpoint.calls import CALL_LANE, MAX_QUEUED_BYTES, PIECE_BYTES, WINDOW_BYTES, pack, unpack
+from atlas.wan.endpoint import Endpoint
+from atlas.wan.settings import Settings
+from atlas.wan.transport import Key
+
+QUICK = Settings(max_streams=2, deadline_s=2.0, stall_s=1.0, handshake_s=2.0)
+HALF = {"east": LAYERS[:3], "west": LAYERS[3:]}
+
+
+class Site:
+    """A datacenter: a node, its own disk, and what it keeps for the other."""
+
+    def __init__(self, root: Path, name: str, other: str, shelf: Store | None = None) -> None:
+        self.root, self.name, self.other = root / name, name, other
+        self.own, self.kept = LocalStore(self.root / OWN), LocalStore(self.root / shelf_of(other))
+        self.endpoint = Endpoint(f"{name}/w", settings=QUICK)
+        self.keeper = Keeper(self.endpoint, {OWN: self.own, shelf_of(other): shelf or self.kept}, idle_s=5)
+
+    def meet(self, other: Site) -> None:
+        peer = f"{self.other}/w"
+        self.keeper.admit({peer: other.endpoint.address})
+        self.line = Line(self.endpoint, peer, other.endpoint.address, patience_s=5)
+        self.replica = RemoteStore(self.line, shelf_of(self.name))
+
+    def save(self, step: int, size: int = 1000) -> None:
+        checkpointer = Checkpointer(self.own, f"{self.name}.s0", LAYERS)
+        checkpointer.save(step, numbered(step, HALF[self.name], size), meta_at(step))
+        checkpointer.close()
+
+    def close(self) -> None:
+        self.keeper.close()
+        self.endpoint.close()
+
+
+@pytest.fixture
+def sites(tmp_path: Path) -> Iterator[Callable[..., tuple[Site, Site]]]:
+    made: list[Site] = []
+
+    def make(shelf: Store | None = None) -> tuple[Site, Site]:
+        """`shelf`: where west keeps east's."""
+        made.extend((Site(tmp_path, "east", "west"), Site(tmp_path, "west", "east", shelf)))
+        made[0].meet(made[1])
+        made[1].meet(made[0])
+        return made[0], made[1]
+
+    yield make
+    for site in made:
+        site.close()
+
+
+Make = Callable[..., tuple[Site, Site]]
+
+
+def test_a_shelf_elsewhere_has_the_four_verbs_of_a_store(sites: Make) -> None:
+    east, west = sites()
+    large = os.urandom(3 * WINDOW_BYTES + 17)
+    east.replica.write("step-1/a.bin", [large[:100], memoryview(large)[100:]])
+    east.replica.write("step-1/empty", [])
+    assert (west.root / "of-east/step-1/a.bin").read_bytes() == large
+    assert east.replica.names() == ["step-1/a.bin", "step-1/empty"]
+    assert east.replica.names("step-1/e") == ["step-1/empty"]
+    with east.replica.open("step-1/a.bin") as file:
+        assert file.read(5) == large[:5]
+        assert file.read() == large[5:]
+    with east.replica.open("step-1/empty") as file:
+        assert file.read() == b""
+    east.replica.write("step-1/a.bin", [b"new"])
+    with east.replica.open("step-1/a.bin") as file:
+        assert file.read() == b"new"
+    east.replica.delete("step-1/a.bin")
+    east.replica.delete("step-1/a.bin")
+    assert east.replica.names() == ["step-1/empty"]
+    with pytest.raises(FileNotFoundError):
+        east.replica.open("step-1/a.bin")
+
+
+def test_a_lost_datacenter_is_loaded_from_the_other(sites: Make, tmp_path: Path) -> None:
+    for site in sites():
+        site.save(10)
+        with Replicator(site.own, site.replica, yield_way=behind(site.endpoint)) as replicator:
+            assert replicator.wait(10)
+        site.save(20)  # not copied when the lights go out
+    east, west = LocalStore(tmp_path / "east/own"), LocalStore(tmp_path / "east/of-west")
+    shutil.rmtree(tmp_path / "west")
+    checkpoint = choose([east, west], verified=True, report=lambda text: None)
+    assert checkpoint is not None
+    assert checkpoint.step == 10
+    assert same(load_layers(checkpoint, LAYERS), numbered(10))
+
+
+def test_a_third_place_reads_both_halves_over_the_network(sites: Make) -> None:
+    """Whoever takes over the lost datacenter's layers need not be where their copies are."""
+    east, west = sites()
+    for site in (east, west):
+        site.save(10, size=600_000)  # several pieces each
+        with Replicator(site.own, site.replica) as replicator:
+            assert replicator.wait(20)
+    shutil.rmtree(east.root)
+    stores = [RemoteStore(east.line, OWN), RemoteStore(east.line, shelf_of("east"))]
+    checkpoint = choose(stores, verified=True)
+    assert checkpoint is not None
+    assert same(load_layers(checkpoint, LAYERS), numbered(10, LAYERS, 600_000))
+
+
+@pytest.mark.parametrize("victim", ["sender", "keeper"])
+def test_a_kill_in_the_middle_of_a_copy_leaves_nothing_that_is_believed(tmp_path: Path, victim: str) -> None:
+    kept = LocalStore(tmp_path / "of-east")
+    endpoint = Endpoint("west/w", settings=QUICK)
+    keeper = Keeper(endpoint, {shelf_of("east"): kept}, idle_s=1.0)
+    sender = Path(__file__).with_name("checkpoint_sender.py")
+    command = [sys.executable, str(sender), str(endpoint.address[1]), str(tmp_path / "own")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            keeper.admit({"east/w": ("127.0.0.1", int(process.stdout.readline()))})
+            for _ in range(4):
+                under_way = process.stdout.readline().split()[1]
+            if victim == "sender":
+                process.send_signal(signal.SIGKILL)
+            else:
+                keeper.close()
+        finally:
+            process.kill()
+    deadline = time.monotonic() + 10
+    while list(tmp_path.glob("of-east/**/.*.part")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    names = kept.names()
+    assert names, "nothing had been copied: the test is too kind"
+    assert under_way not in names
+    assert not list(tmp_path.glob("of-east/**/.*.part")), "what was half copied gives its space back"
+    keeper.close()
+    endpoint.close()
+    assert choose([kept], report=lambda text: None) is None
+    for name in names:  # what is there is whole
+        assert (tmp_path / "of-east" / name).read_bytes() == (tmp_path / "own" / name).read_bytes()
+
+
+def test_a_full_disk_there_is_told_and_training_goes_on(sites: Make, tmp_path: Path) -> None:
+    told: list[str] = []
+    full = True
+
+    def disk(name: str, done: int) -> None:
+        if full and done >= PIECE_BYTES:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    east, _ = sites(Faulty(LocalStore(tmp_path / "small"), disk))
+    with Replicator(east.own, east.replica, report=told.append, retry_s=0.05) as replicator:
+        checkpointer = Checkpointer(east.own, "east.s0", LAYERS, on_written=replicator.notify)
+        for step in (1, 2):  # training's side notices nothing
+            checkpointer.save(step, numbered(step, LAYERS, 500_000), meta_at(step))
+        checkpointer.close()
+        assert not checkpointer.failed
+        deadline = time.monotonic() + 5
+        while not told and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert "is held up, and tried again: [Errno 28] No space left on device" in told[0]
+        assert "west/w" in told[0]
+        assert choose([LocalStore(tmp_path / "small")], report=lambda text: None) is None
+        full = False
+        assert replicator.wait(20)
+    checkpoint = choose([LocalStore(tmp_path / "small")], verified=True)
+    assert checkpoint is not None
+    assert checkpoint.step == 2
+
+
+def test_a_node_writes_only_its_own_datacenters_shelf(sites: Make) -> None:
+    east, west = sites()
+    for shelf in (OWN, shelf_of("north")):
+        with pytest.raises(OSError, match=r"not for east/w to write on|no shelf"):
+            RemoteStore(east.line, shelf).write("x", [b"data"])
+        with pytest.raises(OSError, match=r"not for east/w to write on|no shelf"):
+            RemoteStore(east.line, shelf).delete("x")
+    with pytest.raises(PermissionError, match="lies outside"):
+        east.replica.write("../../x", [b"data"])
+    with pytest.raises(PermissionError, match="lies outside"):
+        east.replica.open("../own/secret")
+    assert west.own.names() == west.kept.names() == []
+
+
+def test_what_arrives_with_another_hash_is_thrown_away(sites: Make) -> None:
+    east, west = sites()
+    east.line.call("begin", shelf=shelf_of("east"), name="x", upload=7)
+    east.line.call("piece", b"data", upload=7)
+    with pytest.raises(OSError, match="another hash"):
+        east.line.call("end", upload=7, bytes=4, sha256="0" * 64).wait()
+    assert west.kept.names() == []
+
+
+def test_a_copy_that_its_reader_gives_up_is_not_there(sites: Make) -> None:
+    east, west = sites()
+
+    def chunks() -> Iterator[bytes]:
+        yield b"first"
+        raise RuntimeError("the source is gone")
+
+    with pytest.raises(RuntimeError):
+        east.replica.write("x", chunks())
+    east.replica.write("y", [b"later calls are served"])
+    assert west.kept.names() == ["y"]
+
+
+def test_a_peer_that_is_gone_is_an_oserror(sites: Make) -> None:
+    east, west = sites()
+    east.replica.write("x", [b"data"])
+    west.close()
+    with pytest.raises(ConnectionError):
+        east.replica.names()
+
+
+def test_calls_that_make_no_sense_are_answered_and_harm_nobody(sites: Make) -> None:
+    east, west = sites()
+    for verb, arguments in {"sing": {"shelf": OWN, "name": "x"}, "read": {"shelf": OWN}, "piece": {}}.items():
+        with pytest.raises(OSError, match="Errno 22"):
+            east.line.call(verb, **arguments).wait()
+    too_much = Key("west/w", CALL_LANE, (next(east.line._calls), 0, 0, 0))
+    east.endpoint.send(too_much, bytes(MAX_QUEUED_BYTES + 1)).wait(10)
+    east.replica.write("x", [b"data"])
+    assert west.kept.names() == ["x"]
+
+
+@pytest.mark.parametrize("message", [b"", b"\0\0\0", b"\xff\xff\xff\xff{}", b"\0\0\0\2[]", b"\0\0\0\3{x}"])
+def test_garbage_is_no_call(message: bytes) -> None:
+    with pytest.raises(ValueError, match=r"header|Expecting"):
+        unpack(memoryview(message))
+    assert unpack(memoryview(pack({"verb": "names"}, b"rest"))) == ({"verb": "names"}, b"rest")
+
+
+def test_copies_wait_for_training_but_not_for_ever(sites: Make) -> None:
+    east, _ = sites()
+    wait = behind(east.endpoint, longest_s=0.2)
+    began = time.monotonic()
+    wait()
+    assert time.monotonic() - began < 0.1
+    east.endpoint.open("west/w", 0, ("127.0.0.1", 1))  # nobody there: what is sent stays in the queue
+    east.endpoint.send(Key("west/w", 0), b"an activation")
+    began = time.monotonic()
+    wait()
+    assert 0.2 <= time.monotonic() - began < 1.0
