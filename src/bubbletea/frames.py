@@ -1,0 +1,144 @@
+"""Frames on a stream between a service, its workers and a decode engine: a fixed head, a small JSON object, raw bytes.
+And the greeting that opens such a stream: both sides prove that they hold the same token without sending it.
+
+No pickle; every size is checked before anything is allocated. Knows no sockets' owners and no tensors. Blocking sockets
+(workers, decode engines) and asyncio streams (the service) read and write the same bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from atlas.errors import WorkerError
+
+_HEAD = struct.Struct("!4sBHQI")
+MAGIC = b"BTF1"
+MAX_FIELDS_BYTES = (1 << 16) - 1
+MAX_PAYLOAD_BYTES = 1 << 30
+GREETING_S = 10.0
+"""Longer than this nobody may take to say who he is."""
+
+CHALLENGE, PROOF, WELCOME = 1, 2, 3
+"""Kinds of the greeting; `control` and `handoff` number theirs from 16."""
+
+Payload = bytes | bytearray | memoryview
+
+
+class Frame(NamedTuple):
+    kind: int
+    fields: dict[str, Any]
+    payload: Payload = b""
+
+
+def pack(kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> bytes:
+    """Head and fields; the payload is sent behind them as it is."""
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    if len(text) > MAX_FIELDS_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
+        raise WorkerError(f"a frame of {len(text)} and {len(payload)} bytes is more than its reader takes")
+    head = _HEAD.pack(MAGIC, kind, len(text), len(payload), 0)[:-4]
+    return head + struct.pack("!I", zlib.crc32(head)) + text
+
+
+def _sizes(head: bytes) -> tuple[int, int, int]:
+    magic, kind, num_fields, num_payload, checksum = _HEAD.unpack(head)
+    if magic != MAGIC or zlib.crc32(head[:-4]) != checksum:
+        raise WorkerError("these bytes are no frame of ours: check that both ends run the same release")
+    if num_payload > MAX_PAYLOAD_BYTES:
+        raise WorkerError(f"a frame with {num_payload} bytes is more than the {MAX_PAYLOAD_BYTES} allowed")
+    return kind, num_fields, num_payload
+
+
+def _fields(text: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise WorkerError("a frame's fields are no JSON object")
+    return fields
+
+
+# ---- blocking sockets --------------------------------------------------------------------------------------------
+def send(sock: socket.socket, kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> None:
+    sock.sendall(pack(kind, fields, payload))
+    if len(payload):
+        sock.sendall(payload)
+
+
+def receive(sock: socket.socket) -> Frame:
+    kind, num_fields, num_payload = _sizes(bytes(_exactly(sock, _HEAD.size)))
+    fields = _fields(bytes(_exactly(sock, num_fields)))
+    return Frame(kind, fields, _exactly(sock, num_payload))
+
+
+def _exactly(sock: socket.socket, count: int) -> bytearray:
+    data = bytearray(count)
+    view, done = memoryview(data), 0
+    while done < count:
+        got = sock.recv_into(view[done:])
+        if not got:
+            raise WorkerError("the other side has closed the connection")
+        done += got
+    return data
+
+
+# ---- asyncio -----------------------------------------------------------------------------------------------------
+async def receive_async(reader: asyncio.StreamReader) -> Frame:
+    try:
+        kind, num_fields, num_payload = _sizes(await reader.readexactly(_HEAD.size))
+        fields = _fields(await reader.readexactly(num_fields))
+        return Frame(kind, fields, await reader.readexactly(num_payload) if num_payload else b"")
+    except asyncio.IncompleteReadError:
+        raise WorkerError("the other side has closed the connection") from None
+
+
+def write(writer: asyncio.StreamWriter, kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> None:
+    writer.write(pack(kind, fields, payload))
+    if len(payload):
+        writer.write(payload)
+
+
+# ---- greeting ----------------------------------------------------------------------------------------------------
+def _proof(token: str, role: str, first: str, second: str) -> str:
+    return hmac.new(token.encode(), f"bubbletea {role} {first} {second}".encode(), hashlib.sha256).hexdigest()
+
+
+def greet(sock: socket.socket, token: str, who: Mapping[str, Any]) -> dict[str, Any]:
+    """As the one who dialled: say who we are; what the other side answers."""
+    sock.settimeout(GREETING_S)
+    challenge = receive(sock)
+    theirs, mine = str(challenge.fields.get("nonce", "")), secrets.token_hex(16)
+    send(sock, PROOF, {**who, "nonce": mine, "proof": _proof(token, "caller", theirs, mine)})
+    welcome = receive(sock)
+    expected = _proof(token, "service", mine, theirs)
+    if welcome.kind != WELCOME or not hmac.compare_digest(str(welcome.fields.get("proof", "")), expected):
+        raise WorkerError("the service does not hold our token: give both sides the same")
+    sock.settimeout(None)
+    return welcome.fields
+
+
+async def admit_caller(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str, answer: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """As the one who was dialled: who calls, once he has proved the token."""
+    async with asyncio.timeout(GREETING_S):
+        mine = secrets.token_hex(16)
+        write(writer, CHALLENGE, {"nonce": mine})
+        await writer.drain()
+        proof = await receive_async(reader)
+        theirs = str(proof.fields.get("nonce", ""))
+        given = str(proof.fields.get("proof", ""))
+        if proof.kind != PROOF or not hmac.compare_digest(given, _proof(token, "caller", mine, theirs)):
+            raise WorkerError("a caller does not hold our token")
+        write(writer, WELCOME, {**(answer or {}), "proof": _proof(token, "service", theirs, mine)})
+        await writer.drain()
+        return proof.fields

@@ -1,0 +1,1 @@
+"""A finished prefill's keys and values on their way to whoever decodes."""

@@ -1,0 +1,124 @@
+"""Where decode engines in other processes fetch keys and values: a socket of the service that answers FETCH (`blocks`).
+
+And `params`: what goes to the engine through the router, in `kv_transfer_params`, unchanged. The names are those of
+vLLM's own connectors where they have one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+from collections.abc import Callable
+from typing import Any
+
+from atlas.errors import AtlasError, WorkerError
+from bubbletea.frames import Frame, admit_caller, receive_async, write
+from bubbletea.handoff.blocks import END, FETCH, GONE, KV, RELEASE, Block, pack_block
+from bubbletea.handoff.store import Parcel, Store
+
+IDLE_S = 120.0
+"""A decode engine may keep its connection this long between two fetches."""
+BLOCK_BYTES = 8 << 20
+"""About as many bytes go into one frame."""
+
+
+class Door:
+    """`start` listens; `params(parcel)` is what a decode engine needs to find it."""
+
+    def __init__(
+        self, store: Store, token: str, on_fetched: Callable[[str, int], None] = lambda ticket, n: None
+    ) -> None:
+        self.store, self.token, self.on_fetched = store, token, on_fetched
+        self.address: tuple[str, int] = ("", 0)
+        self._server: asyncio.Server | None = None
+        self._callers: set[asyncio.Task[None]] = set()
+
+    async def start(self, host: str, port: int, *, anywhere: bool = False) -> None:
+        """On loopback unless `anywhere`: keys and values travel in the clear here, behind a token."""
+        if not anywhere and not ipaddress.ip_address(host).is_loopback:
+            raise AtlasError(f"hand-off on {host}: others could listen in. Use 127.0.0.1, or allow it expressly")
+        self._server = await asyncio.start_server(self._serve, host, port)
+        self.address = self._server.sockets[0].getsockname()[:2]
+
+    async def close(self) -> None:
+        if self._server is None:
+            return
+        self._server.close()
+        for caller in self._callers:
+            caller.cancel()
+        await asyncio.gather(*self._callers, return_exceptions=True)
+
+    def params(self, parcel: Parcel) -> dict[str, Any]:
+        host, port = self.address
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": "bubbletea",
+            "remote_request_id": parcel.ticket,
+            "remote_block_ids": [],
+            "remote_host": host,
+            "remote_port": port,
+            "remote_model_id": parcel.model,
+            "remote_num_tokens": parcel.length,
+        }
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        me = asyncio.current_task()
+        assert me is not None
+        self._callers.add(me)
+        try:
+            await admit_caller(reader, writer, self.token)
+            while True:
+                async with asyncio.timeout(IDLE_S):
+                    frame = await receive_async(reader)
+                await self._answer(frame, writer)
+        except (WorkerError, OSError, TimeoutError):
+            pass  # gone, silent or none of ours: nothing here depends on it
+        finally:
+            self._callers.discard(me)
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    async def _answer(self, frame: Frame, writer: asyncio.StreamWriter) -> None:
+        ticket = str(frame.fields.get("ticket", ""))
+        if frame.kind == RELEASE:
+            self.store.release(ticket)
+            return
+        parcel = self.store.find(ticket)
+        if frame.kind != FETCH or parcel is None or not parcel.is_complete:
+            write(writer, GONE, {"why": "nothing under this ticket: it was fetched, has expired or never was"})
+            await writer.drain()
+            return
+        num_blocks = 0
+        for block in self._blocks(parcel, frame.fields):
+            fields, payload = pack_block(block)
+            write(writer, KV, fields, payload)
+            await writer.drain()
+            num_blocks += 1
+        write(writer, END, {"blocks": num_blocks})
+        await writer.drain()
+        self.on_fetched(ticket, num_blocks)
+
+    def _blocks(self, parcel: Parcel, fields: dict[str, Any]) -> list[Block]:
+        try:
+            start, stop = int(fields.get("start", 0)), int(fields.get("stop", parcel.length))
+            layers = [int(i) for i in fields.get("layers") or range(len(parcel.slabs))]
+        except (TypeError, ValueError):
+            raise WorkerError("a FETCH without proper numbers") from None
+        start, stop = max(0, start), min(stop, parcel.length)
+        step = max(1, BLOCK_BYTES // self.store.served.kv_bytes_per_layer_token)
+        return [
+            Block(
+                parcel.ticket,
+                parcel.model,
+                i,
+                at,
+                min(at + step, stop),
+                parcel.slabs[i][:, :, at : min(at + step, stop)],
+            )
+            for i in layers
+            if 0 <= i < len(parcel.slabs)
+            for at in range(start, stop, step)
+        ]

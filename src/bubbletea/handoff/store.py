@@ -1,0 +1,112 @@
+"""Keys and values of finished and half-finished prefills in host memory, within a budget of bytes.
+
+A parcel is reserved whole, before its prefill is admitted, with room for the tokens that will be decoded behind it:
+what was admitted can always be kept. Handed-off parcels are kept for a while and then dropped. Not thread-safe: the
+service's event loop owns it. Shape letters as in `blocks`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from atlas.errors import WorkerError
+from atlas.runtime.models.block import KvSlab
+from bubbletea.handoff.blocks import Block
+from bubbletea.prefill.shard import Served
+
+KEEP_S = 60.0
+"""How long a parcel waits to be fetched."""
+
+
+@dataclass
+class Parcel:
+    """One prompt's keys and values: `slabs` by layer, [2, K, room, E]."""
+
+    ticket: str
+    model: str
+    length: int
+    slabs: list[Tensor]
+    num_bytes: int
+    expires_s: float = float("inf")
+    _arrived: list[set[tuple[int, int]]] = field(default_factory=list)
+
+    def put(self, block: Block) -> None:
+        """A block may come twice, after a prefill was begun again: the same bytes in the same place."""
+        if not 0 <= block.layer < len(self.slabs) or block.stop > self.length:
+            raise WorkerError(f"a block for layer {block.layer}, tokens to {block.stop}, has no place in its prompt")
+        into = self.slabs[block.layer][:, :, block.start : block.stop]
+        if into.shape != block.kv.shape or into.dtype != block.kv.dtype:
+            raise WorkerError(f"a block of shape {list(block.kv.shape)} where {list(into.shape)} is expected")
+        into.copy_(block.kv)
+        self._arrived[block.layer].add((block.start, block.stop))
+
+    @property
+    def num_complete(self) -> int:
+        """Tokens from the first on that every layer has."""
+        return min(map(_reach, self._arrived), default=0)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_complete >= self.length
+
+    def cache(self) -> dict[int, KvSlab]:
+        """For a decoder in this process, which goes on writing behind the prompt."""
+        return {i: KvSlab(slab[0][None], slab[1][None], self.length) for i, slab in enumerate(self.slabs)}
+
+
+def _reach(spans: set[tuple[int, int]]) -> int:
+    end = 0
+    for start, stop in sorted(spans):
+        if start > end:
+            break
+        end = max(end, stop)
+    return end
+
+
+class Store:
+    def __init__(self, served: Served, budget_bytes: int) -> None:
+        self.served, self.budget_bytes = served, budget_bytes
+        self.used_bytes = 0
+        self._parcels: dict[str, Parcel] = {}
+
+    def bytes_of(self, num_tokens: int) -> int:
+        return num_tokens * self.served.config.num_layers * self.served.kv_bytes_per_layer_token
+
+    def has_room(self, num_tokens: int) -> bool:
+        return self.used_bytes + self.bytes_of(num_tokens) <= self.budget_bytes
+
+    def reserve(self, ticket: str, length: int, room: int) -> Parcel | None:
+        """For a prompt of `length` tokens, `room` in all; None when the budget is used up."""
+        if not self.has_room(room):
+            return None
+        config, size = self.served.config, self.bytes_of(room)
+        shape = (2, config.num_kv_heads, room, config.head_width)
+        slabs = [torch.empty(shape, dtype=self.served.torch_dtype) for _ in range(config.num_layers)]
+        parcel = Parcel(ticket, self.served.id, length, slabs, size, _arrived=[set() for _ in slabs])
+        self._parcels[ticket] = parcel
+        self.used_bytes += size
+        return parcel
+
+    def find(self, ticket: str) -> Parcel | None:
+        return self._parcels.get(ticket)
+
+    def keep(self, ticket: str, seconds: float = KEEP_S) -> None:
+        """Until it is released, but no longer than this."""
+        self._parcels[ticket].expires_s = time.monotonic() + seconds
+
+    def release(self, ticket: str) -> None:
+        parcel = self._parcels.pop(ticket, None)
+        if parcel is not None:
+            self.used_bytes -= parcel.num_bytes
+
+    def drop_expired(self) -> None:
+        now = time.monotonic()
+        for ticket in [t for t, parcel in self._parcels.items() if parcel.expires_s < now]:
+            self.release(ticket)
+
+    def __len__(self) -> int:
+        return len(self._parcels)

@@ -1,0 +1,1 @@
+"""The prefill itself: a prompt layer by layer and chunk by chunk, inside a training worker's waits."""

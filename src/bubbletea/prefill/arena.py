@@ -1,0 +1,110 @@
+"""The memory that prefill may use, all of it, taken once at the start: weights, keys and values, activations between
+slices. Training's memory cap already counts it, so prefill can be refused memory but never takes training's.
+
+The temporaries of a running slice (`workspace`) are bounded: on CUDA they come from a memory pool of their own, filled
+once; on the CPU, where nobody hands out memory by the pool, a slice that would need more than was set aside is refused
+beforehand. Knows bytes and tensors; not prompts, not layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atlas.errors import InfeasibleError
+
+ALIGN = 256
+
+
+@dataclass(frozen=True)
+class Room:
+    """A run of an arena's bytes; given back with `Arena.free`."""
+
+    start: int
+    num_bytes: int
+
+
+class Arena:
+    """`num_bytes` for what stays between slices, `workspace_bytes` for what a slice needs while it runs."""
+
+    def __init__(self, num_bytes: int, workspace_bytes: int, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.num_bytes, self.workspace_bytes = num_bytes, workspace_bytes
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        self._free: list[tuple[int, int]] = [(0, num_bytes)]
+        """(start, end) of what is free, in order, no two of them adjacent."""
+        self._pool = self._make_pool()
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(end - start for start, end in self._free)
+
+    def take(self, num_bytes: int) -> Room | None:
+        """The first run that is long enough; None if there is none now."""
+        needed = aligned(num_bytes)
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= needed:
+                self._free[index : index + 1] = [(start + needed, end)] if end - start > needed else []
+                return Room(start, needed)
+        return None
+
+    def require(self, num_bytes: int, what: str) -> Room:
+        room = self.take(num_bytes)
+        if room is None:
+            raise InfeasibleError(
+                where="prefill arena",
+                key="arena_bytes",
+                value=self.num_bytes,
+                rule=f"{what} needs {num_bytes} bytes and {self.free_bytes} are free",
+                remedy="Give the arena more memory, or split the model over more workers",
+            )
+        return room
+
+    def free(self, room: Room) -> None:
+        insort(self._free, (room.start, room.start + room.num_bytes))
+        merged: list[tuple[int, int]] = []
+        for start, end in self._free:
+            if merged and merged[-1][1] >= start:
+                assert merged[-1][1] == start, "room was given back twice"
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((start, end))
+        self._free = merged
+
+    def tensors(self, room: Room, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+        """Views of a room, one behind the other."""
+        found, at = list[Tensor](), room.start
+        for shape in shapes:
+            size = math.prod(shape) * dtype.itemsize
+            assert at + size <= room.start + room.num_bytes, "a room is smaller than what is put into it"
+            found.append(self._memory[at : at + size].view(dtype).view(shape))
+            at += aligned(size)
+        return found
+
+    @contextlib.contextmanager
+    def workspace(self) -> Iterator[None]:
+        """Where a slice runs: its temporaries come from our own pool."""
+        if self._pool is None:
+            yield
+            return
+        with torch.cuda.use_mem_pool(self._pool, device=self.device):
+            yield
+
+    def _make_pool(self) -> torch.cuda.MemPool | None:
+        if self.device.type != "cuda":
+            return None
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool, device=self.device):
+            del_me = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.device)
+        del del_me  # stays the pool's: its first and only block
+        return pool
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN) * ALIGN

@@ -1,0 +1,258 @@
+"""The prefills of one worker: which piece runs next, run it, hand on what comes of it.
+
+Tasks come from another thread at any time; `step` is called on the thread that owns the device, whenever that is free
+for prefill. Earliest due first among the jobs whose input is here; a job that finds no room in the arena waits for one
+that ends. Knows jobs, the arena and a transport to the stages beside it; not bubbles, not requests, not the service.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlas.errors import AtlasError, WorkerError
+from atlas.wan.transport import Handle, Key, Transport
+from bubbletea.prefill.job import HEAD, Job, Piece, Task
+from bubbletea.prefill.pace import Pace
+from bubbletea.prefill.shard import Shard
+from bubbletea.prefill.staging import Staged, Staging
+
+LANE = 0
+
+
+class Outlet(Protocol):
+    """Where results go; called on the device's thread, must not block."""
+
+    def kv(self, task: Task, piece: Piece, kv: Staged) -> None:
+        """[2, K, L, E] of one layer and one chunk."""
+
+    def logits(self, task: Task, logits: Staged) -> None: ...
+
+    def ran(self, task: Task, piece: Piece, predicted_ns: int, took_ns: int) -> None: ...
+
+    def done(self, task: Task) -> None:
+        """This worker has no more to do for it."""
+
+    def failed(self, task: Task, why: str) -> None: ...
+
+
+@dataclass
+class _Offer:
+    task: Task
+    tokens: Sequence[int]
+    cached: Sequence[Tensor]
+    job: Job | None = None
+    inputs: list[Handle] = field(default_factory=list)
+    """By chunk, where they come from the stage before."""
+    sends: list[Handle] = field(default_factory=list)
+
+
+class Engine:
+    """`reach(name, host, port)` opens the way to another stage before the first send to it."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        outlet: Outlet,
+        transport: Transport | None = None,
+        reach: Callable[[str, str, int], None] = lambda name, host, port: None,
+        pace: Pace | None = None,
+    ) -> None:
+        self.shard, self.outlet, self.transport, self.reach = shard, outlet, transport, reach
+        self.pace = pace or Pace(shard.config)
+        self._staging = Staging(shard.arena.device)
+        self._lock = threading.Lock()
+        self._offers: dict[tuple[int, int], _Offer] = {}
+        self._dropped: set[tuple[int, int]] = set()
+        self.changed = threading.Event()
+        """Set when there may be something new to run."""
+
+    # ---- from any thread ---------------------------------------------------------------------------------------
+    def offer(self, task: Task, tokens: Sequence[int] = (), cached: Sequence[Tensor] = ()) -> None:
+        """Takes a task on, or says at once that it can never run here."""
+        why = self._impossible(task)
+        if why:
+            self.outlet.failed(task, why)
+            return
+        offer = _Offer(task, tokens, cached)
+        if task.stage:
+            assert self.transport is not None, "a stage behind another needs a transport"
+            before = task.peers[task.stage - 1][0]
+            for index in range(len(task.chunks)):
+                handle = self.transport.recv(Key(before, LANE, (task.job, task.attempt, index, task.stage)))
+                handle.on_done(lambda _: self.changed.set())
+                offer.inputs.append(handle)
+        with self._lock:
+            self._offers[task.job, task.attempt] = offer
+        self.changed.set()
+
+    def cancel(self, job: int, attempt: int) -> None:
+        """Forgets a task; its memory comes back before the next piece runs."""
+        with self._lock:
+            self._dropped.add((job, attempt))
+        self.changed.set()
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self._offers)
+
+    # ---- on the device's thread --------------------------------------------------------------------------------
+    def next_piece(self) -> tuple[Task, Piece, int] | None:
+        """What would run now, and how long it is expected to take."""
+        offer = self._next()
+        if offer is None or offer.job is None or offer.job.piece is None:
+            return None
+        return offer.task, offer.job.piece, self._predict_ns(offer.job.piece)
+
+    def step(self, run: Callable[[Callable[[], None]], int] | None = None) -> bool:
+        """Runs the next piece, if there is one. `run` executes it on the device and says how long that took."""
+        offer = self._next()
+        if offer is None or offer.job is None or offer.job.piece is None:
+            return False
+        piece, predicted_ns = offer.job.piece, self._predict_ns(offer.job.piece)
+        try:
+            out = self._run(offer, piece, predicted_ns, run or _timed)
+            self._hand_on(offer, piece, out)
+        except AtlasError as error:
+            self._end(offer, str(error))
+            return True
+        if offer.job.piece is None:
+            self._end(offer)
+        return True
+
+    def _run(
+        self, offer: _Offer, piece: Piece, predicted_ns: int, run: Callable[[Callable[[], None]], int]
+    ) -> Tensor | None:
+        job, found = offer.job, list[Tensor | None]()
+        assert job is not None
+        if job.begins_chunk and offer.task.stage:
+            data = offer.inputs[piece.chunk].wait(0)
+            x = torch.frombuffer(data, dtype=self.shard.dtype)
+            job.feed(x.view(1, piece.last - piece.first, self.shard.config.width))
+        took_ns = run(lambda: found.append(job.run()))
+        if piece.layer != HEAD:
+            self.pace.observe(piece.last - piece.first, piece.last, took_ns)
+        self.outlet.ran(offer.task, piece, predicted_ns, took_ns)
+        return found[0]
+
+    def _hand_on(self, offer: _Offer, piece: Piece, out: Tensor | None) -> None:
+        task, job = offer.task, offer.job
+        assert job is not None
+        if piece.layer == HEAD:
+            assert out is not None
+            self.outlet.logits(task, self._staging.out(out.clone()))
+            return
+        self.outlet.kv(task, piece, self._staging.out(job.kv(piece)))
+        if out is not None:
+            assert self.transport is not None, "a stage before another needs a transport"
+            peer = task.peers[task.stage + 1]
+            self.reach(*peer)
+            key = Key(peer[0], LANE, (task.job, task.attempt, piece.chunk, task.stage + 1))
+            data = out.cpu().contiguous().view(torch.uint8).numpy().copy()
+            offer.sends.append(self.transport.send(key, data, what=f"activations of prefill {task.job}"))
+
+    def _next(self) -> _Offer | None:
+        """The earliest due of those that have memory and input."""
+        self._forget_dropped()
+        self.changed.clear()
+        with self._lock:
+            offers = sorted(self._offers.values(), key=lambda o: (o.task.due_ns, o.task.job))
+        for offer in offers:
+            if offer.job is None and not self._begin(offer):
+                break  # those behind it may not take the room it waits for
+        return next((offer for offer in offers if offer.job is not None and self._ready(offer)), None)
+
+    def _begin(self, offer: _Offer) -> bool:
+        task = offer.task
+        room = self.shard.arena.take(self._job_bytes(task))
+        if room is None:
+            return False
+        offer.job = Job(self.shard, task, room, offer.tokens, offer.cached)
+        offer.tokens, offer.cached = (), ()
+        return True
+
+    def _ready(self, offer: _Offer) -> bool:
+        assert offer.job is not None
+        piece = offer.job.piece
+        if piece is None or not offer.job.begins_chunk or not offer.task.stage:
+            return True
+        handle = offer.inputs[piece.chunk]
+        if handle.done and handle.error is not None:
+            self._end(offer, str(handle.error))
+            return False
+        return handle.done
+
+    def _end(self, offer: _Offer, why: str = "") -> None:
+        with self._lock:
+            self._offers.pop((offer.task.job, offer.task.attempt), None)
+        if offer.job is not None:
+            self.shard.arena.free(offer.job.room)
+            offer.job = None
+        if why:
+            self.outlet.failed(offer.task, why)
+        else:
+            self.outlet.done(offer.task)
+
+    def _forget_dropped(self) -> None:
+        with self._lock:
+            gone = [self._offers.pop(key) for key in self._dropped if key in self._offers]
+            self._dropped.clear()
+        for offer in gone:
+            if offer.job is not None:
+                self.shard.arena.free(offer.job.room)
+
+    def _impossible(self, task: Task) -> str:
+        if not task.is_sound or task.length > self.shard.config.max_length:
+            return f"a prompt of {task.length} tokens in chunks to {task.ends} cannot be run"
+        if self._job_bytes(task) > self.shard.arena.num_bytes - self.shard.weights_bytes:
+            return f"a prompt of {task.length} tokens is larger than the whole arena"
+        if self.shard.workspace_bytes(task.widest, task.length) > self.shard.arena.workspace_bytes:
+            return f"chunks of {task.widest} tokens need more workspace than was set aside: use smaller chunks"
+        return ""
+
+    def _job_bytes(self, task: Task) -> int:
+        return self.shard.job_bytes(task.length, task.widest)
+
+    def _predict_ns(self, piece: Piece) -> int:
+        return self.pace.predict_ns(piece.last - piece.first, piece.last)
+
+
+def _timed(work: Callable[[], None]) -> int:
+    began = time.monotonic_ns()
+    work()
+    return time.monotonic_ns() - began
+
+
+def warm_up(shard: Shard, pace: Pace, chunk: int) -> None:
+    """Runs a few pieces of nobody's prompt: what they take calibrates `pace`, and the device's libraries are loaded."""
+    timings = list[tuple[int, int]]()
+    for num in (min(8, chunk), chunk):
+        room = shard.arena.take(shard.job_bytes(num, num))
+        if room is None:
+            raise WorkerError(f"the arena has no room for one chunk of {num} tokens beside the weights")
+        slabs, x = shard.lay_out(room, num, num)
+        x.zero_()
+        layer, best = shard.cut.layers[0], 1 << 62
+        for _ in range(3):
+            slabs[layer].length = 0
+            began = time.monotonic_ns()
+            float(shard.layer(layer, x, slabs[layer])[0, 0, 0])
+            best = min(best, time.monotonic_ns() - began)
+        timings.append((num, best))
+        shard.arena.free(room)
+    if timings[0][0] < timings[1][0]:
+        pace.calibrate(timings[0], timings[1])
+
+
+def chunk_that_fits(shard: Shard, wanted: int, length: int) -> int:
+    """The largest chunk, at most `wanted`, whose temporaries fit the workspace in a prompt of `length` tokens."""
+    fits = (n for n in np.unique([wanted, *(1 << np.arange(14))])[::-1] if n <= wanted)
+    room = shard.arena.workspace_bytes
+    return next((int(n) for n in fits if shard.workspace_bytes(int(n), length) <= room), 1)

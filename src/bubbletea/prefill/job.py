@@ -1,0 +1,130 @@
+"""One prompt's prefill on one worker: chunk after chunk, within a chunk layer after layer, one *piece* at a time. What
+has been done stays in the arena, so it can stop after any piece, at the end of a bubble, and go on in the next.
+
+Knows its own cursor and memory. Does not know time, other jobs or how tensors travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlas.runtime.models.block import KvSlab
+from bubbletea.prefill.arena import Room
+from bubbletea.prefill.shard import Shard
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker is asked to do for one prompt."""
+
+    job: int
+    """Numbered by the service; with `attempt` never used twice."""
+    attempt: int
+    length: int
+    """Tokens of the prompt."""
+    start: int
+    """Tokens before this one are cached: their keys and values come with the task."""
+    ends: tuple[int, ...]
+    """Where each chunk of tokens ends; the last one at `length`."""
+    stage: int
+    """Which of the stages of this prefill the worker is."""
+    due_ns: int
+    """Earlier ones first, on the service's monotonic clock."""
+    peers: tuple[tuple[str, str, int], ...] = ()
+    """(name, host, port) of the transport of each stage, in order."""
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        return list(zip((self.start, *self.ends), self.ends, strict=False))
+
+    @property
+    def widest(self) -> int:
+        return max(b - a for a, b in self.chunks)
+
+    @property
+    def is_sound(self) -> bool:
+        steps = (self.start, *self.ends)
+        return (
+            self.start >= 0 and steps[-1] == self.length and all(a < b for a, b in pairwise(steps)) and bool(self.ends)
+        )
+
+
+def even_ends(start: int, length: int, chunk: int) -> tuple[int, ...]:
+    """Chunks of `chunk` tokens, the last one perhaps shorter."""
+    return (*range(start + chunk, length, chunk), length)
+
+
+class Piece(NamedTuple):
+    """One layer of one chunk, the smallest thing that runs; layer -1: the head."""
+
+    chunk: int
+    first: int
+    last: int
+    """Tokens `first` to `last`, exclusive."""
+    layer: int
+
+
+HEAD = -1
+
+
+class Job:
+    """`room` of the shard's arena is the job's until its owner frees it."""
+
+    def __init__(self, shard: Shard, task: Task, room: Room, tokens: Sequence[int], cached: Sequence[Tensor]) -> None:
+        """`cached`: keys and values of the tokens before `start`, [2, K, start, E] for every layer of the cut."""
+        self.shard, self.task, self.room = shard, task, room
+        self.slabs, self._x = shard.lay_out(room, task.length, task.widest)
+        self._tokens = torch.from_numpy(np.asarray(tokens, np.int64))
+        self._pieces = [
+            Piece(index, first, last, layer)
+            for index, (first, last) in enumerate(task.chunks)
+            for layer in (*shard.cut.layers, *([HEAD] if shard.cut.has_head and last == task.length else []))
+        ]
+        self._next = 0
+        for slab, kv in zip(self.slabs.values(), cached, strict=False):
+            slab.extend(kv[0][None], kv[1][None])
+
+    @property
+    def piece(self) -> Piece | None:
+        """What runs next; None once everything has."""
+        return self._pieces[self._next] if self._next < len(self._pieces) else None
+
+    @property
+    def begins_chunk(self) -> bool:
+        """Whether the next piece needs the activations of another stage (or the tokens)."""
+        piece = self.piece
+        return piece is not None and (self._next == 0 or self._pieces[self._next - 1].chunk != piece.chunk)
+
+    def feed(self, x: Tensor) -> None:
+        """The activations of the chunk that begins, from the stage before."""
+        self._here(x.shape[1]).copy_(x)
+
+    def run(self) -> Tensor | None:
+        """The next piece; what leaves this worker after it: a chunk's activations, or the logits."""
+        piece = self.piece
+        assert piece is not None, "the job is done"
+        if self.begins_chunk and self.shard.cut.has_embedding:
+            self.feed(self.shard.embed(self._tokens[piece.first : piece.last], piece.first))
+        self._next += 1
+        x = self._here(piece.last - piece.first)
+        if piece.layer == HEAD:
+            return self.shard.logits(x)
+        x.copy_(self.shard.layer(piece.layer, x, self.slabs[piece.layer]))
+        ends = piece.layer == self.shard.cut.layers[-1]
+        return x if ends and not self.shard.cut.has_head else None
+
+    def kv(self, piece: Piece) -> Tensor:
+        """The new keys and values of a piece that ran, [2, K, L, E], copied out of the arena."""
+        slab: KvSlab = self.slabs[piece.layer]
+        k, v = (t[0, :, piece.first : piece.last] for t in (slab.k_BKTE, slab.v_BKTE))
+        return torch.stack([k, v])
+
+    def _here(self, length: int) -> Tensor:
+        return self._x[:, :length]

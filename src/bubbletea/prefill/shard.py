@@ -1,0 +1,138 @@
+"""A worker's share of the served model: a cut of its layers with the weights in the arena, one layer at a time.
+
+Knows the model and where its memory is. Does not know prompts, bubbles or other workers. Shape letters as in
+`atlas.runtime.models.block`: L new tokens, T all tokens, D width, K heads of keys and values, E head width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from atlas.runtime.models.block import KvSlab
+from atlas.runtime.models.config import DecoderConfig
+from atlas.runtime.models.decoder import TIED_HEAD, Cut, Decoder, build, cuts
+from atlas.runtime.models.huggingface import read_config
+from atlas.runtime.models.weights import WeightsFolder, fill
+from bubbletea.prefill.arena import Arena, Room, aligned
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Served:
+    """Which model: its config, and a folder with its weights or the seed of random ones."""
+
+    config: DecoderConfig
+    folder: Path | None = None
+    seed: int = 0
+    dtype: str = "float32"
+
+    @classmethod
+    def of_folder(cls, folder: Path, dtype: str = "float32") -> Served:
+        return cls(read_config(folder), folder, dtype=dtype)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def id(self) -> str:
+        """The same on every worker and in a decode engine with the same `config.json`; another where a dimension is."""
+        shape = json.dumps(asdict(self.config), sort_keys=True, default=str)
+        return hashlib.blake2b(f"{self.dtype} {shape}".encode(), digest_size=12).hexdigest()
+
+    @property
+    def kv_bytes_per_layer_token(self) -> int:
+        return 2 * self.config.num_kv_heads * self.config.head_width * self.torch_dtype.itemsize
+
+    def cuts(self, layers_per_stage: tuple[int, ...]) -> list[Cut]:
+        return cuts(self.config, layers_per_stage)
+
+
+class Shard:
+    """One cut, ready to run. `weights_bytes` of its arena are gone for good."""
+
+    def __init__(self, served: Served, cut: Cut, arena: Arena) -> None:
+        self.served, self.cut, self.arena = served, cut, arena
+        self.config, self.dtype = served.config, served.torch_dtype
+        with torch.device("meta"):
+            decoder = Decoder(self.config, cut).to(self.dtype)
+        shared = self.config.tied and cut.has_embedding and cut.has_head
+        named = {n: p for n, p in decoder.named_parameters() if not (shared and n == TIED_HEAD)}
+        self.weights_bytes = sum(aligned(p.numel() * self.dtype.itemsize) for p in named.values())
+        room = arena.require(self.weights_bytes, f"the weights of {len(cut.layers)} layers")
+        memory = arena.tensors(room, self.dtype, *(tuple(p.shape) for p in named.values()))
+        for name, tensor in zip(named, memory, strict=True):
+            owner, _, last = name.rpartition(".")
+            setattr(decoder.get_submodule(owner), last, nn.Parameter(tensor, requires_grad=False))
+        decoder.retie()
+        self.decoder = decoder.eval()
+        self._read()
+
+    def _read(self) -> None:
+        if self.served.folder is not None:
+            with WeightsFolder(self.served.folder) as folder:
+                fill(self.decoder, folder)
+            return
+        random = build(self.config, self.cut, seed=self.served.seed, dtype=self.dtype)
+        theirs = dict(random.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.decoder.named_parameters():
+                parameter.copy_(theirs[name])
+
+    # ---- running -----------------------------------------------------------------------------------------------
+    @torch.inference_mode()
+    def embed(self, tokens: Tensor, start: int) -> Tensor:
+        """[L] -> [1, L, D]"""
+        assert self.decoder.embedding is not None, "the embedding is another worker's"
+        positions = torch.arange(start, start + len(tokens), device=self.arena.device)
+        x: Tensor = self.decoder.embedding(tokens[None].to(self.arena.device), positions)
+        return x
+
+    @torch.inference_mode()
+    def layer(self, index: int, x: Tensor, slab: KvSlab) -> Tensor:
+        """One layer of one chunk; the slab grows by the chunk's keys and values."""
+        positions = torch.arange(slab.length, slab.length + x.shape[1], device=self.arena.device)
+        with self.arena.workspace():
+            y: Tensor = self.decoder.layers[str(index)](x, positions, slab)[0]
+        return y
+
+    @torch.inference_mode()
+    def logits(self, x: Tensor) -> Tensor:
+        """[1, L, D] -> [V] of the last position, in float32."""
+        assert self.decoder.head is not None, "the head is another worker's"
+        with self.arena.workspace():
+            found: Tensor = self.decoder.head(x[:, -1:])[0, 0].float()
+        return found
+
+    # ---- memory ------------------------------------------------------------------------------------------------
+    def job_bytes(self, length: int, chunk: int) -> int:
+        """What one prompt takes of the arena here: keys and values of all its tokens, activations of a chunk."""
+        slabs = 2 * len(self.cut.layers) * aligned(self._slab_elements(length) * self.dtype.itemsize)
+        return slabs + aligned(chunk * self.config.width * self.dtype.itemsize)
+
+    def lay_out(self, room: Room, length: int, chunk: int) -> tuple[dict[int, KvSlab], Tensor]:
+        """The slabs by layer and the place of a chunk's activations [1, chunk, D], in a room of `job_bytes`."""
+        shape = (1, self.config.num_kv_heads, length, self.config.head_width)
+        *flat, x = self.arena.tensors(
+            room, self.dtype, *[shape] * (2 * len(self.cut.layers)), (1, chunk, self.config.width)
+        )
+        slabs = {layer: KvSlab(k, v) for layer, k, v in zip(self.cut.layers, flat[::2], flat[1::2], strict=True)}
+        return slabs, x
+
+    def workspace_bytes(self, num_new: int, num_all: int) -> int:
+        """More than a layer's temporaries take for this chunk: projections, MLP, mask, and attention's scores where
+        no fused kernel is at hand (the CPU)."""
+        config, size = self.config, self.dtype.itemsize
+        heads = (2 * config.num_heads + 6 * config.num_kv_heads) * config.head_width
+        scores = num_new * num_all * (config.num_heads * 4 if self.arena.device.type == "cpu" else 0)
+        return num_new * (6 * config.width + heads + 4 * config.ffn_width) * size + scores + 2 * num_new * num_all
+
+    def _slab_elements(self, length: int) -> int:
+        return self.config.num_kv_heads * length * self.config.head_width

@@ -1,0 +1,37 @@
+"""Out of the accelerator while it goes on: a finished layer's keys and values copied to host memory next to the layer
+that runs. On the CPU the copy is simply made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Staged = Callable[[], Tensor]
+"""The tensor in host memory; waits for the copy where it is still under way. To be called on the sending thread."""
+
+
+class Staging:
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def out(self, tensor: Tensor) -> Staged:
+        """`tensor` is a copy of its own: nobody else writes into it."""
+        if self._stream is None:
+            return lambda: tensor
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self._stream)
+            copied = self._stream.record_event()
+
+        def here() -> Tensor:
+            copied.synchronize()
+            return host
+
+        return here

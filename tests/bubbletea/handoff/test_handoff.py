@@ -1,0 +1,137 @@
+"""Keys and values over the wire: whole, checked, only to who holds the token, and gone when released."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from prefill_samples import LLAMA
+
+from atlas.errors import AtlasError, WorkerError
+from bubbletea.frames import Frame, pack
+from bubbletea.handoff.blocks import KV, Block, bytes_of, pack_block, unpack_block
+from bubbletea.handoff.door import Door
+from bubbletea.handoff.fetch import Fetcher, Ticket
+from bubbletea.handoff.store import Parcel, Store
+from bubbletea.prefill.shard import Served
+
+SERVED = Served(LLAMA)
+T = TypeVar("T")
+
+
+def filled(store: Store, ticket: str = "t1", length: int = 40) -> Parcel:
+    parcel = store.reserve(ticket, length, length + 8)
+    assert parcel is not None
+    for layer in range(4):
+        for start, stop in ((0, 32), (32, length)):
+            parcel.put(Block(ticket, SERVED.id, layer, start, stop, torch.randn(2, 2, stop - start, 16)))
+    return parcel
+
+
+def with_door(store: Store, talk: Callable[[Door], T]) -> T:
+    """`talk` on a thread of its own, as a decode engine would be a process of its own."""
+
+    async def main() -> T:
+        door = Door(store, "secret")
+        await door.start("127.0.0.1", 0)
+        try:
+            return await asyncio.to_thread(talk, door)
+        finally:
+            await door.close()
+
+    return asyncio.run(main())
+
+
+def test_a_decode_engine_fetches_what_was_put_in() -> None:
+    store = Store(SERVED, 1 << 24)
+    parcel = filled(store)
+    assert parcel.is_complete
+
+    def talk(door: Door) -> None:
+        ticket = Ticket.of(door.params(parcel))
+        assert ticket is not None
+        with Fetcher(ticket.host, ticket.port, "secret") as fetcher:
+            blocks = list(fetcher.fetch(ticket))
+            some = list(fetcher.fetch(ticket, 16, 32, [2]))
+            fetcher.release(ticket)
+            with pytest.raises(WorkerError, match="nothing under this ticket"):
+                list(fetcher.fetch(ticket))
+        assert [(b.layer, b.start, b.stop) for b in blocks] == [(i, 0, 40) for i in range(4)]
+        assert all(torch.equal(b.kv, parcel.slabs[b.layer][:, :, :40]) for b in blocks)
+        assert [(b.layer, b.start, b.stop) for b in some] == [(2, 16, 32)]
+        assert torch.equal(some[0].kv, parcel.slabs[2][:, :, 16:32])
+
+    with_door(store, talk)
+    assert store.used_bytes == 0
+
+
+def test_who_does_not_hold_the_token_gets_nothing() -> None:
+    store = Store(SERVED, 1 << 24)
+    parcel = filled(store)
+
+    def talk(door: Door) -> None:
+        with pytest.raises(WorkerError):
+            Fetcher(*door.address, "guess")
+        assert Ticket.of(door.params(parcel) | {"remote_engine_id": "other"}) is None
+
+    with_door(store, talk)
+
+
+def test_a_door_beyond_loopback_must_be_wanted() -> None:
+    door = Door(Store(SERVED, 0), "secret")
+    with pytest.raises(AtlasError, match="others could listen in"):
+        asyncio.run(door.start("0.0.0.0", 0))
+
+
+def test_a_damaged_block_is_an_error() -> None:
+    fields, payload = pack_block(Block("t", SERVED.id, 0, 0, 3, torch.randn(2, 2, 3, 16)))
+    good = unpack_block(Frame(KV, fields, bytes(payload)), model=SERVED.id)
+    assert bytes_of(good.kv) == payload
+    spoilt = bytearray(payload)
+    spoilt[17] ^= 1
+    with pytest.raises(WorkerError, match="damaged"):
+        unpack_block(Frame(KV, fields, spoilt))
+    with pytest.raises(WorkerError, match="same model"):
+        unpack_block(Frame(KV, fields, payload), model="other")
+    for change in ({"v": 2}, {"shape": [2, 2, 4, 16]}, {"dtype": "int8"}, {"layer": -1}, {"stop": "x"}, {"shape": 3}):
+        with pytest.raises(WorkerError):
+            unpack_block(Frame(KV, fields | change, payload))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_dtype_travels(dtype: torch.dtype) -> None:
+    kv = torch.randn(2, 2, 5, 16).to(dtype)
+    fields, payload = pack_block(Block("t", "m", 1, 2, 7, kv))
+    assert torch.equal(unpack_block(Frame(KV, fields, bytearray(payload))).kv, kv)
+
+
+def test_the_store_keeps_its_budget() -> None:
+    store = Store(SERVED, 100 * 4 * 2 * 2 * 16 * 4)
+    assert store.reserve("a", 60, 60) is not None
+    assert store.reserve("b", 41, 41) is None
+    assert store.reserve("b", 40, 40) is not None
+    store.release("a")
+    store.keep("b", -1.0)
+    store.drop_expired()
+    assert (store.used_bytes, len(store)) == (0, 0)
+
+
+def test_a_parcel_with_a_hole_is_not_complete() -> None:
+    store = Store(SERVED, 1 << 24)
+    parcel = store.reserve("t", 40, 40)
+    assert parcel is not None
+    for layer in range(4):
+        parcel.put(Block("t", SERVED.id, layer, 0, 16, torch.zeros(2, 2, 16, 16)))
+        parcel.put(Block("t", SERVED.id, layer, 24, 40, torch.zeros(2, 2, 16, 16)))
+    assert parcel.num_complete == 16
+    with pytest.raises(WorkerError, match="no place"):
+        parcel.put(Block("t", SERVED.id, 4, 0, 16, torch.zeros(2, 2, 16, 16)))
+
+
+def test_frames_are_bounded(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="more than its reader takes"):
+        pack(1, {"x": "a" * 70_000})

@@ -1,0 +1,176 @@
+"""A prefill in pieces, cut off and resumed, over one, two and four stages, is the prefill in one piece."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from prefill_samples import (
+    FAMILIES,
+    LLAMA,
+    Collector,
+    greedy_after,
+    greedy_alone,
+    make_stages,
+    offer_everywhere,
+    run_all,
+    whole,
+)
+
+from atlas.errors import InfeasibleError
+from bubbletea.prefill.arena import Arena
+from bubbletea.prefill.engine import Engine, chunk_that_fits, warm_up
+from bubbletea.prefill.job import Task, even_ends
+from bubbletea.prefill.pace import Pace
+from bubbletea.prefill.shard import Served, Shard
+
+SPLITS = ((4,), (2, 2), (1, 1, 1, 1), (3, 1))
+
+
+def prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def check(family: str, split: tuple[int, ...], length: int, rng: random.Random) -> None:
+    served = Served(FAMILIES[family], seed=rng.randrange(3))
+    tokens, chunk = prompt(rng, length), rng.choice([length, max(1, length // 3), 256, 511])
+    collector = Collector(served, length)
+    stages = make_stages(served, split, collector)
+    offer_everywhere(stages, tokens, min(chunk, length))
+    run_all(stages, lambda stage: rng.random() < 0.4)  # bubbles that end after any piece
+    assert not collector.failures
+    decoder = whole(served)
+    assert greedy_after(collector, decoder, 12) == greedy_alone(decoder, tokens, 12)
+    assert all(stage.shard.arena.free_bytes == 64 * 2**20 - stage.shard.weights_bytes for stage in stages)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_greedy_tokens_after_hand_off_are_those_of_one_piece(family: str, split: tuple[int, ...]) -> None:
+    rng = random.Random(f"{family}{split}")
+    for length in (1, rng.randrange(2, 64), rng.randrange(64, 500)):
+        check(family, split, length, rng)
+
+
+@pytest.mark.slow
+def test_a_hundred_prompts_up_to_4096_tokens() -> None:
+    rng = random.Random(7)
+    for number in range(100):
+        length = 4096 if number == 0 else rng.randrange(1, 4097)
+        check(rng.choice(list(FAMILIES)), SPLITS[number % 3], length, rng)
+
+
+def test_wrong_keys_change_the_tokens() -> None:
+    """Or the test above would show nothing."""
+    rng, served = random.Random(3), Served(LLAMA)
+    tokens = prompt(rng, 200)
+    collector = Collector(served, 200)
+    stages = make_stages(served, (2, 2), collector)
+    offer_everywhere(stages, tokens, 64)
+    run_all(stages)
+    collector.slabs[1].mul_(-1)
+    decoder = whole(served)
+    assert greedy_after(collector, decoder, 12) != greedy_alone(decoder, tokens, 12)
+
+
+def test_a_cached_prefix_is_not_computed_again() -> None:
+    rng, served = random.Random(4), Served(LLAMA)
+    tokens = prompt(rng, 300)
+    first, second = Collector(served, 300), Collector(served, 300)
+    stages = make_stages(served, (4,), first)
+    offer_everywhere(stages, tokens, 100)
+    run_all(stages)
+    again = make_stages(served, (4,), second)
+    cached = [first.slabs[i][:, :, :256].clone() for i in range(4)]
+    again[0].offer(Task(2, 0, 300, 256, (300,), 0, 0), tokens, cached)
+    run_all(again)
+    assert second.ran_pieces == 4 + 1
+    for i in range(4):
+        second.slabs[i][:, :, :256] = cached[i]
+    decoder = whole(served)
+    assert greedy_after(second, decoder, 8) == greedy_alone(decoder, tokens, 8)
+
+
+def test_jobs_wait_for_room_and_all_end() -> None:
+    rng, served = random.Random(5), Served(LLAMA)
+    collector = Collector(served, 300)
+    shard = Shard(served, served.cuts((4,))[0], Arena(2 << 20, 1 << 30))
+    engine = Engine(shard, collector)
+    alone = (shard.arena.free_bytes) // shard.job_bytes(300, 100)
+    assert 0 < alone < 10
+    for job in range(10):
+        engine.offer(Task(job, 0, 300, 0, even_ends(0, 300, 100), 0, 10 - job), prompt(rng, 300))
+    run_all([engine])
+    assert collector.finished == 10
+    assert not collector.failures
+
+
+def test_the_earliest_due_goes_first() -> None:
+    served = Served(LLAMA)
+    engine = make_stages(served, (4,), Collector(served, 8))[0]
+    for job, due_ns in ((1, 30), (2, 10), (3, 20)):
+        engine.offer(Task(job, 0, 8, 0, (8,), 0, due_ns), range(8))
+    found = engine.next_piece()
+    assert found is not None
+    assert found[0].job == 2
+
+
+def test_what_can_never_run_is_refused_at_once() -> None:
+    served, collector = Served(LLAMA), Collector(Served(LLAMA), 500)
+    shard = Shard(served, served.cuts((4,))[0], Arena(2 << 20, 1 << 20))
+    engine = Engine(shard, collector)
+    engine.offer(Task(1, 0, 9000, 0, (9000,), 0, 0), [0] * 9000)
+    engine.offer(Task(2, 0, 8000, 0, (8000,), 0, 0), [0] * 8000)
+    engine.offer(Task(3, 0, 500, 0, (500,), 0, 0), [0] * 500)
+    assert len(collector.failures) == 3
+    assert "cannot be run" in collector.failures[0]
+    assert "whole arena" in collector.failures[1]
+    assert "smaller chunks" in collector.failures[2]
+    chunk = chunk_that_fits(shard, 512, 500)
+    assert 1 <= chunk < 500
+    engine.offer(Task(4, 0, 500, 0, even_ends(0, 500, chunk), 0, 0), [0] * 500)
+    run_all([engine])
+    assert collector.finished == 1
+
+
+def test_a_cancelled_job_gives_its_memory_back() -> None:
+    served, collector = Served(LLAMA), Collector(Served(LLAMA), 300)
+    engine = make_stages(served, (4,), collector)[0]
+    before = engine.shard.arena.free_bytes
+    engine.offer(Task(1, 0, 300, 0, (100, 300), 0, 0), [1] * 300)
+    assert engine.step()
+    assert engine.shard.arena.free_bytes < before
+    engine.cancel(1, 0)
+    assert not engine.step()
+    assert engine.shard.arena.free_bytes == before
+    assert engine.num_tasks == 0
+
+
+def test_an_arena_too_small_for_the_weights_says_so() -> None:
+    served = Served(LLAMA)
+    with pytest.raises(InfeasibleError, match=r"weights of 4 layers needs \d+ bytes"):
+        Shard(served, served.cuts((4,))[0], Arena(1 << 16, 0))
+
+
+def test_an_arena_joins_what_is_given_back() -> None:
+    arena = Arena(1024, 0)
+    rooms = [arena.take(256) for _ in range(4)]
+    assert arena.take(1) is None
+    for index in (2, 0, 3, 1):
+        room = rooms[index]
+        assert room is not None
+        arena.free(room)
+    assert arena.take(1024) is not None
+
+
+def test_the_pace_errs_upwards_and_learns() -> None:
+    served = Served(LLAMA)
+    shard = Shard(served, served.cuts((4,))[0], Arena(8 << 20, 1 << 30))
+    pace = Pace(LLAMA)
+    warm_up(shard, pace, 256)
+    assert pace.predict_ns(256, 256) > pace.predict_ns(64, 64) > 0
+    for took_ns in (5_000_000,) * 9 + (9_000_000,):
+        pace.observe(64, 64, took_ns)
+    assert pace.predict_ns(64, 64) == pytest.approx(9_000_000, rel=0.01)
+    assert torch.is_inference_mode_enabled() is False

@@ -1,0 +1,113 @@
+"""Small models and in-memory stages that the tests of prefill and service share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from atlas.runtime.models.block import KvSlab
+from atlas.runtime.models.config import DecoderConfig, gpt
+from atlas.runtime.models.decoder import Cut, Decoder, build
+from atlas.runtime.models.generate import run_cut
+from atlas.wan.transport import Loopback
+from bubbletea.prefill.arena import Arena
+from bubbletea.prefill.engine import Engine
+from bubbletea.prefill.job import Piece, Task, even_ends
+from bubbletea.prefill.shard import Served, Shard
+from bubbletea.prefill.staging import Staged
+
+LLAMA = DecoderConfig(
+    family="llama", num_layers=4, width=64, num_heads=4, num_kv_heads=2, head_width=16, ffn_width=128,
+    vocabulary=256, max_length=8192, init_std=0.2,
+)  # fmt: skip
+QWEN = DecoderConfig(
+    family="qwen3", num_layers=4, width=64, num_heads=4, num_kv_heads=2, head_width=16, ffn_width=128,
+    vocabulary=256, max_length=8192, qk_norm=True, tied=True, init_std=0.2,
+)  # fmt: skip
+GPT = gpt(num_layers=4, width=64, num_heads=4, vocabulary=256, max_length=8192)
+FAMILIES = {"llama": LLAMA, "qwen3": QWEN, "gpt2": GPT}
+
+
+@dataclass
+class Collector:
+    """An outlet that puts the pieces together, as the service does."""
+
+    served: Served
+    length: int
+    slabs: dict[int, Tensor] = field(default_factory=dict)
+    logits_V: Tensor | None = None  # noqa: N815
+    ran_pieces: int = 0
+    finished: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def kv(self, task: Task, piece: Piece, kv: Staged) -> None:
+        config = self.served.config
+        shape = (2, config.num_kv_heads, self.length + 64, config.head_width)
+        slab = self.slabs.setdefault(piece.layer, torch.zeros(shape))
+        slab[:, :, piece.first : piece.last] = kv()
+
+    def logits(self, task: Task, logits: Staged) -> None:
+        self.logits_V = logits()
+
+    def ran(self, task: Task, piece: Piece, predicted_ns: int, took_ns: int) -> None:
+        self.ran_pieces += 1
+
+    def done(self, task: Task) -> None:
+        self.finished += 1
+
+    def failed(self, task: Task, why: str) -> None:
+        self.failures.append(why)
+
+
+def make_stages(served: Served, split: Sequence[int], outlet: Collector, arena_bytes: int = 64 << 20) -> list[Engine]:
+    nodes = Loopback.network(*(f"dc/{s}" for s in range(len(split))))
+    return [
+        Engine(Shard(served, cut, Arena(arena_bytes, 1 << 30)), outlet, node)
+        for cut, node in zip(served.cuts(tuple(split)), nodes, strict=True)
+    ]
+
+
+def offer_everywhere(stages: Sequence[Engine], tokens: Sequence[int], chunk: int, job: int = 1) -> None:
+    peers = tuple((f"dc/{s}", "127.0.0.1", 0) for s in range(len(stages)))
+    ends = even_ends(0, len(tokens), chunk)
+    for s, stage in enumerate(stages):
+        stage.offer(Task(job, 0, len(tokens), 0, ends, s, 0, peers), tokens if s == 0 else ())
+
+
+def run_all(stages: Sequence[Engine], may_run: Callable[[int], bool] = lambda stage: True) -> None:
+    """Steps the stages until no one has a task; `may_run` is asked before every step, as a bubble would be."""
+    for _ in range(100_000):
+        if not any(stage.num_tasks for stage in stages):
+            return
+        for number, stage in enumerate(stages):
+            if may_run(number):
+                stage.step()
+    raise AssertionError("the stages did not finish")
+
+
+def greedy_alone(decoder: Decoder, tokens: Sequence[int], num_tokens: int) -> list[int]:
+    from atlas.runtime.models.generate import greedy
+
+    with torch.inference_mode():
+        return greedy(decoder, torch.tensor([tokens]), num_tokens)[0, len(tokens) :].tolist()
+
+
+def greedy_after(collector: Collector, decoder: Decoder, num_tokens: int) -> list[int]:
+    """Decodes from what was handed over."""
+    assert collector.logits_V is not None
+    cache = {i: KvSlab(kv[0][None], kv[1][None], collector.length) for i, kv in collector.slabs.items()}
+    found = [int(collector.logits_V.argmax())]
+    with torch.inference_mode():
+        for at in range(collector.length, collector.length + num_tokens - 1):
+            logits = run_cut(decoder, torch.tensor([[found[-1]]]), at, cache)  # type: ignore[arg-type]
+            found.append(int(logits.argmax()))
+    return found
+
+
+@functools.cache
+def whole(served: Served) -> Decoder:
+    return build(served.config, Cut.whole(served.config), seed=served.seed)
