@@ -28,6 +28,7 @@ COMMANDS = {
     "profile": "measure a job's model on this machine's accelerator",
     "wan": "rehearse, measure and secure the network between datacenters",
     "data": "text to shards of tokens, and what shards hold",
+    "checkpoint": "what was saved, whether it is sound, and export for transformers",
 }
 PLUGINS = "atlas.commands"
 """Entry-point group in which other packages offer commands: modules with `configure(parser)` and `run(args)`."""

@@ -31,6 +31,7 @@ SURFACE = {
     | {"--sweep", "--replan", "--monte-carlo", "--wan-sigma", "--seed", "--no-marginals"},
     "wan": {"action"},
     "data": {"action"},  # its actions: tests/runtime/data/test_data_command.py
+    "checkpoint": {"action"},  # its actions: tests/runtime/checkpoint/test_checkpoint_command.py
 }
 
 

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from atlas.errors import AtlasError
+
+
+class HasState(Protocol):
+    """An optimizer of torch's, or ours: what it keeps, by parameter and slot."""
+
+    state: Any
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ def first_word(name: str) -> str:
 
 def states_of(
     parameters: Iterable[tuple[str, Tensor]],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: HasState | None = None,
     layer_of: Callable[[str], str] = first_word,
 ) -> dict[str, LayerState]:
     """By layer; the tensors are the live ones, not copies. `parameters` as of `module.named_parameters()`."""
@@ -50,7 +57,7 @@ def states_of(
 def restore(
     states: Mapping[str, LayerState],
     parameters: Iterable[tuple[str, Tensor]],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: HasState | None = None,
     layer_of: Callable[[str], str] = first_word,
 ) -> None:
     """Put saved states into live parameters and their optimizer. Checks everything before it changes anything."""
@@ -63,7 +70,7 @@ def restore(
                 f"checkpoint: {name}: {has}, but the model wants shape {tuple(parameter.shape)}. "
                 "Resume with the model that was saved"
             )
-    groups = optimizer.param_groups if optimizer is not None else []
+    groups = getattr(optimizer, "param_groups", [])
     on_device = {p for group in groups if group.get("fused") or group.get("capturable") for p in group["params"]}
     with torch.no_grad():
         for name, parameter in pairs:

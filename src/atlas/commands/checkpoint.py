@@ -1,0 +1,139 @@
+"""What checkpoints there are, whether every byte of them is sound, and one of them as a Hugging Face folder.
+
+A folder may be a datacenter's own, or one above several: all stores below it are taken together, replicas too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atlas.commands.terminal import Meter, as_json, say, show
+from atlas.errors import AtlasError, MissingExtraError
+
+if TYPE_CHECKING:
+    from atlas.runtime.checkpoint import Checkpoint, LocalStore
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, help="list, verify or export")
+    listed = actions.add_parser("list", help="what is there", description="List the saves, complete and not.")
+    verify = actions.add_parser("verify", help="read all of it", description="Compare every file with its hash.")
+    export = actions.add_parser(
+        "export", help="write it for transformers", description="Write a Hugging Face folder that transformers loads."
+    )
+    for action in (listed, verify, export):
+        action.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="where checkpoints lie")
+    for action in (verify, export):
+        action.add_argument("--step", type=int, metavar="N", help="which one (default: the newest complete one)")
+    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    for action in (listed, verify):
+        action.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        from atlas.runtime import checkpoint  # noqa: F401
+    except ModuleNotFoundError:
+        raise MissingExtraError("torch", "runtime", "reading checkpoints") from None
+    stores = stores_under(args.folders)
+    if args.action == "list":
+        _list(stores, args.json)
+        return 0
+    found = _chosen(stores, args.step)
+    return _verify(found, args.json) if args.action == "verify" else _export(found, args.out)
+
+
+def stores_under(folders: Sequence[Path]) -> list[LocalStore]:
+    """Every folder with saves in it, at or below these."""
+    from atlas.runtime.checkpoint import LocalStore
+
+    for folder in folders:
+        if not folder.is_dir():
+            raise AtlasError(f"{folder}: there is no such folder. Name the one that `atlas train` saves to")
+    found = sorted({save.parent for folder in folders for save in folder.rglob("step-*-a*") if save.is_dir()})
+    if not found:
+        raise AtlasError(
+            f"{', '.join(map(str, folders))}: no checkpoint in it. Name the folder that holds step-… folders"
+        )
+    return [LocalStore(path) for path in found]
+
+
+def _list(stores: Sequence[LocalStore], in_json: bool) -> None:
+    from rich import box
+    from rich.table import Table
+
+    rows = [_row(stores, id) for id in _ids(stores)]
+    if in_json:
+        sys.stdout.write(as_json(rows))
+        return
+    table = Table(padding=(0, 1, 0, 0), box=box.SIMPLE_HEAD, show_edge=False)
+    for name in ("step", "attempt", "parts", "layers", "MB"):
+        table.add_column(name, justify="right")
+    table.add_column("complete")
+    table.add_column("in")
+    for row in rows:
+        state = "yes" if row["complete"] else f"no: {', '.join(row['missing'][:3]) or 'no part'} missing"
+        layers = f"{row['num_layers'] - len(row['missing'])} of {row['num_layers']}"
+        figures = (row["step"], row["attempt"], row["parts"], layers, f"{row['bytes'] / 1e6:,.1f}")
+        table.add_row(*map(str, figures), state, ", ".join(row["stores"]))
+    show(table)
+
+
+def _ids(stores: Sequence[LocalStore]) -> list[Any]:
+    from atlas.runtime.checkpoint.manifest import ids
+
+    return sorted(set().union(*(ids(store) for store in stores)))
+
+
+def _row(stores: Sequence[LocalStore], id: Any) -> dict[str, Any]:
+    """One save. A replica's bytes count, its layers do not count twice."""
+    from atlas.runtime.checkpoint.manifest import missing_layers, parts_of
+
+    held = parts_of(stores, id)
+    parts = [part for _, part in held]
+    missing = missing_layers(parts) if parts else []
+    return {
+        "step": id.step,
+        "attempt": id.attempt,
+        "complete": bool(parts) and not missing,
+        "parts": len({part.writer for part in parts}),
+        "num_layers": len(parts[0].model_layers) if parts else 0,
+        "missing": missing,
+        "bytes": sum(blob.num_bytes for part in parts for blob in part.blobs),
+        "stores": list(dict.fromkeys(str(store) for store, _ in held)),
+    }
+
+
+def _chosen(stores: Sequence[LocalStore], step: int | None) -> Checkpoint:
+    from atlas.runtime.checkpoint import choose
+
+    found = choose(stores, step=step, report=say)
+    if found is None:
+        raise AtlasError("no save is complete: see `atlas checkpoint list` for what is missing")
+    return found
+
+
+def _verify(found: Checkpoint, in_json: bool) -> int:
+    from atlas.runtime.checkpoint import verify
+
+    problems = verify(found)
+    if in_json:
+        sys.stdout.write(as_json({"step": found.step, "attempt": found.id.attempt, "problems": problems}))
+        return 2 if problems else 0
+    if problems:
+        raise AtlasError("\n".join(problems))
+    print(f"checkpoint of {found.id}: all {len(found.layers)} layers are sound")
+    return 0
+
+
+def _export(found: Checkpoint, folder: Path) -> int:
+    from atlas.runtime.checkpoint.export import export_checkpoint
+
+    with Meter() as meter:
+        num_shards = export_checkpoint(found, folder, progress=meter)
+    print(f"{folder}: the model after step {found.step}, in {num_shards} file(s) of safetensors, for transformers")
+    return 0

@@ -1,0 +1,89 @@
+"""A checkpoint as a Hugging Face folder that `transformers` loads, whatever plan wrote it. One shard of the model is in
+memory at a time; the folder appears when it is whole.
+
+Knows checkpoints and decoders. Optimizer state stays behind: an export is for using a model, not for going on with it.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atlas.errors import AtlasError
+from atlas.runtime.checkpoint.load import Checkpoint, load_layers
+from atlas.runtime.checkpoint.state import restore
+from atlas.runtime.models.config import DecoderConfig, RopeScaling
+from atlas.runtime.models.decoder import Cut, cuts, empty, layer_of
+from atlas.runtime.models.export import export_stage, finish_export
+
+MAX_SHARD_BYTES = 4 << 30
+Progress = Callable[[str, int, int], None]
+
+
+def decoder_of(checkpoint: Checkpoint) -> DecoderConfig:
+    """The model that was saved: `model.config` of the run's configuration."""
+    try:
+        facts: dict[str, Any] = dict(checkpoint.meta.config["model"]["config"])
+        if facts.get("rope_scaling") is not None:
+            facts["rope_scaling"] = RopeScaling(**facts["rope_scaling"])
+        return DecoderConfig(**facts)
+    except (KeyError, TypeError) as error:
+        raise AtlasError(
+            f"checkpoint of {checkpoint.id}: it does not say which model it is of ({error}). Only what `atlas train` "
+            "saved can be exported"
+        ) from error
+
+
+def export_checkpoint(
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress = lambda what, done, total: None,
+) -> int:
+    """Writes `folder`, which must not exist yet; how many shards it has."""
+    if folder.exists():
+        raise AtlasError(f"{folder}: it is there already. Name a folder that is not")
+    config = decoder_of(checkpoint)
+    shards = _shards(checkpoint, config, max_shard_bytes)
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        dtype = torch.float32
+        for number, cut in enumerate(shards):
+            progress("exporting", number, len(shards))
+            dtype = _export(checkpoint, config, cut, unfinished, number, len(shards))
+        finish_export(unfinished, config, len(shards), dtype)
+        unfinished.replace(folder)
+    except OSError as error:
+        raise AtlasError(f"{folder}: {error.strerror or error}. Free some space or choose another place") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return len(shards)
+
+
+def _shards(checkpoint: Checkpoint, config: DecoderConfig, max_bytes: int) -> list[Cut]:
+    """Runs of layers, as even as can be."""
+    blobs = {layer: part.weights[layer] for _, part in checkpoint.parts for layer in part.weights}
+    total_bytes = sum(blob.num_bytes for blob in blobs.values())
+    count = min(config.num_layers, max(1, math.ceil(total_bytes / max_bytes)))
+    ends = [config.num_layers * (number + 1) // count for number in range(count)]
+    return cuts(config, [end - start for start, end in zip([0, *ends], ends, strict=False)])
+
+
+def _export(
+    checkpoint: Checkpoint, config: DecoderConfig, cut: Cut, folder: Path, number: int, num_shards: int
+) -> torch.dtype:
+    """One shard; the type of its numbers, which is what was saved."""
+    names = ["embedding"] * cut.has_embedding + [f"layers.{i}" for i in cut.layers] + ["head"] * cut.has_head
+    states = load_layers(checkpoint, names, optimizer=False)
+    dtype = next(iter(next(iter(states.values())).parameters.values())).dtype
+    decoder = empty(config, cut, dtype, "cpu")
+    restore(states, decoder.named_parameters(), layer_of=layer_of)
+    export_stage(folder, decoder, number, num_shards)
+    return dtype

@@ -1,0 +1,127 @@
+"""`atlas checkpoint`: what is there, whether it is sound, and the model for transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from atlas.cli import command_parser, main
+from atlas.runtime.checkpoint import Checkpointer, LocalStore, Meta, choose, states_of
+from atlas.runtime.checkpoint.export import export_checkpoint
+from atlas.runtime.models.config import DecoderConfig, gpt
+from atlas.runtime.models.decoder import build, cuts, layer_of
+
+LLAMA = DecoderConfig("llama", 3, 32, 4, 2, 8, 48, 96, 128, tied=True)
+GPT = gpt(num_layers=3, width=32, num_heads=4, vocabulary=96, max_length=128)
+TOKENS = torch.arange(20).reshape(2, 10)
+
+
+def saved(root: Path, config: DecoderConfig = GPT, step: int = 5, *, seed: int = 1) -> None:
+    """As two datacenters with a stage each would."""
+    meta = Meta(0, seed, step, config={"model": {"config": dataclasses.asdict(config), "dtype": "fp32"}})
+    layers = ["embedding", *(f"layers.{i}" for i in range(config.num_layers)), "head"]
+    for stage, cut in enumerate(cuts(config, (2, 1))):
+        decoder = build(config, cut, seed=seed)
+        checkpointer = Checkpointer(LocalStore(root / f"dc{stage}/own"), f"p0.s{stage}", layers)
+        checkpointer.save(step, states_of(decoder.named_parameters(), layer_of=layer_of), meta)
+        checkpointer.close()
+
+
+def test_the_flags_are_these() -> None:
+    parser, _ = command_parser("checkpoint")
+    actions = next(action.choices for action in parser._actions if action.dest == "action")
+    found = {name: {o for a in sub._actions for o in a.option_strings or [a.dest]} for name, sub in actions.items()}
+    help_ = {"-h", "--help"}
+    assert found == {
+        "list": {"folders", "--json"} | help_,
+        "verify": {"folders", "--step", "--json"} | help_,
+        "export": {"folders", "--step", "--out"} | help_,
+    }
+    assert all(action.help for sub in actions.values() for action in sub._actions)
+
+
+@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama tied"])
+def test_transformers_loads_what_is_exported(tmp_path: Path, config: DecoderConfig) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    saved(tmp_path / "run", config)
+    assert main(["checkpoint", "export", str(tmp_path / "run"), "--out", str(tmp_path / "hf")]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    ours = build(config, cuts(config, (3,))[0], seed=1)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(TOKENS).logits, ours(TOKENS), atol=1e-5, rtol=1e-5)
+
+
+def test_a_large_model_is_exported_in_several_files(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    saved(tmp_path / "run")
+    checkpoint = choose([LocalStore(tmp_path / f"run/dc{s}/own") for s in range(2)])
+    assert checkpoint is not None
+    assert export_checkpoint(checkpoint, tmp_path / "hf", max_shard_bytes=60_000) == 3
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 3
+    assert not list(tmp_path.glob(".*"))
+    model, missing = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not missing["missing_keys"]
+    assert model.config.n_layer == 3
+
+
+def test_list_says_what_is_complete_and_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path, step=5)
+    saved(tmp_path, step=6)
+    shutil.rmtree(tmp_path / "dc1/own/step-00000006-a0")
+    assert main(["checkpoint", "list", str(tmp_path), "--json"]) == 0
+    five, six = json.loads(capsys.readouterr().out)
+    assert (five["step"], five["complete"], five["parts"], five["num_layers"]) == (5, True, 2, 5)
+    assert (six["step"], six["complete"], six["missing"]) == (6, False, ["layers.2", "head"])
+    assert main(["checkpoint", "list", str(tmp_path)]) == 0
+    assert "no: layers.2, head" in " ".join(capsys.readouterr().out.split())
+
+
+def test_verify_reads_everything_and_names_what_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path)
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 0
+    assert "step 5 (attempt 0): all 5 layers are sound" in capsys.readouterr().out
+    path = tmp_path / "dc1/own/step-00000005-a0/p0.s1.head.weights.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 2
+    assert f"{path}: damaged" in capsys.readouterr().err
+    assert main(["checkpoint", "verify", str(tmp_path), "--json"]) == 2
+    assert len(json.loads(capsys.readouterr().out)["problems"]) == 1
+    assert main(["checkpoint", "export", str(tmp_path), "--out", str(tmp_path / "hf")]) == 2
+    assert "damaged" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("list", "nowhere"), "nowhere: there is no such folder"),
+        (("list", "empty"), "empty: no checkpoint in it"),
+        (("verify", "run", "--step", "9"), "no complete checkpoint of step 9. Saves found: 5"),
+        (("export", "run", "--out", "empty"), "empty: it is there already"),
+        (("export", "other", "--out", "hf"), "does not say which model it is of"),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence(
+    words: tuple[str, ...],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    saved(tmp_path / "run")
+    other = Checkpointer(LocalStore(tmp_path / "other"), "w", ["0"])
+    other.save(1, states_of([("0.weight", torch.ones(3))]), Meta(0, 0, 1))
+    other.close()
+    assert main(["checkpoint", *words]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "hf").exists()
