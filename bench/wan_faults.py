@@ -74,12 +74,16 @@ def _break(target: Any, faults: int, mean_bytes: float, pipe: Any) -> None:
         pipe.send((chaos.num_cut, chaos.num_stalled))
 
 
+def _num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def broken_connections(lines: Lines, gigabytes: float, faults: int) -> None:
     context, count = mp.get_context("fork"), int(gigabytes * 1e9 / MESSAGE_BYTES)
     sender_pipe, theirs = context.Pipe()
     sender = context.Process(target=_send, args=(count, theirs), daemon=True)
     sender.start()
-    threads, descriptors = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+    threads, descriptors = threading.active_count(), _num_descriptors()
     base = base_bytes()
     with Endpoint(B, settings=BRISK) as b:
         chaos_pipe, chaos_theirs = context.Pipe()
@@ -110,7 +114,7 @@ def broken_connections(lines: Lines, gigabytes: float, faults: int) -> None:
     time.sleep(0.5)
     sender.close()
     breaker.close()
-    leaked = threading.active_count() - threads, len(list(Path("/proc/self/fd").iterdir())) - descriptors
+    leaked = threading.active_count() - threads, _num_descriptors() - descriptors
     more = {"cut": cut, "stalled": stalled, "replaced": replaced, "resent": resent, "duplicates": duplicates}
     lines.at_least("connections cut or stalled", cut + stalled, "", faults, **more)
     lines.at_most("messages that were not what was sent", wrong, f"of {count}", 0, seconds=round(seconds))

@@ -95,7 +95,9 @@ class Actor:
         return time.process_time()
 
     def paths(self, peer: str) -> Any:
-        return [path.delivered_bytes for path in self.transport.paths(peer)]
+        return [
+            (path.delivered_bytes, path.num_staged, round(path.latency_s, 3)) for path in self.transport.paths(peer)
+        ]
 
     # ---- one TCP connection, for comparison --------------------------------------------------------------------
     def tcp_listen(self, host: str) -> Any:

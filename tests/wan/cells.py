@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 from atlas.wan.cell import Cell
@@ -10,7 +11,7 @@ from atlas.wan.endpoint import Endpoint
 from atlas.wan.proxy import DelayProxy
 from atlas.wan.settings import Settings
 
-QUICK = Settings(max_streams=1, stall_s=5.0, heartbeat_s=0.5, deadline_s=5.0)
+QUICK = Settings(max_streams=1, stall_s=5.0, heartbeat_s=0.5, deadline_s=5.0, warm_s=0.2)
 
 
 @contextmanager
@@ -27,13 +28,13 @@ def joined_cells(
                 cells[name] = Cell(ends[name], dict(zip(side, other, strict=True)))
                 stack.callback(cells[name].close)
         proxies = []
+        peers = {name: {p: ends[p].address for p in side if p != name} for side in (here, there) for name in side}
         for i in range(size):
             rate = rates_bps[i] if rates_bps else 100e6
             for source, target in ((here[i], there[i]), (there[i], here[i])):
                 proxy = stack.enter_context(DelayProxy(ends[target].address, latency_s=latency_s, rate_bps=rate))
                 proxies.append(proxy)
-                cells[source].connect({target: proxy.address})
-        for side in (here, there):
-            for name in side:
-                cells[name].connect({peer: ends[peer].address for peer in side if peer != name})
+                peers[source][target] = proxy.address
+        with ThreadPoolExecutor(len(cells)) as pool:
+            list(pool.map(lambda name: cells[name].connect(peers[name]), cells))
         yield [cells[name] for name in here], [cells[name] for name in there], proxies[::2]

@@ -28,7 +28,7 @@ SLICE_LANE, NOTE_LANE = 64, 63
 SLICE_BYTES = 128 * 1024
 STAGED_SLICES = 3
 """How many slices wait at a relay: enough that it never idles, few enough that a slow one does not hoard."""
-OVERDUE = 3.0
+OVERDUE = 2.0
 """A slice is overdue when it took so many times what its successors need."""
 TICK_S = 0.02
 MOMENT_S = 0.003
@@ -99,7 +99,7 @@ class Sender:
     def _next(self, path: Path) -> Chunk | None:
         """What is overdue and comes first; else what comes first; else what somebody else has held too long."""
         head = self.outbox.head_turn
-        if head is not None and (chunk := self.outbox.steal(path, OVERDUE * path.latency_s, below_turn=head)):
+        if head is not None and (chunk := self.outbox.steal(path, OVERDUE * path.latency_s, below_turn=head + 1)):
             return chunk
         wait_s = TICK_S if not self.outbox.is_empty else 0.1
         if chunk := self.outbox.pull(path, path.index, wait_s):
@@ -191,6 +191,8 @@ class Cell(Transport):
         for sender in list(self._senders.values()):
             sender.outbox.drain(max(0.0, deadline - time.monotonic()))
         self._closing.set()
+        with self._pending_changed:
+            self._pending_changed.notify()
         for thread in self._threads:
             thread.join()
         for sender in self._senders.values():
@@ -243,7 +245,7 @@ class Cell(Transport):
     def _write_notes(self) -> None:
         while not self._closing.is_set():
             with self._pending_changed:
-                if not self._pending:
+                if not self._pending and not self._closing.is_set():
                     self._pending_changed.wait(0.2)
                     continue
             time.sleep(MOMENT_S)

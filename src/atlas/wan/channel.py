@@ -21,9 +21,10 @@ from atlas.wan.greet import Address, RefusedError, dial
 from atlas.wan.outbox import Chunk, Outbox
 from atlas.wan.security import Security
 from atlas.wan.settings import Settings
+from atlas.wan.shifts import SHIFTS, Shifts
 from atlas.wan.stream import Stream, broken
 from atlas.wan.tuning import LOSSY, NEAR_RTT_S, Choice, RateMeter, choose, window_bytes
-from atlas.wan.warming import WarmUp
+from atlas.wan.warming import MOST_BYTES, WarmUp
 from atlas.wan.wire import (
     RECORD_BYTES,
     FrameKind,
@@ -36,10 +37,9 @@ from atlas.wan.wire import (
 )
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 2.0
-LOSS_SPAN_S, ENOUGH_BYTES = 20.0, 4 << 20
-IDLE_S, BUSY_S = 0.1, 0.02
-WARM_BYTES = 32 * 1024
-WARM_ZEROS = memoryview(bytes(WARM_BYTES))
+LOSS_SPAN_S, ENOUGH_BYTES = 20.0, 16 << 20
+IDLE_S, BUSY_S = 0.5, 0.02
+WARM_ZEROS = memoryview(bytes(MOST_BYTES))
 
 
 @dataclass(eq=False)
@@ -54,6 +54,8 @@ class Slot:
     """Since when we wait for an answer and hear nothing."""
     num_lives: int = 0
     num_answers: int = 0
+    warm_bytes: int = 0
+    """Of a warm-up, under way on this stream."""
 
 
 class Channel:
@@ -81,6 +83,7 @@ class Channel:
         self._peer_instance: int | None = None
         self._light = light
         self._slots = [Slot(i) for i in range(1 if light else settings.max_streams)]
+        self._shifts = Shifts[Slot](time.monotonic())
         self._down_since = time.monotonic()
         self._warm_up: WarmUp | None = None
         self._closing = threading.Event()
@@ -102,15 +105,21 @@ class Channel:
             return
         time.sleep(min(0.05, 3 * self.rtt_s))  # the first pongs say better how far it is than the greeting did
         self.retune()
-        # Twice: all streams find out what the path gives; then those that will be used learn to carry it.
-        for _ in range(2):
-            if (flight := self.outbox.flight) is not None:  # it may have turned out to be near
-                self.meter.learn(self._fill(flight, deadline), time.monotonic())
-                self.retune()
+        # First all streams find out what the path gives; then those that will be used learn to carry it.
+        for shift in range(1 + SHIFTS):
+            if (flight := self.outbox.flight) is None:  # it may have turned out to be near
+                return
+            self.meter.learn(max(self.meter.rate_bps or 0.0, self._fill(flight, deadline)), time.monotonic())
+            self.retune()
+            if shift and not self._shifts.apply(self.outbox.num_streams):
+                return
+            if shift:
+                self._shifts.change(self.outbox.num_streams)
 
     def _fill(self, flight: Flight, deadline: float) -> float:
         """What the path delivered."""
         self._warm_up = warm_up = WarmUp(flight, time.monotonic(), self.settings.warm_s)
+        self.outbox.wake()
         while not (warm_up.over and not warm_up.out_bytes) and self.num_live and time.monotonic() < deadline:
             time.sleep(0.005)
         self._warm_up = None
@@ -120,6 +129,8 @@ class Channel:
         """Called a few times a second: choose anew, and give up what has been hopeless for too long."""
         self.retune()
         now, outbox = time.monotonic(), self.outbox
+        if outbox.flight is not None and self._shifts.watch(outbox.num_streams, now):
+            outbox.wake()
         if outbox.is_empty or outbox.failure is not None:
             return
         hopeless_since = max(outbox.last_progress_ns / 1e9, 0.0 if self.num_live else self._down_since)
@@ -129,11 +140,12 @@ class Channel:
     def retune(self) -> None:
         if not self.rtt_s or self._warm_up is not None:
             return
-        choice = choose(self.rtt_s, self.meter.rate_bps, len(self._slots), window_bytes(), lossy=self._is_lossy())
+        rate_bps = None if self._light else self.meter.rate_bps
+        choice = choose(self.rtt_s, rate_bps, len(self._slots), window_bytes(), lossy=self._is_lossy())
         if self.settings.num_streams is not None:
             choice = choice.with_streams(self.settings.num_streams)
         self._choice = choice
-        self.outbox.tune(choice.chunk_bytes, choice.num_streams)
+        self.outbox.tune(choice.chunk_bytes, choice.num_streams, choice.least_chunk_bytes)
         if self._light or self.rtt_s < NEAR_RTT_S:
             self.outbox.flight = None
         elif self.outbox.flight is None:
@@ -233,9 +245,10 @@ class Channel:
 
     def _talk(self, slot: Slot, stream: Stream) -> bool:
         """Until the stream ends. True if it was good for something."""
-        slot.num_out, slot.num_answers, slot.quiet_since = 0, 0, time.monotonic()
+        slot.num_out, slot.num_answers, slot.warm_bytes, slot.quiet_since = 0, 0, 0, time.monotonic()
         stream.on_tick = lambda: self._check_silence(slot)
         slot.stream = stream
+        self._shifts.join(slot)
         self.retune()
         self._connected.set()
         reader = threading.Thread(target=self._listen, args=(slot, stream), daemon=True, name=f"{self.name} records")
@@ -246,6 +259,9 @@ class Channel:
             self._note(error)
         stream.abort()
         reader.join()
+        self._shifts.leave(slot)
+        if (warm_up := self._warm_up) is not None:
+            warm_up.lost(slot.warm_bytes)
         self.num_resent += self.outbox.lost(stream)
         slot.stream = None
         if not self.num_live:
@@ -258,14 +274,21 @@ class Channel:
         last_write = 0.0
         while not stream.aborted:
             now = time.monotonic()
-            if (warm_up := self._warm_up) is not None and not warm_up.over and slot.index < outbox.num_streams:
-                if not warm_up.may_send(WARM_BYTES, now):
+            if (
+                (warm_up := self._warm_up) is not None
+                and not warm_up.over
+                and self._shifts.place(slot) < outbox.num_streams
+            ):
+                if not (num_bytes := warm_up.may_send(now)):
                     time.sleep(0.001)
                     continue
-                self._count_out(slot, now)
-                stream.write(pack_header(Header(FrameKind.WARM, lane, epoch, now_ns(), 0, 0, WARM_BYTES)), WARM_ZEROS)
+                self._count_out(slot, now, num_bytes)
+                header = Header(FrameKind.WARM, lane, epoch, now_ns(), 0, 0, num_bytes)
+                stream.write(pack_header(header), WARM_ZEROS[:num_bytes])
                 continue
-            chunk = outbox.pull(stream, slot.index, IDLE_S if outbox.is_empty else BUSY_S)
+            chunk = outbox.pull(
+                stream, self._shifts.place(slot), min(IDLE_S, heartbeat_s) if outbox.is_empty else BUSY_S
+            )
             if chunk is None and not outbox.is_empty and (chunk := outbox.steal(stream, self._late_s)) is not None:
                 self.num_resent += 1
             if chunk is not None:
@@ -276,7 +299,7 @@ class Channel:
             elif self._closing.is_set() and (outbox.is_empty or outbox.failure is not None):
                 stream.write(pack_header(Header(FrameKind.BYE, lane, epoch)))
                 return
-            elif now - last_write >= heartbeat_s:
+            elif now - last_write >= self._shifts.silence_s(slot, outbox.num_streams, heartbeat_s):
                 self._count_out(slot, now)
                 stream.write(pack_header(Header(FrameKind.PING, lane, epoch, now_ns())))
                 last_write = now
@@ -284,10 +307,11 @@ class Channel:
     @property
     def _late_s(self) -> float:
         """When an answer is so late that another stream may try, if it has nothing else to do."""
-        return 0.1 + 3 * max(self.rtt_s, self.outbox.usual_s)
+        return 0.15 + 3 * max(self.rtt_s, self.outbox.usual_s)
 
-    def _count_out(self, slot: Slot, now: float) -> None:
+    def _count_out(self, slot: Slot, now: float, warm_bytes: int = 0) -> None:
         with self._lock:
+            slot.warm_bytes += warm_bytes
             if not slot.num_out:
                 slot.quiet_since = now
             slot.num_out += 1
@@ -307,6 +331,7 @@ class Channel:
                 self._heed(slot, stream, record)
         except (OSError, WorkerError) as error:
             self._note(error)
+        finally:
             stream.abort()
 
     def _heed(self, slot: Slot, stream: Stream, record: Record) -> None:
@@ -316,11 +341,14 @@ class Channel:
             answered = record.kind in (RecordKind.ACK, RecordKind.PONG)
             slot.num_out -= answered
             slot.num_answers += answered
+            slot.warm_bytes -= record.b if record.kind == RecordKind.PONG else 0
         if record.kind == RecordKind.ACK:
             chunk = self.outbox.acknowledged(stream, record.a, record.b)
             if chunk is not None:
-                self.meter.acknowledged(chunk.num_bytes, now)
-                if self.outbox.is_empty:
+                # Only what is held back by the path says what the path delivers.
+                if self.outbox.has_ready:
+                    self.meter.acknowledged(chunk.num_bytes, now)
+                else:
                     self.meter.pause()
         elif record.kind == RecordKind.PONG:
             self.rtt_s = min(self.rtt_s, (now_ns() - record.a) / 1e9)

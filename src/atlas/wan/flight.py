@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-FIRST_BYTES, MAX_BYTES = 128 * 1024, 1 << 30
+FIRST_BYTES, MAX_BYTES = 16 * 1024, 1 << 30
 MEMORY_S = 30.0
 
 

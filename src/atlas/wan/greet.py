@@ -90,9 +90,9 @@ def dial(
 
 def _stream(sock: socket.socket, seal: Seal | None, rtt_s: float) -> Stream:
     """The round trip is that of the greetings: the kernel's own ends at the nearest proxy."""
-    congestion_control(sock, near=rtt_s < NEAR_RTT_S)
     stream = Stream(sock, seal)
     stream.rtt_s = rtt_s
+    congestion_control(sock, near=rtt_s < NEAR_RTT_S)
     return stream
 
 

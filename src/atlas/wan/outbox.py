@@ -65,6 +65,7 @@ class Outbox:
 
     def __init__(self, chunk_bytes: int = 256 * 1024, num_streams: int = 1) -> None:
         self.chunk_bytes, self.num_streams = chunk_bytes, num_streams
+        self.least_chunk_bytes = MIN_CHUNK_BYTES
         self.flight: Flight | None = None
         """How much may be under way unacknowledged: more would only queue where turns are not known."""
         self.staging_bytes = 0
@@ -106,15 +107,21 @@ class Outbox:
         return not self._live
 
     @property
+    def has_ready(self) -> bool:
+        """Something could go at once, if the streams took it."""
+        return bool(self._ready)
+
+    @property
     def has_unacked(self) -> bool:
         with self._changed:
             return any(self._held.values())
 
-    def tune(self, chunk_bytes: int, num_streams: int) -> None:
+    def tune(self, chunk_bytes: int, num_streams: int, least_chunk_bytes: int = MIN_CHUNK_BYTES) -> None:
         with self._changed:
             if num_streams > self.num_streams:
                 self._rests.notify_all()
             self.chunk_bytes, self.num_streams = chunk_bytes, num_streams
+            self.least_chunk_bytes = least_chunk_bytes
 
     @property
     def backlog_bytes(self) -> int:
@@ -130,7 +137,7 @@ class Outbox:
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
+            self._wake_all()
 
     def fail(self, error: WorkerError) -> None:
         """Ends every wait with an error that says what was to be done and how far it had come."""
@@ -140,7 +147,7 @@ class Outbox:
             self._live.clear()
             self._ready.clear()
             self._waiting.clear()
-            self._changed.notify_all()
+            self._wake_all()
         for message in lost:
             message.handle.finish(WorkerError(f"{message.handle.what}: {_progress(message)}; {self.failure}"))
 
@@ -244,7 +251,7 @@ class Outbox:
                 if message.all_taken:
                     heapq.heappush(self._ready, (before(message.turn, message.number), message))
                 message.again.append(chunk)
-            self._changed.notify_all()
+            self._wake_all()
             return len(chunks)
 
     # ---- the receiver's word -----------------------------------------------------------------------------------
@@ -271,6 +278,15 @@ class Outbox:
                 self._unacked_bytes -= sum(chunk.num_bytes for chunk in message.unacked.values())
         if message is not None:
             message.handle.finish(WorkerError(f"{message.handle.what}: {reason}"))
+
+    def wake(self) -> None:
+        """Who may pull has changed."""
+        with self._changed:
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        self._changed.notify_all()
+        self._rests.notify_all()
 
     # ---- inside, with the lock held ----------------------------------------------------------------------------
     def _may_pull(self, index: int) -> bool:
@@ -314,7 +330,7 @@ class Outbox:
         else:
             left = len(message.view) - message.next_offset
             # Smaller towards the end, so that all streams finish together; but no crumbs.
-            size = min(self.chunk_bytes, max(MIN_CHUNK_BYTES, left // (2 * self.num_streams)), left)
+            size = min(self.chunk_bytes, max(self.least_chunk_bytes, left // (2 * self.num_streams)), left)
             if left < 1.5 * size or message.whole:
                 size = left
             chunk = Chunk(message, message.next_offset, size)

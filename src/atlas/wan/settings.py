@@ -20,7 +20,7 @@ class Settings:
     """An idle stream says something this often: middleboxes drop the silent."""
     stall_s: float = 4.0
     """A stream that owes an answer for so long is replaced."""
-    idle_s: float = 30.0
+    idle_s: float = 90.0
     """A stream on which a peer says nothing for so long is dropped by the receiver."""
     handshake_s: float = 10.0
     deadline_s: float = 30.0

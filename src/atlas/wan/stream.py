@@ -18,7 +18,7 @@ from atlas.errors import WorkerError
 from atlas.wan.seal import TAG_BYTES, Seal
 from atlas.wan.wire import MAX_CHUNK_BYTES
 
-TICK_S = 0.25
+TICK_S = 0.5
 """How often a blocked read or write looks up."""
 NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 MAX_PACING_RATE = getattr(socket, "SO_MAX_PACING_RATE", 47)
@@ -47,6 +47,7 @@ class Stream:
         self.on_tick: Callable[[], None] = lambda: None
         """Called every `TICK_S` of waiting; may raise to end the wait."""
         self._scratch = bytearray(0)
+        self._tuned = (0, 0.0)
         sock.settimeout(None)
         tick = struct.pack("@ll", int(TICK_S), int(TICK_S % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
@@ -145,6 +146,10 @@ class Stream:
 
     def tune(self, lowat_bytes: int, pacing_bps: float | None) -> None:
         """How much the kernel may hold unsent, and how fast it may send. Where the kernel refuses, it is as it was."""
+        before_lowat, before_bps = self._tuned
+        if lowat_bytes == before_lowat and abs((pacing_bps or 0.0) - before_bps) <= 0.05 * before_bps:
+            return
+        self._tuned = (lowat_bytes, pacing_bps or 0.0)
         with contextlib.suppress(OSError):
             self.sock.setsockopt(socket.IPPROTO_TCP, NOTSENT_LOWAT, lowat_bytes)
         pace = 0xFFFFFFFF if not pacing_bps else min(0xFFFFFFFE, max(1, int(pacing_bps / 8)))
@@ -168,8 +173,10 @@ class Stream:
 
 
 def congestion_control(sock: socket.socket, *, near: bool) -> str:
-    """Bbr over distance, where the kernel allows it (what there is instead is paced); not within a datacenter, where
-    its pacing costs half the speed. Says which one it is."""
+    """Over distance bbr, where the kernel allows it; not within a datacenter, where its pacing costs half the speed.
+
+    Says which one it is. Even bbr is paced from above: several of them overflow a queue that one would not.
+    """
     option = getattr(socket, "TCP_CONGESTION", 13)
     for name in (b"cubic", b"reno") if near else (b"bbr",):
         try:

@@ -18,12 +18,13 @@ from atlas.wan.wire import MAX_CHUNK_BYTES
 
 NEAR_RTT_S = 0.002
 """Below it, the peer is in the same datacenter: nothing needs to be paced or kept short."""
-NEAR_STREAMS, LOSSY_STREAMS = 2, 6
-LOSSY = 1e-4
+NEAR_STREAMS, LOSSY_STREAMS = 3, 6
+LOSSY = 3e-4
 """Retransmitted bytes over delivered ones, from which on a path counts as lossy."""
-MIN_CHUNK_BYTES, FAR_CHUNK_BYTES = 64 * 1024, 1 << 20
+MIN_CHUNK_BYTES, FAR_CHUNK_BYTES, NEAR_LEAST_BYTES = 16 * 1024, 1 << 20, 1 << 20
+LEAST_CHUNK_BYTES, FREE_CHUNK_BYTES = 64 * 1024, 256 * 1024
 MIN_LOWAT_BYTES, MAX_LOWAT_BYTES = 32 * 1024, 256 * 1024
-HEADROOM = 2.0
+HEADROOM, HEADROOM_ALONE = 2.0, 1.25
 """The pace of all streams, over what the path was seen to deliver: one stream alone must not be held back, and what is
 under way is bounded anyway. It only keeps a burst from leaving all at once."""
 SAMPLE_S, NUM_SPANS = 0.05, 4
@@ -38,6 +39,8 @@ class Choice:
     chunk_bytes: int
     lowat_bytes: int
     pacing_bps: float | None
+    least_chunk_bytes: int = LEAST_CHUNK_BYTES
+    """Towards the end of a message, chunks shrink to this."""
 
     def with_streams(self, num_streams: int) -> Choice:
         pacing_bps = self.pacing_bps and self.pacing_bps * self.num_streams / num_streams
@@ -58,16 +61,17 @@ def window_bytes() -> int:
 def choose(rtt_s: float, rate_bps: float | None, max_streams: int, window: int, *, lossy: bool = False) -> Choice:
     """Until a rate is known, all streams run freely: that is how it becomes known."""
     if rtt_s < NEAR_RTT_S:
-        return Choice(min(NEAR_STREAMS, max_streams), MAX_CHUNK_BYTES, 2 * MAX_CHUNK_BYTES, None)
+        return Choice(min(NEAR_STREAMS, max_streams), MAX_CHUNK_BYTES, 2 * MAX_CHUNK_BYTES, None, NEAR_LEAST_BYTES)
     if rate_bps is None:
-        return Choice(max_streams, 4 * MIN_CHUNK_BYTES, MAX_LOWAT_BYTES, None)
+        return Choice(max_streams, FREE_CHUNK_BYTES, MAX_LOWAT_BYTES, None)
     needed = math.ceil(1.5 * rate_bps / 8 * rtt_s / window)
     # Where packets get lost, a stream that waits for a repair leaves the path to the others.
-    num_streams = min(max_streams, max(LOSSY_STREAMS if lossy else 2, needed))
-    # The quantum is the link's; with n streams, n chunks are on it at once, each n times as long.
-    chunk = chunk_bytes(rate_bps * 2 / num_streams, MIN_CHUNK_BYTES, FAR_CHUNK_BYTES)
+    num_streams = min(max_streams, max(LOSSY_STREAMS if lossy else 1, needed))
+    # The quantum is the link's; several streams put several chunks on it at once, each of which takes longer.
+    chunk = chunk_bytes(rate_bps * min(1.0, 2 / num_streams), MIN_CHUNK_BYTES, FAR_CHUNK_BYTES)
     lowat = max(MIN_LOWAT_BYTES, min(MAX_LOWAT_BYTES, chunk // num_streams))
-    return Choice(num_streams, chunk, lowat, rate_bps * HEADROOM / num_streams)
+    headroom = HEADROOM_ALONE if num_streams == 1 else HEADROOM
+    return Choice(num_streams, chunk, lowat, rate_bps * headroom / num_streams, min(chunk, LEAST_CHUNK_BYTES))
 
 
 class RateMeter:
@@ -105,7 +109,7 @@ class RateMeter:
                 return
             self._spans.append(self._num_bytes * 8 / (now - self._since))
             self._since, self._num_bytes = now, 0
-            while self._samples and now - self._samples[0][0] > MEMORY_S:
+            while len(self._samples) > 1 and now - self._samples[0][0] > MEMORY_S:
                 self._samples.popleft()
             if len(self._spans) < NUM_SPANS and self._samples:
                 return

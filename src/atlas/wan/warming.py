@@ -10,6 +10,7 @@ import threading
 
 from atlas.wan.flight import Flight
 
+MOST_BYTES = 32 * 1024
 STEADY_ROUNDS = 5
 """So many round trips without growth make a path open, and are what its rate is measured over."""
 
@@ -25,17 +26,21 @@ class WarmUp:
         self._lock = threading.Lock()
         self._best_bytes, self._steady_since, self._steady_bytes = flight.limit_bytes, now, 0
 
-    def may_send(self, num_bytes: int, now: float) -> bool:
-        """True: send so many, and count them."""
+    def may_send(self, now: float) -> int:
+        """How many bytes to send now; they count as under way. Few at first: on a narrow path many would take long."""
         with self._lock:
             self.over = self.over or now > self.until
-            if self.over:
-                return False
-            if self.out_bytes + num_bytes > self.flight.limit_bytes:
+            num_bytes = min(MOST_BYTES, self.flight.limit_bytes // 4)
+            if self.over or self.out_bytes + num_bytes > self.flight.limit_bytes:
                 self.flight.filled()
-                return False
+                return 0
             self.out_bytes += num_bytes
-            return True
+            return num_bytes
+
+    def lost(self, num_bytes: int) -> None:
+        """Their stream broke: nobody will hear of them again."""
+        with self._lock:
+            self.out_bytes = max(0, self.out_bytes - num_bytes)
 
     def came_back(self, num_bytes: int, took_s: float, now: float) -> None:
         with self._lock:
