@@ -1,0 +1,210 @@
+"""The decisions: let a request in or say when it would fit; and what an event does to what was promised.
+
+    online     tried on the lanes that would be done first, and on one that holds its longest prefix; on each it goes
+               behind everything more urgent (earliest deadline first), at a chunk's end if need be, and only if all
+               that it pushes back still makes its own deadline
+    offline    waits in the backlog; poured in when a lane is about to run dry, least served tenant first
+
+What was let in keeps its deadline unless a window breaks its word (`late`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from atlas.ir.program import Ints
+from bubbletea.admit import fit
+from bubbletea.admit.fit import FREE
+from bubbletea.admit.queue import Cut, again, cut_at, cut_for
+from bubbletea.admit.state import Entry, State, Wanted, urgency
+from bubbletea.admit.words import Placement, Refusal, Request
+
+TRIED = 3
+"""Lanes on which a placement is worked out exactly, of those that look best."""
+POUR_NS = 50_000_000
+"""Offline work is placed on a lane that runs dry within this: early enough to reach the worker, late enough not to
+stand in anybody's way."""
+AHEAD_NS = 10_000_000_000
+"""Of accelerator time: a tenant that had this much more than another who waits gets no further ahead."""
+
+Changes = tuple[Placement, ...]
+"""Placements that replace the earlier ones of their requests."""
+
+
+class Trial(NamedTuple):
+    """A lane with the request on it: what it would hold then, and its Track."""
+
+    lane: int
+    own: Entry
+    entries: list[Entry]
+    moved: list[Entry]
+    track: Ints
+
+
+# ---- requests ----------------------------------------------------------------------------------------------------
+def admit(state: State, request: Request, now_ns: int) -> Placement | Refusal | None:
+    """Place an online request or refuse it at once. An offline one joins the backlog: None."""
+    refusal = refused_by_length(state, request)
+    if refusal is not None:
+        return refusal
+    if request.kind == "offline":
+        state.backlog.push(request)
+        return None
+    trial = quote(state, request, now_ns)
+    if trial is None:
+        return Refusal(request, "too-long")
+    delivered, deadline = trial.own.delivered_ns, request.deadline_ns
+    if deadline is not None and delivered > deadline:
+        return Refusal(request, "deadline", delivered, now_ns + delivered - deadline)
+    waits = trial.own.start_ns > now_ns + POUR_NS
+    if waits and state.shares.ahead(request.tenant, state.tenants()) > AHEAD_NS:
+        return Refusal(request, "share", delivered, trial.own.start_ns)
+    return _commit(state, trial)
+
+
+def refused_by_length(state: State, request: Request) -> Refusal | None:
+    """What the number of tokens alone decides."""
+    if not state.lanes:
+        return Refusal(request, "no-lane")
+    return Refusal(request, "too-long") if request.prompt_tokens > state.max_tokens else None
+
+
+def quote(state: State, request: Request, now_ns: int) -> Trial | None:
+    """The placement that delivers first, the state left as it is; None when no window takes even a layer of it."""
+    best: Trial | None = None
+    lanes = _candidates(state, request, now_ns)
+    for in_turn in (True, False):
+        for lane in lanes:
+            for chunk in state.chunks:
+                found = _tried(state, lane, request, chunk, now_ns, in_turn)
+                if found is not None and (best is None or found.own.delivered_ns < best.own.delivered_ns):
+                    best = found
+                if found is None or found.own.start_ns > now_ns + POUR_NS:
+                    break  # where there is a queue, smaller chunks would only waste time
+        if best is not None:
+            return best
+    return None
+
+
+def _candidates(state: State, request: Request, now_ns: int) -> list[int]:
+    """Lanes worth an exact look: those that would be done first, and one with the longest prefix."""
+    best = np.empty(TRIED, np.int64)
+    where = (state.tracks, state.workers, state.first_layer, state.leaders)
+    tokens = (0, request.prompt_tokens)
+    chosen: list[int] = best[: fit.best_lanes(state.ground, *where, tokens, state.chunks[0], now_ns, best)].tolist()
+    _, holders = state.cache.longest(request.block_hashes, request.prompt_tokens - 1)
+    if holders and not holders.intersection(chosen):
+        chosen.append(min(holders, key=lambda lane: (int(state.tracks[lane, FREE, 0]), lane)))
+    return chosen
+
+
+def _tried(state: State, lane: int, request: Request, chunk: int, now_ns: int, in_turn: bool) -> Trial | None:
+    """The request on one lane, in its turn or behind all others; None where somebody would miss a deadline."""
+    cached = state.cache.tokens(lane, request.block_hashes, request.prompt_tokens - 1)
+    wanted = Wanted(
+        request, cached, request.prompt_tokens, cached, _even(request.prompt_tokens - cached, chunk), now_ns
+    )
+    behind = Cut(state.queues[lane], [], state.tracks[lane])
+    cut = cut_for(state, lane, urgency(request), now_ns) if in_turn else behind
+    own, track = state.fitted(lane, wanted, cut.track, now_ns)
+    if own is None:
+        return None
+    moved = again(state, lane, cut.rest, track, now_ns)
+    if moved is None:
+        return None
+    return Trial(lane, own, [*cut.head, own, *moved.entries], moved.entries, moved.track)
+
+
+def _even(tokens: int, chunk: int) -> int:
+    """The size of equal chunks no longer than `chunk`."""
+    return -(-tokens // -(-tokens // chunk))
+
+
+def _commit(state: State, trial: Trial) -> Placement:
+    request = trial.own.request
+    state.put(trial.lane, trial.entries, trial.track)
+    state.enter(request, trial.lane)
+    state.shares.charge(request.tenant, float((trial.own.slices[:, 2] - trial.own.slices[:, 1]).sum()))
+    return state.placement(request.id)
+
+
+# ---- events ------------------------------------------------------------------------------------------------------
+def advance(state: State, now_ns: int) -> Changes:
+    """Pour offline work onto lanes that are about to run dry."""
+    poured = []
+    while len(state.backlog) and (lane := state.emptiest(now_ns + POUR_NS)) is not None:
+        request = state.backlog.pop()
+        assert request is not None
+        trial = _tried(state, lane, request, state.chunks[0], now_ns, in_turn=False)
+        if trial is not None:
+            poured.append(_commit(state, trial))
+    return tuple(poured)
+
+
+def cancel(state: State, request_id: str, now_ns: int) -> Changes:
+    """Release what has not begun; what has begun stays until it is complete. Others move up."""
+    if request_id not in state.lane_of:
+        state.backlog.remove(request_id)
+        return ()
+    lane = state.lane_of[request_id]
+    own = [entry for entry in state.queues[lane] if entry.request.id == request_id]
+    spent = float(sum((entry.slices[:, 2] - entry.slices[:, 1]).sum() for entry in own))
+    cut = cut_at(state, lane, request_id, now_ns)
+    kept = any(entry.request.id == request_id for entry in cut.head)
+    if not kept:
+        state.leave(request_id)
+        state.shares.charge(own[0].request.tenant, -spent)
+    return _moved(state, lane, cut, now_ns)
+
+
+def late(state: State, request_id: str, token: int, now_ns: int) -> Changes:
+    """A request got no further than `token`: the rest of it is placed anew, behind whatever has begun."""
+    lane = state.lane_of[request_id]
+    queue = state.queues[lane]
+    at = next(k for k, entry in enumerate(queue) if entry.request.id == request_id and token < entry.end_token)
+    entry, begun = queue[at], max((k for k, entry in enumerate(queue) if entry.start_ns < now_ns), default=at)
+    done, track = [], entry.before
+    if token > entry.first_token:
+        part, track = state.fitted(lane, entry.wanted._replace(end_token=token), entry.before, entry.floor_ns)
+        done = [part] if part is not None else []
+    if begun > at:
+        track = queue[begun + 1].before if begun + 1 < len(queue) else state.tracks[lane]
+    rest = Wanted(entry.request, token, entry.end_token, 0, entry.chunk, now_ns)
+    head = [*queue[:at], *done, *queue[at + 1 : begun + 1]]
+    own, track = state.fitted(lane, rest, track, now_ns)
+    assert own is not None, "it was placed once"
+    moved = again(state, lane, queue[max(at, begun) + 1 :], track, now_ns, firm=False)
+    assert moved is not None
+    state.put(lane, [*head, own, *moved.entries], moved.track)
+    return tuple(state.placement(name) for name in dict.fromkeys(e.request.id for e in (own, *moved.entries)))
+
+
+def complete(state: State, request_id: str, now_ns: int) -> Changes:
+    """Its KV was delivered: it leaves, and its blocks may be reused."""
+    lane = state.lane_of[request_id]
+    request = next(entry.request for entry in state.queues[lane] if entry.request.id == request_id)
+    state.queues[lane] = [entry for entry in state.queues[lane] if entry.request.id != request_id]
+    state.leave(request_id)
+    state.cache.add(lane, request.block_hashes)
+    return ()
+
+
+def reforecast(state: State, now_ns: int) -> Changes:
+    """The forecast has moved: everything that has not begun is placed anew in the windows as they are now."""
+    state.rebuild()
+    changes: list[Placement] = []
+    for lane, queue in enumerate(state.queues):
+        begun = max((k + 1 for k, entry in enumerate(queue) if entry.start_ns < now_ns), default=0)
+        if begun < len(queue):
+            changes += _moved(state, lane, Cut(queue[:begun], queue[begun:], queue[begun].before), now_ns)
+    return tuple(changes)
+
+
+def _moved(state: State, lane: int, cut: Cut, now_ns: int) -> Changes:
+    """What comes behind a cut, placed anew."""
+    moved = again(state, lane, cut.rest, cut.track, now_ns, firm=False)
+    assert moved is not None
+    state.put(lane, [*cut.head, *moved.entries], moved.track)
+    return tuple(state.placement(name) for name in dict.fromkeys(entry.request.id for entry in cut.rest))

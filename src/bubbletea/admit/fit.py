@@ -1,0 +1,232 @@
+"""The arithmetic of placing: whole layers of a chunk into windows, stage after stage of a lane, and KV onto the
+network. Compiled, because one decision looks at thousands of windows.
+
+A lane is a flow shop: what was placed first goes first on each of its workers. So all that a lane needs to remember is
+one Track: when each worker is free, how much KV it holds and until when, and when its network is clear of KV. Knows
+arrays only; requests, deadlines and queues are `state`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.ir.program import Ints
+from bubbletea.admit.jit import njit
+
+FREE, HELD, OUT, CLEAR = 0, 1, 2, 3
+"""Rows of a Track [4, stages]: accelerator free at; bytes of KV held; until (the last one copied to the host by then);
+network clear of KV at."""
+NEVER = 2**62
+COLUMNS = 7
+"""Of a slice: worker, start, end, first layer, end layer, first token, end token."""
+
+
+class Ground(NamedTuple):
+    """Windows, networks and costs of every worker, as flat arrays. Windows of worker w are `ptr[w] : ptr[w + 1]`."""
+
+    anchor_ns: int
+    period_ns: int
+    phase_ns: Ints
+    ptr: Ints
+    start_ns: Ints
+    end_ns: Ints
+    before_ns: Ints
+    """By window: what the worker's windows before it add up to."""
+    idle_ns: Ints
+    """By worker: all its windows."""
+    net_ptr: Ints
+    net_at_ns: Ints
+    net_bytes: NDArray[np.float64]
+    rate: NDArray[np.float64]
+    """[worker, 4]: floor, base, token, pair of `costs.LayerTime`."""
+    head_ns: Ints
+    """By worker."""
+    room_bytes: Ints
+    """By worker: for KV, weights and workspace already taken off."""
+    pcie_bytes_per_ns: float
+    kv_bytes: float
+    """Of one token in one layer."""
+    hop_ns: float
+    """A chunk's way to the lane's next worker: this, and by token the next."""
+    hop_token_ns: float
+
+
+@njit
+def layer_ns(ground: Ground, worker: int, tokens: int, context: int) -> int:
+    rate = ground.rate[worker]
+    pairs = tokens * (context + tokens / 2.0)
+    return int(np.ceil(max(rate[0], rate[1] + rate[2] * tokens + rate[3] * pairs)))
+
+
+@njit
+def sent_ns(ground: Ground, worker: int, from_ns: int, count: float) -> int:
+    """When the last of `count` bytes has left, with what training leaves of the network from `from_ns` on."""
+    low, high = ground.net_ptr[worker], ground.net_ptr[worker + 1]
+    at, left = ground.net_at_ns[low:high], ground.net_bytes[low:high]
+    total = left[-1]
+    if total <= 0.0:
+        return NEVER
+    turn = (from_ns - ground.anchor_ns) // ground.period_ns
+    offset = (from_ns - ground.anchor_ns) - turn * ground.period_ns
+    i = min(int(np.searchsorted(at, offset, side="right")) - 1, len(at) - 2)
+    gone = left[i] + (left[i + 1] - left[i]) * (offset - at[i]) / (at[i + 1] - at[i])
+    wanted = gone + count
+    turns = int(wanted // total)
+    wanted -= turns * total
+    j = np.searchsorted(left, wanted, side="left")
+    if j == 0:
+        return int(ground.anchor_ns + (turn + turns) * ground.period_ns)
+    part = (wanted - left[j - 1]) / (left[j] - left[j - 1])
+    inside = at[j - 1] + part * (at[j] - at[j - 1])
+    return max(from_ns, int(ground.anchor_ns + (turn + turns) * ground.period_ns + np.ceil(inside)))
+
+
+@njit
+def run_layers(
+    ground: Ground, worker: int, from_ns: int, one_ns: int, layers: tuple[int, int], out: Ints, row: int
+) -> tuple[int, int]:
+    """Whole layers into the worker's windows from `from_ns` on: (end, rows written); (NEVER, row) when not one ever
+    fits. `out` gets start, end and the layers; the caller writes the rest."""
+    low, high = ground.ptr[worker], ground.ptr[worker + 1]
+    ends, starts = ground.end_ns[low:high], ground.start_ns[low:high]
+    origin = ground.anchor_ns + ground.phase_ns[worker]
+    turn = (from_ns - origin) // ground.period_ns
+    base = origin + turn * ground.period_ns
+    i, at, layer, barren = np.searchsorted(ends, from_ns - base, side="right"), from_ns, layers[0], 0
+    while layer < layers[1]:
+        if i >= len(ends):
+            i, base = 0, base + ground.period_ns
+            barren += 1
+            if barren > 2 or not len(ends):
+                return NEVER, row
+        begin = max(at, base + starts[i])
+        fit = min(layers[1] - layer, max(0, base + ends[i] - begin) // one_ns)
+        if fit > 0:
+            at, barren = begin + fit * one_ns, 0
+            if row < len(out):
+                out[row, 0], out[row, 1], out[row, 2] = worker, begin, at
+                out[row, 3], out[row, 4] = layer, layer + fit
+            row, layer = row + 1, layer + fit
+        i += 1
+    return at, row
+
+
+@njit
+def place(
+    ground: Ground,
+    track: Ints,
+    workers: Ints,
+    first_layer: Ints,
+    tokens: tuple[int, int, int],
+    chunk: int,
+    times: tuple[int, int],
+    cached: int,
+    out: Ints,
+) -> tuple[int, int, int]:
+    """Tokens `[first, end)` of a prompt of so many through a lane whose Track is `track`, which is moved on.
+
+    `times` are when the prompt is ready and the earliest that anything may start. What lies before `first` is loaded
+    from the host; of it `cached` tokens have still to be delivered. Returns (slices, computed, delivered); more slices
+    than `out` has rows for are counted, not written. NEVER for both times when it fits no window.
+    """
+    ready0, floor_ns = times
+    num, row, computed = len(workers), 0, 0
+    first, last = tokens[0], tokens[0]
+    while last < tokens[1]:
+        first, last = last, min(tokens[1], last + chunk)
+        ready = ready0
+        for j in range(num):
+            w, depth = workers[j], first_layer[j + 1] - first_layer[j]
+            per_token = depth * ground.kv_bytes
+            start = max(track[FREE, j], ready, floor_ns)
+            if first == tokens[0]:
+                start = max(start, ready0 + int(first * per_token / ground.pcie_bytes_per_ns))
+                whole = int(tokens[2] * per_token)
+                if start >= track[OUT, j]:
+                    track[HELD, j] = 0
+                elif track[HELD, j] + whole > ground.room_bytes[w]:
+                    start, track[HELD, j] = track[OUT, j], 0
+                track[HELD, j] += whole
+                if cached > 0:
+                    track[CLEAR, j] = sent_ns(ground, w, max(ready0, track[CLEAR, j]), cached * per_token)
+            one = layer_ns(ground, w, last - first, first)
+            begun = row
+            end, row = run_layers(ground, w, start, one, (first_layer[j], first_layer[j + 1]), out, row)
+            if end < NEVER and j == num - 1 and last == tokens[2] and ground.head_ns[w] > 0:
+                after = first_layer[j + 1]
+                end, row = run_layers(ground, w, end, ground.head_ns[w], (after, after + 1), out, row)
+                if end < NEVER and row - 1 < len(out):
+                    out[row - 1, 4] = after
+            if end >= NEVER:
+                return row, NEVER, NEVER
+            for r in range(begun, min(row, len(out))):
+                out[r, 5], out[r, 6] = first, last
+            track[FREE, j] = end
+            moved = (last - first) * per_token
+            track[OUT, j] = max(track[OUT, j], end) + int(np.ceil(moved / ground.pcie_bytes_per_ns))
+            track[CLEAR, j] = sent_ns(ground, w, max(track[OUT, j], track[CLEAR, j]), moved)
+            ready = end + int(np.ceil(ground.hop_ns + ground.hop_token_ns * (last - first)))
+            computed = max(computed, end)
+    delivered = computed
+    for j in range(num):
+        delivered = max(delivered, track[CLEAR, j])
+    return row, computed, delivered
+
+
+@njit
+def idle_until(ground: Ground, worker: int, from_ns: int, need_ns: float) -> float:
+    """When a worker's windows from `from_ns` on add up to `need_ns`; layers are not rounded."""
+    low, high = ground.ptr[worker], ground.ptr[worker + 1]
+    total = ground.idle_ns[worker]
+    if total <= 0:
+        return float(NEVER)
+    starts, ends, before = ground.start_ns[low:high], ground.end_ns[low:high], ground.before_ns[low:high]
+    origin = ground.anchor_ns + ground.phase_ns[worker]
+    turn = (from_ns - origin) // ground.period_ns
+    offset = from_ns - origin - turn * ground.period_ns
+    i = np.searchsorted(ends, offset, side="right")
+    gone = total if i >= len(ends) else before[i] + max(0, offset - starts[i])
+    wanted = gone + need_ns
+    turns = int(wanted // total)
+    wanted -= turns * total
+    j = np.searchsorted(before, wanted, side="right") - 1
+    return float(origin + (turn + turns) * ground.period_ns + starts[j] + (wanted - before[j]))
+
+
+@njit
+def best_lanes(
+    ground: Ground,
+    tracks: Ints,
+    workers: Ints,
+    first_layer: Ints,
+    lanes: Ints,
+    tokens: tuple[int, int],
+    chunk: int,
+    now_ns: int,
+    best: Ints,
+) -> int:
+    """The lanes among `lanes` that would be done first, best first, by adding windows up without rounding to layers."""
+    found = 0
+    when = np.empty(len(best))
+    size = min(chunk, tokens[1] - tokens[0])
+    count = (tokens[1] - tokens[0]) / size
+    for n in range(len(lanes)):
+        lane, end = lanes[n], 0.0
+        for j in range(workers.shape[1]):
+            w = workers[lane, j]
+            one = (first_layer[lane, j + 1] - first_layer[lane, j]) * layer_ns(ground, w, size, tokens[0])
+            end = max(end, idle_until(ground, w, max(now_ns, tracks[lane, FREE, j]), one * (count if j == 0 else 1.0)))
+            if j > 0:
+                end = max(end, idle_until(ground, w, max(now_ns, tracks[lane, FREE, j]), one * count))
+        if found == len(best) and end >= when[found - 1]:
+            continue
+        at = min(found, len(best) - 1)
+        while at > 0 and when[at - 1] > end:
+            when[at], best[at] = when[at - 1], best[at - 1]
+            at -= 1
+        when[at], best[at] = end, lane
+        found = min(found + 1, len(best))
+    return found

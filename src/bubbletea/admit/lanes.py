@@ -1,0 +1,97 @@
+"""Which workers hold the prefill model between them: lanes, within one datacenter, each with room for its share.
+
+Neighbours go together: the same stage of the pipelines of one cell, whose windows open at nearly the same time. Layers
+are dealt in proportion to the workers' windows, so that no worker of a lane is the one that all wait for. Lanes of one
+kind differ only in what is promised on them; admission looks at the emptiest of each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+
+from atlas.errors import AtlasError
+from atlas.ir.program import Ints
+from bubbletea.admit.words import Lane
+from bubbletea.bubbles import Pattern
+from bubbletea.costs import Costs
+
+GIB = 2**30
+KV_TOKENS = 16_384
+"""The prompt that a lane must have room for, besides weights and workspace."""
+
+
+def weight_bytes(costs: Costs, layers: int, *, first: bool, last: bool) -> int:
+    """Of a lane's worker: its layers, the embedding on the first and the LM head on the last."""
+    return layers * costs.layer_weight_bytes + (int(first) + int(last)) * costs.end_weight_bytes
+
+
+def need_bytes(costs: Costs, layers: int, chunk: int, *, first: bool, last: bool) -> int:
+    """The least arena with which a worker can serve that many layers."""
+    kv = KV_TOKENS * layers * costs.kv_bytes
+    return weight_bytes(costs, layers, first=first, last=last) + kv + costs.workspace_bytes(chunk)
+
+
+def build_lanes(pattern: Pattern, costs: Costs, *, split: int | None = None, num_ranks: int, chunk: int) -> list[Lane]:
+    """Every lane there is room for. `split` is the number of workers of each; left out, the fewest that have room."""
+    choices = (split,) if split else (1, 2, 4, 8, 16)
+    for size in choices:
+        lanes = _of_size(pattern, costs, size, num_ranks, chunk)
+        if lanes:
+            return lanes
+    least = need_bytes(costs, 1, chunk, first=False, last=False) / GIB
+    most = int(pattern.memory_bytes.max()) / GIB
+    raise AtlasError(
+        f"no datacenter has {choices[-1]} workers with room for a share of the prefill model: even one layer takes "
+        f"{least:.1f} GiB, the roomiest worker has {most:.1f} GiB to spare. Set reserved_gib in the job, raise pp or "
+        "tp, or split over more workers"
+    )
+
+
+def _of_size(pattern: Pattern, costs: Costs, size: int, num_ranks: int, chunk: int) -> list[Lane]:
+    usable = [w for w in range(pattern.num_workers) if pattern.idle_ns[w] > 0]
+    usable.sort(key=lambda w: (pattern.worker_dc[w], w % num_ranks, w // num_ranks))
+    lanes: list[Lane] = []
+    for dc, members in groupby(usable, key=lambda w: pattern.worker_dc[w]):
+        ready = list(members)
+        for k in range(0, len(ready) - size + 1, size):
+            workers = tuple(ready[k : k + size])
+            counts = deal(costs.model.layers, [int(pattern.idle_ns[w]) for w in workers])
+            if counts is not None and _fits(pattern, costs, workers, counts, chunk):
+                first = tuple(int(n) for n in np.cumsum([0, *counts[:-1]]))
+                lanes.append(Lane(len(lanes), dc, workers, first, costs.model.layers))
+    return lanes
+
+
+def _fits(pattern: Pattern, costs: Costs, workers: Sequence[int], counts: Sequence[int], chunk: int) -> bool:
+    last = len(workers) - 1
+    return all(
+        need_bytes(costs, counts[j], chunk, first=j == 0, last=j == last) <= pattern.memory_bytes[w]
+        for j, w in enumerate(workers)
+    )
+
+
+def deal(layers: int, weights: Sequence[int]) -> list[int] | None:
+    """Layers by weight, at least one each, as even as whole ones can be; None when there are too few."""
+    if layers < len(weights):
+        return None
+    counts = [1] * len(weights)
+    for _ in range(layers - len(weights)):
+        # The one that is least burdened after getting another.
+        counts[min(range(len(weights)), key=lambda j: (counts[j] + 1) / weights[j])] += 1
+    return counts
+
+
+def kinds(lanes: Sequence[Lane], pattern: Pattern) -> Ints:
+    """By lane: lanes with the same number have the same windows."""
+    known: dict[tuple[object, ...], int] = {}
+    found = []
+    for lane in lanes:
+        key: list[object] = [lane.first_layer]
+        for w in lane.workers:
+            own = slice(int(pattern.ptr[w]), int(pattern.ptr[w + 1]))
+            key += [int(pattern.phase_ns[w]), pattern.start_ns[own].tobytes(), pattern.end_ns[own].tobytes()]
+        found.append(known.setdefault((lane.dc, *key), len(known)))
+    return np.array(found, np.int64)

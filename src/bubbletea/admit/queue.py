@@ -1,0 +1,85 @@
+"""A lane's queue, cut where something goes in or out, and what comes behind the cut placed anew.
+
+Cuts fall between requests, or at a chunk's end inside the one that runs. Pure: everything is returned, nothing changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from atlas.ir.program import Ints
+from bubbletea.admit.state import LEAD_NS, Entry, State
+
+
+class Cut(NamedTuple):
+    """What stays, what may move, and the lane's Track between them."""
+
+    head: list[Entry]
+    rest: list[Entry]
+    track: Ints
+
+
+class Again(NamedTuple):
+    entries: list[Entry]
+    track: Ints
+
+
+def cut_for(state: State, lane: int, urgency: tuple[int, int], now_ns: int) -> Cut:
+    """In front of everything that has not begun and is less urgent."""
+    queue, soon_ns = state.queues[lane], now_ns + LEAD_NS
+    at = len(queue)
+    while at and queue[at - 1].start_ns >= soon_ns and queue[at - 1].urgency > urgency:
+        at -= 1
+    if at and queue[at - 1].urgency > urgency and (parts := _parted(state, lane, queue[at - 1], soon_ns, now_ns)):
+        begun, rest, track = parts
+        return Cut([*queue[: at - 1], begun], [rest, *queue[at:]], track)
+    return Cut(queue[:at], queue[at:], queue[at].before if at < len(queue) else state.tracks[lane])
+
+
+def cut_at(state: State, lane: int, request_id: str, now_ns: int) -> Cut:
+    """The queue without what has not begun of one request; two parts that it had pushed apart are one again."""
+    queue = state.queues[lane]
+    at = next(k for k, entry in enumerate(queue) if entry.request.id == request_id)
+    entry, others = queue[at], [entry for entry in queue[at + 1 :] if entry.request.id != request_id]
+    if entry.start_ns >= now_ns:
+        return _healed(state, lane, queue[:at], others, entry.before)
+    parts = _parted(state, lane, entry, now_ns, now_ns)
+    if parts is None:  # all of it has begun
+        return Cut(queue, [], state.tracks[lane])
+    return Cut([*queue[:at], parts[0]], others, parts[2])
+
+
+def again(state: State, lane: int, rest: list[Entry], track: Ints, now_ns: int, *, firm: bool = True) -> Again | None:
+    """Entries placed anew behind a Track, in their order. With `firm`, None where one misses a deadline for it."""
+    entries = []
+    for entry in rest:
+        floor_ns = max(now_ns, entry.floor_ns) if entry.start_ns >= now_ns else entry.floor_ns
+        moved, track = state.fitted(lane, entry.wanted, track, floor_ns)
+        if moved is None:
+            return None
+        deadline = entry.request.deadline_ns
+        if firm and deadline is not None and moved.delivered_ns > max(deadline, entry.delivered_ns):
+            return None
+        entries.append(moved)
+    return Again(entries, track)
+
+
+def _parted(state: State, lane: int, entry: Entry, soon_ns: int, now_ns: int) -> tuple[Entry, Entry, Ints] | None:
+    """An entry at the end of the last chunk that has begun: (begun, rest, Track between); None where all has."""
+    token = entry.kept(soon_ns)
+    if not entry.first_token < token < entry.end_token:
+        return None
+    begun, track = state.fitted(lane, entry.wanted._replace(end_token=token), entry.before, entry.floor_ns)
+    if begun is None:
+        return None
+    rest = replace(entry, first_token=token, cached=0, ready_ns=now_ns, floor_ns=now_ns)
+    return begun, rest, track
+
+
+def _healed(state: State, lane: int, head: list[Entry], rest: list[Entry], track: Ints) -> Cut:
+    """Neighbours that are parts of one request, made one."""
+    if head and rest and head[-1].request.id == rest[0].request.id and head[-1].end_token == rest[0].first_token:
+        whole = replace(head[-1], end_token=rest[0].end_token)
+        return Cut(head[:-1], [whole, *rest[1:]], head[-1].before)
+    return Cut(head, rest, track)

@@ -1,0 +1,254 @@
+"""What is promised so far: for every lane the requests placed on it, in order, and its Track after each.
+
+The only thing that admission changes. Everything in it follows from the calls made on it: no clock, no randomness.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from atlas.ir.program import Ints
+from bubbletea.admit import fit
+from bubbletea.admit.fit import COLUMNS, FREE, NEVER, Ground
+from bubbletea.admit.lanes import kinds, weight_bytes
+from bubbletea.admit.words import Lane, Placement, Request, Slice
+from bubbletea.bubbles import Forecast
+from bubbletea.costs import Costs
+from bubbletea.fair import Backlog, Shares
+from bubbletea.links import Residual, free_network
+from bubbletea.prefix import PrefixCache
+
+LEAD_NS = 2_000_000
+"""What starts within this is on its way to the worker and is moved no more."""
+CACHE_BLOCKS = 4096
+"""Of a lane's host memory: 512 tokens each, 64 MiB of a Llama-3-8B's KV over the whole lane."""
+
+
+def urgency(request: Request) -> tuple[int, int]:
+    """Smaller goes first: online before offline, then the earlier deadline."""
+    return (0 if request.kind == "online" else 1), NEVER if request.deadline_ns is None else request.deadline_ns
+
+
+class Wanted(NamedTuple):
+    """A request, or a part of one, to be placed."""
+
+    request: Request
+    first_token: int
+    end_token: int
+    cached: int
+    """Tokens before the first whose KV the lane's hosts have and must still deliver."""
+    chunk: int
+    ready_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A request, or a part of one, as placed on a lane."""
+
+    request: Request
+    first_token: int
+    end_token: int
+    cached: int
+    chunk: int
+    ready_ns: int
+    floor_ns: int
+    """Nothing of it may start before."""
+    before: Ints
+    """The lane's Track before it."""
+    slices: Ints
+    computed_ns: int
+    delivered_ns: int
+
+    @property
+    def start_ns(self) -> int:
+        return int(self.slices[0, 1])
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted(self.request, self.first_token, self.end_token, self.cached, self.chunk, self.ready_ns)
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        return urgency(self.request)
+
+    def kept(self, now_ns: int) -> int:
+        """The first token of the chunks that have not begun by `now_ns`."""
+        later = self.slices[self.slices[:, 1] >= now_ns]
+        begun = self.slices[self.slices[:, 1] < now_ns]
+        first = int(later[:, 5].min()) if len(later) else self.end_token
+        return max(first, int(begun[:, 6].max())) if len(begun) else first
+
+
+class State:
+    """Lanes, what is promised on them, and who waits."""
+
+    def __init__(
+        self,
+        forecast: Forecast,
+        costs: Costs | Mapping[str, Costs],
+        lanes: Sequence[Lane],
+        *,
+        residual: Residual | None = None,
+        chunks: Sequence[int] = (2048,),
+        cache_blocks: int = CACHE_BLOCKS,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        self.forecast, self.lanes, self.chunks = forecast, tuple(lanes), tuple(chunks)
+        names = set(forecast.pattern.worker_dc)
+        self.costs: dict[str, Costs] = dict(costs) if isinstance(costs, Mapping) else dict.fromkeys(names, costs)
+        any_costs = next(iter(self.costs.values()))
+        rate = any_costs.nic_bytes_per_s
+        self.residual = residual or free_network(forecast.pattern.num_workers, forecast.period_ns, rate)
+        self.workers = np.array([lane.workers for lane in lanes], np.int64)
+        self.first_layer = np.array([(*lane.first_layer, lane.num_layers) for lane in lanes], np.int64)
+        self.tracks = np.zeros((len(lanes), 4, self.workers.shape[1]), np.int64)
+        self.queues: list[list[Entry]] = [[] for _ in lanes]
+        """By lane: what is placed on it, in order."""
+        self.lane_of: dict[str, int] = {}
+        """By request placed and not complete."""
+        self.active: Counter[str] = Counter()
+        """By tenant: how many of those."""
+        self._tenant: dict[str, str] = {}
+        self.shares = Shares(weights)
+        self.backlog = Backlog(self.shares)
+        self.cache = PrefixCache(len(lanes), cache_blocks)
+        self.kind = kinds(lanes, forecast.pattern)
+        self.num_kinds = int(self.kind.max()) + 1
+        self._heaps: list[list[tuple[int, int]]] = [[] for _ in range(self.num_kinds)]
+        for index in range(len(lanes)):
+            self._heaps[self.kind[index]].append((0, index))
+        self._tails: list[tuple[int, int]] = [(0, index) for index in range(len(lanes))]
+        self.leaders = np.array([heap[0][1] for heap in self._heaps], np.int64)
+        """By kind of lane: the one that is free first."""
+        self.ground = build_ground(self)
+        self.max_tokens = self._max_tokens()
+        self._out = np.empty((4096, COLUMNS), np.int64)
+
+    # ---- placing ------------------------------------------------------------------------------------------------
+    def fitted(self, lane: int, wanted: Wanted, track: Ints, floor_ns: int) -> tuple[Entry | None, Ints]:
+        """What is wanted, behind `track` and not before `floor_ns`, and the Track after it; None where no window is
+        long enough for a layer."""
+        after = track.copy()
+        tokens = (wanted.first_token, wanted.end_token, wanted.request.prompt_tokens)
+        where, times = (self.workers[lane], self.first_layer[lane]), (wanted.ready_ns, floor_ns)
+        rows, computed, delivered = fit.place(
+            self.ground, after, *where, tokens, wanted.chunk, times, wanted.cached, self._out
+        )
+        if computed >= NEVER:
+            return None, track
+        if rows > len(self._out):
+            self._out = np.empty((2 * rows, COLUMNS), np.int64)
+            return self.fitted(lane, wanted, track, floor_ns)
+        return Entry(*wanted, floor_ns, track, self._out[:rows].copy(), computed, delivered), after
+
+    def put(self, lane: int, entries: list[Entry], track: Ints) -> None:
+        """The lane's queue and Track are now these."""
+        self.queues[lane] = entries
+        self.tracks[lane] = track
+        kind, tail = int(self.kind[lane]), int(track[FREE, 0])
+        heapq.heappush(self._heaps[kind], (tail, lane))
+        heapq.heappush(self._tails, (tail, lane))
+        self._settle(self._heaps[kind])
+        self.leaders[kind] = self._heaps[kind][0][1]
+
+    def emptiest(self, until_ns: int) -> int | None:
+        """The lane whose first worker is free first, if that is before `until_ns`."""
+        self._settle(self._tails)
+        tail, lane = self._tails[0]
+        return lane if tail < until_ns else None
+
+    def _settle(self, heap: list[tuple[int, int]]) -> None:
+        """Drop what a later Track has overtaken from a heap's top; what it has pulled ahead was pushed anew."""
+        while heap[0][0] != self.tracks[heap[0][1], FREE, 0]:
+            heapq.heappop(heap)
+
+    def placement(self, request_id: str) -> Placement:
+        """A request's parts as one."""
+        lane = self.lane_of[request_id]
+        own = [entry for entry in self.queues[lane] if entry.request.id == request_id]
+        slices = tuple(Slice(*row) for entry in own for row in entry.slices.tolist())
+        last = own[-1]
+        return Placement(last.request, self.lanes[lane], own[0].cached, slices, last.computed_ns, last.delivered_ns)
+
+    def enter(self, request: Request, lane: int) -> None:
+        self.lane_of[request.id] = lane
+        self.active[request.tenant] += 1
+        self._tenant[request.id] = request.tenant
+
+    def leave(self, request_id: str) -> None:
+        del self.lane_of[request_id]
+        tenant = self._tenant.pop(request_id)
+        self.active[tenant] -= 1
+        if not self.active[tenant]:
+            del self.active[tenant]
+
+    def tenants(self) -> set[str]:
+        """Who has something placed or waiting."""
+        return {*self.active, *self.backlog.tenants()}
+
+    def rebuild(self) -> None:
+        """Take the forecast's windows as they are now."""
+        self.ground = build_ground(self)
+
+    # ---- whole --------------------------------------------------------------------------------------------------
+    def snapshot(self) -> tuple[object, ...]:
+        """Everything promised, comparable with ==."""
+        queues = tuple(
+            tuple((e.request.id, e.first_token, e.end_token, e.slices.tobytes(), e.delivered_ns) for e in queue)
+            for queue in self.queues
+        )
+        return queues, self.tracks.tobytes(), len(self.backlog)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests placed and not complete, and the backlog."""
+        return len(self.lane_of) + len(self.backlog)
+
+    def _max_tokens(self) -> int:
+        """The longest prompt whose KV some lane has room for."""
+        depth = np.diff(self.first_layer, axis=1)
+        most = self.ground.room_bytes[self.workers] // np.maximum(1, (depth * self.ground.kv_bytes).astype(np.int64))
+        return int(most.min(axis=1).max())
+
+
+def build_ground(state: State) -> Ground:
+    """Forecast, network and costs as the arrays that `fit` works on."""
+    pattern, costs = state.forecast.pattern, state.costs
+    start, end = state.forecast.spans()
+    length = end - start
+    whole = np.concatenate([np.zeros(1, np.int64), np.cumsum(length)])
+    per_worker = [costs[dc] for dc in pattern.worker_dc]
+    any_costs = per_worker[0]
+    room = pattern.memory_bytes.copy()
+    for lane in state.lanes:
+        for j, w in enumerate(lane.workers):
+            first, last = lane.layers(j)
+            ends = {"first": j == 0, "last": j == len(lane.workers) - 1}
+            room[w] -= weight_bytes(costs[lane.dc], last - first, **ends)
+            room[w] -= costs[lane.dc].workspace_bytes(max(state.chunks))
+    return Ground(
+        anchor_ns=state.forecast.anchor_ns,
+        period_ns=state.forecast.period_ns,
+        phase_ns=pattern.phase_ns,
+        ptr=pattern.ptr,
+        start_ns=start,
+        end_ns=end,
+        before_ns=whole[:-1] - np.repeat(whole[pattern.ptr[:-1]], np.diff(pattern.ptr)),
+        idle_ns=whole[pattern.ptr[1:]] - whole[pattern.ptr[:-1]],
+        net_ptr=state.residual.ptr,
+        net_at_ns=state.residual.at_ns,
+        net_bytes=state.residual.bytes,
+        rate=np.array([one.layer.row for one in per_worker]),
+        head_ns=np.array([one.head_ns for one in per_worker], np.int64),
+        room_bytes=room,
+        pcie_bytes_per_ns=any_costs.pcie_bytes_per_s / 1e9,
+        kv_bytes=float(any_costs.kv_bytes),
+        hop_ns=float(any_costs.hop_latency_ns),
+        hop_token_ns=(any_costs.hop_ns(1000) - any_costs.hop_latency_ns) / 1000,
+    )

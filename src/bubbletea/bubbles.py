@@ -1,0 +1,195 @@
+"""Timeline -> the windows of one period of training, by worker; and the Forecast that repeats them ahead of now.
+
+A Pattern is what the schedule promises. A Forecast is the Pattern for every cell, moved by what was learnt of each
+window (`learn`) and cut by the margins that keep training within its slow-down budget. Knows no prefill: how long a
+slice takes is `costs`, which slice goes where is `admit`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from atlas.errors import AtlasError
+from atlas.ir.ops import USEFUL
+from atlas.ir.program import Ints
+from atlas.ir.timeline import Timeline
+from bubbletea.admit.words import Window
+from bubbletea.learn import Learner
+
+SWITCH_NS = 100_000
+"""Taken off every window: from the end of an op to the first kernel of a slice, and back."""
+MAX_RISK = 0.25
+"""However generous the budget, three windows in four are at least as long as forecast."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """One period. Windows of worker w are `ptr[w] : ptr[w + 1]`; their times count from the worker's `phase_ns`, the
+    start of its first op of the period, so that none of them goes over the end of it."""
+
+    period_ns: int
+    phase_ns: Ints
+    ptr: Ints
+    start_ns: Ints
+    end_ns: Ints
+    worker_dc: tuple[str, ...]
+    memory_bytes: Ints
+    """By worker: the arena that training leaves to prefill."""
+    busy_ns: int
+    """What training computes in one period, over all workers."""
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.worker_dc)
+
+    @property
+    def idle_ns(self) -> Ints:
+        """By worker: the sum of its windows."""
+        total = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.end_ns - self.start_ns)])
+        return np.asarray(total[self.ptr[1:]] - total[self.ptr[:-1]], np.int64)
+
+    def replicated(self, cells: int) -> Pattern:
+        """The same for every cell: replicas run the same timeline at the same moment."""
+        count = len(self.start_ns)
+        steps = (np.arange(cells)[:, None] * count + self.ptr[None, :-1]).ravel()
+        return replace(
+            self,
+            phase_ns=np.tile(self.phase_ns, cells),
+            ptr=np.append(steps, cells * count).astype(np.int64),
+            start_ns=np.tile(self.start_ns, cells),
+            end_ns=np.tile(self.end_ns, cells),
+            worker_dc=self.worker_dc * cells,
+            memory_bytes=np.tile(self.memory_bytes, cells),
+            busy_ns=self.busy_ns * cells,
+        )
+
+
+def pattern_of(timeline: Timeline, memory_bytes: Ints | None = None) -> Pattern:
+    """Where each worker's accelerator has nothing to do, in the last period of a Timeline.
+
+    A Timeline of one iteration is a period; of several, the last of them is, and so the steady state.
+    """
+    program = timeline.program
+    if not program.num_ops:
+        raise AtlasError("a timeline without ops has no period: simulate or run at least one iteration")
+    low_ns, high_ns = span(timeline)
+    useful = np.isin(program.kind, np.array(USEFUL, np.int8))
+    phases, ptr, starts, ends, busy_ns = [], [0], [], [], 0
+    for worker in range(program.num_workers):
+        ops = np.arange(program.worker_ptr[worker], program.worker_ptr[worker + 1])[
+            useful[program.worker_ptr[worker] : program.worker_ptr[worker + 1]]
+        ]
+        begin, end = timeline.op_start_ns[ops], timeline.op_end_ns[ops]
+        inside = (end > low_ns) & (begin < high_ns) & (end > begin)
+        found = _gaps(np.clip(begin[inside], low_ns, high_ns), np.clip(end[inside], low_ns, high_ns), low_ns, high_ns)
+        phases.append(found.phase_ns)
+        starts.append(found.start_ns)
+        ends.append(found.end_ns)
+        ptr.append(ptr[-1] + len(found.start_ns))
+        busy_ns += high_ns - low_ns - int((found.end_ns - found.start_ns).sum())
+    room = np.full(program.num_workers, 2**62, np.int64) if memory_bytes is None else memory_bytes
+    return Pattern(
+        period_ns=high_ns - low_ns,
+        phase_ns=np.array(phases, np.int64),
+        ptr=np.array(ptr, np.int64),
+        start_ns=np.concatenate(starts),
+        end_ns=np.concatenate(ends),
+        worker_dc=tuple(program.worker_dc(w) for w in range(program.num_workers)),
+        memory_bytes=np.asarray(room, np.int64),
+        busy_ns=busy_ns,
+    )
+
+
+def span(timeline: Timeline) -> tuple[int, int]:
+    """Start and end of the last period."""
+    low, high = int(timeline.op_start_ns.min()), int(timeline.op_end_ns.max())
+    if timeline.program.num_iterations == 1:
+        return low, high
+    return high - timeline.iteration_ns, high
+
+
+class _Gaps(NamedTuple):
+    phase_ns: int
+    start_ns: Ints
+    end_ns: Ints
+
+
+def _gaps(begin: Ints, end: Ints, low_ns: int, high_ns: int) -> _Gaps:
+    """Between the ops of one worker, counted from the first one's start; the last gap goes round to it."""
+    period = high_ns - low_ns
+    if not len(begin):
+        return _Gaps(0, np.zeros(1, np.int64), np.array([period], np.int64))
+    order = np.argsort(begin, kind="stable")
+    begin, reached = begin[order], np.maximum.accumulate(end[order])
+    after = np.append(begin[1:], begin[0] + period)
+    open_ = after > reached
+    return _Gaps(int(begin[0] - low_ns), (reached - begin[0])[open_], (after - begin[0])[open_])
+
+
+class Forecast:
+    """The windows ahead: the Pattern repeated from `anchor_ns` on, as corrected so far.
+
+    `budget` is the share by which training may become slower. A window that ends early delays an op by at most one
+    slice (each is checked before it starts), so the chance of that is set to what the budget pays for:
+    budget * period / (windows of a worker * longest slice).
+    """
+
+    def __init__(
+        self, pattern: Pattern, *, anchor_ns: int = 0, budget: float = 0.005, slice_ns: int = 5_000_000
+    ) -> None:
+        if not 0 < budget < 1:
+            raise AtlasError(f"a training slow-down budget of {budget!r} is no share: give one such as 0.005")
+        self.pattern, self.anchor_ns, self.period_ns = pattern, anchor_ns, pattern.period_ns
+        self.budget, self.slice_ns = budget, slice_ns
+        self.learner = Learner(len(pattern.start_ns))
+        self.version = 0
+        """Rises whenever windows move: whoever built on them builds again."""
+
+    @property
+    def risk(self) -> float:
+        """The chance that a window may end before its forecast end."""
+        windows = max(1.0, len(self.pattern.start_ns) / self.pattern.num_workers)
+        return min(MAX_RISK, self.budget * self.period_ns / (windows * self.slice_ns))
+
+    def spans(self) -> tuple[Ints, Ints]:
+        """Start and end of every window of the Pattern, corrected; one that is lost to margins ends where it starts."""
+        late, early = self.learner.margins(self.risk)
+        start = self.pattern.start_ns + late + SWITCH_NS // 2
+        end = self.pattern.end_ns + early - SWITCH_NS // 2
+        return start, np.maximum(start, np.minimum(end, self.period_ns))
+
+    def observe(self, start_ns: int, first_ns: Ints, last_ns: Ints) -> bool:
+        """One period as it really was: it began at `start_ns`, its windows opened and closed then (absolute times in
+        the Pattern's order; -1 where unknown). True when the windows moved."""
+        origin = start_ns + np.repeat(self.pattern.phase_ns, np.diff(self.pattern.ptr))
+        known = (first_ns >= 0) & (last_ns >= 0)
+        opened = np.where(known, first_ns - origin - self.pattern.start_ns, 0)
+        closed = np.where(known, last_ns - origin - self.pattern.end_ns, 0)
+        self.anchor_ns = start_ns
+        if not self.learner.observe(opened, closed, known):
+            return False
+        self.version += 1
+        return True
+
+    def replan(self, pattern: Pattern, anchor_ns: int) -> None:
+        """Another plan: what was learnt of the old one's windows says nothing of these."""
+        self.pattern, self.anchor_ns, self.period_ns = pattern, anchor_ns, pattern.period_ns
+        self.learner = Learner(len(pattern.start_ns))
+        self.version += 1
+
+    def ahead(self, worker: int, now_ns: int, until_ns: int) -> Iterator[Window]:
+        """A worker's windows that end after `now_ns` and start before `until_ns`, in order."""
+        start, end = self.spans()
+        own = slice(int(self.pattern.ptr[worker]), int(self.pattern.ptr[worker + 1]))
+        origin = self.anchor_ns + int(self.pattern.phase_ns[worker])
+        memory = int(self.pattern.memory_bytes[worker])
+        for k in range(math.floor((now_ns - origin) / self.period_ns), math.ceil((until_ns - origin) / self.period_ns)):
+            for a, b in zip(start[own].tolist(), end[own].tolist(), strict=True):
+                window = Window(worker, origin + k * self.period_ns + a, origin + k * self.period_ns + b, memory)
+                if window.length_ns > 0 and window.end_ns > now_ns and window.start_ns < until_ns:
+                    yield window

@@ -1,0 +1,86 @@
+"""What the windows really did, slot by slot: quantiles over the last periods, and whether the job has changed.
+
+A slot is one window of one worker within the period. Each keeps its last deviations from the forecast (seconds late
+at its start, early at its end); margins are their quantiles. When most slots leave everything they did before, three
+periods in a row, the old history says nothing any more and is dropped. Knows neither workers nor prefill.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.ir.program import Ints
+
+HISTORY = 32
+"""Periods that a quantile looks back."""
+DRIFT_PERIODS = 3
+DRIFT_SHARE = 0.5
+"""So many periods in a row with so many slots outside of all they did before: the job has changed."""
+DRIFT_NS = 2_000_000
+"""A slot that moves by less than this has not changed."""
+
+
+class Learner:
+    """Deviations of every slot over the last periods."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._late: NDArray[np.float64] = np.full((num_slots, HISTORY), np.nan)
+        self._early = self._late.copy()
+        self._seen = 0
+        self._outside = 0
+        self.drifts = 0
+        """How often the history was dropped."""
+
+    @property
+    def seen(self) -> int:
+        """Periods since the last change of the job."""
+        return self._seen
+
+    def observe(self, late_ns: Ints, early_ns: Ints, known: NDArray[np.bool_]) -> bool:
+        """One period: how much later each slot opened, and how much later (negative: earlier) it closed.
+
+        True when margins may have changed."""
+        self._outside = self._outside + 1 if self._is_outside(late_ns, early_ns, known) else 0
+        if self._outside >= DRIFT_PERIODS:
+            keep = [(self._seen - back) % HISTORY for back in range(1, DRIFT_PERIODS)]
+            for held in (self._late, self._early):
+                recent = held[:, keep].copy()
+                held[:] = np.nan
+                held[:, : len(keep)] = recent
+            self._seen, self._outside, self.drifts = len(keep), 0, self.drifts + 1
+        column = self._seen % HISTORY
+        self._late[:, column] = np.where(known, late_ns, np.nan)
+        self._early[:, column] = np.where(known, early_ns, np.nan)
+        self._seen += 1
+        return True
+
+    def margins(self, risk: float) -> tuple[Ints, Ints]:
+        """By slot: nanoseconds to add to its start and to its end, each exceeded with chance `risk` at most."""
+        count = min(self._seen, HISTORY)
+        if not count:
+            return np.zeros(len(self._late), np.int64), np.zeros(len(self._late), np.int64)
+        rank = math.ceil((1 - risk) * count) - 1
+        late = np.sort(np.where(np.isnan(self._late), -np.inf, self._late), axis=1)[:, HISTORY - count :]
+        early = np.sort(np.where(np.isnan(self._early), np.inf, self._early), axis=1)[:, :count]
+        return _whole(late[:, rank]), _whole(early[:, count - 1 - rank])
+
+    def _is_outside(self, late_ns: Ints, early_ns: Ints, known: NDArray[np.bool_]) -> bool:
+        """Whether most slots did what none of their history did; the periods under suspicion are no history."""
+        count = min(self._seen, HISTORY)
+        columns = [(self._seen - 1 - back) % HISTORY for back in range(count)][self._outside :]
+        if len(columns) < 2 * DRIFT_PERIODS or not known.any():
+            return False
+        outside = np.zeros(len(known), np.bool_)
+        for held, now in ((self._late, late_ns), (self._early, early_ns)):
+            past = held[:, columns]
+            low = np.where(np.isnan(past), np.inf, past).min(axis=1) - DRIFT_NS
+            high = np.where(np.isnan(past), -np.inf, past).max(axis=1) + DRIFT_NS
+            outside |= (now < low) | (now > high)
+        return float(outside[known].mean()) > DRIFT_SHARE
+
+
+def _whole(values: NDArray[np.float64]) -> Ints:
+    return np.where(np.isfinite(values), values, 0.0).astype(np.int64)

@@ -1,0 +1,124 @@
+"""What training leaves of each worker's network for KV: residual bytes over one period, from a Timeline.
+
+Training goes first. Its gradient all-reduce takes the whole network of a worker; an activation inside the datacenter
+takes it while it is sent; one that crosses the WAN in turns takes, on the sender, its own slice and the slices it
+scatters, and on every peer of the cell the slice it relays and, at the other end, gathers. Knows no requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.cost.arrange import Arrangement
+from atlas.cost.wan import worker_bps
+from atlas.ir.ops import Kind
+from atlas.ir.program import FORWARD, Ints
+from atlas.ir.timeline import Timeline
+from atlas.spec.job import Job
+from bubbletea.bubbles import span
+
+
+@dataclass(frozen=True, eq=False)
+class Residual:
+    """Bytes that each worker's network has left, cumulated over the period. Steps of worker w are
+    `ptr[w] : ptr[w + 1]`, the first at 0 and the last at the period; between two steps the rate is constant."""
+
+    period_ns: int
+    ptr: Ints
+    at_ns: Ints
+    bytes: NDArray[np.float64]
+    """Left from the start of the period to each step."""
+
+    def replicated(self, cells: int) -> Residual:
+        count = len(self.at_ns)
+        ptr = np.append((np.arange(cells)[:, None] * count + self.ptr[None, :-1]).ravel(), cells * count)
+        return Residual(self.period_ns, ptr.astype(np.int64), np.tile(self.at_ns, cells), np.tile(self.bytes, cells))
+
+    def share(self, rate_bytes_per_s: float) -> float:
+        """Of all workers' network, what training leaves."""
+        left = self.bytes[self.ptr[1:] - 1].sum()
+        return float(left / (rate_bytes_per_s * self.period_ns / 1e9 * (len(self.ptr) - 1)))
+
+
+def free_network(num_workers: int, period_ns: int, bytes_per_s: float) -> Residual:
+    """Workers whose network nobody else uses."""
+    at = np.tile(np.array([0, period_ns], np.int64), num_workers)
+    left = np.tile(np.array([0.0, period_ns * bytes_per_s / 1e9]), num_workers)
+    return Residual(period_ns, np.arange(num_workers + 1, dtype=np.int64) * 2, at, left)
+
+
+def residual_of(timeline: Timeline, job: Job, arrangement: Arrangement) -> Residual:
+    """From the last period of a Timeline."""
+    program = timeline.program
+    low_ns, high_ns = span(timeline)
+    uses = _Uses(program.num_workers)
+    sync = np.flatnonzero(program.kind == Kind.SYNC)
+    uses.add(program.op_worker[sync], timeline.op_start_ns[sync], timeline.op_end_ns[sync], 1.0)
+    _add_transfers(uses, timeline, job, arrangement)
+    return _cumulated(uses, low_ns, high_ns, [worker_bps(job, job.cluster.dc(dc)) / 8 for dc in _dcs(timeline)])
+
+
+def _dcs(timeline: Timeline) -> list[str]:
+    return [timeline.program.worker_dc(w) for w in range(timeline.program.num_workers)]
+
+
+class _Uses:
+    """Spans in which training takes a share of a worker's outgoing network."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.parts: list[tuple[Ints, Ints, Ints, NDArray[np.float64]]] = []
+
+    def add(self, worker: Ints, start_ns: Ints, end_ns: Ints, share: float) -> None:
+        self.parts.append((worker, start_ns, end_ns, np.full(len(worker), share)))
+
+
+def _add_transfers(uses: _Uses, timeline: Timeline, job: Job, arrangement: Arrangement) -> None:
+    program = timeline.program
+    if not program.num_transfers:
+        return
+    shape = (2, program.num_pipelines, program.num_stages - 1, program.num_slots)
+    direction, pipeline, boundary, _ = np.unravel_index(np.arange(program.num_transfers), shape)
+    rank = np.array(program.stage_rank, np.int64)
+    first, second = rank[boundary], rank[boundary + 1]
+    forward = direction == FORWARD
+    src, dst = np.where(forward, first, second), np.where(forward, second, first)
+    start, end = timeline.transfer_start_ns, timeline.transfer_sent_ns
+    known = np.flatnonzero(src != dst)
+    local = known[~program.transfer_crosses[known]]
+    uses.add(pipeline[local] * program.num_ranks + src[local], start[local], end[local], 1.0)
+    wan = known[program.transfer_crosses[known]]
+    net_bps = np.array([worker_bps(job, job.cluster.dc(dc)) for dc in arrangement.rank_dc])
+    for peer in range(program.num_pipelines) if program.sharing else ():
+        rate = job.activation_bytes * 8e9 / np.maximum(1, end[wan] - start[wan]) / program.num_pipelines
+        own = pipeline[wan] == peer
+        slices = np.where(own, program.num_pipelines, 1)
+        for rows, at, count in ((src, wan, slices), (dst, wan, np.where(own, 0, 1))):
+            share = np.minimum(1.0, count * rate / net_bps[rows[at]])
+            worker = peer * program.num_ranks + rows[at]
+            uses.parts.append((worker, start[at], end[at], share))
+    if not program.sharing:
+        share = np.minimum(1.0, job.activation_bytes * 8e9 / np.maximum(1, end[wan] - start[wan]) / net_bps[src[wan]])
+        uses.parts.append((pipeline[wan] * program.num_ranks + src[wan], start[wan], end[wan], share))
+
+
+def _cumulated(uses: _Uses, low_ns: int, high_ns: int, bytes_per_s: list[float]) -> Residual:
+    worker, start, end, share = (np.concatenate(column) for column in zip(*uses.parts, strict=True))
+    start, end = np.clip(start, low_ns, high_ns) - low_ns, np.clip(end, low_ns, high_ns) - low_ns
+    order = np.argsort(worker, kind="stable")
+    worker, start, end, share = worker[order], start[order], end[order], share[order]
+    cut = np.searchsorted(worker, np.arange(uses.num_workers + 1))
+    period, ptr, ats, lefts = high_ns - low_ns, [0], [], []
+    for w in range(uses.num_workers):
+        own = slice(int(cut[w]), int(cut[w + 1]))
+        at, inverse = np.unique(np.concatenate([[0, period], start[own], end[own]]), return_inverse=True)
+        change = np.zeros(len(at))
+        np.add.at(change, inverse[2:], np.concatenate([share[own], -share[own]]))
+        free = np.clip(1.0 - np.cumsum(change), 0.0, 1.0)[:-1] * bytes_per_s[w] / 1e9
+        ats.append(at.astype(np.int64))
+        lefts.append(np.concatenate([[0.0], np.cumsum(free * np.diff(at))]))
+        ptr.append(ptr[-1] + len(at))
+    return Residual(period, np.array(ptr, np.int64), np.concatenate(ats), np.concatenate(lefts))

@@ -1,0 +1,67 @@
+"""The prefix cache: which lane's hosts hold the KV of which blocks of tokens. Blocks are known by hash only.
+
+A block's hash covers everything before it, so one lookup answers for a whole prefix; it is salted by tenant, so that
+nobody's timing tells of another's prompts. Each lane keeps its least recently used blocks no longer than its memory
+lasts, and drops the end of a prefix before its start. Knows no KV bytes: the worker that computed them keeps them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+BLOCK_TOKENS = 512
+
+
+def block_hashes(tokens: Sequence[int], salt: bytes, block: int = BLOCK_TOKENS) -> tuple[bytes, ...]:
+    """One hash for each whole block of a prompt, each over all tokens up to its end and the tenant's salt."""
+    found = []
+    before = hashlib.blake2b(salt, digest_size=16).digest()
+    for end in range(block, len(tokens) + 1, block):
+        piece = b"".join(int(token).to_bytes(4, "little") for token in tokens[end - block : end])
+        before = hashlib.blake2b(before + piece, digest_size=16).digest()
+        found.append(before)
+    return tuple(found)
+
+
+class PrefixCache:
+    """Blocks by lane, within `capacity` blocks each."""
+
+    def __init__(self, num_lanes: int, capacity: int, block: int = BLOCK_TOKENS) -> None:
+        self.capacity, self.block = capacity, block
+        self._held: list[OrderedDict[Hashable, None]] = [OrderedDict() for _ in range(num_lanes)]
+        self._where: dict[Hashable, set[int]] = {}
+
+    def longest(self, hashes: Sequence[Hashable], limit: int) -> tuple[int, frozenset[int]]:
+        """(tokens, lanes): the longest prefix of at most `limit` tokens that any lane holds, and who holds it."""
+        depth, lanes = 0, frozenset[int]()
+        for k, name in enumerate(hashes[: limit // self.block]):
+            at = self._where.get(name)
+            if not at:
+                break
+            depth, lanes = (k + 1) * self.block, frozenset(at)
+        return depth, lanes
+
+    def tokens(self, lane: int, hashes: Sequence[Hashable], limit: int) -> int:
+        """Tokens of the prefix that one lane holds."""
+        held, depth = self._held[lane], 0
+        for name in hashes[: limit // self.block]:
+            if name not in held:
+                break
+            depth += self.block
+        return depth
+
+    def add(self, lane: int, hashes: Sequence[Hashable]) -> None:
+        """A lane's hosts now hold these blocks."""
+        held = self._held[lane]
+        for name in reversed(hashes):  # the start of a prefix is used by everything behind it: it must leave last
+            held[name] = None
+            held.move_to_end(name)
+            self._where.setdefault(name, set()).add(lane)
+        while len(held) > self.capacity:
+            name, _ = held.popitem(last=False)
+            lanes = self._where[name]
+            lanes.discard(lane)
+            if not lanes:
+                del self._where[name]

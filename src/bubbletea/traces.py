@@ -1,0 +1,121 @@
+"""Arrivals of requests: the public traces' files, a synthetic one, and what a load factor makes of them.
+
+Azure's LLM inference traces (CSV with TIMESTAMP, ContextTokens, GeneratedTokens), Mooncake's (JSON lines with timestamp
+in ms, input_length, hash_ids of 512-token blocks). Files stay where the user has them. Knows no windows.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.errors import AtlasError, SpecError
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Arrivals in order."""
+
+    name: str
+    at_s: Floats
+    """From the first arrival."""
+    tokens: NDArray[np.int64]
+    blocks: tuple[tuple[int, ...], ...] = ()
+    """By request: hashes of its 512-token blocks, where the trace has them."""
+
+    def __len__(self) -> int:
+        return len(self.at_s)
+
+    @property
+    def span_s(self) -> float:
+        """From the first arrival to where the next one would be."""
+        return float(self.at_s[-1]) * len(self) / max(1, len(self) - 1)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return float(self.tokens.sum()) / self.span_s
+
+    def resized(self, tokens: int) -> Trace:
+        """The same arrivals with every prompt scaled so that they are `tokens` long on average."""
+        scaled = np.maximum(1, np.round(self.tokens * (tokens / self.tokens.mean()))).astype(np.int64)
+        return Trace(f"{self.name} at {tokens} tokens", self.at_s, scaled)
+
+    def played(self, tokens_per_s: float, until_s: float) -> Iterator[tuple[float, int, tuple[int, ...]]]:
+        """(second, tokens, blocks) at another rate, from the start again when it ends, until `until_s`.
+
+        Time is compressed, so bursts stay bursts."""
+        factor, span, lap = self.tokens_per_s / tokens_per_s, self.span_s, 0
+        while True:
+            for k in range(len(self)):
+                at = (lap * span + float(self.at_s[k])) * factor
+                if at >= until_s:
+                    return
+                yield at, int(self.tokens[k]), self.blocks[k] if self.blocks else ()
+            lap += 1
+
+
+def load_trace(path: str | Path) -> Trace:
+    """A trace file, its format told by its first line."""
+    path = Path(path)
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            first = file.readline()
+            file.seek(0)
+            rows = list(_mooncake(file) if first.lstrip().startswith("{") else _azure(file))
+    except FileNotFoundError:
+        raise AtlasError(f"{path}: no such trace file. Give an Azure CSV, a Mooncake JSON-lines file or 'synthetic'") from None
+    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise SpecError(
+            where=str(path),
+            key="trace",
+            value=None,
+            rule=f"is neither an Azure CSV (TIMESTAMP, ContextTokens) nor a Mooncake file ({error})",
+            remedy="Give one of those, or 'synthetic'",
+        ) from None
+    if len(rows) < 2:
+        raise SpecError(where=str(path), key="trace", value=len(rows), rule="needs two requests", remedy="Give more")
+    rows.sort(key=lambda row: row[0])
+    at = np.array([row[0] for row in rows])
+    blocks = tuple(row[2] for row in rows) if any(row[2] for row in rows) else ()
+    return Trace(path.stem, at - at[0], np.array([row[1] for row in rows], np.int64), blocks)
+
+
+Row = tuple[float, int, tuple[int, ...]]
+
+
+def _azure(file: Iterator[str]) -> Iterator[Row]:
+    for row in csv.DictReader(file):
+        stamp = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26])  # seven digits of a second are one too many
+        yield stamp.timestamp(), max(1, int(row["ContextTokens"])), ()
+
+
+def _mooncake(file: Iterator[str]) -> Iterator[Row]:
+    for line in file:
+        if line.strip():
+            row = json.loads(line)
+            yield float(row["timestamp"]) / 1e3, max(1, int(row["input_length"])), tuple(row.get("hash_ids", ()))
+
+
+def synthetic(num_requests: int = 4000, *, mean_tokens: int = 1150, per_s: float = 5.0, seed: int = 0) -> Trace:
+    """Poisson arrivals; prompt lengths log-normal like a chat's; every fourth continues an earlier conversation."""
+    random = np.random.default_rng(seed)
+    at = np.cumsum(random.exponential(1 / per_s, num_requests))
+    tokens = np.clip(random.lognormal(np.log(mean_tokens) - 0.5, 1.0, num_requests), 16, 14_000).astype(np.int64)
+    blocks: list[tuple[int, ...]] = []
+    fresh = 0
+    for k in range(num_requests):
+        count = int(tokens[k]) // 512
+        old = blocks[int(random.integers(k))] if k and random.random() < 0.25 else ()
+        own = old[:count] + tuple(range(fresh, fresh + max(0, count - len(old))))
+        fresh += max(0, count - len(old))
+        blocks.append(own)
+    return Trace("synthetic", at - at[0], tokens, tuple(blocks))
