@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.errors import AtlasError
+from atlas.ir.journal import is_journal, load_journal
 from atlas.ir.ops import NUM_KINDS
 from atlas.ir.program import Memory, Program
 from atlas.ir.timeline import Timeline
@@ -79,8 +80,10 @@ def save_timeline(path: str | os.PathLike[str], timeline: Timeline) -> None:
 
 
 def load_timeline(path: str | os.PathLike[str]) -> Timeline:
-    """Read what `save_timeline` wrote; an AtlasError says what is wrong with any other file."""
+    """Read what `save_timeline` wrote, or a run's `journal`; an AtlasError says what is wrong with any other file."""
     try:
+        if is_journal(path):
+            return load_journal(path)
         with zipfile.ZipFile(path) as archive:
             # A zip's own directory, read first, turns away foreign zips before numpy unpacks anything.
             if "header.npy" not in archive.namelist():

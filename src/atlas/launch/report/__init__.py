@@ -1,0 +1,117 @@
+"""A run as it is seen while it runs: on the terminal, in a file of JSON lines, for Prometheus, and as a Timeline that
+grows step by step. The launcher tells a `Report` of every step; training never waits for it, nor fails with it.
+
+Loads no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atlas.ir.journal import AppendedLines, Journal
+from atlas.ir.timeline import Timeline
+from atlas.launch.report.events import StepEvent
+from atlas.launch.report.metrics import Metrics, MetricsServer
+from atlas.launch.report.progress import ProgressBar
+
+log: Callable[[str], None] = logging.getLogger("atlas.report").warning
+
+__all__ = ["Report", "ReportChoice", "StepEvent"]
+
+
+@dataclass(frozen=True)
+class ReportChoice:
+    """What of it is wanted."""
+
+    bar: bool = True
+    lines: Path | None = None
+    """A file of JSON lines, one a step; appended to, so that a resumed run goes on in it."""
+    timeline: Path | None = None
+    """What `atlas view` opens, killed or not; appended to likewise."""
+    metrics_port: int | None = None
+    """0: any free one."""
+    metrics_host: str = "127.0.0.1"
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Of the run, for Prometheus: job, schedule."""
+
+
+class Report:
+    """`with Report(choice, num_steps) as report:`, then `report.step(event, timeline)` for every step.
+
+    Opens everything at once, so that a file that cannot be written or a port in use is told before training starts.
+    """
+
+    def __init__(
+        self,
+        choice: ReportChoice,
+        num_steps: int,
+        first_step: int = 0,
+        warn: Callable[[str], None] = log,
+    ) -> None:
+        self.metrics = Metrics(choice.labels)
+        self._warn, self._warned = warn, set[str]()
+        self._bar = ProgressBar(num_steps, first_step) if choice.bar else None
+        self._lines: AppendedLines | None = None
+        self._journal: Journal | None = None
+        self._server: MetricsServer | None = None
+        try:
+            self._open(choice)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, choice: ReportChoice) -> None:
+        if choice.lines is not None:
+            self._lines = AppendedLines(choice.lines)
+        if choice.timeline is not None:
+            self._journal = Journal(choice.timeline)
+        if choice.metrics_port is not None:
+            self._server = MetricsServer(self.metrics, choice.metrics_port, choice.metrics_host)
+
+    @property
+    def metrics_port(self) -> int | None:
+        return self._server.port if self._server is not None else None
+
+    def step(self, event: StepEvent, timeline: Timeline | None = None) -> None:
+        """A step is done. `timeline`: of the pass that did it."""
+        self.metrics.step(event)
+        if self._lines is not None:
+            lines = self._lines
+            self._try("lines", lambda: lines.append({"time": round(time.time(), 3), **_finite(event)}))
+        if self._journal is not None and timeline is not None:
+            journal = self._journal
+            self._try("timeline", lambda: journal.append(event["step"], timeline))
+        if self._bar is not None:
+            bar = self._bar
+            self._try("progress", lambda: bar.step(event))
+
+    def close(self) -> None:
+        for part in (self._bar, self._lines, self._journal, self._server):
+            if part is not None:
+                self._try("end", part.close)
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _try(self, what: str, write: Callable[[], None]) -> None:
+        """A full disk or a closed terminal is told once, and costs no step."""
+        try:
+            write()
+        except (OSError, ValueError) as error:
+            if what not in self._warned:
+                self._warned.add(what)
+                self._warn(f"report ({what}): {error}. Training goes on; what could not be written is left out")
+
+
+def _finite(event: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no word for what is not a number."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}

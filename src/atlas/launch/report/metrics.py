@@ -1,0 +1,127 @@
+"""A run for Prometheus: the figures of the last step in its text format (0.0.4), served on a port, loopback by default.
+
+The standard library's server does for one page that a scraper asks for every few seconds; names follow Prometheus's
+conventions (base units, `_total` for what only grows). Knows step events; nothing that is asked of it reaches training.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from atlas.errors import AtlasError
+from atlas.launch.report.events import StepEvent, tokens_per_s
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PREFIX = "atlas_training_"
+HELP = {
+    "info": ("gauge", "What is running, as labels."),
+    "step": ("gauge", "Optimizer steps done since the run began."),
+    "steps_total": ("counter", "Optimizer steps done by this process."),
+    "tokens_total": ("counter", "Tokens trained on by this process."),
+    "loss": ("gauge", "Loss of the last step."),
+    "tokens_per_second": ("gauge", "Tokens of the last step over its time."),
+    "iteration_seconds": ("gauge", "Time of the last step."),
+    "iteration_predicted_seconds": ("gauge", "What the simulator says of iteration_seconds."),
+    "wan_bytes_per_second": ("gauge", "Sent between datacenters in the last step, over its time."),
+    "last_step_timestamp_seconds": ("gauge", "When the last step ended, in Unix time."),
+}
+
+
+class Metrics:
+    """The figures; thread-safe."""
+
+    def __init__(self, labels: Mapping[str, str] | None = None) -> None:
+        self.labels = dict(labels or {})
+        self._values: dict[str, float] = {"steps_total": 0, "tokens_total": 0}
+        self._lock = threading.Lock()
+
+    def step(self, event: StepEvent) -> None:
+        predicted_s, wan = event.get("predicted_s"), event.get("wan_gbit_s")
+        with self._lock:
+            self._values["steps_total"] += 1
+            self._values["tokens_total"] += event["tokens"]
+            self._values |= {
+                "step": event["step"],
+                "loss": event["loss"],
+                "tokens_per_second": tokens_per_s(event),
+                "iteration_seconds": event["iteration_s"],
+                "last_step_timestamp_seconds": time.time(),
+            }
+            if predicted_s is not None:
+                self._values["iteration_predicted_seconds"] = predicted_s
+            if wan is not None:
+                self._values["wan_bytes_per_second"] = wan * 1e9 / 8
+
+    def text(self) -> str:
+        """As a scraper wants it."""
+        with self._lock:
+            values = {"info": 1.0, **self._values}
+        lines = []
+        for name, (kind, explanation) in HELP.items():
+            if name in values:
+                labels = self._label_text() if name == "info" else ""
+                lines.append(f"# HELP {PREFIX}{name} {explanation}\n# TYPE {PREFIX}{name} {kind}\n")
+                lines.append(f"{PREFIX}{name}{labels} {_number(values[name])}\n")
+        return "".join(lines)
+
+    def _label_text(self) -> str:
+        if not self.labels:
+            return ""
+        return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in self.labels.items()) + "}"
+
+
+class MetricsServer:
+    """`/metrics` on a port; 0: any free one (`port` says which)."""
+
+    def __init__(self, metrics: Metrics, port: int, host: str = "127.0.0.1") -> None:
+        handler = type("Handler", (_Handler,), {"metrics": metrics})
+        try:
+            self._server = ThreadingHTTPServer((host, port), handler)
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise AtlasError(f"--metrics-port {port}: {why} on {host}. Choose another port, or 0 for any") from error
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="metrics")
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    metrics: Metrics
+    timeout = 10
+    """Seconds that a silent client may hold a thread."""
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/metrics":
+            self.send_error(404, "Only /metrics is here")
+            return
+        body = self.metrics.text().encode()
+        self.send_response(200)
+        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """A scrape is no news."""
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return repr(value)
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

@@ -1,0 +1,83 @@
+"""A run on the terminal: one bar with loss, tokens a second, iteration time against prediction, WAN throughput. Where
+nobody watches (a log file, CI), a plain line now and then instead.
+
+On stderr: results are for stdout. Knows step events and rich.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, TextIO
+
+from atlas.launch.report.events import StepEvent, against_prediction, tokens_per_s
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+LINE_EVERY_S = 10.0
+
+
+class ProgressBar:
+    """Shown from the first step on; `close` leaves the last state on the screen."""
+
+    def __init__(self, num_steps: int, first_step: int = 0, stream: TextIO | None = None) -> None:
+        self.num_steps, self.first_step = num_steps, first_step
+        self._stream = stream or sys.stderr
+        self._bar: Progress | None = None
+        self._line_due = 0.0
+
+    def step(self, event: StepEvent) -> None:
+        if self._stream.isatty():
+            self._update(event)
+        elif time.monotonic() >= self._line_due or event["step"] >= self.num_steps:
+            self._line_due = time.monotonic() + LINE_EVERY_S
+            print(f"step {event['step']}/{self.num_steps}  {figures(event)}", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _update(self, event: StepEvent) -> None:
+        if self._bar is None:
+            self._bar = self._started()
+        self._bar.update(self._bar.task_ids[0], completed=event["step"], figures=figures(event))
+
+    def _started(self) -> Progress:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(compact=True),
+            console=Console(file=self._stream),
+        )
+        bar.add_task("", total=self.num_steps, completed=self.first_step, figures="")
+        bar.start()
+        return bar
+
+
+def figures(event: StepEvent) -> str:
+    """`loss 2.3412  12.3k tok/s  410 ms (+2.1 %)  WAN 3.2 Gbit/s`."""
+    off, wan = against_prediction(event), event.get("wan_gbit_s")
+    words = [f"loss {event['loss']:.4f}", f"{_short(tokens_per_s(event))} tok/s", _time(event["iteration_s"])]
+    if off is not None:
+        words[-1] += f" ({off:+.1%})"
+    if wan is not None:
+        words.append(f"WAN {wan:.2f} Gbit/s" if wan >= 0.1 else f"WAN {wan * 1e3:.2f} Mbit/s")
+    return "  ".join(words)
+
+
+def _short(value: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{letter}"
+    return f"{value:.0f}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
