@@ -26,7 +26,6 @@ def joined_cells(
         for side, other in ((here, there), (there, here)):
             for name in side:
                 cells[name] = Cell(ends[name], dict(zip(side, other, strict=True)))
-                stack.callback(cells[name].close)
         proxies = []
         peers = {name: {p: ends[p].address for p in side if p != name} for side in (here, there) for name in side}
         for i in range(size):
@@ -37,4 +36,7 @@ def joined_cells(
                 peers[source][target] = proxy.address
         with ThreadPoolExecutor(len(cells)) as pool:
             list(pool.map(lambda name: cells[name].connect(peers[name]), cells))
+        # They say goodbye over paths that are still there.
+        for node in [*ends.values(), *cells.values()]:
+            stack.callback(node.close, 0.5)
         yield [cells[name] for name in here], [cells[name] for name in there], proxies[::2]
