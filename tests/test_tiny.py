@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from atlas.ir.program import repeated
 from atlas.ir.text import from_text, to_text
-from atlas.launch.emulate import emulate
-from atlas.launch.smoke import ATTEMPTS, compare, smoke_program
-from atlas.runtime.model import TinyGpt
+from atlas.launch.emulate import Setup, emulate
+from atlas.launch.smoke import ATTEMPTS, NUM_STEPS, compare, smoke_program
+from atlas.runtime.assignment import stand_in
 from atlas.runtime.reference import train_alone
-from atlas.runtime.worker import Training
 from atlas.sim import simulate
 
 
@@ -20,15 +20,16 @@ def test_one_program_is_read_simulated_and_executed() -> None:
     assert "p0-p1.s0 @us-east: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0" in text
     assert to_text(from_text(text)) == text
 
-    # The simulator takes it and returns a Timeline.
-    predicted = simulate(program, costs)
+    # The simulator takes it, here three iterations of it, and returns a Timeline.
+    whole = repeated(program, NUM_STEPS)
+    predicted = simulate(whole, costs)
     assert predicted.source == "simulated"
 
     # Worker processes take the same Program, over real sockets and an emulated WAN, and return a Timeline.
-    training = Training(TinyGpt())
-    losses, weights = train_alone(training, program.num_pipelines, program.num_microbatches, program.num_iterations)
+    training = stand_in()
+    losses, weights = train_alone(training, program.num_pipelines, program.num_microbatches, NUM_STEPS)
     for _ in range(ATTEMPTS):
-        run = emulate(program, costs, training)
+        run = emulate(program, costs, training, Setup(NUM_STEPS))
         assert run.timeline.source == "emulated"
 
         # What ran learnt what a single process learns ...
@@ -39,10 +40,10 @@ def test_one_program_is_read_simulated_and_executed() -> None:
         # ... every op lasted what it costs, none began before it could ...
         measured = run.timeline
         assert measured.op_end_ns.shape == predicted.op_end_ns.shape
-        costs_ns = costs.compute_ns[program.op_worker // program.num_ranks, program.stage, program.kind]
+        costs_ns = costs.compute_ns[whole.op_worker // whole.num_ranks, whole.stage, whole.kind]
         assert (measured.op_end_ns - measured.op_start_ns >= costs_ns).all()
-        assert (measured.op_start_ns[program.transfer_dst] >= measured.transfer_arrive_ns).all()
-        wire_ns = np.repeat((costs.work_ns + costs.latency_ns).ravel(), program.num_slots)
+        assert (measured.op_start_ns[whole.transfer_dst] >= measured.transfer_arrive_ns).all()
+        wire_ns = np.repeat((costs.work_ns + costs.latency_ns).ravel(), whole.num_slots)
         assert (measured.transfer_arrive_ns - measured.transfer_ready_ns >= 0.9 * wire_ns).all()
 
         # ... and it took as long as predicted, give or take a busy machine.

@@ -16,14 +16,14 @@ import pytest
 
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.errors import ProgramError, WorkerError
-from atlas.ir.program import Layout, repeated, with_optimizer
-from atlas.launch.emulate import emulate, require_emulable
+from atlas.ir.program import Layout, with_optimizer
+from atlas.launch.emulate import Setup, emulate
+from atlas.launch.paths import require_emulable
 from atlas.launch.smoke import smoke_program
-from atlas.runtime.model import TinyGpt
-from atlas.runtime.worker import Training
+from atlas.runtime.assignment import stand_in
 from atlas.schedules.classic import one_f_one_b
 
-TRAINING = Training(TinyGpt(width=16, length=8, batch=2))
+TRAINING = stand_in(width=16, length=8, microbatch=2)
 
 
 def is_alive(pid: int) -> bool:
@@ -42,7 +42,7 @@ def is_alive(pid: int) -> bool:
     ids=["killed", "frozen"],
 )
 def test_a_lost_worker_is_reported_and_nothing_is_left(how: signal.Signals, says: str) -> None:
-    program = repeated(with_optimizer(one_f_one_b(Layout(1, 2, 4, ("us-east", "us-west")))), 10)
+    program = with_optimizer(one_f_one_b(Layout(1, 2, 4, ("us-east", "us-west"))))
     per_kind_ns = kind_costs(forward_ns=30_000_000, backward_ns=60_000_000)
     costs = uniform_costs(1, 2, per_kind_ns, wan_boundaries=(0,), wan_ns=10_000_000, wan_latency_ns=10_000_000)
     pids: dict[str, int] = {}
@@ -57,7 +57,7 @@ def test_a_lost_worker_is_reported_and_nothing_is_left(how: signal.Signals, says
         threading.Timer(0.8, strike).start()
 
     with pytest.raises(WorkerError, match=says):
-        emulate(program, costs, TRAINING, patience_s=2.0, on_start=on_start)
+        emulate(program, costs, TRAINING, Setup(10, patience_s=2.0), on_start=on_start)
     assert time.monotonic() - struck[0] < 6
     assert len(pids) == 2
     assert not any(map(is_alive, pids.values()))
@@ -81,7 +81,7 @@ def test_workers_do_not_outlive_their_launcher(how: signal.Signals, tmp_path: Pa
         deadline = time.monotonic() + 30
         while len(workers := children(launcher.pid)) < 4 and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert len(workers) == 4
+        assert len(workers) >= 4
         time.sleep(0.3)
         launcher.send_signal(how)
         _, errors = launcher.communicate(timeout=20)
@@ -98,7 +98,8 @@ def test_workers_do_not_outlive_their_launcher(how: signal.Signals, tmp_path: Pa
 def test_what_cannot_be_emulated_is_said_before_anything_starts() -> None:
     program, costs = smoke_program()
     shared = uniform_costs(2, 2, costs.compute_ns[0, 0], wan_boundaries=(0,), wan_ns=1, sharing=True)
-    with pytest.raises(ProgramError, match="shares its links"):
+    with pytest.raises(ProgramError, match="do not agree on whether pipelines take turns"):
         require_emulable(program, shared)
-    with pytest.raises(ProgramError, match="has a NORM"):
-        require_emulable(with_optimizer(one_f_one_b(Layout(2, 2, 4, ("a", "b"))), norm=True), costs)
+    overlapping = uniform_costs(2, 2, costs.compute_ns[0, 0], wan_boundaries=(0,), wan_ns=1, servers=4)
+    with pytest.raises(ProgramError, match="serves several transfers at once"):
+        require_emulable(program, overlapping)

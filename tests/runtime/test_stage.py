@@ -14,7 +14,8 @@ from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, Cut, build, loss_of
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.models.tied import join, outgoing
-from atlas.runtime.optimizer import AdamW, LearningRate, OptimizerSettings, clip, global_norm, squares
+from atlas.runtime.optimizer import AdamW, clip, global_norm, squares
+from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.stage import Stage
 
 torch.set_num_threads(1)

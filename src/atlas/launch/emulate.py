@@ -1,40 +1,63 @@
-"""Runs a Program on this machine as if it were several datacenters: a process per worker with a paced device, an
-emulated path per channel, real sockets, real gradients. Program + Costs -> Timeline, like the simulator.
+"""Runs a Program on this machine as if it were several datacenters: a process per worker, an emulated WAN between
+them, real sockets, real gradients. Program + Costs -> Timeline, like the simulator.
 
-The Costs that the simulator is given are the ones that pace the devices and shape the paths, so the two
-Timelines differ only by what really happened. Knows plans of nobody; cell sharing is not emulated yet.
+The Costs that the simulator is given are the ones that pace the devices and shape the paths, so the two Timelines
+differ only by what really happened. Knows plans of nobody.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from atlas.cost.table import PRIVATE, Costs
-from atlas.errors import ProgramError
-from atlas.ir.ops import Kind
-from atlas.ir.program import FORWARD, Ints, Program
+from atlas.cost.table import Costs
+from atlas.ir.program import Program
 from atlas.ir.text import to_text
 from atlas.ir.timeline import Timeline
+from atlas.launch.clocks import offsets_ns
 from atlas.launch.fleet import Fleet
-from atlas.runtime.process import Assignment
-from atlas.runtime.reference import Weights
-from atlas.runtime.worker import GRADIENTS, Training
-from atlas.wan.proxy import DelayProxy
-from atlas.wan.wire import HEADER_BYTES
+from atlas.launch.measured import Records, Step
+from atlas.launch.paths import NodePaths, paths_of
+from atlas.runtime.assignment import Assignment, FillerChoice, SaveChoice, Training
+from atlas.runtime.wiring import Seat, require_runnable
+from atlas.wan.emulator.proxy_net import ProxyNet
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 90.0
 """Importing torch in a dozen processes on two cores takes its time."""
 HEADSTART_NS = 100_000_000
+MANY_STREAMS = 2
+"""To each peer: emulated paths are wide or narrow, but have no window to overcome, unless asked for."""
 
-Addresses = dict[int, list[tuple[int, int, str, int]]]
-"""By worker: (direction, number, host, port) of each channel it opens."""
+Weights = dict[str, NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a run is carried out; what it computes is the Program's and the Training's."""
+
+    num_steps: int = 1
+    """Of a Program of one iteration; one of several iterations is run once."""
+    first_step: int = 0
+    device: str = "paced"
+    streams: int = MANY_STREAMS
+    num_cells: int = 1
+    patience_s: float = 20.0
+    paths: NodePaths | None = None
+    """By node pair. None: as the Costs say."""
+    save: Mapping[str, SaveChoice] = field(default_factory=dict)
+    """By datacenter."""
+    fillers: Mapping[str, FillerChoice] = field(default_factory=dict)
+    """By worker name."""
+    keep_weights: bool = True
+    """Whether the final weights come back."""
+    skews_ns: Mapping[str, int] = field(default_factory=dict)
+    """For tests: by worker name, how far its clock is ahead."""
 
 
 @dataclass(frozen=True)
@@ -43,159 +66,222 @@ class Emulation:
 
     timeline: Timeline
     losses: list[float]
-    """Mean over all microbatches, by iteration."""
+    """Mean over all microbatches, by step."""
     weights: Weights
-    """The model after the last step, from pipeline 0."""
+    """The model after the last step, from the first pipeline."""
     late_s: float
     """The worst delay that the emulated paths added of their own."""
     overrun_s: float
     """Time in which a device was held up because the host was slower than the pace, worst worker."""
+    norms: list[float]
+    """Of the gradients, by step, where the Program takes them."""
+    stopped: bool = False
+    """Whether it was ended before its last step."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One step, as all pipelines have told it."""
+
+    step: int
+    loss: float
+    tokens: int
+    seconds: float
+    """Since the step before."""
+    wan_bytes: int
+    """Over all emulated paths, since the step before."""
 
 
 def emulate(
     program: Program,
     costs: Costs,
     training: Training,
+    setup: Setup | None = None,
     *,
-    patience_s: float = 20.0,
     on_start: Callable[[Mapping[str, int]], None] | None = None,
+    on_step: Callable[[Progress], None] | None = None,
 ) -> Emulation:
-    """Runs it to the end, or raises a WorkerError within about `patience_s` of anything going wrong.
+    """Runs it to the end, or raises a WorkerError within about the patience of anything going wrong.
 
-    `on_start` hears the process ids by worker name when the Program begins.
+    `on_start` hears the process ids by worker name when the Program begins. Where the run is saved, Ctrl-C ends it
+    after the step under way, saved and `stopped`; a second one, or any where it is not saved, ends it at once.
     """
-    require_emulable(program, costs)
-    names = [program.worker_name(w) for w in range(program.num_workers)]
+    setup = setup or Setup()
+    require_runnable(program)
+    paths = setup.paths
+    if paths is None:
+        paths = paths_of(program, costs, training.activation_bytes, setup.num_cells)
     with ExitStack() as stack:
-        fleet = stack.enter_context(Fleet("atlas.runtime.process", names))
-        text = to_text(program)
-        for w, name in enumerate(names):
-            weights_file = str(fleet.folder / f"{name}.npz") if w < program.num_ranks else ""
-            compute_ns = costs.compute_ns[w // program.num_ranks].tolist()
-            assignment = Assignment(
-                worker=w,
-                program=text,
-                compute_ns=compute_ns,
-                gpt=dataclasses.asdict(training.gpt),
-                optimizer=training.optimizer,
-                learning_rate=training.learning_rate,
-                paced=True,
-                patience_s=patience_s,
-                weights_file=weights_file,
-            )
-            fleet.tell(name, {"assignment": dataclasses.asdict(assignment)})
-        ports = fleet.hear("listening", START_TIMEOUT_S)
-        addresses, proxies = _paths(program, costs, training, [ports[name] for name in names], stack)
-        for w, name in enumerate(names):
-            fleet.tell(name, {"channels": addresses[w]})
-        fleet.hear("ready", START_TIMEOUT_S)
+        run = _Run(program, costs, training, setup, stack)
+        run.assign()
+        run.connect(stack.enter_context(ProxyNet(paths)) if paths else None, paths)
         if on_start is not None:
-            on_start(fleet.pids)
-        start_ns = time.monotonic_ns() + HEADSTART_NS
-        for name in names:
-            fleet.tell(name, {"start_ns": start_ns})
-        results = fleet.hear("result", _longest_s(program, costs) + patience_s)
-        late_s = max((proxy.lateness.worst_ns for proxy in proxies), default=0) / 1e9
+            on_start(run.fleet.pids)
+        return run.play(on_step)
+
+
+class _Run:
+    """One emulation under way."""
+
+    def __init__(self, program: Program, costs: Costs, training: Training, setup: Setup, stack: ExitStack) -> None:
+        self.program, self.costs, self.training, self.setup = program, costs, training, setup
+        self.seats = [
+            Seat(program, w, cell, setup.num_cells)
+            for cell in range(setup.num_cells)
+            for w in range(program.num_workers)
+        ]
+        self.names = [seat.name for seat in self.seats]
+        self.fleet = stack.enter_context(Fleet("atlas.runtime.process", self.names))
+        self.net: ProxyNet | None = None
+        self.records = Records(program)
+        self.saved: dict[tuple[int, int], set[str]] = {}
+        self.num_steps = program.num_iterations if program.num_iterations > 1 else setup.num_steps
+
+    # ---- before --------------------------------------------------------------------------------------------------
+    def assign(self) -> None:
+        text, setup = to_text(self.program), self.setup
+        for seat in self.seats:
+            pipeline = seat.worker // self.program.num_ranks
+            keeps = setup.keep_weights and seat.pipeline == 0
+            assignment = Assignment(
+                worker=seat.worker,
+                program=text,
+                training=self.training,
+                num_steps=self.num_steps,
+                first_step=setup.first_step,
+                cell=seat.cell,
+                num_cells=setup.num_cells,
+                compute_ns=tuple(map(tuple, self.costs.compute_ns[pipeline].tolist())),
+                device=setup.device,
+                streams=setup.streams,
+                patience_s=setup.patience_s,
+                save=setup.save.get(seat.datacenter),
+                filler=setup.fillers.get(seat.name),
+                weights_file=str(self.fleet.folder / f"{seat.name}.npz") if keeps else "",
+                skew_ns=setup.skews_ns.get(seat.name, 0),
+            )
+            self.fleet.tell(seat.name, {"assignment": assignment.to_json()})
+
+    def connect(self, net: ProxyNet | None, paths: NodePaths) -> None:
+        """Tells each worker where its peers are: through the emulator where there is a path, directly elsewhere."""
+        self.net = net
+        ports = self.fleet.hear("listening", START_TIMEOUT_S)
+        tied = self.training.model.config.tied
+        name_of = {seat.node: seat.name for seat in self.seats}
+        doors: dict[tuple[str, str, str], tuple[str, int]] = {}
+        for seat in self.seats:
+            places = []
+            for wire in seat.wires(tied=tied):
+                address = ("127.0.0.1", ports[name_of[wire.peer]][wire.peer_end])
+                if net is not None and ((seat.node, wire.peer) in paths or (wire.peer, seat.node) in paths):
+                    door = (seat.node, wire.peer, wire.peer_end)
+                    if door not in doors:
+                        doors[door] = net.listen(seat.node, wire.peer, address)
+                    address = doors[door]
+                places.append((wire.end, wire.peer, wire.lane, *address))
+            self.fleet.tell(seat.name, {"channels": places})
+        self.fleet.hear("ready", START_TIMEOUT_S)
+
+    # ---- while it runs ---------------------------------------------------------------------------------------------
+    def play(self, on_step: Callable[[Progress], None] | None) -> Emulation:
+        offsets = offsets_ns(self.fleet)
+        if self.net is not None:
+            self.net.reset_lateness()
+        zero_ns = time.monotonic_ns() + HEADSTART_NS
+        for name in self.names:
+            self.fleet.tell(name, {"start_ns": zero_ns + offsets[name]})
+        self.meter = _Meter(self, on_step)
+        silence_s = self._longest_pass_s() + self.setup.patience_s
+        stopped = False
+        try:
+            results = self.fleet.hear("result", silence_s, meanwhile=self._meanwhile)
+        except KeyboardInterrupt:
+            if not self.setup.save:
+                raise
+            results, stopped = self._stop(silence_s), True
+        late_s = self.net.lateness.worst_s if self.net is not None else 0.0
+        overrun_s = max(result["overrun_ns"] for result in results.values()) / 1e9
+        mine = self.names[: self.program.num_workers]
+        meta = {"late_s": late_s, "overrun_s": overrun_s, "streams": self.setup.streams}
+        timeline = self.records.timeline(mine, self.costs, zero_ns, offsets, meta)
+        norms = [norm for step in self.records.by_worker[mine[0]] for norm in step["norms"]]
+        return Emulation(timeline, self.records.losses(), self._weights(), late_s, overrun_s, norms, stopped)
+
+    def _stop(self, silence_s: float) -> dict[str, Any]:
+        """Ends all workers after one and the same step."""
+        for name in self.names:
+            self.fleet.tell(name, {"stop": True})
+        results: dict[str, Any] = {}
+
+        def meanwhile(name: str, message: dict[str, Any]) -> bool:
+            if "result" in message:
+                results[name] = message["result"]
+            return "result" in message or self._meanwhile(name, message)
+
+        begun = self.fleet.hear("stopping", silence_s, meanwhile=meanwhile)
+        for name in self.names:
+            self.fleet.tell(name, {"last_step": max(begun.values()) - 1})
+        late = [name for name in self.names if name not in results]
+        return results | self.fleet.hear("result", silence_s, of=late, meanwhile=self._meanwhile)
+
+    def _meanwhile(self, name: str, message: dict[str, Any]) -> bool:
+        if "step" in message:
+            self.records.add(name, message)
+            self.meter.note(message)
+        elif "saved" in message:
+            self._note_saved(name, message["saved"])
+        return "step" in message or "saved" in message
+
+    def _note_saved(self, name: str, id: list[int]) -> None:
+        """A save that everybody has written is complete, and lets older ones go."""
+        writers = self.saved.setdefault((id[0], id[1]), set())
+        writers.add(name)
+        if len(writers) == len(self.names):
+            for other in self.names:
+                self.fleet.tell(other, {"complete": [id]})
+
+    def _weights(self) -> Weights:
         weights: Weights = {}
-        for name in names[: program.num_ranks]:
-            with np.load(fleet.folder / f"{name}.npz") as arrays:
-                weights |= dict(arrays)
-        in_order = [results[name] for name in names]
-        overrun_s = max(result["overrun_ns"] for result in in_order) / 1e9
-        meta = {"late_s": late_s, "overrun_s": overrun_s}
-        timeline = _timeline(program, costs, in_order, start_ns, meta)
-        return Emulation(timeline, _mean_losses(program, in_order), weights, late_s, overrun_s)
+        if self.setup.keep_weights:
+            for name in self.names[: self.program.num_ranks]:
+                with np.load(self.fleet.folder / f"{name}.npz") as arrays:
+                    weights |= dict(arrays)
+        return weights
+
+    def _longest_pass_s(self) -> float:
+        """More than any order of events in one pass can take: everything one after the other."""
+        program, costs = self.program, self.costs
+        pipeline = program.op_worker // program.num_ranks
+        ops_ns = int(costs.compute_ns[pipeline, program.stage, program.kind].sum())
+        wires_ns = int((costs.work_ns + costs.before_ns + costs.latency_ns).sum()) * program.num_slots
+        return (ops_ns + wires_ns) / 1e9
 
 
-def require_emulable(program: Program, costs: Costs) -> None:
-    """Says what this crude emulator cannot do, before anything is started."""
-    if program.sharing or any(link.policy != PRIVATE or link.servers != 1 or link.trace for link in costs.links):
-        raise ProgramError(
-            f"program {program.name!r} shares its links or lets them vary, which is not emulated yet: "
-            "give every channel a steady link of its own"
+class _Meter:
+    """Turns what the last stages tell into one Progress per step."""
+
+    def __init__(self, run: _Run, on_step: Callable[[Progress], None] | None) -> None:
+        self._run, self._on_step = run, on_step
+        self._told: dict[int, list[Step]] = {}
+        self._last = (time.monotonic(), 0)
+
+    def note(self, step: Step) -> None:
+        if self._on_step is None or step["loss"] is None:
+            return
+        told = self._told.setdefault(step["step"], [])
+        told.append(step)
+        if len(told) < self._run.setup.num_cells * self._run.program.num_pipelines:
+            return
+        del self._told[step["step"]]
+        stats = self._run.net.stats if self._run.net is not None else None
+        now, num_bytes = time.monotonic(), sum(stats.sent_bytes.values()) if stats else 0
+        self._on_step(
+            Progress(
+                step["step"],
+                sum(s["loss"] for s in told) / len(told),
+                sum(s["tokens"] for s in told),
+                now - self._last[0],
+                num_bytes - self._last[1],
+            )
         )
-    for kind in (Kind.NORM, Kind.P):
-        if (program.kind == kind).any():
-            raise ProgramError(f"program {program.name!r} has a {kind.name}, which is not emulated yet: leave it out")
-
-
-def _paths(
-    program: Program, costs: Costs, training: Training, ports: list[int], stack: ExitStack
-) -> tuple[Addresses, list[DelayProxy]]:
-    """Where each worker finds its peers: through a proxy where a channel costs time, directly elsewhere."""
-    addresses: Addresses = {w: [] for w in range(program.num_workers)}
-    proxies: list[DelayProxy] = []
-    frame_bytes = activation_frame_bytes(training)
-    for direction, pipeline, boundary in np.ndindex(2, program.num_pipelines, program.num_stages - 1):
-        left, right = program.worker(pipeline, boundary), program.worker(pipeline, boundary + 1)
-        source, target = (left, right) if direction == FORWARD else (right, left)
-        if source == target:
-            continue
-        host, port = "127.0.0.1", ports[target]
-        work_ns = int(costs.work_ns[direction, pipeline, boundary])
-        latency_ns = int(
-            costs.latency_ns[direction, pipeline, boundary] + costs.before_ns[direction, pipeline, boundary]
-        )
-        if work_ns or latency_ns:
-            rate_bps = frame_bytes * 8e9 / work_ns if work_ns else None
-            proxy = stack.enter_context(DelayProxy((host, port), latency_s=latency_ns / 1e9, rate_bps=rate_bps))
-            proxies.append(proxy)
-            host, port = proxy.address
-        addresses[source].append((direction, boundary, host, port))
-    for w in range(program.num_workers):
-        pipeline, rank = divmod(w, program.num_ranks)
-        others = (c for c in range(program.num_pipelines) if c != pipeline)
-        addresses[w] += [(GRADIENTS, c, "127.0.0.1", ports[c * program.num_ranks + rank]) for c in others]
-    return addresses, proxies
-
-
-def activation_frame_bytes(training: Training) -> int:
-    """What one activation, or its gradient, takes on the wire."""
-    return HEADER_BYTES + 4 * int(np.prod(training.gpt.activation_shape))
-
-
-def _longest_s(program: Program, costs: Costs) -> float:
-    """More than any order of events can take: everything one after the other."""
-    pipeline = program.op_worker // program.num_ranks
-    ops_ns = int(costs.compute_ns[pipeline, program.stage, program.kind].sum())
-    wires_ns = int((costs.work_ns + costs.before_ns + costs.latency_ns).sum()) * program.num_slots
-    return (ops_ns + wires_ns) / 1e9
-
-
-def _timeline(
-    program: Program, costs: Costs, results: list[dict[str, Any]], zero_ns: int, meta: dict[str, Any]
-) -> Timeline:
-    """All clocks are this machine's monotonic clock; only the zero has to be moved."""
-
-    def by_transfer(key: str) -> Ints:
-        moments = np.full(program.num_transfers, zero_ns, np.int64)
-        for result in results:
-            for transfer, at_ns in result[key]:
-                moments[transfer] = at_ns
-        return moments - zero_ns
-
-    arrive_ns = by_transfer("arrive_ns")
-    latency_ns = np.repeat(costs.latency_ns.ravel(), program.num_slots)
-    start_ns = by_transfer("start_ns")
-    return Timeline(
-        program=program,
-        source="emulated",
-        op_start_ns=np.concatenate([r["op_start_ns"] for r in results]).astype(np.int64) - zero_ns,
-        op_end_ns=np.concatenate([r["op_end_ns"] for r in results]).astype(np.int64) - zero_ns,
-        transfer_ready_ns=by_transfer("ready_ns"),
-        transfer_start_ns=start_ns,
-        # The sender only knows when the kernel took the bytes; the path's latency is what we set it to.
-        transfer_sent_ns=np.maximum(start_ns, arrive_ns - latency_ns),
-        transfer_arrive_ns=arrive_ns,
-        transfer_link=np.repeat(costs.channel_link.ravel(), program.num_slots).astype(np.int32),
-        links=tuple(link.name for link in costs.links),
-        meta=meta,
-    )
-
-
-def _mean_losses(program: Program, results: list[dict[str, Any]]) -> list[float]:
-    sums = [0.0] * program.num_iterations
-    for result in results:
-        for slot, loss in result["losses"]:
-            sums[slot // program.num_microbatches] += loss
-    return [total / (program.num_microbatches * program.num_pipelines) for total in sums]
+        self._last = (now, num_bytes)

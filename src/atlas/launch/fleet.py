@@ -16,9 +16,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import atlas
 from atlas.errors import WorkerError
@@ -39,12 +39,23 @@ runpy.run_module(sys.argv[1], run_name="__main__")
 Elsewhere the end of stdin does it, once it is read."""
 
 
+class Said(NamedTuple):
+    """A line of a worker's, or the end of its output, and when it came on our monotonic clock."""
+
+    name: str
+    message: dict[str, Any] | None
+    at_ns: int
+
+
+Meanwhile = Callable[[str, dict[str, Any]], bool]
+
+
 class Fleet:
     """`with Fleet("atlas.runtime.process", names) as fleet:`; leaving the block leaves no process behind."""
 
     def __init__(self, module: str, names: Sequence[str]) -> None:
         self.names = list(names)
-        self._said: queue.SimpleQueue[tuple[str, dict[str, Any] | None]] = queue.SimpleQueue()
+        self._said: queue.SimpleQueue[Said] = queue.SimpleQueue()
         self._folder = tempfile.TemporaryDirectory(prefix="atlas-fleet-")
         self.folder = Path(self._folder.name)
         self._processes: dict[str, subprocess.Popen[str]] = {}
@@ -66,20 +77,36 @@ class Fleet:
             pipe.write(json.dumps(message) + "\n")
             pipe.flush()
 
-    def hear(self, key: str, timeout_s: float) -> dict[str, Any]:
-        """What each worker says under `key`, once all have said it."""
-        answers: dict[str, Any] = {}
-        deadline = time.monotonic() + timeout_s
-        while len(answers) < len(self.names):
-            try:
-                name, message = self._said.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                silent = ", ".join(n for n in self.names if n not in answers)
-                raise WorkerError(f"no {key!r} from {silent} within {timeout_s:g} s") from None
-            if message is None or key not in message:
-                raise self._root_cause(name, message)
-            answers[name] = message[key]
+    def hear(
+        self, key: str, timeout_s: float, *, of: Sequence[str] | None = None, meanwhile: Meanwhile = lambda *_: False
+    ) -> dict[str, Any]:
+        """What each worker (or each `of` some) says under `key`, once all have said it.
+
+        `meanwhile` is given what they say under other keys, and says whether it was expected; nothing at all may come
+        for at most `timeout_s`.
+        """
+        names, answers = list(self.names if of is None else of), dict[str, Any]()
+        while len(answers) < len(names):
+            said = self._next(timeout_s, lambda: f"no {key!r} from {', '.join(n for n in names if n not in answers)}")
+            if said.message is not None and key in said.message and said.name in names:
+                answers[said.name] = said.message[key]
+            elif said.message is None or not meanwhile(said.name, said.message):
+                raise self._root_cause(said.name, said.message)
         return answers
+
+    def ask(self, name: str, message: dict[str, Any], key: str, timeout_s: float) -> tuple[Any, int]:
+        """One worker's answer to a question, and when it came on our monotonic clock."""
+        self.tell(name, message)
+        said = self._next(timeout_s, lambda: f"no {key!r} from {name}")
+        if said.message is None or said.name != name or key not in said.message:
+            raise self._root_cause(said.name, said.message)
+        return said.message[key], said.at_ns
+
+    def _next(self, timeout_s: float, missing: Callable[[], str]) -> Said:
+        try:
+            return self._said.get(timeout=timeout_s)
+        except queue.Empty:
+            raise WorkerError(f"{missing()} within {timeout_s:g} s") from None
 
     def close(self) -> None:
         """Ends every process, now, and waits for each."""
@@ -120,8 +147,8 @@ class Fleet:
         assert process.stdout is not None
         with contextlib.suppress(ValueError, OSError):
             for line in process.stdout:
-                self._said.put((name, json.loads(line)))
-        self._said.put((name, None))
+                self._said.put(Said(name, json.loads(line), time.monotonic_ns()))
+        self._said.put(Said(name, None, time.monotonic_ns()))
 
     def _root_cause(self, name: str, message: dict[str, Any] | None) -> WorkerError:
         """A worker that died without a word explains the complaints of its peers; otherwise the first counts."""
@@ -129,12 +156,13 @@ class Fleet:
         deadline = time.monotonic() + GRACE_S
         with contextlib.suppress(queue.Empty):
             while (left_s := deadline - time.monotonic()) > 0:
-                complaints.append(self._said.get(timeout=left_s))
+                complaints.append(self._said.get(timeout=left_s)[:2])
         spoke = {n for n, m in complaints if m is not None and "error" in m}
         for who, said in complaints:
             if said is None and who not in spoke:
                 return WorkerError(f"worker {who} {self._how_it_died(who)}")
-        first = next((n, m) for n, m in complaints if m is not None)
+        first = next(((n, m) for n, m in complaints if m is not None and "error" in m), complaints[0])
+        assert first[1] is not None, "a death is found above"
         return WorkerError(f"worker {first[0]} failed: {first[1].get('error', first[1])}")
 
     def _how_it_died(self, name: str) -> str:

@@ -13,10 +13,10 @@ from typing import Literal
 from atlas.errors import AtlasError
 from atlas.ir.program import repeated
 from atlas.ir.timeline import Timeline
-from atlas.launch.emulate import Emulation, emulate, require_emulable
+from atlas.launch.emulate import Emulation, Setup, emulate
+from atlas.launch.paths import require_emulable
 from atlas.plan.evaluate import build, find_schedule, prepare
-from atlas.runtime.model import TinyGpt
-from atlas.runtime.worker import Training
+from atlas.runtime.assignment import stand_in
 from atlas.sim import simulate
 from atlas.spec import Job
 
@@ -56,9 +56,8 @@ def rehearse(
             "lower pp or pipelines_per_cell with --set, or simulate"
         )
     costs = case.apart.scaled(slower)
-    program = repeated(program, steps)
     require_emulable(program, costs)
-    predicted = simulate(program, costs)
-    model = TinyGpt(num_blocks=max(4, program.num_stages - 2))
-    patience_s = 20.0 + 2 * predicted.makespan_ns / 1e9
-    return Rehearsal(predicted, emulate(program, costs, Training(model), patience_s=patience_s))
+    predicted = simulate(repeated(program, steps), costs)
+    training = stand_in(num_layers=max(4, program.num_stages - 2))
+    setup = Setup(steps, patience_s=20.0 + 2 * predicted.makespan_ns / 1e9)
+    return Rehearsal(predicted, emulate(program, costs, training, setup))

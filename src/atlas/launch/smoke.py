@@ -17,10 +17,9 @@ from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.errors import AtlasError
 from atlas.ir.program import Layout, Program, repeated, with_optimizer
 from atlas.ir.timeline import Timeline
-from atlas.launch.emulate import Emulation, emulate
-from atlas.runtime.model import TinyGpt
-from atlas.runtime.reference import Weights, train_alone
-from atlas.runtime.worker import Training
+from atlas.launch.emulate import Emulation, Setup, Weights, emulate
+from atlas.runtime.assignment import stand_in
+from atlas.runtime.reference import train_alone
 from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate
 
@@ -31,10 +30,12 @@ ATTEMPTS = 3
 """A machine that is busy with something else makes the host late, not the prediction wrong."""
 
 
+NUM_STEPS = 3
+
+
 def smoke_program() -> tuple[Program, Costs]:
-    """Two pipelines across us-east and us-west, four microbatches each, three iterations."""
-    program = one_f_one_b(Layout(2, 2, 4, ("us-east", "us-west")))
-    program = repeated(with_optimizer(program), 3)
+    """One iteration of two pipelines across us-east and us-west, four microbatches each."""
+    program = with_optimizer(one_f_one_b(Layout(2, 2, 4, ("us-east", "us-west"))))
     per_kind_ns = kind_costs(forward_ns=30 * MS, backward_ns=60 * MS, sync_ns=10 * MS, step_ns=10 * MS)
     return program, uniform_costs(2, 2, per_kind_ns, wan_boundaries=(0,), wan_ns=40 * MS, wan_latency_ns=20 * MS)
 
@@ -94,7 +95,7 @@ def report(program: Program, result: Comparison, run: Emulation, seconds: float)
     return "\n".join(
         [
             f"{program.name}: {program.num_pipelines} pipelines of {program.num_stages} stages in {where}; "
-            f"{program.num_microbatches} microbatches, {program.num_iterations} iterations "
+            f"{program.num_microbatches} microbatches, {len(run.losses)} iterations "
             "(emulated: paced devices, delayed loopback)",
             f"  iteration, simulated   {result.predicted_s * 1e3:9.1f} ms",
             f"  iteration, emulated    {result.measured_s * 1e3:9.1f} ms",
@@ -111,14 +112,14 @@ def report(program: Program, result: Comparison, run: Emulation, seconds: float)
 
 
 def main() -> int:
-    training = Training(TinyGpt())
+    training = stand_in()
     program, costs = smoke_program()
-    predicted = simulate(program, costs)
-    losses, weights = train_alone(training, program.num_pipelines, program.num_microbatches, program.num_iterations)
+    predicted = simulate(repeated(program, NUM_STEPS), costs)
+    losses, weights = train_alone(training, program.num_pipelines, program.num_microbatches, NUM_STEPS)
     for attempt in range(1, ATTEMPTS + 1):
         began = time.monotonic()
         try:
-            run = emulate(program, costs, training)
+            run = emulate(program, costs, training, Setup(NUM_STEPS))
             result = compare(predicted, run, losses, weights)
         except AtlasError as error:
             print(f"smoke: {error}", file=sys.stderr)

@@ -1,14 +1,21 @@
-"""The accelerator as an interface: run this, say when it began and ended. Here the plain CPU, and the paced device,
-which does the real arithmetic of a small model and then stays busy for as long as the cost model says.
+"""The accelerator as an interface: run this, say when it began and ended; bring that tensor to the host, or back. Here
+the plain CPU, and the paced device, which does the real arithmetic of a small model and then stays busy for as long
+as the cost model says. CUDA is `cuda`.
 
-Knows clocks and work. Does not know ops, Programs or tensors; CUDA comes as a third device.
+Knows clocks, work and copies. Does not know ops, Programs or what a tensor means.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from atlas.errors import AtlasError
 
 T = TypeVar("T")
 
@@ -20,22 +27,73 @@ class Span(NamedTuple):
     end_ns: int
 
 
+class Upload(Protocol):
+    """A copy to the device, under way."""
+
+    def get(self) -> Tensor:
+        """The tensor on the device; what is computed with it from now on waits for the copy."""
+        ...
+
+
 class Device(Protocol):
+    place: str
+    """Where its tensors live, as torch names it."""
+    overrun_ns: int
+    """Time by which the host was slower than the pace it was to keep."""
+
     def run(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> tuple[T, Span]:
         """Does `work`, whose inputs were there at `ready_ns`."""
         ...
 
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Host memory that copies well to and from the device."""
+        ...
+
+    def download(self, tensor: Tensor, then: Callable[[Tensor], None]) -> None:
+        """Calls `then` with a contiguous copy in host memory once it is there, on any thread. Never blocks."""
+        ...
+
+    def upload(self, tensor: Tensor) -> Upload:
+        """Starts a copy of host memory, which must stay as it is until the copy is used; from any thread."""
+        ...
+
+    def close(self) -> None:
+        """Ends what runs beside."""
+        ...
+
+
+class _Here(NamedTuple):
+    tensor: Tensor
+
+    def get(self) -> Tensor:
+        return self.tensor
+
 
 class Cpu:
     """As fast as it goes."""
+
+    place = "cpu"
+    overrun_ns = 0
 
     def run(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> tuple[T, Span]:
         start_ns = time.monotonic_ns()
         result = work()
         return result, Span(start_ns, time.monotonic_ns())
 
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
 
-class Paced:
+    def download(self, tensor: Tensor, then: Callable[[Tensor], None]) -> None:
+        then(tensor.contiguous())
+
+    def upload(self, tensor: Tensor) -> Upload:
+        return _Here(tensor)
+
+    def close(self) -> None:
+        pass
+
+
+class Paced(Cpu):
     """Busy for `cost_ns` from the moment both the device and the inputs were there.
 
     That moment, not the one in which Python woke up, begins the op, as work queued on a CUDA stream begins
@@ -59,3 +117,14 @@ class Paced:
             time.sleep(-late_ns / 1e9)
         self.free_ns = end_ns
         return result, Span(start_ns, end_ns)
+
+
+def make_device(name: str) -> Device:
+    """`paced`, `cpu` or `cuda:N`."""
+    if name in ("cpu", "paced"):
+        return Cpu() if name == "cpu" else Paced()
+    if re.fullmatch(r"cuda(:\d+)?", name):
+        from atlas.runtime.cuda import Cuda
+
+        return Cuda(name)
+    raise AtlasError(f"device {name!r}: must be paced, cpu or cuda:N. Write one of them")

@@ -1,5 +1,4 @@
-"""The optimizer's step, learning rates over steps, and clipping by the global norm of a model that is spread over
-many workers.
+"""The optimizer's step, and clipping by the global norm of a model that is spread over many workers.
 
 AdamW and SGD of our own, a page together: torch.optim imports the whole compiler when it makes its first optimizer
 (about a second of each worker's start). State is float32 whatever the model's dtype; a bf16 model has float32 master
@@ -10,59 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from atlas.errors import SpecError, WorkerError
+from atlas.errors import WorkerError
+from atlas.runtime.recipe import OptimizerSettings, wrong
 
 Parameters = Mapping[str, Tensor]
 
 
-# ---- learning rates ----------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class LearningRate:
-    """Over steps, counted from 0: a linear warm-up to `peak`, then constant, or down to `floor` at `num_steps`."""
-
-    peak: float
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    num_warmup_steps: int = 0
-    num_steps: int = 0
-    """Where the decay ends; not used when constant."""
-    floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.decay not in ("constant", "linear", "cosine"):
-            raise _wrong("decay", self.decay, "must be constant, linear or cosine", "Write one of them")
-        if self.decay != "constant" and self.num_steps <= self.num_warmup_steps:
-            rule = f"a {self.decay} decay must end after the warm-up of {self.num_warmup_steps} steps"
-            raise _wrong("num_steps", self.num_steps, rule, "Train longer, or warm up for fewer steps")
-
-    def at(self, step: int) -> float:
-        if step < self.num_warmup_steps:
-            return self.peak * (step + 1) / self.num_warmup_steps
-        if self.decay == "constant":
-            return self.peak
-        gone = min(1.0, (step - self.num_warmup_steps) / (self.num_steps - self.num_warmup_steps))
-        left = 1.0 - gone if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * gone))
-        return self.floor + (self.peak - self.floor) * left
-
-
 # ---- optimizers --------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class OptimizerSettings:
-    learning_rate: LearningRate
-    name: str = "adamw"
-    """adamw or sgd."""
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    """Of matrices; norms and biases do not decay. AdamW only."""
-
-
 class Sgd:
     """Plain; for the walking skeleton and for tests."""
 
@@ -130,7 +87,7 @@ class AdamW(Sgd):
 
 def make_optimizer(settings: OptimizerSettings, parameters: Parameters) -> Sgd:
     if settings.name not in OPTIMIZERS:
-        raise _wrong("optimizer", settings.name, f"must be one of {', '.join(OPTIMIZERS)}", "Write one of them")
+        raise wrong("optimizer", settings.name, f"must be one of {', '.join(OPTIMIZERS)}", "Write one of them")
     return OPTIMIZERS[settings.name](parameters, settings)
 
 
@@ -172,7 +129,3 @@ def clip(parameters: Parameters, norm: float, max_norm: float) -> float:
         for gradient in {p.grad.data_ptr(): p.grad for p in parameters.values() if p.grad is not None}.values():
             gradient.mul_(factor)
     return factor
-
-
-def _wrong(key: str, value: object, rule: str, remedy: str) -> SpecError:
-    return SpecError(where="training", key=key, value=value, rule=rule, remedy=remedy)

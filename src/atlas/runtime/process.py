@@ -1,11 +1,18 @@
 """`python -m atlas.runtime.process`: one worker as a process. Takes orders as JSON lines on stdin, answers on stdout.
 
-    <- {"assignment": ...}     -> {"listening": port}
-    <- {"channels": ...}       -> {"ready": true}
-    <- {"start_ns": ...}       -> {"result": ...}   or at any time  -> {"error": "..."}
+    <- {"assignment": ...}     -> {"listening": {end: port}}
+    <- {"channels": [...]}     -> {"ready": true}
+    <- {"clock": any}          -> {"clock": ns}                     as often as wanted, to compare clocks
+    <- {"start_ns": ns}        -> {"step": n, "loss": ..., ...}     as steps finish, then {"result": ...}
+    <- {"stop": true}          -> {"stopping": n}                   the first step it has not begun; it begins no other
+    <- {"last_step": n}           goes on to the end of step n, saves, and ends with {"result": ...}
+    <- {"complete": [[a, n]]}     these saves are complete everywhere: older ones may go
+                               -> {"saved": [a, n]}                 attempt and steps of a save that is written
+                               -> {"error": "..."}                  at any time, and it ends
 
-When stdin ends, whoever started it is gone, and it goes too: no worker outlives its launcher. Knows no sockets
-and no ops; the `Worker` does.
+Steps are stopped in two orders because workers run ahead of each other: whoever gives them takes the largest of the
+answers to the first, less one, for the second. When stdin ends, whoever started it is gone, and it goes too: no
+worker outlives its launcher. Knows no sockets and no ops; the `Worker` does.
 """
 
 from __future__ import annotations
@@ -14,85 +21,122 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
-from dataclasses import dataclass
 from typing import Any, TextIO
 
 import numpy as np
 import torch
 
 from atlas.errors import AtlasError
-from atlas.ir.text import from_text
-from atlas.runtime.device import Cpu, Device, Paced
-from atlas.runtime.model import TinyGpt
-from atlas.runtime.worker import Training, Worker
+from atlas.runtime.assignment import Assignment
+from atlas.runtime.checkpoint import SaveId
+from atlas.runtime.device import make_device
+from atlas.runtime.record import StepRecord
+from atlas.runtime.waits import load_filler
+from atlas.runtime.worker import Worker
 
-
-@dataclass(frozen=True)
-class Assignment:
-    """All a worker is told, JSON-able."""
-
-    worker: int
-    program: str
-    """As text."""
-    compute_ns: list[list[int]]
-    """[s, k] of its pipeline."""
-    gpt: dict[str, int]
-    optimizer: str
-    learning_rate: float
-    paced: bool
-    patience_s: float
-    weights_file: str
-    """Where to leave the final weights (npz); empty: nowhere."""
+DECISION_S = 60.0
+"""How long a worker that was told to stop waits to hear after which step."""
 
 
 def main() -> int:
-    orders, answers = sys.stdin, _private_stdout()
+    orders, talk = sys.stdin, Talk(_private_stdout())
     torch.set_num_threads(1)
     sys.setswitchinterval(0.0005)  # the default lets a sender wait 5 ms for the thread that computes
     try:
-        result = _serve(orders, answers)
+        result = _serve(orders, talk)
     except AtlasError as error:
-        _answer(answers, {"error": str(error)})
+        talk.say({"error": str(error)})
         return 1
     except Exception:
-        _answer(answers, {"error": f"a bug, not a mistake of yours:\n{traceback.format_exc()}"})
+        talk.say({"error": f"a bug, not a mistake of yours:\n{traceback.format_exc()}"})
         return 1
-    _answer(answers, {"result": result})
+    talk.say({"result": result})
     threading.Event().wait()  # peers may still be sending to us; the end of stdin ends us
     return 0
 
 
-def _serve(orders: TextIO, answers: TextIO) -> dict[str, Any]:
-    assignment = Assignment(**_order(orders)["assignment"])
-    device: Device = Paced() if assignment.paced else Cpu()
-    worker = Worker(
-        from_text(assignment.program),
-        assignment.worker,
-        np.array(assignment.compute_ns, np.int64),
-        Training(TinyGpt(**assignment.gpt), assignment.optimizer, assignment.learning_rate),
-        device,
-        assignment.patience_s,
-    )
-    _answer(answers, {"listening": worker.listener.address[1]})
-    channels = _order(orders)["channels"]
-    worker.connect({(direction, number): (host, port) for direction, number, host, port in channels})
-    _answer(answers, {"ready": True})
-    start_ns = _order(orders)["start_ns"]
-    threading.Thread(target=_end_with, args=(orders,), daemon=True).start()
-    record = worker.run(start_ns)
+class Talk:
+    """Answers, whole lines from any thread."""
+
+    def __init__(self, answers: TextIO) -> None:
+        self._answers, self._lock = answers, threading.Lock()
+
+    def say(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            self._answers.write(json.dumps(message) + "\n")
+            self._answers.flush()
+
+
+class Brake:
+    """Between the orders and the worker's loop: lets it begin a step, or makes it wait for the decision to stop."""
+
+    def __init__(self, worker: Worker, talk: Talk) -> None:
+        self._worker, self._talk = worker, talk
+        self._changed = threading.Condition()
+        self._next_step = worker.next_step
+        """The first that has not been let begin."""
+        self._is_stopping = False
+        self._is_decided = False
+
+    def may_begin(self, step: int) -> None:
+        with self._changed:
+            if not self._is_stopping:
+                self._next_step = step + self._worker.program.num_iterations
+                return
+            if not self._changed.wait_for(lambda: self._is_decided, DECISION_S):
+                raise AtlasError(f"told to stop before step {step}, but not heard after which within {DECISION_S:g} s")
+
+    def stop(self) -> None:
+        with self._changed:
+            self._is_stopping = True
+            self._talk.say({"stopping": self._next_step})
+
+    def decide(self, last_step: int) -> None:
+        with self._changed:
+            self._worker.last_step = min(self._worker.last_step, last_step)
+            self._is_decided = True
+            self._changed.notify_all()
+
+
+def _serve(orders: TextIO, talk: Talk) -> dict[str, Any]:
+    assignment = Assignment.from_json(_order(orders)["assignment"])
+    skew_ns = assignment.skew_ns
+
+    def tell(record: StepRecord) -> None:
+        talk.say(record.to_json(skew_ns))
+
+    def saved(id: SaveId) -> None:
+        talk.say({"saved": [id.attempt, id.step]})
+
+    device = make_device(assignment.device)
+    worker = Worker(assignment, device, filler=load_filler(assignment.filler), tell=tell, on_saved=saved)
+    talk.say({"listening": worker.links.ports})
+    worker.connect([tuple(place) for place in _order(orders)["channels"]])
+    talk.say({"ready": True})
+    while "start_ns" not in (order := _order(orders)):
+        talk.say({"clock": time.monotonic_ns() + skew_ns})
+    brake = Brake(worker, talk)
+    threading.Thread(target=_heed, args=(orders, worker, brake), daemon=True).start()
+    worker.run(order["start_ns"] - skew_ns, brake.may_begin)
     if assignment.weights_file:
-        weights = {n: p.detach().numpy() for s in worker.stages.values() for n, p in s.module.named_parameters()}
+        weights = {name: parameter.detach().float().cpu().numpy() for name, parameter in worker.parameters.items()}
         np.savez(assignment.weights_file, **weights)  # type: ignore[arg-type]
-    return {
-        "op_start_ns": record.op_start_ns,
-        "op_end_ns": record.op_end_ns,
-        "ready_ns": list(record.ready_ns.items()),
-        "start_ns": list(record.start_ns.items()),
-        "arrive_ns": list(record.arrive_ns.items()),
-        "losses": [item for stage in worker.stages.values() for item in stage.losses.items()],
-        "overrun_ns": device.overrun_ns if isinstance(device, Paced) else 0,
-    }
+    return {"steps": worker.next_step, "overrun_ns": device.overrun_ns}
+
+
+def _heed(orders: TextIO, worker: Worker, brake: Brake) -> None:
+    """Orders that come while it runs; the end of them ends the process."""
+    while line := orders.readline():
+        order = json.loads(line)
+        if "stop" in order:
+            brake.stop()
+        elif "last_step" in order:
+            brake.decide(order["last_step"])
+        elif "complete" in order and worker.saving is not None:
+            worker.saving.retention.confirm(*(SaveId(*pair) for pair in order["complete"]))
+    os._exit(1)
 
 
 def _private_stdout() -> TextIO:
@@ -108,17 +152,6 @@ def _order(orders: TextIO) -> dict[str, Any]:
         os._exit(1)
     order: dict[str, Any] = json.loads(line)
     return order
-
-
-def _end_with(orders: TextIO) -> None:
-    while orders.readline():
-        pass
-    os._exit(1)
-
-
-def _answer(answers: TextIO, message: dict[str, Any]) -> None:
-    answers.write(json.dumps(message) + "\n")
-    answers.flush()
 
 
 if __name__ == "__main__":

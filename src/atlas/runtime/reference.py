@@ -8,30 +8,41 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atlas.runtime.model import batch, build_stage, loss_of
+from atlas.runtime.assignment import Training
+from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, loss_of
 from atlas.runtime.optimizer import make_optimizer
-from atlas.runtime.worker import Training
+from atlas.runtime.training import make_task
 
 Weights = dict[str, NDArray[np.float32]]
 
 
 def train_alone(
-    training: Training, num_pipelines: int, num_microbatches: int, num_iterations: int
+    training: Training, num_pipelines: int, num_microbatches: int, num_steps: int
 ) -> tuple[list[float], Weights]:
-    """Mean loss of each iteration, and the final weights by name."""
-    model = build_stage(training.gpt, 0, 1)
-    optimizer = make_optimizer(training.settings, dict(model.named_parameters()))
-    losses = []
-    for iteration in range(num_iterations):
+    """Mean loss of each step, and the final weights by name. Float32, one stage."""
+    task = make_task(training, num_stages=1, num_pipelines=num_pipelines, num_microbatches=num_microbatches)
+    model = task.whole().build_stage(0, 1)
+    if training.model.config.tied:
+        assert model.head is not None
+        assert model.embedding is not None
+        model.head.out.weight = model.embedding.token.weight
+    parameters = dict(model.named_parameters())
+    optimizer = make_optimizer(training.optimizer, parameters)
+    losses, count = [], num_pipelines * num_microbatches
+    for step in range(num_steps):
         optimizer.zero_grad()
         total = 0.0
-        for pipeline in range(num_pipelines):
-            for microbatch in range(num_microbatches):
-                tokens, targets = batch(training.gpt, iteration * num_microbatches + microbatch, pipeline)
-                loss = loss_of(model(tokens), targets)
-                (loss / (num_pipelines * num_microbatches)).backward()  # type: ignore[no-untyped-call]
-                total += loss.item()
-        losses.append(total / (num_pipelines * num_microbatches))
+        for pipeline, microbatch in np.ndindex(num_pipelines, num_microbatches):
+            slot = step * num_microbatches + microbatch
+            tokens, targets = task.microbatch(slot, pipeline)
+            loss = loss_of(model(tokens, task.draw(slot, pipeline)), targets)
+            (loss / count).backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        losses.append(total / count)
+        if training.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters.values(), training.max_norm)
         optimizer.step()
-    with torch.no_grad():
-        return losses, {name: p.numpy().copy() for name, p in model.named_parameters()}
+    weights = {name: p.detach().float().numpy().copy() for name, p in parameters.items()}
+    if training.model.config.tied:
+        weights[TIED_HEAD] = weights[TIED_EMBEDDING]
+    return losses, weights

@@ -24,11 +24,16 @@ class GradientSum:
     def __init__(self) -> None:
         self._sum: list[Tensor] | None = None
         self._early: dict[int, Sequence[Tensor]] = {}
-        self._next = 0
+        self._first = self._next = 0
+
+    @property
+    def num_added(self) -> int:
+        """Microbatches in the sum so far."""
+        return self._next - self._first
 
     def begin(self, first_slot: int) -> None:
         assert not self._early, "an iteration ended with gradients missing"
-        self._sum, self._next = None, first_slot
+        self._sum, self._first, self._next = None, first_slot, first_slot
 
     def add(self, slot: int, gradients: Sequence[Tensor]) -> None:
         self._early[slot] = gradients
@@ -101,6 +106,11 @@ class Stage:
     def losses(self) -> dict[int, float]:
         """By slot, on the last stage. Reading it waits for the device."""
         return {slot: loss.item() for slot, loss in self._losses.items()}
+
+    def pop_losses(self, last_slot: int) -> list[float]:
+        """Up to a slot, ascending, forgotten from now on. Waits for the device."""
+        slots = sorted(slot for slot in self._losses if slot <= last_slot)
+        return [self._losses.pop(slot).item() for slot in slots]
 
     @property
     def counted(self) -> set[str]:

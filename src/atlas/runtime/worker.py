@@ -1,310 +1,324 @@
-"""The worker: does its ops of a Program in order, and nothing else. Every decision was taken before it started.
+"""The worker: does its ops of a Program in order, over and over, and nothing else. Every decision was taken before it
+started.
 
-It waits for inputs, runs ops on its device, hands outputs to its channels and notes when what happened. It knows
-its own ops, stages and peers' addresses; not the cluster, not the costs of others, not who started it.
+It waits for inputs, runs ops on its device, hands outputs on and notes when what happened. It knows its own ops,
+stages and seat; not the cluster, not the costs of others, not who started it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from atlas.errors import ProgramError
-from atlas.ir.ops import Kind, Op
-from atlas.ir.program import BACKWARD, FORWARD, Ints, Program
+from atlas.ir.ops import BACKWARDS, NUM_KINDS, PER_MICROBATCH, Kind, Op
+from atlas.ir.program import BACKWARD, FORWARD
+from atlas.ir.text import from_text
+from atlas.runtime.assignment import Assignment
+from atlas.runtime.checkpoint import SaveId
 from atlas.runtime.device import Device, Span
-from atlas.runtime.model import TinyGpt
-from atlas.runtime.optimizer import LearningRate, OptimizerSettings, make_optimizer
+from atlas.runtime.links import Links, Place
+from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD
+from atlas.runtime.models.tied import is_split, join
+from atlas.runtime.optimizer import clip, make_optimizer, squares
+from atlas.runtime.record import Recorder, StepRecord
+from atlas.runtime.saving import Saving
 from atlas.runtime.stage import Stage
-from atlas.wan.endpoint import Endpoint
-from atlas.wan.settings import Settings
-from atlas.wan.transport import Handle, Key, Tag
+from atlas.runtime.sync import GradientSync, Norm, TiedEnds
+from atlas.runtime.training import make_task
+from atlas.runtime.transfers import Need, Transfers
+from atlas.runtime.waits import Filler, Position, Waits, WorkerFacts
+from atlas.runtime.wiring import Seat, require_runnable
+from atlas.wan.transport import Handle
 
-GRADIENTS, WARM_UP = 2, 3
-"""The directions of the gradient sums among pipelines and of the first, empty messages, next to FORWARD, BACKWARD."""
-CONNECT_S = 8.0
-"""Peers listen before anybody is told to connect."""
-STREAMS = 2
-"""To each peer, in an emulation: its paths are wide or narrow, but have no window to overcome."""
-
-Address = tuple[str, int]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Training:
-    """What is trained and how."""
+class Pass(NamedTuple):
+    """One way through the Program."""
 
-    gpt: TinyGpt
-    optimizer: str = "sgd"
-    learning_rate: float = 0.1
-
-    @property
-    def settings(self) -> OptimizerSettings:
-        return OptimizerSettings(LearningRate(self.learning_rate), self.optimizer)
-
-
-@dataclass
-class Record:
-    """What one worker saw, on the monotonic clock: spans by op in its own order, moments by transfer."""
-
-    op_start_ns: list[int] = field(default_factory=list)
-    op_end_ns: list[int] = field(default_factory=list)
-    ready_ns: dict[int, int] = field(default_factory=dict)
-    start_ns: dict[int, int] = field(default_factory=dict)
-    arrive_ns: dict[int, int] = field(default_factory=dict)
+    number: int
+    first_step: int
+    """Of the training."""
+    start_ns: int
+    """Before which nothing begins; 0 after the first."""
+    record: StepRecord
 
 
 class Worker:
-    """`listener` is open from the start, so that peers can connect; then `connect`, then `run`."""
+    """Listens from the start, so that peers can connect; then `connect`, then `run`."""
 
     def __init__(
         self,
-        program: Program,
-        worker: int,
-        compute_ns: Ints,
-        training: Training,
+        assignment: Assignment,
         device: Device,
-        patience_s: float,
-        settings: Settings | None = None,
+        *,
+        filler: Filler | None = None,
+        tell: Callable[[StepRecord], None] = lambda record: None,
+        on_saved: Callable[[SaveId], None] = lambda id: None,
     ) -> None:
-        self.program, self.worker, self.compute_ns = program, worker, compute_ns
-        self.device, self.patience_s = device, patience_s
-        self.pipeline, self.rank = divmod(worker, program.num_ranks)
-        self.name = program.worker_name(worker)
-        self.ops = program.ops(worker)
-        self.recomputed = {(op.stage, op.microbatch) for op in self.ops if op.kind == Kind.R}
-        # The mean over the whole batch: every microbatch of every pipeline counts alike.
-        scale = 1.0 / (program.num_microbatches * program.num_pipelines)
-        self.stages = {
-            s: Stage(training.gpt, s, program.num_stages, self.pipeline, scale)
-            for s in range(program.num_stages)
-            if program.stage_rank[s] == self.rank
-        }
-        self.parameters = [p for stage in self.stages.values() for p in stage.parameters]
-        named = {name: p for stage in self.stages.values() for name, p in stage.named_parameters.items()}
-        self.optimizer = make_optimizer(training.settings, named)
-        settings = settings or Settings(max_streams=STREAMS, deadline_s=patience_s + 5)
-        self.listener = Endpoint(self._node(worker), settings=settings)
-        self.record = Record()
-        self._sends: list[tuple[int | None, Handle]] = []
-        """By transfer, where it is one of the Program's."""
-        self._receives: dict[Tag, Handle] = {}
-        self._here: dict[Tag, tuple[Tensor, int]] = {}
-        """What stages of this worker hand to each other, and when."""
-        self._dispatch: dict[Kind, Callable[[Op, int], Span]] = {
+        self.assignment, self.device, self.training = assignment, device, assignment.training
+        self.program = program = from_text(assignment.program)
+        require_runnable(program)
+        self.seat = Seat(program, assignment.worker, assignment.cell, assignment.num_cells)
+        self.ops = program.ops(assignment.worker)
+        self._require_norm()
+        self.compute_ns = np.array(assignment.compute_ns, np.int64).reshape(-1, NUM_KINDS)
+        if not len(self.compute_ns):
+            self.compute_ns = np.zeros((program.num_stages, NUM_KINDS), np.int64)
+        self.task = make_task(
+            self.training,
+            num_stages=program.num_stages,
+            num_pipelines=self.seat.num_pipelines,
+            num_microbatches=program.num_microbatches,
+            place=device.place,
+        )
+        self.stages = self._make_stages()
+        self.parameters: dict[str, Tensor] = {}
+        for stage in self.stages.values():
+            self.parameters |= stage.named_parameters
+        self.optimizer = make_optimizer(self.training.optimizer, self.parameters)
+        self.saving = None
+        if assignment.save is not None:
+            self.saving = Saving(assignment, assignment.save, self.seat, self.parameters, self.optimizer, on_saved)
+            self.saving.resume()
+        self.optimizer.num_steps = assignment.first_step
+        self.links = Links(self.seat, assignment)
+        self.transfers = Transfers(self.links, device, self.task.activation_shape, self.task.dtype, self._needs())
+        self.sync = GradientSync(self.links, device, self._me)
+        self.tied = TiedEnds(self.links, device, self._me)
+        self.norm = Norm(self.links, self._me)
+        self.waits = Waits(assignment.patience_s, filler)
+        self.recorder = Recorder(tell)
+        self.last_step = assignment.first_step + assignment.num_steps - 1
+        """May be brought forward while it runs, not beyond what has begun (`next_step`)."""
+        self.next_step = assignment.first_step
+        """The first that has not begun."""
+        self._recomputed = {(op.stage, op.microbatch) for op in self.ops if op.kind == Kind.R}
+        self._dispatch: dict[Kind, Callable[[Op, int, Pass], Span]] = {
             Kind.F: self._forward,
             Kind.R: self._recompute,
             Kind.B: self._backward,
             Kind.I: self._backward,
             Kind.W: self._backward_weight,
             Kind.SYNC: self._sync,
+            Kind.NORM: self._norm,
             Kind.STEP: self._step,
         }
 
-    # ---- life ------------------------------------------------------------------------------------------------
-    def connect(self, addresses: dict[tuple[int, int], Address]) -> None:
-        """Opens a channel for every (direction, boundary), and for (GRADIENTS, pipeline) to every peer.
+    def _require_norm(self) -> None:
+        has = any(op.kind == Kind.NORM for op in self.ops)
+        if self.training.max_norm is not None and not has:
+            raise ProgramError(
+                f"program {self.program.name!r}: gradients are to be clipped at {self.training.max_norm:g}, but no "
+                "NORM takes their norm: add one before each STEP (with_optimizer(..., norm=True)), or do not clip"
+            )
 
-        Everything is used once before it counts: a first burst over a cold connection is several times slower.
-        """
-        end = self.listener
-        channels = {
-            (direction, number): end.open(self._peer_node(direction, number), _lane(direction, number), address)
-            for (direction, number), address in addresses.items()
+    def _make_stages(self) -> dict[int, Stage]:
+        program, seat = self.program, self.seat
+        # The mean over the whole batch: every microbatch of every pipeline counts alike.
+        scale = 1.0 / (program.num_microbatches * seat.num_pipelines)
+        stages = {
+            s: Stage(self.task, s, program.num_stages, seat.pipeline, scale, can_exchange_tied=True)
+            for s in seat.stages
         }
-        end.warm_up(channels.values(), min(self.patience_s, CONNECT_S))
-        for direction, number in addresses:
-            self._post(direction, number, (WARM_UP, self.worker, direction, number), torch.zeros(1))
+        for stage in stages.values():
+            stage.gradients.begin(self.assignment.first_step * program.num_microbatches)
+        return stages
+
+    # ---- life --------------------------------------------------------------------------------------------------------
+    @property
+    def is_tied(self) -> bool:
+        """Whether the model's ends are one matrix on two workers."""
+        config = self.training.model.config
+        return is_split(config, self.program.num_stages) and self.program.stage_rank[0] != self.program.stage_rank[-1]
+
+    def connect(self, places: Sequence[Place]) -> None:
+        self.links.connect(places)
         for stage in self.stages.values():
             stage.warm_up()
-        for tag in self._expected_warm_ups():
-            source, lane = tag[1], _lane(tag[2], tag[3])
-            who = f"{self.name} waits for a first message from {self.program.worker_name(source)}"
-            end.recv(Key(self._node(source), lane, tag), what=who).wait(self.patience_s)
+        facts = WorkerFacts(
+            self.seat.name, self.seat.datacenter, self.seat.worker, self.program, self.ops, self.compute_ns
+        )
+        self.waits.attach(facts, self.device, lambda span: self.recorder.current.note_fill(span))
 
-    def _expected_warm_ups(self) -> list[Tag]:
-        """By the sender's worker, and the direction and number of the channel as the sender calls it."""
-        program, tags = self.program, list[Tag]()
-        for s in self.stages:
-            for neighbour, direction in ((s - 1, FORWARD), (s + 1, BACKWARD)):
-                if 0 <= neighbour < program.num_stages and program.stage_rank[neighbour] != self.rank:
-                    source = program.worker(self.pipeline, neighbour)
-                    tags.append((WARM_UP, source, direction, min(s, neighbour)))
-        return tags + [
-            (WARM_UP, c * program.num_ranks + self.rank, GRADIENTS, self.pipeline) for c in self._other_pipelines
-        ]
+    def run(self, start_ns: int = 0, may_begin: Callable[[int], None] = lambda step: None) -> None:
+        """All steps, from `start_ns` on the monotonic clock; all peers must have connected by now.
 
-    def run(self, start_ns: int) -> Record:
-        """The whole Program, from `start_ns` on the monotonic clock."""
+        `may_begin` is called before each step, and may hold it up.
+        """
+        self.transfers.post_ahead()
         time.sleep(max(0, start_ns - time.monotonic_ns()) / 1e9)
-        for op in self.ops:
-            span = self._dispatch[op.kind](op, start_ns)
-            self.record.op_start_ns.append(span.start_ns)
-            self.record.op_end_ns.append(span.end_ns)
-        for transfer, handle in self._sends:
-            handle.wait(self.patience_s)
-            if transfer is not None:
-                self.record.start_ns[transfer] = handle.start_ns
-        return self.record
+        number = 0
+        while self.next_step <= self.last_step:
+            may_begin(self.next_step)
+            if self.next_step > self.last_step:
+                break
+            self._run_pass(number, start_ns if number == 0 else 0)
+            number += 1
+        self.recorder.finish(self.waits.patience_s)
+        self.waits.close()
+        if self.saving is not None:
+            if number:
+                self.saving.save(self.next_step)
+            self.saving.close()
+
+    def _run_pass(self, number: int, start_ns: int) -> None:
+        now = Pass(number, self.next_step, start_ns, self.recorder.begin(self.next_step))
+        self.next_step += self.program.num_iterations
+        for index, op in enumerate(self.ops):
+            now.record.note_op(self._dispatch[op.kind](op, index, now))
+            self.transfers.require_sound()
+            self.recorder.flush()
+        self._note_losses(now)
+        self.recorder.end()
+
+    def _note_losses(self, now: Pass) -> None:
+        stage = self.stages.get(self.program.num_stages - 1)
+        if stage is not None:
+            now.record.losses = stage.pop_losses(self.next_step * self.program.num_microbatches - 1)
+            now.record.tokens = len(now.record.losses) * self.task.microbatch_size * self.task.length
 
     def close(self) -> None:
         """Drops every connection, whatever state it is in."""
-        self.listener.close(0.0)
+        self.links.close()
+        self.device.close()
 
-    # ---- ops: each waits for its input, runs, sends its output -------------------------------------------------
-    def _forward(self, op: Op, start_ns: int) -> Span:
-        stage, x = self.stages[op.stage], None
+    # ---- ops: each waits for its input, runs, sends its output -------------------------------------------------------
+    def _forward(self, op: Op, index: int, now: Pass) -> Span:
+        stage, slot, x, ready_ns = self.stages[op.stage], self._slot(op, now), None, now.start_ns
         if op.stage > 0:
-            x, start_ns = self._receive(op, FORWARD)
-        keep = (op.stage, op.microbatch) not in self.recomputed
-        y, span = self._run(op, start_ns, lambda: stage.forward(op.microbatch, x, keep=keep))
+            x, ready_ns = self._receive(op, FORWARD, index, now)
+        keep = (op.stage, op.microbatch) not in self._recomputed
+        y, span = self._on_device(op, ready_ns, lambda: stage.forward(slot, x, keep=keep))
         if not stage.is_last:
-            self._send(op, FORWARD, y, span.end_ns)
+            self.transfers.send(op, slot, now.number, y, span.end_ns, now.record)
         return span
 
-    def _recompute(self, op: Op, start_ns: int) -> Span:
-        stage = self.stages[op.stage]
+    def _recompute(self, op: Op, index: int, now: Pass) -> Span:
+        stage, slot, ready_ns = self.stages[op.stage], self._slot(op, now), now.start_ns
         if self.program.recompute_on_arrival and not stage.is_last:
-            _, start_ns = self._receive(op, BACKWARD, keep=True)
-        return self._run(op, start_ns, lambda: stage.recompute(op.microbatch))[1]
+            _, ready_ns = self._receive(op, BACKWARD, index, now, keep=True)
+        return self._on_device(op, ready_ns, lambda: stage.recompute(slot))[1]
 
-    def _backward(self, op: Op, start_ns: int) -> Span:
-        stage, gradient = self.stages[op.stage], None
+    def _backward(self, op: Op, index: int, now: Pass) -> Span:
+        stage, slot, gradient, ready_ns = self.stages[op.stage], self._slot(op, now), None, now.start_ns
         if not stage.is_last:
-            gradient, start_ns = self._receive(op, BACKWARD)
+            gradient, ready_ns = self._receive(op, BACKWARD, index, now)
         half = stage.backward if op.kind == Kind.B else stage.backward_input
-        x_gradient, span = self._run(op, start_ns, lambda: half(op.microbatch, gradient))
+        x_gradient, span = self._on_device(op, ready_ns, lambda: half(slot, gradient))
         if x_gradient is not None:
-            self._send(op, BACKWARD, x_gradient, span.end_ns)
+            self.transfers.send(op, slot, now.number, x_gradient, span.end_ns, now.record)
+        self._begin_sync(op, now)
         return span
 
-    def _backward_weight(self, op: Op, start_ns: int) -> Span:
-        stage = self.stages[op.stage]
-        return self._run(op, start_ns, lambda: stage.backward_weight(op.microbatch))[1]
+    def _backward_weight(self, op: Op, index: int, now: Pass) -> Span:
+        stage, slot = self.stages[op.stage], self._slot(op, now)
+        span = self._on_device(op, now.start_ns, lambda: stage.backward_weight(slot))[1]
+        self._begin_sync(op, now)
+        return span
 
-    def _sync(self, op: Op, start_ns: int) -> Span:
-        """Everyone sends everyone its sum; all add up in the order of pipelines, so all get the same bits."""
-        parts = {self.pipeline: torch.cat([g.flatten() for s in self.stages.values() for g in s.gradients.total()])}
-        for c in self._other_pipelines:
-            tag = (GRADIENTS, self.pipeline, op.stage, op.microbatch)
-            self._post(GRADIENTS, c, tag, parts[self.pipeline])
-        for c in self._other_pipelines:
-            who = f"{self._who(op)} waits for the gradients of {self._peer(GRADIENTS, c)}"
-            key = Key(
-                self._peer_node(GRADIENTS, c), _lane(GRADIENTS, self.pipeline), (GRADIENTS, c, op.stage, op.microbatch)
-            )
-            parts[c] = torch.empty_like(parts[self.pipeline])
-            handle = self.listener.recv(key, parts[c].numpy(), who)
-            handle.wait(self.patience_s)
-            start_ns = max(start_ns, handle.end_ns)
+    # ---- the end of an iteration -------------------------------------------------------------------------------------
+    def _begin_sync(self, op: Op, now: Pass) -> None:
+        """A stage that has its last gradient starts to share its sum at once, whatever else is to do."""
+        gradients = self.stages[op.stage].gradients
+        if gradients.num_added == self.program.num_microbatches:
+            step = now.first_step + op.microbatch // self.program.num_microbatches
+            self.sync.begin(step, op.stage, gradients.total())
 
-        def add_up() -> None:
-            total = torch.zeros_like(parts[self.pipeline])
-            for c in sorted(parts):
-                total += parts[c]
-            sizes = [p.numel() for p in self.parameters]
-            for parameter, gradient in zip(self.parameters, torch.split(total, sizes), strict=True):
-                parameter.grad = gradient.view_as(parameter)
+    def _sync(self, op: Op, index: int, now: Pass) -> Span:
+        step, wait, moments = now.first_step + op.microbatch, self._waiter(index, now), [now.start_ns]
+        sums: list[Tensor] = []
+        for number, stage in self.stages.items():
+            if stage.gradients.num_added != self.program.num_microbatches:
+                raise ProgramError(f"{self._who(op)}: backwards of stage {number} come after it; put them before")
+            found, arrived_ns = self.sync.finish(step, number, stage.gradients.total(), wait)
+            sums += found
+            moments.append(arrived_ns)
 
-        return self._run(op, start_ns, add_up)[1]
+        def adopt() -> None:
+            for parameter, gradient in zip(self.parameters.values(), sums, strict=True):
+                parameter.grad = gradient
 
-    def _step(self, op: Op, start_ns: int) -> Span:
-        if any(parameter.grad is None for parameter in self.parameters):
+        adopt()
+        if self.training.model.config.tied:
+            moments.append(self._join_tied(step, wait))
+        return self._on_device(op, max(moments), lambda: None)[1]
+
+    def _join_tied(self, step: int, wait: Callable[[Sequence[Handle]], None]) -> int:
+        here = [name for name in (TIED_EMBEDDING, TIED_HEAD) if name in self.parameters]
+        if len(here) == 2:
+            join(self.parameters)
+        return self.tied.join(step, here[0], self.parameters, wait) if len(here) == 1 else 0
+
+    def _norm(self, op: Op, index: int, now: Pass) -> Span:
+        step = now.first_step + op.microbatch
+        counted = {name for stage in self.stages.values() for name in stage.counted}
+        norm, arrived_ns = self.norm.take(step, squares(self.parameters, counted), self._waiter(index, now))
+        now.record.norms.append(norm)
+        limit = self.training.max_norm
+        work = (lambda: None) if limit is None else (lambda: clip(self.parameters, norm, limit))
+        return self._on_device(op, max(now.start_ns, arrived_ns), work)[1]
+
+    def _step(self, op: Op, index: int, now: Pass) -> Span:
+        if any(parameter.grad is None for parameter in self.parameters.values()):
             raise ProgramError(f"{self._who(op)}: no SYNC before it; every STEP needs one (see `with_optimizer`)")
+        num_done = now.first_step + op.microbatch + 1
 
         def step() -> None:
             self.optimizer.step()
             self.optimizer.zero_grad()
             for stage in self.stages.values():
-                stage.gradients.begin((op.microbatch + 1) * self.program.num_microbatches)
+                stage.gradients.begin(num_done * self.program.num_microbatches)
 
-        return self._run(op, start_ns, step)[1]
+        span = self._on_device(op, now.start_ns, step)[1]
+        if self.saving is not None:
+            self.saving.after_step(num_done)
+        return span
 
-    def _run(self, op: Op, ready_ns: int, work: Callable[[], T]) -> tuple[T, Span]:
+    # ---- inputs ------------------------------------------------------------------------------------------------------
+    def _receive(self, op: Op, direction: int, index: int, now: Pass, *, keep: bool = False) -> tuple[Tensor, int]:
+        need = Need(direction, op.stage, self._slot(op, now))
+        arrival = self.transfers.arrival(need)
+        if arrival is not None:
+            self.waits.until(Position(now.first_step, index), [arrival])
+        tensor, arrive_ns = self.transfers.take(need, keep=keep)
+        self.transfers.post_ahead()
+        now.record.arrive_ns[self.transfers.transfer(direction, need.boundary, op.microbatch)] = arrive_ns
+        return tensor, max(now.start_ns, arrive_ns)
+
+    def _needs(self) -> Iterator[Need]:
+        """What will come over the network, in the order in which it is needed, step after step."""
+        program, last = self.program, self.program.num_stages - 1
+        step, end = self.assignment.first_step, self.assignment.first_step + self.assignment.num_steps
+        while step < end:
+            for op in self.ops:
+                slot = op.microbatch + step * program.num_microbatches
+                if op.kind == Kind.F and op.stage > 0 and program.stage_rank[op.stage - 1] != self.seat.rank:
+                    yield Need(FORWARD, op.stage, slot)
+                elif op.kind in BACKWARDS and op.stage < last and program.stage_rank[op.stage + 1] != self.seat.rank:
+                    yield Need(BACKWARD, op.stage, slot)
+            step += program.num_iterations
+
+    def _waiter(self, index: int, now: Pass) -> Callable[[Sequence[Handle]], None]:
+        return lambda handles: self.waits.until(Position(now.first_step, index), handles)
+
+    # ---- small things ------------------------------------------------------------------------------------------------
+    def _on_device(self, op: Op, ready_ns: int, work: Callable[[], T]) -> tuple[T, Span]:
         return self.device.run(work, int(self.compute_ns[op.stage, op.kind]), ready_ns)
 
-    # ---- transfers ---------------------------------------------------------------------------------------------
-    def _send(self, op: Op, direction: int, tensor: Tensor, ready_ns: int) -> None:
-        to, boundary = (op.stage + 1, op.stage) if direction == FORWARD else (op.stage - 1, op.stage - 1)
-        transfer = self._transfer(direction, boundary, op.microbatch)
-        tag = (direction, self.pipeline, to, op.microbatch)
-        self.record.ready_ns[transfer] = ready_ns
-        if self.program.stage_rank[to] == self.rank:
-            self.record.start_ns[transfer] = ready_ns
-            self._here[tag] = (tensor, time.monotonic_ns())
-            return
-        # A link of one's own serves first come, first served; only a shared one takes turns.
-        turn = int(self.program.turn[transfer]) if self.program.sharing else 0
-        self._post(direction, boundary, tag, tensor, turn, transfer)
-
-    def _post(
-        self, direction: int, number: int, tag: Tag, tensor: Tensor, turn: int = 0, transfer: int | None = None
-    ) -> None:
-        key = Key(self._peer_node(direction, number), _lane(direction, number), tag)
-        what = (
-            f"{self.name} sends {self.program.transfer_name(transfer) if transfer is not None else tag} to {key.peer}"
-        )
-        self._sends.append((transfer, self.listener.send(key, tensor.contiguous().numpy(), turn, what)))
-
-    def _receive(self, op: Op, direction: int, *, keep: bool = False) -> tuple[Tensor, int]:
-        boundary = op.stage - 1 if direction == FORWARD else op.stage
-        transfer = self._transfer(direction, boundary, op.microbatch)
-        tag = (direction, self.pipeline, op.stage, op.microbatch)
-        if tag in self._here:
-            tensor, arrive_ns = self._here[tag] if keep else self._here.pop(tag)
-        else:
-            tensor, arrive_ns = self._fetch(op, direction, boundary, transfer, tag, keep=keep)
-        self.record.arrive_ns[transfer] = arrive_ns
-        return tensor, arrive_ns
-
-    def _fetch(
-        self, op: Op, direction: int, boundary: int, transfer: int, tag: Tag, *, keep: bool
-    ) -> tuple[Tensor, int]:
-        worker = self.program.worker(self.pipeline, boundary + direction)
-        who = f"{self._who(op)} waits for {self.program.transfer_name(transfer)} of {self.program.worker_name(worker)}"
-        handle = self._receives.pop(tag, None)
-        if handle is None:
-            handle = self.listener.recv(Key(self._node(worker), _lane(direction, boundary), tag), what=who)
-        data = handle.wait(self.patience_s)
-        if keep:
-            self._receives[tag] = handle
-        shape = next(iter(self.stages.values())).task.activation_shape
-        return torch.frombuffer(data, dtype=torch.float32).view(shape), handle.end_ns
-
-    def _transfer(self, direction: int, boundary: int, slot: int) -> int:
-        shape = (2, self.program.num_pipelines, self.program.num_stages - 1, self.program.num_slots)
-        return int(np.ravel_multi_index((direction, self.pipeline, boundary, slot), shape))
+    def _slot(self, op: Op, now: Pass) -> int:
+        """Microbatches are counted over all steps of the training."""
+        assert op.kind in PER_MICROBATCH
+        return op.microbatch + now.first_step * self.program.num_microbatches
 
     @property
-    def _other_pipelines(self) -> list[int]:
-        return [c for c in range(self.program.num_pipelines) if c != self.pipeline]
-
-    def _peer(self, direction: int, number: int) -> str:
-        return self.program.worker_name(self._peer_worker(direction, number))
-
-    def _peer_node(self, direction: int, number: int) -> str:
-        return self._node(self._peer_worker(direction, number))
-
-    def _peer_worker(self, direction: int, number: int) -> int:
-        """The other end of a channel; a channel's number is its boundary, or the other pipeline."""
-        if direction == GRADIENTS:
-            return number * self.program.num_ranks + self.rank
-        return self.program.worker(self.pipeline, number + 1 - direction)
-
-    def _node(self, worker: int) -> str:
-        return f"{self.program.worker_dc(worker)}/{self.program.worker_name(worker)}"
+    def _me(self) -> str:
+        return f"{self.seat.name} ({self.seat.datacenter})"
 
     def _who(self, op: Op) -> str:
-        return f"{op} on {self.name} ({self.program.worker_dc(self.worker)})"
-
-
-def _lane(direction: int, number: int) -> int:
-    """Every channel of the Program has its own."""
-    return direction + 4 * number
+        return f"{op} on {self._me}"

@@ -19,7 +19,8 @@ from atlas.runtime.models.generate import greedy
 from atlas.runtime.models.parallel import parallelize
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.models.tied import join
-from atlas.runtime.optimizer import AdamW, LearningRate, OptimizerSettings, clip, global_norm, squares
+from atlas.runtime.optimizer import AdamW, clip, global_norm, squares
+from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.stage import Stage
 
 QWEN = DecoderConfig(

@@ -8,15 +8,8 @@ import pytest
 import torch
 
 from atlas.errors import SpecError, WorkerError
-from atlas.runtime.optimizer import (
-    AdamW,
-    LearningRate,
-    OptimizerSettings,
-    clip,
-    global_norm,
-    make_optimizer,
-    squares,
-)
+from atlas.runtime.optimizer import AdamW, clip, global_norm, make_optimizer, squares
+from atlas.runtime.recipe import LearningRate, OptimizerSettings
 
 SHAPES = {"matrix": (5, 7), "bias": (7,), "other": (3, 3)}
 

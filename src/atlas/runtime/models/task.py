@@ -5,7 +5,7 @@ for real models: a config, a cut into stages, weights from a folder or a seed, a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -54,6 +54,10 @@ class DecoderTask:
     @property
     def activation_shape(self) -> tuple[int, int, int]:
         return self.microbatch_size, self.length, self.config.width
+
+    def whole(self) -> DecoderTask:
+        """The same in one stage."""
+        return replace(self, layers_per_stage=(self.config.num_layers,))
 
     def build_stage(self, stage: int, num_stages: int) -> Decoder:
         assert num_stages == len(self.layers_per_stage), "the Program and the cut must have the same stages"

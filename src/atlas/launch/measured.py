@@ -1,0 +1,133 @@
+"""What workers told of their steps, put together: one Timeline on one clock, and the losses.
+
+A Program that ran several times over becomes the same Program repeated; what fillers ran in waits becomes P ops.
+Knows records and Programs. Where the workers ran, and over what, it is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from atlas.cost.table import Costs
+from atlas.ir.ops import Kind, Op
+from atlas.ir.program import Ints, Layout, Program, assemble, repeated
+from atlas.ir.timeline import Timeline
+
+Step = dict[str, Any]
+"""What a worker says of one pass through its Program (runtime.record)."""
+
+
+@dataclass
+class Records:
+    """Of all workers of a run, by name."""
+
+    program: Program
+    by_worker: dict[str, list[Step]] = field(default_factory=dict)
+
+    def add(self, name: str, step: Step) -> None:
+        self.by_worker.setdefault(name, []).append(step)
+
+    def losses(self) -> list[float]:
+        """Mean over all microbatches of all pipelines, by step. The sum is exact: nothing depends on an order."""
+        num_mb, gathered = self.program.num_microbatches, dict[int, list[float]]()
+        for steps in self.by_worker.values():
+            for step in steps:
+                for number, loss in enumerate(step["losses"]):
+                    gathered.setdefault(step["step"] + number // num_mb, []).append(loss)
+        return [math.fsum(found) / len(found) for _, found in sorted(gathered.items())]
+
+    def timeline(
+        self, names: Sequence[str], costs: Costs, zero_ns: int, offsets_ns: Mapping[str, int], meta: dict[str, Any]
+    ) -> Timeline:
+        """Of the workers `names` of one cell, in the Program's order, on our clock, from `zero_ns`."""
+        steps = [self.by_worker[name] for name in names]
+        num_passes = min(map(len, steps))
+        program = repeated(self.program, num_passes) if num_passes > 1 else self.program
+        shifts = [zero_ns + offsets_ns[name] for name in names]
+
+        def by_transfer(key: str) -> Ints:
+            moments = np.zeros(program.num_transfers, np.int64)
+            for found, shift in zip(steps, shifts, strict=True):
+                for number, step in enumerate(found[:num_passes]):
+                    for transfer, at_ns in step[key]:
+                        moments[self._renumbered(transfer, number, program)] = at_ns - shift
+            return moments
+
+        arrive_ns, start_ns = by_transfer("arrive_ns"), by_transfer("start_ns")
+        latency_ns = np.repeat(costs.latency_ns.ravel(), program.num_slots)
+        spans = [_spans(self.program, found[:num_passes], shift) for found, shift in zip(steps, shifts, strict=True)]
+        filled = _with_fills(program, [ops for ops, _ in spans])
+        times = np.array([span for _, found in spans for span in found], np.int64).reshape(-1, 2)
+        return Timeline(
+            program=filled,
+            source="emulated",
+            op_start_ns=times[:, 0].copy(),
+            op_end_ns=times[:, 1].copy(),
+            transfer_ready_ns=by_transfer("ready_ns"),
+            transfer_start_ns=start_ns,
+            # The sender only knows when the kernel took the bytes; the path's latency is what we set it to.
+            transfer_sent_ns=np.maximum(start_ns, arrive_ns - latency_ns),
+            transfer_arrive_ns=arrive_ns,
+            transfer_link=np.repeat(costs.channel_link.ravel(), program.num_slots).astype(np.int32),
+            links=tuple(link.name for link in costs.links),
+            meta=meta,
+        )
+
+    def _renumbered(self, transfer: int, number: int, whole: Program) -> int:
+        """A transfer of the Program's pass `number`, as the repeated Program numbers it."""
+        direction, pipeline, boundary, slot = self.program.transfer(transfer)
+        shape = (2, whole.num_pipelines, whole.num_stages - 1, whole.num_slots)
+        index = (direction, pipeline, boundary, number * self.program.num_slots + slot)
+        return int(np.ravel_multi_index(index, shape))
+
+
+def _spans(program: Program, steps: Sequence[Step], shift_ns: int) -> tuple[list[tuple[int, int]], list[list[int]]]:
+    """One worker's (iteration of each fill, ops before it), and all its spans, fills where they ran."""
+    fills: list[tuple[int, int]] = []
+    spans: list[list[int]] = []
+    done = 0
+    for number, step in enumerate(steps):
+        pairs = list(zip(step["op_start_ns"], step["op_end_ns"], strict=True))
+        waiting = list(step["fills"])
+        for index in range(len(pairs) + 1):
+            while waiting and waiting[0][0] == index:
+                _, start_ns, end_ns = waiting.pop(0)
+                fills.append((number * program.num_iterations, done))
+                spans.append([start_ns - shift_ns, end_ns - shift_ns])
+            if index < len(pairs):
+                spans.append([pairs[index][0] - shift_ns, pairs[index][1] - shift_ns])
+                done += 1
+    return fills, spans
+
+
+def _with_fills(program: Program, fills: Sequence[Sequence[tuple[int, int]]]) -> Program:
+    """The Program with a P op wherever a filler ran one."""
+    if not any(fills):
+        return program
+    orders = []
+    for worker, mine in enumerate(fills):
+        ops = program.ops(worker)
+        stage, waiting, order = min(op.stage for op in ops), list(mine), list[Op]()
+        for index in range(len(ops) + 1):
+            while waiting and waiting[0][1] == index:
+                order.append(Op(Kind.P, stage, waiting.pop(0)[0]))
+            order += ops[index : index + 1]
+        orders.append(order)
+    layout = Layout(
+        program.num_pipelines, program.num_stages, program.num_microbatches, program.rank_dc, program.stage_rank
+    )
+    return assemble(
+        program.name,
+        layout,
+        orders,
+        sharing=program.sharing,
+        turn=program.turn,
+        memory=program.memory,
+        num_iterations=program.num_iterations,
+        recompute_on_arrival=program.recompute_on_arrival,
+    )

@@ -1,0 +1,66 @@
+"""What lies between the workers of an emulated run: the Costs that price its transfers, turned into paths that take as
+long. A transfer of the model at hand takes over its path what the cost model says a transfer takes.
+
+Knows Costs and paths. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from atlas.cost.table import FAIR, TURNS, Costs
+from atlas.errors import ProgramError
+from atlas.ir.program import FORWARD, Program
+from atlas.runtime.wiring import Seat
+from atlas.wan.emulator.paths import PathSpec, Trunk
+from atlas.wan.wire import HEADER_BYTES
+
+NodePaths = dict[tuple[str, str], PathSpec]
+
+
+def paths_of(program: Program, costs: Costs, transfer_bytes: int, num_cells: int = 1) -> NodePaths:
+    """By node pair: every pair of workers whose channel costs time."""
+    require_emulable(program, costs)
+    paths: NodePaths = {}
+    for cell in range(num_cells):
+        for pipeline, boundary in np.ndindex(program.num_pipelines, program.num_stages - 1):
+            left, right = program.worker(pipeline, boundary), program.worker(pipeline, boundary + 1)
+            path = _path(program, costs, transfer_bytes, pipeline, boundary, cell)
+            if left != right and path is not None:
+                pair = (Seat(program, left, cell).node, Seat(program, right, cell).node)
+                paths.setdefault(pair, path)
+    return paths
+
+
+def _path(
+    program: Program, costs: Costs, transfer_bytes: int, pipeline: int, boundary: int, cell: int
+) -> PathSpec | None:
+    at = (FORWARD, pipeline, boundary)
+    work_ns, latency_ns = int(costs.work_ns[at]), int(costs.latency_ns[at])
+    if not work_ns and not latency_ns:
+        return None
+    link = costs.links[costs.channel_link[at]]
+    rate_bps = (HEADER_BYTES + transfer_bytes) * 8e9 / work_ns if work_ns else None
+    trunk = None
+    if rate_bps is not None and link.policy == TURNS:
+        rate_bps /= program.num_pipelines  # a turn has the paths of all nodes
+    elif rate_bps is not None and link.policy == FAIR:
+        # Every transfer at most at its own rate, all together at most at the trunk's; each cell has its own share.
+        trunk = Trunk(f"{link.name} {cell}", rate_bps * link.capacity)
+    return PathSpec(latency_s=latency_ns / 1e9, window_bytes=None, pair_bps=rate_bps, trunk=trunk)
+
+
+def require_emulable(program: Program, costs: Costs) -> None:
+    """Says what the emulator cannot do, before anything is started."""
+    for link in costs.links:
+        if link.trace is not None or link.servers != 1:
+            raise ProgramError(
+                f"program {program.name!r}: link {link.name!r} varies over time or serves several transfers at once at "
+                "full rate, which is simulated but not emulated: give it a steady rate"
+            )
+    turns = any(link.policy == TURNS for link in costs.links)
+    if turns != (program.sharing and bool(program.boundary_crosses.any())):
+        raise ProgramError(
+            f"program {program.name!r} and its costs do not agree on whether pipelines take turns on the WAN: "
+            "price it as it is scheduled"
+        )

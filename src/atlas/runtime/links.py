@@ -1,0 +1,114 @@
+"""A worker's connections: an endpoint for everything, and a relay for each boundary that its cell shares. Sends and
+receives by what a message is for; `wiring` says who the peer is.
+
+Knows transports and names. Does not know tensors, nor when anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from atlas.ir.program import BACKWARD, FORWARD
+from atlas.runtime.assignment import Assignment
+from atlas.runtime.wiring import CONTROL, MAIN, Seat, lane_of
+from atlas.wan.cell import Cell
+from atlas.wan.endpoint import Endpoint
+from atlas.wan.security import Credentials, Security
+from atlas.wan.settings import Settings
+from atlas.wan.transport import Buffer, Handle, Key, Tag, Transport
+
+CONNECT_S = 20.0
+"""Peers listen before anybody is told to connect."""
+WARM_UP = (-1, -1, -1, -1)
+"""The tag of each channel's first message, which nobody reads."""
+
+Place = tuple[str, str, int, str, int]
+"""(end, peer, lane, host, port) of one wire."""
+
+
+class Links:
+    """Listens from the start; then `connect`, then use it."""
+
+    def __init__(self, seat: Seat, assignment: Assignment) -> None:
+        self.seat, self.patience_s = seat, assignment.patience_s
+        settings = Settings(deadline_s=assignment.patience_s + 5)
+        if assignment.streams:
+            settings = Settings(deadline_s=assignment.patience_s + 5, max_streams=assignment.streams)
+        security = _security(assignment, seat.node)
+        self._ends = {
+            end: Endpoint(
+                seat.node, (assignment.listen, 0), epoch=assignment.epoch, security=security, settings=settings
+            )
+            for end in seat.ends
+        }
+        self._relays = {
+            end: Cell(self._ends[end], seat.pairs(end), lanes=(FORWARD, BACKWARD)) for end in seat.ends if end != MAIN
+        }
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """By end: where this worker listens."""
+        return {end: endpoint.address[1] for end, endpoint in self._ends.items()}
+
+    def connect(self, places: Iterable[Place]) -> None:
+        """Opens every wire and uses it once: a first burst over a cold connection is several times slower.
+
+        Nothing may be sent or received through a relay before all peers have returned from this.
+        """
+        main, channels, greeted = self._ends[MAIN], [], []
+        relayed: dict[str, dict[str, tuple[str, int]]] = {}
+        for end, peer, lane, host, port in places:
+            if end == MAIN:
+                channels.append(main.open(peer, lane, (host, port), light=lane == CONTROL))
+                greeted.append((peer, lane))
+            else:
+                relayed.setdefault(end, {})[peer] = (host, port)
+        main.warm_up(channels, CONNECT_S)
+        for end, peers in relayed.items():
+            self._relays[end].connect(peers, CONNECT_S)
+        sent = [
+            main.send(Key(peer, lane, WARM_UP), b"0", what=f"{self.seat.name} greets {peer}") for peer, lane in greeted
+        ]
+        for handle in sent:
+            handle.wait(self.patience_s)
+
+    # ---- along the pipeline ------------------------------------------------------------------------------------------
+    def send(self, direction: int, boundary: int, tag: Tag, buffer: Buffer, turn: int, what: str) -> Handle:
+        """An activation or a gradient over a boundary; smallest turn first where it is shared."""
+        transport, key = self._channel(direction, boundary, tag, sends=True)
+        return transport.send(key, buffer, turn if self.seat.shares(boundary) else 0, what)
+
+    def recv(self, direction: int, boundary: int, tag: Tag, buffer: Buffer, what: str) -> Handle:
+        transport, key = self._channel(direction, boundary, tag, sends=False)
+        return transport.recv(key, buffer, what)
+
+    def _channel(self, direction: int, boundary: int, tag: Tag, *, sends: bool) -> tuple[Transport, Key]:
+        seat = self.seat
+        ahead = (direction == FORWARD) == sends
+        peer = seat.node_of(seat.pipeline, seat.program.stage_rank[boundary + 1 if ahead else boundary])
+        end = seat.end_of(boundary)
+        if end == MAIN:
+            return self._ends[MAIN], Key(peer, lane_of(direction, boundary), tag)
+        return self._relays[end], Key(peer, direction, tag)
+
+    # ---- across pipelines, and along the pipeline for what is not an activation --------------------------------------
+    def send_to(self, lane: int, pipeline: int, rank: int, tag: Tag, buffer: Buffer, what: str) -> Handle:
+        return self._ends[MAIN].send(Key(self.seat.node_of(pipeline, rank), lane, tag), buffer, what=what)
+
+    def recv_from(self, lane: int, pipeline: int, rank: int, tag: Tag, buffer: Buffer | None, what: str) -> Handle:
+        return self._ends[MAIN].recv(Key(self.seat.node_of(pipeline, rank), lane, tag), buffer, what)
+
+    def close(self) -> None:
+        """Drops every connection, whatever state it is in."""
+        for relay in self._relays.values():
+            relay.close(0.0)
+        for endpoint in self._ends.values():
+            endpoint.close(0.0)
+
+
+def _security(assignment: Assignment, node: str) -> Security:
+    if not assignment.certificates:
+        return Security()
+    credentials = Credentials.of_folder(Path(assignment.certificates), node)
+    return Security(credentials, assignment.trusted_networks)

@@ -1,0 +1,90 @@
+"""A worker's checkpoints: when it saves, what of its state is its to save, and how it goes on from one.
+
+The formats and threads are `checkpoint`'s. Knows steps, stages and layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from atlas.runtime.assignment import Assignment, SaveChoice, Training
+from atlas.runtime.checkpoint import (
+    Checkpointer,
+    LocalStore,
+    Meta,
+    Retention,
+    SaveId,
+    choose,
+    load_layers,
+    restore,
+    share,
+    states_of,
+)
+from atlas.runtime.models.decoder import layer_of
+from atlas.runtime.optimizer import Sgd
+from atlas.runtime.training import data_digest, model_layers, run_config
+from atlas.runtime.wiring import Seat
+
+Written = Callable[[SaveId], None]
+
+
+class Saving:
+    """Saves every so many steps and at the end; `resume` first, where the assignment says so."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        choice: SaveChoice,
+        seat: Seat,
+        parameters: Mapping[str, Tensor],
+        optimizer: Sgd,
+        on_written: Written = lambda id: None,
+    ) -> None:
+        self.training: Training = assignment.training
+        self.choice, self.seat, self.parameters, self.optimizer = choice, seat, parameters, optimizer
+        self.global_batch = self.training.data.microbatch * seat.num_pipelines * seat.program.num_microbatches
+        self.digest = data_digest(self.training.data)
+        self.retention = Retention(choice.keep)
+        self.checkpointer = Checkpointer(
+            LocalStore(choice.folder),
+            seat.name,
+            model_layers(self.training.model.config),
+            attempt=choice.attempt,
+            retention=self.retention,
+            on_written=on_written,
+        )
+        self._layers = list(dict.fromkeys(layer_of(name) for name in parameters))
+
+    def resume(self) -> None:
+        """Takes weights and optimizer state from the step that the launcher chose."""
+        if self.choice.resume is None:
+            return
+        checkpoint = choose([LocalStore(folder) for folder in self.choice.sources], step=self.choice.resume)
+        assert checkpoint is not None, "`choose` finds a step or raises"
+        checkpoint.meta.require_same_run(run_config(self.training, self.global_batch), self.digest)
+        restore(load_layers(checkpoint, self._layers), self.parameters.items(), self.optimizer, layer_of)
+        self.optimizer.num_steps = checkpoint.step
+
+    def after_step(self, num_done: int) -> None:
+        """`num_done` steps of the training are done."""
+        if self.choice.every and num_done % self.choice.every == 0:
+            self.save(num_done)
+
+    def save(self, num_done: int) -> None:
+        """Behind training; a second time for the same step costs nothing."""
+        states = states_of(self.parameters.items(), self.optimizer, layer_of)
+        mine = share(self._layers, self.seat.pipeline, self.seat.num_pipelines)
+        meta = Meta(
+            samples_seen=num_done * self.global_batch,
+            seed=self.training.model.seed,
+            schedule_step=num_done,
+            dataset=self.digest,
+            config=run_config(self.training, self.global_batch),
+        )
+        self.checkpointer.save(num_done, {layer: states[layer] for layer in mine}, meta)
+
+    def close(self) -> None:
+        """Waits for the last write."""
+        self.checkpointer.close()

@@ -1,0 +1,185 @@
+"""What closes an iteration: gradients summed over all pipelines, the two ends of tied embeddings joined, the global
+norm. Every sum is taken in the order of pipelines, whatever arrives first, so every worker and every schedule gets
+the same bits.
+
+A sum is divided among the pipelines: each receives its slice of everybody's, adds up, and gives the result to all. It
+begins as soon as a stage has its last gradient, while others still compute. Tied ends cross the WAN once an iteration,
+each pipeline a slice of the matrix. The norm is a list of scalars to the last stage and one number back. Knows
+gradients and links; not when a Program calls for any of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlas.runtime.device import Device
+from atlas.runtime.links import Links
+from atlas.runtime.models.decoder import TIED_EMBEDDING
+from atlas.runtime.models.tied import joined
+from atlas.runtime.optimizer import global_norm
+from atlas.runtime.transfers import bytes_of
+from atlas.runtime.wiring import CONTROL, GRADIENTS, TIED
+from atlas.wan.transport import Handle
+
+Wait = Callable[[Sequence[Handle]], None]
+PARTS, SUMS, ENDS, HALVES = range(4)
+"""The last number of a tag: a part of a sum; a sum; an end of the tied matrix; its joined slices."""
+UP, DOWN = range(2)
+
+
+def slices(length: int, count: int) -> list[slice]:
+    """`count` runs of nearly equal length; fixed by the two numbers alone."""
+    edges = [length * i // count for i in range(count + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(edges)]
+
+
+@dataclass
+class _Sum:
+    """One stage's gradients, flat in host memory, on their way to become everybody's sum."""
+
+    flat: Tensor
+    parts: dict[int, Tensor]
+    """Of my slice, by pipeline."""
+    received: list[Handle] = field(default_factory=list)
+    sums: list[Handle] = field(default_factory=list)
+    is_mine_here: threading.Event = field(default_factory=threading.Event)
+    """Whether my own part is in host memory."""
+
+
+class GradientSync:
+    """Of one worker: its stages' gradients over all pipelines."""
+
+    def __init__(self, links: Links, device: Device, who: str) -> None:
+        self.links, self.device, self.who = links, device, who
+        self.seat = links.seat
+        self._sums: dict[tuple[int, int], _Sum] = {}
+
+    def begin(self, step: int, stage: int, gradients: Sequence[Tensor]) -> None:
+        """Posts the receives and sends everybody his slice of mine. Returns at once."""
+        if not self.seat.other_pipelines:
+            return
+        num_values = sum(gradient.numel() for gradient in gradients)
+        cut = slices(num_values, self.seat.num_pipelines)
+        flat = self.device.buffer((num_values,), torch.float32)
+        mine = cut[self.seat.pipeline]
+        parts = {c: torch.empty(mine.stop - mine.start) for c in self.seat.other_pipelines}
+        total = _Sum(flat, parts)
+        for c in self.seat.other_pipelines:
+            total.received.append(self._recv(c, (step, stage, c, PARTS), parts[c]))
+            total.sums.append(self._recv(c, (step, stage, c, SUMS), flat[cut[c]]))
+        self._sums[step, stage] = total
+
+        def send_parts(host: Tensor) -> None:
+            flat_of_mine = host.view(-1)
+            parts[self.seat.pipeline] = flat_of_mine[mine]
+            for c in self.seat.other_pipelines:
+                self._send(c, (step, stage, self.seat.pipeline, PARTS), flat_of_mine[cut[c]])
+            total.is_mine_here.set()
+
+        self.device.download(torch.cat([gradient.flatten() for gradient in gradients]), send_parts)
+
+    def finish(self, step: int, stage: int, gradients: Sequence[Tensor], wait: Wait) -> tuple[list[Tensor], int]:
+        """The sums over all pipelines, shaped as `gradients`, and when the last of them had arrived."""
+        if not self.seat.other_pipelines:
+            return list(gradients), 0
+        total = self._sums.pop((step, stage))
+        wait(total.received)
+        total.is_mine_here.wait()
+        mine = slices(len(total.flat), self.seat.num_pipelines)[self.seat.pipeline]
+        added = total.flat[mine]
+        added.zero_()
+        for c in sorted(total.parts):
+            added += total.parts[c]
+        for c in self.seat.other_pipelines:
+            self._send(c, (step, stage, self.seat.pipeline, SUMS), added)
+        wait(total.sums)
+        on_device = self.device.upload(total.flat).get()
+        pieces = torch.split(on_device, [gradient.numel() for gradient in gradients])
+        summed = [piece.view_as(gradient) for piece, gradient in zip(pieces, gradients, strict=True)]
+        return summed, max(handle.end_ns for handle in (*total.received, *total.sums))
+
+    def _send(self, pipeline: int, tag: tuple[int, int, int, int], values: Tensor) -> None:
+        what = f"{self.who} sends gradients of step {tag[0]} to pipeline {pipeline}"
+        self.links.send_to(GRADIENTS, pipeline, self.seat.rank, tag, bytes_of(values), what)
+
+    def _recv(self, pipeline: int, tag: tuple[int, int, int, int], values: Tensor) -> Handle:
+        what = f"SYNC of step {tag[0]} on {self.who} waits for gradients of p{pipeline}.s{self.seat.rank}"
+        return self.links.recv_from(GRADIENTS, pipeline, self.seat.rank, tag, bytes_of(values), what)
+
+
+class TiedEnds:
+    """The matrix at both ends of the model, where they lie on two workers."""
+
+    def __init__(self, links: Links, device: Device, who: str) -> None:
+        self.links, self.device, self.who = links, device, who
+        self.seat = links.seat
+
+    def join(self, step: int, name: str, parameters: Mapping[str, Tensor], wait: Wait) -> int:
+        """Gives the end that is here (`name`) the gradient of the whole matrix; when the last of it had arrived."""
+        seat, gradient = self.seat, parameters[name].grad
+        assert gradient is not None, f"{name} has no gradient"
+        assert seat.opposite_end is not None, "both ends are here"
+        mine = gradient.detach().to("cpu").contiguous().view(-1)
+        cut = slices(len(mine), seat.num_pipelines)
+        whole, theirs = torch.empty_like(mine), torch.empty(cut[seat.pipeline].stop - cut[seat.pipeline].start)
+        what = f"SYNC of step {step} on {self.who} waits for the other end of the tied embeddings"
+        tag = (step, 0, seat.pipeline, ENDS)
+        came = self.links.recv_from(TIED, seat.pipeline, seat.opposite_end, tag, bytes_of(theirs), what)
+        others = [
+            self.links.recv_from(GRADIENTS, c, seat.rank, (step, 0, c, HALVES), bytes_of(whole[cut[c]]), what)
+            for c in seat.other_pipelines
+        ]
+        own = mine[cut[seat.pipeline]]
+        sent = [self.links.send_to(TIED, seat.pipeline, seat.opposite_end, tag, bytes_of(own), what)]
+        wait([came])
+        ends = (own, theirs) if name == TIED_EMBEDDING else (theirs, own)
+        half = joined(*ends)
+        whole[cut[seat.pipeline]] = half
+        tag = (step, 0, seat.pipeline, HALVES)
+        sent += [self.links.send_to(GRADIENTS, c, seat.rank, tag, bytes_of(half), what) for c in seat.other_pipelines]
+        wait([*others, *sent])
+        parameters[name].grad = self.device.upload(whole).get().view_as(gradient)
+        return max(handle.end_ns for handle in (came, *others))
+
+
+class Norm:
+    """The global norm of the gradients: every stage's squares to the last stage, the norm back."""
+
+    def __init__(self, links: Links, who: str) -> None:
+        self.links, self.who, self.seat = links, who, links.seat
+
+    def take(self, step: int, squares: Sequence[float], wait: Wait) -> tuple[float, int]:
+        """The norm, and when it was here. The sum is exact, so no order matters."""
+        last, moments = self.seat.program.num_ranks - 1, [0]
+        gathered = np.array(squares, np.float64)
+        if self.seat.rank > 0:
+            before, at_ns = self._recv(self.seat.rank - 1, (step, UP, 0, 0), wait)
+            gathered = np.concatenate([before, gathered])
+            moments.append(at_ns)
+        if self.seat.rank < last:
+            self._send(self.seat.rank + 1, (step, UP, 0, 0), gathered, wait)
+            norm, at_ns = self._recv(self.seat.rank + 1, (step, DOWN, 0, 0), wait)
+            moments.append(at_ns)
+        else:
+            norm = np.array([global_norm([gathered.tolist()])])
+        if self.seat.rank > 0:
+            self._send(self.seat.rank - 1, (step, DOWN, 0, 0), norm, wait)
+        return float(norm[0]), max(moments)
+
+    def _send(self, rank: int, tag: tuple[int, int, int, int], values: np.ndarray, wait: Wait) -> None:
+        what = f"{self.who} sends the norm of step {tag[0]} to p{self.seat.pipeline}.s{rank}"
+        self.links.send_to(CONTROL, self.seat.pipeline, rank, tag, values.tobytes(), what)
+
+    def _recv(self, rank: int, tag: tuple[int, int, int, int], wait: Wait) -> tuple[np.ndarray, int]:
+        what = f"NORM of step {tag[0]} on {self.who} waits for p{self.seat.pipeline}.s{rank}"
+        handle = self.links.recv_from(CONTROL, self.seat.pipeline, rank, tag, None, what)
+        wait([handle])
+        assert handle.buffer is not None
+        return np.frombuffer(handle.buffer, np.float64), handle.end_ns

@@ -1,0 +1,162 @@
+"""Activations forward and their gradients back: receives posted ahead in the order in which they will be needed, sends
+that never hold up compute, and what stages of one worker hand to each other without a socket.
+
+Knows tensors, tags and transfers of the Program. What is computed with them, and when, the worker knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlas.errors import WorkerError
+from atlas.ir.ops import BACKWARDS, Kind, Op
+from atlas.ir.program import BACKWARD, FORWARD
+from atlas.runtime.device import Device, Upload
+from atlas.runtime.links import Links
+from atlas.runtime.record import Sending, StepRecord
+from atlas.wan.transport import Handle, Tag
+
+MAX_AHEAD = 16
+AHEAD_BYTES = 256 << 20
+"""Memory for receives that are posted and not yet needed."""
+
+
+class Need(NamedTuple):
+    """An input of an op that comes over a boundary; `slot` counts microbatches over all steps."""
+
+    direction: int
+    stage: int
+    """That receives."""
+    slot: int
+
+    @property
+    def boundary(self) -> int:
+        return self.stage - 1 if self.direction == FORWARD else self.stage
+
+
+class Arrival:
+    """A receive. Its copy to the device starts when its last byte is here, whoever notices first."""
+
+    def __init__(self, handle: Handle, buffer: Tensor, device: Device) -> None:
+        self.handle = handle
+        self._buffer, self._device = buffer, device
+        self._lock = threading.Lock()
+        self._upload: Upload | None = None
+        handle.on_done(lambda done: self._start() if done.error is None else None)
+
+    @property
+    def tensor(self) -> Tensor:
+        self._start()
+        assert self._upload is not None
+        return self._upload.get()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._upload is None:
+                self._upload = self._device.upload(self._buffer)
+
+
+class Transfers:
+    """Of one worker. `needs` is what its ops will receive over the network, in order, over all steps."""
+
+    def __init__(
+        self, links: Links, device: Device, shape: tuple[int, ...], dtype: torch.dtype, needs: Iterator[Need]
+    ) -> None:
+        self.links, self.device, self.shape, self.dtype = links, device, shape, dtype
+        self.seat, self.program = links.seat, links.seat.program
+        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        self._num_ahead = max(2, min(MAX_AHEAD, AHEAD_BYTES // num_bytes))
+        self._needs = needs
+        self._posted: dict[Need, Arrival] = {}
+        self._here: dict[Need, tuple[Tensor, int]] = {}
+        """What stages of this worker hand to each other, and when."""
+        self._failed: deque[WorkerError] = deque()
+        self._later = int(self.program.turn.max(initial=0)) + 1
+
+    # ---- in ----------------------------------------------------------------------------------------------------------
+    def post_ahead(self) -> None:
+        for need in itertools.islice(self._needs, max(0, self._num_ahead - len(self._posted))):
+            self._post(need)
+
+    def _post(self, need: Need) -> None:
+        buffer = self.device.buffer(self.shape, self.dtype)
+        what = f"{self._reader(need)} waits for {self._sender(need)}"
+        handle = self.links.recv(need.direction, need.boundary, self._tag(need), bytes_of(buffer), what)
+        self._posted[need] = Arrival(handle, buffer, self.device)
+
+    def arrival(self, need: Need) -> Handle | None:
+        """What to wait for; None where another stage of this worker has left it here."""
+        if need in self._here:
+            return None
+        if need not in self._posted:
+            self._post(need)
+        return self._posted[need].handle
+
+    def take(self, need: Need, *, keep: bool = False) -> tuple[Tensor, int]:
+        """The tensor, on the device, and when it was there; after its `arrival` is done. `keep`: to be taken again."""
+        if need in self._here:
+            return self._here[need] if keep else self._here.pop(need)
+        arrival = self._posted[need] if keep else self._posted.pop(need)
+        return arrival.tensor, arrival.handle.end_ns
+
+    # ---- out ---------------------------------------------------------------------------------------------------------
+    def send(self, op: Op, slot: int, num_passes: int, tensor: Tensor, ready_ns: int, record: StepRecord) -> None:
+        """The output of a forward or a backward; `num_passes` were made through the Program before this one."""
+        direction = BACKWARD if op.kind in BACKWARDS else FORWARD
+        need = Need(direction, op.stage + 1 if direction == FORWARD else op.stage - 1, slot)
+        transfer = self.transfer(direction, need.boundary, op.microbatch)
+        record.ready_ns[transfer] = ready_ns
+        if self.program.stage_rank[need.stage] == self.seat.rank:
+            record.start_ns[transfer] = ready_ns
+            self._here[need] = (tensor, time.monotonic_ns())
+            return
+        turn = int(self.program.turn[transfer]) + num_passes * self._later
+        what = f"{self.seat.name} sends {self.program.transfer_name(transfer)} (slot {slot}) to stage {need.stage}"
+        sending = Sending(transfer)
+        record.sendings.append(sending)
+
+        def post(host: Tensor) -> None:
+            sending.handle = self.links.send(direction, need.boundary, self._tag(need), bytes_of(host), turn, what)
+            sending.handle.on_done(lambda handle: self._failed.append(handle.error) if handle.error else None)
+
+        self.device.download(tensor, post)
+
+    def require_sound(self) -> None:
+        """Raises what went wrong with a send since it was last asked."""
+        if self._failed:
+            raise self._failed.popleft()
+
+    def transfer(self, direction: int, boundary: int, microbatch: int) -> int:
+        """As the Program of this worker's cell numbers it."""
+        program = self.program
+        shape = (2, program.num_pipelines, program.num_stages - 1, program.num_slots)
+        pipeline = self.seat.worker // program.num_ranks
+        return int(np.ravel_multi_index((direction, pipeline, boundary, microbatch), shape))
+
+    # ---- names -------------------------------------------------------------------------------------------------------
+    def _tag(self, need: Need) -> Tag:
+        return (need.direction, self.seat.pipeline, need.stage, need.slot)
+
+    def _reader(self, need: Need) -> str:
+        kind = Kind.F if need.direction == FORWARD else Kind.B
+        return f"{Op(kind, need.stage, need.slot)} on {self.seat.name} ({self.seat.datacenter})"
+
+    def _sender(self, need: Need) -> str:
+        source = need.stage - 1 if need.direction == FORWARD else need.stage + 1
+        letter = "F" if need.direction == FORWARD else "B"
+        return f"{source}SEND_{letter}{need.slot} of p{self.seat.pipeline}.s{self.program.stage_rank[source]}"
+
+
+def bytes_of(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """The memory of a contiguous host tensor of any dtype."""
+    flat: np.ndarray[tuple[int], np.dtype[np.uint8]] = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return flat
