@@ -15,7 +15,7 @@ import secrets
 import socket
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from atlas.errors import WorkerError
@@ -127,9 +127,12 @@ def greet(sock: socket.socket, token: str, who: Mapping[str, Any]) -> dict[str, 
 
 
 async def admit_caller(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str, answer: Mapping[str, Any] | None = None
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    token: str,
+    answer: Callable[[dict[str, Any]], dict[str, Any]] = lambda who: {},
 ) -> dict[str, Any]:
-    """As the one who was dialled: who calls, once he has proved the token."""
+    """As the one who was dialled: who calls, once he has proved the token. `answer` is what he is told."""
     async with asyncio.timeout(GREETING_S):
         mine = secrets.token_hex(16)
         write(writer, CHALLENGE, {"nonce": mine})
@@ -139,6 +142,6 @@ async def admit_caller(
         given = str(proof.fields.get("proof", ""))
         if proof.kind != PROOF or not hmac.compare_digest(given, _proof(token, "caller", mine, theirs)):
             raise WorkerError("a caller does not hold our token")
-        write(writer, WELCOME, {**(answer or {}), "proof": _proof(token, "service", theirs, mine)})
+        write(writer, WELCOME, {**answer(proof.fields), "proof": _proof(token, "service", theirs, mine)})
         await writer.drain()
         return proof.fields

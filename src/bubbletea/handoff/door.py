@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from atlas.errors import AtlasError, WorkerError
 from bubbletea.frames import Frame, admit_caller, receive_async, write
 from bubbletea.handoff.blocks import END, FETCH, GONE, KV, RELEASE, Block, pack_block
+from bubbletea.handoff.seal import seal
 from bubbletea.handoff.store import Parcel, Store
 
 IDLE_S = 120.0
@@ -49,9 +50,10 @@ class Door:
             caller.cancel()
         await asyncio.gather(*self._callers, return_exceptions=True)
 
-    def params(self, parcel: Parcel) -> dict[str, Any]:
+    def params(self, parcel: Parcel, prompt: Sequence[int] = ()) -> dict[str, Any]:
+        """Sealed for `prompt`: an engine takes the parcel for no other."""
         host, port = self.address
-        return {
+        named = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": "bubbletea",
@@ -62,6 +64,7 @@ class Door:
             "remote_model_id": parcel.model,
             "remote_num_tokens": parcel.length,
         }
+        return seal(named, self.token, prompt)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         me = asyncio.current_task()
@@ -75,6 +78,8 @@ class Door:
                 await self._answer(frame, writer)
         except (WorkerError, OSError, TimeoutError):
             pass  # gone, silent or none of ours: nothing here depends on it
+        except asyncio.CancelledError:
+            pass  # by `close`, which waits for us
         finally:
             self._callers.discard(me)
             writer.close()

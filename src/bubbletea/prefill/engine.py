@@ -25,6 +25,7 @@ from bubbletea.prefill.shard import Shard
 from bubbletea.prefill.staging import Staged, Staging
 
 LANE = 0
+FEW, WARM_RUNS = 8, 5
 
 
 class Outlet(Protocol):
@@ -97,6 +98,11 @@ class Engine:
         """Forgets a task; its memory comes back before the next piece runs."""
         with self._lock:
             self._dropped.add((job, attempt))
+        self.changed.set()
+
+    def cancel_all(self) -> None:
+        with self._lock:
+            self._dropped.update(self._offers)
         self.changed.set()
 
     @property
@@ -232,23 +238,26 @@ def _timed(work: Callable[[], None]) -> int:
 
 def warm_up(shard: Shard, pace: Pace, chunk: int) -> None:
     """Runs a few pieces of nobody's prompt: what they take calibrates `pace`, and the device's libraries are loaded."""
-    timings = list[tuple[int, int]]()
-    for num in (min(8, chunk), chunk):
-        room = shard.arena.take(shard.job_bytes(num, num))
-        if room is None:
-            raise WorkerError(f"the arena has no room for one chunk of {num} tokens beside the weights")
-        slabs, x = shard.lay_out(room, num, num)
-        x.zero_()
-        layer, best = shard.cut.layers[0], 1 << 62
-        for _ in range(3):
-            slabs[layer].length = 0
-            began = time.monotonic_ns()
-            float(shard.layer(layer, x, slabs[layer])[0, 0, 0])
-            best = min(best, time.monotonic_ns() - began)
-        timings.append((num, best))
-        shard.arena.free(room)
-    if timings[0][0] < timings[1][0]:
-        pace.calibrate(timings[0], timings[1])
+    many, few = (_best_ns(shard, num) for num in (chunk, min(FEW, chunk)))
+    if few[0] < many[0]:
+        pace.calibrate(few, many)
+
+
+def _best_ns(shard: Shard, num: int) -> tuple[int, int]:
+    """Of a few runs of one layer over `num` tokens, the first of them not counted."""
+    room = shard.arena.take(shard.job_bytes(num, num))
+    if room is None:
+        raise WorkerError(f"the arena has no room for one chunk of {num} tokens beside the weights")
+    slabs, x = shard.lay_out(room, num, num)
+    x.zero_()
+    layer, took = shard.cut.layers[0], list[int]()
+    for _ in range(WARM_RUNS):
+        slabs[layer].length = 0
+        began = time.monotonic_ns()
+        float(shard.layer(layer, x, slabs[layer])[0, 0, 0])
+        took.append(time.monotonic_ns() - began)
+    shard.arena.free(room)
+    return num, min(took[1:])
 
 
 def chunk_that_fits(shard: Shard, wanted: int, length: int) -> int:

@@ -36,7 +36,8 @@ class Pace:
         """From two measured pieces, each (new tokens, nanoseconds), of prompts that begin with them."""
         (few, few_ns), (many, many_ns) = small, large
         more_flops = self.flops(many, many) - self.flops(few, few)
-        self.flops_per_ns = more_flops / max(1, many_ns - few_ns)
+        more_ns = max(many_ns - few_ns, many_ns // 10, 1)  # a few may have been held up as long as many take
+        self.flops_per_ns = more_flops / more_ns
         self.overhead_ns = max(0, few_ns - int(self.flops(few, few) / self.flops_per_ns))
 
     def flops(self, num_new: int, num_all: int) -> float:

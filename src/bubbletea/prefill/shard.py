@@ -19,6 +19,7 @@ from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import TIED_HEAD, Cut, Decoder, build, cuts
 from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.models.weights import WeightsFolder, fill
+from bubbletea.handoff.identity import model_id
 from bubbletea.prefill.arena import Arena, Room, aligned
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -43,9 +44,12 @@ class Served:
 
     @property
     def id(self) -> str:
-        """The same on every worker and in a decode engine with the same `config.json`; another where a dimension is."""
+        """The same on every worker and in a decode engine with a copy of the folder; another where a dimension, the
+        dtype or the weights are."""
+        if self.folder is not None:
+            return model_id(self.folder, self.dtype)
         shape = json.dumps(asdict(self.config), sort_keys=True, default=str)
-        return hashlib.blake2b(f"{self.dtype} {shape}".encode(), digest_size=12).hexdigest()
+        return hashlib.blake2b(f"{self.dtype} {self.seed} {shape}".encode(), digest_size=12).hexdigest()
 
     @property
     def kv_bytes_per_layer_token(self) -> int:

@@ -1,0 +1,134 @@
+"""The embedded decode engine: the served model whole, in the service's process, on a thread of its own. It goes on from
+the keys and values that prefill delivered, one token of each running request in turn, so that all of them stream.
+
+Good for trying things out and for small models; for large ones a decode engine of its own fetches them (`door`).
+Knows parcels and logits; not requests, text or HTTP.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from atlas.runtime.models.block import KvSlab
+from atlas.runtime.models.decoder import Cut, Decoder, build
+from atlas.runtime.models.generate import run_cut
+from atlas.runtime.models.weights import load
+from bubbletea.prefill.shard import Served
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; a temperature of 0 takes the likeliest."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_tokens: frozenset[int] = frozenset()
+
+
+OnToken = Callable[[int, str | None], None]
+"""The next token, and why it was the last: "stop", "length" or, as long as there are more, None."""
+
+
+@dataclass
+class _Running:
+    cache: dict[int, KvSlab]
+    length: int
+    logits_V: Tensor  # noqa: N815
+    sampling: Sampling
+    on_token: OnToken
+    generator: torch.Generator
+    num_tokens: int = 0
+    last_token: int = -1
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+
+class DecodeEngine:
+    """`submit` from any thread; `on_token` is called on the engine's."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        self._decoder = load_whole(served)
+        self._new: queue.SimpleQueue[_Running | None] = queue.SimpleQueue()
+        self._running: deque[_Running] = deque()
+        self._thread = threading.Thread(target=self._loop, daemon=True, name="bubbletea decode")
+        self._thread.start()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def submit(
+        self,
+        cache: dict[int, KvSlab],
+        length: int,
+        logits_V: Tensor,  # noqa: N803
+        sampling: Sampling,
+        on_token: OnToken,
+    ) -> Callable[[], None]:
+        """Decodes behind `length` tokens whose last logits are given. What is returned cancels it: no more tokens."""
+        generator = torch.Generator()
+        generator.manual_seed(torch.seed() if sampling.seed is None else sampling.seed & (2**63 - 1))
+        running = _Running(cache, length, logits_V, sampling, on_token, generator)
+        self._new.put(running)
+        return running.cancelled.set
+
+    def close(self) -> None:
+        self._new.put(None)
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while True:
+            while not self._running or not self._new.empty():
+                running = self._new.get()
+                if running is None:
+                    return
+                self._running.append(running)
+            running = self._running.popleft()
+            if not running.cancelled.is_set() and self._step(running):
+                self._running.append(running)
+
+    def _step(self, running: _Running) -> bool:
+        """One token; whether there are more."""
+        if running.num_tokens:
+            token = torch.tensor([[running.last_token]])
+            running.logits_V = run_cut(self._decoder, token, running.length, dict(running.cache))[0]
+            running.length += 1
+        chosen = choose(running.logits_V, running.sampling, running.generator)
+        running.last_token = chosen
+        running.num_tokens += 1
+        why = self._why_last(running, chosen)
+        running.on_token(chosen, why)
+        return why is None
+
+    def _why_last(self, running: _Running, token: int) -> str | None:
+        if token in running.sampling.stop_tokens:
+            return "stop"
+        full = running.length + 1 >= self.served.config.max_length
+        return "length" if full or running.num_tokens >= running.sampling.max_tokens else None
+
+
+def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:  # noqa: N803
+    if sampling.temperature == 0.0:
+        return int(logits_V.argmax())
+    likely_V = torch.softmax(logits_V.double() / sampling.temperature, dim=-1)
+    if sampling.top_p < 1.0:
+        ordered, index = likely_V.sort(descending=True)
+        ordered[ordered.cumsum(0) - ordered >= sampling.top_p] = 0.0
+        return int(index[torch.multinomial(ordered, 1, generator=generator)])
+    return int(torch.multinomial(likely_V, 1, generator=generator))
+
+
+def load_whole(served: Served) -> Decoder:
+    cut = Cut.whole(served.config)
+    if served.folder is None:
+        return build(served.config, cut, seed=served.seed, dtype=served.torch_dtype).eval()
+    return load(served.config, cut, served.folder, dtype=served.torch_dtype).eval()

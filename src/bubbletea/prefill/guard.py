@@ -1,0 +1,38 @@
+"""How long a wait of training lasts, learnt op by op: the guard that keeps prefill out of training's way.
+
+A piece may start only if its predicted end plus a margin lies before the end that this believes in: of the last waits
+of the same op, a short one. An op that has not been seen yet is believed to wait as long as the schedule says, less a
+tenth; one whose waits suddenly become shorter is believed at once. Knows waits; not pieces.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+RECENT = 24
+FEW = 3
+DOUBT = 0.9
+"""What the schedule promises is believed to this share until a few waits were seen."""
+
+
+class Guard:
+    def __init__(self, risk: float, expected_ns: Mapping[int, int] | None = None) -> None:
+        self.risk = risk
+        self._expected_ns = dict(expected_ns or {})
+        self._seen: dict[int, deque[int]] = {}
+
+    def wait_ns(self, index: int) -> int:
+        """How long the op `index` may be counted on to wait."""
+        seen = self._seen.get(index) or deque[int]()
+        if len(seen) < FEW:
+            promised = int(self._expected_ns.get(index, 0) * DOUBT)
+            return min([promised, *seen])
+        ordered = sorted(seen)
+        return ordered[int(self.risk * len(ordered))]
+
+    def observe(self, index: int, waited_ns: int) -> None:
+        seen = self._seen.setdefault(index, deque(maxlen=RECENT))
+        if len(seen) >= FEW and waited_ns < self.wait_ns(index) * DOUBT:
+            seen.clear()  # a new plan, or a new rhythm: what came before says nothing of what comes
+        seen.append(waited_ns)

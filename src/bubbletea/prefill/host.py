@@ -1,0 +1,72 @@
+"""`python -m bubbletea.prefill.host`: a worker without training: busy for a part of every period, as if it trained, and
+open to prefill for the rest. To try the service out, to give it dedicated workers (busy 0), and for tests.
+
+Reads one JSON object from stdin (`Guest`); ends when stdin does, or when it is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+
+from atlas.runtime.device import Cpu
+from atlas.runtime.waits import Position, SharedDevice
+from bubbletea.prefill.filler import BubbleTea
+
+
+@dataclass(frozen=True)
+class Guest:
+    """What one such worker is told."""
+
+    address: str
+    token_file: str
+    worker: int
+    datacenter: str = "here"
+    period_s: float = 0.1
+    busy: float = 0.0
+    """The share of the period that pretended training takes, at its start."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def main() -> int:
+    guest = Guest(**json.loads(sys.stdin.readline()))
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    torch.set_num_threads(1)
+    sys.setswitchinterval(0.0005)
+    filler = BubbleTea({"address": guest.address, "token_file": guest.token_file})
+    filler.open(f"w{guest.worker}", guest.datacenter, guest.worker, SharedDevice(Cpu(), lambda span: None))
+    run(filler, guest)
+    return 0
+
+
+def run(filler: BubbleTea, guest: Guest, steps: int = 2**62) -> None:
+    """Periods on an absolute grid, so that all workers of one machine keep step."""
+    period_ns = int(guest.period_s * 1e9)
+    step = time.monotonic_ns() // period_ns
+    for number in range(step, step + steps):
+        began_ns = number * period_ns + int(guest.busy * period_ns)
+        end_ns = (number + 1) * period_ns
+        time.sleep(max(0, began_ns - time.monotonic_ns()) / 1e9)
+        began_ns = max(began_ns, time.monotonic_ns())
+        if began_ns < end_ns:
+            filler.fill(Position(number, 0), lambda end_ns=end_ns: time.monotonic_ns() >= end_ns)  # type: ignore[misc]
+        time.sleep(max(0, end_ns - time.monotonic_ns()) / 1e9)
+        filler.waited(Position(number, 0), min(began_ns, end_ns), end_ns)
+
+
+def _end_with_stdin() -> None:
+    while sys.stdin.readline():
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

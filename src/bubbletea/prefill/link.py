@@ -1,0 +1,180 @@
+"""A worker's connection to the service: tasks in, keys and values and reports out, on threads of its own, so that the
+thread that trains never waits for a socket. Reconnects when the service was restarted; meanwhile there is no prefill.
+
+Knows messages and the engine's inbox. Does not know bubbles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atlas.errors import WorkerError
+from bubbletea.frames import Frame, Payload, greet, receive, send
+from bubbletea.handoff.blocks import KV, Block, bytes_of, pack_block, unpack_block
+from bubbletea.prefill.engine import Engine
+from bubbletea.prefill.job import Piece, Task
+from bubbletea.prefill.messages import CANCEL, DONE, FAILED, LOGITS, READY, REPORT, TASK, Json, ticket_of, unpack_task
+from bubbletea.prefill.staging import Staged
+
+CONNECT_S = 5.0
+AGAIN_S = 0.5
+REPORT_S = 0.05
+MAX_REPORTS = 256
+"""Of pieces and of waits, in one frame."""
+
+
+def dial(address: str) -> socket.socket:
+    """`unix:PATH` or `HOST:PORT`."""
+    if address.startswith("unix:"):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(CONNECT_S)
+        sock.connect(address.removeprefix("unix:"))
+        return sock
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=CONNECT_S)
+
+
+class Link:
+    """`order` is what the service wants of this worker; then `serve(engine)`. Also the engine's outlet."""
+
+    def __init__(self, address: str, token: str, who: Json) -> None:
+        self.address, self.token, self.who = address, token, who
+        self._sock = dial(address)
+        self.order: Json = self._greet(self._sock)
+        self._out: queue.SimpleQueue[Callable[[], tuple[int, Json, Payload]] | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._ran: list[tuple[Any, ...]] = []
+        self._waits: list[tuple[int, ...]] = []
+        self._engine: Engine | None = None
+        self._cached: dict[str, dict[int, Tensor]] = {}
+
+    def _greet(self, sock: socket.socket) -> Json:
+        before = time.monotonic_ns()
+        answer = greet(sock, self.token, self.who)
+        self.offset_ns = int(answer["now_ns"]) - (before + time.monotonic_ns()) // 2
+        """Added to this host's clock, it gives the service's, within half a round trip."""
+        order: Json = answer["order"]
+        return order
+
+    def serve(self, engine: Engine) -> None:
+        """Tells the service that all is ready, and starts the threads."""
+        self._engine = engine
+        self._out.put(lambda: (READY, {}, b""))
+        for target in (self._read, self._write, self._tick):
+            threading.Thread(target=target, daemon=True, name=f"bubbletea {target.__name__[1:]}").start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._out.put(None)
+        self._hang_up()
+
+    # ---- the engine's outlet -----------------------------------------------------------------------------------
+    def kv(self, task: Task, piece: Piece, kv: Staged) -> None:
+        def frame() -> tuple[int, Json, Payload]:
+            block = Block(ticket_of(task), self._model, piece.layer, piece.first, piece.last, kv())
+            return (KV, *pack_block(block))
+
+        self._out.put(frame)
+
+    def logits(self, task: Task, logits: Staged) -> None:
+        self._out.put(lambda: (LOGITS, _name(task), bytes_of(logits())))
+
+    def ran(self, task: Task, piece: Piece, predicted_ns: int, took_ns: int) -> None:
+        row = (task.job, task.attempt, piece.layer, piece.first, piece.last, predicted_ns, took_ns)
+        with self._lock:
+            self._ran.append(row)
+
+    def done(self, task: Task) -> None:
+        self._out.put(lambda: (DONE, _name(task), b""))
+
+    def failed(self, task: Task, why: str) -> None:
+        self._out.put(lambda: (FAILED, {**_name(task), "why": why[:500]}, b""))
+
+    def waited(self, step: int, index: int, began_ns: int, ended_ns: int, filled_ns: int) -> None:
+        with self._lock:
+            self._waits.append((step, index, began_ns + self.offset_ns, ended_ns + self.offset_ns, filled_ns))
+
+    # ---- threads -----------------------------------------------------------------------------------------------
+    @property
+    def _model(self) -> str:
+        assert self._engine is not None
+        return self._engine.shard.served.id
+
+    def _read(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._take(receive(self._sock))
+            except (OSError, WorkerError, KeyError, TypeError, ValueError):
+                self._reconnect()
+
+    def _take(self, frame: Frame) -> None:
+        assert self._engine is not None
+        if frame.kind == KV:
+            block = unpack_block(frame, model=self._model)
+            self._cached.setdefault(block.ticket, {})[block.layer] = block.kv
+        elif frame.kind == TASK:
+            task, tokens = unpack_task(frame.fields, frame.payload)
+            cached = self._cached.pop(ticket_of(task), {})
+            layers = self._engine.shard.cut.layers
+            if task.start and any(i not in cached or cached[i].shape[2] != task.start for i in layers):
+                self.failed(task, "its cached tokens did not come with it")
+                return
+            self._engine.offer(task, tokens, [cached[i] for i in layers] if task.start else ())
+        elif frame.kind == CANCEL:
+            self._engine.cancel(int(frame.fields["job"]), int(frame.fields["attempt"]))
+
+    def _write(self) -> None:
+        while (make := self._out.get()) is not None:
+            kind, fields, payload = make()
+            with contextlib.suppress(OSError):  # the reader notices, and what was meant for the old service is void
+                send(self._sock, kind, fields, payload)
+
+    def _tick(self) -> None:
+        while not self._closed.wait(REPORT_S):
+            self.report()
+
+    def report(self) -> None:
+        with self._lock:
+            ran, self._ran = self._ran[:MAX_REPORTS], self._ran[MAX_REPORTS:]
+            waits, self._waits = self._waits[:MAX_REPORTS], self._waits[MAX_REPORTS:]
+        if ran or waits:
+            self._out.put(lambda: (REPORT, {"ran": ran, "waits": waits}, b""))
+
+    def _reconnect(self) -> None:
+        assert self._engine is not None
+        self._hang_up()
+        self._engine.cancel_all()
+        self._cached.clear()
+        while not self._closed.wait(AGAIN_S):
+            with contextlib.suppress(OSError, WorkerError, KeyError):
+                sock = dial(self.address)
+                if self._greet(sock) != self.order:
+                    sock.close()
+                    self.close()  # another service: this worker holds the wrong layers for it
+                    return
+                self._sock = sock
+                self._out.put(lambda: (READY, {}, b""))
+                return
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+
+def _name(task: Task) -> Json:
+    return {"job": task.job, "attempt": task.attempt}
+
+
+def logits_of(payload: Payload) -> Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.float32)

@@ -1,0 +1,87 @@
+"""What a worker and the service say to each other, as frames (`bubbletea.frames`). Both ends import this.
+
+    worker dials, greets {name, datacenter, worker, transport}; the service answers with an Order as JSON
+    service -> worker    KV (cached tokens, ticket "job.attempt"), TASK, CANCEL
+    worker -> service    READY, KV, LOGITS, DONE, FAILED, REPORT
+
+Times are the sender's monotonic clock; the greeting tells the worker how far the two are apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atlas.runtime.models.config import DecoderConfig, RopeScaling
+from bubbletea.costs import LayerTime
+from bubbletea.frames import Payload
+from bubbletea.prefill.job import Task
+from bubbletea.prefill.shard import Served
+
+TASK, CANCEL, READY, LOGITS, DONE, FAILED, REPORT = range(32, 39)
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What one worker is to hold and how it may use its waits."""
+
+    served: Served
+    layers_per_stage: tuple[int, ...]
+    stage: int
+    arena_bytes: int
+    workspace_bytes: int
+    chunk: int
+    """The longest that will be asked for: the warm-up runs one."""
+    risk: float = 0.05
+    """The share of waits that may turn out shorter than the guard believes."""
+    margin_ns: int = 500_000
+    """Kept between a piece's predicted end and the guard's end of the wait."""
+    pace: LayerTime | None = None
+    """On a paced device: how long a layer keeps it busy."""
+    head_ns: int = 0
+    """Likewise the head."""
+    waits_ns: dict[int, int] = field(default_factory=dict)
+    """By op: how long it is expected to wait, until enough waits were seen."""
+
+    def to_json(self) -> Json:
+        data = asdict(self)
+        data["served"]["folder"] = str(self.served.folder) if self.served.folder else ""
+        data["waits_ns"] = list(self.waits_ns.items())
+        return data
+
+    @classmethod
+    def from_json(cls, data: Json) -> Order:
+        served = data["served"]
+        config = dict(served["config"])
+        if config["rope_scaling"] is not None:
+            config["rope_scaling"] = RopeScaling(**config["rope_scaling"])
+        folder = Path(served["folder"]) if served["folder"] else None
+        model = Served(DecoderConfig(**config), folder, served["seed"], served["dtype"])
+        fields = {
+            **data,
+            "served": model,
+            "layers_per_stage": tuple(data["layers_per_stage"]),
+            "pace": LayerTime(**data["pace"]) if data["pace"] else None,
+            "waits_ns": {int(index): int(ns) for index, ns in data["waits_ns"]},
+        }
+        return cls(**fields)
+
+
+def ticket_of(task: Task) -> str:
+    return f"{task.job}.{task.attempt}"
+
+
+def pack_task(task: Task, tokens: Sequence[int]) -> tuple[Json, Payload]:
+    return asdict(task), np.asarray(tokens, "<u4").tobytes()
+
+
+def unpack_task(fields: Json, payload: Payload) -> tuple[Task, list[int]]:
+    peers = tuple((str(name), str(host), int(port)) for name, host, port in fields["peers"])
+    task = Task(**{**fields, "ends": tuple(fields["ends"]), "peers": peers})
+    return task, np.frombuffer(payload, "<u4").tolist()

@@ -1,0 +1,288 @@
+"""HTTP: OpenAI's paths over a `Service`. Reads bodies within bounds of size and time, writes JSON or event streams.
+
+Every failure is a 4xx (or a 429 or 503 with Retry-After) in OpenAI's shape; a client that goes away takes its request
+with it. Knows HTTP; not tokens, not bubbles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from atlas import __version__
+from bubbletea.serve.auth import Keys
+from bubbletea.serve.errors import ApiError, of_validation
+from bubbletea.serve.schema import ChatRequest, CompletionRequest, openapi
+from bubbletea.serve.service import Asked, Delta, Service, chat_prompt
+
+MAX_BODY_BYTES = 4 << 20
+BODY_S = 10.0
+"""A body takes no longer than this, however slowly it drips."""
+ModelT = TypeVar("ModelT", bound=BaseModel)
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Api:
+    """`app` is what an ASGI server runs."""
+
+    def __init__(self, service: Service, keys: Keys, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self.service, self.keys, self.max_body_bytes = service, keys, max_body_bytes
+        self._openapi = openapi(__version__)
+        routes = [
+            Route("/v1/completions", self._told(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._told(self.chat), methods=["POST"]),
+            Route("/v1/models", self._told(self.models), methods=["GET"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/openapi.json", self.document, methods=["GET"]),
+        ]
+        self.app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+
+    # ---- paths -------------------------------------------------------------------------------------------------
+    async def completions(self, request: Request) -> Response:
+        tenant = self._tenant(request)
+        body = await self._body(request, CompletionRequest)
+        asked = self._asked(body, tenant, body.prompt, body.num_new, explicit_max=body.max_tokens)
+        return await self._respond(request, asked, body, Completion(self.service.name))
+
+    async def chat(self, request: Request) -> Response:
+        tenant = self._tenant(request)
+        body = await self._body(request, ChatRequest)
+        self._require_model(body.model)
+        messages = [{"role": message.role, "content": message.text} for message in body.messages]
+        prompt = chat_prompt(self.service.text, messages)
+        explicit = body.max_completion_tokens or body.max_tokens
+        asked = self._asked(body, tenant, prompt, body.num_new, explicit_max=explicit)
+        return await self._respond(request, asked, body, Chat(self.service.name))
+
+    async def models(self, request: Request) -> Response:
+        self._tenant(request)
+        config = self.service.served.config
+        one = {
+            "id": self.service.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "bubbletea",
+            "max_model_len": config.max_length,
+        }
+        return JSONResponse({"object": "list", "data": [one]})
+
+    async def health(self, request: Request) -> Response:
+        lanes = self.service.dispatcher.planner.num_lanes
+        state = "draining" if self.service.draining else "ok" if lanes else "no workers"
+        headers = {} if state == "ok" else {"Retry-After": "1"}
+        return JSONResponse({"status": state, "lanes": lanes}, 200 if state == "ok" else 503, headers)
+
+    async def metrics(self, request: Request) -> Response:
+        return PlainTextResponse(self.service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def document(self, request: Request) -> Response:
+        return JSONResponse(self._openapi)
+
+    # ---- reading -----------------------------------------------------------------------------------------------
+    def _tenant(self, request: Request) -> str:
+        tenant = self.keys.tenant(request.headers.get("authorization"))
+        if tenant is None:
+            raise ApiError(
+                401, "no API key that is known here: send it as Authorization: Bearer KEY", code="invalid_key"
+            )
+        return tenant
+
+    async def _body(self, request: Request, model: type[ModelT]) -> ModelT:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, "the body must be application/json")
+        raw = await self._read(request)
+        try:
+            return model.model_validate_json(raw)
+        except ValidationError as error:
+            raise of_validation(error) from None
+
+    async def _read(self, request: Request) -> bytes:
+        too_large = ApiError(413, f"the body is larger than {self.max_body_bytes} bytes", code="body_too_large")
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > self.max_body_bytes:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > self.max_body_bytes:
+                        raise too_large
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {BODY_S:g} s") from None
+        return bytes(body)
+
+    def _require_model(self, model: str) -> None:
+        if model != self.service.name:
+            message = f"no model {model[:80]!r} here: this service has {self.service.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _asked(
+        self,
+        body: CompletionRequest | ChatRequest,
+        tenant: str,
+        prompt: str | Sequence[int],
+        num_new: int,
+        *,
+        explicit_max: int | None,
+    ) -> Asked:
+        self._require_model(body.model)
+        if body.hands_off and (explicit_max != 1 or body.stream):
+            raise ApiError(400, "a prefill that is handed off has max_tokens 1 and no stream", param="max_tokens")
+        return Asked(
+            tenant=tenant,
+            prompt=prompt,
+            num_new=num_new,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            seed=body.seed,
+            stops=body.stops,
+            ignores_end=bool(body.ignore_eos),
+            kind=body.priority or "online",
+            deadline_s=body.deadline_s,
+            hands_off=body.hands_off,
+        )
+
+    # ---- writing -----------------------------------------------------------------------------------------------
+    async def _respond(
+        self, request: Request, asked: Asked, body: CompletionRequest | ChatRequest, form: Completion
+    ) -> Response:
+        deltas = self.service.answer(asked)
+        if not body.stream:
+            return JSONResponse(await _unless_gone(request, _collected(deltas, form)))
+        first = await _unless_gone(request, anext(deltas))
+        events = _events(first, deltas, form, with_usage=body.with_usage)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    def _told(self, handler: Handler) -> Handler:
+        async def told(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except ApiError as error:
+                return error.response()
+            except ClientDisconnect:
+                return Response(status_code=400)  # nobody is there to read it
+
+        return told
+
+
+class Completion:
+    """How answers look under /v1/completions."""
+
+    prefix, whole, part = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str) -> None:
+        self._common = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+
+    def answer(self, text: str, last: Delta) -> dict[str, Any]:
+        found = {
+            **self._common,
+            "object": self.whole,
+            "choices": [self.choice(text, last.finish)],
+            "usage": usage(last),
+        }
+        return found if last.handed_off is None else {**found, "kv_transfer_params": last.handed_off}
+
+    def event(self, delta: Delta, *, first: bool) -> dict[str, Any]:
+        choice = self.piece(delta.text, delta.finish, first=first)
+        return {**self._common, "object": self.part, "choices": [choice]}
+
+    def summary(self, last: Delta) -> dict[str, Any]:
+        return {**self._common, "object": self.part, "choices": [], "usage": usage(last)}
+
+    def choice(self, text: str, finish: str | None) -> dict[str, Any]:
+        return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
+
+    def piece(self, text: str, finish: str | None, *, first: bool) -> dict[str, Any]:
+        return self.choice(text, finish)
+
+
+class Chat(Completion):
+    """How they look under /v1/chat/completions."""
+
+    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def choice(self, text: str, finish: str | None) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text}
+        return {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
+
+    def piece(self, text: str, finish: str | None, *, first: bool) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": text} if first else {"content": text}
+        return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+
+
+def usage(last: Delta) -> dict[str, Any]:
+    return {
+        "prompt_tokens": last.num_prompt,
+        "completion_tokens": last.num_new,
+        "total_tokens": last.num_prompt + last.num_new,
+        "prompt_tokens_details": {"cached_tokens": last.num_cached},
+    }
+
+
+async def _collected(deltas: AsyncIterator[Delta], form: Completion) -> dict[str, Any]:
+    texts, last = list[str](), None
+    async for delta in deltas:
+        texts.append(delta.text)
+        last = delta
+    assert last is not None, "an answer has at least one token"
+    return form.answer("".join(texts), last)
+
+
+async def _events(
+    first: Delta, deltas: AsyncIterator[Delta], form: Completion, *, with_usage: bool
+) -> AsyncIterator[str]:
+    last = first
+    yield _event(form.event(first, first=True))
+    async for delta in deltas:
+        last = delta
+        yield _event(form.event(delta, first=False))
+    if with_usage:
+        yield _event(form.summary(last))
+    yield "data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`; cancelled when the client hangs up."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not allowed here"}
+    response = ApiError(error.status_code, said.get(error.status_code, error.detail)).response()
+    response.headers.update(error.headers or {})
+    return response

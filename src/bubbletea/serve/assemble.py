@@ -1,0 +1,184 @@
+"""A whole service put together from its settings: windows, admission, workers' door, memory, decoder, HTTP.
+
+The one place that knows all the parts. Starts no workers: who does (`command`, a test) gets the address and the token.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from atlas.errors import AtlasError
+from atlas.runtime.models.decoder import Cut
+from atlas.spec.model import Model
+from bubbletea.admit.lanes import build_lanes
+from bubbletea.admit.words import Lane
+from bubbletea.bubbles import Forecast
+from bubbletea.costs import ELEMENT_BYTES, Costs, LayerTime
+from bubbletea.handoff.decode import DecodeEngine
+from bubbletea.handoff.door import Door
+from bubbletea.handoff.store import Store
+from bubbletea.prefill.arena import Arena
+from bubbletea.prefill.engine import warm_up
+from bubbletea.prefill.messages import Order
+from bubbletea.prefill.pace import Pace
+from bubbletea.prefill.shard import Served, Shard
+from bubbletea.serve.api import Api
+from bubbletea.serve.auth import Keys
+from bubbletea.serve.crew import Crew
+from bubbletea.serve.dispatch import Dispatcher
+from bubbletea.serve.ground import Ground
+from bubbletea.serve.metrics import Metrics
+from bubbletea.serve.planner import Planner
+from bubbletea.serve.prefixes import Prefixes
+from bubbletea.serve.service import Service
+from bubbletea.serve.tokens import Text
+
+MIB = 1 << 20
+LEAST_NS = 50_000
+"""No layer takes less."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an operator can set; memory in bytes."""
+
+    name: str
+    served: Served
+    split: int | None = None
+    """Workers that hold the model between them; None: as few as have room."""
+    chunk: int = 512
+    arena_bytes: int = 256 * MIB
+    """Of every worker, for weights, keys and values, activations between slices."""
+    workspace_bytes: int = 512 * MIB
+    """Of every worker, while a slice runs."""
+    store_bytes: int = 1024 * MIB
+    """Of the service: keys and values until they are decoded or fetched."""
+    prefix_bytes: int = 256 * MIB
+    """Of the service: keys and values of prompts' beginnings."""
+    deadline_s: float = 30.0
+    """For requests that name none."""
+    patience_s: float = 30.0
+    """An admitted prefill that gets no further for so long is handed back."""
+    budget: float = 0.005
+    """The share by which training may become slower."""
+
+
+@dataclass
+class Parts:
+    """A service, ready to `start` on a running event loop."""
+
+    settings: Settings
+    token: str
+    lanes: list[Lane]
+    crew: Crew
+    dispatcher: Dispatcher
+    door: Door
+    service: Service
+    api: Api
+
+    async def start(self, folder: Path, handoff: tuple[str, int] = ("127.0.0.1", 0), *, anywhere: bool = False) -> str:
+        """Listens for workers in `folder` (private to this user) and for decode engines; the workers' address."""
+        (folder / "token").touch(mode=0o600)
+        (folder / "token").write_text(self.token)
+        await self.door.start(*handoff, anywhere=anywhere)
+        self.dispatcher.start()
+        return await self.crew.start(folder / "workers.sock")
+
+    async def close(self) -> None:
+        await self.dispatcher.close()
+        await self.crew.close()
+        await self.door.close()
+        self.service.decoder.close()
+
+
+def assemble(settings: Settings, ground: Ground, keys: Keys, token: str = "") -> Parts:
+    served = settings.served
+    token = token or secrets.token_hex(32)
+    costs = costs_of(served, ground.pace or calibrated(served, settings.chunk), ground.head_ns)
+    # Admission counts two bytes an element; a model of four needs the same arena twice.
+    scale = served.torch_dtype.itemsize / ELEMENT_BYTES
+    pattern = replace(ground.pattern, memory_bytes=(ground.pattern.memory_bytes / scale).astype("int64"))
+    lanes = build_lanes(pattern, costs, split=settings.split, num_ranks=ground.num_ranks, chunk=settings.chunk)
+    _require_uniform(lanes)
+    slice_ns = costs.layer(settings.chunk, served.config.max_length // 2)
+    forecast = Forecast(pattern, budget=settings.budget, slice_ns=slice_ns)
+    planner = Planner(forecast, costs, lanes, ground.slots, _chunks(settings.chunk), learns_costs=ground.pace is None)
+    orders = _orders(settings, ground, lanes, forecast.risk)
+    crew = Crew(token, orders.get, served.id)
+    store, metrics = Store(served, settings.store_bytes), Metrics(settings.name)
+    prefixes = Prefixes(settings.prefix_bytes)
+    dispatcher = Dispatcher(crew, planner, store, prefixes, metrics, settings.patience_s)
+    door = Door(store, token)
+    text = Text.of_folder(served.folder) if served.folder is not None else Text.of_bytes()
+    service = Service(settings.name, served, text, dispatcher, DecodeEngine(served), door, metrics, settings.deadline_s)
+    return Parts(settings, token, lanes, crew, dispatcher, door, service, Api(service, keys))
+
+
+def _chunks(longest: int) -> tuple[int, ...]:
+    """A shorter one for windows in which a layer of the longest does not fit."""
+    return (longest, max(16, longest // 8)) if longest > 16 else (longest,)
+
+
+def _orders(settings: Settings, ground: Ground, lanes: list[Lane], risk: float) -> dict[int, Order]:
+    """By worker: which layers it holds."""
+    orders: dict[int, Order] = {}
+    for lane in lanes:
+        split = tuple(end - first for first, end in map(lane.layers, range(len(lane.workers))))
+        for stage, worker in enumerate(lane.workers):
+            orders[worker] = Order(
+                served=settings.served,
+                layers_per_stage=split,
+                stage=stage,
+                arena_bytes=settings.arena_bytes,
+                workspace_bytes=settings.workspace_bytes,
+                chunk=settings.chunk,
+                risk=risk,
+                pace=ground.pace,
+                head_ns=ground.head_ns,
+                waits_ns=ground.waits_ns(worker),
+            )
+    return orders
+
+
+def _require_uniform(lanes: list[Lane]) -> None:
+    if not lanes:
+        raise AtlasError("no worker has room for the prefill model: enlarge the arena or split over more workers")
+
+
+def costs_of(served: Served, layer: LayerTime, head_ns: int = 0) -> Costs:
+    """What admission counts with; the network inside a datacenter is taken as fast until it is measured."""
+    config = served.config
+    model = Model(
+        family="llama" if config.gated else "gpt",
+        layers=config.num_layers,
+        hidden=config.width,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        ffn=config.ffn_width,
+        vocab=config.vocabulary,
+        seq_len=config.max_length,
+    )
+    return Costs(model, layer, head_ns, pcie_bytes_per_s=24e9, nic_bytes_per_s=12.5e9, hop_latency_ns=1_000_000)
+
+
+def calibrated(served: Served, chunk: int) -> LayerTime:
+    """One layer timed here, with random weights: a first guess for the workers, which report the truth."""
+    config = replace(served.config, num_layers=1)
+    one = replace(served, config=config, folder=None)
+    shard = Shard(one, Cut(range(1), has_embedding=False, has_head=False), Arena(_layer_bytes(one, chunk), 0))
+    pace = Pace(config)
+    warm_up(shard, pace, chunk)
+    token_ns = (pace.flops(2, 0) - pace.flops(1, 0)) / pace.flops_per_ns
+    pair_ns = (pace.flops(1, 1) - pace.flops(1, 0)) / pace.flops_per_ns
+    return LayerTime(float(max(pace.overhead_ns, LEAST_NS)), float(pace.overhead_ns), token_ns, pair_ns)
+
+
+def _layer_bytes(served: Served, chunk: int) -> int:
+    """Room for one layer and one chunk, and to spare."""
+    config, size = served.config, served.torch_dtype.itemsize
+    weights = 4 * config.width * config.num_heads * config.head_width + 3 * config.width * config.ffn_width
+    return 2 * (weights + 8 * (config.width + config.ffn_width) + chunk * config.width) * size + (
+        2 * chunk * served.kv_bytes_per_layer_token + MIB
+    )

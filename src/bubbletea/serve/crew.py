@@ -1,0 +1,173 @@
+"""The service's end of its workers' connections: who is there, tasks out, results in.
+
+A worker that dials is told what to hold; one whose connection breaks is gone, and whoever listens hears it at once.
+Everything happens on the service's event loop. Knows frames and members; not requests, not admission.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from atlas.errors import WorkerError
+from bubbletea.frames import Frame, admit_caller, receive_async, write
+from bubbletea.handoff.blocks import KV, Block, pack_block, unpack_block
+from bubbletea.prefill.job import Task
+from bubbletea.prefill.link import logits_of
+from bubbletea.prefill.messages import (
+    CANCEL,
+    DONE,
+    FAILED,
+    LOGITS,
+    READY,
+    REPORT,
+    TASK,
+    Order,
+    pack_task,
+    ticket_of,
+)
+
+
+@dataclass
+class Member:
+    """A worker that is connected."""
+
+    worker: int
+    name: str
+    datacenter: str
+    pid: int
+    transport: tuple[str, str, int]
+    order: Order
+    writer: asyncio.StreamWriter
+    ready: bool = False
+
+
+class Listener(Protocol):
+    """Called on the event loop."""
+
+    def joined(self, member: Member) -> None: ...
+
+    def left(self, member: Member) -> None: ...
+
+    def block(self, job: int, attempt: int, block: Block) -> None: ...
+
+    def logits(self, job: int, attempt: int, logits: Tensor) -> None: ...
+
+    def failed(self, job: int, attempt: int, why: str) -> None: ...
+
+    def reported(self, member: Member, ran: list[list[int]], waits: list[list[int]]) -> None:
+        """Pieces [job, attempt, layer, first, last, predicted, took], waits [step, op, began, ended, filled]."""
+
+
+class Crew:
+    """`orders(worker)` says what a worker is to hold, or None if it has no part in this."""
+
+    def __init__(self, token: str, orders: Callable[[int], Order | None], model: str) -> None:
+        self.token, self.orders, self.model = token, orders, model
+        self.listener: Listener | None = None
+        self.members: dict[int, Member] = {}
+        self._server: asyncio.AbstractServer | None = None
+        self._callers: set[asyncio.Task[None]] = set()
+
+    async def start(self, path: Path) -> str:
+        """Listens on a Unix socket that only this user can open; its address."""
+        self._server = await asyncio.start_unix_server(self._serve, path)
+        path.chmod(0o600)
+        return f"unix:{path}"
+
+    async def start_tcp(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        server = await asyncio.start_server(self._serve, host, port)
+        self._server = server
+        return "{}:{}".format(*server.sockets[0].getsockname()[:2])
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for caller in self._callers:
+            caller.cancel()
+        await asyncio.gather(*self._callers, return_exceptions=True)
+
+    # ---- out -----------------------------------------------------------------------------------------------------
+    def send(self, worker: int, task: Task, tokens: Sequence[int], cached: Sequence[Tensor]) -> None:
+        """A task, its tokens (to the first stage), and keys and values of the cached ones by layer of the worker."""
+        member = self.members[worker]
+        order = member.order
+        layers = order.served.cuts(order.layers_per_stage)[order.stage].layers
+        for layer, kv in zip(layers, cached, strict=False):
+            block = Block(ticket_of(task), self.model, layer, 0, task.start, kv)
+            write(member.writer, KV, *pack_block(block))
+        write(member.writer, TASK, *pack_task(task, tokens if task.stage == 0 else ()))
+
+    def cancel(self, worker: int, job: int, attempt: int) -> None:
+        member = self.members.get(worker)
+        if member is not None:
+            write(member.writer, CANCEL, {"job": job, "attempt": attempt})
+
+    # ---- in ------------------------------------------------------------------------------------------------------
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        me = asyncio.current_task()
+        assert me is not None
+        self._callers.add(me)
+        member: Member | None = None
+        try:
+            member = await self._welcome(reader, writer)
+            while True:
+                self._take(member, await receive_async(reader))
+        except (WorkerError, OSError, TimeoutError, KeyError, TypeError, ValueError):
+            pass  # gone, or none of ours: `left` says what it means
+        except asyncio.CancelledError:
+            pass  # by `close`, which waits for us
+        finally:
+            self._callers.discard(me)
+            if member is not None and self.members.get(member.worker) is member:
+                del self.members[member.worker]
+                if member.ready and self.listener is not None:
+                    self.listener.left(member)
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Member:
+        found: list[Order] = []
+
+        def answer(who: dict[str, Any]) -> dict[str, Any]:
+            order = self.orders(int(who["worker"]))
+            if order is None:
+                raise WorkerError(f"worker {who['worker']} has no part in this prefill")
+            found.append(order)
+            return {"order": order.to_json(), "now_ns": time.monotonic_ns()}
+
+        who = await admit_caller(reader, writer, self.token, answer)
+        name, host, port = who["transport"]
+        transport = (str(name), str(host), int(port))
+        worker = int(who["worker"])
+        member = Member(worker, str(who["name"]), str(who["datacenter"]), int(who["pid"]), transport, found[0], writer)
+        self.members[worker] = member  # a new life of the same worker replaces the old one
+        return member
+
+    def _take(self, member: Member, frame: Frame) -> None:
+        listener, fields = self.listener, frame.fields
+        if listener is None:
+            return
+        if frame.kind == READY:
+            member.ready = True
+            listener.joined(member)
+        elif frame.kind == KV:
+            block = unpack_block(frame, model=self.model)
+            job, _, attempt = block.ticket.partition(".")
+            listener.block(int(job), int(attempt), block)
+        elif frame.kind == LOGITS:
+            listener.logits(int(fields["job"]), int(fields["attempt"]), logits_of(frame.payload))
+        elif frame.kind == FAILED:
+            listener.failed(int(fields["job"]), int(fields["attempt"]), str(fields["why"]))
+        elif frame.kind == REPORT:
+            listener.reported(member, fields["ran"], fields["waits"])
+        elif frame.kind != DONE:
+            raise WorkerError(f"a frame of kind {frame.kind} from worker {member.name}")

@@ -1,0 +1,80 @@
+"""What there is to serve on: the windows of a training job's workers, from its Timeline, or of workers that train
+nothing.
+
+Says which window belongs to which wait of a worker. Knows Timelines; not requests, not sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from atlas.ir.ops import USEFUL
+from atlas.ir.timeline import Timeline
+from bubbletea.bubbles import Pattern, pattern_of, span
+from bubbletea.costs import LayerTime
+
+
+@dataclass(frozen=True, eq=False)
+class Ground:
+    """`slots[worker][op]`: the Pattern's window that ends when that op's input arrives."""
+
+    pattern: Pattern
+    slots: Sequence[Mapping[int, int]]
+    num_ranks: int
+    pace: LayerTime | None = None
+    """On paced devices: how long a layer keeps one busy."""
+    head_ns: int = 0
+
+    def waits_ns(self, worker: int) -> dict[int, int]:
+        """By op: how long it is expected to wait."""
+        pattern = self.pattern
+        return {op: int(pattern.end_ns[slot] - pattern.start_ns[slot]) for op, slot in self.slots[worker].items()}
+
+
+def of_training(timeline: Timeline, arena_bytes: int, pace: LayerTime | None = None, head_ns: int = 0) -> Ground:
+    """`timeline`: of the Program that the workers run over and over, as simulated."""
+    program = timeline.program
+    pattern = pattern_of(timeline, np.full(program.num_workers, arena_bytes, np.int64))
+    slots = [_slots(timeline, pattern, worker) for worker in range(program.num_workers)]
+    return Ground(pattern, slots, program.num_ranks, pace, head_ns)
+
+
+def _slots(timeline: Timeline, pattern: Pattern, worker: int) -> dict[int, int]:
+    """The op whose start ends each window, by its place in one pass of the worker's ops."""
+    program = timeline.program
+    own = np.arange(program.worker_ptr[worker], program.worker_ptr[worker + 1])
+    low_ns, _ = span(timeline)
+    useful = np.isin(program.kind[own], np.array(USEFUL, np.int8))
+    in_period = useful & (timeline.op_start_ns[own] >= low_ns) & (timeline.op_end_ns[own] > timeline.op_start_ns[own])
+    places = np.flatnonzero(in_period)
+    starts = timeline.op_start_ns[own][places]
+    if not len(starts):
+        return {}
+    per_pass = len(own) // program.num_iterations
+    found: dict[int, int] = {}
+    for slot in range(int(pattern.ptr[worker]), int(pattern.ptr[worker + 1])):
+        end_ns = int(pattern.end_ns[slot])
+        at = np.flatnonzero(starts - starts[0] == end_ns % pattern.period_ns)
+        if len(at):
+            found[int(places[at[0]]) % per_pass] = slot
+    return found
+
+
+def alone(num_workers: int, arena_bytes: int, period_s: float = 0.1, busy: float = 0.0) -> Ground:
+    """Workers without training, each free for all but the first `busy` of every period (`prefill.host`)."""
+    period_ns = int(period_s * 1e9)
+    ptr = np.arange(num_workers + 1, dtype=np.int64)
+    pattern = Pattern(
+        period_ns=period_ns,
+        phase_ns=np.zeros(num_workers, np.int64),
+        ptr=ptr,
+        start_ns=np.full(num_workers, int(busy * period_ns), np.int64),
+        end_ns=np.full(num_workers, period_ns, np.int64),
+        worker_dc=("here",) * num_workers,
+        memory_bytes=np.full(num_workers, arena_bytes, np.int64),
+        busy_ns=int(busy * period_ns) * num_workers,
+    )
+    return Ground(pattern, [{0: worker} for worker in range(num_workers)], num_ranks=1)

@@ -1,0 +1,90 @@
+"""The HTTP server: uvicorn with h11, bounded against clients that dawdle, and an end that waits for what was admitted.
+
+uvicorn times out idle connections but not headers that never end; `Patient` does. Knows connections; not requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from bubbletea.serve.service import Service
+
+HEADERS_S = 10.0
+"""From a connection, or the first byte of a request on it, to the end of the headers."""
+KEEP_ALIVE_S = 15
+MAX_HEADER_BYTES = 64 << 10
+
+
+class Patient(H11Protocol):
+    """Drops a connection whose request's headers do not come in time."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(HEADERS_S, self._expire)
+
+    def data_received(self, data: bytes) -> None:
+        if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
+            self._deadline = self.loop.call_later(HEADERS_S, self._expire)
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before:
+            self._settle()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._settle()
+        super().connection_lost(exc)
+
+    def _settle(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expire(self) -> None:
+        self._deadline = None
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """A first signal drains: new requests are turned away, admitted ones finish, within `drain_s`. A second ends it."""
+
+    def __init__(self, app: Any, service: Service, drain_s: float) -> None:
+        config = uvicorn.Config(
+            app,
+            http=Patient,
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=2,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        )
+        super().__init__(config)
+        self.service, self.drain_s = service, drain_s
+        self.port = 0
+        """Where it listens."""
+        self._until_s = float("inf")
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        if self.service.draining:
+            self.should_exit = True
+        self.drain()
+
+    def drain(self) -> None:
+        if not self.service.draining:
+            self.service.draining = True
+            self._until_s = time.monotonic() + self.drain_s
+
+    async def on_tick(self, counter: int) -> bool:
+        done = self.service.draining and (self.service.num_active == 0 or time.monotonic() > self._until_s)
+        return await super().on_tick(counter) or done

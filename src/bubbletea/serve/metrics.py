@@ -1,0 +1,127 @@
+"""What `/metrics` shows: vLLM's names where vLLM has one (`vllm:`), ours for bubbles and admission (`bubbletea:`).
+
+A registry of its own per service, so that several live in one process. Knows names and units; not what they mean.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from bubbletea.serve.dispatch import Dispatcher, Prefilled
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+RECENT = 512
+"""Waits over which the fill ratio is taken."""
+
+
+class Metrics:
+    def __init__(self, model: str) -> None:
+        self.registry, self._model = CollectorRegistry(), model
+        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT)
+        self.first_token_s = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token", SECONDS)
+        self.between_s = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens", SECONDS)
+        self.whole_s = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to the last token", SECONDS)
+        self.queued_s = self._histogram("vllm:request_queue_time_seconds", "Arrival to first slice done", SECONDS)
+        self.prefill_s = self._histogram("vllm:request_prefill_time_seconds", "First slice to KV delivered", SECONDS)
+        self.decode_s = self._histogram("vllm:request_decode_time_seconds", "First token to the last", SECONDS)
+        self.prompt_size = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt", TOKENS)
+        self.answer_size = self._histogram("vllm:request_generation_tokens", "Tokens of an answer", TOKENS)
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens prefilled")
+        self.answer_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
+        self.success = self._counter("vllm:request_success", "Answers completed", "finished_reason")
+        self._queries = self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache")
+        self._hits = self._counter("vllm:prefix_cache_hits", "Tokens found there")
+        self._running = self._gauge("vllm:num_requests_running", "Requests being prefilled or decoded")
+        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests whose prefill has not begun")
+        self._kv_used = self._gauge("vllm:kv_cache_usage_perc", "Share of the host memory for KV in use (0 to 1)")
+        self._refusals = self._counter("bubbletea:admission_rejections", "Requests refused", "reason")
+        self._handed_back = self._counter("bubbletea:requests_handed_back", "Admitted, but no worker left to do it")
+        self._lanes = self._gauge("bubbletea:lanes", "Lanes whose workers are all there")
+        self._backlog = self._gauge("bubbletea:offline_backlog", "Offline requests that wait for a bubble")
+        self._fill = self._gauge("bubbletea:fill_ratio", "Share of recent bubbles' time spent on prefill")
+        self._slowdown = self._gauge(
+            "bubbletea:training_slowdown_ratio", "Training's period over the planned one, less 1"
+        )
+        self._bubbles = self._counter("bubbletea:bubbles", "Waits of training workers", "worker")
+        self._bubble_s = self._counter("bubbletea:bubble_seconds", "Time training workers waited", "worker")
+        self._filled_s = self._counter("bubbletea:filled_seconds", "Of that, spent on prefill", "worker")
+        self._slices = self._counter("bubbletea:slices", "Pieces of prefill run", "worker")
+        self._late = self._counter("bubbletea:slices_late", "Pieces that took longer than predicted", "worker")
+        self._trouble = self._counter("bubbletea:scheduler_errors", "Errors that the scheduler survived")
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    # ---- events ------------------------------------------------------------------------------------------------
+    def refused(self, reason: str) -> None:
+        self._refusals.labels(self._model, reason).inc()
+
+    def handed_back(self) -> None:
+        self._handed_back.labels(self._model).inc()
+
+    def cached(self, num_cached: int, num_tokens: int) -> None:
+        self._queries.labels(self._model).inc(num_tokens)
+        self._hits.labels(self._model).inc(num_cached)
+
+    def prefilled(self, found: Prefilled, length: int) -> None:
+        self.queued_s.labels(self._model).observe((found.first_ns - found.admitted_ns) / 1e9)
+        self.prefill_s.labels(self._model).observe((found.done_ns - found.first_ns) / 1e9)
+        self.prompt_size.labels(self._model).observe(length)
+        self.prompt_tokens.labels(self._model).inc(length)
+
+    def answered(self, first_s: float, whole_s: float, num_tokens: int, why: str) -> None:
+        self.whole_s.labels(self._model).observe(whole_s)
+        self.decode_s.labels(self._model).observe(whole_s - first_s)
+        self.answer_size.labels(self._model).observe(num_tokens)
+        self.answer_tokens.labels(self._model).inc(num_tokens)
+        self.success.labels(self._model, why).inc()
+        if num_tokens > 1:
+            self.between_s.labels(self._model).observe((whole_s - first_s) / (num_tokens - 1))
+
+    def first_token(self, seconds: float) -> None:
+        self.first_token_s.labels(self._model).observe(seconds)
+
+    def ran(self, worker: str, num_tokens: int, predicted_ns: int, took_ns: int) -> None:
+        self._slices.labels(self._model, worker).inc()
+        if took_ns > predicted_ns:
+            self._late.labels(self._model, worker).inc()
+
+    def waited(self, worker: str, waited_ns: int, filled_ns: int) -> None:
+        self._bubbles.labels(self._model, worker).inc()
+        self._bubble_s.labels(self._model, worker).inc(waited_ns / 1e9)
+        self._filled_s.labels(self._model, worker).inc(filled_ns / 1e9)
+        self._recent.append((waited_ns, filled_ns))
+
+    def trouble(self, what: str) -> None:
+        self._trouble.labels(self._model).inc()
+
+    # ---- state -------------------------------------------------------------------------------------------------
+    def lanes(self, count: int) -> None:
+        self._lanes.labels(self._model).set(count)
+
+    def gauges(self, dispatcher: Dispatcher) -> None:
+        store = dispatcher.store
+        self._running.labels(self._model).set(dispatcher.num_running)
+        self._waiting.labels(self._model).set(dispatcher.num_waiting)
+        self._kv_used.labels(self._model).set(store.used_bytes / max(1, store.budget_bytes))
+        self._backlog.labels(self._model).set(dispatcher.planner.num_backlog)
+        self._slowdown.labels(self._model).set(dispatcher.planner.slowdown)
+        waited_ns = sum(waited for waited, _ in self._recent)
+        if waited_ns:
+            self._fill.labels(self._model).set(sum(filled for _, filled in self._recent) / waited_ns)
+
+    # ---- making them -------------------------------------------------------------------------------------------
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, ["model_name", *labels], registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, ["model_name"], registry=self.registry)

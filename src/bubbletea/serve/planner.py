@@ -1,0 +1,184 @@
+"""Admission in the service: the pure functions of `admit`, over the lanes whose workers are there, with windows and
+costs that follow what the workers report. The only place in the service that knows bubbles.
+
+When workers come or go, or costs turn out different, promises are made anew from the same requests. Not thread-safe:
+the event loop owns it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from atlas.ir.program import Ints
+from bubbletea.admit.decide import admit, advance, cancel, complete, late, reforecast
+from bubbletea.admit.state import State
+from bubbletea.admit.words import Lane, Placement, Refusal, Request
+from bubbletea.bubbles import Forecast
+from bubbletea.costs import Costs, measured
+
+POINTS = 256
+"""Measured pieces that costs are fitted to."""
+PERIODS = 16
+"""Over which training's slow-down is taken."""
+TRUST = 0.15
+"""Costs that are off by more than this are fitted anew."""
+
+
+class Planner:
+    """`slots[worker][op]` is the window of the Pattern that ends when that op's input arrives."""
+
+    def __init__(
+        self,
+        forecast: Forecast,
+        costs: Costs,
+        lanes: Sequence[Lane],
+        slots: Sequence[Mapping[int, int]],
+        chunks: Sequence[int],
+        *,
+        learns_costs: bool = True,
+    ) -> None:
+        self.forecast, self.costs, self.lanes, self.slots = forecast, costs, tuple(lanes), slots
+        self.chunks, self.learns_costs = tuple(chunks), learns_costs
+        self.alive: frozenset[int] = frozenset()
+        self._admitted: dict[str, Request] = {}
+        self._points: deque[tuple[int, int, float]] = deque(maxlen=POINTS)
+        self._open = np.full(len(forecast.pattern.start_ns), -1, np.int64)
+        self._closed = self._open.copy()
+        self._step = -1
+        self._starts: deque[tuple[int, int]] = deque(maxlen=PERIODS)
+        """(step, when it began)"""
+        self._state: State | None = None
+        self._built_on, self._costs_moved = forecast.version, False
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self._live)
+
+    @property
+    def _live(self) -> list[Lane]:
+        return [lane for lane in self.lanes if self.alive.issuperset(lane.workers)]
+
+    @property
+    def num_backlog(self) -> int:
+        return len(self._state.backlog) if self._state is not None else 0
+
+    @property
+    def slowdown(self) -> float:
+        """By which share training's period is now longer than planned."""
+        pairs = [(b - a, t - s) for (a, s), (b, t) in pairwise(self._starts) if b > a]
+        if not pairs:
+            return 0.0
+        return float(np.median([took / steps for steps, took in pairs]) / self.forecast.period_ns - 1)
+
+    # ---- decisions ---------------------------------------------------------------------------------------------
+    def admit(self, request: Request, now_ns: int) -> Placement | Refusal | None:
+        state = self._ready(now_ns)
+        if state is None:
+            return Refusal(request, "no-lane")
+        found = admit(state, request, now_ns)
+        if not isinstance(found, Refusal):
+            self._admitted[request.id] = request
+        return self._in_service(found)
+
+    def quote(self, request: Request, now_ns: int) -> Refusal | None:
+        """What `admit` would refuse, without letting anything in."""
+        found = self.admit(request, now_ns)
+        if isinstance(found, Refusal):
+            return found
+        self.cancel(request.id, now_ns)
+        return None
+
+    def advance(self, now_ns: int) -> list[Placement]:
+        """Forgets what is past; offline requests that now have a place."""
+        state = self._ready(now_ns)
+        return [] if state is None else [self._placed(p) for p in advance(state, now_ns)]
+
+    def late(self, request_id: str, token: int, now_ns: int) -> None:
+        if self._state is not None and request_id in self._state.lane_of:
+            late(self._state, request_id, token, now_ns)
+
+    def cancel(self, request_id: str, now_ns: int) -> None:
+        if self._admitted.pop(request_id, None) is not None and self._state is not None:
+            cancel(self._state, request_id, now_ns)
+
+    def complete(self, request_id: str, now_ns: int) -> None:
+        if self._admitted.pop(request_id, None) is not None and self._state is not None:
+            complete(self._state, request_id, now_ns)
+
+    def _in_service(self, found: Placement | Refusal | None) -> Placement | Refusal | None:
+        return self._placed(found) if isinstance(found, Placement) else found
+
+    def _placed(self, placement: Placement) -> Placement:
+        """With the lane as the service numbers it."""
+        lane = next(lane for lane in self.lanes if lane.workers == placement.lane.workers)
+        return replace(placement, lane=lane)
+
+    # ---- what is there -----------------------------------------------------------------------------------------
+    def set_alive(self, workers: Iterable[int], now_ns: int) -> None:
+        before, self.alive = self._live, frozenset(workers)
+        if self._live != before:
+            self._rebuild(now_ns)
+
+    def _ready(self, now_ns: int) -> State | None:
+        if self._costs_moved:
+            self._rebuild(now_ns)
+        elif self._state is not None and self._built_on != self.forecast.version:
+            self._built_on = self.forecast.version
+            reforecast(self._state, now_ns)
+        return self._state
+
+    def _rebuild(self, now_ns: int) -> None:
+        """The same promises on other ground; what has been let in stays in."""
+        lanes = [replace(lane, index=index) for index, lane in enumerate(self._live)]
+        self._built_on, self._costs_moved = self.forecast.version, False
+        self._state = State(self.forecast, self.costs, lanes, chunks=self.chunks) if lanes else None
+        if self._state is None:
+            return
+        for request in self._admitted.values():
+            admit(self._state, replace(request, deadline_ns=None), now_ns)
+
+    # ---- what happened -----------------------------------------------------------------------------------------
+    def ran(self, tokens: int, context: int, took_ns: int) -> None:
+        """One layer over a chunk."""
+        self._points.append((tokens, context, took_ns / 1e9))
+        if self.learns_costs and len(self._points) == POINTS and self._is_off():
+            self.costs = measured(self.costs, list(self._points))
+            self._points.clear()
+            self._costs_moved = True
+
+    def _is_off(self) -> bool:
+        took = sum(seconds for _, _, seconds in self._points)
+        told = sum(self.costs.layer(tokens, context) for tokens, context, _ in self._points) / 1e9
+        return abs(told / took - 1) > TRUST
+
+    def waited(self, worker: int, step: int, op: int, began_ns: int, ended_ns: int) -> None:
+        """One wait of a training worker; a period is learnt from when the next one begins."""
+        slot = self.slots[worker].get(op) if worker < len(self.slots) else None
+        if slot is None or step < self._step:
+            return
+        if step > self._step:
+            self._learn()
+            self._step = step
+        self._open[slot], self._closed[slot] = began_ns, ended_ns
+
+    def _learn(self) -> None:
+        start_ns = self._period_start()
+        if start_ns is not None:
+            self._starts.append((self._step, start_ns))
+            self.forecast.observe(start_ns, self._open.copy(), self._closed.copy())
+        self._open.fill(-1)
+        self._closed.fill(-1)
+
+    def _period_start(self) -> int | None:
+        """Where the period must have begun for the windows to have ended when they did."""
+        known = self._closed >= 0
+        if known.sum() * 2 < len(known):
+            return None  # half a report, as when workers were just (re)started
+        pattern = self.forecast.pattern
+        phase: Ints = np.repeat(pattern.phase_ns, np.diff(pattern.ptr))
+        return int(np.median((self._closed - pattern.end_ns - phase)[known]))

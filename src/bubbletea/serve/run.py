@@ -1,0 +1,54 @@
+"""The service as a running thing: on an event loop from start to drained end, with whoever provides the workers."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from atlas.errors import AtlasError
+from bubbletea.serve.assemble import Parts
+from bubbletea.serve.http import Server
+
+Workers = Callable[[str, str], AbstractContextManager[object]]
+"""From the address and the token file that workers need, to the workers themselves."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where the service listens."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    handoff_port: int = 0
+    anywhere: bool = False
+    """Allow the hand-off to listen beyond loopback, on `host`."""
+    drain_s: float = 30.0
+
+
+async def run(parts: Parts, where: Where, workers: Workers, on_start: Callable[[Server], None]) -> None:
+    """Until a signal, or `Server.drain`; then what was admitted is finished or handed back."""
+    server = Server(parts.api.app, parts.service, where.drain_s)
+    with _listening(where) as sock, tempfile.TemporaryDirectory(prefix="bubbletea-") as name, ExitStack() as stack:
+        server.port = sock.getsockname()[1]
+        handoff = (where.host if where.anywhere else "127.0.0.1", where.handoff_port)
+        try:
+            address = await parts.start(Path(name), handoff, anywhere=where.anywhere)
+            stack.enter_context(workers(address, str(Path(name) / "token")))
+            on_start(server)
+            await server.serve([sock])
+        finally:
+            await parts.close()
+
+
+def _listening(where: Where) -> socket.socket:
+    family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
+    try:
+        return socket.create_server((where.host, where.port), family=family, backlog=2048)
+    except OSError as error:
+        raise AtlasError(
+            f"{where.host}:{where.port} cannot be listened on ({error.strerror}): choose another --host or --port"
+        ) from None

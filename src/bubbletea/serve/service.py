@@ -1,0 +1,229 @@
+"""One request from text to text: length, admission, prefill in the bubbles, hand-off, decoding, stop strings.
+
+Yields `Delta`s; what they look like in HTTP is `api`'s business. Knows the dispatcher, a decode engine and the text of
+the model. What was admitted is finished even while the service drains; nothing new is then let in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from atlas.errors import AtlasError
+from bubbletea.admit.words import Class
+from bubbletea.handoff.decode import DecodeEngine, Sampling
+from bubbletea.handoff.door import Door
+from bubbletea.prefill.shard import Served
+from bubbletea.serve.dispatch import Dispatcher, HandedBack, Prefilled, Prompt, Refused
+from bubbletea.serve.errors import ApiError, of_hand_back, of_refusal
+from bubbletea.serve.metrics import Metrics
+from bubbletea.serve.tokens import Stream, Text
+
+DRAIN_RETRY_S = 5.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, read and checked."""
+
+    tenant: str
+    prompt: str | Sequence[int]
+    num_new: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stops: Sequence[str] = ()
+    ignores_end: bool = False
+    kind: Class = "online"
+    deadline_s: float | None = None
+    hands_off: bool = False
+    arrived_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Some more text. The last one has a `finish`."""
+
+    text: str
+    num_prompt: int
+    num_cached: int
+    num_new: int
+    """Tokens so far."""
+    finish: str | None = None
+    handed_off: dict[str, Any] | None = None
+    """`kv_transfer_params` for whoever decodes."""
+
+
+class Service:
+    def __init__(
+        self,
+        name: str,
+        served: Served,
+        text: Text,
+        dispatcher: Dispatcher,
+        decoder: DecodeEngine,
+        door: Door,
+        metrics: Metrics,
+        deadline_s: float,
+    ) -> None:
+        self.name, self.served, self.text, self.dispatcher = name, served, text, dispatcher
+        self.decoder, self.door, self.metrics, self.deadline_s = decoder, door, metrics, deadline_s
+        self.draining = False
+        self.num_active = 0
+
+    async def answer(self, asked: Asked) -> AsyncIterator[Delta]:
+        """Raises ApiError before the first Delta, or never."""
+        if self.draining:
+            raise ApiError(503, "the service drains and takes nothing new", code="draining", retry_s=DRAIN_RETRY_S)
+        self.num_active += 1
+        try:
+            async for delta in self._answer(asked):
+                yield delta
+        finally:
+            self.num_active -= 1
+
+    async def _answer(self, asked: Asked) -> AsyncIterator[Delta]:
+        tokens = await self._tokens(asked)
+        found = await self._prefill(asked, tokens)
+        self.metrics.prefilled(found, len(tokens))
+        kept = False
+        try:
+            if asked.hands_off:
+                kept = True
+                yield self._hand_off(asked, found, len(tokens))
+                return
+            async for delta in self._decode(asked, found, len(tokens)):
+                yield delta
+        finally:
+            if not kept:
+                self.dispatcher.store.release(found.parcel.ticket)
+
+    # ---- before ------------------------------------------------------------------------------------------------
+    async def _tokens(self, asked: Asked) -> list[int]:
+        """Refuses by length alone where that is enough; only then looks at the words."""
+        is_text = isinstance(asked.prompt, str)
+        at_least = self.text.at_least(asked.prompt) if isinstance(asked.prompt, str) else len(asked.prompt)
+        self._require_short(at_least, asked.num_new)
+        if asked.kind == "online":
+            deadline_ns = self._deadline_ns(asked)
+            try:
+                self.dispatcher.check(asked.tenant, max(1, at_least), asked.num_new, deadline_ns)
+            except Refused as refused:
+                raise of_refusal(refused, at_least) from None
+        if isinstance(asked.prompt, str):
+            tokens = await asyncio.to_thread(self.text.encode, asked.prompt) or [min(self.text.ends, default=0)]
+        else:
+            tokens = list(asked.prompt)
+        if max(tokens) >= self.served.config.vocabulary:
+            what = "the tokenizer's vocabulary is larger than the model's" if is_text else f"token {max(tokens)}"
+            raise ApiError(400, f"{what}: the model knows {self.served.config.vocabulary} tokens", param="prompt")
+        self._require_short(len(tokens), asked.num_new)
+        return tokens
+
+    def _require_short(self, num_tokens: int, num_new: int) -> None:
+        longest = self.served.config.max_length
+        if num_tokens + num_new > longest:
+            raise ApiError(
+                400,
+                f"this model's context is {longest} tokens; the prompt has at least {num_tokens} and {num_new} "
+                "are asked for. Shorten one of them",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    def _deadline_ns(self, asked: Asked) -> int:
+        return int((asked.arrived_s + (asked.deadline_s or self.deadline_s)) * 1e9)
+
+    async def _prefill(self, asked: Asked, tokens: list[int]) -> Prefilled:
+        deadline_ns = self._deadline_ns(asked) if asked.kind == "online" else None
+        try:
+            return await self.dispatcher.prefill(Prompt(tokens, asked.tenant, asked.num_new, deadline_ns, asked.kind))
+        except Refused as refused:
+            raise of_refusal(refused, len(tokens)) from None
+        except HandedBack as error:
+            raise of_hand_back(error) from None
+
+    # ---- after -------------------------------------------------------------------------------------------------
+    def _hand_off(self, asked: Asked, found: Prefilled, length: int) -> Delta:
+        """The first token, and where its keys and values wait for the decode engine."""
+        first = int(found.logits.argmax())
+        self.dispatcher.store.keep(found.parcel.ticket)
+        seconds = time.monotonic() - asked.arrived_s
+        self.metrics.first_token(seconds)
+        self.metrics.answered(seconds, seconds, 1, "length")
+        params = self.door.params(found.parcel)
+        return Delta(self.text.decode([first]), length, found.cached_tokens, 1, "length", params)
+
+    async def _decode(self, asked: Asked, found: Prefilled, length: int) -> AsyncIterator[Delta]:
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str | None]]()
+        ends = frozenset[int]() if asked.ignores_end else self.text.ends
+        sampling = Sampling(asked.num_new, asked.temperature, asked.top_p, asked.seed, ends)
+
+        def on_token(token: int, why: str | None) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, (token, why))
+
+        cancel = self.decoder.submit(found.parcel.cache(), length, found.logits, sampling, on_token)
+        try:
+            async for delta in self._written(asked, found, length, queue, ends):
+                yield delta
+        finally:
+            cancel()
+
+    async def _written(
+        self,
+        asked: Asked,
+        found: Prefilled,
+        length: int,
+        queue: asyncio.Queue[tuple[int, str | None]],
+        ends: frozenset[int],
+    ) -> AsyncIterator[Delta]:
+        stream, stops = Stream(self.text), StopStrings(asked.stops)
+        count, first_s, finish = 0, 0.0, None
+        while finish is None:
+            token, finish = await queue.get()
+            count += 1
+            if count == 1:
+                first_s = time.monotonic() - asked.arrived_s
+                self.metrics.first_token(first_s)
+            fresh = "" if token in ends else stream.push(token)
+            text, stopped = stops.push(fresh + (stream.flush() if finish else ""), last=finish is not None)
+            finish = "stop" if stopped else finish
+            if finish:
+                self.metrics.answered(first_s, time.monotonic() - asked.arrived_s, count, finish)
+            if text or finish or count == 1:
+                yield Delta(text, length, found.cached_tokens, count, finish)
+
+
+class StopStrings:
+    """Holds back what may be the beginning of a stop string, and ends before one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+
+    def push(self, text: str, *, last: bool) -> tuple[str, bool]:
+        """What may be shown, and whether a stop string came."""
+        self._held += text
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            shown, self._held = self._held[: min(found)], ""
+            return shown, True
+        keep = 0 if last else max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown, False
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How much of the end of `text` is the beginning of `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def chat_prompt(text: Text, messages: Sequence[dict[str, str]]) -> str:
+    try:
+        return text.chat(messages)
+    except AtlasError as error:
+        raise ApiError(400, str(error), param="messages", code="invalid_value") from None

@@ -1,0 +1,145 @@
+"""Text to tokens and back for the service: the tokenizer and the chat template of a model's folder, or plain bytes.
+
+Tokens to text one by one (`Stream`): a character that is not complete yet is held back. And the least number of tokens
+that a text can have, from its size alone. Knows no requests. Templates come with the model and run in a sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atlas.errors import AtlasError, MissingExtraError
+from atlas.runtime.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
+
+PLAIN_CHAT = (
+    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+"""For models without a template of their own."""
+INCOMPLETE = "\ufffd"
+MAX_HELD = 8
+"""Tokens that an incomplete character may take before it is shown as it is."""
+
+
+class Text:
+    """`tokenizer`, the end tokens, and how a chat becomes a prompt."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: frozenset[int], template: str, extra: Mapping[str, str]) -> None:
+        self.tokenizer, self.ends = tokenizer, ends
+        self._extra = dict(extra)
+        self._template = _compiled(template)
+        self._longest = _longest_token_bytes(tokenizer)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Text:
+        """Its `tokenizer.json`, and what the configs of tokenizer and generation say; bytes if there is none."""
+        if not (folder / "tokenizer.json").is_file():
+            return cls.of_bytes()
+        config, generation = _json(folder / "tokenizer_config.json"), _json(folder / "generation_config.json")
+        eos = _content(config.get("eos_token"))
+        tokenizer = FileTokenizer(folder / "tokenizer.json", eos)
+        ends = generation.get("eos_token_id", [])
+        known = frozenset([tokenizer.end, *(ends if isinstance(ends, list) else [ends])])
+        template = config.get("chat_template") or _text(folder / "chat_template.jinja") or PLAIN_CHAT
+        extra = {name: _content(config.get(name)) or "" for name in ("bos_token", "eos_token")}
+        return cls(tokenizer, known, template if isinstance(template, str) else PLAIN_CHAT, extra)
+
+    @classmethod
+    def of_bytes(cls) -> Text:
+        return cls(ByteTokenizer(), frozenset([0]), PLAIN_CHAT, {})
+
+    def encode(self, text: str) -> list[int]:
+        found: list[int] = self.tokenizer.encode(text).tolist()
+        return found
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(np.asarray(tokens))
+
+    def at_least(self, text: str) -> int:
+        """Tokens: no token covers more bytes than the longest of the vocabulary."""
+        return -(-len(text.encode(errors="replace")) // self._longest)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt of a conversation; a template that refuses it says why."""
+        from jinja2 import TemplateError
+
+        try:
+            found: str = self._template.render(messages=list(messages), add_generation_prompt=True, **self._extra)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise AtlasError(f"messages: the model's chat template does not take them ({error})") from None
+        return found
+
+
+class Stream:
+    """Tokens in, text out, as soon as it is certain."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+        self._tokens: list[int] = []
+        self._shown = 0
+        """Characters of the held tokens that were given out."""
+
+    def push(self, token: int) -> str:
+        self._tokens.append(token)
+        whole = self._text.decode(self._tokens)
+        if whole.endswith(INCOMPLETE) and len(self._tokens) < MAX_HELD + 1:
+            return ""
+        fresh = whole[self._shown :]
+        self._tokens, self._shown = self._tokens[-1:], len(self._text.decode(self._tokens[-1:]))
+        return fresh
+
+    def flush(self) -> str:
+        fresh = self._text.decode(self._tokens)[self._shown :] if self._tokens else ""
+        self._tokens, self._shown = [], 0
+        return fresh
+
+
+def _longest_token_bytes(tokenizer: Tokenizer) -> int:
+    """Of the vocabulary; a token that the tokenizer's normalization can make of more bytes does not exist."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return 1
+    words: dict[str, int] = tokenizer._hf.get_vocab(with_added_tokens=True)  # type: ignore[attr-defined]
+    return max(len(word.encode()) for word in words)
+
+
+def _compiled(template: str) -> Any:
+    try:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise MissingExtraError("jinja2", "serve", "a chat template") from error
+    from jinja2 import TemplateError
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = refuse
+    try:
+        return environment.from_string(template)
+    except TemplateError as error:
+        raise AtlasError(f"chat_template: {error}. Correct the model's tokenizer_config.json") from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    text = _text(path)
+    try:
+        found = json.loads(text) if text else {}
+    except ValueError as error:
+        raise AtlasError(f"{path}: not JSON ({error}). Fetch the file again") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _content(token: object) -> str | None:
+    """Special tokens are written as text, or as an object with their text inside."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

@@ -1,0 +1,78 @@
+"""A whole service in a thread, with worker processes that train nothing, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx2 as httpx
+from prefill_samples import LLAMA
+
+from bubbletea.prefill.host import Guest
+from bubbletea.prefill.shard import Served
+from bubbletea.serve.assemble import Parts, Settings, assemble
+from bubbletea.serve.auth import Keys
+from bubbletea.serve.ground import alone
+from bubbletea.serve.hosts import Hosts
+from bubbletea.serve.http import Server
+from bubbletea.serve.run import Where, run
+
+MIB = 1 << 20
+TINY = Settings(
+    "tiny", Served(LLAMA, seed=1), split=2, chunk=128, arena_bytes=16 * MIB, workspace_bytes=64 * MIB,
+    store_bytes=256 * MIB, prefix_bytes=32 * MIB, deadline_s=60.0,
+)  # fmt: skip
+
+
+@dataclass
+class Serving:
+    url: str
+    parts: Parts
+    server: Server
+    hosts: Hosts
+
+    def wait_for_lanes(self, count: int, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while httpx.get(f"{self.url}/health", timeout=10).json()["lanes"] < count:
+            assert time.monotonic() < deadline, f"not {count} lanes within {timeout_s} s"
+            time.sleep(0.1)
+
+
+@contextmanager
+def serving(
+    settings: Settings = TINY,
+    num_workers: int = 2,
+    *,
+    keys: Keys | None = None,
+    busy: float = 0.3,
+    drain_s: float = 20.0,
+) -> Iterator[Serving]:
+    ground = alone(num_workers, settings.arena_bytes, 0.05, busy)
+    parts = assemble(settings, ground, keys or Keys.nobody())
+    started, found = threading.Event(), list[Serving]()
+    made = list[Hosts]()
+
+    def workers(address: str, token_file: str) -> Hosts:
+        made.append(Hosts([Guest(address, token_file, w, "here", 0.05, busy) for w in range(num_workers)]))
+        return made[0]
+
+    def on_start(server: Server) -> None:
+        found.append(Serving(f"http://127.0.0.1:{server.port}", parts, server, made[0]))
+        started.set()
+
+    thread = threading.Thread(
+        target=lambda: asyncio.run(run(parts, Where(port=0, drain_s=drain_s), workers, on_start)), daemon=True
+    )
+    thread.start()
+    assert started.wait(60)
+    try:
+        found[0].wait_for_lanes(num_workers // (settings.split or 1))
+        yield found[0]
+    finally:
+        found[0].server.drain()
+        thread.join(drain_s + 10)
+        assert not thread.is_alive()
