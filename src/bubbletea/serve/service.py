@@ -93,7 +93,7 @@ class Service:
         try:
             if asked.hands_off:
                 kept = True
-                yield self._hand_off(asked, found, len(tokens))
+                yield self._hand_off(asked, found, tokens)
                 return
             async for delta in self._decode(asked, found, len(tokens)):
                 yield delta
@@ -107,7 +107,7 @@ class Service:
         is_text = isinstance(asked.prompt, str)
         at_least = self.text.at_least(asked.prompt) if isinstance(asked.prompt, str) else len(asked.prompt)
         self._require_short(at_least, asked.num_new)
-        if asked.kind == "online":
+        if asked.kind == "online" and is_text:
             deadline_ns = self._deadline_ns(asked)
             try:
                 self.dispatcher.check(asked.tenant, max(1, at_least), asked.num_new, deadline_ns)
@@ -147,15 +147,15 @@ class Service:
             raise of_hand_back(error) from None
 
     # ---- after -------------------------------------------------------------------------------------------------
-    def _hand_off(self, asked: Asked, found: Prefilled, length: int) -> Delta:
+    def _hand_off(self, asked: Asked, found: Prefilled, tokens: list[int]) -> Delta:
         """The first token, and where its keys and values wait for the decode engine."""
         first = int(found.logits.argmax())
         self.dispatcher.store.keep(found.parcel.ticket)
         seconds = time.monotonic() - asked.arrived_s
         self.metrics.first_token(seconds)
         self.metrics.answered(seconds, seconds, 1, "length")
-        params = self.door.params(found.parcel)
-        return Delta(self.text.decode([first]), length, found.cached_tokens, 1, "length", params)
+        params = self.door.params(found.parcel, tokens)
+        return Delta(self.text.decode([first]), len(tokens), found.cached_tokens, 1, "length", params)
 
     async def _decode(self, asked: Asked, found: Prefilled, length: int) -> AsyncIterator[Delta]:
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str | None]]()

@@ -1,0 +1,71 @@
+"""Keys and values into a vLLM worker's paged cache, through each layer's own cache update, which is what a forward pass
+calls: how a block looks inside is the attention backend's business (on a CPU it is packed, on a GPU it may be
+quantized), and a plain copy into it gives wrong tokens without an error.
+
+Knows vLLM's attention layers by their attributes only, so that it can be tested without vllm. Does not know requests.
+
+Shape letters: L tokens, K heads of keys and values (the whole model's), E head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which heads a tensor-parallel rank holds: a part of them or, with more ranks than heads, a copy of one."""
+
+    rank: int = 0
+    num_ranks: int = 1
+
+    def heads(self, num_heads: int) -> slice:
+        if num_heads >= self.num_ranks:
+            each = num_heads // self.num_ranks
+            return slice(self.rank * each, (self.rank + 1) * each)
+        only = self.rank * num_heads // self.num_ranks
+        return slice(only, only + 1)
+
+
+class PagedCache:
+    """`layers`: vLLM's attention layers by name, once their caches exist."""
+
+    def __init__(self, layers: Mapping[str, Any], block_tokens: int, share: Share) -> None:
+        self._layers = {layer_index(name): layer for name, layer in layers.items()}
+        self.block_tokens, self.share = block_tokens, share
+        for name, layer in layers.items():
+            if not hasattr(layer.impl, "do_kv_cache_update"):
+                raise ValueError(
+                    f"the attention backend of {name}, {type(layer.impl).__name__}, has no cache update of its own to"
+                    " write through: start vLLM with another --attention-backend"
+                )
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Those of this worker; under pipeline parallelism not all."""
+        return sorted(self._layers)
+
+    def slots(self, block_ids: Sequence[int]) -> Tensor:
+        """Where the tokens of these blocks lie, in order."""
+        blocks = torch.tensor(block_ids, dtype=torch.int64)
+        return (blocks[:, None] * self.block_tokens + torch.arange(self.block_tokens)).flatten()
+
+    @torch.inference_mode()
+    def write(self, index: int, kv_2KLE: Tensor, slots_L: Tensor) -> None:  # noqa: N803
+        layer = self._layers[index]
+        mine = kv_2KLE[:, self.share.heads(kv_2KLE.shape[1])]
+        k, v = mine.to(layer.kv_cache.device).transpose(1, 2).contiguous()
+        layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots_L.to(layer.kv_cache.device))
+
+
+def layer_index(name: str) -> int:
+    """`model.layers.7.self_attn.attn` -> 7"""
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    if len(numbers) != 1:
+        raise ValueError(f"the layer {name!r} is not one of a plain decoder: serve this model without the connector")
+    return numbers[0]

@@ -1,0 +1,140 @@
+"""A worker's loads: keys and values fetched by threads of our own while the engine steps on, then written into the
+cache on the engine's thread, between two steps and only for a few milliseconds of each.
+
+A load is all or nothing: one that fails names all its blocks, and vLLM computes them itself. Knows how to queue, to
+write and to count; not what a hand-off looks like on the wire (`fetch`), nor vLLM's classes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from atlas.errors import AtlasError
+from bubbletea.vllm.cache import PagedCache
+
+log = logging.getLogger("vllm.bubbletea")
+"""Below vLLM's own logger, so that its handlers and its level apply."""
+STEP_S = 0.010
+"""How long one step of the engine may be kept by our writing; one layer is written whatever it takes."""
+IDLE_S = 0.001
+"""How long we wait in a step in which the engine has nothing else to do: it would spin, against our own threads."""
+
+TicketT = TypeVar("TicketT")
+
+
+@dataclass(frozen=True)
+class Load(Generic[TicketT]):
+    """A run of whole blocks to be filled, as the scheduler's side asks for it."""
+
+    request_id: str
+    ticket: TicketT
+    """What `fetch` needs to know."""
+    first_token: int
+    block_ids: tuple[int, ...]
+    """Where the tokens from `first_token` on belong."""
+
+
+@dataclass
+class Outcome:
+    """Of one step."""
+
+    finished: set[str] = field(default_factory=set)
+    """Requests that no longer wait, loaded or not."""
+    bad_blocks: set[int] = field(default_factory=set)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("loads", "failures", "tokens", "bytes"), 0))
+
+
+@dataclass
+class _Arrival:
+    load: Load[Any]
+    kv: dict[int, Tensor]
+    """By layer, [2, K, L, E]; emptied as it is written."""
+    num_bytes: int = 0
+    error: str = ""
+
+
+class Loader(Generic[TicketT]):
+    """`fetch` runs on several threads and raises AtlasError or OSError where a load cannot be had as promised."""
+
+    def __init__(
+        self, cache: PagedCache, fetch: Callable[[Load[TicketT]], Mapping[int, Tensor]], num_threads: int = 4
+    ) -> None:
+        self.cache, self._fetch = cache, fetch
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="bubbletea")
+        self._arrived: deque[_Arrival] = deque()
+        self._wake = threading.Event()
+        self._num_under_way = 0
+
+    def begin(self, load: Load[TicketT]) -> None:
+        self._num_under_way += 1
+        self._threads.submit(self._run, load)
+
+    def step(self, is_idle: bool) -> Outcome:
+        """Writes what has come, as far as one step's time goes; what has ended, well or not."""
+        outcome = Outcome()
+        if is_idle and self._num_under_way and not self._arrived:
+            self._wake.wait(IDLE_S)
+        self._wake.clear()
+        until = time.monotonic() + STEP_S
+        while self._arrived:
+            arrival = self._arrived[0]
+            self._write_one(arrival)
+            if not arrival.kv or arrival.error:
+                self._arrived.popleft()
+                self._end(arrival, outcome)
+            if time.monotonic() >= until:
+                break
+        return outcome
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- on our threads ----------------------------------------------------------------------------------------
+    def _run(self, load: Load[TicketT]) -> None:
+        arrival = _Arrival(load, {})
+        try:
+            arrival.kv = dict(self._fetch(load))
+            arrival.num_bytes = sum(kv.numel() * kv.element_size() for kv in arrival.kv.values())
+        except (AtlasError, OSError) as error:
+            arrival.error = str(error) or type(error).__name__
+        except Exception as error:  # a bug of ours must not leave the request waiting for ever
+            log.exception("BubbleTea: a load has failed unexpectedly")
+            arrival.error = f"{type(error).__name__}: {error}"
+        self._arrived.append(arrival)
+        self._wake.set()
+
+    # ---- on the engine's ---------------------------------------------------------------------------------------
+    def _write_one(self, arrival: _Arrival) -> None:
+        if arrival.error or not arrival.kv:
+            return
+        layer, kv = arrival.kv.popitem()
+        try:
+            self.cache.write(layer, kv, self.cache.slots(arrival.load.block_ids))
+        except (RuntimeError, ValueError) as error:
+            arrival.error = f"layer {layer} could not be written: {error}"
+
+    def _end(self, arrival: _Arrival, outcome: Outcome) -> None:
+        load = arrival.load
+        self._num_under_way -= 1
+        outcome.finished.add(load.request_id)
+        if arrival.error:
+            outcome.counts["failures"] += 1
+            outcome.bad_blocks.update(load.block_ids)
+            log.warning(
+                "BubbleTea: the keys and values of request %s were not loaded and are recomputed: %s",
+                load.request_id,
+                arrival.error,
+            )
+            return
+        outcome.counts["loads"] += 1
+        outcome.counts["tokens"] += len(load.block_ids) * self.cache.block_tokens
+        outcome.counts["bytes"] += arrival.num_bytes

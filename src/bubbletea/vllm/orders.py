@@ -1,0 +1,142 @@
+"""The scheduler's side: which whole blocks of a request are loaded, and the word to BubbleTea when they have been.
+
+A request is offered once: what could not be loaded, and what was preempted later, vLLM computes itself. Knows the
+parameters that came with a request; not the cache, not vLLM's classes.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from atlas.errors import AtlasError, WorkerError
+from bubbletea.handoff.fetch import Fetcher, Ticket
+from bubbletea.handoff.seal import require_genuine, require_prompt
+from bubbletea.vllm.loader import Load
+
+log = logging.getLogger("vllm.bubbletea")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a hand-off must agree with to be taken."""
+
+    model: str
+    """`handoff.identity` of the model that vLLM runs."""
+    token: str
+    block_tokens: int
+    peers: frozenset[str] = frozenset()
+    """Hosts whose keys and values are accepted besides those of this machine."""
+
+    def ticket(self, params: Mapping[str, Any]) -> Ticket | None:
+        """The hand-off that the parameters speak of, if it is one of ours; raises where it must not be taken."""
+        ticket = Ticket.of(params)
+        if ticket is None:
+            return None
+        require_genuine(params, self.token)
+        if ticket.host not in self.peers and not _is_loopback(ticket.host):
+            raise WorkerError(f"a hand-off from {ticket.host}, which is not among the connector's peers: name it there")
+        if ticket.model != self.model:
+            raise WorkerError(f"a hand-off of model {ticket.model}, here runs {self.model}: serve the same on both")
+        return ticket
+
+
+class Orders:
+    """Called by vLLM's scheduler, on its thread. Requests are told apart by their ids."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms = terms
+        self._verdicts: dict[str, Ticket | None] = {}
+        """Of every request that came with parameters of ours, until it ends; None: nothing (more) to load."""
+        self._new: list[Load[Ticket]] = []
+        self._under_way: dict[str, Load[Ticket]] = {}
+        self._releases = ThreadPoolExecutor(1, thread_name_prefix="bubbletea-release")
+
+    def num_loadable(
+        self, request_id: str, params: Mapping[str, Any] | None, prompt: Sequence[int] | None, num_computed: int
+    ) -> int:
+        """Tokens beyond `num_computed` that can be loaded, in whole blocks. `prompt` None: it is not only tokens."""
+        if params is None:
+            return 0
+        if request_id not in self._verdicts:
+            self._verdicts[request_id] = self._judge(request_id, params, prompt)
+        ticket = self._verdicts[request_id]
+        if ticket is None or prompt is None:
+            return 0
+        return max(0, self._end(ticket, prompt) - num_computed)
+
+    def place(self, request_id: str, prompt: Sequence[int] | None, num_tokens: int, block_ids: Sequence[int]) -> None:
+        """The request has been given its blocks, the first `block_ids` of them in order, to load `num_tokens` into."""
+        ticket = self._verdicts.get(request_id)
+        if ticket is None or prompt is None:
+            return
+        self._verdicts[request_id] = None
+        if not num_tokens:
+            self._release(ticket)  # everything was in vLLM's own prefix cache
+            return
+        end = self._end(ticket, prompt)
+        first, size = end - num_tokens, self.terms.block_tokens
+        load = Load(request_id, ticket, first, tuple(block_ids[first // size : end // size]))
+        self._under_way[request_id] = load
+        self._new.append(load)
+
+    def take(self) -> list[Load[Ticket]]:
+        """What is to be loaded from this step on."""
+        taken, self._new = self._new, []
+        return taken
+
+    def ended(self, request_ids: Collection[str]) -> None:
+        """All workers are done with these loads."""
+        for load in [self._under_way.pop(i) for i in request_ids if i in self._under_way]:
+            self._release(load.ticket)
+
+    def finished(self, request_id: str, params: Mapping[str, Any] | None) -> None:
+        """The request is over; if it never came to be scheduled, nobody will fetch its hand-off."""
+        if params is None:
+            return
+        try:
+            ticket = self._verdicts.pop(request_id) if request_id in self._verdicts else self.terms.ticket(params)
+        except AtlasError:
+            return
+        if ticket is not None:
+            self._release(ticket)
+
+    def close(self) -> None:
+        self._releases.shutdown(wait=False, cancel_futures=True)
+
+    def _judge(self, request_id: str, params: Mapping[str, Any], prompt: Sequence[int] | None) -> Ticket | None:
+        try:
+            ticket = self.terms.ticket(params)
+            if ticket is not None and prompt is not None:
+                require_prompt(params, prompt)
+            return ticket
+        except AtlasError as error:
+            log.warning("BubbleTea: request %s is computed here from its first token: %s", request_id, error)
+            return None
+
+    def _end(self, ticket: Ticket, prompt: Sequence[int]) -> int:
+        """Where this is the whole prompt, vLLM computes the last token again by itself."""
+        size = self.terms.block_tokens
+        return min(ticket.num_tokens, len(prompt)) // size * size
+
+    def _release(self, ticket: Ticket) -> None:
+        self._releases.submit(_say_released, ticket, self.terms.token)
+
+
+def _say_released(ticket: Ticket, token: str) -> None:
+    try:
+        with Fetcher(ticket.host, ticket.port, token, "vllm scheduler") as fetcher:
+            fetcher.release(ticket)
+    except (AtlasError, OSError) as error:
+        log.debug("BubbleTea: hand-off %s could not be released and will expire: %s", ticket.id, error)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,256 @@
+"""Both ends of a hand-off on this machine: BubbleTea's (our prefill, the store and the door) in a thread of this
+process, and a stock vLLM server in one of its own, from the Python that BUBBLETEA_VLLM_PYTHON names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from atlas.runtime.models import generate, weights
+from atlas.runtime.models.block import KvSlab
+from atlas.runtime.models.config import DecoderConfig
+from atlas.runtime.models.decoder import Cut, Decoder, build
+from atlas.runtime.models.export import export_stage, finish_export
+from bubbletea.frames import Frame, write
+from bubbletea.handoff.blocks import KV, Block, pack_block
+from bubbletea.handoff.door import Door
+from bubbletea.handoff.seal import seal
+from bubbletea.handoff.store import Parcel, Store
+from bubbletea.prefill.shard import Served
+
+PYTHON_VARIABLE = "BUBBLETEA_VLLM_PYTHON"
+SRC = Path(__file__).parents[3] / "src"
+TOKEN = "a token for tests"
+START_S = 300.0
+BLOCK = 128
+"""Tokens of a block on the CPU."""
+TINY = DecoderConfig(
+    family="llama",
+    num_layers=4,
+    width=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_width=32,
+    ffn_width=256,
+    vocabulary=512,
+    max_length=2048,
+    init_std=0.2,  # small weights would say the same token whatever they are asked
+)
+Fault = Literal["", "truncated", "digest", "silent", "shape"]
+
+
+def make_model(folder: Path, seed: int = 3, dtype: torch.dtype = torch.float32) -> Path:
+    export_stage(folder, build(TINY, Cut.whole(TINY), seed=seed, dtype=dtype), 0, 1)
+    finish_export(folder, TINY, 1, dtype)
+    return folder
+
+
+def make_prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(TINY.vocabulary) for _ in range(length)] for length in lengths]
+
+
+# ---- BubbleTea's end ---------------------------------------------------------------------------------------------
+class FaultyDoor(Door):
+    """A door that can be told to go wrong, in one of the ways that networks and other people's releases do."""
+
+    fault: Fault = ""
+
+    async def _answer(self, frame: Frame, writer: asyncio.StreamWriter) -> None:
+        if not self.fault:
+            await super()._answer(frame, writer)
+            return
+        parcel = self.store.find(str(frame.fields.get("ticket", "")))
+        if parcel is None:
+            return
+        if self.fault == "silent":
+            await asyncio.sleep(3600)
+        for block in self._blocks(parcel, frame.fields)[:2]:
+            kv = block.kv[:, :1] if self.fault == "shape" else block.kv
+            fields, payload = pack_block(Block(block.ticket, block.model, block.layer, block.start, block.stop, kv))
+            if self.fault == "digest":
+                fields["digest"] = "0" * 32
+            write(writer, KV, fields, payload)
+        await writer.drain()
+        writer.close()  # "truncated": two layers of four
+
+
+class Prefiller:
+    """Prefills a prompt in chunks and keeps its keys and values for whoever fetches them."""
+
+    def __init__(self, folder: Path, dtype: str = "float32") -> None:
+        served = Served.of_folder(folder, dtype)
+        self.decoder: Decoder = weights.load(served.config, Cut.whole(served.config), folder, dtype=served.torch_dtype)
+        self.store = Store(served, 1 << 30)
+        self.door = FaultyDoor(self.store, TOKEN, lambda ticket, num_blocks: self.fetched.append(ticket))
+        self.fetched: list[str] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def __enter__(self) -> Prefiller:
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self.door.start("127.0.0.1", 0), self._loop).result(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    async def _close(self) -> None:
+        await self.door.close()
+        if late := asyncio.all_tasks() - {asyncio.current_task()}:  # callers of this very moment, already accepted
+            await asyncio.wait(late, timeout=5)
+
+    def prefill(self, prompt: list[int], ticket: str, chunk: int = 96) -> dict[str, Any]:
+        """What the prefill role answers in `kv_transfer_params`."""
+        parcel = self.store.reserve(ticket, len(prompt), len(prompt))
+        assert parcel is not None
+        cache = generate.make_slabs(self.decoder, 1, len(prompt))
+        generate.prefill(self.decoder, torch.tensor([prompt]), cache, chunk)
+        for layer, slab in cache.items():
+            assert isinstance(slab, KvSlab)
+            kv = torch.cat([slab.k_BKTE, slab.v_BKTE])
+            parcel.put(Block(ticket, parcel.model, layer, 0, len(prompt), kv))
+        return self.door.params(parcel, prompt)
+
+    def spoil(self, ticket: str) -> None:
+        """Other numbers, honestly sealed: what an engine must notice by its tokens if it reads them at all."""
+        for slab in self._parcel(ticket).slabs:
+            slab += torch.randn(slab.shape, generator=torch.Generator().manual_seed(9)).to(slab.dtype)
+
+    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+        return [int(t) for t in generate.greedy(self.decoder, torch.tensor([prompt]), num_tokens)[0, len(prompt) :]]
+
+    def _parcel(self, ticket: str) -> Parcel:
+        parcel = self.store.find(ticket)
+        assert parcel is not None
+        return parcel
+
+
+def led_to(params: dict[str, Any], port: int, prompt: list[int]) -> dict[str, Any]:
+    """Genuine parameters that lead to another port."""
+    return seal(params | {"remote_port": port}, TOKEN, prompt)
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ---- vLLM's end --------------------------------------------------------------------------------------------------
+class VllmServer:
+    """`log` is what it has printed so far."""
+
+    def __init__(self, port: int, log_path: Path) -> None:
+        self.port, self._log_path = port, log_path
+
+    @property
+    def log(self) -> str:
+        return self._log_path.read_text(errors="replace")
+
+    def complete(
+        self, prompt: list[int], num_tokens: int, salt: str, params: dict[str, Any] | None = None
+    ) -> list[int]:
+        """Greedy tokens. `salt` keeps vLLM's own prefix cache from answering one request with another's blocks."""
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "cache_salt": salt,
+        }
+        if params is not None:
+            body["kv_transfer_params"] = params
+        answer = json.loads(self._ask("/v1/completions", json.dumps(body).encode()))
+        tokens: list[int] = answer["choices"][0]["token_ids"]
+        return tokens
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample, summed over its labels."""
+        found: dict[str, float] = {}
+        for line in self._ask("/metrics").decode().splitlines():
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                name = name.partition("{")[0]
+                found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+    def is_up(self) -> bool:
+        try:
+            self._ask("/health", timeout_s=5.0)
+        except OSError:
+            return False
+        return True
+
+    def _ask(self, path: str, body: bytes | None = None, timeout_s: float = 120.0) -> bytes:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            answer: bytes = response.read()
+        return answer
+
+
+def transfer_config(token_file: Path, **extra: Any) -> str:
+    """What an operator passes as --kv-transfer-config."""
+    return json.dumps(
+        {
+            "kv_connector": "BubbleTeaConnector",
+            "kv_connector_module_path": "bubbletea.vllm.connector",
+            "kv_role": "kv_consumer",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"token_file": str(token_file), **extra},
+        }
+    )
+
+
+@contextlib.contextmanager
+def vllm_server(
+    python: str, folder: Path, log_path: Path, *options: str, dtype: str = "float32"
+) -> Iterator[VllmServer]:
+    """A stock server with the model of `folder`, once it answers; gone with everything it started afterwards."""
+    server = VllmServer(closed_port(), log_path)
+    words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", "tiny"]
+    words += ["--skip-tokenizer-init", "--enforce-eager", "--dtype", dtype, "--max-model-len", str(TINY.max_length)]
+    words += ["--host", "127.0.0.1", "--port", str(server.port), *options]
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        until = time.monotonic() + START_S
+        while not server.is_up():
+            if process.poll() is not None or time.monotonic() > until:
+                raise AssertionError(f"vLLM did not come up:\n{server.log[-4000:]}")
+            time.sleep(1.0)
+        yield server
+    finally:
+        _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its engine and its workers, where they outlived it
+    process.wait(10)
