@@ -22,6 +22,7 @@ from bubbletea.serve.http import Server
 from bubbletea.serve.run import Where, run
 
 MIB = 1 << 20
+PERIOD_S = 0.2
 TINY = Settings(
     "tiny", Served(LLAMA, seed=1), split=2, chunk=128, arena_bytes=16 * MIB, workspace_bytes=64 * MIB,
     store_bytes=256 * MIB, prefix_bytes=32 * MIB, deadline_s=60.0,
@@ -51,13 +52,13 @@ def serving(
     busy: float = 0.3,
     drain_s: float = 20.0,
 ) -> Iterator[Serving]:
-    ground = alone(num_workers, settings.arena_bytes, 0.05, busy)
+    ground = alone(num_workers, settings.arena_bytes, PERIOD_S, busy)
     parts = assemble(settings, ground, keys or Keys.nobody())
     started, found = threading.Event(), list[Serving]()
     made = list[Hosts]()
 
     def workers(address: str, token_file: str) -> Hosts:
-        made.append(Hosts([Guest(address, token_file, w, "here", 0.05, busy) for w in range(num_workers)]))
+        made.append(Hosts([Guest(address, token_file, w, "here", PERIOD_S, busy) for w in range(num_workers)]))
         return made[0]
 
     def on_start(server: Server) -> None:

@@ -104,7 +104,16 @@ def assemble(settings: Settings, ground: Ground, keys: Keys, token: str = "") ->
     _require_uniform(lanes)
     slice_ns = costs.layer(settings.chunk, served.config.max_length // 2)
     forecast = Forecast(pattern, budget=settings.budget, slice_ns=slice_ns)
-    planner = Planner(forecast, costs, lanes, ground.slots, _chunks(settings.chunk), learns_costs=ground.pace is None)
+    planner = Planner(
+        forecast,
+        costs,
+        lanes,
+        ground.slots,
+        _chunks(settings.chunk),
+        learns_costs=ground.pace is None,
+        weights=keys.weights,
+    )
+    planner.warm_up()
     orders = _orders(settings, ground, lanes, forecast.risk)
     crew = Crew(token, orders.get, served.id)
     store, metrics = Store(served, settings.store_bytes), Metrics(settings.name)

@@ -28,6 +28,8 @@ from bubbletea.serve.prefixes import Prefixes
 
 TICK_S = 0.02
 NEVER_DUE = 2**62
+LATE_NS = 50_000_000
+"""A prefill this far behind its plan is placed anew."""
 MAX_ATTEMPTS = 4
 SECOND = 1_000_000_000
 
@@ -286,6 +288,17 @@ class Dispatcher:
             self.metrics.waited(member.name, ended_ns - began_ns, filled_ns)
 
     # ---- time --------------------------------------------------------------------------------------------------
+    def _follow(self, placements: Sequence[Placement]) -> None:
+        """New places: offline requests begin, the others only know when they are now expected."""
+        for placement in placements:
+            run = self._by_request.get(placement.request.id)
+            if run is None:
+                continue
+            if run.placement is None:
+                self._place(run, placement)
+            else:
+                run.placement = placement
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
@@ -295,16 +308,13 @@ class Dispatcher:
                 self.metrics.trouble(str(error))
 
     def _pass_time(self, now_ns: int) -> None:
-        for placement in self.planner.advance(now_ns):
-            run = self._by_request.get(placement.request.id)
-            if run is not None and run.placement is None:
-                self._place(run, placement)
+        self._follow(self.planner.advance(now_ns))
         for run in list(self._runs.values()):
             if now_ns - run.heard_ns > self.patience_s * SECOND and run.request.kind == "online":
                 self._hand_back(run, f"no progress in {self.patience_s:g} s")
             elif run.placement is None and run.request.kind == "online":
                 self._try_place(run)
-            elif run.placement is not None and run.placement.computed_ns < now_ns:
-                self.planner.late(run.request.id, run.parcel.num_complete, now_ns)
+            elif run.placement is not None and run.placement.delivered_ns + LATE_NS < now_ns:
+                self._follow(self.planner.late(run.request.id, run.parcel.num_complete, now_ns))
         self.store.drop_expired()
         self.metrics.gauges(self)

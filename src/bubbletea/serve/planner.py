@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from atlas.ir.program import Ints
-from bubbletea.admit.decide import admit, advance, cancel, complete, late, reforecast
+from bubbletea.admit.decide import admit, advance, cancel, complete, late, quote, reforecast, refused_by_length
 from bubbletea.admit.state import State
 from bubbletea.admit.words import Lane, Placement, Refusal, Request
 from bubbletea.bubbles import Forecast
@@ -25,6 +25,9 @@ POINTS = 256
 """Measured pieces that costs are fitted to."""
 PERIODS = 16
 """Over which training's slow-down is taken."""
+CATCH_UP_NS = 100_000_000
+"""How often those behind are moved up, at most."""
+SECOND = 1_000_000_000
 TRUST = 0.15
 """Costs that are off by more than this are fitted anew."""
 
@@ -41,9 +44,11 @@ class Planner:
         chunks: Sequence[int],
         *,
         learns_costs: bool = True,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
+        """`weights`: of the tenants' shares."""
         self.forecast, self.costs, self.lanes, self.slots = forecast, costs, tuple(lanes), slots
-        self.chunks, self.learns_costs = tuple(chunks), learns_costs
+        self.chunks, self.learns_costs, self.weights = tuple(chunks), learns_costs, weights
         self.alive: frozenset[int] = frozenset()
         self._admitted: dict[str, Request] = {}
         self._points: deque[tuple[int, int, float]] = deque(maxlen=POINTS)
@@ -52,6 +57,7 @@ class Planner:
         self._step = -1
         self._starts: deque[tuple[int, int]] = deque(maxlen=PERIODS)
         """(step, when it began)"""
+        self._gone_early, self._caught_up_ns = False, 0
         self._state: State | None = None
         self._built_on, self._costs_moved = forecast.version, False
 
@@ -80,38 +86,74 @@ class Planner:
         state = self._ready(now_ns)
         if state is None:
             return Refusal(request, "no-lane")
+        if request.kind == "offline":
+            refusal = self.quote(request, now_ns)
+            if refusal is not None and refusal.reason != "deadline":
+                return refusal
         found = admit(state, request, now_ns)
+        if isinstance(found, Refusal) and found.reason == "too-long":
+            return refused_by_length(state, request) or self._no_window(request, now_ns)
         if not isinstance(found, Refusal):
             self._admitted[request.id] = request
-        return self._in_service(found)
+        return self._placed(found) if isinstance(found, Placement) else found
 
     def quote(self, request: Request, now_ns: int) -> Refusal | None:
-        """What `admit` would refuse, without letting anything in."""
-        found = self.admit(request, now_ns)
-        if isinstance(found, Refusal):
-            return found
-        self.cancel(request.id, now_ns)
+        """What `admit` would refuse by length or deadline; nothing is promised."""
+        state = self._ready(now_ns)
+        if state is None:
+            return Refusal(request, "no-lane")
+        refusal = refused_by_length(state, request)
+        if refusal is not None:
+            return refusal
+        trial = quote(state, request, now_ns)
+        if trial is None:
+            return self._no_window(request, now_ns)
+        delivered_ns, deadline_ns = trial.own.delivered_ns, request.deadline_ns
+        if deadline_ns is not None and delivered_ns > deadline_ns:
+            return Refusal(request, "deadline", delivered_ns, now_ns + delivered_ns - deadline_ns)
         return None
 
-    def advance(self, now_ns: int) -> list[Placement]:
-        """Forgets what is past; offline requests that now have a place."""
-        state = self._ready(now_ns)
-        return [] if state is None else [self._placed(p) for p in advance(state, now_ns)]
+    def _no_window(self, request: Request, now_ns: int) -> Refusal:
+        """As windows and costs are believed today, none takes a layer; both are learnt anew all the time."""
+        at_ns = now_ns + max(SECOND, self.forecast.period_ns)
+        return Refusal(request, "deadline", at_ns, at_ns)
 
-    def late(self, request_id: str, token: int, now_ns: int) -> None:
-        if self._state is not None and request_id in self._state.lane_of:
-            late(self._state, request_id, token, now_ns)
+    def advance(self, now_ns: int) -> list[Placement]:
+        """Lets others move up where something was done early; offline requests that now have a place."""
+        state = self._ready(now_ns)
+        if state is None:
+            return []
+        moved = self._catch_up(state, now_ns)
+        return [self._placed(p) for p in (*moved, *advance(state, now_ns))]
+
+    def late(self, request_id: str, token: int, now_ns: int) -> list[Placement]:
+        """It should have been done by now; where it and those behind it stand instead."""
+        if self._state is None or request_id not in self._state.lane_of:
+            return []
+        return [self._placed(p) for p in late(self._state, request_id, token, now_ns)]
+
+    def _catch_up(self, state: State, now_ns: int) -> Sequence[Placement]:
+        if not self._gone_early or now_ns < self._caught_up_ns + CATCH_UP_NS:
+            return ()
+        self._gone_early, self._caught_up_ns = False, now_ns
+        for lane, queue in enumerate(state.queues):
+            if not queue:
+                state.put(lane, [], np.zeros_like(state.tracks[lane]))  # nothing is promised there: it is free now
+        return reforecast(state, now_ns)
 
     def cancel(self, request_id: str, now_ns: int) -> None:
+        """Given up: what is left of it on the workers was withdrawn too, so its place is free at once."""
         if self._admitted.pop(request_id, None) is not None and self._state is not None:
             cancel(self._state, request_id, now_ns)
+            if request_id in self._state.lane_of:
+                complete(self._state, request_id, now_ns)
+            self._gone_early = True
 
     def complete(self, request_id: str, now_ns: int) -> None:
-        if self._admitted.pop(request_id, None) is not None and self._state is not None:
-            complete(self._state, request_id, now_ns)
-
-    def _in_service(self, found: Placement | Refusal | None) -> Placement | Refusal | None:
-        return self._placed(found) if isinstance(found, Placement) else found
+        state = self._state
+        if self._admitted.pop(request_id, None) is not None and state is not None and request_id in state.lane_of:
+            complete(state, request_id, now_ns)
+            self._gone_early = True
 
     def _placed(self, placement: Placement) -> Placement:
         """With the lane as the service numbers it."""
@@ -123,6 +165,14 @@ class Planner:
         before, self.alive = self._live, frozenset(workers)
         if self._live != before:
             self._rebuild(now_ns)
+
+    def warm_up(self) -> None:
+        """Compiles what admission runs, before anybody waits for it."""
+        self.set_alive((w for lane in self.lanes for w in lane.workers), 0)
+        self.admit(Request("warm-up", "", 1, 0), 0)
+        self.complete("warm-up", 0)
+        self.advance(0)
+        self.set_alive((), 0)
 
     def _ready(self, now_ns: int) -> State | None:
         if self._costs_moved:
@@ -136,9 +186,12 @@ class Planner:
         """The same promises on other ground; what has been let in stays in."""
         lanes = [replace(lane, index=index) for index, lane in enumerate(self._live)]
         self._built_on, self._costs_moved = self.forecast.version, False
-        self._state = State(self.forecast, self.costs, lanes, chunks=self.chunks) if lanes else None
-        if self._state is None:
+        before, self._state = self._state, None
+        if not lanes:
             return
+        self._state = State(self.forecast, self.costs, lanes, chunks=self.chunks, weights=self.weights)
+        if before is not None and before.lanes == self._state.lanes:
+            self._state.cache, self._state.shares = before.cache, before.shares
         for request in self._admitted.values():
             admit(self._state, replace(request, deadline_ns=None), now_ns)
 

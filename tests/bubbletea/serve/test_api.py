@@ -1,0 +1,234 @@
+"""The service as its clients see it: OpenAI's API, its errors, streams, keys, hand-off."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+from prefill_samples import greedy_alone, whole
+from serving import TINY, Serving, serving
+
+from bubbletea.handoff.fetch import Fetcher, Ticket
+from bubbletea.serve import http as http_module
+from bubbletea.serve.auth import Keys
+
+KEYS = {"red": "red-key", "blue": "blue-key"}
+ASK = {"model": "tiny", "prompt": "Tell me", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Serving]:
+    digests = {name: hashlib.sha256(key.encode()).digest() for name, key in KEYS.items()}
+    with serving(keys=Keys(digests, dict.fromkeys(KEYS, 1.0))) as found:
+        yield found
+
+
+def post(
+    service: Serving, body: Any, path: str = "/v1/completions", key: str = "red-key", **more: Any
+) -> httpx.Response:
+    options = {"json": body} if not isinstance(body, bytes) else {"content": body}
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **more}
+    return httpx.post(service.url + path, headers=headers, timeout=60, **options)
+
+
+def client(service: Serving, key: str = "red-key") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{service.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def is_openai_error(response: httpx.Response) -> bool:
+    error = response.json()["error"]
+    return isinstance(error["message"], str) and isinstance(error["type"], str) and {"param", "code"} <= error.keys()
+
+
+# ---- answers -----------------------------------------------------------------------------------------------------
+def test_greedy_answers_are_those_of_the_model_in_one_piece(service: Serving) -> None:
+    decoder = whole(TINY.served)
+    for length in (1, 7, 300, 700):
+        prompt = [(7 * i + length) % 256 for i in range(length)]
+        expected = service.parts.service.text.decode(greedy_alone(decoder, prompt, 6))
+        answer = post(service, ASK | {"prompt": prompt, "max_tokens": 6}).json()
+        assert answer["choices"][0]["text"] == expected
+        assert answer["usage"]["prompt_tokens"] == length
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_openai_client_gets_the_same_streamed_and_whole(service: Serving) -> None:
+    talk: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Grüße"}],
+        "max_tokens": 12,
+        "temperature": 0,
+    }
+    chat = client(service).chat.completions
+    answer = chat.create(**talk).choices[0].message.content
+    chunks = list(chat.create(**talk, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == answer
+    assert chunks[-1].usage is not None
+    assert chunks[-2].choices[0].finish_reason in ("length", "stop")
+
+
+def test_a_seed_repeats_and_a_temperature_varies(service: Serving) -> None:
+    ask = ASK | {"temperature": 1.0, "max_tokens": 24}
+    said = [post(service, ask | {"seed": seed}).json()["choices"][0]["text"] for seed in (1, 1, 2)]
+    assert said[0] == said[1] != said[2]
+
+
+def test_a_stop_string_ends_the_answer_before_it(service: Serving) -> None:
+    whole_text = post(service, ASK | {"max_tokens": 12}).json()["choices"][0]["text"]
+    stop = whole_text[4:6]
+    answer = post(service, ASK | {"max_tokens": 12, "stop": stop}).json()["choices"][0]
+    assert answer["finish_reason"] == "stop"
+    assert answer["text"] == whole_text[: whole_text.index(stop)]
+
+
+def test_a_prefix_is_found_again_by_its_tenant_only(service: Serving) -> None:
+    ask = ASK | {"prompt": [9] * 1200}
+    found = [
+        post(service, ask, key=key).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for key in ("red-key", "red-key", "blue-key")
+    ]
+    assert found == [0, 1024, 0]
+
+
+def test_models_health_and_metrics(service: Serving) -> None:
+    assert client(service).models.list().data[0].id == "tiny"
+    assert httpx.get(f"{service.url}/health").json()["status"] == "ok"
+    text = httpx.get(f"{service.url}/metrics").text
+    for name in (
+        "vllm:time_to_first_token_seconds_bucket",
+        "vllm:request_prefill_time_seconds_sum",
+        "vllm:num_requests_waiting",
+        "vllm:prefix_cache_hits_total",
+        "bubbletea:fill_ratio",
+        "bubbletea:training_slowdown_ratio",
+        "bubbletea:bubbles_total",
+    ):
+        assert name in text
+
+
+# ---- hand-off ----------------------------------------------------------------------------------------------------
+def test_in_the_prefill_role_the_answer_says_where_keys_and_values_are(service: Serving) -> None:
+    ask = ASK | {"prompt": list(range(200)), "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    answer = post(service, ask).json()
+    assert answer["usage"]["completion_tokens"] == 1
+    ticket = Ticket.of(answer["kv_transfer_params"])
+    assert ticket is not None
+    with Fetcher(ticket.host, ticket.port, service.parts.token) as fetcher:
+        blocks = list(fetcher.fetch(ticket))
+        fetcher.release(ticket)
+    assert {(b.layer, b.start, b.stop) for b in blocks} == {(i, 0, 200) for i in range(4)}
+    refused = post(service, ask | {"max_tokens": 2})
+    assert refused.status_code == 400
+    assert "max_tokens 1" in refused.json()["error"]["message"]
+
+
+# ---- bad input ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (ASK | {"model": "other"}, 404),
+        (ASK | {"prompt": "x" * 9000}, 400),
+        (ASK | {"prompt": [1] * 9000}, 400),
+        (ASK | {"prompt": [999]}, 400),
+        (ASK | {"prompt": []}, 400),
+        (ASK | {"prompt": 5}, 400),
+        (ASK | {"prompt": ["a", 1]}, 400),
+        (ASK | {"max_tokens": "4"}, 400),
+        (ASK | {"max_tokens": 0}, 400),
+        (ASK | {"max_tokens": 8192}, 400),
+        (ASK | {"temperature": -1}, 400),
+        (ASK | {"n": 2}, 400),
+        (ASK | {"logprobs": 3}, 400),
+        (ASK | {"stop": ["a"] * 5}, 400),
+        (ASK | {"stream": "yes"}, 400),
+        ({}, 400),
+        ([], 400),
+        (b"", 400),
+        (b"{", 400),
+        (b'{"model": "tiny", "prompt": "\xff\xfe"}', 400),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', 400),
+        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', 400),
+        (b"[" * 100_000, 400),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_is_wrong_is_told_in_openais_shape(service: Serving, body: Any, status: int) -> None:
+    response = post(service, body)
+    assert response.status_code == status, response.text
+    assert is_openai_error(response)
+
+
+def test_a_body_that_is_too_large_is_not_read(service: Serving) -> None:
+    response = post(service, json.dumps(ASK | {"prompt": "x" * (10 << 20)}).encode())
+    assert response.status_code == 413
+    assert is_openai_error(response)
+
+
+def test_other_content_paths_and_methods(service: Serving) -> None:
+    assert post(service, b"prompt=1", **{"Content-Type": "text/plain"}).status_code == 415
+    for response in (httpx.get(f"{service.url}/v1/completions"), httpx.get(f"{service.url}/nowhere")):
+        assert response.status_code in (404, 405)
+        assert is_openai_error(response)
+
+
+@pytest.mark.parametrize("header", [None, "Bearer", "Bearer nope", "Basic red-key", "red-key", "Bearer red-key2"])
+def test_without_the_right_key_there_is_nothing(service: Serving, header: str | None) -> None:
+    headers = {} if header is None else {"Authorization": header}
+    response = httpx.post(f"{service.url}/v1/completions", json=ASK, headers=headers)
+    assert response.status_code == 401
+    assert is_openai_error(response)
+    assert httpx.get(f"{service.url}/v1/models", headers=headers).status_code == 401
+
+
+def test_a_slow_loris_is_dropped(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "HEADERS_S", 0.3)
+    with socket.create_connection(("127.0.0.1", service.server.port), timeout=10) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Slow: ")
+        began = time.monotonic()
+        assert sock.recv(100) == b""
+        assert time.monotonic() - began < 5
+
+
+def test_a_body_that_drips_is_answered_408(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bubbletea.serve.api.BODY_S", 0.3)
+    with socket.create_connection(("127.0.0.1", service.server.port), timeout=10) as sock:
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer red-key\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        )
+        assert b" 408 " in sock.recv(1000)
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------------
+def test_a_refusal_says_when_it_would_fit(service: Serving) -> None:
+    refused = post(service, ASK | {"prompt": "x" * 8000, "deadline_s": 0.0001})
+    assert refused.status_code == 429
+    assert is_openai_error(refused)
+    retry_s = int(refused.headers["retry-after-ms"]) / 1e3
+    assert 0 < retry_s < 30
+    assert int(refused.headers["Retry-After"]) >= retry_s
+    answer = post(service, ASK | {"prompt": "x" * 8000, "deadline_s": retry_s + 0.5})
+    assert answer.status_code == 200
+
+
+def test_a_client_that_goes_away_takes_its_request_with_it(service: Serving) -> None:
+    ask = ASK | {"max_tokens": 7000, "stream": True}
+    headers = {"Authorization": "Bearer red-key"}
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=ask, headers=headers, timeout=60) as response:
+        next(response.iter_lines())
+    deadline = time.monotonic() + 10
+    while service.parts.service.num_active or service.parts.dispatcher.store.used_bytes:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_offline_requests_are_answered_too(service: Serving) -> None:
+    answer = post(service, ASK | {"priority": "offline"})
+    assert answer.status_code == 200
