@@ -35,7 +35,8 @@ def seal(params: Mapping[str, Any], token: str, prompt: Sequence[int]) -> dict[s
 
 
 def require_genuine(params: Mapping[str, Any], token: str) -> None:
-    if not hmac.compare_digest(str(params.get("remote_seal", "")), _sealed(params, token)):
+    given = str(params.get("remote_seal", "")).encode(errors="replace")
+    if not hmac.compare_digest(given, _sealed(params, token).encode()):
         raise WorkerError("kv_transfer_params are not as the service sealed them: give both sides the same token")
 
 

@@ -1,5 +1,5 @@
 """A connector that a stock vLLM server loads to decode what BubbleTea has prefilled (docs/vllm.md).
 
 Everything here runs inside vLLM's processes: standard library, torch, and those parts of bubbletea that need no more.
-`connector` is the only module that imports vllm.
+Only `connector` and `metrics` import vllm.
 """
