@@ -1,0 +1,339 @@
+"""The connector's parts without vllm: what is taken and refused, which blocks are asked for, what is written where, and
+that nothing heavier than torch is needed to import them.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from vllm_lab import SRC, TINY, TOKEN, Prefiller, closed_port, led_to, make_model, make_prompts
+
+from atlas.errors import WorkerError
+from bubbletea.handoff.fetch import Ticket
+from bubbletea.handoff.identity import model_id
+from bubbletea.handoff.seal import require_genuine, require_prompt, seal
+from bubbletea.vllm.cache import PagedCache, Share, layer_index
+from bubbletea.vllm.fetching import Wanted, fetch
+from bubbletea.vllm.loader import Load, Loader, Outcome
+from bubbletea.vllm.orders import Orders, Terms
+from bubbletea.vllm.settings import Settings
+
+SIZE = 16
+"""Tokens of a block here."""
+PROMPT = make_prompts([70])[0]
+
+
+@pytest.fixture(scope="module")
+def prefiller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefiller]:
+    with Prefiller(make_model(tmp_path_factory.mktemp("model"))) as prefiller:
+        yield prefiller
+
+
+@pytest.fixture
+def orders(prefiller: Prefiller) -> Iterator[Orders]:
+    orders = Orders(Terms(prefiller.store.served.id, TOKEN, SIZE))
+    yield orders
+    orders.close()
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if holds():
+            return True
+        time.sleep(0.005)
+    return False
+
+
+# ---- the scheduler's side ----------------------------------------------------------------------------------------
+def test_whole_blocks_are_loaded_behind_what_vllm_has(orders: Orders, prefiller: Prefiller) -> None:
+    params = prefiller.prefill(PROMPT, "whole")
+    assert orders.num_loadable("r", params, PROMPT, 0) == 64
+    assert orders.num_loadable("r", params, PROMPT, 32) == 32
+    orders.place("r", PROMPT, 32, [7, 3, 9, 4, 8])
+    (load,) = orders.take()
+    assert (load.first_token, load.block_ids, load.ticket.id) == (32, (9, 4), "whole")
+    assert orders.take() == []
+    assert orders.num_loadable("r", params, PROMPT, 0) == 0, "offered once"
+    orders.ended({"r", "another's"})
+    assert within(5.0, lambda: prefiller.store.find("whole") is None)
+
+
+def test_what_vllm_holds_entirely_is_released_unfetched(orders: Orders, prefiller: Prefiller) -> None:
+    params = prefiller.prefill(PROMPT, "held")
+    assert orders.num_loadable("r", params, PROMPT, 64) == 0
+    orders.place("r", PROMPT, 0, [1, 2, 3, 4, 5])
+    assert orders.take() == []
+    assert within(5.0, lambda: prefiller.store.find("held") is None)
+
+
+def test_a_request_that_never_ran_gives_its_hand_off_back(orders: Orders, prefiller: Prefiller) -> None:
+    orders.finished("rejected", prefiller.prefill(PROMPT, "rejected"))
+    assert within(5.0, lambda: prefiller.store.find("rejected") is None)
+
+
+def test_requests_without_a_hand_off_of_ours_are_left_alone(orders: Orders) -> None:
+    theirs = {"do_remote_prefill": True, "remote_engine_id": "nixl", "remote_block_ids": [[1]]}
+    for params in (None, {}, {"do_remote_decode": True}, theirs):
+        assert orders.num_loadable(f"r{params}", params, PROMPT, 0) == 0
+        orders.place(f"r{params}", PROMPT, 0, [1])
+        orders.finished(f"r{params}", params)
+    assert orders.take() == []
+
+
+def test_a_prompt_that_is_more_than_tokens_is_computed(orders: Orders, prefiller: Prefiller) -> None:
+    assert orders.num_loadable("lora", prefiller.prefill(PROMPT, "lora"), None, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda p: p | {"remote_port": 1}, "not as the service sealed them"),
+        (lambda p: {k: v for k, v in p.items() if k != "remote_seal"}, "not as the service sealed them"),
+        (lambda p: p | {"remote_num_tokens": "many"}, "without a proper"),
+        (lambda p: seal(p, "another token", PROMPT), "same token"),
+        (lambda p: seal(p | {"remote_host": "10.0.0.7"}, TOKEN, PROMPT), "not among the connector's peers"),
+        (lambda p: seal(p | {"remote_model_id": "0" * 24}, TOKEN, PROMPT), "serve the same on both"),
+        (lambda p: seal(p, TOKEN, PROMPT[1:]), "are not the prompt's"),
+        (lambda p: p | {"remote_seal": "\udcff"}, "not as the service sealed them"),
+    ],
+)
+def test_what_does_not_agree_is_refused_and_said(
+    orders: Orders, prefiller: Prefiller, spoil: Callable[[dict[str, Any]], dict[str, Any]], said: str, caplog: Any
+) -> None:
+    params = spoil(prefiller.prefill(PROMPT, f"refused {said} {time.monotonic_ns()}"))
+    with caplog.at_level(logging.WARNING, "vllm.bubbletea"):
+        assert orders.num_loadable("r", params, PROMPT, 0) == 0
+        assert orders.num_loadable("r", params, PROMPT, 0) == 0
+    (record,) = caplog.records
+    assert said in record.getMessage()
+
+
+def test_a_peer_that_was_named_is_accepted(prefiller: Prefiller) -> None:
+    terms = Terms(prefiller.store.served.id, TOKEN, SIZE, frozenset({"10.0.0.7"}))
+    params = seal(prefiller.prefill(PROMPT, "named") | {"remote_host": "10.0.0.7"}, TOKEN, PROMPT)
+    assert terms.ticket(params) is not None
+
+
+def test_a_seal_outlives_json_and_covers_a_longer_prompt(prefiller: Prefiller) -> None:
+    params = json.loads(json.dumps(prefiller.prefill(PROMPT, "json")))
+    require_genuine(params, TOKEN)
+    require_prompt(params, [*PROMPT, 5, 6])
+    with pytest.raises(WorkerError, match="not the prompt's"):
+        require_prompt(params, PROMPT[:-1])
+
+
+# ---- a worker's side ---------------------------------------------------------------------------------------------
+class FakeLayer:
+    """An attention layer whose blocks are laid out like no other: only its own update knows where a token lies."""
+
+    def __init__(self, num_blocks: int, num_heads: int) -> None:
+        self.impl = self
+        self.kv_cache = torch.zeros(num_blocks, num_heads, TINY.head_width, 2, SIZE)
+
+    def do_kv_cache_update(self, layer: FakeLayer, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
+        assert layer is self
+        assert k.is_contiguous()
+        for i, slot in enumerate(slots.tolist()):
+            cache[slot // SIZE, :, :, 0, slot % SIZE] = k[i]
+            cache[slot // SIZE, :, :, 1, slot % SIZE] = v[i]
+
+    def read(self, block_ids: tuple[int, ...]) -> Tensor:
+        """[2, K, L, E]"""
+        return torch.cat([self.kv_cache[b].permute(2, 0, 3, 1) for b in block_ids], dim=2)
+
+
+def fake_layers(num_heads: int = TINY.num_kv_heads) -> dict[str, FakeLayer]:
+    return {f"model.layers.{i}.self_attn.attn": FakeLayer(12, num_heads) for i in range(TINY.num_layers)}
+
+
+WANTED = Wanted(tuple(range(TINY.num_layers)), TINY.num_kv_heads, TINY.head_width, torch.float32, SIZE)
+
+
+def load_of(params: dict[str, Any], first: int = 16, block_ids: tuple[int, ...] = (9, 2, 5)) -> Load[Ticket]:
+    ticket = Ticket.of(params)
+    assert ticket is not None
+    return Load("r", ticket, first, block_ids)
+
+
+def run(loader: Loader[Ticket], load: Load[Ticket]) -> Outcome:
+    """What came of the step in which the load ended."""
+    loader.begin(load)
+    outcomes = list[Outcome]()
+
+    def has_ended() -> bool:
+        outcomes.append(loader.step(is_idle=True))
+        return bool(outcomes[-1].finished)
+
+    assert within(10.0, has_ended)
+    loader.close()
+    return outcomes[-1]
+
+
+@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (0, 2), (1, 2), (3, 4)])
+def test_each_rank_gets_its_heads_of_the_blocks_it_was_told(prefiller: Prefiller, rank: int, num_ranks: int) -> None:
+    params = prefiller.prefill(PROMPT, f"rank {rank} of {num_ranks}")
+    share = Share(rank, num_ranks)
+    mine = share.heads(TINY.num_kv_heads)
+    layers = fake_layers(mine.stop - mine.start)
+    load = load_of(params)
+    loader = Loader(PagedCache(layers, SIZE, share), lambda load: fetch(load, WANTED, TOKEN, 10.0))
+    outcome = run(loader, load)
+    assert (outcome.finished, outcome.bad_blocks) == ({"r"}, set())
+    assert outcome.counts == {"loads": 1, "failures": 0, "tokens": 48, "bytes": 48 * 4 * 2 * 2 * 32 * 4}
+    parcel = prefiller.store.find(load.ticket.id)
+    assert parcel is not None
+    for name, layer in layers.items():
+        expected = parcel.slabs[layer_index(name)][:, mine, 16:64]
+        assert torch.equal(layer.read(load.block_ids), expected)
+        assert not layer.kv_cache[[0, 1, 3, 4, 6, 7, 8, 10, 11]].any(), "blocks of others"
+
+
+def test_all_heads_are_held_by_somebody() -> None:
+    assert [Share(r, 4).heads(8) for r in range(4)] == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
+    assert [Share(r, 4).heads(2) for r in range(4)] == [slice(0, 1), slice(0, 1), slice(1, 2), slice(1, 2)]
+
+
+@pytest.mark.parametrize("fault", ["truncated", "digest", "shape"])
+def test_a_failed_load_names_all_its_blocks(prefiller: Prefiller, fault: Any, caplog: Any) -> None:
+    params = prefiller.prefill(PROMPT, f"failed {fault}")
+    prefiller.door.fault = fault
+    try:
+        loader = Loader(PagedCache(fake_layers(), SIZE, Share()), lambda load: fetch(load, WANTED, TOKEN, 10.0))
+        outcome = run(loader, load_of(params))
+    finally:
+        prefiller.door.fault = ""
+    assert (outcome.finished, outcome.bad_blocks) == ({"r"}, {9, 2, 5})
+    assert outcome.counts == {"loads": 0, "failures": 1, "tokens": 0, "bytes": 0}
+    assert "recomputed" in caplog.text
+
+
+def test_a_load_from_nowhere_or_of_nothing_fails(prefiller: Prefiller) -> None:
+    params = prefiller.prefill(PROMPT, "nothing")
+    prefiller.store.release("nothing")
+    for wrong in (params, led_to(params, closed_port(), PROMPT)):
+        loader = Loader(PagedCache(fake_layers(), SIZE, Share()), lambda load: fetch(load, WANTED, TOKEN, 10.0))
+        assert run(loader, load_of(wrong)).bad_blocks == {9, 2, 5}
+
+
+def test_a_bug_of_ours_does_not_leave_a_request_waiting() -> None:
+    def broken(load: Load[Ticket]) -> dict[int, Tensor]:
+        raise KeyError("a bug")
+
+    loader: Loader[Ticket] = Loader(PagedCache(fake_layers(), SIZE, Share()), broken)
+    assert run(loader, Load("r", Ticket("t", "127.0.0.1", 1, "m", 70), 0, (1, 2))).bad_blocks == {1, 2}
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        Wanted(WANTED.layers, 1, TINY.head_width, torch.float32, SIZE),
+        Wanted(WANTED.layers, TINY.num_kv_heads, 64, torch.float32, SIZE),
+        Wanted(WANTED.layers, TINY.num_kv_heads, TINY.head_width, torch.bfloat16, SIZE),
+        Wanted((*WANTED.layers, 4), TINY.num_kv_heads, TINY.head_width, torch.float32, SIZE),
+    ],
+)
+def test_what_the_cache_cannot_take_is_refused(prefiller: Prefiller, wanted: Wanted) -> None:
+    with pytest.raises(WorkerError):
+        fetch(load_of(prefiller.prefill(PROMPT, f"{wanted}")), wanted, TOKEN, 10.0)
+
+
+def test_more_tokens_than_were_prefilled_are_not_made_up(prefiller: Prefiller) -> None:
+    load = load_of(prefiller.prefill(PROMPT, "more"), first=32, block_ids=(1, 2, 3))
+    with pytest.raises(WorkerError, match="instead of 80"):
+        fetch(load, WANTED, TOKEN, 10.0)
+
+
+def test_a_step_of_the_engine_is_not_kept_for_long() -> None:
+    """Writing is spread over steps: what does not fit into one goes on in the next, and is reported only when whole."""
+    written = list[SlowLayer]()
+
+    class SlowLayer(FakeLayer):
+        def do_kv_cache_update(self, *given: Any) -> None:
+            written.append(self)
+            time.sleep(0.012)
+
+    layers = {f"layers.{i}": SlowLayer(2, 1) for i in range(4)}
+    kv = {i: torch.zeros(2, 1, SIZE, TINY.head_width) for i in range(4)}
+    loader: Loader[Ticket] = Loader(PagedCache(layers, SIZE, Share()), lambda load: kv)
+    written_by_step = [0]
+
+    def has_ended() -> bool:
+        outcome = loader.step(is_idle=False)
+        written_by_step.append(len(written))
+        return bool(outcome.finished)
+
+    loader.begin(Load("r", Ticket("t", "127.0.0.1", 1, "m", 70), 0, (1,)))
+    assert within(5.0, has_ended)
+    loader.close()
+    assert written_by_step[-1] == 4
+    assert max(b - a for a, b in pairwise(written_by_step)) == 1
+
+
+def test_a_backend_without_a_cache_update_is_refused() -> None:
+    class Bare:
+        impl = object()
+
+    with pytest.raises(ValueError, match="no cache update"):
+        PagedCache({"model.layers.0.attn": Bare()}, SIZE, Share())
+    with pytest.raises(ValueError, match="not one of a plain decoder"):
+        layer_index("encoder.attn")
+
+
+# ---- which model, which settings, which imports ------------------------------------------------------------------
+def test_a_models_id_is_that_of_its_weights_config_and_dtype(tmp_path: Path) -> None:
+    first, same, other = make_model(tmp_path / "a"), make_model(tmp_path / "b"), make_model(tmp_path / "c", seed=4)
+    assert model_id(first, "float32") == model_id(same, "float32")
+    assert len({model_id(first, "float32"), model_id(first, "bfloat16"), model_id(other, "float32")}) == 3
+    config = same / "config.json"
+    config.write_text(config.read_text().replace("10000.0", "20000.0"))
+    model_id.cache_clear()
+    assert model_id(first, "float32") != model_id(same, "float32")
+    (same / "model.safetensors").unlink()
+    model_id.cache_clear()
+    with pytest.raises(WorkerError, match=r"no \*.safetensors"):
+        model_id(same, "float32")
+
+
+def test_settings_that_are_not_understood_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    settings = Settings.of({"token_file": str(tmp_path / "token"), "peers": ["10.0.0.7"]})
+    assert (settings.token, settings.peers) == (TOKEN, ("10.0.0.7",))
+    with pytest.raises(ValueError, match="'tokenfile' is not one of token_file"):
+        Settings.of({"tokenfile": "x"})
+    with pytest.raises(ValueError, match="name the token_file"):
+        Settings.of({})
+
+
+def test_the_connector_imports_nothing_that_a_vllm_environment_lacks() -> None:
+    """Installed without its dependencies into vLLM's environment, our package must do with what is there."""
+    parts = [path.stem for path in (SRC / "bubbletea" / "vllm").glob("*.py") if not _imports_vllm(path)]
+    names = ", ".join(f"bubbletea.vllm.{part}" for part in parts if part != "__init__")
+    script = f"import sys, {names}; print(*sorted({{name.split('.')[0] for name in sys.modules}}), *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "bubbletea.vllm.orders" in loaded
+    assert not loaded & {"pydantic", "numba", "yaml", "rich", "safetensors", "fastapi"}
+    assert {name for name in loaded if name.startswith("atlas")} == {"atlas", "atlas.errors"}
+
+
+def _imports_vllm(path: Path) -> bool:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return any(isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm.") for node in nodes)
+
+
+def test_vllms_own_classes_are_met_in_two_modules_only() -> None:
+    found = {path.stem for path in (SRC / "bubbletea" / "vllm").glob("*.py") if _imports_vllm(path)}
+    assert found == {"connector", "metrics"}
