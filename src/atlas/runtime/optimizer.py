@@ -116,6 +116,7 @@ def global_norm(parts: Iterable[Iterable[float]]) -> float:
     return math.sqrt(math.fsum(square for part in parts for square in part))
 
 
+@torch.no_grad()
 def clip(parameters: Parameters, norm: float, max_norm: float) -> float:
     """Scales the gradients so that their global norm is at most `max_norm`; the factor."""
     if not math.isfinite(norm):

@@ -101,8 +101,8 @@ class GradientSync:
             self._send(c, (step, stage, self.seat.pipeline, SUMS), added)
         wait(total.sums)
         on_device = self.device.upload(total.flat).get()
-        pieces = torch.split(on_device, [gradient.numel() for gradient in gradients])
-        summed = [piece.view_as(gradient) for piece, gradient in zip(pieces, gradients, strict=True)]
+        ends = list(itertools.accumulate(gradient.numel() for gradient in gradients))
+        summed = [on_device[end - g.numel() : end].view(g.shape) for end, g in zip(ends, gradients, strict=True)]
         return summed, max(handle.end_ns for handle in (*total.received, *total.sums))
 
     def _send(self, pipeline: int, tag: tuple[int, int, int, int], values: Tensor) -> None:

@@ -1,0 +1,74 @@
+"""Training semantics are those of one machine: 50 steps of a small Qwen3 shape (tied embeddings, clipped gradients,
+AdamW) on the shipped text, worker processes on plain CPUs over loopback, one torch thread each.
+
+Every schedule on every kind of network: losses and final weights must be equal to the bit, and within 1e-5 of one
+process that trains the same batches in plain torch. `bits.py 5` makes it 5 steps.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+from common.cases import cell
+from common.report import Report
+
+from atlas.cost.table import kind_costs, uniform_costs
+from atlas.ir.program import with_optimizer
+from atlas.launch.emulate import Emulation, Setup, Weights, emulate
+from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training
+from atlas.runtime.models.config import DecoderConfig
+from atlas.runtime.recipe import LearningRate, OptimizerSettings
+from atlas.runtime.reference import train_alone
+from atlas.schedules import SCHEDULES
+
+SCHEDULE_NAMES = ("gpipe", "1f1b", "varuna", "zero-bubble", "atlas")
+NETWORKS = {"one TCP": 1, "many TCP": 4, "turns": 4}
+QWEN = DecoderConfig(
+    "qwen3", num_layers=4, width=64, num_heads=4, num_kv_heads=2, head_width=16, ffn_width=128, vocabulary=256,
+    max_length=32, qk_norm=True, tied=True,
+)  # fmt: skip
+TRAINING = Training(
+    ModelChoice(QWEN, layers_per_stage=(1, 2, 1)),
+    DataChoice(32, 2, SHIPPED),
+    OptimizerSettings(LearningRate(1e-3, "cosine", 5, 50)),
+    max_norm=1.0,
+)
+
+
+def apart(a: Weights, b: Weights) -> float:
+    """Largest over the tensors, relative to the tensor's norm."""
+    return max(float(np.linalg.norm(a[name] - b[name]) / np.linalg.norm(b[name])) for name in b)
+
+
+def main() -> int:
+    num_steps = int(sys.argv[1]) if len(sys.argv) > 1 else 50
+    torch.set_num_threads(1)
+    report = Report(f"Bits after {num_steps} steps (measured)", "one process, plain torch")
+    setting = cell(3, 4, 2, 4, budget=50)
+    free = uniform_costs(2, 3, kind_costs(forward_ns=0))
+    losses, weights = train_alone(TRAINING, 2, 4, num_steps)
+    first: Emulation | None = None
+    for name in SCHEDULE_NAMES:
+        program = with_optimizer(SCHEDULES[name].build(setting, None), norm=True)
+        for network, streams in NETWORKS.items():
+            played = replace(program, sharing=network == "turns")
+            began = time.monotonic()
+            run = emulate(played, free, TRAINING, Setup(num_steps, device="cpu", streams=streams, paths={}))
+            first = first or run
+            differing = sum(a != b for a, b in zip(run.losses, first.losses, strict=True))
+            differing += sum(not np.array_equal(run.weights[n], first.weights[n]) for n in first.weights)
+            report.figure(f"{name}, {network}: losses and tensors that differ", differing, "", at_most=0)
+            print(f"  took {time.monotonic() - began:.1f} s", flush=True)
+    assert first is not None
+    worst = max(abs(a / b - 1) for a, b in zip(first.losses, losses, strict=True))
+    report.figure("losses against one process, relative", worst, "", at_most=1e-5)
+    report.figure("weights against one process, relative", apart(first.weights, weights), "", at_most=1e-5)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Every schedule on every kind of network: losses and weights equal to the bit, and equal to one process's but for
+rounding. The short form of bench/bits.py: same Programs, threads instead of processes, few steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from worker_threads import Crew, run_in_threads
+
+from atlas.cost.table import kind_costs, uniform_costs
+from atlas.ir.program import Layout, Memory, Program, with_optimizer
+from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training
+from atlas.runtime.models.config import DecoderConfig
+from atlas.runtime.recipe import LearningRate, OptimizerSettings
+from atlas.runtime.reference import train_alone
+from atlas.schedules import SCHEDULES, Setting
+
+torch.set_num_threads(1)
+MS = 1_000_000
+NUM_STEPS = 3
+QWEN = DecoderConfig(
+    "qwen3", num_layers=4, width=32, num_heads=4, num_kv_heads=2, head_width=8, ffn_width=64, vocabulary=256,
+    max_length=16, qk_norm=True, tied=True,
+)  # fmt: skip
+TRAINING = Training(
+    ModelChoice(QWEN, layers_per_stage=(1, 2, 1)),
+    DataChoice(16, 2, SHIPPED),
+    OptimizerSettings(LearningRate(1e-3, "cosine", 2, 50)),
+    max_norm=1.0,
+)
+
+
+def programs() -> dict[str, Program]:
+    """Two pipelines of three stages in three datacenters, four microbatches."""
+    layout = Layout(2, 3, 4, ("a", "b", "c"))
+    per_kind = kind_costs(forward_ns=10 * MS, recompute_ns=10 * MS, input_ns=10 * MS, weight_ns=10 * MS)
+    costs = [
+        uniform_costs(2, 3, per_kind, wan_boundaries=(0, 1), wan_ns=20 * MS, wan_latency_ns=10 * MS, sharing=sharing)
+        for sharing in (False, True)
+    ]
+    setting = Setting(layout, costs[0], costs[1], Memory(4), recompute=True, budget=20)
+    names = ("gpipe", "1f1b", "varuna", "zero-bubble", "atlas")
+    return {name: with_optimizer(SCHEDULES[name].build(setting, None), norm=True) for name in names}
+
+
+def test_every_schedule_on_every_network_learns_the_same_bits() -> None:
+    found: dict[tuple[str, str], Crew] = {}
+    for name, program in programs().items():
+        for network in ("one", "many", "turns"):
+            streams = 1 if network == "one" else 2
+            played = replace(program, sharing=network == "turns")
+            found[name, network] = run_in_threads(
+                played,
+                TRAINING,
+                NUM_STEPS,
+                change=lambda a, streams=streams: replace(a, streams=streams),  # type: ignore[misc]
+            )
+    first = found["gpipe", "one"]
+    for case, crew in found.items():
+        assert crew.losses() == first.losses(), case
+        for pipeline in range(2):
+            for name, weights in crew.weights(pipeline).items():
+                assert np.array_equal(weights, first.weights()[name]), (case, name)
+    losses, weights = train_alone(TRAINING, 2, 4, NUM_STEPS)
+    assert first.losses() == pytest.approx(losses, rel=1e-5)
+    for name, expected in weights.items():
+        assert np.linalg.norm(first.weights()[name] - expected) <= 1e-5 * np.linalg.norm(expected), name
