@@ -148,7 +148,21 @@ def test_a_key_that_others_can_read_is_refused(certs: Path) -> None:
 
 def test_a_node_has_a_proper_name(certs: Path) -> None:
     with pytest.raises(AtlasError, match="datacenter/worker"):
-        make_node(certs, "nobody")
+        make_node(certs, "no/body/here")
+
+
+def test_one_certificate_may_speak_for_all_nodes_of_a_datacenter_and_no_other(certs: Path) -> None:
+    make_node(certs, "dc3")
+    theirs = Credentials.of_folder(certs, "dc3/any")
+    assert theirs.cert_file.name == "dc3.pem"
+    with (
+        endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b,
+        endpoint("dc3/any", theirs) as a,
+        endpoint("dc4/any", theirs) as c,
+    ):
+        a.connect({"dc2/b": b.address})
+        with pytest.raises(WorkerError, match="dc2/b"):
+            c.connect({"dc2/b": b.address}, timeout_s=2)
 
 
 def _garbage(address: tuple[str, int], count: int, held: list[socket.socket]) -> None:

@@ -1,4 +1,5 @@
-"""Make certificates for the nodes of a group: a small CA in the folder, once, and a certificate and key per node.
+"""Make certificates for the nodes of a group: a small CA in the folder, once, and a certificate and key per node, or
+one pair for all nodes of a datacenter (what `atlas train --dc` wants).
 
 Everything that leaves a datacenter is encrypted, and a node may speak only for the names in its certificate. Give
 each node its own pair and `ca.pem`; keep `ca.key` where no node runs.
@@ -15,7 +16,8 @@ from atlas.wan.certs import CA_DAYS, DEFAULT_DAYS, expires, make_ca, make_node
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("nodes", nargs="+", metavar="DATACENTER/WORKER", help="the nodes to make certificates for")
+    parser.add_argument("nodes", nargs="+", metavar="DATACENTER[/WORKER]",
+                        help="what to make certificates for: a node, or all nodes of a datacenter")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("certs"), help="folder (default: certs)")
     parser.add_argument("--days", type=int, default=DEFAULT_DAYS, help=f"validity (default: {DEFAULT_DAYS} days)")
     parser.add_argument("--ca-days", type=int, default=CA_DAYS, help=f"validity of a new CA (default: {CA_DAYS} days)")

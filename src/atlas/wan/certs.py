@@ -1,8 +1,9 @@
 """A small certificate authority for a group of nodes: one CA, one certificate and key per node.
 
 A node's certificate carries the names it may speak for, `atlas://datacenter/worker`, and is good for both ends of a
-connection. Keys are P-256, written with mode 0600; the CA's key is needed only here and can be kept elsewhere.
-Needs the `cryptography` package (extra `wan`). Knows files and names, no connections.
+connection. One for a whole datacenter carries `atlas://datacenter/*`. Keys are P-256, written with mode 0600; the
+CA's key is needed only here and can be kept elsewhere. Needs the `cryptography` package (extra `wan`). Knows files and
+names, no connections.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from atlas.wan.security import URI, Credentials
 
 DEFAULT_DAYS = 90
 CA_DAYS = 3650
-_NAME = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
+_NAME = re.compile(r"[A-Za-z0-9_.-]+/([A-Za-z0-9_.-]+|\*)")
 
 
 def _x509() -> tuple[Any, Any, Any, Any]:
@@ -48,11 +49,17 @@ def make_ca(folder: Path, *, days: int = CA_DAYS, name: str = "atlas") -> None:
 def make_node(
     folder: Path, name: str, *, days: int = DEFAULT_DAYS, also: Sequence[str] = (), starts_in_days: float = 0.0
 ) -> Credentials:
-    """Writes the certificate and key of node `datacenter/worker`, signed by the folder's CA."""
+    """Writes the certificate and key of node `datacenter/worker`, signed by the folder's CA. `datacenter` alone: of all
+    its nodes."""
     x509, _, serialization, ec = _x509()
+    stem = name.removesuffix("/*").replace("/", ".")
+    name = name if "/" in name else f"{name}/*"
     for each in (name, *also):
         if not _NAME.fullmatch(each):
-            raise AtlasError(f"node {each!r}: a node is called datacenter/worker, of letters, digits, dots, - and _")
+            raise AtlasError(
+                f"node {each!r}: a node is called datacenter/worker, of letters, digits, dots, - and _; "
+                "datacenter alone stands for all its nodes"
+            )
     try:
         issuer_key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
         issuer = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
@@ -69,9 +76,8 @@ def make_node(
         (x509.SubjectAlternativeName(uris), False),
     ]
     certificate = _certificate(subject, issuer.subject, key, issuer_key, days, extensions, starts_in_days)
-    credentials = Credentials.of_folder(folder, name)
-    _write(credentials.cert_file.with_suffix(""), key, certificate, stem=credentials.cert_file.stem)
-    return credentials
+    _write(folder / stem, key, certificate)
+    return Credentials(folder / "ca.pem", folder / f"{stem}.pem", folder / f"{stem}.key")
 
 
 def expires(cert_file: Path) -> dt.datetime:
@@ -116,9 +122,8 @@ def _certificate(
     return builder.sign(issuer_key, hashes.SHA256())
 
 
-def _write(path: Path, key: Any, certificate: Any, stem: str | None = None) -> None:
+def _write(base: Path, key: Any, certificate: Any) -> None:
     _, _, serialization, _ = _x509()
-    base = path.parent / (stem or path.name)
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )

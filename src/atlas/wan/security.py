@@ -1,7 +1,8 @@
 """Who may speak to us, and how: plain inside networks that are trusted, mutual TLS 1.3 everywhere else.
 
-A certificate names the nodes it may speak for, as URIs `atlas://datacenter/worker` among its alternative names; the
-greeting inside the connection must match it. Knows certificates and addresses; makes none (see `certs`).
+A certificate names the nodes it may speak for, as URIs `atlas://datacenter/worker` among its alternative names, or a
+whole datacenter's as `atlas://datacenter/*`; the greeting inside the connection must match it. Knows certificates and
+addresses; makes none (see `certs`).
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ class Credentials:
 
     @classmethod
     def of_folder(cls, folder: Path, name: str) -> Credentials:
-        """`name` is `datacenter/worker`."""
-        stem = name.replace("/", ".")
+        """`name` is `datacenter/worker`: the node's own pair, or that of its datacenter where it has none."""
+        stem, datacenter = name.replace("/", "."), name.partition("/")[0]
+        if not (folder / f"{stem}.pem").exists() and (folder / f"{datacenter}.pem").exists():
+            stem = datacenter
         return cls(folder / "ca.pem", folder / f"{stem}.pem", folder / f"{stem}.key")
 
 
@@ -108,7 +111,7 @@ def require_name(certificate: object, name: str) -> None:
     """Raises unless the certificate may speak for `name`."""
     alternatives = certificate.get("subjectAltName", ()) if isinstance(certificate, dict) else ()
     names = [value.removeprefix(URI) for kind, value in alternatives if kind == "URI" and value.startswith(URI)]
-    if name not in names:
+    if name not in names and f"{name.partition('/')[0]}/*" not in names:
         raise WorkerError(f"the peer says it is {name}, but its certificate is for {', '.join(names) or 'nobody'}")
 
 
