@@ -4,12 +4,14 @@
     torch.distributed.init_process_group("atlas", ...)
 
 Existing pipeline code crosses datacenters by the name of its backend. Messages between two ranks match by tag and
-order; sends are eager, many streams, encrypted outside trusted networks. A failure raises in `wait()` and in every
-later operation on the peer; nothing returns success after it. Knows tensors and ranks, no Programs.
+order; they go over many streams, encrypted outside trusted networks. A send is done when its tensor may change again:
+it is copied, so that nobody waits for a round trip. A failure raises in `wait()` and in every later operation; nothing
+returns success once it is known. Knows tensors and ranks, no Programs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -32,6 +34,8 @@ from atlas.wan.settings import Settings
 from atlas.wan.transport import Handle, Key
 
 NAME = "atlas"
+COPIED_BYTES = 256 << 20
+"""Of sends that the peers have not acknowledged yet. One that would be more waits for its acknowledgement."""
 COLLECTIVES = [
     "allreduce",
     "allreduce_coalesced",
@@ -147,6 +151,38 @@ class Transfer(Work):
                 self._landing = None
 
 
+class CopiedSend(Transfer):
+    """Done at once, unless something has gone wrong: the bytes are ours to deliver."""
+
+    def __init__(self, handle: Handle, timeout: timedelta, group: AtlasProcessGroup) -> None:
+        super().__init__(handle, timeout)
+        self._group = group
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        failure = self._handle.error or self._group.errored()
+        if failure is not None:
+            raise failure
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return self._handle.error is None and self._group.errored() is None
+
+    def exception(self) -> Any:
+        return self._handle.error or self._group.errored()
+
+    def get_future(self) -> Any:
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        failure = self.exception()
+        if failure is None:
+            future.set_result([])
+        else:
+            future.set_exception(failure)
+        return future
+
+
 class AtlasProcessGroup(dist.ProcessGroup):
     """Replaces the whole group. Rendezvous of addresses over the store; channels open when first used."""
 
@@ -161,19 +197,45 @@ class AtlasProcessGroup(dist.ProcessGroup):
         self._peers: dict[int, tuple[str, Address]] = {}
         self._num_sent, self._num_received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         self._failure: WorkerError | None = None
+        self._copied_bytes = 0
+        self._met: set[str] = set()
         store.set(f"atlas/{rank}", json.dumps([options.node, *self._endpoint.address]))
 
     # ---- point to point ----------------------------------------------------------------------------------------
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Transfer:  # noqa: N803
         (tensor,) = tensors
         peer, address = self._peer(dstRank)
-        data = _bytes_of(tensor.detach().contiguous().cpu())
+        self._meet(peer, address)
+        num_bytes = tensor.numel() * tensor.element_size()
         with self._lock:
             number = self._num_sent[dstRank, tag]
             self._num_sent[dstRank, tag] += 1
-            self._endpoint.open(peer, 0, address)
-        what = f"rank {self._rank} sends {data.numel()} bytes (tag {tag}, message {number}) to rank {dstRank}"
-        return self._watched(self._endpoint.send(Key(peer, 0, (tag, number, 0, 0)), data.numpy(), number, what))
+            copies = self._copied_bytes + num_bytes <= COPIED_BYTES
+            self._copied_bytes += num_bytes if copies else 0
+        host = tensor.detach().contiguous().cpu()
+        data = _bytes_of(host.clone() if copies and host.data_ptr() == tensor.data_ptr() else host).numpy()
+        what = f"rank {self._rank} sends {num_bytes} bytes (tag {tag}, message {number}) to rank {dstRank}"
+        handle = self._endpoint.send(Key(peer, 0, (tag, number, 0, 0)), data, number, what)
+        if not copies:
+            return self._watched(handle)
+        handle.on_done(lambda _: self._delivered(num_bytes))
+        handle.on_done(self._note)
+        return CopiedSend(handle, self._timeout, self)
+
+    def _meet(self, peer: str, address: Address) -> None:
+        """The first message to a peer waits until the path is open wide: a burst on a cold path is far slower."""
+        with self._lock:
+            if peer in self._met or self._failure is not None:
+                self._endpoint.open(peer, 0, address)
+                return
+            self._met.add(peer)
+            channel = self._endpoint.open(peer, 0, address)
+        with contextlib.suppress(WorkerError):  # then the message will fail, and say what it was
+            self._endpoint.warm_up([channel], self._options.settings.deadline_s)
+
+    def _delivered(self, num_bytes: int) -> None:
+        with self._lock:
+            self._copied_bytes -= num_bytes
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Transfer:  # noqa: N803
         (tensor,) = tensors
@@ -192,7 +254,8 @@ class AtlasProcessGroup(dist.ProcessGroup):
 
     def warm_up(self, ranks: list[int]) -> None:
         """Opens and fills the paths to these ranks, so that the first step is not the slow one."""
-        self._endpoint.connect(dict(self._peer(rank) for rank in ranks), timeout_s=self._timeout.total_seconds())
+        for rank in ranks:
+            self._meet(*self._peer(rank))
 
     def _watched(self, handle: Handle, target: Tensor | None = None, landing: Tensor | None = None) -> Transfer:
         handle.on_done(self._note)

@@ -1,0 +1,74 @@
+"""A pipeline by torch's own means (PipelineStage and Schedule1F1B), which knows nothing of datacenters. Its backend has
+a name; with `--backend atlas` the same script crosses a WAN on many connections, and nothing else changes.
+
+    torchrun --nproc-per-node 2 examples/torch_pipeline.py --backend gloo
+    torchrun --nproc-per-node 2 examples/torch_pipeline.py --backend atlas
+    python examples/torch_pipeline_wan.py                   # both, between two emulated datacenters
+
+With `--csv FILE` torch runs an order of ours in place of its own: `atlas schedules --show zero-bubble JOB --torch`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+import atlas.runtime.process_group  # noqa: F401 - makes the backend `atlas` known
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=("gloo", "atlas"), default="gloo")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--microbatch", type=int, default=256, metavar="ROWS")
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--csv", metavar="FILE", help="a schedule in torch's format, one stage a rank")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    dist.init_process_group(args.backend)
+    rank, num_stages = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(args.width, args.width), nn.Tanh()) for _ in range(2)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    stage = PipelineStage(module, rank, num_stages, torch.device("cpu"))
+    if args.csv:
+        schedule = _PipelineScheduleRuntime([stage], args.microbatches, loss_fn=nn.functional.mse_loss)
+        schedule._load_csv(args.csv)
+    else:
+        schedule = Schedule1F1B(stage, args.microbatches, loss_fn=nn.functional.mse_loss)
+
+    took_s = []
+    for step in range(args.steps):
+        x = torch.randn(args.microbatches * args.microbatch, args.width, generator=torch.Generator().manual_seed(step))
+        losses: list[Tensor] = []
+        dist.barrier()
+        began = time.perf_counter()
+        if rank == 0:
+            schedule.step(x)
+        elif rank == num_stages - 1:
+            schedule.step(target=x.flip(-1), losses=losses)
+        else:
+            schedule.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        took_s.append(time.perf_counter() - began)
+        if losses:
+            loss = torch.stack(losses).mean().item()
+            print(f"step {step}  loss {loss:.9f}  iteration {took_s[-1] * 1e3:.1f} ms", flush=True)
+    if rank == num_stages - 1:
+        print(f"{args.backend}: median iteration {statistics.median(took_s[1:] or took_s) * 1e3:.1f} ms", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
