@@ -15,7 +15,7 @@ from atlas.spec.model import Model
 from bubbletea.admit.lanes import build_lanes
 from bubbletea.admit.words import Lane
 from bubbletea.bubbles import Forecast
-from bubbletea.costs import ELEMENT_BYTES, Costs, LayerTime
+from bubbletea.costs import ELEMENT_BYTES, PCIE_BYTES_PER_S, Costs, LayerTime
 from bubbletea.handoff.decode import DecodeEngine
 from bubbletea.handoff.door import Door
 from bubbletea.handoff.store import Store
@@ -158,8 +158,14 @@ def _require_uniform(lanes: list[Lane]) -> None:
 
 def costs_of(served: Served, layer: LayerTime, head_ns: int = 0) -> Costs:
     """What admission counts with; the network inside a datacenter is taken as fast until it is measured."""
+    model, pcie, nic = model_of(served), PCIE_BYTES_PER_S, 12.5e9
+    return Costs(model, layer, head_ns, pcie_bytes_per_s=pcie, nic_bytes_per_s=nic, hop_latency_ns=1_000_000)
+
+
+def model_of(served: Served) -> Model:
+    """Its dimensions, as the cost model wants them."""
     config = served.config
-    model = Model(
+    return Model(
         family="llama" if config.gated else "gpt",
         layers=config.num_layers,
         hidden=config.width,
@@ -169,7 +175,6 @@ def costs_of(served: Served, layer: LayerTime, head_ns: int = 0) -> Costs:
         vocab=config.vocabulary,
         seq_len=config.max_length,
     )
-    return Costs(model, layer, head_ns, pcie_bytes_per_s=24e9, nic_bytes_per_s=12.5e9, hop_latency_ns=1_000_000)
 
 
 def calibrated(served: Served, chunk: int) -> LayerTime:

@@ -43,23 +43,28 @@ def of_training(timeline: Timeline, arena_bytes: int, pace: LayerTime | None = N
 
 
 def _slots(timeline: Timeline, pattern: Pattern, worker: int) -> dict[int, int]:
-    """The op whose start ends each window, by its place in one pass of the worker's ops."""
+    """The ops at which each window is waited through, by their place in one pass of the worker's ops: the one whose
+    start ends the window, and those before it that only wait for a network."""
     program = timeline.program
     own = np.arange(program.worker_ptr[worker], program.worker_ptr[worker + 1])
+    starts, ends = timeline.op_start_ns[own], timeline.op_end_ns[own]
     low_ns, _ = span(timeline)
-    useful = np.isin(program.kind[own], np.array(USEFUL, np.int8))
-    in_period = useful & (timeline.op_start_ns[own] >= low_ns) & (timeline.op_end_ns[own] > timeline.op_start_ns[own])
-    places = np.flatnonzero(in_period)
-    starts = timeline.op_start_ns[own][places]
-    if not len(starts):
+    counts = np.isin(program.kind[own], np.array(USEFUL, np.int8)) & (ends > starts)
+    inside = np.flatnonzero(counts & (ends > low_ns))
+    if not len(inside):
         return {}
-    per_pass = len(own) // program.num_iterations
+    origin_ns, per_pass = max(int(starts[inside[0]]), low_ns), len(own) // program.num_iterations
+    slot_at = {
+        (origin_ns + int(pattern.end_ns[slot]) - low_ns) % pattern.period_ns: slot
+        for slot in range(int(pattern.ptr[worker]), int(pattern.ptr[worker + 1]))
+    }
     found: dict[int, int] = {}
-    for slot in range(int(pattern.ptr[worker]), int(pattern.ptr[worker + 1])):
-        end_ns = int(pattern.end_ns[slot])
-        at = np.flatnonzero(starts - starts[0] == end_ns % pattern.period_ns)
-        if len(at):
-            found[int(places[at[0]]) % per_pass] = slot
+    for before, at in zip((-1, *inside), inside, strict=False):
+        slot = slot_at.get((int(starts[at]) - low_ns) % pattern.period_ns)
+        if slot is not None:
+            found.update(
+                {int(op) % per_pass: slot for op in range(max(before + 1, int(at) - per_pass + 1), int(at) + 1)}
+            )
     return found
 
 

@@ -217,7 +217,9 @@ class Planner:
         if step > self._step:
             self._learn()
             self._step = step
-        self._open[slot], self._closed[slot] = began_ns, ended_ns
+        first = self._open[slot] < 0
+        self._open[slot] = began_ns if first else min(began_ns, self._open[slot])
+        self._closed[slot] = max(ended_ns, self._closed[slot])
 
     def _learn(self) -> None:
         start_ns = self._period_start()

@@ -1,0 +1,163 @@
+"""Serve a model in the bubbles of a training job: starts the training (under emulation, on this machine) with BubbleTea
+in every worker, and an OpenAI-compatible service in front of them.
+
+Without PLAN there is no training: `--alone N` workers do nothing but prefill. Without --model a tiny random model is
+served, to try things out. Ctrl-C drains: what was admitted is finished, nothing new is let in; a second one ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atlas.errors import AtlasError, MissingExtraError
+
+if TYPE_CHECKING:
+    from atlas.runtime.models.config import DecoderConfig
+    from bubbletea.prefill.shard import Served
+    from bubbletea.serve.ground import Ground
+    from bubbletea.serve.http import Server
+
+PIECE_NS = 10_000_000
+"""On paced devices no piece is shorter: the host could not keep time."""
+MIB = 1 << 20
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "plan", nargs="?", metavar="PLAN.yaml", help="a plan, or a job, whose training is rehearsed here"
+    )
+    parser.add_argument("--alone", type=int, metavar="N", help="no training: N workers that only prefill")
+    parser.add_argument(
+        "--busy", type=float, default=0.0, metavar="X", help="with --alone: pretend to train that share"
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="a Hugging Face folder (default: a tiny random model)"
+    )
+    parser.add_argument("--name", metavar="NAME", help="the model's name in the API (default: the folder's)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the weights")
+    parser.add_argument("--stages", type=int, metavar="N", help="workers that hold the model between them")
+    parser.add_argument("--chunk", type=int, default=512, metavar="N", help="longest chunk of a prompt (default 512)")
+    parser.add_argument("--arena-mib", type=int, default=256, metavar="N", help="memory of each worker (default 256)")
+    parser.add_argument("--store-mib", type=int, default=1024, metavar="N", help="host memory for KV (default 1024)")
+    parser.add_argument("--prefix-mib", type=int, default=256, metavar="N", help="of the prefix cache (default 256)")
+    parser.add_argument("--slowdown", type=float, default=0.005, metavar="X", help="training's budget (default 0.005)")
+    parser.add_argument("--deadline", type=float, default=30.0, metavar="S", help="for requests without (default 30)")
+    parser.add_argument("--host", default="127.0.0.1", help="to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="to listen on (default 8000)")
+    parser.add_argument("--handoff-port", type=int, default=0, metavar="PORT", help="for decode engines (default: any)")
+    parser.add_argument("--handoff-anywhere", action="store_true", help="let decode engines in from beyond loopback")
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="what decode engines prove (default: a new one)"
+    )
+    parser.add_argument("--keys", type=Path, metavar="FILE", help="API keys by tenant (default: nobody is asked)")
+    parser.add_argument(
+        "--drain", type=float, default=30.0, metavar="S", help="longest wait for the admitted at the end"
+    )
+    parser.add_argument("--schedule", default="", metavar="NAME", help="for a job: how to train it (default: 1f1b)")
+    parser.add_argument("--slower", type=int, default=1, metavar="X", help="training's durations times X")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the job (repeatable)")
+
+
+def run(args: argparse.Namespace) -> int:
+    if (args.plan is None) == (args.alone is None):
+        raise AtlasError("serve: give a plan whose training has bubbles, or --alone N for workers without training")
+    try:
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(error.name or "uvicorn", "serve", "bubbletea serve") from error
+    from bubbletea.serve.assemble import Settings, assemble
+    from bubbletea.serve.auth import Keys
+    from bubbletea.serve.run import Where
+    from bubbletea.serve.run import run as run_service
+
+    served = _served(args)
+    settings = Settings(
+        name=args.name or (args.model.resolve().name if args.model else "tiny-random"),
+        served=served,
+        split=args.stages,
+        chunk=args.chunk,
+        arena_bytes=args.arena_mib * MIB,
+        store_bytes=args.store_mib * MIB,
+        prefix_bytes=args.prefix_mib * MIB,
+        deadline_s=args.deadline,
+        budget=args.slowdown,
+    )
+    ground, workers = _alone(args, settings.arena_bytes) if args.plan is None else _training(args, settings.arena_bytes)
+    keys = Keys.read(args.keys) if args.keys else Keys.nobody()
+    token = args.token_file.read_text(encoding="utf-8").strip() if args.token_file else ""
+    parts = assemble(settings, ground, keys, token)
+    where = Where(args.host, args.port, args.handoff_port, args.handoff_anywhere, args.drain)
+
+    def on_start(server: Server) -> None:
+        lanes = ", ".join(f"{lane.dc} ({len(lane.workers)} workers)" for lane in parts.lanes)
+        print(
+            f"{settings.name} at http://{args.host}:{server.port}/v1, hand-off at {parts.door.address[0]}:"
+            f"{parts.door.address[1]}; lanes in {lanes}. /health tells when the workers are there",
+            flush=True,
+        )
+
+    asyncio.run(run_service(parts, where, workers, on_start))
+    return 0
+
+
+def _served(args: argparse.Namespace) -> Served:
+    from bubbletea.prefill.shard import Served
+
+    return Served.of_folder(args.model, args.dtype) if args.model else Served(tiny(), dtype=args.dtype)
+
+
+def tiny() -> DecoderConfig:
+    """What is served when nobody names a model."""
+    from atlas.runtime.models.config import DecoderConfig
+
+    return DecoderConfig(
+        family="llama", num_layers=4, width=128, num_heads=4, num_kv_heads=2, head_width=32, ffn_width=256,
+        vocabulary=256, max_length=8192,
+    )  # fmt: skip
+
+
+Started = tuple["Ground", Callable[[str, str], AbstractContextManager[object]]]
+
+
+def _alone(args: argparse.Namespace, arena_bytes: int) -> Started:
+    from bubbletea.prefill.host import Guest
+    from bubbletea.serve.ground import alone
+    from bubbletea.serve.hosts import Hosts
+
+    if args.alone < 1 or not 0 <= args.busy < 1:
+        raise AtlasError(f"--alone {args.alone} --busy {args.busy}: give at least one worker, busy from 0 to below 1")
+    ground = alone(args.alone, arena_bytes, busy=args.busy)
+    period_s = ground.pattern.period_ns / 1e9
+
+    def workers(address: str, token_file: str) -> Hosts:
+        guests = [Guest(address, token_file, w, "here", period_s, args.busy) for w in range(args.alone)]
+        return Hosts(guests)
+
+    return ground, workers
+
+
+def _training(args: argparse.Namespace, arena_bytes: int) -> Started:
+    from bubbletea.costs import price_prefill
+    from bubbletea.serve.assemble import model_of
+    from bubbletea.serve.ground import of_training
+    from bubbletea.serve.training import Source, Training, rehearsed
+
+    source = Source(args.plan, tuple(args.set), args.schedule, slower=args.slower)
+    what = rehearsed(source)
+    gpu = what.job.cluster.gpu(what.program.worker_dc(0))
+    priced = price_prefill(gpu, model_of(_served(args)))
+    pace = dataclasses.replace(priced.layer, floor_ns=max(priced.layer.floor_ns, PIECE_NS))
+    ground = of_training(what.predicted, arena_bytes, pace, max(priced.head_ns, PIECE_NS))
+
+    def workers(address: str, token_file: str) -> Training:
+        return Training(source, {"address": address, "token_file": token_file})
+
+    return ground, workers

@@ -1,0 +1,171 @@
+"""Training under emulation with BubbleTea in every worker, in a process of its own (`python -m` this module).
+
+Reads one JSON object from stdin (which training, the filler's settings), prints a JSON line per step, begins again when
+the run ends or a worker dies, and ends when stdin does. `Rehearsed` is what both sides work out from a plan: the
+Program, its costs, its Timeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import bubbletea
+from atlas.cost.table import Costs
+from atlas.errors import AtlasError, WorkerError
+from atlas.ir.program import Program, repeated
+from atlas.ir.timeline import Timeline
+from atlas.launch.emulate import Progress, Setup, emulate
+from atlas.launch.paths import require_emulable
+from atlas.launch.rehearse import MAX_WORKERS
+from atlas.plan.evaluate import build, find_schedule, prepare
+from atlas.runtime.assignment import FillerChoice, stand_in
+from atlas.sim import simulate
+from atlas.spec import Job
+from atlas.spec.plan import load_job_or_plan
+
+PREDICTED = 4
+"""Iterations that are simulated: the last of them is the steady state."""
+AGAIN_S = 1.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which training, and how it is rehearsed."""
+
+    path: str
+    changes: tuple[str, ...] = ()
+    schedule: str = ""
+    steps: int = 1_000_000
+    slower: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Rehearsed:
+    job: Job
+    program: Program
+    costs: Costs
+    predicted: Timeline
+
+
+def rehearsed(source: Source) -> Rehearsed:
+    """The Program that a plan (or a job with a schedule) runs, and what the simulator says of it."""
+    job, plan = load_job_or_plan(Path(source.path), list(source.changes))
+    if plan is not None and plan.runnable != "yes":
+        raise AtlasError(f"{source.path}: runnable: {plan.runnable}")
+    name = source.schedule or (plan.schedule.name if plan else "1f1b")
+    chosen = replace(find_schedule(name), shares=False)
+    case = prepare(job, chosen, plan.schedule.tcp if plan else "many")
+    program = build(case, chosen, budget=plan.schedule.tries or None if plan else None)
+    if program.num_workers > MAX_WORKERS:
+        raise AtlasError(
+            f"{program.num_workers} workers are more than the {MAX_WORKERS} that one machine rehearses: "
+            "lower pp or pipelines_per_cell with --set"
+        )
+    costs = case.apart.scaled(source.slower)
+    require_emulable(program, costs)
+    return Rehearsed(job, program, costs, simulate(repeated(program, PREDICTED), costs))
+
+
+def train(
+    what: Rehearsed, source: Source, filler: dict[str, Any] | None, on_step: Callable[[Progress], None]
+) -> list[float]:
+    """One run from the first step on; the losses."""
+    program = what.program
+    names = [program.worker_name(w) for w in range(program.num_workers)]
+    fillers = dict.fromkeys(names, FillerChoice("bubbletea", filler)) if filler else {}
+    setup = Setup(
+        source.steps, patience_s=20.0 + 2 * what.predicted.makespan_ns / 1e9, fillers=fillers, keep_weights=False
+    )
+    training = stand_in(num_layers=max(4, program.num_stages - 2))
+    return emulate(program, what.costs, training, setup, on_step=on_step).losses
+
+
+class Training:
+    """`with Training(source, filler):` trains next to us until the block is left. `last` is what was last told."""
+
+    def __init__(self, source: Source, filler: dict[str, Any]) -> None:
+        path = os.pathsep.join(
+            filter(None, [str(Path(bubbletea.__file__).parent.parent), os.environ.get("PYTHONPATH")])
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bubbletea.serve.training"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is the service's to hear
+        )
+        self.steps: list[dict[str, Any]] = []
+        """Of each step: its number, loss and seconds."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"source": asdict(source), "filler": filler}) + "\n")
+        self._process.stdin.flush()
+        threading.Thread(target=self._listen, daemon=True, name="bubbletea training").start()
+
+    def close(self) -> None:
+        """Its workers end with it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                told = json.loads(line)
+                if "error" in told:
+                    print(f"bubbletea: training: {told['error']}; it begins again", file=sys.stderr)
+                else:
+                    self.steps.append(told)
+
+
+def main() -> int:
+    told = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    source = Source(**{**told["source"], "changes": tuple(told["source"]["changes"])})
+    what = rehearsed(source)
+
+    def on_step(progress: Progress) -> None:
+        _say({"step": progress.num_done, "loss": progress.loss, "seconds": progress.seconds})
+
+    while True:
+        try:
+            train(what, source, told["filler"], on_step)
+        except WorkerError as error:
+            _say({"error": str(error)})
+        time.sleep(AGAIN_S)
+
+
+def _say(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+def _end_with_stdin() -> None:
+    while sys.stdin.readline():
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
