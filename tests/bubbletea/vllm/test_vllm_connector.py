@@ -258,7 +258,7 @@ def test_more_tokens_than_were_prefilled_are_not_made_up(prefiller: Prefiller) -
 
 def test_a_step_of_the_engine_is_not_kept_for_long() -> None:
     """Writing is spread over steps: what does not fit into one goes on in the next, and is reported only when whole."""
-    written = list[SlowLayer]()
+    written = list[object]()
 
     class SlowLayer(FakeLayer):
         def do_kv_cache_update(self, *given: Any) -> None:
