@@ -1,0 +1,110 @@
+"""Training with BubbleTea in every worker: the same losses to the bit, and requests answered in its waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx2 as httpx
+from prefill_samples import greedy_alone, whole
+from serving import TINY
+
+from atlas.ir.program import Layout, repeated, with_optimizer
+from atlas.launch.emulate import Emulation, Setup, emulate
+from atlas.launch.smoke import smoke_program
+from atlas.runtime.assignment import FillerChoice, stand_in
+from atlas.schedules.classic import one_f_one_b
+from atlas.sim import simulate
+from bubbletea.costs import LayerTime
+from bubbletea.serve.assemble import assemble
+from bubbletea.serve.auth import Keys
+from bubbletea.serve.ground import of_training
+from bubbletea.serve.http import Server
+from bubbletea.serve.run import Where, run
+from bubbletea.serve.training import Source, Training, rehearsed
+
+MS = 1_000_000
+PROGRAM = with_optimizer(one_f_one_b(Layout(2, 2, 4, ("us-east", "us-west"))))
+STEPS = 6
+
+
+class InThread(AbstractContextManager[object]):
+    """A training run whose workers know where the service is."""
+
+    def __init__(self, address: str, token_file: str) -> None:
+        self.result: list[Emulation] = []
+        names = [PROGRAM.worker_name(w) for w in range(PROGRAM.num_workers)]
+        filler = FillerChoice("bubbletea", {"address": address, "token_file": token_file})
+        setup = Setup(STEPS, fillers=dict.fromkeys(names, filler))
+        self.thread = threading.Thread(target=lambda: self.result.append(train(setup)), daemon=True)
+        self.thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.thread.join(120)
+
+
+def train(setup: Setup) -> Emulation:
+    return emulate(PROGRAM, smoke_program()[1], stand_in(), setup)
+
+
+def test_prefill_in_the_waits_changes_no_loss() -> None:
+    predicted = simulate(repeated(PROGRAM, 4), smoke_program()[1])
+    pace = LayerTime(10 * MS, 0.0, 0.0, 0.0)
+    ground = of_training(predicted, TINY.arena_bytes, pace, 10 * MS)
+    assert all(ground.slots), "every worker has windows and knows at which op"
+    parts = assemble(replace(TINY, budget=0.05), ground, Keys.nobody())
+    made, texts = list[InThread](), list[str]()
+
+    def workers(address: str, token_file: str) -> InThread:
+        made.append(InThread(address, token_file))
+        return made[0]
+
+    def ask(server: Server) -> None:
+        """Prompts until training is over."""
+        url = f"http://127.0.0.1:{server.port}"
+        prompt = list(range(100))
+        while made[0].thread.is_alive():
+            if parts.dispatcher.planner.num_lanes < 2:
+                time.sleep(0.1)
+                continue
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            if answer.status_code == 200:
+                texts.append(answer.json()["choices"][0]["text"])
+            else:
+                time.sleep(0.1)
+        server.drain()
+
+    def on_start(server: Server) -> None:
+        threading.Thread(target=ask, args=(server,), daemon=True).start()
+
+    asyncio.run(run(parts, Where(port=0, drain_s=5), workers, on_start))
+    filled, plain = made[0].result[0], train(Setup(STEPS))
+    assert filled.losses == plain.losses
+    assert texts
+    expected = parts.service.text.decode(greedy_alone(whole(TINY.served), list(range(100)), 4))
+    assert set(texts) == {expected}
+    metrics = parts.service.metrics.registry
+    names = {PROGRAM.worker_name(w) for w in range(PROGRAM.num_workers)}
+    assert {
+        worker
+        for worker in names
+        if metrics.get_sample_value("bubbletea:slices_total", {"model_name": "tiny", "worker": worker})
+    } == names
+    assert parts.dispatcher.planner.forecast.learner.seen > 2
+
+
+def test_a_plan_is_trained_next_to_the_service_and_ends_with_it() -> None:
+    job = Path(__file__).parents[3] / "examples" / "tiny.yaml"
+    source = Source(str(job), ("pp=2", "pipelines_per_cell=1", "num_microbatches=2"), steps=3)
+    assert rehearsed(source).program.num_workers == 2
+    with Training(source, {}) as training:
+        deadline = time.monotonic() + 60
+        while len(training.steps) < 4:  # the run ends after three and begins again
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    assert [step["step"] for step in training.steps[:4]] == [1, 2, 3, 1]
