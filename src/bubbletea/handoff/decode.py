@@ -7,6 +7,7 @@ Knows parcels and logits; not requests, text or HTTP.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import deque
@@ -35,7 +36,9 @@ class Sampling:
 
 
 OnToken = Callable[[int, str | None], None]
-"""The next token, and why it was the last: "stop", "length" or, as long as there are more, None."""
+"""The next token, and why it was the last: "stop", "length" or, if there are more, None. FAILED if none came."""
+FAILED = (-1, "failed")
+log = logging.getLogger("bubbletea.decode")
 
 
 @dataclass
@@ -93,8 +96,17 @@ class DecodeEngine:
                     return
                 self._running.append(running)
             running = self._running.popleft()
-            if not running.cancelled.is_set() and self._step(running):
+            if not running.cancelled.is_set() and self._stepped(running):
                 self._running.append(running)
+
+    def _stepped(self, running: _Running) -> bool:
+        """One request's trouble must not end the thread that all others wait for."""
+        try:
+            return self._step(running)
+        except Exception:
+            log.exception("a request could not be decoded")
+            running.on_token(*FAILED)
+            return False
 
     def _step(self, running: _Running) -> bool:
         """One token; whether there are more."""

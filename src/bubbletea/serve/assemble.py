@@ -9,7 +9,6 @@ import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from atlas.errors import AtlasError
 from atlas.runtime.models.decoder import Cut
 from atlas.spec.model import Model
 from bubbletea.admit.lanes import build_lanes
@@ -101,7 +100,6 @@ def assemble(settings: Settings, ground: Ground, keys: Keys, token: str = "") ->
     scale = served.torch_dtype.itemsize / ELEMENT_BYTES
     pattern = replace(ground.pattern, memory_bytes=(ground.pattern.memory_bytes / scale).astype("int64"))
     lanes = build_lanes(pattern, costs, split=settings.split, num_ranks=ground.num_ranks, chunk=settings.chunk)
-    _require_uniform(lanes)
     slice_ns = costs.layer(settings.chunk, served.config.max_length // 2)
     forecast = Forecast(pattern, budget=settings.budget, slice_ns=slice_ns)
     planner = Planner(
@@ -149,11 +147,6 @@ def _orders(settings: Settings, ground: Ground, lanes: list[Lane], risk: float) 
                 waits_ns=ground.waits_ns(worker),
             )
     return orders
-
-
-def _require_uniform(lanes: list[Lane]) -> None:
-    if not lanes:
-        raise AtlasError("no worker has room for the prefill model: enlarge the arena or split over more workers")
 
 
 def costs_of(served: Served, layer: LayerTime, head_ns: int = 0) -> Costs:

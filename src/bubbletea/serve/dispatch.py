@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from atlas.errors import AtlasError, WorkerError
+from atlas.errors import WorkerError
 from bubbletea.admit.words import Class, Placement, Refusal, Request
 from bubbletea.handoff.blocks import Block
 from bubbletea.handoff.store import Parcel, Store
@@ -26,6 +27,7 @@ from bubbletea.serve.metrics import Metrics
 from bubbletea.serve.planner import Planner
 from bubbletea.serve.prefixes import Prefixes
 
+log = logging.getLogger("bubbletea.serve")
 TICK_S = 0.02
 NEVER_DUE = 2**62
 LATE_NS = 50_000_000
@@ -304,8 +306,9 @@ class Dispatcher:
             await asyncio.sleep(TICK_S)
             try:
                 self._pass_time(time.monotonic_ns())
-            except AtlasError as error:
-                self.metrics.trouble(str(error))
+            except Exception:  # one bad moment must not end the clock for all who wait
+                log.exception("the scheduler's clock goes on after an error")
+                self.metrics.trouble()
 
     def _pass_time(self, now_ns: int) -> None:
         self._follow(self.planner.advance(now_ns))
@@ -315,6 +318,7 @@ class Dispatcher:
             elif run.placement is None and run.request.kind == "online":
                 self._try_place(run)
             elif run.placement is not None and run.placement.delivered_ns + LATE_NS < now_ns:
-                self._follow(self.planner.late(run.request.id, run.parcel.num_complete, now_ns))
+                done = min(run.parcel.num_complete, run.request.prompt_tokens - 1)  # all but the logits
+                self._follow(self.planner.late(run.request.id, done, now_ns))
         self.store.drop_expired()
         self.metrics.gauges(self)

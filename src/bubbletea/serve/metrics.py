@@ -98,7 +98,7 @@ class Metrics:
         self._filled_s.labels(self._model, worker).inc(filled_ns / 1e9)
         self._recent.append((waited_ns, filled_ns))
 
-    def trouble(self, what: str) -> None:
+    def trouble(self) -> None:
         self._trouble.labels(self._model).inc()
 
     # ---- state -------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 
 from atlas.errors import AtlasError
 from bubbletea.admit.words import Class
-from bubbletea.handoff.decode import DecodeEngine, Sampling
+from bubbletea.handoff.decode import FAILED, DecodeEngine, Sampling
 from bubbletea.handoff.door import Door
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.dispatch import Dispatcher, HandedBack, Prefilled, Prompt, Refused
@@ -184,6 +184,8 @@ class Service:
         count, first_s, finish = 0, 0.0, None
         while finish is None:
             token, finish = await queue.get()
+            if (token, finish) == FAILED:
+                raise RuntimeError("the decode engine failed; its log says why")
             count += 1
             if count == 1:
                 first_s = time.monotonic() - asked.arrived_s
