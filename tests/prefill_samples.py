@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from atlas.runtime.device import Cpu
 from atlas.runtime.models.block import KvSlab
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.models.decoder import Cut, Decoder, build
@@ -78,6 +79,15 @@ def offer_everywhere(stages: Sequence[Engine], tokens: Sequence[int], chunk: int
         stage.offer(Task(job, 0, len(tokens), 0, ends, s, 0, peers), tokens if s == 0 else ())
 
 
+def step(engine: Engine) -> bool:
+    """Runs one piece, on the plain CPU; whether there was one."""
+    flight = engine.step(lambda work: Cpu().begin(work, 0, 0))
+    if flight is not None:
+        span = flight.running.wait()
+        engine.settle(flight, span.end_ns - span.start_ns)
+    return flight is not None
+
+
 def run_all(stages: Sequence[Engine], may_run: Callable[[int], bool] = lambda stage: True) -> None:
     """Steps the stages until no one has a task; `may_run` is asked before every step, as a bubble would be."""
     for _ in range(100_000):
@@ -85,7 +95,7 @@ def run_all(stages: Sequence[Engine], may_run: Callable[[int], bool] = lambda st
             return
         for number, stage in enumerate(stages):
             if may_run(number):
-                stage.step()
+                step(stage)
     raise AssertionError("the stages did not finish")
 
 

@@ -11,15 +11,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from atlas.errors import AtlasError
-from atlas.runtime.device import Span, Upload
+from atlas.runtime.device import Running, Span, Upload
 
 T = TypeVar("T")
+REBASE_NS = 20 * 10**9
+"""The GPU's clock is compared with ours this often: an event's time is a float32 of milliseconds."""
 
 
 class Cuda:
@@ -41,15 +43,29 @@ class Cuda:
         self._copies: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._hand_over, daemon=True, name=f"atlas {self.place} copies")
         self._thread.start()
+        self._base = self._compare_clocks()
 
     def run(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> tuple[T, Span]:
-        """Waits for the end of the work, with the interpreter's lock released: spans are what the GPU did."""
-        start_ns = time.monotonic_ns()
+        """Waits for the end of the work, with the interpreter's lock released."""
+        running = self.begin(work, cost_ns, ready_ns)
+        span = running.wait()
+        if span.end_ns - self._base.at_ns > REBASE_NS:
+            self._base = self._compare_clocks()
+        return running.result, span
+
+    def begin(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> Running[T]:
+        """Queued on the compute stream; its span is what the GPU did."""
+        start, end = _event(), _event(blocking=True)
+        start.record(self._compute)
         result = work()
-        ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        ended.record(self._compute)
-        ended.synchronize()
-        return result, Span(start_ns, time.monotonic_ns())
+        end.record(self._compute)
+        return _Queued(result, start, end, self._base)
+
+    def _compare_clocks(self) -> _Base:
+        event = _event()
+        event.record(self._compute)
+        event.synchronize()
+        return _Base(event, time.monotonic_ns())
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -79,6 +95,39 @@ class Cuda:
         while (copy := self._copies.get()) is not None:
             copy.done.synchronize()
             copy.then(copy.host)
+
+
+def _event(*, blocking: bool = False) -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True, blocking=blocking)  # type: ignore[no-untyped-call]
+
+
+class _Base(NamedTuple):
+    """One moment on both clocks."""
+
+    event: torch.cuda.Event
+    at_ns: int
+
+    def moment_ns(self, event: torch.cuda.Event) -> int:
+        elapsed_ms: float = self.event.elapsed_time(event)
+        return self.at_ns + round(elapsed_ms * 1e6)
+
+
+class _Queued(NamedTuple, Generic[T]):
+    """Work on the compute stream."""
+
+    result: T
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    base: _Base
+
+    @property
+    def done(self) -> bool:
+        found: bool = self.end.query()  # type: ignore[no-untyped-call]
+        return found
+
+    def wait(self) -> Span:
+        self.end.synchronize()
+        return Span(self.base.moment_ns(self.start), self.base.moment_ns(self.end))
 
 
 class _Copy(NamedTuple):

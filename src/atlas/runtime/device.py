@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from atlas.errors import AtlasError
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class Span(NamedTuple):
@@ -25,6 +26,22 @@ class Span(NamedTuple):
 
     start_ns: int
     end_ns: int
+
+
+class Running(Protocol[T_co]):
+    """Work that was begun."""
+
+    @property
+    def result(self) -> T_co:
+        """What the work returned; on a GPU its numbers may still be under way."""
+        ...
+
+    @property
+    def done(self) -> bool: ...
+
+    def wait(self) -> Span:
+        """When it began and ended, once it has."""
+        ...
 
 
 class Upload(Protocol):
@@ -45,6 +62,10 @@ class Device(Protocol):
         """Does `work`, whose inputs were there at `ready_ns`."""
         ...
 
+    def begin(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> Running[T]:
+        """As `run`; but a device with a queue returns at once, so that the next work is there when this one ends."""
+        ...
+
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Host memory that copies well to and from the device."""
         ...
@@ -60,6 +81,17 @@ class Device(Protocol):
     def close(self) -> None:
         """Ends what runs beside."""
         ...
+
+
+class _Done(NamedTuple, Generic[T]):
+    """Of a device without a queue."""
+
+    result: T
+    span: Span
+    done: bool = True
+
+    def wait(self) -> Span:
+        return self.span
 
 
 class _Here(NamedTuple):
@@ -79,6 +111,9 @@ class Cpu:
         start_ns = time.monotonic_ns()
         result = work()
         return result, Span(start_ns, time.monotonic_ns())
+
+    def begin(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> Running[T]:
+        return _Done(*self.run(work, cost_ns, ready_ns))
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)

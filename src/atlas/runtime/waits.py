@@ -19,7 +19,7 @@ from atlas.errors import AtlasError
 from atlas.ir.ops import Op
 from atlas.ir.program import Ints, Program
 from atlas.runtime.assignment import FillerChoice, Json
-from atlas.runtime.device import Device, Span
+from atlas.runtime.device import Device, Running, Span
 from atlas.wan.transport import Handle
 
 GROUP = "atlas.fillers"
@@ -61,9 +61,18 @@ class SharedDevice:
 
     def run(self, work: Callable[[], T], cost_ns: int = 0) -> tuple[T, Span]:
         """Does `work` now. A paced device is busy with it for `cost_ns`."""
-        result, span = self._device.run(work, cost_ns, time.monotonic_ns())
+        running = self.begin(work, cost_ns)
+        return running.result, self.settle(running)
+
+    def begin(self, work: Callable[[], T], cost_ns: int = 0) -> Running[T]:
+        """As `run`, but a device with a queue does not wait; to be settled later."""
+        return self._device.begin(work, cost_ns, time.monotonic_ns())
+
+    def settle(self, running: Running[object]) -> Span:
+        """Waits for its end, and notes it."""
+        span = running.wait()
         self._note(span)
-        return result, span
+        return span
 
 
 class Filler(Protocol):
@@ -87,6 +96,8 @@ class Waits:
 
     def __init__(self, patience_s: float, filler: Filler | None = None) -> None:
         self.patience_s, self._filler = patience_s, filler
+        self.now_for = ""
+        """What is waited for at this moment, in words; empty while there is work."""
 
     def attach(self, facts: WorkerFacts, device: Device, note: Callable[[Span], None]) -> None:
         if self._filler is not None:
@@ -96,7 +107,9 @@ class Waits:
         """Returns once all are done; raises what went wrong, or who did not come within the patience."""
         began_ns = 0 if self._filler is None else self._fill(position, handles)
         for handle in handles:
+            self.now_for = handle.what
             handle.wait(self.patience_s)
+        self.now_for = ""
         if self._filler is not None:
             ended_ns = max(began_ns, *(handle.end_ns for handle in handles))
             self._call(lambda filler: filler.waited(position, began_ns, ended_ns))

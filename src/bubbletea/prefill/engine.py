@@ -1,8 +1,8 @@
 """The prefills of one worker: which piece runs next, run it, hand on what comes of it.
 
-Tasks come from another thread at any time; `step` is called on the thread that owns the device, whenever that is free
-for prefill. Earliest due first among the jobs whose input is here; a job that finds no room in the arena waits for one
-that ends. Knows jobs, the arena and a transport to the stages beside it; not bubbles, not requests, not the service.
+Tasks come from another thread at any time; `step` and `settle` are called on the thread that owns the device, whenever
+that is free for prefill. Earliest due first among the jobs whose input is here; a job that finds no room in the arena
+waits for one that ends. Knows jobs, the arena and a transport to the stages beside it; not bubbles, not the service.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from atlas.errors import AtlasError, WorkerError
+from atlas.runtime.device import Running
 from atlas.wan.transport import Handle, Key, Transport
 from bubbletea.prefill.job import HEAD, Job, Piece, Task
 from bubbletea.prefill.pace import Pace
@@ -52,7 +53,21 @@ class _Offer:
     job: Job | None = None
     inputs: list[Handle] = field(default_factory=list)
     """By chunk, where they come from the stage before."""
-    sends: list[Handle] = field(default_factory=list)
+
+
+class Flight(NamedTuple):
+    """A piece that was begun."""
+
+    task: Task
+    piece: Piece
+    predicted_ns: int
+    running: Running[Tensor | None]
+    out: Staged | None
+    """Activations for the next stage."""
+
+
+Begin = Callable[[Callable[[], Tensor | None]], Running[Tensor | None]]
+"""Executes a piece on the device, or puts it into the device's queue."""
 
 
 class Engine:
@@ -117,52 +132,54 @@ class Engine:
             return None
         return offer.task, offer.job.piece, self._predict_ns(offer.job.piece)
 
-    def step(self, run: Callable[[Callable[[], None]], int] | None = None) -> bool:
-        """Runs the next piece, if there is one. `run` executes it on the device and says how long that took."""
+    def step(self, begin: Begin) -> Flight | None:
+        """Begins the next piece, if there is one; to be settled once it is done, or at any later time."""
         offer = self._next()
         if offer is None or offer.job is None or offer.job.piece is None:
-            return False
-        piece, predicted_ns = offer.job.piece, self._predict_ns(offer.job.piece)
+            return None
+        piece = offer.job.piece
         try:
-            out = self._run(offer, piece, predicted_ns, run or _timed)
-            self._hand_on(offer, piece, out)
+            flight = self._launch(offer, piece, begin)
         except AtlasError as error:
             self._end(offer, str(error))
-            return True
+            return None
         if offer.job.piece is None:
             self._end(offer)
-        return True
+        return flight
 
-    def _run(
-        self, offer: _Offer, piece: Piece, predicted_ns: int, run: Callable[[Callable[[], None]], int]
-    ) -> Tensor | None:
-        job, found = offer.job, list[Tensor | None]()
+    def settle(self, flight: Flight, took_ns: int) -> None:
+        """What it took is learnt from, and what it computed goes to the next stage."""
+        task, piece = flight.task, flight.piece
+        if piece.layer != HEAD:
+            self.pace.observe(piece.last - piece.first, piece.last, took_ns)
+        self.outlet.ran(task, piece, flight.predicted_ns, took_ns)
+        if flight.out is not None:
+            self._pass_on(task, piece, flight.out)
+
+    def _launch(self, offer: _Offer, piece: Piece, begin: Begin) -> Flight:
+        task, job = offer.task, offer.job
         assert job is not None
-        if job.begins_chunk and offer.task.stage:
+        if job.begins_chunk and task.stage:
             data = offer.inputs[piece.chunk].wait(0)
             x = torch.frombuffer(data, dtype=self.shard.dtype)
             job.feed(x.view(1, piece.last - piece.first, self.shard.config.width))
-        took_ns = run(lambda: found.append(job.run()))
-        if piece.layer != HEAD:
-            self.pace.observe(piece.last - piece.first, piece.last, took_ns)
-        self.outlet.ran(offer.task, piece, predicted_ns, took_ns)
-        return found[0]
-
-    def _hand_on(self, offer: _Offer, piece: Piece, out: Tensor | None) -> None:
-        task, job = offer.task, offer.job
-        assert job is not None
+        running = begin(job.run)
+        out = None if running.result is None else self._staging.out(running.result.clone())
         if piece.layer == HEAD:
             assert out is not None
-            self.outlet.logits(task, self._staging.out(out.clone()))
-            return
-        self.outlet.kv(task, piece, self._staging.out(job.kv(piece)))
-        if out is not None:
-            assert self.transport is not None, "a stage before another needs a transport"
-            peer = task.peers[task.stage + 1]
-            self.reach(*peer)
-            key = Key(peer[0], LANE, (task.job, task.attempt, piece.chunk, task.stage + 1))
-            data = out.cpu().contiguous().view(torch.uint8).numpy().copy()
-            offer.sends.append(self.transport.send(key, data, what=f"activations of prefill {task.job}"))
+            self.outlet.logits(task, out)
+            out = None
+        else:
+            self.outlet.kv(task, piece, self._staging.out(job.kv(piece)))
+        return Flight(task, piece, self._predict_ns(piece), running, out)
+
+    def _pass_on(self, task: Task, piece: Piece, out: Staged) -> None:
+        assert self.transport is not None, "a stage before another needs a transport"
+        peer = task.peers[task.stage + 1]
+        self.reach(*peer)
+        key = Key(peer[0], LANE, (task.job, task.attempt, piece.chunk, task.stage + 1))
+        data = out().contiguous().view(torch.uint8).numpy()
+        self.transport.send(key, data, what=f"activations of prefill {task.job}")
 
     def _next(self) -> _Offer | None:
         """The earliest due of those that have memory and input."""
@@ -228,12 +245,6 @@ class Engine:
 
     def _predict_ns(self, piece: Piece) -> int:
         return self.pace.predict_ns(piece.last - piece.first, piece.last)
-
-
-def _timed(work: Callable[[], None]) -> int:
-    began = time.monotonic_ns()
-    work()
-    return time.monotonic_ns() - began
 
 
 def warm_up(shard: Shard, pace: Pace, chunk: int) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from atlas.runtime.models.config import DecoderConfig, RopeScaling
 from bubbletea.costs import LayerTime
 from bubbletea.frames import Payload
-from bubbletea.prefill.job import Task
+from bubbletea.prefill.job import HEAD, Piece, Task
 from bubbletea.prefill.shard import Served
 
 TASK, CANCEL, READY, LOGITS, DONE, FAILED, REPORT = range(32, 39)
@@ -48,6 +48,11 @@ class Order:
     """Likewise the head."""
     waits_ns: dict[int, int] = field(default_factory=dict)
     """By op: how long it is expected to wait, until enough waits were seen."""
+
+    def paced_ns(self, piece: Piece) -> int:
+        """How long a piece keeps a paced device busy."""
+        assert self.pace is not None, "the device is not paced"
+        return self.head_ns if piece.layer == HEAD else self.pace(piece.last - piece.first, piece.first)
 
     def to_json(self) -> Json:
         data = asdict(self)

@@ -15,6 +15,7 @@ from prefill_samples import (
     make_stages,
     offer_everywhere,
     run_all,
+    step,
     whole,
 )
 
@@ -139,10 +140,10 @@ def test_a_cancelled_job_gives_its_memory_back() -> None:
     engine = make_stages(served, (4,), collector)[0]
     before = engine.shard.arena.free_bytes
     engine.offer(Task(1, 0, 300, 0, (100, 300), 0, 0), [1] * 300)
-    assert engine.step()
+    assert step(engine)
     assert engine.shard.arena.free_bytes < before
     engine.cancel(1, 0)
-    assert not engine.step()
+    assert not step(engine)
     assert engine.shard.arena.free_bytes == before
     assert engine.num_tasks == 0
 
