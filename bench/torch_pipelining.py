@@ -1,0 +1,145 @@
+"""Our worker against torch.distributed.pipelining with Gloo: the same decoder, batches, order (1F1B) and optimizer, two
+stages on plain CPUs, one torch thread each, no WAN. Side by side in one run, in turns, so that a busy host is busy for
+both; what counts is the ratio of the medians over the rounds, and where it differs much from that of the best rounds
+the host was disturbed. The losses must agree, or it is not the same training.
+
+    python bench/torch_pipelining.py [ROUNDS]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from itertools import pairwise
+
+import torch
+from common.report import Report
+
+from atlas.cost.table import kind_costs, uniform_costs
+from atlas.ir.program import Layout, with_optimizer
+from atlas.launch.emulate import Progress, Setup, emulate
+from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training
+from atlas.runtime.models.config import gpt
+from atlas.runtime.models.decoder import loss_of
+from atlas.runtime.recipe import LearningRate, OptimizerSettings
+from atlas.runtime.training import make_task
+from atlas.schedules.classic import one_f_one_b
+
+NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS, NUM_COLD = 2, 8, 12, 3
+RATE = 0.05
+SIZES = {"small": (128, 32), "middle": (256, 64)}
+"""Width and length."""
+
+
+def training(size: str) -> Training:
+    width, length = SIZES[size]
+    config = gpt(num_layers=4, width=width, num_heads=4, vocabulary=256, max_length=length)
+    return Training(
+        ModelChoice(config, layers_per_stage=(2, 2)),
+        DataChoice(length, 4, SHIPPED),
+        OptimizerSettings(LearningRate(RATE), "sgd"),
+    )
+
+
+# ---- ours --------------------------------------------------------------------------------------------------------
+def ours(size: str) -> tuple[float, list[float]]:
+    """Seconds of a step, and the losses."""
+    program = with_optimizer(one_f_one_b(Layout(1, NUM_STAGES, NUM_MICROBATCHES, ("here",) * NUM_STAGES)))
+    free = uniform_costs(1, NUM_STAGES, kind_costs(forward_ns=0))
+    seconds: list[float] = []
+
+    def note(progress: Progress) -> None:
+        seconds.append(progress.seconds)
+
+    setup = Setup(NUM_STEPS, device="cpu", paths={}, keep_weights=False)
+    run = emulate(program, free, training(size), setup, on_step=note)
+    return statistics.median(seconds[NUM_COLD:]), run.losses
+
+
+# ---- torch's -----------------------------------------------------------------------------------------------------
+def torchs(size: str) -> tuple[float, list[float]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    group = {"WORLD_SIZE": str(NUM_STAGES), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, __file__, "rank", size]
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **group, **one_thread, "RANK": str(r)}, stdout=subprocess.PIPE)
+        for r in range(NUM_STAGES)
+    ]
+    try:
+        said = [process.communicate(timeout=120)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    found = json.loads(said[-1])
+    return found["seconds"], found["losses"]
+
+
+def rank_main(size: str) -> None:
+    """One rank of torch's pipeline; the last says how it went."""
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    task = make_task(training(size), num_stages=NUM_STAGES, num_pipelines=1, num_microbatches=NUM_MICROBATCHES)
+    module = task.build_stage(rank, NUM_STAGES)
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
+    schedule = Schedule1F1B(
+        PipelineStage(module, rank, NUM_STAGES, torch.device("cpu")), NUM_MICROBATCHES, loss_fn=loss_of
+    )
+    ends_s, losses = [], []
+    for step in range(NUM_STEPS):
+        slots = range(step * NUM_MICROBATCHES, (step + 1) * NUM_MICROBATCHES)
+        tokens, targets = (torch.cat(part) for part in zip(*(task.microbatch(s, 0) for s in slots), strict=True))
+        each: list[torch.Tensor] = []
+        if rank == 0:
+            schedule.step(tokens)
+        else:
+            schedule.step(target=targets, losses=each, return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        ends_s.append(time.perf_counter())
+        losses += [torch.stack(each).mean().item()] if each else []
+    if rank == NUM_STAGES - 1:
+        seconds = [end - begin for begin, end in pairwise(ends_s)][NUM_COLD - 1 :]
+        print(json.dumps({"seconds": statistics.median(seconds), "losses": losses}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# ---- side by side ------------------------------------------------------------------------------------------------
+def main() -> int:
+    num_rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    report = Report(f"Worker against torch.distributed.pipelining, {num_rounds} rounds (measured)", "torch with Gloo")
+    for size in SIZES:
+        mine, theirs, apart = [], [], 0.0
+        for _ in range(num_rounds):
+            their_s, their_losses = torchs(size)
+            our_s, our_losses = ours(size)
+            theirs.append(their_s)
+            mine.append(our_s)
+            apart = max(apart, *(abs(a / b - 1) for a, b in zip(our_losses, their_losses, strict=True)))
+            print(f"  {size}: torch {their_s * 1e3:.1f} ms, ours {our_s * 1e3:.1f} ms a step", flush=True)
+        report.figure(f"{size}: losses against torch's, relative", apart, "", at_most=1e-5)
+        report.figure(f"{size}: torch, a step", statistics.median(theirs) * 1e3, "ms")
+        report.figure(f"{size}: ours, a step", statistics.median(mine) * 1e3, "ms")
+        report.figure(f"{size}: our speed over torch's, best rounds", min(theirs) / min(mine), "x")
+        ratio = statistics.median(theirs) / statistics.median(mine)
+        report.figure(f"{size}: our speed over torch's", ratio, "x", at_least=1.0)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:
+        rank_main(sys.argv[2])
+    else:
+        sys.exit(main())
