@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -209,7 +210,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=16, metavar="N", help="tokens of an answer (default 16)")
     parser.add_argument("--retries", type=int, default=0, metavar="N", help="send refused ones again when told to")
     parser.add_argument("--offline", action="store_true", help="as offline requests")
-    parser.add_argument("--key-file", metavar="FILE", help="a file with the API key")
+    parser.add_argument("--key-file", type=Path, metavar="FILE", help="a file with the API key")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (default 0)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -218,10 +219,7 @@ def run(args: argparse.Namespace) -> int:
     low, _, high = args.prompt.partition(":")
     if not (low.isdigit() and (high or low).isdigit() and 0 < int(low) <= int(high or low)):
         raise AtlasError(f"--prompt {args.prompt}: give MIN:MAX, such as 64:1024")
-    key = ""
-    if args.key_file:
-        with open(args.key_file, encoding="utf-8") as file:  # noqa: PTH123
-            key = file.read().strip()
+    key = args.key_file.read_text(encoding="utf-8").strip() if args.key_file else ""
     url = args.url.rstrip("/")
     load = Load(
         url=url,

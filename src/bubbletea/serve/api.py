@@ -155,6 +155,7 @@ class Api:
             kind=body.priority or "online",
             deadline_s=body.deadline_s,
             hands_off=body.hands_off,
+            is_chat=isinstance(body, ChatRequest),
         )
 
     # ---- writing -----------------------------------------------------------------------------------------------

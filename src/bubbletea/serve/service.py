@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from atlas.errors import AtlasError
@@ -40,6 +41,8 @@ class Asked:
     kind: Class = "online"
     deadline_s: float | None = None
     hands_off: bool = False
+    is_chat: bool = False
+    """The prompt came out of a template, special tokens and all."""
     arrived_s: float = field(default_factory=time.monotonic)
 
 
@@ -114,7 +117,8 @@ class Service:
             except Refused as refused:
                 raise of_refusal(refused, at_least) from None
         if isinstance(asked.prompt, str):
-            tokens = await asyncio.to_thread(self.text.encode, asked.prompt) or [min(self.text.ends, default=0)]
+            encode = partial(self.text.encode, special=not asked.is_chat)
+            tokens = await asyncio.to_thread(encode, asked.prompt) or [min(self.text.ends, default=0)]
         else:
             tokens = list(asked.prompt)
         if max(tokens) >= self.served.config.vocabulary:

@@ -7,14 +7,14 @@ that a text can have, from its size alone. Knows no requests. Templates come wit
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from atlas.errors import AtlasError, MissingExtraError
-from atlas.runtime.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
+from atlas.runtime.data.tokenizers import ByteTokenizer, FileTokenizer
 
 PLAIN_CHAT = (
     "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}\n{% endfor %}"
@@ -27,42 +27,61 @@ MAX_HELD = 8
 
 
 class Text:
-    """`tokenizer`, the end tokens, and how a chat becomes a prompt."""
+    """How text becomes tokens, tokens text, and a chat a prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, ends: frozenset[int], template: str, extra: Mapping[str, str]) -> None:
-        self.tokenizer, self.ends = tokenizer, ends
-        self._extra = dict(extra)
+    def __init__(
+        self,
+        encode: Callable[[str, bool], list[int]],
+        decode: Callable[[Sequence[int]], str],
+        ends: frozenset[int],
+        longest_token_bytes: int,
+        template: str = PLAIN_CHAT,
+        extra: Mapping[str, str] | None = None,
+    ) -> None:
+        """`encode` is also told whether to add what the model wants around a prompt (a begin token, mostly)."""
+        self._encode, self.decode, self.ends = encode, decode, ends
+        self._longest, self._extra = longest_token_bytes, dict(extra or {})
         self._template = _compiled(template)
-        self._longest = _longest_token_bytes(tokenizer)
 
     @classmethod
     def of_folder(cls, folder: Path) -> Text:
         """Its `tokenizer.json`, and what the configs of tokenizer and generation say; bytes if there is none."""
-        if not (folder / "tokenizer.json").is_file():
+        path = folder / "tokenizer.json"
+        if not path.is_file():
             return cls.of_bytes()
         config, generation = _json(folder / "tokenizer_config.json"), _json(folder / "generation_config.json")
-        eos = _content(config.get("eos_token"))
-        tokenizer = FileTokenizer(folder / "tokenizer.json", eos)
-        ends = generation.get("eos_token_id", [])
-        known = frozenset([tokenizer.end, *(ends if isinstance(ends, list) else [ends])])
-        template = config.get("chat_template") or _text(folder / "chat_template.jinja") or PLAIN_CHAT
-        extra = {name: _content(config.get(name)) or "" for name in ("bos_token", "eos_token")}
-        return cls(tokenizer, known, template if isinstance(template, str) else PLAIN_CHAT, extra)
+        end = FileTokenizer(path, _content(config.get("eos_token"))).end  # also says what is wrong with the file
+        from tokenizers import Tokenizer
+
+        hf = Tokenizer.from_file(str(path))
+        more = generation.get("eos_token_id", [])
+        template = config.get("chat_template") or _text(folder / "chat_template.jinja")
+        return cls(
+            lambda text, special: list(hf.encode(text, add_special_tokens=special).ids),
+            lambda tokens: str(hf.decode(list(tokens), skip_special_tokens=True)),
+            frozenset([end, *(more if isinstance(more, list) else [more])]),
+            max(len(word.encode()) for word in hf.get_vocab(with_added_tokens=True)),
+            template if isinstance(template, str) and template else PLAIN_CHAT,
+            {name: _content(config.get(name)) or "" for name in ("bos_token", "eos_token")},
+        )
 
     @classmethod
     def of_bytes(cls) -> Text:
-        return cls(ByteTokenizer(), frozenset([0]), PLAIN_CHAT, {})
+        plain = ByteTokenizer()
+        return cls(
+            lambda text, _: list(text.encode()),
+            lambda tokens: plain.decode(np.asarray(tokens)),
+            frozenset([plain.end]),
+            1,
+        )
 
-    def encode(self, text: str) -> list[int]:
-        found: list[int] = self.tokenizer.encode(text).tolist()
-        return found
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(np.asarray(tokens))
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """A chat's template has written the special tokens already; a plain prompt gets them here."""
+        return self._encode(text, special)
 
     def at_least(self, text: str) -> int:
-        """Tokens: no token covers more bytes than the longest of the vocabulary."""
-        return -(-len(text.encode(errors="replace")) // self._longest)
+        """Tokens: none covers more bytes than the longest of the vocabulary."""
+        return -(-len(text.encode()) // self._longest)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt of a conversation; a template that refuses it says why."""
@@ -97,14 +116,6 @@ class Stream:
         fresh = self._text.decode(self._tokens)[self._shown :] if self._tokens else ""
         self._tokens, self._shown = [], 0
         return fresh
-
-
-def _longest_token_bytes(tokenizer: Tokenizer) -> int:
-    """Of the vocabulary; a token that the tokenizer's normalization can make of more bytes does not exist."""
-    if isinstance(tokenizer, ByteTokenizer):
-        return 1
-    words: dict[str, int] = tokenizer._hf.get_vocab(with_added_tokens=True)  # type: ignore[attr-defined]
-    return max(len(word.encode()) for word in words)
 
 
 def _compiled(template: str) -> Any:

@@ -1,0 +1,172 @@
+"""The small parts of the service, each alone: text, stop strings, keys, prefixes, the guard, folders of models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from prefill_samples import LLAMA, Collector, greedy_after, greedy_alone, make_stages, offer_everywhere, run_all, whole
+
+from atlas.errors import AtlasError
+from atlas.runtime.models.export import export_stage, finish_export
+from bubbletea.handoff.decode import Sampling, choose
+from bubbletea.prefill.guard import Guard
+from bubbletea.prefill.messages import Order
+from bubbletea.prefill.shard import Served
+from bubbletea.serve.auth import EVERYBODY, Keys
+from bubbletea.serve.prefixes import Prefixes
+from bubbletea.serve.service import StopStrings
+from bubbletea.serve.tokens import Stream, Text
+
+
+# ---- text --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("said", ["plain", "naïve café", "日本語 🎉 ok", ""])
+def test_a_stream_gives_out_whole_characters_only(said: str) -> None:
+    text = Text.of_bytes()
+    stream = Stream(text)
+    pieces = [stream.push(token) for token in said.encode()]
+    assert "".join(pieces) + stream.flush() == said
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_bytes_that_are_no_text_come_out_all_the_same() -> None:
+    text, rng = Text.of_bytes(), random.Random(1)
+    for _ in range(50):
+        tokens = [rng.randrange(256) for _ in range(30)]
+        stream = Stream(text)
+        assert "".join(map(stream.push, tokens)) + stream.flush()
+
+
+def tokenizer_folder(folder: Path, **config: object) -> Path:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    alphabet = {letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    hf = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    hf.pre_tokenizer, hf.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    hf.add_special_tokens(["<s>", "</s>"])
+    hf.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    hf.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}, **config}))
+    return folder
+
+
+def test_a_models_tokenizer_and_template_are_used(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    text = Text.of_folder(tokenizer_folder(tmp_path, chat_template=template, bos_token="<s>"))
+    assert text.ends == {257}
+    assert text.encode("ab")[0] == 256
+    assert 256 not in text.encode("ab", special=False)
+    assert text.decode(text.encode("héllo")) == "héllo"
+    prompt = text.chat([{"role": "user", "content": "hi"}])
+    assert prompt == "<s>[user]hi"
+    assert text.encode(prompt, special=False).count(256) == 1
+    assert text.at_least("x" * 1000) <= len(text.encode("x" * 1000))
+
+
+def test_a_template_that_refuses_is_the_askers_mistake(tmp_path: Path) -> None:
+    refusing = "{{ raise_exception('roles must alternate') }}"
+    text = Text.of_folder(tokenizer_folder(tmp_path, chat_template=refusing))
+    with pytest.raises(AtlasError, match="roles must alternate"):
+        text.chat([{"role": "user", "content": "hi"}])
+    prying = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    text = Text.of_folder(tokenizer_folder(tmp_path, chat_template=prying))
+    with pytest.raises(AtlasError, match="chat template"):
+        text.chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 5, 100])
+def test_stop_strings_are_found_wherever_the_pieces_end(cut: int) -> None:
+    said = "one two <end> three"
+    stops, shown, stopped = StopStrings(["<end>", "never"]), "", False
+    pieces = [said[i : i + cut] for i in range(0, len(said), cut)]
+    for number, piece in enumerate(pieces):
+        text, stopped = stops.push(piece, last=number == len(pieces) - 1)
+        shown += text
+        if stopped:
+            break
+    assert (shown, stopped) == ("one two ", True)
+
+
+def test_what_only_began_like_a_stop_string_is_shown_in_the_end() -> None:
+    stops = StopStrings(["<end>"])
+    assert stops.push("a <en", last=False) == ("a ", False)
+    assert stops.push("d", last=True) == ("<end", False)
+
+
+# ---- keys --------------------------------------------------------------------------------------------------------
+def test_keys_are_read_from_their_digests(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"tenants:\n  a: {{sha256: {hashlib.sha256(b'k').hexdigest()}, weight: 2}}\n")
+    keys = Keys.read(path)
+    assert (keys.tenant("Bearer k"), keys.tenant("Bearer x"), keys.tenant(None)) == ("a", None, None)
+    assert keys.weights == {"a": 2.0}
+    assert Keys.nobody().tenant(None) == EVERYBODY
+
+
+@pytest.mark.parametrize("text", ["", "tenants: {}", "tenants: {a: {sha256: abc}}", "other: 1", "{"])
+def test_a_file_that_is_no_file_of_keys_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(text)
+    with pytest.raises(AtlasError, match="not a file of keys"):
+        Keys.read(path)
+
+
+# ---- prefixes ----------------------------------------------------------------------------------------------------
+def test_prefixes_are_kept_by_tenant_and_forgotten_from_their_ends() -> None:
+    prefixes = Prefixes(3 * 2 * 2 * 2 * 4 * 8 * 4, block=4)
+    slabs = [torch.randn(2, 2, 16, 8) for _ in range(2)]
+    tokens = list(range(12))
+    mine, others = prefixes.hashes(tokens, "a"), prefixes.hashes(tokens, "b")
+    prefixes.add(mine, slabs)
+    assert prefixes.longest(mine, 100) == 12
+    assert prefixes.longest(mine, 11) == 8
+    assert prefixes.longest(others, 100) == 0
+    assert all(torch.equal(kv, slab[:, :, :8]) for kv, slab in zip(prefixes.take(mine, 8), slabs, strict=True))
+    prefixes.add(prefixes.hashes([99] * 4, "a"), slabs)
+    assert prefixes.longest(mine, 100) == 8
+    assert prefixes.used_bytes <= prefixes.budget_bytes
+
+
+# ---- the guard ---------------------------------------------------------------------------------------------------
+def test_the_guard_believes_the_schedule_then_what_it_saw() -> None:
+    guard = Guard(0.1, {3: 1000})
+    assert guard.wait_ns(3) == 900
+    assert guard.wait_ns(4) == 0
+    for waited in (1200, 1300, 1250, 1240):
+        guard.observe(3, waited)
+    assert guard.wait_ns(3) == 1200
+    guard.observe(3, 300)
+    assert guard.wait_ns(3) == 300
+
+
+# ---- models ------------------------------------------------------------------------------------------------------
+def test_a_folder_of_weights_is_served_as_it_is(tmp_path: Path) -> None:
+    source = Served(LLAMA, seed=5)
+    export_stage(tmp_path, whole(source), 0, 1)
+    finish_export(tmp_path, LLAMA, 1)
+    served = Served.of_folder(tmp_path)
+    tokens = list(range(80))
+    collector = Collector(served, 80)
+    stages = make_stages(served, (1, 3), collector)
+    offer_everywhere(stages, tokens, 32)
+    run_all(stages)
+    assert greedy_after(collector, whole(source), 8) == greedy_alone(whole(source), tokens, 8)
+
+
+def test_an_order_survives_its_journey(tmp_path: Path) -> None:
+    order = Order(Served(LLAMA, seed=3), (1, 3), 1, 1 << 20, 1 << 20, 64, waits_ns={4: 5})
+    assert Order.from_json(json.loads(json.dumps(order.to_json()))) == order
+
+
+def test_sampling_stays_within_the_nucleus() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([3.0, 2.0, 1.0, -5.0])
+    assert choose(logits, Sampling(1, temperature=0.0), generator) == 0
+    narrow = {choose(logits, Sampling(1, 1.0, 0.5), generator) for _ in range(50)}
+    wide = {choose(logits, Sampling(1, 2.0), generator) for _ in range(200)}
+    assert narrow == {0}
+    assert {0, 1, 2} <= wide
