@@ -24,6 +24,10 @@ from atlas.runtime.models.weights import load
 from bubbletea.prefill.shard import Served
 
 
+LEAST_TEMPERATURE = 1e-4
+"""Below it the likeliest token is as good as certain, and dividing by it would overflow."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen; a temperature of 0 takes the likeliest."""
@@ -129,7 +133,7 @@ class DecodeEngine:
 
 
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:  # noqa: N803
-    if sampling.temperature == 0.0:
+    if sampling.temperature < LEAST_TEMPERATURE:
         return int(logits_V.argmax())
     likely_V = torch.softmax(logits_V.double() / sampling.temperature, dim=-1)
     if sampling.top_p < 1.0:

@@ -169,4 +169,6 @@ def test_sampling_stays_within_the_nucleus() -> None:
     narrow = {choose(logits, Sampling(1, 1.0, 0.5), generator) for _ in range(50)}
     wide = {choose(logits, Sampling(1, 2.0), generator) for _ in range(200)}
     assert narrow == {0}
+    assert choose(logits, Sampling(1, temperature=5e-324, top_p=5e-324), generator) == 0
+    assert choose(logits, Sampling(1, temperature=1e-4, top_p=1e-9), generator) == 0
     assert {0, 1, 2} <= wide
