@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
@@ -24,7 +24,7 @@ COMMANDS = {
     "compare": "two timelines, op by op",
     "plan": "which datacenters, which parallelism, which schedule: the best plan for a job, and what it costs",
     "whatif": "a job or a plan with something changed: sweeps, the bottleneck, random networks",
-    "train": "run a plan; today as a rehearsal on this machine",
+    "train": "run a plan; today on this machine, its datacenters emulated",
     "profile": "measure a job's model on this machine's accelerator",
     "wan": "rehearse, measure and secure the network between datacenters",
     "data": "text to shards of tokens, and what shards hold",
@@ -80,16 +80,21 @@ def command_parser(name: str) -> tuple[Parser, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit code."""
+    return guarded(_run, "atlas", argv)
+
+
+def guarded(run: Callable[[list[str]], int], name: str, argv: Sequence[str] | None = None) -> int:
+    """A command line's words to `run`, its failures told as this module says; the process's exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without µ is no reason to fail
     try:
-        code = _run(words)
+        code = run(words)
         sys.stdout.flush()
         return code
     except AtlasError as error:
-        return _tell(error)
+        return _tell(name, error)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -98,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except OSError as error:
         return _tell(
-            f"{error.filename or 'output'}: {error.strerror or error}. Free some space or choose another place"
+            name, f"{error.filename or 'output'}: {error.strerror or error}. Free some space or choose another place"
         )
 
 
@@ -122,8 +127,8 @@ def _plugins() -> dict[str, Any]:
     return {entry.name: entry for entry in entry_points(group=PLUGINS)}
 
 
-def _tell(error: object) -> int:
-    print(f"atlas: {error}", file=sys.stderr)
+def _tell(name: str, error: object) -> int:
+    print(f"{name}: {error}", file=sys.stderr)
     return 2
 
 

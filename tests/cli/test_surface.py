@@ -21,7 +21,9 @@ SURFACE = {
     "schedules": {"--show", "--torch", "--json"} | SEARCH,
     "view": {"files"} | PICTURES,
     "compare": {"a", "b", "--json"} | PICTURES | SEARCH,
-    "train": {"plan", "--emulate", "--schedule", "--tcp", "--steps", "--slower", "--page", "--set"},
+    "train": {"plan", "--emulate", "--schedule", "--tcp", "--steps", "--slower", "--page", "--set", "--device"}
+    | {"--model", "--data", "--learning-rate", "--clip", "--checkpoints", "--save-every"}
+    | {"--no-bar", "--log", "--timeline", "--metrics-port", "--metrics-host"},
     "profile": {"job", "--gpu", "--out", "--device", "--repeats", "--set"},
     "plan": {"job", "--json", "--out", "--page", "--set"}
     | {"--strategy", "--objective", "--budget", "--min-throughput", "--tokens", "--deadline", "--keep"}

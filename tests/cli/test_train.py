@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,25 @@ def test_a_job_is_rehearsed_with_real_gradients(tmp_path: Path, capsys: pytest.C
     first, second = (float(x) for x in said.split("loss by step")[1].splitlines()[0].split(","))
     assert second < first
     assert page.stat().st_size > 10_000
+
+
+def test_the_jobs_own_model_learns_the_shipped_text_and_goes_on_from_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"layers": 4, "hidden": 32, "heads": 2, "vocab": 256, "seq_len": 32, "tied_embeddings": "true"}
+    flags = [f"--set=model.{key}={value}" for key, value in small.items()]
+    flags += ["--set=pp=2", "--set=pipelines_per_cell=2", "--set=num_microbatches=2", "--set=precision=fp32"]
+    flags += ["--model", "job", "--data", "shipped", "--device", "cpu", "--schedule", "atlas", "--clip", "1"]
+    flags += ["--checkpoints", str(tmp_path / "saved"), "--log", str(tmp_path / "log")]
+    losses = []
+    for steps in (2, 4):
+        assert main(["train", str(TINY), "--emulate", "--steps", str(steps), *flags]) == 0
+        losses += [float(x) for x in capsys.readouterr().out.split("loss by step")[1].splitlines()[0].split(",")]
+    assert len(losses) == 4
+    assert losses[3] < losses[0]
+    assert [json.loads(line)["step"] for line in (tmp_path / "log").read_text().splitlines()] == [1, 2, 3, 4]
+    assert main(["train", str(TINY), "--emulate", "--steps", "4", *flags]) == 2
+    assert "step 4 is done already" in capsys.readouterr().err
 
 
 def test_a_plan_that_cannot_run_is_refused_with_its_own_sentence(

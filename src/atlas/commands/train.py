@@ -1,31 +1,56 @@
-"""Train a plan. For now as a rehearsal on this machine: every worker a process with a paced device, the datacenters
-apart by emulated paths, a small stand-in model with real gradients, the plan's own durations (`--emulate`).
+"""Train a plan. For now on this machine (`--emulate`): every worker a process, the datacenters apart by an emulated
+WAN, real sockets and real gradients, the plan's own durations on paced devices (or what a CPU or a GPU takes).
+
+A small stand-in model is trained unless `--model` names a Hugging Face folder, or `job` for the model that the job
+describes; `--data` names shards (`atlas data tokenize`), or `shipped`. With `--checkpoints` the run is saved, Ctrl-C
+saves it too, and the same command goes on where it was, by any other plan of the same batch.
 
 Prints the iteration time that was predicted and the one that was measured; `--page` lays the two timelines over each
-other. A plan that the runtime cannot execute is refused, with the reason. Several hosts and real models are to come.
+other. A plan that the runtime cannot execute is refused, with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from atlas.commands.files import Outputs
 from atlas.commands.simulate import job_flags, whole
+from atlas.commands.watching import watch_flags, watched
 from atlas.errors import AtlasError
 from atlas.spec.plan import load_job_or_plan
+
+if TYPE_CHECKING:
+    from atlas.launch.emulate import Progress
+    from atlas.launch.rehearse import Rehearsal
+    from atlas.launch.report import Report
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="a plan, or a job with --schedule")
-    parser.add_argument("--emulate", action="store_true", help="rehearse it on this machine")
+    parser.add_argument("--emulate", action="store_true", help="run it on this machine")
     parser.add_argument("--schedule", metavar="NAME", help="for a job: how to run it (default: 1f1b)")
     parser.add_argument("--tcp", choices=("one", "many"), help="connections between two nodes (default: many)")
-    parser.add_argument("--steps", type=whole(1, 100), default=3, metavar="N", help="iterations (default 3)")
+    parser.add_argument("--steps", type=whole(1, 10**9), default=3, metavar="N", help="of the whole run (default 3)")
+    parser.add_argument(
+        "--model", default="", metavar="DIR", help="a Hugging Face folder, or job (default: a stand-in)"
+    )
+    parser.add_argument("--data", default="", metavar="DIR", help="shards of tokens, or shipped (default: made up)")
+    parser.add_argument("--device", default="paced", metavar="NAME", help="paced, cpu or cuda:N (default: paced)")
+    parser.add_argument("--learning-rate", type=float, metavar="X", help="default: 0.001 (AdamW; a stand-in: 0.1, SGD)")
+    parser.add_argument(
+        "--clip", type=float, metavar="NORM", help="clip gradients to this global norm (default: do not)"
+    )
+    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="save there, and go on from what is there")
+    parser.add_argument(
+        "--save-every", type=whole(0, 10**9), default=0, metavar="N", help="steps between saves (default: at the end)"
+    )
     parser.add_argument(
         "--slower", type=whole(1, 1000), default=1, metavar="X", help="every duration times X, for a slow host"
     )
     parser.add_argument("--page", type=Path, metavar="FILE", help="write prediction over measurement as a page")
+    watch_flags(parser)
     job_flags(parser)
 
 
@@ -34,28 +59,67 @@ def run(args: argparse.Namespace) -> int:
     if plan is not None and plan.runnable != "yes":
         raise AtlasError(f"{args.plan}: runnable: {plan.runnable}")
     if not args.emulate:
-        raise AtlasError("only a rehearsal on one machine can be run today: add --emulate")
+        raise AtlasError("only a run on one machine can be started today: add --emulate")
     outputs = Outputs(page=args.page)
     outputs.require_writable()
-    from atlas.launch.rehearse import rehearse
-
     schedule = args.schedule or (plan.schedule.name if plan else "1f1b")
-    tcp = args.tcp or (plan.schedule.tcp if plan else "many")
-    budget = plan.schedule.tries or None if plan else None
-    result = rehearse(job, schedule, tcp=tcp, steps=args.steps, slower=args.slower, budget=budget)
-    predicted, measured = result.predicted, result.run.timeline
-    losses = ", ".join(f"{loss:.4f}" for loss in result.run.losses)
-    print(
-        f"{job.name}, {schedule} on {tcp} connection(s), {args.steps} steps (emulated: paced devices, stand-in model)\n"
-        f"  iteration, simulated  {predicted.iteration_ns / 1e6:10.1f} ms\n"
-        f"  iteration, emulated   {measured.iteration_ns / 1e6:10.1f} ms   prediction {result.error:+.2%}\n"
-        f"  loss by step          {losses}\n"
-        f"  emulator late by      {result.run.late_s * 1e3:10.2f} ms   "
-        f"devices overrun {result.run.overrun_s * 1e3:.2f} ms"
+    choice = watched(args, {"job": job.name, "schedule": schedule})
+    from atlas.launch.rehearse import Wishes, rehearse
+    from atlas.launch.report import Report
+
+    wishes = Wishes(
+        schedule,
+        tcp=args.tcp or (plan.schedule.tcp if plan else "many"),
+        steps=args.steps,
+        slower=args.slower,
+        budget=plan.schedule.tries or None if plan else None,
+        device=args.device,
+        model=args.model,
+        data=args.data,
+        learning_rate=args.learning_rate,
+        clip=args.clip,
+        checkpoints=args.checkpoints,
+        save_every=args.save_every,
     )
+    with Report(choice, args.steps) as report:
+        result = rehearse(job, wishes, on_step=lambda done, predicted_s: _tell(report, done, predicted_s))
+    _print(job.name, schedule, args, result)
     if args.page is not None:
         from atlas.view import write_page
 
-        write_page(args.page, [predicted, measured], title=f"{job.name}: prediction over measurement")
+        write_page(args.page, [result.predicted, result.run.timeline], title=f"{job.name}: prediction over measurement")
         print(f"The timeline page: {args.page}")
-    return 0
+    return 130 if result.run.stopped else 0
+
+
+def _tell(report: Report, done: Progress, predicted_s: float) -> None:
+    report.step(
+        {
+            "step": done.num_done,
+            "loss": done.loss,
+            "tokens": done.tokens,
+            "iteration_s": done.seconds,
+            "predicted_s": predicted_s,
+            "wan_gbit_s": done.wan_bytes * 8e-9 / done.seconds if done.seconds > 0 else None,
+        },
+        done.timeline,
+    )
+
+
+def _print(name: str, schedule: str, args: argparse.Namespace, result: Rehearsal) -> None:
+    predicted, measured, run = result.predicted, result.run.timeline, result.run
+    shown = run.losses if len(run.losses) <= 6 else [*run.losses[:3], *run.losses[-3:]]
+    words = [f"{loss:.4f}" for loss in shown]
+    if len(shown) < len(run.losses):
+        words.insert(3, "...")
+    last = result.first_step + len(run.losses)
+    print(
+        f"{name}, {schedule}, steps {result.first_step + 1} to {last} "
+        f"(emulated: {args.device} devices, {args.model or 'stand-in'} model)\n"
+        f"  iteration, simulated  {predicted.iteration_ns / 1e6:10.1f} ms\n"
+        f"  iteration, emulated   {measured.iteration_ns / 1e6:10.1f} ms   prediction {result.error:+.2%}\n"
+        f"  loss by step          {', '.join(words)}\n"
+        f"  emulator late by      {run.late_s * 1e3:10.2f} ms   devices overrun {run.overrun_s * 1e3:.2f} ms"
+    )
+    if run.stopped:
+        print(f"Stopped after step {last}, saved in {args.checkpoints}: the same command goes on from there")

@@ -7,27 +7,30 @@ differ only by what really happened. Knows plans of nobody.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from atlas.cost.table import Costs
+from atlas.ir.ops import Kind
 from atlas.ir.program import Program
 from atlas.ir.text import to_text
 from atlas.ir.timeline import Timeline
 from atlas.launch.clocks import offsets_ns
 from atlas.launch.fleet import Fleet
-from atlas.launch.measured import Records, Step
+from atlas.launch.measured import Records, View
 from atlas.launch.paths import NodePaths, paths_of
 from atlas.runtime.assignment import Assignment, FillerChoice, SaveChoice, Training
-from atlas.runtime.wiring import Seat, require_runnable
+from atlas.runtime.wiring import TIED, Seat, require_runnable
 from atlas.wan.emulator.proxy_net import ProxyNet
 
+log = logging.getLogger("atlas.launch")
 START_TIMEOUT_S = 90.0
 """Importing torch in a dozen processes on two cores takes its time."""
 HEADSTART_NS = 100_000_000
@@ -81,15 +84,18 @@ class Emulation:
 
 @dataclass(frozen=True)
 class Progress:
-    """One step, as all pipelines have told it."""
+    """One pass through the Program, as all workers have told it."""
 
-    step: int
+    num_done: int
+    """Steps of the training, this one included."""
     loss: float
     tokens: int
     seconds: float
-    """Since the step before."""
+    """Since the end of the one before."""
     wan_bytes: int
-    """Over all emulated paths, since the step before."""
+    """Over all emulated paths, since the one before."""
+    timeline: Timeline
+    """Of this pass, counted from the start of the run."""
 
 
 def emulate(
@@ -140,6 +146,8 @@ class _Run:
     # ---- before --------------------------------------------------------------------------------------------------
     def assign(self) -> None:
         text, setup = to_text(self.program), self.setup
+        pace_ns = self.costs.compute_ns.copy()
+        pace_ns[:, :, Kind.NORM] = 0  # what it takes is the way over the emulated WAN
         for seat in self.seats:
             pipeline = seat.worker // self.program.num_ranks
             keeps = setup.keep_weights and seat.pipeline == 0
@@ -151,7 +159,7 @@ class _Run:
                 first_step=setup.first_step,
                 cell=seat.cell,
                 num_cells=setup.num_cells,
-                compute_ns=tuple(map(tuple, self.costs.compute_ns[pipeline].tolist())),
+                compute_ns=tuple(map(tuple, pace_ns[pipeline].tolist())),
                 device=setup.device,
                 streams=setup.streams,
                 patience_s=setup.patience_s,
@@ -173,7 +181,9 @@ class _Run:
             places = []
             for wire in seat.wires(tied=tied):
                 address = ("127.0.0.1", ports[name_of[wire.peer]][wire.peer_end])
-                if net is not None and ((seat.node, wire.peer) in paths or (wire.peer, seat.node) in paths):
+                # The price of a SYNC holds the exchange of tied embeddings: it must not take its time twice.
+                is_far = (seat.node, wire.peer) in paths or (wire.peer, seat.node) in paths
+                if net is not None and is_far and wire.lane != TIED:
                     door = (seat.node, wire.peer, wire.peer_end)
                     if door not in doors:
                         doors[door] = net.listen(seat.node, wire.peer, address)
@@ -190,7 +200,8 @@ class _Run:
         zero_ns = time.monotonic_ns() + HEADSTART_NS
         for name in self.names:
             self.fleet.tell(name, {"start_ns": zero_ns + offsets[name]})
-        self.meter = _Meter(self, on_step)
+        view = View(self.names[: self.program.num_workers], self.costs, zero_ns, offsets)
+        self.meter = _Meter(self, view, on_step)
         silence_s = self._longest_pass_s() + self.setup.patience_s
         stopped = False
         try:
@@ -201,10 +212,9 @@ class _Run:
             results, stopped = self._stop(silence_s), True
         late_s = self.net.lateness.worst_s if self.net is not None else 0.0
         overrun_s = max(result["overrun_ns"] for result in results.values()) / 1e9
-        mine = self.names[: self.program.num_workers]
         meta = {"late_s": late_s, "overrun_s": overrun_s, "streams": self.setup.streams}
-        timeline = self.records.timeline(mine, self.costs, zero_ns, offsets, meta)
-        norms = [norm for step in self.records.by_worker[mine[0]] for norm in step["norms"]]
+        timeline = self.records.timeline(replace(view, meta=meta))
+        norms = [norm for step in self.records.by_worker[self.names[0]] for norm in step["norms"]]
         return Emulation(timeline, self.records.losses(), self._weights(), late_s, overrun_s, norms, stopped)
 
     def _stop(self, silence_s: float) -> dict[str, Any]:
@@ -227,10 +237,12 @@ class _Run:
     def _meanwhile(self, name: str, message: dict[str, Any]) -> bool:
         if "step" in message:
             self.records.add(name, message)
-            self.meter.note(message)
+            self.meter.note(message["step"])
         elif "saved" in message:
             self._note_saved(name, message["saved"])
-        return "step" in message or "saved" in message
+        elif "warning" in message:
+            log.warning("%s: %s", name, message["warning"])
+        return not message.keys().isdisjoint({"step", "saved", "warning"})
 
     def _note_saved(self, name: str, id: list[int]) -> None:
         """A save that everybody has written is complete, and lets older ones go."""
@@ -258,30 +270,38 @@ class _Run:
 
 
 class _Meter:
-    """Turns what the last stages tell into one Progress per step."""
+    """Turns what the workers tell into one Progress per pass."""
 
-    def __init__(self, run: _Run, on_step: Callable[[Progress], None] | None) -> None:
-        self._run, self._on_step = run, on_step
-        self._told: dict[int, list[Step]] = {}
-        self._last = (time.monotonic(), 0)
+    def __init__(self, run: _Run, view: View, on_step: Callable[[Progress], None] | None) -> None:
+        self._run, self._view, self._on_step = run, view, on_step
+        self._num_told: dict[int, int] = {}
+        self._num_passes = 0
+        self._end_ns, self._num_bytes = 0, self._sent_bytes()
 
-    def note(self, step: Step) -> None:
-        if self._on_step is None or step["loss"] is None:
+    def note(self, first_step: int) -> None:
+        self._num_told[first_step] = self._num_told.get(first_step, 0) + 1
+        if self._on_step is None or self._num_told[first_step] < len(self._run.names):
             return
-        told = self._told.setdefault(step["step"], [])
-        told.append(step)
-        if len(told) < self._run.setup.num_cells * self._run.program.num_pipelines:
-            return
-        del self._told[step["step"]]
-        stats = self._run.net.stats if self._run.net is not None else None
-        now, num_bytes = time.monotonic(), sum(stats.sent_bytes.values()) if stats else 0
-        self._on_step(
-            Progress(
-                step["step"],
-                sum(s["loss"] for s in told) / len(told),
-                sum(s["tokens"] for s in told),
-                now - self._last[0],
-                num_bytes - self._last[1],
-            )
+        del self._num_told[first_step]
+        self._num_passes += 1
+        self._on_step(self._progress(first_step))
+
+    def _progress(self, first_step: int) -> Progress:
+        run, number = self._run, self._num_passes - 1
+        timeline = run.records.timeline(self._view, number, number + 1)
+        told = [steps[number] for steps in run.records.by_worker.values() if steps[number]["losses"]]
+        before = (self._end_ns, self._num_bytes)
+        self._end_ns = int(timeline.op_end_ns.max())
+        self._num_bytes = self._sent_bytes()
+        return Progress(
+            first_step + run.program.num_iterations,
+            sum(step["loss"] for step in told) / len(told),
+            sum(step["tokens"] for step in told),
+            (self._end_ns - before[0]) / 1e9,
+            self._num_bytes - before[1],
+            timeline,
         )
-        self._last = (now, num_bytes)
+
+    def _sent_bytes(self) -> int:
+        """Over all emulated paths, since they were opened."""
+        return sum(self._run.net.stats.sent_bytes.values()) if self._run.net is not None else 0

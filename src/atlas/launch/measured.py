@@ -22,6 +22,21 @@ Step = dict[str, Any]
 """What a worker says of one pass through its Program (runtime.record)."""
 
 
+@dataclass(frozen=True)
+class View:
+    """From where a run is looked at."""
+
+    names: Sequence[str]
+    """The workers of one cell, in the Program's order."""
+    costs: Costs
+    """What names its links."""
+    zero_ns: int
+    """The start of the run, on our clock."""
+    offsets_ns: Mapping[str, int]
+    """By worker: its clock less ours."""
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass
 class Records:
     """Of all workers of a run, by name."""
@@ -41,26 +56,26 @@ class Records:
                     gathered.setdefault(step["step"] + number // num_mb, []).append(loss)
         return [math.fsum(found) / len(found) for _, found in sorted(gathered.items())]
 
-    def timeline(
-        self, names: Sequence[str], costs: Costs, zero_ns: int, offsets_ns: Mapping[str, int], meta: dict[str, Any]
-    ) -> Timeline:
-        """Of the workers `names` of one cell, in the Program's order, on our clock, from `zero_ns`."""
-        steps = [self.by_worker[name] for name in names]
-        num_passes = min(map(len, steps))
+    def timeline(self, view: View, first: int = 0, last: int | None = None) -> Timeline:
+        """Of passes `first` up to `last`; of all that every worker has told."""
+        names, costs = view.names, view.costs
+        last = min(len(self.by_worker.get(name, ())) for name in names) if last is None else last
+        steps = [self.by_worker[name][first:last] for name in names]
+        num_passes = last - first
         program = repeated(self.program, num_passes) if num_passes > 1 else self.program
-        shifts = [zero_ns + offsets_ns[name] for name in names]
+        shifts = [view.zero_ns + view.offsets_ns[name] for name in names]
 
         def by_transfer(key: str) -> Ints:
             moments = np.zeros(program.num_transfers, np.int64)
             for found, shift in zip(steps, shifts, strict=True):
-                for number, step in enumerate(found[:num_passes]):
+                for number, step in enumerate(found):
                     for transfer, at_ns in step[key]:
                         moments[self._renumbered(transfer, number, program)] = at_ns - shift
             return moments
 
         arrive_ns, start_ns = by_transfer("arrive_ns"), by_transfer("start_ns")
         latency_ns = np.repeat(costs.latency_ns.ravel(), program.num_slots)
-        spans = [_spans(self.program, found[:num_passes], shift) for found, shift in zip(steps, shifts, strict=True)]
+        spans = [_spans(self.program, found, shift) for found, shift in zip(steps, shifts, strict=True)]
         filled = _with_fills(program, [ops for ops, _ in spans])
         times = np.array([span for _, found in spans for span in found], np.int64).reshape(-1, 2)
         return Timeline(
@@ -75,7 +90,7 @@ class Records:
             transfer_arrive_ns=arrive_ns,
             transfer_link=np.repeat(costs.channel_link.ravel(), program.num_slots).astype(np.int32),
             links=tuple(link.name for link in costs.links),
-            meta=meta,
+            meta=view.meta,
         )
 
     def _renumbered(self, transfer: int, number: int, whole: Program) -> int:
@@ -105,6 +120,15 @@ def _spans(program: Program, steps: Sequence[Step], shift_ns: int) -> tuple[list
     return fills, spans
 
 
+def with_norm(program: Program) -> Program:
+    """The same with a NORM before each STEP: what clipping by the global norm needs."""
+    return _reordered(program, [_normed(program.ops(w)) for w in range(program.num_workers)])
+
+
+def _normed(ops: Sequence[Op]) -> list[Op]:
+    return [new for op in ops for new in ([Op(Kind.NORM, *op[1:]), op] if op.kind == Kind.STEP else [op])]
+
+
 def _with_fills(program: Program, fills: Sequence[Sequence[tuple[int, int]]]) -> Program:
     """The Program with a P op wherever a filler ran one."""
     if not any(fills):
@@ -118,6 +142,10 @@ def _with_fills(program: Program, fills: Sequence[Sequence[tuple[int, int]]]) ->
                 order.append(Op(Kind.P, stage, waiting.pop(0)[0]))
             order += ops[index : index + 1]
         orders.append(order)
+    return _reordered(program, orders)
+
+
+def _reordered(program: Program, orders: Sequence[Sequence[Op]]) -> Program:
     layout = Layout(
         program.num_pipelines, program.num_stages, program.num_microbatches, program.rank_dc, program.stage_rank
     )

@@ -1,27 +1,59 @@
-"""A plan or a job rehearsed on this machine: its Program simulated, then run by worker processes on paced devices over
-emulated paths, and the two Timelines side by side. The weights that are trained are those of a stand-in model, small
-enough for any machine; every duration is the plan's own, times `slower`.
+"""A plan or a job rehearsed on this machine: its Program simulated, then run by worker processes over an emulated WAN,
+and the two Timelines side by side. Every duration is the plan's own, times `slower`.
 
-Knows both plan and runtime. Real devices and several hosts come with the runtime.
+What is trained is a stand-in small enough for any machine, or a real model; its layers are cut as the plan says, and
+its activations take over the emulated paths what the plan's take over its links. Knows both plan and runtime.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
-from atlas.errors import AtlasError
-from atlas.ir.program import repeated
+from atlas.errors import AtlasError, SpecError
+from atlas.ir.program import Program, repeated
 from atlas.ir.timeline import Timeline
-from atlas.launch.emulate import Emulation, Setup, emulate
+from atlas.launch.emulate import MANY_STREAMS, Emulation, Progress, Setup, emulate
+from atlas.launch.measured import with_norm
 from atlas.launch.paths import require_emulable
-from atlas.plan.evaluate import build, find_schedule, prepare
-from atlas.runtime.assignment import stand_in
+from atlas.launch.saves import Saves, find_saves
+from atlas.plan.evaluate import Case, build, find_schedule, prepare
+from atlas.runtime.assignment import DataChoice, ModelChoice, Training, stand_in
+from atlas.runtime.models.config import from_spec
+from atlas.runtime.models.huggingface import read_config
+from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.sim import simulate
 from atlas.spec import Job
 
 MAX_WORKERS = 16
 """A process with torch each: more do not start in reasonable time on a laptop."""
+STAND_IN_LENGTH = 64
+"""Tokens of a sequence, where a stand-in reads real data."""
+OWN = "job"
+"""In place of a folder: the model that the job describes, with random weights."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a user may choose beside the plan."""
+
+    schedule: str
+    tcp: Literal["one", "many"] = "many"
+    steps: int = 3
+    """Of the whole run: one that resumes does what is left."""
+    slower: int = 1
+    budget: int | None = None
+    device: str = "paced"
+    model: str = ""
+    """A Hugging Face folder, or `OWN`; empty: a stand-in."""
+    data: str = ""
+    """A folder of shards, or the text that ships (`assignment.SHIPPED`); empty: a made-up task."""
+    learning_rate: float | None = None
+    clip: float | None = None
+    checkpoints: Path | None = None
+    save_every: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +62,8 @@ class Rehearsal:
 
     predicted: Timeline
     run: Emulation
+    first_step: int
+    """Where it began; not 0 where it resumed."""
 
     @property
     def error(self) -> float:
@@ -37,27 +71,86 @@ class Rehearsal:
         return self.predicted.iteration_ns / self.run.timeline.iteration_ns - 1
 
 
-def rehearse(
-    job: Job,
-    schedule: str,
-    *,
-    tcp: Literal["one", "many"] = "many",
-    steps: int = 3,
-    slower: int = 1,
-    budget: int | None = None,
-) -> Rehearsal:
-    """Run `steps` iterations of the job's Program here."""
-    chosen = replace(find_schedule(schedule), shares=False)
-    case = prepare(job, chosen, tcp)
-    program = build(case, chosen, budget=budget)
-    if program.num_workers > MAX_WORKERS:
-        raise AtlasError(
-            f"{program.num_workers} workers are more than the {MAX_WORKERS} that one machine rehearses: "
-            "lower pp or pipelines_per_cell with --set, or simulate"
-        )
-    costs = case.apart.scaled(slower)
+def rehearse(job: Job, wishes: Wishes, *, on_step: Callable[[Progress, float], None] | None = None) -> Rehearsal:
+    """Run the job's Program here. `on_step` hears of every step, and the predicted seconds of one."""
+    chosen = find_schedule(wishes.schedule)
+    case = prepare(job, chosen, wishes.tcp)
+    program = build(case, chosen, budget=wishes.budget)
+    if wishes.clip is not None:
+        program = with_norm(program)
+    _require_small(program, job.cells)
+    costs = case.turns if program.sharing and case.turns is not None else case.apart
+    costs = costs.scaled(wishes.slower)
     require_emulable(program, costs)
-    predicted = simulate(repeated(program, steps), costs)
-    training = stand_in(num_layers=max(4, program.num_stages - 2))
-    setup = Setup(steps, patience_s=20.0 + 2 * predicted.makespan_ns / 1e9)
-    return Rehearsal(predicted, emulate(program, costs, training, setup))
+    training = make_training(case, wishes, program.num_stages)
+    saves = Saves(0, {})
+    if wishes.checkpoints is not None:
+        saves = find_saves(wishes.checkpoints, program.rank_dc, every=wishes.save_every)
+    if saves.first_step >= wishes.steps:
+        raise AtlasError(
+            f"{wishes.checkpoints}: step {saves.first_step} is done already, and --steps says {wishes.steps}. Ask for "
+            "more steps, or choose another folder for a new run"
+        )
+    num_steps = wishes.steps - saves.first_step
+    predicted = simulate(repeated(program, max(num_steps, 2)) if num_steps > 1 else program, costs)
+    setup = Setup(
+        num_steps,
+        saves.first_step,
+        device=wishes.device,
+        streams=1 if wishes.tcp == "one" else MANY_STREAMS,
+        num_cells=job.cells,
+        patience_s=20.0 + 2 * predicted.iteration_ns / 1e9,
+        save=saves.by_datacenter,
+        keep_weights=False,
+    )
+    tell = None if on_step is None else (lambda done: on_step(done, predicted.iteration_ns / 1e9))
+    return Rehearsal(predicted, emulate(program, costs, training, setup, on_step=tell), saves.first_step)
+
+
+def _require_small(program: Program, num_cells: int) -> None:
+    if program.num_workers * num_cells > MAX_WORKERS:
+        raise AtlasError(
+            f"{program.num_workers * num_cells} workers are more than the {MAX_WORKERS} that one machine rehearses: "
+            "lower pp, pipelines_per_cell or cells with --set, or simulate"
+        )
+
+
+# ---- what is trained -------------------------------------------------------------------------------------------------
+def make_training(case: Case, wishes: Wishes, num_stages: int) -> Training:
+    """The model and the data that were wished for; else stand-ins."""
+    rate = wishes.learning_rate
+    if not wishes.model and not wishes.data:
+        training = stand_in(num_layers=max(4, num_stages - 2), learning_rate=0.1 if rate is None else rate)
+        return replace(training, max_norm=wishes.clip)
+    model, length, microbatch = _model(case, wishes, num_stages)
+    settings = OptimizerSettings(LearningRate(1e-3 if rate is None else rate))
+    return Training(model, DataChoice(length, microbatch, wishes.data), settings, wishes.clip)
+
+
+def _model(case: Case, wishes: Wishes, num_stages: int) -> tuple[ModelChoice, int, int]:
+    """The model, the tokens of its sequences, the sequences of its microbatches."""
+    job = case.job
+    if not wishes.model:
+        from atlas.runtime.training import open_dataset
+
+        small = stand_in(
+            num_layers=max(4, num_stages - 2),
+            vocabulary=open_dataset(wishes.data).vocabulary,
+            length=STAND_IN_LENGTH,
+        )
+        return small.model, STAND_IN_LENGTH, small.data.microbatch
+    folder = None if wishes.model == OWN else Path(wishes.model)
+    config = from_spec(job.model) if folder is None else read_config(folder)
+    if config.num_layers != job.model.layers:
+        raise SpecError(
+            where=wishes.model,
+            key="layers",
+            value=config.num_layers,
+            rule=f"the plan cuts a model of {job.model.layers} layers into stages",
+            remedy="Plan for this model (model.config in the job), or train the model that was planned for",
+        )
+    weights = "" if folder is None or not any(folder.glob("*.safetensors")) else str(folder)
+    layers = case.arrangement.layers_per_stage
+    dtype: Literal["fp32", "bf16"] = "fp32" if job.precision == "fp32" else "bf16"
+    length = min(job.model.seq_len, config.max_length)
+    return ModelChoice(config, dtype, weights=weights, layers_per_stage=layers), length, job.microbatch

@@ -15,10 +15,7 @@ def runnable(candidate: Candidate) -> str:
         reasons.append(f"it has tensor parallelism (tp {candidate.tp}) and a worker of the runtime is one GPU")
     if len(candidate.groups) > 1:
         reasons.append(
-            "it spreads data parallelism over regions and the runtime reduces gradients inside one cell only"
+            "it spreads data parallelism over regions and the runtime reduces gradients among pipelines that are "
+            "placed alike"
         )
-    if any(group.cells > 1 for group in candidate.groups):
-        reasons.append(f"it has {sum(group.cells for group in candidate.groups)} DP-cells and the runtime runs one")
-    if candidate.sharing:
-        reasons.append("its pipelines take turns on the WAN and the runtime does not share paths yet")
     return "yes" if not reasons else "no, because " + "; ".join(reasons)

@@ -6,13 +6,13 @@ Knows transports and names. Does not know tensors, nor when anything is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from atlas.ir.program import BACKWARD, FORWARD
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.wiring import CONTROL, MAIN, Seat, lane_of
-from atlas.wan.cell import Cell
+from atlas.wan.cell import SLICE_BYTES, Cell
 from atlas.wan.endpoint import Endpoint
 from atlas.wan.security import Credentials, Security
 from atlas.wan.settings import Settings
@@ -20,6 +20,7 @@ from atlas.wan.transport import Buffer, Handle, Key, Tag, Transport
 
 CONNECT_S = 20.0
 """Peers listen before anybody is told to connect."""
+SLICES_PER_NODE, MIN_SLICE_BYTES = 4, 4096
 WARM_UP = (-1, -1, -1, -1)
 """The tag of each channel's first message, which nobody reads."""
 
@@ -42,9 +43,20 @@ class Links:
             )
             for end in seat.ends
         }
+        slice_bytes = slice_bytes_of(assignment.training.activation_bytes, seat.program.num_pipelines)
         self._relays = {
-            end: Cell(self._ends[end], seat.pairs(end), lanes=(FORWARD, BACKWARD)) for end in seat.ends if end != MAIN
+            end: Cell(self._ends[end], seat.pairs(end), (FORWARD, BACKWARD), slice_bytes)
+            for end in seat.ends
+            if end != MAIN
         }
+
+    @property
+    def main(self) -> Endpoint:
+        return self._ends[MAIN]
+
+    def is_sending(self, besides: Collection[int] = ()) -> bool:
+        """Whether anything waits to leave, or to be acknowledged, on other lanes than these."""
+        return any(endpoint.is_sending(besides) for endpoint in self._ends.values())
 
     @property
     def ports(self) -> dict[str, int]:
@@ -105,6 +117,11 @@ class Links:
             relay.close(0.0)
         for endpoint in self._ends.values():
             endpoint.close(0.0)
+
+
+def slice_bytes_of(transfer_bytes: int, num_nodes: int) -> int:
+    """Every node of a cell gets several slices of each transfer, or sharing would share nothing."""
+    return max(MIN_SLICE_BYTES, min(SLICE_BYTES, transfer_bytes // (SLICES_PER_NODE * num_nodes)))
 
 
 def _security(assignment: Assignment, node: str) -> Security:

@@ -1,0 +1,122 @@
+"""Worker processes on one machine: clocks are brought together, a run can be stopped and goes on, by any plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from atlas.cost.table import Costs, kind_costs, uniform_costs
+from atlas.errors import AtlasError
+from atlas.ir.ops import Kind
+from atlas.ir.program import Layout, Program, with_optimizer
+from atlas.launch.emulate import Emulation, Progress, Setup, emulate
+from atlas.launch.measured import Records, View, with_norm
+from atlas.launch.saves import find_saves
+from atlas.launch.smoke import smoke_program
+from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training, stand_in
+from atlas.runtime.models.config import DecoderConfig
+from atlas.runtime.recipe import LearningRate, OptimizerSettings
+from atlas.schedules.classic import one_f_one_b
+from atlas.sim import simulate
+
+MS = 1_000_000
+SMALL = stand_in(width=16, length=8, microbatch=2)
+QWEN = DecoderConfig(
+    "qwen3", num_layers=3, width=16, num_heads=4, num_kv_heads=2, head_width=8, ffn_width=24, vocabulary=256,
+    max_length=8, qk_norm=True, tied=True,
+)  # fmt: skip
+TRAINING = Training(
+    ModelChoice(QWEN), DataChoice(8, 2, SHIPPED), OptimizerSettings(LearningRate(1e-3, "cosine", 1, 10)), 1.0
+)
+
+
+# ---- clocks ----------------------------------------------------------------------------------------------------------
+def test_clocks_that_differ_by_seconds_are_brought_together() -> None:
+    program, costs = smoke_program()
+    skews_ns = {"p0.s0": 3_000_000_000, "p0.s1": -7_000_000_000, "p1.s1": 11_000_000_000}
+    run = emulate(program, costs, SMALL, Setup(1, skews_ns=skews_ns))
+    timeline, predicted = run.timeline, simulate(program, costs)
+    assert timeline.makespan_ns < 2 * predicted.makespan_ns, "seconds of skew would show"
+    ends_ns = timeline.op_end_ns[program.transfer_src]
+    slack_ns = 2 * MS  # half a round trip of the question
+    assert (timeline.transfer_ready_ns >= ends_ns - slack_ns).all()
+    assert (timeline.transfer_arrive_ns >= timeline.transfer_ready_ns - slack_ns).all()
+    assert (timeline.op_start_ns[program.transfer_dst] >= timeline.transfer_arrive_ns - slack_ns).all()
+
+
+def test_what_a_filler_ran_is_in_the_timeline_as_prefill() -> None:
+    program, costs = smoke_program()
+    records = Records(program)
+    for worker in range(program.num_workers):
+        num_ops = len(program.ops(worker))
+        told = {"losses": [], "ready_ns": [], "start_ns": [], "arrive_ns": []}
+        starts = [100 * (i + 1) for i in range(num_ops)]
+        fills = [(1, 160, 190), (2, 260, 270), (2, 270, 280)] if worker == 1 else []
+        spans = {"op_start_ns": starts, "op_end_ns": [at + 50 for at in starts], "fills": fills}
+        records.add(program.worker_name(worker), {"step": 0, **told, **spans})
+    names = [program.worker_name(w) for w in range(program.num_workers)]
+    timeline = records.timeline(View(names, costs, 0, dict.fromkeys(names, 0)))
+    assert timeline.program.num_ops == program.num_ops + 3
+    mine = timeline.program.ops(1)
+    assert [op.kind for op in mine[:5]] == [mine[0].kind, Kind.P, mine[2].kind, Kind.P, Kind.P]
+    is_fill = timeline.program.kind == Kind.P
+    assert timeline.op_start_ns[is_fill].tolist() == [160, 260, 270]
+    assert timeline.busy_ns.sum() == program.num_ops * 50 - 4 * 50 + 50, "SYNC is no work, prefill is"
+
+
+# ---- saved, stopped, resumed -----------------------------------------------------------------------------------------
+def layout(num_pipelines: int, dcs: tuple[str, ...], num_microbatches: int) -> tuple[Program, Costs]:
+    program = with_norm(with_optimizer(one_f_one_b(Layout(num_pipelines, len(dcs), num_microbatches, dcs))))
+    return program, uniform_costs(num_pipelines, len(dcs), kind_costs(forward_ns=0))
+
+
+def play(
+    case: tuple[Program, Costs], folder: Path | None, steps: int, on_step: Callable[[Progress], None] | None = None
+) -> Emulation:
+    program, costs = case
+    setup = Setup(steps, device="cpu", streams=1, paths={})
+    if folder is not None:
+        saves = find_saves(folder, program.rank_dc, every=2)
+        setup = replace(
+            setup, num_steps=steps - saves.first_step, first_step=saves.first_step, save=saves.by_datacenter
+        )
+    return emulate(program, costs, TRAINING, setup, on_step=on_step)
+
+
+def interrupted_at(step: int) -> Callable[[Progress], None]:
+    def interrupt(progress: Progress) -> None:
+        if progress.num_done == step:
+            raise KeyboardInterrupt
+
+    return interrupt
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits_and_on_another_plan_to_the_same_losses(tmp_path: Path) -> None:
+    case = layout(2, ("a", "b"), 2)
+    whole = play(case, None, 6)
+    stopped = play(case, tmp_path / "run", 6, interrupted_at(2))
+    assert stopped.stopped
+    num_done = len(stopped.losses)
+    assert 2 <= num_done < 6
+    assert stopped.losses == whole.losses[:num_done]
+    assert find_saves(tmp_path / "run", ("a", "b")).first_step == num_done
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["a", "b"], "each datacenter has its own"
+
+    again = play(case, tmp_path / "run", 6)
+    assert not again.stopped
+    assert again.losses == whole.losses[num_done:]
+    assert all(np.array_equal(again.weights[name], whole.weights[name]) for name in whole.weights)
+
+    play(case, tmp_path / "other", 3)
+    elsewhere = play(layout(1, ("b", "c", "d"), 4), tmp_path / "other", 6)
+    assert elsewhere.losses == pytest.approx(whole.losses[3:], rel=1e-5)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    play(layout(1, ("a", "b"), 2), tmp_path, 2)
+    with pytest.raises(AtlasError, match="it was saved with global_batch = 4, this run has 8"):
+        play(layout(1, ("a", "b"), 4), tmp_path, 4)
