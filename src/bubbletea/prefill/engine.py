@@ -20,7 +20,7 @@ from torch import Tensor
 from atlas.errors import AtlasError, WorkerError
 from atlas.runtime.device import Running
 from atlas.wan.transport import Handle, Key, Transport
-from bubbletea.prefill.job import HEAD, Job, Piece, Task
+from bubbletea.prefill.job import HEAD, Job, Piece, Task, Yield
 from bubbletea.prefill.pace import Pace
 from bubbletea.prefill.shard import Shard
 from bubbletea.prefill.staging import Staged, Staging
@@ -61,12 +61,12 @@ class Flight(NamedTuple):
     task: Task
     piece: Piece
     predicted_ns: int
-    running: Running[Tensor | None]
+    running: Running[Yield]
     out: Staged | None
     """Activations for the next stage."""
 
 
-Begin = Callable[[Callable[[], Tensor | None]], Running[Tensor | None]]
+Begin = Callable[[Callable[[], Yield]], Running[Yield]]
 """Executes a piece on the device, or puts it into the device's queue."""
 
 
@@ -164,14 +164,12 @@ class Engine:
             x = torch.frombuffer(data, dtype=self.shard.dtype)
             job.feed(x.view(1, piece.last - piece.first, self.shard.config.width))
         running = begin(job.run)
-        out = None if running.result is None else self._staging.out(running.result.clone())
-        if piece.layer == HEAD:
-            assert out is not None
+        kv, out = (None if tensor is None else self._staging.out(tensor) for tensor in running.result)
+        if kv is not None:
+            self.outlet.kv(task, piece, kv)
+        elif out is not None:
             self.outlet.logits(task, out)
-            out = None
-        else:
-            self.outlet.kv(task, piece, self._staging.out(job.kv(piece)))
-        return Flight(task, piece, self._predict_ns(piece), running, out)
+        return Flight(task, piece, self._predict_ns(piece), running, out if piece.layer != HEAD else None)
 
     def _pass_on(self, task: Task, piece: Piece, out: Staged) -> None:
         assert self.transport is not None, "a stage before another needs a transport"

@@ -1,8 +1,8 @@
 """How long a wait of training lasts, learnt op by op: the guard that keeps prefill out of training's way.
 
 A piece may start only if its predicted end plus a margin lies before the end that this believes in: of the last waits
-of the same op, a short one. An op that has not been seen yet is believed to wait as long as the schedule says, less a
-tenth; one whose waits suddenly become shorter is believed at once. Knows waits; not pieces.
+of the same op, a short one. An op that has hardly been seen is believed to wait as long as the schedule says and as it
+was seen to, less a tenth; one whose waits suddenly become shorter is believed at once. Knows waits; not pieces.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 RECENT = 24
 FEW = 3
 DOUBT = 0.9
-"""What the schedule promises is believed to this share until a few waits were seen."""
+"""What the schedule promises, and the first waits, are believed to this share until a few waits were seen."""
 
 
 class Guard:
@@ -26,8 +26,8 @@ class Guard:
         """How long the op `index` may be counted on to wait."""
         seen = self._seen.get(index) or deque[int]()
         if len(seen) < FEW:
-            promised = int(self._expected_ns.get(index, 0) * DOUBT)
-            return min([promised, *seen])
+            promised = [self._expected_ns[index]] if index in self._expected_ns else []
+            return int(min([*promised, *seen], default=0) * DOUBT)
         ordered = sorted(seen)
         return ordered[int(self.risk * len(ordered))]
 

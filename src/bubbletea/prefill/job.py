@@ -74,6 +74,15 @@ class Piece(NamedTuple):
 HEAD = -1
 
 
+class Yield(NamedTuple):
+    """What a piece leaves behind, copied out of the arena."""
+
+    kv: Tensor | None
+    """The new keys and values, [2, K, L, E]; None for the head."""
+    out: Tensor | None
+    """What leaves this worker for the next stage, a chunk's activations; or the logits."""
+
+
 class Job:
     """`room` of the shard's arena is the job's until its owner frees it."""
 
@@ -106,8 +115,8 @@ class Job:
         """The activations of the chunk that begins, from the stage before."""
         self._here(x.shape[1]).copy_(x)
 
-    def run(self) -> Tensor | None:
-        """The next piece; what leaves this worker after it: a chunk's activations, or the logits."""
+    def run(self) -> Yield:
+        """The next piece."""
         piece = self.piece
         assert piece is not None, "the job is done"
         if self.begins_chunk and self.shard.cut.has_embedding:
@@ -115,16 +124,14 @@ class Job:
         self._next += 1
         x = self._here(piece.last - piece.first)
         if piece.layer == HEAD:
-            return self.shard.logits(x)
+            return Yield(None, self.shard.logits(x).clone())
         x.copy_(self.shard.layer(piece.layer, x, self.slabs[piece.layer]))
         ends = piece.layer == self.shard.cut.layers[-1]
-        return x if ends and not self.shard.cut.has_head else None
+        return Yield(self._kv(piece), x.clone() if ends and not self.shard.cut.has_head else None)
 
-    def kv(self, piece: Piece) -> Tensor:
-        """The new keys and values of a piece that ran, [2, K, L, E], copied out of the arena."""
+    def _kv(self, piece: Piece) -> Tensor:
         slab: KvSlab = self.slabs[piece.layer]
-        k, v = (t[0, :, piece.first : piece.last] for t in (slab.k_BKTE, slab.v_BKTE))
-        return torch.stack([k, v])
+        return torch.stack([t[0, :, piece.first : piece.last] for t in (slab.k_BKTE, slab.v_BKTE)])
 
     def _here(self, length: int) -> Tensor:
         return self._x[:, :length]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from atlas.runtime.models.block import KvSlab
 from atlas.runtime.models.config import DecoderConfig
-from atlas.runtime.models.decoder import TIED_HEAD, Cut, Decoder, build, cuts
+from atlas.runtime.models.decoder import TIED_HEAD, Cut, Decoder, cuts, initialize
 from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.models.weights import WeightsFolder, fill
 from bubbletea.handoff.identity import model_id
@@ -84,11 +85,7 @@ class Shard:
             with WeightsFolder(self.served.folder) as folder:
                 fill(self.decoder, folder)
             return
-        random = build(self.config, self.cut, seed=self.served.seed, dtype=self.dtype)
-        theirs = dict(random.named_parameters())
-        with torch.no_grad():
-            for name, parameter in self.decoder.named_parameters():
-                parameter.copy_(theirs[name])
+        initialize(self.decoder, self.served.seed)
 
     # ---- running -----------------------------------------------------------------------------------------------
     @torch.inference_mode()
@@ -118,17 +115,17 @@ class Shard:
     # ---- memory ------------------------------------------------------------------------------------------------
     def job_bytes(self, length: int, chunk: int) -> int:
         """What one prompt takes of the arena here: keys and values of all its tokens, activations of a chunk."""
-        slabs = 2 * len(self.cut.layers) * aligned(self._slab_elements(length) * self.dtype.itemsize)
-        return slabs + aligned(chunk * self.config.width * self.dtype.itemsize)
+        return sum(aligned(math.prod(shape) * self.dtype.itemsize) for shape in self._shapes(length, chunk))
 
     def lay_out(self, room: Room, length: int, chunk: int) -> tuple[dict[int, KvSlab], Tensor]:
         """The slabs by layer and the place of a chunk's activations [1, chunk, D], in a room of `job_bytes`."""
-        shape = (1, self.config.num_kv_heads, length, self.config.head_width)
-        *flat, x = self.arena.tensors(
-            room, self.dtype, *[shape] * (2 * len(self.cut.layers)), (1, chunk, self.config.width)
-        )
-        slabs = {layer: KvSlab(k, v) for layer, k, v in zip(self.cut.layers, flat[::2], flat[1::2], strict=True)}
-        return slabs, x
+        kv, x = self.arena.tensors(room, self.dtype, *self._shapes(length, chunk))
+        return {layer: KvSlab(k, v) for layer, (k, v) in zip(self.cut.layers, kv, strict=True)}, x
+
+    def _shapes(self, length: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        config = self.config
+        kv = (len(self.cut.layers), 2, 1, config.num_kv_heads, length, config.head_width)
+        return kv, (1, chunk, config.width)
 
     def workspace_bytes(self, num_new: int, num_all: int) -> int:
         """More than a layer's temporaries take for this chunk: projections, MLP, mask, and attention's scores where
@@ -137,6 +134,3 @@ class Shard:
         heads = (2 * config.num_heads + 6 * config.num_kv_heads) * config.head_width
         scores = num_new * num_all * (config.num_heads * 4 if self.arena.device.type == "cpu" else 0)
         return num_new * (6 * config.width + heads + 4 * config.ffn_width) * size + scores + 2 * num_new * num_all
-
-    def _slab_elements(self, length: int) -> int:
-        return self.config.num_kv_heads * length * self.config.head_width

@@ -140,7 +140,7 @@ def test_the_guard_believes_the_schedule_then_what_it_saw() -> None:
         guard.observe(3, waited)
     assert guard.wait_ns(3) == 1200
     guard.observe(3, 300)
-    assert guard.wait_ns(3) == 300
+    assert guard.wait_ns(3) == 270
 
 
 # ---- models ------------------------------------------------------------------------------------------------------

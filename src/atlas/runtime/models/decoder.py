@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,8 @@ from atlas.runtime.models.dropout import EMBEDDING, Draw, seed_of
 
 TIED_EMBEDDING, TIED_HEAD = "embedding.token.weight", "head.out.weight"
 """The two ends of one matrix, where the embeddings are tied."""
+MANY = 100_000_000
+"""Weights from which drawing them is worth several threads."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +157,17 @@ def build(
 ) -> Decoder:
     """A cut with the weights its seed gives it."""
     decoder = empty(config, cut, dtype, device)
-    for name, parameter in decoder.named_parameters():
-        if not (config.tied and name == TIED_HEAD and cut.has_embedding):
-            _draw(parameter, name, config, seed)
+    initialize(decoder, seed)
     return decoder
+
+
+def initialize(decoder: Decoder, seed: int) -> None:
+    """Gives a cut the weights of its seed. Every tensor has a generator of its own, so cores can share the work."""
+    config = decoder.config
+    shared = config.tied and decoder.cut.has_embedding
+    named = [(name, p) for name, p in decoder.named_parameters() if not (shared and name == TIED_HEAD)]
+    with ThreadPoolExecutor(1 if sum(p.numel() for _, p in named) < MANY else None) as pool:
+        list(pool.map(lambda item: _draw(item[1], item[0], config, seed), named))
 
 
 def empty(config: DecoderConfig, cut: Cut, dtype: torch.dtype, device: torch.device | str) -> Decoder:
