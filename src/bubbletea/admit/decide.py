@@ -81,7 +81,7 @@ def quote(state: State, request: Request, now_ns: int) -> Trial | None:
                 found = _tried(state, lane, request, chunk, now_ns, in_turn)
                 if found is not None and (best is None or found.own.delivered_ns < best.own.delivered_ns):
                     best = found
-                if found is None or found.own.start_ns > now_ns + POUR_NS:
+                if found is not None and found.own.start_ns > now_ns + POUR_NS:
                     break  # where there is a queue, smaller chunks would only waste time
         if best is not None:
             return best
@@ -106,7 +106,7 @@ def _tried(state: State, lane: int, request: Request, chunk: int, now_ns: int, i
     wanted = Wanted(
         request, cached, request.prompt_tokens, cached, _even(request.prompt_tokens - cached, chunk), now_ns
     )
-    behind = Cut(state.queues[lane], [], state.tracks[lane])
+    behind = Cut(state.queues[lane], [], state.track(lane))
     cut = cut_for(state, lane, urgency(request), now_ns) if in_turn else behind
     own, track = state.fitted(lane, wanted, cut.track, now_ns)
     if own is None:
@@ -137,7 +137,8 @@ def advance(state: State, now_ns: int) -> Changes:
     while len(state.backlog) and (lane := state.emptiest(now_ns + POUR_NS)) is not None:
         request = state.backlog.pop()
         assert request is not None
-        trial = _tried(state, lane, request, state.chunks[0], now_ns, in_turn=False)
+        sizes = (_tried(state, lane, request, chunk, now_ns, in_turn=False) for chunk in state.chunks)
+        trial = next((found for found in sizes if found is not None), None)
         if trial is not None:
             poured.append(_commit(state, trial))
     return tuple(poured)
@@ -170,7 +171,7 @@ def late(state: State, request_id: str, token: int, now_ns: int) -> Changes:
         part, track = state.fitted(lane, entry.wanted._replace(end_token=token), entry.before, entry.floor_ns)
         done = [part] if part is not None else []
     if begun > at:
-        track = queue[begun + 1].before if begun + 1 < len(queue) else state.tracks[lane]
+        track = queue[begun + 1].before if begun + 1 < len(queue) else state.track(lane)
     rest = Wanted(entry.request, token, entry.end_token, 0, entry.chunk, now_ns)
     head = [*queue[:at], *done, *queue[at + 1 : begun + 1]]
     own, track = state.fitted(lane, rest, track, now_ns)

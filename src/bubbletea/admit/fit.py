@@ -86,10 +86,21 @@ def sent_ns(ground: Ground, worker: int, from_ns: int, count: float) -> int:
 
 @njit
 def run_layers(
-    ground: Ground, worker: int, from_ns: int, one_ns: int, layers: tuple[int, int], out: Ints, row: int
+    ground: Ground,
+    worker: int,
+    from_ns: int,
+    one_ns: int,
+    layers: tuple[int, int],
+    ways: Ints,
+    count: float,
+    out: Ints,
+    row: int,
 ) -> tuple[int, int]:
     """Whole layers into the worker's windows from `from_ns` on: (end, rows written); (NEVER, row) when not one ever
-    fits. `out` gets start, end and the layers; the caller writes the rest."""
+    fits. `out` gets start, end and the layers; the caller writes the rest.
+
+    Each layer makes `count` bytes of KV, copied out and sent while the next one runs: `ways` (when the host has
+    everything, when the network is clear) is moved on."""
     low, high = ground.ptr[worker], ground.ptr[worker + 1]
     ends, starts = ground.end_ns[low:high], ground.start_ns[low:high]
     origin = ground.anchor_ns + ground.phase_ns[worker]
@@ -110,6 +121,10 @@ def run_layers(
                 out[row, 0], out[row, 1], out[row, 2] = worker, begin, at
                 out[row, 3], out[row, 4] = layer, layer + fit
             row, layer = row + 1, layer + fit
+            copy = count / ground.pcie_bytes_per_ns
+            ways[0] = max(max(ways[0], begin + one_ns) + int(np.ceil(fit * copy)), at + int(np.ceil(copy)))
+            sent = sent_ns(ground, worker, max(ways[1], begin + one_ns), fit * count)
+            ways[1] = max(sent, sent_ns(ground, worker, ways[0], count))
         i += 1
     return at, row
 
@@ -134,6 +149,7 @@ def place(
     """
     ready0, floor_ns = times
     num, row, computed = len(workers), 0, 0
+    ways = np.empty(2, np.int64)
     first, last = tokens[0], tokens[0]
     while last < tokens[1]:
         first, last = last, min(tokens[1], last + chunk)
@@ -152,12 +168,14 @@ def place(
                 track[HELD, j] += whole
                 if cached > 0:
                     track[CLEAR, j] = sent_ns(ground, w, max(ready0, track[CLEAR, j]), cached * per_token)
-            one = layer_ns(ground, w, last - first, first)
-            begun = row
-            end, row = run_layers(ground, w, start, one, (first_layer[j], first_layer[j + 1]), out, row)
+            one, begun = layer_ns(ground, w, last - first, first), row
+            ways[0], ways[1] = track[OUT, j], track[CLEAR, j]
+            moved = (last - first) * ground.kv_bytes
+            end, row = run_layers(ground, w, start, one, (first_layer[j], first_layer[j + 1]), ways, moved, out, row)
+            track[OUT, j], track[CLEAR, j] = ways
             if end < NEVER and j == num - 1 and last == tokens[2] and ground.head_ns[w] > 0:
                 after = first_layer[j + 1]
-                end, row = run_layers(ground, w, end, ground.head_ns[w], (after, after + 1), out, row)
+                end, row = run_layers(ground, w, end, ground.head_ns[w], (after, after + 1), ways, 0.0, out, row)
                 if end < NEVER and row - 1 < len(out):
                     out[row - 1, 4] = after
             if end >= NEVER:
@@ -165,9 +183,6 @@ def place(
             for r in range(begun, min(row, len(out))):
                 out[r, 5], out[r, 6] = first, last
             track[FREE, j] = end
-            moved = (last - first) * per_token
-            track[OUT, j] = max(track[OUT, j], end) + int(np.ceil(moved / ground.pcie_bytes_per_ns))
-            track[CLEAR, j] = sent_ns(ground, w, max(track[OUT, j], track[CLEAR, j]), moved)
             ready = end + int(np.ceil(ground.hop_ns + ground.hop_token_ns * (last - first)))
             computed = max(computed, end)
     delivered = computed
@@ -214,13 +229,14 @@ def best_lanes(
     size = min(chunk, tokens[1] - tokens[0])
     count = (tokens[1] - tokens[0]) / size
     for n in range(len(lanes)):
-        lane, end = lanes[n], 0.0
-        for j in range(workers.shape[1]):
+        lane, end, last = lanes[n], float(now_ns), workers.shape[1] - 1
+        for j in range(last + 1):  # the first chunk through all stages, the others behind it through the last
             w = workers[lane, j]
             one = (first_layer[lane, j + 1] - first_layer[lane, j]) * layer_ns(ground, w, size, tokens[0])
-            end = max(end, idle_until(ground, w, max(now_ns, tracks[lane, FREE, j]), one * (count if j == 0 else 1.0)))
-            if j > 0:
-                end = max(end, idle_until(ground, w, max(now_ns, tracks[lane, FREE, j]), one * count))
+            begin = max(int(end), tracks[lane, FREE, j])
+            end = idle_until(ground, w, begin, one * (count if j == last else 1.0))
+            if found == len(best) and end >= when[found - 1]:
+                break
         if found == len(best) and end >= when[found - 1]:
             continue
         at = min(found, len(best) - 1)

@@ -34,7 +34,7 @@ def cut_for(state: State, lane: int, urgency: tuple[int, int], now_ns: int) -> C
     if at and queue[at - 1].urgency > urgency and (parts := _parted(state, lane, queue[at - 1], soon_ns, now_ns)):
         begun, rest, track = parts
         return Cut([*queue[: at - 1], begun], [rest, *queue[at:]], track)
-    return Cut(queue[:at], queue[at:], queue[at].before if at < len(queue) else state.tracks[lane])
+    return Cut(queue[:at], queue[at:], queue[at].before if at < len(queue) else state.track(lane))
 
 
 def cut_at(state: State, lane: int, request_id: str, now_ns: int) -> Cut:
@@ -46,7 +46,7 @@ def cut_at(state: State, lane: int, request_id: str, now_ns: int) -> Cut:
         return _healed(state, lane, queue[:at], others, entry.before)
     parts = _parted(state, lane, entry, now_ns, now_ns)
     if parts is None:  # all of it has begun
-        return Cut(queue, [], state.tracks[lane])
+        return Cut(queue, [], state.track(lane))
     return Cut([*queue[:at], parts[0]], others, parts[2])
 
 

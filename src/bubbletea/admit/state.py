@@ -147,6 +147,11 @@ class State:
             return self.fitted(lane, wanted, track, floor_ns)
         return Entry(*wanted, floor_ns, track, self._out[:rows].copy(), computed, delivered), after
 
+    def track(self, lane: int) -> Ints:
+        """The lane's Track behind everything placed on it."""
+        own: Ints = self.tracks[lane].copy()
+        return own
+
     def put(self, lane: int, entries: list[Entry], track: Ints) -> None:
         """The lane's queue and Track are now these."""
         self.queues[lane] = entries

@@ -1,0 +1,153 @@
+"""Replay requests against the bubbles of a training job, and compare admission policies.
+
+JOB is a job or a plan file; its training is simulated. TRACE is an Azure LLM inference CSV, a Mooncake JSON-lines file,
+or `synthetic`. The load is a share of what the bubbles could prefill if they were filled without a gap; time is
+compressed to reach it. Every second is simulated; only the times of decisions are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from atlas.commands.files import require_writable
+from atlas.commands.simulate import job_flags, whole
+from atlas.commands.terminal import Meter, as_json, say, show
+from atlas.view import write_curves
+from bubbletea.bubbles import Forecast
+from bubbletea.sim.figures import by_load, notes, table
+from bubbletea.sim.noise import Noise
+from bubbletea.sim.replay import Ours, Played, play
+from bubbletea.sim.rivals import Paper
+from bubbletea.sim.scene import Scene, dedicated, scene_of
+from bubbletea.traces import Trace, load_trace, synthetic
+
+POLICIES = ("ours", "paper", "dedicated")
+PATIENCE_S = 10.0
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", type=Path, metavar="JOB.yaml", help="a job or a plan file")
+    parser.add_argument("--requests", required=True, metavar="TRACE", help="a trace file, or `synthetic`")
+    parser.add_argument("--schedule", metavar="NAME", help="training's schedule (default: the plan's, else atlas)")
+    parser.add_argument("--policy", choices=POLICIES, action="append", help="may be repeated; default: all")
+    parser.add_argument("--load", type=positive, action="append", metavar="X", help="may be repeated; default: 0.6")
+    parser.add_argument(
+        "--prompt", type=whole(1, 1_000_000), action="append", metavar="N", help="scale prompts to N tokens on average"
+    )
+    parser.add_argument("--offline", action="store_true", help="no request has a deadline: fill what there is")
+    parser.add_argument(
+        "--patience", type=positive, default=PATIENCE_S, metavar="S", help="seconds to deliver in (default 10)"
+    )
+    parser.add_argument("--split", type=whole(1, 64), metavar="N", help="workers that share the prefill model")
+    parser.add_argument(
+        "--chunk", type=whole(16, 65_536), action="append", metavar="N", help="tokens of a chunk; smaller ones after it"
+    )
+    parser.add_argument(
+        "--cells", type=whole(1, 100_000), default=1, metavar="N", help="DP-cells to replay (default 1)"
+    )
+    parser.add_argument("--periods", type=positive, default=4.0, metavar="N", help="training iterations that count")
+    parser.add_argument("--tenants", type=whole(1, 1000), default=1, metavar="N", help="who take turns in the trace")
+    parser.add_argument(
+        "--jitter", type=positive, metavar="X", help="spread of op and WAN times: learn, and tell the slow-down"
+    )
+    parser.add_argument(
+        "--slowdown", type=positive, default=0.005, metavar="X", help="what training may lose (default 0.005)"
+    )
+    job_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="TTFT over load or prompt length, as a page or .svg")
+
+
+def positive(text: str) -> float:
+    """A type for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.html is not None:
+        require_writable(args.html, "--html")
+    trace = synthetic() if args.requests == "synthetic" else load_trace(args.requests)
+    with Meter() as meter:
+        scene = scene_of(
+            args.job,
+            schedule=args.schedule,
+            changes=args.set,
+            cells=args.cells,
+            steady=args.jitter is None,
+            progress=meter,
+        )
+        found = [
+            row | {"load": load, "prompt_tokens": float(one.tokens.mean())}
+            for one in _traces(trace, args.prompt)
+            for load in args.load or [0.6]
+            for row in _rows(scene, one, load, args, meter)
+        ]
+    if args.json:
+        sys.stdout.write(as_json({**scene.figures(), "trace": trace.name, "rows": found}))
+    else:
+        show(table(found, scene, trace.name), notes(scene))
+    if args.html is not None:
+        series, x, log = by_load(found)
+        write_curves(args.html, series, x, "TTFT p95, seconds (simulated)", f"{scene.name}: {trace.name}", log_y=log)
+        say(f"wrote {args.html}")
+    return 0
+
+
+def _traces(trace: Trace, prompts: Sequence[int] | None) -> list[Trace]:
+    return [trace.resized(tokens) for tokens in prompts] if prompts else [trace]
+
+
+def _rows(
+    scene: Scene, trace: Trace, load: float, args: argparse.Namespace, tick: Callable[[str, int, int], None]
+) -> list[dict[str, Any]]:
+    rate = load * scene.capacity_tokens_per_s(trace)
+    rows = []
+    for policy in args.policy or POLICIES:
+        tick(f"{policy} at {load:g}", 0, 0)
+        rows.append(simulated(scene, policy, trace, rate, args))
+    return rows
+
+
+def simulated(scene: Scene, policy: str, trace: Trace, tokens_per_s: float, args: argparse.Namespace) -> dict[str, Any]:
+    """One policy at one load."""
+    chunks = tuple(args.chunk or [scene.some_costs.efficient_tokens])
+    noise, stage, split = None, scene, args.split
+    if policy == "dedicated":
+        stage, split = dedicated(scene), 1
+    lanes = stage.lanes(split, max(chunks))
+    slice_ns = stage.some_costs.layer(max(chunks), 0)
+    forecast = Forecast(stage.pattern, budget=args.slowdown, slice_ns=slice_ns)
+    if args.jitter is not None and policy == "ours" and scene.result is not None:
+        noise = Noise(scene.result, args.jitter, args.jitter)
+        forecast = noise.learnt(stage.pattern, args.slowdown, slice_ns)
+    state = stage.state(forecast, lanes, chunks)
+    played = play(
+        stage,
+        Paper(state) if policy == "paper" else Ours(state),
+        policy,
+        trace,
+        tokens_per_s=tokens_per_s,
+        periods=args.periods,
+        warm_up=max(1.0, args.periods / 4),
+        kind="offline" if args.offline and policy != "paper" else "online",
+        patience_s=None if args.offline else args.patience,
+        tenants=args.tenants,
+    )
+    return played.figures() | {"slowdown": _slowdown(noise, forecast, played, args)}
+
+
+def _slowdown(noise: Noise | None, forecast: Forecast, played: Played, args: argparse.Namespace) -> Any:
+    if noise is None:
+        return None
+    periods = int(args.periods + max(1.0, args.periods / 4))
+    return vars(noise.slowdown(forecast, played.placed.values(), periods))

@@ -1,0 +1,73 @@
+"""Figures of replays as a table and as curves. Computes nothing but ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from atlas.view.table import percent, seconds
+from bubbletea.sim.scene import Scene
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def table(rows: Sequence[Mapping[str, Any]], scene: Scene, trace: str) -> Table:
+    """One line for each policy and load. Fits 80 columns."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    title = f"{scene.name} ({scene.schedule}), {scene.pattern.num_workers} accelerators; {trace}"
+    made = Table(title=Text(title), title_justify="left", padding=0, show_edge=False, box=box.SIMPLE_HEAD)
+    made.add_column("policy", style="bold", no_wrap=True)
+    heads = (
+        "load",
+        "busy\n%",
+        "filled\n%",
+        "tokens\n/s",
+        "TTFT\np50",
+        "\np95",
+        "\np99",
+        "refu-\nsed %",
+        "slow-\ndown %",
+    )
+    for head in heads:
+        made.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        slow = row.get("slowdown")
+        made.add_row(
+            row["policy"],
+            f"{row['load']:g}",
+            f"{100 * row['utilization']:.1f}",
+            f"{100 * row['fill']:.1f}",
+            f"{row['tokens_per_s']:,.0f}",
+            *(seconds(row[f"ttft_p{q}_s"]) for q in (50, 95, 99)),
+            f"{100 * row['refused']:.1f}",
+            "–" if slow is None else f"{100 * slow['mean']:.2f}",
+        )
+    return made
+
+
+def notes(scene: Scene) -> str:
+    """What the table stands on."""
+    left = scene.residual.share(scene.some_costs.nic_bytes_per_s)
+    return (
+        f"Training alone: {seconds(scene.pattern.period_ns / 1e9)} an iteration, "
+        f"{percent(1 - scene.idle_share)} busy; its network leaves {percent(left)} to KV.\n"
+        "Load: share of what the bubbles would prefill without a gap. TTFT: from arrival until the KV was delivered.\n"
+        "dedicated: as many accelerators that only prefill as the bubbles amount to. All times are simulated."
+    )
+
+
+def by_load(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[tuple[float, float]]], str, bool]:
+    """(series, what x is, whether y is best read on a log axis): p95 TTFT over load, or over the prompt's length."""
+    key, name = ("load", "load, share of the bubbles")
+    if len({row["load"] for row in rows}) == 1 and len({row["prompt_tokens"] for row in rows}) > 1:
+        key, name = "prompt_tokens", "prompt, tokens on average"
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["ttft_p95_s"] is not None:
+            series.setdefault(row["policy"], []).append((float(row[key]), row["ttft_p95_s"]))
+    values = [y for points in series.values() for _, y in points]
+    return series, name, bool(values) and max(values) > 10 * min(values)

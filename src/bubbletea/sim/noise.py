@@ -1,0 +1,141 @@
+"""What an imperfect forecast costs training: slices as planned, laid over periods in which every op took a little more
+or less than planned.
+
+A slice checks the forecast before each of its layers, not the truth: the layer that runs when training wants the
+device makes it wait. That wait is added to the op's time and the whole Program is played again, so that what counts is
+the iteration, not the op. What was planned behind the true end of a window is cut and would be placed anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from atlas.ir.ops import USEFUL
+from atlas.ir.program import Ints
+from atlas.ir.timeline import Timeline
+from atlas.plan.evaluate import Result
+from atlas.sim import Jitter, lower
+from atlas.sim.lower import Tables, noisy
+from atlas.sim.simulate import run, timeline
+from bubbletea.admit.words import Placement
+from bubbletea.bubbles import Forecast, Pattern
+
+WARM_UP = 16
+"""Periods from which windows are learnt before anything is placed."""
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """Over all periods that were played."""
+
+    mean: float
+    """Of the iteration, as a share."""
+    worst: float
+    cut: float
+    """Of the planned prefill time, what a window's early end cut off."""
+
+
+class Noise:
+    """One cell's training with spread durations, and what its windows do then."""
+
+    def __init__(self, result: Result, compute: float, wan: float, seed: int = 0) -> None:
+        self._compute, self._wan, self._seed = compute, wan, seed
+        self._program = program = result.single.program
+        self._costs = result.case.turns if program.sharing and result.case.turns is not None else result.case.apart
+        self._tables = lower(program, self._costs)
+        self._before, self._behind, self._slot_ptr = borders(result.single)
+
+    def period(self, k: int) -> tuple[Tables, Timeline]:
+        """The `k`-th period's durations, and what comes of them."""
+        tables = noisy(self._tables, Jitter(self._seed + k, self._compute, self._wan), self._program)
+        return tables, self._played(tables)
+
+    def windows(self, actual: Timeline) -> tuple[Ints, Ints]:
+        """When the windows opened and closed, by the ops before and behind them; the last of a worker goes round to
+        the next period."""
+        last = actual.op_start_ns[self._behind].copy()
+        last[self._slot_ptr[1:] - 1] += actual.makespan_ns
+        return actual.op_end_ns[self._before], last
+
+    def learnt(self, pattern: Pattern, budget: float, slice_ns: int) -> Forecast:
+        """A Forecast of `pattern` (of one cell and one iteration) after some noisy periods."""
+        forecast = Forecast(pattern, budget=budget, slice_ns=slice_ns)
+        for k in range(WARM_UP):
+            _, found = self.period(k)
+            forecast.observe(0, *self.windows(found))
+        return forecast
+
+    def slowdown(self, forecast: Forecast, placements: Iterable[Placement], periods: int) -> Slowdown:
+        """Of what was placed on one cell by a forecast that begins at 0, period by period."""
+        planned = _by_slot(forecast, placements, periods)
+        ends = forecast.spans()[1] + np.repeat(forecast.pattern.phase_ns, np.diff(forecast.pattern.ptr))
+        ratios, cut_ns, total_ns = [], 0, 0
+        for k in range(periods):
+            tables, found = self.period(WARM_UP + k)
+            opened, closed = self.windows(found)
+            delays = np.zeros(len(tables.op_ns), np.int64)
+            for slot, slices in planned[k].items():
+                wait_ns, lost_ns = _laid_over(slices, int(opened[slot]), int(closed[slot]), int(ends[slot]))
+                delays[self._behind[slot]] = max(wait_ns, delays[self._behind[slot]])
+                cut_ns, total_ns = cut_ns + lost_ns, total_ns + sum(end - start for start, end, _ in slices)
+            again = self._played(tables._replace(op_ns=tables.op_ns + delays))
+            ratios.append(again.iteration_ns / found.iteration_ns - 1)
+        return Slowdown(float(np.mean(ratios)), max(ratios), cut_ns / max(1, total_ns))
+
+    def _played(self, tables: Tables) -> Timeline:
+        return timeline(self._program, self._costs, tables, run(tables), {})
+
+
+def borders(single: Timeline) -> tuple[Ints, Ints, Ints]:
+    """By window of `pattern_of(single)`: the op before it and the op behind it; and where each worker's begin."""
+    program, useful = single.program, np.isin(single.program.kind, np.array(USEFUL, np.int8))
+    before, behind, ptr = [], [], [0]
+    for worker in range(program.num_workers):
+        own = np.arange(program.worker_ptr[worker], program.worker_ptr[worker + 1])
+        own = own[useful[own] & (single.op_end_ns[own] > single.op_start_ns[own])]
+        own = own[np.argsort(single.op_start_ns[own], kind="stable")]
+        after = np.roll(own, -1)
+        gap = single.op_start_ns[after] > single.op_end_ns[own]
+        gap[-1] = True  # the way round to the next period
+        before.append(own[gap])
+        behind.append(after[gap])
+        ptr.append(ptr[-1] + int(gap.sum()))
+    return np.concatenate(before), np.concatenate(behind), np.array(ptr, np.int64)
+
+
+Planned = list[tuple[int, int, int]]
+"""Start, end and layers of a window's slices, in order, counted from the start of the period."""
+
+
+def _by_slot(forecast: Forecast, placements: Iterable[Placement], periods: int) -> list[dict[int, Planned]]:
+    """By period and window."""
+    pattern, (starts, _) = forecast.pattern, forecast.spans()
+    found: list[dict[int, Planned]] = [{} for _ in range(periods)]
+    for placement in placements:
+        for piece in placement.slices:
+            own = slice(int(pattern.ptr[piece.worker]), int(pattern.ptr[piece.worker + 1]))
+            phase = int(pattern.phase_ns[piece.worker])
+            turn, at = divmod(piece.start_ns - phase, pattern.period_ns)
+            slot = own.start + int(np.searchsorted(starts[own], at, side="right")) - 1
+            if 0 <= turn < periods:
+                base = turn * pattern.period_ns
+                layers = max(1, piece.end_layer - piece.first_layer)
+                found[turn].setdefault(slot, []).append((piece.start_ns - base, piece.end_ns - base, layers))
+    for one in found:
+        for slices in one.values():
+            slices.sort()
+    return found
+
+
+def _laid_over(slices: Planned, opened_ns: int, closed_ns: int, forecast_ns: int) -> tuple[int, int]:
+    """(how long training waits for the device, planned time that was cut) in one window."""
+    now, lost = opened_ns, 0
+    for start, end, layers in slices:
+        one, left, now = (end - start) // layers, layers, max(now, start)
+        while left and now < closed_ns and now + one <= forecast_ns:
+            now, left = now + one, left - 1
+        lost += left * one
+    return max(0, now - closed_ns), lost

@@ -1,0 +1,171 @@
+"""A trace played against admission, and what came of it. Time is the trace's; nothing is measured but the decisions
+themselves."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from bubbletea.admit.decide import admit, advance, complete
+from bubbletea.admit.state import State
+from bubbletea.admit.words import Class, Placement, Refusal, Request
+from bubbletea.sim.scene import Scene
+from bubbletea.traces import Trace
+
+SECOND = 1_000_000_000
+
+
+class Policy(Protocol):
+    """Who decides: ours, or one it is compared with."""
+
+    def arrive(self, request: Request, now_ns: int) -> Sequence[Placement | Refusal]:
+        """What is decided when a request arrives; of offline requests perhaps others."""
+
+    def pass_time(self, now_ns: int) -> Sequence[Placement]:
+        """What is placed without an arrival."""
+
+
+class Ours:
+    """The service's own admission."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.done: dict[str, Placement] = {}
+        """As it went in the end: somebody more urgent may have gone first."""
+        self._ends: list[tuple[int, str]] = []
+
+    def arrive(self, request: Request, now_ns: int) -> Sequence[Placement | Refusal]:
+        self._complete(now_ns)
+        found = admit(self.state, request, now_ns)
+        if isinstance(found, Placement):
+            heapq.heappush(self._ends, (found.delivered_ns, request.id))
+        return () if found is None else (found,)
+
+    def pass_time(self, now_ns: int) -> Sequence[Placement]:
+        placed = advance(self.state, now_ns)
+        for one in placed:
+            heapq.heappush(self._ends, (one.delivered_ns, one.request.id))
+        return placed
+
+    def _complete(self, now_ns: int) -> None:
+        while self._ends and self._ends[0][0] <= now_ns:
+            _, name = heapq.heappop(self._ends)
+            lane = self.state.lane_of.get(name)
+            if lane is None:
+                continue
+            delivered = max(e.delivered_ns for e in self.state.queues[lane] if e.request.id == name)
+            if delivered > now_ns:  # somebody more urgent went first
+                heapq.heappush(self._ends, (delivered, name))
+            else:
+                self.done[name] = self.state.placement(name)
+                complete(self.state, name, now_ns)
+
+
+@dataclass
+class Played:
+    """What a replay leaves: counted over `[from_ns, until_ns)`."""
+
+    scene: Scene
+    policy: str
+    offered_tokens_per_s: float
+    from_ns: int
+    until_ns: int
+    arrived: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    placed: dict[str, Placement] = field(default_factory=dict)
+    """As last placed, by request."""
+    decision_us: list[float] = field(default_factory=list)
+
+    def figures(self) -> dict[str, Any]:
+        """JSON-able."""
+        span_ns, pattern = self.until_ns - self.from_ns, self.scene.pattern
+        idle = float(pattern.idle_ns.sum()) / pattern.period_ns * span_ns
+        busy = float(pattern.busy_ns) / pattern.period_ns * span_ns
+        done = [p for p in self.placed.values() if self.from_ns <= p.delivered_ns < self.until_ns]
+        useful = sum(self._inside(p) for p in self.placed.values() if p.delivered_ns < self.until_ns)
+        filled = sum(self._inside(p) for p in self.placed.values())
+        waits = [
+            (p.delivered_ns - p.request.arrival_ns) / SECOND
+            for p in self.placed.values()
+            if self.from_ns <= p.request.arrival_ns < self.until_ns
+        ]
+        tokens = sum(p.request.prompt_tokens for p in done)
+        return {
+            "policy": self.policy,
+            "offered_tokens_per_s": self.offered_tokens_per_s,
+            "arrived": self.arrived,
+            "refused": sum(self.refused.values()) / max(1, self.arrived),
+            "refused_for": dict(self.refused),
+            "fill": filled / idle,
+            "utilization": (busy + filled) / (pattern.num_workers * span_ns),
+            "useful": useful / filled if filled else 1.0,
+            "tokens_per_s": tokens / (span_ns / SECOND),
+            "goodput_per_s": sum(_in_time(p) for p in done) / (span_ns / SECOND),
+            "cached": sum(p.cached_tokens for p in done) / max(1, tokens),
+            **{f"ttft_p{q}_s": _percentile(waits, q) for q in (50, 95, 99)},
+            "decision_p50_us": _percentile(self.decision_us, 50),
+            "decision_p99_us": _percentile(self.decision_us, 99),
+        }
+
+    def _inside(self, placement: Placement) -> int:
+        return sum(max(0, min(s.end_ns, self.until_ns) - max(s.start_ns, self.from_ns)) for s in placement.slices)
+
+
+def _in_time(placement: Placement) -> bool:
+    return placement.request.deadline_ns is None or placement.delivered_ns <= placement.request.deadline_ns
+
+
+def _percentile(values: Sequence[float], q: float) -> float | None:
+    return float(np.percentile(values, q)) if len(values) else None
+
+
+def play(
+    scene: Scene,
+    policy: Policy,
+    name: str,
+    trace: Trace,
+    *,
+    tokens_per_s: float,
+    periods: float,
+    warm_up: float,
+    kind: Class = "online",
+    patience_s: float | None = None,
+    tenants: int = 1,
+) -> Played:
+    """`warm_up` periods of training, then `periods` that count. Prompts that arrive late in the last one may be
+    delivered after it; they count where a share of arrivals is told."""
+    from_ns = round(warm_up * scene.pattern.period_ns)
+    until_ns = from_ns + round(periods * scene.pattern.period_ns)
+    played = Played(scene, name, tokens_per_s, from_ns, until_ns)
+    for request in arrivals(trace, tokens_per_s, until_ns, kind, patience_s, tenants):
+        now_ns = request.arrival_ns
+        began = time.perf_counter()
+        found = policy.arrive(request, now_ns)
+        played.decision_us.append((time.perf_counter() - began) * 1e6)
+        counts = now_ns >= from_ns
+        played.arrived += counts
+        for one in (*found, *policy.pass_time(now_ns)):
+            if isinstance(one, Refusal):
+                played.refused[one.reason] += counts
+            else:
+                played.placed[one.request.id] = one
+    if isinstance(policy, Ours):
+        played.placed.update(policy.done)
+        played.placed.update({name: policy.state.placement(name) for name in policy.state.lane_of})
+    return played
+
+
+def arrivals(
+    trace: Trace, tokens_per_s: float, until_ns: int, kind: Class, patience_s: float | None, tenants: int
+) -> Iterator[Request]:
+    """The trace's requests at another rate; tenants take turns."""
+    for k, (at_s, tokens, blocks) in enumerate(trace.played(tokens_per_s, until_ns / SECOND)):
+        now_ns, tenant = round(at_s * SECOND), f"t{k % tenants}"
+        deadline_ns = None if patience_s is None else now_ns + round(patience_s * SECOND)
+        yield Request(f"r{k}", tenant, tokens, now_ns, deadline_ns, kind, tuple((tenant, b) for b in blocks))

@@ -1,0 +1,108 @@
+"""What ours is compared with: the paper's rule. A prefill goes in one piece into the first bubbles that are long enough
+for it, one bubble on each worker of a lane, or it is rejected. Room that others left in a bubble is used.
+
+(The other rival, accelerators that only prefill, is `scene.dedicated` under our own admission.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from atlas.ir.program import Ints
+from bubbletea.admit.fit import NEVER, Ground, layer_ns, sent_ns
+from bubbletea.admit.jit import njit
+from bubbletea.admit.state import State
+from bubbletea.admit.words import Placement, Refusal, Request, Slice
+
+TURNS = 8
+"""Periods ahead that are looked at."""
+
+
+class Paper:
+    """Whole prefill in one bubble, first fit."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._used = np.zeros((TURNS, len(state.ground.start_ns)), np.int64)
+        """By period (in a ring) and window: filled up to."""
+        self._turn = 0
+
+    def arrive(self, request: Request, now_ns: int) -> Sequence[Placement | Refusal]:
+        state = self.state
+        self._forget(now_ns)
+        stages = state.workers.shape[1]
+        spans = np.empty((2, stages, 4), np.int64)
+        where = (state.workers, state.first_layer)
+        lane = first_fit(state.ground, self._used, *where, request.prompt_tokens, now_ns, spans)
+        if lane < 0:
+            return (Refusal(request, "too-long"),)
+        best = spans[0]
+        per_token = np.diff(state.first_layer[lane]) * state.ground.kv_bytes
+        delivered = max(
+            sent_ns(state.ground, int(state.workers[lane, j]), int(best[j, 1]), float(per_token[j]))
+            for j in range(stages)
+        )
+        if request.deadline_ns is not None and delivered > request.deadline_ns:
+            return (Refusal(request, "deadline", delivered, now_ns + delivered - request.deadline_ns),)
+        slices = []
+        for j in range(stages):
+            start, end, turn, window = (int(x) for x in best[j])
+            self._used[turn % TURNS, window] = end
+            layers = state.lanes[lane].layers(j)
+            slices.append(Slice(int(state.workers[lane, j]), start, end, *layers, 0, request.prompt_tokens))
+        return (Placement(request, state.lanes[lane], 0, tuple(slices), slices[-1].end_ns, delivered),)
+
+    def pass_time(self, now_ns: int) -> Sequence[Placement]:
+        return ()
+
+    def _forget(self, now_ns: int) -> None:
+        """The ring's rows of periods that are over are those of periods to come."""
+        turn = (now_ns - self.state.ground.anchor_ns) // self.state.ground.period_ns - 1
+        for gone in range(self._turn, min(turn, self._turn + TURNS)):
+            self._used[gone % TURNS] = 0
+        self._turn = max(self._turn, turn)
+
+
+@njit
+def first_fit(
+    ground: Ground, used: Ints, workers: Ints, first_layer: Ints, tokens: int, now_ns: int, spans: Ints
+) -> int:
+    """The lane on which it can begin first, or -1; `spans[0]` is by stage: start, end, period, window."""
+    found = -1
+    for lane in range(len(workers)):
+        ready, fits = now_ns, True
+        for j in range(workers.shape[1]):
+            w = workers[lane, j]
+            need = (first_layer[lane, j + 1] - first_layer[lane, j]) * layer_ns(ground, w, tokens, 0)
+            if j == workers.shape[1] - 1:
+                need += ground.head_ns[w]
+            start, turn, window = one_bubble(ground, used, w, ready, need)
+            if start >= NEVER or (found >= 0 and j == 0 and start >= spans[0, 0, 0]):
+                fits = False
+                break
+            spans[1, j, 0], spans[1, j, 1], spans[1, j, 2], spans[1, j, 3] = start, start + need, turn, window
+            ready = start + need + int(np.ceil(ground.hop_ns + ground.hop_token_ns * tokens))
+        if fits:
+            found = lane
+            spans[0] = spans[1]
+    return found
+
+
+@njit
+def one_bubble(ground: Ground, used: Ints, worker: int, from_ns: int, need_ns: int) -> tuple[int, int, int]:
+    """(start, period, window) of the first bubble with room for all of it; NEVER where none is long enough."""
+    low, high = ground.ptr[worker], ground.ptr[worker + 1]
+    origin = ground.anchor_ns + ground.phase_ns[worker]
+    turn = (from_ns - origin) // ground.period_ns
+    i = low + np.searchsorted(ground.end_ns[low:high], from_ns - origin - turn * ground.period_ns, side="right")
+    last = turn + len(used) - 2
+    while turn < last:
+        for k in range(i, high):
+            base = origin + turn * ground.period_ns
+            start = max(from_ns, base + ground.start_ns[k], used[turn % len(used), k])
+            if start + need_ns <= base + ground.end_ns[k]:
+                return start, turn, k
+        turn, i = turn + 1, low
+    return NEVER, 0, 0

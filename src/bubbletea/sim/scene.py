@@ -1,0 +1,160 @@
+"""A training job as admission sees it: windows, networks, costs and lanes, from a job or plan file.
+
+One DP-cell is simulated and repeated: replicas run the same timeline at the same moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atlas.cost.memory import peak_memory
+from atlas.cost.wan import worker_bps
+from atlas.ir.ops import USEFUL
+from atlas.plan.evaluate import Progress, Result, evaluate
+from atlas.spec.job import Job
+from atlas.spec.model import Model
+from atlas.spec.plan import load_job_or_plan
+from bubbletea.admit.lanes import build_lanes
+from bubbletea.admit.state import State
+from bubbletea.admit.words import Lane
+from bubbletea.bubbles import Forecast, Pattern, pattern_of
+from bubbletea.costs import LLAMA_3_8B, Costs, price_prefill
+from bubbletea.links import Residual, free_network, residual_of
+from bubbletea.traces import Trace
+
+ITERATIONS = 3
+"""Simulated in a row; the last is taken as the steady state."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """Everything that a replay needs and that no policy changes."""
+
+    name: str
+    schedule: str
+    pattern: Pattern
+    residual: Residual
+    costs: dict[str, Costs]
+    """By datacenter."""
+    num_ranks: int
+    cells: int
+    longest_op_ns: int
+    """Of training's computing ops."""
+    result: Result | None = None
+    """The simulated training; None where there is none."""
+
+    @property
+    def idle_share(self) -> float:
+        """Of all accelerators' time."""
+        return float(self.pattern.idle_ns.sum()) / (self.pattern.period_ns * self.pattern.num_workers)
+
+    def figures(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "job": self.name,
+            "schedule": self.schedule,
+            "num_workers": self.pattern.num_workers,
+            "iteration_s": self.pattern.period_ns / 1e9,
+            "training_utilization": 1 - self.idle_share,
+            "network_left": self.residual.share(self.some_costs.nic_bytes_per_s),
+            "longest_op_s": self.longest_op_ns / 1e9,
+        }
+
+    @property
+    def some_costs(self) -> Costs:
+        return next(iter(self.costs.values()))
+
+    def lanes(self, split: int | None, chunk: int) -> list[Lane]:
+        return build_lanes(self.pattern, self.some_costs, split=split, num_ranks=self.num_ranks, chunk=chunk)
+
+    def state(self, forecast: Forecast, lanes: Sequence[Lane], chunks: Sequence[int]) -> State:
+        return State(forecast, self.costs, lanes, residual=self.residual, chunks=chunks)
+
+    def capacity_tokens_per_s(self, trace: Trace, lanes: Sequence[Lane] | None = None) -> float:
+        """Prefill of the trace's prompts if the windows (of the lanes' workers) could be filled without a gap: what no
+        packing exceeds."""
+        workers = sorted({w for lane in lanes for w in lane.workers}) if lanes is not None else slice(None)
+        idle_s_per_s = float(self.pattern.idle_ns[workers].sum()) / self.pattern.period_ns
+        return idle_s_per_s * 1e9 / self.ns_per_token(trace)
+
+    def ns_per_token(self, trace: Trace) -> float:
+        """Accelerator time of the trace's prompts at the most efficient chunk."""
+        lengths, counts = np.unique(trace.tokens, return_counts=True)
+        times = np.array([self.some_costs.prompt_ns(int(n)) for n in lengths])
+        return float((times * counts).sum() / (lengths * counts).sum())
+
+
+def scene_of(
+    path: Path,
+    *,
+    schedule: str | None = None,
+    changes: Sequence[str] = (),
+    model: Model = LLAMA_3_8B,
+    cells: int | None = 1,
+    steady: bool = True,
+    progress: Progress | None = None,
+) -> Scene:
+    """From a job or plan file; `cells` of it (None: all)."""
+    job, plan = load_job_or_plan(path, changes)
+    if plan is not None and schedule is None:
+        schedule = plan.schedule.name
+    found = evaluate(job, schedule or "atlas", tcp="many", iterations=ITERATIONS, progress=progress)
+    return scene_from(found, model=model, cells=cells, steady=steady)
+
+
+def scene_from(found: Result, *, model: Model = LLAMA_3_8B, cells: int | None = 1, steady: bool = True) -> Scene:
+    """From a simulated job: the last of its iterations, or with `steady` false one that runs alone."""
+    job, timeline = found.case.job, found.timeline if steady else found.single
+    per_rank = peak_memory(job, found.single.program, arrangement=found.case.arrangement)
+    # What is reserved for prefill is counted as training's by the memory model.
+    room = np.array([worker.cap - need + worker.reserved for worker, need in per_rank], np.int64)
+    pattern = pattern_of(timeline, np.tile(room, timeline.program.num_pipelines))
+    useful = np.isin(timeline.program.kind, np.array(USEFUL, np.int8))
+    count = job.cells if cells is None else min(cells, job.cells)
+    return Scene(
+        name=job.name,
+        schedule=found.schedule,
+        pattern=pattern.replicated(count),
+        residual=residual_of(timeline, job, found.case.arrangement).replicated(count),
+        costs={dc.name: _costs(job, dc.name, model) for dc in job.cluster.datacenters},
+        num_ranks=timeline.program.num_ranks,
+        cells=count,
+        longest_op_ns=int((timeline.op_end_ns - timeline.op_start_ns)[useful].max()),
+        result=found,
+    )
+
+
+def _costs(job: Job, dc: str, model: Model) -> Costs:
+    place = job.cluster.dc(dc)
+    return price_prefill(
+        job.cluster.gpu(dc),
+        model,
+        tp=job.tp,
+        net_gbps=worker_bps(job, place) / 1e9,
+        net_latency_us=place.net_latency_us,
+    )
+
+
+def dedicated(scene: Scene) -> Scene:
+    """As many accelerators that only prefill as the scene's windows amount to, their networks their own."""
+    count = max(1, round(scene.idle_share * scene.pattern.num_workers))
+    period_ns, costs = scene.pattern.period_ns, scene.some_costs
+    pattern = Pattern(
+        period_ns=period_ns,
+        phase_ns=np.zeros(count, np.int64),
+        ptr=np.arange(count + 1, dtype=np.int64),
+        start_ns=np.zeros(count, np.int64),
+        end_ns=np.full(count, period_ns, np.int64),
+        worker_dc=("dedicated",) * count,
+        memory_bytes=np.full(count, int(scene.pattern.memory_bytes.max()) + 2**36, np.int64),
+        busy_ns=0,
+    )
+    network = free_network(count, period_ns, costs.nic_bytes_per_s)
+    return replace(
+        scene, pattern=pattern, residual=network, costs={"dedicated": costs}, num_ranks=1, longest_op_ns=0, result=None
+    )

@@ -1,0 +1,130 @@
+"""What admission must never do, over random windows and requests."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bubbletea.admit.decide import admit, advance, cancel, complete, late
+from bubbletea.admit.state import State
+from bubbletea.admit.words import Placement, Refusal, Request, Slice
+from bubbletea.bubbles import Pattern
+from admission_scenes import MS, patterns, requests, state_of
+
+SPLITS = st.sampled_from([1, 2])
+
+
+def play(state: State, arriving: list[Request]) -> list[Placement]:
+    """Everything let in, as finally placed."""
+    for request in arriving:
+        admit(state, request, request.arrival_ns)
+        advance(state, request.arrival_ns)
+    return [state.placement(name) for name in state.lane_of]
+
+
+def fits(state: State, piece: Slice) -> bool:
+    return any(
+        w.start_ns <= piece.start_ns and piece.end_ns <= w.end_ns
+        for w in state.forecast.ahead(piece.worker, piece.start_ns, piece.end_ns)
+    )
+
+
+@settings(max_examples=30)
+@given(patterns(), SPLITS, requests())
+def test_no_slice_leaves_its_window_and_no_two_meet(made: Pattern, split: int, arriving: list[Request]) -> None:
+    state = state_of(made, split)
+    by_worker = defaultdict(list)
+    for placement in play(state, arriving):
+        for piece in placement.slices:
+            assert fits(state, piece)
+            assert piece.start_ns >= placement.request.arrival_ns
+            by_worker[piece.worker].append(piece)
+    for pieces in by_worker.values():
+        pieces.sort()
+        assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(pieces))
+
+
+@settings(max_examples=30)
+@given(patterns(), SPLITS, requests())
+def test_layers_and_chunks_come_in_order_and_all_of_them(made: Pattern, split: int, arriving: list[Request]) -> None:
+    state = state_of(made, split)
+    for placement in play(state, arriving):
+        lane, done, ends = placement.lane, defaultdict(int), {}
+        for piece in placement.slices:
+            key = piece.first_token, piece.end_token
+            assert piece.first_layer == done[key], "layers of a chunk come one after the other"
+            first, end = lane.layers(lane.workers.index(piece.worker))
+            assert first <= piece.first_layer <= piece.end_layer <= end
+            if piece.first_layer > 0 or piece.end_layer == 0:
+                assert piece.start_ns >= ends[key], "a layer starts when the one before has ended"
+            done[key], ends[key] = piece.end_layer, piece.end_ns
+        chunks = sorted(done)
+        assert chunks[0][0] == placement.cached_tokens
+        assert chunks[-1][1] == placement.request.prompt_tokens
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(chunks))
+        assert set(done.values()) == {lane.num_layers}
+        assert placement.delivered_ns >= placement.computed_ns >= max(s.end_ns for s in placement.slices)
+
+
+@settings(max_examples=30)
+@given(patterns(), SPLITS, requests())
+def test_who_was_let_in_with_a_deadline_keeps_it(made: Pattern, split: int, arriving: list[Request]) -> None:
+    for placement in play(state_of(made, split), arriving):
+        if placement.request.deadline_ns is not None and placement.request.kind == "online":
+            assert placement.delivered_ns <= placement.request.deadline_ns
+
+
+@settings(max_examples=30)
+@given(patterns(), SPLITS, requests(), st.integers(1, 1500), st.sampled_from([None, 40, 5000]))
+def test_a_request_cancelled_at_once_leaves_no_trace(
+    made: Pattern, split: int, arriving: list[Request], tokens: int, patience: int | None
+) -> None:
+    state = state_of(made, split)
+    play(state, arriving)
+    now = arriving[-1].arrival_ns + MS
+    before = state.snapshot()
+    deadline = None if patience is None else now + patience * MS
+    found = admit(state, Request("new", "c", tokens, now, deadline), now)
+    if isinstance(found, Placement):
+        cancel(state, "new", now)
+    assert state.snapshot() == before
+
+
+@settings(max_examples=30)
+@given(patterns(), SPLITS, requests(), st.integers(1, 1500))
+def test_a_refused_request_fits_when_it_was_told(
+    made: Pattern, split: int, arriving: list[Request], tokens: int
+) -> None:
+    state = state_of(made, split)
+    play(state, [r for r in arriving if r.kind == "online"])
+    now = arriving[-1].arrival_ns
+    found = admit(state, Request("new", "a", tokens, now, now + MS), now)
+    if isinstance(found, Refusal) and found.reason == "deadline":
+        assert found.fits_at_ns is not None
+        assert found.retry_at_ns is not None
+        assert found.fits_at_ns > now + MS
+        again = admit(state, Request("again", "a", tokens, now, found.fits_at_ns), now)
+        assert isinstance(again, Placement)
+        assert again.delivered_ns <= found.fits_at_ns
+
+
+@settings(max_examples=30)
+@given(patterns(), SPLITS, requests(), st.integers(0, 40))
+def test_time_passes_and_what_is_late_is_placed_again(
+    made: Pattern, split: int, arriving: list[Request], when: int
+) -> None:
+    state = state_of(made, split)
+    play(state, arriving)
+    now = arriving[-1].arrival_ns + when * MS
+    for name in list(state.lane_of):
+        placement = state.placement(name)
+        if placement.delivered_ns <= now:
+            complete(state, name, now)
+        elif placement.start_ns < now:
+            late(state, name, placement.slices[0].first_token, now)
+            moved = state.placement(name)
+            assert all(s.start_ns >= now for s in moved.slices)
+    assert all(fits(state, s) for name in state.lane_of for s in state.placement(name).slices if s.start_ns >= now)
