@@ -27,6 +27,8 @@ PERIODS = 16
 """Over which training's slow-down is taken."""
 CATCH_UP_NS = 100_000_000
 """How often those behind are moved up, at most."""
+AHEAD_NS = 500_000_000
+"""Offline work is with its workers this long before the plan has a place for it."""
 SECOND = 1_000_000_000
 TRUST = 0.15
 """Costs that are off by more than this are fitted anew."""
@@ -124,7 +126,8 @@ class Planner:
         if state is None:
             return []
         moved = self._catch_up(state, now_ns)
-        return [self._placed(p) for p in (*moved, *advance(state, now_ns))]
+        # A worker that is ahead of its plan must find more to do: offline work comes early, and stands behind the rest.
+        return [self._placed(p) for p in (*moved, *advance(state, now_ns + AHEAD_NS))]
 
     def late(self, request_id: str, token: int, now_ns: int) -> list[Placement]:
         """It should have been done by now; where it and those behind it stand instead."""

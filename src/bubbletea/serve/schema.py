@@ -122,6 +122,8 @@ ERROR = {
         }
     },
 }
+EVENT = {"type": "object", "properties": {"data": {"type": "string"}}}
+"""Of a stream: a JSON object as text, and at the end [DONE]."""
 RETRY = {"Retry-After": {"description": "Seconds", "schema": {"type": "integer", "minimum": 0}}}
 STATUSES = {
     "400": "Not a proper request",
@@ -156,7 +158,7 @@ def openapi(version: str) -> dict[str, Any]:
 
     def post(name: str, what: str) -> dict[str, Any]:
         schema = {"$ref": f"#/components/schemas/{name}"}
-        ok = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
+        ok = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": EVENT}}
         return {
             "post": {
                 "operationId": what,
