@@ -141,6 +141,9 @@ def test_the_guard_believes_the_schedule_then_what_it_saw() -> None:
     assert guard.wait_ns(3) == 1200
     guard.observe(3, 300)
     assert guard.wait_ns(3) == 270
+    for waited in (900, 910, 920):
+        guard.observe(3, waited)
+    assert guard.wait_ns(3) == 900
 
 
 # ---- models ------------------------------------------------------------------------------------------------------
