@@ -27,7 +27,7 @@ MAY_IMPORT = {
 }
 """`ir, spec <- cost <- sim <- schedules <- plan <- launch <- cli`; `ir, spec <- wan <- runtime <- launch`;
 `spec, cost <- runtime`; `ir <- view <- cli`. Everybody may import `errors`; `cli` and `commands` may import all."""
-FREE = {"cli", "commands"}
+FREE = {"cli", "commands", "__main__"}
 HEAVY = ("torch", "numba", "pydantic", "numpy", "rich")
 MAX_SECONDS = 0.3
 

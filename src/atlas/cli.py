@@ -24,7 +24,7 @@ COMMANDS = {
     "compare": "two timelines, op by op",
     "plan": "which datacenters, which parallelism, which schedule: the best plan for a job, and what it costs",
     "whatif": "a job or a plan with something changed: sweeps, the bottleneck, random networks",
-    "train": "run a plan; today on this machine, its datacenters emulated",
+    "train": "run a plan: in each of its datacenters, or all of it emulated on this machine",
     "profile": "measure a job's model on this machine's accelerator",
     "wan": "rehearse, measure and secure the network between datacenters",
     "data": "text to shards of tokens, and what shards hold",

@@ -23,7 +23,9 @@ SURFACE = {
     "compare": {"a", "b", "--json"} | PICTURES | SEARCH,
     "train": {"plan", "--emulate", "--schedule", "--tcp", "--steps", "--slower", "--page", "--set", "--device"}
     | {"--model", "--data", "--learning-rate", "--clip", "--checkpoints", "--save-every"}
-    | {"--no-bar", "--log", "--timeline", "--metrics-port", "--metrics-host"},
+    | {"--no-bar", "--log", "--timeline", "--metrics-port", "--metrics-host"}
+    | {"--dc", "--rendezvous", "--listen", "--certs", "--trusted", "--node", "--auto-replan", "--without"}
+    | {"--grace", "--patience", "--max-restarts"},
     "profile": {"job", "--gpu", "--out", "--device", "--repeats", "--set"},
     "plan": {"job", "--json", "--out", "--page", "--set"}
     | {"--strategy", "--objective", "--budget", "--min-throughput", "--tokens", "--deadline", "--keep"}

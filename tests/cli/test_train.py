@@ -58,7 +58,11 @@ def test_a_plan_that_cannot_run_is_refused_with_its_own_sentence(
 
 @pytest.mark.parametrize(
     ("flags", "says"),
-    [([], "--emulate"), (["--emulate", "--set=pp=8", "--set=pipelines_per_cell=4"], "16")],
+    [
+        ([], "--emulate"),
+        (["--emulate", "--dc", "east"], "--dc NAME"),
+        (["--emulate", "--set=pp=8", "--set=pipelines_per_cell=4"], "16"),
+    ],
 )
 def test_what_is_out_of_reach_is_said(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert (

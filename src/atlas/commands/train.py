@@ -1,9 +1,11 @@
-"""Train a plan. For now on this machine (`--emulate`): every worker a process, the datacenters apart by an emulated
-WAN, real sockets and real gradients, the plan's own durations on paced devices (or what a CPU or a GPU takes).
+"""Train a plan: in each datacenter with `--dc NAME` (docs/operating.md), or all of it on this machine (`--emulate`):
+every worker a process, the datacenters apart by an emulated WAN, real sockets and real gradients, the plan's own
+durations on paced devices (or what a CPU or a GPU takes).
 
 A small stand-in model is trained unless `--model` names a Hugging Face folder, or `job` for the model that the job
 describes; `--data` names shards (`atlas data tokenize`), or `shipped`. With `--checkpoints` the run is saved, Ctrl-C
-saves it too, and the same command goes on where it was, by any other plan of the same batch.
+saves it too, and the same command goes on where it was, by any other plan of the same batch. A worker that dies is
+started again with all others, from the last complete checkpoint.
 
 Prints the iteration time that was predicted and the one that was measured; `--page` lays the two timelines over each
 other. A plan that the runtime cannot execute is refused, with the reason.
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from atlas.commands.files import Outputs
 from atlas.commands.simulate import job_flags, whole
+from atlas.commands.train_dc import dc_flags, run_dc
 from atlas.commands.watching import watch_flags, watched
 from atlas.errors import AtlasError
 from atlas.spec.plan import load_job_or_plan
@@ -34,10 +37,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tcp", choices=("one", "many"), help="connections between two nodes (default: many)")
     parser.add_argument("--steps", type=whole(1, 10**9), default=3, metavar="N", help="of the whole run (default 3)")
     parser.add_argument(
-        "--model", default="", metavar="DIR", help="a Hugging Face folder, or job (default: a stand-in)"
+        "--model", default="", metavar="DIR", help="a Hugging Face folder, or job (default: a stand-in; with --dc: job)"
     )
     parser.add_argument("--data", default="", metavar="DIR", help="shards of tokens, or shipped (default: made up)")
-    parser.add_argument("--device", default="paced", metavar="NAME", help="paced, cpu or cuda:N (default: paced)")
+    parser.add_argument("--device", metavar="NAME", help="paced, cpu, cuda or cuda:N (default: paced; with --dc: cuda)")
     parser.add_argument("--learning-rate", type=float, metavar="X", help="default: 0.001 (AdamW; a stand-in: 0.1, SGD)")
     parser.add_argument(
         "--clip", type=float, metavar="NORM", help="clip gradients to this global norm (default: do not)"
@@ -51,6 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--page", type=Path, metavar="FILE", help="write prediction over measurement as a page")
     watch_flags(parser)
+    dc_flags(parser)
     job_flags(parser)
 
 
@@ -58,12 +62,12 @@ def run(args: argparse.Namespace) -> int:
     job, plan = load_job_or_plan(args.plan, args.set)
     if plan is not None and plan.runnable != "yes":
         raise AtlasError(f"{args.plan}: runnable: {plan.runnable}")
-    if not args.emulate:
-        raise AtlasError("only a run on one machine can be started today: add --emulate")
+    if args.emulate == (args.dc is not None):
+        raise AtlasError("where? --emulate runs all of it on this machine, --dc NAME this datacenter's part of it")
     outputs = Outputs(page=args.page)
     outputs.require_writable()
     schedule = args.schedule or (plan.schedule.name if plan else "1f1b")
-    choice = watched(args, {"job": job.name, "schedule": schedule})
+    args.device = args.device or ("paced" if args.emulate else "cuda")
     from atlas.launch.rehearse import Wishes, rehearse
     from atlas.launch.report import Report
 
@@ -74,13 +78,17 @@ def run(args: argparse.Namespace) -> int:
         slower=args.slower,
         budget=plan.schedule.tries or None if plan else None,
         device=args.device,
-        model=args.model,
+        model=args.model or ("" if args.emulate else "job"),
         data=args.data,
         learning_rate=args.learning_rate,
         clip=args.clip,
         checkpoints=args.checkpoints,
         save_every=args.save_every,
+        max_restarts=args.max_restarts,
     )
+    if args.dc is not None:
+        return run_dc(args, job, wishes)
+    choice = watched(args, {"job": job.name, "schedule": schedule})
     with Report(choice, args.steps) as report:
         result = rehearse(job, wishes, on_step=lambda done, predicted_s: _tell(report, done, predicted_s))
     _print(job.name, schedule, args, result)

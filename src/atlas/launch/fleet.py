@@ -16,12 +16,13 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import atlas
-from atlas.errors import WorkerError
+from atlas.errors import AtlasError, WorkerError
 
 GRACE_S = 0.7
 """How long after a first complaint to listen for others: who died matters more than who noticed."""
@@ -50,12 +51,85 @@ class Said(NamedTuple):
 Meanwhile = Callable[[str, dict[str, Any]], bool]
 
 
-class Fleet:
+class Voices(ABC):
+    """A group of workers, wherever they run, as whoever leads them hears them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self._said: queue.SimpleQueue[Said] = queue.SimpleQueue()
+
+    @abstractmethod
+    def tell(self, name: str, message: dict[str, Any]) -> None:
+        """Gives one worker an order; one that is gone is reported by `hear`."""
+
+    @abstractmethod
+    def how_it_died(self, name: str) -> str:
+        """Of a worker that has ended without a word: `was killed by SIGKILL`."""
+
+    def title(self, name: str) -> str:
+        """How an error calls it."""
+        return f"worker {name}"
+
+    def hear(
+        self, key: str, timeout_s: float, *, of: Sequence[str] | None = None, meanwhile: Meanwhile = lambda *_: False
+    ) -> dict[str, Any]:
+        """What each worker (or each `of` some) says under `key`, once all have said it.
+
+        `meanwhile` is given what they say under other keys, and says whether it was expected; nothing at all may come
+        for at most `timeout_s`.
+        """
+        names, answers = list(self.names if of is None else of), dict[str, Any]()
+        while len(answers) < len(names):
+            said = self._next(timeout_s, lambda: f"no {key!r} from {', '.join(n for n in names if n not in answers)}")
+            if said.message is not None and key in said.message and said.name in names:
+                answers[said.name] = said.message[key]
+            elif said.message is None or not meanwhile(said.name, said.message):
+                raise self._root_cause(said.name, said.message)
+        return answers
+
+    def ask(self, name: str, message: dict[str, Any], key: str, timeout_s: float) -> tuple[Any, int]:
+        """One worker's answer to a question, and when it came on our monotonic clock. What others say waits."""
+        self.tell(name, message)
+        others: list[Said] = []
+        while True:
+            said = self._next(timeout_s, lambda: f"no {key!r} from {name}")
+            if said.name == name and said.message is not None and key in said.message:
+                for other in others:
+                    self._said.put(other)
+                return said.message[key], said.at_ns
+            if said.message is None or "error" in said.message:
+                raise self._root_cause(said.name, said.message)
+            others.append(said)
+
+    def _next(self, timeout_s: float, missing: Callable[[], str]) -> Said:
+        try:
+            return self._said.get(timeout=timeout_s)
+        except queue.Empty:
+            raise WorkerError(f"{missing()} within {timeout_s:g} s") from None
+
+    def _root_cause(self, name: str, message: dict[str, Any] | None) -> AtlasError:
+        """A worker that died without a word explains the complaints of its peers; otherwise the first counts. What
+        somebody must mend is no WorkerError: starting again would not help."""
+        complaints = [(name, message)]
+        deadline = time.monotonic() + GRACE_S
+        with contextlib.suppress(queue.Empty):
+            while (left_s := deadline - time.monotonic()) > 0:
+                complaints.append(self._said.get(timeout=left_s)[:2])
+        spoke = {n for n, m in complaints if m is not None and "error" in m}
+        for who, said in complaints:
+            if said is None and who not in spoke:
+                return WorkerError(f"{self.title(who)} {self.how_it_died(who)}")
+        first = next(((n, m) for n, m in complaints if m is not None and "error" in m), complaints[0])
+        assert first[1] is not None, "a death is found above"
+        kind = AtlasError if first[1].get("mend") else WorkerError
+        return kind(f"{self.title(first[0])} failed: {first[1].get('error', first[1])}")
+
+
+class Fleet(Voices):
     """`with Fleet("atlas.runtime.process", names) as fleet:`; leaving the block leaves no process behind."""
 
     def __init__(self, module: str, names: Sequence[str]) -> None:
-        self.names = list(names)
-        self._said: queue.SimpleQueue[Said] = queue.SimpleQueue()
+        super().__init__(names)
         self._folder = tempfile.TemporaryDirectory(prefix="atlas-fleet-")
         self.folder = Path(self._folder.name)
         self._processes: dict[str, subprocess.Popen[str]] = {}
@@ -76,37 +150,6 @@ class Fleet:
         with contextlib.suppress(OSError):  # a worker that is gone is reported by `hear`
             pipe.write(json.dumps(message) + "\n")
             pipe.flush()
-
-    def hear(
-        self, key: str, timeout_s: float, *, of: Sequence[str] | None = None, meanwhile: Meanwhile = lambda *_: False
-    ) -> dict[str, Any]:
-        """What each worker (or each `of` some) says under `key`, once all have said it.
-
-        `meanwhile` is given what they say under other keys, and says whether it was expected; nothing at all may come
-        for at most `timeout_s`.
-        """
-        names, answers = list(self.names if of is None else of), dict[str, Any]()
-        while len(answers) < len(names):
-            said = self._next(timeout_s, lambda: f"no {key!r} from {', '.join(n for n in names if n not in answers)}")
-            if said.message is not None and key in said.message and said.name in names:
-                answers[said.name] = said.message[key]
-            elif said.message is None or not meanwhile(said.name, said.message):
-                raise self._root_cause(said.name, said.message)
-        return answers
-
-    def ask(self, name: str, message: dict[str, Any], key: str, timeout_s: float) -> tuple[Any, int]:
-        """One worker's answer to a question, and when it came on our monotonic clock."""
-        self.tell(name, message)
-        said = self._next(timeout_s, lambda: f"no {key!r} from {name}")
-        if said.message is None or said.name != name or key not in said.message:
-            raise self._root_cause(said.name, said.message)
-        return said.message[key], said.at_ns
-
-    def _next(self, timeout_s: float, missing: Callable[[], str]) -> Said:
-        try:
-            return self._said.get(timeout=timeout_s)
-        except queue.Empty:
-            raise WorkerError(f"{missing()} within {timeout_s:g} s") from None
 
     def close(self) -> None:
         """Ends every process, now, and waits for each."""
@@ -150,22 +193,13 @@ class Fleet:
                 self._said.put(Said(name, json.loads(line), time.monotonic_ns()))
         self._said.put(Said(name, None, time.monotonic_ns()))
 
-    def _root_cause(self, name: str, message: dict[str, Any] | None) -> WorkerError:
-        """A worker that died without a word explains the complaints of its peers; otherwise the first counts."""
-        complaints = [(name, message)]
-        deadline = time.monotonic() + GRACE_S
+    def next_said(self, timeout_s: float) -> Said | None:
+        """What comes next, for whoever passes it on; None where nothing does."""
         with contextlib.suppress(queue.Empty):
-            while (left_s := deadline - time.monotonic()) > 0:
-                complaints.append(self._said.get(timeout=left_s)[:2])
-        spoke = {n for n, m in complaints if m is not None and "error" in m}
-        for who, said in complaints:
-            if said is None and who not in spoke:
-                return WorkerError(f"worker {who} {self._how_it_died(who)}")
-        first = next(((n, m) for n, m in complaints if m is not None and "error" in m), complaints[0])
-        assert first[1] is not None, "a death is found above"
-        return WorkerError(f"worker {first[0]} failed: {first[1].get('error', first[1])}")
+            return self._said.get(timeout=timeout_s)
+        return None
 
-    def _how_it_died(self, name: str) -> str:
+    def how_it_died(self, name: str) -> str:
         try:
             code = self._processes[name].wait(timeout=2)
         except subprocess.TimeoutExpired:

@@ -7,11 +7,13 @@ its activations take over the emulated paths what the plan's take over its links
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from atlas.cost.table import Costs
 from atlas.errors import AtlasError, SpecError
 from atlas.ir.program import Program, repeated
 from atlas.ir.timeline import Timeline
@@ -19,6 +21,7 @@ from atlas.launch.emulate import MANY_STREAMS, Emulation, Progress, Setup, emula
 from atlas.launch.measured import with_norm
 from atlas.launch.paths import require_emulable
 from atlas.launch.saves import Saves, find_saves
+from atlas.launch.supervisor import Restarts, keep_alive
 from atlas.plan.evaluate import Case, build, find_schedule, prepare
 from atlas.runtime.assignment import DataChoice, ModelChoice, Training, stand_in
 from atlas.runtime.models.config import from_spec
@@ -27,6 +30,7 @@ from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.sim import simulate
 from atlas.spec import Job
 
+log = logging.getLogger("atlas.launch")
 MAX_WORKERS = 16
 """A process with torch each: more do not start in reasonable time on a laptop."""
 STAND_IN_LENGTH = 64
@@ -54,6 +58,8 @@ class Wishes:
     clip: float | None = None
     checkpoints: Path | None = None
     save_every: int = 0
+    max_restarts: int = 5
+    """In a row, without a step of progress; where the run is saved."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +89,31 @@ def rehearse(job: Job, wishes: Wishes, *, on_step: Callable[[Progress, float], N
     costs = costs.scaled(wishes.slower)
     require_emulable(program, costs)
     training = make_training(case, wishes, program.num_stages)
+    num_done = 0
+
+    def told(done: Progress, predicted_s: float) -> None:
+        nonlocal num_done
+        num_done = done.num_done
+        if on_step is not None:
+            on_step(done, predicted_s)
+
+    def live() -> Rehearsal:
+        return _live(program, costs, training, wishes, job.cells, told)
+
+    if wishes.checkpoints is None:
+        return live()
+    return keep_alive(live, lambda: num_done, Restarts(wishes.max_restarts), log.warning)
+
+
+def _live(
+    program: Program,
+    costs: Costs,
+    training: Training,
+    wishes: Wishes,
+    num_cells: int,
+    on_step: Callable[[Progress, float], None],
+) -> Rehearsal:
+    """From the last complete checkpoint, if there is one, to the last step or a failure."""
     saves = Saves(0, {})
     if wishes.checkpoints is not None:
         saves = find_saves(wishes.checkpoints, program.rank_dc, every=wishes.save_every)
@@ -98,12 +129,15 @@ def rehearse(job: Job, wishes: Wishes, *, on_step: Callable[[Progress, float], N
         saves.first_step,
         device=wishes.device,
         streams=1 if wishes.tcp == "one" else MANY_STREAMS,
-        num_cells=job.cells,
+        num_cells=num_cells,
         patience_s=20.0 + 2 * predicted.iteration_ns / 1e9,
         save=saves.by_datacenter,
         keep_weights=False,
     )
-    tell = None if on_step is None else (lambda done: on_step(done, predicted.iteration_ns / 1e9))
+
+    def tell(done: Progress) -> None:
+        on_step(done, predicted.iteration_ns / 1e9)
+
     return Rehearsal(predicted, emulate(program, costs, training, setup, on_step=tell), saves.first_step)
 
 

@@ -106,6 +106,18 @@ class SaveChoice:
     """Folders to resume from."""
     resume: int | None = None
     """The step to resume from, chosen by the launcher for all; None: begin anew."""
+    copy: CopyChoice | None = None
+
+
+@dataclass(frozen=True)
+class CopyChoice:
+    """Where this worker's parts are copied to, behind its own traffic: the keeper of another datacenter."""
+
+    peer: str
+    """Its node."""
+    host: str
+    port: int
+    shelf: str
 
 
 @dataclass(frozen=True)
@@ -157,11 +169,12 @@ class Assignment:
 
     @classmethod
     def from_json(cls, data: Json) -> Assignment:
-        return _read(cls, data)
+        return read(cls, data)
 
 
 # ---- JSON back into dataclasses --------------------------------------------------------------------------------------
-def _read(cls: type[T], data: Json) -> T:
+def read(cls: type[T], data: Json) -> T:
+    """A dataclass of this module from what `asdict` made of it."""
     hints = _hints(typing.cast(Any, cls))
     return cls(**{name: _value(hints[name], value) for name, value in data.items()})
 
@@ -180,4 +193,4 @@ def _value(hint: Any, value: Any) -> Any:
         return tuple(_value(inner[0], item) for item in value)
     if origin in (types.UnionType, typing.Union):
         return _value(next(option for option in inner if option is not types.NoneType), value)
-    return _read(hint, value) if dataclasses.is_dataclass(hint) and isinstance(hint, type) else value
+    return read(hint, value) if dataclasses.is_dataclass(hint) and isinstance(hint, type) else value

@@ -8,7 +8,11 @@
     <- {"last_step": n}           goes on to the end of step n, saves, and ends with {"result": ...}
     <- {"complete": [[a, n]]}     these saves are complete everywhere: older ones may go
                                -> {"saved": [a, n]}                 attempt and steps of a save that is written
-                               -> {"error": "..."}                  at any time, and it ends
+                               -> {"copied": [a, n]}                and, later, copied to another datacenter
+    <- {"where": any}          -> {"where": "..."}                  what it waits for at this moment; empty: it works
+                               -> {"warning": "..."}                at any time, and it goes on
+                               -> {"error": "...", "mend": bool}    at any time, and it ends; `mend`: starting it
+                                                                    again would not help, somebody must change something
 
 Steps are stopped in two orders because workers run ahead of each other: whoever gives them takes the largest of the
 answers to the first, less one, for the second. When stdin ends, whoever started it is gone, and it goes too: no
@@ -18,6 +22,7 @@ worker outlives its launcher. Knows no sockets and no ops; the `Worker` does.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -28,7 +33,7 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
-from atlas.errors import AtlasError
+from atlas.errors import AtlasError, WorkerError
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import SaveId
 from atlas.runtime.device import make_device
@@ -44,13 +49,18 @@ def main() -> int:
     orders, talk = sys.stdin, Talk(_private_stdout())
     torch.set_num_threads(1)
     sys.setswitchinterval(0.0005)  # the default lets a sender wait 5 ms for the thread that computes
+    logging.getLogger("atlas").addHandler(Warnings(talk))
     try:
         result = _serve(orders, talk)
     except AtlasError as error:
-        talk.say({"error": str(error)})
+        talk.say({"error": str(error), "mend": not isinstance(error, WorkerError)})
+        return 1
+    except torch.OutOfMemoryError as error:
+        told = str(error).partition(". ")[0]
+        talk.say({"error": f"the model does not fit: {told}. Use more stages, or a smaller microbatch", "mend": True})
         return 1
     except Exception:
-        talk.say({"error": f"a bug, not a mistake of yours:\n{traceback.format_exc()}"})
+        talk.say({"error": f"a bug, not a mistake of yours:\n{traceback.format_exc()}", "mend": False})
         return 1
     talk.say({"result": result})
     threading.Event().wait()  # peers may still be sending to us; the end of stdin ends us
@@ -67,6 +77,17 @@ class Talk:
         with self._lock:
             self._answers.write(json.dumps(message) + "\n")
             self._answers.flush()
+
+
+class Warnings(logging.Handler):
+    """What is worth a person's attention goes to whoever started us, not only into a file beside it."""
+
+    def __init__(self, talk: Talk) -> None:
+        super().__init__(logging.WARNING)
+        self._talk = talk
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._talk.say({"warning": record.getMessage()})
 
 
 class Brake:
@@ -110,15 +131,18 @@ def _serve(orders: TextIO, talk: Talk) -> dict[str, Any]:
     def saved(id: SaveId) -> None:
         talk.say({"saved": [id.attempt, id.step]})
 
-    device = make_device(assignment.device)
-    worker = Worker(assignment, device, filler=load_filler(assignment.filler), tell=tell, on_saved=saved)
+    def copied(id: SaveId) -> None:
+        talk.say({"copied": [id.attempt, id.step]})
+
+    device, filler = make_device(assignment.device), load_filler(assignment.filler)
+    worker = Worker(assignment, device, filler=filler, tell=tell, on_saved=saved, on_copied=copied)
     talk.say({"listening": worker.links.ports})
     worker.connect([tuple(place) for place in _order(orders)["channels"]])
     talk.say({"ready": True})
     while "start_ns" not in (order := _order(orders)):
         talk.say({"clock": time.monotonic_ns() + skew_ns})
     brake = Brake(worker, talk)
-    threading.Thread(target=_heed, args=(orders, worker, brake), daemon=True).start()
+    threading.Thread(target=_heed, args=(orders, worker, brake, talk), daemon=True).start()
     worker.run(order["start_ns"] - skew_ns, brake.may_begin)
     if assignment.weights_file:
         weights = {name: parameter.detach().float().cpu().numpy() for name, parameter in worker.parameters.items()}
@@ -126,7 +150,7 @@ def _serve(orders: TextIO, talk: Talk) -> dict[str, Any]:
     return {"steps": worker.next_step, "overrun_ns": device.overrun_ns}
 
 
-def _heed(orders: TextIO, worker: Worker, brake: Brake) -> None:
+def _heed(orders: TextIO, worker: Worker, brake: Brake, talk: Talk) -> None:
     """Orders that come while it runs; the end of them ends the process."""
     while line := orders.readline():
         order = json.loads(line)
@@ -134,8 +158,10 @@ def _heed(orders: TextIO, worker: Worker, brake: Brake) -> None:
             brake.stop()
         elif "last_step" in order:
             brake.decide(order["last_step"])
+        elif "where" in order:
+            talk.say({"where": worker.waits.now_for})
         elif "complete" in order and worker.saving is not None:
-            worker.saving.retention.confirm(*(SaveId(*pair) for pair in order["complete"]))
+            worker.saving.confirm(*(SaveId(*pair) for pair in order["complete"]))
     os._exit(1)
 
 

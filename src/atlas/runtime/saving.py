@@ -12,26 +12,36 @@ from torch import Tensor
 from atlas.runtime.assignment import Assignment, SaveChoice, Training
 from atlas.runtime.checkpoint import (
     Checkpointer,
+    Line,
     LocalStore,
     Meta,
+    RemoteStore,
+    Replicator,
     Retention,
     SaveId,
+    behind,
     choose,
     load_layers,
     restore,
     share,
     states_of,
 )
+from atlas.runtime.links import Links
 from atlas.runtime.models.decoder import layer_of
 from atlas.runtime.optimizer import Sgd
 from atlas.runtime.training import data_digest, model_layers, run_config
 from atlas.runtime.wiring import Seat
 
+COPY_S = 60.0
+"""How long the end of a run waits for the last save to be across."""
 Written = Callable[[SaveId], None]
 
 
 class Saving:
-    """Saves every so many steps and at the end; `resume` first, where the assignment says so."""
+    """Saves every so many steps and at the end; `resume` first, where the assignment says so.
+
+    Where it says so too, saves are copied to another datacenter over this worker's links, behind what else it sends.
+    """
 
     def __init__(
         self,
@@ -46,14 +56,16 @@ class Saving:
         self.choice, self.seat, self.parameters, self.optimizer = choice, seat, parameters, optimizer
         self.global_batch = self.training.data.microbatch * seat.num_pipelines * seat.program.num_microbatches
         self.digest = data_digest(self.training.data)
-        self.retention = Retention(choice.keep)
+        self.retention, self._copies = Retention(choice.keep), Retention(choice.keep)
+        self._on_written = on_written
+        self._replicator: Replicator | None = None
         self.checkpointer = Checkpointer(
             LocalStore(choice.folder),
             seat.name,
             model_layers(self.training.model.config),
             attempt=choice.attempt,
             retention=self.retention,
-            on_written=on_written,
+            on_written=self._written,
         )
         self._layers = list(dict.fromkeys(layer_of(name) for name in parameters))
 
@@ -66,6 +78,27 @@ class Saving:
         checkpoint.meta.require_same_run(run_config(self.training, self.global_batch), self.digest)
         restore(load_layers(checkpoint, self._layers), self.parameters.items(), self.optimizer, layer_of)
         self.optimizer.num_steps = checkpoint.step
+
+    def copy_over(self, links: Links, on_copied: Written) -> None:
+        """From now on, what is saved is copied to where the launcher said."""
+        copy = self.choice.copy
+        if copy is None:
+            return
+        line = Line(links.main, copy.peer, (copy.host, copy.port))
+        self._replicator = Replicator(
+            self.checkpointer.store,
+            RemoteStore(line, copy.shelf),
+            writer=self.seat.name,
+            yield_way=behind(links),
+            retention=self._copies,
+            on_copied=on_copied,
+        )
+        self._replicator.start()
+
+    def confirm(self, *complete: SaveId) -> None:
+        """These are written, and copied where they are to be, by everybody: older ones may go."""
+        self.retention.confirm(*complete)
+        self._copies.confirm(*complete)
 
     def after_step(self, num_done: int) -> None:
         """`num_done` steps of the training are done."""
@@ -86,5 +119,13 @@ class Saving:
         self.checkpointer.save(num_done, {layer: states[layer] for layer in mine}, meta)
 
     def close(self) -> None:
-        """Waits for the last write."""
+        """Waits for the last write, and a while for its copy."""
         self.checkpointer.close()
+        if self._replicator is not None:
+            self._replicator.wait(COPY_S)
+            self._replicator.close()
+
+    def _written(self, id: SaveId) -> None:
+        if self._replicator is not None:
+            self._replicator.notify(id)
+        self._on_written(id)

@@ -60,8 +60,10 @@ class Worker:
         filler: Filler | None = None,
         tell: Callable[[StepRecord], None] = lambda record: None,
         on_saved: Callable[[SaveId], None] = lambda id: None,
+        on_copied: Callable[[SaveId], None] = lambda id: None,
     ) -> None:
         self.assignment, self.device, self.training = assignment, device, assignment.training
+        self._on_copied = on_copied
         self.program = program = from_text(assignment.program)
         require_runnable(program)
         self.seat = Seat(program, assignment.worker, assignment.cell, assignment.num_cells)
@@ -139,6 +141,8 @@ class Worker:
 
     def connect(self, places: Sequence[Place]) -> None:
         self.links.connect(places)
+        if self.saving is not None:
+            self.saving.copy_over(self.links, self._on_copied)
         for stage in self.stages.values():
             stage.warm_up()
         facts = WorkerFacts(

@@ -13,8 +13,8 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO, cast
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, BinaryIO, Protocol, cast
 
 from atlas.errors import WorkerError
 from atlas.runtime.checkpoint.calls import ANSWER_LANE, CALL_LANE, PIECE_BYTES, WINDOW_BYTES, pack, unpack
@@ -169,7 +169,13 @@ class Window:
         self._answers.append(bytes(call.wait()))
 
 
-def behind(endpoint: Endpoint, longest_s: float = 1.0) -> Callable[[], None]:
+class Sends(Protocol):
+    """An endpoint, or several."""
+
+    def is_sending(self, besides: Collection[int] = ()) -> bool: ...
+
+
+def behind(endpoint: Sends, longest_s: float = 1.0) -> Callable[[], None]:
     """For a Replicator's `yield_way`: waits while this node has anything else to send, though never longer than
     `longest_s` for a MiB, or a link that is always busy would never see a copy across."""
 

@@ -27,6 +27,7 @@ class Replicator:
     """One for each datacenter and target, or one for each worker (`writer`). Start it with `with` or `start`.
 
     `rate_bps` caps its traffic; `yield_way` is called before every MiB and may block while training needs the link.
+    `on_copied` hears, on the copying thread, of every part that is whole in the target.
     `retention` prunes the target and wants to be told which checkpoints all datacenters have across (`complete_ids`
     of the targets).
     """
@@ -40,6 +41,7 @@ class Replicator:
         rate_bps: float | None = None,
         yield_way: Callable[[], None] = lambda: None,
         retention: Retention | None = None,
+        on_copied: Callable[[SaveId], None] = lambda id: None,
         report: Report = log,
         retry_s: float = RETRY_S,
     ) -> None:
@@ -50,7 +52,7 @@ class Replicator:
         self._record = Record(str(target), writer)
         self._refused: set[str] = set()
         self._told = ""
-        self._yield_way, self._report = yield_way, report
+        self._yield_way, self._on_copied, self._report = yield_way, on_copied, report
         self._due_s = 0.0
         self._stop = threading.Event()
         self._news = threading.Condition()
@@ -150,6 +152,7 @@ class Replicator:
         here = {name for id in ids(self.source) for name in self.source.names(id.folder)}
         self._record = replace(self._record, parts=(*(part for part in self._record.parts if part in here), name))
         self._record.save(self.source)
+        self._on_copied(id)
 
     def _copy(self, blob: Blob) -> None:
         tally = Tally()

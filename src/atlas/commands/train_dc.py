@@ -1,0 +1,131 @@
+"""The flags of `atlas train --dc`, and what they ask for (`launch.wide`): this datacenter's part of a run over several.
+
+Under torchrun (`torchrun --nproc-per-node=8 -m atlas train PLAN --dc NAME`) every process takes the worker of its rank
+and the GPU of its local rank; without it, one launcher starts all workers of the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atlas.commands.simulate import whole
+from atlas.commands.terminal import say
+from atlas.commands.watching import watched
+from atlas.errors import AtlasError, SpecError
+from atlas.spec import Job
+
+if TYPE_CHECKING:
+    from atlas.launch.rehearse import Wishes
+    from atlas.launch.rendezvous import SiteName
+
+PORT = 7700
+
+
+def dc_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("over several datacenters (docs/operating.md): run it in each of them")
+    group.add_argument("--dc", metavar="NAME", help="the datacenter that this is")
+    group.add_argument(
+        "--rendezvous",
+        default=f"127.0.0.1:{PORT}",
+        metavar="HOST:PORT",
+        help=f"an address of the plan's first datacenter, where all meet (default: 127.0.0.1:{PORT})",
+    )
+    group.add_argument(
+        "--listen",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="this host's address, as the other datacenters reach it (default: 127.0.0.1 only)",
+    )
+    group.add_argument("--certs", type=Path, metavar="DIR", help="certificates, as `atlas wan certs` made them")
+    group.add_argument(
+        "--trusted", action="append", default=[], metavar="NETWORK", help="where bytes may travel plain (repeatable)"
+    )
+    group.add_argument("--node", metavar="I/N", help="this host, of several in the datacenter, from 0 (default: 0/1)")
+    group.add_argument("--auto-replan", action="store_true", help="go on without a lost datacenter, without asking")
+    group.add_argument(
+        "--without", action="append", default=[], metavar="NAME", help="a datacenter that is lost (repeatable)"
+    )
+    group.add_argument(
+        "--grace", type=float, default=30.0, metavar="S", help="a datacenter out of reach for so long is lost (30)"
+    )
+    group.add_argument(
+        "--patience", type=float, default=60.0, metavar="S", help="a worker that waits for so long complains (60)"
+    )
+    group.add_argument(
+        "--max-restarts", type=whole(0, 1000), default=5, metavar="N", help="in a row without progress (default 5)"
+    )
+
+
+def run_dc(args: argparse.Namespace, job: Job, wishes: Wishes) -> int:
+    from atlas.launch.conductor import Terms
+    from atlas.launch.report import Report
+    from atlas.launch.site import SiteSettings
+    from atlas.launch.supervisor import Restarts
+    from atlas.launch.wide import Here, Hooks, leads, train_here
+
+    name, local_rank = site_name(args.dc, args.node, os.environ)
+    settings = SiteSettings(
+        name,
+        host=args.listen,
+        certificates=args.certs,
+        trusted_networks=tuple(args.trusted),
+        checkpoints=args.checkpoints,
+        data=args.data,
+        weights=args.model if args.model != "job" else "",
+        device=wishes.device,
+        local_rank=local_rank,
+    )
+    here = Here(settings, _address(args.rendezvous), auto_replan=args.auto_replan, without=tuple(args.without))
+    terms = Terms(
+        wishes.steps,
+        save_every=wishes.save_every,
+        streams=1 if wishes.tcp == "one" else 0,
+        paced=wishes.device == "paced",
+        grace_s=args.grace,
+        patience_s=args.patience,
+        restarts=Restarts(args.max_restarts),
+    )
+    choice = watched(args, {"job": job.name, "schedule": wishes.schedule})
+
+    def tell(line: str) -> None:
+        say(f"atlas: {line}")
+
+    signal.signal(signal.SIGTERM, _interrupt)  # what a scheduler sends before it takes the hosts away
+    with ExitStack() as stack:
+        hooks = Hooks(tell)
+        if leads(job, wishes, here):
+            report = stack.enter_context(Report(choice, wishes.steps))
+            hooks = Hooks(tell, report.step)
+        return train_here(job, wishes, terms, here, hooks)
+
+
+def _interrupt(number: int, stack: object) -> None:
+    raise KeyboardInterrupt
+
+
+def site_name(datacenter: str, node: str | None, environment: Mapping[str, str]) -> tuple[SiteName, int | None]:
+    """Which launcher of its datacenter this is, and its first GPU where torchrun says it."""
+    from atlas.launch.rendezvous import SiteName
+
+    if "TORCHELASTIC_RUN_ID" in environment:
+        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        return SiteName(datacenter, rank, size), int(environment["LOCAL_RANK"])
+    if node is None:
+        return SiteName(datacenter), None
+    part, _, count = node.partition("/")
+    if not (part.isdecimal() and count.isdecimal() and int(part) < int(count)):
+        raise SpecError(where="--node", key="I/N", value=node, rule="must count from 0", remedy="Write 0/2, or 1/2")
+    return SiteName(datacenter, int(part), int(count)), None
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise AtlasError(f"--rendezvous {text}: must be HOST:PORT, such as 10.0.0.1:{PORT}")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,92 @@
+"""What a site checks before it starts a worker: that the accelerators are there, and that what is trained fits.
+
+Counts, it measures nothing. Loads torch only to ask for GPUs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from atlas.errors import AtlasError
+from atlas.runtime.assignment import Training
+from atlas.runtime.models.config import DecoderConfig
+from atlas.runtime.wiring import Seat
+
+GIB = 1 << 30
+GRADIENT_BYTES = 4
+ADAMW_BYTES = 8
+"""Of optimizer state for a parameter."""
+
+
+def devices_for(num_workers: int, device: str, datacenter: str, local_rank: int | None = None) -> list[str]:
+    """One for each of a site's workers; an error where there are not so many."""
+    if not device.startswith("cuda") or ":" in device:
+        return [device] * num_workers
+    from atlas.runtime.hardware import num_gpus
+
+    count = num_gpus()
+    first = local_rank or 0
+    if first + num_workers > count:
+        raise AtlasError(
+            f"the plan puts {num_workers} worker(s) on this host of {datacenter}, from GPU {first} on, but it has "
+            f"{count or 'no'} GPU(s). Plan for the hardware that is there (cluster.datacenters.{datacenter}), start a "
+            "launcher on every host (torchrun, or --node), or train on --device cpu"
+        )
+    return [f"cuda:{first + k}" for k in range(num_workers)]
+
+
+def require_room(seats: Sequence[Seat], training: Training, device: str) -> None:
+    """Weights, gradients and optimizer state of this site's workers against this host's memory, or a GPU's."""
+    needs = [state_bytes(training, layers_of(seat, training)) for seat in seats]
+    if device.startswith("cuda"):
+        from atlas.runtime.hardware import smallest_gpu_bytes
+
+        need, there, what = max(needs, default=0), smallest_gpu_bytes(), "of a GPU here"
+    else:
+        need, there, what = sum(needs), _free_bytes(), f"that is free on this host, for {len(seats)} worker(s)"
+    if there is not None and need > there:
+        raise AtlasError(
+            f"the model does not fit: weights, gradients and optimizer state take {need / GIB:.1f} GiB, and there are "
+            f"{there / GIB:.1f} GiB {what}. Plan with more stages or more hosts, or train a smaller model"
+        )
+
+
+def layers_of(seat: Seat, training: Training) -> list[str]:
+    """The model's layers that a worker holds, as checkpoints name them."""
+    from atlas.runtime.training import even_layers, model_layers
+
+    config = training.model.config
+    counts = training.model.layers_per_stage or even_layers(config.num_layers, seat.program.num_stages)
+    names, last = model_layers(config), len(counts) - 1
+    found: list[str] = []
+    for stage in seat.stages:
+        first = 1 + sum(counts[:stage])
+        found += names[first - (stage == 0) : first + counts[stage] + (stage == last)]
+    return found
+
+
+def state_bytes(training: Training, layers: Sequence[str]) -> int:
+    """Of these layers; activations come on top."""
+    weight = 4 if training.model.dtype == "fp32" else 2
+    optimizer = ADAMW_BYTES if training.optimizer.name == "adamw" else 0
+    return sum(num_parameters(training.model.config, layer) for layer in layers) * (weight + GRADIENT_BYTES + optimizer)
+
+
+def num_parameters(config: DecoderConfig, layer: str) -> int:
+    """Of the embedding, the head or a decoder layer; matrices only."""
+    if layer == "embedding":
+        return config.width * (config.vocabulary + (config.max_length if config.positions == "learned" else 0))
+    if layer == "head":
+        return config.width * config.vocabulary
+    attention = config.width * config.head_width * 2 * (config.num_heads + config.num_kv_heads)
+    return attention + config.width * config.ffn_width * (3 if config.gated else 2)
+
+
+def _free_bytes() -> int | None:
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None

@@ -1,0 +1,151 @@
+"""What a person got wrong is told in one message that names it and the remedy; no worker starts, nothing is changed."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from wide_runs import QUICK, WISHES, free_port, job_text, run_wide, write_job
+
+from atlas.cli import main
+from atlas.errors import AtlasError
+from atlas.launch.conductor import Terms
+from atlas.launch.rendezvous import Caller, Rendezvous, SiteName
+from atlas.wan.certs import make_ca, make_node
+from atlas.wan.security import Credentials, Security
+
+TWO = ("east", "west")
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["train", *words]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("atlas: ")
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> str:
+    file = tmp_path / "job.yaml"
+    file.write_text(job_text(*TWO))
+    return str(file)
+
+
+def test_a_plan_for_other_hardware_than_is_there(job_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = told(capsys, job_file, "--dc", "east", "--device", "cuda", "--set=pipelines_per_cell=2")
+    assert "puts 2 worker(s) on this host of east" in said
+    assert "--device cpu" in said
+
+
+def test_a_datacenter_that_the_plan_does_not_have(job_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--dc north: the plan has no worker there; it has them in east, west" in told(
+        capsys, job_file, "--dc", "north", "--device", "cpu"
+    )
+    said = told(capsys, job_file, "--dc", "east", "--device", "cpu", "--without", "moon")
+    assert "--without moon: the plan has no such datacenter" in said
+
+
+def test_a_model_that_does_not_fit(job_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["--set=memory_gib=100000", "--set=model.hidden=65536", "--set=model.heads=512", "--set=model.layers=96"]
+    said = told(capsys, job_file, "--dc", "east", "--device", "cpu", "--rendezvous", "127.0.0.1:0", *large)
+    assert "the model does not fit" in said
+    assert "more stages" in said
+
+
+def test_a_port_in_use(job_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        said = told(capsys, job_file, "--dc", "east", "--device", "cpu", "--rendezvous", f"127.0.0.1:{port}")
+    assert f"--rendezvous 127.0.0.1:{port}: cannot listen there: Address already in use" in said
+    assert "Choose a port that is free" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--rendezvous", "nowhere"], "must be HOST:PORT"),
+        (["--node", "2/2"], "must count from 0"),
+        (["--certs", "/no/such/folder"], "Make certificates with `atlas wan certs`"),
+        (["--emulate"], "--dc NAME"),
+    ],
+)
+def test_flags_that_make_no_sense(
+    job_file: str, flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in told(capsys, job_file, "--dc", "east", "--device", "cpu", *flags)
+
+
+def test_a_wrong_certificate(tmp_path: Path) -> None:
+    for folder in ("ours", "foreign"):
+        make_ca(tmp_path / folder)
+        for dc in TWO:
+            make_node(tmp_path / folder, dc)
+    ours = Security(Credentials.of_folder(tmp_path / "ours", "east/site0"))
+    rendezvous = Rendezvous(("127.0.0.1", 0), ours, lambda site, plan: None)
+
+    def call(folder: str, credentials: str, name: str) -> None:
+        security = Security(Credentials.of_folder(tmp_path / folder, credentials))
+        caller = Caller(
+            rendezvous.address, SiteName("east"), SiteName(name), "plan", security, grace_s=0.5, patience_s=0.5
+        )
+        caller.close()
+
+    call("ours", "west/site0", "west")
+    with pytest.raises(AtlasError, match=r"rendezvous .* in east: TLS refused: .*`atlas wan certs`"):
+        call("foreign", "west/site0", "west")
+    with pytest.raises(AtlasError, match="ended the connection before a greeting"):
+        call("ours", "west/site0", "south")  # a certificate of west speaks for no other
+    assert list(rendezvous.guests) == [("west", 0)]
+    rendezvous.close()
+
+
+def test_data_shorter_than_one_batch(tmp_path: Path) -> None:
+    text, shards = tmp_path / "text.txt", tmp_path / "shards"
+    text.write_text("too short")
+    assert main(["data", "tokenize", str(text), "--out", str(shards)]) == 0
+    job = write_job(tmp_path, *TWO)
+    wishes = WISHES.__class__("1f1b", device="cpu", model="job", data=str(shards))
+    settings = {dc: {"data": str(shards)} for dc in TWO}
+    run = run_wide(job, {dc: tmp_path / dc for dc in TWO}, Terms(2, restarts=QUICK), wishes=wishes, settings=settings)
+    assert "tokens, but one sequence takes 33" in str(run.errors["east"])
+    assert run.codes == {"west": 2}
+    assert run.starts == 1
+    assert not list(tmp_path.glob("*/own/step-*"))
+
+
+def test_a_damaged_shard_is_named_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    job, folders = write_job(tmp_path, *TWO), {dc: tmp_path / dc for dc in TWO}
+    assert run_wide(job, folders, Terms(2, restarts=QUICK)).codes == dict.fromkeys(TWO, 0)
+    (damaged,) = (tmp_path / "east" / "own").glob("step-00000002-a0/*embedding.weights.safetensors")
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("step-*/*")}
+    run = run_wide(job, folders, Terms(4, restarts=QUICK))
+    error = run.errors["east"]
+    assert isinstance(error, AtlasError)
+    assert f"{damaged}: damaged" in str(error)
+    assert "Copy the file back from a replica" in str(error)
+    assert run.codes == {"west": 2}
+    assert {path: path.read_bytes() for path in tmp_path.rglob("step-*/*")} == before
+
+
+def test_another_plan_elsewhere_is_refused_with_its_reason(tmp_path: Path) -> None:
+    job, other = write_job(tmp_path, *TWO), write_job(tmp_path / "west", *TWO, num_microbatches=8)
+    import threading
+
+    port = free_port()
+    runs = {}
+
+    def lead() -> None:
+        terms = Terms(2, gather_s=4.0, restarts=QUICK)
+        runs["east"] = run_wide(job, {"east": tmp_path / "east"}, terms, port=port)
+
+    leader = threading.Thread(target=lead)
+    leader.start()
+    run = run_wide(other, {"west": tmp_path / "west"}, Terms(2, gather_s=4.0), port=port)
+    leader.join()
+    assert "refuses west: it holds another plan" in str(run.errors["west"])
+    assert "west did not come to" in str(runs["east"].errors["east"])

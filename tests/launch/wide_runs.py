@@ -1,0 +1,123 @@
+"""Runs over several datacenters for tests: each with its own folder, on loopback, all launchers in this process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from atlas.launch.conductor import Terms
+from atlas.launch.rehearse import Wishes
+from atlas.launch.rendezvous import SiteName
+from atlas.launch.site import SiteSettings
+from atlas.launch.supervisor import Restarts
+from atlas.launch.wide import Here, Hooks, train_here
+from atlas.runtime.checkpoint import LocalStore, choose
+from atlas.spec import Job, load_job
+
+WISHES = Wishes("1f1b", device="cpu", model="job", data="shipped", learning_rate=3e-3)
+QUICK = Restarts(max_in_a_row=3, first_wait_s=0.1)
+
+
+def job_text(*datacenters: str, num_microbatches: int = 4, layers: int = 4, pp: int | None = None) -> str:
+    """A model of a few thousand parameters, one node in each datacenter."""
+    return yaml.dump(
+        {
+            "name": "small",
+            "model": {"layers": layers, "hidden": 32, "heads": 2, "vocab": 300, "seq_len": 32},
+            "cluster": {
+                "wan": {"latency_ms": 5, "pair_gbps": 1},
+                "datacenters": [{"name": dc, "nodes": 2, "gpus_per_node": 1} for dc in datacenters],
+            },
+            "precision": "fp32",
+            "microbatch": 2,
+            "num_microbatches": num_microbatches,
+            "pp": pp or len(datacenters),
+            "pipelines_per_cell": 1,
+        }
+    )
+
+
+def write_job(folder: Path, *datacenters: str, **options: Any) -> Job:
+    file = folder / "job.yaml"
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(job_text(*datacenters, **options))
+    return load_job(file)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@dataclass
+class Run:
+    """What came of it."""
+
+    codes: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, BaseException] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+    """By step, as last told."""
+    starts: int = 0
+
+
+def run_wide(
+    job: Job,
+    folders: Mapping[str, Path],
+    terms: Terms,
+    *,
+    on_start: Callable[[Run, Mapping[str, int]], None] = lambda run, pids: None,
+    on_step: Callable[[Run, int], None] = lambda run, step: None,
+    wishes: Wishes = WISHES,
+    route: Callable[[str, str, tuple[str, int]], tuple[str, int]] = lambda src, dst, address: address,
+    auto_replan: bool = False,
+    sites: Sequence[str] | None = None,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    port: int | None = None,
+) -> Run:
+    """To the end of every launcher; of `sites` only, where others are started elsewhere."""
+    run, port = Run(), port or free_port()
+    names = list(folders) if sites is None else list(sites)
+
+    def started(pids: Mapping[str, int]) -> None:
+        run.starts += 1
+        on_start(run, pids)
+
+    def told(event: Any, timeline: Any) -> None:
+        run.losses[event["step"]] = event["loss"]
+        on_step(run, event["step"])
+
+    def site(name: str) -> None:
+        own = {"checkpoints": folders[name], "device": "cpu", **(settings or {}).get(name, {})}
+        here = Here(SiteSettings(SiteName(name), **own), ("127.0.0.1", port), auto_replan=auto_replan)
+        try:
+            hooks = Hooks(run.said.append, told, started, route)
+            run.codes[name] = train_here(job, wishes, terms, here, hooks)
+        except BaseException as error:
+            run.errors[name] = error
+
+    threads = [threading.Thread(target=site, args=(name,), name=f"launcher of {name}") for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), f"{thread.name} does not end; said: {run.said}"
+    return run
+
+
+def hashes(folders: Mapping[str, Path] | Sequence[Path], step: int) -> dict[str, str]:
+    """SHA-256 of every layer's weights and optimizer state in the checkpoint of a step, replicas left out."""
+    roots = folders.values() if isinstance(folders, Mapping) else folders
+    checkpoint = choose([LocalStore(root / "own") for root in roots], step=step)
+    assert checkpoint is not None
+    found: dict[str, str] = {}
+    for _, part in checkpoint.parts:
+        found |= {f"{layer} weights": blob.sha256 for layer, blob in part.weights.items()}
+        found |= {f"{layer} optimizer": blob.sha256 for layer, blob in part.optimizer.items()}
+    return found
