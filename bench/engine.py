@@ -20,7 +20,7 @@ from atlas.cost.table import TURNS, Costs, kind_costs, uniform_costs
 from atlas.ir.program import Layout, Program
 from atlas.schedules import one_f_one_b
 from atlas.sim import compiled, lower, reference, simulate
-from atlas.sim.extrapolate import makespan
+from atlas.sim.extrapolate import extrapolate
 from atlas.sim.lower import NONE, Tables
 from atlas.sim.reprice import fix_order
 
@@ -116,7 +116,8 @@ def main() -> int:
         return one_f_one_b(Layout.even(4, 16, num_microbatches, 4))
 
     _, costs_16 = case(4, num_stages=16)
-    found = makespan(long, costs_16, 4_000)
+    found = extrapolate(long, costs_16, 4_000)
+    assert found is not None
     report.figure("1F1B of 4,000 microbatches: simulated of them", found.simulated_microbatches, "mb", at_most=400)
     full = simulate(long(4_000), costs_16).makespan_ns
     report.figure("the same, apart from all of them simulated", abs(found.makespan_ns - full), "ns", at_most=0)

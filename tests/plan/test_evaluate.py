@@ -82,7 +82,7 @@ def test_what_cannot_be_interleaved_is_left_out_only_when_nobody_asked(tiny: Job
     job = override(tiny, ["model.layers=5"])
     results, left_out = evaluate_all(job, default_choices(), budget=10)
     assert set(left_out) == {"interleaved"}
-    assert len(rows(results)) == 8
+    assert len(rows(results)) == 9
     with pytest.raises(InfeasibleError):
         evaluate_all(job, [("interleaved", "many")], skip=False)
 

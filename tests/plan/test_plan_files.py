@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from plan_jobs import job_of
+from plan_jobs import job_of, random_job
 
+from atlas import cli
 from atlas.errors import SpecError
 from atlas.plan.candidate import Candidate, Group
 from atlas.plan.files import candidate_of, plan_of
-from atlas.plan.planner import Planned, make_plan
+from atlas.plan.judge import judge
+from atlas.plan.objective import Objective
+from atlas.plan.planner import Planned, finished, make_plan, start
 from atlas.plan.report import front, rows, scene, verdict
 from atlas.plan.runnable import runnable
-from atlas.spec.plan import load_job_or_plan, load_plan, plan_text
+from atlas.spec.plan import Plan, load_job_or_plan, load_plan, plan_text
 from atlas.view.map import plan_page, positions
 
 
@@ -39,16 +43,44 @@ def test_a_plan_survives_the_file(planned: Planned, text: str, tmp_path: Path) -
     assert (job.pp, job.tp, job.placement) == (plan.job.pp, plan.job.tp, plan.job.placement)
 
 
-def test_simulate_finds_the_predicted_figure_in_the_file(text: str, tmp_path: Path) -> None:
-    from atlas.plan.evaluate import evaluate
+def simulated_s(plan: Plan, path: Path, capsys: pytest.CaptureFixture[str]) -> float:
+    """What `atlas simulate` finds in the file."""
+    path.write_text(plan_text(plan))
+    assert cli.main(["simulate", str(path), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["schedule"] == plan.schedule.name
+    return float(row.get("all_groups_s", row["iteration_s"]))
 
-    path = tmp_path / "plan.yaml"
-    path.write_text(text)
-    job, plan = load_job_or_plan(path)
-    assert plan is not None
-    how = plan.schedule
-    row = evaluate(job, how.name, tcp=how.tcp, budget=how.tries, seed=how.seed).row()
-    assert row["iteration_s"] == pytest.approx(plan.predicted.iteration_s, rel=1e-8)
+
+@pytest.mark.parametrize("tries", [0, 6, None])
+@pytest.mark.parametrize("strategy", ["ours", "algorithm1", "exhaustive"])
+def test_simulate_finds_the_figure_in_the_file(
+    strategy: str, tries: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for job in (job_of(), random_job(0), random_job(7)):
+        plan = plan_of(make_plan(job, strategy=strategy, tries=tries, keep=["microbatch"]))
+        assert simulated_s(plan, tmp_path / "plan.yaml", capsys) == pytest.approx(plan.predicted.iteration_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("tries", [0, 4])
+@pytest.mark.parametrize("sharing", [True, False])
+def test_simulate_finds_the_figure_of_several_groups_and_of_turns(
+    sharing: bool, tries: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_of(num_microbatches=6)
+    search = start(job, Objective())
+    over = Group((("east", 1), ("west", 1)), (4, 4), 1, 2, 6)
+    alone = [
+        Group(((name, 2),), layers, 1, 1, count) for name, layers, count in (("east", (3, 5), 7), ("west", (4, 4), 5))
+    ]
+    for groups in ((over,), tuple(alone)):
+        best = judge(search.space, search.ground, Candidate(1, 1, groups, sharing))
+        planned = finished(search, best, "ours", tries, 0)
+        plan = plan_of(planned)
+        assert plan.schedule.name == ("atlas" if tries else "1f1b-eager")
+        assert simulated_s(plan, tmp_path / "plan.yaml", capsys) == pytest.approx(plan.predicted.iteration_s, rel=1e-9)
+        if not tries:
+            assert planned.iteration_s == pytest.approx(best.figures.iteration_s, rel=1e-6)
 
 
 def test_a_job_file_is_still_a_job_file() -> None:

@@ -19,9 +19,13 @@ from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.commands.words import headline, more_table, notes, page_notes, why
 from atlas.ir.store import replacing
 from atlas.plan.evaluate import Choice, Result, default_choices, evaluate_all, find_schedule, rows
+from atlas.plan.files import candidate_of
+from atlas.plan.ground import ground_of
+from atlas.plan.whole import Whole, simulate_whole
 from atlas.schedules import SCHEDULES
-from atlas.spec.plan import load_job_or_plan
+from atlas.spec.plan import Plan, load_job_or_plan
 from atlas.view import results_table
+from atlas.view.table import seconds
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -84,31 +88,58 @@ def run(args: argparse.Namespace) -> int:
     outputs.require_writable()
     choices = _choices(args.schedule, args.tcp)
     job, plan = load_job_or_plan(args.job, args.set)
-    if plan is not None and args.schedule is None and args.tcp is None:
-        choices = [(plan.schedule.name, plan.schedule.tcp)]
-        args.budget, args.seed = args.budget or plan.schedule.tries or None, plan.schedule.seed
+    as_planned = plan is not None and args.schedule is None and args.tcp is None
+    sharing = True
+    if plan is not None and as_planned:
+        how = plan.schedule
+        choices, sharing = [(how.name, how.tcp)], how.sharing
+        args.budget, args.seed = args.budget or how.tries or None, how.seed
     with Meter() as meter:
         results, left_out = evaluate_all(
             job,
             choices,
             skip=args.schedule is None,
+            sharing=sharing,
             budget=args.budget,
             seed=args.seed,
             iterations=args.iterations,
             jitter_runs=args.monte_carlo,
             progress=meter,
         )
+        whole = _whole(plan, args, meter) if plan is not None and as_planned and len(plan.groups) > 1 else None
     found = rows(results)
+    if whole is not None:
+        found[0]["all_groups_s"] = whole.iteration_s
     for name, reason in left_out.items():
         say(f"atlas: {name} is left out: {reason}")
     if args.json:
         sys.stdout.write(as_json(found))
     else:
         _show(results, found)
+        if plan is not None and whole is not None:
+            show(
+                f"This is the slowest of {len(plan.groups)} groups. All of them, their gradients meeting over the WAN: "
+                f"{seconds(whole.iteration_s)} an iteration."
+            )
     if args.out is not None:
         outputs = _in_folder(args.out, outputs, found)
     _write(outputs, results)
     return 0
+
+
+def _whole(plan: Plan, args: argparse.Namespace, progress: Meter) -> Whole:
+    """All groups of a plan, as it was predicted."""
+    how, candidate = plan.schedule, candidate_of(plan)
+    return simulate_whole(
+        plan.job,
+        ground_of(plan.job),
+        candidate,
+        how.name,
+        sharing=how.sharing,
+        budget=args.budget,
+        seed=args.seed,
+        progress=progress,
+    )
 
 
 def _choices(schedules: Sequence[str] | None, tcp: Any) -> list[Choice]:

@@ -28,6 +28,11 @@ def layout(job: Job, *, arrangement: Arrangement | None = None) -> Layout:
     return Layout(arrangement.num_pipelines, job.num_stages, job.num_microbatches, arrangement.rank_dc)
 
 
+def can_share(frame: Layout) -> bool:
+    """Whether there is a WAN, and more than one pipeline to take turns on it."""
+    return frame.num_pipelines > 1 and len(set(frame.rank_dc)) > 1
+
+
 def price(
     job: Job,
     *,

@@ -26,7 +26,7 @@ from atlas.plan.space import Space
 from atlas.plan.split import Sizes, in_flight, split_layers
 
 LOCKSTEP = 1.5
-"""Periods that a microbatch takes at least where memory is short; measured on `order.eager`, not derived."""
+"""Periods that a microbatch takes at least where memory is short; measured on `schedules.eager`, not derived."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ def estimate(space: Space, ground: Ground, speeds: Speeds, sizes: Sizes, batch: 
     forward_s, again_s, backward_s, update_s = _stage_times(speeds, dc, layers)
     held = in_flight(job, ground, sizes, dc, layers)
     fits &= held >= 1
-    hops = _Hops(space, ground, batch, dc[v])
+    hops = _Hops(space, ground, batch, dc)
     work_s = forward_s + again_s + backward_s
     through_s = (forward_s + backward_s).sum(axis=1)[v] + hops.way_s.sum(axis=1) + hops.turn_s
     # From a stage's forward to its backward's end: everything behind it, and the way there and back.
@@ -135,15 +135,23 @@ def sync_s(tied: bool, ground: Ground, sizes: Sizes, batch: Batch, dc: Ints, lay
 
 
 class _Hops:
-    """[v, b]: what one microbatch meets on its way to the next stage and back."""
+    """[v, b]: what one microbatch meets on its way to the next stage and back. Few boundaries cross a WAN; what that
+    costs is worked out for those alone, and put in place."""
 
     def __init__(self, space: Space, ground: Ground, batch: Batch, dc: Ints) -> None:
-        a, b = dc[:, :-1], dc[:, 1:]
-        crosses = a != b
         bits = 8 * _activation_bytes(space, batch.microbatch)
-        net_bps = ground.worker_bps(batch.tp)
-        lan_s = bits / net_bps[a] + bits / net_bps[b] + ground.net_latency_s[a] + ground.net_latency_s[b]
-        replicas, cell = batch.replicas[:, None], batch.cell[:, None]
+        net_bps, shape = ground.worker_bps(batch.tp), batch.shape
+        lan_s = bits / net_bps[dc[:, :-1]] + bits / net_bps[dc[:, 1:]]
+        lan_s += ground.net_latency_s[dc[:, :-1]] + ground.net_latency_s[dc[:, 1:]]
+        self.way_s: Floats = lan_s[shape]
+        self.back_s: Floats = self.way_s / 2
+        self.load_s: Floats = self.way_s / 2
+        self.turn_s: Floats = np.zeros(len(shape))
+        self.usd_per_byte: Floats = np.zeros(len(shape))
+        at = np.nonzero((dc[:, :-1] != dc[:, 1:])[shape])
+        v, boundary = at
+        a, b = dc[shape[v], boundary], dc[shape[v], boundary + 1]
+        replicas, cell = batch.replicas[v], batch.cell[v]
         slower_bps = np.minimum(net_bps[a], net_bps[b])
         crowd = np.ceil(replicas / np.minimum(ground.nodes[a], ground.nodes[b]))
         pair_bps = np.minimum(ground.pair_bps[a, b] / crowd, slower_bps)
@@ -151,16 +159,12 @@ class _Hops:
             pair_bps = np.minimum(pair_bps, ground.stream_bps[a, b])
         trunk_bps = ground.trunk_bps[a, b] * cell / replicas
         spread_bps = np.where(cell > 1, slower_bps * cell / np.maximum(cell - 1, 1), np.inf)
-        rate_bps = np.where(crosses, np.minimum(np.minimum(cell * pair_bps, trunk_bps), spread_bps), 1.0)
+        rate_bps = np.minimum(np.minimum(cell * pair_bps, trunk_bps), spread_bps)
         work_s = bits / rate_bps
-        chunk_bits = np.minimum(bits, rate_bps * QUANTUM_NS / 1e9)
-        spread = np.where(cell > 1, chunk_bits * (cell - 1) / cell, 0.0)
-        ends_s = (spread / net_bps[a] + spread / net_bps[b]) + np.where(
-            cell > 1, ground.net_latency_s[a] + ground.net_latency_s[b], 0.0
-        )
+        chunk_bits = np.minimum(bits, rate_bps * QUANTUM_NS / 1e9) * (cell - 1) / cell
+        ends_s = chunk_bits / net_bps[a] + chunk_bits / net_bps[b]
+        ends_s += np.where(cell > 1, ground.net_latency_s[a] + ground.net_latency_s[b], 0.0)
         one_way_s = work_s + ends_s + ground.latency_s[a, b]
-        self.way_s: Floats = np.where(crosses, 2 * one_way_s, lan_s)
-        self.back_s: Floats = np.where(crosses, one_way_s, lan_s / 2)
-        self.load_s: Floats = np.where(crosses, cell * work_s, lan_s / 2)
-        self.turn_s: Floats = np.where(crosses, (cell - 1) * work_s, 0.0).max(axis=1, initial=0.0)
-        self.usd_per_byte: Floats = np.where(crosses, ground.usd_per_byte[a, b], 0.0).sum(axis=1)
+        self.way_s[at], self.back_s[at], self.load_s[at] = 2 * one_way_s, one_way_s, cell * work_s
+        np.maximum.at(self.turn_s, v, (cell - 1) * work_s)
+        np.add.at(self.usd_per_byte, v, ground.usd_per_byte[a, b])

@@ -19,7 +19,7 @@ import numpy as np
 from atlas.cost import flops
 from atlas.cost.arrange import Arrangement, arrange
 from atlas.cost.memory import GIB, memory_rule, peak_memory
-from atlas.cost.price import Tcp, layout, price
+from atlas.cost.price import Tcp, can_share, layout, price
 from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.errors import AtlasError, InfeasibleError, SpecError
 from atlas.ir import check
@@ -123,8 +123,11 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 # ---- one job, one schedule ---------------------------------------------------------------------------------
-def prepare(job: Job, schedule: Schedule, tcp: Tcp = "many", iterations: int = 1) -> Case:
-    """The job as this schedule wants it: one stage on each worker, or several where it interleaves."""
+def prepare(job: Job, schedule: Schedule, tcp: Tcp = "many", iterations: int = 1, *, sharing: bool = True) -> Case:
+    """The job as this schedule wants it: one stage on each worker, or several where it interleaves.
+
+    `sharing` is whether pipelines may take turns, where there is anything to take turns on.
+    """
     first = arrange(job)
     wanted = (job.interleave if job.interleave > 1 else 2) if schedule.virtual_stages else 1
     if wanted != job.interleave:
@@ -134,7 +137,7 @@ def prepare(job: Job, schedule: Schedule, tcp: Tcp = "many", iterations: int = 1
         first = arrange(job)
     frame = layout(job, arrangement=first)
     _require_feasible_size(job, frame, iterations)
-    turns = tcp == "many" and frame.num_pipelines > 1 and len(set(frame.rank_dc)) > 1
+    turns = sharing and tcp == "many" and can_share(frame)
     return Case(
         job=job,
         arrangement=first,
@@ -150,6 +153,7 @@ def evaluate(
     schedule: str,
     *,
     tcp: Tcp = "many",
+    sharing: bool = True,
     budget: int | None = None,
     seed: int = 0,
     iterations: int = 1,
@@ -158,7 +162,7 @@ def evaluate(
 ) -> Result:
     """Simulate the job. `budget` is the number of orders that a searched schedule may try (default: by size)."""
     chosen = find_schedule(schedule)
-    case = prepare(job, chosen, tcp, iterations)
+    case = prepare(job, chosen, tcp, iterations, sharing=sharing)
     program = build(case, chosen, budget=budget, seed=seed, progress=progress)
     costs = case.turns if program.sharing and case.turns is not None else case.apart
     tables = lower(program, costs)

@@ -21,15 +21,14 @@ from atlas.spec.plan import VERSION, Origin, Plan, PlanGroup, PlanSchedule, Pred
 def plan_of(planned: Planned) -> Plan:
     """The Plan of a search's winner."""
     candidate, figures = planned.winner.candidate, planned.figures.figures
-    slowest = _slowest(planned)
     return Plan(
         plan=VERSION,
-        job=candidate.job(planned.job, slowest),
+        job=candidate.job(planned.job, 0 if planned.whole is None else planned.whole.slowest),
         groups=tuple(_group(group) for group in candidate.groups),
         schedule=PlanSchedule(
-            name=planned.schedule if planned.tries else "atlas",
+            name=planned.schedule,
             tcp=candidate.tcp,
-            sharing=candidate.sharing,
+            sharing=candidate.sharing if planned.whole is None else planned.whole.sharing,
             tries=planned.tries,
             seed=planned.seed,
         ),
@@ -59,15 +58,6 @@ def plan_of(planned: Planned) -> Plan:
         ),
         runnable=runnable(candidate),
     )
-
-
-def _slowest(planned: Planned) -> int:
-    """The group that the plan's own job is."""
-    if planned.result is None:
-        return 0
-    placement = planned.result.case.job.placement
-    places = tuple((place.dc, place.stages) for place in placement or ())
-    return next((k for k, group in enumerate(planned.winner.candidate.groups) if group.places == places), 0)
 
 
 def _between_s(planned: Planned) -> float:

@@ -64,6 +64,13 @@ class Ground:
         return np.asarray(self.net_bps / np.maximum(1, self.gpus_per_node // tp), np.float64)
 
     @cached_property
+    def lanes(self) -> list[list[tuple[float, float]]]:
+        """[i][j]: what all nodes of two datacenters reach together, 0 without a path, and the latency; plain."""
+        nodes = np.minimum(self.nodes[:, None], self.nodes[None, :])
+        bps = np.where(self.joined, np.minimum(nodes * self.pair_bps, self.trunk_bps), 0.0)
+        return [list(zip(*pair, strict=True)) for pair in zip(bps.tolist(), self.latency_s.tolist(), strict=True)]
+
+    @cached_property
     def classes(self) -> tuple[int, ...]:
         """Datacenters that nothing tells apart have the same number; where links are listed, all are different."""
         return tuple(range(self.num_dcs)) if self.job.cluster.links is not None else self.classes_alone

@@ -1,8 +1,9 @@
 """A candidate simulated event by event: the figure that is reported, and where its time and money go.
 
-Each group of pipelines is one DP-cell under `order.eager`, played by the reference engine (no compilation). Long runs
-are played until they are steady and continued from there. A stage's all-reduce begins when its last pipeline in any
-group has finished; groups in different regions then meet over the WAN (`meet`). Knows no other candidate.
+Each group of pipelines is one DP-cell under `schedules.eager`, played by the reference engine (no compilation). Long
+runs are played until they are steady and continued from there: roughly in a search, exactly where asked. A stage's
+all-reduce begins when its last pipeline in any group has finished; groups in different regions then meet over the WAN
+(`meet`). Knows no other candidate.
 """
 
 from __future__ import annotations
@@ -15,25 +16,29 @@ import numpy as np
 
 from atlas.cost.arrange import Arrangement, arrange
 from atlas.cost.memory import GIB, memory_rule, peak_memory
-from atlas.cost.price import layout, price, sync_s
+from atlas.cost.price import can_share, layout, price, sync_s
 from atlas.cost.table import Costs
 from atlas.errors import InfeasibleError
 from atlas.ir.analysis import critical_path, path_totals_ns
 from atlas.ir.ops import Kind
-from atlas.ir.program import Layout
+from atlas.ir.program import Layout, Program
 from atlas.ir.timeline import Timeline
 from atlas.plan.candidate import Candidate
 from atlas.plan.ground import Floats, Ground
 from atlas.plan.meet import meeting_s, meeting_usd, started_s
-from atlas.plan.order import ahead_of, eager
 from atlas.plan.space import Space
 from atlas.plan.split import sizes_of
+from atlas.schedules.eager import ahead_of, eager
 from atlas.sim import simulate
+from atlas.sim.extrapolate import extrapolate
 from atlas.spec import Job
 
 TERA = 1e12
 MANY_EVENTS = 25_000
-"""Longer runs are played up to here and continued at their own steady period; the winner is played in full."""
+"""Longer runs are played up to here and continued at their own steady period; the winner is played exactly."""
+
+EXACT_EVENTS = 1_000_000
+"""And a run that never becomes periodic is played in full up to here, where an exact figure is asked for."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +92,11 @@ class Played:
     """[2, s]: all-reduce inside the datacenter, optimizer."""
 
 
-def judge(space: Space, ground: Ground, candidate: Candidate) -> Judged:
-    """Simulate a candidate; InfeasibleError says why it cannot run."""
+def judge(space: Space, ground: Ground, candidate: Candidate, *, exact: bool = False) -> Judged:
+    """Simulate a candidate; InfeasibleError says why it cannot run. `exact`: long runs too, where that is feasible."""
     require_gpus(ground, candidate)
     sizes = sizes_of(space.job, candidate.tp, candidate.microbatch)
-    played = [play(candidate.job(space.job, k), candidate) for k in range(len(candidate.groups))]
+    played = [play(candidate.job(space.job, k), candidate, exact=exact) for k in range(len(candidate.groups))]
     between_s = meeting_s(ground, sizes, candidate)
     if between_s is None:
         raise InfeasibleError(
@@ -115,30 +120,43 @@ def judge(space: Space, ground: Ground, candidate: Candidate) -> Judged:
     return Judged(candidate, _figures(space, ground, candidate, float(ends[k][last]), parts_s, played))
 
 
-def play(job: Job, candidate: Candidate) -> Played:
+def play(job: Job, candidate: Candidate, *, exact: bool = False) -> Played:
     """One group's cell, simulated up to its last backward."""
     arrangement = arrange(job)
     memory = memory_rule(job, arrangement=arrangement)
-    costs = price(job, tcp=candidate.tcp, sharing=candidate.sharing, arrangement=arrangement)
-    num_mb = job.num_microbatches
     frame = layout(job, arrangement=arrangement)
-    frame = replace(frame, num_microbatches=enough(frame, ahead_of(costs, job.recompute)[0]))
-    program = eager(frame, costs, memory, recompute=job.recompute, sharing=candidate.sharing)
-    timeline = simulate(program, costs, engine="reference")
+    sharing = candidate.sharing and can_share(frame)
+    costs = price(job, tcp=candidate.tcp, sharing=sharing, arrangement=arrangement)
+
+    def program_of(num_microbatches: int) -> Program:
+        part = replace(frame, num_microbatches=num_microbatches)
+        return eager(part, costs, memory, recompute=job.recompute, sharing=sharing)
+
+    few = enough(frame, ahead_of(costs, job.recompute)[0])
+    left = job.num_microbatches - few
+    found = None
+    if left and exact:
+        found = extrapolate(program_of, costs, job.num_microbatches, in_full=EXACT_EVENTS // _per_microbatch(frame))
+    if found is not None:
+        timeline, later_s = found.timeline, found.later_ns / 1e9
+    else:
+        timeline = simulate(program_of(few), costs, engine="reference")
+        later_s = left * period_s(timeline) if left else 0.0
     ends = np.zeros((frame.num_pipelines, job.pp), np.int64)
-    np.maximum.at(ends.reshape(-1), program.op_worker, timeline.op_end_ns)
-    left = num_mb - frame.num_microbatches
-    more_s = left * period_s(timeline) if left else 0.0
+    np.maximum.at(ends.reshape(-1), timeline.program.op_worker, timeline.op_end_ns)
     sync = [sync_s(job, arrangement, rank) for rank in range(job.pp)]
     step = [time.update_s for time in arrangement.stage_times]
-    return Played(job, arrangement, costs, timeline, ends.max(axis=0) / 1e9 + more_s, np.array([sync, step]))
+    return Played(job, arrangement, costs, timeline, ends.max(axis=0) / 1e9 + later_s, np.array([sync, step]))
 
 
 def enough(frame: Layout, ahead: int) -> int:
     """Microbatches to play: all of them, or where that is long, enough to see the steady period several times over."""
-    per_microbatch = 5 * frame.num_pipelines * frame.num_stages
-    least = 4 * (ahead + 2)
-    return min(frame.num_microbatches, max(least, MANY_EVENTS // per_microbatch))
+    return min(frame.num_microbatches, max(4 * (ahead + 2), MANY_EVENTS // _per_microbatch(frame)))
+
+
+def _per_microbatch(frame: Layout) -> int:
+    """Events."""
+    return 5 * frame.num_pipelines * frame.num_stages
 
 
 def period_s(timeline: Timeline) -> float:

@@ -1,31 +1,30 @@
 """`make_plan`: a job and a goal in, the best plan found and its rivals out.
 
-The winner alone gets a schedule search (`schedules.atlas`); its figures are then those of the order found. Knows the
-strategies by name, prints nothing and writes no files.
+The winner alone gets a schedule search (`schedules.atlas`); its figures are then those of the order found. Without
+one it is simulated once more, in full, under the order that candidates are compared by. Knows the strategies by name,
+prints nothing and writes no files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import gc
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
-import numpy as np
-
-from atlas.cost.price import Tcp, price
+from atlas.cost.price import Tcp
 from atlas.errors import InfeasibleError, SpecError
-from atlas.ir.ops import Kind
 from atlas.plan.candidate import Candidate
-from atlas.plan.evaluate import Result, evaluate
 from atlas.plan.ground import Ground, ground_of
 from atlas.plan.infeasible import explain
 from atlas.plan.judge import Judged, judge
-from atlas.plan.meet import meeting_s, started_s
 from atlas.plan.objective import Objective, require_prices
-from atlas.plan.order import NAME
 from atlas.plan.pool import Tick
 from atlas.plan.space import Space, space_of
-from atlas.plan.split import sizes_of
 from atlas.plan.strategies import STRATEGIES, Search
+from atlas.plan.whole import Whole, simulate_whole
+from atlas.schedules.eager import NAME
 from atlas.spec import Job
 
 POLISH_EVENTS = 2_000_000
@@ -53,8 +52,8 @@ class Planned:
     num_estimated: int
     num_simulated: int
     interrupted: bool
-    result: Result | None = None
-    """The simulation behind `iteration_s`; of the slowest group where there are several."""
+    whole: Whole | None = None
+    """The simulation behind `iteration_s`; None where there was no time, or too much to simulate in full."""
 
     @property
     def job(self) -> Job:
@@ -88,36 +87,55 @@ def make_plan(
     tick: Tick | None = None,
 ) -> Planned:
     """The best plan that the strategy finds. `tries` is the winner's schedule search (None: by size; 0: none)."""
-    goal = objective or Objective()
-    search = start(job, goal, keep=keep, global_batch=global_batch, tcp=tcp, tick=tick)
-    explore(search, strategy)
-    best = search.best
-    assert best is not None
-    if search.score(best) >= 1e6:
-        raise _limits_missed(search)
-    schedule, iteration_s, count, result = NAME, best.figures.iteration_s, 0, None
-    if tries != 0 and not search.interrupted:
+    with _seldom_collected():
+        search = start(job, objective or Objective(), keep=keep, global_batch=global_batch, tcp=tcp, tick=tick)
+        explore(search, strategy)
+        best = search.best
+        assert best is not None
+        if search.score(best) >= 1e6:
+            raise _limits_missed(search)
+        return finished(search, best, strategy, tries, seed)
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """A search makes small tuples by the million and no circles among them: looking for circles is a tenth of it."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def finished(search: Search, best: Judged, strategy: str, tries: int | None, seed: int) -> Planned:
+    """What a search comes to, once its winner has been simulated in full."""
+    schedule, count, whole = NAME, 0, None
+    # Interrupted, it is still played once: the figure is then that of the Plan file, whenever it is simulated again.
+    for wanted in [0] if search.interrupted else [tries, 0]:
         try:
-            schedule, iteration_s, count, result = polish(search, best, tries, seed)
+            schedule, count, whole = played_in_full(search, best, wanted, seed)
+            break
         except KeyboardInterrupt:
             search.interrupted = True
-        except InfeasibleError:
-            pass  # too many events to play in full: the plan stands, its order is not searched
+        except InfeasibleError:  # too many events to play in full: the plan stands, its order is not searched
+            best = judge(search.space, search.ground, best.candidate, exact=True)
+            break
     return Planned(
         space=search.space,
         ground=search.ground,
-        objective=goal,
+        objective=search.objective,
         strategy=strategy,
         winner=best,
-        rivals=tuple(other for other in search.ranking() if other is not best),
+        rivals=tuple(other for other in search.ranking() if other.candidate != best.candidate),
         schedule=schedule,
-        iteration_s=iteration_s,
+        iteration_s=best.figures.iteration_s if whole is None else whole.iteration_s,
         tries=count,
         seed=seed,
         num_estimated=search.num_estimated,
         num_simulated=search.num_simulated,
         interrupted=search.interrupted,
-        result=result,
+        whole=whole,
     )
 
 
@@ -151,45 +169,22 @@ def explore(search: Search, strategy: str) -> None:
         raise explain(search.space, search.ground, list(search.refused.values()))
 
 
-def polish(search: Search, best: Judged, tries: int | None, seed: int) -> tuple[str, float, int, Result]:
-    """(schedule, iteration, tries, result) of the winner under the best order that a search finds."""
-    candidate, job = best.candidate, search.space.job
-    groups = candidate.groups
-    # With one stage there is nothing to order.
-    schedule = "atlas" if max(group.pp for group in groups) > 1 else "1f1b"
-    events = sum(6 * group.pipelines_per_cell * group.pp * group.num_microbatches for group in groups)
-    count = tries or max(24, min(300, POLISH_EVENTS // events))
-    results: list[Result] = []
-    known: dict[bytes, Result] = {}
-    for k in range(len(groups)):
-        if search.tick is not None:
-            search.tick("searching an order", k, len(groups))
-        one = candidate.job(job, k)
-        costs = price(one, tcp=candidate.tcp)
-        key = b"".join(part.tobytes() for part in (costs.compute_ns, costs.work_ns, costs.latency_ns))
-        if key not in known:  # groups that nothing tells apart are searched once
-            known[key] = evaluate(one, schedule, tcp=candidate.tcp, budget=count, seed=seed)
-        results.append(known[key])
-    iteration_s, slowest = _together(search, candidate, results)
-    return schedule, iteration_s, count, results[slowest]
-
-
-def _together(search: Search, candidate: Candidate, results: list[Result]) -> tuple[float, int]:
-    """The iteration of all groups, and which of them is last: as `judge` has it, with each group's own order."""
-    ends, closings = [], []
-    for result in results:
-        timeline, program = result.single, result.single.program
-        work = program.kind <= Kind.W
-        done = np.zeros(program.num_ranks, np.int64)
-        np.maximum.at(done, program.op_worker[work] % program.num_ranks, timeline.op_end_ns[work])
-        ends.append(done / 1e9)
-        closings.append(result.case.apart.compute_ns[0][:, [Kind.SYNC, Kind.STEP]].sum(axis=1) / 1e9)
-    sizes = sizes_of(search.space.job, candidate.tp, candidate.microbatch)
-    between = meeting_s(search.ground, sizes, candidate)
-    assert between is not None
-    starts = started_s(candidate, ends)
-    total = [float((s + c + b).max()) for s, c, b in zip(starts, closings, between, strict=True)]
-    return max(total), int(np.argmax([end.max() for end in ends]))
+def played_in_full(search: Search, best: Judged, tries: int | None, seed: int) -> tuple[str, int, Whole]:
+    """(schedule, tries, simulation) of the winner: under the best order that a search finds, or with no tries under
+    the order that it was compared by."""
+    candidate = best.candidate
+    schedule, count = NAME, 0
+    if max(group.pp for group in candidate.groups) == 1:
+        schedule = "1f1b"  # with one stage there is nothing to order
+    elif tries != 0:
+        schedule = "atlas"
+        events = sum(6 * g.pipelines_per_cell * g.pp * g.num_microbatches for g in candidate.groups)
+        count = tries or max(24, min(300, POLISH_EVENTS // events))
+    tick = None if search.tick is None else partial(search.tick, "searching an order")
+    sharing = candidate.sharing or schedule != NAME
+    job, ground = search.space.job, search.ground
+    whole = simulate_whole(job, ground, candidate, schedule, sharing=sharing, budget=count, seed=seed, tick=tick)
+    return schedule, count, whole
 
 
 def again(planned: Planned, candidate: Candidate) -> Judged:

@@ -14,7 +14,7 @@ import numpy as np
 
 from atlas.plan.candidate import Candidate, Group
 from atlas.plan.estimate import Batch, Estimate, estimate
-from atlas.plan.ground import Ground, Speeds, speeds_of
+from atlas.plan.ground import Floats, Ground, Ints, Speeds, speeds_of
 from atlas.plan.objective import Objective
 from atlas.plan.shapes import Shape, Shapes
 from atlas.plan.space import Space
@@ -127,19 +127,25 @@ def single_groups(
 def variants(space: Space, frame: Frame, depth: int) -> Batch | None:
     """All (shape, replicas, cell) of one depth."""
     index: dict[Shape, int] = {}
-    rows: list[tuple[int, int, int]] = []
+    numbered: dict[int, tuple[Ints, Ints]] = {}
+    columns: list[Ints] = []
     most = int(frame.shapes.workers.sum()) // depth
     for replicas in useful_replicas(space.slots(frame.microbatch), most):
-        cells = cell_sizes(space, replicas)
-        for shape in frame.shapes.of(depth, replicas):
-            if space.every_datacenter and len(shape) < len(frame.shapes.workers):
-                continue
-            at = index.setdefault(shape, len(index))
-            rows += [(at, replicas, cell) for cell in (cells if len(shape) > 1 else cells[:1])]
-    if not rows:
+        cells = np.array(cell_sizes(space, replicas), np.int64)
+        shapes = frame.shapes.of(depth, replicas)
+        if id(shapes) not in numbered:
+            wide = [s for s in shapes if not space.every_datacenter or len(s) == len(frame.shapes.workers)]
+            at = np.array([index.setdefault(shape, len(index)) for shape in wide], np.int64)
+            numbered[id(shapes)] = at, np.array([len(shape) > 1 for shape in wide], bool)
+        at, crosses = numbered[id(shapes)]
+        # In one datacenter there is nothing to share: the smallest cell stands for all.
+        count = np.where(crosses, len(cells), min(1, len(cells)))
+        nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        columns.append(np.stack([np.repeat(at, count), np.full(len(nth), replicas), cells[nth]]))
+    table = np.concatenate(columns, axis=1) if columns else np.empty((3, 0), np.int64)
+    if not table.size:
         return None
-    table = np.array(rows, np.int64)
-    return Batch(frame.tp, frame.microbatch, depth, list(index), table[:, 0], table[:, 1], table[:, 2])
+    return Batch(frame.tp, frame.microbatch, depth, list(index), *table)
 
 
 def cell_sizes(space: Space, replicas: int) -> list[int]:
@@ -154,7 +160,7 @@ def kept(space: Space, ground: Ground, objective: Objective, batch: Batch, found
     """The best variants of a batch, those that fit."""
     score = objective.score(found.iteration_s, found.usd, space.tokens, SLACK)
     score = np.where(found.fits, score, np.inf)
-    order = np.argsort(score, kind="stable")[: 4 * count]
+    order = _first(score, 4 * count)
     entries: list[Entry] = []
     seen: dict[tuple[int, ...], int] = {}
     for v in order.tolist():
@@ -173,6 +179,15 @@ def kept(space: Space, ground: Ground, objective: Objective, batch: Batch, found
         v = int(alone[np.argmin(score[alone])])
         entries.append(entry_of(space, ground, batch, found, v, float(score[v])))
     return entries
+
+
+def _first(score: Floats, count: int) -> Ints:
+    """Where the lowest scores are, lowest first, the earlier first where they are equal."""
+    if len(score) > count:
+        near = np.flatnonzero(score <= np.partition(score, count - 1)[count - 1])
+    else:
+        near = np.arange(len(score))
+    return near[np.argsort(score[near], kind="stable")][:count]
 
 
 def entry_of(space: Space, ground: Ground, batch: Batch, found: Estimate, v: int, score: float) -> Entry:

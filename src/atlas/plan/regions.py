@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import permutations
 
 import numpy as np
@@ -42,6 +43,12 @@ class _Scene:
     batch: Batch
     found: Estimate
     at: dict[Team, int]
+
+    @cached_property
+    def figures(self) -> list[tuple[float, ...]]:
+        """[v]: period, fill, rent, closing, as plain numbers."""
+        columns = (self.found.period_s, self.found.fill_s, self.found.usd_per_s, self.found.closing_s)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def several_groups(
@@ -129,9 +136,16 @@ def teams(ground: Ground, workers: list[int], tour: Sequence[int], depth: int, r
 
 def _joined(workers: list[int], chain: list[int], depth: int, replicas: int) -> Team:
     """A team of some datacenters, with as many replicas as they hold, and the largest cell that divides those."""
-    room = [workers[i] for i in chain]
     if len(chain) == 1:
-        return ((chain[0], depth),), room[0] // depth, 1
+        return ((chain[0], depth),), workers[chain[0]] // depth, 1
+    stages, replicas, cell = _dealt(tuple([workers[i] for i in chain]), depth, replicas)
+    shape = tuple([(i, s) for i, s in zip(chain, stages, strict=True) if s])
+    return shape, replicas, cell if len(shape) > 1 else 1
+
+
+@lru_cache(maxsize=10_000)
+def _dealt(room: tuple[int, ...], depth: int, replicas: int) -> tuple[tuple[int, ...], int, int]:
+    """(stages by datacenter, replicas, pipelines per cell), the first datacenters filled first, none left out."""
     replicas = replicas or max(r for r in range(1, max(room) + 1) if sum(n // r for n in room) >= depth)
     stages, left = [], depth
     for k, n in enumerate(room):
@@ -142,42 +156,42 @@ def _joined(workers: list[int], chain: list[int], depth: int, replicas: int) -> 
         more = min(left, n // replicas - stages[k])
         stages[k] += more
         left -= more
-    cell = max(c for c in range(1, min(8, replicas) + 1) if replicas % c == 0)
-    shape = tuple((i, s) for i, s in zip(chain, stages, strict=True) if s)
-    return shape, replicas, cell if len(shape) > 1 else 1
+    return tuple(stages), replicas, max(c for c in range(1, min(8, replicas) + 1) if replicas % c == 0)
 
 
 def _rough(
     space: Space, ground: Ground, objective: Objective, scene: _Scene, lines: Sequence[tuple[Team, ...]]
-) -> Iterator[tuple[float, tuple[Team, ...]]]:
+) -> list[tuple[float, tuple[Team, ...]]]:
     """A rough score of the first 2, 3, ... teams of each line."""
-    for line in lines:
-        usable = tuple(team for team in line if scene.found.fits[scene.at[team]])
-        for count, iteration_s, usd in _prefixes(space, ground, scene, usable):
-            yield float(objective.score(iteration_s, usd, space.tokens, SLACK)), usable[:count]
+    lines = [tuple(team for team in line if scene.found.fits[scene.at[team]]) for line in lines]
+    rough = [(line[:count], s, usd) for line in lines for count, s, usd in _prefixes(space, ground, scene, line)]
+    if not rough:
+        return []
+    iteration_s, usd = np.array([figures for _, *figures in rough]).T
+    scores = objective.score(iteration_s, usd, space.tokens, SLACK)
+    return [(score, line) for score, (line, _, _) in zip(scores.tolist(), rough, strict=True)]
 
 
 def _prefixes(space: Space, ground: Ground, scene: _Scene, line: Sequence[Team]) -> Iterator[tuple[int, float, float]]:
     """(teams, seconds, dollars): they finish together, then each datacenter's gradients pass the slowest lane."""
-    found, sizes, model = scene.found, scene.frame.sizes, space.job.model
+    sizes, model = scene.frame.sizes, space.job.model
     slots, depth = space.slots(scene.frame.microbatch), scene.batch.depth
     total = (sizes.gradient_per_layer * model.layers + sizes.gradient_first + sizes.gradient_last) * 8 / depth
     rate, busy, rent, closing, lane_s, worst_s = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for k, team in enumerate(line):
-        v = scene.at[team]
-        period_s = float(found.period_s[v])
+        period_s, fill_s, usd_per_s, closing_s = scene.figures[scene.at[team]]
         rate += team[1] / period_s
-        busy += team[1] * (float(found.fill_s[v]) / period_s - 1)
-        rent += float(found.usd_per_s[v])
-        closing = max(closing, float(found.closing_s[v]))
+        busy += team[1] * (fill_s / period_s - 1)
+        rent += usd_per_s
+        closing = max(closing, closing_s)
         if k == 0:
             continue
         i, j = line[k - 1][0][0][0], team[0][0][0]
-        if not ground.joined[i, j]:
+        lane_bps, latency_s = ground.lanes[i][j]
+        if not lane_bps:
             return
-        lane_bps = min(min(int(ground.nodes[i]), int(ground.nodes[j])) * ground.pair_bps[i, j], ground.trunk_bps[i, j])
-        lane_s = max(lane_s, total * max(stages for _, stages in team[0]) / float(lane_bps))
-        worst_s = max(worst_s, float(ground.latency_s[i, j]))
+        lane_s = max(lane_s, total * max(stages for _, stages in team[0]) / lane_bps)
+        worst_s = max(worst_s, latency_s)
         iteration_s = (slots + busy) / rate + closing + 2 * k / (k + 1) * lane_s + 2 * k * worst_s
         yield k + 1, iteration_s, iteration_s * rent
 

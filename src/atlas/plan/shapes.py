@@ -9,7 +9,7 @@ fast a shape trains is for `estimate`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import combinations, pairwise, permutations
 
 import numpy as np
@@ -38,6 +38,7 @@ class Shapes:
         self.hop_s = np.where(ground.joined, ground.latency_s + transfer_s, np.inf)
         """[i, j]: an activation's way, for ranking."""
         # Plain lists: a shape is made of a few numbers at a time, and numpy's are slow to pick one by one.
+        self._room: list[int] = np.where(np.isfinite(layer_s), workers, 0).tolist()
         self._hop_s: list[list[float]] = self.hop_s.tolist()
         self._joined: list[list[bool]] = ground.joined.tolist()
         self._prefers: list[list[float]] = [layer_s.tolist(), ground.usd_per_gpu_s.tolist()]
@@ -45,7 +46,7 @@ class Shapes:
 
     def of(self, depth: int, replicas: int) -> list[Shape]:
         """Shapes for `replicas` pipelines of `depth` stages; the same list object for the same room."""
-        room = np.where(np.isfinite(self.layer_s), np.minimum(self.workers // replicas, depth), 0).tolist()
+        room = [min(workers // replicas, depth) for workers in self._room]
         key = (depth, *room)
         if key not in self._known:
             self._known[key] = self._few(depth, room) if self.ground.num_dcs <= FEW_DCS else self._many(depth, room)
@@ -197,8 +198,14 @@ def _sensible(
             stages[k] += more
             left -= more
         found.append(tuple(stages))
-    stages, left = [1] * count, depth - count
-    for _ in range(left):
-        k = min((k for k in range(count) if stages[k] < most[k]), key=lambda k: (stages[k] + 1) / most[k])
+    return list(dict.fromkeys([*found, _in_proportion(tuple(most), depth)]))
+
+
+@lru_cache(maxsize=10_000)
+def _in_proportion(most: tuple[int, ...], depth: int) -> tuple[int, ...]:
+    """One stage each, and the rest one by one to whoever has most room for it."""
+    stages = [1] * len(most)
+    for _ in range(depth - len(most)):
+        k = min((k for k in range(len(most)) if stages[k] < most[k]), key=lambda k: (stages[k] + 1) / most[k])
         stages[k] += 1
-    return list(dict.fromkeys([*found, tuple(stages)]))
+    return tuple(stages)

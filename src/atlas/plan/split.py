@@ -62,11 +62,13 @@ def split_layers(job: Job, ground: Ground, speeds: Speeds, sizes: Sizes, stage_d
     """([n, s] layers, [n] whether they fit) for pipelines whose stages sit in `stage_dc` [n, s]."""
     every = [(ground.kind[i], float(ground.cap_bytes[i]), bool(speeds.usable[i])) for i in range(ground.num_dcs)]
     kinds = {key: k for k, key in enumerate(dict.fromkeys(every))}  # what of a datacenter a stage can notice
-    kind_of = np.array([kinds[key] for key in every])
-    rows, back = np.unique(kind_of[stage_dc], axis=0, return_inverse=True)
+    kind_of = np.array([kinds[key] for key in every], np.int16)
+    rows = kind_of[stage_dc]
+    # As bytes: numpy finds equal rows ten times as fast as column by column.
+    _, first, back = np.unique(rows.view((np.void, 2 * rows.shape[1])).ravel(), return_index=True, return_inverse=True)
     example = np.array([every.index(key) for key in kinds])
-    layers, fits = _split(job, ground, speeds, sizes, example[rows])
-    return layers[back.ravel()], fits[back.ravel()]
+    layers, fits = _split(job, ground, speeds, sizes, example[rows[first]])
+    return layers[back], fits[back]
 
 
 def _split(job: Job, ground: Ground, speeds: Speeds, sizes: Sizes, dc: Ints) -> tuple[Ints, Flags]:

@@ -185,18 +185,18 @@ class Asked:
         self.job, self.plan, self.replan = job, plan, replan
         self.sharing = plan.schedule.sharing if plan is not None else None
 
-    def judged(self, job: Job) -> Judged:
-        """The figures of the job as changed; InfeasibleError where it cannot run."""
+    def judged(self, job: Job, *, exact: bool = True) -> Judged:
+        """The figures of the job as changed; InfeasibleError where it cannot run. `exact` goes for long runs."""
         if self.replan:
             search = start(job, Objective())
             explore(search, "ours")
             assert search.best is not None
             return search.best
         if self.plan is not None:
-            return self._placed(job, self.plan)
-        return self._arranged(job)
+            return self._placed(job, self.plan, exact)
+        return self._arranged(job, exact)
 
-    def _placed(self, job: Job, plan: Plan) -> Judged:
+    def _placed(self, job: Job, plan: Plan, exact: bool) -> Judged:
         """The plan where it is: only what the key says is different."""
         old = plan.job
         names = {dc.name for dc in job.cluster.datacenters}
@@ -213,15 +213,15 @@ class Asked:
         if any(
             getattr(job, key) != getattr(old, key) for key in ("pp", "cells", "pipelines_per_cell", "tp", "placement")
         ):
-            return self._arranged(job)
+            return self._arranged(job, exact)
         groups = tuple(_scaled(group, job, old) for group in candidate.groups)
         moved = Candidate(job.tp, job.microbatch, groups, candidate.sharing, candidate.tcp)
         space = space_of_plan(plan)
         if job.num_microbatches != old.num_microbatches or job.microbatch != old.microbatch:
             space = space_of(job, global_batch=moved.slots * job.microbatch, tcp=candidate.tcp)
-        return judge(replace(space, job=job), ground_of(job), moved)
+        return judge(replace(space, job=job), ground_of(job), moved, exact=exact)
 
-    def _arranged(self, job: Job) -> Judged:
+    def _arranged(self, job: Job, exact: bool) -> Judged:
         """The job as its file has it, taking turns where that is faster."""
         found = arrange(job)
         places: list[tuple[str, int]] = []
@@ -234,7 +234,9 @@ class Asked:
         space = space_of(job, global_batch=group.replicas * job.num_microbatches * job.microbatch)
         turns = [True, False] if found.num_pipelines > 1 and len(places) > 1 else [False]
         ground = ground_of(job)
-        every = [judge(space, ground, Candidate(job.tp, job.microbatch, (group,), sharing)) for sharing in turns]
+        every = [
+            judge(space, ground, Candidate(job.tp, job.microbatch, (group,), sharing), exact=exact) for sharing in turns
+        ]
         return min(every, key=lambda judged: judged.figures.iteration_s)
 
 
@@ -267,14 +269,14 @@ def sweep(asked: Asked, one: Sweep, tick: Tick | None = None) -> list[Point]:
 # ---- bottleneck ------------------------------------------------------------------------------------------------
 def marginals(asked: Asked, tick: Tick | None = None) -> tuple[Judged, list[Marginal]]:
     """The job now, and what a tenth more (or less latency) of each resource saves, the best first."""
-    now = asked.judged(asked.job)
+    now = asked.judged(asked.job, exact=False)
     found = []
     trials = list(_trials(asked.job, now.candidate))
     for k, (resource, key, value, more, changes) in enumerate(trials):
         if tick is not None:
             tick(resource, k, len(trials))
         try:
-            after = asked.judged(override(asked.job, changes)).figures
+            after = asked.judged(override(asked.job, changes), exact=False).figures
         except AtlasError:
             continue
         saves = now.figures.iteration_s * (1 - now.figures.tokens_per_s / after.tokens_per_s)
@@ -330,7 +332,7 @@ def spread(asked: Asked, runs: int, *, wan: float, compute: float, seed: int, ti
     `wan`), and every op its own duration (sigma `compute`)."""
     now = asked.judged(asked.job)
     base = max(
-        (play(now.candidate.job(asked.job, k), now.candidate) for k in range(len(now.candidate.groups))),
+        (play(now.candidate.job(asked.job, k), now.candidate, exact=True) for k in range(len(now.candidate.groups))),
         key=lambda played: float(played.done_s.max()),
     )
     rest_s = now.figures.iteration_s - base.timeline.makespan_ns / 1e9

@@ -14,6 +14,7 @@ from atlas.ir.program import Program
 from atlas.schedules.atlas import atlas
 from atlas.schedules.bound import Bound, lower_bound
 from atlas.schedules.classic import gpipe, interleaved, one_f_one_b
+from atlas.schedules.eager import eager_of
 from atlas.schedules.setting import Progress, Setting
 from atlas.schedules.varuna import varuna
 from atlas.schedules.zero_bubble import zero_bubble
@@ -44,6 +45,12 @@ SCHEDULES: dict[str, Schedule] = {
             "1f1b",
             "Megatron's: forwards and backwards in turn, at most one microbatch in flight per remaining stage",
             lambda setting, _: one_f_one_b(setting.layout, recompute=setting.recompute),
+        ),
+        Schedule(
+            "1f1b-eager",
+            "1F1B with a warm-up as long as the way to the end and back, within memory; what plans are compared by",
+            eager_of,
+            shares=True,
         ),
         Schedule(
             "interleaved",

@@ -14,7 +14,7 @@ import numpy as np
 from atlas.cost.table import PRIVATE
 from atlas.errors import ProgramError
 from atlas.ir.program import Ints
-from atlas.sim.jit import njit
+from atlas.sim.jit import entry, njit
 from atlas.sim.lower import NONE, Tables
 from atlas.sim.network import (
     DELIVERED,
@@ -129,7 +129,7 @@ SIMPLE = -1
 """Policy of a private link with one server and a constant rate, whose transfers can be timed on the spot."""
 
 
-@njit
+@entry
 def _pass_time(
     ops: Ints, op_time: Ints, transfers: Ints, times: Ints, workers: Ints, group_ptr: Ints, group_ops: Ints,
     assembled: Ints, able: Ints, links: Ints, fluids: Floats, free: Ints, queue: Ints, left: Floats, active: Ints,

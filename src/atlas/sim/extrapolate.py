@@ -22,17 +22,29 @@ from atlas.sim.simulate import simulate
 PERIODS = (1, 2, 3, 4, 6)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Extrapolated:
-    """An exact makespan, and how it was found."""
+    """A run of many microbatches, told by one of few."""
 
-    makespan_ns: int
-    simulated_microbatches: int
-    """So many were enough; as many as were asked for when nothing could be spared."""
+    timeline: Timeline
+    """Of few; of all that were asked for when nothing could be spared."""
+    later_ns: int
+    """How much later everything from its middle on happens in the full run."""
+
+    @property
+    def makespan_ns(self) -> int:
+        return self.timeline.makespan_ns + self.later_ns
+
+    @property
+    def simulated_microbatches(self) -> int:
+        return self.timeline.program.num_microbatches
 
 
-def makespan(build: Callable[[int], Program], costs: Costs, num_microbatches: int) -> Extrapolated:
-    """The makespan of `build(num_microbatches)`, from fewer microbatches where the schedule becomes periodic."""
+def extrapolate(
+    build: Callable[[int], Program], costs: Costs, num_microbatches: int, *, in_full: int | None = None
+) -> Extrapolated | None:
+    """What `build(num_microbatches)` takes, from fewer microbatches where the schedule becomes periodic. Where it does
+    not, all are simulated; None where they are more than `in_full`."""
     varies = any(link.trace is not None for link in costs.links)
     for period in () if varies else PERIODS:
         few = _enough(build(1).num_stages, period)
@@ -42,9 +54,10 @@ def makespan(build: Callable[[int], Program], costs: Costs, num_microbatches: in
         short, long = (simulate(build(few + k * period), costs) for k in (0, 1))
         shift = _steady_shift(short, long, period)
         if shift is not None:
-            rounds = (num_microbatches - few) // period
-            return Extrapolated(short.makespan_ns + rounds * shift, few + period)
-    return Extrapolated(simulate(build(num_microbatches), costs).makespan_ns, num_microbatches)
+            return Extrapolated(long, ((num_microbatches - few) // period - 1) * shift)
+    if in_full is not None and num_microbatches > in_full:
+        return None
+    return Extrapolated(simulate(build(num_microbatches), costs), 0)
 
 
 def _enough(num_stages: int, period: int) -> int:

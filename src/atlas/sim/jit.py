@@ -1,4 +1,4 @@
-"""`njit` for this room: numba's, with a cache that notices a change in any of the room's files.
+"""`entry` and `njit` for this room: numba's, with a cache that notices a change in any of the room's files.
 
 numba keys its cache by the file a function stands in; a function inlined from another file would go stale. So the
 cache lies in a folder named after the digest of all the sources that end up in machine code.
@@ -38,6 +38,12 @@ if _folder is not None and not os.environ.get("NUMBA_CACHE_DIR"):
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def njit(function: _Function) -> _Function:
-    """Compiled on its first call, kept for the next process."""
+def entry(function: _Function) -> _Function:
+    """What Python calls: compiled on its first call, with all it calls, and kept for the next process."""
     return cast(_Function, numba.njit(cache=True)(function))
+
+
+def njit(function: _Function) -> _Function:
+    """A part of an entry, never called from Python: no wrapper, no cache file of its own; compiles twice as fast."""
+    only_inside: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return cast(_Function, numba.njit(**only_inside)(function))

@@ -238,14 +238,23 @@ def _fair_begin(
 
 
 @njit
+def _least(row: Ints, done_at: Floats) -> float:
+    """The service at which the first of the active transfers is done; a loop, because `min()` is slow to compile."""
+    first = row[L_ACTIVE]
+    least = done_at[first]
+    for k in range(first + 1, first + row[L_NUM_ACTIVE]):
+        least = min(least, done_at[k])
+    return float(least)
+
+
+@njit
 def _fair_foresee(
     row: Ints, fluid: Floats, done_at: Floats, trace: Ints, rate: Floats,
     time: Ints, events: Ints, counters: Ints, link: int, now: int,
 ) -> None:  # fmt: skip
     row[L_EXPECTED] = NONE
     if row[L_NUM_ACTIVE]:
-        least = done_at[row[L_ACTIVE] : row[L_ACTIVE] + row[L_NUM_ACTIVE]].min()
-        left = max(0.0, least - fluid[X_SERVICE])
+        left = max(0.0, _least(row, done_at) - fluid[X_SERVICE])
         end = _finish(trace, rate, row, now, left, _fair_share(row, fluid))
         row[L_EXPECTED] = push(time, events, counters, end, LINK, link)
 
@@ -254,7 +263,7 @@ def _fair_foresee(
 def _fair_ended(row: Ints, fluid: Floats, active: Ints, done_at: Floats) -> Ints:
     """Take what is done off the list of active transfers, in order of start."""
     first, count = row[L_ACTIVE], row[L_NUM_ACTIVE]
-    fluid[X_SERVICE] = max(fluid[X_SERVICE], done_at[first : first + count].min())
+    fluid[X_SERVICE] = max(fluid[X_SERVICE], _least(row, done_at))
     ended = np.empty(count, np.int64)
     num_ended, kept = 0, 0
     for k in range(first, first + count):

@@ -20,7 +20,7 @@ from atlas.cost.table import Costs
 from atlas.errors import ProgramError
 from atlas.ir.ops import Kind, Op
 from atlas.ir.program import Ints, Layout, Memory, Program, assemble
-from atlas.sim.jit import njit
+from atlas.sim.jit import entry, njit
 from atlas.sim.lower import NONE, network_tables
 from atlas.sim.network import (
     DELIVERED,
@@ -154,70 +154,90 @@ def _choose(
 
 
 @njit
+def _ended(w: int, num_stages: int, num_mb: int, rule: Ints, memory: Ints, done: Ints, state: Ints) -> int:
+    """The worker's op is over: gives back what it held. Returns the transfer that it made ready, or NONE."""
+    c, stage, slot = w // num_stages, w % num_stages, state[w, W_LAST_SLOT]
+    m = done[w, slot]
+    done[w, slot] += 1
+    state[w, W_BUSY] = 0
+    state[w, W_MEM] -= memory[5 + slot]
+    if slot == SLOT_W or (slot == SLOT_B and not rule[R_SPLIT]):
+        state[w, W_STASH] -= memory[1 + SLOT_F]
+    if rule[R_REVERSE] and rule[R_RECOMPUTE] and slot == SLOT_B and stage == num_stages - 1:
+        state[w, W_MEM] -= memory[5 + SLOT_R]
+    if slot == SLOT_F and stage < num_stages - 1:
+        return int((c * (num_stages - 1) + stage) * num_mb + m)
+    if slot == SLOT_B and stage > 0:
+        half = len(done) // num_stages * (num_stages - 1) * num_mb
+        return int(half + (c * (num_stages - 1) + stage - 1) * num_mb + m)
+    return NONE
+
+
+@njit
+def _received(transfer: int, num_stages: int, num_mb: int, rule: Ints, arrived: Ints, gate_open: Ints) -> int:
+    """A transfer is there. Returns the worker that it was meant for."""
+    half = len(gate_open) // num_stages * (num_stages - 1) * num_mb
+    direction = 1 if transfer >= half else 0
+    channel, m = (transfer - direction * half) // num_mb, transfer % num_mb
+    c, boundary = channel // (num_stages - 1), channel % (num_stages - 1)
+    w = c * num_stages + boundary + (1 - direction)
+    arrived[direction, w, m] = 1
+    if direction == 1 and rule[R_GATE] == ON_ARRIVAL:
+        gate_open[w] = max(gate_open[w], m + 1)
+    return w
+
+
+@njit
+def _begin(
+    w: int, slot: int, num_stages: int, rule: Ints, memory: Ints, done: Ints, state: Ints, out_slot: Ints, out_mb: Ints
+) -> int:
+    """The worker takes an op and what it needs to hold. Returns its microbatch."""
+    m = done[w, slot]
+    state[w, W_BUSY] = 1
+    state[w, W_LAST_SLOT] = slot
+    state[w, W_MEM] += memory[1 + slot]
+    if slot == SLOT_F:
+        state[w, W_STASH] += memory[1 + SLOT_F]
+        if rule[R_RECOMPUTE] and not rule[R_REVERSE] and w % num_stages == num_stages - 1:
+            state[w, W_MEM] += memory[1 + SLOT_R]
+    out_slot[w, state[w, W_COUNT]], out_mb[w, state[w, W_COUNT]] = slot, m
+    state[w, W_COUNT] += 1
+    return int(m)
+
+
+@entry
 def _play(
     num_stages: int, num_mb: int, rule: Ints, memory: Ints, durations: Ints, gate_ns: Ints, keys: Ints,
     out_slot: Ints, out_mb: Ints, op_start: Ints, arrived: Ints,
+    done: Ints, state: Ints, gate_open: Ints, touched: Ints, is_touched: Ints,
     transfers: Ints, times: Ints, links: Ints, fluids: Floats, free: Ints, queue: Ints, left: Floats, active: Ints,
     done_at: Floats, fifo: Ints, fifo_ends: Ints, trace: Ints, rate: Floats, time: Ints, events: Ints, counters: Ints,
     delivered: Ints,
 ) -> int:  # fmt: skip
+    """The whole cell from first op to last; returns the makespan. `touched` lists who may have something new to do."""
     num_workers = len(durations)
-    num_pipelines = num_workers // num_stages
-    half = num_pipelines * (num_stages - 1) * num_mb
-    done = np.zeros((num_workers, 4), np.int64)
-    state = np.zeros((num_workers, 6), np.int64)
-    gate_open = np.zeros(num_workers, np.int64)
-    if rule[R_GATE] == ANYTIME:
-        gate_open[:] = num_mb
-    touched = np.zeros(num_workers, np.int64)
-    is_touched = np.zeros(num_workers, np.bool_)
     num_touched = num_workers
-    for w in range(num_workers):
-        touched[w] = w
-        is_touched[w] = True
-    now = 0
-    makespan = 0
+    now = makespan = counters[SIZE]  # zero; written as 0 it has a type of its own, and the network is compiled twice
     while True:
         # ---- everything that happens at this moment
         while counters[SIZE] and time[0] == now:
             event = events[0]
             drop_first(time, events, counters)
             what, which = event >> WHAT_SHIFT, event & WHICH_MASK
-            offered = NONE
-            woken = NONE
+            offered = woken = NONE
             if what == OP and which >= num_workers:
                 woken = which - num_workers
                 gate_open[woken] += 1
             elif what == OP:
-                woken = which
-                w, c, stage = which, which // num_stages, which % num_stages
-                slot = state[w, W_LAST_SLOT]
-                m = done[w, slot]
-                done[w, slot] += 1
-                state[w, W_BUSY] = 0
-                state[w, W_MEM] -= memory[5 + slot]
-                if slot == SLOT_W or (slot == SLOT_B and not rule[R_SPLIT]):
-                    state[w, W_STASH] -= memory[1 + SLOT_F]
-                if rule[R_REVERSE] and rule[R_RECOMPUTE] and slot == SLOT_B and stage == num_stages - 1:
-                    state[w, W_MEM] -= memory[5 + SLOT_R]
-                makespan = now
-                if slot == SLOT_F and stage < num_stages - 1:
-                    offered = (c * (num_stages - 1) + stage) * num_mb + m
-                elif slot == SLOT_B and stage > 0:
-                    offered = half + (c * (num_stages - 1) + stage - 1) * num_mb + m
+                woken, makespan = which, now
+                offered = _ended(which, num_stages, num_mb, rule, memory, done, state)
                 if offered != NONE and transfers[offered, T_BEFORE]:
                     push(time, events, counters, now + transfers[offered, T_BEFORE], OFFER, offered)
                     offered = NONE
             elif what == OFFER:
                 offered = which
             elif what == ARRIVE:
-                direction = 1 if which >= half else 0
-                channel, m = (which - direction * half) // num_mb, which % num_mb
-                c, boundary = channel // (num_stages - 1), channel % (num_stages - 1)
-                woken = c * num_stages + boundary + (1 - direction)
-                arrived[direction, woken, m] = 1
-                if direction == 1 and rule[R_GATE] == ON_ARRIVAL:
-                    gate_open[woken] = max(gate_open[woken], m + 1)
+                woken = _received(which, num_stages, num_mb, rule, arrived, gate_open)
             else:
                 wake(
                     transfers, times, links, fluids, free, queue, left, active, done_at, fifo, fifo_ends, trace, rate,
@@ -232,40 +252,27 @@ def _play(
                 push(time, events, counters, times[delivered[k], T_ARRIVE], ARRIVE, delivered[k])
             counters[DELIVERED] = 0
             if woken != NONE and not is_touched[woken]:
-                is_touched[woken] = True
+                is_touched[woken] = 1
                 touched[num_touched] = woken
                 num_touched += 1
         # ---- then whoever is free and concerned decides
         for k in range(num_touched):
             w = touched[k]
-            is_touched[w] = False
-            if state[w, W_BUSY]:
-                continue
-            slot = _choose(w, num_stages, num_mb, rule, memory, keys, done, state, arrived, gate_open)
+            is_touched[w] = 0
+            slot = NONE
+            if not state[w, W_BUSY]:
+                slot = _choose(w, num_stages, num_mb, rule, memory, keys, done, state, arrived, gate_open)
             if slot == NONE:
                 continue
-            m = done[w, slot]
-            state[w, W_BUSY] = 1
-            state[w, W_LAST_SLOT] = slot
-            state[w, W_MEM] += memory[1 + slot]
-            if slot == SLOT_F:
-                state[w, W_STASH] += memory[1 + SLOT_F]
-                if rule[R_RECOMPUTE] and not rule[R_REVERSE] and w % num_stages == num_stages - 1:
-                    state[w, W_MEM] += memory[1 + SLOT_R]
-            out_slot[w, state[w, W_COUNT]], out_mb[w, state[w, W_COUNT]] = slot, m
-            state[w, W_COUNT] += 1
+            m = _begin(w, slot, num_stages, rule, memory, done, state, out_slot, out_mb)
             op_start[w, slot, m] = now
             push(time, events, counters, now + durations[w, slot], OP, w)
             if slot == SLOT_B and rule[R_GATE] == WHEN_NEXT_STARTS and w % num_stages > 0:
                 push(time, events, counters, now + gate_ns[w], OP, num_workers + w - 1)
         num_touched = 0
         if not counters[SIZE]:
-            break
+            return int(makespan)
         now = time[0]
-    for w in range(num_workers):
-        if done[w, SLOT_B] != num_mb or (rule[R_SPLIT] and done[w, SLOT_W] != num_mb):
-            return NONE
-    return makespan
 
 
 def priority_keys(layout: Layout, order: Sequence[Kind]) -> Ints:
@@ -333,6 +340,9 @@ def _run(
     out_slot = np.full((num_workers, length), NONE, np.int64)
     out_mb = np.zeros((num_workers, length), np.int64)
     op_start = np.full((num_workers, 4, num_mb), NONE, np.int64)
+    done = np.zeros((num_workers, 4), np.int64)
+    gate_open = np.full(num_workers, num_mb if rule.gate == ANYTIME else 0, np.int64)
+    everybody = np.arange(num_workers)
     makespan = _play(
         layout.num_stages,
         num_mb,
@@ -345,9 +355,14 @@ def _run(
         out_mb,
         op_start,
         np.zeros((2, num_workers, num_mb), np.int64),
+        done,
+        np.zeros((num_workers, 6), np.int64),
+        gate_open,
+        everybody,
+        np.ones(num_workers, np.int64),
         *net,
     )
-    if makespan == NONE:
+    if (done[:, SLOT_B] != num_mb).any() or (rule.split and (done[:, SLOT_W] != num_mb).any()):
         raise ProgramError(
             f"no schedule fits: a worker may hold {held[0]}, but one microbatch in progress takes "
             f"{held[1] + held[2]}; raise the memory cap or shrink the microbatch"

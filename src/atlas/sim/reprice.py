@@ -14,7 +14,7 @@ import numpy as np
 from atlas.cost.table import FAIR
 from atlas.errors import ProgramError
 from atlas.ir.program import Ints
-from atlas.sim.jit import njit
+from atlas.sim.jit import entry
 from atlas.sim.lower import NONE, Tables
 from atlas.sim.reference import Events
 
@@ -94,7 +94,7 @@ def _served_before(tables: Tables, events: Events, sender: Ints, first_transfer:
     return result
 
 
-@njit
+@entry
 def _topological(before: Ints) -> Ints:
     """Every node after those it waits for; shorter than all nodes if there is a circle."""
     n = len(before)
@@ -130,7 +130,7 @@ def _topological(before: Ints) -> Ints:
     return order[:done]
 
 
-@njit
+@entry
 def _longest_path(
     order: Ints, before: Ints, num_ops: int, first_transfer: int, op_ns: Ints, work_ns: Ints, before_ns: Ints,
     latency_ns: Ints, start: Ints, end: Ints,

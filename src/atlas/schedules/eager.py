@@ -1,9 +1,9 @@
-"""The order that every candidate is simulated under: 1F1B whose warm-up is as long as the way to the end and back.
+"""Eager 1F1B: the warm-up is as long as the way to the end and back.
 
 Plain 1F1B holds P - s microbatches at stage s, enough where transfers are free. Over a WAN a gradient is away for
 longer, so here stage s runs `ceil(away / period)` forwards ahead, as far as memory allows, and then takes forwards and
-backwards in turn. It is written down without trying anything, so a score of candidates costs a score of simulations;
-it comes within 5 to 15 % of what `schedules.atlas` finds by searching, which is done for the winner alone.
+backwards in turn. It is written down without trying anything: the planner compares its candidates under it, a score
+of them at the price of a score of simulations. It comes within 5 to 15 % of what `schedules.atlas` finds by searching.
 """
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ from atlas.cost.table import FAIR, Costs
 from atlas.ir.ops import Kind, Op
 from atlas.ir.program import BACKWARD, FORWARD, Ints, Layout, Memory, Program, assemble
 from atlas.schedules.classic import with_recompute
+from atlas.schedules.setting import Progress, Setting
 
 NAME = "1f1b-eager"
+
+
+def eager_of(setting: Setting, progress: Progress | None = None) -> Program:
+    """The Program of a setting, its pipelines taking turns on the WAN wherever they may."""
+    sharing = setting.turns is not None
+    costs = setting.costs_of_sharing(sharing)
+    return eager(setting.layout, costs, setting.memory, recompute=setting.recompute, sharing=sharing)
 
 
 def eager(layout: Layout, costs: Costs, memory: Memory, *, recompute: bool, sharing: bool) -> Program:

@@ -1,0 +1,84 @@
+"""A whole plan, simulated in full: every group of pipelines under one schedule, then their meeting over the WAN.
+
+The figure a Plan file carries and the one that `atlas simulate PLAN` shows both come from here. Knows no search over
+plans; the schedule may be a searched one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from atlas.cost.price import price
+from atlas.ir.ops import Kind
+from atlas.plan.candidate import Candidate
+from atlas.plan.evaluate import Progress, Result, evaluate
+from atlas.plan.ground import Ground
+from atlas.plan.meet import meeting_s, started_s
+from atlas.plan.split import sizes_of
+from atlas.spec import Job
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """All groups together."""
+
+    iteration_s: float
+    results: tuple[Result, ...]
+    """By group."""
+    slowest: int
+    """The group that is done last: what a Plan calls its job."""
+
+    @property
+    def sharing(self) -> bool:
+        """Whether any group's pipelines may take turns."""
+        return any(result.case.turns is not None for result in self.results)
+
+
+def simulate_whole(
+    job: Job,
+    ground: Ground,
+    candidate: Candidate,
+    schedule: str,
+    *,
+    sharing: bool = True,
+    budget: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+    tick: Callable[[int, int], None] | None = None,
+) -> Whole:
+    """The candidate under a schedule; InfeasibleError where it is too long to be simulated in full."""
+    results: list[Result] = []
+    known: dict[bytes, Result] = {}
+    for k in range(len(candidate.groups)):
+        if tick is not None:
+            tick(k, len(candidate.groups))
+        one = candidate.job(job, k)
+        costs = price(one, tcp=candidate.tcp)
+        parts = (costs.compute_ns, costs.work_ns, costs.latency_ns, np.array([one.num_microbatches]))
+        key = b"".join(part.tobytes() for part in parts)
+        if key not in known:  # groups that nothing tells apart are simulated once
+            known[key] = evaluate(
+                one, schedule, tcp=candidate.tcp, sharing=sharing, budget=budget, seed=seed, progress=progress
+            )
+        results.append(known[key])
+    return _together(job, ground, candidate, tuple(results))
+
+
+def _together(job: Job, ground: Ground, candidate: Candidate, results: tuple[Result, ...]) -> Whole:
+    """The iteration of all groups, and which of them is last: as `judge` has it, with each group's own order."""
+    ends, closings = [], []
+    for result in results:
+        timeline, program = result.single, result.single.program
+        work = program.kind <= Kind.W
+        done = np.zeros(program.num_ranks, np.int64)
+        np.maximum.at(done, program.op_worker[work] % program.num_ranks, timeline.op_end_ns[work])
+        ends.append(done / 1e9)
+        closings.append(result.case.apart.compute_ns[0][:, [Kind.SYNC, Kind.STEP]].sum(axis=1) / 1e9)
+    between = meeting_s(ground, sizes_of(job, candidate.tp, candidate.microbatch), candidate)
+    assert between is not None, "the judge let it pass"
+    starts = started_s(candidate, ends)
+    total = [float((s + c + b).max()) for s, c, b in zip(starts, closings, between, strict=True)]
+    return Whole(max(total), results, int(np.argmax([end.max() for end in ends])))
