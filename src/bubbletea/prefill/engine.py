@@ -185,10 +185,13 @@ class Engine:
         self.changed.clear()
         with self._lock:
             offers = sorted(self._offers.values(), key=lambda o: (o.task.due_ns, o.task.job))
+        is_full = False
         for offer in offers:
-            if offer.job is None and not self._begin(offer):
-                break  # those behind it may not take the room it waits for
-        return next((offer for offer in offers if offer.job is not None and self._ready(offer)), None)
+            if offer.job is None and not is_full:
+                is_full = not self._begin(offer)  # those behind it may not take the room it waits for
+            if offer.job is not None and self._ready(offer):
+                return offer
+        return None
 
     def _begin(self, offer: _Offer) -> bool:
         task = offer.task

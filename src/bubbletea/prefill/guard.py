@@ -36,3 +36,6 @@ class Guard:
         if len(seen) >= FEW and waited_ns < self.wait_ns(index) * DOUBT:
             seen.clear()  # a new plan, or a new rhythm: what came before says nothing of what comes
         seen.append(waited_ns)
+        lately = list(seen)[-FEW:]
+        if len(seen) > FEW and min(lately) * DOUBT > self.wait_ns(index):
+            self._seen[index] = deque(lately, maxlen=RECENT)  # the same the other way: longer ones, time after time
