@@ -17,10 +17,12 @@ Weights = dict[str, NDArray[np.float32]]
 
 
 def train_alone(
-    training: Training, num_pipelines: int, num_microbatches: int, num_steps: int
+    training: Training, num_pipelines: int, num_microbatches: int, num_steps: int, place: str = "cpu"
 ) -> tuple[list[float], Weights]:
-    """Mean loss of each step, and the final weights by name. Float32, one stage."""
-    task = make_task(training, num_stages=1, num_pipelines=num_pipelines, num_microbatches=num_microbatches)
+    """Mean loss of each step, and the final weights by name."""
+    task = make_task(
+        training, num_stages=1, num_pipelines=num_pipelines, num_microbatches=num_microbatches, place=place
+    )
     model = task.whole().build_stage(0, 1)
     if training.model.config.tied:
         assert model.head is not None
@@ -34,7 +36,7 @@ def train_alone(
         total = 0.0
         for pipeline, microbatch in np.ndindex(num_pipelines, num_microbatches):
             slot = step * num_microbatches + microbatch
-            tokens, targets = task.microbatch(slot, pipeline)
+            tokens, targets = (part.to(place) for part in task.microbatch(slot, pipeline))
             loss = loss_of(model(tokens, task.draw(slot, pipeline)), targets)
             (loss / count).backward()  # type: ignore[no-untyped-call]
             total += loss.item()
@@ -42,7 +44,7 @@ def train_alone(
         if training.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters.values(), training.max_norm)
         optimizer.step()
-    weights = {name: p.detach().float().numpy().copy() for name, p in parameters.items()}
+    weights = {name: p.detach().float().cpu().numpy().copy() for name, p in parameters.items()}
     if training.model.config.tied:
         weights[TIED_HEAD] = weights[TIED_EMBEDDING]
     return losses, weights

@@ -1,0 +1,81 @@
+"""A Llama shape of 1.1 billion parameters in bf16 on one GPU: four stage processes share it, the transport between them
+on loopback, AdamW, clipped gradients. `one_gpu.py cuda:0`; needs 40 GB of GPU memory.
+
+Losses against one process that trains the same batches on the same GPU, and how much of the transfers' time the GPU
+computed meanwhile.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import torch
+from common.report import Report
+
+from atlas.cost.table import kind_costs, uniform_costs
+from atlas.ir.ops import USEFUL
+from atlas.ir.program import Layout, with_optimizer
+from atlas.ir.timeline import Timeline
+from atlas.launch.emulate import Setup, emulate
+from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training
+from atlas.runtime.models.config import DecoderConfig
+from atlas.runtime.recipe import LearningRate, OptimizerSettings
+from atlas.runtime.reference import train_alone
+from atlas.schedules.classic import one_f_one_b
+
+NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS = 4, 8, 5
+LLAMA = DecoderConfig(
+    "llama", num_layers=16, width=2048, num_heads=32, num_kv_heads=8, head_width=64, ffn_width=8192, vocabulary=32_000,
+    max_length=1024, rope_theta=500_000.0,
+)  # fmt: skip
+TRAINING = Training(
+    ModelChoice(LLAMA, "bf16", layers_per_stage=(4, 4, 4, 4)),
+    DataChoice(1024, 2, SHIPPED),
+    OptimizerSettings(LearningRate(3e-5, "cosine", 2, 50)),
+    max_norm=1.0,
+)
+
+
+def overlapped(timeline: Timeline) -> float:
+    """Share of the transfers' time in which some stage computed."""
+    useful = np.isin(timeline.program.kind, USEFUL)
+    spans = np.stack([timeline.op_start_ns[useful], timeline.op_end_ns[useful]], axis=1)
+    total = busy = 0
+    for begin, end in zip(timeline.transfer_ready_ns, timeline.transfer_arrive_ns, strict=True):
+        inside = np.clip(spans, begin, end)
+        marks = sorted((int(a), int(b)) for a, b in inside if b > a)
+        at = int(begin)
+        for a, b in marks:
+            busy += max(0, b - max(a, at))
+            at = max(at, b)
+        total += int(end - begin)
+    return busy / total
+
+
+def main() -> int:
+    place = sys.argv[1] if len(sys.argv) > 1 else "cuda:0"
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing measured")
+        return 0
+    report = Report(f"One {torch.cuda.get_device_name()}, {NUM_STAGES} stage processes (measured)", "one process")
+    program = with_optimizer(one_f_one_b(Layout(1, NUM_STAGES, NUM_MICROBATCHES, ("a", "a", "b", "b"))), norm=True)
+    free = uniform_costs(1, NUM_STAGES, kind_costs(forward_ns=0))
+    setup = Setup(NUM_STEPS, device=place, streams=4, paths={}, patience_s=120.0, keep_weights=False)
+    run = emulate(program, free, TRAINING, setup)
+    losses, weights = train_alone(TRAINING, 1, NUM_MICROBATCHES, NUM_STEPS, place)
+    print("losses", [round(loss, 4) for loss in run.losses], "one process", [round(loss, 4) for loss in losses])
+    report.figure("parameters", sum(w.size for w in weights.values()) / 1e9, "10^9", at_least=1.0)
+    worst = max(abs(a / b - 1) for a, b in zip(run.losses, losses, strict=True))
+    report.figure("losses against one process, relative", worst, "", at_most=1e-2)
+    report.figure("iteration", run.timeline.iteration_ns / 1e9, "s")
+    tokens = NUM_MICROBATCHES * 2 * 1024
+    report.figure("tokens", tokens / (run.timeline.iteration_ns / 1e9), "1/s")
+    transfers_ms = (run.timeline.transfer_arrive_ns - run.timeline.transfer_ready_ns) / 1e6
+    report.figure("transfer of 8 MB, GPU to GPU, median", float(np.median(transfers_ms)), "ms")
+    report.figure("of transfers' time, computed meanwhile", overlapped(run.timeline), "", at_least=0.5)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""A real GPU behind the same interface: copies come back as they went, spans are the GPU's, and it learns as a CPU."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from worker_threads import run_in_threads
+
+from atlas.errors import AtlasError
+from atlas.ir.program import Layout, with_optimizer
+from atlas.runtime.assignment import stand_in
+from atlas.runtime.device import Device, make_device
+from atlas.schedules.classic import one_f_one_b
+
+gpu = pytest.mark.gpu
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said() -> None:
+    with pytest.raises(AtlasError, match="device 'cuda:0': there are 0 CUDA devices here"):
+        make_device("cuda:0")
+    with pytest.raises(AtlasError, match="must be paced, cpu or cuda:N"):
+        make_device("tpu")
+
+
+@gpu
+def test_what_goes_down_and_up_comes_back_the_same() -> None:
+    device = make_device("cuda:0")
+    arrived, copies = threading.Event(), list[torch.Tensor]()
+    sent, _ = device.run(lambda: torch.arange(1 << 20, device=device.place).to(torch.bfloat16), 0, 0)
+    device.download(sent, lambda host: (copies.append(host), arrived.set()))  # type: ignore[func-returns-value]
+    assert arrived.wait(10)
+    assert copies[0].is_pinned()
+    assert torch.equal(copies[0], sent.cpu())
+    assert torch.equal(device.upload(copies[0]).get(), sent)
+    device.close()
+
+
+@gpu
+def test_a_span_is_what_the_gpu_did() -> None:
+    device = make_device("cuda:0")
+    matrix = torch.randn(8192, 8192, device=device.place)
+    device.run(lambda: matrix @ matrix, 0, 0)
+    _, one = device.run(lambda: matrix @ matrix, 0, 0)
+    _, four = device.run(lambda: [matrix @ matrix for _ in range(4)], 0, 0)
+    assert 2 < (four.end_ns - four.start_ns) / (one.end_ns - one.start_ns) < 8
+    device.close()
+
+
+@gpu
+def test_two_stages_on_one_gpu_learn_as_two_cpus() -> None:
+    program = with_optimizer(one_f_one_b(Layout(2, 2, 4, ("a", "b"))))
+    training = stand_in(num_layers=4, learning_rate=0.05)
+
+    def device() -> Device:
+        return make_device("cuda:0")
+
+    there, here = run_in_threads(program, training, 3, device=device), run_in_threads(program, training, 3)
+    assert there.losses() == pytest.approx(here.losses(), rel=1e-4)
