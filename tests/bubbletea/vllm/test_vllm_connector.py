@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from vllm_lab import SRC, TINY, TOKEN, Prefiller, closed_port, led_to, make_model, make_prompts
+from vllm_lab import SRC, TINY, TOKEN, Prefiller, closed_port, led_to, make_model, make_prompts, within
 
 from atlas.errors import WorkerError
 from bubbletea.handoff.fetch import Ticket
@@ -46,15 +46,6 @@ def orders(prefiller: Prefiller) -> Iterator[Orders]:
     orders = Orders(Terms(prefiller.store.served.id, TOKEN, SIZE))
     yield orders
     orders.close()
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> bool:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if holds():
-            return True
-        time.sleep(0.005)
-    return False
 
 
 # ---- the scheduler's side ----------------------------------------------------------------------------------------

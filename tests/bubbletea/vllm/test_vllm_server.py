@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import httpx2 as httpx
 import pytest
+from serving import TINY as TINY_SERVICE
+from serving import serving
 from vllm_lab import (
     BLOCK,
     PYTHON_VARIABLE,
@@ -24,7 +28,10 @@ from vllm_lab import (
     make_prompts,
     transfer_config,
     vllm_server,
+    within,
 )
+
+from bubbletea.prefill.shard import Served
 
 pytestmark = [
     pytest.mark.slow,
@@ -89,7 +96,7 @@ def test_twenty_of_twenty_prompts_are_decoded_alike(
     assert grown["bubbletea:handoff_failures_total"] == 0
     assert grown["vllm:external_prefix_cache_hits_total"] == injected
     assert len(prefiller.fetched) == len(prompts)
-    assert len(prefiller.store) == 0, "every hand-off has been released"
+    assert within(5.0, lambda: len(prefiller.store) == 0), "every hand-off is released"
 
 
 def test_corrupted_keys_and_values_change_the_output(
@@ -103,7 +110,12 @@ def test_corrupted_keys_and_values_change_the_output(
 
 @pytest.mark.parametrize(
     ("fault", "said"),
-    [("truncated", "closed the connection"), ("digest", "damaged"), ("shape", "this cache takes"), ("silent", "")],
+    [
+        ("truncated", "closed the connection"),
+        ("digest", "damaged"),
+        ("shape", "this cache takes"),
+        ("silent", "timed out"),
+    ],
 )
 def test_what_cannot_be_loaded_is_recomputed(
     server: VllmServer, prefiller: Prefiller, prompts: list[list[int]], plain: list[list[int]], fault: Fault, said: str
@@ -116,7 +128,7 @@ def test_what_cannot_be_loaded_is_recomputed(
     finally:
         prefiller.door.fault = ""
     assert server.metrics()["bubbletea:handoff_failures_total"] == failures + 1
-    assert f"recomputed: {said}" in server.log or said in server.log.rpartition("are recomputed: ")[2]
+    assert said in server.log.rpartition("are recomputed: ")[2]
 
 
 def test_a_service_that_is_not_there_is_no_reason_to_fail(
@@ -151,3 +163,20 @@ def test_a_prefix_that_vllm_holds_already_is_not_fetched_again(
     before = server.metrics()["bubbletea:handoff_tokens_total"]
     assert server.complete(long, NUM_TOKENS, "shared", prefiller.prefill(long, "shared")) == plain[19]
     assert server.metrics()["bubbletea:handoff_tokens_total"] - before == (1000 // BLOCK - 4) * BLOCK
+
+
+def test_a_router_takes_a_prompt_from_the_service_to_vllm(
+    server: VllmServer, folder: Path, prompts: list[list[int]], plain: list[list[int]]
+) -> None:
+    """The whole way: two workers prefill in chunks in their waits, the parameters go through the router unread."""
+    settings = replace(TINY_SERVICE, served=Served.of_folder(folder), arena_bytes=64 << 20, workspace_bytes=256 << 20)
+    loads = server.metrics()["bubbletea:handoff_loads_total"]
+    with serving(settings) as service:
+        service.parts.door.token = TOKEN
+        for i in (1, 6, 19):
+            wanted = {"model": "tiny", "prompt": prompts[i], "max_tokens": 1, "temperature": 0}
+            wanted["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}
+            answer = httpx.post(f"{service.url}/v1/completions", json=wanted, timeout=60.0).raise_for_status().json()
+            assert server.complete(prompts[i], NUM_TOKENS, f"routed {i}", answer["kv_transfer_params"]) == plain[i]
+        assert within(5.0, lambda: len(service.parts.dispatcher.store) == 0), "every hand-off is released"
+    assert server.metrics()["bubbletea:handoff_loads_total"] == loads + 3

@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,7 +49,7 @@ TINY = DecoderConfig(
     ffn_width=256,
     vocabulary=512,
     max_length=2048,
-    init_std=0.2,  # small weights would say the same token whatever they are asked
+    init_std=0.1,  # smaller weights would say the same token whatever they are asked
 )
 Fault = Literal["", "truncated", "digest", "silent", "shape"]
 
@@ -63,6 +63,15 @@ def make_model(folder: Path, seed: int = 3, dtype: torch.dtype = torch.float32) 
 def make_prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
     draw = random.Random(seed)
     return [[draw.randrange(TINY.vocabulary) for _ in range(length)] for length in lengths]
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if holds():
+            return True
+        time.sleep(0.005)
+    return False
 
 
 # ---- BubbleTea's end ---------------------------------------------------------------------------------------------
@@ -169,7 +178,14 @@ class VllmServer:
     def complete(
         self, prompt: list[int], num_tokens: int, salt: str, params: dict[str, Any] | None = None
     ) -> list[int]:
-        """Greedy tokens. `salt` keeps vLLM's own prefix cache from answering one request with another's blocks."""
+        """Greedy tokens."""
+        tokens: list[int] = self.ask(prompt, num_tokens, salt, params)["choices"][0]["token_ids"]
+        return tokens
+
+    def ask(
+        self, prompt: list[int], num_tokens: int, salt: str, params: dict[str, Any] | None = None, **more: Any
+    ) -> dict[str, Any]:
+        """The whole answer. `salt` keeps vLLM's own prefix cache from answering one request with another's blocks."""
         body = {
             "model": "tiny",
             "prompt": prompt,
@@ -178,17 +194,17 @@ class VllmServer:
             "ignore_eos": True,
             "return_token_ids": True,
             "cache_salt": salt,
+            **more,
         }
         if params is not None:
             body["kv_transfer_params"] = params
-        answer = json.loads(self._ask("/v1/completions", json.dumps(body).encode()))
-        tokens: list[int] = answer["choices"][0]["token_ids"]
-        return tokens
+        answer: dict[str, Any] = json.loads(self._get("/v1/completions", json.dumps(body).encode()))
+        return answer
 
     def metrics(self) -> dict[str, float]:
         """Every sample, summed over its labels."""
         found: dict[str, float] = {}
-        for line in self._ask("/metrics").decode().splitlines():
+        for line in self._get("/metrics").decode().splitlines():
             if not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 name = name.partition("{")[0]
@@ -197,12 +213,12 @@ class VllmServer:
 
     def is_up(self) -> bool:
         try:
-            self._ask("/health", timeout_s=5.0)
+            self._get("/health", timeout_s=5.0)
         except OSError:
             return False
         return True
 
-    def _ask(self, path: str, body: bytes | None = None, timeout_s: float = 120.0) -> bytes:
+    def _get(self, path: str, body: bytes | None = None, timeout_s: float = 120.0) -> bytes:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", body, {"Content-Type": "application/json"}
         )
