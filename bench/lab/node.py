@@ -88,6 +88,11 @@ class Actor:
             "flight_kb": channel.outbox.flight and channel.outbox.flight.limit_bytes >> 10,
             "retransmits": [f.num_retransmits for f in facts if f],
             "cwnd_kb": [f.window_bytes >> 10 for f in facts if f],
+            "control": [
+                s.stream.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+                for s in channel._slots
+                if s.stream
+            ],
             "replaced": channel.num_replaced,
         }
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.wan.flight import FIRST_BYTES, Flight
+from atlas.wan.flight import Flight
 from atlas.wan.greet import Address, RefusedError, dial
 from atlas.wan.outbox import Chunk, Outbox
 from atlas.wan.security import Security
@@ -107,22 +107,24 @@ class Channel:
         self.retune()
         # First all streams find out what the path gives; then those that will be used learn to carry it.
         for shift in range(1 + SHIFTS):
-            if (flight := self.outbox.flight) is None:  # it may have turned out to be near
+            if self.outbox.flight is None:  # it may have turned out to be near
                 return
-            self.meter.learn(max(self.meter.rate_bps or 0.0, self._fill(flight, deadline)), time.monotonic())
+            rate_bps = max(self.meter.rate_bps or 0.0, self._fill(deadline))
+            self.meter.learn(rate_bps, time.monotonic())
             self.retune()
             if shift and not self._shifts.apply(self.outbox.num_streams):
                 return
             if shift:
                 self._shifts.change(self.outbox.num_streams)
 
-    def _fill(self, flight: Flight, deadline: float) -> float:
+    def _fill(self, deadline: float) -> float:
         """What the path delivered."""
-        self._warm_up = warm_up = WarmUp(flight, time.monotonic(), self.settings.warm_s)
+        now, known_bps = time.monotonic(), self.meter.rate_bps or 0.0
+        self._warm_up = warm_up = WarmUp(self.rtt_s, known_bps, now, self.settings.warm_s)
         self.outbox.wake()
         while not (warm_up.over and not warm_up.out_bytes) and self.num_live and time.monotonic() < deadline:
             time.sleep(0.005)
-        self._warm_up = None
+        self._warm_up, self._loss_seen = None, (0.0, 0, 0)  # what it lost says nothing about the path
         return warm_up.rate_bps
 
     def watch(self) -> None:
@@ -151,10 +153,10 @@ class Channel:
         elif self.outbox.flight is None:
             self.outbox.flight = Flight(self.rtt_s)
         if (flight := self.outbox.flight) is not None and (rate_bps := self.meter.rate_bps):
-            flight.least_bytes = max(FIRST_BYTES, int(rate_bps / 8 * (1.25 * self.rtt_s + 0.012)))
+            flight.learn(rate_bps)
         for slot in self._slots:
             if (stream := slot.stream) is not None:
-                stream.tune(choice.lowat_bytes, choice.pacing_bps)
+                stream.tune(choice.lowat_bytes, choice.pacing_bps, near=self.rtt_s < NEAR_RTT_S)
 
     def _is_lossy(self) -> bool:
         """By what the kernel sent twice in the last seconds; the warm-up, which overflows queues, does not count."""
@@ -277,7 +279,7 @@ class Channel:
             if (
                 (warm_up := self._warm_up) is not None
                 and not warm_up.over
-                and self._shifts.place(slot) < outbox.num_streams
+                and self._shifts.place(slot) < min(outbox.num_streams, warm_up.num_streams)
             ):
                 if not (num_bytes := warm_up.may_send(now)):
                     time.sleep(0.001)
@@ -353,7 +355,7 @@ class Channel:
         elif record.kind == RecordKind.PONG:
             self.rtt_s = min(self.rtt_s, (now_ns() - record.a) / 1e9)
             if record.b and (warm_up := self._warm_up) is not None:
-                warm_up.came_back(record.b, (now_ns() - record.a) / 1e9, now)
+                warm_up.came_back(record.b, now)
         elif record.kind == RecordKind.POSTED:
             self.outbox.posted(record.tag)
         elif record.kind == RecordKind.FREED:

@@ -2,7 +2,7 @@
 
 Kernel buffers, middleboxes and proxies all take in more than the path carries. So the limit follows delay, as FAST
 TCP's window does: after each round trip it becomes what would make the quickest chunk late by a small slack, no
-more. At first, until anything is late at all, it doubles. Knows numbers only.
+more. Knows numbers only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-FIRST_BYTES, MAX_BYTES = 16 * 1024, 1 << 30
+FIRST_BYTES, MAX_BYTES = 128 * 1024, 1 << 30
 MEMORY_S = 30.0
 
 
@@ -18,21 +18,29 @@ class Flight:
     """Fed with what came back, and how long after the kernel had taken it."""
 
     def __init__(self, rtt_s: float) -> None:
-        self.rtt_s, self.limit_bytes = rtt_s, FIRST_BYTES
-        self.least_bytes = FIRST_BYTES
-        """However late things are: what the path was seen to hold. Below it, lateness is not our queue, and less under
-        way would only make bbr believe in less."""
-        self.starting = True
-        """Nothing was late yet."""
+        self.rtt_s = rtt_s
+        self.least_bytes, self.most_bytes = 0, MAX_BYTES
+        self._limit_bytes = FIRST_BYTES
         self._lock = threading.Lock()
         self._lows: deque[tuple[float, float]] = deque()
         """The quickest of some rounds, increasing: the first is the quickest of all that count."""
         self._begin, self._quickest_s, self._was_full = 0.0, float("inf"), False
 
     @property
+    def limit_bytes(self) -> int:
+        return max(self.least_bytes, min(self.most_bytes, self._limit_bytes))
+
+    @property
     def slack_s(self) -> float:
         """How much later than the quickest we like to be: enough to keep the path busy, too little to fill queues."""
         return 0.005 + 0.15 * self.rtt_s
+
+    def learn(self, rate_bps: float) -> None:
+        """What the path was seen to deliver bounds the limit on both sides. Below what it holds, lateness is not our
+        queue, and less under way would only make bbr believe in less; far above it, queues overflow, which the first
+        chunks of a burst, never late, do not tell."""
+        self.least_bytes = int(rate_bps / 8 * (1.25 * self.rtt_s + 0.012))
+        self.most_bytes = int(rate_bps / 8 * (1.5 * self.rtt_s + 0.015))
 
     def filled(self) -> None:
         """Somebody wanted to send and was held back by the limit."""
@@ -51,12 +59,7 @@ class Flight:
         while self._lows and self._lows[-1][1] >= quickest_s:
             self._lows.pop()
         self._lows.append((now, quickest_s))
-        base_s = self._lows[0][1]
         self._begin, self._quickest_s, self._was_full = now, float("inf"), False
-        if self.starting and quickest_s > base_s + self.slack_s / 2:
-            self.starting = False
-        change = (base_s + self.slack_s) / quickest_s
-        if change > 1 and not was_full:
-            return
-        change = 2.0 if self.starting else max(0.5, min(1.5, change))
-        self.limit_bytes = max(self.least_bytes, min(MAX_BYTES, int(self.limit_bytes * change)))
+        change = (self._lows[0][1] + self.slack_s) / quickest_s
+        if change < 1 or was_full:
+            self._limit_bytes = int(self.limit_bytes * max(0.5, min(1.5, change)))

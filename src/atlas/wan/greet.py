@@ -15,8 +15,7 @@ from enum import IntEnum
 from atlas.errors import WorkerError
 from atlas.wan.seal import SECRET_BYTES, Seal, seal_of
 from atlas.wan.security import Security, TlsTalk, read_by, require_name, write_by
-from atlas.wan.stream import Stream, congestion_control
-from atlas.wan.tuning import NEAR_RTT_S
+from atlas.wan.stream import Stream
 from atlas.wan.wire import GREETING_BYTES, PLAIN, SEALED, Greeting, pack_greeting, preamble, unpack_greeting
 
 Address = tuple[str, int]
@@ -92,7 +91,6 @@ def _stream(sock: socket.socket, seal: Seal | None, rtt_s: float) -> Stream:
     """The round trip is that of the greetings: the kernel's own ends at the nearest proxy."""
     stream = Stream(sock, seal)
     stream.rtt_s = rtt_s
-    congestion_control(sock, near=rtt_s < NEAR_RTT_S)
     return stream
 
 

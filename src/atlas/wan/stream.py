@@ -48,6 +48,7 @@ class Stream:
         """Called every `TICK_S` of waiting; may raise to end the wait."""
         self._scratch = bytearray(0)
         self._tuned = (0, 0.0)
+        self._near: bool | None = None
         sock.settimeout(None)
         tick = struct.pack("@ll", int(TICK_S), int(TICK_S % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
@@ -144,8 +145,11 @@ class Stream:
         self.abort()
         self.sock.close()
 
-    def tune(self, lowat_bytes: int, pacing_bps: float | None) -> None:
+    def tune(self, lowat_bytes: int, pacing_bps: float | None, *, near: bool) -> None:
         """How much the kernel may hold unsent, and how fast it may send. Where the kernel refuses, it is as it was."""
+        if near != self._near:
+            self._near = near
+            congestion_control(self.sock, near=near)
         before_lowat, before_bps = self._tuned
         if lowat_bytes == before_lowat and abs((pacing_bps or 0.0) - before_bps) <= 0.05 * before_bps:
             return
