@@ -34,7 +34,7 @@ from bubbletea.serve.ground import of_training
 MS = 1_000_000
 STEPS, SETTLED = 16, 5
 """Steps of each run, and after how many of them it counts: windows have to be learnt first."""
-WAITING = 12
+WAITING = 36
 """Prompts that are always waiting: more than the bubbles take."""
 PROGRAM = with_optimizer(one_f_one_b(Layout(2, 3, 4, ("east", "middle", "west"))))
 COSTS = uniform_costs(
@@ -78,7 +78,7 @@ def train(setup: Setup, seconds: list[float]) -> Emulation:
 
 async def filled_run(tally: Tally, seconds: list[float]) -> Emulation:
     ground = of_training(simulate(repeated(PROGRAM, 4), COSTS), 64 << 20, PIECE, 10 * MS)
-    settings = Settings("tiny", Served(MODEL), split=2, chunk=128, arena_bytes=64 << 20, budget=0.01)
+    settings = Settings("tiny", Served(MODEL), split=1, chunk=128, arena_bytes=64 << 20, budget=0.01)
     parts = assemble(settings, ground, Keys.nobody())
     tally.listen(parts)
     with tempfile.TemporaryDirectory() as folder:

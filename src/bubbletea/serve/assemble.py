@@ -144,6 +144,8 @@ def _orders(settings: Settings, ground: Ground, lanes: list[Lane], risk: float) 
                 risk=risk,
                 pace=ground.pace,
                 head_ns=ground.head_ns,
+                budget=settings.budget,
+                sensitivity=ground.sensitivity,
                 waits_ns=ground.waits_ns(worker),
             )
     return orders

@@ -107,7 +107,7 @@ class Crew:
 
     def cancel(self, worker: int, job: int, attempt: int) -> None:
         member = self.members.get(worker)
-        if member is not None:
+        if member is not None and not member.writer.is_closing():
             write(member.writer, CANCEL, {"job": job, "attempt": attempt})
 
     # ---- in ------------------------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ class Ground:
     pace: LayerTime | None = None
     """On paced devices: how long a layer keeps one busy."""
     head_ns: int = 0
+    sensitivity: float = 1.0
+    """By how much training's iteration becomes longer where its ops do; 1 unless it is known to be less."""
 
     def waits_ns(self, worker: int) -> dict[int, int]:
         """By op: how long it is expected to wait."""
@@ -40,6 +42,13 @@ def of_training(timeline: Timeline, arena_bytes: int, pace: LayerTime | None = N
     pattern = pattern_of(timeline, np.full(program.num_workers, arena_bytes, np.int64))
     slots = [_slots(timeline, pattern, worker) for worker in range(program.num_workers)]
     return Ground(pattern, slots, program.num_ranks, pace, head_ns)
+
+
+def sensitivity(program: Program, costs: Costs, longer: float = 0.1) -> float:
+    """The share of an increase of all ops' durations that shows in the iteration's: little where the WAN binds."""
+    slower = replace(costs, compute_ns=(costs.compute_ns * (1 + longer)).astype(np.int64))
+    before, after = (simulate(program, priced).makespan_ns for priced in (costs, slower))
+    return max(0.0, (after / before - 1) / longer)
 
 
 def _slots(timeline: Timeline, pattern: Pattern, worker: int) -> dict[int, int]:
