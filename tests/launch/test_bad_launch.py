@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from wide_runs import QUICK, WISHES, free_port, job_text, run_wide, write_job
+from wide_runs import QUICK, WISHES, Run, free_port, job_text, run_wide, write_job
 
 from atlas.cli import main
 from atlas.errors import AtlasError
@@ -106,7 +108,7 @@ def test_data_shorter_than_one_batch(tmp_path: Path) -> None:
     text.write_text("too short")
     assert main(["data", "tokenize", str(text), "--out", str(shards)]) == 0
     job = write_job(tmp_path, *TWO)
-    wishes = WISHES.__class__("1f1b", device="cpu", model="job", data=str(shards))
+    wishes = replace(WISHES, data=str(shards))
     settings = {dc: {"data": str(shards)} for dc in TWO}
     run = run_wide(job, {dc: tmp_path / dc for dc in TWO}, Terms(2, restarts=QUICK), wishes=wishes, settings=settings)
     assert "tokens, but one sequence takes 33" in str(run.errors["east"])
@@ -134,18 +136,16 @@ def test_a_damaged_shard_is_named_and_nothing_is_overwritten(tmp_path: Path) -> 
 
 def test_another_plan_elsewhere_is_refused_with_its_reason(tmp_path: Path) -> None:
     job, other = write_job(tmp_path, *TWO), write_job(tmp_path / "west", *TWO, num_microbatches=8)
-    import threading
-
     port = free_port()
-    runs = {}
+    runs: dict[str, Run] = {}
 
     def lead() -> None:
-        terms = Terms(2, gather_s=4.0, restarts=QUICK)
+        terms = Terms(2, gather_s=6.0, restarts=QUICK)
         runs["east"] = run_wide(job, {"east": tmp_path / "east"}, terms, port=port)
 
     leader = threading.Thread(target=lead)
     leader.start()
-    run = run_wide(other, {"west": tmp_path / "west"}, Terms(2, gather_s=4.0), port=port)
+    run = run_wide(other, {"west": tmp_path / "west"}, Terms(2, gather_s=6.0), port=port)
     leader.join()
     assert "refuses west: it holds another plan" in str(run.errors["west"])
     assert "west did not come to" in str(runs["east"].errors["east"])

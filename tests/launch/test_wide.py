@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -11,14 +12,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from wide_runs import QUICK, Run, free_port, hashes, job_text, run_wide, write_job
+from wide_runs import LIMIT_S, QUICK, WISHES, Run, free_port, hashes, job_text, losses_alone, run_wide, write_job
 
 from atlas.errors import AtlasError
 from atlas.launch import lead
 from atlas.launch.conductor import Terms
+from atlas.launch.emulate import Progress
+from atlas.launch.rehearse import rehearse
 from atlas.runtime.checkpoint import LocalStore, complete_ids
 from atlas.spec import Job
 
@@ -124,6 +128,39 @@ def test_a_save_that_cannot_be_written_is_told_and_training_goes_on(
     assert [id.step for id in complete_ids([LocalStore(tmp_path / dc / "own") for dc in TWO])] == [2, 6, 8]
 
 
+def test_an_emulated_run_restarts_too(
+    undisturbed: tuple[Run, dict[str, str]], small: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    struck: list[int] = []
+
+    def strike(done: Progress, predicted_s: float) -> None:
+        if done.num_done >= 5 and not struck:
+            struck.append(next(pid for pid in children_of([os.getpid()]) if "runtime.process" in command_of(pid)))
+            os.kill(struck[0], signal.SIGKILL)
+
+    wishes = replace(WISHES, steps=NUM_STEPS, checkpoints=tmp_path / "saves", save_every=2)
+    result = rehearse(small, wishes, on_step=strike)
+    assert struck
+    assert "was killed by SIGKILL. Restart 1 of 5 in a row" in caplog.text
+    assert result.first_step + len(result.run.losses) == NUM_STEPS
+    assert hashes({dc: tmp_path / "saves" / dc for dc in TWO}, NUM_STEPS, shelf=".") == undisturbed[1]
+
+
+def children_of(parents: list[int]) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) in parents:
+                found.append(int(entry.name))
+    return found
+
+
+def command_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
 # ---- launchers as processes ----------------------------------------------------------------------------------------
 class Launcher:
     """`atlas train --dc` as a process of its own."""
@@ -142,7 +179,7 @@ class Launcher:
         self.log.seek(0)
         return self.log.read()
 
-    def wait_for(self, words: str, timeout_s: float = 35) -> None:
+    def wait_for(self, words: str, timeout_s: float = LIMIT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while words not in self.said:
             assert time.monotonic() < deadline, self.said
@@ -168,8 +205,6 @@ def launched(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
 
 
 def steps_in(log: Path) -> dict[int, float]:
-    import json
-
     return {line["step"]: line["loss"] for line in map(json.loads, log.read_text().splitlines())}
 
 
@@ -177,25 +212,25 @@ def test_a_lost_datacenter_is_left_behind_and_its_shards_come_from_the_copy(
     launched: Callable[..., Launcher], tmp_path: Path
 ) -> None:
     job = write_job(tmp_path / "plan", *THREE)
-    alone = run_wide(job, {dc: tmp_path / "whole" / dc for dc in THREE}, Terms(12, save_every=2, restarts=QUICK))
+    alone = losses_alone(job, 12)
     port, log = free_port(), tmp_path / "steps.jsonl"
     flags = ["--steps", "12", "--grace", "1.5", "--auto-replan"]
     east = launched("east", port, *flags, "--log", str(log))
     others = {dc: launched(dc, port, *flags) for dc in THREE[1:]}
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LIMIT_S
     while not list(tmp_path.glob("east/saves/of-south/step-00000002-a0/*.part.json")):
         assert time.monotonic() < deadline, east.said
         time.sleep(0.02)
     others["south"].process.kill()
     others["south"].process.wait()
     shutil.rmtree(tmp_path / "south")
-    assert east.process.wait(30) == 0, east.said
-    assert others["west"].process.wait(10) == 0
+    assert east.process.wait(LIMIT_S) == 0, east.said
+    assert others["west"].process.wait(LIMIT_S) == 0
     assert "datacenter south is lost" in east.said
     assert "goes on from the checkpoint of step" in east.said
     found = steps_in(log)
     assert sorted(found) == list(range(1, 13))
-    for step, loss in alone.losses.items():
+    for step, loss in alone.items():
         assert abs(found[step] - loss) <= 1e-5 * loss, (step, found[step], loss)
 
 
@@ -205,23 +240,26 @@ def test_ctrl_c_in_any_datacenter_saves_and_leaves_nothing_running(
     port, job = free_port(), job_text(*TWO, num_microbatches=16)
     launchers = [launched(dc, port, "--steps", "100000", job=job) for dc in TWO]
     launchers[0].wait_for("step ")
-    before = children_of(launchers)
+    before = children_of([launcher.process.pid for launcher in launchers])
     assert len(before) >= 2
     launchers[1].process.send_signal(signal.SIGINT)
-    assert [launcher.process.wait(15) for launcher in launchers] == [130, 130], launchers[0].said
+    assert [launcher.process.wait(LIMIT_S) for launcher in launchers] == [130, 130], launchers[0].said
     assert "and saved: the same command goes on from there" in launchers[1].said
     assert "Traceback" not in launchers[0].said + launchers[1].said
     assert not any(map(is_alive, before))
     assert complete_ids([LocalStore(tmp_path / dc / "saves" / "own") for dc in TWO])
 
 
-def children_of(launchers: list[Launcher]) -> list[int]:
-    parents, found = {launcher.process.pid for launcher in launchers}, []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) in parents:
-                found.append(int(entry.name))
-    return found
+def test_torchrun_gives_every_worker_a_launcher(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(job_text("east", pp=2))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "atlas"]
+    command += ["train", "job.yaml", "--dc", "east", "--device", "cpu", "--data", "shipped", "--steps", "2"]
+    command += ["--rendezvous", f"127.0.0.1:{free_port()}", "--checkpoints", "saves", "--no-bar"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("step 2 is done") == 2
+    assert len(list((tmp_path / "saves" / "own" / "step-00000002-a0").glob("p0.s*.part.json"))) == 2
 
 
 def test_a_lost_datacenter_ends_the_run_where_nobody_allowed_more(small: Job, tmp_path: Path) -> None:

@@ -17,10 +17,14 @@ from atlas.launch.rendezvous import SiteName
 from atlas.launch.site import SiteSettings
 from atlas.launch.supervisor import Restarts
 from atlas.launch.wide import Here, Hooks, train_here
+from atlas.launch.work import make_work
 from atlas.runtime.checkpoint import LocalStore, choose
+from atlas.runtime.reference import train_alone
 from atlas.spec import Job, load_job
 
 WISHES = Wishes("1f1b", device="cpu", model="job", data="shipped", learning_rate=3e-3)
+LIMIT_S = 120.0
+"""Seconds are enough on a machine that has nothing else to do."""
 QUICK = Restarts(max_in_a_row=3, first_wait_s=0.1)
 
 
@@ -106,15 +110,22 @@ def run_wide(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LIMIT_S)
         assert not thread.is_alive(), f"{thread.name} does not end; said: {run.said}"
     return run
 
 
-def hashes(folders: Mapping[str, Path] | Sequence[Path], step: int) -> dict[str, str]:
+def losses_alone(job: Job, num_steps: int) -> dict[int, float]:
+    """Of one process that trains the same batches, by step."""
+    work = make_work(job, WISHES)
+    program = work.program
+    losses, _ = train_alone(work.training, program.num_pipelines, program.num_microbatches, num_steps)
+    return dict(enumerate(losses, 1))
+
+
+def hashes(folders: Mapping[str, Path], step: int, shelf: str = "own") -> dict[str, str]:
     """SHA-256 of every layer's weights and optimizer state in the checkpoint of a step, replicas left out."""
-    roots = folders.values() if isinstance(folders, Mapping) else folders
-    checkpoint = choose([LocalStore(root / "own") for root in roots], step=step)
+    checkpoint = choose([LocalStore(folder / shelf) for folder in folders.values()], step=step)
     assert checkpoint is not None
     found: dict[str, str] = {}
     for _, part in checkpoint.parts:
