@@ -75,7 +75,7 @@ def test_saves_are_copied_to_the_next_datacenter(undisturbed: tuple[Run, dict[st
     assert run.starts == 1
     assert sorted(run.losses) == list(range(1, NUM_STEPS + 1))
     assert run.losses[NUM_STEPS] < run.losses[1]
-    assert len(weights) == 2 * (small.model.layers + 2)
+    assert len(weights) > 3 * small.model.layers  # weights, and two moments of each
 
 
 def test_a_killed_worker_is_started_again_with_all_others_and_nothing_is_lost(
@@ -179,13 +179,6 @@ class Launcher:
         self.log.seek(0)
         return self.log.read()
 
-    def wait_for(self, words: str, timeout_s: float = LIMIT_S) -> None:
-        deadline = time.monotonic() + timeout_s
-        while words not in self.said:
-            assert time.monotonic() < deadline, self.said
-            assert self.process.poll() is None or words in self.said, self.said
-            time.sleep(0.05)
-
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
@@ -238,8 +231,13 @@ def test_ctrl_c_in_any_datacenter_saves_and_leaves_nothing_running(
     launched: Callable[..., Launcher], tmp_path: Path
 ) -> None:
     port, job = free_port(), job_text(*TWO, num_microbatches=16)
-    launchers = [launched(dc, port, "--steps", "100000", job=job) for dc in TWO]
-    launchers[0].wait_for("step ")
+    (tmp_path / "steps").mkdir()
+    log = tmp_path / "steps"
+    launchers = [launched(dc, port, "--steps", "100000", "--log", str(log / dc), job=job) for dc in TWO]
+    deadline = time.monotonic() + LIMIT_S
+    while not ((log / "east").exists() and (log / "east").stat().st_size):
+        assert time.monotonic() < deadline, launchers[0].said
+        time.sleep(0.05)
     before = children_of([launcher.process.pid for launcher in launchers])
     assert len(before) >= 2
     launchers[1].process.send_signal(signal.SIGINT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from atlas.launch.site import SiteSettings
 from atlas.launch.supervisor import Restarts
 from atlas.launch.wide import Here, Hooks, train_here
 from atlas.launch.work import make_work
-from atlas.runtime.checkpoint import LocalStore, choose
+from atlas.runtime.checkpoint import LocalStore, choose, load_layers
 from atlas.runtime.reference import train_alone
 from atlas.spec import Job, load_job
 
@@ -124,11 +125,11 @@ def losses_alone(job: Job, num_steps: int) -> dict[int, float]:
 
 
 def hashes(folders: Mapping[str, Path], step: int, shelf: str = "own") -> dict[str, str]:
-    """SHA-256 of every layer's weights and optimizer state in the checkpoint of a step, replicas left out."""
+    """SHA-256 of every weight and its optimizer state in the checkpoint of a step, replicas left out."""
     checkpoint = choose([LocalStore(folder / shelf) for folder in folders.values()], step=step)
     assert checkpoint is not None
-    found: dict[str, str] = {}
-    for _, part in checkpoint.parts:
-        found |= {f"{layer} weights": blob.sha256 for layer, blob in part.weights.items()}
-        found |= {f"{layer} optimizer": blob.sha256 for layer, blob in part.optimizer.items()}
-    return found
+    tensors: dict[str, Any] = {}
+    for state in load_layers(checkpoint, checkpoint.layers).values():
+        tensors |= state.parameters
+        tensors |= {f"{name} {slot}": t for name, slots in state.optimizer.items() for slot, t in slots.items()}
+    return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}

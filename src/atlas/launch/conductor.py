@@ -180,6 +180,7 @@ class Conductor:
         self._epoch += 1
         home = {seat.name: guest for guest in guests for seat in self.work.seats_of(guest.name)}
         with Spread(self._epoch, self.rendezvous, guests, home, self.terms.grace_s) as crew:
+            crew.warn = self._say
             crew.order_all({"life": self._epoch, "datacenters": list(self._all_datacenters)})
             met = crew.hear("begun", MEET_S, of=crew.sites)
             start = self._begin(crew, guests, {site: found["keeper"] for site, found in met.items()})
@@ -188,9 +189,6 @@ class Conductor:
                 return Ending(start.first_step, [], sentence)
             self._num_done = max(self._num_done, start.first_step)
             self._prepare(crew, guests, start)
-            self._connect(crew, {site: found["host"] for site, found in met.items()}, start)
-            if start.resume is not None:
-                self._say(f"goes on from the checkpoint of step {start.resume}")
             lead = Lead(
                 crew,
                 self.work,
@@ -201,6 +199,9 @@ class Conductor:
                 say=self._say,
                 tell=self._tell,
             )
+            self._connect(crew, {site: found["host"] for site, found in met.items()}, start, lead)
+            if start.resume is not None:
+                self._say(f"goes on from the checkpoint of step {start.resume}")
             try:
                 return lead.play()
             finally:
@@ -276,7 +277,7 @@ class Conductor:
         if self._on_start is not None:
             self._on_start({name: pid for found in pids.values() for name, pid in found.items()})
 
-    def _connect(self, crew: Spread, hosts: Mapping[str, str], start: Start) -> None:
+    def _connect(self, crew: Spread, hosts: Mapping[str, str], start: Start, lead: Lead) -> None:
         """Tells workers where their peers are, and keepers who will copy to them."""
         ports = crew.hear("listening", START_S)
         seats = {seat.node: seat for seat in self.work.seats}
@@ -294,4 +295,4 @@ class Conductor:
                 address = (hosts[crew.site_of(peer)], ports[peer][wire.peer_end])
                 places.append((wire.end, wire.peer, wire.lane, *self._route(seat.node, wire.peer, address)))
             crew.tell(seat.name, {"channels": places})
-        crew.hear("ready", START_S)
+        crew.hear("ready", START_S, meanwhile=lead.note)  # copies of earlier saves begin with the connections

@@ -7,7 +7,6 @@ differ only by what really happened. Knows plans of nobody.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -30,7 +29,6 @@ from atlas.runtime.assignment import Assignment, FillerChoice, SaveChoice, Train
 from atlas.runtime.wiring import TIED, Seat, require_runnable
 from atlas.wan.emulator.proxy_net import ProxyNet
 
-log = logging.getLogger("atlas.launch")
 START_TIMEOUT_S = 90.0
 """Importing torch in a dozen processes on two cores takes its time."""
 HEADSTART_NS = 100_000_000
@@ -240,9 +238,7 @@ class _Run:
             self.meter.note(message["step"])
         elif "saved" in message:
             self._note_saved(name, message["saved"])
-        elif "warning" in message:
-            log.warning("%s: %s", name, message["warning"])
-        return not message.keys().isdisjoint({"step", "saved", "warning"})
+        return "step" in message or "saved" in message
 
     def _note_saved(self, name: str, id: list[int]) -> None:
         """A save that everybody has written is complete, and lets older ones go."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import signal
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import atlas
 from atlas.errors import AtlasError, WorkerError
 
+log = logging.getLogger("atlas.launch")
 GRACE_S = 0.7
 """How long after a first complaint to listen for others: who died matters more than who noticed."""
 
@@ -56,6 +58,7 @@ class Voices(ABC):
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
+        self.warn: Callable[[str], None] = log.warning
         self._said: queue.SimpleQueue[Said] = queue.SimpleQueue()
 
     @abstractmethod
@@ -102,10 +105,16 @@ class Voices(ABC):
             others.append(said)
 
     def _next(self, timeout_s: float, missing: Callable[[], str]) -> Said:
-        try:
-            return self._said.get(timeout=timeout_s)
-        except queue.Empty:
-            raise WorkerError(f"{missing()} within {timeout_s:g} s") from None
+        """Warnings, which may come at any time, are told on the way."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                said = self._said.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise WorkerError(f"{missing()} within {timeout_s:g} s") from None
+            if said.message is None or "warning" not in said.message:
+                return said
+            self.warn(f"{self.title(said.name)}: {said.message['warning']}")
 
     def _root_cause(self, name: str, message: dict[str, Any] | None) -> AtlasError:
         """A worker that died without a word explains the complaints of its peers; otherwise the first counts. What

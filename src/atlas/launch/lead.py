@@ -79,7 +79,7 @@ class Lead:
         stopped = False
         with self._watch:
             try:
-                self.crew.hear("result", self.silence_s, meanwhile=self._meanwhile)
+                self.crew.hear("result", self.silence_s, meanwhile=self.note)
             except KeyboardInterrupt:
                 if not self.saves:
                     raise
@@ -107,7 +107,7 @@ class Lead:
         def meanwhile(name: str, message: dict[str, Any]) -> bool:
             if "result" in message:
                 results[name] = message["result"]
-            return "result" in message or self._meanwhile(name, message)
+            return "result" in message or self.note(name, message)
 
         for name in self.crew.names:
             self.crew.tell(name, {"stop": True})
@@ -115,19 +115,18 @@ class Lead:
         for name in self.crew.names:
             self.crew.tell(name, {"last_step": max(begun.values()) - 1})
         late = [name for name in self.crew.names if name not in results]
-        self.crew.hear("result", self.silence_s, of=late, meanwhile=self._meanwhile)
+        self.crew.hear("result", self.silence_s, of=late, meanwhile=self.note)
 
     # ---- what they say -----------------------------------------------------------------------------------------------
-    def _meanwhile(self, name: str, message: dict[str, Any]) -> bool:
+    def note(self, name: str, message: dict[str, Any]) -> bool:
+        """What comes at any time; whether it was that."""
         if "step" in message:
             self._note_step(name, message)
         elif "saved" in message or "copied" in message:
             self._note_saved(name, message)
         elif "where" in message:
             self._watch.note(name, message["where"])
-        elif "warning" in message:
-            self.say(f"{self.crew.title(name)}: {message['warning']}")
-        return not message.keys().isdisjoint({"step", "saved", "copied", "where", "warning"})
+        return not message.keys().isdisjoint({"step", "saved", "copied", "where"})
 
     def _note_step(self, name: str, message: dict[str, Any]) -> None:
         first = message["step"]

@@ -130,11 +130,12 @@ class Replicator:
         return True
 
     def _waiting(self) -> list[tuple[SaveId, str]]:
-        """Parts that are here and not there, oldest first."""
+        """Parts that are here and not there, oldest first; not what the target has had and let go."""
         done = set(self._record.parts) & set(self.target.names("step-")) | self._refused
         return [
             (id, name)
             for id in sorted(ids(self.source))
+            if not self.retention.is_past(id)
             for name in self.source.names(id.folder)
             if name.endswith(SUFFIX) and self._record.covers(id, name) and name not in done
         ]

@@ -28,6 +28,12 @@ class Retention:
         with self._lock:
             self._confirmed |= set(complete)
 
+    def is_past(self, id: SaveId) -> bool:
+        """Whether it is older than what is kept, as far as has been confirmed."""
+        with self._lock:
+            known = sorted(self._confirmed)
+        return len(known) >= self.keep and id < known[-self.keep]
+
     def prune(self, store: Store) -> list[SaveId]:
         """Delete what may go from `store`; what went."""
         present = ids(store)

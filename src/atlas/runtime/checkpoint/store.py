@@ -64,9 +64,9 @@ class LocalStore:
         return self._path(name).open("rb")
 
     def names(self, prefix: str = "") -> list[str]:
-        if not self.root.is_dir():
-            return []
-        found = (path.relative_to(self.root).as_posix() for path in self.root.rglob("*") if path.is_file())
+        # A folder may go while we look (os.walk then passes over it): another process clears old saves away.
+        files = (Path(folder, name) for folder, _, names in os.walk(self.root) for name in names)
+        found = (path.relative_to(self.root).as_posix() for path in files)
         return sorted(name for name in found if name.startswith(prefix) and not _is_unfinished(name))
 
     def delete(self, name: str) -> None:
