@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ from bubbletea.prefill.job import Piece, Task, even_ends
 from bubbletea.prefill.pace import Pace
 from bubbletea.prefill.shard import Served, Shard
 from bubbletea.prefill.staging import Staged
+from bubbletea.prefill.throttle import Throttle
 
 STAGES, MICROBATCHES, PIPELINES, IN_FLIGHT = 3, 8, 4, 4
 MIDDLE = 1
@@ -57,7 +59,7 @@ LLAMA_3_8B = DecoderConfig(
     vocabulary=128256, max_length=8192, norm="rms", norm_eps=1e-5, positions="rope", qkv_bias=False, out_bias=False,
     mlp_bias=False, gated=True, activation="silu", tied=False, rope_theta=500000.0,
 )  # fmt: skip
-PROMPT, CHUNK = 4096, 2048
+PROMPT, CHUNK, QUEUED = 4096, 2048, 8
 MARGIN_NS = 300_000
 
 
@@ -225,17 +227,20 @@ class Prefill:
         self.engine = Engine(shard, self.mouth, pace=pace)
         self.spans: list[Span] = []
         self._shared = SharedDevice(device, self.spans.append)
-        self._next = 0
+        threading.Thread(target=self._offer, daemon=True).start()
 
-    def filling(self) -> Filling:
+    def filling(self, throttle: Throttle | None) -> Filling:
         """A guard that knows nothing yet."""
-        return Filling(self.engine, Guard(0.05), self._shared, MARGIN_NS)
+        return Filling(self.engine, Guard(0.05), self._shared, MARGIN_NS, throttle=throttle)
 
-    def top_up(self) -> None:
-        while self.engine.num_tasks < 6:
-            self._next += 1
-            tokens = np.random.default_rng(self._next).integers(0, LLAMA_3_8B.vocabulary, PROMPT).tolist()
-            self.engine.offer(Task(self._next, 0, PROMPT, 0, even_ends(0, PROMPT, CHUNK), 0, self._next), tokens)
+    def _offer(self) -> None:
+        """As the service would, from another thread."""
+        prompts = np.random.default_rng(0).integers(0, LLAMA_3_8B.vocabulary, (16, PROMPT)).tolist()
+        for number in count():
+            while self.engine.num_tasks >= QUEUED:
+                time.sleep(0.01)
+            task = Task(number, 0, PROMPT, 0, even_ends(0, PROMPT, CHUNK), 0, number)
+            self.engine.offer(task, prompts[number % len(prompts)])
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------
@@ -257,9 +262,16 @@ class Run:
         return {kind: int(statistics.median(took)) for kind, took in self.op_ns.items()}
 
 
-def run(trainer: Trainer, rhythm: Rhythm, iterations: int, skip: int, prefill: Prefill | None) -> Run:
-    """The first `skip` iterations are for the guard to learn."""
-    found, filling = Run(), prefill.filling() if prefill else None
+def run(
+    trainer: Trainer,
+    rhythm: Rhythm,
+    iterations: int,
+    skip: int,
+    prefill: Prefill | None = None,
+    throttle: Throttle | None = None,
+) -> Run:
+    """The first `skip` iterations are for guard and throttle to learn."""
+    found, filling = Run(), prefill.filling(throttle) if prefill else None
     start_ns = time.monotonic_ns() + 50_000_000
     for number in range(iterations + skip):
         if number == skip and prefill is not None:
@@ -267,14 +279,13 @@ def run(trainer: Trainer, rhythm: Rhythm, iterations: int, skip: int, prefill: P
             kv_before = prefill.mouth.kv_bytes
         counts = number >= skip
         origin_ns = start_ns + number * rhythm.period_ns
-        free_ns = began_ns = 0
+        free_ns = 0
         for index, op in enumerate(rhythm.ops):
-            if prefill is not None:
-                prefill.top_up()
             ready_ns = origin_ns + (rhythm.arrive_ns[index] or 0)
             _wait(Position(number, index), ready_ns, filling)
             span = trainer.op(op)
-            began_ns = began_ns or span.start_ns
+            if throttle is not None:
+                throttle.ran(number, index, span.end_ns - span.start_ns)
             if counts:
                 found.late_ns.append(span.start_ns - max(ready_ns, free_ns))
                 found.op_ns[op.kind].append(span.end_ns - span.start_ns)
@@ -337,10 +348,21 @@ def judge(report: Report, rhythm: Rhythm, alone: Run, filled: Run, base_ns: dict
             report.figure(f"{name}: {kind.name} longer by", 100 * (ratio - 1), "%")
 
 
+def judge_throttle(report: Report, rhythm: Rhythm, alone: Run, filled: Run, throttle: Throttle) -> None:
+    """As if compute bound all of training: every op's slow-down counts in full."""
+    name = f"busy {rhythm.busy:.0%}, throttled"
+    total = (filled.training_ns + filled.filled_ns) / filled.wall_ns
+    ratio = sum(filled.medians().values()) / sum(alone.medians().values())
+    report.figure(f"{name}: ops longer by", 100 * (ratio - 1), "%", at_most=100 * throttle.budget)
+    report.figure(f"{name}: GPU busy with prefill", 100 * total, "%")
+    report.figure(f"{name}: share of waits used", 100 * throttle.share, "%")
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--busy", type=float, nargs="+", default=[0.3, 0.45, 0.6])
     parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--throttle", type=float, default=0.005, help="budget of the throttled run; 0: none")
     parser.add_argument("--learn", type=int, default=4, help="iterations before the measured ones")
     return parser.parse_args(argv)
 
@@ -362,9 +384,13 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
             f"period {rhythm.period_ns / 1e9:.2f} s, busy {rhythm.busy:.1%}, WAN {rhythm.wan_ns / 1e6:.0f} ms",
             flush=True,
         )
-        alone = run(trainer, rhythm, options.iterations, 1, None)
+        alone = run(trainer, rhythm, options.iterations, 1)
         filled = run(trainer, rhythm, options.iterations, options.learn, prefill)
         judge(report, rhythm, alone, filled, base_ns)
+        if options.throttle:
+            throttle = Throttle(options.throttle)
+            gently = run(trainer, rhythm, options.iterations, 5 * options.learn, prefill, throttle)
+            judge_throttle(report, rhythm, alone, gently, throttle)
     report.figure("memory at the peak", torch.cuda.max_memory_allocated() / 2**30, "GiB")
     return report.finish()
 

@@ -15,7 +15,7 @@ from atlas.cost.table import kind_costs
 from atlas.errors import AtlasError
 from atlas.ir.program import Layout, with_optimizer
 from atlas.runtime.assignment import FillerChoice, stand_in
-from atlas.runtime.device import Paced
+from atlas.runtime.device import Paced, Span
 from atlas.runtime.waits import Filler, Position, SharedDevice, WorkerFacts, load_filler
 from atlas.schedules.classic import one_f_one_b
 
@@ -32,6 +32,7 @@ class Slicer:
     def __init__(self) -> None:
         self.facts: WorkerFacts | None = None
         self.num_slices, self.waits, self.closed = 0, list[tuple[Position, int]](), False
+        self.ops: list[Position] = []
 
     def attach(self, facts: WorkerFacts, device: SharedDevice) -> None:
         self.facts, self.device = facts, device
@@ -43,6 +44,9 @@ class Slicer:
 
     def waited(self, position: Position, began_ns: int, ended_ns: int) -> None:
         self.waits.append((position, ended_ns - began_ns))
+
+    def ran(self, position: Position, span: Span) -> None:
+        self.ops.append(position)
 
     def close(self) -> None:
         self.closed = True
@@ -92,6 +96,7 @@ def test_a_filler_knows_where_it_waits() -> None:
     assert indices[0] == indices[1] == indices[2], "the same ops wait in every step"
     assert all(str(facts.ops[index])[1] == "B" for index in indices[0])
     assert max(waited_ns for _, waited_ns in slicers[0].waits) > 10 * MS
+    assert slicers[0].ops == [Position(step, index) for step in range(3) for index in range(len(facts.ops))]
 
 
 def test_a_filler_that_fails_is_dropped_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:

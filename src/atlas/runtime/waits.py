@@ -87,6 +87,9 @@ class Filler(Protocol):
     def waited(self, position: Position, began_ns: int, ended_ns: int) -> None:
         """The wait is over; called for every op that can wait, also when its input was there (began = ended)."""
 
+    def ran(self, position: Position, span: Span) -> None:
+        """An op of training has run."""
+
     def close(self) -> None:
         """Training has ended."""
 
@@ -124,6 +127,10 @@ class Waits:
         if not arrived():
             self._call(lambda filler: filler.fill(position, arrived))
         return began_ns
+
+    def ran(self, position: Position, span: Span) -> None:
+        if self._filler is not None:
+            self._call(lambda filler: filler.ran(position, span))
 
     def close(self) -> None:
         if self._filler is not None:

@@ -175,7 +175,9 @@ class Worker:
         now = Pass(number, self.next_step, start_ns, self.recorder.begin(self.next_step))
         self.next_step += self.program.num_iterations
         for index, op in enumerate(self.ops):
-            now.record.note_op(self._dispatch[op.kind](op, index, now))
+            span = self._dispatch[op.kind](op, index, now)
+            now.record.note_op(span)
+            self.waits.ran(Position(now.first_step, index), span)
             self.transfers.require_sound()
             self.recorder.flush()
         self._note_losses(now)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from atlas.runtime.device import Span
 from atlas.runtime.waits import Position, SharedDevice, WorkerFacts
 from atlas.wan.endpoint import Endpoint
 from atlas.wan.settings import Settings
@@ -23,6 +24,7 @@ from bubbletea.prefill.link import Link
 from bubbletea.prefill.messages import Order
 from bubbletea.prefill.pace import Pace
 from bubbletea.prefill.shard import Shard
+from bubbletea.prefill.throttle import Throttle
 
 STREAMS = Settings(max_streams=1)
 """Activations of a chunk between hosts of one datacenter."""
@@ -35,11 +37,14 @@ class BubbleTea:
         self.settings = settings
         self._link: Link | None = None
         self._transport: Endpoint | None = None
+        self._throttle: Throttle | None = None
 
     def attach(self, facts: WorkerFacts, device: SharedDevice) -> None:
-        self.open(facts.name, facts.datacenter, facts.worker, device)
+        self.open(facts.name, facts.datacenter, facts.worker, device, trains=True)
 
-    def open(self, worker_name: str, datacenter: str, worker: int, device: SharedDevice) -> None:
+    def open(
+        self, worker_name: str, datacenter: str, worker: int, device: SharedDevice, *, trains: bool = False
+    ) -> None:
         """Asks the service what to hold, and gets ready for it. Training has not begun: this may take its time."""
         token = Path(self.settings["token_file"]).read_text().strip()
         # Another life of the same worker is another node: its half-done transfers are nobody's.
@@ -60,7 +65,9 @@ class BubbleTea:
         warm_up(shard, pace, order.chunk)
         self.engine = Engine(shard, link, self._transport, self._reach, pace)
         guard, paced_ns = Guard(order.risk, order.waits_ns), None if order.pace is None else order.paced_ns
-        self._filling = Filling(self.engine, guard, device, order.margin_ns, paced_ns)
+        if order.pace is None and trains:
+            self._throttle = Throttle(order.budget, order.sensitivity)
+        self._filling = Filling(self.engine, guard, device, order.margin_ns, paced_ns, self._throttle)
         link.serve(self.engine)
 
     def fill(self, position: Position, arrived: Callable[[], bool]) -> None:
@@ -70,6 +77,10 @@ class BubbleTea:
         assert self._link is not None
         filled_ns = self._filling.over(position, ended_ns - began_ns)
         self._link.waited(position.step, position.index, began_ns, ended_ns, filled_ns)
+
+    def ran(self, position: Position, span: Span) -> None:
+        if self._throttle is not None:
+            self._throttle.ran(position.step, position.index, span.end_ns - span.start_ns)
 
     def close(self) -> None:
         if self._link is not None:

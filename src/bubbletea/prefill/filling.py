@@ -15,6 +15,7 @@ from atlas.runtime.waits import Position, SharedDevice
 from bubbletea.prefill.engine import Engine, Flight
 from bubbletea.prefill.guard import Guard
 from bubbletea.prefill.job import Piece
+from bubbletea.prefill.throttle import Throttle
 
 IDLE_S = 0.001
 """How often a wait without work looks for some, and for its end."""
@@ -32,8 +33,11 @@ class Filling:
         device: SharedDevice,
         margin_ns: int,
         paced_ns: Callable[[Piece], int] | None = None,
+        throttle: Throttle | None = None,
     ) -> None:
-        """`paced_ns`: how long a piece keeps a paced device busy; None on a real one."""
+        """`paced_ns`: how long a piece keeps a paced device busy; None on a real one. Without a throttle, all of every
+        wait is used."""
+        self.throttle = throttle
         self.engine, self.guard, self.device, self.margin_ns = engine, guard, device, margin_ns
         self._paced_ns = paced_ns
         self._flights: deque[Flight] = deque()
@@ -44,7 +48,10 @@ class Filling:
 
     def fill(self, position: Position, arrived: Callable[[], bool]) -> None:
         """Pieces as long as they fit; then, as there may be more work before the end, looks out for both."""
-        end_ns = time.monotonic_ns() + self.guard.wait_ns(position.index) - self.margin_ns
+        if self.throttle is not None and not self.throttle.may_fill(position.step):
+            return
+        share = 1.0 if self.throttle is None else self.throttle.share
+        end_ns = time.monotonic_ns() + int(share * self.guard.wait_ns(position.index)) - self.margin_ns
         while not arrived():
             self._settle()
             now_ns = time.monotonic_ns()

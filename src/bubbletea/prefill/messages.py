@@ -46,6 +46,10 @@ class Order:
     """On a paced device: how long a layer keeps it busy."""
     head_ns: int = 0
     """Likewise the head."""
+    budget: float = 0.005
+    """The share by which training may become slower."""
+    sensitivity: float = 1.0
+    """By how much an iteration becomes longer where this worker's ops do (`throttle`)."""
     waits_ns: dict[int, int] = field(default_factory=dict)
     """By op: how long it is expected to wait, until enough waits were seen."""
 

@@ -147,7 +147,7 @@ def _alone(args: argparse.Namespace, arena_bytes: int) -> Started:
 def _training(args: argparse.Namespace, arena_bytes: int) -> Started:
     from bubbletea.costs import price_prefill
     from bubbletea.serve.assemble import model_of
-    from bubbletea.serve.ground import of_training
+    from bubbletea.serve.ground import of_training, sensitivity
     from bubbletea.serve.training import Source, Training, rehearsed
 
     source = Source(args.plan, tuple(args.set), args.schedule, slower=args.slower)
@@ -156,7 +156,7 @@ def _training(args: argparse.Namespace, arena_bytes: int) -> Started:
     priced = price_prefill(gpu, model_of(_served(args)))
     pace = dataclasses.replace(priced.layer, floor_ns=max(priced.layer.floor_ns, PIECE_NS))
     ground = of_training(what.predicted, arena_bytes, pace, max(priced.head_ns, PIECE_NS))
-    ground = replace(ground, sensitivity=sensitivity(what.program, what.costs))
+    ground = dataclasses.replace(ground, sensitivity=sensitivity(what.program, what.costs))
 
     def workers(address: str, token_file: str) -> Training:
         return Training(source, {"address": address, "token_file": token_file})

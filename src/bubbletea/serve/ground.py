@@ -7,12 +7,15 @@ Says which window belongs to which wait of a worker. Knows Timelines; not reques
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from atlas.cost.table import Costs
 from atlas.ir.ops import USEFUL
+from atlas.ir.program import Program
 from atlas.ir.timeline import Timeline
+from atlas.sim import simulate
 from bubbletea.bubbles import Pattern, pattern_of, span
 from bubbletea.costs import LayerTime
 

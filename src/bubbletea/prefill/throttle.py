@@ -1,0 +1,60 @@
+"""Less prefill where it slows training down. A GPU that never rests may have to lower its clock: training's ops take a
+few per cent longer although none starts late. Time is no guard against that; this is.
+
+Some steps are left without prefill, to know what training's ops take alone. Where the others are slower by more than
+the operator's budget pays for, a smaller share of every wait is used, its beginning, so that the device rests before
+the next op. Knows durations of ops; not pieces.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+ALONE_FIRST, ALONE_EVERY = 2, 256
+"""Steps without prefill: the first ones, and then one of so many."""
+RECENT = 9
+LEAST = 0.1
+"""However slow training becomes, this share of its waits is used: the service must be seen to live."""
+FASTER = 1.05
+
+
+class Throttle:
+    """`sensitivity`: by how much an iteration becomes longer where all ops of this worker do, each by 1; the simulator
+    knows. Little where the WAN binds, 1 where compute does."""
+
+    def __init__(self, budget: float, sensitivity: float = 1.0) -> None:
+        self.budget, self.sensitivity = budget, sensitivity
+        self.share = 1.0
+        """Of each wait."""
+        self._step = -1
+        self._first: int | None = None
+        self._took: dict[bool, dict[int, deque[int]]] = {True: {}, False: {}}
+        """By whether the step had prefill, by op."""
+
+    def may_fill(self, step: int) -> bool:
+        if self._first is None:
+            self._first = step
+        number = step - self._first
+        return number >= ALONE_FIRST and number % ALONE_EVERY != ALONE_EVERY - 1
+
+    def ran(self, step: int, index: int, took_ns: int) -> None:
+        """An op of training has run."""
+        if step != self._step:
+            if self._step >= 0 and self.may_fill(self._step):
+                self._adjust()
+            self._step = step
+        self._took[self.may_fill(step)].setdefault(index, deque(maxlen=RECENT)).append(took_ns)
+
+    @property
+    def slowdown(self) -> float:
+        """Of this worker's ops, by prefill."""
+        alone, filled = self._took[False], self._took[True]
+        both = [index for index in filled if index in alone]
+        before = sum(median(alone[index]) for index in both)
+        return sum(median(filled[index]) for index in both) / before - 1 if before else 0.0
+
+    def _adjust(self) -> None:
+        cost = self.slowdown * self.sensitivity
+        change = FASTER if cost <= self.budget else max(0.5, self.budget / cost)
+        self.share = min(1.0, max(LEAST, self.share * change))

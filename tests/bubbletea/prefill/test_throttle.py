@@ -1,0 +1,43 @@
+"""Prefill gives way where it slows training's ops, and comes back where it does not."""
+
+from __future__ import annotations
+
+from bubbletea.prefill.throttle import ALONE_EVERY, ALONE_FIRST, LEAST, Throttle
+
+
+def train(throttle: Throttle, slower: float, steps: int, first: int = 0) -> None:
+    """Ten ops a step, slower by `slower` times the share of the waits that prefill has."""
+    for step in range(first, first + steps):
+        share = throttle.share if throttle.may_fill(step) else 0.0
+        for index in range(10):
+            throttle.ran(step, index, round(1_000_000 * (1 + slower * share)))
+
+
+def test_some_steps_are_left_alone() -> None:
+    throttle = Throttle(0.005)
+    alone = [step for step in range(100, 100 + 2 * ALONE_EVERY) if not throttle.may_fill(step)]
+    assert alone == [*range(100, 100 + ALONE_FIRST), 100 + ALONE_EVERY - 1, 100 + 2 * ALONE_EVERY - 1]
+
+
+def test_harmless_prefill_has_all_of_every_wait() -> None:
+    throttle = Throttle(0.005)
+    train(throttle, 0.004, 50)
+    assert throttle.share == 1.0
+    insensitive = Throttle(0.005, sensitivity=0.1)
+    train(insensitive, 0.04, 50)
+    assert insensitive.share == 1.0
+
+
+def test_the_share_settles_where_the_budget_is() -> None:
+    throttle = Throttle(0.005)
+    train(throttle, 0.02, 120)
+    assert 0.15 < throttle.share < 0.32
+    assert throttle.slowdown < 0.0065
+    train(throttle, 0.0, 120, first=120)
+    assert throttle.share == 1.0
+
+
+def test_a_hopeless_case_keeps_a_little() -> None:
+    throttle = Throttle(0.001)
+    train(throttle, 0.5, 100)
+    assert throttle.share == LEAST
