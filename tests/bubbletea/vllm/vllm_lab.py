@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import random
@@ -33,6 +34,7 @@ from bubbletea.handoff.seal import seal
 from bubbletea.handoff.store import Parcel, Store
 from bubbletea.prefill.shard import Served
 
+LIBC = ctypes.CDLL(None)
 PYTHON_VARIABLE = "BUBBLETEA_VLLM_PYTHON"
 SRC = Path(__file__).parents[3] / "src"
 TOKEN = "a token for tests"
@@ -251,7 +253,9 @@ def vllm_server(
     words += ["--host", "127.0.0.1", "--port", str(server.port), *options]
     environment = {**os.environ, "PYTHONPATH": str(SRC), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with log_path.open("wb") as log:
-        process = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            words, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=_end_with_parent
+        )
     try:
         until = time.monotonic() + START_S
         while not server.is_up():
@@ -261,6 +265,12 @@ def vllm_server(
         yield server
     finally:
         _stop(process)
+
+
+def _end_with_parent() -> None:
+    """Asks the kernel (Linux) to end the server with us, should we be killed."""
+    if hasattr(LIBC, "prctl"):
+        LIBC.prctl(1, signal.SIGTERM)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
