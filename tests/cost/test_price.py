@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from atlas.cost.arrange import arrange
 from atlas.cost.price import layout, price
 from atlas.cost.table import FAIR, PRIVATE, TURNS
 from atlas.errors import InfeasibleError, SpecError
 from atlas.ir.ops import Kind
-from atlas.spec import load_job
+from atlas.spec import Job, load_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = EXAMPLES / "tiny.yaml"
@@ -181,3 +182,32 @@ def test_sharing_needs_many_connections() -> None:
 def test_absurd_durations_are_refused(text: str) -> None:
     with pytest.raises(InfeasibleError, match="units"):
         price(load_job(TINY, [text]))
+
+
+def test_replicas_that_share_a_node_leave_it_once() -> None:
+    """Eight replicas of a stage on one-GPU nodes, on two nodes of four, on one node of eight."""
+    shared = ["pp=2", "pipelines_per_cell=8"]
+
+    def sync_s(nodes: int, per_node: int) -> float:
+        sizes = [f"cluster.datacenters.{dc}.{key}" for dc in ("east", "west") for key in ("nodes", "gpus_per_node")]
+        changes = [f"{key}={nodes if key.endswith('nodes') else per_node}" for key in sizes]
+        job = load_job(TINY, [*shared, *changes, "cluster.datacenters.east.net_latency_us=0"])
+        return float(price(job).compute_ns[0, 0, Kind.SYNC]) / 1e9
+
+    alone = sync_s(8, 1)
+    assert sync_s(2, 4) == pytest.approx(alone)  # the whole network of a node, though four divide it
+    peer_gbps = load_job(TINY).cluster.gpu("east").peer_gbps
+    assert sync_s(1, 8) == pytest.approx(alone * 100 / peer_gbps)  # nothing leaves the node
+    assert sync_s(8, 4) == pytest.approx(alone * 4)  # spread over all nodes: each divides its own with other stages
+
+
+def test_the_weight_gradient_of_the_head_is_not_put_off() -> None:
+    job = load_job(TINY)
+    ns = price(job).compute_ns[0]
+    assert ns[-1, Kind.W] == pytest.approx(ns[-2, Kind.W] * layers_of(job)[-1] / layers_of(job)[-2], abs=2)
+    assert ns[-1, Kind.I] > ns[-1, Kind.W]
+    assert (ns[:, Kind.B] == ns[:, Kind.I] + ns[:, Kind.W]).all()
+
+
+def layers_of(job: Job) -> tuple[int, ...]:
+    return arrange(job).layers_per_stage

@@ -17,7 +17,7 @@ from atlas.cost.price import price
 from atlas.errors import InfeasibleError
 from atlas.ir.ops import Kind
 from atlas.plan.candidate import Candidate, Group
-from atlas.plan.estimate import Batch, _Hops, _stage_times
+from atlas.plan.estimate import Batch, _Hops, _stage_times, sync_s
 from atlas.plan.ground import ground_of
 from atlas.plan.judge import judge
 from atlas.plan.objective import Objective
@@ -26,6 +26,7 @@ from atlas.plan.regions import deal
 from atlas.plan.shapes import compositions
 from atlas.plan.space import space_of
 from atlas.plan.split import in_flight, sizes_of
+from atlas.spec import override
 
 
 def test_estimates_are_within_a_few_per_cent_of_the_simulator() -> None:
@@ -63,6 +64,19 @@ def test_hops_and_stages_cost_what_price_says(cell: int) -> None:
     assert again[0, :-1] == pytest.approx(ns[:-1, Kind.R] / 1e9, rel=1e-6)
     assert backward[0] == pytest.approx(ns[:, Kind.B] / 1e9, rel=1e-6)
     assert update[0] == pytest.approx(ns[:, Kind.STEP] / 1e9, rel=1e-6)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(4, 1), (2, 2), (1, 4), (4, 4)])
+def test_the_ring_costs_what_price_says(nodes: int, per_node: int) -> None:
+    names = [dc.name for dc in job_of().cluster.datacenters]
+    sizes = [f"cluster.datacenters.{name}.nodes={nodes}" for name in names]
+    sizes += [f"cluster.datacenters.{name}.gpus_per_node={per_node}" for name in names]
+    job = override(job_of(), ["pp=2", "pipelines_per_cell=4", *sizes])
+    ground = ground_of(job)
+    batch = Batch(1, 1, 2, [((0, 1), (1, 1))], np.array([0]), np.array([4]), np.array([4]))
+    layers = np.array([arrange(job).layers_per_stage])
+    found = sync_s(False, ground, sizes_of(job, 1, 1), batch, np.array([[0, 1]]), layers)
+    assert found[0] == pytest.approx(price(job).compute_ns[0, :, Kind.SYNC] / 1e9, rel=1e-6)
 
 
 def test_memory_is_counted_as_cost_counts_it() -> None:

@@ -166,6 +166,8 @@ def test_a_bad_set_names_itself(text: str, words: str) -> None:
         ("name: west", "name: east", ["two datacenters have this name"]),
         ("name: west", "name: we.st", ["pattern"]),
         ("gpu: A100-40", "gpu: A100-4", ["no such GPU type", "Did you mean 'A100-40'?"]),
+        ("name: east,", "name: east, location: [91, 0],", ["location[0] = 91", "less than or equal to 90"]),
+        ("name: east,", "name: east, location: [0],", ["location", "missing"]),
         ("heads: 16", "heads: 15", ["must divide model.hidden"]),
         ("heads: 16", "heads: 16\n  kv_heads: 3", ["must divide model.heads"]),
         ("microbatch: 1", "microbatch: 1\ntp: 3", ["tp = 3", "must divide model.heads"]),

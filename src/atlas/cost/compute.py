@@ -9,7 +9,7 @@ job asks `calibration.kernels` instead. Knows one piece at a time: which stage h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atlas.cost import flops
 from atlas.cost.calibration.kernels import Pass, head_pass, layer_pass, rates
@@ -72,9 +72,15 @@ def model_times(job: Job) -> Callable[[str], ModelTime]:
                     profile, job.profile, gpu=name, microbatch=job.microbatch, tp=job.tp, num_layers=job.model.layers
                 )
                 known[name] = measured(job, entry, known[name])
+            known[name] = replace(known[name], head=_head_at_once(known[name].head))
         return known[name]
 
     return times
+
+
+def _head_at_once(head: PieceTime) -> PieceTime:
+    """The head's weight gradient is done with its input gradient: put off, it would hold the gradient of the logits."""
+    return replace(head, input_s=head.backward_s, weight_s=0.0)
 
 
 def analytic(job: Job, gpu: Gpu) -> ModelTime:

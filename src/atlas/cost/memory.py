@@ -5,6 +5,10 @@ one microbatch. Per microbatch: with recompute the stage's input from its forwar
 activations from the recompute to the end of the backward; without it the full activations from the forward on.
 Everything but the reserved part is divided by tp (sequence parallelism). Knows no order: a schedule that keeps
 `stash held + F + R <= cap` before every forward never runs out.
+
+What a framework holds besides (its context, copies of a layer or of the head) is not counted: `calibration.footprint`
+fits that to measured runs, but what it finds belongs to the framework that was measured, and ours is another one. A
+share of every GPU is kept for it instead (`USABLE_SHARE`); who has measured more writes `memory_gib` or `reserved_gib`.
 """
 
 from __future__ import annotations

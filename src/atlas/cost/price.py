@@ -7,7 +7,7 @@ SYNC, NORM and STEP. Knows no schedule: every kind of op is priced, whether or n
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -83,11 +83,26 @@ def sync_s(job: Job, arrangement: Arrangement, rank: int) -> float:
     dc = job.cluster.dc(arrangement.rank_dc[rank])
     params = sum(stage_params(job, arrangement, s) for s in range(rank, job.num_stages, job.pp))
     replicas = arrangement.num_pipelines * job.cells
-    ring_s = 2 * (replicas - 1) / replicas * params * job.gradient_bytes * 8 / worker_bps(job, dc)
-    ring_s += 2 * (replicas - 1) * dc.net_latency_us / 1e6
+    peer_bps = job.cluster.gpu(dc.name).peer_gbps * 1e9
+    rate_bps, is_inside = ring_bps(replicas, job.tp, dc.nodes, dc.gpus_per_node, dc.net_gbps * 1e9, peer_bps)
+    ring_s = 2 * (replicas - 1) / replicas * params * job.gradient_bytes * 8 / float(rate_bps)
+    if not is_inside:
+        ring_s += 2 * (replicas - 1) * dc.net_latency_us / 1e6
     if job.model.tied_embeddings and job.pp > 1 and rank in (0, job.pp - 1):
         ring_s += _tied_s(job, arrangement, replicas)
     return ring_s
+
+
+def ring_bps(replicas: Any, tp: int, nodes: Any, gpus_per_node: Any, net_bps: Any, peer_bps: Any) -> tuple[Any, Any]:
+    """(rate of one stage's ring, whether it stays inside one node); numbers or arrays of them.
+
+    Replicas are spread over all nodes. Those that share a node hand gradients on at the speed of its GPUs and leave it
+    once, so together they have the shares of the node's network that each of them has.
+    """
+    per_node = np.maximum(1, gpus_per_node // tp)
+    together = np.minimum(-(-replicas // nodes), per_node)
+    is_inside = together >= replicas
+    return np.minimum(np.where(is_inside, np.inf, net_bps * together / per_node), tp * peer_bps), is_inside
 
 
 def _tied_s(job: Job, arrangement: Arrangement, replicas: int) -> float:

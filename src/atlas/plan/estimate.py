@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from atlas.cost.price import ring_bps
 from atlas.cost.wan import QUANTUM_NS
 from atlas.plan.ground import Flags, Floats, Ground, Ints, Speeds
 from atlas.plan.shapes import Shape
@@ -128,10 +129,12 @@ def sync_s(tied: bool, ground: Ground, sizes: Sizes, batch: Batch, dc: Ints, lay
     params = layers * sizes.gradient_per_layer
     params[:, 0] += sizes.gradient_first
     params[:, -1] += sizes.gradient_last
-    rate_bps = ground.worker_bps(batch.tp)[dc]
-    ring = ((batch.replicas - 1) / batch.replicas)[:, None]
-    latency_s = ground.net_latency_s[dc][batch.shape] * (batch.replicas - 1)[:, None]
-    return np.asarray(2 * ring * (params * 8 / rate_bps)[batch.shape] + 2 * latency_s, np.float64)
+    at, replicas = dc[batch.shape], batch.replicas[:, None]
+    nodes, per_node, net_bps = ground.nodes[at], ground.gpus_per_node[at], ground.net_bps[at]
+    rate_bps, is_inside = ring_bps(replicas, batch.tp, nodes, per_node, net_bps, ground.peer_bps[at])
+    ring_s = (replicas - 1) / replicas * (params * 8)[batch.shape] / rate_bps
+    ring_s += np.where(is_inside, 0.0, ground.net_latency_s[at] * (replicas - 1))
+    return np.asarray(2 * ring_s, np.float64)
 
 
 class _Hops:

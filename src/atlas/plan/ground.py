@@ -34,6 +34,8 @@ class Ground:
     net_bps: Floats
     """Of a node, inside the datacenter."""
     net_latency_s: Floats
+    peer_bps: Floats
+    """From one GPU to the others of its node."""
     usd_per_gpu_s: Floats
     cap_bytes: Floats
     """Memory of one GPU that the job may use."""
@@ -79,7 +81,7 @@ class Ground:
     def classes_alone(self) -> tuple[int, ...]:
         """The same, for whoever uses no link."""
         known: dict[object, int] = {}
-        plain = [dc.model_copy(update={"name": "-"}) for dc in self.job.cluster.datacenters]
+        plain = [dc.model_copy(update={"name": "-", "location": None}) for dc in self.job.cluster.datacenters]
         return tuple(known.setdefault(dc, len(known)) for dc in plain)
 
 
@@ -115,6 +117,7 @@ def ground_of(job: Job) -> Ground:
         nodes=np.array([dc.nodes for dc in dcs], np.int64),
         gpus_per_node=np.array([dc.gpus_per_node for dc in dcs], np.int64),
         net_bps=np.array([dc.net_gbps * 1e9 for dc in dcs]),
+        peer_bps=np.array([job.cluster.gpu(dc.name).peer_gbps * 1e9 for dc in dcs]),
         net_latency_s=np.array([dc.net_latency_us / 1e6 for dc in dcs]),
         usd_per_gpu_s=np.array([dc.usd_per_gpu_hour / 3600 for dc in dcs]),
         cap_bytes=np.floor(np.array(caps) * GIB),

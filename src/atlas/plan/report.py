@@ -127,8 +127,7 @@ def scene(planned: Planned, count: int = 6) -> dict[str, Any]:
                 "gpus": dc.nodes * dc.gpus_per_node,
                 "gpu": dc.gpu,
                 "usd_per_gpu_hour": dc.usd_per_gpu_hour,
-                "lat": getattr(dc, "lat", None),
-                "lon": getattr(dc, "lon", None),
+                "location": dc.location,
             }
             for dc in cluster.datacenters
         ],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from atlas.spec.fields import Count, Frozen, Name, NonNegative, Positive, Size, Text
+from atlas.spec.fields import Count, Frozen, Latitude, Longitude, Name, NonNegative, Positive, Size, Text
 from atlas.spec.gpus import GPUS, Gpu
 
 WINDOW_BYTES = 3_000_000
@@ -32,6 +32,8 @@ class DataCenter(Frozen):
     """One-way latency inside the datacenter, microseconds."""
     usd_per_gpu_hour: NonNegative = 0.0
     """Rent of one GPU, US dollars an hour."""
+    location: tuple[Latitude, Longitude] | None = None
+    """`[latitude, longitude]` in degrees, north and east positive: where the map of a plan draws it. Nothing else."""
 
 
 class Wan(Frozen):

@@ -1,8 +1,8 @@
 """A plan on a schematic map: datacenters laid out by distance, stages inside them, links coloured by load, beside the
 plans that lost and why. One HTML page without scripts that asks nothing of the network.
 
-Takes the plain scene that `plan.report` makes. Positions: latitude and longitude where every datacenter has them, else
-from the latencies (classical scaling), so that what is near is drawn near.
+Takes the plain scene that `plan.report` makes. Positions: `location` where every datacenter has one, else from the
+latencies (classical scaling), so that what is near is drawn near.
 """
 
 from __future__ import annotations
@@ -77,11 +77,21 @@ def plan_page(scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> str:
 def positions(scene: Mapping[str, Any]) -> list[tuple[float, float]]:
     """A place on the picture for each datacenter."""
     dcs = scene["datacenters"]
-    if all(dc["lat"] is not None and dc["lon"] is not None for dc in dcs):
-        raw = np.array([(dc["lon"], -dc["lat"]) for dc in dcs], np.float64)
+    if all(dc["location"] is not None for dc in dcs):
+        raw = _on_the_globe(np.array([dc["location"] for dc in dcs], np.float64))
     else:
         raw = _scaled(np.array(scene["latency_ms"], np.float64), np.array(scene["joined"], np.bool_))
     return _fitted(raw)
+
+
+def _on_the_globe(location: Floats) -> Floats:
+    """Degrees on a flat map, cut open where the longest stretch without a datacenter is: no link goes around it."""
+    latitude, longitude = location.T
+    order = np.sort(longitude)
+    gaps = np.diff(np.append(order, order[0] + 360))
+    left = order[(int(gaps.argmax()) + 1) % len(order)]
+    east = (longitude - left) % 360
+    return np.stack([east * np.cos(np.radians(latitude.mean())), -latitude], axis=1)
 
 
 def _scaled(latency: Floats, joined: NDArray[np.bool_]) -> Floats:
