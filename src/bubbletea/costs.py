@@ -66,8 +66,8 @@ class Costs:
     nic_bytes_per_s: float
     """A worker's share of its node's network: KV to the decode engine, hidden states to the lane's next worker."""
     hop_latency_ns: int
-    efficient_tokens: int = 2048
-    """Larger chunks gain less than a twentieth."""
+    efficient_tokens: int = 4096
+    """Larger chunks gain less than a hundredth."""
 
     @property
     def kv_bytes(self) -> int:

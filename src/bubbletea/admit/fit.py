@@ -230,6 +230,8 @@ def best_lanes(
     count = (tokens[1] - tokens[0]) / size
     for n in range(len(lanes)):
         lane, end, last = lanes[n], float(now_ns), workers.shape[1] - 1
+        while workers[lane, last] < 0:
+            last -= 1
         for j in range(last + 1):  # the first chunk through all stages, the others behind it through the last
             w = workers[lane, j]
             one = (first_layer[lane, j + 1] - first_layer[lane, j]) * layer_ns(ground, w, size, tokens[0])

@@ -7,8 +7,8 @@ kind differ only in what is promised on them; admission looks at the emptiest of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from itertools import cycle, groupby
 
 import numpy as np
 
@@ -34,35 +34,50 @@ def need_bytes(costs: Costs, layers: int, chunk: int, *, first: bool, last: bool
     return weight_bytes(costs, layers, first=first, last=last) + kv + costs.workspace_bytes(chunk)
 
 
-def build_lanes(pattern: Pattern, costs: Costs, *, split: int | None = None, num_ranks: int, chunk: int) -> list[Lane]:
-    """Every lane there is room for. `split` is the number of workers of each; left out, the fewest that have room."""
-    choices = (split,) if split else (1, 2, 4, 8, 16)
-    for size in choices:
-        lanes = _of_size(pattern, costs, size, num_ranks, chunk)
+def build_lanes(
+    pattern: Pattern, costs: Costs, *, split: int | Sequence[int] | None = None, num_ranks: int, chunk: int
+) -> list[Lane]:
+    """Every lane there is room for. `split` is the number of workers of each; left out, the fewest that have room.
+
+    Given several, each gets as many of a datacenter's workers: narrow lanes waste nothing, wide ones are quick with
+    long prompts.
+    """
+    choices = [[split]] if isinstance(split, int) else [list(split)] if split else [[1], [2], [4], [8], [16]]
+    for sizes in choices:
+        lanes = _of_sizes(pattern, costs, sizes, num_ranks, chunk)
         if lanes:
             return lanes
     least = need_bytes(costs, 1, chunk, first=False, last=False) / GIB
     most = int(pattern.memory_bytes.max()) / GIB
     raise AtlasError(
-        f"no datacenter has {choices[-1]} workers with room for a share of the prefill model: even one layer takes "
+        f"no datacenter has {max(choices[-1])} workers with room for a share of the prefill model: one layer takes "
         f"{least:.1f} GiB, the roomiest worker has {most:.1f} GiB to spare. Set reserved_gib in the job, raise pp or "
         "tp, or split over more workers"
     )
 
 
-def _of_size(pattern: Pattern, costs: Costs, size: int, num_ranks: int, chunk: int) -> list[Lane]:
+def _of_sizes(pattern: Pattern, costs: Costs, sizes: Sequence[int], num_ranks: int, chunk: int) -> list[Lane]:
     usable = [w for w in range(pattern.num_workers) if pattern.idle_ns[w] > 0]
     usable.sort(key=lambda w: (pattern.worker_dc[w], w % num_ranks, w // num_ranks))
     lanes: list[Lane] = []
     for dc, members in groupby(usable, key=lambda w: pattern.worker_dc[w]):
-        ready = list(members)
-        for k in range(0, len(ready) - size + 1, size):
-            workers = tuple(ready[k : k + size])
+        for workers in _groups(list(members), sizes):
             counts = deal(costs.model.layers, [int(pattern.idle_ns[w]) for w in workers])
             if counts is not None and _fits(pattern, costs, workers, counts, chunk):
                 first = tuple(int(n) for n in np.cumsum([0, *counts[:-1]]))
                 lanes.append(Lane(len(lanes), dc, workers, first, costs.model.layers))
     return lanes
+
+
+def _groups(ready: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Workers in their order, as many as the widest lane has to each size in turn; who is left over goes idle."""
+    widest, at = max(sizes), 0
+    for size in cycle(sizes):
+        block, at = ready[at : at + widest], at + widest
+        for k in range(0, len(block) - size + 1, size):
+            yield tuple(block[k : k + size])
+        if at >= len(ready):
+            return
 
 
 def _fits(pattern: Pattern, costs: Costs, workers: Sequence[int], counts: Sequence[int], chunk: int) -> bool:

@@ -105,9 +105,17 @@ class State:
         any_costs = next(iter(self.costs.values()))
         rate = any_costs.nic_bytes_per_s
         self.residual = residual or free_network(forecast.pattern.num_workers, forecast.period_ns, rate)
-        self.workers = np.array([lane.workers for lane in lanes], np.int64)
-        self.first_layer = np.array([(*lane.first_layer, lane.num_layers) for lane in lanes], np.int64)
-        self.tracks = np.zeros((len(lanes), 4, self.workers.shape[1]), np.int64)
+        self.sizes = [len(lane.workers) for lane in lanes]
+        widest = max(self.sizes)
+        self.workers = np.full((len(lanes), widest), -1, np.int64)
+        """[lane, stage]; -1 where a lane has fewer workers than the widest."""
+        self.first_layer = np.zeros((len(lanes), widest + 1), np.int64)
+        """[lane, stage], and behind the last stage the number of layers."""
+        for lane in lanes:
+            size = len(lane.workers)
+            self.workers[lane.index, :size] = lane.workers
+            self.first_layer[lane.index, : size + 1] = (*lane.first_layer, lane.num_layers)
+        self.tracks = np.zeros((len(lanes), 4, widest), np.int64)
         self.queues: list[list[Entry]] = [[] for _ in lanes]
         """By lane: what is placed on it, in order."""
         self.lane_of: dict[str, int] = {}
@@ -136,7 +144,8 @@ class State:
         long enough for a layer."""
         after = track.copy()
         tokens = (wanted.first_token, wanted.end_token, wanted.request.prompt_tokens)
-        where, times = (self.workers[lane], self.first_layer[lane]), (wanted.ready_ns, floor_ns)
+        size, times = self.sizes[lane], (wanted.ready_ns, floor_ns)
+        where = (self.workers[lane, :size], self.first_layer[lane, : size + 1])
         rows, computed, delivered = fit.place(
             self.ground, after, *where, tokens, wanted.chunk, times, wanted.cached, self._out
         )
@@ -149,13 +158,13 @@ class State:
 
     def track(self, lane: int) -> Ints:
         """The lane's Track behind everything placed on it."""
-        own: Ints = self.tracks[lane].copy()
+        own: Ints = self.tracks[lane, :, : self.sizes[lane]].copy()
         return own
 
     def put(self, lane: int, entries: list[Entry], track: Ints) -> None:
         """The lane's queue and Track are now these."""
         self.queues[lane] = entries
-        self.tracks[lane] = track
+        self.tracks[lane, :, : self.sizes[lane]] = track
         kind, tail = int(self.kind[lane]), int(track[FREE, 0])
         heapq.heappush(self._heaps[kind], (tail, lane))
         heapq.heappush(self._tails, (tail, lane))
@@ -217,8 +226,8 @@ class State:
 
     def _max_tokens(self) -> int:
         """The longest prompt whose KV some lane has room for."""
-        depth = np.diff(self.first_layer, axis=1)
-        most = self.ground.room_bytes[self.workers] // np.maximum(1, (depth * self.ground.kv_bytes).astype(np.int64))
+        per_token = np.maximum(1, np.diff(self.first_layer, axis=1)) * self.ground.kv_bytes
+        most = np.where(self.workers >= 0, self.ground.room_bytes[self.workers] // per_token, np.inf)
         return int(most.min(axis=1).max())
 
 

@@ -42,7 +42,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--patience", type=positive, default=PATIENCE_S, metavar="S", help="seconds to deliver in (default 10)"
     )
-    parser.add_argument("--split", type=whole(1, 64), metavar="N", help="workers that share the prefill model")
+    parser.add_argument(
+        "--split", type=whole(1, 64), action="append", metavar="N", help="workers that share the model; may be repeated"
+    )
     parser.add_argument(
         "--chunk", type=whole(16, 65_536), action="append", metavar="N", help="tokens of a chunk; smaller ones after it"
     )
@@ -123,7 +125,9 @@ def simulated(scene: Scene, policy: str, trace: Trace, tokens_per_s: float, args
     chunks = tuple(args.chunk or [scene.some_costs.efficient_tokens])
     noise, stage, split = None, scene, args.split
     if policy == "dedicated":
-        stage, split = dedicated(scene), 1
+        stage, split = dedicated(scene), [1]
+    elif policy == "paper" and split:
+        split = split[-1:]
     lanes = stage.lanes(split, max(chunks))
     slice_ns = stage.some_costs.layer(max(chunks), 0)
     forecast = Forecast(stage.pattern, budget=args.slowdown, slice_ns=slice_ns)

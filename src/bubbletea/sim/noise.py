@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from atlas.ir.ops import USEFUL
 from atlas.ir.program import Ints
@@ -46,7 +47,7 @@ class Noise:
         self._program = program = result.single.program
         self._costs = result.case.turns if program.sharing and result.case.turns is not None else result.case.apart
         self._tables = lower(program, self._costs)
-        self._before, self._behind, self._slot_ptr = borders(result.single)
+        self._before, self._behind, self._turned = borders(result.single)
 
     def period(self, k: int) -> tuple[Tables, Timeline]:
         """The `k`-th period's durations, and what comes of them."""
@@ -54,11 +55,9 @@ class Noise:
         return tables, self._played(tables)
 
     def windows(self, actual: Timeline) -> tuple[Ints, Ints]:
-        """When the windows opened and closed, by the ops before and behind them; the last of a worker goes round to
-        the next period."""
-        last = actual.op_start_ns[self._behind].copy()
-        last[self._slot_ptr[1:] - 1] += actual.makespan_ns
-        return actual.op_end_ns[self._before], last
+        """When the windows opened and closed, by the ops before and behind them."""
+        closed = actual.op_start_ns[self._behind] + np.where(self._turned, actual.makespan_ns, 0)
+        return actual.op_end_ns[self._before], closed
 
     def learnt(self, pattern: Pattern, budget: float, slice_ns: int) -> Forecast:
         """A Forecast of `pattern` (of one cell and one iteration) after some noisy periods."""
@@ -89,21 +88,20 @@ class Noise:
         return timeline(self._program, self._costs, tables, run(tables), {})
 
 
-def borders(single: Timeline) -> tuple[Ints, Ints, Ints]:
-    """By window of `pattern_of(single)`: the op before it and the op behind it; and where each worker's begin."""
+def borders(single: Timeline) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+    """By window of `pattern_of(single)`: the op before it, the op behind it, whether that is the next period's."""
     program, useful = single.program, np.isin(single.program.kind, np.array(USEFUL, np.int8))
-    before, behind, ptr = [], [], [0]
+    before, behind, turned = [], [], []
     for worker in range(program.num_workers):
         own = np.arange(program.worker_ptr[worker], program.worker_ptr[worker + 1])
         own = own[useful[own] & (single.op_end_ns[own] > single.op_start_ns[own])]
         own = own[np.argsort(single.op_start_ns[own], kind="stable")]
-        after = np.roll(own, -1)
-        gap = single.op_start_ns[after] > single.op_end_ns[own]
-        gap[-1] = True  # the way round to the next period
+        after, last = np.roll(own, -1), np.arange(len(own)) == len(own) - 1
+        gap = single.op_start_ns[after] + np.where(last, single.makespan_ns, 0) > single.op_end_ns[own]
         before.append(own[gap])
         behind.append(after[gap])
-        ptr.append(ptr[-1] + int(gap.sum()))
-    return np.concatenate(before), np.concatenate(behind), np.array(ptr, np.int64)
+        turned.append(last[gap])
+    return np.concatenate(before), np.concatenate(behind), np.concatenate(turned)
 
 
 Planned = list[tuple[int, int, int]]

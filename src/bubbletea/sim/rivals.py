@@ -21,7 +21,7 @@ TURNS = 8
 
 
 class Paper:
-    """Whole prefill in one bubble, first fit."""
+    """Whole prefill in one bubble, first fit. Its lanes are all of one size."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -32,17 +32,16 @@ class Paper:
     def arrive(self, request: Request, now_ns: int) -> Sequence[Placement | Refusal]:
         state = self.state
         self._forget(now_ns)
-        stages = state.workers.shape[1]
+        stages = state.sizes[0]
         spans = np.empty((2, stages, 4), np.int64)
         where = (state.workers, state.first_layer)
         lane = first_fit(state.ground, self._used, *where, request.prompt_tokens, now_ns, spans)
         if lane < 0:
             return (Refusal(request, "too-long"),)
         best = spans[0]
-        per_token = np.diff(state.first_layer[lane]) * state.ground.kv_bytes
+        layer_bytes = request.prompt_tokens * state.ground.kv_bytes
         delivered = max(
-            sent_ns(state.ground, int(state.workers[lane, j]), int(best[j, 1]), float(per_token[j]))
-            for j in range(stages)
+            sent_ns(state.ground, int(state.workers[lane, j]), int(best[j, 1]), layer_bytes) for j in range(stages)
         )
         if request.deadline_ns is not None and delivered > request.deadline_ns:
             return (Refusal(request, "deadline", delivered, now_ns + delivered - request.deadline_ns),)

@@ -69,7 +69,7 @@ class Scene:
     def some_costs(self) -> Costs:
         return next(iter(self.costs.values()))
 
-    def lanes(self, split: int | None, chunk: int) -> list[Lane]:
+    def lanes(self, split: int | Sequence[int] | None, chunk: int) -> list[Lane]:
         return build_lanes(self.pattern, self.some_costs, split=split, num_ranks=self.num_ranks, chunk=chunk)
 
     def state(self, forecast: Forecast, lanes: Sequence[Lane], chunks: Sequence[int]) -> State:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 
+from admission_scenes import MS, patterns, requests, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from bubbletea.admit.decide import admit, advance, cancel, complete, late
 from bubbletea.admit.state import State
 from bubbletea.admit.words import Placement, Refusal, Request, Slice
 from bubbletea.bubbles import Pattern
-from admission_scenes import MS, patterns, requests, state_of
 
 SPLITS = st.sampled_from([1, 2])
 
