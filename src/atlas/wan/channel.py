@@ -109,8 +109,9 @@ class Channel:
         for shift in range(1 + SHIFTS):
             if self.outbox.flight is None:  # it may have turned out to be near
                 return
-            rate_bps = max(self.meter.rate_bps or 0.0, self._fill(deadline))
-            self.meter.learn(rate_bps, time.monotonic())
+            known_bps, rate_bps = self.meter.rate_bps or 0.0, self._fill(deadline)
+            # The later ones start from what is known and lose less, so they know better; unless they were cut short.
+            self.meter.learn(rate_bps if rate_bps > 0.7 * known_bps else known_bps, time.monotonic())
             self.retune()
             if shift and not self._shifts.apply(self.outbox.num_streams):
                 return
@@ -120,7 +121,7 @@ class Channel:
     def _fill(self, deadline: float) -> float:
         """What the path delivered."""
         now, known_bps = time.monotonic(), self.meter.rate_bps or 0.0
-        self._warm_up = warm_up = WarmUp(self.rtt_s, known_bps, now, self.settings.warm_s)
+        self._warm_up = warm_up = WarmUp(self.rtt_s, known_bps, now, self.settings.warm_s, self._delivered_bytes)
         self.outbox.wake()
         while not (warm_up.over and not warm_up.out_bytes) and self.num_live and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -157,6 +158,10 @@ class Channel:
         for slot in self._slots:
             if (stream := slot.stream) is not None:
                 stream.tune(choice.lowat_bytes, choice.pacing_bps, near=self.rtt_s < NEAR_RTT_S)
+
+    def _delivered_bytes(self) -> int | None:
+        facts = [s.stream.facts() for s in self._slots if s.stream]
+        return None if None in facts else sum(f.delivered_bytes for f in facts if f)
 
     def _is_lossy(self) -> bool:
         """By what the kernel sent twice in the last seconds; the warm-up, which overflows queues, does not count."""

@@ -34,6 +34,8 @@ class TcpFacts(NamedTuple):
     window_bytes: int
     num_retransmits: int
     retransmitted_bytes: int
+    delivered_bytes: int
+    """Of which the peer's kernel has told, in order or not."""
 
 
 class Stream:
@@ -168,12 +170,13 @@ class Stream:
             raw = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except (OSError, AttributeError):
             return None
-        if len(raw) < 152:
+        if len(raw) < 196:
             return None
         words = struct.unpack_from("=24I", raw, 8)
         mss, rtt_us, cwnd, num_retransmits = words[2], words[15], words[18], words[23]
-        min_rtt_us = struct.unpack_from("=I", raw, 148)[0]
-        return TcpFacts(rtt_us / 1e6, min_rtt_us / 1e6, mss * cwnd, num_retransmits, mss * num_retransmits)
+        min_rtt_us, num_delivered = (struct.unpack_from("=I", raw, at)[0] for at in (148, 192))
+        window, twice = mss * cwnd, mss * num_retransmits
+        return TcpFacts(rtt_us / 1e6, min_rtt_us / 1e6, window, num_retransmits, twice, mss * num_delivered)
 
 
 def congestion_control(sock: socket.socket, *, near: bool) -> str:
