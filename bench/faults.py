@@ -44,7 +44,7 @@ DATACENTERS = ("east", "west")
 NODES = ("east/p0.s0", "west/p0.s1")
 NUM_STEPS, SAVE_EVERY = 12, 2
 CUT_S, FREEZE_S = 3.0, 5.0
-DISK_BYTES = 4 << 20
+DISK_BYTES = 16 << 20
 LIMIT_S = 120.0
 
 
@@ -148,12 +148,16 @@ def _launch(event: str, seed: int, base: Path, *, crash: bool = False) -> dict[s
         guard = threading.Timer(LIMIT_S, process.kill)
         guard.start()
         assert process.stdout is not None
-        for line in process.stdout:
-            last = json.loads(line)
-            if crash and last.get("step") == at_step:
-                time.sleep(delay_s)
-                process.kill()  # its workers go with it
-        guard.cancel()
+        try:
+            for line in process.stdout:
+                last = json.loads(line)
+                if crash and last.get("step") == at_step:
+                    time.sleep(delay_s)
+                    process.kill()  # its workers go with it
+            process.wait(LIMIT_S)
+        finally:
+            guard.cancel()
+            process.kill()
     if process.returncode != (-signal.SIGKILL if crash else 0):
         raise RuntimeError(f"{event} {seed}: the launchers ended with {process.returncode}: {last}")
     return last
@@ -183,6 +187,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.child:
         return child(args.child[0], int(args.child[1]), Path(args.child[2]))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # disks are unmounted on the way out
     lines, same, restarts = Lines(), dict.fromkeys(EVENTS, 0), dict.fromkeys(EVENTS, 0)
     counts = dict.fromkeys(EVENTS, 0)
     with tempfile.TemporaryDirectory(prefix="atlas-faults-") as folder:

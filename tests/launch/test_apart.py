@@ -31,7 +31,7 @@ FAULTS = Path(__file__).parents[2] / "bench" / "faults.py"
 def test_datacenters_that_share_nothing_lose_one_and_go_on(tmp_path: Path) -> None:
     from atlas.wan.emulator.namespace_net import NamespaceNet
 
-    job = write_job(tmp_path / "plan", *THREE)
+    job = write_job(tmp_path / "plan", *THREE, tight=True)
     alone = losses_alone(job, NUM_STEPS)
     make_ca(tmp_path / "ca")
     for dc in THREE:
@@ -66,7 +66,7 @@ def launch(net: Any, dc: str, base: Path) -> tuple[Path, subprocess.Popen[bytes]
     (tree / "certs").mkdir(parents=True)
     for name in ("ca.pem", f"{dc}.pem", f"{dc}.key"):
         shutil.copy2(base / "ca" / name, tree / "certs" / name)
-    (tree / "plan.yaml").write_text(job_text(*THREE))
+    (tree / "plan.yaml").write_text(job_text(*THREE, tight=True))
     command = [sys.executable, "-m", "atlas", "train", "plan.yaml", "--dc", dc, "--no-bar", "--device", "cpu"]
     command += ["--data", "shipped", "--learning-rate", "0.003", "--steps", str(NUM_STEPS), "--save-every", "2"]
     command += ["--rendezvous", f"{net.address('east')}:7700", "--listen", net.address(dc), "--certs", "certs"]

@@ -29,15 +29,16 @@ LIMIT_S = 120.0
 QUICK = Restarts(max_in_a_row=3, first_wait_s=0.1)
 
 
-def job_text(*datacenters: str, num_microbatches: int = 4, layers: int = 4, pp: int | None = None) -> str:
-    """A model of a few thousand parameters, one node in each datacenter."""
+def job_text(*datacenters: str, num_microbatches: int = 4, pp: int | None = None, tight: bool = False) -> str:
+    """A model of a few thousand parameters. `tight`: it takes the memory of two nodes, and each datacenter has one."""
     return yaml.dump(
         {
+            **({"memory_gib": 0.0012} if tight else {}),
             "name": "small",
-            "model": {"layers": layers, "hidden": 32, "heads": 2, "vocab": 300, "seq_len": 32},
+            "model": {"layers": 4, "hidden": 32, "heads": 2, "vocab": 300, "seq_len": 32},
             "cluster": {
                 "wan": {"latency_ms": 5, "pair_gbps": 1},
-                "datacenters": [{"name": dc, "nodes": 2, "gpus_per_node": 1} for dc in datacenters],
+                "datacenters": [{"name": dc, "nodes": 1 if tight else 2, "gpus_per_node": 1} for dc in datacenters],
             },
             "precision": "fp32",
             "microbatch": 2,

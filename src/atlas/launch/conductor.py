@@ -178,7 +178,8 @@ class Conductor:
     def _live(self) -> Ending:
         guests = self._gathered()
         self._epoch += 1
-        home = {seat.name: guest for guest in guests for seat in self.work.seats_of(guest.name)}
+        owner = {seat.name: guest for guest in guests for seat in self.work.seats_of(guest.name)}
+        home = {seat.name: owner[seat.name] for seat in self.work.seats}  # as the Program has them
         with Spread(self._epoch, self.rendezvous, guests, home, self.terms.grace_s) as crew:
             crew.warn = self._say
             crew.order_all({"life": self._epoch, "datacenters": list(self._all_datacenters)})

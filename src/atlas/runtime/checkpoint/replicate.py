@@ -150,10 +150,10 @@ class Replicator:
             self._report(f"part of {id} is not replicated to {self.target}: {error}")
             return
         self.target.write(name, [part.to_json()])
+        self._on_copied(id)  # whatever happens to the record: our own disk may be full
         here = {name for id in ids(self.source) for name in self.source.names(id.folder)}
         self._record = replace(self._record, parts=(*(part for part in self._record.parts if part in here), name))
         self._record.save(self.source)
-        self._on_copied(id)
 
     def _copy(self, blob: Blob) -> None:
         tally = Tally()
