@@ -23,7 +23,6 @@ from atlas.runtime.models.generate import run_cut
 from atlas.runtime.models.weights import load
 from bubbletea.prefill.shard import Served
 
-
 LEAST_TEMPERATURE = 1e-4
 """Below it the likeliest token is as good as certain, and dividing by it would overflow."""
 
