@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from dataclasses import replace
 
-from admission_scenes import MS, patterns, requests, state_of
+import numpy as np
+import pytest
+from admission_scenes import COSTS, MODEL, MS, patterns, requests, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bubbletea.admit import lanes
 from bubbletea.admit.decide import admit, advance, cancel, complete, late
+from bubbletea.admit.lanes import KV_TOKENS, need_bytes
 from bubbletea.admit.state import State
 from bubbletea.admit.words import Placement, Refusal, Request, Slice
 from bubbletea.bubbles import Pattern
@@ -67,6 +72,27 @@ def test_layers_and_chunks_come_in_order_and_all_of_them(made: Pattern, split: i
         assert all(a[1] == b[0] for a, b in itertools.pairwise(chunks))
         assert set(done.values()) == {lane.num_layers}
         assert placement.delivered_ns >= placement.computed_ns >= max(s.end_ns for s in placement.slices)
+
+
+@settings(max_examples=30)
+@given(patterns(), SPLITS, requests(), st.integers(1600, 4000))
+def test_memory_is_never_exceeded(made: Pattern, split: int, arriving: list[Request], tokens: int) -> None:
+    share = MODEL.layers // split
+    ends = need_bytes(COSTS, share, 256, first=True, last=split == 1)
+    room = ends + (tokens - KV_TOKENS) * share * COSTS.kv_bytes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lanes, "KV_TOKENS", 0)
+        state = state_of(replace(made, memory_bytes=np.full(made.num_workers, room, np.int64)), split)
+    play(state, arriving)
+    for lane, queue in enumerate(state.queues):
+        for worker, depth in zip(state.lanes[lane].workers, np.diff(state.first_layer[lane]), strict=True):
+            held = []
+            for entry in queue:
+                own = entry.slices[entry.slices[:, 0] == worker]
+                size = entry.request.prompt_tokens * int(depth) * COSTS.kv_bytes
+                held += [(int(own[0, 1]), size), (int(own[-1, 2]), -size)]
+            peak = max(itertools.accumulate(size for _, size in sorted(held)), default=0)
+            assert peak <= state.ground.room_bytes[worker]
 
 
 @settings(max_examples=30)

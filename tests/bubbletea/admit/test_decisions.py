@@ -1,0 +1,167 @@
+"""Single decisions whose answer can be worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from admission_scenes import COSTS, MS, pattern, state_of
+
+from atlas.errors import AtlasError
+from bubbletea.admit.decide import admit, advance, cancel, complete, late, reforecast
+from bubbletea.admit.lanes import build_lanes, deal, need_bytes
+from bubbletea.admit.words import Placement, Refusal, Request
+from bubbletea.links import Residual
+
+OPEN = [[(0, 100 * MS)], [(0, 100 * MS)]]
+
+
+def ask(
+    name: str, tokens: int, now: int = 0, deadline: int | None = None, tenant: str = "t", **more: object
+) -> Request:
+    return Request(name, tenant, tokens, now, deadline, **more)  # type: ignore[arg-type]
+
+
+def placed(found: Placement | Refusal | None) -> Placement:
+    assert isinstance(found, Placement)
+    return found
+
+
+def test_an_idle_worker_takes_a_prompt_as_long_as_its_layers_take() -> None:
+    found = placed(admit(state_of(pattern(OPEN, 100 * MS), 1), ask("a", 200), 0))
+    work = 6 * COSTS.layer(200, 0) + COSTS.head_ns
+    assert found.computed_ns == found.slices[0].start_ns + work
+
+
+def test_chunks_overlap_on_the_workers_of_a_lane() -> None:
+    narrow = placed(admit(state_of(pattern(OPEN, 100 * MS), 1, chunks=(100,)), ask("a", 800), 0))
+    wide = placed(admit(state_of(pattern(OPEN, 100 * MS), 2, chunks=(100,)), ask("a", 800), 0))
+    first = [s for s in wide.slices if s.worker == wide.lane.workers[0]]
+    second = [s for s in wide.slices if s.worker == wide.lane.workers[1]]
+    assert first[1].start_ns < second[0].end_ns
+    assert wide.computed_ns < 0.7 * narrow.computed_ns
+
+
+def test_layers_that_do_not_fit_go_on_in_the_next_bubble() -> None:
+    one = COSTS.layer(200, 0)
+    found = placed(admit(state_of(pattern([[(0, 3 * one + 150_000)]], 50 * MS), 1), ask("a", 200), 0))
+    assert [(s.first_layer, s.end_layer) for s in found.slices] == [(0, 3), (3, 6), (6, 6)]
+    assert found.slices[1].start_ns - found.slices[0].start_ns == 50 * MS
+
+
+def test_the_more_urgent_goes_first_and_the_other_still_makes_it() -> None:
+    state = state_of(pattern([[(0, 100 * MS)]], 100 * MS), 1)
+    admit(state, ask("running", 2000), 0)
+    patient = placed(admit(state, ask("patient", 1000, deadline=10_000 * MS), 0))
+    hurried = placed(admit(state, ask("hurried", 100, deadline=40 * MS), 0))
+    assert hurried.delivered_ns < patient.start_ns + COSTS.prompt_ns(100) + 10 * MS
+    assert state.placement("patient").start_ns >= hurried.computed_ns
+
+
+def test_nobody_is_pushed_past_a_deadline() -> None:
+    state = state_of(pattern([[(0, 100 * MS)]], 100 * MS), 1)
+    first = placed(admit(state, ask("first", 2000, deadline=30 * MS), 0))
+    tight = placed(admit(state, ask("tight", 1000, deadline=first.delivered_ns + 25 * MS), 0))
+    found = admit(state, ask("hurried", 2000, deadline=tight.request.deadline_ns - MS), 0)  # type: ignore[operator]
+    assert isinstance(found, Refusal)
+    assert state.placement("tight").delivered_ns <= tight.request.deadline_ns  # type: ignore[operator]
+
+
+def test_online_work_goes_before_offline_work_that_has_not_begun() -> None:
+    state = state_of(pattern([[(0, 100 * MS)]], 100 * MS), 1, chunks=(100,))
+    for k in range(3):
+        assert admit(state, ask(f"bulk{k}", 3000, kind="offline"), 0) is None
+    assert [p.request.id for p in advance(state, 0)] == ["bulk0"], "one lane, about to run dry: one is poured"
+    now = 10 * MS
+    found = placed(admit(state, ask("chat", 100, now), now))
+    assert found.start_ns < now + 2 * COSTS.prompt_ns(100)
+    rest = state.placement("bulk0")
+    assert rest.slices[-1].end_token == 3000
+    assert rest.computed_ns > found.computed_ns
+
+
+def test_tenants_take_turns_in_the_backlog() -> None:
+    state = state_of(pattern([[(0, 100 * MS)]], 100 * MS), 1)
+    for k in range(6):
+        admit(state, ask(f"greedy{k}", 1000, tenant="greedy", kind="offline"), 0)
+    for k in range(2):
+        admit(state, ask(f"modest{k}", 1000, tenant="modest", kind="offline"), 0)
+    order, now = [], 0
+    while len(state.backlog):
+        order += [p.request.tenant for p in advance(state, now)]
+        now += 10 * MS
+    assert order[:4].count("modest") == 2
+
+
+def test_a_prefix_that_was_delivered_is_not_computed_again() -> None:
+    state = state_of(pattern(OPEN, 100 * MS), 1)
+    hashes = ("x", "y")
+    first = placed(admit(state, ask("a", 1100, block_hashes=hashes), 0))
+    complete(state, "a", first.delivered_ns)
+    now = first.delivered_ns
+    again = placed(admit(state, ask("b", 1300, now, block_hashes=hashes), now))
+    assert (again.cached_tokens, again.lane) == (1024, first.lane)
+    assert again.slices[0].first_token == 1024
+    stranger = placed(admit(state, ask("c", 1300, now, block_hashes=("p", "q")), now))
+    assert stranger.cached_tokens == 0
+
+
+def test_kv_waits_for_the_network_that_training_uses() -> None:
+    at, rate = 50 * MS, 0.0125 * 1e9 / 1e9  # nothing until half of the period, then 12.5 MB/s
+    residual = Residual(
+        100 * MS, np.array([0, 3], np.int64), np.array([0, at, 100 * MS], np.int64), np.array([0.0, 0.0, at * rate])
+    )
+    state = state_of(pattern([[(0, 100 * MS)]], 100 * MS), 1, residual=residual)
+    found = placed(admit(state, ask("a", 200), 0))
+    kv = 200 * 6 * COSTS.kv_bytes
+    assert found.computed_ns < at
+    assert found.delivered_ns == pytest.approx(at + kv / rate, rel=1e-3)
+
+
+def test_two_prompts_that_do_not_fit_together_take_turns_in_memory() -> None:
+    room = need_bytes(COSTS, 3, 256, first=True, last=False) + need_bytes(COSTS, 3, 256, first=False, last=True)
+    made = pattern(OPEN, 100 * MS, memory_bytes=room)
+    state = state_of(made, 2)
+    most = state.max_tokens
+    first, second = (placed(admit(state, ask(name, most - 10), 0)) for name in ("a", "b"))
+    worker = first.lane.workers[0]
+    ends = max(s.end_ns for s in first.slices if s.worker == worker)
+    begins = min(s.start_ns for s in second.slices if s.worker == worker)
+    assert begins > ends, "its KV is copied out first"
+    assert isinstance(admit(state, ask("c", most + 1), 0), Refusal)
+
+
+def test_what_is_late_is_placed_behind_what_has_begun() -> None:
+    state = state_of(pattern([[(0, 100 * MS)]], 100 * MS), 1, chunks=(100,))
+    admit(state, ask("a", 400), 0)
+    now = 30 * MS
+    changed = late(state, "a", 200, now)
+    assert [p.request.id for p in changed] == ["a"]
+    assert all(s.start_ns >= now for s in changed[0].slices if s.first_token >= 200)
+
+
+def test_windows_that_moved_move_what_has_not_begun() -> None:
+    state = state_of(pattern([[(0, 20 * MS)]], 100 * MS), 1)
+    before = placed(admit(state, ask("a", 100, 30 * MS), 30 * MS))
+    opened = np.array([40 * MS], np.int64)
+    state.forecast.observe(0, opened, np.array([60 * MS], np.int64))
+    after = reforecast(state, 30 * MS)
+    assert before.start_ns >= 100 * MS
+    assert after[0].start_ns >= 40 * MS
+
+
+def test_a_cancelled_backlog_request_is_gone() -> None:
+    state = state_of(pattern(OPEN, 100 * MS), 1)
+    admit(state, ask("a", 100, kind="offline"), 0)
+    cancel(state, "a", 0)
+    assert advance(state, 0) == ()
+
+
+def test_layers_are_dealt_by_the_length_of_windows() -> None:
+    assert deal(32, [100, 100, 100, 100]) == [8, 8, 8, 8]
+    assert deal(32, [300, 100]) == [24, 8]
+    assert deal(2, [1, 1, 1]) is None
+
+
+def test_no_room_anywhere_is_told() -> None:
+    with pytest.raises(AtlasError, match="roomiest worker"):
+        build_lanes(pattern(OPEN, 100 * MS, memory_bytes=1), COSTS, num_ranks=1, chunk=256)

@@ -1,0 +1,151 @@
+"""The simulator: traces read and scaled, policies compared, noise told."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from atlas.errors import AtlasError
+from bubbletea.bubbles import Forecast
+from bubbletea.cli import COMMANDS, command_parser, main
+from bubbletea.sim.noise import Noise
+from bubbletea.sim.replay import Ours, Played, play
+from bubbletea.sim.rivals import Paper
+from bubbletea.sim.scene import Scene, dedicated, scene_of
+from bubbletea.traces import load_trace, synthetic
+
+JOB = Path("examples/testbed/gpt-a-40ms.yaml")
+CHUNK = 2048
+
+
+@pytest.fixture(scope="module")
+def scene() -> Scene:
+    return scene_of(JOB, steady=False)
+
+
+def replayed(scene: Scene, load: float, *, policy: str = "ours", patience_s: float | None = 5.0) -> Played:
+    trace = synthetic(2000)
+    state = scene.state(Forecast(scene.pattern), scene.lanes(2 if policy != "dedicated" else 1, CHUNK), (CHUNK,))
+    return play(
+        scene,
+        Paper(state) if policy == "paper" else Ours(state),
+        policy,
+        trace,
+        tokens_per_s=load * scene.capacity_tokens_per_s(trace),
+        periods=8,
+        warm_up=2,
+        kind="offline" if patience_s is None else "online",
+        patience_s=patience_s,
+    )
+
+
+def test_offline_work_fills_the_bubbles(scene: Scene) -> None:
+    figures = replayed(scene, 1.5, patience_s=None).figures()
+    assert figures["utilization"] >= 0.94
+    assert figures["fill"] <= 1.0
+
+
+def test_nothing_is_delivered_after_its_deadline(scene: Scene) -> None:
+    found = replayed(scene, 2.0, patience_s=3.0)
+    assert found.refused["deadline"] > 0
+    assert found.figures()["ttft_p99_s"] <= 3.0
+
+
+def test_ours_prefills_no_less_than_the_papers_rule_at_its_p95(scene: Scene) -> None:
+    rule = replayed(scene, 2.0, policy="paper").figures()
+    ours = replayed(scene, 2.0, patience_s=rule["ttft_p95_s"]).figures()
+    assert ours["tokens_per_s"] >= rule["tokens_per_s"]
+
+
+def test_the_papers_rule_keeps_each_stage_in_one_bubble(scene: Scene) -> None:
+    for placement in replayed(scene, 1.0, policy="paper").placed.values():
+        assert [s.worker for s in placement.slices] == list(placement.lane.workers)
+        for piece in placement.slices:
+            assert any(
+                w.start_ns <= piece.start_ns and piece.end_ns <= w.end_ns
+                for w in Forecast(scene.pattern).ahead(piece.worker, piece.start_ns, piece.end_ns)
+            )
+
+
+def test_dedicated_accelerators_are_as_many_as_the_bubbles_amount_to(scene: Scene) -> None:
+    assert dedicated(scene).pattern.num_workers == round(scene.idle_share * 12)
+    assert replayed(dedicated(scene), 0.3, policy="dedicated").figures()["refused"] == 0
+
+
+def test_noise_slows_training_by_less_than_its_budget_and_a_forecast_without_margins_by_more(scene: Scene) -> None:
+    assert scene.result is not None
+    noise, trace = Noise(scene.result, 0.05, 0.05), synthetic(2000)
+    slow = {}
+    for name, forecast in (
+        ("learnt", noise.learnt(scene.pattern, 0.005, scene.some_costs.layer(CHUNK, 0))),
+        ("blind", Forecast(scene.pattern)),
+    ):
+        state = scene.state(forecast, scene.lanes(2, CHUNK), (CHUNK,))
+        rate = 1.5 * scene.capacity_tokens_per_s(trace)
+        found = play(scene, Ours(state), name, trace, tokens_per_s=rate, periods=6, warm_up=0, kind="offline")
+        slow[name] = noise.slowdown(forecast, found.placed.values(), 6)
+    assert slow["learnt"].mean <= 0.005
+    assert slow["learnt"].cut < slow["blind"].cut
+
+
+def test_traces_are_told_by_their_first_line(tmp_path: Path) -> None:
+    azure = tmp_path / "azure.csv"
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:05.9799600,12,8\n"
+    )
+    trace = load_trace(azure)
+    assert trace.tokens.tolist() == [4808, 12]
+    assert trace.at_s.tolist() == [0.0, 2.0]
+    mooncake = tmp_path / "mooncake.jsonl"
+    mooncake.write_text(
+        '{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [0]}\n'
+        '{"timestamp": 1500, "input_length": 1200, "output_length": 5, "hash_ids": [0, 1]}\n'
+    )
+    trace = load_trace(mooncake)
+    assert trace.blocks == ((0,), (0, 1))
+    assert trace.at_s.tolist() == [0.0, 1.5]
+
+
+@pytest.mark.parametrize("text", ["", "nothing\nhere\n", "{}\n{}\n", "TIMESTAMP,ContextTokens\nyesterday,5\n"])
+def test_a_file_that_is_no_trace_is_told_in_one_message(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace"
+    path.write_text(text)
+    with pytest.raises(AtlasError, match="trace"):
+        load_trace(path)
+
+
+def test_a_played_trace_has_the_rate_that_was_asked_for() -> None:
+    trace = synthetic(500)
+    rows = list(trace.played(50_000, 100))
+    assert sum(tokens for _, tokens, _ in rows) / 100 == pytest.approx(50_000, rel=0.1)
+    assert all(a[0] <= b[0] for a, b in itertools.pairwise(rows))
+    assert trace.resized(300).tokens.mean() == pytest.approx(300, rel=0.01)
+
+
+def test_the_command_prints_figures_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "ttft.svg"
+    words = ["simulate", str(JOB), "--requests", "synthetic", "--load", "0.3", "--load", "0.9", "--periods", "3"]
+    assert main([*words, "--json", "--html", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["policy"] for row in found["rows"]] == ["ours", "paper", "dedicated"] * 2
+    assert found["num_workers"] == 12
+    assert np.isfinite([row["ttft_p95_s"] for row in found["rows"]]).all()
+    assert page.read_text().count("<path") > 3
+
+
+def test_a_missing_trace_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(JOB), "--requests", "nowhere.csv"]) == 2
+    assert "no such trace file" in capsys.readouterr().err
+    assert main(["simulat"]) == 2
+    assert "did you mean 'simulate'" in capsys.readouterr().err
+
+
+def test_every_command_explains_its_flags() -> None:
+    for name in COMMANDS:
+        parser, _ = command_parser(name)
+        assert all(action.help for action in parser._actions), name

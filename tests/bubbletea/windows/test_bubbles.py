@@ -1,0 +1,121 @@
+"""Windows from Timelines, ahead of now, and what is learnt of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from atlas.errors import AtlasError
+from atlas.ir.analysis import bubbles
+from atlas.ir.timeline import Timeline
+from atlas.plan.evaluate import Result, evaluate
+from atlas.spec import load_job
+from bubbletea.bubbles import SWITCH_NS, Forecast, pattern_of
+from bubbletea.learn import DRIFT_PERIODS, Learner
+from bubbletea.links import residual_of
+
+MS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def found() -> Result:
+    return evaluate(load_job("examples/tiny.yaml"), "1f1b", iterations=3)
+
+
+@pytest.fixture(scope="module")
+def timeline(found: Result) -> Timeline:
+    return found.single
+
+
+def test_windows_and_training_fill_the_period(timeline: Timeline) -> None:
+    pattern = pattern_of(timeline)
+    assert pattern.period_ns == timeline.makespan_ns
+    assert int(pattern.idle_ns.sum()) + pattern.busy_ns == pattern.period_ns * pattern.num_workers
+    found = bubbles(timeline)
+    assert int(pattern.idle_ns.sum()) == int((found.end_ns - found.start_ns).sum())
+
+
+def test_windows_of_a_worker_never_meet_and_stay_in_the_period(timeline: Timeline) -> None:
+    pattern = pattern_of(timeline)
+    for w in range(pattern.num_workers):
+        own = slice(int(pattern.ptr[w]), int(pattern.ptr[w + 1]))
+        start, end = pattern.start_ns[own], pattern.end_ns[own]
+        assert (start < end).all()
+        assert (end[:-1] < start[1:]).all()
+        assert start[0] >= 0
+        assert end[-1] <= pattern.period_ns
+
+
+def test_the_last_iteration_of_several_is_the_steady_state(found: Result) -> None:
+    pattern = pattern_of(found.timeline)
+    assert pattern.period_ns == found.timeline.iteration_ns
+    assert int(pattern.idle_ns.sum()) + pattern.busy_ns == pattern.period_ns * pattern.num_workers
+
+
+def test_replicas_have_the_same_windows(timeline: Timeline) -> None:
+    one = pattern_of(timeline)
+    three = one.replicated(3)
+    assert three.num_workers == 3 * one.num_workers
+    assert three.idle_ns.tolist() == one.idle_ns.tolist() * 3
+
+
+def test_the_forecast_repeats_the_pattern(timeline: Timeline) -> None:
+    pattern = pattern_of(timeline)
+    ahead = list(Forecast(pattern, anchor_ns=7).ahead(0, 0, 3 * pattern.period_ns))
+    assert all(a.end_ns < b.start_ns for a, b in itertools.pairwise(ahead))
+    starts = {(w.start_ns - 7) % pattern.period_ns for w in ahead}
+    own = (pattern.start_ns[pattern.ptr[0] : pattern.ptr[1]] + pattern.phase_ns[0] + SWITCH_NS // 2) % pattern.period_ns
+    assert starts == set(own.tolist())
+
+
+def test_a_budget_that_is_no_share_is_refused(timeline: Timeline) -> None:
+    with pytest.raises(AtlasError, match="slow-down budget"):
+        Forecast(pattern_of(timeline), budget=0.0)
+
+
+def test_windows_that_close_early_are_cut_by_what_was_seen(timeline: Timeline) -> None:
+    pattern = pattern_of(timeline)
+    forecast = Forecast(pattern, budget=0.005, slice_ns=5 * MS)
+    origin = np.repeat(pattern.phase_ns, np.diff(pattern.ptr))
+    for early in (0, 3 * MS, 1 * MS, 2 * MS):
+        forecast.observe(0, origin + pattern.start_ns, origin + pattern.end_ns - early)
+    long = pattern.end_ns - pattern.start_ns > 10 * MS
+    cut = (pattern.end_ns - forecast.spans()[1])[long] - SWITCH_NS // 2
+    assert 2 * MS <= cut.min() <= cut.max() <= 3 * MS
+    assert forecast.version == 4
+
+
+def test_a_larger_budget_takes_smaller_margins() -> None:
+    learner = Learner(1)
+    for k in range(20):
+        learner.observe(np.array([k * MS]), np.array([-k * MS]), np.array([True]))
+    late_careful, early_careful = learner.margins(0.01)
+    late_bold, early_bold = learner.margins(0.25)
+    assert (late_careful[0], early_careful[0]) == (19 * MS, -19 * MS)
+    assert 0 < late_bold[0] < late_careful[0]
+    assert early_careful[0] < early_bold[0] < 0
+
+
+def test_a_change_of_the_job_is_noticed_and_one_odd_period_is_not() -> None:
+    learner, known = Learner(10), np.ones(10, np.bool_)
+    zero = np.zeros(10, np.int64)
+    for _ in range(10):
+        learner.observe(zero, zero, known)
+    learner.observe(zero + 50 * MS, zero, known)
+    learner.observe(zero, zero, known)
+    assert learner.drifts == 0
+    for _ in range(DRIFT_PERIODS):
+        learner.observe(zero + 50 * MS, zero + 50 * MS, known)
+    assert learner.drifts == 1
+    late, early = learner.margins(0.01)
+    assert late.tolist() == early.tolist() == [50 * MS] * 10
+
+
+def test_training_leaves_kv_less_than_the_whole_network(found: Result) -> None:
+    residual = residual_of(found.timeline, found.case.job, found.case.arrangement)
+    left = np.diff(residual.bytes)
+    assert (left[np.diff(residual.at_ns) > 0] >= 0).all()
+    rate = found.case.job.cluster.datacenters[0].net_gbps * 1e9 / 8
+    assert 0 < residual.share(rate) < 1
