@@ -20,6 +20,7 @@ from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.errors import SpecError
 from atlas.plan.judge import Judged, as_dict
 from atlas.plan.whatif import Asked, Marginal, Point, Sweep, marginals, parse_sweep, percentiles, spread, sweep
+from atlas.schedules.eager import NAME
 from atlas.spec.plan import load_job_or_plan
 from atlas.view.curve import write_curves
 from atlas.view.table import seconds
@@ -78,6 +79,11 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(as_json(_data(now, found, more, times)))
     else:
         _show(job.name, now, found, more, times, sigma)
+        if plan is not None and plan.schedule.name == "atlas":
+            show(
+                f"Under {NAME}, so that only what was changed tells two figures apart; the plan's own order takes "
+                f"{seconds(plan.predicted.iteration_s)} an iteration."
+            )
     for path in (args.out, args.page):
         if path is not None:
             _draw(path, next((one, points) for one, points in found if one.numeric), job.name)
@@ -124,7 +130,7 @@ def _sweep_table(one: Sweep, points: list[Point], base: float) -> Any:
     from rich.table import Table
 
     table = Table(padding=(0, 1, 0, 0), box=box.SIMPLE_HEAD, show_edge=False)
-    table.add_column(one.key, style="bold", justify="right" if one.numeric else "left")
+    table.add_column(one.key, style="bold", justify="right" if one.numeric else "left", overflow="fold")
     for column in ("iteration", "tokens/s", "against now"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("where", overflow="fold")

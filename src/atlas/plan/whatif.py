@@ -207,8 +207,8 @@ class Asked:
                 where=job.where,
                 key="placement",
                 value=gone[0],
-                rule="the plan has stages there",
-                remedy="Ask with --replan what to run instead",
+                rule="the plan has stages there; --replan says what to run instead",
+                remedy="Ask with --replan",
             )
         if any(
             getattr(job, key) != getattr(old, key) for key in ("pp", "cells", "pipelines_per_cell", "tp", "placement")

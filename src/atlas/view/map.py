@@ -52,12 +52,12 @@ def plan_page(scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> str:
         f'<input type="radio" name="t" id="t{k}"{" checked" if k == 0 else ""}>' for k in range(len(plans))
     )
     tabs = "".join(
-        f'<label for="t{k}">{"winner" if k == 0 else f"rival {k}"} · {html.escape(seconds(plan["row"]["iteration_s"]))}'
-        "</label>"
-        for k, plan in enumerate(plans)
+        f'<label for="t{k}">{"winner" if k == 0 else f"rival {k}"} · {html.escape(seconds(row["iteration_s"]))}</label>'
+        for k, row in enumerate(scene["rows"][: len(plans)])
     )
     maps = "".join(
-        f'<figure id="m{k}">{map_svg(scene, plan, at)}{_told(plan)}</figure>' for k, plan in enumerate(plans)
+        f'<figure id="m{k}">{map_svg(scene, plan, at)}{_told(plan, row)}</figure>'
+        for k, (plan, row) in enumerate(zip(plans, scene["rows"], strict=False))
     )
     front = f"<h2>Time and cost</h2>{front_svg(scene['rows'], scene['front'], title='')}" if scene["priced"] else ""
     said = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
@@ -143,9 +143,9 @@ def map_svg(scene: Mapping[str, Any], plan: Mapping[str, Any], at: Sequence[tupl
     body = [_idle(scene, names, at)]
     few = len(names) <= FEW
     body += [_link(link, place, few) for link in sorted(plan["links"], key=lambda link: bool(link["pipeline"]))]
-    body += [_dc(dc, plan, place[dc["name"]], 26.0 if few else 19.0) for dc in scene["datacenters"]]
+    body += [_dc(dc, plan, place, 26.0 if few else 19.0) for dc in scene["datacenters"]]
     low, high = min(y for _, y in at), max(y for _, y in at)
-    top, bottom = low - 60, high + 110
+    top, bottom = low - 72, high + 110
     body.append(_legend(bottom))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {top:.0f} {WIDTH} {bottom - top:.0f}" role="img" '
@@ -181,7 +181,7 @@ def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]], few
     )
     dash = "" if link["pipeline"] else ' stroke-dasharray="2 7"'
     width = 3 + 5 * min(1.0, link["load"]) if link["pipeline"] else 2.2
-    label = f"{100 * link['load']:.0f} %" if few or link["pipeline"] else ""
+    label = f"{100 * link['load']:.0f}%" if few or link["pipeline"] else ""
     x, y = (x1 + x2) / 2, (y1 + y2) / 2
     return (
         f'<g><title>{html.escape(told)}</title><path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="{color}" '
@@ -190,9 +190,10 @@ def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]], few
     )
 
 
-def _dc(dc: Mapping[str, Any], plan: Mapping[str, Any], at: tuple[float, float], radius: float) -> str:
-    """A disc as large as its GPUs in use; the ring is what it has."""
-    (x, y), used = at, int(plan["gpus"].get(dc["name"], 0))
+def _dc(dc: Mapping[str, Any], plan: Mapping[str, Any], place: Mapping[str, tuple[float, float]], radius: float) -> str:
+    """A disc with its GPUs in use, a ring as long as their share, and its name on the side where no link leaves."""
+    (x, y), used = place[dc["name"]], int(plan["gpus"].get(dc["name"], 0))
+    under = radius + 14 if not _leaves_downwards(dc["name"], plan, place) else -radius - 20
     share = used / dc["gpus"]
     turn = 2 * math.pi * share
     color = _owner(dc["name"], plan)
@@ -211,9 +212,18 @@ def _dc(dc: Mapping[str, Any], plan: Mapping[str, Any], at: tuple[float, float],
         f'<g class="{"dc" if used else "dc off"}"><title>{html.escape(told)}</title>'
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>{ring}'
         f'<text class="count" x="{x:.1f}" y="{y + 4:.1f}">{used:,}</text>'
-        f'<text class="name" x="{x:.1f}" y="{y + radius + 14:.1f}">{html.escape(dc["name"])}</text>'
-        f'<text class="small" x="{x:.1f}" y="{y + radius + 27:.1f}">{html.escape(label)}</text></g>'
+        f'<text class="name" x="{x:.1f}" y="{y + under:.1f}">{html.escape(dc["name"])}</text>'
+        f'<text class="small" x="{x:.1f}" y="{y + under + 13:.1f}">{html.escape(label)}</text></g>'
     )
+
+
+def _leaves_downwards(name: str, plan: Mapping[str, Any], place: Mapping[str, tuple[float, float]]) -> bool:
+    """Whether a pipeline goes down from here, and none goes up: steeply enough to run through a name."""
+    links = [link for link in plan["links"] if link["pipeline"] and name in (link["a"], link["b"])]
+    ends = [link["a"] if link["b"] == name else link["b"] for link in links]
+    x, y = place[name]
+    slopes = [(place[end][1] - y) / max(abs(place[end][0] - x), 1.0) for end in ends]
+    return any(slope > 0.6 for slope in slopes) and not any(slope < -0.6 for slope in slopes)
 
 
 def _owner(name: str, plan: Mapping[str, Any]) -> str:
@@ -249,14 +259,18 @@ def _legend(bottom: float) -> str:
 
 
 # ---- words -----------------------------------------------------------------------------------------------------
-def _told(plan: Mapping[str, Any]) -> str:
+def _told(plan: Mapping[str, Any], compared: Mapping[str, Any]) -> str:
+    """What a plan is; of the winner also what it takes in the order that it was compared by."""
     row = plan["row"]
+    plain = ""
+    if row["iteration_s"] != compared["iteration_s"]:
+        plain = f" ({seconds(compared['iteration_s'])} in the plain order that its rivals are figured in)"
     money = f", ${row['usd_per_iteration']:,.4g} an iteration" if row["usd_per_iteration"] else ""
     lost = f" Lost: {row['lost']}." if row["lost"] else ""
     return (
         f"<figcaption><b>{html.escape(row['where'])}</b> — {html.escape(row['how'])}, {row['num_gpus']:,} GPUs, "
-        f"{html.escape(seconds(row['iteration_s']))} an iteration, {row['tokens_per_s']:,.0f} tokens/s{money}."
-        f"{html.escape(lost)}</figcaption>"
+        f"{html.escape(seconds(row['iteration_s']) + ' an iteration' + plain)}, {row['tokens_per_s']:,.0f} tokens/s"
+        f"{money}.{html.escape(lost)}</figcaption>"
     )
 
 

@@ -49,7 +49,7 @@ def results_table(rows: Sequence[Mapping[str, Any]], *, title: str = "", source:
         show_edge=False,
         box=box.SIMPLE_HEAD,
     )
-    table.add_column("schedule", style="bold", no_wrap=True)
+    table.add_column("schedule", style="bold")
     table.add_column("TCP", no_wrap=True)
     for name in ("iter-\nation", "speed-\nup", "lower\nbound", "gap", "in\nflight", "busy\n%"):
         table.add_column(name, justify="right", no_wrap=True)
