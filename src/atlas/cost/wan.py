@@ -24,13 +24,12 @@ from atlas.cost.arrange import Arrangement, route_between
 from atlas.cost.table import FAIR, PRIVATE, TURNS, LinkCost, Trace
 from atlas.cost.tcp import many_bps, stream_bps
 from atlas.errors import InfeasibleError
+from atlas.ir.dispatch import QUANTUM_NS as QUANTUM_NS
 from atlas.ir.program import Ints
 from atlas.spec.cluster import DataCenter, Route
 from atlas.spec.job import Job
 from atlas.spec.trace import read_trace
 
-QUANTUM_NS = 5_000_000
-"""The longest chunk of a shared link: a more urgent transfer waits no longer than this."""
 MAX_NS = 10**13
 """Longer than this (2.8 hours) no single op may take: sums of many must stay within 64 bits."""
 

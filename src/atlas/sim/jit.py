@@ -21,8 +21,8 @@ _SOURCES = ("jit", "network", "compiled", "policy", "reprice", "lower", "referen
 def _cache_folder() -> Path | None:
     """Beside the sources where that can be written; else numba's own choice, a folder of the user."""
     digest = hashlib.sha256(numba.__version__.encode())
-    for name in _SOURCES:
-        digest.update((_HERE / f"{name}.py").read_bytes())
+    for source in (*(_HERE / f"{name}.py" for name in _SOURCES), _HERE.parent / "ir" / "dispatch.py"):
+        digest.update(source.read_bytes())
     folder = _HERE / "__pycache__" / f"numba-{digest.hexdigest()[:16]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

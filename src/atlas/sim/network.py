@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.cost.table import FAIR, PRIVATE
+from atlas.ir.dispatch import before
 from atlas.ir.program import Ints
 from atlas.sim.jit import njit
 from atlas.sim.lower import NONE, Tables
@@ -162,10 +163,12 @@ def _offer_private(
     return int(sent + transfers[transfer, T_LATENCY] + _extra_latency(trace, row, start))
 
 
+_rank = njit(before)
+
+
 @njit
 def _before(transfers: Ints, a: int, b: int) -> bool:
-    turn_a, turn_b = transfers[a, T_TURN], transfers[b, T_TURN]
-    return turn_a < turn_b or (turn_a == turn_b and a < b)
+    return bool(_rank(transfers[a, T_TURN], a) < _rank(transfers[b, T_TURN], b))
 
 
 @njit

@@ -23,6 +23,7 @@ import numpy as np
 
 from atlas.cost.table import FAIR, PRIVATE, TURNS
 from atlas.errors import ProgramError
+from atlas.ir.dispatch import before
 from atlas.ir.program import Ints
 from atlas.sim.lower import NONE, Tables
 
@@ -171,7 +172,7 @@ class Turns:
 
     def offer(self, transfer: int, now: int) -> None:
         turn = self.engine.turn
-        heappush(self.queue, (turn[transfer], transfer))
+        heappush(self.queue, before(turn[transfer], transfer))
         self.left_ns[transfer] = float(self.engine.work_ns[transfer])
         if self.serving == NONE:
             self._foresee(now)
@@ -188,7 +189,7 @@ class Turns:
         transfer = self.serving
         if self.changing_over:
             self.left_ns[transfer] -= self.pace.done(self.since_ns, now, 1.0)
-            heappush(self.queue, (self.engine.turn[transfer], transfer))
+            heappush(self.queue, before(self.engine.turn[transfer], transfer))
         elif transfer != NONE:
             late = self.pace.latency(self.engine.start_ns[transfer])
             self.engine.deliver(transfer, now, now + self.engine.latency_ns[transfer] + late)
