@@ -52,8 +52,11 @@ class Trace:
     def played(self, tokens_per_s: float, until_s: float) -> Iterator[tuple[float, int, tuple[int, ...]]]:
         """(second, tokens, blocks) at another rate, from the start again when it ends, until `until_s`.
 
-        Time is compressed, so bursts stay bursts."""
-        factor, span, lap = self.tokens_per_s / tokens_per_s, self.span_s, 0
+        Time is compressed, so bursts stay bursts; the part of the trace that is played has the rate on average."""
+        wanted, sums = tokens_per_s * until_s, np.cumsum(self.tokens)
+        laps, rest = divmod(wanted, float(sums[-1]))
+        end_s = laps * self.span_s + float(self.at_s[min(len(self) - 1, int(np.searchsorted(sums, rest)))])
+        factor, span, lap = until_s / max(end_s, 1e-9), self.span_s, 0
         while True:
             for k in range(len(self)):
                 at = (lap * span + float(self.at_s[k])) * factor
@@ -72,7 +75,9 @@ def load_trace(path: str | Path) -> Trace:
             file.seek(0)
             rows = list(_mooncake(file) if first.lstrip().startswith("{") else _azure(file))
     except FileNotFoundError:
-        raise AtlasError(f"{path}: no such trace file. Give an Azure CSV, a Mooncake JSON-lines file or 'synthetic'") from None
+        raise AtlasError(
+            f"{path}: no such trace file. Give an Azure CSV, a Mooncake JSON-lines file or 'synthetic'"
+        ) from None
     except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise SpecError(
             where=str(path),

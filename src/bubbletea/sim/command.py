@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             progress=meter,
         )
         found = [
-            row | {"load": load, "prompt_tokens": float(one.tokens.mean())}
+            row | {"load": load, "prompt_tokens": round(float(one.tokens.mean()))}
             for one in _traces(trace, args.prompt)
             for load in args.load or [0.6]
             for row in _rows(scene, one, load, args, meter)

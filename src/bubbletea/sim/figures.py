@@ -21,8 +21,9 @@ def table(rows: Sequence[Mapping[str, Any]], scene: Scene, trace: str) -> Table:
     title = f"{scene.name} ({scene.schedule}), {scene.pattern.num_workers} accelerators; {trace}"
     made = Table(title=Text(title), title_justify="left", padding=0, show_edge=False, box=box.SIMPLE_HEAD)
     made.add_column("policy", style="bold", no_wrap=True)
+    key, name, _ = varied(rows)
     heads = (
-        "load",
+        name,
         "busy\n%",
         "filled\n%",
         "tokens\n/s",
@@ -38,7 +39,7 @@ def table(rows: Sequence[Mapping[str, Any]], scene: Scene, trace: str) -> Table:
         slow = row.get("slowdown")
         made.add_row(
             row["policy"],
-            f"{row['load']:g}",
+            f"{row[key]:g}",
             f"{100 * row['utilization']:.1f}",
             f"{100 * row['fill']:.1f}",
             f"{row['tokens_per_s']:,.0f}",
@@ -60,11 +61,16 @@ def notes(scene: Scene) -> str:
     )
 
 
+def varied(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
+    """(key, head of a column, name of an axis) of what differs between rows: the load, or the prompts."""
+    if len({row["load"] for row in rows}) == 1 and len({row["prompt_tokens"] for row in rows}) > 1:
+        return "prompt_tokens", "prompt", "prompt, tokens on average"
+    return "load", "load", "load, share of the bubbles"
+
+
 def by_load(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[tuple[float, float]]], str, bool]:
     """(series, what x is, whether y is best read on a log axis): p95 TTFT over load, or over the prompt's length."""
-    key, name = ("load", "load, share of the bubbles")
-    if len({row["load"] for row in rows}) == 1 and len({row["prompt_tokens"] for row in rows}) > 1:
-        key, name = "prompt_tokens", "prompt, tokens on average"
+    key, _, name = varied(rows)
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row["ttft_p95_s"] is not None:
