@@ -33,7 +33,7 @@ def test_the_default_shows_every_schedule_on_many_connections_and_the_classics_o
     one = [row["schedule"] for row in rows if row["tcp"] == "one"]
     many = [row["schedule"] for row in rows if row["tcp"] == "many"]
     assert one == ["gpipe", "1f1b", "varuna"]
-    assert many == ["gpipe", "1f1b", "interleaved", "varuna", "zero-bubble", "atlas"]
+    assert many == ["gpipe", "1f1b", "1f1b-eager", "interleaved", "varuna", "zero-bubble", "atlas"]
     for row in rows:
         assert set(row) >= PROMISED
         assert set(row["bubbles_s"]) == {"fill", "drain", "wan", "peer", "sync"}
