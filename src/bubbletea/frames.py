@@ -108,8 +108,14 @@ def write(writer: asyncio.StreamWriter, kind: int, fields: Mapping[str, Any], pa
 
 
 # ---- greeting ----------------------------------------------------------------------------------------------------
+def _equal(given: object, expected: str) -> bool:
+    """In constant time, whatever was given."""
+    return hmac.compare_digest(str(given).encode(errors="replace"), expected.encode())
+
+
 def _proof(token: str, role: str, first: str, second: str) -> str:
-    return hmac.new(token.encode(), f"bubbletea {role} {first} {second}".encode(), hashlib.sha256).hexdigest()
+    said = f"bubbletea {role} {first} {second}".encode(errors="replace")
+    return hmac.new(token.encode(), said, hashlib.sha256).hexdigest()
 
 
 def greet(sock: socket.socket, token: str, who: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +126,7 @@ def greet(sock: socket.socket, token: str, who: Mapping[str, Any]) -> dict[str, 
     send(sock, PROOF, {**who, "nonce": mine, "proof": _proof(token, "caller", theirs, mine)})
     welcome = receive(sock)
     expected = _proof(token, "service", mine, theirs)
-    if welcome.kind != WELCOME or not hmac.compare_digest(str(welcome.fields.get("proof", "")), expected):
+    if welcome.kind != WELCOME or not _equal(welcome.fields.get("proof"), expected):
         raise WorkerError("the service does not hold our token: give both sides the same")
     sock.settimeout(None)
     return welcome.fields
@@ -139,8 +145,7 @@ async def admit_caller(
         await writer.drain()
         proof = await receive_async(reader)
         theirs = str(proof.fields.get("nonce", ""))
-        given = str(proof.fields.get("proof", ""))
-        if proof.kind != PROOF or not hmac.compare_digest(given, _proof(token, "caller", mine, theirs)):
+        if proof.kind != PROOF or not _equal(proof.fields.get("proof"), _proof(token, "caller", mine, theirs)):
             raise WorkerError("a caller does not hold our token")
         write(writer, WELCOME, {**answer(proof.fields), "proof": _proof(token, "service", theirs, mine)})
         await writer.drain()

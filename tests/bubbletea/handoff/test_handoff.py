@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +13,7 @@ import torch
 from prefill_samples import LLAMA
 
 from atlas.errors import AtlasError, WorkerError
-from bubbletea.frames import Frame, pack
+from bubbletea.frames import PROOF, Frame, pack, receive, send
 from bubbletea.handoff.blocks import KV, Block, bytes_of, pack_block, unpack_block
 from bubbletea.handoff.door import Door
 from bubbletea.handoff.fetch import Fetcher, Ticket
@@ -77,6 +78,24 @@ def test_who_does_not_hold_the_token_gets_nothing() -> None:
         with pytest.raises(WorkerError):
             Fetcher(*door.address, "guess")
         assert Ticket.of(door.params(parcel) | {"remote_engine_id": "other"}) is None
+
+    with_door(store, talk)
+
+
+@pytest.mark.parametrize("said", [{"proof": "\u00e9"}, {"proof": "\ud800", "nonce": "\ud800"}, {"proof": [1]}, {}])
+def test_strange_proofs_are_refused_and_the_door_stays_open(said: dict[str, object]) -> None:
+    store = Store(SERVED, 1 << 24)
+    parcel = filled(store)
+
+    def talk(door: Door) -> None:
+        with socket.create_connection(door.address, 5) as sock:
+            receive(sock)
+            send(sock, PROOF, said)
+            assert sock.recv(1) == b""
+        ticket = Ticket.of(door.params(parcel))
+        assert ticket is not None
+        with Fetcher(*door.address, "secret") as fetcher:
+            assert len(list(fetcher.fetch(ticket))) == 4
 
     with_door(store, talk)
 
