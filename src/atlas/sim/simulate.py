@@ -14,7 +14,7 @@ from atlas.sim import reference
 from atlas.sim.lower import Jitter, Tables, lower
 from atlas.sim.reference import Events
 
-SMALL = 20_000
+SMALL = 60_000
 """Up to so many events the reference engine is done before numba is loaded."""
 
 
