@@ -1,0 +1,203 @@
+"""The testbed run, not simulated: three emulated datacenters, a process per worker, paced devices, real sockets and
+real gradients. The paper's ratios, every time divided by three; links priced by what a probe finds, not by what the
+emulator was set to.
+
+    python bench/testbed.py                                     # everything: about half an hour on two cores
+    python bench/testbed.py --workers 6 --schedules atlas varuna --tcp many turns --quick
+    python bench/testbed.py --report                            # what earlier runs have left in out/testbed
+
+A run in which the host was busier than 70 %, or the emulator late, is repeated up to three times and then void.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from common import world
+from common.report import Report
+
+from atlas.errors import AtlasError
+from atlas.ir.analysis import critical_path, path_totals_ns
+from atlas.ir.program import Program, repeated, with_optimizer
+from atlas.ir.timeline import Timeline
+from atlas.launch.emulate import Emulation, Setup, emulate
+from atlas.schedules import SCHEDULES
+from atlas.sim import simulate
+from atlas.view import write_page
+from atlas.wan.emulator.lateness import WORST_LIMIT_S
+
+OUT = Path("out/testbed")
+SCHEDULE_NAMES = ("gpipe", "1f1b", "varuna", "zero-bubble", "atlas")
+BASELINES = SCHEDULE_NAMES[:3]
+TCP = {"one": 1, "many": 2, "turns": 2}
+"""Connections of each kind of network to a peer."""
+IN_FLIGHT, STEPS, TRIES = 3, 3, 3
+MAX_BUSY = 0.70
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell of the table."""
+
+    schedule: str
+    tcp: str
+    workers: int
+    predicted_s: float
+    measured_s: float
+    compute_s: float
+    """Measured less predicted on the critical path of the run, an iteration; then the same of the WAN, and the rest."""
+    wan_s: float
+    dispatch_s: float
+    overhead_us: float
+    """Median over ops: from when both device and input were there, or the op before was over, beyond its own time."""
+    busy: float
+    late_s: float
+    overrun_s: float
+    void: str
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+def host_ticks() -> tuple[int, int]:
+    """(all, idle) since boot."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return sum(ticks), ticks[3] + ticks[4]
+
+
+def per_iteration(timeline: Timeline) -> tuple[float, float, float]:
+    """Seconds of the critical path: compute, WAN, all else."""
+    totals, n = path_totals_ns(critical_path(timeline)), timeline.program.num_iterations * 1e9
+    wan = totals["queue"] + totals["wire"] + totals["latency"]
+    return totals["compute"] / n, wan / n, (totals["sync"] + totals["wait"]) / n
+
+
+def overhead_us(program: Program, run: Emulation, pace_ns: np.ndarray) -> float:
+    """What an op took beyond the time that its device was to be busy."""
+    timeline = run.timeline
+    worker = timeline.program.op_worker // program.num_ranks
+    due_ns = pace_ns[worker, timeline.program.stage, timeline.program.kind]
+    return float(np.median(timeline.op_end_ns - timeline.op_start_ns - due_ns)) / 1e3
+
+
+def one_run(name: str, tcp: str, workers: int, found: world.Found, steps: int, out: Path) -> Row:
+    num_pipelines = workers // world.STAGES
+    nominal = world.setting(num_pipelines, IN_FLIGHT)
+    setting = world.probed(nominal, found, tcp)
+    program = with_optimizer(SCHEDULES[name].build(setting, None))
+    costs = setting.costs_of(program)
+    predicted = simulate(repeated(program, steps), costs)
+    ticks: list[tuple[int, int]] = []
+    setup = Setup(
+        steps,
+        streams=TCP[tcp],
+        paths=world.node_paths(program, world.path(nominal, tcp)),
+        patience_s=20 + 2 * predicted.iteration_ns / 1e9,
+        keep_weights=False,
+    )
+    run = emulate(program, costs, world.training(), setup, on_start=lambda _: ticks.append(host_ticks()))
+    (all_before, idle_before), (all_after, idle_after) = ticks[0], host_ticks()
+    busy = 1 - (idle_after - idle_before) / max(1, all_after - all_before)
+    parts = np.array(per_iteration(run.timeline)) - np.array(per_iteration(predicted))
+    write_page(
+        out / f"{workers}-{name}-{tcp}.html",
+        [predicted, run.timeline],
+        title=f"{name}, {tcp}, {workers} workers: prediction over measurement",
+    )
+    return Row(
+        name, tcp, workers, predicted.iteration_ns / 1e9, run.timeline.iteration_ns / 1e9, *map(float, parts),
+        overhead_us(program, run, costs.compute_ns), busy, run.late_s, run.overrun_s, why_void(busy, run.late_s),
+    )  # fmt: skip
+
+
+def why_void(busy: float, late_s: float) -> str:
+    if busy > MAX_BUSY:
+        return f"the host was {busy:.0%} busy"
+    return f"the emulator was {late_s * 1e3:.1f} ms late" if late_s > WORST_LIMIT_S else ""
+
+
+def measure(args: argparse.Namespace) -> None:
+    args.out.mkdir(parents=True, exist_ok=True)
+    for workers in args.workers:
+        for tcp in args.tcp:
+            names = [name for name in args.schedules if tcp != "turns" or SCHEDULES[name].shares]
+            if not names:
+                continue
+            found = world.probe(world.path(world.setting(workers // world.STAGES, IN_FLIGHT), tcp), tcp)
+            print(f"probed {tcp}: {found.transfer_ns / 1e6:.1f} ms a transfer, {found.latency_ns / 1e6:.2f} ms away")
+            for name in names:
+                keep(args.out, repeat(name, tcp, workers, found, args))
+
+
+def repeat(name: str, tcp: str, workers: int, found: world.Found, args: argparse.Namespace) -> Row:
+    """Until a run counts, or there were enough."""
+    for _ in range(1 if args.quick else TRIES):
+        began = time.monotonic()
+        row = one_run(name, tcp, workers, found, args.steps, args.out)
+        print(f"{describe(row)}; took {time.monotonic() - began:.0f} s", flush=True)
+        if not row.void:
+            break
+    return row
+
+
+def describe(row: Row) -> str:
+    return (
+        f"{row.workers} workers, {row.schedule}, {row.tcp}: predicted {row.predicted_s:.3f} s, measured "
+        f"{row.measured_s:.3f} s ({row.error:+.1%}: compute {row.compute_s * 1e3:+.0f}, WAN {row.wan_s * 1e3:+.0f}, "
+        f"dispatch {row.dispatch_s * 1e3:+.0f} ms), host {row.busy:.0%} busy, emulator {row.late_s * 1e3:.1f} ms late"
+        + (f": VOID, {row.void}" if row.void else "")
+    )
+
+
+# ---- what runs leave, and what is made of it -------------------------------------------------------------------------
+def keep(out: Path, row: Row) -> None:
+    (out / f"{row.workers}-{row.schedule}-{row.tcp}.json").write_text(json.dumps(asdict(row), indent=1) + "\n")
+
+
+def rows(out: Path) -> list[Row]:
+    return [Row(**json.loads(file.read_text())) for file in sorted(out.glob("*.json"))]
+
+
+def report(found: list[Row]) -> int:
+    if not found:
+        raise AtlasError("nothing was measured yet: run it without --report first")
+    told = Report("The testbed (emulated, times divided by 3)", "the simulator, links as probed; Atlas takes turns")
+    for row in found:
+        where = f"{row.workers} workers, {row.schedule}, {row.tcp}"
+        if row.void:
+            print(f"  {where}: void, {row.void}")
+            continue
+        told.figure(f"{where}: prediction off by", 100 * abs(row.error), "%", at_most=5)
+        told.figure(f"{where}: overhead of an op, median", row.overhead_us, "us", at_most=300)
+    ours = next((r for r in found if (r.workers, r.schedule, r.tcp, r.void) == (12, "atlas", "turns", "")), None)
+    for row in found:
+        if ours is not None and not row.void and row.workers == 12 and row.schedule in BASELINES:
+            bar = 15.0 if row.tcp == "one" else 1.4
+            told.figure(f"Atlas over {row.schedule}, {row.tcp}", row.measured_s / ours.measured_s, "x", at_least=bar)
+    return told.finish() if told.rows else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--workers", type=int, nargs="+", choices=(6, 12), default=[12, 6])
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULE_NAMES, default=list(SCHEDULE_NAMES))
+    parser.add_argument("--tcp", nargs="+", choices=tuple(TCP), default=list(TCP))
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--quick", action="store_true", help="do not repeat a run that does not count")
+    parser.add_argument("--report", action="store_true", help="only sum up what earlier runs have left")
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    if not args.report:
+        measure(args)
+    return report(rows(args.out))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
