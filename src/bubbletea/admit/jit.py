@@ -13,3 +13,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def njit(function: _Function) -> _Function:
     """Compiled on its first call."""
     return cast(_Function, numba.njit(cache=True)(function))
+
+
+def njit_anew(function: _Function) -> _Function:
+    """The same, not kept: for what calls another file's functions, whose changes numba would not notice."""
+    return cast(_Function, numba.njit(function))

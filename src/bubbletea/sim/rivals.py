@@ -12,7 +12,7 @@ import numpy as np
 
 from atlas.ir.program import Ints
 from bubbletea.admit.fit import NEVER, Ground, layer_ns, sent_ns
-from bubbletea.admit.jit import njit
+from bubbletea.admit.jit import njit_anew
 from bubbletea.admit.state import State
 from bubbletea.admit.words import Placement, Refusal, Request, Slice
 
@@ -64,7 +64,7 @@ class Paper:
         self._turn = max(self._turn, turn)
 
 
-@njit
+@njit_anew
 def first_fit(
     ground: Ground, used: Ints, workers: Ints, first_layer: Ints, tokens: int, now_ns: int, spans: Ints
 ) -> int:
@@ -89,7 +89,7 @@ def first_fit(
     return found
 
 
-@njit
+@njit_anew
 def one_bubble(ground: Ground, used: Ints, worker: int, from_ns: int, need_ns: int) -> tuple[int, int, int]:
     """(start, period, window) of the first bubble with room for all of it; NEVER where none is long enough."""
     low, high = ground.ptr[worker], ground.ptr[worker + 1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -149,3 +151,13 @@ def test_every_command_explains_its_flags() -> None:
     for name in COMMANDS:
         parser, _ = command_parser(name)
         assert all(action.help for action in parser._actions), name
+
+
+def test_the_simulator_and_the_help_load_no_torch() -> None:
+    for code, heavy in (
+        ("import bubbletea.sim.command", ("torch",)),
+        ("from bubbletea.cli import top_parser; top_parser().format_help()", ("torch", "numba", "numpy", "rich")),
+    ):
+        script = f"import sys; {code}; print(*[name for name in {heavy!r} if name in sys.modules])"
+        found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        assert found.stdout.strip() == ""
