@@ -20,6 +20,7 @@ from atlas.ir.program import Layout, Memory, assemble, default_turns
 from atlas.schedules.classic import gpipe, one_f_one_b
 from atlas.sim import Jitter, compiled, lower, reference, simulate
 from atlas.sim.policy import Rule, freeze, play
+from atlas.sim.simulate import SMALL
 
 PER_KIND = kind_costs(forward_ns=60, input_ns=61, weight_ns=59, recompute_ns=57)
 
@@ -55,9 +56,9 @@ def test_small_programs_stay_with_the_reference_and_large_ones_go_to_the_compile
     for module, name in ((reference, "reference"), (compiled, "compiled")):
         run = module.run
         monkeypatch.setattr(module, "run", lambda tables, run=run, name=name: (used.append(name), run(tables))[1])
-    small, large = gpipe(Layout.even(1, 2, 3, 1)), gpipe(Layout.even(2, 8, 500, 1))
+    small, large = gpipe(Layout.even(1, 2, 3, 1)), gpipe(Layout.even(2, 8, 1500, 1))
     assert small.num_events < 100
-    assert large.num_events > 25_000
+    assert large.num_events > SMALL
     costs = {program: uniform_costs(program.num_pipelines, program.num_stages, PER_KIND) for program in (small, large)}
     times = []
     for program, engine in ((small, "auto"), (large, "auto"), (small, "compiled"), (small, "reference")):
