@@ -119,6 +119,15 @@ def test_the_flight_stops_what_would_only_queue() -> None:
     assert pull(box) is not None
 
 
+def test_a_narrow_path_has_a_second_chunk_under_way() -> None:
+    """One that holds less than a chunk would else idle a round trip after each."""
+    flight = Flight(0.04)
+    flight.learn(200_000, chunk_bytes=16_384)
+    assert 16_384 < flight.limit_bytes < 2 * 16_384
+    flight.learn(1e9, chunk_bytes=16_384)
+    assert flight.limit_bytes == int(1e9 / 8 * (1.25 * 0.04 + 0.012)), "a wide path is bounded as before"
+
+
 def test_the_flight_finds_what_a_path_holds() -> None:
     """A path of 500 Mbit/s and 40 ms holds 2.5 MB; a queue behind it would hold anything."""
     flight, now = Flight(0.04), 0.0

@@ -154,7 +154,7 @@ class Channel:
         elif self.outbox.flight is None:
             self.outbox.flight = Flight(self.rtt_s)
         if (flight := self.outbox.flight) is not None and (rate_bps := self.meter.rate_bps):
-            flight.learn(rate_bps)
+            flight.learn(rate_bps, choice.chunk_bytes)
         for slot in self._slots:
             if (stream := slot.stream) is not None:
                 stream.tune(choice.lowat_bytes, choice.pacing_bps, near=self.rtt_s < NEAR_RTT_S)

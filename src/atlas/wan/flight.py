@@ -35,12 +35,13 @@ class Flight:
         """How much later than the quickest we like to be: enough to keep the path busy, too little to fill queues."""
         return 0.005 + 0.15 * self.rtt_s
 
-    def learn(self, rate_bps: float) -> None:
+    def learn(self, rate_bps: float, chunk_bytes: int = 0) -> None:
         """What the path was seen to deliver bounds the limit on both sides. Below what it holds, lateness is not our
         queue, and less under way would only make bbr believe in less; far above it, queues overflow, which the first
-        chunks of a burst, never late, do not tell."""
-        self.least_bytes = int(rate_bps / 8 * (1.25 * self.rtt_s + 0.012))
-        self.most_bytes = int(rate_bps / 8 * (1.5 * self.rtt_s + 0.015))
+        chunks of a burst, never late, do not tell. A path that holds less than a chunk has a second one under way, or
+        it would idle a round trip after each."""
+        self.least_bytes = max(int(rate_bps / 8 * (1.25 * self.rtt_s + 0.012)), chunk_bytes + 1)
+        self.most_bytes = max(int(rate_bps / 8 * (1.5 * self.rtt_s + 0.015)), chunk_bytes + 1)
 
     def filled(self) -> None:
         """Somebody wanted to send and was held back by the limit."""
