@@ -27,7 +27,7 @@ test-slow: .venv/dev chromium
 
 .venv/runtime: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check --no-compile -e '.[runtime]'
+	$(BIN)/pip install -q --disable-pip-version-check --no-compile -e '.[runtime,serve]'
 	@touch $@
 
 .venv/dev: .venv/runtime

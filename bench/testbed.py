@@ -105,14 +105,15 @@ def one_run(name: str, tcp: str, workers: int, found: world.Found, steps: int, o
     run = emulate(program, costs, world.training(), setup, on_start=lambda _: ticks.append(host_ticks()))
     (all_before, idle_before), (all_after, idle_after) = ticks[0], host_ticks()
     busy = 1 - (idle_after - idle_before) / max(1, all_after - all_before)
-    parts = np.array(per_iteration(run.timeline)) - np.array(per_iteration(predicted))
+    compute_s, wan_s, rest_s = np.array(per_iteration(run.timeline)) - np.array(per_iteration(predicted))
     write_page(
         out / f"{workers}-{name}-{tcp}.html",
         [predicted, run.timeline],
         title=f"{name}, {tcp}, {workers} workers: prediction over measurement",
     )
     return Row(
-        name, tcp, workers, predicted.iteration_ns / 1e9, run.timeline.iteration_ns / 1e9, *map(float, parts),
+        name, tcp, workers, predicted.iteration_ns / 1e9, run.timeline.iteration_ns / 1e9,
+        float(compute_s), float(wan_s), float(rest_s),
         overhead_us(program, run, costs.compute_ns), busy, run.late_s, run.overrun_s, why_void(busy, run.late_s),
     )  # fmt: skip
 

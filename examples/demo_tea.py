@@ -1,0 +1,191 @@
+"""The demo's last act: BubbleTea in the workers of a training run. A client asks over HTTP and prints what streams
+back; behind it, prompts that nobody waits for take the bubbles that are left.
+
+The model it serves is tiny and random: its words mean nothing, that they come is the point.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+from rich.console import Console
+
+from atlas.cost.table import Costs
+from atlas.errors import AtlasError
+from atlas.ir.program import Program, repeated
+from atlas.launch.emulate import Emulation, Setup
+from atlas.runtime.assignment import FillerChoice
+from atlas.runtime.models.config import DecoderConfig
+from atlas.sim import simulate
+from bubbletea.costs import LayerTime
+from bubbletea.prefill.shard import Served
+from bubbletea.serve.assemble import Parts, Settings, assemble
+from bubbletea.serve.auth import Keys
+from bubbletea.serve.ground import of_training
+from bubbletea.serve.http import Server
+from bubbletea.serve.run import Where, run
+
+PROMPTS = ("The sea was calm, and", "Of all the machines in the hall,", "Tell me what waits between two datacenters:")
+WAITING = 6
+"""Prompts in the background that are always waiting."""
+PIECE_NS = 10_000_000
+ARENA_BYTES = 64 << 20
+MODEL = DecoderConfig(
+    family="llama", num_layers=4, width=64, num_heads=4, num_kv_heads=2, head_width=16, ffn_width=128, vocabulary=256,
+    max_length=2048,
+)  # fmt: skip
+
+
+@dataclass
+class Tea:
+    """What the client saw."""
+
+    first_s: list[float] = field(default_factory=list)
+    """Of each prompt: seconds to the first token."""
+
+
+class _Asked:
+    """Connections on which something is asked."""
+
+    def __init__(self) -> None:
+        self._lock, self._over = threading.Lock(), False
+        self._sockets: set[socket.socket] = set()
+
+    def begin(self, sock: socket.socket) -> None:
+        with self._lock:
+            if self._over:
+                raise AtlasError("training is over")
+            self._sockets.add(sock)
+
+    def end(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._sockets.discard(sock)
+
+    def take_back(self) -> None:
+        with self._lock:
+            self._over = True
+            for sock in self._sockets:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+
+class _Training(AbstractContextManager[object]):
+    """A run in a thread, whose workers know where the service is."""
+
+    def __init__(self, train: Callable[[], Emulation]) -> None:
+        self.result: list[Emulation] = []
+        self.error: list[BaseException] = []
+        self.thread = threading.Thread(target=self._run, args=(train,), daemon=True)
+        self.thread.start()
+
+    def _run(self, train: Callable[[], Emulation]) -> None:
+        try:
+            self.result.append(train())
+        except BaseException as error:
+            self.error.append(error)
+
+    def __exit__(self, *_: object) -> None:
+        pass  # when we are interrupted, its workers end with us
+
+
+def pour(
+    tea: Tea, program: Program, costs: Costs, setup: Setup, train: Callable[[Setup], Emulation], console: Console
+) -> Emulation:
+    """Trains with the service beside it, and asks it until training is over."""
+    ground = of_training(
+        simulate(repeated(program, 4), costs), ARENA_BYTES, LayerTime(PIECE_NS, 0.0, 0.0, 0.0), PIECE_NS
+    )
+    settings = Settings("tiny", Served(MODEL), split=2, chunk=128, arena_bytes=ARENA_BYTES)
+    parts = assemble(settings, ground, Keys.nobody())
+    runs: list[_Training] = []
+    asked = _Asked()
+
+    def workers(address: str, token_file: str) -> _Training:
+        filler = FillerChoice("bubbletea", {"address": address, "token_file": token_file})
+        names = [program.worker_name(w) for w in range(program.num_workers)]
+        filled = replace(setup, fillers=dict.fromkeys(names, filler))
+        runs.append(_Training(lambda: train(filled)))
+        return runs[0]
+
+    def on_start(server: Server) -> None:
+        training = runs[0]
+        beside(_converse, server, parts, training, asked, tea, console)
+        for number in range(WAITING):
+            beside(_fill, server, training, asked, number)
+        beside(_end, server, training, asked)
+
+    asyncio.run(run(parts, Where(port=0, drain_s=5), workers, on_start))
+    if runs[0].thread.is_alive():
+        raise KeyboardInterrupt  # the service was told to end before training did
+    if runs[0].error:
+        raise runs[0].error[0]
+    return runs[0].result[0]
+
+
+def beside(work: Callable[..., None], *args: object) -> None:
+    threading.Thread(target=work, args=args, daemon=True).start()
+
+
+def _end(server: Server, training: _Training, asked: _Asked) -> None:
+    """With its workers gone nobody answers what still waits, so it is taken back."""
+    training.thread.join()
+    asked.take_back()
+    server.drain()
+
+
+def _converse(server: Server, parts: Parts, training: _Training, asked: _Asked, tea: Tea, console: Console) -> None:
+    """One prompt after the other, as a person would."""
+    while training.thread.is_alive() and not parts.dispatcher.planner.num_lanes:
+        time.sleep(0.1)
+    for prompt in PROMPTS:
+        try:
+            text = _ask(server, asked, {"prompt": prompt, "max_tokens": 16}, tea.first_s)
+        except (OSError, http.client.HTTPException, AtlasError) as error:
+            console.print(f"  [dim]{prompt} ... not answered: {error}[/dim]")
+            continue
+        console.print(f"  [cyan]{prompt}[/cyan] {text!r}", markup=True, soft_wrap=True)
+
+
+def _fill(server: Server, training: _Training, asked: _Asked, number: int) -> None:
+    rng = random.Random(number)
+    while training.thread.is_alive():
+        tokens = [rng.randrange(256) for _ in range(rng.randrange(128, 768))]
+        try:
+            _ask(server, asked, {"prompt": tokens, "max_tokens": 1, "priority": "offline"}, [])
+        except (OSError, http.client.HTTPException, AtlasError):
+            time.sleep(0.3)
+
+
+def _ask(server: Server, asked: _Asked, wish: dict[str, object], first_s: list[float]) -> str:
+    """A completion as it streams; notes when its first token came."""
+    began, parts = time.monotonic(), list[str]()
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.connect()
+    sock = connection.sock  # it lets go of it when the answer ends
+    try:
+        asked.begin(sock)
+        body = json.dumps({"model": "tiny", "temperature": 0, "ignore_eos": True, "stream": True, **wish})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise AtlasError(f"HTTP {answer.status}")
+        for line in answer:
+            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                continue
+            if not parts:
+                first_s.append(time.monotonic() - began)
+            parts += [choice.get("text", "") for choice in json.loads(line[6:]).get("choices", [])]
+    finally:
+        asked.end(sock)
+        connection.close()
+    return "".join(parts)
