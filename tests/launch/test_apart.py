@@ -27,6 +27,7 @@ NUM_STEPS = 10
 FAULTS = Path(__file__).parents[2] / "bench" / "faults.py"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need root on Linux")
 def test_datacenters_that_share_nothing_lose_one_and_go_on(tmp_path: Path) -> None:
     from atlas.wan.emulator.namespace_net import NamespaceNet

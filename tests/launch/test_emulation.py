@@ -95,6 +95,7 @@ def interrupted_at(step: int) -> Callable[[Progress], None]:
     return interrupt
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits_and_on_another_plan_to_the_same_losses(tmp_path: Path) -> None:
     case = layout(2, ("a", "b"), 2)
     whole = play(case, None, 6)
