@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -130,10 +131,12 @@ def act(title: str, name: str, tcp: str, tea: Tea | None = None) -> Act:
 
     def on_step(done: Progress) -> None:
         seconds.append(done.seconds)
-        console.print(
+        line = (
             f"  step {done.num_done}/{steps}  loss {done.loss:.4f}  {done.seconds:6.2f} s "
             f"(predicted {predicted.iteration_ns / 1e9:.2f})  WAN {done.wan_bytes * 8e-6 / done.seconds:.1f} Mbit/s"
         )
+        with tea.speaking if tea is not None else nullcontext():
+            console.print(line)
 
     def train(setup: Setup) -> Emulation:
         return emulate(program, used, TRAINING, setup, on_start=lambda _: before.append(host_ticks()), on_step=on_step)
@@ -175,20 +178,20 @@ def with_tea(plain: Act, filled: Act, tea: Tea) -> str:
 
 def main() -> int:
     OUT.mkdir(parents=True, exist_ok=True)
-    console.print("Three datacenters 40 ms apart, emulated here; two pipelines, a stage in each; 8 microbatches.")
+    console.print("Three datacenters 40 ms apart, emulated; two pipelines, a stage in each; 8 microbatches")
     acts = [
-        act("Varuna on one TCP connection", "varuna", "one"),
-        act("Varuna on many", "varuna", "many"),
-        act("Atlas, taking turns on the WAN", "atlas", "many"),
+        act("Varuna, one TCP", "varuna", "one"),
+        act("Varuna, many TCP", "varuna", "many"),
+        act("Atlas (turns)", "atlas", "many"),
     ]
     tea = Tea()
-    acts.append(act("Atlas, and BubbleTea in its bubbles", "atlas", "many", tea))
+    acts.append(act("Atlas, BubbleTea", "atlas", "many", tea))
     console.print()
     console.print(table(acts))
     console.print(with_tea(acts[2], acts[3], tea), soft_wrap=True)
     for one in acts:
         if one.flag:
-            console.print(f"* {one.flag}, so these times say little: try again on a quiet machine")
+            console.print(f"* {one.flag}, so such times say little: try again on a quiet machine", soft_wrap=True)
             break
     page = OUT / "prediction-over-measurement.html"
     write_page(page, [acts[2].predicted, acts[2].run.timeline], title="Atlas: prediction over measurement")

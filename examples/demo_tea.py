@@ -14,7 +14,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -52,6 +52,8 @@ class Tea:
 
     first_s: list[float] = field(default_factory=list)
     """Of each prompt: seconds to the first token."""
+    speaking: threading.Lock = field(default_factory=threading.Lock)
+    """Held while an answer streams onto the screen; who else prints waits for its end."""
 
 
 class _Asked:
@@ -148,12 +150,14 @@ def _converse(server: Server, parts: Parts, training: _Training, asked: _Asked, 
     while training.thread.is_alive() and not parts.dispatcher.planner.num_lanes:
         time.sleep(0.1)
     for prompt in PROMPTS:
-        try:
-            text = _ask(server, asked, {"prompt": prompt, "max_tokens": 16}, tea.first_s)
-        except (OSError, http.client.HTTPException, AtlasError) as error:
-            console.print(f"  [dim]{prompt} ... not answered: {error}[/dim]")
-            continue
-        console.print(f"  [cyan]{prompt}[/cyan] {text!r}", markup=True, soft_wrap=True)
+        with tea.speaking:
+            console.print(f"  [cyan]{prompt}[/cyan] ", end="")
+            try:
+                for text in _ask(server, asked, {"prompt": prompt, "max_tokens": 16}, tea.first_s):
+                    console.print("".join(c if c.isprintable() else "·" for c in text), end="", markup=False)
+                console.print()
+            except (OSError, http.client.HTTPException, AtlasError) as error:
+                console.print(f"... not answered: {error}")
 
 
 def _fill(server: Server, training: _Training, asked: _Asked, number: int) -> None:
@@ -161,14 +165,15 @@ def _fill(server: Server, training: _Training, asked: _Asked, number: int) -> No
     while training.thread.is_alive():
         tokens = [rng.randrange(256) for _ in range(rng.randrange(128, 768))]
         try:
-            _ask(server, asked, {"prompt": tokens, "max_tokens": 1, "priority": "offline"}, [])
+            for _ in _ask(server, asked, {"prompt": tokens, "max_tokens": 1, "priority": "offline"}, []):
+                pass
         except (OSError, http.client.HTTPException, AtlasError):
             time.sleep(0.3)
 
 
-def _ask(server: Server, asked: _Asked, wish: dict[str, object], first_s: list[float]) -> str:
+def _ask(server: Server, asked: _Asked, wish: dict[str, object], first_s: list[float]) -> Iterator[str]:
     """A completion as it streams; notes when its first token came."""
-    began, parts = time.monotonic(), list[str]()
+    began, has_begun = time.monotonic(), False
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.connect()
     sock = connection.sock  # it lets go of it when the answer ends
@@ -182,10 +187,11 @@ def _ask(server: Server, asked: _Asked, wish: dict[str, object], first_s: list[f
         for line in answer:
             if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                 continue
-            if not parts:
+            if not has_begun:
+                has_begun = True
                 first_s.append(time.monotonic() - began)
-            parts += [choice.get("text", "") for choice in json.loads(line[6:]).get("choices", [])]
+            for choice in json.loads(line[6:]).get("choices", []):
+                yield choice.get("text", "")
     finally:
         asked.end(sock)
         connection.close()
-    return "".join(parts)
