@@ -41,11 +41,14 @@ class Collector:
     length: int
     slabs: dict[int, Tensor] = field(default_factory=dict)
     logits_V: Tensor | None = None  # noqa: N815
+    spans: list[tuple[int, int, int]] = field(default_factory=list)
+    """(layer, first, last) as they came."""
     ran_pieces: int = 0
     finished: int = 0
     failures: list[str] = field(default_factory=list)
 
     def kv(self, task: Task, piece: Piece, kv: Staged) -> None:
+        self.spans.append((piece.layer, piece.first, piece.last))
         config = self.served.config
         shape = (2, config.num_kv_heads, self.length + 64, config.head_width)
         slab = self.slabs.setdefault(piece.layer, torch.zeros(shape))
@@ -79,23 +82,28 @@ def offer_everywhere(stages: Sequence[Engine], tokens: Sequence[int], chunk: int
         stage.offer(Task(job, 0, len(tokens), 0, ends, s, 0, peers), tokens if s == 0 else ())
 
 
-def step(engine: Engine) -> bool:
+def step(engine: Engine, fits: Callable[[Piece], bool] = lambda piece: True) -> bool:
     """Runs one piece, on the plain CPU; whether there was one."""
-    flight = engine.step(lambda work: Cpu().begin(work, 0, 0))
+    flight = engine.step(lambda work, piece: Cpu().begin(work, 0, 0), fits)
     if flight is not None:
         span = flight.running.wait()
         engine.settle(flight, span.end_ns - span.start_ns)
     return flight is not None
 
 
-def run_all(stages: Sequence[Engine], may_run: Callable[[int], bool] = lambda stage: True) -> None:
-    """Steps the stages until no one has a task; `may_run` is asked before every step, as a bubble would be."""
+def run_all(
+    stages: Sequence[Engine],
+    may_run: Callable[[int], bool] = lambda stage: True,
+    fits: Callable[[Piece], bool] = lambda piece: True,
+) -> None:
+    """Steps the stages until no one has a task; `may_run` is asked before every step, as a bubble would be, and `fits`
+    of every piece or part of one."""
     for _ in range(100_000):
         if not any(stage.num_tasks for stage in stages):
             return
         for number, stage in enumerate(stages):
             if may_run(number):
-                step(stage)
+                step(stage, fits)
     raise AssertionError("the stages did not finish")
 
 

@@ -66,7 +66,7 @@ class Flight(NamedTuple):
     """Activations for the next stage."""
 
 
-Begin = Callable[[Callable[[], Yield]], Running[Yield]]
+Begin = Callable[[Callable[[], Yield], Piece], Running[Yield]]
 """Executes a piece on the device, or puts it into the device's queue."""
 
 
@@ -125,21 +125,15 @@ class Engine:
         return len(self._offers)
 
     # ---- on the device's thread --------------------------------------------------------------------------------
-    def next_piece(self) -> tuple[Task, Piece, int] | None:
-        """What would run now, and how long it is expected to take."""
+    def step(self, begin: Begin, fits: Callable[[Piece], bool] = lambda piece: True) -> Flight | None:
+        """Begins the next piece, or as much of it as fits; to be settled once it is done, or at any later time."""
         offer = self._next()
         if offer is None or offer.job is None or offer.job.piece is None:
             return None
-        return offer.task, offer.job.piece, self._predict_ns(offer.job.piece)
-
-    def step(self, begin: Begin) -> Flight | None:
-        """Begins the next piece, if there is one; to be settled once it is done, or at any later time."""
-        offer = self._next()
-        if offer is None or offer.job is None or offer.job.piece is None:
+        if not fits(offer.job.piece) and not offer.job.shorten(fits):
             return None
-        piece = offer.job.piece
         try:
-            flight = self._launch(offer, piece, begin)
+            flight = self._launch(offer, offer.job.piece, begin)
         except AtlasError as error:
             self._end(offer, str(error))
             return None
@@ -147,11 +141,14 @@ class Engine:
             self._end(offer)
         return flight
 
+    def predict_ns(self, piece: Piece) -> int:
+        """How long it is expected to take."""
+        return self.pace.predict_ns(piece.last - piece.first, piece.last, is_head=piece.layer == HEAD)
+
     def settle(self, flight: Flight, took_ns: int) -> None:
         """What it took is learnt from, and what it computed goes to the next stage."""
         task, piece = flight.task, flight.piece
-        if piece.layer != HEAD:
-            self.pace.observe(piece.last - piece.first, piece.last, took_ns)
+        self.pace.observe(piece.last - piece.first, piece.last, took_ns, is_head=piece.layer == HEAD)
         self.outlet.ran(task, piece, flight.predicted_ns, took_ns)
         if flight.out is not None:
             self._pass_on(task, piece, flight.out)
@@ -162,14 +159,14 @@ class Engine:
         if job.begins_chunk and task.stage:
             data = offer.inputs[piece.chunk].wait(0)
             x = torch.frombuffer(data, dtype=self.shard.dtype)
-            job.feed(x.view(1, piece.last - piece.first, self.shard.config.width))
-        running = begin(job.run)
+            job.feed(x.view(1, -1, self.shard.config.width))
+        running = begin(job.run, piece)
         kv, out = (None if tensor is None else self._staging.out(tensor) for tensor in running.result)
         if kv is not None:
             self.outlet.kv(task, piece, kv)
         elif out is not None:
             self.outlet.logits(task, out)
-        return Flight(task, piece, self._predict_ns(piece), running, out if piece.layer != HEAD else None)
+        return Flight(task, piece, self.predict_ns(piece), running, out if piece.layer != HEAD else None)
 
     def _pass_on(self, task: Task, piece: Piece, out: Staged) -> None:
         assert self.transport is not None, "a stage before another needs a transport"
@@ -243,9 +240,6 @@ class Engine:
 
     def _job_bytes(self, task: Task) -> int:
         return self.shard.job_bytes(task.length, task.widest)
-
-    def _predict_ns(self, piece: Piece) -> int:
-        return self.pace.predict_ns(piece.last - piece.first, piece.last)
 
 
 def warm_up(shard: Shard, pace: Pace, chunk: int) -> None:

@@ -75,7 +75,7 @@ class BubbleTea:
 
     def waited(self, position: Position, began_ns: int, ended_ns: int) -> None:
         assert self._link is not None
-        filled_ns = self._filling.over(position, ended_ns - began_ns)
+        filled_ns = self._filling.over(position, began_ns, ended_ns)
         self._link.waited(position.step, position.index, began_ns, ended_ns, filled_ns)
 
     def ran(self, position: Position, span: Span) -> None:

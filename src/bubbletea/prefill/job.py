@@ -6,7 +6,7 @@ Knows its own cursor and memory. Does not know time, other jobs or how tensors t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -62,7 +62,7 @@ def even_ends(start: int, length: int, chunk: int) -> tuple[int, ...]:
 
 
 class Piece(NamedTuple):
-    """One layer of one chunk, the smallest thing that runs; layer -1: the head."""
+    """One layer of one chunk, or of the part of it that fits where it runs; layer -1: the head."""
 
     chunk: int
     first: int
@@ -72,6 +72,8 @@ class Piece(NamedTuple):
 
 
 HEAD = -1
+LEAST, PARTS = 16, 8
+"""A piece is shortened by eighths, and to no fewer tokens."""
 
 
 class Yield(NamedTuple):
@@ -91,6 +93,8 @@ class Job:
         self.shard, self.task, self.room = shard, task, room
         self.slabs, self._x = shard.lay_out(room, task.length, task.widest)
         self._tokens = torch.from_numpy(np.asarray(tokens, np.int64))
+        if shard.arena.device.type == "cuda":
+            self._tokens = self._tokens.pin_memory()  # or their copy to the device would wait for all that is queued
         self._pieces = [
             Piece(index, first, last, layer)
             for index, (first, last) in enumerate(task.chunks)
@@ -111,27 +115,39 @@ class Job:
         piece = self.piece
         return piece is not None and (self._next == 0 or self._pieces[self._next - 1].chunk != piece.chunk)
 
+    def shorten(self, fits: Callable[[Piece], bool]) -> bool:
+        """Cuts the next piece to as much as fits, what is left coming next; False where nothing does."""
+        piece = self.piece
+        if piece is None or piece.layer == HEAD:
+            return False
+        num = piece.last - piece.first
+        cuts = (piece.first + num * part // PARTS for part in range(PARTS - 1, 0, -1))
+        for cut in (cut for cut in cuts if cut - piece.first >= LEAST):
+            if fits(piece._replace(last=cut)):
+                self._pieces[self._next : self._next + 1] = [piece._replace(last=cut), piece._replace(first=cut)]
+                return True
+        return False
+
     def feed(self, x: Tensor) -> None:
         """The activations of the chunk that begins, from the stage before."""
-        self._here(x.shape[1]).copy_(x)
+        self._x[:, : x.shape[1]].copy_(x)
 
     def run(self) -> Yield:
         """The next piece."""
         piece = self.piece
         assert piece is not None, "the job is done"
+        first, last = self.task.chunks[piece.chunk]
         if self.begins_chunk and self.shard.cut.has_embedding:
-            self.feed(self.shard.embed(self._tokens[piece.first : piece.last], piece.first))
+            self.feed(self.shard.embed(self._tokens[first:last], first))
         self._next += 1
-        x = self._here(piece.last - piece.first)
+        chunk = self._x[:, : last - first]
         if piece.layer == HEAD:
-            return Yield(None, self.shard.logits(x).clone())
+            return Yield(None, self.shard.logits(chunk).clone())
+        x = chunk[:, piece.first - first : piece.last - first]
         x.copy_(self.shard.layer(piece.layer, x, self.slabs[piece.layer]))
-        ends = piece.layer == self.shard.cut.layers[-1]
-        return Yield(self._kv(piece), x.clone() if ends and not self.shard.cut.has_head else None)
+        ends = piece.layer == self.shard.cut.layers[-1] and piece.last == last
+        return Yield(self._kv(piece), chunk.clone() if ends and not self.shard.cut.has_head else None)
 
     def _kv(self, piece: Piece) -> Tensor:
         slab: KvSlab = self.slabs[piece.layer]
         return torch.stack([t[0, :, piece.first : piece.last] for t in (slab.k_BKTE, slab.v_BKTE)])
-
-    def _here(self, length: int) -> Tensor:
-        return self._x[:, :length]

@@ -1,18 +1,28 @@
 """How long a piece of prefill takes on this worker: from its arithmetic, corrected by what was measured.
 
-The first pieces are judged by the flops and a warm-up; from then on by the slow ones among the last: a prediction is
-there to keep training on time, so it errs upwards. Knows durations; not bubbles.
+The first pieces are judged by the flops and a warm-up; from then on by the slow ones among the last of their kind: a
+prediction is there to keep training on time, so it errs upwards. Kinds are told apart because kernels are: a chunk
+behind others takes another way through attention than the first one. Knows durations; not bubbles.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from atlas.runtime.models.config import DecoderConfig
 
-RECENT = 64
+RECENT, FEW = 64, 8
 CAUTION = 0.95
 """The share of recent pieces that took no longer than predicted."""
+
+
+class _Kind(NamedTuple):
+    """Pieces that the same kernels run: the size by powers of two."""
+
+    num_new: int
+    is_behind: bool
+    is_head: bool
 
 
 class Pace:
@@ -21,16 +31,20 @@ class Pace:
     def __init__(self, config: DecoderConfig, overhead_ns: int = 1_000_000, flops_per_ns: float = 1.0) -> None:
         self.config = config
         self.overhead_ns, self.flops_per_ns = overhead_ns, flops_per_ns
-        self._ratios: deque[float] = deque(maxlen=RECENT)
-        self._correction = 1.0
+        self._layers = _Ratios()
+        self._kinds: dict[_Kind, _Ratios] = {}
 
-    def predict_ns(self, num_new: int, num_all: int) -> int:
-        return int(self._plain_ns(num_new, num_all) * self._correction)
+    def predict_ns(self, num_new: int, num_all: int, *, is_head: bool = False) -> int:
+        """A kind that has hardly been seen is judged by all layers."""
+        found = self._kinds.get(_kind(num_new, num_all, is_head))
+        ratios = found if found is not None and len(found.recent) >= FEW else self._layers
+        return int(self._plain_ns(num_new, num_all) * ratios.slow)
 
-    def observe(self, num_new: int, num_all: int, took_ns: int) -> None:
-        self._ratios.append(took_ns / self._plain_ns(num_new, num_all))
-        ordered = sorted(self._ratios)
-        self._correction = ordered[min(len(ordered) - 1, int(CAUTION * len(ordered)))]
+    def observe(self, num_new: int, num_all: int, took_ns: int, *, is_head: bool = False) -> None:
+        ratio = took_ns / self._plain_ns(num_new, num_all)
+        self._kinds.setdefault(_kind(num_new, num_all, is_head), _Ratios()).add(ratio)
+        if not is_head:
+            self._layers.add(ratio)
 
     def calibrate(self, small: tuple[int, int], large: tuple[int, int]) -> None:
         """From two measured pieces, each (new tokens, nanoseconds), of prompts that begin with them."""
@@ -49,3 +63,20 @@ class Pace:
 
     def _plain_ns(self, num_new: int, num_all: int) -> float:
         return self.overhead_ns + self.flops(num_new, num_all) / self.flops_per_ns
+
+
+def _kind(num_new: int, num_all: int, is_head: bool) -> _Kind:
+    return _Kind(num_new.bit_length(), num_all > num_new, is_head)
+
+
+class _Ratios:
+    """Of measured to plain durations."""
+
+    def __init__(self) -> None:
+        self.recent: deque[float] = deque(maxlen=RECENT)
+        self.slow = 1.0
+
+    def add(self, ratio: float) -> None:
+        self.recent.append(ratio)
+        ordered = sorted(self.recent)
+        self.slow = ordered[min(len(ordered) - 1, int(CAUTION * len(ordered)))]

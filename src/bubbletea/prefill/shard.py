@@ -93,7 +93,8 @@ class Shard:
         """[L] -> [1, L, D]"""
         assert self.decoder.embedding is not None, "the embedding is another worker's"
         positions = torch.arange(start, start + len(tokens), device=self.arena.device)
-        x: Tensor = self.decoder.embedding(tokens[None].to(self.arena.device), positions)
+        there = tokens[None].to(self.arena.device, non_blocking=True)
+        x: Tensor = self.decoder.embedding(there, positions)
         return x
 
     @torch.inference_mode()

@@ -20,6 +20,7 @@ from prefill_samples import (
 )
 
 from atlas.errors import InfeasibleError
+from atlas.runtime.device import Cpu
 from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.engine import Engine, chunk_that_fits, warm_up
 from bubbletea.prefill.job import Task, even_ends
@@ -39,7 +40,8 @@ def check(family: str, split: tuple[int, ...], length: int, rng: random.Random) 
     collector = Collector(served, length)
     stages = make_stages(served, split, collector)
     offer_everywhere(stages, tokens, min(chunk, length))
-    run_all(stages, lambda stage: rng.random() < 0.4)  # bubbles that end after any piece
+    # Bubbles that end after any piece, and before a piece would be whole.
+    run_all(stages, lambda stage: rng.random() < 0.4, lambda piece: rng.random() < 0.7)
     assert not collector.failures
     decoder = whole(served)
     assert greedy_after(collector, decoder, 12) == greedy_alone(decoder, tokens, 12)
@@ -112,9 +114,22 @@ def test_the_earliest_due_goes_first() -> None:
     engine = make_stages(served, (4,), Collector(served, 8))[0]
     for job, due_ns in ((1, 30), (2, 10), (3, 20)):
         engine.offer(Task(job, 0, 8, 0, (8,), 0, due_ns), range(8))
-    found = engine.next_piece()
-    assert found is not None
-    assert found[0].job == 2
+    flight = engine.step(lambda work, piece: Cpu().begin(work, 0, 0))
+    assert flight is not None
+    assert flight.task.job == 2
+
+
+def test_a_piece_is_cut_to_what_fits() -> None:
+    served, collector = Served(LLAMA), Collector(Served(LLAMA), 160)
+    engine = make_stages(served, (4,), collector)[0]
+    engine.offer(Task(1, 0, 160, 0, (160,), 0, 0), [1] * 160)
+    assert not step(engine, lambda piece: False)
+    assert not step(engine, lambda piece: piece.last - piece.first < 20), "an eighth has 20 tokens"
+    assert step(engine, lambda piece: piece.last - piece.first <= 70)
+    assert collector.spans == [(0, 0, 60)]
+    assert step(engine)
+    assert step(engine)
+    assert collector.spans == [(0, 0, 60), (0, 60, 160), (1, 0, 160)]
 
 
 def test_what_can_never_run_is_refused_at_once() -> None:
@@ -175,3 +190,15 @@ def test_the_pace_errs_upwards_and_learns() -> None:
         pace.observe(64, 64, took_ns)
     assert pace.predict_ns(64, 64) == pytest.approx(9_000_000, rel=0.01)
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_the_pace_tells_kinds_of_pieces_apart() -> None:
+    pace = Pace(LLAMA)
+    for _ in range(9):
+        pace.observe(64, 64, 5_000_000)
+        pace.observe(64, 128, 9_000_000)
+        pace.observe(64, 128, 1_000_000, is_head=True)
+    assert pace.predict_ns(64, 64) == pytest.approx(5_000_000, rel=0.01)
+    assert pace.predict_ns(64, 128) == pytest.approx(9_000_000, rel=0.01)
+    assert pace.predict_ns(64, 128, is_head=True) == pytest.approx(1_000_000, rel=0.01)
+    assert pace.predict_ns(8, 8) > 0.9 * pace.overhead_ns, "what was never seen is judged by the slow ones of all"

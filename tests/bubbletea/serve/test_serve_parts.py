@@ -1,4 +1,4 @@
-"""The small parts of the service, each alone: text, stop strings, keys, prefixes, the guard, folders of models."""
+"""The small parts of the service, each alone: text, stop strings, keys, prefixes, folders of models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from prefill_samples import LLAMA, Collector, greedy_after, greedy_alone, make_s
 from atlas.errors import AtlasError
 from atlas.runtime.models.export import export_stage, finish_export
 from bubbletea.handoff.decode import Sampling, choose
-from bubbletea.prefill.guard import Guard
 from bubbletea.prefill.messages import Order
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.auth import EVERYBODY, Keys
@@ -129,21 +128,6 @@ def test_prefixes_are_kept_by_tenant_and_forgotten_from_their_ends() -> None:
     prefixes.add(prefixes.hashes([99] * 4, "a"), slabs)
     assert prefixes.longest(mine, 100) == 8
     assert prefixes.used_bytes <= prefixes.budget_bytes
-
-
-# ---- the guard ---------------------------------------------------------------------------------------------------
-def test_the_guard_believes_the_schedule_then_what_it_saw() -> None:
-    guard = Guard(0.1, {3: 1000})
-    assert guard.wait_ns(3) == 900
-    assert guard.wait_ns(4) == 0
-    for waited in (1200, 1300, 1250, 1240):
-        guard.observe(3, waited)
-    assert guard.wait_ns(3) == 1200
-    guard.observe(3, 300)
-    assert guard.wait_ns(3) == 270
-    for waited in (900, 910, 920):
-        guard.observe(3, waited)
-    assert guard.wait_ns(3) == 900
 
 
 # ---- models ------------------------------------------------------------------------------------------------------
