@@ -1,8 +1,8 @@
 """A Llama shape of 1.1 billion parameters in bf16 on one GPU: four stage processes share it, the transport between them
 on loopback, AdamW, clipped gradients. `one_gpu.py cuda:0`; needs 40 GB of GPU memory.
 
-Losses against one process that trains the same batches on the same GPU, and how much of the transfers' time the GPU
-computed meanwhile.
+Losses against one process that trains the same batches on the same GPU; how much of the transfers' time some stage
+computed; and, from CUDA events on the streams of each process, how much of its copies' time that process computed too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from atlas.ir.program import Layout, with_optimizer
 from atlas.ir.timeline import Timeline
 from atlas.launch.emulate import Setup, emulate
 from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training
+from atlas.runtime.device import Copied
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.reference import train_alone
@@ -53,6 +54,12 @@ def overlapped(timeline: Timeline) -> float:
     return busy / total
 
 
+def copies(timeline: Timeline) -> Copied:
+    """Of all stages."""
+    each = [Copied(*found) for found in timeline.meta["copied"].values()]
+    return Copied(*(sum(column) for column in zip(*each, strict=True)))
+
+
 def main() -> int:
     place = sys.argv[1] if len(sys.argv) > 1 else "cuda:0"
     if not torch.cuda.is_available():
@@ -74,6 +81,10 @@ def main() -> int:
     transfers_ms = (run.timeline.transfer_arrive_ns - run.timeline.transfer_ready_ns) / 1e6
     report.figure("transfer of 8 MB, GPU to GPU, median", float(np.median(transfers_ms)), "ms")
     report.figure("of transfers' time, computed meanwhile", overlapped(run.timeline), "", at_least=0.5)
+    copied = copies(run.timeline)
+    report.figure("copies between host and GPU", copied.num, "")
+    report.figure("one copy, mean", copied.total_ns / copied.num / 1e6, "ms")
+    report.figure("of copies' time, the same process computed", copied.under_compute_ns / copied.total_ns, "")
     return report.finish()
 
 

@@ -50,6 +50,30 @@ def test_a_span_is_what_the_gpu_did() -> None:
 
 
 @gpu
+def test_copies_are_timed_and_so_is_what_was_computed_meanwhile() -> None:
+    device = make_device("cuda:0")
+    matrix = torch.randn(8192, 8192, device=device.place)
+    device.run(lambda: matrix @ matrix, 0, 0)
+    host = device.buffer((1 << 24,), torch.float32)
+    alone = device.copied()
+    device.upload(host).get()
+    torch.cuda.synchronize()
+    idle = device.copied()
+    assert (idle.num, idle.under_compute_ns) == (alone.num + 1, alone.under_compute_ns)
+    assert idle.total_ns > alone.total_ns
+
+    def compute() -> None:
+        for _ in range(20):
+            matrix @ matrix
+        device.upload(host)
+
+    device.run(compute, 0, 0)
+    both = device.copied()
+    assert both.under_compute_ns - idle.under_compute_ns > 0.9 * (both.total_ns - idle.total_ns)
+    device.close()
+
+
+@gpu
 def test_two_stages_on_one_gpu_learn_as_two_cpus() -> None:
     program = with_optimizer(one_f_one_b(Layout(2, 2, 4, ("a", "b"))))
     training = stand_in(num_layers=4, learning_rate=0.05)

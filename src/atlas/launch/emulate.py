@@ -210,7 +210,8 @@ class _Run:
             results, stopped = self._stop(silence_s), True
         late_s = self.net.lateness.worst_s if self.net is not None else 0.0
         overrun_s = max(result["overrun_ns"] for result in results.values()) / 1e9
-        meta = {"late_s": late_s, "overrun_s": overrun_s, "streams": self.setup.streams}
+        copied = {name: result["copied"] for name, result in results.items()}
+        meta = {"late_s": late_s, "overrun_s": overrun_s, "streams": self.setup.streams, "copied": copied}
         timeline = self.records.timeline(replace(view, meta=meta))
         norms = [norm for step in self.records.by_worker[self.names[0]] for norm in step["norms"]]
         return Emulation(timeline, self.records.losses(), self._weights(), late_s, overrun_s, norms, stopped)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
@@ -17,9 +18,12 @@ import torch
 from torch import Tensor
 
 from atlas.errors import AtlasError
-from atlas.runtime.device import Running, Span, Upload
+from atlas.runtime.device import Copied, Running, Span, Upload
+from atlas.runtime.spans import Cover
 
 T = TypeVar("T")
+KEPT = 4096
+"""Spans of compute and of copies that are remembered, the last ones."""
 REBASE_NS = 20 * 10**9
 """The GPU's clock is compared with ours this often: an event's time is a float32 of milliseconds."""
 
@@ -44,6 +48,8 @@ class Cuda:
         self._thread = threading.Thread(target=self._hand_over, daemon=True, name=f"atlas {self.place} copies")
         self._thread.start()
         self._base = self._compare_clocks()
+        self._computed: deque[Span] = deque(maxlen=KEPT)
+        self._copied: deque[_Timed] = deque(maxlen=KEPT)
 
     def run(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> tuple[T, Span]:
         """Waits for the end of the work, with the interpreter's lock released."""
@@ -51,6 +57,7 @@ class Cuda:
         span = running.wait()
         if span.end_ns - self._base.at_ns > REBASE_NS:
             self._base = self._compare_clocks()
+        self._computed.append(span)
         return running.result, span
 
     def begin(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> Running[T]:
@@ -74,18 +81,31 @@ class Cuda:
         host = self.buffer(tuple(tensor.shape), tensor.dtype)
         self._down.wait_stream(self._compute)
         with torch.cuda.stream(self._down):
+            start, done = _event(), _event(blocking=True)
+            start.record(self._down)
             host.copy_(tensor, non_blocking=True)
             tensor.record_stream(self._down)
-            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             done.record(self._down)
+        self._copied.append(_Timed(start, done, self._base))
         self._copies.put(_Copy(done, host, then))
 
     def upload(self, tensor: Tensor) -> Upload:
         with torch.cuda.device(self.place), torch.cuda.stream(self._up):
-            there = tensor.to(self.place, non_blocking=True)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            there = torch.empty_like(tensor, device=self.place)
+            start, done = _event(), _event()
+            start.record(self._up)
+            there.copy_(tensor, non_blocking=True)
             done.record(self._up)
+        self._copied.append(_Timed(start, done, self._base))
         return _Uploaded(there, done, tensor)
+
+    def copied(self) -> Copied:
+        copies = [copy.span() for copy in list(self._copied)]
+        compute = Cover(self._computed)
+        since_ns = self._computed[0].start_ns if self._computed else 0
+        kept = [span for span in copies if span.start_ns >= since_ns]
+        total_ns = sum(span.end_ns - span.start_ns for span in kept)
+        return Copied(len(kept), total_ns, sum(map(compute.within_ns, kept)))
 
     def close(self) -> None:
         self._copies.put(None)
@@ -128,6 +148,18 @@ class _Queued(NamedTuple, Generic[T]):
     def wait(self) -> Span:
         self.end.synchronize()
         return Span(self.base.moment_ns(self.start), self.base.moment_ns(self.end))
+
+
+class _Timed(NamedTuple):
+    """A copy, between two events of its stream."""
+
+    start: torch.cuda.Event
+    done: torch.cuda.Event
+    base: _Base
+
+    def span(self) -> Span:
+        self.done.synchronize()
+        return Span(self.base.moment_ns(self.start), self.base.moment_ns(self.done))
 
 
 class _Copy(NamedTuple):

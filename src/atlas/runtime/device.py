@@ -28,6 +28,15 @@ class Span(NamedTuple):
     end_ns: int
 
 
+class Copied(NamedTuple):
+    """Copies between host and device, as far back as the device remembers."""
+
+    num: int
+    total_ns: int
+    under_compute_ns: int
+    """Of that, while the device also computed for the same worker."""
+
+
 class Running(Protocol[T_co]):
     """Work that was begun."""
 
@@ -78,6 +87,10 @@ class Device(Protocol):
         """Starts a copy of host memory, which must stay as it is until the copy is used; from any thread."""
         ...
 
+    def copied(self) -> Copied:
+        """Waits for the copies that are under way; none where host and device are one."""
+        ...
+
     def close(self) -> None:
         """Ends what runs beside."""
         ...
@@ -123,6 +136,9 @@ class Cpu:
 
     def upload(self, tensor: Tensor) -> Upload:
         return _Here(tensor)
+
+    def copied(self) -> Copied:
+        return Copied(0, 0, 0)
 
     def close(self) -> None:
         pass

@@ -147,7 +147,7 @@ def _serve(orders: TextIO, talk: Talk) -> dict[str, Any]:
     if assignment.weights_file:
         weights = {name: parameter.detach().float().cpu().numpy() for name, parameter in worker.parameters.items()}
         np.savez(assignment.weights_file, **weights)  # type: ignore[arg-type]
-    return {"steps": worker.next_step, "overrun_ns": device.overrun_ns}
+    return {"steps": worker.next_step, "overrun_ns": device.overrun_ns, "copied": device.copied()}
 
 
 def _heed(orders: TextIO, worker: Worker, brake: Brake, talk: Talk) -> None:
