@@ -19,9 +19,14 @@ from atlas.runtime.models.tied import require_joinable
 
 
 class GradientSum:
-    """Sums per-microbatch gradients in ascending order and in float32, holding back those that come early."""
+    """Sums per-microbatch gradients in ascending order and in float32, holding back those that come early.
 
-    def __init__(self) -> None:
+    Until it is asked for, the sum grows in the parameters' `.grad`: a backward whose turn it is may add there by
+    itself, which saves a way through memory.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
         self._sum: list[Tensor] | None = None
         self._early: dict[int, Sequence[Tensor]] = {}
         self._first = self._next = 0
@@ -35,21 +40,43 @@ class GradientSum:
         assert not self._early, "an iteration ended with gradients missing"
         self._sum, self._first, self._next = None, first_slot, first_slot
 
+    def is_next(self, slot: int) -> bool:
+        """Whether a backward may add this one to `.grad`, to be noted by `added`."""
+        return slot == self._next
+
+    def added(self, slot: int) -> None:
+        assert slot == self._next, "added out of turn"
+        self._next += 1
+        self._add_early()
+
     def add(self, slot: int, gradients: Sequence[Tensor]) -> None:
         self._early[slot] = gradients
+        self._add_early()
+
+    def _add_early(self) -> None:
         while self._next in self._early:
-            ready = self._early.pop(self._next)
-            if self._sum is None:
-                self._sum = [gradient.to(torch.float32, copy=True) for gradient in ready]
+            ready = list(self._early.pop(self._next))
+            if self._parameters[0].grad is None:
+                for parameter, gradient in zip(self._parameters, ready, strict=True):
+                    parameter.grad = gradient.to(torch.float32, copy=True)
             else:
-                for total, gradient in zip(self._sum, ready, strict=True):
-                    total += gradient
+                torch._foreach_add_(_gradients(self._parameters), ready)
             self._next += 1
 
     def total(self) -> list[Tensor]:
-        assert self._sum is not None, "no backward has run"
+        """From now on the sum is the caller's, and `.grad` is empty."""
         assert not self._early, "a gradient is missing below one that is there"
+        if self._sum is None:
+            self._sum = _gradients(self._parameters)
+            for parameter in self._parameters:
+                parameter.grad = None
         return self._sum
+
+
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    assert len(found) == len(parameters), "no backward has run"
+    return found
 
 
 class _Pass(NamedTuple):
@@ -79,9 +106,11 @@ class Stage:
         loss_scale: float,
         *,
         can_exchange_tied: bool = False,
+        splits: bool = True,
     ) -> None:
-        """`can_exchange_tied`: whoever runs the stage will `tied.join` the gradients of tied ends before a step."""
-        self.task, self.pipeline, self.loss_scale = task, pipeline, loss_scale
+        """`can_exchange_tied`: whoever runs the stage will `tied.join` the gradients of tied ends before a step.
+        `splits`: whether backwards may come in two halves; where not, linear layers are torch's own, and quicker."""
+        self.task, self.pipeline, self.loss_scale, self.splits = task, pipeline, loss_scale, splits
         self.is_first, self.is_last = stage == 0, stage == num_stages - 1
         self.module = task.build_stage(stage, num_stages)
         require_joinable(self.module.config, num_stages, can_exchange=can_exchange_tied)
@@ -92,7 +121,11 @@ class Stage:
         """This process's share of every parameter, by its name in the whole model; `.grad` is float32."""
         for parameter in self.named_parameters.values():
             parameter.grad_dtype = torch.float32
-        self.gradients = GradientSum()
+        self.gradients = GradientSum(self.parameters)
+        self._adds_in_place = all(
+            trained is share and share.dtype == torch.float32
+            for trained, share in zip(self._trained, self.parameters, strict=True)
+        )
         self._losses: dict[int, Tensor] = {}
         self._inputs: dict[int, Tensor] = {}
         self._passes: dict[int, _Pass] = {}
@@ -148,12 +181,19 @@ class Stage:
 
     def backward(self, slot: int, gradient: Tensor | None) -> Tensor | None:
         """Both halves at once; the gradient of the input, where there is a stage before."""
-        x_gradient, gradients = self._differentiate(slot, self._passes.pop(slot).output, self._trained, gradient)
+        output = self._passes.pop(slot).output
+        if self._adds_in_place and self.gradients.is_next(slot):
+            x = self._inputs.pop(slot)
+            torch.autograd.backward(output, gradient)
+            self.gradients.added(slot)
+            return x.grad
+        x_gradient, gradients = self._differentiate(slot, output, self._trained, gradient)
         self._add(slot, gradients)
         return x_gradient
 
     def backward_input(self, slot: int, gradient: Tensor | None) -> Tensor | None:
         """The gradient of the input; what the weights need is kept, the rest of the graph is freed."""
+        assert self.splits, "its forward kept nothing for a weight gradient of its own"
         output, work = self._passes.pop(slot)
         work.deferring = True
         x_gradient, direct = self._differentiate(slot, output, self._direct, gradient)
@@ -167,7 +207,7 @@ class Stage:
 
     def _run(self, slot: int, x: Tensor) -> _Pass:
         work = WeightWork()
-        with recording(work):
+        with recording(work if self.splits else None):
             output: Tensor = self.module(x, self.task.draw(slot, self.pipeline))
         if self.is_last:
             loss = loss_of(output, self.task.microbatch(slot, self.pipeline)[1].to(output.device))

@@ -124,8 +124,9 @@ class Worker:
         program, seat = self.program, self.seat
         # The mean over the whole batch: every microbatch of every pipeline counts alike.
         scale = 1.0 / (program.num_microbatches * seat.num_pipelines)
+        splits = any(op.kind == Kind.I for op in self.ops)
         stages = {
-            s: Stage(self.task, s, program.num_stages, seat.pipeline, scale, can_exchange_tied=True)
+            s: Stage(self.task, s, program.num_stages, seat.pipeline, scale, can_exchange_tied=True, splits=splits)
             for s in seat.stages
         }
         for stage in stages.values():

@@ -77,6 +77,7 @@ class Outbox:
         self.failure: WorkerError | None = None
         self._lock = threading.RLock()
         self._changed, self._rests = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._emptied = threading.Condition(self._lock)
         self._numbers = itertools.count(1)
         self._ready: list[tuple[tuple[int, int], Message]] = []
         self._waiting: list[tuple[tuple[int, int], Message]] = []
@@ -131,8 +132,8 @@ class Outbox:
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until everything is acknowledged; False if that took too long or failed."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._live or self.failure is not None, timeout_s)
+        with self._emptied:
+            return self._emptied.wait_for(lambda: not self._live or self.failure is not None, timeout_s)
 
     def close(self) -> None:
         with self._changed:
@@ -234,7 +235,7 @@ class Outbox:
                 finished = self._live.pop(number)
                 self._posted.pop(message.tag, None)
                 if not self._live:
-                    self._changed.notify_all()
+                    self._emptied.notify_all()
         if finished is not None:
             finished.handle.finish()
         return chunk
@@ -285,8 +286,8 @@ class Outbox:
             self._wake_all()
 
     def _wake_all(self) -> None:
-        self._changed.notify_all()
-        self._rests.notify_all()
+        for condition in (self._changed, self._rests, self._emptied):
+            condition.notify_all()
 
     # ---- inside, with the lock held ----------------------------------------------------------------------------
     def _may_pull(self, index: int) -> bool:
@@ -299,16 +300,17 @@ class Outbox:
 
     def _admit(self) -> None:
         """Moves what may go from waiting to ready; what may not does not stop what comes after it."""
-        kept = []
+        kept, num_bytes = [], 0
         while self._waiting:
             entry = heapq.heappop(self._waiting)
             if self._may_go(entry[1]):
                 heapq.heappush(self._ready, entry)
+                num_bytes += len(entry[1].view)
             else:
                 kept.append(entry)
         self._waiting = kept  # sorted, so a heap
-        if self._ready:
-            self._changed.notify(self.num_streams)
+        if self._ready:  # as many streams as have something to do: each that is woken costs whoever computes
+            self._changed.notify(min(self.num_streams, max(len(self._ready), num_bytes // self.least_chunk_bytes)))
 
     def _may_go(self, message: Message) -> bool:
         if message.tag in self._posted:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from atlas.errors import AtlasError
-from atlas.runtime.data.order import SampleOrder
+from atlas.runtime.data.order import Positions, SampleOrder
 from atlas.runtime.data.shard import SUFFIX, Shard, open_shard, verify_shard
 
 Ids = NDArray[np.int64]
@@ -111,6 +111,11 @@ class Batches:
         self.num_samples = int(self._ends[-1])
         self._require_enough(counts)
         self.order = SampleOrder(self.num_samples, seed)
+        # Once a step: for the few rows of a microbatch it would cost as much, each time.
+        self._samples = lru_cache(maxsize=2)(self._samples_of)
+
+    def _samples_of(self, step: int) -> Positions:
+        return self.order.samples(step * self.global_batch + np.arange(self.global_batch, dtype=np.int64))
 
     def _require_enough(self, counts: Sequence[int]) -> None:
         for shard, count in zip(self.dataset.shards, counts, strict=True):
@@ -145,9 +150,8 @@ class Batches:
 
     def rows(self, step: int, first: int, last: int) -> Batch:
         """Rows `first` up to `last` of the step's global batch."""
-        positions = step * self.global_batch + np.arange(first, last, dtype=np.int64)
         rows = np.empty((last - first, self.length + 1), np.int64)
-        for row, sample in zip(rows, self.order.samples(positions), strict=True):
+        for row, sample in zip(rows, self._samples(step)[first:last], strict=True):
             self._read(int(sample), row)
         return Batch(np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:]))
 

@@ -37,8 +37,8 @@ _current: ContextVar[WeightWork | None] = ContextVar("weight_work", default=None
 
 
 @contextmanager
-def recording(work: WeightWork) -> Iterator[None]:
-    """Linear layers called inside give their weight gradients to `work` once it is deferring.
+def recording(work: WeightWork | None) -> Iterator[None]:
+    """Linear layers called inside give their weight gradients to `work` once it is deferring; None: to autograd.
 
     They note it in the forward: a backward may run in a thread of autograd's own.
     """
@@ -50,20 +50,19 @@ def recording(work: WeightWork) -> Iterator[None]:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, deferrable."""
+    """`nn.Linear`, deferrable where somebody is `recording`; elsewhere torch's own, to the same bits."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
+        work = _current.get()
+        if work is None or not torch.is_grad_enabled():
             return functional.linear(x, self.weight, self.bias)
-        y: Tensor = _Linear.apply(x, self.weight, self.bias, _current.get(), self)  # type: ignore[no-untyped-call]
+        y: Tensor = _Linear.apply(x, self.weight, self.bias, work, self)  # type: ignore[no-untyped-call]
         return y
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, work: WeightWork | None, me: Linear
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, work: WeightWork, me: Linear) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.work, ctx.me = work, me
         return functional.linear(x, weight, bias)
@@ -74,7 +73,7 @@ class _Linear(torch.autograd.Function):
         x_gradient = y_gradient @ weight if ctx.needs_input_grad[0] else None
         bias_gradient = y_gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         weight_gradient = None
-        if ctx.work is not None and ctx.work.deferring:
+        if ctx.work.deferring:
             ctx.work.put(ctx.me, x, y_gradient)
         elif ctx.needs_input_grad[1]:
             weight_gradient = _weight_gradient(x, y_gradient)
