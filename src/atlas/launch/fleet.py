@@ -1,7 +1,7 @@
 """A fleet of worker processes: started together, spoken to in JSON lines, and ended together. Whatever happens to
 one of them (an error, a kill, silence) ends all of them within seconds and is told as one WorkerError.
 
-Knows processes and pipes. Does not know what the workers do.
+Knows pipes and what is said over them (processes: `nursery`). Does not know what the workers do.
 """
 
 from __future__ import annotations
@@ -12,34 +12,20 @@ import logging
 import os
 import queue
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
-import atlas
 from atlas.errors import AtlasError, WorkerError
+from atlas.launch.nursery import Child, nursery
 
 log = logging.getLogger("atlas.launch")
 GRACE_S = 0.7
 """How long after a first complaint to listen for others: who died matters more than who noticed."""
-
-
-BOOT = """\
-import ctypes, runpy, signal, sys
-try:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-except (OSError, AttributeError):
-    pass
-runpy.run_module(sys.argv[1], run_name="__main__")
-"""
-"""Ask the kernel (Linux) to end the process with its parent, before seconds of imports during which it hears nothing.
-Elsewhere the end of stdin does it, once it is read."""
 
 
 class Said(NamedTuple):
@@ -134,6 +120,11 @@ class Voices(ABC):
         return kind(f"{self.title(first[0])} failed: {first[1].get('error', first[1])}")
 
 
+class _Worker(NamedTuple):
+    child: Child
+    orders: TextIO
+
+
 class Fleet(Voices):
     """`with Fleet("atlas.runtime.process", names) as fleet:`; leaving the block leaves no process behind."""
 
@@ -141,35 +132,32 @@ class Fleet(Voices):
         super().__init__(names)
         self._folder = tempfile.TemporaryDirectory(prefix="atlas-fleet-")
         self.folder = Path(self._folder.name)
-        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._workers: dict[str, _Worker] = {}
         try:
             for name in self.names:
-                self._processes[name] = self._start(module, name)
+                self._workers[name] = self._start(module, name)
         except BaseException:
             self.close()
             raise
 
     @property
     def pids(self) -> dict[str, int]:
-        return {name: process.pid for name, process in self._processes.items()}
+        return {name: worker.child.pid for name, worker in self._workers.items()}
 
     def tell(self, name: str, message: dict[str, Any]) -> None:
-        pipe = self._processes[name].stdin
-        assert pipe is not None
+        orders = self._workers[name].orders
         with contextlib.suppress(OSError):  # a worker that is gone is reported by `hear`
-            pipe.write(json.dumps(message) + "\n")
-            pipe.flush()
+            orders.write(json.dumps(message) + "\n")
+            orders.flush()
 
     def close(self) -> None:
         """Ends every process, now, and waits for each."""
-        for process in self._processes.values():
-            process.kill()
-        for process in self._processes.values():
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                with contextlib.suppress(OSError):
-                    assert pipe is not None
-                    pipe.close()
+        for worker in self._workers.values():
+            worker.child.kill()
+        for worker in self._workers.values():
+            worker.child.wait()
+            with contextlib.suppress(OSError):
+                worker.orders.close()
         self._folder.cleanup()
 
     def __enter__(self) -> Fleet:
@@ -178,27 +166,25 @@ class Fleet(Voices):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, module: str, name: str) -> subprocess.Popen[str]:
-        # The workers compute on one thread each, and import the atlas we are, not another that is installed.
-        source = str(Path(atlas.__file__).parent.parent)
-        path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-        with (self.folder / f"{name}.log").open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, module],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C is the launcher's to hear; it ends the rest
-            )
-        threading.Thread(target=self._listen, args=(name, process), daemon=True).start()
-        return process
+    def _start(self, module: str, name: str) -> _Worker:
+        their_orders, orders = os.pipe()
+        answers, their_answers = os.pipe()
+        try:
+            with (self.folder / f"{name}.log").open("w") as log:
+                child = nursery(module).start(their_orders, their_answers, log.fileno())
+        except BaseException:
+            os.close(orders)
+            os.close(answers)
+            raise
+        finally:
+            os.close(their_orders)
+            os.close(their_answers)
+        threading.Thread(target=self._listen, args=(name, os.fdopen(answers)), daemon=True).start()
+        return _Worker(child, os.fdopen(orders, "w"))
 
-    def _listen(self, name: str, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        with contextlib.suppress(ValueError, OSError):
-            for line in process.stdout:
+    def _listen(self, name: str, answers: TextIO) -> None:
+        with answers, contextlib.suppress(ValueError, OSError):
+            for line in answers:
                 self._said.put(Said(name, json.loads(line), time.monotonic_ns()))
         self._said.put(Said(name, None, time.monotonic_ns()))
 
@@ -209,9 +195,8 @@ class Fleet(Voices):
         return None
 
     def how_it_died(self, name: str) -> str:
-        try:
-            code = self._processes[name].wait(timeout=2)
-        except subprocess.TimeoutExpired:
+        code = self._workers[name].child.wait(timeout_s=2)
+        if code is None:
             return "closed its output but lives"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended early with exit code {code}"
         tail = (self.folder / f"{name}.log").read_text(errors="replace").strip().splitlines()[-5:]

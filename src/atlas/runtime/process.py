@@ -28,10 +28,11 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 import torch
+import torch.fx.experimental.symbolic_shapes  # the first backward would, for most of a second, within a step
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.runtime.assignment import Assignment
@@ -40,6 +41,9 @@ from atlas.runtime.device import make_device
 from atlas.runtime.record import StepRecord
 from atlas.runtime.waits import load_filler
 from atlas.runtime.worker import Worker
+
+if TYPE_CHECKING:
+    from atlas.runtime.leading import Followers
 
 DECISION_S = 60.0
 """How long a worker that was told to stop waits to hear after which step."""
@@ -123,6 +127,20 @@ class Brake:
 
 def _serve(orders: TextIO, talk: Talk) -> dict[str, Any]:
     assignment = Assignment.from_json(_order(orders)["assignment"])
+    if assignment.tp == 1:
+        return _work(assignment, orders, talk, None)
+    from atlas.runtime.leading import Followers  # brings DTensor, a second that most workers do not need
+
+    def lost(error: AtlasError) -> None:
+        talk.say({"error": str(error), "mend": not isinstance(error, WorkerError)})
+        os._exit(1)
+
+    followers = Followers(assignment, lost)
+    with followers.explaining():
+        return _work(assignment, orders, talk, followers)
+
+
+def _work(assignment: Assignment, orders: TextIO, talk: Talk, followers: Followers | None) -> dict[str, Any]:
     skew_ns = assignment.skew_ns
 
     def tell(record: StepRecord) -> None:
@@ -135,7 +153,7 @@ def _serve(orders: TextIO, talk: Talk) -> dict[str, Any]:
         talk.say({"copied": [id.attempt, id.step]})
 
     device, filler = make_device(assignment.device), load_filler(assignment.filler)
-    worker = Worker(assignment, device, filler=filler, tell=tell, on_saved=saved, on_copied=copied)
+    worker = Worker(assignment, device, followers=followers, filler=filler, tell=tell, on_saved=saved, on_copied=copied)
     talk.say({"listening": worker.links.ports})
     worker.connect([tuple(place) for place in _order(orders)["channels"]])
     talk.say({"ready": True})
@@ -145,8 +163,10 @@ def _serve(orders: TextIO, talk: Talk) -> dict[str, Any]:
     threading.Thread(target=_heed, args=(orders, worker, brake, talk), daemon=True).start()
     worker.run(order["start_ns"] - skew_ns, brake.may_begin)
     if assignment.weights_file:
-        weights = {name: parameter.detach().float().cpu().numpy() for name, parameter in worker.parameters.items()}
-        np.savez(assignment.weights_file, **weights)  # type: ignore[arg-type]
+        weights = worker.holding.weights()
+        arrays = {name: weight.detach().float().cpu().numpy() for name, weight in weights.items()}
+        np.savez(assignment.weights_file, **arrays)  # type: ignore[arg-type]
+    worker.holding.end()
     return {"steps": worker.next_step, "overrun_ns": device.overrun_ns, "copied": device.copied()}
 
 

@@ -72,14 +72,19 @@ class Embedding(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.token = nn.Embedding(config.vocabulary, config.width)
-        self.place = nn.Embedding(config.max_length, config.width) if config.positions == "learned" else None
+        self.token = _table(config.vocabulary, config.width)
+        self.place = _table(config.max_length, config.width) if config.positions == "learned" else None
 
     def forward(self, tokens_BL: Tensor, positions_L: Tensor, draw: Draw | None = None) -> Tensor:  # noqa: N803
         x_BLD: Tensor = self.token(tokens_BL)
         if self.place is not None:
             x_BLD = x_BLD + self.place(positions_L)
         return x_BLD if draw is None or not self.dropout else draw.dropout(x_BLD, self.dropout, EMBEDDING, "token")
+
+
+def _table(rows: int, width: int) -> nn.Embedding:
+    """Without its first draw: on the device `meta`, that imports the compiler, two seconds of every worker."""
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
 class Head(nn.Module):
@@ -174,7 +179,8 @@ def empty(config: DecoderConfig, cut: Cut, dtype: torch.dtype, device: torch.dev
     """A cut with memory but no numbers in it yet."""
     with torch.device("meta"):
         decoder = Decoder(config, cut).to(dtype)
-    decoder.to_empty(device=device)
+    # Not `to_empty`, which asks a tensor on `meta` for one like it, and so imports a computer algebra system.
+    decoder._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))  # type: ignore[no-untyped-call]
     decoder.retie()
     return decoder
 
