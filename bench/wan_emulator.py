@@ -143,7 +143,8 @@ def probed(seed: int) -> Case:
     with ExitStack() as stack:
         net = stack.enter_context(ProxyNet(paths))
         at = {name: stack.enter_context(Agent("127.0.0.1", 0, TOKEN)).address for name in nodes_of(paths)}
-        reach = {(src, dst): net.listen(src, dst, at[dst]) for src, dst in paths}
+        ways = [way for src, dst in paths for way in ((src, dst), (dst, src))]
+        reach = {(src, dst): net.listen(src, dst, at[dst]) for src, dst in ways}
         (found,) = survey(Survey(at, TOKEN, reach=lambda src, dst: reach[src, dst], pings=20, min_s=0.6, max_streams=8))
     trunk_bps = truth.trunk_bps or 1e18
     binds = trunk_bps < 2 * (truth.pair_bps or 0)

@@ -61,9 +61,9 @@ def test_a_greeting_survives(name: str, peer: str, lane: int, epoch: int, instan
 
 @given(st.lists(names, min_size=2, max_size=4), i64, u64, tags, st.binary(max_size=100), st.booleans())
 def test_a_slice_survives(hops, turn: int, number: int, tag, payload: bytes, eager: bool) -> None:  # type: ignore[no-untyped-def]
-    one = Slice(tuple(hops), 3, turn, number, 10 + len(payload), 10, len(payload), tag, eager)
+    one = Slice(tuple(hops), 3, turn, number, 10 + len(payload), 10, len(payload), tag, eager, 2)
     assert unpack_slice(memoryview(pack_slice(one, memoryview(payload)))) == (one, payload)
-    note = Note(NoteKind.ACK, tuple(hops), 3, ((number, 10), (1, 2)), 10, tag)
+    note = Note(NoteKind.ACK, tuple(hops), 3, ((number, 10, 0), (1, 2, 3)), 10, tag)
     assert unpack_note(memoryview(pack_note(note))) == note
 
 

@@ -23,7 +23,7 @@ from atlas.spec.cluster import Cluster, Link, Route
 from atlas.spec.load import load_cluster, load_job
 from atlas.wan.path import Observation, recorded, write_series, write_trace
 from atlas.wan.probe.agent import Agent
-from atlas.wan.probe.links import drift, links_yaml, to_link, write_links
+from atlas.wan.probe.links import drift, links_yaml, write_links
 from atlas.wan.probe.survey import LinkMeasurement, Survey, survey
 from atlas.wan.probe.wire import require_token
 
@@ -82,7 +82,7 @@ def check(cluster: Cluster, found: list[LinkMeasurement]) -> list[str]:
         route = cluster.route(*m.between)
         if route is not None:
             assumed[frozenset(m.between)] = route
-    return drift(assumed, [to_link(m) for m in found])
+    return drift(assumed, found)
 
 
 def _warn(path: Path, found: list[LinkMeasurement]) -> int:

@@ -38,7 +38,7 @@ from atlas.wan.wire import (
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 2.0
 LOSS_SPAN_S, ENOUGH_BYTES = 20.0, 16 << 20
-IDLE_S, BUSY_S = 0.5, 0.02
+IDLE_S = 0.5
 WARM_ZEROS = memoryview(bytes(MOST_BYTES))
 
 
@@ -293,9 +293,8 @@ class Channel:
                 header = Header(FrameKind.WARM, lane, epoch, now_ns(), 0, 0, num_bytes)
                 stream.write(pack_header(header), WARM_ZEROS[:num_bytes])
                 continue
-            chunk = outbox.pull(
-                stream, self._shifts.place(slot), min(IDLE_S, heartbeat_s) if outbox.is_empty else BUSY_S
-            )
+            wait_s = min(IDLE_S, heartbeat_s) if outbox.is_empty else self._late_s / 4
+            chunk = outbox.pull(stream, self._shifts.place(slot), wait_s)
             if chunk is None and not outbox.is_empty and (chunk := outbox.steal(stream, self._late_s)) is not None:
                 self.num_resent += 1
             if chunk is not None:

@@ -21,6 +21,8 @@ from atlas.wan.transport import Handle, Key, Tag, size_error
 from atlas.wan.wire import Header
 
 CLAIM_TIMEOUT_S = 10.0
+LUMP = 1 / 16
+"""Of the staging: what a consumer frees is told in lumps, since it frees at once, many small things."""
 
 
 class Source(Protocol):
@@ -62,7 +64,7 @@ class Inbox:
         self._by_tag: dict[Tag, Arrival] = {}
         self._arrived: dict[Tag, Arrival] = {}
         self._done_below, self._done = 1, set[int]()
-        self._staged_bytes = 0
+        self._staged_bytes = self._told_bytes = 0
 
     # ---- the user's side ---------------------------------------------------------------------------------------
     def post(self, tag: Tag, view: memoryview | None, handle: Handle) -> None:
@@ -203,4 +205,7 @@ class Inbox:
                 return
             self.freed_bytes += arrival.header.total_bytes
             total = self.freed_bytes
+            if self.consumer is not None and total - self._told_bytes < LUMP * self.staging_bytes:
+                return
+            self._told_bytes = total
         self.on_freed(total)

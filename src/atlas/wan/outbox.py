@@ -132,7 +132,7 @@ class Outbox:
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until everything is acknowledged; False if that took too long or failed."""
-        with self._emptied:
+        with self._changed:
             return self._emptied.wait_for(lambda: not self._live or self.failure is not None, timeout_s)
 
     def close(self) -> None:
@@ -160,8 +160,12 @@ class Outbox:
                 # Those that rest wait apart, so that who is woken can also work.
                 (self._changed if index < self.num_streams else self._rests).wait(timeout_s)
             if not self._may_pull(index):
+                if self._ready and index >= self.num_streams:
+                    self._changed.notify()  # woken in vain: it rests since it began to wait
                 return None
             chunk = self._take(stream)
+            if self._may_pull(0):
+                self._changed.notify()  # one wakes the next, so that nobody wakes in vain
             handle = chunk.message.handle
             begins = not handle.start_ns
             handle.start_ns = handle.start_ns or time.monotonic_ns()
@@ -300,17 +304,16 @@ class Outbox:
 
     def _admit(self) -> None:
         """Moves what may go from waiting to ready; what may not does not stop what comes after it."""
-        kept, num_bytes = [], 0
+        kept = []
         while self._waiting:
             entry = heapq.heappop(self._waiting)
             if self._may_go(entry[1]):
                 heapq.heappush(self._ready, entry)
-                num_bytes += len(entry[1].view)
             else:
                 kept.append(entry)
         self._waiting = kept  # sorted, so a heap
-        if self._ready:  # as many streams as have something to do: each that is woken costs whoever computes
-            self._changed.notify(min(self.num_streams, max(len(self._ready), num_bytes // self.least_chunk_bytes)))
+        if self._ready:
+            self._changed.notify()
 
     def _may_go(self, message: Message) -> bool:
         if message.tag in self._posted:

@@ -1,7 +1,8 @@
 """Slices of a transfer on their way through a cell, and the notes that come back: names of hops, numbers, bytes.
 
 A slice goes from the source to a node of its cell, over the WAN to that node's counterpart, and on to the
-destination; its note returns over the same hops, so a path that delivers also acknowledges. Knows no sockets.
+destination; notes about slices return over the hops of one of them, so a path that delivers also acknowledges. Knows
+no sockets.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from atlas.errors import WorkerError
 from atlas.wan.transport import Tag
 from atlas.wan.wire import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES, ZERO_TAG
 
-_SLICE = struct.Struct("!HBqQQQI4qB")
+_SLICE = struct.Struct("!HBBqQQQI4qB")
 _NOTE = struct.Struct("!HBQ4qBH")
-_PAIR = struct.Struct("!QQ")
-MAX_PAIRS = 1024
+_DONE = struct.Struct("!QQB")
+MAX_DONE = 1024
 MAX_HOPS, MAX_HOP_BYTES = 4, 200
+
+
+Done = tuple[int, int, int]
+"""A slice that got somewhere: message, offset, path."""
 
 
 class NoteKind(IntEnum):
@@ -40,15 +45,22 @@ class Slice(NamedTuple):
     num_bytes: int
     tag: Tag
     eager: bool
+    path: int = 0
+    """Which of its sender's paths this is."""
+
+    @property
+    def done(self) -> Done:
+        """What a note says of it."""
+        return self.number, self.offset, self.path
 
 
 class Note(NamedTuple):
-    """About slices (number, offset), or a tag, or `amount` bytes; travels `hops` from the last to the first."""
+    """About slices, or a tag, or `amount` bytes; travels `hops` from the last to the first."""
 
     kind: int
     hops: tuple[str, ...]
     lane: int
-    slices: tuple[tuple[int, int], ...] = ()
+    slices: tuple[Done, ...] = ()
     amount: int = 0
     tag: Tag = ZERO_TAG
 
@@ -74,7 +86,7 @@ def _unpack_hops(data: memoryview, num_hops: int) -> tuple[tuple[str, ...], int]
 def pack_slice(one: Slice, payload: memoryview) -> bytearray:
     hops = _pack_hops(one.hops)
     out = bytearray(_SLICE.size + len(hops) + len(payload))
-    fields = (one.lane, one.eager, one.turn, one.number, one.total_bytes, one.offset, one.num_bytes, *one.tag)
+    fields = (one.lane, one.eager, one.path, one.turn, one.number, one.total_bytes, one.offset, one.num_bytes, *one.tag)
     _SLICE.pack_into(out, 0, *fields, len(one.hops))
     out[_SLICE.size : _SLICE.size + len(hops)] = hops
     out[_SLICE.size + len(hops) :] = payload
@@ -84,7 +96,7 @@ def pack_slice(one: Slice, payload: memoryview) -> bytearray:
 def unpack_slice(data: memoryview) -> tuple[Slice, memoryview]:
     if len(data) < _SLICE.size:
         raise WorkerError("a slice breaks off")
-    lane, eager, turn, number, total, offset, num_bytes, *tag, num_hops = _SLICE.unpack_from(data)
+    lane, eager, path, turn, number, total, offset, num_bytes, *tag, num_hops = _SLICE.unpack_from(data)
     hops, end = _unpack_hops(data[_SLICE.size :], num_hops)
     payload = data[_SLICE.size + end :]
     if len(payload) != num_bytes or num_bytes > MAX_CHUNK_BYTES or total > MAX_MESSAGE_BYTES:
@@ -92,21 +104,21 @@ def unpack_slice(data: memoryview) -> tuple[Slice, memoryview]:
     if offset + num_bytes > total:
         raise WorkerError(f"a slice ends at byte {offset + num_bytes} of a message of {total}")
     a, b, c, d = tag
-    return Slice(hops, lane, turn, number, total, offset, num_bytes, (a, b, c, d), bool(eager)), payload
+    return Slice(hops, lane, turn, number, total, offset, num_bytes, (a, b, c, d), bool(eager), path), payload
 
 
 def pack_note(note: Note) -> bytes:
     head = _NOTE.pack(note.lane, note.kind, note.amount, *note.tag, len(note.hops), len(note.slices))
-    return head + b"".join(_PAIR.pack(*pair) for pair in note.slices) + _pack_hops(note.hops)
+    return head + b"".join(_DONE.pack(*done) for done in note.slices) + _pack_hops(note.hops)
 
 
 def unpack_note(data: memoryview) -> Note:
     if len(data) < _NOTE.size:
         raise WorkerError("a note breaks off")
     lane, kind, amount, *tag, num_hops, num_slices = _NOTE.unpack_from(data)
-    end = _NOTE.size + num_slices * _PAIR.size
-    if not 1 <= kind <= NoteKind.FREED or num_slices > MAX_PAIRS or end > len(data):
+    end = _NOTE.size + num_slices * _DONE.size
+    if not 1 <= kind <= NoteKind.FREED or num_slices > MAX_DONE or end > len(data):
         raise WorkerError(f"a note of kind {kind} about {num_slices} slices")
-    slices = tuple(_PAIR.unpack_from(data, at) for at in range(_NOTE.size, end, _PAIR.size))
+    slices = tuple(_DONE.unpack_from(data, at) for at in range(_NOTE.size, end, _DONE.size))
     hops, _ = _unpack_hops(data[end:], num_hops)
     return Note(kind, hops, lane, slices, amount, (tag[0], tag[1], tag[2], tag[3]))

@@ -8,6 +8,7 @@ owner, after the others have gone, so that a descriptor is never closed under so
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import time
@@ -22,7 +23,9 @@ TICK_S = 0.5
 """How often a blocked read or write looks up."""
 NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 MAX_PACING_RATE = getattr(socket, "SO_MAX_PACING_RATE", 47)
-WAITALL = socket.MSG_WAITALL
+WAITALL, DONTWAIT = socket.MSG_WAITALL, socket.MSG_DONTWAIT
+MIN_LUMP_BYTES, MAX_LUMP_BYTES = 32 * 1024, 512 * 1024
+"""A payload is read in lumps: the kernel wakes us when so much is there, not for every packet."""
 _TCP_INFO_HEAD = struct.Struct("=8B24I4Q")
 
 
@@ -49,6 +52,9 @@ class Stream:
         self.on_tick: Callable[[], None] = lambda: None
         """Called every `TICK_S` of waiting; may raise to end the wait."""
         self._scratch = bytearray(0)
+        self._lump_bytes = 1
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
         self._tuned = (0, 0.0)
         self._near: bool | None = None
         sock.settimeout(None)
@@ -113,8 +119,9 @@ class Stream:
     def _fill(self, view: memoryview, patience_s: float | None) -> None:
         last_ns, at, end = time.monotonic_ns(), 0, len(view)
         while at < end:
+            flags = DONTWAIT if self._await_lump(end - at) else WAITALL
             try:
-                got = self.sock.recv_into(view[at:], end - at, WAITALL)
+                got = self.sock.recv_into(view[at:], end - at, flags)
             except BlockingIOError:
                 self._check(last_ns, "send", patience_s)
                 continue
@@ -122,6 +129,16 @@ class Stream:
                 raise ConnectionResetError(f"the peer ended it {'in the middle of a frame' if at else ''}".rstrip())
             at += got
             last_ns = time.monotonic_ns()
+
+    def _await_lump(self, num_bytes: int) -> bool:
+        """Waits until a good part of them is there, or a tick has passed; False if they are too few for that."""
+        lump_bytes = min(num_bytes, MAX_LUMP_BYTES) if num_bytes >= MIN_LUMP_BYTES else 1
+        if lump_bytes != self._lump_bytes:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, lump_bytes)
+            self._lump_bytes = lump_bytes
+        if lump_bytes > 1:
+            self._poll.poll(TICK_S * 1e3)
+        return lump_bytes > 1
 
     def _check(self, last_ns: int, verb: str, patience_s: float | None) -> None:
         if self.aborted:

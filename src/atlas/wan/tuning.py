@@ -18,12 +18,12 @@ from atlas.wan.wire import MAX_CHUNK_BYTES
 
 NEAR_RTT_S = 0.002
 """Below it, the peer is in the same datacenter: nothing needs to be paced or kept short."""
-NEAR_STREAMS, LOSSY_STREAMS = 3, 6
+NEAR_STREAMS, LOSSY_STREAMS = 2, 6
 LOSSY = 3e-4
 """Retransmitted bytes over delivered ones, from which on a path counts as lossy."""
 MIN_CHUNK_BYTES, FAR_CHUNK_BYTES, NEAR_LEAST_BYTES = 16 * 1024, 1 << 20, 1 << 20
 LEAST_CHUNK_BYTES, FREE_CHUNK_BYTES = 64 * 1024, 256 * 1024
-MIN_LOWAT_BYTES, MAX_LOWAT_BYTES = 32 * 1024, 256 * 1024
+MIN_LOWAT_BYTES, MAX_LOWAT_BYTES, NEAR_LOWAT_BYTES = 32 * 1024, 256 * 1024, 512 * 1024
 HEADROOM, HEADROOM_ALONE = 2.0, 1.25
 """The pace of all streams, over what the path was seen to deliver: one stream alone must not be held back, and what is
 under way is bounded anyway. It only keeps a burst from leaving all at once."""
@@ -61,7 +61,7 @@ def window_bytes() -> int:
 def choose(rtt_s: float, rate_bps: float | None, max_streams: int, window: int, *, lossy: bool = False) -> Choice:
     """Until a rate is known, all streams run freely: that is how it becomes known."""
     if rtt_s < NEAR_RTT_S:
-        return Choice(min(NEAR_STREAMS, max_streams), MAX_CHUNK_BYTES, 2 * MAX_CHUNK_BYTES, None, NEAR_LEAST_BYTES)
+        return Choice(min(NEAR_STREAMS, max_streams), MAX_CHUNK_BYTES, NEAR_LOWAT_BYTES, None, NEAR_LEAST_BYTES)
     if rate_bps is None:
         return Choice(max_streams, FREE_CHUNK_BYTES, MAX_LOWAT_BYTES, None)
     needed = math.ceil(1.5 * rate_bps / 8 * rtt_s / window)

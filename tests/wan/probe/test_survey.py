@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import socket
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from atlas.cli import main
+from atlas.commands import wan_probe
 from atlas.errors import AtlasError, SpecError
 from atlas.spec.cluster import Link, Route
 from atlas.spec.load import load_cluster
@@ -22,7 +25,12 @@ TOKEN = "only for the tests"
 
 @pytest.mark.parametrize(
     ("latency_s", "pair_bps", "window_bytes", "trunk_bps"),
-    [(0.01, 40e6, 50_000, None), (0.005, 30e6, 15_000, 45e6), (0.015, 20e6, 30_000, 70e6), (0.008, 50e6, 60_000, 30e6)],
+    [
+        (0.01, 40e6, 50_000, None),
+        (0.005, 30e6, 15_000, 45e6),
+        pytest.param(0.015, 20e6, 30_000, 70e6, marks=pytest.mark.slow),
+        pytest.param(0.008, 50e6, 60_000, 30e6, marks=pytest.mark.slow),
+    ],
 )
 def test_a_survey_finds_latency_window_cap_and_whose_cap_it_is(
     latency_s: float, pair_bps: float, window_bytes: int, trunk_bps: float | None
@@ -49,7 +57,8 @@ def _surveyed(truth: PathSpec) -> LinkMeasurement:
     with ExitStack() as stack:
         net = stack.enter_context(ProxyNet(paths))
         at = {name: stack.enter_context(Agent("127.0.0.1", 0, TOKEN)).address for name in nodes_of(paths)}
-        reach = {(src, dst): net.listen(src, dst, at[dst]) for src, dst in paths}
+        ways = [way for src, dst in paths for way in ((src, dst), (dst, src))]
+        reach = {(src, dst): net.listen(src, dst, at[dst]) for src, dst in ways}
         how = Survey(at, TOKEN, reach=lambda s, d: reach[s, d], pings=10, min_s=0.4, max_streams=4)
         return survey(how)[0]
 
@@ -115,7 +124,8 @@ def measured(trunk: bool = True, **changes: float) -> LinkMeasurement:
     pair_bps = changes.get("pair_bps", 5e9)
     sweep = (Goodput(1, 0.6e9, 1, 1), Goodput(8, pair_bps, 1, 1))
     together = (4e9, 4e9) if trunk else (pair_bps, pair_bps)
-    return LinkMeasurement(("east", "west"), rtt, sweep, (pair_bps, pair_bps), together, 9.0, at=1.7e9)
+    back = (Goodput(1, 0.6e9, 1, 1), Goodput(8, changes.get("back_bps", pair_bps), 1, 1))
+    return LinkMeasurement(("east", "west"), rtt, sweep, back, (pair_bps, pair_bps), together, 9.0, at=1.7e9)
 
 
 HEAD = (
@@ -161,6 +171,15 @@ def test_dates_percentiles_and_the_verdict_are_written_beside_the_figures() -> N
     text = links_yaml([measured()])
     for words in ("measured 2023-11-14", "median 40.40", "p95 41.00", "1: 0.6, 8: 5", "the cap is of the trunk"):
         assert words in text
+    assert "the other way: 1: 0.6, 8: 5\n" in text
+
+
+def test_where_the_two_ways_differ_the_slower_one_counts_and_both_are_written() -> None:
+    uneven = measured(back_bps=3e9)
+    assert to_link(uneven).pair_gbps == 3.0
+    text = links_yaml([uneven])
+    assert "1: 0.6, 8: 5; 8 fill it" in text
+    assert "the other way: 1: 0.6, 8: 3, less than there" in text
 
 
 def test_drift_is_told_and_only_drift() -> None:
@@ -168,11 +187,34 @@ def test_drift_is_told_and_only_drift() -> None:
         latency_ms=20.0, pair_gbps=5.0, window_bytes=3_000_000, trunk_gbps=None, egress_usd_per_gb=0.0, trace=None
     )
     assumed: dict[frozenset[str], Route | Link] = {frozenset(("west", "east")): route}
-    assert drift(assumed, [to_link(measured(trunk=False))]) == []
-    found = drift(assumed, [to_link(measured(trunk=True, rtt_s=0.06, pair_bps=4.2e9))])
+    assert drift(assumed, [measured(trunk=False)]) == []
+    found = drift(assumed, [measured(trunk=True, rtt_s=0.06, pair_bps=4.2e9)])
     assert [w.split(" ", 3)[3].split(" ")[0] for w in found] == ["latency", "a"]
     assert "30 ms one way, 20 were assumed" in found[0]
-    trunk = drift(assumed, [to_link(measured(trunk=True))])
+    trunk = drift(assumed, [measured(trunk=True)])
     assert len(trunk) == 1
     assert "a trunk cap, and none was assumed" in trunk[0]
-    assert "no such link" in drift({}, [to_link(measured())])[0]
+    assert "no such link" in drift({}, [measured()])[0]
+
+
+PATHS = {("east-0", "west-0"): PathSpec(latency_s=0.01, window_bytes=None, pair_bps=40e6)}
+CLUSTER = "datacenters:\n  - {name: east, nodes: 1}\n  - {name: west, nodes: 1}\nwan: {latency_ms: 10, pair_gbps: %g}\n"
+
+
+def test_the_command_says_where_a_files_assumptions_no_longer_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the shell's side, over an emulated path: 40 Mbit/s are found, one file says so and another says 80."""
+    monkeypatch.setenv("ATLAS_PROBE_TOKEN", TOKEN)
+    monkeypatch.setattr(wan_probe, "Survey", partial(Survey, min_s=0.3, pings=8))
+    with Agent("127.0.0.1", 0, TOKEN) as east, Agent("127.0.0.1", 0, TOKEN) as west, ProxyNet(PATHS) as net:
+        doors = {"east-0": net.listen("west-0", "east-0", east.address)}
+        doors["west-0"] = net.listen("east-0", "west-0", west.address)
+        nodes = [word for name, (host, port) in doors.items() for word in ("--node", f"{name}={host}:{port}")]
+        for pair_gbps, code in ((0.04, 0), (0.08, 3)):
+            file = tmp_path / f"{code}.yaml"
+            file.write_text(CLUSTER % pair_gbps)
+            assert main(["wan", "probe", *nodes, "--max-streams", "1", "--check", str(file)]) == code
+            told = capsys.readouterr().err
+    assert "east - west: a node pair gets 0.0" in told
+    assert "0.08 were assumed" in told

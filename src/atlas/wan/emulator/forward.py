@@ -28,7 +28,8 @@ MAX_PACKET_BYTES = 65_536 + 64
 MIN_COST_BYTES = 40
 """An acknowledgement is not quite free."""
 BATCH = 64
-MAX_WAIT_NS = 100_000_000
+PERIOD_NS, MAX_WAIT_NS = 100_000, 100_000_000
+"""How often it looks at most, and at least. Each look interrupts somebody; what is late by a look says so."""
 NET = (10, 99)
 """Addresses are 10.99.x.y, inside the namespaces only; x.y is the node's number plus one."""
 
@@ -200,7 +201,12 @@ def forward(
     packet = np.empty(MAX_PACKET_BYTES + 64, np.uint8)
     spec = np.zeros(2, np.int64)
     while True:
+        begin_ns = _now_ns(spec)
         next_ns = _give_out(fds, ints, memory, words, bins, totals, spec)
+        rest_ns = begin_ns + PERIOD_NS - _now_ns(spec)
+        if rest_ns > 0:
+            spec[0], spec[1] = 0, rest_ns
+            _ppoll(polls.ctypes.data, 0, spec.ctypes.data, 0)
         wait_ns = min(max(next_ns - _now_ns(spec), 0), MAX_WAIT_NS)
         spec[0], spec[1] = 0, wait_ns
         for i in range(num_nodes + 1):

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from atlas.errors import SpecError
-from atlas.spec.cluster import Link, Route
+from atlas.spec.cluster import WINDOW_BYTES, Link, Route
 from atlas.wan.probe.survey import LinkMeasurement
 
 Pair = frozenset[str]
@@ -21,14 +21,19 @@ WINDOW_TOLERANCE = 0.25
 
 
 def to_link(found: LinkMeasurement) -> Link:
-    """The cluster file's view: median latency, caps that were reached."""
+    """The cluster file's view: median latency, caps that were reached, the slower way where the two differ."""
     return Link(
         between=found.between,
         latency_ms=_round(found.rtt.median_s * 500),
         pair_gbps=_round(found.pair_bps / 1e9),
-        window_bytes=min(found.window_bytes, 100_000_000),
+        window_bytes=min(found.window_bytes, 100_000_000) if _tells_window(found) else None,
         trunk_gbps=_round(found.trunk_bps / 1e9) if found.trunk_bps is not None else None,
     )
+
+
+def _tells_window(found: LinkMeasurement) -> bool:
+    """Where one connection fills the path, its window is only known to be no smaller."""
+    return found.window_limited or found.window_bytes > WINDOW_BYTES
 
 
 def links_yaml(measurements: Iterable[LinkMeasurement], indent: int = 0) -> str:
@@ -51,12 +56,13 @@ def links_yaml(measurements: Iterable[LinkMeasurement], indent: int = 0) -> str:
 def _comments(found: LinkMeasurement) -> list[str]:
     rtt = found.rtt
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(found.at))
-    rates = ", ".join(f"{g.streams}: {g.bps / 1e9:.3g}" for g in found.sweep)
+    there, back = (", ".join(f"{g.streams}: {g.bps / 1e9:.3g}" for g in way) for way in (found.sweep, found.back))
     lines = [
         f"# measured {when}; RTT ms min {rtt.min_s * 1e3:.2f}, median {rtt.median_s * 1e3:.2f}, "
         f"p95 {rtt.p95_s * 1e3:.2f}, jitter {rtt.jitter_s * 1e3:.2f}",
-        f"# Gbit/s by streams: {rates}; {found.streams} fill it"
-        + ("" if found.window_limited else "; the window is at least this"),
+        f"# Gbit/s by streams: {there}; {found.streams} fill it"
+        + ("" if found.window_limited else f"; the window is at least {found.window_bytes} bytes"),
+        f"# the other way: {back}" + (", less than there" if _less(found.back_bps, found.there_bps) else ""),
     ]
     if found.together_bps:
         alone, together = (
@@ -94,10 +100,13 @@ def write_links(path: Path, measurements: Sequence[LinkMeasurement]) -> None:
     path.write_text(with_links(path.read_text(), measurements, str(path)))
 
 
-def drift(assumed: Mapping[Pair, Route | Link], measured: Iterable[Link]) -> list[str]:
+def drift(assumed: Mapping[Pair, Route | Link], measured: Iterable[LinkMeasurement]) -> list[str]:
     """Sentences for every assumption that no longer holds; nothing where all do."""
     warnings: list[str] = []
-    for now in measured:
+    for found in measured:
+        now = to_link(found)
+        if not found.window_limited:
+            now = now.model_copy(update={"window_bytes": None})
         name = " - ".join(now.between)
         then = assumed.get(frozenset(now.between))
         if then is None:

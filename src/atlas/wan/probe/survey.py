@@ -1,6 +1,6 @@
 """All paths between datacenters, measured through agents: round trips, one stream, more streams until they bring no
-more, then several node pairs at once: if together they get what each gets alone, the cap is the pair's; if not, it
-is the trunk's. Knows agents' addresses and rates; files are `links.py`'s.
+more, the same the other way, then several node pairs at once: if together they get what each gets alone, the cap is
+the pair's; if not, it is the trunk's. Knows agents' addresses and rates; files are `links.py`'s.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class LinkMeasurement:
     between: tuple[str, str]
     rtt: RoundTrips
     sweep: tuple[Goodput, ...]
-    """By number of streams, one pair alone."""
+    """By number of streams, one pair alone, from the first datacenter to the second."""
+    back: tuple[Goodput, ...]
+    """The other way: one stream, and as many as filled the way there."""
     alone_bps: tuple[float, ...]
     together_bps: tuple[float, ...]
     """By node pair, at the number of streams that fills it. Empty where there is one pair only."""
@@ -55,9 +57,18 @@ class LinkMeasurement:
         return max(g.bps for g in self.sweep)
 
     @property
-    def pair_bps(self) -> float:
-        """What one pair reaches alone."""
+    def there_bps(self) -> float:
+        """What one pair reaches alone, from the first datacenter to the second."""
         return max(self.sweep_bps, sum(self.alone_bps) / len(self.alone_bps)) if self.alone_bps else self.sweep_bps
+
+    @property
+    def back_bps(self) -> float:
+        return max(g.bps for g in self.back)
+
+    @property
+    def pair_bps(self) -> float:
+        """What one pair reaches alone, the slower way."""
+        return min(self.there_bps, self.back_bps)
 
     @property
     def window_limited(self) -> bool:
@@ -65,8 +76,8 @@ class LinkMeasurement:
 
     @property
     def window_bytes(self) -> int:
-        """Of one connection; where that fills the path, the window is at least this."""
-        return max(1, round(self.sweep[0].bps / 8 * self.rtt.min_s))
+        """Of one connection, the slower way; where that fills the path, the window is at least this."""
+        return max(1, round(min(self.sweep[0].bps, self.back[0].bps) / 8 * self.rtt.min_s))
 
     @property
     def cap(self) -> str:
@@ -120,13 +131,14 @@ class Survey:
         sweep = self._sweep(*pairs[0], seconds)
         best = max(g.bps for g in sweep)
         streams = next(g.streams for g in sweep if g.bps * GAIN >= best)
+        back = tuple(self.goodput(pairs[0][1], pairs[0][0], k, seconds) for k in sorted({1, streams}))
         alone: list[float] = []
         together: list[float] = []
         if len(pairs) > 1:
             alone = [self.goodput(*pair, streams, seconds).bps for pair in pairs]
             together = self._together(pairs, streams, seconds)
         taken_s = time.monotonic() - began
-        return LinkMeasurement((a, b), rtt, sweep, tuple(alone), tuple(together), taken_s)
+        return LinkMeasurement((a, b), rtt, sweep, back, tuple(alone), tuple(together), taken_s)
 
     def _sweep(self, src: str, dst: str, seconds: float) -> tuple[Goodput, ...]:
         found: list[Goodput] = []
