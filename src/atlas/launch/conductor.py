@@ -252,6 +252,7 @@ class Conductor:
             "program": to_text(work.program),
             "training": dataclasses.asdict(work.training),
             "num_cells": work.job.cells,
+            "tp": work.job.tp,
             "num_steps": terms.num_steps,
             "first_step": start.first_step,
             "attempt": start.attempt,

@@ -26,6 +26,7 @@ from atlas.launch.fleet import Fleet
 from atlas.launch.measured import Records, View
 from atlas.launch.paths import NodePaths, paths_of
 from atlas.runtime.assignment import Assignment, FillerChoice, SaveChoice, Training
+from atlas.runtime.models.config import require_divisible
 from atlas.runtime.wiring import TIED, Seat, require_runnable
 from atlas.wan.emulator.proxy_net import ProxyNet
 
@@ -46,6 +47,8 @@ class Setup:
     """Of a Program of one iteration; one of several iterations is run once."""
     first_step: int = 0
     device: str = "paced"
+    tp: int = 1
+    """Processes that share each worker's stages by tensor parallelism."""
     streams: int = MANY_STREAMS
     num_cells: int = 1
     patience_s: float = 20.0
@@ -112,6 +115,7 @@ def emulate(
     """
     setup = setup or Setup()
     require_runnable(program)
+    require_divisible(training.model.config, setup.tp)
     paths = setup.paths
     if paths is None:
         paths = paths_of(program, costs, training.activation_bytes, setup.num_cells)
@@ -159,6 +163,7 @@ class _Run:
                 num_cells=setup.num_cells,
                 compute_ns=tuple(map(tuple, pace_ns[pipeline].tolist())),
                 device=setup.device,
+                tp=setup.tp,
                 streams=setup.streams,
                 patience_s=setup.patience_s,
                 save=setup.save.get(seat.datacenter),

@@ -20,30 +20,33 @@ ADAMW_BYTES = 8
 """Of optimizer state for a parameter."""
 
 
-def devices_for(num_workers: int, device: str, datacenter: str, local_rank: int | None = None) -> list[str]:
-    """One for each of a site's workers; an error where there are not so many."""
+def devices_for(
+    num_workers: int, device: str, datacenter: str, local_rank: int | None = None, *, tp: int = 1
+) -> list[str]:
+    """The first of each worker's `tp` devices on this host; an error where there are not so many."""
     if not device.startswith("cuda") or ":" in device:
         return [device] * num_workers
     from atlas.runtime.hardware import num_gpus
 
     count = num_gpus()
-    first = local_rank or 0
-    if first + num_workers > count:
+    first = (local_rank or 0) * tp
+    if first + num_workers * tp > count:
+        each = f" of {tp} GPUs each" if tp > 1 else ""
         raise AtlasError(
-            f"the plan puts {num_workers} worker(s) on this host of {datacenter}, from GPU {first} on, but it has "
+            f"the plan puts {num_workers} worker(s){each} on this host of {datacenter}, from GPU {first} on; it has "
             f"{count or 'no'} GPU(s). Plan for the hardware that is there (cluster.datacenters.{datacenter}), start a "
             "launcher on every host (torchrun, or --node), or train on --device cpu"
         )
-    return [f"cuda:{first + k}" for k in range(num_workers)]
+    return [f"cuda:{first + k * tp}" for k in range(num_workers)]
 
 
-def require_room(seats: Sequence[Seat], training: Training, device: str) -> None:
+def require_room(seats: Sequence[Seat], training: Training, device: str, *, tp: int = 1) -> None:
     """Weights, gradients and optimizer state of this site's workers against this host's memory, or a GPU's."""
     needs = [state_bytes(training, layers_of(seat, training)) for seat in seats]
     if device.startswith("cuda"):
         from atlas.runtime.hardware import smallest_gpu_bytes
 
-        need, there, what = max(needs, default=0), smallest_gpu_bytes(), "of a GPU here"
+        need, there, what = max(needs, default=0) // tp, smallest_gpu_bytes(), "of a GPU here"
     else:
         need, there, what = sum(needs), _free_bytes(), f"that is free on this host, for {len(seats)} worker(s)"
     if there is not None and need > there:

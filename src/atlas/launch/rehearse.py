@@ -32,7 +32,7 @@ from atlas.spec import Job
 
 log = logging.getLogger("atlas.launch")
 MAX_WORKERS = 16
-"""A process with torch each: more do not start in reasonable time on a laptop."""
+"""A process with torch each, or tp of them: more do not start in reasonable time on a laptop."""
 STAND_IN_LENGTH = 64
 """Tokens of a sequence, where a stand-in reads real data."""
 OWN = "job"
@@ -84,7 +84,7 @@ def rehearse(job: Job, wishes: Wishes, *, on_step: Callable[[Progress, float], N
     program = build(case, chosen, budget=wishes.budget)
     if wishes.clip is not None:
         program = with_norm(program)
-    _require_small(program, job.cells)
+    _require_small(program, job.cells, job.tp)
     costs = case.turns if program.sharing and case.turns is not None else case.apart
     costs = costs.scaled(wishes.slower)
     require_emulable(program, costs)
@@ -98,7 +98,7 @@ def rehearse(job: Job, wishes: Wishes, *, on_step: Callable[[Progress, float], N
             on_step(done, predicted_s)
 
     def live() -> Rehearsal:
-        return _live(program, costs, training, wishes, job.cells, told)
+        return _live(program, costs, training, wishes, job, told)
 
     if wishes.checkpoints is None:
         return live()
@@ -110,7 +110,7 @@ def _live(
     costs: Costs,
     training: Training,
     wishes: Wishes,
-    num_cells: int,
+    job: Job,
     on_step: Callable[[Progress, float], None],
 ) -> Rehearsal:
     """From the last complete checkpoint, if there is one, to the last step or a failure."""
@@ -129,7 +129,8 @@ def _live(
         saves.first_step,
         device=wishes.device,
         streams=1 if wishes.tcp == "one" else MANY_STREAMS,
-        num_cells=num_cells,
+        num_cells=job.cells,
+        tp=job.tp,
         patience_s=20.0 + 2 * predicted.iteration_ns / 1e9,
         save=saves.by_datacenter,
         keep_weights=False,
@@ -141,11 +142,13 @@ def _live(
     return Rehearsal(predicted, emulate(program, costs, training, setup, on_step=tell), saves.first_step)
 
 
-def _require_small(program: Program, num_cells: int) -> None:
-    if program.num_workers * num_cells > MAX_WORKERS:
+def _require_small(program: Program, num_cells: int, tp: int) -> None:
+    num_workers = program.num_workers * num_cells
+    if num_workers * tp > MAX_WORKERS:
+        each, lower = (f" of {tp} processes each", "tp, ") if tp > 1 else ("", "")
         raise AtlasError(
-            f"{program.num_workers * num_cells} workers are more than the {MAX_WORKERS} that one machine rehearses: "
-            "lower pp, pipelines_per_cell or cells with --set, or simulate"
+            f"{num_workers} workers{each} are more than the {MAX_WORKERS} that one machine rehearses: "
+            f"lower {lower}pp, pipelines_per_cell or cells with --set, or simulate"
         )
 
 
@@ -154,7 +157,10 @@ def make_training(case: Case, wishes: Wishes, num_stages: int) -> Training:
     """The model and the data that were wished for; else stand-ins."""
     rate = wishes.learning_rate
     if not wishes.model and not wishes.data:
-        training = stand_in(num_layers=max(4, num_stages - 2), learning_rate=0.1 if rate is None else rate)
+        num_heads = max(2, case.job.tp)
+        training = stand_in(
+            num_layers=max(4, num_stages - 2), num_heads=num_heads, learning_rate=0.1 if rate is None else rate
+        )
         return replace(training, max_norm=wishes.clip)
     model, length, microbatch = _model(case, wishes, num_stages)
     settings = OptimizerSettings(LearningRate(1e-3 if rate is None else rate))
@@ -169,6 +175,7 @@ def _model(case: Case, wishes: Wishes, num_stages: int) -> tuple[ModelChoice, in
 
         small = stand_in(
             num_layers=max(4, num_stages - 2),
+            num_heads=max(2, job.tp),
             vocabulary=open_dataset(wishes.data).vocabulary,
             length=STAND_IN_LENGTH,
         )

@@ -178,8 +178,8 @@ class Site:
         program = from_text(wanted["program"])
         seats = [Seat(program, worker, cell, wanted["num_cells"]) for cell, worker in wanted["workers"]]
         mine = self.settings
-        devices = devices_for(len(seats), mine.device, mine.name.datacenter, mine.local_rank)
-        require_room(seats, training, mine.device)
+        devices = devices_for(len(seats), mine.device, mine.name.datacenter, mine.local_rank, tp=wanted["tp"])
+        require_room(seats, training, mine.device, tp=wanted["tp"])
         save = self._save_choice(life, wanted, [layer for seat in seats for layer in layers_of(seat, training)])
         life.fleet = Fleet("atlas.runtime.process", [seat.name for seat in seats])
         life.passing = threading.Thread(target=self._pass_on, args=(life, life.fleet), daemon=True, name="ears")
@@ -195,6 +195,7 @@ class Site:
                 num_cells=seat.num_cells,
                 compute_ns=tuple(map(tuple, wanted["compute_ns"].get(seat.name, ()))),
                 device=device,
+                tp=wanted["tp"],
                 listen=mine.host,
                 streams=wanted["streams"],
                 certificates=str(mine.certificates or ""),

@@ -72,7 +72,7 @@ def train_here(job: Job, wishes: Wishes, terms: Terms, here: Here, hooks: Hooks)
         caller = _caller(here, leader, digest, security, terms)
         return Site(here.settings, caller, security, hooks.say).run()
     work = make_work(job, wishes)
-    require_room(work.seats_of(mine), work.training, here.settings.device)
+    require_room(work.seats_of(mine), work.training, here.settings.device, tp=job.tp)
     return _lead(work, wishes, terms, here, hooks, (digest, leader, security))
 
 
@@ -134,7 +134,7 @@ def _require_devices(job: Job, settings: SiteSettings) -> None:
     found, name = arrange(job), settings.name
     count = found.rank_dc.count(name.datacenter) * found.num_pipelines * job.cells
     first, last = (count * (name.part + k) // name.num_parts for k in (0, 1))
-    devices_for(last - first, settings.device, name.datacenter, settings.local_rank)
+    devices_for(last - first, settings.device, name.datacenter, settings.local_rank, tp=job.tp)
 
 
 def _job(job: Job, wishes: Wishes, here: Here) -> Job:

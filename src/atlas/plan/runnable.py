@@ -11,8 +11,6 @@ from atlas.plan.candidate import Candidate
 def runnable(candidate: Candidate) -> str:
     """`yes`, or `no, because ...`: the sentence that `atlas train` refuses with."""
     reasons = []
-    if candidate.tp > 1:
-        reasons.append(f"it has tensor parallelism (tp {candidate.tp}) and a worker of the runtime is one GPU")
     if len(candidate.groups) > 1:
         reasons.append(
             "it spreads data parallelism over regions and the runtime reduces gradients among pipelines that are "

@@ -145,6 +145,8 @@ class Assignment:
     """[s, k] of its pipeline: the pace of a paced device. Empty: nothing is paced."""
     device: str = "cpu"
     """paced, cpu or cuda:N."""
+    tp: int = 1
+    """Processes of this node that share each stage by tensor parallelism; on CUDA, on as many GPUs from N on."""
     listen: str = "127.0.0.1"
     """The address to listen on."""
     streams: int = 0

@@ -5,9 +5,7 @@ The formats and threads are `checkpoint`'s. Knows steps, stages and layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from torch import Tensor
+from collections.abc import Callable
 
 from atlas.runtime.assignment import Assignment, SaveChoice, Training
 from atlas.runtime.checkpoint import (
@@ -24,11 +22,10 @@ from atlas.runtime.checkpoint import (
     load_layers,
     restore,
     share,
-    states_of,
 )
+from atlas.runtime.holding import Holding
 from atlas.runtime.links import Links
 from atlas.runtime.models.decoder import layer_of
-from atlas.runtime.optimizer import Sgd
 from atlas.runtime.training import data_digest, model_layers, run_config
 from atlas.runtime.wiring import Seat
 
@@ -37,10 +34,28 @@ COPY_S = 60.0
 Written = Callable[[SaveId], None]
 
 
-class Saving:
-    """Saves every so many steps and at the end; `resume` first, where the assignment says so.
+def resume(training: Training, choice: SaveChoice, seat: Seat, holding: Holding) -> None:
+    """Takes weights and optimizer state from the step that the launcher chose, if it chose one."""
+    if choice.resume is None:
+        return
+    checkpoint = choose([LocalStore(folder) for folder in choice.sources], step=choice.resume)
+    assert checkpoint is not None, "`choose` finds a step or raises"
+    config = run_config(training, global_batch_of(training, seat))
+    checkpoint.meta.require_same_run(config, data_digest(training.data))
+    states = {layer: holding.of_state(state) for layer, state in load_layers(checkpoint, holding.layers).items()}
+    restore(states, holding.parameters.items(), holding.optimizer, layer_of)
 
-    Where it says so too, saves are copied to another datacenter over this worker's links, behind what else it sends.
+
+def global_batch_of(training: Training, seat: Seat) -> int:
+    """Sequences of a step."""
+    return training.data.microbatch * seat.num_pipelines * seat.program.num_microbatches
+
+
+class Saving:
+    """Saves every so many steps and at the end.
+
+    Where the assignment says so, saves are copied to another datacenter over this worker's links, behind what else it
+    sends.
     """
 
     def __init__(
@@ -48,13 +63,12 @@ class Saving:
         assignment: Assignment,
         choice: SaveChoice,
         seat: Seat,
-        parameters: Mapping[str, Tensor],
-        optimizer: Sgd,
+        holding: Holding,
         on_written: Written = lambda id: None,
     ) -> None:
         self.training: Training = assignment.training
-        self.choice, self.seat, self.parameters, self.optimizer = choice, seat, parameters, optimizer
-        self.global_batch = self.training.data.microbatch * seat.num_pipelines * seat.program.num_microbatches
+        self.choice, self.seat, self.holding = choice, seat, holding
+        self.global_batch = global_batch_of(self.training, seat)
         self.digest = data_digest(self.training.data)
         self.retention, self._copies = Retention(choice.keep), Retention(choice.keep)
         self._on_written = on_written
@@ -67,17 +81,7 @@ class Saving:
             retention=self.retention,
             on_written=self._written,
         )
-        self._layers = list(dict.fromkeys(layer_of(name) for name in parameters))
-
-    def resume(self) -> None:
-        """Takes weights and optimizer state from the step that the launcher chose."""
-        if self.choice.resume is None:
-            return
-        checkpoint = choose([LocalStore(folder) for folder in self.choice.sources], step=self.choice.resume)
-        assert checkpoint is not None, "`choose` finds a step or raises"
-        checkpoint.meta.require_same_run(run_config(self.training, self.global_batch), self.digest)
-        restore(load_layers(checkpoint, self._layers), self.parameters.items(), self.optimizer, layer_of)
-        self.optimizer.num_steps = checkpoint.step
+        self._mine = share(holding.layers, seat.pipeline, seat.num_pipelines)
 
     def copy_over(self, links: Links, on_copied: Written) -> None:
         """From now on, what is saved is copied to where the launcher said."""
@@ -107,8 +111,6 @@ class Saving:
 
     def save(self, num_done: int) -> None:
         """Behind training; a second time for the same step costs nothing."""
-        states = states_of(self.parameters.items(), self.optimizer, layer_of)
-        mine = share(self._layers, self.seat.pipeline, self.seat.num_pipelines)
         meta = Meta(
             samples_seen=num_done * self.global_batch,
             seed=self.training.model.seed,
@@ -116,7 +118,7 @@ class Saving:
             dataset=self.digest,
             config=run_config(self.training, self.global_batch),
         )
-        self.checkpointer.save(num_done, {layer: states[layer] for layer in mine}, meta)
+        self.checkpointer.save(num_done, self.holding.states(self._mine), meta)
 
     def close(self) -> None:
         """Waits for the last write, and a while for its copy."""

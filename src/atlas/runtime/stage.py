@@ -145,6 +145,9 @@ class Stage:
         slots = sorted(slot for slot in self._losses if slot <= last_slot)
         return [self._losses.pop(slot).item() for slot in slots]
 
+    def forget_losses(self) -> None:
+        self._losses.clear()
+
     @property
     def counted(self) -> set[str]:
         """The parameters whose gradients this process brings to the global norm: each matrix counts once."""
@@ -205,6 +208,17 @@ class Stage:
         gradients = half.work.finish() | {id(p): g for p, g in zip(self._direct, half.direct, strict=True)}
         self._add(slot, [gradients[id(p)] for p in self._trained])
 
+    # ---- gradients, once all microbatches are in -------------------------------------------------------------------
+    def outgoing(self) -> list[Tensor]:
+        """What is to be summed over the pipelines."""
+        return self.gradients.total()
+
+    def adopt(self, sums: Sequence[Tensor]) -> None:
+        """The sums of what was `outgoing` become the gradients."""
+        for parameter, gradient in zip(self.parameters, sums, strict=True):
+            parameter.grad = gradient
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
     def _run(self, slot: int, x: Tensor) -> _Pass:
         work = WeightWork()
         with recording(work if self.splits else None):

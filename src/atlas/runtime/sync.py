@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +38,10 @@ def slices(length: int, count: int) -> list[slice]:
     """`count` runs of nearly equal length; fixed by the two numbers alone."""
     edges = [length * i // count for i in range(count + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(edges)]
+
+
+def is_on_host(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in tensors)
 
 
 @dataclass
@@ -83,10 +87,14 @@ class GradientSync:
                 self._send(c, (step, stage, self.seat.pipeline, PARTS), flat_of_mine[cut[c]])
             total.is_mine_here.set()
 
-        self.device.download(torch.cat([gradient.flatten() for gradient in gradients]), send_parts)
+        all_of_mine = torch.cat([gradient.flatten() for gradient in gradients])
+        if is_on_host(gradients):
+            send_parts(all_of_mine)
+        else:
+            self.device.download(all_of_mine, send_parts)
 
     def finish(self, step: int, stage: int, gradients: Sequence[Tensor], wait: Wait) -> tuple[list[Tensor], int]:
-        """The sums over all pipelines, shaped as `gradients`, and when the last of them had arrived."""
+        """The sums over all pipelines, shaped as `gradients` and where they are, and when the last had arrived."""
         if not self.seat.other_pipelines:
             return list(gradients), 0
         total = self._sums.pop((step, stage))
@@ -97,17 +105,17 @@ class GradientSync:
         added.zero_()
         for c in sorted(total.parts):
             added += total.parts[c]
-        for c in self.seat.other_pipelines:
-            self._send(c, (step, stage, self.seat.pipeline, SUMS), added)
-        wait(total.sums)
-        on_device = self.device.upload(total.flat).get()
+        tag = (step, stage, self.seat.pipeline, SUMS)
+        sent = [self._send(c, tag, added) for c in self.seat.other_pipelines]
+        wait([*total.sums, *sent])  # what is sent is a part of the sums, which may be clipped in place from now on
+        on_device = total.flat if is_on_host(gradients) else self.device.upload(total.flat).get()
         ends = list(itertools.accumulate(gradient.numel() for gradient in gradients))
         summed = [on_device[end - g.numel() : end].view(g.shape) for end, g in zip(ends, gradients, strict=True)]
         return summed, max(handle.end_ns for handle in (*total.received, *total.sums))
 
-    def _send(self, pipeline: int, tag: tuple[int, int, int, int], values: Tensor) -> None:
+    def _send(self, pipeline: int, tag: tuple[int, int, int, int], values: Tensor) -> Handle:
         what = f"{self.who} sends gradients of step {tag[0]} to pipeline {pipeline}"
-        self.links.send_to(GRADIENTS, pipeline, self.seat.rank, tag, bytes_of(values), what)
+        return self.links.send_to(GRADIENTS, pipeline, self.seat.rank, tag, bytes_of(values), what)
 
     def _recv(self, pipeline: int, tag: tuple[int, int, int, int], values: Tensor) -> Handle:
         what = f"SYNC of step {tag[0]} on {self.who} waits for gradients of p{pipeline}.s{self.seat.rank}"
@@ -117,14 +125,13 @@ class GradientSync:
 class TiedEnds:
     """The matrix at both ends of the model, where they lie on two workers."""
 
-    def __init__(self, links: Links, device: Device, who: str) -> None:
-        self.links, self.device, self.who = links, device, who
+    def __init__(self, links: Links, who: str) -> None:
+        self.links, self.who = links, who
         self.seat = links.seat
 
-    def join(self, step: int, name: str, parameters: Mapping[str, Tensor], wait: Wait) -> int:
-        """Gives the end that is here (`name`) the gradient of the whole matrix; when the last of it had arrived."""
-        seat, gradient = self.seat, parameters[name].grad
-        assert gradient is not None, f"{name} has no gradient"
+    def join(self, step: int, name: str, gradient: Tensor, wait: Wait) -> tuple[Tensor, int]:
+        """From that of the end that is here (`name`) to the gradient of both, in host memory; when all had arrived."""
+        seat = self.seat
         assert seat.opposite_end is not None, "both ends are here"
         mine = gradient.detach().to("cpu").contiguous().view(-1)
         cut = slices(len(mine), seat.num_pipelines)
@@ -145,8 +152,7 @@ class TiedEnds:
         tag = (step, 0, seat.pipeline, HALVES)
         sent += [self.links.send_to(GRADIENTS, c, seat.rank, tag, bytes_of(half), what) for c in seat.other_pipelines]
         wait([*others, *sent])
-        parameters[name].grad = self.device.upload(whole).get().view_as(gradient)
-        return max(handle.end_ns for handle in (came, *others))
+        return whole.view(gradient.shape), max(handle.end_ns for handle in (came, *others))
 
 
 class Norm:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -21,19 +21,20 @@ from atlas.ir.text import from_text
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import SaveId
 from atlas.runtime.device import Device, Span
+from atlas.runtime.holding import Holding
 from atlas.runtime.links import Links, Place
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD
-from atlas.runtime.models.tied import is_split, join
-from atlas.runtime.optimizer import clip, make_optimizer, squares
+from atlas.runtime.models.tied import is_split
 from atlas.runtime.record import Recorder, StepRecord
-from atlas.runtime.saving import Saving
-from atlas.runtime.stage import Stage
+from atlas.runtime.saving import Saving, resume
 from atlas.runtime.sync import GradientSync, Norm, TiedEnds
-from atlas.runtime.training import make_task
 from atlas.runtime.transfers import Need, Transfers
 from atlas.runtime.waits import Filler, Position, Waits, WorkerFacts
 from atlas.runtime.wiring import Seat, require_runnable
 from atlas.wan.transport import Handle
+
+if TYPE_CHECKING:
+    from atlas.runtime.leading import Followers
 
 T = TypeVar("T")
 
@@ -57,11 +58,13 @@ class Worker:
         assignment: Assignment,
         device: Device,
         *,
+        followers: Followers | None = None,
         filler: Filler | None = None,
         tell: Callable[[StepRecord], None] = lambda record: None,
         on_saved: Callable[[SaveId], None] = lambda id: None,
         on_copied: Callable[[SaveId], None] = lambda id: None,
     ) -> None:
+        """`followers`: the other processes that hold a part of its stages, where it is not alone."""
         self.assignment, self.device, self.training = assignment, device, assignment.training
         self._on_copied = on_copied
         self.program = program = from_text(assignment.program)
@@ -72,27 +75,16 @@ class Worker:
         self.compute_ns = np.array(assignment.compute_ns, np.int64).reshape(-1, NUM_KINDS)
         if not len(self.compute_ns):
             self.compute_ns = np.zeros((program.num_stages, NUM_KINDS), np.int64)
-        self.task = make_task(
-            self.training,
-            num_stages=program.num_stages,
-            num_pipelines=self.seat.num_pipelines,
-            num_microbatches=program.num_microbatches,
-            place=device.place,
-        )
-        self.stages = self._make_stages()
-        self.parameters: dict[str, Tensor] = {}
-        for stage in self.stages.values():
-            self.parameters |= stage.named_parameters
-        self.optimizer = make_optimizer(self.training.optimizer, self.parameters)
+        self.holding = self._hold(followers)
+        self.task, self.stages = self.holding.task, self.holding.stages
         self.saving = None
         if assignment.save is not None:
-            self.saving = Saving(assignment, assignment.save, self.seat, self.parameters, self.optimizer, on_saved)
-            self.saving.resume()
-        self.optimizer.num_steps = assignment.first_step
+            resume(self.training, assignment.save, self.seat, self.holding)
+            self.saving = Saving(assignment, assignment.save, self.seat, self.holding, on_saved)
         self.links = Links(self.seat, assignment)
         self.transfers = Transfers(self.links, device, self.task.activation_shape, self.task.dtype, self._needs())
         self.sync = GradientSync(self.links, device, self._me)
-        self.tied = TiedEnds(self.links, device, self._me)
+        self.tied = TiedEnds(self.links, self._me)
         self.norm = Norm(self.links, self._me)
         self.waits = Waits(assignment.patience_s, filler)
         self.recorder = Recorder(tell)
@@ -100,6 +92,8 @@ class Worker:
         """May be brought forward while it runs, not beyond what has begun (`next_step`)."""
         self.next_step = assignment.first_step
         """The first that has not begun."""
+        self._outgoing: dict[int, list[Tensor]] = {}
+        """Gradients that are being summed, by stage."""
         self._recomputed = {(op.stage, op.microbatch) for op in self.ops if op.kind == Kind.R}
         self._dispatch: dict[Kind, Callable[[Op, int, Pass], Span]] = {
             Kind.F: self._forward,
@@ -120,18 +114,17 @@ class Worker:
                 "NORM takes their norm: add one before each STEP (with_optimizer(..., norm=True)), or do not clip"
             )
 
-    def _make_stages(self) -> dict[int, Stage]:
-        program, seat = self.program, self.seat
-        # The mean over the whole batch: every microbatch of every pipeline counts alike.
-        scale = 1.0 / (program.num_microbatches * seat.num_pipelines)
-        splits = any(op.kind == Kind.I for op in self.ops)
-        stages = {
-            s: Stage(self.task, s, program.num_stages, seat.pipeline, scale, can_exchange_tied=True, splits=splits)
-            for s in seat.stages
-        }
-        for stage in stages.values():
-            stage.gradients.begin(self.assignment.first_step * program.num_microbatches)
-        return stages
+    def _hold(self, followers: Followers | None) -> Holding:
+        if followers is None:
+            return Holding(self.assignment, self.seat, self.device.place)
+        from atlas.runtime.leading import LedHolding  # brings DTensor, a second that most workers do not need
+
+        return LedHolding(self.assignment, self.seat, self.device.place, followers)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """What this process holds of them, by name."""
+        return self.holding.parameters
 
     # ---- life --------------------------------------------------------------------------------------------------------
     @property
@@ -144,8 +137,7 @@ class Worker:
         self.links.connect(places)
         if self.saving is not None:
             self.saving.copy_over(self.links, self._on_copied)
-        for stage in self.stages.values():
-            stage.warm_up()
+        self.holding.warm_up()
         facts = WorkerFacts(
             self.seat.name, self.seat.datacenter, self.seat.worker, self.program, self.ops, self.compute_ns
         )
@@ -235,23 +227,17 @@ class Worker:
         gradients = self.stages[op.stage].gradients
         if gradients.num_added == self.program.num_microbatches:
             step = now.first_step + op.microbatch // self.program.num_microbatches
-            self.sync.begin(step, op.stage, gradients.total())
+            outgoing = self._outgoing[op.stage] = self.stages[op.stage].outgoing()
+            self.sync.begin(step, op.stage, outgoing)
 
     def _sync(self, op: Op, index: int, now: Pass) -> Span:
         step, wait, moments = now.first_step + op.microbatch, self._waiter(index, now), [now.start_ns]
-        sums: list[Tensor] = []
         for number, stage in self.stages.items():
             if stage.gradients.num_added != self.program.num_microbatches:
                 raise ProgramError(f"{self._who(op)}: backwards of stage {number} come after it; put them before")
-            found, arrived_ns = self.sync.finish(step, number, stage.gradients.total(), wait)
-            sums += found
+            sums, arrived_ns = self.sync.finish(step, number, self._outgoing.pop(number), wait)
+            stage.adopt(sums)
             moments.append(arrived_ns)
-
-        def adopt() -> None:
-            for parameter, gradient in zip(self.parameters.values(), sums, strict=True):
-                parameter.grad = gradient
-
-        adopt()
         if self.training.model.config.tied:
             moments.append(self._join_tied(step, wait))
         return self._on_device(op, max(moments), lambda: None)[1]
@@ -259,30 +245,26 @@ class Worker:
     def _join_tied(self, step: int, wait: Callable[[Sequence[Handle]], None]) -> int:
         here = [name for name in (TIED_EMBEDDING, TIED_HEAD) if name in self.parameters]
         if len(here) == 2:
-            join(self.parameters)
-        return self.tied.join(step, here[0], self.parameters, wait) if len(here) == 1 else 0
+            self.holding.join_tied()
+        if len(here) != 1:
+            return 0
+        whole, arrived_ns = self.tied.join(step, here[0], self.holding.tied_gradient(here[0]), wait)
+        self.holding.adopt_tied(here[0], whole)
+        return arrived_ns
 
     def _norm(self, op: Op, index: int, now: Pass) -> Span:
         step = now.first_step + op.microbatch
-        counted = {name for stage in self.stages.values() for name in stage.counted}
-        norm, arrived_ns = self.norm.take(step, squares(self.parameters, counted), self._waiter(index, now))
+        norm, arrived_ns = self.norm.take(step, self.holding.squares(), self._waiter(index, now))
         now.record.norms.append(norm)
         limit = self.training.max_norm
-        work = (lambda: None) if limit is None else (lambda: clip(self.parameters, norm, limit))
+        work = (lambda: None) if limit is None else (lambda: self.holding.clip(norm, limit))
         return self._on_device(op, max(now.start_ns, arrived_ns), work)[1]
 
     def _step(self, op: Op, index: int, now: Pass) -> Span:
         if any(parameter.grad is None for parameter in self.parameters.values()):
             raise ProgramError(f"{self._who(op)}: no SYNC before it; every STEP needs one (see `with_optimizer`)")
         num_done = now.first_step + op.microbatch + 1
-
-        def step() -> None:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            for stage in self.stages.values():
-                stage.gradients.begin(num_done * self.program.num_microbatches)
-
-        span = self._on_device(op, now.start_ns, step)[1]
+        span = self._on_device(op, now.start_ns, lambda: self.holding.step(num_done))[1]
         if self.saving is not None:
             self.saving.after_step(num_done)
         return span

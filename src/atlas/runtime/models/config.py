@@ -141,3 +141,18 @@ def from_spec(model: Model) -> DecoderConfig:
 
 def wrong(key: str, value: object, rule: str, remedy: str) -> SpecError:
     return SpecError(where="model", key=key, value=value, rule=rule, remedy=remedy)
+
+
+def require_divisible(config: DecoderConfig, degree: int) -> None:
+    """Every rank of a tensor-parallel group must get the same share."""
+    shares = {
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "ffn_width": config.ffn_width,
+        "vocabulary": config.vocabulary,
+    }
+    for key, size in shares.items():
+        if size % degree:
+            raise wrong(
+                key, size, f"cannot be divided among {degree} tensor-parallel GPUs", "Choose a tp that divides it"
+            )

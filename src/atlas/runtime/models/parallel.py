@@ -18,23 +18,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from atlas.runtime.models.config import DecoderConfig, wrong
+from atlas.runtime.models.config import DecoderConfig, require_divisible
 from atlas.runtime.models.decoder import Decoder
-
-
-def require_divisible(config: DecoderConfig, degree: int) -> None:
-    """Every rank must get the same share."""
-    shares = {
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "ffn_width": config.ffn_width,
-        "vocabulary": config.vocabulary,
-    }
-    for key, size in shares.items():
-        if size % degree:
-            raise wrong(
-                key, size, f"cannot be divided among {degree} tensor-parallel GPUs", "Choose a tp that divides it"
-            )
 
 
 def block_plan(config: DecoderConfig) -> dict[str, ParallelStyle]:

@@ -1,0 +1,117 @@
+"""What one process holds of a worker: its stages, their parameters and the optimizer that steps them.
+
+The worker asks; where its stages are divided over several processes (`leading`), all of them do what it asks. Knows
+models and optimizers; not ops, links or time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor
+
+from atlas.ir.ops import Kind
+from atlas.runtime.assignment import Assignment
+from atlas.runtime.checkpoint import LayerState, states_of
+from atlas.runtime.models.decoder import layer_of
+from atlas.runtime.models.task import DecoderTask
+from atlas.runtime.models.tied import join
+from atlas.runtime.optimizer import clip, make_optimizer, squares
+from atlas.runtime.stage import Stage
+from atlas.runtime.training import make_task
+from atlas.runtime.wiring import Seat
+
+
+class Holding:
+    """Of a worker that is one process."""
+
+    stage_kind = Stage
+
+    def __init__(self, assignment: Assignment, seat: Seat, place: str) -> None:
+        program, training = seat.program, assignment.training
+        self.seat = seat
+        self.task = make_task(
+            training,
+            num_stages=program.num_stages,
+            num_pipelines=seat.num_pipelines,
+            num_microbatches=program.num_microbatches,
+            place=place,
+        )
+        self.stages = {stage: self._make_stage(self._built(self.task), stage) for stage in seat.stages}
+        self.begin(assignment.first_step)
+        self.parameters: dict[str, Tensor] = {}
+        for stage in self.stages.values():
+            self.parameters |= stage.named_parameters
+        self.optimizer = make_optimizer(training.optimizer, self.parameters)
+        self.optimizer.num_steps = assignment.first_step
+
+    def _built(self, task: DecoderTask) -> DecoderTask:
+        """How a stage's module is made."""
+        return task
+
+    def _make_stage(self, task: DecoderTask, stage: int) -> Stage:
+        program, seat = self.seat.program, self.seat
+        # The mean over the whole batch: every microbatch of every pipeline counts alike.
+        scale = 1.0 / (program.num_microbatches * seat.num_pipelines)
+        splits = any(op.kind == Kind.I for op in program.ops(seat.worker))
+        return self.stage_kind(
+            task, stage, program.num_stages, seat.pipeline, scale, can_exchange_tied=True, splits=splits
+        )
+
+    @property
+    def layers(self) -> list[str]:
+        """The model's layers that are here, as checkpoints name them."""
+        return list(dict.fromkeys(layer_of(name) for name in self.parameters))
+
+    def begin(self, step: int) -> None:
+        """Gradients of this step come next."""
+        for stage in self.stages.values():
+            stage.gradients.begin(step * self.seat.program.num_microbatches)
+
+    def warm_up(self) -> None:
+        for stage in self.stages.values():
+            stage.warm_up()
+
+    # ---- the end of an iteration -------------------------------------------------------------------------------------
+    def join_tied(self) -> None:
+        """Both ends of tied embeddings are here."""
+        join(self.parameters)
+
+    def tied_gradient(self, name: str) -> Tensor:
+        """The whole of one end's."""
+        gradient = self.parameters[name].grad
+        assert gradient is not None, f"{name} has no gradient"
+        return gradient
+
+    def adopt_tied(self, name: str, gradient: Tensor) -> None:
+        self.parameters[name].grad = gradient.to(self.parameters[name].device)
+
+    def squares(self) -> list[float]:
+        """What the stages here bring to the global norm."""
+        return squares(self.parameters, {name for stage in self.stages.values() for name in stage.counted})
+
+    def clip(self, norm: float, max_norm: float) -> None:
+        clip(self.parameters, norm, max_norm)
+
+    def step(self, num_done: int) -> None:
+        """The optimizer's; `num_done` steps of the training are done after it."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.begin(num_done)
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+    def states(self, layers: Collection[str]) -> dict[str, LayerState]:
+        """Of some layers, whole; the tensors may be the live ones."""
+        found = states_of(self.parameters.items(), self.optimizer, layer_of)
+        return {layer: found[layer] for layer in layers}
+
+    def of_state(self, state: LayerState) -> LayerState:
+        """What this process holds of a saved layer."""
+        return state
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter, whole."""
+        return self.parameters
+
+    def end(self) -> None:
+        """Nothing more will be asked."""

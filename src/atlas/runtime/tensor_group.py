@@ -1,0 +1,149 @@
+"""The processes that share each stage of one worker by tensor parallelism, on one node: one leads, the others follow.
+
+What each holds of a parameter, and how pieces travel inside the node: by torch.distributed. The leader is the worker
+that everybody else knows (`leading`, `following`). Knows ranks and tensors; not ops, not the WAN.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from atlas.runtime.checkpoint import LayerState
+
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+LEADER = 0
+START_S = 90.0
+"""For processes that start one after the other on a busy host."""
+
+
+class TensorGroup:
+    """This process's place in the group, and the collectives that are not torch's own (`models.parallel`)."""
+
+    def __init__(self, rank: int, size: int, port: int, place: str, patience_s: float, listener: int = -1) -> None:
+        """`port`: of the leader's store on loopback; `listener`: the leader's descriptor that listens there."""
+        self.rank, self.size, self.place = rank, size, torch.device(place)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
+        patience = datetime.timedelta(seconds=max(START_S, patience_s))
+        if rank == LEADER:
+            store = TCPStore("127.0.0.1", port, size, True, patience, wait_for_workers=False, master_listen_fd=listener)
+        else:
+            store = TCPStore("127.0.0.1", port, size, False, patience)
+        backend = "gloo"
+        if self.place.type == "cuda":
+            torch.cuda.set_device(self.place)
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+        self.mesh: DeviceMesh = init_device_mesh(self.place.type, (size,))
+
+    def share(self, tensor: Tensor) -> Tensor:
+        """The leader's tensor, on every rank."""
+        dist.broadcast(tensor, LEADER)
+        return tensor
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Everybody's tensor in host memory, by rank, on the leader; nothing elsewhere. All have one shape."""
+        mine = tensor.detach().cpu().contiguous()
+        found = [torch.empty_like(mine) for _ in range(self.size)] if self.rank == LEADER else []
+        dist.gather(mine, found or None, LEADER)
+        return found
+
+    def scatter(self, tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+        """Each rank's of the leader's host tensors, on its device; `like` says the shape."""
+        mine = torch.empty(like.shape, dtype=like.dtype)
+        dist.scatter(mine, [tensor.contiguous() for tensor in tensors] or None, LEADER)
+        return mine.to(self.place)
+
+
+def place_of(place: str, rank: int) -> str:
+    """The device of a rank: GPUs of a group are neighbours."""
+    kind, _, number = place.partition(":")
+    return f"{kind}:{int(number or 0) + rank}" if kind == "cuda" else place
+
+
+def listen() -> tuple[int, int]:
+    """A descriptor that listens on loopback, for the leader's store, and its port."""
+    server = socket.create_server(("127.0.0.1", 0))
+    port: int = server.getsockname()[1]
+    return server.detach(), port
+
+
+class Shares:
+    """Which part of each parameter a rank holds."""
+
+    def __init__(self, rank: int, size: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """`parameters` as of a module that `models.parallel` has divided."""
+        self.rank, self.size = rank, size
+        self.dimension: dict[str, int | None] = {name: _dimension(p) for name, p in parameters}
+        """Along which it is cut; None: every rank holds all of it."""
+
+    def is_cut(self, name: str) -> bool:
+        return self.dimension[name] is not None
+
+    def of(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a parameter, or of what an optimizer keeps for it."""
+        return self.parts(name, whole)[self.rank] if self.is_cut(name) and whole.dim() else whole
+
+    def parts(self, name: str, whole: Tensor) -> list[Tensor]:
+        """Everybody's part of a parameter that is cut."""
+        dimension = self.dimension[name]
+        assert dimension is not None, f"{name} is not cut"
+        return [part.contiguous() for part in whole.chunk(self.size, dimension)]
+
+    def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """The whole, from everybody's part."""
+        dimension = self.dimension[name]
+        return parts[LEADER] if dimension is None else torch.cat(list(parts), dimension)
+
+    def of_state(self, state: LayerState) -> LayerState:
+        """This rank's part of a saved layer; parameters that are not here are left as they are."""
+
+        def mine(name: str, tensor: Tensor) -> Tensor:
+            return self.of(name, tensor) if name in self.dimension else tensor
+
+        return LayerState(
+            {name: mine(name, tensor) for name, tensor in state.parameters.items()},
+            {name: {slot: mine(name, t) for slot, t in kept.items()} for name, kept in state.optimizer.items()},
+        )
+
+
+def gather_state(group: TensorGroup, shares: Shares, state: LayerState) -> LayerState:
+    """The whole layer in host memory, on the leader; an empty one elsewhere. Called by all ranks alike."""
+    parameters = gathered(group, shares, state.parameters)
+    optimizer: dict[str, dict[str, Tensor]] = {}
+    for name, kept in state.optimizer.items():
+        for slot, tensor in kept.items():
+            whole = gathered(group, shares, {name: tensor})
+            if whole:
+                optimizer.setdefault(name, {})[slot] = whole[name]
+    return LayerState(parameters, optimizer)
+
+
+def gathered(group: TensorGroup, shares: Shares, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters, or what is kept for them, whole in host memory on the leader; nothing elsewhere."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not shares.is_cut(name):
+            parts = [tensor.detach().cpu()] if group.rank == LEADER else []
+        else:
+            parts = group.gather(tensor)
+        if parts:
+            found[name] = shares.join(name, parts)
+    return found
+
+
+def _dimension(parameter: Tensor) -> int | None:
+    for placement in getattr(parameter, "placements", ()):
+        if placement.is_shard():
+            return int(placement.dim)
+    return None

@@ -1,0 +1,124 @@
+"""A worker's stages divided over two processes of its node: it trains as one process does, and dies as one does."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from atlas.cost.table import Costs, kind_costs, uniform_costs
+from atlas.errors import AtlasError, SpecError, WorkerError
+from atlas.ir.ops import Kind
+from atlas.ir.program import Layout, Memory, Program, with_optimizer
+from atlas.launch.emulate import Emulation, Setup, emulate
+from atlas.launch.preflight import devices_for
+from atlas.launch.rehearse import Wishes, rehearse
+from atlas.launch.saves import find_saves
+from atlas.runtime.assignment import DataChoice, ModelChoice, Training
+from atlas.runtime.models.config import DecoderConfig, gpt
+from atlas.runtime.recipe import LearningRate, OptimizerSettings
+from atlas.schedules.classic import one_f_one_b
+from atlas.schedules.setting import Setting
+from atlas.schedules.zero_bubble import zero_bubble
+from atlas.spec import load_job
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny.yaml"
+GPT = gpt(num_layers=2, width=16, num_heads=2, vocabulary=32, max_length=8, dropout=0.1)
+QWEN = DecoderConfig(
+    "qwen3", num_layers=3, width=16, num_heads=4, num_kv_heads=2, head_width=8, ffn_width=24, vocabulary=32,
+    max_length=8, qk_norm=True, tied=True,
+)  # fmt: skip
+CLOSE = 1e-5
+
+
+def training(config: DecoderConfig) -> Training:
+    settings = OptimizerSettings(LearningRate(1e-3))
+    return Training(ModelChoice(config), DataChoice(8, 2), settings, max_norm=0.5)
+
+
+def case(num_pipelines: int, num_stages: int, *, splits: bool = False) -> tuple[Program, Costs]:
+    layout = Layout(num_pipelines, num_stages, 3, ("a", "b", "c")[:num_stages])
+    costs = uniform_costs(num_pipelines, num_stages, kind_costs(forward_ns=1000))
+    plain = zero_bubble(Setting(layout, costs, None, Memory(3))) if splits else one_f_one_b(layout)
+    return with_optimizer(plain, norm=True), costs
+
+
+def play(what: tuple[Program, Costs], config: DecoderConfig, tp: int, steps: int = 3, **setup: object) -> Emulation:
+    made = replace(Setup(steps, device="cpu", streams=1, paths={}, tp=tp), **setup)  # type: ignore[arg-type]
+    return emulate(*what, training(config), made)
+
+
+def assert_alike(one: Emulation, two: Emulation) -> None:
+    assert two.losses == pytest.approx(one.losses, rel=CLOSE)
+    assert two.norms == pytest.approx(one.norms, rel=CLOSE)
+    assert two.weights.keys() == one.weights.keys()
+    for name, weight in one.weights.items():
+        # The keys' bias has no gradient but rounding's without rotation, and AdamW makes a step of it.
+        assert "k.bias" in name or np.allclose(two.weights[name], weight, rtol=1e-3, atol=1e-4), name
+
+
+def test_two_processes_a_worker_train_as_one_does() -> None:
+    """Inputs over the network, the norm of all parts, dropout."""
+    what = case(1, 2)
+    assert_alike(play(what, GPT, 1), play(what, GPT, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pipelines", "stages"), [(2, 2), (2, 1)])
+def test_so_they_do_among_pipelines_with_split_backwards_and_tied_ends(pipelines: int, stages: int) -> None:
+    what = case(pipelines, stages, splits=True)
+    assert any(op.kind == Kind.I for op in what[0].ops(0))
+    assert_alike(play(what, QWEN, 1), play(what, QWEN, 2))
+
+
+def saved(folder: Path, steps: int, program: Program) -> dict[str, object]:
+    saves = find_saves(folder, program.rank_dc, every=1)
+    return {"steps": steps - saves.first_step, "first_step": saves.first_step, "save": saves.by_datacenter}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_whole_and_resumes_with_any_number_of_processes(tmp_path: Path) -> None:
+    what = case(1, 2)
+    straight = play(what, QWEN, 1, 4)
+    for number, (before, after) in enumerate([(2, 1), (1, 2)]):
+        folder = tmp_path / str(number)
+        first = play(what, QWEN, before, **saved(folder, 2, what[0]))  # type: ignore[arg-type]
+        second = play(what, QWEN, after, **saved(folder, 4, what[0]))  # type: ignore[arg-type]
+        assert [*first.losses, *second.losses] == pytest.approx(straight.losses, rel=CLOSE)
+
+
+def test_a_killed_follower_is_a_killed_worker() -> None:
+    def kill(pids: Mapping[str, int]) -> None:
+        leader = pids["p0.s0"]
+        (follower,) = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
+        os.kill(int(follower), signal.SIGKILL)
+
+    program, costs = case(1, 1)
+    setup = Setup(200, device="cpu", streams=1, paths={}, tp=2)
+    with pytest.raises(WorkerError, match=r"tensor-parallel rank 1 of p0\.s0 was killed by SIGKILL"):
+        emulate(program, costs, training(GPT), setup, on_start=kill)
+
+
+# ---- what is asked before anything starts ----------------------------------------------------------------------------
+def test_what_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(SpecError, match="num_heads = 2: cannot be divided among 4 tensor-parallel GPUs"):
+        play(case(1, 1), GPT, 4)
+
+
+def test_more_processes_than_a_machine_rehearses_are_refused() -> None:
+    job = load_job(TINY, ["tp=8", *(f"cluster.datacenters.{dc}.gpus_per_node=8" for dc in ("east", "west"))])
+    with pytest.raises(AtlasError, match="workers of 8 processes each are more than the 16"):
+        rehearse(job, Wishes("1f1b"))
+
+
+def test_each_worker_gets_neighbouring_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atlas.runtime.hardware.num_gpus", lambda: 8)
+    assert devices_for(2, "cuda", "east", tp=4) == ["cuda:0", "cuda:4"]
+    assert devices_for(1, "cuda", "east", 1, tp=4) == ["cuda:4"]
+    with pytest.raises(AtlasError, match=r"3 worker\(s\) of 4 GPUs each on this host of east"):
+        devices_for(3, "cuda", "east", tp=4)
