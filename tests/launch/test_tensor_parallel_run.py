@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from wide_runs import QUICK, Run, losses_alone, run_wide, write_job
 
 from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.errors import AtlasError, SpecError, WorkerError
 from atlas.ir.ops import Kind
 from atlas.ir.program import Layout, Memory, Program, with_optimizer
+from atlas.launch.conductor import Terms
 from atlas.launch.emulate import Emulation, Setup, emulate
 from atlas.launch.preflight import devices_for
 from atlas.launch.rehearse import Wishes, rehearse
@@ -34,6 +36,7 @@ QWEN = DecoderConfig(
     max_length=8, qk_norm=True, tied=True,
 )  # fmt: skip
 CLOSE = 1e-5
+TWO = ("east", "west")
 
 
 def training(config: DecoderConfig) -> Training:
@@ -92,16 +95,38 @@ def test_a_checkpoint_is_whole_and_resumes_with_any_number_of_processes(tmp_path
         assert [*first.losses, *second.losses] == pytest.approx(straight.losses, rel=CLOSE)
 
 
-def test_a_killed_follower_is_a_killed_worker() -> None:
-    def kill(pids: Mapping[str, int]) -> None:
-        leader = pids["p0.s0"]
-        (follower,) = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
-        os.kill(int(follower), signal.SIGKILL)
+def kill_follower(leader: int) -> None:
+    (follower,) = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
+    os.kill(int(follower), signal.SIGKILL)
 
+
+def test_a_killed_follower_is_a_killed_worker() -> None:
     program, costs = case(1, 1)
     setup = Setup(200, device="cpu", streams=1, paths={}, tp=2)
     with pytest.raises(WorkerError, match=r"tensor-parallel rank 1 of p0\.s0 was killed by SIGKILL"):
-        emulate(program, costs, training(GPT), setup, on_start=kill)
+        emulate(program, costs, training(GPT), setup, on_start=lambda pids: kill_follower(pids["p0.s0"]))
+
+
+@pytest.mark.slow
+def test_over_datacenters_a_killed_follower_is_started_again_with_all_others(tmp_path: Path) -> None:
+    write_job(tmp_path, *TWO)
+    sets = ["tp=2", *(f"cluster.datacenters.{dc}.gpus_per_node=2" for dc in TWO)]
+    job, pids, struck = load_job(tmp_path / "job.yaml", sets), dict[str, int](), list[int]()
+
+    def started(run: Run, found: Mapping[str, int]) -> None:
+        pids.update(found)
+
+    def strike(run: Run, step: int) -> None:
+        if step == 3 and not struck:
+            struck.append(pids["p0.s1"])
+            kill_follower(pids["p0.s1"])
+
+    terms = Terms(6, save_every=2, grace_s=1.5, patience_s=10, restarts=QUICK)
+    run = run_wide(job, {dc: tmp_path / dc for dc in TWO}, terms, on_start=started, on_step=strike)
+    assert run.codes == dict.fromkeys(TWO, 0), run.errors
+    assert run.starts == 2
+    assert "tensor-parallel rank 1 of p0.s1 was killed by SIGKILL" in run.said[0]
+    assert run.losses == pytest.approx(losses_alone(job, 6), rel=CLOSE)
 
 
 # ---- what is asked before anything starts ----------------------------------------------------------------------------
@@ -111,7 +136,7 @@ def test_what_cannot_be_divided_is_refused() -> None:
 
 
 def test_more_processes_than_a_machine_rehearses_are_refused() -> None:
-    job = load_job(TINY, ["tp=8", *(f"cluster.datacenters.{dc}.gpus_per_node=8" for dc in ("east", "west"))])
+    job = load_job(TINY, ["tp=8", *(f"cluster.datacenters.{dc}.gpus_per_node=8" for dc in TWO)])
     with pytest.raises(AtlasError, match="workers of 8 processes each are more than the 16"):
         rehearse(job, Wishes("1f1b"))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from atlas.errors import AtlasError, WorkerError
 from atlas.ir.text import from_text
 from atlas.runtime.assignment import Assignment
+from atlas.runtime.device import make_device
 from atlas.runtime.dividing import DividedHolding
 from atlas.runtime.saving import resume
 from atlas.runtime.tensor_group import TensorGroup
@@ -49,7 +50,7 @@ class Follower:
 
     def __init__(self, assignment: Assignment, rank: int, port: int) -> None:
         seat = Seat(from_text(assignment.program), assignment.worker, assignment.cell, assignment.num_cells)
-        place = assignment.device if assignment.device.startswith("cuda") else "cpu"
+        place = make_device(assignment.device).place
         self.group = TensorGroup(rank, assignment.tp, port, place, assignment.patience_s)
         self.holding = holding = DividedHolding(assignment, seat, place, self.group)
         if assignment.save is not None:

@@ -1,0 +1,48 @@
+"""What each rank of a tensor-parallel group holds of a parameter, and of a checkpoint."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+from atlas.runtime.checkpoint import LayerState
+from atlas.runtime.tensor_group import Shares, place_of
+
+
+class Placed:
+    """All that is asked of a sharded parameter."""
+
+    def __init__(self, *placements: object) -> None:
+        self.placements = placements
+
+
+PARAMETERS = {"rows": Placed(Shard(0)), "columns": Placed(Shard(1)), "norm": Placed(Replicate()), "bias": Placed()}
+
+
+def shares(rank: int) -> Shares:
+    return Shares(rank, 2, PARAMETERS.items())  # type: ignore[arg-type]
+
+
+def test_parts_make_the_whole() -> None:
+    whole = torch.arange(16.0).view(4, 4)
+    assert torch.equal(shares(1).of("rows", whole), whole[2:])
+    assert torch.equal(shares(1).of("columns", whole), whole[:, 2:])
+    for name in ("norm", "bias"):
+        assert torch.equal(shares(1).of(name, whole), whole)
+    for name in PARAMETERS:
+        assert torch.equal(shares(0).join(name, [shares(rank).of(name, whole) for rank in range(2)]), whole)
+
+
+def test_a_saved_layer_is_cut_with_what_the_optimizer_keeps() -> None:
+    whole = torch.arange(16.0).view(4, 4)
+    state = LayerState({"rows": whole, "elsewhere": whole}, {"rows": {"exp_avg": whole + 1, "step": torch.tensor(3.0)}})
+    mine = shares(1).of_state(state)
+    assert torch.equal(mine.parameters["rows"], whole[2:])
+    assert torch.equal(mine.parameters["elsewhere"], whole), "of another worker"
+    assert torch.equal(mine.optimizer["rows"]["exp_avg"], whole[2:] + 1)
+    assert mine.optimizer["rows"]["step"] == 3.0, "a scalar belongs to all"
+
+
+def test_gpus_of_a_group_are_neighbours() -> None:
+    assert place_of("cuda:4", 3) == "cuda:7"
+    assert place_of("paced", 3) == "paced"
