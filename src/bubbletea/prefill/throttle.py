@@ -3,7 +3,8 @@ few per cent longer although none starts late. Time is no guard against that; th
 
 Some steps are left without prefill, to know what training's ops take alone. Where the others are slower by more than
 the operator's budget pays for, a smaller share of every wait is used, its beginning, so that the device rests before
-the next op. Knows durations of ops; not pieces.
+the next op. A share is judged by the steps that had it, and by no others: those before would have it cut again and
+again for what it no longer does. Knows durations of ops; not pieces.
 """
 
 from __future__ import annotations
@@ -14,9 +15,15 @@ from statistics import median
 ALONE_FIRST, ALONE_EVERY = 2, 256
 """Steps without prefill: the first ones, and then one of so many."""
 RECENT = 9
+"""Steps without prefill that are remembered."""
+JUDGED = 3
+"""Steps by which a share is judged."""
 LEAST = 0.1
 """However slow training becomes, this share of its waits is used: the service must be seen to live."""
-FASTER = 1.05
+LOW, AIM = 0.7, 0.85
+"""Of the budget: where less than the one is used, the other is aimed at."""
+CUT, RISE = 0.4, 1.3
+"""The most that one judgement changes."""
 
 
 class Throttle:
@@ -27,8 +34,12 @@ class Throttle:
         self.budget, self.sensitivity = budget, sensitivity
         self.share = 1.0
         """Of each wait."""
+        self.slowdown = 0.0
+        """Of this worker's ops, by prefill, when the share was last judged."""
         self._step = -1
         self._first: int | None = None
+        self._num_filled = 0
+        """Steps that had prefill since the share was last judged."""
         self._took: dict[bool, dict[int, deque[int]]] = {True: {}, False: {}}
         """By whether the step had prefill, by op."""
 
@@ -41,14 +52,21 @@ class Throttle:
     def ran(self, step: int, index: int, took_ns: int) -> None:
         """An op of training has run."""
         if step != self._step:
-            if self._step >= 0 and self.may_fill(self._step):
-                self._adjust()
+            self._end_step()
             self._step = step
         self._took[self.may_fill(step)].setdefault(index, deque(maxlen=RECENT)).append(took_ns)
 
-    @property
-    def slowdown(self) -> float:
-        """Of this worker's ops, by prefill."""
+    def _end_step(self) -> None:
+        if self._step < 0 or not self.may_fill(self._step):
+            return
+        self._num_filled += 1
+        if self._num_filled >= JUDGED:
+            self.slowdown = self._measured()
+            self._adjust()
+            self._num_filled = 0
+            self._took[True].clear()
+
+    def _measured(self) -> float:
         alone, filled = self._took[False], self._took[True]
         both = [index for index in filled if index in alone]
         before = sum(median(alone[index]) for index in both)
@@ -56,5 +74,7 @@ class Throttle:
 
     def _adjust(self) -> None:
         cost = self.slowdown * self.sensitivity
-        change = FASTER if cost <= self.budget else max(0.5, self.budget / cost)
-        self.share = min(1.0, max(LEAST, self.share * change))
+        if LOW * self.budget <= cost <= self.budget:
+            return
+        change = AIM * self.budget / cost if cost > 0 else RISE
+        self.share = min(1.0, max(LEAST, self.share * min(RISE, max(CUT, change))))
