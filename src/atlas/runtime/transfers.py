@@ -84,8 +84,10 @@ class Transfers:
 
     # ---- in ----------------------------------------------------------------------------------------------------------
     def post_ahead(self) -> None:
-        for need in itertools.islice(self._needs, max(0, self._num_ahead - len(self._posted))):
-            self._post(need)
+        """Several at a time: each is a note to the peer, and notes that come together wake it once."""
+        if len(self._posted) <= self._num_ahead // 2:
+            for need in itertools.islice(self._needs, self._num_ahead - len(self._posted)):
+                self._post(need)
 
     def _post(self, need: Need) -> None:
         buffer = self.device.buffer(self.shape, self.dtype)
@@ -138,9 +140,8 @@ class Transfers:
     def transfer(self, direction: int, boundary: int, microbatch: int) -> int:
         """As the Program of this worker's cell numbers it."""
         program = self.program
-        shape = (2, program.num_pipelines, program.num_stages - 1, program.num_slots)
-        pipeline = self.seat.worker // program.num_ranks
-        return int(np.ravel_multi_index((direction, pipeline, boundary, microbatch), shape))
+        pipeline = direction * program.num_pipelines + self.seat.worker // program.num_ranks
+        return (pipeline * (program.num_stages - 1) + boundary) * program.num_slots + microbatch
 
     # ---- names -------------------------------------------------------------------------------------------------------
     def _tag(self, need: Need) -> Tag:
