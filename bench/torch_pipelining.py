@@ -30,7 +30,7 @@ from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.training import make_task
 from atlas.schedules.classic import one_f_one_b
 
-NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS, NUM_COLD = 2, 8, 12, 3
+NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS, NUM_COLD = 2, 8, 24, 4
 RATE = 0.05
 SIZES = {"small": (128, 32), "middle": (256, 64)}
 """Width and length."""
@@ -118,7 +118,7 @@ def rank_main(size: str) -> None:
 
 # ---- side by side ------------------------------------------------------------------------------------------------
 def main() -> int:
-    num_rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    num_rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     report = Report(f"Worker against torch.distributed.pipelining, {num_rounds} rounds (measured)", "torch with Gloo")
     for size in SIZES:
         mine, theirs, apart = [], [], 0.0

@@ -16,6 +16,7 @@ from atlas.launch.rehearse import Wishes, make_training
 from atlas.launch.rendezvous import SiteName
 from atlas.plan.evaluate import build, find_schedule, prepare
 from atlas.runtime.assignment import Training
+from atlas.runtime.models.config import require_divisible
 from atlas.runtime.wiring import Seat, require_runnable
 from atlas.sim import simulate
 from atlas.spec import Job
@@ -74,6 +75,7 @@ def make_work(job: Job, wishes: Wishes, before: Work | None = None) -> Work:
         if training.model.layers_per_stage:
             cut = replace(training.model, layers_per_stage=case.arrangement.layers_per_stage)
             training = replace(training, model=cut)
+    require_divisible(training.model.config, job.tp)
     return Work(job, program, costs, training, simulate(program, costs).iteration_ns / 1e9)
 
 
