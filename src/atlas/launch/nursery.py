@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -141,6 +142,7 @@ def nursery(module: str) -> Nursery:
 def _tend(module: str, launcher: socket.socket) -> None:
     """Forks whom it is asked for, tells who ended, until the launcher is gone."""
     main = importlib.import_module(module).main
+    gc.freeze()  # what was imported stays: no worker's collector needs to walk it, nor to copy its pages
     woken, waker = os.pipe()
     for end in (woken, waker):
         os.set_blocking(end, False)
