@@ -7,11 +7,12 @@ Knows transports and names. Does not know tensors, nor when anything is sent.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from atlas.ir.program import BACKWARD, FORWARD
 from atlas.runtime.assignment import Assignment
-from atlas.runtime.wiring import CONTROL, MAIN, Seat, lane_of
+from atlas.runtime.wiring import AFTER, BEFORE, CONTROL, MAIN, Seat, lane_of
 from atlas.wan.cell import SLICE_BYTES, Cell
 from atlas.wan.endpoint import Endpoint
 from atlas.wan.security import Credentials, Security
@@ -20,7 +21,12 @@ from atlas.wan.transport import Buffer, Handle, Key, Tag, Transport
 
 CONNECT_S = 20.0
 """Peers listen before anybody is told to connect."""
-SLICES_PER_NODE, MIN_SLICE_BYTES = 4, 4096
+HEARTBEAT_S = 3.0
+"""A worker has dozens of streams, and each beat takes a moment from whoever computes."""
+SLICES_PER_NODE, MIN_SLICE_BYTES = 4, 16 * 1024
+"""A slice costs milliseconds of CPU on its way, however small it is."""
+SENDS = {AFTER: FORWARD, BEFORE: BACKWARD}
+"""What crosses a shared boundary from this side."""
 WARM_UP = (-1, -1, -1, -1)
 """The tag of each channel's first message, which nobody reads."""
 
@@ -33,9 +39,9 @@ class Links:
 
     def __init__(self, seat: Seat, assignment: Assignment) -> None:
         self.seat, self.patience_s = seat, assignment.patience_s
-        settings = Settings(deadline_s=assignment.patience_s + 5)
+        settings = Settings(deadline_s=assignment.patience_s + 5, heartbeat_s=HEARTBEAT_S)
         if assignment.streams:
-            settings = Settings(deadline_s=assignment.patience_s + 5, max_streams=assignment.streams)
+            settings = replace(settings, max_streams=assignment.streams)
         security = _security(assignment, seat.node)
         self._ends = {
             end: Endpoint(
@@ -45,7 +51,7 @@ class Links:
         }
         slice_bytes = slice_bytes_of(assignment.training.activation_bytes, seat.program.num_pipelines)
         self._relays = {
-            end: Cell(self._ends[end], seat.pairs(end), (FORWARD, BACKWARD), slice_bytes)
+            end: Cell(self._ends[end], seat.pairs(end), (FORWARD, BACKWARD), slice_bytes, (SENDS[end],))
             for end in seat.ends
             if end != MAIN
         }

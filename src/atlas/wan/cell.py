@@ -32,10 +32,15 @@ SLICE_LANE, NOTE_LANE = 64, 63
 
 class Cell(Transport):
     """`pairs`: the nodes of this node's cell and their counterparts beyond the WAN. Takes over lanes of `endpoint`;
-    then `connect` to the cell and to the counterpart."""
+    then `connect` to the cell and to the counterpart. `sends`: the lanes on which this side sends; None: on all."""
 
     def __init__(
-        self, endpoint: Endpoint, pairs: Mapping[str, str], lanes: Iterable[int] = (0,), slice_bytes: int = SLICE_BYTES
+        self,
+        endpoint: Endpoint,
+        pairs: Mapping[str, str],
+        lanes: Iterable[int] = (0,),
+        slice_bytes: int = SLICE_BYTES,
+        sends: Iterable[int] | None = None,
     ) -> None:
         self.endpoint, self.pairs, self.name, self.slice_bytes = endpoint, dict(pairs), endpoint.name, slice_bytes
         self._lock = threading.Lock()
@@ -44,6 +49,7 @@ class Cell(Transport):
         self._counter = itertools.count(1)
         self._closing = threading.Event()
         self._lanes = list(lanes)
+        self._sends = self._lanes if sends is None else list(sends)
         for lane in self._lanes:
             endpoint.consume(SLICE_LANE + lane, self._slice)
         endpoint.consume(NOTE_LANE, self._note)
@@ -54,7 +60,11 @@ class Cell(Transport):
     def connect(self, peers: dict[str, Address], timeout_s: float = 30.0) -> None:
         """To the other nodes of the cell and to the counterpart beyond the WAN."""
         self.endpoint.connect(peers, [NOTE_LANE], timeout_s, light=True)
-        self.endpoint.connect(peers, [SLICE_LANE + lane for lane in self._lanes], timeout_s)
+        near = {name: address for name, address in peers.items() if name in self.pairs}
+        far = {name: address for name, address in peers.items() if name not in self.pairs}
+        self.endpoint.connect(near, [SLICE_LANE + lane for lane in self._lanes], timeout_s)
+        # One that carries nothing would still take half the path while both find out what it gives.
+        self.endpoint.connect(far, [SLICE_LANE + lane for lane in self._sends], timeout_s)
 
     def send(self, key: Key, buffer: Buffer, turn: int = 0, what: str = "") -> Handle:
         handle = Handle(what or f"{key} to {key.peer}")
@@ -95,7 +105,9 @@ class Cell(Transport):
     def _hand_over(self, path: Path, one: Slice, payload: memoryview) -> None:
         """A sender's slice sets out; a relay of the cell will say when it has left it, we know ourselves."""
         direct = one.hops[1] not in self.pairs
-        self._forward(one, pack_slice(one, payload), path.departed if direct else None)
+        sender = self._senders[one.hops[-1], one.lane]
+        on_start = (lambda: sender.departed(path, one.number, one.offset)) if direct else None
+        self._forward(one, pack_slice(one, payload), on_start)
 
     def _slice(self, key: Key, data: memoryview) -> None:
         one, payload = unpack_slice(data)
@@ -141,7 +153,8 @@ class Cell(Transport):
                 outbox = Outbox(self.slice_bytes, len(self.pairs))
                 outbox.freed(0, self.endpoint.settings.staging_bytes)
                 paths = hops_of(self.name, destination, self.pairs)
-                self._senders[destination, lane] = Sender(outbox, lane, paths, self._hand_over)
+                own = self.endpoint.channel(self.pairs[self.name], SLICE_LANE + lane)
+                self._senders[destination, lane] = Sender(outbox, lane, paths, self._hand_over, lambda: own.is_slow)
             return self._senders[destination, lane]
 
     def _inbox(self, source: str, lane: int) -> Inbox:

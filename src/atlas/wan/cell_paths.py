@@ -1,7 +1,7 @@
-"""A sender's paths through its cell: each pulls the next slice when it has room, so each carries what it delivers now.
+"""A sender's paths through its cell: those with room take slices in turn, so each carries what it delivers now.
 
-Slices that a path has held too long are sent again over a path with nothing better to do. Knows hops and slices; how
-they travel is the cell's affair.
+Slices that a path has had on the WAN too long are sent again over a path with nothing better to do. Knows hops and
+slices; how they travel is the cell's affair.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from atlas.wan.outbox import Chunk, Outbox
 from atlas.wan.slices import Note, NoteKind, Slice
 
 STAGED_SLICES = 3
-"""How many slices wait at a relay: enough that it never idles, few enough that a slow one does not hoard. One at first,
-one more for each that leaves: whose turn it is not yet keeps nobody busy."""
+"""How many slices wait at a relay: enough that it never idles, few enough that a slow one does not hoard."""
 OVERDUE = 2.0
-"""A slice is overdue when it took so many times what its successors need."""
-TICK_S = 0.02
+"""A slice is overdue when it took so many times what others need, from when it left for the WAN."""
+STAGED_S = 0.5
+"""How long one may wait for its turn at a relay before that counts as having left."""
+TICK_S, IDLE_S = 0.02, 0.1
+HOLD_S = 0.002
+"""On a slow path we wait so long before we carry a slice ourselves: what others sent at the same moment, with a smaller
+turn, takes that long to reach us, and cannot overtake what has left."""
 
 Hops = tuple[str, ...]
 
@@ -36,74 +40,94 @@ def hops_of(source: str, destination: str, pairs: Mapping[str, str]) -> list[Hop
 
 
 class Path:
-    """One way to the destination. `latency_s` is from handing a slice over to its acknowledgement, smoothed."""
+    """One way to the destination. `latency_s` is from a slice's departure to its acknowledgement, smoothed."""
 
     def __init__(self, index: int, hops: Hops) -> None:
         self.index, self.hops = index, hops
-        self.num_staged, self.num_allowed = 0, 1
+        self.num_staged = 0
         self.latency_s = 0.25
-        self.delivered_bytes = 0
-        self.taken_at: dict[tuple[int, int], float] = {}
-        self.changed = threading.Condition()
+        self.delivered_bytes = self.num_handed = 0
+        self.left_at: dict[tuple[int, int], float] = {}
+        """Of what it was handed and has not acknowledged: when it departed, or will have at the latest."""
 
-    def departed(self) -> None:
-        """A slice is on the WAN: there is room for another."""
-        with self.changed:
-            self.num_staged = max(0, self.num_staged - 1)
-            self.num_allowed = min(STAGED_SLICES, self.num_allowed + 1)
-            self.changed.notify()
+    @property
+    def has_room(self) -> bool:
+        return self.num_staged < STAGED_SLICES
 
     def note_latency(self, slice_id: tuple[int, int], now: float) -> None:
-        begin = self.taken_at.pop(slice_id, None)
+        begin = self.left_at.pop(slice_id, None)
         if begin is not None:
-            self.latency_s += 0.2 * (now - begin - self.latency_s)
+            self.latency_s += 0.2 * (max(0.0, now - begin) - self.latency_s)
 
 
 class Sender:
-    """All slices for one destination and lane, and a puller per path; `hand_over` sends them on their way."""
+    """All slices for one destination and lane; `hand_over` sends them on their way. The first path is our own;
+    `is_slow` says whether it is worth waiting for others' turns before we use it."""
 
     def __init__(
-        self, outbox: Outbox, lane: int, paths: list[Hops], hand_over: Callable[[Path, Slice, memoryview], None]
+        self,
+        outbox: Outbox,
+        lane: int,
+        paths: list[Hops],
+        hand_over: Callable[[Path, Slice, memoryview], None],
+        is_slow: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.outbox, self.lane, self._hand_over = outbox, lane, hand_over
+        self.outbox, self.lane, self._hand_over, self._is_slow = outbox, lane, hand_over, is_slow
         self.paths = [Path(i, hops) for i, hops in enumerate(paths)]
         self.closing = False
-        self.threads = [
-            threading.Thread(target=self._run, args=(path,), daemon=True, name=f"atlas wan path {path.hops}")
-            for path in self.paths
-        ]
-        for thread in self.threads:
-            thread.start()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"atlas wan slices of {paths[0]}")
+        self._thread.start()
 
-    def _run(self, path: Path) -> None:
+    def _run(self) -> None:
         while not self.closing:
-            with path.changed:
-                if path.num_staged >= path.num_allowed:
-                    path.changed.wait(0.1)
+            is_ready = self.outbox.wait_ready(TICK_S if not self.outbox.is_empty else IDLE_S)
+            with self._changed:
+                free = sorted((path for path in self.paths if path.has_room), key=self._order)
+                if not free:
+                    self._changed.wait(IDLE_S)
                     continue
-            chunk = self._next(path)
-            if chunk is not None:
-                self._set_out(path, chunk)
+            if is_ready and free[0] is self.paths[0] and self._is_slow():
+                time.sleep(max(0.0, self.outbox.head_since + HOLD_S - time.monotonic()))
+            for path in free:
+                if (chunk := self._next(path, is_ready=is_ready)) is not None:
+                    self._set_out(path, chunk)
+                    break
 
-    def _next(self, path: Path) -> Chunk | None:
+    def _order(self, path: Path) -> tuple[int, bool]:
+        """Who was given least comes first, our own path after the others."""
+        return path.num_handed, path is self.paths[0]
+
+    def _next(self, path: Path, *, is_ready: bool) -> Chunk | None:
         """What is overdue and comes first; else what comes first; else what somebody else has held too long."""
+        if not is_ready:
+            return self.outbox.steal(path, 1.3 * path.latency_s)
         head = self.outbox.head_turn
         if head is not None and (chunk := self.outbox.steal(path, OVERDUE * path.latency_s, below_turn=head + 1)):
             return chunk
-        wait_s = TICK_S if not self.outbox.is_empty else 0.1
-        if chunk := self.outbox.pull(path, path.index, wait_s):
-            return chunk
-        if self.outbox.is_empty:
-            path.num_allowed = 1
-        return self.outbox.steal(path, 1.3 * path.latency_s)
+        return self.outbox.pull(path, path.index, 0.0)
 
     def _set_out(self, path: Path, chunk: Chunk) -> None:
         message = chunk.message
         fields = (message.number, len(message.view), chunk.offset, chunk.num_bytes, message.tag, message.eager)
-        with path.changed:
+        at = time.monotonic() + STAGED_S
+        with self._changed:
             path.num_staged += 1
-            path.taken_at[message.number, chunk.offset] = time.monotonic()
+            # One that had no room for long does not get all that it missed.
+            path.num_handed = max(path.num_handed + 1, max(other.num_handed for other in self.paths) - 1)
+            path.left_at[message.number, chunk.offset] = at
+        self.outbox.count_from(message.number, chunk.offset, at)
         self._hand_over(path, Slice(path.hops, self.lane, message.turn, *fields, path.index), chunk.payload)
+
+    def departed(self, path: Path, number: int, offset: int) -> None:
+        """It is on the WAN: there is room for another, and from now on it is the path that takes its time."""
+        now = time.monotonic()
+        with self._changed:
+            path.num_staged = max(0, path.num_staged - 1)
+            if (number, offset) in path.left_at:
+                path.left_at[number, offset] = now
+            self._changed.notify()
+        self.outbox.count_from(number, offset, now)
 
     def heed(self, note: Note) -> None:
         if note.kind == NoteKind.POSTED:
@@ -116,9 +140,10 @@ class Sender:
                 raise WorkerError(f"a note about path {index} of {len(self.paths)} to {note.hops[-1]}")
             path = self.paths[index]
             if note.kind == NoteKind.DEPARTED:
-                path.departed()
+                self.departed(path, number, offset)
                 continue
-            path.note_latency((number, offset), now)
+            with self._changed:
+                path.note_latency((number, offset), now)
             chunk = self.outbox.acknowledged(path, number, offset)
             path.delivered_bytes += chunk.num_bytes if chunk else 0
 
@@ -131,5 +156,4 @@ class Sender:
     def close(self) -> None:
         self.closing = True
         self.outbox.close()
-        for thread in self.threads:
-            thread.join()
+        self._thread.join()

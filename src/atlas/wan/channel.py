@@ -90,6 +90,7 @@ class Channel:
         self._connected = threading.Event()
         self._choice: Choice | None = None
         self._lossy, self._loss_seen = False, (0.0, 0, 0)
+        self._tuned_bytes = 0
         self._threads = [threading.Thread(target=self._live, args=(slot,), daemon=True) for slot in self._slots]
         for slot, thread in zip(self._slots, self._threads, strict=True):
             thread.name = f"atlas wan {self.name} {slot.index}"
@@ -130,8 +131,10 @@ class Channel:
 
     def watch(self) -> None:
         """Called a few times a second: choose anew, and give up what has been hopeless for too long."""
-        self.retune()
         now, outbox = time.monotonic(), self.outbox
+        if outbox.delivered_bytes != self._tuned_bytes:
+            self._tuned_bytes = outbox.delivered_bytes
+            self.retune()
         if outbox.flight is not None and self._shifts.watch(outbox.num_streams, now):
             outbox.wake()
         if outbox.is_empty or outbox.failure is not None:
@@ -154,7 +157,7 @@ class Channel:
         elif self.outbox.flight is None:
             self.outbox.flight = Flight(self.rtt_s)
         if (flight := self.outbox.flight) is not None and (rate_bps := self.meter.rate_bps):
-            flight.learn(rate_bps, choice.chunk_bytes)
+            flight.learn(rate_bps, choice.chunk_bytes, self.rtt_s)
         for slot in self._slots:
             if (stream := slot.stream) is not None:
                 stream.tune(choice.lowat_bytes, choice.pacing_bps, near=self.rtt_s < NEAR_RTT_S)
@@ -165,6 +168,8 @@ class Channel:
 
     def _is_lossy(self) -> bool:
         """By what the kernel sent twice in the last seconds; the warm-up, which overflows queues, does not count."""
+        if self._light or self.rtt_s < NEAR_RTT_S:
+            return False
         now, delivered = time.monotonic(), self.outbox.delivered_bytes
         sent_twice = sum(f.retransmitted_bytes for s in self._slots if s.stream and (f := s.stream.facts()))
         if now - self._loss_seen[0] > LOSS_SPAN_S or sent_twice < self._loss_seen[2]:
@@ -173,6 +178,11 @@ class Channel:
         if delivered - delivered_before > ENOUGH_BYTES:
             self._lossy = sent_twice - sent_before > LOSSY * (delivered - delivered_before)
         return self._lossy
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether chunks leave at a pace of ours."""
+        return self.outbox.flight is not None and self.outbox.flight.pace_bps < float("inf")
 
     @property
     def num_live(self) -> int:

@@ -10,8 +10,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+from atlas.ir.dispatch import QUANTUM_NS
+
 FIRST_BYTES, MAX_BYTES = 128 * 1024, 1 << 30
 MEMORY_S = 30.0
+PACED_BYTES = 64 * 1024
+"""A path that carries less than this in a quantum is paced: the kernel's smallest buffers would take in several."""
+PACE, LEAD_S = 1.1, 0.003
+"""How fast, over what the path was seen to deliver; and how far ahead of it."""
+SWIFT_S = 10.0
+"""How long a chunk that came through quickly says what the path can do."""
 
 
 class Flight:
@@ -25,6 +33,8 @@ class Flight:
         self._lows: deque[tuple[float, float]] = deque()
         """The quickest of some rounds, increasing: the first is the quickest of all that count."""
         self._begin, self._quickest_s, self._was_full = 0.0, float("inf"), False
+        self._rate_bps, self._gone_at = float("inf"), 0.0
+        self._swift_bps, self._swift_at = 0.0, 0.0
 
     @property
     def limit_bytes(self) -> int:
@@ -35,20 +45,38 @@ class Flight:
         """How much later than the quickest we like to be: enough to keep the path busy, too little to fill queues."""
         return 0.005 + 0.15 * self.rtt_s
 
-    def learn(self, rate_bps: float, chunk_bytes: int = 0) -> None:
+    def learn(self, rate_bps: float, chunk_bytes: int = 0, rtt_s: float | None = None) -> None:
         """What the path was seen to deliver bounds the limit on both sides. Below what it holds, lateness is not our
         queue, and less under way would only make bbr believe in less; far above it, queues overflow, which the first
         chunks of a burst, never late, do not tell. A path that holds less than a chunk has a second one under way, or
         it would idle a round trip after each."""
         self.least_bytes = max(int(rate_bps / 8 * (1.25 * self.rtt_s + 0.012)), chunk_bytes + 1)
         self.most_bytes = max(int(rate_bps / 8 * (1.5 * self.rtt_s + 0.015)), chunk_bytes + 1)
+        self._rate_bps, self.rtt_s = rate_bps, rtt_s or self.rtt_s
+
+    @property
+    def pace_bps(self) -> float:
+        """Not less than a single chunk has shown to be possible: what is held back by its pace shows no more."""
+        rate_bps = max(self._rate_bps, self._swift_bps)
+        return PACE * rate_bps if rate_bps * QUANTUM_NS / 8e9 < PACED_BYTES else float("inf")
+
+    def pause_s(self, now: float) -> float:
+        """How long the next chunk waits for those before it to be on the path; they may be many kernels' worth."""
+        return self._gone_at - LEAD_S - now
+
+    def left(self, num_bytes: int, now: float) -> None:
+        """A chunk was handed to a stream."""
+        self._gone_at = max(self._gone_at, now) + num_bytes * 8 / self.pace_bps
 
     def filled(self) -> None:
         """Somebody wanted to send and was held back by the limit."""
         self._was_full = True
 
-    def came_back(self, took_s: float, now: float) -> None:
+    def came_back(self, took_s: float, now: float, num_bytes: int = 0) -> None:
         with self._lock:
+            swift_bps = num_bytes * 8 / max(took_s - self.rtt_s, 0.001)
+            if swift_bps > self._swift_bps or now - self._swift_at > SWIFT_S:
+                self._swift_bps, self._swift_at = swift_bps, now
             self._quickest_s = min(self._quickest_s, took_s)
             if now - self._begin >= max(1.1 * self.rtt_s, 0.01):
                 self._end_round(now)

@@ -21,8 +21,9 @@ from atlas.wan.transport import Handle, Key, Tag, size_error
 from atlas.wan.wire import Header
 
 CLAIM_TIMEOUT_S = 10.0
-LUMP = 1 / 16
-"""Of the staging: what a consumer frees is told in lumps, since it frees at once, many small things."""
+SMALL, FULL, LUMP = 1 / 64, 1 / 4, 1 / 16
+"""Parts of the staging. While less than FULL of it is taken, receives of SMALL messages are not announced, since
+credit brings them; what becomes free is told in LUMPs. A word costs as much as a small message."""
 
 
 class Source(Protocol):
@@ -65,6 +66,8 @@ class Inbox:
         self._arrived: dict[Tag, Arrival] = {}
         self._done_below, self._done = 1, set[int]()
         self._staged_bytes = self._told_bytes = 0
+        self._unannounced: list[Tag] = []
+        """Receives that credit was to bring, which has become scarce."""
 
     # ---- the user's side ---------------------------------------------------------------------------------------
     def post(self, tag: Tag, view: memoryview | None, handle: Handle) -> None:
@@ -81,8 +84,11 @@ class Inbox:
                 return
             if arrival is None:
                 self._posted[tag] = (handle, view)
+                is_small = view is not None and len(view) <= SMALL * self.staging_bytes
+                announce = not is_small or self._staged_bytes > FULL * self.staging_bytes
         if arrival is None:
-            self.on_posted(tag)
+            if announce:
+                self.on_posted(tag)
             return
         arrival.handle, arrival.into = handle, view
         self._hand_over(arrival)
@@ -135,6 +141,10 @@ class Inbox:
         with self._changed:
             arrival = self._arriving.get(header.number)
             self._changed.notify_all()
+            tags, self._unannounced = self._unannounced, []
+        for tag in tags:
+            self.on_posted(tag)
+        with self._changed:
             if arrival is None or arrival.claims.pop(header.offset, None) is None or not filled:
                 return False
             arrival.filled.add(header.offset)
@@ -178,6 +188,8 @@ class Inbox:
             # Twice, because a receive that failed on its size leaves a message for which no credit was taken.
             if self._staged_bytes + header.total_bytes > 2 * self.staging_bytes:
                 raise WorkerError(f"{self.peer} sends more than the {self.staging_bytes} bytes it was allowed to")
+            if self._staged_bytes <= FULL * self.staging_bytes < self._staged_bytes + header.total_bytes:
+                self._unannounced = list(self._posted)
             self._staged_bytes += header.total_bytes
         view = buffer if buffer is not None else np.empty(header.total_bytes, np.uint8).data
         arrival = Arrival(header, view, handle is None, handle)
@@ -205,7 +217,7 @@ class Inbox:
                 return
             self.freed_bytes += arrival.header.total_bytes
             total = self.freed_bytes
-            if self.consumer is not None and total - self._told_bytes < LUMP * self.staging_bytes:
+            if total - self._told_bytes < LUMP * self.staging_bytes:
                 return
             self._told_bytes = total
         self.on_freed(total)

@@ -38,6 +38,7 @@ class Message:
     whole: bool
     """It is a slice already: one chunk."""
     eager: bool = False
+    put_at: float = field(default_factory=time.monotonic)
     next_offset: int = 0
     acked_bytes: int = 0
     num_taken: int = 0
@@ -158,7 +159,7 @@ class Outbox:
         with self._changed:
             if not self._may_pull(index):
                 # Those that rest wait apart, so that who is woken can also work.
-                (self._changed if index < self.num_streams else self._rests).wait(timeout_s)
+                (self._changed if index < self.num_streams else self._rests).wait(min(timeout_s, self._pause_s()))
             if not self._may_pull(index):
                 if self._ready and index >= self.num_streams:
                     self._changed.notify()  # woken in vain: it rests since it began to wait
@@ -172,6 +173,11 @@ class Outbox:
         if begins and handle.on_start is not None:
             handle.on_start()
         return chunk
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Whether something can be pulled, at once or within the time."""
+        with self._changed:
+            return bool(self._ready) or (self._changed.wait(timeout_s) and bool(self._ready))
 
     def steal(self, stream: object, age_s: float, below_turn: int | None = None) -> Chunk | None:
         """A chunk that another stream took so long ago that this one would have delivered it; of the smallest turn.
@@ -206,12 +212,25 @@ class Outbox:
             return self._ready[0][1].turn if self._ready else None
 
     @property
+    def head_since(self) -> float:
+        """When what would go next was put here."""
+        with self._changed:
+            return self._ready[0][1].put_at if self._ready else 0.0
+
+    @property
     def closed(self) -> bool:
         return self._closed or self.failure is not None
 
     def written(self, chunk: Chunk) -> None:
         """The kernel has taken it all: from now on it is the path that takes its time."""
         chunk.message.taken_at[chunk.offset] = time.monotonic()
+
+    def count_from(self, number: int, offset: int, at: float) -> None:
+        """As `written`, from another moment."""
+        with self._changed:
+            message = self._live.get(number)
+            if message is not None and offset in message.unacked:
+                message.taken_at[offset] = at
 
     def acknowledged(self, stream: object, number: int, offset: int) -> Chunk | None:
         """The chunk, if it was still ours to worry about."""
@@ -234,7 +253,7 @@ class Outbox:
             now = self.last_progress_ns / 1e9
             self.usual_s += 0.05 * (now - taken_at - self.usual_s)
             if self.flight is not None:
-                self.flight.came_back(now - taken_at, now)
+                self.flight.came_back(now - taken_at, now, chunk.num_bytes)
             if message.all_taken and not message.unacked:
                 finished = self._live.pop(number)
                 self._posted.pop(message.tag, None)
@@ -300,7 +319,12 @@ class Outbox:
         if self.flight is not None and self._unacked_bytes >= self.flight.limit_bytes:
             self.flight.filled()
             return False
-        return True
+        return self.flight is None or self.flight.pause_s(time.monotonic()) <= 0
+
+    def _pause_s(self) -> float:
+        """Until the path has taken what went before; where that is not what holds things up, for ever."""
+        pause_s = self.flight.pause_s(time.monotonic()) if self.flight is not None and self._ready else 0.0
+        return pause_s if pause_s > 0 else threading.TIMEOUT_MAX
 
     def _admit(self) -> None:
         """Moves what may go from waiting to ready; what may not does not stop what comes after it."""
@@ -343,7 +367,9 @@ class Outbox:
         message.num_taken += 1
         message.unacked[chunk.offset] = chunk
         self._unacked_bytes += chunk.num_bytes
-        message.taken_at[chunk.offset] = time.monotonic()
+        message.taken_at[chunk.offset] = now = time.monotonic()
+        if self.flight is not None:
+            self.flight.left(chunk.num_bytes, now)
         self._held.setdefault(stream, {})[message.number, chunk.offset] = chunk
         if message.all_taken:
             heapq.heappop(self._ready)

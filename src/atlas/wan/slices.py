@@ -83,6 +83,11 @@ def _unpack_hops(data: memoryview, num_hops: int) -> tuple[tuple[str, ...], int]
     return tuple(names), at
 
 
+def head_bytes(hops: tuple[str, ...]) -> int:
+    """What a slice is longer than its payload."""
+    return _SLICE.size + len(_pack_hops(hops))
+
+
 def pack_slice(one: Slice, payload: memoryview) -> bytearray:
     hops = _pack_hops(one.hops)
     out = bytearray(_SLICE.size + len(hops) + len(payload))

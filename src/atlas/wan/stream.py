@@ -24,7 +24,7 @@ TICK_S = 0.5
 NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 MAX_PACING_RATE = getattr(socket, "SO_MAX_PACING_RATE", 47)
 WAITALL, DONTWAIT = socket.MSG_WAITALL, socket.MSG_DONTWAIT
-MIN_LUMP_BYTES, MAX_LUMP_BYTES = 32 * 1024, 512 * 1024
+MIN_LUMP_BYTES, MAX_LUMP_BYTES = 4 * 1024, 512 * 1024
 """A payload is read in lumps: the kernel wakes us when so much is there, not for every packet."""
 _TCP_INFO_HEAD = struct.Struct("=8B24I4Q")
 

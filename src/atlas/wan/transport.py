@@ -46,17 +46,18 @@ class Handle:
         self.on_start: Callable[[], None] | None = None
         """Called when the first byte leaves the queue, on the thread that takes it."""
         self.progress: Callable[[], str] = lambda: "no progress is known"
-        self._done = threading.Event()
+        self.done = False
         self._lock = threading.Lock()
+        self._finished: threading.Event | None = None
+        """Made by who waits first: most handles are never waited on."""
         self._callbacks: list[Callable[[Handle], None]] = []
-
-    @property
-    def done(self) -> bool:
-        return self._done.is_set()
 
     def wait(self, timeout_s: float | None = None) -> memoryview | None:
         """Returns once it is done; raises what went wrong, or a WorkerError after `timeout_s`."""
-        if not self._done.wait(timeout_s):
+        with self._lock:
+            if not self.done and self._finished is None:
+                self._finished = threading.Event()
+        if self._finished is not None and not self._finished.wait(timeout_s):
             raise WorkerError(f"{self.what}: nothing came within {timeout_s:g} s; {self.progress()}")
         if self.error is not None:
             raise self.error
@@ -65,19 +66,21 @@ class Handle:
     def finish(self, error: WorkerError | None = None, buffer: memoryview | None = None) -> None:
         """Ends it once; a second end changes nothing."""
         with self._lock:
-            if self._done.is_set():
+            if self.done:
                 return
             self.error, self.end_ns = error, time.monotonic_ns()
             self.buffer = buffer if buffer is not None else self.buffer
-            self._done.set()
+            self.done = True
             callbacks, self._callbacks = self._callbacks, []
+            if self._finished is not None:
+                self._finished.set()
         for callback in callbacks:
             callback(self)
 
     def on_done(self, callback: Callable[[Handle], None]) -> None:
         """Called with this handle when it ends, or now if it has; on whichever thread ends it, so keep it short."""
         with self._lock:
-            if not self._done.is_set():
+            if not self.done:
                 self._callbacks.append(callback)
                 return
         callback(self)

@@ -1,0 +1,134 @@
+"""On a slow path what waits waits in the outbox: chunks leave at the path's pace, slices go over all paths alike, and
+small receives are announced only where credit is scarce."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from atlas.wan.cell_paths import STAGED_S, Path, Sender
+from atlas.wan.flight import LEAD_S, PACE, Flight
+from atlas.wan.inbox import FULL, SMALL, Inbox
+from atlas.wan.outbox import Outbox
+from atlas.wan.slices import Note, NoteKind, Slice
+from atlas.wan.transport import Handle, Tag
+from atlas.wan.wire import FrameKind, Header
+
+KB = 1024
+SLOW_BPS = 8e6
+
+
+def paced(rate_bps: float = SLOW_BPS) -> Flight:
+    flight = Flight(0.02)
+    flight.learn(rate_bps, 16 * KB)
+    return flight
+
+
+def test_chunks_of_a_slow_path_leave_one_after_the_other() -> None:
+    flight, took_s = paced(), 16 * KB * 8 / SLOW_BPS / PACE
+    assert flight.pause_s(100.0) <= 0
+    flight.left(16 * KB, 100.0)
+    assert flight.pause_s(100.0) == pytest.approx(took_s - LEAD_S)
+    assert flight.pause_s(100.0 + took_s) <= 0
+    flight.left(16 * KB, 100.0 + took_s - LEAD_S)  # ahead of the first by the lead: it counts from the first's end
+    assert flight.pause_s(100.0 + took_s) == pytest.approx(took_s - LEAD_S)
+
+
+def test_a_fast_path_is_not_paced() -> None:
+    flight = paced(500e6)
+    flight.left(1 << 20, 100.0)
+    assert flight.pause_s(100.0) <= 0
+
+
+def test_a_chunk_that_came_quickly_raises_a_pace_that_was_too_slow() -> None:
+    flight = paced(2e6)
+    flight.came_back(0.02 + 16 * KB * 8 / SLOW_BPS, 100.0, 16 * KB)
+    assert flight.pace_bps == pytest.approx(PACE * SLOW_BPS, rel=0.01)
+
+
+def test_the_outbox_waits_for_the_pace() -> None:
+    box = Outbox(chunk_bytes=16 * KB, num_streams=1)
+    box.freed(0, 1 << 20)
+    box.flight = paced()
+    box.put((0, 0, 0, 0), memoryview(bytes(64 * KB)), 0, Handle())
+    began = time.monotonic()
+    assert box.pull("s", 0, 0.0) is not None
+    assert box.pull("s", 0, 0.0) is None
+    assert box.pull("s", 0, 5.0) is not None
+    assert 0.008 < time.monotonic() - began < 1.0
+
+
+def sender(handed: list[tuple[int, int]], num_paths: int = 3) -> Sender:
+    """Notes (path, offset) of what it hands over."""
+    box = Outbox(16 * KB, num_paths)
+    box.freed(0, 1 << 20)
+
+    def hand_over(path: Path, one: Slice, payload: memoryview) -> None:
+        handed.append((path.index, one.offset))
+
+    return Sender(box, 0, [("a", f"b{i}", "c") for i in range(num_paths)], hand_over)
+
+
+def until(handed: list[tuple[int, int]], count: int) -> None:
+    deadline = time.monotonic() + 5
+    while len(handed) < count and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+def test_paths_with_room_take_slices_in_turn_and_a_full_one_is_passed_over() -> None:
+    handed: list[tuple[int, int]] = []
+    source = sender(handed)
+    try:
+        source.outbox.put((0, 0, 0, 0), memoryview(bytes(16 * KB * 11)), 0, Handle())
+        until(handed, 9)
+        time.sleep(0.03)
+        assert sorted(path for path, _ in handed) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        assert [path for path, _ in handed[:3]] == [1, 2, 0]
+        source.departed(source.paths[1], 1, handed[0][1])
+        until(handed, 10)
+        assert handed[9][0] == 1
+    finally:
+        source.close()
+
+
+def test_a_slice_that_waits_for_its_turn_is_not_sent_again_and_one_that_is_lost_is() -> None:
+    handed: list[tuple[int, int]] = []
+    source = sender(handed, 2)
+    try:
+        for path in source.paths:
+            path.latency_s = 0.02
+        source.outbox.put((0, 0, 0, 0), memoryview(bytes(16 * KB * 2)), 0, Handle())
+        until(handed, 2)
+        time.sleep(0.15)
+        assert len(handed) == 2
+        assert STAGED_S > 0.15 > 1.3 * 0.02
+        source.departed(source.paths[1], 1, handed[0][1])
+        until(handed, 3)
+        assert handed[2] == (0, handed[0][1])
+        source.heed(Note(NoteKind.ACK, ("a", "c"), 0, ((1, handed[0][1], 0), (1, handed[1][1], 0))))
+        assert source.outbox.is_empty
+    finally:
+        source.close()
+
+
+def test_small_receives_are_announced_only_when_credit_is_scarce() -> None:
+    announced: list[Tag] = []
+    inbox = Inbox("a", 0, 1 << 20, None)
+    inbox.on_posted = announced.append
+    small, large = int(SMALL * (1 << 20)), int(FULL * (1 << 20)) + 1
+    inbox.post((1, 0, 0, 0), memoryview(bytearray(small)), Handle())
+    assert announced == []
+    inbox.post((2, 0, 0, 0), memoryview(bytearray(large)), Handle())
+    assert announced == [(2, 0, 0, 0)]
+
+    class Stream:
+        def abort(self) -> None:
+            raise AssertionError
+
+    header = Header(FrameKind.CHUNK, 0, 0, 1, large, 0, large, (9, 0, 0, 0), True)
+    assert inbox.claim(Stream(), header) is not None
+    inbox.settle(header, filled=True)
+    assert (1, 0, 0, 0) in announced
+    inbox.post((3, 0, 0, 0), memoryview(bytearray(small)), Handle())
+    assert (3, 0, 0, 0) in announced
