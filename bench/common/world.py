@@ -1,34 +1,50 @@
-"""The emulated testbed: three datacenters on loopback, the paper's ratios, every time divided by three.
+"""The emulated testbed: three datacenters on loopback, the paper's ratios, every time divided by a scale.
 
 Knows the paths, how a probe finds out what they give, and what the simulator is told of it: never the emulator's own
 settings. Many connections are stood for by two without a window: eighteen that are held to a window each, on sixteen
-lanes, are more pieces than one proxy moves.
+lanes, are more pieces than one proxy moves. Where pipelines take turns the simulator is told what the transport does
+with a transfer: slices with heads of their own, none of which is interrupted, and hops inside the datacenters that
+take what a lone transfer through an idle cell was found to take longer than its slices are on the paths.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
-from contextlib import ExitStack
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from atlas.cost.table import Costs
-from atlas.ir.program import Program
+from atlas.ir.dispatch import QUANTUM_NS
+from atlas.ir.program import FORWARD, Program
 from atlas.launch.paths import NodePaths
 from atlas.runtime.assignment import Training, stand_in
+from atlas.runtime.links import slice_bytes_of
 from atlas.runtime.wiring import Seat
 from atlas.schedules import Setting
+from atlas.wan.cell import Cell
 from atlas.wan.emulator import PathSpec, ProxyNet
+from atlas.wan.endpoint import Endpoint
+from atlas.wan.greet import Address
 from atlas.wan.probe import Agent, Survey
 from atlas.wan.probe.survey import LinkMeasurement
+from atlas.wan.settings import Settings
+from atlas.wan.slices import head_bytes as slice_head_bytes
+from atlas.wan.transport import Key
 from atlas.wan.wire import HEADER_BYTES
 from common.cases import ONE_TCP_SLOWER, cell
 
 STAGES, MICROBATCHES = 3, 12
-SCALE = 3
-"""All times are those of the paper's testbed, divided by this."""
-QUANTUM_NS = 5_000_000
-"""Not scaled: it is what the transport does."""
 PROBE_S = 1.5
+NUM_LONE = 12
+NAMES = ("dc0/p0.s0", "dc0/p1.s0", "dc1/p1.s1", "dc1/p0.s1")
+"""Of the nodes that a slice passes."""
 
 
 def training() -> Training:
@@ -37,20 +53,19 @@ def training() -> Training:
     return replace(small, model=replace(small.model, layers_per_stage=(1,) * STAGES))
 
 
-def setting(num_pipelines: int, in_flight: int, budget: int = 200) -> Setting:
-    """The cell of `testbed_sim.py`, three times as fast."""
-    whole = cell(STAGES, MICROBATCHES, num_pipelines, in_flight, budget=budget)
+def setting(num_pipelines: int, in_flight: int, scale: int) -> Setting:
+    """The cell of `testbed_sim.py`, so many times as fast."""
+    whole = cell(STAGES, MICROBATCHES, num_pipelines, in_flight)
     assert whole.turns is not None
-    return replace(whole, apart=faster(whole.apart), turns=faster(whole.turns))
+    return replace(whole, apart=faster(whole.apart, scale), turns=faster(whole.turns, scale))
 
 
-def faster(costs: Costs) -> Costs:
+def faster(costs: Costs, scale: int) -> Costs:
     return replace(
         costs,
-        compute_ns=costs.compute_ns // SCALE,
-        work_ns=costs.work_ns // SCALE,
-        latency_ns=costs.latency_ns // SCALE,
-        links=tuple(replace(link, quantum_ns=QUANTUM_NS) for link in costs.links),
+        compute_ns=costs.compute_ns // scale,
+        work_ns=costs.work_ns // scale,
+        latency_ns=costs.latency_ns // scale,
     )
 
 
@@ -61,21 +76,39 @@ class Found:
     latency_ns: int
     transfer_ns: int
     """Of one activation over one node pair."""
+    lone_ns: int = 0
+    """What one takes from end to end through a cell that carries nothing else; known where pipelines take turns."""
 
-    def price(self, costs: Costs, num_sharing: int) -> Costs:
+    def apart(self, costs: Costs) -> Costs:
         """The same costs with these figures wherever something crosses the WAN."""
+        return self._price(costs, self.transfer_ns, 0)
+
+    def turns(self, costs: Costs, num_pipelines: int) -> Costs:
+        """The same for a cell that shares its paths."""
+        size, head = slice_bytes_of(training().activation_bytes, num_pipelines), HEADER_BYTES + slice_head_bytes(NAMES)
+        byte_ns = self.transfer_ns / transfer_bytes()
+        num_slices = math.ceil(training().activation_bytes / size)
+        work_ns = round(byte_ns * (training().activation_bytes + num_slices * head) / num_pipelines)
+        hops_ns = max(0, self.lone_ns - work_ns - self.latency_ns)
+        priced = self._price(costs, work_ns, hops_ns // 2)
+        quantum_ns = max(QUANTUM_NS, round(byte_ns * (size + head)))
+        return replace(priced, links=tuple(replace(link, quantum_ns=quantum_ns) for link in costs.links))
+
+    def _price(self, costs: Costs, work_ns: int, hop_ns: int) -> Costs:
         crosses = costs.latency_ns > 0
-        work, latency = costs.work_ns.copy(), costs.latency_ns.copy()
-        work[crosses] = round(self.transfer_ns / num_sharing)
-        latency[crosses] = self.latency_ns
-        return replace(costs, work_ns=work, latency_ns=latency)
+        return replace(
+            costs,
+            work_ns=np.where(crosses, work_ns, costs.work_ns),
+            before_ns=np.where(crosses, hop_ns, costs.before_ns),
+            latency_ns=np.where(crosses, self.latency_ns + hop_ns, costs.latency_ns),
+        )
 
 
 def probed(of: Setting, found: Found, tcp: str) -> Setting:
     """What schedules and the simulator are given."""
     assert of.turns is not None
-    turns = found.price(of.turns, of.layout.num_pipelines) if tcp == "turns" else None
-    return replace(of, apart=found.price(of.apart, 1), turns=turns)
+    turns = found.turns(of.turns, of.layout.num_pipelines) if tcp == "turns" else None
+    return replace(of, apart=found.apart(of.apart), turns=turns)
 
 
 def path(of: Setting, tcp: str) -> PathSpec:
@@ -100,7 +133,7 @@ def node_paths(program: Program, spec: PathSpec) -> NodePaths:
     return paths
 
 
-def probe(spec: PathSpec, tcp: str) -> Found:
+def probe(spec: PathSpec, tcp: str, num_pipelines: int) -> Found:
     """Asks two agents on an emulator with this path, as `atlas wan probe` does."""
     token = secrets.token_hex(16)
     with ExitStack() as stack:
@@ -114,9 +147,50 @@ def probe(spec: PathSpec, tcp: str) -> Found:
             max_streams=1 if tcp == "one" else 2,
             min_s=PROBE_S,
         )
-        return read(how.link("east", "west"), tcp)
+        found = read(how.link("east", "west"), tcp)
+    return replace(found, lone_ns=probe_cell(spec, num_pipelines)) if tcp == "turns" else found
 
 
 def read(link: LinkMeasurement, tcp: str) -> Found:
     bps = link.sweep[0].bps if tcp == "one" else link.pair_bps
     return Found(round(link.rtt.median_s / 2 * 1e9), round(transfer_bytes() * 8e9 / bps))
+
+
+def probe_cell(spec: PathSpec, num_pipelines: int) -> int:
+    """What single transfers take through a cell on such paths: the median, in ns."""
+    took_ns = []
+    with joined_cells(spec, num_pipelines) as (here, there):
+        for number in range(NUM_LONE):
+            a, b = here[number % num_pipelines], there[number % num_pipelines]
+            got = b.recv(Key(a.name, FORWARD, (number, 0, 0, 0)))
+            time.sleep(0.03)
+            begin_ns = time.monotonic_ns()
+            a.send(Key(b.name, FORWARD, (number, 0, 0, 0)), bytes(training().activation_bytes))
+            got.wait(10.0)
+            took_ns.append(got.end_ns - begin_ns)
+    return round(statistics.median(took_ns))
+
+
+@contextmanager
+def joined_cells(spec: PathSpec, size: int) -> Iterator[tuple[list[Cell], list[Cell]]]:
+    """The two sides of a boundary that a cell shares, in this process."""
+    sides = [f"dc0/p{c}.s0" for c in range(size)], [f"dc1/p{c}.s1" for c in range(size)]
+    slice_bytes = slice_bytes_of(training().activation_bytes, size)
+    with ExitStack() as stack:
+        net = stack.enter_context(ProxyNet(dict.fromkeys(zip(*sides, strict=True), spec)))
+        ends = {
+            name: stack.enter_context(Endpoint(name, settings=Settings(max_streams=1)))
+            for side in sides
+            for name in side
+        }
+        cells: dict[str, Cell] = {}
+        peers: dict[str, dict[str, Address]] = {}
+        for side, other in (sides, sides[::-1]):
+            for name, far in zip(side, other, strict=True):
+                cells[name] = Cell(ends[name], dict(zip(side, other, strict=True)), (FORWARD,), slice_bytes)
+                stack.callback(cells[name].close, 1.0)
+                peers[name] = {mate: ends[mate].address for mate in side if mate != name}
+                peers[name][far] = net.listen(name, far, ends[far].address)
+        with ThreadPoolExecutor(len(cells)) as pool:
+            list(pool.map(lambda name: cells[name].connect(peers[name]), cells))
+        yield [cells[name] for name in sides[0]], [cells[name] for name in sides[1]]
