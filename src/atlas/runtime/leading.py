@@ -55,10 +55,6 @@ class Followers:
         for rank, process in enumerate(self._processes, 1):
             threading.Thread(target=self._watch, args=(rank, process), daemon=True, name=f"rank {rank}").start()
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
-
     def join(self, assignment: Assignment, place: str) -> TensorGroup:
         """Meets them, on this node."""
         return TensorGroup(LEADER, assignment.tp, self._port, place, assignment.patience_s, self._listener)
@@ -110,10 +106,11 @@ def _fork(assignment: Assignment, rank: int, port: int) -> _Process:
             with contextlib.suppress(OSError, AttributeError):  # Linux; elsewhere the end of its orders ends it
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
             os.dup2(their_orders, 0)
-            os.dup2(their_answers, 1)
-            os.closerange(3, 256)  # the leader's
+            os.dup2(2, 1)  # a stray print of some library is no answer
+            os.dup2(their_answers, 3)
+            os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # the leader's
             mine = replace(assignment, device=place_of(assignment.device, rank))
-            follow(mine, rank, port, os.fdopen(0), os.fdopen(1, "w"))
+            follow(mine, rank, port, os.fdopen(0), os.fdopen(3, "w"))
             code = 0
         finally:
             with contextlib.suppress(OSError, ValueError):
