@@ -9,7 +9,6 @@ take what a lone transfer through an idle cell was found to take longer than its
 
 from __future__ import annotations
 
-import math
 import secrets
 import statistics
 import time
@@ -25,7 +24,7 @@ from atlas.ir.dispatch import QUANTUM_NS
 from atlas.ir.program import FORWARD, Program
 from atlas.launch.paths import NodePaths
 from atlas.runtime.assignment import Training, stand_in
-from atlas.runtime.links import slice_bytes_of
+from atlas.runtime.links import slice_bytes_of, sliced_bytes
 from atlas.runtime.wiring import Seat
 from atlas.schedules import Setting
 from atlas.wan.cell import Cell
@@ -35,7 +34,6 @@ from atlas.wan.greet import Address
 from atlas.wan.probe import Agent, Survey
 from atlas.wan.probe.survey import LinkMeasurement
 from atlas.wan.settings import Settings
-from atlas.wan.slices import head_bytes as slice_head_bytes
 from atlas.wan.transport import Key
 from atlas.wan.wire import HEADER_BYTES
 from common.cases import ONE_TCP_SLOWER, cell
@@ -85,13 +83,11 @@ class Found:
 
     def turns(self, costs: Costs, num_pipelines: int) -> Costs:
         """The same for a cell that shares its paths."""
-        size, head = slice_bytes_of(training().activation_bytes, num_pipelines), HEADER_BYTES + slice_head_bytes(NAMES)
-        byte_ns = self.transfer_ns / transfer_bytes()
-        num_slices = math.ceil(training().activation_bytes / size)
-        work_ns = round(byte_ns * (training().activation_bytes + num_slices * head) / num_pipelines)
+        num_bytes, byte_ns = training().activation_bytes, self.transfer_ns / transfer_bytes()
+        work_ns = round(byte_ns * sliced_bytes(num_bytes, num_pipelines, NAMES) / num_pipelines)
         hops_ns = max(0, self.lone_ns - work_ns - self.latency_ns)
         priced = self._price(costs, work_ns, hops_ns // 2)
-        quantum_ns = max(QUANTUM_NS, round(byte_ns * (size + head)))
+        quantum_ns = max(QUANTUM_NS, round(byte_ns * slice_bytes_of(num_bytes, num_pipelines)))
         return replace(priced, links=tuple(replace(link, quantum_ns=quantum_ns) for link in costs.links))
 
     def _price(self, costs: Costs, work_ns: int, hop_ns: int) -> Costs:

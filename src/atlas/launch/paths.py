@@ -11,6 +11,7 @@ import numpy as np
 from atlas.cost.table import FAIR, TURNS, Costs
 from atlas.errors import ProgramError
 from atlas.ir.program import FORWARD, Program
+from atlas.runtime.links import sliced_bytes
 from atlas.runtime.wiring import Seat
 from atlas.wan.emulator.paths import PathSpec, Trunk
 from atlas.wan.wire import HEADER_BYTES
@@ -40,7 +41,10 @@ def _path(
     if not work_ns and not latency_ns:
         return None
     link = costs.links[costs.channel_link[at]]
-    rate_bps = (HEADER_BYTES + transfer_bytes) * 8e9 / work_ns if work_ns else None
+    num_bytes = HEADER_BYTES + transfer_bytes
+    if link.policy == TURNS:
+        num_bytes = sliced_bytes(transfer_bytes, program.num_pipelines, _relayed(program, pipeline, boundary))
+    rate_bps = num_bytes * 8e9 / work_ns if work_ns else None
     trunk = None
     if rate_bps is not None and link.policy == TURNS:
         rate_bps /= program.num_pipelines  # a turn has the paths of all nodes
@@ -48,6 +52,13 @@ def _path(
         # Every transfer at most at its own rate, all together at most at the trunk's; each cell has its own share.
         trunk = Trunk(f"{link.name} {cell}", rate_bps * link.capacity)
     return PathSpec(latency_s=latency_ns / 1e9, window_bytes=None, pair_bps=rate_bps, trunk=trunk)
+
+
+def _relayed(program: Program, pipeline: int, boundary: int) -> tuple[str, ...]:
+    """The nodes that a slice passes on its longest way."""
+    other = (pipeline + 1) % program.num_pipelines
+    ends = [(pipeline, boundary), (other, boundary), (other, boundary + 1), (pipeline, boundary + 1)]
+    return tuple(Seat(program, program.worker(c, s)).node for c, s in ends)
 
 
 def require_emulable(program: Program, costs: Costs) -> None:

@@ -6,6 +6,7 @@ Knows transports and names. Does not know tensors, nor when anything is sent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,9 @@ from atlas.wan.cell import SLICE_BYTES, Cell
 from atlas.wan.endpoint import Endpoint
 from atlas.wan.security import Credentials, Security
 from atlas.wan.settings import Settings
+from atlas.wan.slices import head_bytes
 from atlas.wan.transport import Buffer, Handle, Key, Tag, Transport
+from atlas.wan.wire import HEADER_BYTES
 
 CONNECT_S = 20.0
 """Peers listen before anybody is told to connect."""
@@ -128,6 +131,12 @@ class Links:
 def slice_bytes_of(transfer_bytes: int, num_nodes: int) -> int:
     """Every node of a cell gets several slices of each transfer, or sharing would share nothing."""
     return max(MIN_SLICE_BYTES, min(SLICE_BYTES, transfer_bytes // (SLICES_PER_NODE * num_nodes)))
+
+
+def sliced_bytes(transfer_bytes: int, num_nodes: int, hops: tuple[str, ...]) -> int:
+    """What a transfer is on the wire where a cell shares the WAN: its slices have heads of their own."""
+    num_slices = math.ceil(transfer_bytes / slice_bytes_of(transfer_bytes, num_nodes))
+    return transfer_bytes + num_slices * (HEADER_BYTES + head_bytes(hops))
 
 
 def _security(assignment: Assignment, node: str) -> Security:
