@@ -48,6 +48,9 @@ class LayerTime:
         pairs = tokens * (context + tokens / 2)
         return math.ceil(max(self.floor_ns, self.base_ns + self.token_ns * tokens + self.pair_ns * pairs))
 
+    def times(self, share: float) -> LayerTime:
+        return LayerTime(*(share * part for part in self.row))
+
     @property
     def row(self) -> tuple[float, float, float, float]:
         return self.floor_ns, self.base_ns, self.token_ns, self.pair_ns

@@ -28,7 +28,7 @@ class Guest:
     token_file: str
     worker: int
     datacenter: str = "here"
-    period_s: float = 0.1
+    period_s: float = 1.0
     busy: float = 0.0
     """The share of the period that pretended training takes, at its start."""
 

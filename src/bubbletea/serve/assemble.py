@@ -9,6 +9,8 @@ import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from atlas.runtime.models.decoder import Cut
 from atlas.spec.model import Model
 from bubbletea.admit.lanes import build_lanes
@@ -177,8 +179,12 @@ def calibrated(served: Served, chunk: int) -> LayerTime:
     config = replace(served.config, num_layers=1)
     one = replace(served, config=config, folder=None)
     shard = Shard(one, Cut(range(1), has_embedding=False, has_head=False), Arena(_layer_bytes(one, chunk), 0))
-    pace = Pace(config)
-    warm_up(shard, pace, chunk)
+    pace, threads = Pace(config), torch.get_num_threads()
+    torch.set_num_threads(1)  # as workers do: on a busy host threads wait for each other, a hundred times over
+    try:
+        warm_up(shard, pace, chunk)
+    finally:
+        torch.set_num_threads(threads)
     token_ns = (pace.flops(2, 0) - pace.flops(1, 0)) / pace.flops_per_ns
     pair_ns = (pace.flops(1, 1) - pace.flops(1, 0)) / pace.flops_per_ns
     return LayerTime(float(max(pace.overhead_ns, LEAST_NS)), float(pace.overhead_ns), token_ns, pair_ns)

@@ -80,7 +80,7 @@ def _slots(timeline: Timeline, pattern: Pattern, worker: int) -> dict[int, int]:
     return found
 
 
-def alone(num_workers: int, arena_bytes: int, period_s: float = 0.1, busy: float = 0.0) -> Ground:
+def alone(num_workers: int, arena_bytes: int, period_s: float = 1.0, busy: float = 0.0) -> Ground:
     """Workers without training, each free for all but the first `busy` of every period (`prefill.host`)."""
     period_ns = int(period_s * 1e9)
     ptr = np.arange(num_workers + 1, dtype=np.int64)

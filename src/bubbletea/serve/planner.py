@@ -116,7 +116,10 @@ class Planner:
         return None
 
     def _no_window(self, request: Request, now_ns: int) -> Refusal:
-        """As windows and costs are believed today, none takes a layer; both are learnt anew all the time."""
+        """As windows and costs are believed today, none takes a layer. Windows are learnt all the time; costs only from
+        what is let in, so those that let nothing in are doubted: the next who asks finds them halved."""
+        if self.learns_costs:
+            self.costs, self._costs_moved = replace(self.costs, layer=self.costs.layer.times(0.5)), True
         at_ns = now_ns + max(SECOND, self.forecast.period_ns)
         return Refusal(request, "deadline", at_ns, at_ns)
 

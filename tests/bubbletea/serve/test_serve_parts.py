@@ -5,18 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from prefill_samples import LLAMA, Collector, greedy_after, greedy_alone, make_stages, offer_everywhere, run_all, whole
+from serving import TINY
 
 from atlas.errors import AtlasError
 from atlas.runtime.models.export import export_stage, finish_export
+from bubbletea.admit.words import Placement, Refusal, Request
+from bubbletea.costs import LayerTime
 from bubbletea.handoff.decode import Sampling, choose
 from bubbletea.prefill.messages import Order
 from bubbletea.prefill.shard import Served
+from bubbletea.serve.assemble import assemble
 from bubbletea.serve.auth import EVERYBODY, Keys
+from bubbletea.serve.ground import alone
 from bubbletea.serve.prefixes import Prefixes
 from bubbletea.serve.service import StopStrings
 from bubbletea.serve.tokens import Stream, Text
@@ -159,3 +165,13 @@ def test_sampling_stays_within_the_nucleus() -> None:
     assert choose(logits, Sampling(1, temperature=5e-324, top_p=5e-324), generator) == 0
     assert choose(logits, Sampling(1, temperature=1e-4, top_p=1e-9), generator) == 0
     assert {0, 1, 2} <= wide
+
+
+def test_costs_that_let_nothing_in_are_doubted_until_they_do() -> None:
+    """As after a calibration on a busy host: nothing that is refused could ever correct them."""
+    planner = assemble(TINY, alone(2, TINY.arena_bytes), Keys.nobody()).dispatcher.planner
+    planner.costs = replace(planner.costs, layer=LayerTime(1e12, 0.0, 0.0, 0.0))
+    planner.set_alive((0, 1), 0)
+    found = [planner.admit(Request(str(n), "", 10, n, None), n) for n in range(30)]
+    assert isinstance(found[0], Refusal)
+    assert isinstance(found[-1], Placement)

@@ -77,12 +77,17 @@ def test_prefill_in_the_waits_changes_no_loss() -> None:
                 texts.append(answer.json()["choices"][0]["text"])
             else:
                 time.sleep(0.1)
+
+    def end(server: Server) -> None:
+        """With training: what is not answered then has no worker to wait for."""
+        made[0].thread.join()
         server.drain()
 
     def on_start(server: Server) -> None:
-        threading.Thread(target=ask, args=(server,), daemon=True).start()
+        for what in (ask, end):
+            threading.Thread(target=what, args=(server,), daemon=True).start()
 
-    asyncio.run(run(parts, Where(port=0, drain_s=5), workers, on_start))
+    asyncio.run(run(parts, Where(port=0, drain_s=1), workers, on_start))
     filled, plain = made[0].result[0], train(Setup(STEPS))
     assert filled.losses == plain.losses
     assert texts
