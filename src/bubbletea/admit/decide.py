@@ -56,12 +56,20 @@ def admit(state: State, request: Request, now_ns: int) -> Placement | Refusal | 
     if trial is None:
         return Refusal(request, "too-long")
     delivered, deadline = trial.own.delivered_ns, request.deadline_ns
-    if deadline is not None and delivered > deadline:
-        return Refusal(request, "deadline", delivered, now_ns + delivered - deadline)
     waits = trial.own.start_ns > now_ns + POUR_NS
+    by = None if deadline is None else deadline - (_kept_ns(state, trial, deadline - now_ns) if waits else 0)
+    if by is not None and delivered > by:
+        return Refusal(request, "deadline", delivered, now_ns + delivered - by)
     if waits and state.shares.ahead(request.tenant, state.tenants()) > AHEAD_NS:
         return Refusal(request, "share", delivered, trial.own.start_ns)
     return _commit(state, trial)
+
+
+def _kept_ns(state: State, trial: Trial, patience_ns: int) -> int:
+    """How long before its deadline a request that waits must be done: a prompt that runs for longer than what is kept
+    has all of its patience, a short one leaves the end of it to those."""
+    runs_ns = trial.own.delivered_ns - trial.own.start_ns
+    return max(0, round(state.kept * patience_ns) - runs_ns)
 
 
 def refused_by_length(state: State, request: Request) -> Refusal | None:

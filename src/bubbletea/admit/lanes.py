@@ -57,12 +57,13 @@ def build_lanes(
 
 
 def _of_sizes(pattern: Pattern, costs: Costs, sizes: Sequence[int], num_ranks: int, chunk: int) -> list[Lane]:
-    usable = [w for w in range(pattern.num_workers) if pattern.idle_ns[w] > 0]
+    idle_ns = pattern.idle_ns.tolist()
+    usable = [w for w in range(pattern.num_workers) if idle_ns[w] > 0]
     usable.sort(key=lambda w: (pattern.worker_dc[w], w % num_ranks, w // num_ranks))
     lanes: list[Lane] = []
     for dc, members in groupby(usable, key=lambda w: pattern.worker_dc[w]):
         for workers in _groups(list(members), sizes):
-            counts = deal(costs.model.layers, [int(pattern.idle_ns[w]) for w in workers])
+            counts = deal(costs.model.layers, [idle_ns[w] for w in workers])
             if counts is not None and _fits(pattern, costs, workers, counts, chunk):
                 first = tuple(int(n) for n in np.cumsum([0, *counts[:-1]]))
                 lanes.append(Lane(len(lanes), dc, workers, first, costs.model.layers))

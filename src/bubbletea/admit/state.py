@@ -98,7 +98,11 @@ class State:
         chunks: Sequence[int] = (2048,),
         cache_blocks: int = CACHE_BLOCKS,
         weights: Mapping[str, float] | None = None,
+        kept: float = 0.0,
     ) -> None:
+        self.kept = kept
+        """Of a patience, the share at its end that is kept for long prompts when lanes are full: without it short ones
+        take what is left before every deadline, and more requests but fewer tokens are served."""
         self.forecast, self.lanes, self.chunks = forecast, tuple(lanes), tuple(chunks)
         names = set(forecast.pattern.worker_dc)
         self.costs: dict[str, Costs] = dict(costs) if isinstance(costs, Mapping) else dict.fromkeys(names, costs)

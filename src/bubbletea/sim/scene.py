@@ -72,8 +72,8 @@ class Scene:
     def lanes(self, split: int | Sequence[int] | None, chunk: int) -> list[Lane]:
         return build_lanes(self.pattern, self.some_costs, split=split, num_ranks=self.num_ranks, chunk=chunk)
 
-    def state(self, forecast: Forecast, lanes: Sequence[Lane], chunks: Sequence[int]) -> State:
-        return State(forecast, self.costs, lanes, residual=self.residual, chunks=chunks)
+    def state(self, forecast: Forecast, lanes: Sequence[Lane], chunks: Sequence[int], *, kept: float = 0.0) -> State:
+        return State(forecast, self.costs, lanes, residual=self.residual, chunks=chunks, kept=kept)
 
     def capacity_tokens_per_s(self, trace: Trace, lanes: Sequence[Lane] | None = None) -> float:
         """Prefill of the trace's prompts if the windows (of the lanes' workers) could be filled without a gap: what no

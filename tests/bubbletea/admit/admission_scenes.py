@@ -34,9 +34,16 @@ def pattern(windows: list[list[tuple[int, int]]], period_ns: int, memory_bytes: 
     )
 
 
-def state_of(made: Pattern, split: int, *, chunks: tuple[int, ...] = (256,), residual: Residual | None = None) -> State:
+def state_of(
+    made: Pattern,
+    split: int,
+    *,
+    chunks: tuple[int, ...] = (256,),
+    residual: Residual | None = None,
+    kept: float = 0.0,
+) -> State:
     lanes = build_lanes(made, COSTS, split=split, num_ranks=1, chunk=max(chunks))
-    return State(Forecast(made), COSTS, lanes, residual=residual, chunks=chunks)
+    return State(Forecast(made), COSTS, lanes, residual=residual, chunks=chunks, kept=kept)
 
 
 @st.composite

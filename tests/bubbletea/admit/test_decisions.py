@@ -57,6 +57,21 @@ def test_the_more_urgent_goes_first_and_the_other_still_makes_it() -> None:
     assert state.placement("patient").start_ns >= hurried.computed_ns
 
 
+def test_the_end_of_a_patience_is_kept_for_long_prompts() -> None:
+    found = {}
+    for kept in (0.0, 0.2):
+        state = state_of(pattern([[(0, 200 * MS)]], 200 * MS), 1, kept=kept)
+        for k in range(36):  # 72 ms of work
+            placed(admit(state, ask(f"before{k}", 100, deadline=100 * MS), 0))
+        placed(admit(state, ask("long", 1500, deadline=100 * MS), 0))
+        found[kept] = admit(state, ask("short", 50, deadline=100 * MS), 0)
+    assert isinstance(found[0.0], Placement)
+    refusal = found[0.2]
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == "deadline"
+    assert refusal.fits_at_ns == found[0.0].delivered_ns
+
+
 def test_nobody_is_pushed_past_a_deadline() -> None:
     state = state_of(pattern([[(0, 100 * MS)]], 100 * MS), 1)
     first = placed(admit(state, ask("first", 2000, deadline=30 * MS), 0))
