@@ -27,8 +27,8 @@ class Lines:
     def at_most(self, name: str, value: float, unit: str, bar: float, **more: Any) -> None:
         self.add(name, value, unit, f"<= {bar:g}", value <= bar, **more)
 
-    def skip(self, name: str, reason: str) -> None:
-        row = {"name": name, "skipped": reason}
+    def skip(self, name: str, reason: str, ok: bool | None = None) -> None:
+        row = {"name": name, "skipped": reason, "ok": ok}
         self.rows.append(row)
         print(json.dumps(row), flush=True)
 
@@ -42,7 +42,7 @@ class Lines:
             except AtlasError as error:
                 del self.rows[kept:]
                 if not left:
-                    self.skip(name, f"not certified in {tries} tries: {error}")
+                    self.skip(name, f"void, not certified in {tries} tries: {error}", ok=False)
 
     def table(self) -> int:
         """Prints it; the exit code."""

@@ -140,6 +140,19 @@ def test_the_flight_finds_what_a_path_holds() -> None:
     assert 2.4e6 < flight.limit_bytes < 4.0e6
 
 
+@pytest.mark.parametrize("queue_s", [0.0, 0.03])
+def test_a_limit_that_makes_nothing_late_is_too_low(queue_s: float) -> None:
+    """The first of a burst is never late; if the last is not either, the path would take more."""
+    flight = Flight(0.04)
+    flight.learn(29e6)
+    for burst in range(3):
+        flight.filled()
+        for i in range(10):
+            flight.came_back(0.04 + queue_s * i / 9, burst + 0.05 + i * 0.012)
+        assert flight.had_room() == (queue_s == 0.0)
+        assert not flight.had_room(), "nothing was sent since"
+
+
 class Cable:
     def __init__(self) -> None:
         self.aborted = False

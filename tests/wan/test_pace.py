@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from atlas.wan.cell_paths import STAGED_S, Path, Sender
+from atlas.wan.cell_paths import LEAST_TURN_S, STAGED_SLICES, Path, Sender
 from atlas.wan.flight import LEAD_S, PACE, Flight
 from atlas.wan.inbox import FULL, SMALL, Inbox
 from atlas.wan.outbox import Outbox
@@ -92,6 +92,16 @@ def test_paths_with_room_take_slices_in_turn_and_a_full_one_is_passed_over() -> 
         source.close()
 
 
+def test_a_slow_path_hoards_no_slices() -> None:
+    path = Path(0, ("a", "b"))
+    assert path.num_allowed == STAGED_SLICES
+    for gap_s, allowed in ((0.01, 3), (0.042, 1), (0.01, 3)):
+        for i in range(4):
+            path.departed((i, 0), i * gap_s)
+        path.departed((9, 0), 3 * gap_s + 1.0)
+        assert path.num_allowed == allowed, "others had their turn for a second"
+
+
 def test_a_slice_that_waits_for_its_turn_is_not_sent_again_and_one_that_is_lost_is() -> None:
     handed: list[tuple[int, int]] = []
     source = sender(handed, 2)
@@ -100,9 +110,9 @@ def test_a_slice_that_waits_for_its_turn_is_not_sent_again_and_one_that_is_lost_
             path.latency_s = 0.02
         source.outbox.put((0, 0, 0, 0), memoryview(bytes(16 * KB * 2)), 0, Handle())
         until(handed, 2)
-        time.sleep(0.15)
+        time.sleep(0.1)
         assert len(handed) == 2
-        assert STAGED_S > 0.15 > 1.3 * 0.02
+        assert LEAST_TURN_S > 0.1 > 1.3 * 0.02
         source.departed(source.paths[1], 1, handed[0][1])
         until(handed, 3)
         assert handed[2] == (0, handed[0][1])

@@ -6,24 +6,29 @@ slices; how they travel is the cell's affair.
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 
 from atlas.errors import WorkerError
 from atlas.wan.outbox import Chunk, Outbox
 from atlas.wan.slices import Note, NoteKind, Slice
 
-STAGED_SLICES = 3
-"""How many slices wait at a relay: enough that it never idles, few enough that a slow one does not hoard."""
+STAGED_SLICES, STAGED_S = 3, 0.03
+"""How many slices wait at a relay, and for how long in all: enough that it never idles, little enough that a slow one
+does not hoard."""
 OVERDUE = 2.0
 """A slice is overdue when it took so many times what others need, from when it left for the WAN."""
-STAGED_S = 0.5
-"""How long one may wait for its turn at a relay before that counts as having left."""
+LEAST_TURN_S, TURN = 0.25, 3.0
+"""How long one may wait for its turn at a relay before that counts as having left; or so many times what slices need
+from there."""
 TICK_S, IDLE_S = 0.02, 0.1
-HOLD, LEAST_HOLD_S, MOST_HOLD_S = 0.1, 0.002, 0.006
-"""Over what a slice takes on a slow path: so long we wait before we carry one ourselves. What others sent at the same
-moment, with a smaller turn, takes that long to reach us, and cannot overtake what has left."""
+HOLD_S = 0.002
+"""On a slow path we wait so long before we carry a slice ourselves: what others sent at the same moment, with a smaller
+turn, takes that long to reach us, and cannot overtake what has left."""
 
 Hops = tuple[str, ...]
 
@@ -47,12 +52,27 @@ class Path:
         self.num_staged = 0
         self.latency_s = 0.25
         self.delivered_bytes = self.num_handed = 0
+        self._departures = deque[float](maxlen=4)
         self.left_at: dict[tuple[int, int], float] = {}
         """Of what it was handed and has not acknowledged: when it departed, or will have at the latest."""
 
     @property
     def has_room(self) -> bool:
-        return self.num_staged < STAGED_SLICES
+        return self.num_staged < self.num_allowed
+
+    @property
+    def num_allowed(self) -> int:
+        """By how far apart its last slices departed; one longer gap, when others had their turn, does not count."""
+        if len(self._departures) < 4:
+            return STAGED_SLICES
+        gap_s = statistics.median(after - before for before, after in pairwise(self._departures))
+        return max(1, min(STAGED_SLICES, round(STAGED_S / max(gap_s, 0.001))))
+
+    def departed(self, slice_id: tuple[int, int], now: float) -> None:
+        self.num_staged = max(0, self.num_staged - 1)
+        self._departures.append(now)
+        if slice_id in self.left_at:
+            self.left_at[slice_id] = now
 
     def note_latency(self, slice_id: tuple[int, int], now: float) -> None:
         begin = self.left_at.pop(slice_id, None)
@@ -62,7 +82,7 @@ class Path:
 
 class Sender:
     """All slices for one destination and lane; `hand_over` sends them on their way. The first path is our own;
-    `slice_s` says what a slice takes on it, zero where it is too fast to wait for others' turns."""
+    `is_slow` says whether it is worth waiting for others' turns before we use it."""
 
     def __init__(
         self,
@@ -70,9 +90,9 @@ class Sender:
         lane: int,
         paths: list[Hops],
         hand_over: Callable[[Path, Slice, memoryview], None],
-        slice_s: Callable[[], float] = lambda: 0.0,
+        is_slow: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.outbox, self.lane, self._hand_over, self._slice_s = outbox, lane, hand_over, slice_s
+        self.outbox, self.lane, self._hand_over, self._is_slow = outbox, lane, hand_over, is_slow
         self.paths = [Path(i, hops) for i, hops in enumerate(paths)]
         self.closing = False
         self._changed = threading.Condition()
@@ -87,9 +107,8 @@ class Sender:
                 if not free:
                     self._changed.wait(IDLE_S)
                     continue
-            if is_ready and free[0] is self.paths[0] and (slice_s := self._slice_s()):
-                hold_s = max(LEAST_HOLD_S, min(MOST_HOLD_S, HOLD * slice_s))
-                time.sleep(max(0.0, self.outbox.head_since + hold_s - time.monotonic()))
+            if is_ready and free[0] is self.paths[0] and self._is_slow():
+                time.sleep(max(0.0, self.outbox.head_since + HOLD_S - time.monotonic()))
             for path in free:
                 if (chunk := self._next(path, is_ready=is_ready)) is not None:
                     self._set_out(path, chunk)
@@ -111,7 +130,7 @@ class Sender:
     def _set_out(self, path: Path, chunk: Chunk) -> None:
         message = chunk.message
         fields = (message.number, len(message.view), chunk.offset, chunk.num_bytes, message.tag, message.eager)
-        at = time.monotonic() + STAGED_S
+        at = time.monotonic() + max(LEAST_TURN_S, TURN * path.latency_s)
         with self._changed:
             path.num_staged += 1
             # One that had no room for long does not get all that it missed.
@@ -124,9 +143,7 @@ class Sender:
         """It is on the WAN: there is room for another, and from now on it is the path that takes its time."""
         now = time.monotonic()
         with self._changed:
-            path.num_staged = max(0, path.num_staged - 1)
-            if (number, offset) in path.left_at:
-                path.left_at[number, offset] = now
+            path.departed((number, offset), now)
             self._changed.notify()
         self.outbox.count_from(number, offset, now)
 

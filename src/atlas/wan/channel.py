@@ -39,6 +39,8 @@ from atlas.wan.wire import (
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 2.0
 LOSS_SPAN_S, ENOUGH_BYTES = 20.0, 16 << 20
 IDLE_S = 0.5
+MORE = 1.5
+"""How much faster a path is taken to be that was full by our own limit only."""
 WARM_ZEROS = memoryview(bytes(MOST_BYTES))
 
 
@@ -118,6 +120,7 @@ class Channel:
                 return
             if shift:
                 self._shifts.change(self.outbox.num_streams)
+                self.outbox.wake()
 
     def _fill(self, deadline: float) -> float:
         """What the path delivered."""
@@ -146,6 +149,8 @@ class Channel:
     def retune(self) -> None:
         if not self.rtt_s or self._warm_up is not None:
             return
+        if (flight := self.outbox.flight) is not None and self.outbox.is_empty and flight.had_room():
+            self.meter.raise_by(MORE)
         rate_bps = None if self._light else self.meter.rate_bps
         choice = choose(self.rtt_s, rate_bps, len(self._slots), window_bytes(), lossy=self._is_lossy())
         if self.settings.num_streams is not None:
@@ -179,9 +184,10 @@ class Channel:
             self._lossy = sent_twice - sent_before > LOSSY * (delivered - delivered_before)
         return self._lossy
 
-    def paced_s(self, num_bytes: int) -> float:
-        """How long so much takes at a pace of ours; zero where there is none."""
-        return num_bytes * 8 / self.outbox.flight.pace_bps if self.outbox.flight is not None else 0.0
+    @property
+    def is_slow(self) -> bool:
+        """Whether chunks leave at a pace of ours."""
+        return self.outbox.flight is not None and self.outbox.flight.pace_bps < float("inf")
 
     @property
     def num_live(self) -> int:

@@ -18,6 +18,7 @@ from atlas.wan.channel import Channel
 from atlas.wan.greet import Address, Answer, receive
 from atlas.wan.inbound import Inbound
 from atlas.wan.inbox import Inbox
+from atlas.wan.nearby import listen_nearby
 from atlas.wan.porter import Porter
 from atlas.wan.security import Security
 from atlas.wan.settings import Settings
@@ -57,7 +58,8 @@ class Endpoint(Transport):
         family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
         server = socket.create_server(listen, family=family, backlog=1024)
         self.address: Address = server.getsockname()[:2]
-        self._porter = Porter(server, self.settings, self._admit)
+        doors = [door for door in (server, listen_nearby(self.address)) if door is not None]
+        self._porter = Porter(doors, self.settings, self._admit)
         self._watcher = threading.Thread(target=self._watch, daemon=True, name=f"atlas wan {name} watch")
         self._watcher.start()
 

@@ -33,6 +33,7 @@ class Flight:
         self._lows: deque[tuple[float, float]] = deque()
         """The quickest of some rounds, increasing: the first is the quickest of all that count."""
         self._begin, self._quickest_s, self._was_full = 0.0, float("inf"), False
+        self._slowest_s, self._held_back = 0.0, False
         self._rate_bps, self._gone_at = float("inf"), 0.0
         self._swift_bps, self._swift_at = 0.0, 0.0
 
@@ -70,14 +71,23 @@ class Flight:
 
     def filled(self) -> None:
         """Somebody wanted to send and was held back by the limit."""
-        self._was_full = True
+        self._was_full = self._held_back = True
+
+    def had_room(self) -> bool:
+        """Asked when everything has come back: whether the limit held something back, and yet nothing was late. Then
+        the path takes more; bursts that are over before their rate can be told make themselves felt like this."""
+        with self._lock:
+            low_s = self._lows[0][1] if self._lows else 0.0
+            had_room = self._held_back and 0.0 < self._slowest_s < low_s + self.slack_s
+            self._slowest_s, self._held_back = 0.0, False
+            return had_room
 
     def came_back(self, took_s: float, now: float, num_bytes: int = 0) -> None:
         with self._lock:
             swift_bps = num_bytes * 8 / max(took_s - self.rtt_s, 0.001)
             if swift_bps > self._swift_bps or now - self._swift_at > SWIFT_S:
                 self._swift_bps, self._swift_at = swift_bps, now
-            self._quickest_s = min(self._quickest_s, took_s)
+            self._quickest_s, self._slowest_s = min(self._quickest_s, took_s), max(self._slowest_s, took_s)
             if now - self._begin >= max(1.1 * self.rtt_s, 0.01):
                 self._end_round(now)
 

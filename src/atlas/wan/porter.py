@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from atlas.errors import WorkerError
+from atlas.wan.nearby import is_strange
 from atlas.wan.settings import Settings
 from atlas.wan.wire import PREAMBLE, read_preamble
 
@@ -34,13 +35,16 @@ class Stranger:
 class Porter:
     """`admit(sock, mode)` runs on a thread of its own and owns the socket, for as long as it likes."""
 
-    def __init__(self, server: socket.socket, settings: Settings, admit: Callable[[socket.socket, int], None]) -> None:
+    def __init__(
+        self, doors: list[socket.socket], settings: Settings, admit: Callable[[socket.socket, int], None]
+    ) -> None:
         self.settings, self.admit = settings, admit
         self.num_accepted = self.num_turned_away = 0
-        self._server = server
-        self._server.setblocking(False)
+        self._doors = doors
         self._selector = selectors.DefaultSelector()
-        self._selector.register(server, selectors.EVENT_READ)
+        for door in doors:
+            door.setblocking(False)
+            self._selector.register(door, selectors.EVENT_READ)
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector.register(self._wake_out, selectors.EVENT_READ)
         self._strangers: dict[socket.socket, Stranger] = {}
@@ -58,20 +62,22 @@ class Porter:
         self._closing = True
         self._wake_in.send(b"x")
         self._thread.join()
-        for sock in [*self._strangers, self._server, self._wake_in, self._wake_out]:
+        for sock in [*self._strangers, *self._doors, self._wake_in, self._wake_out]:
             sock.close()
         self._selector.close()
 
     def _run(self) -> None:
         while not self._closing:
             for key, _ in self._selector.select(0.25):
-                if key.fileobj is self._server:
-                    self._accept()
-                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._strangers:
+                if not isinstance(key.fileobj, socket.socket):
+                    continue
+                if key.fileobj in self._doors:
+                    self._accept(key.fileobj)
+                elif key.fileobj in self._strangers:
                     self._hear(self._strangers[key.fileobj])
             self._drop_late()
 
-    def _accept(self) -> None:
+    def _accept(self, door: socket.socket) -> None:
         now = time.monotonic()
         rate = self.settings.accepts_per_s
         self._allowance = min(ACCEPTS_AT_ONCE, self._allowance + (now - self._allowance_at) * rate)
@@ -82,13 +88,16 @@ class Porter:
         while self._allowance >= 1:
             self._allowance -= 1
             try:
-                sock, _ = self._server.accept()
+                sock, _ = door.accept()
             except BlockingIOError:
                 return
             except OSError:
                 time.sleep(0.05)  # out of descriptors, most likely: some will come back
                 return
             self.num_accepted += 1
+            if is_strange(sock):
+                sock.close()
+                continue
             sock.setblocking(False)
             if len(self._strangers) >= self.settings.max_pending:
                 self._turn_away(next(iter(self._strangers.values())))

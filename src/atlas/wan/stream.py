@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from atlas.errors import WorkerError
+from atlas.wan.nearby import is_nearby
 from atlas.wan.seal import TAG_BYTES, Seal
 from atlas.wan.wire import MAX_CHUNK_BYTES
 
@@ -52,7 +53,7 @@ class Stream:
         self.on_tick: Callable[[], None] = lambda: None
         """Called every `TICK_S` of waiting; may raise to end the wait."""
         self._scratch = bytearray(0)
-        self._lump_bytes = 1
+        self._lump_bytes, self._in_lumps = 1, not is_nearby(sock)
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._tuned = (0, 0.0)
@@ -132,7 +133,7 @@ class Stream:
 
     def _await_lump(self, num_bytes: int) -> bool:
         """Waits until a good part of them is there, or a tick has passed; False if they are too few for that."""
-        lump_bytes = min(num_bytes, MAX_LUMP_BYTES) if num_bytes >= MIN_LUMP_BYTES else 1
+        lump_bytes = min(num_bytes, MAX_LUMP_BYTES) if self._in_lumps and num_bytes >= MIN_LUMP_BYTES else 1
         if lump_bytes != self._lump_bytes:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, lump_bytes)
             self._lump_bytes = lump_bytes

@@ -99,6 +99,11 @@ class RateMeter:
         with self._lock:
             self._samples = deque([(now, rate_bps)] if rate_bps else [])
 
+    def raise_by(self, factor: float) -> None:
+        """What is known is too little."""
+        with self._lock:
+            self._samples = deque((when, factor * bps) for when, bps in self._samples)
+
     def acknowledged(self, num_bytes: int, now: float) -> None:
         with self._lock:
             if self._since is None:

@@ -100,6 +100,8 @@ def _store(lane: int, ints: Any, memory: Any, words: Any, packet: Any, num_bytes
     """Puts a packet at the ring's tail, unless it is full."""
     row = ints[lane]
     need = RECORD_BYTES + (num_bytes + 15) // 16 * 16
+    if row[USED] == 0:
+        row[HEAD] = row[TAIL] = 0  # memory that is warm
     skip = row[SIZE] - row[TAIL] if row[TAIL] + need > row[SIZE] else 0
     if row[USED] + skip + need > row[SIZE]:
         return False

@@ -22,6 +22,7 @@ from atlas.wan.emulator.priority import end_with_parent, hurry
 
 MAX_RING_BYTES = 256 * 1024 * 1024
 SLACK_BYTES = 4 * 1024 * 1024
+MAX_TOUCHED_BYTES, PAGE_BYTES = 1 << 30, 4096
 
 
 class ForwardServer:
@@ -72,7 +73,8 @@ class ForwardServer:
             self._ints[lane, [f.TRUNK, f.DST, f.BASE, f.SIZE, f.OPEN]] = self._trunk(path, there), dst, base, size, 1
             self._shape(lane, path)
             base += size
-        self._memory = np.empty(base, np.uint8)  # touched, and so really used, only where packets were
+        self._memory = np.empty(base, np.uint8)
+        self._memory[:MAX_TOUCHED_BYTES:PAGE_BYTES] = 0  # a first touch later may take milliseconds
         _seed(seed)
         self._compile()
         return {"priority": hurry(realtime=realtime)}

@@ -1,0 +1,59 @@
+"""Nodes on one host meet over a Unix socket, unless a proxy stands between them or somebody else took the name."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import pytest
+
+from atlas.wan import nearby
+from atlas.wan.endpoint import Endpoint
+from atlas.wan.proxy import DelayProxy
+from atlas.wan.settings import Settings
+from atlas.wan.transport import Key
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's"),
+    pytest.mark.filterwarnings("error"),
+]
+ONE = Settings(max_streams=1, warm_s=0.2)
+
+
+def family(a: Endpoint, b: Endpoint, address: tuple[str, int]) -> socket.AddressFamily:
+    """Sends something from a to b, and tells over what."""
+    a.connect({b.name: address})
+    data = os.urandom(3_000_000)
+    a.send(Key(b.name), data).wait(10)
+    assert bytes(b.recv(Key(a.name)).wait(10) or b"") == data
+    (slot,) = a.channel(b.name)._slots
+    assert slot.stream is not None
+    return slot.stream.sock.family
+
+
+def test_a_loopback_address_is_reached_without_tcp() -> None:
+    with Endpoint("dc1/a", settings=ONE) as a, Endpoint("dc1/b", settings=ONE) as b:
+        assert family(a, b, b.address) == socket.AF_UNIX
+        address = b.address
+    assert nearby.dial_nearby(address) is None, "nothing is left behind"
+
+
+def test_a_proxy_is_not_bypassed() -> None:
+    with (
+        Endpoint("dc1/a", settings=ONE) as a,
+        Endpoint("dc1/b", settings=ONE) as b,
+        DelayProxy(b.address, latency_s=0.005, rate_bps=200e6) as proxy,
+    ):
+        assert family(a, b, proxy.address) == socket.AF_INET
+
+
+def test_a_twin_of_another_user_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with Endpoint("dc1/a", settings=ONE) as a, Endpoint("dc1/b", settings=ONE) as b:
+        assert family(a, b, b.address) == socket.AF_INET
+
+
+@pytest.mark.parametrize("host", ["10.1.0.4", "localhost", "2001:db8::1"])
+def test_only_loopback_addresses_have_a_twin(host: str) -> None:
+    assert nearby.listen_nearby((host, 7000)) is None
