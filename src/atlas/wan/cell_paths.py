@@ -26,9 +26,9 @@ LEAST_TURN_S, TURN = 0.25, 3.0
 """How long one may wait for its turn at a relay before that counts as having left; or so many times what slices need
 from there."""
 TICK_S, IDLE_S = 0.02, 0.1
-HOLD_S = 0.002
-"""On a slow path we wait so long before we carry a slice ourselves: what others sent at the same moment, with a smaller
-turn, takes that long to reach us, and cannot overtake what has left."""
+HOLD, LEAST_HOLD_S, MOST_HOLD_S = 0.1, 0.002, 0.006
+"""Over what a slice takes on a slow path: so long we wait before we carry one ourselves. What others sent at the same
+moment, with a smaller turn, takes that long to reach us, and cannot overtake what has left."""
 
 Hops = tuple[str, ...]
 
@@ -82,7 +82,7 @@ class Path:
 
 class Sender:
     """All slices for one destination and lane; `hand_over` sends them on their way. The first path is our own;
-    `is_slow` says whether it is worth waiting for others' turns before we use it."""
+    `slice_s` says what a slice takes on it, zero where it is too fast to wait for others' turns."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class Sender:
         lane: int,
         paths: list[Hops],
         hand_over: Callable[[Path, Slice, memoryview], None],
-        is_slow: Callable[[], bool] = lambda: False,
+        slice_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.outbox, self.lane, self._hand_over, self._is_slow = outbox, lane, hand_over, is_slow
+        self.outbox, self.lane, self._hand_over, self._slice_s = outbox, lane, hand_over, slice_s
         self.paths = [Path(i, hops) for i, hops in enumerate(paths)]
         self.closing = False
         self._changed = threading.Condition()
@@ -107,8 +107,9 @@ class Sender:
                 if not free:
                     self._changed.wait(IDLE_S)
                     continue
-            if is_ready and free[0] is self.paths[0] and self._is_slow():
-                time.sleep(max(0.0, self.outbox.head_since + HOLD_S - time.monotonic()))
+            if is_ready and free[0] is self.paths[0] and (slice_s := self._slice_s()):
+                hold_s = max(LEAST_HOLD_S, min(MOST_HOLD_S, HOLD * slice_s))
+                time.sleep(max(0.0, self.outbox.head_since + hold_s - time.monotonic()))
             for path in free:
                 if (chunk := self._next(path, is_ready=is_ready)) is not None:
                     self._set_out(path, chunk)

@@ -184,10 +184,9 @@ class Channel:
             self._lossy = sent_twice - sent_before > LOSSY * (delivered - delivered_before)
         return self._lossy
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether chunks leave at a pace of ours."""
-        return self.outbox.flight is not None and self.outbox.flight.pace_bps < float("inf")
+    def paced_s(self, num_bytes: int) -> float:
+        """How long so much takes at a pace of ours; zero where there is none."""
+        return num_bytes * 8 / self.outbox.flight.pace_bps if self.outbox.flight is not None else 0.0
 
     @property
     def num_live(self) -> int:
