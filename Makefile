@@ -2,6 +2,8 @@
 # Debian's chromium where it is missing, apt is there and we are root (elsewhere the browser tests skip).
 PYTHON ?= python3
 BIN := .venv/bin
+# Rooms whose tests only compute run beside each other; those that keep time, or start processes, one after the other.
+ROOMS := $(addprefix tests/,ir spec cost sim schedules plan bubbletea/admit bubbletea/sim bubbletea/windows runtime/models)
 
 .PHONY: demo test smoke check bench test-slow chromium clean
 
@@ -9,7 +11,8 @@ demo: .venv/runtime
 	$(BIN)/python examples/demo.py
 
 test: .venv/dev chromium check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto $(ROOMS)
+	$(BIN)/python -m pytest --durations=15 $(addprefix --ignore=,$(ROOMS))
 
 smoke: .venv/runtime
 	$(BIN)/python -m atlas.launch.smoke

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,20 @@ IDLE_S = 120.0
 """A decode engine may keep its connection this long between two fetches."""
 BLOCK_BYTES = 8 << 20
 """About as many bytes go into one frame."""
+
+
+def own_address(bound: str) -> str:
+    """What others dial: of a socket bound to every address, the one that this host reaches the world from."""
+    address = ipaddress.ip_address(bound)
+    if not address.is_unspecified:
+        return bound
+    family, far = (socket.AF_INET, "192.0.2.1") if address.version == 4 else (socket.AF_INET6, "2001:db8::1")
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((far, 9))  # of a datagram socket: sends nothing, asks the routes
+        except OSError:
+            return socket.gethostname()
+        return str(probe.getsockname()[0])
 
 
 class Door:
@@ -40,7 +55,8 @@ class Door:
         if not anywhere and not ipaddress.ip_address(host).is_loopback:
             raise AtlasError(f"hand-off on {host}: others could listen in. Use 127.0.0.1, or allow it expressly")
         self._server = await asyncio.start_server(self._serve, host, port)
-        self.address = self._server.sockets[0].getsockname()[:2]
+        bound, port = self._server.sockets[0].getsockname()[:2]
+        self.address = (own_address(bound), port)
 
     async def close(self) -> None:
         if self._server is None:

@@ -15,7 +15,7 @@ from prefill_samples import LLAMA
 from atlas.errors import AtlasError, WorkerError
 from bubbletea.frames import PROOF, Frame, pack, receive, send
 from bubbletea.handoff.blocks import KV, Block, bytes_of, pack_block, unpack_block
-from bubbletea.handoff.door import Door
+from bubbletea.handoff.door import Door, own_address
 from bubbletea.handoff.fetch import Fetcher, Ticket
 from bubbletea.handoff.store import Parcel, Store
 from bubbletea.prefill.shard import Served
@@ -104,6 +104,11 @@ def test_a_door_beyond_loopback_must_be_wanted() -> None:
     door = Door(Store(SERVED, 0), "secret")
     with pytest.raises(AtlasError, match="others could listen in"):
         asyncio.run(door.start("0.0.0.0", 0))
+
+
+def test_a_door_on_every_address_names_one_that_can_be_dialled() -> None:
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    assert own_address("0.0.0.0") not in ("0.0.0.0", "")
 
 
 def test_a_damaged_block_is_an_error() -> None:
