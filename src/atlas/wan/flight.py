@@ -16,7 +16,7 @@ FIRST_BYTES, MAX_BYTES = 128 * 1024, 1 << 30
 MEMORY_S = 30.0
 PACED_BYTES = 64 * 1024
 """A path that carries less than this in a quantum is paced: the kernel's smallest buffers would take in several."""
-PACE, LEAD_S = 1.1, 0.003
+PACE, LEAD_S = 1.25, 0.003
 """How fast, over what the path was seen to deliver; and how far ahead of it."""
 SWIFT_S = 10.0
 """How long a chunk that came through quickly says what the path can do."""

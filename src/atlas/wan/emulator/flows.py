@@ -17,9 +17,8 @@ from atlas.wan.emulator.paths import LOOKAHEAD_S, STOCK_S, PathSpec
 LOOKAHEAD_NS = round(LOOKAHEAD_S * 1e9)
 CATCH_UP_NS = 20_000_000
 """A loop that wakes late still gives the link its due for this long back; a longer gap is lost, and told."""
-CHUNK_S, SLOW_CHUNK_S = 0.002, 0.005
-"""How long a piece takes on its link; where that is less than a packet or two, somewhat longer: each costs the same."""
-MIN_CHUNK_BYTES, SLOW_CHUNK_BYTES, MAX_CHUNK_BYTES = 1024, 4096, 128 * 1024
+CHUNK_S = 0.002
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1024, 128 * 1024
 
 
 class Piece(NamedTuple):
@@ -65,8 +64,7 @@ class Lane:
         self.window_bytes = path.flight_bytes
         self.ns_per_byte = 8e9 / path.pair_bps if path.pair_bps else 0.0
         rate = path.rate_bps or 1e12
-        least = max(MIN_CHUNK_BYTES, min(SLOW_CHUNK_BYTES, round(rate / 8 * SLOW_CHUNK_S)))
-        self.chunk_bytes = max(least, min(MAX_CHUNK_BYTES, round(rate / 8 * CHUNK_S)))
+        self.chunk_bytes = max(MIN_CHUNK_BYTES, min(MAX_CHUNK_BYTES, round(rate / 8 * CHUNK_S)))
         self.chunk_bytes = min(self.chunk_bytes, max(1, self.window_bytes // 4))
         self.receive_buffer_bytes = max(64 * 1024, min(512 * 1024, round(rate / 8 * STOCK_S)))
 
