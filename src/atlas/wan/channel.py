@@ -152,6 +152,8 @@ class Channel:
         if (flight := self.outbox.flight) is not None and self.outbox.is_empty and flight.had_room():
             self.meter.raise_by(MORE)
         rate_bps = None if self._light else self.meter.rate_bps
+        if rate_bps and (flight := self.outbox.flight) is not None and flight.is_slow:
+            rate_bps = max(rate_bps, flight.rate_bps)
         choice = choose(self.rtt_s, rate_bps, len(self._slots), window_bytes(), lossy=self._is_lossy())
         if self.settings.num_streams is not None:
             choice = choice.with_streams(self.settings.num_streams)

@@ -18,8 +18,8 @@ PACED_BYTES = 64 * 1024
 """A path that carries less than this in a quantum is paced: the kernel's smallest buffers would take in several."""
 PACE, LEAD_S = 1.25, 0.003
 """How fast, over what the path was seen to deliver; and how far ahead of it."""
-SWIFT_S = 10.0
-"""How long a chunk that came through quickly says what the path can do."""
+SWIFT_S, SWIFT_BYTES = 10.0, 8 * 1024
+"""How long a chunk that came through quickly says what the path can do; of so many bytes at least."""
 
 
 class Flight:
@@ -35,7 +35,7 @@ class Flight:
         self._begin, self._quickest_s, self._was_full = 0.0, float("inf"), False
         self._slowest_s, self._held_back = 0.0, False
         self._rate_bps, self._gone_at = float("inf"), 0.0
-        self._swift_bps, self._swift_at = 0.0, 0.0
+        self._swift_bps, self._swift_before_bps, self._swift_since = 0.0, 0.0, 0.0
 
     @property
     def limit_bytes(self) -> int:
@@ -49,17 +49,28 @@ class Flight:
     def learn(self, rate_bps: float, chunk_bytes: int = 0, rtt_s: float | None = None) -> None:
         """What the path was seen to deliver bounds the limit on both sides. Below what it holds, lateness is not our
         queue, and less under way would only make bbr believe in less; far above it, queues overflow, which the first
-        chunks of a burst, never late, do not tell. A path that holds less than a chunk has a second one under way, or
-        it would idle a round trip after each."""
-        self.least_bytes = max(int(rate_bps / 8 * (1.25 * self.rtt_s + 0.012)), chunk_bytes + 1)
-        self.most_bytes = max(int(rate_bps / 8 * (1.5 * self.rtt_s + 0.015)), chunk_bytes + 1)
+        chunks of a burst, never late, do not tell. Beside what a path holds, a chunk is on its way onto it, or it would
+        idle after each."""
         self._rate_bps, self.rtt_s = rate_bps, rtt_s or self.rtt_s
+        rate_bps = self.rate_bps
+        beside = int(1.1 * rate_bps / 8 * self.rtt_s) + chunk_bytes + 1
+        self.least_bytes = max(int(rate_bps / 8 * (1.25 * self.rtt_s + 0.012)), beside)
+        self.most_bytes = max(int(rate_bps / 8 * (1.5 * self.rtt_s + 0.015)), beside)
+
+    @property
+    def is_slow(self) -> bool:
+        return self._rate_bps * QUANTUM_NS / 8e9 < PACED_BYTES
+
+    @property
+    def rate_bps(self) -> float:
+        """What was learnt; of a slow path not less than a single chunk has shown to be possible, since what is held
+        back by its pace never shows more."""
+        swift_bps = max(self._swift_bps, self._swift_before_bps)
+        return max(self._rate_bps, swift_bps) if self.is_slow else self._rate_bps
 
     @property
     def pace_bps(self) -> float:
-        """Not less than a single chunk has shown to be possible: what is held back by its pace shows no more."""
-        rate_bps = max(self._rate_bps, self._swift_bps)
-        return PACE * rate_bps if rate_bps * QUANTUM_NS / 8e9 < PACED_BYTES else float("inf")
+        return PACE * self.rate_bps if self.is_slow else float("inf")
 
     def pause_s(self, now: float) -> float:
         """How long the next chunk waits for those before it to be on the path; they may be many kernels' worth."""
@@ -84,9 +95,10 @@ class Flight:
 
     def came_back(self, took_s: float, now: float, num_bytes: int = 0) -> None:
         with self._lock:
-            swift_bps = num_bytes * 8 / max(took_s - self.rtt_s, 0.001)
-            if swift_bps > self._swift_bps or now - self._swift_at > SWIFT_S:
-                self._swift_bps, self._swift_at = swift_bps, now
+            if now - self._swift_since > SWIFT_S:
+                self._swift_bps, self._swift_before_bps, self._swift_since = 0.0, self._swift_bps, now
+            if num_bytes >= SWIFT_BYTES:
+                self._swift_bps = max(self._swift_bps, num_bytes * 8 / max(took_s - self.rtt_s, 0.001))
             self._quickest_s, self._slowest_s = min(self._quickest_s, took_s), max(self._slowest_s, took_s)
             if now - self._begin >= max(1.1 * self.rtt_s, 0.01):
                 self._end_round(now)
