@@ -47,6 +47,19 @@ def test_a_chunk_that_came_quickly_raises_a_pace_that_was_too_slow() -> None:
     assert flight.pace_bps == pytest.approx(PACE * SLOW_BPS, rel=0.01)
 
 
+def test_what_a_chunk_showed_is_remembered_for_a_while_and_counts_on_slow_paths_only() -> None:
+    flight, fast = paced(2e6), paced(500e6)
+    flight.came_back(0.02 + 16 * KB * 8 / SLOW_BPS, 100.0, 16 * KB)
+    for at in (105.0, 111.0, 112.0):
+        flight.came_back(0.2, at, 16 * KB)
+        assert flight.rate_bps == pytest.approx(SLOW_BPS, rel=0.01)
+    for at in (122.0, 133.0):
+        flight.came_back(0.2, at, 16 * KB)
+    assert flight.rate_bps == 2e6
+    fast.came_back(0.0201, 100.0, 1 << 20)
+    assert fast.rate_bps == 500e6
+
+
 def test_the_outbox_waits_for_the_pace() -> None:
     box = Outbox(chunk_bytes=16 * KB, num_streams=1)
     box.freed(0, 1 << 20)
