@@ -2,6 +2,8 @@
 # Debian's chromium where it is missing, apt is there and we are root (elsewhere the browser tests skip).
 PYTHON ?= python3
 BIN := .venv/bin
+# Many short-lived processes import torch: where the environment forbids keeping bytecode, each would compile it anew.
+export PYTHONDONTWRITEBYTECODE :=
 # Rooms whose tests only compute run beside each other; those that keep time, or start processes, one after the other.
 ROOMS := $(addprefix tests/,ir spec cost sim schedules plan bubbletea/admit bubbletea/sim bubbletea/windows runtime/models)
 
