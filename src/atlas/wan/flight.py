@@ -14,7 +14,7 @@ from atlas.ir.dispatch import QUANTUM_NS
 
 FIRST_BYTES, MAX_BYTES = 128 * 1024, 1 << 30
 MEMORY_S = 30.0
-PACED_BYTES = 64 * 1024
+PACED_BYTES = 32 * 1024
 """A path that carries less than this in a quantum is paced: the kernel's smallest buffers would take in several."""
 PACE, LEAD_S = 1.25, 0.003
 """How fast, over what the path was seen to deliver; and how far ahead of it."""
