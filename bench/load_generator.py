@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,12 @@ def url_of(service: subprocess.Popen[str]) -> str:
     assert match is not None, "the service names its address first"
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        with urllib.request.urlopen(f"{match[0]}/health") as answer:
-            if json.load(answer)["lanes"] == WORKERS:
-                return match[0]
+        try:
+            with urllib.request.urlopen(f"{match[0]}/health") as answer:
+                if json.load(answer)["lanes"] == WORKERS:
+                    return match[0]
+        except urllib.error.HTTPError:
+            pass  # 503: no workers yet
         time.sleep(0.2)
     raise TimeoutError(f"not {WORKERS} workers within {START_S:g} s")
 
