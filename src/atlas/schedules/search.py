@@ -20,8 +20,9 @@ from atlas.errors import ProgramError
 from atlas.ir.ops import Kind
 from atlas.ir.program import Ints, Program, default_turns
 from atlas.schedules.setting import Progress, Setting
+from atlas.sim.cell import SLOT_B, SLOT_F
 from atlas.sim.lower import NONE
-from atlas.sim.policy import ANYTIME, SLOT_B, SLOT_F, Played, Rule, freeze, play, play_reversed, priority_keys
+from atlas.sim.policy import ANYTIME, Played, Rule, freeze, play, play_reversed, priority_keys
 
 FIRST = ((Kind.F, Kind.B, Kind.R, Kind.W), (Kind.B, Kind.F, Kind.R, Kind.W), (Kind.F, Kind.R, Kind.B, Kind.W))
 """Priorities that most often win, tried before the rest."""

@@ -24,6 +24,7 @@ from atlas.sim.network import (
     L_TRACE,
     L_TRACE_END,
     LINK_SHIFT,
+    OFFER,
     SEQUENCE_MASK,
     SIZE,
     T_ARRIVE,
@@ -44,7 +45,7 @@ from atlas.sim.network import (
     push,
     wake,
 )
-from atlas.sim.reference import OFFER, UNKNOWN, Events
+from atlas.sim.reference import UNKNOWN, Events
 
 # Columns of the packed rows.
 OP_NS, OP_INPUT, OP_OUTPUT, OP_GROUP, OP_WORKER = range(5)

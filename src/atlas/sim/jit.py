@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import numba
 
 _HERE = Path(__file__).parent
-_SOURCES = ("jit", "network", "compiled", "policy", "reprice", "lower", "reference")
+_SOURCES = ("jit", "network", "compiled", "cell", "policy", "reprice", "lower", "reference")
 
 
 def _cache_folder() -> Path | None:
@@ -38,12 +38,15 @@ if _folder is not None and not os.environ.get("NUMBA_CACHE_DIR"):
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+_PART: Any = {"no_cfunc_wrapper": True, "error_model": "numpy"}
+"""Nobody calls from C, and nothing here divides by zero: what need not be compiled."""
+
+
 def entry(function: _Function) -> _Function:
     """What Python calls: compiled on its first call, with all it calls, and kept for the next process."""
-    return cast(_Function, numba.njit(cache=True)(function))
+    return cast(_Function, numba.njit(**_PART | {"cache": True})(function))
 
 
 def njit(function: _Function) -> _Function:
     """A part of an entry, never called from Python: no wrapper, no cache file of its own; compiles twice as fast."""
-    only_inside: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return cast(_Function, numba.njit(**only_inside)(function))
+    return cast(_Function, numba.njit(**_PART | {"no_cpython_wrapper": True})(function))

@@ -17,11 +17,15 @@ from numpy.typing import NDArray
 from atlas.cost.table import FAIR, PRIVATE
 from atlas.ir.dispatch import before
 from atlas.ir.program import Ints
+from atlas.sim import reference
 from atlas.sim.jit import njit
 from atlas.sim.lower import NONE, Tables
-from atlas.sim.reference import LINK, UNKNOWN
+from atlas.sim.reference import UNKNOWN
 
 Floats = NDArray[np.float64]
+
+OP, OFFER, LINK, ARRIVE = (np.int64(kind) for kind in (reference.OP, reference.OFFER, reference.LINK, 3))
+"""What an event is. Not plain integers: of those numba makes a type each, and compiles `push` for every one."""
 
 WHAT_SHIFT, SEQUENCE_SHIFT = 60, 26
 """An event packs (what, sequence, which) into one integer, which also orders events of the same nanosecond; that of a
@@ -56,10 +60,10 @@ TR_AT, TR_LATENCY = range(2)
 
 
 @njit
-def push(time: Ints, events: Ints, counters: Ints, when: int, what: int, which: int) -> int:
+def push(time: Ints, events: Ints, counters: Ints, when: int, what: np.int64, which: int) -> int:
     """Foresee an event; returns its sequence number."""
     counters[SEQUENCE] += 1
-    sequence = counters[SEQUENCE]
+    sequence: int = counters[SEQUENCE]
     event = (what << WHAT_SHIFT) | (sequence << SEQUENCE_SHIFT) | which
     if what == LINK:
         event = (what << WHAT_SHIFT) | (which << LINK_SHIFT) | sequence
@@ -72,7 +76,7 @@ def push(time: Ints, events: Ints, counters: Ints, when: int, what: int, which: 
         time[k], events[k] = time[parent], events[parent]
         k = parent
     time[k], events[k] = when, event
-    return int(sequence)
+    return sequence
 
 
 @njit
@@ -96,10 +100,10 @@ def drop_first(time: Ints, events: Ints, counters: Ints) -> None:
 
 @njit
 def _span(trace: Ints, row: Ints, now: int) -> int:
-    k = row[L_TRACE]
+    k: int = row[L_TRACE]
     while k + 1 < row[L_TRACE_END] and trace[k + 1, TR_AT] <= now:
         k += 1
-    return int(k)
+    return k
 
 
 @njit
@@ -112,7 +116,8 @@ def _finish(trace: Ints, rate: Floats, row: Ints, start: int, work: float, share
     while True:
         speed = rate[k] * share
         if k + 1 == last or left <= (trace[k + 1, TR_AT] - now) * speed:
-            return int(now + math.ceil(left / speed))
+            end: int = now + math.ceil(left / speed)
+            return end
         left -= (trace[k + 1, TR_AT] - now) * speed
         now = trace[k + 1, TR_AT]
         k += 1
@@ -125,7 +130,9 @@ def _done(trace: Ints, rate: Floats, row: Ints, start: int, end: int, share: flo
         return (end - start) * share
     now, work = start, 0.0
     for k in range(_span(trace, row, start), last):
-        until = end if k + 1 == last else min(end, trace[k + 1, TR_AT])
+        until = end
+        if k + 1 < last and trace[k + 1, TR_AT] < end:
+            until = trace[k + 1, TR_AT]
         work += (until - now) * rate[k] * share
         now = until
         if now == end:
@@ -137,7 +144,8 @@ def _done(trace: Ints, rate: Floats, row: Ints, start: int, end: int, share: flo
 def _extra_latency(trace: Ints, row: Ints, now: int) -> int:
     if row[L_TRACE] == row[L_TRACE_END]:
         return 0
-    return int(trace[_span(trace, row, now), TR_LATENCY])
+    late: int = trace[_span(trace, row, now), TR_LATENCY]
+    return late
 
 
 @njit
@@ -156,11 +164,12 @@ def _offer_private(
     for k in range(row[L_SERVER] + 1, row[L_SERVERS_END]):
         if free[k] < free[server]:
             server = k
-    start = max(now, free[server])
-    sent = _finish(trace, rate, row, start, transfers[transfer, T_WORK], 1.0)
+    start = now if now > free[server] else free[server]
+    sent = _finish(trace, rate, row, start, float(transfers[transfer, T_WORK]), 1.0)
     free[server] = sent
     times[transfer, T_BEGUN], times[transfer, T_SENT] = start, sent
-    return int(sent + transfers[transfer, T_LATENCY] + _extra_latency(trace, row, start))
+    latency: int = transfers[transfer, T_LATENCY] + _extra_latency(trace, row, start)
+    return sent + latency
 
 
 _rank = njit(before)
@@ -168,7 +177,7 @@ _rank = njit(before)
 
 @njit
 def _before(transfers: Ints, a: int, b: int) -> bool:
-    return bool(_rank(transfers[a, T_TURN], a) < _rank(transfers[b, T_TURN], b))
+    return _rank(transfers[a, T_TURN], a) < _rank(transfers[b, T_TURN], b)
 
 
 @njit
@@ -188,7 +197,8 @@ def _queue_push(transfers: Ints, row: Ints, queue: Ints, transfer: int) -> None:
 def _queue_pop(transfers: Ints, row: Ints, queue: Ints) -> int:
     first, size = row[L_QUEUE], row[L_QUEUED] - 1
     row[L_QUEUED] = size
-    top, last = queue[first], queue[first + size]
+    top: int = queue[first]
+    last = queue[first + size]
     k, child = 0, 1
     while child < size:
         if child + 1 < size and _before(transfers, queue[first + child + 1], queue[first + child]):
@@ -198,7 +208,7 @@ def _queue_pop(transfers: Ints, row: Ints, queue: Ints) -> int:
         queue[first + k] = queue[first + child]
         k, child = child, 2 * child + 1
     queue[first + k] = last
-    return int(top)
+    return top
 
 
 @njit
@@ -212,8 +222,10 @@ def _turns_offer(
     if serving == NONE:
         row[L_EXPECTED] = push(time, events, counters, now, LINK, link)
     elif quantum and not row[L_CHANGING] and transfers[transfer, T_TURN] < transfers[serving, T_TURN]:
-        chunks = max(1, -(-(now - row[L_SINCE]) // quantum))
-        boundary = row[L_SINCE] + chunks * quantum
+        since = row[L_SINCE]
+        boundary = since + -(-(now - since) // quantum) * quantum
+        if now == since:
+            boundary += quantum
         if boundary < row[L_UNTIL]:
             row[L_CHANGING] = 1
             row[L_EXPECTED] = push(time, events, counters, boundary, LINK, link)
@@ -221,7 +233,9 @@ def _turns_offer(
 
 @njit
 def _fair_share(row: Ints, fluid: Floats) -> float:
-    return min(1.0, fluid[X_CAPACITY] / row[L_NUM_ACTIVE]) if row[L_NUM_ACTIVE] else 1.0
+    capacity, count = fluid[X_CAPACITY], row[L_NUM_ACTIVE]
+    share: float = capacity / count if count > capacity else 1.0
+    return share
 
 
 @njit
@@ -244,10 +258,11 @@ def _fair_begin(
 def _least(row: Ints, done_at: Floats) -> float:
     """The service at which the first of the active transfers is done; a loop, because `min()` is slow to compile."""
     first = row[L_ACTIVE]
-    least = done_at[first]
+    least: float = done_at[first]
     for k in range(first + 1, first + row[L_NUM_ACTIVE]):
-        least = min(least, done_at[k])
-    return float(least)
+        if done_at[k] < least:
+            least = done_at[k]
+    return least
 
 
 @njit
@@ -257,27 +272,34 @@ def _fair_foresee(
 ) -> None:  # fmt: skip
     row[L_EXPECTED] = NONE
     if row[L_NUM_ACTIVE]:
-        left = max(0.0, _least(row, done_at) - fluid[X_SERVICE])
+        left = _least(row, done_at) - fluid[X_SERVICE]
+        if left < 0.0:
+            left = 0.0
         end = _finish(trace, rate, row, now, left, _fair_share(row, fluid))
         row[L_EXPECTED] = push(time, events, counters, end, LINK, link)
 
 
 @njit
-def _fair_ended(row: Ints, fluid: Floats, active: Ints, done_at: Floats) -> Ints:
-    """Take what is done off the list of active transfers, in order of start."""
-    first, count = row[L_ACTIVE], row[L_NUM_ACTIVE]
-    fluid[X_SERVICE] = max(fluid[X_SERVICE], _least(row, done_at))
-    ended = np.empty(count, np.int64)
-    num_ended, kept = 0, 0
-    for k in range(first, first + count):
-        if done_at[k] <= fluid[X_SERVICE]:
-            ended[num_ended] = active[k]
-            num_ended += 1
+def _fair_ended(
+    transfers: Ints, times: Ints, row: Ints, fluid: Floats, active: Ints, done_at: Floats, trace: Ints, counters: Ints,
+    delivered: Ints, now: int,
+) -> None:  # fmt: skip
+    """Deliver what is done, in order of start, and take it off the list of active transfers."""
+    first = kept = row[L_ACTIVE]
+    service = _least(row, done_at)
+    if service < fluid[X_SERVICE]:
+        service = fluid[X_SERVICE]
+    fluid[X_SERVICE] = service
+    for k in range(first, first + row[L_NUM_ACTIVE]):
+        transfer = active[k]
+        if done_at[k] <= service:
+            times[transfer, T_SENT] = now
+            late = _extra_latency(trace, row, times[transfer, T_BEGUN])
+            _delivered(times, counters, delivered, transfer, now + transfers[transfer, T_LATENCY] + late)
         else:
-            active[first + kept], done_at[first + kept] = active[k], done_at[k]
+            active[kept], done_at[kept] = transfer, done_at[k]
             kept += 1
-    row[L_NUM_ACTIVE] = kept
-    return ended[:num_ended]
+    row[L_NUM_ACTIVE] = kept - first
 
 
 @njit
@@ -318,11 +340,9 @@ def wake(
     if row[L_POLICY] == FAIR:
         fluid = fluids[link]
         _fair_catch_up(row, fluid, trace, rate, now)
-        for ended in _fair_ended(row, fluid, active, done_at):
-            times[ended, T_SENT] = now
-            late = _extra_latency(trace, row, times[ended, T_BEGUN])
-            _delivered(times, counters, delivered, ended, now + transfers[ended, T_LATENCY] + late)
-            ends = fifo_ends[transfers[ended, T_CHANNEL]]
+        _fair_ended(transfers, times, row, fluid, active, done_at, trace, counters, delivered, now)
+        for k in range(counters[DELIVERED]):
+            ends = fifo_ends[transfers[delivered[k], T_CHANNEL]]
             ends[0] += 1
             if ends[0] < ends[1]:
                 _fair_begin(transfers, times, row, fluid, active, done_at, fifo[ends[0]], now)
