@@ -49,15 +49,19 @@ def programs() -> dict[str, Program]:
 def test_every_schedule_on_every_network_learns_the_same_bits() -> None:
     found: dict[tuple[str, str], Crew] = {}
     for name, program in programs().items():
-        for network in ("one", "many", "turns"):
+        for network in ("one", "many", "turns", "direct"):
             streams = 1 if network == "one" else 2
             played = replace(program, sharing=network == "turns")
+            if network == "direct":  # in one datacenter, on one host
+                played = replace(played, rank_dc=("a", "a", "a"))
             found[name, network] = run_in_threads(
                 played,
                 TRAINING,
                 NUM_STEPS,
                 change=lambda a, streams=streams: replace(a, streams=streams),  # type: ignore[misc]
             )
+            for worker in found[name, network].workers:
+                assert worker.links.is_direct == (network == "direct")
     first = found["gpipe", "one"]
     for case, crew in found.items():
         assert crew.losses() == first.losses(), case

@@ -32,6 +32,7 @@ class Cuda:
     """One GPU, or a share of one that several stage processes use."""
 
     overrun_ns = 0
+    is_thread = False
 
     def __init__(self, name: str = "cuda:0") -> None:
         self.place = name if ":" in name else f"{name}:0"

@@ -66,6 +66,8 @@ class Device(Protocol):
     """Where its tensors live, as torch names it."""
     overrun_ns: int
     """Time by which the host was slower than the pace it was to keep."""
+    is_thread: bool
+    """Whether it is the worker's own thread and nothing else, so that whatever wakes meanwhile takes time from it."""
 
     def run(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> tuple[T, Span]:
         """Does `work`, whose inputs were there at `ready_ns`."""
@@ -119,6 +121,7 @@ class Cpu:
 
     place = "cpu"
     overrun_ns = 0
+    is_thread = True
 
     def run(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> tuple[T, Span]:
         start_ns = time.monotonic_ns()
@@ -151,6 +154,9 @@ class Paced(Cpu):
     when the stream is free: deadlines are absolute, and the host's small delays do not add up. Work that takes
     longer than its cost does delay the device; `overrun_ns` says how much, and a run with much of it is void.
     """
+
+    is_thread = False
+    """An input that comes while it keeps its pace must be noticed when it comes."""
 
     def __init__(self) -> None:
         self.free_ns = 0

@@ -1,5 +1,5 @@
-"""A worker's connections: an endpoint for everything, and a relay for each boundary that its cell shares. Sends and
-receives by what a message is for; `wiring` says who the peer is.
+"""A worker's connections: an endpoint for everything, a relay for each boundary that its cell shares, direct links to
+neighbours on its host. Sends and receives by what a message is for; `wiring` says who the peer is.
 
 Knows transports and names. Does not know tensors, nor when anything is sent.
 """
@@ -13,8 +13,9 @@ from pathlib import Path
 
 from atlas.ir.program import BACKWARD, FORWARD
 from atlas.runtime.assignment import Assignment
-from atlas.runtime.wiring import AFTER, BEFORE, CONTROL, MAIN, Seat, lane_of
+from atlas.runtime.wiring import AFTER, BEFORE, CONTROL, MAIN, Seat, is_along, lane_of
 from atlas.wan.cell import SLICE_BYTES, Cell
+from atlas.wan.direct import Direct
 from atlas.wan.endpoint import Endpoint
 from atlas.wan.security import Credentials, Security
 from atlas.wan.settings import Settings
@@ -40,7 +41,8 @@ Place = tuple[str, str, int, str, int]
 class Links:
     """Listens from the start; then `connect`, then use it."""
 
-    def __init__(self, seat: Seat, assignment: Assignment) -> None:
+    def __init__(self, seat: Seat, assignment: Assignment, *, direct: bool = False) -> None:
+        """`direct`: whether activations of neighbours on this host are read by who waits for them, and not before."""
         self.seat, self.patience_s = seat, assignment.patience_s
         settings = Settings(deadline_s=assignment.patience_s + 5, heartbeat_s=HEARTBEAT_S)
         if assignment.streams:
@@ -52,6 +54,10 @@ class Links:
             )
             for end in seat.ends
         }
+        self._direct: Direct | None = None
+        if direct and not assignment.certificates:
+            patience_s = settings.deadline_s
+            self._direct = Direct(seat.node, self.main.address, epoch=assignment.epoch, patience_s=patience_s)
         slice_bytes = slice_bytes_of(assignment.training.activation_bytes, seat.program.num_pipelines)
         self._relays = {
             end: Cell(self._ends[end], seat.pairs(end), (FORWARD, BACKWARD), slice_bytes, (SENDS[end],))
@@ -63,9 +69,15 @@ class Links:
     def main(self) -> Endpoint:
         return self._ends[MAIN]
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether it has a direct link to somebody."""
+        return self._direct is not None and self._direct.has_links
+
     def is_sending(self, besides: Collection[int] = ()) -> bool:
         """Whether anything waits to leave, or to be acknowledged, on other lanes than these."""
-        return any(endpoint.is_sending(besides) for endpoint in self._ends.values())
+        along = self._direct is not None and self._direct.is_sending
+        return along or any(endpoint.is_sending(besides) for endpoint in self._ends.values())
 
     @property
     def ports(self) -> dict[str, int]:
@@ -80,6 +92,8 @@ class Links:
         main, channels, greeted = self._ends[MAIN], [], []
         relayed: dict[str, dict[str, tuple[str, int]]] = {}
         for end, peer, lane, host, port in places:
+            if end == MAIN and self._is_direct(peer, lane, host, port):
+                continue
             if end == MAIN:
                 channels.append(main.open(peer, lane, (host, port), light=lane == CONTROL))
                 greeted.append((peer, lane))
@@ -93,6 +107,12 @@ class Links:
         ]
         for handle in sent:
             handle.wait(self.patience_s)
+
+    def _is_direct(self, peer: str, lane: int, host: str, port: int) -> bool:
+        """Whether a wire is a direct link now. Datacenters keep their distance, also those emulated on one host."""
+        if self._direct is None or peer.partition("/")[0] != self.seat.datacenter or not is_along(lane):
+            return False
+        return self._direct.dial(peer, lane, (host, port))
 
     # ---- along the pipeline ------------------------------------------------------------------------------------------
     def send(self, direction: int, boundary: int, tag: Tag, buffer: Buffer, turn: int, what: str) -> Handle:
@@ -109,9 +129,12 @@ class Links:
         ahead = (direction == FORWARD) == sends
         peer = seat.node_of(seat.pipeline, seat.program.stage_rank[boundary + 1 if ahead else boundary])
         end = seat.end_of(boundary)
-        if end == MAIN:
-            return self._ends[MAIN], Key(peer, lane_of(direction, boundary), tag)
-        return self._relays[end], Key(peer, direction, tag)
+        if end != MAIN:
+            return self._relays[end], Key(peer, direction, tag)
+        lane, direct = lane_of(direction, boundary), self._direct
+        if direct is not None and (direct.sends_to(peer, lane) if sends else direct.hears_from(peer, lane)):
+            return direct, Key(peer, lane, tag)
+        return self._ends[MAIN], Key(peer, lane, tag)
 
     # ---- across pipelines, and along the pipeline for what is not an activation --------------------------------------
     def send_to(self, lane: int, pipeline: int, rank: int, tag: Tag, buffer: Buffer, what: str) -> Handle:
@@ -122,6 +145,8 @@ class Links:
 
     def close(self) -> None:
         """Drops every connection, whatever state it is in."""
+        if self._direct is not None:
+            self._direct.close(0.0)
         for relay in self._relays.values():
             relay.close(0.0)
         for endpoint in self._ends.values():

@@ -165,6 +165,11 @@ def lane_of(direction: int, boundary: int) -> int:
     return direction + 4 * boundary
 
 
+def is_along(lane: int) -> bool:
+    """Whether it is a channel of the Program's."""
+    return lane % 4 in (FORWARD, BACKWARD)
+
+
 def require_runnable(program: Program) -> None:
     """Says what no worker can do, before anything is started."""
     if program.sharing and program.num_stages != program.num_ranks:

@@ -81,7 +81,7 @@ class Worker:
         if assignment.save is not None:
             resume(self.training, assignment.save, self.seat, self.holding)
             self.saving = Saving(assignment, assignment.save, self.seat, self.holding, on_saved)
-        self.links = Links(self.seat, assignment)
+        self.links = Links(self.seat, assignment, direct=device.is_thread and filler is None)
         self.transfers = Transfers(self.links, device, self.task.activation_shape, self.task.dtype, self._needs())
         self.sync = GradientSync(self.links, device, self._me)
         self.tied = TiedEnds(self.links, self._me)

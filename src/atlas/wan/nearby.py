@@ -17,13 +17,13 @@ import sys
 Address = tuple[str, int]
 
 
-def listen_nearby(address: Address) -> socket.socket | None:
-    """The twin of a listener at `address`; None where there is none to be had."""
+def listen_nearby(address: Address, kind: str = "wan") -> socket.socket | None:
+    """The twin of a listener at `address`; None where there is none to be had. `kind`: of what is spoken there."""
     if not has_twin(address):
         return None
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        server.bind(_name(address))
+        server.bind(_name(address, kind))
         server.listen(1024)
     except OSError:
         server.close()
@@ -31,11 +31,13 @@ def listen_nearby(address: Address) -> socket.socket | None:
     return server
 
 
-def dial_nearby(address: Address) -> socket.socket | None:
+def dial_nearby(address: Address, kind: str = "wan") -> socket.socket | None:
     """A connection to the twin of `address`, if it is there and ours."""
+    if not has_twin(address):
+        return None
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.connect(_name(address))
+        sock.connect(_name(address, kind))
         if not is_strange(sock):
             return sock
     except OSError:
@@ -69,5 +71,5 @@ def has_twin(address: Address) -> bool:
         return False
 
 
-def _name(address: Address) -> str:
-    return f"\0atlas wan {address[0]} {address[1]}"
+def _name(address: Address, kind: str) -> str:
+    return f"\0atlas {kind} {address[0]} {address[1]}"

@@ -1,0 +1,120 @@
+"""Neighbours on one host: who sends writes, who waits reads, no thread between them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from atlas.errors import WorkerError
+from atlas.wan.direct import ROOM_BYTES, Direct
+from atlas.wan.endpoint import Endpoint
+from atlas.wan.nearby import dial_nearby
+from atlas.wan.transport import Key
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's"),
+    pytest.mark.filterwarnings("error"),
+]
+A, B = ("127.0.0.1", 61_001), ("127.0.0.1", 61_002)
+"""Names only: nothing listens at these ports."""
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Direct, Direct]]:
+    a, b = Direct("dc/a", A, patience_s=5.0), Direct("dc/b", B, patience_s=5.0)
+    assert a.dial("dc/b", 0, B)
+    yield a, b
+    a.close(0.0)
+    b.close(0.0)
+    assert dial_nearby(B, "direct") is None, "a door stays open"
+
+
+def to_b(number: int) -> Key:
+    return Key("dc/b", 0, (number, 0, 0, 0))
+
+
+def from_a(number: int) -> Key:
+    return Key("dc/a", 0, (number, 0, 0, 0))
+
+
+def test_a_message_goes_straight_into_its_buffer_without_a_thread(pair: tuple[Direct, Direct]) -> None:
+    a, b = pair
+    before, buffer = threading.active_count(), bytearray(100_000)
+    received = b.recv(from_a(1), buffer)
+    sent = a.send(to_b(1), bytes(range(250)) * 400)
+    assert sent.done, "the kernel has it"
+    assert not received.done, "nobody has read it"
+    assert received.wait(5) is not None
+    assert bytes(buffer) == bytes(range(250)) * 400
+    assert threading.active_count() == before
+
+
+def test_any_order_of_receives(pair: tuple[Direct, Direct]) -> None:
+    a, b = pair
+    buffers = {number: bytearray(2) for number in (1, 2, 3)}
+    late = b.recv(from_a(3), buffers[3])
+    for number in (1, 2, 3):
+        a.send(to_b(number), bytes([number, number]))
+    late.wait(5)
+    for number in (2, 1):
+        b.recv(from_a(number), buffers[number]).wait(5)
+    assert {number: bytes(buffer) for number, buffer in buffers.items()} == {n: bytes([n, n]) for n in (1, 2, 3)}
+
+
+def test_more_than_the_kernel_holds_does_not_stop_the_sender(pair: tuple[Direct, Direct]) -> None:
+    a, b = pair
+    data = bytes(3 * ROOM_BYTES)
+    began = time.monotonic()
+    sent = [a.send(to_b(number), data) for number in range(3)]
+    assert time.monotonic() - began < 2.0
+    assert not sent[-1].done
+    assert a.is_sending
+    for number in range(3):
+        assert bytes(b.recv(from_a(number)).wait(5) or b"") == data
+    sent[-1].wait(5)
+    assert not a.is_sending
+
+
+def test_a_wrong_size_is_told_and_the_next_message_comes(pair: tuple[Direct, Direct]) -> None:
+    a, b = pair
+    wrong, right = b.recv(from_a(1), bytearray(3)), b.recv(from_a(2), bytearray(4))
+    a.send(to_b(1), b"1234")
+    a.send(to_b(2), b"5678")
+    with pytest.raises(WorkerError, match="has 4 bytes, but the buffer for it has 3"):
+        wrong.wait(5)
+    assert bytes(right.wait(5) or b"") == b"5678"
+
+
+def test_a_silent_peer_and_a_lost_one_are_named(pair: tuple[Direct, Direct]) -> None:
+    a, b = pair
+    with pytest.raises(WorkerError, match=r"1F2 waits for p0: nothing came within 0\.1 s; 0 bytes came from dc/a"):
+        b.recv(from_a(1), what="1F2 waits for p0").wait(0.1)
+    assert b.dial("dc/a", 1, A)
+    waiting = a.recv(Key("dc/b", 1), what="0B2 waits for p1")
+    b.close(0.0)
+    with pytest.raises(WorkerError, match="0B2 waits for p1: the connection from dc/b was lost"):
+        waiting.wait(5)
+    with pytest.raises(WorkerError, match="the connection was lost"):
+        a.send(to_b(1), b"gone").wait(5)
+
+
+def test_nobody_else_gets_in(pair: tuple[Direct, Direct]) -> None:
+    a, _ = pair
+    assert not a.dial("dc/other", 0, B), "another node than the one that was meant"
+    assert not a.dial("dc/b", 0, B), "a second link of the same name"
+    assert not a.dial("dc/b", 1, ("127.0.0.1", 61_003)), "nobody is there"
+    stranger = Direct("dc/c", ("127.0.0.1", 61_003), epoch=1)
+    assert not stranger.dial("dc/b", 0, B), "another life"
+    stranger.close(0.0)
+
+
+def test_an_endpoint_beside_it_has_its_own_door() -> None:
+    with Endpoint("dc/b") as endpoint:
+        beside, a = Direct("dc/b", endpoint.address), Direct("dc/a", A)
+        assert a.dial("dc/b", 0, endpoint.address)
+        a.close(0.0)
+        beside.close(0.0)
