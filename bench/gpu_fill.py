@@ -14,6 +14,7 @@ the script is sound before a GPU is spent on it, its figures mean nothing.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -144,6 +145,9 @@ def judge(report: Report, rhythm: Rhythm, alone: Run, filled: Run, base_ns: dict
     slower = statistics.mean(filled.iteration_ns) / statistics.mean(alone.iteration_ns) - 1
     report.figure(f"{name}: iteration longer by", 100 * slower, "%", at_most=0.5)
     report.figure(f"{name}: latest start of a training op", max(filled.late_ns) / 1e6, "ms")
+    report.figure(
+        f"{name}: start of one op in a hundred, later than", statistics.quantiles(filled.late_ns, n=100)[98] / 1e6, "ms"
+    )
     report.figure(f"{name}: the same without prefill", max(alone.late_ns) / 1e6, "ms")
     report.figure(f"{name}: prefill", tokens / filled.wall_ns * 1e9, "tokens/s")
     report.figure(f"{name}: KV to host memory", filled.kv_bytes / filled.wall_ns * 8, "Gbit/s")
@@ -200,6 +204,8 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     report = Report(f"Prefill in the waits of one stage of GPT-B ({kind})", "the same stage without prefill")
     for busy in options.busy:
         rhythm = rhythm_for(base_ns, busy)
+        gc.collect()
+        gc.freeze()  # as in a worker's process: what is there now stays
         print(
             f"period {rhythm.period_ns / 1e9:.2f} s, busy {rhythm.busy:.1%}, WAN {rhythm.wan_ns / 1e6:.0f} ms",
             flush=True,

@@ -27,7 +27,7 @@ from atlas.runtime.stage import Stage
 from atlas.runtime.waits import SharedDevice
 from bubbletea.bubbles import MAX_RISK, SWITCH_NS
 from bubbletea.prefill.arena import Arena
-from bubbletea.prefill.engine import Engine, warm_up
+from bubbletea.prefill.engine import Engine
 from bubbletea.prefill.filling import Filling
 from bubbletea.prefill.guard import Guard
 from bubbletea.prefill.job import Piece, Task, even_ends
@@ -35,6 +35,7 @@ from bubbletea.prefill.pace import Pace
 from bubbletea.prefill.shard import Served, Shard
 from bubbletea.prefill.staging import Staged
 from bubbletea.prefill.throttle import Throttle
+from bubbletea.prefill.warming import warm_up
 from common.rhythm import MICROBATCHES, MIDDLE, STAGES, Rhythm
 
 QUEUED = 8

@@ -8,16 +8,14 @@ waits for one that ends. Knows jobs, the arena and a transport to the stages bes
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from atlas.errors import AtlasError, WorkerError
+from atlas.errors import AtlasError
 from atlas.runtime.device import Running
 from atlas.wan.transport import Handle, Key, Transport
 from bubbletea.prefill.job import HEAD, Job, Piece, Task, Yield
@@ -26,7 +24,6 @@ from bubbletea.prefill.shard import Shard
 from bubbletea.prefill.staging import Staged, Staging
 
 LANE = 0
-FEW, WARM_RUNS = 8, 5
 
 
 class Outlet(Protocol):
@@ -145,6 +142,17 @@ class Engine:
         """How long it is expected to take."""
         return self.pace.predict_ns(piece.last - piece.first, piece.last, is_head=piece.layer == HEAD)
 
+    def reconsider(self, fits: Callable[[int], bool]) -> None:
+        """Nothing was run where something might have been: where the next piece would have fitted at its best, what is
+        believed of it is doubted."""
+        offer = self._next()
+        if offer is None or offer.job is None or offer.job.piece is None:
+            return
+        piece = offer.job.piece
+        sizes, is_head = (piece.last - piece.first, piece.last), piece.layer == HEAD
+        if fits(self.pace.hoped_ns(*sizes, is_head=is_head)):
+            self.pace.doubt(*sizes, is_head=is_head)
+
     def settle(self, flight: Flight, took_ns: int) -> None:
         """What it took is learnt from, and what it computed goes to the next stage."""
         task, piece = flight.task, flight.piece
@@ -240,34 +248,3 @@ class Engine:
 
     def _job_bytes(self, task: Task) -> int:
         return self.shard.job_bytes(task.length, task.widest)
-
-
-def warm_up(shard: Shard, pace: Pace, chunk: int) -> None:
-    """Runs a few pieces of nobody's prompt: what they take calibrates `pace`, and the device's libraries are loaded."""
-    many, few = (_best_ns(shard, num) for num in (chunk, min(FEW, chunk)))
-    if few[0] < many[0]:
-        pace.calibrate(few, many)
-
-
-def _best_ns(shard: Shard, num: int) -> tuple[int, int]:
-    """Of a few runs of one layer over `num` tokens, the first of them not counted."""
-    room = shard.arena.take(shard.job_bytes(num, num))
-    if room is None:
-        raise WorkerError(f"the arena has no room for one chunk of {num} tokens beside the weights")
-    slabs, x = shard.lay_out(room, num, num)
-    x.zero_()
-    layer, took = shard.cut.layers[0], list[int]()
-    for _ in range(WARM_RUNS):
-        slabs[layer].length = 0
-        began = time.monotonic_ns()
-        float(shard.layer(layer, x, slabs[layer])[0, 0, 0])
-        took.append(time.monotonic_ns() - began)
-    shard.arena.free(room)
-    return num, min(took[1:])
-
-
-def chunk_that_fits(shard: Shard, wanted: int, length: int) -> int:
-    """The largest chunk, at most `wanted`, whose temporaries fit the workspace in a prompt of `length` tokens."""
-    fits = (n for n in np.unique([wanted, *(1 << np.arange(14))])[::-1] if n <= wanted)
-    room = shard.arena.workspace_bytes
-    return next((int(n) for n in fits if shard.workspace_bytes(int(n), length) <= room), 1)

@@ -17,7 +17,7 @@ from atlas.runtime.waits import Position, SharedDevice, WorkerFacts
 from atlas.wan.endpoint import Endpoint
 from atlas.wan.settings import Settings
 from bubbletea.prefill.arena import Arena
-from bubbletea.prefill.engine import LANE, Engine, warm_up
+from bubbletea.prefill.engine import LANE, Engine
 from bubbletea.prefill.filling import Filling
 from bubbletea.prefill.guard import Guard
 from bubbletea.prefill.link import Link
@@ -25,6 +25,7 @@ from bubbletea.prefill.messages import Order
 from bubbletea.prefill.pace import Pace
 from bubbletea.prefill.shard import Shard
 from bubbletea.prefill.throttle import Throttle
+from bubbletea.prefill.warming import warm_up
 
 STREAMS = Settings(max_streams=1)
 """Activations of a chunk between hosts of one datacenter."""

@@ -71,15 +71,8 @@ class Filling:
         share = 1.0 if self.throttle is None else self.throttle.share
         began_ns = time.monotonic_ns()
         self.stop_ns = began_ns + int(share * self.guard.wait_ns(position.index, began_ns)) - self.margin_ns
-        while not arrived():
-            self._settle()
-            now_ns = time.monotonic_ns()
-            if now_ns >= self.stop_ns:
-                return
-            if self._is_full(now_ns):
-                time.sleep(LOOK_S)
-            elif not self._begin_one(now_ns):
-                self.engine.changed.wait(min(LOOK_S if self._queue else IDLE_S, (self.stop_ns - now_ns) / 1e9))
+        if not self._fill_until(arrived) and self._paced_ns is None:
+            self.engine.reconsider(lambda cost_ns: began_ns + cost_ns <= self.stop_ns)
 
     def over(self, position: Position, began_ns: int, ended_ns: int) -> int:
         """The wait is over; how much of it prefill has had."""
@@ -87,6 +80,22 @@ class Filling:
         self._settle()
         filled_ns, self.filled_ns = self.filled_ns, 0
         return filled_ns
+
+    def _fill_until(self, arrived: Callable[[], bool]) -> bool:
+        """Whether any piece was begun."""
+        begun = False
+        while not arrived():
+            self._settle()
+            now_ns = time.monotonic_ns()
+            if now_ns >= self.stop_ns:
+                break
+            if self._is_full(now_ns):
+                time.sleep(LOOK_S)
+            elif self._begin_one(now_ns):
+                begun = True
+            else:
+                self.engine.changed.wait(min(LOOK_S if self._queue else IDLE_S, (self.stop_ns - now_ns) / 1e9))
+        return begun
 
     def _begin_one(self, now_ns: int) -> bool:
         free_ns, launched_ns = self._free_ns(now_ns), now_ns + self._launch_ns

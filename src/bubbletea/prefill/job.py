@@ -73,7 +73,12 @@ class Piece(NamedTuple):
 
 HEAD = -1
 LEAST, PARTS = 16, 8
-"""A piece is shortened by eighths, and to no fewer tokens."""
+"""A piece is shortened to eighths of the widest chunk: few sizes, whose kernels a warm-up has loaded."""
+
+
+def grain_of(chunk: int) -> int:
+    """Tokens by which pieces of such chunks are shortened."""
+    return max(LEAST, chunk // PARTS)
 
 
 class Yield(NamedTuple):
@@ -120,9 +125,8 @@ class Job:
         piece = self.piece
         if piece is None or piece.layer == HEAD:
             return False
-        num = piece.last - piece.first
-        cuts = (piece.first + num * part // PARTS for part in range(PARTS - 1, 0, -1))
-        for cut in (cut for cut in cuts if cut - piece.first >= LEAST):
+        grain = grain_of(self.task.widest)
+        for cut in reversed(range(piece.first + grain, piece.last, grain)):
             if fits(piece._replace(last=cut)):
                 self._pieces[self._next : self._next + 1] = [piece._replace(last=cut), piece._replace(first=cut)]
                 return True

@@ -2,7 +2,11 @@
 
 The first pieces are judged by the flops and a warm-up; from then on by the slow ones among the last of their kind: a
 prediction is there to keep training on time, so it errs upwards. Kinds are told apart because kernels are: a chunk
-behind others takes another way through attention than the first one. Knows durations; not bubbles.
+behind others takes another way through attention than the first one.
+
+A device stands still now and then: a kernel is loaded when it is first used, a host is busy. One piece that took many
+times what was expected says nothing of the next; and a pace so slow that nothing fits any wait would never be measured
+again, so it is doubted. Knows durations; not bubbles.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from atlas.runtime.models.config import DecoderConfig
 RECENT, FEW = 64, 8
 CAUTION = 0.95
 """The share of recent pieces that took no longer than predicted."""
+SURPRISE = 3.0
+"""A piece slower than predicted by this factor counts only if the one before was, too."""
 
 
 class _Kind(NamedTuple):
@@ -35,10 +41,20 @@ class Pace:
         self._kinds: dict[_Kind, _Ratios] = {}
 
     def predict_ns(self, num_new: int, num_all: int, *, is_head: bool = False) -> int:
+        return int(self._plain_ns(num_new, num_all) * self._ratios(num_new, num_all, is_head).slow)
+
+    def hoped_ns(self, num_new: int, num_all: int, *, is_head: bool = False) -> int:
+        """As fast as it has been of late."""
+        return int(self._plain_ns(num_new, num_all) * self._ratios(num_new, num_all, is_head).fast)
+
+    def doubt(self, num_new: int, num_all: int, *, is_head: bool = False) -> None:
+        """Forgets the slowest of what this prediction rests on."""
+        self._ratios(num_new, num_all, is_head).forget_slowest()
+
+    def _ratios(self, num_new: int, num_all: int, is_head: bool) -> _Ratios:
         """A kind that has hardly been seen is judged by all layers."""
         found = self._kinds.get(_kind(num_new, num_all, is_head))
-        ratios = found if found is not None and len(found.recent) >= FEW else self._layers
-        return int(self._plain_ns(num_new, num_all) * ratios.slow)
+        return found if found is not None and len(found.recent) >= FEW else self._layers
 
     def observe(self, num_new: int, num_all: int, took_ns: int, *, is_head: bool = False) -> None:
         ratio = took_ns / self._plain_ns(num_new, num_all)
@@ -74,9 +90,20 @@ class _Ratios:
 
     def __init__(self) -> None:
         self.recent: deque[float] = deque(maxlen=RECENT)
-        self.slow = 1.0
+        self.slow = self.fast = 1.0
+        self._surprised = False
 
     def add(self, ratio: float) -> None:
-        self.recent.append(ratio)
+        self._surprised = ratio > SURPRISE * self.slow and not self._surprised
+        if not self._surprised:
+            self.recent.append(ratio)
+            self._judge()
+
+    def forget_slowest(self) -> None:
+        if len(self.recent) > 1:
+            self.recent.remove(max(self.recent))
+            self._judge()
+
+    def _judge(self) -> None:
         ordered = sorted(self.recent)
-        self.slow = ordered[min(len(ordered) - 1, int(CAUTION * len(ordered)))]
+        self.fast, self.slow = ordered[0], ordered[min(len(ordered) - 1, int(CAUTION * len(ordered)))]

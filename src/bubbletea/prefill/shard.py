@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from atlas.runtime.models.block import KvSlab
 from atlas.runtime.models.config import DecoderConfig
@@ -23,6 +24,8 @@ from atlas.runtime.models.weights import WeightsFolder, fill
 from bubbletea.handoff.identity import model_id
 from bubbletea.prefill.arena import Arena, Room, aligned
 
+FOR_ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Attention for prompts of any length: without the library that compiles a kernel for every shape it meets."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -101,7 +104,7 @@ class Shard:
     def layer(self, index: int, x: Tensor, slab: KvSlab) -> Tensor:
         """One layer of one chunk; the slab grows by the chunk's keys and values."""
         positions = torch.arange(slab.length, slab.length + x.shape[1], device=self.arena.device)
-        with self.arena.workspace():
+        with self.arena.workspace(), sdpa_kernel(FOR_ANY_SHAPE):
             y: Tensor = self.decoder.layers[str(index)](x, positions, slab)[0]
         return y
 

@@ -21,10 +21,10 @@ from bubbletea.handoff.decode import DecodeEngine
 from bubbletea.handoff.door import Door
 from bubbletea.handoff.store import Store
 from bubbletea.prefill.arena import Arena
-from bubbletea.prefill.engine import warm_up
 from bubbletea.prefill.messages import Order
 from bubbletea.prefill.pace import Pace
 from bubbletea.prefill.shard import Served, Shard
+from bubbletea.prefill.warming import warm_up
 from bubbletea.serve.api import Api
 from bubbletea.serve.auth import Keys
 from bubbletea.serve.crew import Crew

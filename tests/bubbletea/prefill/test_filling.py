@@ -120,6 +120,22 @@ def test_an_uncertain_wan_costs_its_spread_and_no_more() -> None:
     assert sum(found.late_ns) / len(found.late_ns) < MS
 
 
+def test_a_pace_that_lets_nothing_in_is_doubted() -> None:
+    """As after a host that was busy for a while: what was measured then fits no wait, so that nothing would ever be."""
+    with modelled_time() as clock:
+        engine, stream = endless(), Stream(clock, llama_on_h200(random.Random(4), STANDS_FOR))
+        engine.changed = clock  # type: ignore[assignment]
+        for took_ns in (1800 * US, *(900 * MS,) * 4):
+            engine.pace.observe(CHUNK, CHUNK, took_ns)
+        filling = Filling(engine, Guard(0.25, {0: 100 * MS}), stream, MARGIN_NS)  # type: ignore[arg-type]
+        for number in range(6):
+            began_ns = clock.now_ns
+            filling.fill(Position(number, 0), lambda: clock.now_ns >= began_ns + 100 * MS)  # noqa: B023
+            clock.sleep(max(0, began_ns + 100 * MS - clock.now_ns) / 1e9)
+            filled_ns = filling.over(Position(number, 0), began_ns, began_ns + 100 * MS)
+    assert filled_ns > 80 * MS
+
+
 # ---- the guard ---------------------------------------------------------------------------------------------------
 def see(guard: Guard, index: int, *waited_ns: int) -> None:
     """Waits that begin whenever they like."""

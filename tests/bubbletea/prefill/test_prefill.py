@@ -22,10 +22,11 @@ from prefill_samples import (
 from atlas.errors import InfeasibleError
 from atlas.runtime.device import Cpu
 from bubbletea.prefill.arena import Arena
-from bubbletea.prefill.engine import Engine, chunk_that_fits, warm_up
+from bubbletea.prefill.engine import Engine
 from bubbletea.prefill.job import Task, even_ends
 from bubbletea.prefill.pace import Pace
 from bubbletea.prefill.shard import Served, Shard
+from bubbletea.prefill.warming import warm_up
 
 SPLITS = ((4,), (2, 2), (1, 1, 1, 1), (3, 1))
 
@@ -143,9 +144,7 @@ def test_what_can_never_run_is_refused_at_once() -> None:
     assert "cannot be run" in collector.failures[0]
     assert "whole arena" in collector.failures[1]
     assert "smaller chunks" in collector.failures[2]
-    chunk = chunk_that_fits(shard, 512, 500)
-    assert 1 <= chunk < 500
-    engine.offer(Task(4, 0, 500, 0, even_ends(0, 500, chunk), 0, 0), [0] * 500)
+    engine.offer(Task(4, 0, 500, 0, even_ends(0, 500, 32), 0, 0), [0] * 500)
     run_all([engine])
     assert collector.finished == 1
 
@@ -202,3 +201,27 @@ def test_the_pace_tells_kinds_of_pieces_apart() -> None:
     assert pace.predict_ns(64, 128) == pytest.approx(9_000_000, rel=0.01)
     assert pace.predict_ns(64, 128, is_head=True) == pytest.approx(1_000_000, rel=0.01)
     assert pace.predict_ns(8, 8) > 0.9 * pace.overhead_ns, "what was never seen is judged by the slow ones of all"
+
+
+def test_one_piece_that_stood_still_says_nothing_of_the_next() -> None:
+    pace = Pace(LLAMA)
+    pace.calibrate((8, 1_000_000), (64, 5_000_000))
+    for took_ns in (5_000_000, 1_000_000_000, 5_000_000, 900_000_000, 5_000_000):
+        pace.observe(64, 64, took_ns)
+    assert pace.predict_ns(64, 64) == pytest.approx(5_000_000, rel=0.01)
+    for _ in range(2):
+        pace.observe(64, 64, 100_000_000)
+    assert pace.predict_ns(64, 64) == pytest.approx(100_000_000, rel=0.01), "slow twice running is slow"
+
+
+def test_every_size_of_piece_is_run_before_the_first_prompt() -> None:
+    served = Served(LLAMA)
+    shard = Shard(served, served.cuts((4,))[0], Arena(8 << 20, 1 << 30))
+    ran, layer = list[tuple[int, int]](), shard.layer
+    shard.layer = lambda index, x, slab: (ran.append((x.shape[1], slab.length)), layer(index, x, slab))[1]  # type: ignore[func-returns-value, method-assign]
+    free_bytes = shard.arena.free_bytes
+    warm_up(shard, Pace(LLAMA), 256)
+    sizes = set(range(32, 257, 32))
+    assert {num for num, past in ran if not past} >= sizes
+    assert {num for num, past in ran if past} == sizes
+    assert shard.arena.free_bytes == free_bytes

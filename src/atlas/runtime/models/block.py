@@ -99,12 +99,22 @@ def _with_past(k: Tensor, v: Tensor, kv: Kv | KvSlab | None) -> Kv:
 def _attend(q_BHLE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> Tensor:  # noqa: N803
     """Causal, the new tokens being the last of all."""
     L, T = q_BHLE.shape[2], k_BKTE.shape[2]
-    mask = None
-    if 1 < L < T:
-        mask = torch.ones(L, T, dtype=torch.bool, device=q_BHLE.device).tril(T - L)
+    mask = _lower_right(L, T, q_BHLE.device) if 1 < L < T else None
     return functional.scaled_dot_product_attention(
         q_BHLE, k_BKTE, v_BKTE, mask, is_causal=L == T, enable_gqa=q_BHLE.shape[1] != k_BKTE.shape[1]
     )
+
+
+def _lower_right(L: int, T: int, device: torch.device) -> Tensor:  # noqa: N803
+    """Which tokens each of the last L of T sees."""
+    if device.type == "cpu":
+        return torch.ones(L, T, dtype=torch.bool, device=device).tril(T - L)
+    # Known to the fused kernels by name. A mask of numbers is left to a library that compiles a kernel for every shape,
+    # up to a second each. Imported here because the module brings torch's compiler along.
+    from torch.nn.attention.bias import causal_lower_right
+
+    mask: Tensor = causal_lower_right(L, T)
+    return mask
 
 
 class Mlp(nn.Module):

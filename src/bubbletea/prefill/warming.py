@@ -1,0 +1,79 @@
+"""Before the first prompt: pieces of nobody's prompt in every size that there will be, so that the device's kernels are
+loaded (each when it is first used, which can hold a device up for a second), and timed, so that `Pace` has a start.
+
+Knows a shard and its memory; not prompts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from atlas.errors import WorkerError
+from atlas.runtime.models.block import KvSlab
+from bubbletea.prefill.job import grain_of
+from bubbletea.prefill.pace import Pace
+from bubbletea.prefill.shard import Shard
+
+FEW, RUNS = 8, 5
+STAGED = 8
+"""Keys and values on their way out at once."""
+
+
+def warm_up(shard: Shard, pace: Pace, chunk: int) -> None:
+    length = min(2 * chunk, max(chunk, shard.config.max_length))
+    room = shard.arena.take(shard.job_bytes(length, chunk))
+    if room is None:
+        raise WorkerError(f"the arena has no room for two chunks of {chunk} tokens beside the weights: enlarge it")
+    slabs, x = shard.lay_out(room, length, chunk)
+    layer = shard.cut.layers[0]
+    x.zero_()
+    try:
+        for num, past in _sizes(chunk, length):
+            _timed_ns(shard, layer, x[:, :num], slabs[layer], past)
+        _run_ends(shard, x)
+        _load_host_memory(shard, chunk)
+        few, many = ((num, _best_ns(shard, layer, x[:, :num], slabs[layer])) for num in (min(FEW, chunk), chunk))
+    finally:
+        shard.arena.free(room)
+    if few[0] < many[0]:
+        pace.calibrate(few, many)
+
+
+def _sizes(chunk: int, length: int) -> Iterator[tuple[int, int]]:
+    """Tokens of a piece, and those before it: none, a few, many."""
+    grain = grain_of(chunk)
+    for num in range(grain, chunk + 1, grain):
+        yield from ((num, past) for past in (0, grain, chunk) if past + num <= length)
+
+
+def _run_ends(shard: Shard, x: Tensor) -> None:
+    """What comes before the first layer and after the last."""
+    if shard.cut.has_embedding:
+        shard.embed(torch.zeros(x.shape[1], dtype=torch.int64), 0)
+    if shard.cut.has_head:
+        shard.logits(x)
+
+
+def _load_host_memory(shard: Shard, chunk: int) -> None:
+    """Pinned memory for keys and values in all their sizes: torch keeps what it was once given, and to be given more
+    takes milliseconds."""
+    if shard.arena.device.type == "cpu":
+        return
+    sizes = {num * shard.served.kv_bytes_per_layer_token for num, _ in _sizes(chunk, chunk)}
+    held = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes for _ in range(STAGED)]
+    del held
+
+
+def _best_ns(shard: Shard, layer: int, x: Tensor, slab: KvSlab) -> int:
+    return min(_timed_ns(shard, layer, x, slab, 0) for _ in range(RUNS))
+
+
+def _timed_ns(shard: Shard, layer: int, x: Tensor, slab: KvSlab, past: int) -> int:
+    slab.length = past
+    began_ns = time.monotonic_ns()
+    float(shard.layer(layer, x, slab)[0, 0, 0])
+    return time.monotonic_ns() - began_ns
