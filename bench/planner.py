@@ -1,7 +1,8 @@
 """The planner against its bars: speed, exhaustive search, the paper's Algorithm 1.
 
-    python bench/planner.py            about three minutes
-    python bench/planner.py --quick    fewer clusters, no cold run
+    python bench/planner.py                     about eight minutes
+    python bench/planner.py --part algorithm1   one part of it: speed, exhaustive or algorithm1
+    python bench/planner.py --quick             fewer clusters, no cold run
 
 CPU seconds are of a fresh process, imports included. "Cold" means an empty cache of compiled code, as on the first run
 after installing; the schedule search of the winner is the only thing that is ever compiled. Plans of all strategies are
@@ -17,6 +18,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -189,9 +191,17 @@ def against_algorithm_1(report: Report, count: int) -> None:
         report.figure(f"Algorithm 1 / ours{name}, worst for us", min(found), "ratio", at_least=1)
 
 
+PARTS: dict[str, Callable[[Report, bool], None]] = {
+    "speed": speed,
+    "exhaustive": lambda report, quick: against_exhaustive(report, 10 if quick else 30),
+    "algorithm1": lambda report, quick: against_algorithm_1(report, 10 if quick else 50),
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--part", choices=tuple(PARTS))
     parser.add_argument("--child", choices=tuple(JOBS))
     parser.add_argument("--tries", type=int)
     args = parser.parse_args()
@@ -201,9 +211,8 @@ def main() -> int:
     report = Report(
         "The planner (CPU seconds, ratios of simulated figures)", "exhaustive search, the paper's Algorithm 1"
     )
-    speed(report, args.quick)
-    against_exhaustive(report, 10 if args.quick else 30)
-    against_algorithm_1(report, 10 if args.quick else 50)
+    for part in [args.part] if args.part else PARTS:
+        PARTS[part](report, args.quick)
     return report.finish()
 
 

@@ -64,6 +64,7 @@ def test_the_other_strategies(strategy: str, capsys: pytest.CaptureFixture[str])
         (["plan", TINY, "--set", "cluster.datacenters.east.gpu=H900"], "no such GPU type"),
         (["plan", TINY, "--set", "model.hidden=65536"], "no plan fits"),
         (["plan", TINY, "--out", "/nowhere/plan.yaml"], "no folder"),
+        (["plan", THREE, "--pareto", "front.png"], ".svg or .html"),
         (["plan", TINY, "--global-batch", "0"], "whole number"),
         (["whatif", TINY, "--sweep", "pp"], "key=values"),
         (["whatif", TINY, "--sweep", "speed=1"], "unknown key"),

@@ -14,6 +14,7 @@ from atlas.plan.whatif import Asked, changed, marginals, parse_sweep, percentile
 def test_sweeps_are_read() -> None:
     assert parse_sweep("pp=2,4,8").values == (2, 4, 8)
     assert parse_sweep("a.b=1..4:4").values == (1, 2, 3, 4)
+    assert parse_sweep("tp=1..2").values == (1, 2)
     assert parse_sweep("a=0.5..1:3").values == (0.5, 0.75, 1.0)
     assert parse_sweep("a=1..1000:4log").values == (1, 10, 100, 1000)
     assert parse_sweep("lose=east").values == ("east",)
@@ -49,7 +50,7 @@ def test_a_misspelt_key_is_an_error() -> None:
 def test_a_datacenter_is_lost_or_added() -> None:
     job = job_of()
     assert [dc.name for dc in changed(job, "lose", "west").cluster.datacenters] == ["east"]
-    assert [dc.name for dc in changed(job, "add", "west").cluster.datacenters] == ["east", "west", "west-2"]
+    assert [dc.name for dc in changed(job, "add", "east").cluster.datacenters] == ["east", "east-2", "west"]
     again = sweep(Asked(job, replan=True), parse_sweep("lose=none,east"))
     assert again[0].iteration_s is not None
     assert again[1].iteration_s is not None

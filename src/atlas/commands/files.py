@@ -101,6 +101,14 @@ def require_writable(path: Path, flag: str) -> None:
         raise SpecError(where=flag, key="file", value=str(path), rule=rule, remedy="Choose another place")
 
 
+def require_drawable(path: Path, flag: str) -> None:
+    """Raise where a chart of this name could not be written, or would not be what its name says."""
+    if path.suffix.lower() not in (".svg", ".html", ".htm"):
+        rule = "a chart is written as SVG, or as a page that holds it"
+        raise SpecError(where=flag, key="file", value=str(path), rule=rule, remedy="End its name in .svg or .html")
+    require_writable(path, flag)
+
+
 def require_folder(path: Path, flag: str) -> None:
     """Raise where a folder of this name neither is there, writable, nor could be made."""
     there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from atlas.commands.files import require_writable
+from atlas.commands.files import require_drawable, require_writable
 from atlas.commands.simulate import job_flags, whole
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.errors import SpecError
@@ -53,9 +53,9 @@ def _sigma(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    for flag in ("out", "page"):
+    for flag, require in (("out", require_drawable), ("page", require_writable)):
         if getattr(args, flag) is not None:
-            require_writable(getattr(args, flag), f"--{flag}")
+            require(getattr(args, flag), f"--{flag}")
     sweeps = [parse_sweep(text) for text in args.sweep]
     if (args.out or args.page) and not any(one.numeric for one in sweeps):
         raise SpecError(

@@ -58,8 +58,8 @@ def _times(ratio: float, what: str) -> str:
     return f"{ratio:.2f}x {what}" if ratio < 10 else f"{ratio:,.0f}x {what}"
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+def _seconds(value: float, digits: int = 3) -> str:
+    return f"{value:.{digits}g} s" if value >= 1 else f"{1000 * value:.{digits}g} ms"
 
 
 def _differences(its: Figures, mine: Figures) -> dict[str, float]:
@@ -78,7 +78,7 @@ def verdict(planned: Planned) -> list[str]:
         if other != kind and rival is not None:
             lost = why_lost(rival, best, planned.objective)
             lines.append(f"Best with {KINDS[other]}: {rival.candidate.where()}, {lost}.")
-        elif other != kind and len(planned.ground.names) > 1:
+        elif other != kind and len(planned.ground.names) > 1 and planned.strategy != "algorithm1":
             lines.append(f"No plan with {KINDS[other]} was worth a simulation.")
     parts = best.figures.parts_s
     part = max(SPENT_ON, key=lambda name: parts.get(name, 0.0))
@@ -104,7 +104,7 @@ def compared(planned: Planned) -> str:
     """How the figures of a table were come by."""
     told = f"{planned.num_estimated:,} candidates estimated, {planned.num_simulated} simulated under one plain order"
     if planned.tries:
-        told += f"; the winner under {planned.schedule} takes {planned.iteration_s:.4g} s"
+        told += f"; the winner under {planned.schedule} takes {_seconds(planned.iteration_s, 4)}"
     return f"{told}. All times are simulated."
 
 

@@ -102,7 +102,8 @@ def _range(text: str, rest: str) -> tuple[Any, ...]:
     log = count_text.endswith("log")
     try:
         low, high = float(low_text), float(high_text)
-        count = int(count_text.removesuffix("log") or 10)
+        whole = low.is_integer() and high.is_integer() and "." not in low_text + high_text
+        count = int(count_text.removesuffix("log") or min(10, abs(high - low) + 1 if whole else 10))
     except ValueError:
         raise _bad(text, "is not a range of numbers", "Write it like 10..100:10, or 1..1000:7log") from None
     if (
@@ -111,7 +112,6 @@ def _range(text: str, rest: str) -> tuple[Any, ...]:
         or (log and min(low, high) <= 0)
     ):
         raise _bad(text, f"wants 2 to {MAX_POINTS} finite values, positive ones where it goes by factors", "Change it")
-    whole = low.is_integer() and high.is_integer() and "." not in low_text + high_text
     raw = np.geomspace(low, high, count) if log else np.linspace(low, high, count)
     values = (
         [round(float(v)) for v in raw] if whole and abs(high - low) >= count - 1 else [float(f"{v:.6g}") for v in raw]
@@ -153,7 +153,7 @@ def _without(job: Job, name: str) -> Job:
 
 
 def _with_twin(job: Job, name: str) -> Job:
-    """One more datacenter like `name`, connected as it is."""
+    """One more datacenter like `name`, next to it and connected as it is; between the two, its nearest link."""
     if name == "none":
         return job
     cluster = job.cluster
@@ -164,16 +164,15 @@ def _with_twin(job: Job, name: str) -> Job:
     other = f"{name}-2"
     links = cluster.links
     if links is not None:
-        again = [
-            link.model_copy(update={"between": tuple(other if end == name else end for end in link.between)})
-            for link in links
-            if name in link.between
-        ]
-        again.append(links[0].model_copy(update={"between": (name, other)}))
-        links = (*links, *again)
-    dcs = (*cluster.datacenters, twin.model_copy(update={"name": other}))
+        own = [link for link in links if name in link.between]
+        alike = [(link, tuple(other if end == name else end for end in link.between)) for link in own]
+        nearest = sorted(own, key=lambda link: link.latency_ms or cluster.wan.latency_ms or 0.0)[:1]
+        alike += [(link, (name, other)) for link in nearest]
+        links += tuple(link.model_copy(update={"between": ends}) for link, ends in alike)
+    dcs = list(cluster.datacenters)
+    dcs.insert(dcs.index(twin) + 1, twin.model_copy(update={"name": other}))
     return job.model_copy(
-        update={"cluster": cluster.model_copy(update={"datacenters": dcs, "links": links}), "placement": None}
+        update={"cluster": cluster.model_copy(update={"datacenters": tuple(dcs), "links": links}), "placement": None}
     )
 
 

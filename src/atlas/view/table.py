@@ -17,9 +17,11 @@ WAITS = {"wan": ("wan",), "peer": ("peer",), "sync": ("sync",), "ends": ("fill",
 
 
 def seconds(value: float | None) -> str:
-    """Four significant figures with a fitting unit."""
+    """Four significant figures, or all whole seconds, with a fitting unit."""
     if value is None:
         return "–"
+    if abs(value) >= 1000:
+        return f"{value:,.0f} s"
     for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if abs(value) >= unit:
             return f"{value / unit:#.4g} {name}"
