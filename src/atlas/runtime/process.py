@@ -21,6 +21,8 @@ worker outlives its launcher. Knows no sockets and no ops; the `Worker` does.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -47,10 +49,13 @@ if TYPE_CHECKING:
 
 DECISION_S = 60.0
 """How long a worker that was told to stop waits to hear after which step."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, KEPT_BYTES = -1, -3, 1 << 30
+"""Of `mallopt`: how much may lie free at the end of the heap, and from which size on memory is the kernel's again."""
 
 
 def main() -> int:
     orders, talk = sys.stdin, Talk(_private_stdout())
+    _keep_memory()
     torch.set_num_threads(1)
     sys.setswitchinterval(0.0005)  # the default lets a sender wait 5 ms for the thread that computes
     logging.getLogger("atlas").addHandler(Warnings(talk))
@@ -183,6 +188,13 @@ def _heed(orders: TextIO, worker: Worker, brake: Brake, talk: Talk) -> None:
         elif "complete" in order and worker.saving is not None:
             worker.saving.confirm(*(SaveId(*pair) for pair in order["complete"]))
     os._exit(1)
+
+
+def _keep_memory() -> None:
+    """What is freed stays ours: every microbatch takes the same again, and would fault in each page of it."""
+    with contextlib.suppress(OSError, AttributeError):  # glibc
+        for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+            ctypes.CDLL(None).mallopt(option, KEPT_BYTES)
 
 
 def _private_stdout() -> TextIO:
