@@ -60,6 +60,31 @@ def test_what_a_chunk_showed_is_remembered_for_a_while_and_counts_on_slow_paths_
     assert fast.rate_bps == 500e6
 
 
+def test_a_path_that_has_become_slower_is_found_by_what_comes_back_while_everything_is_late() -> None:
+    flight, now = Flight(0.04), 0.0
+    flight.learn(100e6)
+
+    def carry(rate_bps: float, took_s: float, seconds: float) -> None:
+        nonlocal now
+        end = now + seconds
+        while now < end:
+            flight.came_back(took_s, now := now + 62_500 * 8 / rate_bps, 62_500)
+
+    carry(100e6, 0.05, 1.0)
+    carry(100e6, 0.09, 2.0)
+    assert flight.fallen_bps() is None, "late by its own queue, at its full rate"
+    carry(25e6, 0.05, 1.0)
+    assert flight.fallen_bps() is None, "not late: there was no more to send"
+    carry(25e6, 0.2, 0.3)
+    assert flight.fallen_bps() is None, "not for long enough"
+    carry(25e6, 0.2, 0.4)
+    assert flight.fallen_bps() == pytest.approx(25e6, rel=0.25)
+    assert flight.fallen_bps() is None, "told once"
+    now += 10.0
+    carry(25e6, 0.2, 0.3)
+    assert flight.fallen_bps() is None, "nothing was under way for ten seconds"
+
+
 def test_the_outbox_waits_for_the_pace() -> None:
     box = Outbox(chunk_bytes=16 * KB, num_streams=1)
     box.freed(0, 1 << 20)
@@ -94,25 +119,31 @@ def test_paths_with_room_take_slices_in_turn_and_a_full_one_is_passed_over() -> 
     source = sender(handed)
     try:
         source.outbox.put((0, 0, 0, 0), memoryview(bytes(16 * KB * 11)), 0, Handle())
-        until(handed, 9)
+        until(handed, 3)
         time.sleep(0.03)
-        assert sorted(path for path, _ in handed) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-        assert [path for path, _ in handed[:3]] == [1, 2, 0]
-        source.departed(source.paths[1], 1, handed[0][1])
-        until(handed, 10)
-        assert handed[9][0] == 1
+        assert [path for path, _ in handed] == [1, 2, 0], "one each at first"
+        source.departed(source.paths[1], [(1, handed[0][1])])
+        until(handed, 5)
+        time.sleep(0.03)
+        assert [path for path, _ in handed[3:]] == [1, 1], "one more for each that departs"
     finally:
         source.close()
 
 
 def test_a_slow_path_hoards_no_slices() -> None:
-    path = Path(0, ("a", "b"))
-    assert path.num_allowed == STAGED_SLICES
-    for gap_s, allowed in ((0.01, 3), (0.042, 1), (0.01, 3)):
-        for i in range(4):
-            path.departed((i, 0), i * gap_s)
-        path.departed((9, 0), 3 * gap_s + 1.0)
+    path, now = Path(0, ("a", "b")), 1.0
+    assert path.num_allowed == 1
+    path.departed([(9, 0)], now)
+    assert path.num_allowed == 2
+    for gap_s, allowed in ((0.01, STAGED_SLICES), (0.042, 1), (0.01, STAGED_SLICES)):
+        for i in range(3):
+            path.departed([(i, 0)], now := now + gap_s)
+        path.departed([(9, 0)], now := now + 1.0)
         assert path.num_allowed == allowed, "others had their turn for a second"
+    path.departed([(10, 0), (11, 0), (12, 0)], now + 0.03)
+    assert path.num_allowed == STAGED_SLICES, "told of three at once"
+    path.rest()
+    assert path.num_allowed == 1
 
 
 def test_a_slice_that_waits_for_its_turn_is_not_sent_again_and_one_that_is_lost_is() -> None:
@@ -126,9 +157,10 @@ def test_a_slice_that_waits_for_its_turn_is_not_sent_again_and_one_that_is_lost_
         time.sleep(0.1)
         assert len(handed) == 2
         assert LEAST_TURN_S > 0.1 > 1.3 * 0.02
-        source.departed(source.paths[1], 1, handed[0][1])
-        until(handed, 3)
-        assert handed[2] == (0, handed[0][1])
+        source.departed(source.paths[1], [(1, handed[0][1])])
+        source.departed(source.paths[0], [(1, handed[1][1])])
+        until(handed, 4)
+        assert set(handed[2:4]) == {(0, handed[0][1]), (1, handed[1][1])}
         source.heed(Note(NoteKind.ACK, ("a", "c"), 0, ((1, handed[0][1], 0), (1, handed[1][1], 0))))
         assert source.outbox.is_empty
     finally:

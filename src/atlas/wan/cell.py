@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from atlas.errors import WorkerError
@@ -25,7 +26,11 @@ from atlas.wan.slices import Note, NoteKind, Slice, pack_note, pack_slice, unpac
 from atlas.wan.transport import Buffer, Handle, Key, Tag, Transport, view_of, writable_view_of
 from atlas.wan.wire import FrameKind, Header
 
-SLICE_BYTES = 128 * 1024
+SLICE_BYTES, FIRST_SLICE_BYTES, LAST_SLICE_BYTES = 128 * 1024, 64 * 1024, 32 * 1024
+"""Of a transfer: in its middle; at its beginning, when somebody with a smaller turn may begin as well; and at its end,
+so that all paths finish together."""
+SCARCE_SLICES = 2
+"""A sender that has fewer at a relay than these is told at once that one has left."""
 SLICE_LANE, NOTE_LANE = 64, 63
 """Lane n of a cell travels on lane SLICE_LANE + n of its endpoints."""
 
@@ -46,6 +51,7 @@ class Cell(Transport):
         self._lock = threading.Lock()
         self._senders: dict[tuple[str, int], Sender] = {}
         self._inboxes: dict[tuple[str, int], Inbox] = {}
+        self._relayed = Counter[tuple[str, str, int]]()
         self._counter = itertools.count(1)
         self._closing = threading.Event()
         self._lanes = list(lanes)
@@ -96,17 +102,17 @@ class Cell(Transport):
         return self._sender(destination, lane).paths
 
     # ---- slices onward, notes back -----------------------------------------------------------------------------
-    def _forward(self, one: Slice, data: bytearray | memoryview, on_start: Callable[[], None] | None = None) -> None:
+    def _forward(self, one: Slice, data: bytes | memoryview, on_start: Callable[[], None] | None = None) -> None:
         """To the next hop, at the slice's turn."""
         following = one.hops[one.hops.index(self.name) + 1]
         key = Key(following, SLICE_LANE + one.lane, (next(self._counter), 0, 0, 0))
-        self.endpoint.send(key, data, one.turn, on_start=on_start, whole=True)
+        self.endpoint.send(key, data, one.turn, "a slice", on_start, whole=True)
 
     def _hand_over(self, path: Path, one: Slice, payload: memoryview) -> None:
         """A sender's slice sets out; a relay of the cell will say when it has left it, we know ourselves."""
         direct = one.hops[1] not in self.pairs
         sender = self._senders[one.hops[-1], one.lane]
-        on_start = (lambda: sender.departed(path, one.number, one.offset)) if direct else None
+        on_start = (lambda: sender.departed(path, [(one.number, one.offset)])) if direct else None
         self._forward(one, pack_slice(one, payload), on_start)
 
     def _slice(self, key: Key, data: memoryview) -> None:
@@ -116,9 +122,23 @@ class Cell(Transport):
         if one.hops[-1] == self.name:
             self._deliver(one, payload)
         elif self.name in self.pairs and one.hops[1] == self.name:
-            self._forward(one, data, lambda: self._notes.add(NoteKind.DEPARTED, one))
+            self._relay(one, data)
         else:
             self._forward(one, data)
+
+    def _relay(self, one: Slice, data: memoryview) -> None:
+        """For a node of our cell, which hears when it has left; soon only if that has hardly another one here."""
+        place = (one.hops[0], one.hops[-1], one.lane)
+        with self._lock:
+            self._relayed[place] += 1
+
+        def departed() -> None:
+            with self._lock:
+                self._relayed[place] -= 1
+                is_scarce = self._relayed[place] < SCARCE_SLICES
+            self._notes.add(NoteKind.DEPARTED, one, at_once=is_scarce)
+
+        self._forward(one, data, departed)
 
     def _deliver(self, one: Slice, payload: memoryview) -> None:
         inbox = self._inbox(one.hops[0], one.lane)
@@ -135,7 +155,7 @@ class Cell(Transport):
 
     def _return(self, note: Note) -> None:
         preceding = note.hops[note.hops.index(self.name) - 1]
-        self.endpoint.send(Key(preceding, NOTE_LANE, (next(self._counter), 0, 0, 0)), pack_note(note), turn=-1)
+        self.endpoint.send(Key(preceding, NOTE_LANE, (next(self._counter), 0, 0, 0)), pack_note(note), -1, "a note")
 
     def _note(self, key: Key, data: memoryview) -> None:
         note = unpack_note(data)
@@ -150,7 +170,7 @@ class Cell(Transport):
     def _sender(self, destination: str, lane: int) -> Sender:
         with self._lock:
             if (destination, lane) not in self._senders:
-                outbox = Outbox(self.slice_bytes, len(self.pairs))
+                outbox = Outbox(self.slice_bytes, len(self.pairs), LAST_SLICE_BYTES, FIRST_SLICE_BYTES)
                 outbox.freed(0, self.endpoint.settings.staging_bytes)
                 paths = hops_of(self.name, destination, self.pairs)
                 own = self.endpoint.channel(self.pairs[self.name], SLICE_LANE + lane)

@@ -6,20 +6,19 @@ slices; how they travel is the cell's affair.
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 
 from atlas.errors import WorkerError
 from atlas.wan.outbox import Chunk, Outbox
 from atlas.wan.slices import Note, NoteKind, Slice
 
-STAGED_SLICES, STAGED_S = 3, 0.03
+FIRST_STAGED, STAGED_SLICES, STAGED_S = 1, 3, 0.03
 """How many slices wait at a relay, and for how long in all: enough that it never idles, little enough that a slow one
-does not hoard."""
+does not hoard. At first just one, and one more for each that departs: those of all senders arrive together, and the
+fewer there are, the sooner does a relay know whose turn it is."""
 OVERDUE = 2.0
 """A slice is overdue when it took so many times what others need, from when it left for the WAN."""
 LEAST_TURN_S, TURN = 0.25, 3.0
@@ -49,10 +48,11 @@ class Path:
 
     def __init__(self, index: int, hops: Hops) -> None:
         self.index, self.hops = index, hops
-        self.num_staged = 0
+        self.num_staged, self._most_staged = 0, FIRST_STAGED
         self.latency_s = 0.25
         self.delivered_bytes = self.num_handed = 0
-        self._departures = deque[float](maxlen=4)
+        self._gaps_s = deque[float](maxlen=3)
+        self._departed_at = 0.0
         self.left_at: dict[tuple[int, int], float] = {}
         """Of what it was handed and has not acknowledged: when it departed, or will have at the latest."""
 
@@ -63,16 +63,24 @@ class Path:
     @property
     def num_allowed(self) -> int:
         """By how far apart its last slices departed; one longer gap, when others had their turn, does not count."""
-        if len(self._departures) < 4:
-            return STAGED_SLICES
-        gap_s = statistics.median(after - before for before, after in pairwise(self._departures))
-        return max(1, min(STAGED_SLICES, round(STAGED_S / max(gap_s, 0.001))))
+        if len(self._gaps_s) < 3:
+            return self._most_staged
+        return max(1, min(self._most_staged, round(STAGED_S / max(sorted(self._gaps_s)[1], 0.001))))
 
-    def departed(self, slice_id: tuple[int, int], now: float) -> None:
-        self.num_staged = max(0, self.num_staged - 1)
-        self._departures.append(now)
-        if slice_id in self.left_at:
-            self.left_at[slice_id] = now
+    def rest(self) -> None:
+        """There is nothing to send: the next transfer begins as the first one did."""
+        self._most_staged = FIRST_STAGED
+
+    def departed(self, slice_ids: list[tuple[int, int]], now: float) -> None:
+        """These have, since the last ones did."""
+        num = len(slice_ids)
+        self._gaps_s.extend([(now - self._departed_at) / num] * num)
+        self._departed_at = now
+        self._most_staged = min(STAGED_SLICES, self._most_staged + num)
+        self.num_staged = max(0, self.num_staged - num)
+        for slice_id in slice_ids:
+            if slice_id in self.left_at:
+                self.left_at[slice_id] = now
 
     def note_latency(self, slice_id: tuple[int, int], now: float) -> None:
         begin = self.left_at.pop(slice_id, None)
@@ -100,8 +108,12 @@ class Sender:
         self._thread.start()
 
     def _run(self) -> None:
+        has_stolen = False
         while not self.closing:
-            is_ready = self.outbox.wait_ready(TICK_S if not self.outbox.is_empty else IDLE_S)
+            is_idle = self.outbox.is_empty
+            for path in self.paths if is_idle else ():
+                path.rest()
+            is_ready = self.outbox.wait_ready(0.0 if has_stolen else IDLE_S if is_idle else TICK_S)
             with self._changed:
                 free = sorted((path for path in self.paths if path.has_room), key=self._order)
                 if not free:
@@ -110,10 +122,10 @@ class Sender:
             if is_ready and free[0] is self.paths[0] and (slice_s := self._slice_s()):
                 hold_s = max(LEAST_HOLD_S, min(MOST_HOLD_S, HOLD * slice_s))
                 time.sleep(max(0.0, self.outbox.head_since + hold_s - time.monotonic()))
-            for path in free:
-                if (chunk := self._next(path, is_ready=is_ready)) is not None:
-                    self._set_out(path, chunk)
-                    break
+            found = ((path, chunk) for path in free if (chunk := self._next(path, is_ready=is_ready)) is not None)
+            if (first := next(found, None)) is not None:
+                self._set_out(*first)
+            has_stolen = first is not None and not is_ready
 
     def _order(self, path: Path) -> tuple[int, bool]:
         """Who was given least comes first, our own path after the others."""
@@ -140,31 +152,34 @@ class Sender:
         self.outbox.count_from(message.number, chunk.offset, at)
         self._hand_over(path, Slice(path.hops, self.lane, message.turn, *fields, path.index), chunk.payload)
 
-    def departed(self, path: Path, number: int, offset: int) -> None:
-        """It is on the WAN: there is room for another, and from now on it is the path that takes its time."""
+    def departed(self, path: Path, slice_ids: list[tuple[int, int]]) -> None:
+        """They are on the WAN: there is room for others, and from now on it is the path that takes its time."""
         now = time.monotonic()
         with self._changed:
-            path.departed((number, offset), now)
+            path.departed(slice_ids, now)
             self._changed.notify()
-        self.outbox.count_from(number, offset, now)
+        for number, offset in slice_ids:
+            self.outbox.count_from(number, offset, now)
 
     def heed(self, note: Note) -> None:
         if note.kind == NoteKind.POSTED:
             self.outbox.posted(note.tag)
         elif note.kind == NoteKind.FREED:
             self.outbox.freed(note.amount)
-        now = time.monotonic()
+        now, departed = time.monotonic(), dict[int, list[tuple[int, int]]]()
         for number, offset, index in note.slices:
             if index >= len(self.paths):
                 raise WorkerError(f"a note about path {index} of {len(self.paths)} to {note.hops[-1]}")
-            path = self.paths[index]
             if note.kind == NoteKind.DEPARTED:
-                self.departed(path, number, offset)
+                departed.setdefault(index, []).append((number, offset))
                 continue
+            path = self.paths[index]
             with self._changed:
                 path.note_latency((number, offset), now)
             chunk = self.outbox.acknowledged(path, number, offset)
             path.delivered_bytes += chunk.num_bytes if chunk else 0
+        for index, slice_ids in departed.items():
+            self.departed(self.paths[index], slice_ids)
 
     def watch(self, deadline_s: float) -> None:
         silent_s = (time.monotonic_ns() - self.outbox.last_progress_ns) / 1e9

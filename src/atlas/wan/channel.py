@@ -151,6 +151,8 @@ class Channel:
             return
         if (flight := self.outbox.flight) is not None and self.outbox.is_empty and flight.had_room():
             self.meter.raise_by(MORE)
+        if flight is not None and (fallen_bps := flight.fallen_bps()) is not None:
+            self.meter.learn(fallen_bps, time.monotonic())
         rate_bps = None if self._light else self.meter.rate_bps
         if rate_bps and (flight := self.outbox.flight) is not None and flight.is_slow:
             rate_bps = max(rate_bps, flight.rate_bps)
@@ -309,6 +311,8 @@ class Channel:
                 header = Header(FrameKind.WARM, lane, epoch, now_ns(), 0, 0, num_bytes)
                 stream.write(pack_header(header), WARM_ZEROS[:num_bytes])
                 continue
+            if outbox.flight is not None:
+                stream.await_room()
             wait_s = min(IDLE_S, heartbeat_s) if outbox.is_empty else self._late_s / 4
             chunk = outbox.pull(stream, self._shifts.place(slot), wait_s)
             if chunk is None and not outbox.is_empty and (chunk := outbox.steal(stream, self._late_s)) is not None:

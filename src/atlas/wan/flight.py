@@ -18,8 +18,12 @@ PACED_BYTES = 32 * 1024
 """A path that carries less than this in a quantum is paced: the kernel's smallest buffers would take in several."""
 PACE, LEAD_S = 1.25, 0.003
 """How fast, over what the path was seen to deliver; and how far ahead of it."""
-SWIFT_S, SWIFT_BYTES = 10.0, 8 * 1024
-"""How long a chunk that came through quickly says what the path can do; of so many bytes at least."""
+SWIFT_S, SWIFT_BYTES, KERNEL_BYTES = 10.0, 8 * 1024, 32 * 1024
+"""How long a chunk that came through quickly says what the path can do; of so many bytes at least; and how many of them
+the kernel still holds, at most, when it has taken the last."""
+
+FELL, LATE_S = 0.5, 0.5
+"""A path on which everything was late for so long, and which brought less than this part of its rate, is slower now."""
 
 
 class Flight:
@@ -34,6 +38,8 @@ class Flight:
         """The quickest of some rounds, increasing: the first is the quickest of all that count."""
         self._begin, self._quickest_s, self._was_full = 0.0, float("inf"), False
         self._slowest_s, self._held_back = 0.0, False
+        self._late_since, self._late_bytes, self._last_back = 0.0, 0, 0.0
+        self._fallen_bps: float | None = None
         self._rate_bps, self._gone_at = float("inf"), 0.0
         self._swift_bps, self._swift_before_bps, self._swift_since = 0.0, 0.0, 0.0
 
@@ -93,12 +99,22 @@ class Flight:
             self._slowest_s, self._held_back = 0.0, False
             return had_room
 
+    def fallen_bps(self) -> float | None:
+        """What the path delivers, if that was found to be far less than was learnt. Told once."""
+        with self._lock:
+            fallen_bps, self._fallen_bps = self._fallen_bps, None
+            return fallen_bps
+
     def came_back(self, took_s: float, now: float, num_bytes: int = 0) -> None:
         with self._lock:
             if now - self._swift_since > SWIFT_S:
                 self._swift_bps, self._swift_before_bps, self._swift_since = 0.0, self._swift_bps, now
             if num_bytes >= SWIFT_BYTES:
-                self._swift_bps = max(self._swift_bps, num_bytes * 8 / max(took_s - self.rtt_s, 0.001))
+                swift_bps = min(num_bytes, KERNEL_BYTES) * 8 / max(took_s - self.rtt_s, 0.001)
+                self._swift_bps = max(self._swift_bps, swift_bps)
+            if now - took_s > self._last_back:  # for a moment nothing was under way
+                self._late_since, self._late_bytes = now, 0
+            self._late_bytes, self._last_back = self._late_bytes + num_bytes, now
             self._quickest_s, self._slowest_s = min(self._quickest_s, took_s), max(self._slowest_s, took_s)
             if now - self._begin >= max(1.1 * self.rtt_s, 0.01):
                 self._end_round(now)
@@ -111,6 +127,17 @@ class Flight:
             self._lows.pop()
         self._lows.append((now, quickest_s))
         self._begin, self._quickest_s, self._was_full = now, float("inf"), False
+        self._judge_rate(now, is_late=quickest_s > self._lows[0][1] + 2 * self.slack_s)
         change = (self._lows[0][1] + self.slack_s) / quickest_s
         if change < 1 or was_full:
             self._limit_bytes = int(self.limit_bytes * max(0.5, min(1.5, change)))
+
+    def _judge_rate(self, now: float, *, is_late: bool) -> None:
+        """While everything is late, something queues on the path, so what comes back is all that it carries; whether
+        anything waits here does not matter."""
+        late_s = now - self._late_since
+        if is_late and late_s < LATE_S:
+            return
+        if is_late and (rate_bps := self._late_bytes * 8 / late_s) < FELL * self._rate_bps:
+            self._fallen_bps, self._swift_bps, self._swift_before_bps = rate_bps, 0.0, 0.0
+        self._late_since, self._late_bytes = now, 0

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from atlas.wan.slices import MAX_DONE, Done, Note, NoteKind, Slice
 
-MOMENT_S = {NoteKind.DEPARTED: 0.002, NoteKind.ACK: 0.01}
-"""Room at a relay is waited for, an acknowledgement is not, unless it is a message's last."""
+MOMENT_S = {NoteKind.DEPARTED: 0.02, NoteKind.ACK: 0.01}
+"""Unless it is urgent: the last room at a relay, a message's last acknowledgement."""
 
 
 @dataclass(eq=False)

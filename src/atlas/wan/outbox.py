@@ -19,6 +19,7 @@ from atlas.errors import WorkerError
 from atlas.ir.dispatch import before
 from atlas.wan.flight import Flight
 from atlas.wan.transport import Handle, Tag
+from atlas.wan.wire import MAX_CHUNK_BYTES
 
 MIN_CHUNK_BYTES = 64 * 1024
 MAX_POSTED = 1 << 17
@@ -64,9 +65,17 @@ class Chunk(NamedTuple):
 class Outbox:
     """Thread-safe. `pull` is called by streams, `put` by the user, the rest by whoever reads the peer's records."""
 
-    def __init__(self, chunk_bytes: int = 256 * 1024, num_streams: int = 1) -> None:
+    def __init__(
+        self,
+        chunk_bytes: int = 256 * 1024,
+        num_streams: int = 1,
+        least_chunk_bytes: int = MIN_CHUNK_BYTES,
+        first_chunk_bytes: int = MAX_CHUNK_BYTES,
+    ) -> None:
+        """Chunks grow from `first_chunk_bytes` at the beginning of a message to `chunk_bytes`, if that is more, and
+        shrink to `least_chunk_bytes` towards its end."""
         self.chunk_bytes, self.num_streams = chunk_bytes, num_streams
-        self.least_chunk_bytes = MIN_CHUNK_BYTES
+        self.least_chunk_bytes, self.first_chunk_bytes = least_chunk_bytes, first_chunk_bytes
         self.flight: Flight | None = None
         """How much may be under way unacknowledged: more would only queue where turns are not known."""
         self.staging_bytes = 0
@@ -360,6 +369,7 @@ class Outbox:
             left = len(message.view) - message.next_offset
             # Smaller towards the end, so that all streams finish together; but no crumbs.
             size = min(self.chunk_bytes, max(self.least_chunk_bytes, left // (2 * self.num_streams)), left)
+            size = min(size, max(self.first_chunk_bytes, message.next_offset // self.num_streams))
             if left < 1.5 * size or message.whole:
                 size = left
             chunk = Chunk(message, message.next_offset, size)

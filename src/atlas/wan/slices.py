@@ -88,14 +88,9 @@ def head_bytes(hops: tuple[str, ...]) -> int:
     return _SLICE.size + len(_pack_hops(hops))
 
 
-def pack_slice(one: Slice, payload: memoryview) -> bytearray:
-    hops = _pack_hops(one.hops)
-    out = bytearray(_SLICE.size + len(hops) + len(payload))
+def pack_slice(one: Slice, payload: memoryview) -> bytes:
     fields = (one.lane, one.eager, one.path, one.turn, one.number, one.total_bytes, one.offset, one.num_bytes, *one.tag)
-    _SLICE.pack_into(out, 0, *fields, len(one.hops))
-    out[_SLICE.size : _SLICE.size + len(hops)] = hops
-    out[_SLICE.size + len(hops) :] = payload
-    return out
+    return b"".join((_SLICE.pack(*fields, len(one.hops)), _pack_hops(one.hops), payload))
 
 
 def unpack_slice(data: memoryview) -> tuple[Slice, memoryview]:

@@ -54,8 +54,9 @@ class Stream:
         """Called every `TICK_S` of waiting; may raise to end the wait."""
         self._scratch = bytearray(0)
         self._lump_bytes, self._in_lumps = 1, not is_nearby(sock)
-        self._poll = select.poll()
+        self._poll, self._room_poll = select.poll(), select.poll()
         self._poll.register(sock, select.POLLIN)
+        self._room_poll.register(sock, select.POLLOUT)
         self._tuned = (0, 0.0)
         self._near: bool | None = None
         sock.settimeout(None)
@@ -76,6 +77,12 @@ class Stream:
         if payload:
             self.seal.encrypt(payload, out[len(head) + TAG_BYTES :])
         self._send([out])
+
+    def await_room(self) -> None:
+        """Until the kernel has sent most of what it was given: what comes next is chosen no sooner than that."""
+        last_ns = time.monotonic_ns()
+        while not self._room_poll.poll(TICK_S * 1e3):
+            self._check(last_ns, "take", self.patience_s)
 
     def _send(self, parts: list[memoryview]) -> None:
         last_ns = time.monotonic_ns()

@@ -95,7 +95,7 @@ class RateMeter:
             self._spans.clear()
 
     def learn(self, rate_bps: float, now: float) -> None:
-        """From a warm-up."""
+        """From a warm-up, or because the path has become slower: what it brought before is forgotten."""
         with self._lock:
             self._samples = deque([(now, rate_bps)] if rate_bps else [])
 
