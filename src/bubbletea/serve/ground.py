@@ -62,7 +62,8 @@ def _slots(timeline: Timeline, pattern: Pattern, worker: int) -> dict[int, int]:
     starts, ends = timeline.op_start_ns[own], timeline.op_end_ns[own]
     low_ns, _ = span(timeline)
     counts = np.isin(program.kind[own], np.array(USEFUL, np.int8)) & (ends > starts)
-    inside = np.flatnonzero(counts & (ends > low_ns))
+    useful = np.flatnonzero(counts)
+    inside = useful[ends[useful] > low_ns]
     if not len(inside):
         return {}
     origin_ns, per_pass = max(int(starts[inside[0]]), low_ns), len(own) // program.num_iterations
@@ -71,9 +72,9 @@ def _slots(timeline: Timeline, pattern: Pattern, worker: int) -> dict[int, int]:
         for slot in range(int(pattern.ptr[worker]), int(pattern.ptr[worker + 1]))
     }
     found: dict[int, int] = {}
-    for before, at in zip((-1, *inside), inside, strict=False):
+    for before, at in zip((-1, *useful), useful, strict=False):
         slot = slot_at.get((int(starts[at]) - low_ns) % pattern.period_ns)
-        if slot is not None:
+        if slot is not None and ends[at] > low_ns:
             found.update(
                 {int(op) % per_pass: slot for op in range(max(before + 1, int(at) - per_pass + 1), int(at) + 1)}
             )

@@ -56,6 +56,8 @@ class Planner:
         self._points: deque[tuple[int, int, float]] = deque(maxlen=POINTS)
         self._open = np.full(len(forecast.pattern.start_ns), -1, np.int64)
         self._closed = self._open.copy()
+        self._round = forecast.pattern.end_ns >= forecast.pattern.period_ns
+        """Windows that end with the period: they are waited through at the beginning of the next, by its first op."""
         self._step = -1
         self._starts: deque[tuple[int, int]] = deque(maxlen=PERIODS)
         """(step, when it began)"""
@@ -230,8 +232,12 @@ class Planner:
     def _learn(self) -> None:
         start_ns = self._period_start()
         if start_ns is not None:
+            period_ns = self._last_period_ns(start_ns)
             self._starts.append((self._step, start_ns))
-            self.forecast.observe(start_ns, self._open.copy(), self._closed.copy())
+            opened, closed = (
+                np.where(self._round & (at >= 0), at + period_ns, at) for at in (self._open, self._closed)
+            )
+            self.forecast.observe(start_ns, opened, closed)
         self._open.fill(-1)
         self._closed.fill(-1)
 
@@ -242,4 +248,11 @@ class Planner:
             return None  # half a report, as when workers were just (re)started
         pattern = self.forecast.pattern
         phase: Ints = np.repeat(pattern.phase_ns, np.diff(pattern.ptr))
-        return int(np.median((self._closed - pattern.end_ns - phase)[known]))
+        ends = np.where(self._round, pattern.end_ns - pattern.period_ns, pattern.end_ns)
+        return int(np.median((self._closed - ends - phase)[known]))
+
+    def _last_period_ns(self, start_ns: int) -> int:
+        """How long the period before this one was, if that is known."""
+        if self._starts and self._starts[-1][0] == self._step - 1:
+            return start_ns - self._starts[-1][1]
+        return self.forecast.period_ns

@@ -1,0 +1,82 @@
+"""The service's windows follow what workers report: also those that go over the end of an iteration."""
+
+from __future__ import annotations
+
+import numpy as np
+from prefill_samples import LLAMA
+
+from atlas.cost.table import kind_costs, uniform_costs
+from atlas.ir.program import Layout, repeated, with_optimizer
+from atlas.schedules.classic import one_f_one_b
+from atlas.sim import simulate
+from bubbletea.bubbles import SWITCH_NS, Forecast
+from bubbletea.costs import LayerTime
+from bubbletea.prefill.shard import Served
+from bubbletea.serve.assemble import Settings, assemble
+from bubbletea.serve.auth import Keys
+from bubbletea.serve.ground import Ground, of_training
+from bubbletea.serve.planner import Planner
+
+MS = 1_000_000
+PROGRAM = with_optimizer(one_f_one_b(Layout(1, 3, 4, ("a", "b", "c"))))
+COSTS = uniform_costs(
+    1, 3, kind_costs(forward_ns=60 * MS, backward_ns=120 * MS, sync_ns=10 * MS, step_ns=20 * MS),
+    wan_boundaries=(0, 1), wan_ns=150 * MS, wan_latency_ns=20 * MS,
+)  # fmt: skip
+
+
+def ground_and_planner() -> tuple[Ground, Planner]:
+    pace = LayerTime(10.0 * MS, 0.0, 0.0, 0.0)
+    ground = of_training(simulate(repeated(PROGRAM, 4), COSTS), 64 << 20, pace, 10 * MS)
+    settings = Settings("tiny", Served(LLAMA), split=1, chunk=128, arena_bytes=64 << 20, budget=0.01)
+    return ground, assemble(settings, ground, Keys.nobody()).dispatcher.planner
+
+
+def report(planner: Planner, ground: Ground, step: int, period_ns: int) -> None:
+    """One period as planned, but perhaps longer than that; a window that goes over the end of the period before is
+    waited through at the first op of this one."""
+    pattern = ground.pattern
+    for worker, slots in enumerate(ground.slots):
+        origin_ns = step * period_ns + int(pattern.phase_ns[worker])
+        for op, slot in slots.items():
+            opened, closed = int(pattern.start_ns[slot]), int(pattern.end_ns[slot])
+            if closed >= pattern.period_ns:
+                opened, closed = opened - period_ns, 0
+            planner.waited(worker, step, op, origin_ns + opened, origin_ns + closed)
+
+
+def spans(forecast: Forecast) -> tuple[np.ndarray, np.ndarray]:
+    start, end = forecast.spans()
+    return start - SWITCH_NS // 2, end + SWITCH_NS // 2
+
+
+def test_every_window_belongs_to_the_ops_that_wait_through_it() -> None:
+    ground, _ = ground_and_planner()
+    ends = ground.pattern.end_ns
+    first = [slots.get(0) for slots in ground.slots[1:]]
+    assert all(slot is not None and ends[slot] >= ground.pattern.period_ns for slot in first)
+    for slots in ground.slots:
+        ops = [op for op, slot in slots.items() if ends[slot] >= ground.pattern.period_ns]
+        assert ops in ([], [0]), "no other op of the iteration waits through the window before its first"
+
+
+def test_windows_that_go_round_are_learnt_where_they_are() -> None:
+    ground, planner = ground_and_planner()
+    period_ns = ground.pattern.period_ns
+    for step in range(8):
+        report(planner, ground, step, period_ns)
+    start, end = spans(planner.forecast)
+    assert np.abs(start - ground.pattern.start_ns).max() < MS
+    assert np.abs(end - ground.pattern.end_ns).max() < MS
+    assert planner.forecast.anchor_ns == 6 * period_ns
+    assert planner.slowdown == 0.0
+
+
+def test_a_longer_period_moves_no_window_before_it_opens() -> None:
+    ground, planner = ground_and_planner()
+    period_ns = ground.pattern.period_ns + 20 * MS
+    for step in range(8):
+        report(planner, ground, step, period_ns)
+    start, _ = spans(planner.forecast)
+    assert np.abs(start - ground.pattern.start_ns).max() < MS
+    assert 0.005 < planner.slowdown < 0.01
