@@ -26,7 +26,7 @@ from atlas.runtime.reference import train_alone
 from atlas.schedules import SCHEDULES
 
 SCHEDULE_NAMES = ("gpipe", "1f1b", "varuna", "zero-bubble", "atlas")
-NETWORKS = {"one TCP": 1, "many TCP": 4, "turns": 4}
+NETWORKS = {"one TCP": 1, "many TCP": 4, "turns": 4, "one host": 1}
 QWEN = DecoderConfig(
     "qwen3", num_layers=4, width=64, num_heads=4, num_kv_heads=2, head_width=16, ffn_width=128, vocabulary=256,
     max_length=32, qk_norm=True, tied=True,
@@ -56,6 +56,8 @@ def main() -> int:
         program = with_optimizer(SCHEDULES[name].build(setting, None), norm=True)
         for network, streams in NETWORKS.items():
             played = replace(program, sharing=network == "turns")
+            if network == "one host":
+                played = replace(played, rank_dc=played.rank_dc[:1] * played.num_ranks)
             began = time.monotonic()
             run = emulate(played, free, TRAINING, Setup(num_steps, device="cpu", streams=streams, paths={}))
             first = first or run

@@ -30,6 +30,7 @@ from atlas.launch.emulate import Progress, Setup, emulate
 from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training
 from atlas.runtime.models.config import gpt
 from atlas.runtime.models.decoder import loss_of
+from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.training import make_task
 from atlas.schedules.classic import one_f_one_b
@@ -88,6 +89,12 @@ def torchs(size: str) -> tuple[float, list[float]]:
     return found["seconds"], found["losses"]
 
 
+def batch_of(task: DecoderTask, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    slots = range(step * NUM_MICROBATCHES, (step + 1) * NUM_MICROBATCHES)
+    tokens, targets = zip(*(task.microbatch(slot, 0) for slot in slots), strict=True)
+    return torch.cat(tokens), torch.cat(targets)
+
+
 def rank_main(size: str) -> None:
     """One rank of torch's pipeline; the last says how it went."""
     import torch.distributed as dist
@@ -102,10 +109,9 @@ def rank_main(size: str) -> None:
     schedule = Schedule1F1B(
         PipelineStage(module, rank, NUM_STAGES, torch.device("cpu")), NUM_MICROBATCHES, loss_fn=loss_of
     )
+    batches = [batch_of(task, step) for step in range(SIZES[size][2])]  # ours reads its data within the steps
     ends_s, losses = [], []
-    for step in range(SIZES[size][2]):
-        slots = range(step * NUM_MICROBATCHES, (step + 1) * NUM_MICROBATCHES)
-        tokens, targets = (torch.cat(part) for part in zip(*(task.microbatch(s, 0) for s in slots), strict=True))
+    for tokens, targets in batches:
         each: list[torch.Tensor] = []
         if rank == 0:
             schedule.step(tokens)

@@ -6,7 +6,7 @@ Knows tensors and autograd. Does not know where its inputs come from, nor time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -126,6 +126,7 @@ class Stage:
             trained is share and share.dtype == torch.float32
             for trained, share in zip(self._trained, self.parameters, strict=True)
         )
+        self._data: dict[int, tuple[Tensor, Tensor]] = {}
         self._losses: dict[int, Tensor] = {}
         self._inputs: dict[int, Tensor] = {}
         self._passes: dict[int, _Pass] = {}
@@ -166,10 +167,15 @@ class Stage:
         x = x.to(some.device).requires_grad_(not self.is_first)
         torch.autograd.grad(self.module(x).float().square().mean(), self._trained)
 
+    def look_ahead(self, slots: Iterable[int]) -> None:
+        """Reads the data of forwards that are to come, where this stage needs any."""
+        if self.is_first or self.is_last:
+            self._data |= {slot: self.task.microbatch(slot, self.pipeline) for slot in slots}
+
     def forward(self, slot: int, x: Tensor | None, *, keep: bool) -> Tensor:
         """`keep` false: throw the activations away and expect a recompute."""
         if x is None:
-            x = self.task.microbatch(slot, self.pipeline)[0].to(self._trained[0].device)
+            x = self._microbatch(slot)[0].to(self._trained[0].device)
         else:
             x.requires_grad_(True)
         self._inputs[slot] = x
@@ -219,12 +225,15 @@ class Stage:
             parameter.grad = gradient
 
     # ---- inside ----------------------------------------------------------------------------------------------------
+    def _microbatch(self, slot: int) -> tuple[Tensor, Tensor]:
+        return self._data.pop(slot, None) or self.task.microbatch(slot, self.pipeline)
+
     def _run(self, slot: int, x: Tensor) -> _Pass:
         work = WeightWork()
         with recording(work if self.splits else None):
             output: Tensor = self.module(x, self.task.draw(slot, self.pipeline))
         if self.is_last:
-            loss = loss_of(output, self.task.microbatch(slot, self.pipeline)[1].to(output.device))
+            loss = loss_of(output, self._microbatch(slot)[1].to(output.device))
             self._losses[slot] = loss.detach()
             output = loss * self.loss_scale
         return _Pass(output, work)

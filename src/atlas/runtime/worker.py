@@ -167,6 +167,7 @@ class Worker:
     def _run_pass(self, number: int, start_ns: int) -> None:
         now = Pass(number, self.next_step, start_ns, self.recorder.begin(self.next_step))
         self.next_step += self.program.num_iterations
+        self._look_ahead(now)
         for index, op in enumerate(self.ops):
             span = self._dispatch[op.kind](op, index, now)
             now.record.note_op(span)
@@ -175,6 +176,13 @@ class Worker:
             self.recorder.flush()
         self._note_losses(now)
         self.recorder.end()
+
+    def _look_ahead(self, now: Pass) -> None:
+        """Who begins by waiting for another worker reads the first iteration's data meanwhile."""
+        if self.ops and self.ops[0].stage > 0:
+            first = now.first_step * self.program.num_microbatches
+            for stage in self.stages.values():
+                stage.look_ahead(range(first, first + self.program.num_microbatches))
 
     def _note_losses(self, now: Pass) -> None:
         stage = self.stages.get(self.program.num_stages - 1)
