@@ -9,7 +9,7 @@ Private to `sim`: import it only where numba is wanted anyway.
 from __future__ import annotations
 
 from atlas.ir.program import Ints
-from atlas.sim.jit import entry, njit
+from atlas.sim.jit import entry, inlined, njit
 from atlas.sim.lower import NONE
 from atlas.sim.network import (
     ARRIVE,
@@ -72,7 +72,7 @@ def _is_ready(w: int, slot: int, rule: int, stash: int, ops: Ints, state: Ints, 
     return ready
 
 
-@njit
+@inlined
 def _choose(w: int, rule: int, stash: int, ops: Ints, keys: Ints, state: Ints, arrived: Ints) -> int:
     """The slot of the ready op with the smallest key, or NONE."""
     if rule & RECOMPUTES and not ops[w, SLOT_R, O_COUNT] and state[w, SLOT_F] > state[w, SLOT_B]:
@@ -99,7 +99,7 @@ def _choose(w: int, rule: int, stash: int, ops: Ints, keys: Ints, state: Ints, a
     return best
 
 
-@njit
+@inlined
 def _decide(
     w: int, now: int, rule: int, stash: int, ops: Ints, keys: Ints, state: Ints, arrived: Ints, started: Ints,
     order: Ints, time: Ints, events: Ints, counters: Ints,
@@ -121,7 +121,7 @@ def _decide(
         push(time, events, counters, now + ops[w, slot, O_GATE_NS], OP, len(state) + w - 1)
 
 
-@njit
+@inlined
 def _ended(w: int, ops: Ints, state: Ints) -> int:
     """The worker's op is over: gives back what it held. Returns the transfer that it made ready, or NONE."""
     slot = state[w, W_DOING]
@@ -134,7 +134,7 @@ def _ended(w: int, ops: Ints, state: Ints) -> int:
     return sends if sends == NONE else sends + m
 
 
-@njit
+@inlined
 def _received(transfer: int, rule: int, ops: Ints, state: Ints, arrived: Ints, transfers: Ints) -> int:
     """A transfer is there. Returns the worker that it was meant for."""
     w: int = transfers[transfer, T_DST]

@@ -1,4 +1,4 @@
-"""`entry` and `njit` for this room: numba's, with a cache that notices a change in any of the room's files.
+"""`entry`, `njit` and `inlined` for this room: numba's, with a cache that notices a change in any of the room's files.
 
 numba keys its cache by the file a function stands in; a function inlined from another file would go stale. So the
 cache lies in a folder named after the digest of all the sources that end up in machine code.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+from numba.core.targetconfig import TargetConfig
 
 _HERE = Path(__file__).parent
 _SOURCES = ("jit", "network", "compiled", "cell", "policy", "reprice", "lower", "reference")
@@ -35,8 +36,27 @@ _folder = _cache_folder()
 if _folder is not None and not os.environ.get("NUMBA_CACHE_DIR"):
     numba.config.CACHE_DIR = str(_folder)  # type: ignore[attr-defined]
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
+def _compare_flags_quickly() -> None:
+    """A quarter of the time that numba compiles, it asks whether two sets of flags are equal: once for each overload
+    that it tries, and each time it builds two dictionaries of all thirty. Where the same flags are set, what they are
+    set to decides."""
+    flags: Any = TargetConfig
+    slowly = flags.__eq__
+
+    def is_equal(self: Any, other: Any) -> Any:
+        if isinstance(other, TargetConfig) and self._values.keys() == other._values.keys():
+            return self._values == other._values
+        return slowly(self, other)
+
+    flags.__eq__ = is_equal
+    flags.__hash__ = lambda self: len(self.options)
+
+
+if "_values" in getattr(TargetConfig, "__slots__", ()):  # of versions where it is otherwise nothing is known
+    _compare_flags_quickly()
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _PART: Any = {"no_cfunc_wrapper": True, "error_model": "numpy"}
 """Nobody calls from C, and nothing here divides by zero: what need not be compiled."""
@@ -44,9 +64,14 @@ _PART: Any = {"no_cfunc_wrapper": True, "error_model": "numpy"}
 
 def entry(function: _Function) -> _Function:
     """What Python calls: compiled on its first call, with all it calls, and kept for the next process."""
-    return cast(_Function, numba.njit(**_PART | {"cache": True})(function))
+    return cast(_Function, numba.njit(**_PART | {"cache": True, "no_cpython_wrapper": False})(function))
 
 
 def njit(function: _Function) -> _Function:
     """A part of an entry, never called from Python: no wrapper, no cache file of its own; compiles twice as fast."""
     return cast(_Function, numba.njit(**_PART | {"no_cpython_wrapper": True})(function))
+
+
+def inlined(function: _Function) -> _Function:
+    """A part that is called from one place: put there before anything is compiled, which saves a tenth of the time."""
+    return cast(_Function, numba.njit(**_PART | {"no_cpython_wrapper": True, "inline": "always"})(function))

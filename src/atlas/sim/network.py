@@ -18,7 +18,7 @@ from atlas.cost.table import FAIR, PRIVATE
 from atlas.ir.dispatch import before
 from atlas.ir.program import Ints
 from atlas.sim import reference
-from atlas.sim.jit import njit
+from atlas.sim.jit import inlined, njit
 from atlas.sim.lower import NONE, Tables
 from atlas.sim.reference import UNKNOWN
 
@@ -155,7 +155,7 @@ def _delivered(times: Ints, counters: Ints, delivered: Ints, transfer: int, arri
     counters[DELIVERED] += 1
 
 
-@njit
+@inlined
 def _offer_private(
     transfers: Ints, times: Ints, row: Ints, free: Ints, trace: Ints, rate: Floats, transfer: int, now: int
 ) -> int:
@@ -193,7 +193,7 @@ def _queue_push(transfers: Ints, row: Ints, queue: Ints, transfer: int) -> None:
     queue[first + k] = transfer
 
 
-@njit
+@inlined
 def _queue_pop(transfers: Ints, row: Ints, queue: Ints) -> int:
     first, size = row[L_QUEUE], row[L_QUEUED] - 1
     row[L_QUEUED] = size
@@ -211,7 +211,7 @@ def _queue_pop(transfers: Ints, row: Ints, queue: Ints) -> int:
     return top
 
 
-@njit
+@inlined
 def _turns_offer(
     transfers: Ints, left: Floats, row: Ints, queue: Ints, time: Ints, events: Ints, counters: Ints, link: int,
     transfer: int, now: int,
@@ -279,7 +279,7 @@ def _fair_foresee(
         row[L_EXPECTED] = push(time, events, counters, end, LINK, link)
 
 
-@njit
+@inlined
 def _fair_ended(
     transfers: Ints, times: Ints, row: Ints, fluid: Floats, active: Ints, done_at: Floats, trace: Ints, counters: Ints,
     delivered: Ints, now: int,
