@@ -46,6 +46,7 @@ class Collector:
     ran_pieces: int = 0
     finished: int = 0
     failures: list[str] = field(default_factory=list)
+    is_full: bool = False
 
     def kv(self, task: Task, piece: Piece, kv: Staged) -> None:
         self.spans.append((piece.layer, piece.first, piece.last))

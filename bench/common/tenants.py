@@ -147,6 +147,10 @@ class Mouth:
         self._staged: list[Staged] = []
         threading.Thread(target=self._swallow, daemon=True).start()
 
+    @property
+    def is_full(self) -> bool:
+        return False
+
     def kv(self, task: Task, piece: Piece, kv: Staged) -> None:
         with self._lock:
             self._staged.append(kv)

@@ -29,6 +29,10 @@ LANE = 0
 class Outlet(Protocol):
     """Where results go; called on the device's thread, must not block."""
 
+    @property
+    def is_full(self) -> bool:
+        """So much is on its way out that no piece should be begun before some of it has left."""
+
     def kv(self, task: Task, piece: Piece, kv: Staged) -> None:
         """[2, K, L, E] of one layer and one chunk."""
 
@@ -124,7 +128,7 @@ class Engine:
     # ---- on the device's thread --------------------------------------------------------------------------------
     def step(self, begin: Begin, fits: Callable[[Piece], bool] = lambda piece: True) -> Flight | None:
         """Begins the next piece, or as much of it as fits; to be settled once it is done, or at any later time."""
-        offer = self._next()
+        offer = None if self.outlet.is_full else self._next()
         if offer is None or offer.job is None or offer.job.piece is None:
             return None
         if not fits(offer.job.piece) and not offer.job.shorten(fits):
@@ -145,7 +149,7 @@ class Engine:
     def reconsider(self, fits: Callable[[int], bool]) -> None:
         """Nothing was run where something might have been: where the next piece would have fitted at its best, what is
         believed of it is doubted."""
-        offer = self._next()
+        offer = None if self.outlet.is_full else self._next()
         if offer is None or offer.job is None or offer.job.piece is None:
             return
         piece = offer.job.piece

@@ -30,6 +30,8 @@ AGAIN_S = 0.5
 REPORT_S = 0.05
 MAX_REPORTS = 256
 """Of pieces and of waits, in one frame."""
+MAX_PENDING_BYTES = 256 << 20
+"""Of keys and values that have not left yet: where the service is slower than prefill, prefill waits."""
 
 
 def dial(address: str) -> socket.socket:
@@ -57,6 +59,8 @@ class Link:
         self._waits: list[tuple[int, ...]] = []
         self._engine: Engine | None = None
         self._cached: dict[str, dict[int, Tensor]] = {}
+        self._queued_bytes = self._sent_bytes = 0
+        """Of keys and values; the one written by the engine's thread, the other by the sender."""
 
     def _greet(self, sock: socket.socket) -> Json:
         before = time.monotonic_ns()
@@ -79,11 +83,16 @@ class Link:
         self._hang_up()
 
     # ---- the engine's outlet -----------------------------------------------------------------------------------
+    @property
+    def is_full(self) -> bool:
+        return self._queued_bytes - self._sent_bytes > MAX_PENDING_BYTES
+
     def kv(self, task: Task, piece: Piece, kv: Staged) -> None:
         def frame() -> tuple[int, Json, Payload]:
             block = Block(ticket_of(task), self._model, piece.layer, piece.first, piece.last, kv())
             return (KV, *pack_block(block))
 
+        self._queued_bytes += self._kv_bytes(piece)
         self._out.put(frame)
 
     def logits(self, task: Task, logits: Staged) -> None:
@@ -133,11 +142,19 @@ class Link:
         elif frame.kind == CANCEL:
             self._engine.cancel(int(frame.fields["job"]), int(frame.fields["attempt"]))
 
+    def _kv_bytes(self, piece: Piece) -> int:
+        assert self._engine is not None
+        return (piece.last - piece.first) * self._engine.shard.served.kv_bytes_per_layer_token
+
     def _write(self) -> None:
+        assert self._engine is not None
         while (make := self._out.get()) is not None:
             kind, fields, payload = make()
             with contextlib.suppress(OSError):  # the reader notices, and what was meant for the old service is void
                 send(self._sock, kind, fields, payload)
+            if kind == KV:
+                self._sent_bytes += len(payload)
+                self._engine.changed.set()
 
     def _tick(self) -> None:
         while not self._closed.wait(REPORT_S):

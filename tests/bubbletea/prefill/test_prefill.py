@@ -133,6 +133,16 @@ def test_a_piece_is_cut_to_what_fits() -> None:
     assert collector.spans == [(0, 0, 60), (0, 60, 160), (1, 0, 160)]
 
 
+def test_nothing_begins_while_too_much_is_on_its_way_out() -> None:
+    served, collector = Served(LLAMA), Collector(Served(LLAMA), 100)
+    engine = make_stages(served, (4,), collector)[0]
+    engine.offer(Task(1, 0, 100, 0, (100,), 0, 0), [1] * 100)
+    collector.is_full = True
+    assert not step(engine)
+    collector.is_full = False
+    assert step(engine)
+
+
 def test_what_can_never_run_is_refused_at_once() -> None:
     served, collector = Served(LLAMA), Collector(Served(LLAMA), 500)
     shard = Shard(served, served.cuts((4,))[0], Arena(2 << 20, 1 << 20))
