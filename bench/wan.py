@@ -188,13 +188,21 @@ def faulty(lines: Lines) -> None:
             if how == "slow":
                 move.run(1, num_bytes)
             lab.net.reset_lateness()
-            cut_s = 0.35
+            cut_ns = list[int]()
+
+            def cut() -> None:
+                lab.net.cut("dc1/2", "dc2/2")
+                cut_ns.append(time.monotonic_ns())
+
             if how == "cut":
-                threading.Timer(0.15 + 0.05 + cut_s, lab.net.cut, ("dc1/2", "dc2/2")).start()
+                threading.Timer(0.55, cut).start()  # some 0.3 s after the transfer has begun, which is 0.9 s long
             begin, arrived, _ = move.run(1, num_bytes)
             lab.net.certify()
             bits = num_bytes * 8
-            ideal = bits / (3.25 * rate) if how == "slow" else cut_s + (bits - 4 * rate * cut_s) / (3 * rate)
+            ideal = bits / (3.25 * rate)
+            if how == "cut":
+                cut_s = (cut_ns[0] - begin) / 1e9
+                ideal = cut_s + (bits - 4 * rate * cut_s) / (3 * rate)
             took = (arrived[0] - begin) / 1e9
             lines.at_most(f"one path of four {how}", took / (ideal + 0.02), "x capacity", 1.15, ms=round(took * 1e3))
 

@@ -325,7 +325,9 @@ class Channel:
             elif self._closing.is_set() and (outbox.is_empty or outbox.failure is not None):
                 stream.write(pack_header(Header(FrameKind.BYE, lane, epoch)))
                 return
-            elif now - last_write >= self._shifts.silence_s(slot, outbox.num_streams, heartbeat_s):
+            elif now - last_write >= (silence_s := self._shifts.silence_s(slot, outbox.num_streams, heartbeat_s)):
+                if not silence_s:
+                    stream.wake()
                 self._count_out(slot, now)
                 stream.write(pack_header(Header(FrameKind.PING, lane, epoch, now_ns())))
                 last_write = now

@@ -27,6 +27,7 @@ MAX_PACING_RATE = getattr(socket, "SO_MAX_PACING_RATE", 47)
 WAITALL, DONTWAIT = socket.MSG_WAITALL, socket.MSG_DONTWAIT
 MIN_LUMP_BYTES, MAX_LUMP_BYTES = 4 * 1024, 512 * 1024
 """A payload is read in lumps: the kernel wakes us when so much is there, not for every packet."""
+BBR_MEMORY_S = 10.0
 _TCP_INFO_HEAD = struct.Struct("=8B24I4Q")
 
 
@@ -59,6 +60,7 @@ class Stream:
         self._room_poll.register(sock, select.POLLOUT)
         self._tuned = (0, 0.0)
         self._near: bool | None = None
+        self._born = time.monotonic()
         sock.settimeout(None)
         tick = struct.pack("@ll", int(TICK_S), int(TICK_S % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
@@ -188,6 +190,13 @@ class Stream:
             self.sock.setsockopt(
                 socket.SOL_SOCKET, MAX_PACING_RATE, struct.pack("=Q", pace) if pace > 1 << 31 else pace
             )
+
+    def wake(self) -> None:
+        """Before it begins to work over distance. bbr halts when its least delay is BBR_MEMORY_S old; a rest and a ping
+        renew that, but not before it is so old. Choosing bbr again does, and keeps the window."""
+        if time.monotonic() - self._born < BBR_MEMORY_S:
+            congestion_control(self.sock, near=True)
+            congestion_control(self.sock, near=False)
 
     def facts(self) -> TcpFacts | None:
         """None where the kernel does not tell (no Linux, closed)."""
