@@ -45,6 +45,21 @@ def test_the_smallest_turn_goes_first_and_overtakes_at_a_chunk_boundary() -> Non
     assert pull(box) is None
 
 
+def test_chunks_grow_at_the_beginning_of_a_message_and_shrink_towards_its_end() -> None:
+    box = Outbox(128 * KB, 2, least_chunk_bytes=32 * KB, first_chunk_bytes=64 * KB)
+    box.freed(0, 1 << 30)
+    put(box, 1, 1 << 20)
+    sizes = []
+    while (chunk := pull(box)) is not None:
+        sizes.append(chunk.num_bytes)
+    top = sizes.index(max(sizes))
+    assert sizes[0] == 64 * KB
+    assert sizes[:top] == sorted(sizes[:top])
+    assert max(sizes) > 100 * KB
+    assert sizes[-1] < 48 * KB
+    assert sum(sizes) == 1 << 20
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 300)), min_size=1, max_size=12), st.integers())
 def test_it_serves_in_the_simulators_order_and_loses_nothing(messages, seed: int) -> None:  # type: ignore[no-untyped-def]
     """Whatever is lost or acknowledged in between, every byte of every message is acknowledged once."""
