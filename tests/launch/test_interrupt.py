@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from atlas.launch.saves import find_saves
+from atlas.runtime.checkpoint import LocalStore, choose, load_layers
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny.yaml"
 
@@ -30,21 +32,28 @@ def group_of(parent: int) -> list[int]:
     return found[1:]
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
-def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def training(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A run that has done its first step, and the processes below it."""
     flags = ["--set=pp=2", "--set=pipelines_per_cell=1", "--set=num_microbatches=2", "--steps", "1000"]
-    words = ["train", str(TINY), "--emulate", "--checkpoints", str(tmp_path / "saved"), "--log", str(tmp_path / "log")]
+    words = ["train", str(TINY), "--emulate", "--checkpoints", str(folder / "saved"), "--log", str(folder / "log")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "atlas.cli", *words, *flags]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
     ) as job:
         deadline = time.monotonic() + 60
-        while not (tmp_path / "log").exists() or not (tmp_path / "log").read_text():
+        while not (folder / "log").exists() or not (folder / "log").read_text():
             assert job.poll() is None and time.monotonic() < deadline, job.stderr and job.stderr.read()  # noqa: PT018
             time.sleep(0.1)
         running = group_of(job.pid)
         assert len(running) >= 2
+        yield job, running
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path: Path) -> None:
+    with training(tmp_path) as (job, running):
         job.send_signal(signal.SIGINT)
         out, errors = job.communicate(timeout=60)
     assert job.returncode == 130
@@ -53,3 +62,26 @@ def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path: Path) -> None:
     assert 1 <= num_done < 1000
     assert f"Stopped after step {num_done}" in out
     assert not [pid for pid in running if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("later_s", [0.0, 0.03, 0.1])
+def test_a_second_signal_while_it_saves_ends_it_and_spoils_no_save(
+    tmp_path: Path, second: signal.Signals, later_s: float
+) -> None:
+    with training(tmp_path) as (job, running):
+        job.send_signal(signal.SIGINT)
+        time.sleep(later_s)
+        job.send_signal(second)
+        _, errors = job.communicate(timeout=20)
+    assert job.returncode in (130, -second), "it may have ended before the second"
+    assert "Traceback" not in errors
+    deadline = time.monotonic() + 5
+    while [pid for pid in running if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, "something is left running"
+        time.sleep(0.05)
+    saved = tmp_path / "saved"
+    if (found := choose([LocalStore(path) for path in saved.iterdir()] if saved.exists() else [])) is not None:
+        assert load_layers(found, found.layers).keys() == set(found.layers), "what counts as saved can be read"

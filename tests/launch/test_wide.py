@@ -165,14 +165,16 @@ def command_of(pid: int) -> str:
 class Launcher:
     """`atlas train --dc` as a process of its own."""
 
-    def __init__(self, name: str, folder: Path, port: int, *flags: str) -> None:
+    def __init__(self, name: str, folder: Path, port: int, *flags: str, stdin: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = (folder / "log").open("w+")
         command = [sys.executable, "-m", "atlas", "train", str(folder / "job.yaml"), "--dc", name, "--no-bar"]
         command += ["--device", "cpu", "--data", "shipped", "--learning-rate", "0.003", "--save-every", "2"]
         command += ["--rendezvous", f"127.0.0.1:{port}", "--checkpoints", str(folder / "saves"), *flags]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, env=env, cwd=folder)
+        self.process = subprocess.Popen(
+            command, stdin=stdin, stdout=self.log, stderr=subprocess.STDOUT, env=env, cwd=folder
+        )
 
     @property
     def said(self) -> str:
@@ -184,10 +186,10 @@ class Launcher:
 def launched(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
     running: list[Launcher] = []
 
-    def launch(name: str, port: int, *flags: str, job: str = "") -> Launcher:
+    def launch(name: str, port: int, *flags: str, job: str = "", stdin: int | None = None) -> Launcher:
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "job.yaml").write_text(job or job_text(*THREE, tight=True))
-        running.append(Launcher(name, tmp_path / name, port, *flags))
+        running.append(Launcher(name, tmp_path / name, port, *flags, stdin=stdin))
         return running[-1]
 
     yield launch
@@ -201,6 +203,22 @@ def steps_in(log: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in map(json.loads, log.read_text().splitlines())}
 
 
+def lose(launcher: Launcher, watched: Launcher, folder: Path, copy: str) -> None:
+    """With its disk, once its shards of the second step are copied."""
+    deadline = time.monotonic() + LIMIT_S
+    while not list(folder.glob(f"{copy}/step-00000002-a0/*.part.json")):
+        assert time.monotonic() < deadline, watched.said
+        time.sleep(0.02)
+    launcher.process.kill()
+    launcher.process.wait()
+    shutil.rmtree(Path(launcher.log.name).parent)
+
+
+def require_the_same(found: Mapping[int, float], alone: Mapping[int, float]) -> None:
+    for step, loss in found.items():
+        assert abs(loss - alone[step]) <= 1e-5 * loss, (step, loss, alone[step])
+
+
 def test_a_lost_datacenter_is_left_behind_and_its_shards_come_from_the_copy(
     launched: Callable[..., Launcher], tmp_path: Path
 ) -> None:
@@ -210,21 +228,59 @@ def test_a_lost_datacenter_is_left_behind_and_its_shards_come_from_the_copy(
     flags = ["--steps", "12", "--grace", "1.5", "--auto-replan"]
     east = launched("east", port, *flags, "--log", str(log))
     others = {dc: launched(dc, port, *flags) for dc in THREE[1:]}
-    deadline = time.monotonic() + LIMIT_S
-    while not list(tmp_path.glob("east/saves/of-south/step-00000002-a0/*.part.json")):
-        assert time.monotonic() < deadline, east.said
-        time.sleep(0.02)
-    others["south"].process.kill()
-    others["south"].process.wait()
-    shutil.rmtree(tmp_path / "south")
+    lose(others["south"], east, tmp_path, "east/saves/of-south")
     assert east.process.wait(LIMIT_S) == 0, east.said
     assert others["west"].process.wait(LIMIT_S) == 0
     assert "datacenter south is lost. On what is left: 2 stages (1 in east, 1 in west)" in east.said
     assert "goes on from the checkpoint of step" in east.said
     found = steps_in(log)
     assert sorted(found) == list(range(1, 13))
-    for step, loss in alone.items():
-        assert abs(found[step] - loss) <= 1e-5 * loss, (step, found[step], loss)
+    require_the_same(found, alone)
+
+
+@pytest.mark.slow
+def test_without_the_first_datacenter_the_others_go_on_when_they_are_told_to(
+    launched: Callable[..., Launcher], tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "plan", *THREE, tight=True)
+    port, log = free_port(), tmp_path / "steps.jsonl"
+    flags = ["--steps", "100000", "--grace", "1.5"]
+    first = {dc: launched(dc, port, *flags) for dc in THREE}
+    lose(first["east"], first["west"], tmp_path, "west/saves/of-east")
+    for dc in THREE[1:]:
+        assert first[dc].process.wait(LIMIT_S) == 2, first[dc].said
+        assert "--without" in first[dc].said
+    saved = complete_ids([LocalStore(path) for dc in THREE[1:] for path in (tmp_path / dc / "saves").iterdir()])
+    last = saved[-1].step + 4
+    elsewhere, flags = free_port(), ["--steps", str(last), "--without", "east"]
+    again = {dc: launched(dc, elsewhere, *flags, *(["--log", str(log)] if dc == "west" else [])) for dc in THREE[1:]}
+    for dc in THREE[1:]:
+        assert again[dc].process.wait(LIMIT_S) == 0, again[dc].said
+    found = steps_in(log)
+    assert sorted(found) == list(range(saved[-1].step + 1, last + 1)), "from the newest that is complete"
+    require_the_same(found, losses_alone(job, last))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", ["y", "no"])
+def test_on_a_terminal_it_is_asked_before_a_datacenter_is_left_behind(
+    launched: Callable[..., Launcher], tmp_path: Path, answer: str
+) -> None:
+    ours, theirs = os.openpty()
+    port, flags = free_port(), ["--steps", "12", "--grace", "1.5"]
+    east = launched("east", port, *flags, stdin=theirs)
+    others = {dc: launched(dc, port, *flags) for dc in THREE[1:]}
+    lose(others["south"], east, tmp_path, "east/saves/of-south")
+    deadline = time.monotonic() + LIMIT_S
+    while "Go on with that? [y/N]" not in east.said:
+        assert time.monotonic() < deadline, east.said
+        time.sleep(0.05)
+    os.write(ours, f"{answer}\n".encode())
+    assert east.process.wait(LIMIT_S) == (0 if answer == "y" else 2), east.said
+    assert others["west"].process.wait(LIMIT_S) == (0 if answer == "y" else 2), others["west"].said
+    assert ("step 12 is done" if answer == "y" else "--without south") in east.said
+    os.close(ours)
+    os.close(theirs)
 
 
 def test_ctrl_c_in_any_datacenter_saves_and_leaves_nothing_running(

@@ -184,7 +184,7 @@ class Conductor:
             crew.warn = self._say
             crew.order_all({"life": self._epoch, "datacenters": list(self._all_datacenters)})
             met = crew.hear("begun", MEET_S, of=crew.sites)
-            start = self._begin(crew, guests, {site: found["keeper"] for site, found in met.items()})
+            start = self._begin(crew, guests, met)
             if start.first_step >= self.terms.num_steps:
                 sentence = f"{start.first_step} steps are done already, and --steps says {self.terms.num_steps}"
                 return Ending(start.first_step, [], sentence)
@@ -208,11 +208,12 @@ class Conductor:
             finally:
                 self._num_done = max(self._num_done, lead.num_done)
 
-    def _begin(self, crew: Spread, guests: Sequence[Guest], keepers: Mapping[str, Any]) -> Start:
+    def _begin(self, crew: Spread, guests: Sequence[Guest], met: Mapping[str, Any]) -> Start:
         """Keepers meet, and it is chosen where to go on."""
+        keepers, shelves = ({site: found[name] for site, found in met.items()} for name in ("keeper", "shelves"))
         if not self._require_folders(keepers):
             return Start()
-        crew.order_all({"keepers": dict(keepers)})
+        crew.order_all({"keepers": keepers, "shelves": shelves})
         crew.hear("met", MEET_S, of=crew.sites)
         first_step, attempt, resume = self._chosen(crew)
         return Start(first_step, attempt, resume, self._copy_targets(guests, keepers), saves=True)
@@ -232,6 +233,8 @@ class Conductor:
         crew.order(asked, {"choose": True})
         found = crew.hear("chosen", FETCH_S, of=[asked])[asked]
         step = found["save"][1] if found["save"] is not None else None
+        if step is None and found["next"]:
+            self._say("what was saved before is not complete on what is here: begins with the first step")
         return step or 0, found["next"], step
 
     def _copy_targets(self, guests: Sequence[Guest], keepers: Mapping[str, Any]) -> dict[str, str]:

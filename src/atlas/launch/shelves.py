@@ -2,7 +2,7 @@
 the way to theirs. Chooses what all resume from, and fetches what this site's workers need of it and do not have.
 
     FOLDER/own        what this datacenter's workers save
-    FOLDER/of-west    copies of what west's save
+    FOLDER/of-west    copies of what west's save; also of a datacenter that is no longer part of the run
 
 Knows stores and keepers; not why a life began.
 """
@@ -35,9 +35,10 @@ class Shelves:
     ) -> None:
         self.folder, self.name = folder, name
         self.own = LocalStore(folder / OWN)
-        kept = {shelf_of(dc): LocalStore(folder / shelf_of(dc)) for dc in datacenters if dc != name.datacenter}
-        self.local: dict[str, LocalStore] = {OWN: self.own, **kept}
-        self._datacenters = list(datacenters)
+        kept = {shelf_of(dc) for dc in datacenters if dc != name.datacenter}
+        kept |= {found.name for found in folder.glob(shelf_of("*")) if found.is_dir()}
+        self.local: dict[str, LocalStore] = {shelf: LocalStore(folder / shelf) for shelf in (OWN, *sorted(kept))}
+        self._theirs: dict[str, Sequence[str]] = {}
         self._endpoint = Endpoint(name.node, (host, 0), epoch=epoch, security=security)
         self._keeper = Keeper(self._endpoint, self.local)
         self._lines: dict[str, Line] = {}
@@ -47,8 +48,9 @@ class Shelves:
     def address(self) -> Address:
         return self._endpoint.address
 
-    def meet(self, keepers: Mapping[str, Address]) -> None:
-        """The other sites' keepers, by node."""
+    def meet(self, keepers: Mapping[str, Address], shelves: Mapping[str, Sequence[str]]) -> None:
+        """The other sites' keepers and what they keep, by node."""
+        self._theirs = dict(shelves)
         others = {node: (str(host), int(port)) for node, (host, port) in keepers.items() if node != self.name.node}
         self.admit(others)
         for node, address in others.items():
@@ -95,11 +97,7 @@ class Shelves:
         self._endpoint.close(0.0)
 
     def _stores(self) -> list[Store]:
-        theirs = [
-            RemoteStore(line, shelf)
-            for node, line in self._lines.items()
-            for shelf in (OWN, *(shelf_of(dc) for dc in self._datacenters if dc != node.partition("/")[0]))
-        ]
+        theirs = [RemoteStore(line, shelf) for node, line in self._lines.items() for shelf in self._theirs[node]]
         return [*self.local.values(), *theirs]
 
 

@@ -1,8 +1,8 @@
 """One datacenter's side of a run, or one host's of it: starts its workers when it is told to, passes on what they hear
 and say, keeps checkpoints, and ends everything when told to, or when the rendezvous is gone.
 
-    <- {"life": epoch}             -> {"begun": {host, keeper}}         a new life: whatever was left is ended first
-    <- {"keepers": {node: place}}  -> {"met": true}
+    <- {"life": epoch}             -> {"begun": {host, keeper, shelves}} a new life: whatever was left is ended first
+    <- {"keepers": {node: place}, "shelves": {node: names}}  -> {"met": true}
     <- {"choose": true}            -> {"chosen": {save, next}}            what to resume from; the next attempt
     <- {"prepare": {...}}          -> {"prepared": pids}                its workers run, and have their assignments
     <- {"admit": {node: place}}    -> {"admitted": true}                workers that copy their checkpoints to here
@@ -142,18 +142,19 @@ class Site:
         life = self._life = _Life(int(message["life"]), list(message["datacenters"]))
         mine = self.settings
         if mine.checkpoints is None:
-            self._answer({"begun": {"host": mine.host, "keeper": None}})
+            self._answer({"begun": {"host": mine.host, "keeper": None, "shelves": []}})
             return
         if mine.checkpoints.exists() and not mine.checkpoints.is_dir():
             raise AtlasError(f"{mine.checkpoints}: not a folder. Choose another place for checkpoints")
         life.shelves = Shelves(mine.checkpoints, mine.name, life.datacenters, mine.host, life.epoch, self._security)
-        self._answer({"begun": {"host": mine.host, "keeper": list(life.shelves.address)}})
+        there = {"keeper": list(life.shelves.address), "shelves": list(life.shelves.local)}
+        self._answer({"begun": {"host": mine.host, **there}})
 
     def _meet(self, message: Message) -> None:
         life = self._now()
         life.keepers = {node: (place[0], place[1]) for node, place in message["keepers"].items()}
         if life.shelves is not None:
-            life.shelves.meet(life.keepers)
+            life.shelves.meet(life.keepers, message["shelves"])
         self._answer({"met": True})
 
     def _choose(self, message: Message) -> None:
