@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
-from numba.core.targetconfig import TargetConfig
 
 _HERE = Path(__file__).parent
 _SOURCES = ("jit", "network", "compiled", "cell", "policy", "reprice", "lower", "reference")
@@ -36,25 +35,6 @@ _folder = _cache_folder()
 if _folder is not None and not os.environ.get("NUMBA_CACHE_DIR"):
     numba.config.CACHE_DIR = str(_folder)  # type: ignore[attr-defined]
 
-
-def _compare_flags_quickly() -> None:
-    """A quarter of the time that numba compiles, it asks whether two sets of flags are equal: once for each overload
-    that it tries, and each time it builds two dictionaries of all thirty. Where the same flags are set, what they are
-    set to decides."""
-    flags: Any = TargetConfig
-    slowly = flags.__eq__
-
-    def is_equal(self: Any, other: Any) -> Any:
-        if isinstance(other, TargetConfig) and self._values.keys() == other._values.keys():
-            return self._values == other._values
-        return slowly(self, other)
-
-    flags.__eq__ = is_equal
-    flags.__hash__ = lambda self: len(self.options)
-
-
-if "_values" in getattr(TargetConfig, "__slots__", ()):  # of versions where it is otherwise nothing is known
-    _compare_flags_quickly()
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
