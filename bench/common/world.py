@@ -4,7 +4,8 @@ Knows the paths, how a probe finds out what they give, and what the simulator is
 settings. Many connections are stood for by two without a window: eighteen that are held to a window each, on sixteen
 lanes, are more pieces than one proxy moves. Where pipelines take turns the simulator is told what the transport does
 with a transfer: slices with heads of their own, none of which is interrupted, and hops inside the datacenters that
-take what a lone transfer through an idle cell was found to take longer than its slices are on the paths.
+take what a transfer was found to take longer than its slices are on the paths. It has its direction to itself; the
+other one is busy, as it is in training.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 
 from atlas.cost.table import Costs
 from atlas.ir.dispatch import QUANTUM_NS
-from atlas.ir.program import FORWARD, Program
+from atlas.ir.program import BACKWARD, FORWARD, Program
 from atlas.launch.paths import NodePaths
 from atlas.runtime.assignment import Training, stand_in
 from atlas.runtime.links import slice_bytes_of, sliced_bytes
@@ -34,7 +35,7 @@ from atlas.wan.greet import Address
 from atlas.wan.probe import Agent, Survey
 from atlas.wan.probe.survey import LinkMeasurement
 from atlas.wan.settings import Settings
-from atlas.wan.transport import Key
+from atlas.wan.transport import Handle, Key
 from atlas.wan.wire import HEADER_BYTES
 from common.cases import ONE_TCP_SLOWER, cell
 
@@ -75,7 +76,8 @@ class Found:
     transfer_ns: int
     """Of one activation over one node pair."""
     lone_ns: int = 0
-    """What one takes from end to end through a cell that carries nothing else; known where pipelines take turns."""
+    """What one takes from end to end through a cell that carries nothing else that way; known where pipelines take
+    turns."""
 
     def apart(self, costs: Costs) -> Costs:
         """The same costs with these figures wherever something crosses the WAN."""
@@ -153,18 +155,28 @@ def read(link: LinkMeasurement, tcp: str) -> Found:
 
 
 def probe_cell(spec: PathSpec, num_pipelines: int) -> int:
-    """What single transfers take through a cell on such paths: the median, in ns."""
+    """What single transfers take through a cell on such paths while it is busy the other way: the median, in ns."""
     took_ns = []
     with joined_cells(spec, num_pipelines) as (here, there):
+        back = [sent(there, here, BACKWARD, number) for number in range(2 * num_pipelines)]
         for number in range(NUM_LONE):
-            a, b = here[number % num_pipelines], there[number % num_pipelines]
-            got = b.recv(Key(a.name, FORWARD, (number, 0, 0, 0)))
-            time.sleep(0.03)
+            back.pop(0).wait(30.0)
+            back.append(sent(there, here, BACKWARD, 2 * num_pipelines + number))
             begin_ns = time.monotonic_ns()
-            a.send(Key(b.name, FORWARD, (number, 0, 0, 0)), bytes(training().activation_bytes))
+            got = sent(here, there, FORWARD, number)
             got.wait(10.0)
             took_ns.append(got.end_ns - begin_ns)
+        for got in back:
+            got.wait(30.0)
     return round(statistics.median(took_ns))
+
+
+def sent(side: list[Cell], other: list[Cell], lane: int, number: int) -> Handle:
+    """One transfer in the turn of its number, by the nodes one after the other; its arrival."""
+    a, b = (cells[number % len(cells)] for cells in (side, other))
+    got = b.recv(Key(a.name, lane, (number, 0, 0, 0)))
+    a.send(Key(b.name, lane, (number, 0, 0, 0)), bytes(training().activation_bytes), turn=number)
+    return got
 
 
 @contextmanager
@@ -181,9 +193,10 @@ def joined_cells(spec: PathSpec, size: int) -> Iterator[tuple[list[Cell], list[C
         }
         cells: dict[str, Cell] = {}
         peers: dict[str, dict[str, Address]] = {}
-        for side, other in (sides, sides[::-1]):
+        for side, other, lane in ((*sides, FORWARD), (*sides[::-1], BACKWARD)):
             for name, far in zip(side, other, strict=True):
-                cells[name] = Cell(ends[name], dict(zip(side, other, strict=True)), (FORWARD,), slice_bytes)
+                mates = dict(zip(side, other, strict=True))
+                cells[name] = Cell(ends[name], mates, (FORWARD, BACKWARD), slice_bytes, sends=(lane,))
                 stack.callback(cells[name].close, 1.0)
                 peers[name] = {mate: ends[mate].address for mate in side if mate != name}
                 peers[name][far] = net.listen(name, far, ends[far].address)
