@@ -64,16 +64,20 @@ class Voices(ABC):
     ) -> dict[str, Any]:
         """What each worker (or each `of` some) says under `key`, once all have said it.
 
-        `meanwhile` is given what they say under other keys, and says whether it was expected; nothing at all may come
-        for at most `timeout_s`.
+        `meanwhile` is given what they say under other keys, and says whether it was expected; what others say, who were
+        not asked, waits until somebody asks. Nothing at all may come for at most `timeout_s`.
         """
-        names, answers = list(self.names if of is None else of), dict[str, Any]()
+        names, answers, others = list(self.names if of is None else of), dict[str, Any](), list[Said]()
         while len(answers) < len(names):
             said = self._next(timeout_s, lambda: f"no {key!r} from {', '.join(n for n in names if n not in answers)}")
             if said.message is not None and key in said.message and said.name in names:
                 answers[said.name] = said.message[key]
             elif said.message is None or not meanwhile(said.name, said.message):
-                raise self._root_cause(said.name, said.message)
+                if said.name in names or said.message is None or "error" in said.message:
+                    raise self._root_cause(said.name, said.message)
+                others.append(said)
+        for other in others:
+            self._said.put(other)
         return answers
 
     def ask(self, name: str, message: dict[str, Any], key: str, timeout_s: float) -> tuple[Any, int]:

@@ -100,7 +100,10 @@ class Nursery:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._ours.shutdown(socket.SHUT_RDWR)
-        self._process.wait()
+        try:
+            self._process.wait()
+        except KeyboardInterrupt:  # who is in such a hurry is not told where we were
+            self._process.kill()
 
     def _hear(self) -> None:
         with contextlib.suppress(OSError), self._ours.makefile() as messages:
