@@ -26,8 +26,10 @@ STAGED = 8
 def warm_up(shard: Shard, pace: Pace, chunk: int) -> None:
     length = min(2 * chunk, max(chunk, shard.config.max_length))
     room = shard.arena.take(shard.job_bytes(length, chunk))
+    if room is None:  # then no piece will ever stand behind a whole chunk either
+        length, room = chunk, shard.arena.take(shard.job_bytes(chunk, chunk))
     if room is None:
-        raise WorkerError(f"the arena has no room for two chunks of {chunk} tokens beside the weights: enlarge it")
+        raise WorkerError(f"the arena has no room for one chunk of {chunk} tokens beside the weights: enlarge it")
     slabs, x = shard.lay_out(room, length, chunk)
     layer = shard.cut.layers[0]
     x.zero_()

@@ -235,3 +235,12 @@ def test_every_size_of_piece_is_run_before_the_first_prompt() -> None:
     assert {num for num, past in ran if not past} >= sizes
     assert {num for num, past in ran if past} == sizes
     assert shard.arena.free_bytes == free_bytes
+
+
+def test_an_arena_of_one_chunk_is_warmed_up_with_one() -> None:
+    served = Served(LLAMA)
+    weights = Shard(served, served.cuts((4,))[0], Arena(8 << 20, 1 << 30)).weights_bytes
+    one = Shard(served, served.cuts((4,))[0], Arena(8 << 20, 1 << 30)).job_bytes(256, 256)
+    shard = Shard(served, served.cuts((4,))[0], Arena(weights + one + 512, 1 << 30))
+    warm_up(shard, pace := Pace(LLAMA), 256)
+    assert pace.flops_per_ns != 1.0, "it was calibrated"
