@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import zipfile
 from dataclasses import fields, replace
 from pathlib import Path
@@ -116,6 +117,8 @@ def test_a_file_of_the_future_says_so(tmp_path: Path, timeline: Timeline) -> Non
         {"program__stage": np.full(96, 40, np.int32)},
         {"program__kind": np.zeros(96)},
         {"program__worker_ptr": np.array([0, 96])},
+        {"program__worker_ptr": np.zeros(0, np.int64)},
+        {"program__turn": np.arange(3)},
         {"stray": np.arange(3)},
     ],
 )
@@ -125,6 +128,22 @@ def test_arrays_that_contradict_each_other_are_an_error(
     save_timeline(tmp_path / "t.npz", timeline)
     with pytest.raises(AtlasError, match="not a whole timeline file"):
         load_timeline(rewritten(tmp_path / "t.npz", **changes))
+
+
+def in_program(path: Path, **changes: Any) -> Path:
+    """The same file with the Program's part of the header changed."""
+    with np.load(path) as archive:
+        program = json.loads(bytes(archive["header"]))["program"]
+    return rewritten(path, header=header(path, program={**program, **changes}))
+
+
+def test_a_program_that_its_arrays_do_not_fill_is_an_error(tmp_path: Path) -> None:
+    one_stage = one_f_one_b(Layout.even(1, 1, 2))
+    save_timeline(tmp_path / "t.npz", simulate(one_stage, uniform_costs(1, 1, kind_costs(forward_ns=1, backward_ns=2))))
+    for changes in ({"rank_dc": []}, {"num_microbatches": 10**12}):  # the second would want terabytes for a table
+        with pytest.raises(AtlasError, match="not a whole timeline file"):
+            load_timeline(in_program(tmp_path / "t.npz", **changes))
+    assert load_timeline(in_program(tmp_path / "t.npz", name=5)).program.name == "5"
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_rubbish(tmp_path: Path) -> None:
@@ -139,3 +158,22 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_rubbish(tmp_path: Path) -
         break_off()
     assert (tmp_path / "f").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to("real")
+    with replacing(tmp_path / "link") as file:
+        file.write(b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "new"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with replacing(tmp_path / "pipe") as file:
+            file.write(b"through")
+        assert os.read(reader, 100) == b"through"
+    finally:
+        os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
+    assert {p.name for p in tmp_path.iterdir()} == {"real", "link", "pipe"}

@@ -27,6 +27,7 @@ from atlas.ir.timeline import Timeline
 
 FORMAT, VERSION = "atlas-timeline", 1
 
+_PROGRAM_ARRAYS = ("worker_ptr", "kind", "stage", "microbatch", "turn")
 _OP_ARRAYS = ("op_start_ns", "op_end_ns")
 _TRANSFER_ARRAYS = (
     "transfer_ready_ns",
@@ -39,19 +40,25 @@ _TRANSFER_ARRAYS = (
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A file to write to that takes the place of `path` when all went well, and vanishes when not."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
+    """A file to write to that takes the place of `path` when all went well, and vanishes when not.
+
+    A link stays one, and what it points to is replaced. A device or a pipe is nobody's to replace: it is written to.
+    """
+    is_special = Path(path).exists() and not Path(path).is_file()
+    target = Path(path) if is_special else Path(os.path.realpath(path))
+    temporary = target if is_special else target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         with temporary.open("wb") as file:
             yield file
-        temporary.replace(target)
+        if not is_special:
+            temporary.replace(target)
     except OSError as error:
         raise AtlasError(
-            f"{target}: cannot be written: {error.strerror}. Free some space or choose another place"
+            f"{path}: cannot be written: {error.strerror}. Free some space or choose another place"
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        if not is_special:
+            temporary.unlink(missing_ok=True)
 
 
 def save_timeline(path: str | os.PathLike[str], timeline: Timeline) -> None:
@@ -121,6 +128,7 @@ def _check_version(path: object, header: Any) -> None:
 
 def _timeline(header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Timeline:
     parts: dict[str, Any] = dict(header["program"])
+    parts["name"] = str(parts["name"])
     parts["stage_rank"] = tuple(int(rank) for rank in parts["stage_rank"])
     parts["rank_dc"] = tuple(str(dc) for dc in parts["rank_dc"])
     if parts["memory"] is not None:
@@ -143,18 +151,22 @@ def _problem(timeline: Timeline) -> str | None:
     counts = (program.num_pipelines, program.num_stages, program.num_microbatches, program.num_iterations)
     if not all(isinstance(count, int) and count >= 1 for count in counts):
         return f"its numbers of pipelines, stages, microbatches, iterations are {counts}"
-    arrays = [getattr(program, field.name) for field in fields(Program) if field.name in _PROGRAM_ARRAYS]
+    arrays = [getattr(program, name) for name in _PROGRAM_ARRAYS]
     arrays += [getattr(timeline, name) for name in (*_OP_ARRAYS, *_TRANSFER_ARRAYS)]
     if not all(isinstance(a, np.ndarray) and a.ndim == 1 and a.dtype.kind == "i" for a in arrays):
         return "an array is not a row of integers"
-    if any(len(array) != program.num_ops for array in arrays[1:4]) or program.num_ops != program.worker_ptr[-1]:
-        return "its arrays of ops differ in length"
-    if len(program.worker_ptr) != program.num_workers + 1 or (np.diff(program.worker_ptr, prepend=0) < 0).any():
+    if not program.rank_dc or len(program.worker_ptr) != program.num_workers + 1:
         return f"its ops are not those of {program.num_workers} workers"
-    if len(timeline.op_start_ns) != program.num_ops or len(timeline.op_end_ns) != program.num_ops:
+    if program.worker_ptr[-1] != program.num_ops or (np.diff(program.worker_ptr, prepend=0) < 0).any():
+        return f"its ops are not those of {program.num_workers} workers"
+    by_op = (program.stage, program.microbatch, timeline.op_start_ns, timeline.op_end_ns)
+    if any(len(array) != program.num_ops for array in by_op):
         return "its arrays of ops and of their times differ in length"
-    if any(len(getattr(timeline, name)) != program.num_transfers for name in _TRANSFER_ARRAYS):
+    by_transfer = (program.turn, *(getattr(timeline, name) for name in _TRANSFER_ARRAYS))
+    if any(len(array) != program.num_transfers for array in by_transfer):
         return "its arrays of transfers differ in length"
+    if program.num_pipelines * program.num_stages * program.num_slots > max(1, program.num_ops):
+        return f"it has {program.num_ops} ops, fewer than one for each stage and microbatch"
     for array, limit in (
         (program.kind, NUM_KINDS),
         (program.stage, program.num_stages),
@@ -168,6 +180,3 @@ def _problem(timeline: Timeline) -> str | None:
     ):
         return "its stages and its workers disagree"
     return None
-
-
-_PROGRAM_ARRAYS = ("worker_ptr", "kind", "stage", "microbatch", "turn")
