@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,13 @@ def test_waits_and_arrows_are_added_on_request() -> None:
     assert len([e for e in full if e.get("cat") == "bubble"]) == len(bubbles(timeline))
     crossing = int(timeline.program.transfer_crosses.sum())
     assert [len([e for e in full if e["ph"] == ph]) for ph in "sf"] == [crossing, crossing]
+
+
+def test_clocks_that_disagree_leave_a_trace_that_can_be_read() -> None:
+    timeline = job()
+    early = replace(timeline, transfer_start_ns=timeline.transfer_start_ns * 0 - 5, op_end_ns=timeline.op_start_ns - 7)
+    spans = [e for e in json.loads(trace_bytes(early))["traceEvents"] if e["ph"] == "X"]
+    assert min(min(e["ts"], e["dur"]) for e in spans) == 0
 
 
 def test_a_name_in_gz_is_compressed_and_a_bad_place_is_an_error_for_users(tmp_path: Path) -> None:

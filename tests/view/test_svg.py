@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,13 @@ def test_a_long_run_stays_a_small_file() -> None:
 def test_an_empty_list_is_an_error_for_users() -> None:
     with pytest.raises(AtlasError, match="at least one timeline"):
         svg_text([])
+
+
+def test_a_run_that_takes_no_time_is_drawn_all_the_same() -> None:
+    timeline = job(1, 2, 2, 2)
+    assert "0.000 s" in svg_text(
+        [replace(timeline, op_start_ns=timeline.op_start_ns * 0, op_end_ns=timeline.op_end_ns * 0)]
+    )
 
 
 def test_png_is_a_picture(tmp_path: Path) -> None:

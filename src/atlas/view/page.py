@@ -21,15 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.errors import AtlasError
-from atlas.ir.analysis import Cause, bubbles, critical_path, summary
+from atlas.ir.analysis import bubbles, critical_path, summary
 from atlas.ir.ops import COLLECTIVES, Kind
 from atlas.ir.store import replacing
 from atlas.ir.timeline import Timeline
-from atlas.view.palette import CAUSES, OPS, WIRE, Look
+from atlas.view.palette import LOOKS, SEND, WAIT
 from atlas.view.tracks import Group, groups
-
-WAIT, SEND = len(Kind), len(Kind) + len(Cause)
-"""Codes of spans: a Kind, WAIT + cause, or SEND + direction."""
 
 MAX_PATH = 20_000
 """A critical path of more segments than this is not drawn: nobody could follow it."""
@@ -55,7 +52,7 @@ def page_html(timelines: Sequence[Timeline], *, title: str = "Atlas timeline", n
     header = {
         "title": title,
         "notes": [notes] if isinstance(notes, str) else list(notes),
-        "looks": [_look(look) for look in (*OPS.values(), *CAUSES.values(), *WIRE)],
+        "looks": [look._asdict() for look in LOOKS],
         "kinds": [kind.name for kind in Kind],
         "schedules": [_describe(timeline) for timeline in timelines],
     }
@@ -76,10 +73,6 @@ def page_html(timelines: Sequence[Timeline], *, title: str = "Atlas timeline", n
 
 def _asset(name: str) -> str:
     return (resources.files("atlas.view") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _look(look: Look) -> dict[str, str]:
-    return look._asdict()
 
 
 # ---- header ----------------------------------------------------------------------------------------------------

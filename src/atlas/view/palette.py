@@ -47,5 +47,10 @@ WIRE: tuple[Look, Look] = (
 )
 """By direction of traffic."""
 
+LOOKS: tuple[Look, ...] = (*OPS.values(), *CAUSES.values(), *WIRE)
+"""By the code of a span."""
+WAIT, SEND = len(OPS), len(OPS) + len(CAUSES)
+"""Codes of spans: a Kind, WAIT + cause, or SEND + direction."""
+
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d1f", "#56b4e9", "#3a3f44", "#e69f00")
 """Lines of a chart, in this order."""

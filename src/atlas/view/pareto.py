@@ -1,6 +1,6 @@
 """Time against cost, one dot for every plan that was simulated, the front of those that nobody beats in both.
 
-Takes plain rows; knows nothing of plans. The frame and the axes are those of `curve`.
+Takes plain rows; knows nothing of plans. The frame and the axes are those of `chart`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atlas.errors import AtlasError
-from atlas.ir.store import replacing
-from atlas.view.curve import BOTTOM, FONT, HEIGHT, LEFT, TOP, WIDTH, _axis, _frame, _marker, _text
+from atlas.view.chart import BOTTOM, HEIGHT, LEFT, TOP, WIDTH, Axis, axis, chart_svg, frame, marker, text, write_chart
 from atlas.view.palette import SERIES
 
 Row = Mapping[str, Any]
@@ -21,14 +20,7 @@ Row = Mapping[str, Any]
 
 def write_front(path: str | os.PathLike[str], rows: Sequence[Row], front: Sequence[Row], *, title: str) -> None:
     """Write the plot: a name that ends in .html gives a page, any other an SVG."""
-    chart = front_svg(rows, front, title=title)
-    if os.fspath(path).endswith((".html", ".htm")):
-        chart = (
-            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-            f'<body style="margin:24px auto;max-width:{WIDTH}px">{chart}</body></html>\n'
-        )
-    with replacing(path) as file:
-        file.write(chart.encode())
+    write_chart(path, front_svg(rows, front, title=title), title)
 
 
 def front_svg(rows: Sequence[Row], front: Sequence[Row], *, title: str) -> str:
@@ -38,12 +30,11 @@ def front_svg(rows: Sequence[Row], front: Sequence[Row], *, title: str) -> str:
         raise AtlasError("the front of time and cost needs prices: write usd_per_gpu_hour in the cluster")
     right = WIDTH - 40
     wide = max(s for s, _ in points) / min(s for s, _ in points) > 20
-    x = _axis([s for s, _ in points], wide, LEFT, right)
+    x = axis([s for s, _ in points], wide, LEFT, right)
     low, high = min(usd for _, usd in points), max(usd for _, usd in points)
-    y = _axis([usd for _, usd in points], low > 0 and high / low > 5, HEIGHT - BOTTOM, TOP)
+    y = axis([usd for _, usd in points], low > 0 and high / low > 5, HEIGHT - BOTTOM, TOP)
     note = f"{len(rows)} simulated plans; the line joins those that nobody beats in both"
-    body = [_text(LEFT, 24, title, size=16, weight="bold"), _text(LEFT, 42, note, size=11, fill="#5c6670")]
-    body += _frame(x, y, "seconds an iteration", "US dollars an iteration")
+    body = frame(x, y, "seconds an iteration", "US dollars an iteration")
     on_front = {(float(row["iteration_s"]), float(row["usd_per_iteration"])) for row in front}
     path = ""
     for k, (s, usd) in enumerate(sorted(on_front)):
@@ -53,17 +44,11 @@ def front_svg(rows: Sequence[Row], front: Sequence[Row], *, title: str) -> str:
     for row, (s, usd) in zip(rows, points, strict=True):
         color = SERIES[0] if (s, usd) in on_front else "#9aa3ab"
         told = html.escape(f"{row['where']}: {row['how']}, {s:.4g} s, ${usd:.4g}")
-        body.append(f"<g><title>{told}</title>{_marker(x.at(s), y.at(usd), 'circle', color)}</g>")
-    body += _names(sorted(on_front), rows, x, y, right)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'font-family="{FONT}">\n<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n'
-        + "\n".join(body)
-        + "\n</svg>\n"
-    )
+        body.append(f"<g><title>{told}</title>{marker(x.at(s), y.at(usd), 'circle', color)}</g>")
+    return chart_svg(title, note, body + _names(sorted(on_front), rows, x, y, right))
 
 
-def _names(front: Sequence[tuple[float, float]], rows: Sequence[Row], x: Any, y: Any, right: float) -> list[str]:
+def _names(front: Sequence[tuple[float, float]], rows: Sequence[Row], x: Axis, y: Axis, right: float) -> list[str]:
     """What lies on the front, named where there is room."""
     parts, last = [], -math.inf
     for s, usd in front:
@@ -72,9 +57,9 @@ def _names(front: Sequence[tuple[float, float]], rows: Sequence[Row], x: Any, y:
         if py - last < 13:
             continue
         last = py
-        text = str(row["how"])
-        anchor = "end" if px + 6.2 * len(text) > right else "start"
+        words = str(row["how"])
+        anchor = "end" if px + 6.2 * len(words) > right else "start"
         parts.append(
-            _text(px + (8 if anchor == "start" else -8), py - 5, text, size=10.5, anchor=anchor, fill="#3a3f44")
+            text(px + (8 if anchor == "start" else -8), py - 5, words, size=10.5, anchor=anchor, fill="#3a3f44")
         )
     return parts

@@ -87,8 +87,8 @@ def _number(values: NDArray[Any]) -> Chars:
 
 
 def _micros(values_ns: NDArray[Any]) -> Chars:
-    """Nanoseconds as microseconds with three decimals."""
-    whole, rest = np.divmod(values_ns.astype(np.int64), 1000)
+    """Nanoseconds as microseconds with three decimals; what clocks that disagree made negative is nought."""
+    whole, rest = np.divmod(np.maximum(values_ns.astype(np.int64), 0), 1000)
     decimals = np.empty((len(whole), 4), np.uint8)
     rest = rest.astype(np.uint16)
     decimals[:, 0] = ord(".")
@@ -208,9 +208,9 @@ def _transfer_events(timeline: Timeline, rows: Sequence[Group]) -> list[bytes]:
                 ',"dur":',
                 _micros(timeline.transfer_sent_ns[of] - timeline.transfer_start_ns[of]),
                 ',"args":{"queued_us":',
-                _micros(np.maximum(timeline.transfer_start_ns[of] - timeline.transfer_ready_ns[of], 0)),
+                _micros(timeline.transfer_start_ns[of] - timeline.transfer_ready_ns[of]),
                 ',"latency_us":',
-                _micros(np.maximum(timeline.transfer_arrive_ns[of] - timeline.transfer_sent_ns[of], 0)),
+                _micros(timeline.transfer_arrive_ns[of] - timeline.transfer_sent_ns[of]),
                 "}},\n",
             )
         )
@@ -256,7 +256,7 @@ def _arrow_events(
             ',"tid":',
             _number(tid[program.op_worker[op]]),
             ',"ts":',
-            _micros(np.maximum(at - zero, 0)),
+            _micros(at - zero),
             "},\n",
         )
         for opening, op, at in ends

@@ -6,7 +6,6 @@ Knows nothing of zooming: what is too thin to see is merged with its neighbours 
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,17 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.errors import AtlasError, MissingExtraError
-from atlas.ir.analysis import Bubbles, Cause, bubbles
-from atlas.ir.ops import USEFUL, Kind
+from atlas.ir.analysis import Bubbles, bubbles
+from atlas.ir.ops import USEFUL
 from atlas.ir.store import replacing
 from atlas.ir.timeline import Timeline
-from atlas.view.palette import CAUSES, OPS, WIRE, Look
+from atlas.view.chart import FONT, SOFT, text
+from atlas.view.palette import CAUSES, LOOKS, SEND, WAIT
 from atlas.view.tracks import Group, Lane, groups
 
 WIDTH, GUTTER, MARGIN, LEGEND_ROW = 1000, 120, 12, 18
-FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
-WAIT, SEND = len(Kind), len(Kind) + len(Cause)
-LOOKS: tuple[Look, ...] = (*OPS.values(), *CAUSES.values(), *WIRE)
 
 Spans = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 """Start, end and code (an index into LOOKS) of the spans of one row."""
@@ -73,13 +70,13 @@ def svg_text(timelines: Sequence[Timeline], *, title: str = "", max_rows: int = 
     """The figure as text."""
     if not timelines or any(not timeline.program.num_ops for timeline in timelines):
         raise AtlasError("a figure needs at least one timeline, and each needs at least one op")
-    extent = max(timeline.makespan_ns for timeline in timelines)
+    extent = max(1, *(timeline.makespan_ns for timeline in timelines))  # of a run that takes no time, a nanosecond
     scale = (WIDTH - GUTTER - MARGIN) / extent
     body: list[str] = []
     used: set[int] = set()
     y = MARGIN
     if title:
-        body.append(_text(MARGIN, y + 12, title, size=15, weight="bold"))
+        body.append(text(MARGIN, y + 12, title, size=15, weight="bold"))
         y += 24
     for timeline in timelines:
         y = _draw(body, used, timeline, y, scale, max_rows) + 10
@@ -95,23 +92,23 @@ def svg_text(timelines: Sequence[Timeline], *, title: str = "", max_rows: int = 
 def _draw(body: list[str], used: set[int], timeline: Timeline, y: int, scale: float, max_rows: int) -> int:
     """One timeline; returns where it ended."""
     figures = f"{timeline.iteration_ns / 1e9:.3f} s, {100 * timeline.utilization:.0f} % busy, {timeline.source}"
-    body.append(_text(MARGIN, y + 11, timeline.program.name, size=12, weight="bold"))
-    body.append(_text(WIDTH - MARGIN, y + 11, figures, size=10, anchor="end", fill="#5c6670"))
+    body.append(text(MARGIN, y + 11, timeline.program.name, size=12, weight="bold"))
+    body.append(text(WIDTH - MARGIN, y + 11, figures, size=10, anchor="end", fill=SOFT))
     y += 17
     found, waits = groups(timeline), bubbles(timeline)
     num_dcs = sum(bool(group.workers) for group in found)
     each = max(1, max_rows // max(1, num_dcs))
     zero, top = int(timeline.op_start_ns.min()), y
     for group in found:
-        body.append(_text(GUTTER - 5, y + 9, group.name, size=9.5, anchor="end", weight="bold"))
+        body.append(text(GUTTER - 5, y + 9, group.name, size=9.5, anchor="end", weight="bold"))
         y += 12
         rows, left_out = _rows(timeline, waits, group, each)
         for row in rows:
-            body.append(_text(GUTTER - 5, y + row.height - 2.5, row.name, size=8, anchor="end", fill="#5c6670"))
+            body.append(text(GUTTER - 5, y + row.height - 2.5, row.name, size=8, anchor="end", fill=SOFT))
             _draw_row(body, used, row, y, zero, scale)
             y += row.height + 1
         if left_out:
-            body.append(_text(GUTTER, y + 8, f"… {left_out} more", size=8, fill="#5c6670"))
+            body.append(text(GUTTER, y + 8, f"… {left_out} more", size=8, fill=SOFT))
             y += 11
         y += 3
     end = GUTTER + timeline.makespan_ns * scale
@@ -189,11 +186,11 @@ def _axis(body: list[str], y: int, extent_ns: int, scale: float) -> int:
     power = 10 ** np.floor(np.log10(rough))
     step = float(next(m * power for m in (1, 2, 5, 10) if m * power >= rough))
     unit, name = next((u, n) for u, n in ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1.0, "ns")) if step >= u / 10)
-    body.append(f'<path d="M{GUTTER} {y}H{WIDTH - MARGIN}" stroke="#5c6670"/>')
+    body.append(f'<path d="M{GUTTER} {y}H{WIDTH - MARGIN}" stroke="{SOFT}"/>')
     for tick in np.arange(0, extent_ns * 1.0001, step):
         x = GUTTER + tick * scale
-        body.append(f'<path d="M{x:.2f} {y}v4" stroke="#5c6670"/>')
-        body.append(_text(x, y + 14, f"{tick / unit:g} {name}", size=9, anchor="middle", fill="#5c6670"))
+        body.append(f'<path d="M{x:.2f} {y}v4" stroke="{SOFT}"/>')
+        body.append(text(x, y + 14, f"{tick / unit:g} {name}", size=9, anchor="middle", fill=SOFT))
     return y + 24
 
 
@@ -207,7 +204,7 @@ def _legend(body: list[str], used: set[int], y: int) -> int:
             x, y = float(GUTTER), y + LEGEND_ROW
         fill = f"url(#wait{code - WAIT})" if wait else LOOKS[code].light
         body.append(f'<rect x="{x:.1f}" y="{y}" width="15" height="10" fill="{fill}"/>')
-        body.append(_text(x + 20, y + 9, label, size=9.5))
+        body.append(text(x + 20, y + 9, label, size=9.5))
         x += width
     return y + LEGEND_ROW + 4
 
@@ -224,13 +221,4 @@ def _patterns(used: set[int]) -> str:
             if WAIT + cause in used
         )
         + "</defs>"
-    )
-
-
-def _text(
-    x: float, y: float, text: str, *, size: float, anchor: str = "start", fill: str = "#1c2126", weight: str = "normal"
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{fill}" '
-        f'font-weight="{weight}">{html.escape(text)}</text>'
     )
