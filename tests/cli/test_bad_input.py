@@ -93,6 +93,9 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed
     refused(atlas("simulate", "no.yaml", "--save", "folder"), "--save", "is a folder")
     refused(atlas("simulate", "no.yaml", "--out", "tiny.yaml/x"), "--out", "tiny.yaml")
     refused(atlas("simulate", "no.yaml", "--svg", "same", "--page", "same"), "same file")
+    refused(atlas("plan", "no.yaml", "--out", "same", "--page", "same"), "--page", "same file")
+    refused(atlas("whatif", "no.yaml", "--out", "same.html", "--page", "same.html"), "--page", "same file")
+    refused(atlas("profile", "no.yaml", "--gpu", "x", "--out", "not/there/p.json"), "--out", "mkdir -p")
 
 
 def test_a_job_too_large_to_hold(atlas: Atlas) -> None:

@@ -67,3 +67,11 @@ def test_a_timeline_against_itself_shows_no_difference(atlas: Atlas) -> None:
     found = json.loads(atlas("compare", "tiny.yaml:1f1b", "tiny.yaml:1f1b", "--json").out)
     assert found["difference"]["ratio"] == 1.0
     assert found["difference"]["first_divergence"] is None
+
+
+def test_a_plan_is_a_job_to_compare_and_schedules(atlas: Atlas) -> None:
+    assert atlas("plan", "tiny.yaml", "--tries", "0", "--out", "plan.yaml").code == 0
+    found = json.loads(atlas("compare", "plan.yaml:1f1b", "plan.yaml:gpipe", "--json").out)
+    assert found["a"]["schedule"] == "1f1b"
+    program = from_text(atlas("schedules", "--show", "1f1b", "plan.yaml").out)
+    assert program.num_microbatches == found["a"]["peak_in_flight"] * 4

@@ -70,6 +70,7 @@ def test_the_other_strategies(strategy: str, capsys: pytest.CaptureFixture[str])
         (["whatif", TINY, "--sweep", "speed=1"], "unknown key"),
         (["whatif", TINY, "--sweep", "lose=mars"], "no such datacenter"),
         (["whatif", TINY, "--out", "x.svg"], "needs a sweep over numbers"),
+        (["whatif", TINY, "--sweep", "lose=west", "--page", "x"], "--page"),
         (["whatif", TINY, "--monte-carlo", "0"], "whole number"),
     ],
 )
@@ -87,12 +88,13 @@ def test_bad_input_is_one_message_and_exit_code_2(
 
 
 def test_whatif_draws_and_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "curve.html"
+    page = tmp_path / "curve"
     words = ["whatif", TINY, "--sweep", "cluster.wan.latency_ms=1..100:4log", "--monte-carlo", "3", "--page", str(page)]
     assert cli.main(words) == 0
     out = capsys.readouterr().out
     assert "Bottleneck:" in out
     assert "p95" in out
+    assert page.read_text().startswith("<!doctype html>")
     assert "<svg" in page.read_text()
 
 

@@ -18,7 +18,7 @@ from atlas.ir.analysis import difference, summary
 from atlas.ir.store import load_timeline
 from atlas.ir.timeline import Timeline
 from atlas.plan.evaluate import Progress, evaluate
-from atlas.spec import load_job
+from atlas.spec.plan import load_job_or_plan
 from atlas.view import compare_table
 from atlas.view.table import side_by_side
 
@@ -53,9 +53,8 @@ def _timeline(text: str, args: argparse.Namespace, progress: Progress) -> Timeli
         if Path(text).suffix in (".yaml", ".yml"):
             raise AtlasError(f"{text} is a job: name a schedule with it, such as {text}:atlas, or give a timeline file")
         return load_timeline(text)
-    found = evaluate(
-        load_job(job, args.set), schedule, tcp=args.tcp, budget=args.budget, seed=args.seed, progress=progress
-    )
+    loaded, _ = load_job_or_plan(job, args.set)
+    found = evaluate(loaded, schedule, tcp=args.tcp, budget=args.budget, seed=args.seed, progress=progress)
     return found.timeline
 
 

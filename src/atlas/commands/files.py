@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,13 +40,9 @@ class Outputs:
 
     def require_writable(self) -> None:
         """Raise for the first file that could not be written."""
-        taken: dict[Path, str] = {}
         for flag, path in self.paths.items():
             require_writable(path, flag)
-            if path.absolute() in taken:
-                rule = f"{taken[path.absolute()]} writes to the same file"
-                raise SpecError(where=flag, key="file", value=str(path), rule=rule, remedy="Choose another name")
-            taken[path.absolute()] = flag
+        require_apart(self.paths)
         if self.png is not None and find_spec("resvg_py") is None:
             raise MissingExtraError("resvg-py", "png", "--png")
 
@@ -93,12 +89,23 @@ def require_writable(path: Path, flag: str) -> None:
     folder = path.parent
     if path.is_dir():
         raise SpecError(where=flag, key="file", value=str(path), rule="is a folder", remedy="Name a file in it")
+    if path.exists() and not path.is_file() and os.access(path, os.W_OK):
+        return  # a device or a pipe, whatever may be done to its folder
     if not folder.is_dir():
         remedy = f"Create it first: mkdir -p {folder}"
         raise SpecError(where=flag, key="file", value=str(path), rule=f"there is no folder {folder}", remedy=remedy)
     if not os.access(folder, os.W_OK):
         rule = f"folder {folder} cannot be written to"
         raise SpecError(where=flag, key="file", value=str(path), rule=rule, remedy="Choose another place")
+
+
+def require_apart(paths: Mapping[str, Path]) -> None:
+    """Raise where two flags name one file: the second would replace what the first wrote."""
+    taken: dict[Path, str] = {}
+    for flag, path in paths.items():
+        if (other := taken.setdefault(path.absolute(), flag)) != flag:
+            rule = f"{other} writes to the same file"
+            raise SpecError(where=flag, key="file", value=str(path), rule=rule, remedy="Choose another name")
 
 
 def require_drawable(path: Path, flag: str) -> None:

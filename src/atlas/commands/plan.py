@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from atlas.commands.files import require_drawable, require_writable
+from atlas.commands.files import require_apart, require_drawable, require_writable
 from atlas.commands.simulate import job_flags, whole
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.errors import SpecError
@@ -72,9 +72,10 @@ def run(args: argparse.Namespace) -> int:
         return _run_sailor(args)
     if args.job is None:
         raise SpecError(where="atlas plan", key="JOB.yaml", value=None, rule="is missing", remedy="Name a job file")
-    for flag, require in (("out", require_writable), ("page", require_writable), ("pareto", require_drawable)):
-        if getattr(args, flag) is not None:
-            require(getattr(args, flag), f"--{flag}")
+    wanted = {f"--{flag}": path for flag in ("out", "page", "pareto") if (path := getattr(args, flag)) is not None}
+    for flag, path in wanted.items():
+        (require_drawable if flag == "--pareto" else require_writable)(path, flag)
+    require_apart(wanted)
     job, _ = load_job_or_plan(args.job, args.set)
     batch = args.global_batch or batch_of(job)
     goal = _objective(args, batch * job.model.seq_len)

@@ -14,11 +14,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from atlas.commands.simulate import job_flags
+from atlas.commands.files import require_writable
+from atlas.commands.simulate import job_flags, whole
 from atlas.cost.profile import load_profile
 from atlas.errors import MissingExtraError
 from atlas.ir.store import replacing
-from atlas.spec import Job, load_job
+from atlas.spec import Job
+from atlas.spec.plan import load_job_or_plan
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,14 +28,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", required=True, metavar="NAME", help="what the cluster file calls this accelerator")
     parser.add_argument("--out", required=True, metavar="FILE", type=Path, help="profile to write, or to add to")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where to run (default: cuda)")
-    parser.add_argument("--repeats", type=int, default=10, metavar="N", help="timed runs, of which the median counts")
+    parser.add_argument(
+        "--repeats", type=whole(1, 100_000), default=10, metavar="N", help="timed runs, of which the median counts"
+    )
     job_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    job = load_job(args.job, args.set)
+    require_writable(args.out, "--out")
+    job, _ = load_job_or_plan(args.job, args.set)
     kept = load_profile(args.out) if args.out.exists() else None
-    entry = measure(job, args.gpu, args.device, max(1, args.repeats))
+    entry = measure(job, args.gpu, args.device, args.repeats)
     same = (entry["gpu"], entry["microbatch"], entry["tp"])
     others = [
         e.model_dump(exclude_none=True) for e in (kept.entries if kept else ()) if (e.gpu, e.microbatch, e.tp) != same

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from atlas.commands.simulate import job_flags, search_flags
 from atlas.commands.terminal import Meter, as_json, show
 from atlas.ir.text import to_text, to_torch_csv
 from atlas.plan.evaluate import build, find_schedule, prepare
 from atlas.schedules import SCHEDULES
-from atlas.spec import load_job
+from atlas.spec.plan import load_job_or_plan
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         _list(args.json)
         return 0
     schedule = find_schedule(args.show[0])
-    job = load_job(Path(args.show[1]), args.set)
+    job, _ = load_job_or_plan(args.show[1], args.set)
     with Meter() as meter:
         program = build(prepare(job, schedule, args.tcp), schedule, budget=args.budget, seed=args.seed, progress=meter)
     sys.stdout.write(to_torch_csv(program) if args.torch else to_text(program))

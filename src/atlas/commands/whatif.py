@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from atlas.commands.files import require_drawable, require_writable
+from atlas.commands.files import require_apart, require_drawable, require_writable
 from atlas.commands.simulate import job_flags, whole
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.errors import SpecError
@@ -53,13 +53,14 @@ def _sigma(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    for flag, require in (("out", require_drawable), ("page", require_writable)):
-        if getattr(args, flag) is not None:
-            require(getattr(args, flag), f"--{flag}")
+    wanted = {f"--{flag}": path for flag in ("out", "page") if (path := getattr(args, flag)) is not None}
+    for flag, path in wanted.items():
+        (require_drawable if flag == "--out" else require_writable)(path, flag)
+    require_apart(wanted)
     sweeps = [parse_sweep(text) for text in args.sweep]
     if (args.out or args.page) and not any(one.numeric for one in sweeps):
         raise SpecError(
-            where="--out",
+            where="--out" if args.out else "--page",
             key="sweep",
             value=None,
             rule="a curve needs a sweep over numbers",
@@ -84,9 +85,9 @@ def run(args: argparse.Namespace) -> int:
                 f"Under {NAME}, so that only what was changed tells two figures apart; the plan's own order takes "
                 f"{seconds(plan.predicted.iteration_s)} an iteration."
             )
-    for path in (args.out, args.page):
+    for path, as_page in ((args.out, None), (args.page, True)):
         if path is not None:
-            _draw(path, next((one, points) for one, points in found if one.numeric), job.name)
+            _draw(path, next((one, points) for one, points in found if one.numeric), job.name, as_page)
             say(f"wrote {path}")
     return 0
 
@@ -167,15 +168,17 @@ def _marginal_table(more: list[Marginal]) -> Any:
     return table
 
 
-def _draw(path: Path, found: tuple[Sweep, list[Point]], name: str) -> None:
+def _draw(path: Path, found: tuple[Sweep, list[Point]], name: str, as_page: bool | None) -> None:
+    """The curve; `as_page` None: as the file's name says."""
     one, points = found
     line = [(float(p.value), p.iteration_s) for p in points if p.iteration_s is not None]
     wide = len(line) > 2 and min(x for x, _ in line) > 0 and max(x for x, _ in line) / min(x for x, _ in line) >= 50
     write_curves(
         path,
-        {"iteration": [(x, y) for x, y in line]},
+        {"iteration": line},
         one.key,
         "seconds an iteration (simulated)",
         f"{name}: what if {one.key} changes",
         log_x=wide,
+        as_page=as_page,
     )
