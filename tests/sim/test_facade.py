@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atlas.cost.table import kind_costs, uniform_costs
+from atlas.cost.table import MAX_NS, Trace, kind_costs, uniform_costs
 from atlas.errors import AtlasError, ProgramError
 from atlas.ir.check import check, peak_memory
 from atlas.ir.ops import Kind, Op
@@ -71,6 +71,24 @@ def test_an_engine_that_does_not_exist_is_refused():
     program = gpipe(Layout.even(1, 2, 3, 1))
     with pytest.raises(AtlasError, match="refrence"):
         simulate(program, uniform_costs(1, 2, PER_KIND), engine="refrence")
+
+
+def test_a_run_that_no_clock_counts_is_refused_whichever_engine_would_play_it():
+    program, costs = gpipe(Layout.even(1, 2, 100, 2)), over_the_wan(1, 2)
+    stuck = Trace((0, 10), (1.0, 1e-6), (0, 0))
+    slow = replace(
+        costs, work_ns=costs.work_ns * 10**9, links=tuple(replace(link, trace=stuck) for link in costs.links)
+    )
+    for engine in ("reference", "compiled"):
+        with pytest.raises(AtlasError, match="check the units"):
+            simulate(program, slow, engine=engine)
+    over = Trace((0, 10, 20), (1.0, 1e-6, 1.0), (0, 0, 0))  # a link that is cut for a moment is no such thing
+    simulate(program, replace(slow, links=tuple(replace(link, trace=over) for link in costs.links)))
+
+
+def test_no_draw_is_longer_than_an_op_may_be():
+    program, costs = gpipe(Layout.even(1, 2, 100, 2)), over_the_wan(1, 2).scaled(10**10)
+    assert lower(program, costs, Jitter(0, 3.0, 3.0)).op_ns.max() == MAX_NS
 
 
 def test_jitter_changes_the_times_and_never_the_order():

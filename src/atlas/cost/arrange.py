@@ -188,7 +188,8 @@ def balanced_split(models: list[ModelTime]) -> tuple[int, ...]:
     choices = []
     for stage in range(len(models)):
         cost = _run_costs(models, stage)
-        sums = best[:, None] + np.where(cost <= limit, cost, np.inf) ** 2
+        with np.errstate(over="ignore"):  # seconds beyond all reason: whoever prices them says so
+            sums = best[:, None] + np.where(cost <= limit, cost, np.inf) ** 2
         choices.append(sums.argmin(axis=0))
         best = sums.min(axis=0)
     end, split = num_layers, []

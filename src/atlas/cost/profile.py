@@ -19,9 +19,9 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from atlas.errors import SpecError
-from atlas.spec.checks import nearest
-from atlas.spec.document import Keys, dotted, read_json, read_yaml, shown
+from atlas.spec.document import Keys, read_json, read_yaml
 from atlas.spec.fields import Count, Frozen, Text
+from atlas.spec.refusal import refusal
 
 Seconds = Annotated[float, Field(strict=True, ge=0, le=10_000, allow_inf_nan=False)]
 
@@ -80,8 +80,8 @@ def load_profile(path: str | Path) -> Profile:
     try:
         profile = Profile.model_validate(data)
     except ValidationError as error:
-        first = min(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
-        raise _spec_error(path, first["type"], tuple(first["loc"]), first["msg"], first["input"]) from None
+        remedy = "Is the file cut off? Measure again, or mend the value"
+        raise refusal(error, lambda _: str(path), _known, remedy) from None
     for i, entry in enumerate(profile.entries):
         if (entry.layer is None) == (entry.layers is None):
             raise SpecError(
@@ -91,19 +91,21 @@ def load_profile(path: str | Path) -> Profile:
                 rule="an entry has either `layer` (all alike) or `layers` (one by one)",
                 remedy="Give exactly one of the two",
             )
+        for layer in entry.layers or (entry.layer,):
+            if layer is not None and not (layer.forward_s > 0 and layer.backward_s > 0):
+                raise SpecError(
+                    where=str(path),
+                    key=f"entries[{i}].layer{'' if entry.layers is None else 's'}",
+                    value=None,
+                    rule="a layer takes no time: forward_s and backward_s are more than 0",
+                    remedy="Measure again",
+                )
     return profile
 
 
-def _spec_error(path: Path, kind: str, keys: Keys, rule: str, value: object) -> SpecError:
-    remedy = "Is the file cut off? Measure again, or mend the value"
-    if kind == "extra_forbidden":
-        names = [k for k in keys[:-1] if isinstance(k, str)]
-        known = ROOMS[names[-1]] if names else Profile
-        rule, value, remedy = "unknown key", None, nearest(str(keys[-1]), list(known.model_fields))
-    elif kind == "missing":
-        rule, value = "is required and missing", None
-    rule = rule.replace("Input should", "should")
-    return SpecError(where=str(path), key=dotted(keys), value=shown(value), rule=rule, remedy=remedy)
+def _known(keys: Keys) -> list[str]:
+    names = [key for key in keys if isinstance(key, str)]
+    return list((ROOMS[names[-1]] if names else Profile).model_fields)
 
 
 def find_entry(profile: Profile, path: str, *, gpu: str, microbatch: int, tp: int, num_layers: int) -> Entry:

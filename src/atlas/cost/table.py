@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from atlas.ir.ops import NUM_KINDS, Kind
 from atlas.ir.program import Ints
 
+MAX_NS = 10**13
+"""Longer than this (2.8 hours) no single op may take: sums of many must stay within 64 bits."""
+
 PRIVATE, FAIR, TURNS = 0, 1, 2
 """How a link is shared: one channel's own; at once, each at most at its own cap; one after the other."""
 

@@ -21,17 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.cost.arrange import Arrangement, route_between
-from atlas.cost.table import FAIR, PRIVATE, TURNS, LinkCost, Trace
+from atlas.cost.table import FAIR, MAX_NS, PRIVATE, TURNS, LinkCost, Trace
 from atlas.cost.tcp import many_bps, stream_bps
 from atlas.errors import InfeasibleError
-from atlas.ir.dispatch import QUANTUM_NS as QUANTUM_NS
+from atlas.ir.dispatch import QUANTUM_NS
 from atlas.ir.program import Ints
 from atlas.spec.cluster import DataCenter, Route
 from atlas.spec.job import Job
 from atlas.spec.trace import read_trace
-
-MAX_NS = 10**13
-"""Longer than this (2.8 hours) no single op may take: sums of many must stay within 64 bits."""
 
 
 @dataclass
@@ -222,7 +219,7 @@ def _trace(route: Route) -> Trace | None:
 
 
 def to_ns(job: Job, seconds: float, what: str) -> int:
-    """Whole nanoseconds, or the error that something takes absurdly long."""
+    """Whole nanoseconds, at least one for what takes any time; or the error that something takes absurdly long."""
     if not seconds * 1e9 <= MAX_NS:
         raise InfeasibleError(
             where=job.where,
@@ -231,4 +228,4 @@ def to_ns(job: Job, seconds: float, what: str) -> int:
             rule=f"one op takes longer than {MAX_NS // 10**9:,} s",
             remedy="Check the units of rates, latencies and sizes",
         )
-    return round(seconds * 1e9)
+    return max(1, round(seconds * 1e9)) if seconds > 0 else 0

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from atlas.cost.price import ring_bps
-from atlas.cost.wan import QUANTUM_NS
+from atlas.ir.dispatch import QUANTUM_NS
 from atlas.plan.ground import Flags, Floats, Ground, Ints, Speeds
 from atlas.plan.shapes import Shape
 from atlas.plan.space import Space

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.cost.table import PRIVATE, Costs, Trace
+from atlas.cost.table import MAX_NS, PRIVATE, Costs, Trace
 from atlas.errors import ProgramError
 from atlas.ir.ops import Kind
 from atlas.ir.program import Ints, Program
@@ -144,9 +144,12 @@ def _require_matching(program: Program, costs: Costs) -> None:
 
 
 def _noisy(nominal_ns: Ints, sigma: float | NDArray[np.float64], rng: np.random.Generator) -> Ints:
-    noise = np.exp(rng.standard_normal(nominal_ns.shape) * sigma)
-    drawn: Ints = np.rint(nominal_ns * noise).astype(np.int64)
-    return drawn
+    return stretched(nominal_ns, np.exp(rng.standard_normal(nominal_ns.shape) * sigma))
+
+
+def stretched(nominal_ns: Ints, factor: NDArray[np.float64]) -> Ints:
+    """Durations times a factor each; none becomes longer than an op may be, or their sum would leave 64 bits."""
+    return np.minimum(np.rint(nominal_ns * factor), MAX_NS).astype(np.int64)
 
 
 def _groups(program: Program) -> tuple[Ints, Ints, Ints]:

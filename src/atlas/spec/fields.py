@@ -17,7 +17,8 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
-Name = Annotated[str, Field(strict=True, min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
+Name = Annotated[str, Field(strict=True, min_length=1, max_length=64, pattern=NAME)]
 """Letters, digits, `-` and `_`: safe in `--set` paths, file names and tables."""
 Text = Annotated[str, Field(strict=True, max_length=4096)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -29,5 +30,7 @@ Positive = Annotated[float, Field(strict=True, gt=0, le=1e9, allow_inf_nan=False
 NonNegative = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
 """More than nothing, at most all."""
+Sigma = Annotated[float, Field(strict=True, ge=0, le=3, allow_inf_nan=False)]
+"""Spread of a log-normal factor: at 3 one draw in three is off by more than twenty times."""
 Latitude = Annotated[float, Field(strict=True, ge=-90, le=90, allow_inf_nan=False)]
 Longitude = Annotated[float, Field(strict=True, ge=-180, le=180, allow_inf_nan=False)]

@@ -11,10 +11,11 @@ from typing import Annotated, Literal
 from pydantic import Field, PrivateAttr
 
 from atlas.spec.cluster import Cluster
-from atlas.spec.fields import Count, Flag, Frozen, Name, NonNegative, Positive, Share, Text
+from atlas.spec.fields import Count, Flag, Frozen, Name, NonNegative, Positive, Share, Sigma, Text
 from atlas.spec.model import Model
 
 MAX_RANKS = 1000
+MAX_MICROBATCHES = 100_000
 
 
 class Place(Frozen):
@@ -29,9 +30,9 @@ class Place(Frozen):
 class Jitter(Frozen):
     """Random spread of durations for Monte-Carlo runs: sigma of a log-normal factor, so 0.05 is about 5 %."""
 
-    compute: NonNegative = 0.0
-    """Spread of every op."""
-    wan: NonNegative = 0.0
+    compute: Sigma = 0.0
+    """Spread of every op, at most 3."""
+    wan: Sigma = 0.0
     """Spread of every transfer between datacenters."""
     seed: Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)] = 0
     """The same seed gives the same run."""
@@ -48,7 +49,7 @@ class Job(Frozen):
     """Where: inline, or the path of a cluster file."""
     microbatch: Count = 1
     """Sequences in one microbatch (b)."""
-    num_microbatches: Annotated[int, Field(strict=True, ge=1, le=100_000)]
+    num_microbatches: Annotated[int, Field(strict=True, ge=1, le=MAX_MICROBATCHES)]
     """Microbatches per pipeline and iteration (M)."""
     tp: Annotated[int, Field(strict=True, ge=1, le=1024)] = 1
     """Tensor parallelism: GPUs of one worker, all in one node."""

@@ -6,6 +6,7 @@ in which a file can be wrong, and nothing of what a right one costs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,15 +14,16 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from atlas.errors import SpecError
-from atlas.spec.checks import Where, check_cluster, check_job, nearest
+from atlas.spec.checks import Where, check_cluster, check_job
 from atlas.spec.cluster import Cluster, DataCenter, Link, Wan
-from atlas.spec.document import Document, Keys, dotted, read_yaml, shown
+from atlas.spec.document import Document, Keys, read_yaml, shown
 from atlas.spec.fields import Frozen
 from atlas.spec.gpus import Calibration, Gpu
 from atlas.spec.huggingface import dimensions
 from atlas.spec.job import Jitter, Job, Place
 from atlas.spec.model import Model
 from atlas.spec.overrides import apply_override
+from atlas.spec.refusal import refusal
 
 MAX_BASES = 8
 
@@ -45,19 +47,19 @@ M = TypeVar("M", bound=Frozen)
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """The job in a YAML file, with each `key.path=value` of `overrides` applied. Raises SpecError."""
     path = Path(path)
-    return _finish(_with_bases(path), overrides, str(path))
+    return finished(_with_bases(path), overrides, str(path))
 
 
 def override(job: Job, overrides: Sequence[str]) -> Job:
     """A loaded job with some keys changed, validated anew: what a what-if or a planner does."""
     data = job.model_dump(mode="json", exclude_none=True)
     data["model"].pop("config", None)
-    return _finish(Document(data), overrides, job.where)
+    return finished(Document(data), overrides, job.where)
 
 
 def parse_job(data: Any, where: str = "job") -> Job:
     """A job from plain data, for callers that hold no file. Relative paths are as the process sees them."""
-    return _finish(Document(data), (), where)
+    return finished(Document(data), (), where)
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -70,7 +72,8 @@ def load_cluster(path: str | Path) -> Cluster:
     return cluster
 
 
-def _finish(document: Document, overrides: Sequence[str], where: str) -> Job:
+def finished(document: Document, overrides: Sequence[str], where: str) -> Job:
+    """The job in a document that was read, overrides applied; `where` names it where no line does."""
     for text in overrides:
         if text.lstrip().startswith("cluster."):
             document = _with_cluster(document)
@@ -89,16 +92,16 @@ def _finish(document: Document, overrides: Sequence[str], where: str) -> Job:
 # ---- files that name other files ---------------------------------------------------------------------------
 def _with_bases(path: Path) -> Document:
     """A job file merged over the file that its `base` names, and so on down."""
-    chain, seen = [_read(path, "job file")], [path.absolute().resolve()]
+    chain, seen = [_read(path, "job file")], [os.path.realpath(path)]
     while isinstance(chain[-1].data, dict) and "base" in chain[-1].data:
         base = chain[-1].data.pop("base")
         at = chain[-1].origin(("base",), str(path))
         if not isinstance(base, str):
             raise SpecError(where=at, key="base", value=shown(base), rule="is not a file", remedy="Name a job file")
-        if len(seen) > MAX_BASES or Path(base).resolve() in seen:
-            raise SpecError(where=at, key="base", value=shown(base), rule="bases go in a circle", remedy="Cut it")
-        seen.append(Path(base).resolve())
         chain.append(_read(Path(base), "base"))
+        if len(seen) > MAX_BASES or os.path.realpath(base) in seen:
+            raise SpecError(where=at, key="base", value=shown(base), rule="bases go in a circle", remedy="Cut it")
+        seen.append(os.path.realpath(base))
     merged = Document(chain[-1].data, dict(chain[-1].origins))
     for document in reversed(chain[:-1]):
         merged = Document(_merged(merged.data, document.data), {**merged.origins, **document.origins})
@@ -160,30 +163,13 @@ def _validated(kind: type[M], data: Any, where: Where, room: tuple[str, ...] = (
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        # A misspelt key is also a missing key: say the former.
-        first = min(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
-        raise _spec_error(dict(first), where, room) from None
+        remedy = "Change it; docs/jobs.md explains the key"
+        raise refusal(error, where, lambda keys: list(_room((*room, *keys)).model_fields), remedy) from None
 
 
-def _spec_error(error: dict[str, Any], where: Where, room: tuple[str, ...]) -> SpecError:
-    keys: Keys = tuple(k for k in error["loc"] if k != "[key]")
-    value = shown(error["input"])
-    if error["type"] == "extra_forbidden":
-        known = list(ROOMS[_room((*room, *keys[:-1]))].model_fields)
-        rule, remedy, value = "unknown key", nearest(str(keys[-1]), known), None
-    elif error["type"] == "missing":
-        rule, remedy, value = "is required and missing", f"Add {keys[-1]}: to it", None
-    elif error["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        rule, remedy = "must be a mapping of keys", "Write its keys below it, indented"
-    else:
-        rule = error["msg"].replace("Input should", "should").replace("valid tuple", "list").replace("\n", " ")
-        rule, remedy = ascii(rule)[1:-1] if not rule.isprintable() else rule, "Change it; docs/jobs.md explains the key"
-    return SpecError(where=where(keys), key=dotted(keys), value=value, rule=rule, remedy=remedy)
-
-
-def _room(keys: Keys) -> tuple[str, ...]:
-    """The entry of ROOMS that a place belongs to."""
-    for room in ROOMS:
+def _room(keys: Keys) -> type[Frozen]:
+    """What holds at a place of a job file."""
+    for room, kind in ROOMS.items():
         if len(room) == len(keys) and all(r in ("*", k) for r, k in zip(room, keys, strict=True)):
-            return room
+            return kind
     raise AssertionError(f"no room for {keys}")

@@ -31,7 +31,8 @@ def apply_override(document: Document, text: str) -> Document:
         value = str(Path.cwd() / value)
     data = _replaced(document.data, keys, value)
     origins = {k: at for k, at in document.origins.items() if k[: len(keys)] != keys}
-    return Document(data, {**origins, keys: where})
+    made = {keys[:end]: where for end in range(1, len(keys) + 1) if keys[:end] not in origins}
+    return Document(data, {**origins, **made})
 
 
 def _steps(path: str, where: str) -> list[str]:
@@ -61,6 +62,10 @@ def _keys(data: Any, steps: list[str], where: str) -> Keys:
         if isinstance(data, list):
             index = _index(data, step, dotted(keys), where)
             keys, data = (*keys, index), data[index]
+        elif data is None and keys and (step.isdecimal() or "," in step):
+            rule = f"there is no {dotted(keys)} in the job that could be numbered or named"
+            remedy = f"Write {dotted(keys)} in the file first, or set what holds for all"
+            raise SpecError(where=where, key=f"{dotted(keys)}[{step}]", value=None, rule=rule, remedy=remedy)
         elif isinstance(data, dict) or data is None:
             keys, data = (*keys, step), (data or {}).get(step)
         else:

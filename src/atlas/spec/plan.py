@@ -15,11 +15,11 @@ import yaml
 from pydantic import Field, ValidationError
 
 from atlas.errors import SpecError
-from atlas.spec.checks import nearest
-from atlas.spec.document import Document, Keys, dotted, read_yaml, shown
+from atlas.spec.document import Document, Keys, dotted, read_yaml
 from atlas.spec.fields import Count, Flag, Frozen, Name, NonNegative, Text
 from atlas.spec.job import MAX_RANKS, Job, Place
-from atlas.spec.load import _finish, load_job
+from atlas.spec.load import finished, load_job
+from atlas.spec.refusal import refusal
 
 VERSION: Literal[1] = 1
 Quantity = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
@@ -173,28 +173,23 @@ def _plan(document: Document, path: Path, overrides: Sequence[str]) -> Plan:
             rule="a Plan holds its job",
             remedy="Make the plan again",
         )
-    job = _finish(Document(document.data["job"], inside), overrides, str(path))
+    job = finished(Document(document.data["job"], inside), overrides, str(path))
     rest = {key: value for key, value in document.data.items() if key != "job"}
     try:
         plan = Plan.model_validate({**rest, "job": job})
     except ValidationError as error:
-        first = min(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
-        raise _spec_error(first["type"], tuple(first["loc"]), first["msg"], first["input"], document, path) from None
+
+        def where(keys: Keys) -> str:
+            return document.origin(keys, str(path))
+
+        raise refusal(error, where, _known, "Change it, or make the plan again") from None
     _check_groups(plan, document, path)
     return plan
 
 
-def _spec_error(kind: str, keys: Keys, rule: str, value: object, document: Document, path: Path) -> SpecError:
-    remedy = "Change it, or make the plan again"
-    if kind == "extra_forbidden":
-        names = [key for key in keys[:-1] if isinstance(key, str)]
-        known = ROOMS[names[-1]] if names else Plan
-        rule, value, remedy = "unknown key", None, nearest(str(keys[-1]), list(known.model_fields))
-    elif kind == "missing":
-        rule, value = "is required and missing", None
-    where = document.origin(keys, str(path))
-    rule = rule.replace("Input should", "should")
-    return SpecError(where=where, key=dotted(keys), value=shown(value), rule=rule, remedy=remedy)
+def _known(keys: Keys) -> list[str]:
+    names = [key for key in keys if isinstance(key, str)]
+    return list((ROOMS[names[-1]] if names else Plan).model_fields)
 
 
 def _check_groups(plan: Plan, document: Document, path: Path) -> None:
