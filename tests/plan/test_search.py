@@ -158,6 +158,18 @@ def test_an_infeasible_job_says_what_would_make_it_fit() -> None:
     assert "GiB for the job" in str(caught.value)
 
 
+def test_a_job_with_room_that_takes_too_long_is_not_told_to_buy_memory() -> None:
+    with pytest.raises(InfeasibleError, match="one op takes longer") as caught:
+        make_plan(job_of(efficiency=1e-9))
+    assert "GiB" not in str(caught.value)
+    with pytest.raises(InfeasibleError, match="more than 100,000 in one iteration"):
+        make_plan(job_of(), global_batch=10**9)
+
+
+def test_a_plan_of_weeks_an_iteration_is_a_plan() -> None:
+    assert make_plan(job_of(efficiency=1e-6, num_microbatches=5_000), tries=0).iteration_s > 1e6
+
+
 def test_a_missing_link_is_named() -> None:
     dcs = [{"name": n, "nodes": 4, "gpus_per_node": 1, "gpu": "L4"} for n in ("a", "b", "c")]
     model = {"layers": 10, "hidden": 4096, "heads": 32, "vocab": 32_000, "seq_len": 1024}

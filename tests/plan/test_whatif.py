@@ -51,6 +51,8 @@ def test_a_datacenter_is_lost_or_added() -> None:
     job = job_of()
     assert [dc.name for dc in changed(job, "lose", "west").cluster.datacenters] == ["east"]
     assert [dc.name for dc in changed(job, "add", "east").cluster.datacenters] == ["east", "east-2", "west"]
+    twice = changed(changed(job, "add", "east"), "add", "east")
+    assert [dc.name for dc in twice.cluster.datacenters] == ["east", "east-3", "east-2", "west"]
     again = sweep(Asked(job, replan=True), parse_sweep("lose=none,east"))
     assert again[0].iteration_s is not None
     assert again[1].iteration_s is not None
@@ -64,6 +66,11 @@ def test_a_plan_stays_where_it_is() -> None:
     asked = Asked(plan.job, plan)
     now = asked.judged(plan.job)
     assert now.candidate.where() == asked.judged(changed(plan.job, "cluster.wan.latency_ms", 200)).candidate.where()
+
+
+def test_a_job_with_several_stages_a_worker_is_asked_with_one() -> None:
+    plain, interleaved = (Asked(job_of(interleave=k, pipelines_per_cell=2)) for k in (1, 2))
+    assert interleaved.judged(interleaved.job).figures == plain.judged(plain.job).figures
 
 
 def test_the_bottleneck_is_what_helps_most() -> None:

@@ -128,13 +128,7 @@ def prepare(job: Job, schedule: Schedule, tcp: Tcp = "many", iterations: int = 1
 
     `sharing` is whether pipelines may take turns, where there is anything to take turns on.
     """
-    first = arrange(job)
-    wanted = (job.interleave if job.interleave > 1 else 2) if schedule.virtual_stages else 1
-    if wanted != job.interleave:
-        # Cells stay as they are: a schedule must not get other pipelines than those it is compared with.
-        changes = [f"interleave={wanted}", "layers_per_stage=", f"pipelines_per_cell={first.num_pipelines}"]
-        job = override(job, changes)
-        first = arrange(job)
+    job, first = restaged(job, max(2, job.interleave) if schedule.virtual_stages else 1)
     frame = layout(job, arrangement=first)
     _require_feasible_size(job, frame, iterations)
     turns = sharing and tcp == "many" and can_share(frame)
@@ -146,6 +140,17 @@ def prepare(job: Job, schedule: Schedule, tcp: Tcp = "many", iterations: int = 1
         turns=price(job, tcp=tcp, sharing=True, arrangement=first) if turns else None,
         memory=memory_rule(job, arrangement=first),
     )
+
+
+def restaged(job: Job, interleave: int) -> tuple[Job, Arrangement]:
+    """The job with so many stages on each worker. Cells stay as they are: a schedule must not get other pipelines than
+    those it is compared with."""
+    first = arrange(job)
+    if interleave == job.interleave:
+        return job, first
+    pipelines = f"pipelines_per_cell={first.num_pipelines}"
+    job = override(job, [f"interleave={interleave}", "layers_per_stage=", pipelines])
+    return job, arrange(job)
 
 
 def evaluate(

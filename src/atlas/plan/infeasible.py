@@ -12,14 +12,13 @@ from dataclasses import replace
 import numpy as np
 
 from atlas.cost import flops
+from atlas.cost.memory import GIB
 from atlas.errors import InfeasibleError
 from atlas.plan.ground import Ground, ground_of
 from atlas.plan.pool import depths, frames
 from atlas.plan.space import Space, space_of
 from atlas.plan.split import in_flight, split_layers
-from atlas.spec import Job
-
-GIB = 2**30
+from atlas.spec import Job, Link
 
 
 def feasible(space: Space, ground: Ground) -> bool:
@@ -39,8 +38,10 @@ def feasible(space: Space, ground: Ground) -> bool:
     return False
 
 
-def explain(space: Space, ground: Ground, refusals: Sequence[str]) -> InfeasibleError:
+def explain(space: Space, ground: Ground, refusals: Sequence[InfeasibleError]) -> InfeasibleError:
     """The error to raise when a search has found nothing."""
+    if refusals and feasible(space, ground):
+        return refusals[0]  # there is room: what is wrong is what the simulator would not play
     job = space.job
     changes = [text for try_it in (_recompute, _paths, _memory, _nodes) if (text := try_it(space, ground))]
     model = job.model
@@ -58,7 +59,7 @@ def explain(space: Space, ground: Ground, refusals: Sequence[str]) -> Infeasible
     if apart:
         rule += ", in datacenters that no link joins"
     if refusals:
-        rule += f". The nearest attempt: {refusals[0]}"
+        rule += f". The nearest attempt: {refusals[0].rule}"
     remedy = "; or ".join(changes) if changes else "Use a smaller model, or more and larger GPUs"
     return InfeasibleError(
         where=job.where,
@@ -95,14 +96,11 @@ def _paths(space: Space, ground: Ground) -> str | None:
     links = space.job.cluster.links
     if links is None:
         return None
-    usual = {"latency_ms": 50.0}
     order = np.argsort(-ground.nodes * ground.gpus_per_node, kind="stable").tolist()
     pairs = [(a, b) for a in order for b in order if a < b and not ground.joined[a, b]]
     for a, b in pairs[:30]:
         names = (ground.names[a], ground.names[b])
-        link = type(links[0]).model_validate({"between": names, **usual}) if links else None
-        if link is None:
-            return None
+        link = Link(between=names, latency_ms=50.0)
         cluster = space.job.cluster.model_copy(update={"links": (*links, link)})
         if _fits(space.job.model_copy(update={"cluster": cluster}), space):
             return f"a link between {names[0]} and {names[1]}"

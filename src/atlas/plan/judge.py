@@ -32,6 +32,7 @@ from atlas.schedules.eager import ahead_of, eager
 from atlas.sim import simulate
 from atlas.sim.extrapolate import extrapolate
 from atlas.spec import Job
+from atlas.spec.job import MAX_MICROBATCHES
 
 TERA = 1e12
 MANY_EVENTS = 25_000
@@ -95,6 +96,7 @@ class Played:
 def judge(space: Space, ground: Ground, candidate: Candidate, *, exact: bool = False) -> Judged:
     """Simulate a candidate; InfeasibleError says why it cannot run. `exact`: long runs too, where that is feasible."""
     require_gpus(ground, candidate)
+    _require_playable(space.job, candidate)
     sizes = sizes_of(space.job, candidate.tp, candidate.microbatch)
     played = [play(candidate.job(space.job, k), candidate, exact=exact) for k in range(len(candidate.groups))]
     between_s = meeting_s(ground, sizes, candidate)
@@ -182,6 +184,19 @@ def require_gpus(ground: Ground, candidate: Candidate) -> None:
                 f"{candidate.tp}",
                 remedy="Fewer replicas or stages",
             )
+
+
+def _require_playable(job: Job, candidate: Candidate) -> None:
+    """No pipeline has more microbatches than a job file may say."""
+    most = max(group.num_microbatches for group in candidate.groups)
+    if most > MAX_MICROBATCHES:
+        raise InfeasibleError(
+            where=job.where,
+            key="num_microbatches",
+            value=most,
+            rule=f"{candidate.where()} ({candidate.how()}) would have more than {MAX_MICROBATCHES:,} in one iteration",
+            remedy="Lower the global batch, or add GPUs",
+        )
 
 
 def _parts(played: Played, until_s: float) -> dict[str, float]:

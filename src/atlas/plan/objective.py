@@ -19,7 +19,9 @@ OBJECTIVES = {
     "cost": "fewest dollars per token, rent of GPUs and egress counted",
 }
 """What `--objective` may be; a budget, a least throughput or a deadline goes with either."""
-MISSED = 1e6
+MISSED = 1e15
+"""Score of a plan that misses a limit, and more the more it misses it: beyond any seconds or dollars of one that does
+not."""
 
 
 @dataclass(frozen=True)

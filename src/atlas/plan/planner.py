@@ -15,7 +15,6 @@ from functools import partial
 
 from atlas.cost.price import Tcp
 from atlas.errors import InfeasibleError, SpecError
-from atlas.plan.candidate import Candidate
 from atlas.plan.ground import Ground, ground_of
 from atlas.plan.infeasible import explain
 from atlas.plan.judge import Judged, judge
@@ -92,8 +91,8 @@ def make_plan(
         explore(search, strategy)
         best = search.best
         assert best is not None
-        if search.score(best) >= 1e6:
-            raise _limits_missed(search)
+        if (missed := search.missed(best)) > 0:
+            raise _limits_missed(search, best, missed)
         return finished(search, best, strategy, tries, seed)
 
 
@@ -187,17 +186,9 @@ def played_in_full(search: Search, best: Judged, tries: int | None, seed: int) -
     return schedule, count, whole
 
 
-def again(planned: Planned, candidate: Candidate) -> Judged:
-    """Any candidate under the plan's own conditions."""
-    return judge(planned.space, planned.ground, candidate)
-
-
-def _limits_missed(search: Search) -> InfeasibleError:
-    """The nearest that was found, and by how much it misses."""
-    best = search.best
-    assert best is not None
+def _limits_missed(search: Search, best: Judged, missed: float) -> InfeasibleError:
+    """The nearest that was found, and by which share it misses."""
     figures = best.figures
-    missed = float(search.objective.missed(figures.iteration_s, figures.usd_per_iteration, figures.tokens))
     return InfeasibleError(
         where=search.space.job.where,
         key="objective",

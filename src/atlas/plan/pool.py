@@ -7,6 +7,7 @@ Knows estimates only; the event simulator has the last word (`strategies`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -84,8 +85,8 @@ def depths(space: Space, ground: Ground, frame: Frame) -> list[int]:
 
 def useful_replicas(slots: int, most: int) -> list[int]:
     """The least number of replicas for every number of microbatches per replica."""
-    found = {-(-slots // num_mb) for num_mb in range(1, slots + 1) if num_mb * num_mb <= slots}
-    found |= set(range(1, int(slots**0.5) + 2))
+    root = math.isqrt(slots)
+    found = {-(-slots // num_mb) for num_mb in range(1, root + 1)} | set(range(1, root + 2))
     exact = {r for r in found if r <= min(most, slots) and (r == 1 or -(-slots // r) < -(-slots // (r - 1)))}
     return sorted(exact)
 

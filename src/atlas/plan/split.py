@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from atlas.cost import flops
+from atlas.cost.memory import GIB
 from atlas.plan.ground import Flags, Floats, Ground, Ints, Speeds
 from atlas.spec import Job
 
@@ -51,7 +52,7 @@ def sizes_of(job: Job, tp: int, microbatch: int) -> Sizes:
         last=(last * state + logits) / tp,
         activations=tokens * flops.layer_activation_elements(model) * job.element_bytes / tp,
         stash=tokens * model.hidden * job.element_bytes / tp,
-        reserved=math.ceil(job.reserved_gib * 2**30),
+        reserved=math.ceil(job.reserved_gib * GIB),
         gradient_per_layer=layer * job.gradient_bytes,
         gradient_first=first * job.gradient_bytes,
         gradient_last=last * job.gradient_bytes,

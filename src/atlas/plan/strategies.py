@@ -55,7 +55,7 @@ class Search:
     objective: Objective
     tick: Tick | None = None
     judged: dict[Candidate, Judged] = field(default_factory=dict)
-    refused: dict[Candidate, str] = field(default_factory=dict)
+    refused: dict[Candidate, InfeasibleError] = field(default_factory=dict)
     num_estimated: int = 0
     num_simulated: int = 0
     interrupted: bool = False
@@ -63,6 +63,11 @@ class Search:
     def score(self, judged: Judged) -> float:
         figures = judged.figures
         return float(self.objective.score(figures.iteration_s, figures.usd_per_iteration, figures.tokens))
+
+    def missed(self, judged: Judged) -> float:
+        """By which share the worst limit is missed; 0 where all are kept."""
+        figures = judged.figures
+        return float(self.objective.missed(figures.iteration_s, figures.usd_per_iteration, figures.tokens))
 
     def simulate(self, candidate: Candidate, of: int = SIMULATIONS) -> Judged | None:
         """The candidate's figures, or None where it cannot run."""
@@ -73,7 +78,7 @@ class Search:
         try:
             self.judged[candidate] = judge(self.space, self.ground, candidate)
         except InfeasibleError as error:
-            self.refused[candidate] = error.rule
+            self.refused[candidate] = error
             return None
         finally:
             self.num_simulated += 1

@@ -10,6 +10,7 @@ the planner looks again at every point. Prints nothing and draws nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,16 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from atlas.cost.arrange import arrange
 from atlas.errors import AtlasError, InfeasibleError, SpecError
 from atlas.plan.candidate import Candidate, Group
+from atlas.plan.evaluate import restaged
 from atlas.plan.files import candidate_of, space_of_plan
 from atlas.plan.ground import ground_of
 from atlas.plan.judge import Judged, judge, play
 from atlas.plan.objective import Objective
 from atlas.plan.planner import explore, start
 from atlas.plan.space import space_of
-from atlas.sim.lower import Jitter, lower, noisy
+from atlas.sim.lower import Jitter, lower, noisy, stretched
 from atlas.sim.simulate import run
 from atlas.spec import Job, override
 from atlas.spec.plan import Plan
@@ -161,7 +162,8 @@ def _with_twin(job: Job, name: str) -> Job:
     if twin is None:
         known = ", ".join(dc.name for dc in cluster.datacenters)
         raise _bad(f"add={name}", "names a datacenter to copy, and there is none of this name", f"One of {known}")
-    other = f"{name}-2"
+    taken = {dc.name for dc in cluster.datacenters}
+    other = next(free for k in itertools.count(2) if (free := f"{name}-{k}") not in taken)
     links = cluster.links
     if links is not None:
         own = [link for link in links if name in link.between]
@@ -221,15 +223,10 @@ class Asked:
         return judge(replace(space, job=job), ground_of(job), moved, exact=exact)
 
     def _arranged(self, job: Job, exact: bool) -> Judged:
-        """The job as its file has it, taking turns where that is faster."""
-        found = arrange(job)
-        places: list[tuple[str, int]] = []
-        for name in found.rank_dc:
-            if places and places[-1][0] == name:
-                places[-1] = (name, places[-1][1] + 1)
-            else:
-                places.append((name, 1))
-        group = Group(tuple(places), found.layers_per_stage, job.cells, found.num_pipelines, job.num_microbatches)
+        """The job as its file has it, one stage a worker, taking turns where that is faster."""
+        job, found = restaged(job, 1)
+        places = tuple((name, len(list(run))) for name, run in itertools.groupby(found.rank_dc))
+        group = Group(places, found.layers_per_stage, job.cells, found.num_pipelines, job.num_microbatches)
         space = space_of(job, global_batch=group.replicas * job.num_microbatches * job.microbatch)
         turns = [True, False] if found.num_pipelines > 1 and len(places) > 1 else [False]
         ground = ground_of(job)
@@ -243,8 +240,8 @@ def _scaled(group: Group, job: Job, old: Job) -> Group:
     """Where the number of microbatches was changed, every group has as many more."""
     if job.num_microbatches == old.num_microbatches:
         return group
-    count = max(1, round(group.num_microbatches * job.num_microbatches / old.num_microbatches))
-    return Group(group.places, group.layers_per_stage, group.cells, group.pipelines_per_cell, count)
+    more = max(1, round(group.num_microbatches * job.num_microbatches / old.num_microbatches))
+    return replace(group, num_microbatches=more)
 
 
 def sweep(asked: Asked, one: Sweep, tick: Tick | None = None) -> list[Point]:
@@ -346,11 +343,11 @@ def spread(asked: Asked, runs: int, *, wan: float, compute: float, seed: int, ti
             tick("Monte-Carlo", k, runs)
         slow = np.exp(rng.normal(0.0, wan, (2, len(base.costs.links))))
         drawn = noisy(tables, Jitter(int(rng.integers(2**31)), compute, 0.0), program)
-        work = np.where(crosses, tables.transfer_work_ns * slow[0, link], tables.transfer_work_ns)
-        latency = np.where(crosses, tables.transfer_latency_ns * slow[1, link], tables.transfer_latency_ns)
+        work_factor, latency_factor = np.where(crosses, slow[:, link], 1.0)
         events = run(
             drawn._replace(
-                transfer_work_ns=np.rint(work).astype(np.int64), transfer_latency_ns=np.rint(latency).astype(np.int64)
+                transfer_work_ns=stretched(tables.transfer_work_ns, work_factor),
+                transfer_latency_ns=stretched(tables.transfer_latency_ns, latency_factor),
             )
         )
         times.append(int(events.op_end_ns.max() - events.op_start_ns.min()) / 1e9 + rest_s)
