@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from view_samples import job
 
+from atlas.cli import main
 from atlas.errors import AtlasError
 from atlas.ir.analysis import bubbles
 from atlas.view.page import page_html, write_page
@@ -198,3 +199,17 @@ def test_512_workers_zoom_smoothly(browser: Any, tmp_path: Path, record_property
     shot(page, "test-512-rows.png")
     assert complaints == []
     page.close()
+
+
+@pytest.mark.browser
+def test_a_plan_fits_a_narrow_screen_and_follows_its_colours(browser: Any, tmp_path: Path) -> None:
+    job_file = Path(__file__).parents[2] / "examples" / "three-dcs.yaml"
+    assert main(["plan", str(job_file), "--tries", "0", "--page", str(tmp_path / "plan.html")]) == 0
+    backgrounds = set()
+    for scheme in ("light", "dark"):
+        page = browser.new_page(viewport={"width": 400, "height": 800}, color_scheme=scheme)
+        page.goto((tmp_path / "plan.html").as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+        backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        page.close()
+    assert len(backgrounds) == 2

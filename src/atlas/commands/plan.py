@@ -198,7 +198,7 @@ def _write(args: argparse.Namespace, planned: Planned) -> None:
     if args.page is not None:
         from atlas.view.map import write_plan_page
 
-        notes = [planned.objective.words(), *verdict(planned)]
+        notes = [f"Wanted: {planned.objective.words()}.", *verdict(planned)]
         write_plan_page(args.page, scene(planned), notes=notes)
         say(f"wrote {args.page}")
     if args.pareto is not None:

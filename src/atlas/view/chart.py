@@ -54,8 +54,9 @@ def chart_svg(title: str, note: str, body: Sequence[str]) -> str:
     """A title, a line of small print and what is drawn below them, as one SVG."""
     head = [text(LEFT, 24, title, size=16, weight="bold"), text(LEFT, 42, note, size=11, fill=SOFT)]
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'font-family="{FONT}">\n<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" width="{WIDTH}" height="{HEIGHT}" '
+        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="{FONT}">\n'
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n'
         + "\n".join([*head, *body])
         + "\n</svg>\n"
     )
@@ -94,7 +95,7 @@ def frame(x: Axis, y: Axis, x_label: str, y_label: str) -> list[str]:
     parts = []
     for tick in _ticks(y):
         at = y.at(tick)
-        parts.append(f'<path d="M{x.pixel_low} {at:.1f}H{x.pixel_high:.1f}" stroke="#e3e6e9"/>')
+        parts.append(f'<path class="grid" d="M{x.pixel_low} {at:.1f}H{x.pixel_high:.1f}" stroke="#e3e6e9"/>')
         parts.append(text(LEFT - 8, at + 4, f"{tick:g}", size=11, anchor="end", fill=SOFT))
     for tick in _ticks(x):
         at = x.at(tick)

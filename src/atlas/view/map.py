@@ -56,10 +56,13 @@ def plan_page(scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> str:
         for k, row in enumerate(scene["rows"][: len(plans)])
     )
     maps = "".join(
-        f'<figure id="m{k}">{map_svg(scene, plan, at)}{_told(plan, row)}</figure>'
+        f'<figure id="m{k}"><div class="wide">{map_svg(scene, plan, at)}</div>{_told(plan, row)}</figure>'
         for k, (plan, row) in enumerate(zip(plans, scene["rows"], strict=False))
     )
-    front = f"<h2>Time and cost</h2>{front_svg(scene['rows'], scene['front'], title='')}" if scene["priced"] else ""
+    front = ""
+    if scene["priced"]:
+        drawn = front_svg(scene["rows"], scene["front"], title="")
+        front = f'<h2>Time and cost</h2><div class="wide">{drawn}</div>'
     said = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
     title = html.escape(f"{scene['title']}: the plan")
     return (
@@ -263,7 +266,7 @@ def _told(plan: Mapping[str, Any], compared: Mapping[str, Any]) -> str:
     """What a plan is; of the winner also what it takes in the order that it was compared by."""
     row = plan["row"]
     plain = ""
-    if row["iteration_s"] != compared["iteration_s"]:
+    if seconds(row["iteration_s"]) != seconds(compared["iteration_s"]):
         plain = f" ({seconds(compared['iteration_s'])} in the plain order that its rivals are figured in)"
     money = f", ${row['usd_per_iteration']:,.4g} an iteration" if row["usd_per_iteration"] else ""
     lost = f" Lost: {row['lost']}." if row["lost"] else ""
@@ -274,7 +277,18 @@ def _told(plan: Mapping[str, Any], compared: Mapping[str, Any]) -> str:
     )
 
 
-PARTS = {"compute": "#0072b2", "wan": "#d55e00", "sync": "#9a86c4", "step": "#3a3f44", "wait": "#d3d8dc"}
+PARTS = {
+    "compute": ("#0072b2", "computing"),
+    "wan": ("#d55e00", "the WAN"),
+    "sync": ("#9a86c4", "the all-reduce of gradients"),
+    "step": ("#7b858f", "the optimizer"),
+    "wait": ("#d3d8dc", "waiting"),
+}
+"""Where a critical path goes: colour and name."""
+LETTERS = (
+    "tp: GPUs that share each layer · pp: stages of a pipeline · dp: pipelines, in brackets cells x pipelines of a "
+    "cell that take turns on the WAN · b: sequences in a microbatch"
+)
 
 
 def _table(scene: Mapping[str, Any]) -> str:
@@ -286,8 +300,8 @@ def _table(scene: Mapping[str, Any]) -> str:
     for k, row in enumerate(scene["rows"][:12]):
         bar = "".join(
             f'<i style="width:{100 * row["parts_s"].get(part, 0.0) / longest:.2f}%;background:{color}" '
-            f'title="{part} {row["parts_s"].get(part, 0.0):.3g} s"></i>'
-            for part, color in PARTS.items()
+            f'title="{name} {row["parts_s"].get(part, 0.0):.3g} s"></i>'
+            for part, (color, name) in PARTS.items()
         )
         cost = f"<td class=n>{row['usd_per_iteration']:,.4g}</td>" if scene["priced"] else ""
         lines += (
@@ -296,5 +310,7 @@ def _table(scene: Mapping[str, Any]) -> str:
             f"<td class=n>{html.escape(seconds(row['iteration_s']))}</td>{cost}"
             f'<td><div class="bar">{bar}</div></td><td>{html.escape(row["lost"] or "the winner")}</td></tr>'
         )
-    keys = " ".join(f'<span><i style="background:{color}"></i>{part}</span>' for part, color in PARTS.items())
-    return f'<table>{head}{lines}</table><p class="keys">{keys}</p>'
+    keys = " ".join(f'<span><i style="background:{color}"></i>{name}</span>' for color, name in PARTS.values())
+    return (
+        f'<div class="wide"><table>{head}{lines}</table></div><p class="keys">{keys}</p><p class="soft">{LETTERS}</p>'
+    )

@@ -104,7 +104,9 @@ def _draw(body: list[str], used: set[int], timeline: Timeline, y: int, scale: fl
         y += 12
         rows, left_out = _rows(timeline, waits, group, each)
         for row in rows:
-            body.append(text(GUTTER - 5, y + row.height - 2.5, row.name, size=8, anchor="end", fill=SOFT))
+            body.append(
+                text(GUTTER - 5, y + row.height - 1.5, row.name, size=min(8, row.height), anchor="end", fill=SOFT)
+            )
             _draw_row(body, used, row, y, zero, scale)
             y += row.height + 1
         if left_out:

@@ -28,15 +28,15 @@ function fillTable(schedules) {
   const table = document.getElementById("table");
   table.replaceChildren();
   const head = make("tr", "", null, make("thead", "", null, table));
-  const several = schedules.length > 1;
-  for (const [name, numeric] of [["schedule", 0], ["", 0], ["iteration", 1], ...(several ? [["speed-up", 1]] : []),
+  const several = schedules.length > 1, mixed = new Set(schedules.map(s => s.source)).size > 1;
+  for (const [name, numeric] of [["schedule", 0], ...(mixed ? [["", 0]] : []), ["iteration", 1], ...(several ? [["speed-up", 1]] : []),
     ["accelerators busy", 1], ["where all workers' time goes", 0], ["in flight", 1], ["busiest WAN link", 1], ["longest chain: compute / WAN", 1]])
     make("th", numeric ? "n" : "", name, head);
   const body = make("tbody", "", null, table);
   for (const s of schedules) {
     const row = make("tr", "", null, body), f = s.figures;
     make("td", "name", s.name + (s.tcp ? ` · ${s.tcp} TCP` : ""), row);
-    make("span", "badge " + s.source, s.source, make("td", "", null, row));
+    if (mixed) make("span", "badge " + s.source, s.source, make("td", "", null, row));
     make("td", "n", duration(f.iteration_s * 1e9), row);
     if (several) make("td", "n", (schedules[0].figures.iteration_s / f.iteration_s).toFixed(2) + "×", row);
     make("td", "n", percent(f.utilization), row);
