@@ -25,7 +25,8 @@ check: .venv/dev
 	$(BIN)/mypy
 
 bench: .venv/dev
-	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@missed=; for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script || missed="$$missed $$script"; done; \
+	  [ -z "$$missed" ] || { echo "== a bar was missed, or nothing could be measured, in:$$missed"; exit 1; }
 
 test-slow: .venv/dev chromium
 	$(BIN)/python -m pytest -m slow
