@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,6 +101,26 @@ def test_a_wrong_certificate(tmp_path: Path) -> None:
     with pytest.raises(AtlasError, match="ended the connection before a greeting"):
         call("ours", "west/site0", "south")  # a certificate of west speaks for no other
     assert list(rendezvous.guests) == [("west", 0)]
+    rendezvous.close()
+
+
+def test_launchers_of_one_datacenter_that_count_differently() -> None:
+    rendezvous = Rendezvous(("127.0.0.1", 0), Security(), lambda site, plan: None)
+
+    def call(*site: int) -> Caller:
+        mine = SiteName("west", *site)
+        return Caller(rendezvous.address, SiteName("east"), mine, "plan", Security(), grace_s=0.5, patience_s=0.5)
+
+    first = call(0, 2)
+    with pytest.raises(AtlasError, match=r"refuses west \(2 of 3\): .* says that there are 2: give --node the same"):
+        call(1, 3)
+    first.close()
+    deadline = time.monotonic() + 10
+    while rendezvous.guests["west", 0].courier.is_connected:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    call(1, 3).close()
+    assert list(rendezvous.guests) == [("west", 1)], "who is gone has no say"
     rendezvous.close()
 
 

@@ -117,6 +117,22 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits_and_on_another_plan_to_
     assert elsewhere.losses == pytest.approx(whole.losses[3:], rel=1e-5)
 
 
+def test_a_run_that_keeps_no_timeline_has_the_same_losses_and_the_last_pass() -> None:
+    program = with_norm(with_optimizer(one_f_one_b(Layout(1, 2, 2, ("us-east", "us-west")))))
+    costs = uniform_costs(1, 2, kind_costs(forward_ns=1_000_000))
+    told = list[int]()
+
+    def run(*, keep: bool) -> Emulation:
+        setup = Setup(5, device="cpu", keep_weights=False, keep_timeline=keep)
+        return emulate(program, costs, TRAINING, setup, on_step=lambda done: told.append(done.num_done))
+
+    kept, forgot = run(keep=True), run(keep=False)
+    assert told == [1, 2, 3, 4, 5] * 2
+    assert (forgot.losses, forgot.norms) == (kept.losses, kept.norms)
+    assert len(forgot.norms) == 5
+    assert (kept.timeline.program.num_iterations, forgot.timeline.program.num_iterations) == (5, 1)
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     play(layout(1, ("a", "b"), 2), tmp_path, 2)
     with pytest.raises(AtlasError, match="it was saved with global_batch = 4, this run has 8"):

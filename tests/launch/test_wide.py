@@ -94,6 +94,18 @@ def test_a_killed_worker_is_started_again_with_all_others_and_nothing_is_lost(
         assert complete_ids([LocalStore(tmp_path / dc / "own"), LocalStore(tmp_path / dc / f"of-{other}")])
 
 
+def test_a_datacenter_of_several_hosts_has_a_launcher_on_each(tmp_path: Path) -> None:
+    job = write_job(tmp_path, *TWO, pp=4)
+    sites = ("east 0/2", "east 1/2", "west 0/2", "west 1/2")
+    folders = {site: tmp_path / site.replace("/", "-") for site in sites}
+    run = run_wide(job, folders, replace(TERMS, num_steps=2))
+    assert run.codes == dict.fromkeys(sites, 0), run.errors
+    require_the_same(run.losses, losses_alone(job, 2))
+    for number, folder in enumerate(folders.values()):
+        parts = (folder / "own" / "step-00000002-a0").glob("*.part.json")
+        assert [part.name for part in parts] == [f"p0.s{number}.part.json"], "each host saves what its workers hold"
+
+
 def test_a_frozen_worker_is_named_and_waited_for(
     undisturbed: tuple[Run, dict[str, str]], small: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

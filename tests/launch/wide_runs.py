@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
+from atlas.commands.train_dc import site_name
 from atlas.launch.conductor import Terms
 from atlas.launch.rehearse import Wishes
-from atlas.launch.rendezvous import SiteName
 from atlas.launch.site import SiteSettings
 from atlas.launch.supervisor import Restarts
 from atlas.launch.wide import Here, Hooks, train_here
@@ -87,7 +87,7 @@ def run_wide(
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     port: int | None = None,
 ) -> Run:
-    """To the end of every launcher; of `sites` only, where others are started elsewhere."""
+    """To the end of every launcher, `west` or `west 1/2`; of `sites` only, where others are started elsewhere."""
     run, port = Run(), port or free_port()
     names = list(folders) if sites is None else list(sites)
 
@@ -101,7 +101,9 @@ def run_wide(
 
     def site(name: str) -> None:
         own = {"checkpoints": folders[name], "device": "cpu", **(settings or {}).get(name, {})}
-        here = Here(SiteSettings(SiteName(name), **own), ("127.0.0.1", port), auto_replan=auto_replan)
+        dc, _, node = name.partition(" ")
+        mine = SiteSettings(site_name(dc, node or None, {})[0], **own)
+        here = Here(mine, ("127.0.0.1", port), auto_replan=auto_replan)
         try:
             hooks = Hooks(run.said.append, told, started, route)
             run.codes[name] = train_here(job, wishes, terms, here, hooks)

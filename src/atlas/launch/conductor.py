@@ -24,7 +24,8 @@ from atlas.runtime.wiring import MAIN
 from atlas.wan.greet import Address
 from atlas.wan.security import Security
 
-MEET_S, START_S, FETCH_S = 30.0, 120.0, 600.0
+MEET_S, FETCH_S = 30.0, 600.0
+"""Workers read a checkpoint before they listen, and it may be large: one that dies is heard of at once in any case."""
 SILENT_PATIENCES = 10
 """So many times the workers' patience without a word from anybody is the end."""
 REMIND_S = 10.0
@@ -284,7 +285,7 @@ class Conductor:
 
     def _connect(self, crew: Spread, hosts: Mapping[str, str], start: Start, lead: Lead) -> None:
         """Tells workers where their peers are, and keepers who will copy to them."""
-        ports = crew.hear("listening", START_S)
+        ports = crew.hear("listening", FETCH_S)
         seats = {seat.node: seat for seat in self.work.seats}
         callers: dict[str, dict[str, Address]] = {site: {} for site in crew.sites}
         for node, seat in seats.items():
@@ -300,4 +301,4 @@ class Conductor:
                 address = (hosts[crew.site_of(peer)], ports[peer][wire.peer_end])
                 places.append((wire.end, wire.peer, wire.lane, *self._route(seat.node, wire.peer, address)))
             crew.tell(seat.name, {"channels": places})
-        crew.hear("ready", START_S, meanwhile=lead.note)  # copies of earlier saves begin with the connections
+        crew.hear("ready", FETCH_S, meanwhile=lead.note)  # copies of earlier saves begin with the connections

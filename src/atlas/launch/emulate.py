@@ -30,8 +30,8 @@ from atlas.runtime.models.config import require_divisible
 from atlas.runtime.wiring import TIED, Seat, require_runnable
 from atlas.wan.emulator.proxy_net import ProxyNet
 
-START_TIMEOUT_S = 90.0
-"""Importing torch in a dozen processes on two cores takes its time."""
+START_TIMEOUT_S = 600.0
+"""Reading a large model or checkpoint takes its time; a worker that dies is heard of at once in any case."""
 HEADSTART_NS = 100_000_000
 MANY_STREAMS = 2
 """To each peer: emulated paths are wide or narrow, but have no window to overcome, unless asked for."""
@@ -60,6 +60,8 @@ class Setup:
     """By worker name."""
     keep_weights: bool = True
     """Whether the final weights come back."""
+    keep_timeline: bool = True
+    """Whether that of all steps comes back; else that of the last pass, and memory does not grow with the steps."""
     skews_ns: Mapping[str, int] = field(default_factory=dict)
     """For tests: by worker name, how far its clock is ahead."""
 
@@ -218,8 +220,8 @@ class _Run:
         copied = {name: result["copied"] for name, result in results.items()}
         meta = {"late_s": late_s, "overrun_s": overrun_s, "streams": self.setup.streams, "copied": copied}
         timeline = self.records.timeline(replace(view, meta=meta))
-        norms = [norm for step in self.records.by_worker[self.names[0]] for norm in step["norms"]]
-        return Emulation(timeline, self.records.losses(), self._weights(), late_s, overrun_s, norms, stopped)
+        losses, norms = self.records.losses(), self.records.norms()
+        return Emulation(timeline, losses, self._weights(), late_s, overrun_s, norms, stopped)
 
     def _stop(self, silence_s: float) -> dict[str, Any]:
         """Ends all workers after one and the same step."""
@@ -282,14 +284,18 @@ class _Meter:
 
     def note(self, first_step: int) -> None:
         self._num_told[first_step] = self._num_told.get(first_step, 0) + 1
-        if self._on_step is None or self._num_told[first_step] < len(self._run.names):
+        if self._num_told[first_step] < len(self._run.names):
             return
         del self._num_told[first_step]
         self._num_passes += 1
-        self._on_step(self._progress(first_step))
+        if self._on_step is not None:
+            self._on_step(self._progress(first_step))
+        if not self._run.setup.keep_timeline and self._num_passes > 1:
+            self._run.records.forget_pass()
 
     def _progress(self, first_step: int) -> Progress:
-        run, number = self._run, self._num_passes - 1
+        run = self._run
+        number = self._num_passes - 1 - run.records.num_forgotten
         timeline = run.records.timeline(self._view, number, number + 1)
         told = [steps[number] for steps in run.records.by_worker.values() if steps[number]["losses"]]
         before = (self._end_ns, self._num_bytes)

@@ -211,6 +211,6 @@ class _Watch:
         waits = [what for what in self._answers.values() if what]
         words = [f"no step for {limit_s:.0f} s"]
         if silent:
-            words.append(f"{' and '.join(silent)} does not answer")
+            words.append(f"{' and '.join(silent)} {'does' if len(silent) == 1 else 'do'} not answer")
         words += waits[:3] or ["nobody waits for a peer: it computes"]
         self._lead.say("; ".join(words))

@@ -43,9 +43,25 @@ class Records:
 
     program: Program
     by_worker: dict[str, list[Step]] = field(default_factory=dict)
+    num_forgotten: int = 0
+    """Passes of which only losses and norms are left."""
+    _losses: list[float] = field(default_factory=list)
+    _norms: list[float] = field(default_factory=list)
 
     def add(self, name: str, step: Step) -> None:
         self.by_worker.setdefault(name, []).append(step)
+
+    def forget_pass(self) -> None:
+        """The first that is remembered; every worker must have told it."""
+        first = Records(self.program, {name: [steps.pop(0)] for name, steps in self.by_worker.items()})
+        self._losses += first.losses()
+        self._norms += first.norms()
+        self.num_forgotten += 1
+
+    def norms(self) -> list[float]:
+        """Global norms of the gradients, where they were taken; all workers have the same."""
+        some = next(iter(self.by_worker.values()))
+        return [*self._norms, *(norm for step in some for norm in step["norms"])]
 
     def losses(self) -> list[float]:
         """Mean over all microbatches of all pipelines, by step. The sum is exact: nothing depends on an order."""
@@ -54,10 +70,10 @@ class Records:
             for step in steps:
                 for number, loss in enumerate(step["losses"]):
                     gathered.setdefault(step["step"] + number // num_mb, []).append(loss)
-        return [math.fsum(found) / len(found) for _, found in sorted(gathered.items())]
+        return [*self._losses, *(math.fsum(found) / len(found) for _, found in sorted(gathered.items()))]
 
     def timeline(self, view: View, first: int = 0, last: int | None = None) -> Timeline:
-        """Of passes `first` up to `last`; of all that every worker has told."""
+        """Of passes `first` up to `last` of those that are remembered; of all that every worker has told."""
         names, costs = view.names, view.costs
         last = min(len(self.by_worker.get(name, ())) for name in names) if last is None else last
         steps = [self.by_worker[name][first:last] for name in names]

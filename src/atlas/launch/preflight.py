@@ -46,7 +46,9 @@ def require_room(seats: Sequence[Seat], training: Training, device: str, *, tp: 
     if device.startswith("cuda"):
         from atlas.runtime.hardware import smallest_gpu_bytes
 
-        need, there, what = max(needs, default=0) // tp, smallest_gpu_bytes(), "of a GPU here"
+        shared = ":" in device  # one GPU for all of them
+        need = (sum(needs) if shared else max(needs, default=0)) // tp
+        there, what = smallest_gpu_bytes(), f"of {device} for {len(seats)} worker(s)" if shared else "of a GPU here"
     else:
         need, there, what = sum(needs), _free_bytes(), f"that is free on this host, for {len(seats)} worker(s)"
     if there is not None and need > there:

@@ -119,19 +119,41 @@ class Rendezvous:
         reason = f"it speaks version {hello.get('atlas')} of this protocol, the rendezvous {VERSION}: install the same"
         if hello.get("atlas") == VERSION:
             reason = self._judge(name, str(hello["plan"])) or ""
-        if reason:
-            sock.sendall(frame({"refused": reason}))
-            sock.close()
-            return
-        with self.changed:
-            place = (name.datacenter, name.part)
-            known = self.guests.get(place)
-            if known is None or known.life != life:
-                if known is not None:
-                    known.courier.detach()
-                known = self.guests[place] = Guest(name, life, self._notify)
-        sock.sendall(frame({"welcome": known.courier.num_received}))
-        known.courier.attach(sock, int(hello["received"]), early)
+        with self.changed:  # who has been let in is here: the next caller is compared with him
+            reason = reason or self._disagrees(name)
+            if not reason:
+                guest = self._guest(name, life)
+                sock.sendall(frame({"welcome": guest.courier.num_received}))
+                guest.courier.attach(sock, int(hello["received"]), early)
+                return
+        sock.sendall(frame({"refused": reason}))
+        sock.close()
+
+    def _guest(self, name: SiteName, life: int) -> Guest:
+        place = (name.datacenter, name.part)
+        known = self.guests.get(place)
+        if known is None or known.life != life:
+            if known is not None:
+                known.courier.detach()
+            known = self.guests[place] = Guest(name, life, self._notify)
+        return known
+
+    def _disagrees(self, name: SiteName) -> str:
+        """Why a launcher does not fit those of its datacenter that are here; those that are gone count no longer."""
+        others = {
+            place: guest
+            for place, guest in self.guests.items()
+            if place[0] == name.datacenter and guest.name.num_parts != name.num_parts
+        }
+        here = [guest for guest in others.values() if guest.courier.is_connected]
+        if here:
+            return (
+                f"it is one of {name.num_parts} launchers in {name.datacenter}, and one that is here says that there "
+                f"are {here[0].name.num_parts}: give --node the same number of hosts on each"
+            )
+        for place in others:
+            del self.guests[place]
+        return ""
 
     def _notify(self) -> None:
         with self.changed:

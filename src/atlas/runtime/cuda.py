@@ -17,7 +17,6 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from atlas.errors import AtlasError
 from atlas.runtime.device import Copied, Running, Span, Upload
 from atlas.runtime.spans import Cover
 
@@ -36,13 +35,7 @@ class Cuda:
 
     def __init__(self, name: str = "cuda:0") -> None:
         self.place = name if ":" in name else f"{name}:0"
-        number = int(self.place.partition(":")[2])
-        if not torch.cuda.is_available() or number >= torch.cuda.device_count():
-            there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-            raise AtlasError(
-                f"device {name!r}: there are {there} CUDA devices here. Plan for what is there, or say cpu"
-            )
-        torch.cuda.set_device(number)
+        torch.cuda.set_device(self.place)
         self._compute = torch.cuda.current_stream()
         self._down, self._up = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._copies: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()

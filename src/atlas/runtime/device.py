@@ -7,7 +7,6 @@ Knows clocks, work and copies. Does not know ops, Programs or what a tensor mean
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -15,7 +14,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from atlas.errors import AtlasError
+from atlas.runtime.hardware import require_device
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -178,10 +177,9 @@ class Paced(Cpu):
 
 def make_device(name: str) -> Device:
     """`paced`, `cpu` or `cuda:N`."""
+    require_device(name)
     if name in ("cpu", "paced"):
         return Cpu() if name == "cpu" else Paced()
-    if re.fullmatch(r"cuda(:\d+)?", name):
-        from atlas.runtime.cuda import Cuda
+    from atlas.runtime.cuda import Cuda
 
-        return Cuda(name)
-    raise AtlasError(f"device {name!r}: must be paced, cpu or cuda:N. Write one of them")
+    return Cuda(name)

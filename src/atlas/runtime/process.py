@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -162,9 +163,13 @@ def _work(assignment: Assignment, orders: TextIO, talk: Talk, followers: Followe
     talk.say({"listening": worker.links.ports})
     worker.connect([tuple(place) for place in _order(orders)["channels"]])
     talk.say({"ready": True})
-    while "start_ns" not in (order := _order(orders)):
-        talk.say({"clock": time.monotonic_ns() + skew_ns})
     brake = Brake(worker, talk)
+    while "start_ns" not in (order := _order(orders)):
+        if "clock" in order:
+            talk.say({"clock": time.monotonic_ns() + skew_ns})
+        else:
+            _obey(order, worker, brake, talk)
+    gc.freeze()  # what was built stays: no collection walks it in the middle of a step
     threading.Thread(target=_heed, args=(orders, worker, brake, talk), daemon=True).start()
     worker.run(order["start_ns"] - skew_ns, brake.may_begin)
     if assignment.weights_file:
@@ -178,16 +183,20 @@ def _work(assignment: Assignment, orders: TextIO, talk: Talk, followers: Followe
 def _heed(orders: TextIO, worker: Worker, brake: Brake, talk: Talk) -> None:
     """Orders that come while it runs; the end of them ends the process."""
     while line := orders.readline():
-        order = json.loads(line)
-        if "stop" in order:
-            brake.stop()
-        elif "last_step" in order:
-            brake.decide(order["last_step"])
-        elif "where" in order:
-            talk.say({"where": worker.waits.now_for})
-        elif "complete" in order and worker.saving is not None:
-            worker.saving.confirm(*(SaveId(*pair) for pair in order["complete"]))
+        _obey(json.loads(line), worker, brake, talk)
     os._exit(1)
+
+
+def _obey(order: dict[str, Any], worker: Worker, brake: Brake, talk: Talk) -> None:
+    """What may be ordered at any time: a save of an earlier life may be complete before this one has started."""
+    if "stop" in order:
+        brake.stop()
+    elif "last_step" in order:
+        brake.decide(order["last_step"])
+    elif "where" in order:
+        talk.say({"where": worker.waits.now_for})
+    elif "complete" in order and worker.saving is not None:
+        worker.saving.confirm(*(SaveId(*pair) for pair in order["complete"]))
 
 
 def _keep_memory() -> None:

@@ -6,13 +6,17 @@ Knows moments. Does not know what an op does, nor how clocks of others run.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from atlas.errors import WorkerError
 from atlas.runtime.device import Span
 from atlas.wan.transport import Handle
+
+LOOK_S = 0.001
 
 
 @dataclass
@@ -25,6 +29,15 @@ class Sending:
     @property
     def done(self) -> bool:
         return self.handle is not None and self.handle.done
+
+    def wait(self, patience_s: float) -> None:
+        """For both: the copy from the device, which may still be under way, and the send."""
+        deadline = time.monotonic() + patience_s
+        while self.handle is None:
+            if time.monotonic() > deadline:
+                raise WorkerError(f"transfer {self.transfer} did not come off the device within {patience_s:g} s")
+            time.sleep(LOOK_S)
+        self.handle.wait(patience_s)
 
 
 @dataclass
@@ -103,6 +116,5 @@ class Recorder:
         """Waits for the last sends, and raises where one fails."""
         for record in self._waiting:
             for sending in record.sendings:
-                if sending.handle is not None:
-                    sending.handle.wait(patience_s)
+                sending.wait(patience_s)
         self.flush()

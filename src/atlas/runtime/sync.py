@@ -170,16 +170,16 @@ class Norm:
             gathered = np.concatenate([before, gathered])
             moments.append(at_ns)
         if self.seat.rank < last:
-            self._send(self.seat.rank + 1, (step, UP, 0, 0), gathered, wait)
+            self._send(self.seat.rank + 1, (step, UP, 0, 0), gathered)
             norm, at_ns = self._recv(self.seat.rank + 1, (step, DOWN, 0, 0), wait)
             moments.append(at_ns)
         else:
             norm = np.array([global_norm([gathered.tolist()])])
         if self.seat.rank > 0:
-            self._send(self.seat.rank - 1, (step, DOWN, 0, 0), norm, wait)
+            self._send(self.seat.rank - 1, (step, DOWN, 0, 0), norm)
         return float(norm[0]), max(moments)
 
-    def _send(self, rank: int, tag: tuple[int, int, int, int], values: np.ndarray, wait: Wait) -> None:
+    def _send(self, rank: int, tag: tuple[int, int, int, int], values: np.ndarray) -> None:
         what = f"{self.who} sends the norm of step {tag[0]} to p{self.seat.pipeline}.s{rank}"
         self.links.send_to(CONTROL, self.seat.pipeline, rank, tag, values.tobytes(), what)
 

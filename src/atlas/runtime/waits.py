@@ -142,8 +142,8 @@ class Waits:
             return
         try:
             what(self._filler)
-        except Exception:
-            log.exception("the filler failed and is not called again; training goes on")
+        except Exception as error:
+            log.exception("the filler failed (%r) and is not called again; training goes on", error)
             self._filler = None
 
 
