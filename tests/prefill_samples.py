@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from atlas.runtime.device import Cpu
+from atlas.runtime.device import Device, make_device
 from atlas.runtime.models.block import KvSlab
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.models.decoder import Cut, Decoder, build
@@ -68,10 +68,12 @@ class Collector:
         self.failures.append(why)
 
 
-def make_stages(served: Served, split: Sequence[int], outlet: Collector, arena_bytes: int = 64 << 20) -> list[Engine]:
+def make_stages(
+    served: Served, split: Sequence[int], outlet: Collector, arena_bytes: int = 64 << 20, device: str = "cpu"
+) -> list[Engine]:
     nodes = Loopback.network(*(f"dc/{s}" for s in range(len(split))))
     return [
-        Engine(Shard(served, cut, Arena(arena_bytes, 1 << 30)), outlet, node)
+        Engine(Shard(served, cut, Arena(arena_bytes, 1 << 30, device)), outlet, node)
         for cut, node in zip(served.cuts(tuple(split)), nodes, strict=True)
     ]
 
@@ -84,8 +86,9 @@ def offer_everywhere(stages: Sequence[Engine], tokens: Sequence[int], chunk: int
 
 
 def step(engine: Engine, fits: Callable[[Piece], bool] = lambda piece: True) -> bool:
-    """Runs one piece, on the plain CPU; whether there was one."""
-    flight = engine.step(lambda work, piece: Cpu().begin(work, 0, 0), fits)
+    """Runs one piece; whether there was one."""
+    device = device_at(str(engine.shard.arena.device))
+    flight = engine.step(lambda work, piece: device.begin(work, 0, 0), fits)
     if flight is not None:
         span = flight.running.wait()
         engine.settle(flight, span.end_ns - span.start_ns)
@@ -125,6 +128,11 @@ def greedy_after(collector: Collector, decoder: Decoder, num_tokens: int) -> lis
             logits = run_cut(decoder, torch.tensor([[found[-1]]]), at, cache)  # type: ignore[arg-type]
             found.append(int(logits.argmax()))
     return found
+
+
+@functools.cache
+def device_at(place: str) -> Device:
+    return make_device(place)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ service's event loop owns it. Shape letters as in `blocks`.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -31,7 +32,9 @@ class Parcel:
     length: int
     slabs: list[Tensor]
     num_bytes: int
-    expires_s: float = float("inf")
+    expires_s: float = math.inf
+    expected_s: float = math.inf
+    """When it is expected to be released; `expires_s` is the latest."""
     _arrived: list[set[tuple[int, int]]] = field(default_factory=list)
 
     def put(self, block: Block) -> None:
@@ -78,6 +81,15 @@ class Store:
 
     def has_room(self, num_tokens: int) -> bool:
         return self.used_bytes + self.bytes_of(num_tokens) <= self.budget_bytes
+
+    def room_at_s(self, num_tokens: int) -> float:
+        """When what is missing now will be back, as far as anybody knows; infinite where nobody does."""
+        missing = self.used_bytes + self.bytes_of(num_tokens) - self.budget_bytes
+        for at_s, num_bytes in sorted((min(p.expected_s, p.expires_s), p.num_bytes) for p in self._parcels.values()):
+            missing -= num_bytes
+            if missing <= 0:
+                return at_s
+        return math.inf
 
     def reserve(self, ticket: str, length: int, room: int) -> Parcel | None:
         """For a prompt of `length` tokens, `room` in all; None when the budget is used up."""

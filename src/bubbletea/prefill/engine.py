@@ -171,7 +171,7 @@ class Engine:
         if job.begins_chunk and task.stage:
             data = offer.inputs[piece.chunk].wait(0)
             x = torch.frombuffer(data, dtype=self.shard.dtype)
-            job.feed(x.view(1, -1, self.shard.config.width))
+            job.feed(self._staging.into(x.view(1, -1, self.shard.config.width)))
         running = begin(job.run, piece)
         kv, out = (None if tensor is None else self._staging.out(tensor) for tensor in running.result)
         if kv is not None:

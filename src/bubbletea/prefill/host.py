@@ -6,6 +6,7 @@ Reads one JSON object from stdin (`Guest`); ends when stdin does, or when it is 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from atlas.runtime.device import Cpu
+from atlas.runtime.device import make_device
 from atlas.runtime.waits import Position, SharedDevice
 from bubbletea.prefill.filler import BubbleTea
 
@@ -31,6 +32,7 @@ class Guest:
     period_s: float = 1.0
     busy: float = 0.0
     """The share of the period that pretended training takes, at its start."""
+    device: str = "cpu"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -42,7 +44,9 @@ def main() -> int:
     torch.set_num_threads(1)
     sys.setswitchinterval(0.0005)
     filler = BubbleTea({"address": guest.address, "token_file": guest.token_file})
-    filler.open(f"w{guest.worker}", guest.datacenter, guest.worker, SharedDevice(Cpu(), lambda span: None))
+    device = SharedDevice(make_device(guest.device), lambda span: None)
+    filler.open(f"w{guest.worker}", guest.datacenter, guest.worker, device)
+    gc.freeze()  # what is here stays: no collection walks it in the middle of a piece
     run(filler, guest)
     return 0
 

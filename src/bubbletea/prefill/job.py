@@ -134,7 +134,7 @@ class Job:
 
     def feed(self, x: Tensor) -> None:
         """The activations of the chunk that begins, from the stage before."""
-        self._x[:, : x.shape[1]].copy_(x)
+        self._x[:, : x.shape[1]].copy_(x, non_blocking=True)
 
     def run(self) -> Yield:
         """The next piece."""

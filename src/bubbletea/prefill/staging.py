@@ -1,5 +1,6 @@
-"""Out of the accelerator while it goes on: a finished layer's keys and values copied to host memory next to the layer
-that runs. On the CPU the copy is simply made.
+"""Out of the accelerator and into it while it goes on: a finished layer's keys and values copied to host memory next to
+the layer that runs, and what the stage before has sent put where a copy to the device does not wait for what is queued
+there. On the CPU nothing is copied.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ class Staging:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def into(self, tensor: Tensor) -> Tensor:
+        """`tensor`, of any host memory, in such that goes to the device by itself."""
+        return tensor if self._stream is None else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
     def out(self, tensor: Tensor) -> Staged:
         """`tensor` is a copy of its own: nobody else writes into it."""

@@ -19,8 +19,8 @@ from bubbletea.prefill.pace import Pace
 from bubbletea.prefill.shard import Shard
 
 FEW, RUNS = 8, 5
-STAGED = 8
-"""Keys and values on their way out at once."""
+STAGED, PASSED = 8, 2
+"""Keys and values on their way out at once; activations on their way from stage to stage."""
 
 
 def warm_up(shard: Shard, pace: Pace, chunk: int) -> None:
@@ -61,12 +61,15 @@ def _run_ends(shard: Shard, x: Tensor) -> None:
 
 
 def _load_host_memory(shard: Shard, chunk: int) -> None:
-    """Pinned memory for keys and values in all their sizes: torch keeps what it was once given, and to be given more
-    takes milliseconds."""
+    """Pinned memory for keys and values, and for activations of other stages, in all their sizes: torch keeps what it
+    was once given, and to be given more takes milliseconds."""
     if shard.arena.device.type == "cpu":
         return
-    sizes = {num * shard.served.kv_bytes_per_layer_token for num, _ in _sizes(chunk, chunk)}
-    held = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes for _ in range(STAGED)]
+    wanted = [shard.served.kv_bytes_per_layer_token] * STAGED
+    if not (shard.cut.has_embedding and shard.cut.has_head):
+        wanted += [shard.config.width * shard.dtype.itemsize] * PASSED
+    nums = {num for num, _ in _sizes(chunk, chunk)}
+    held = [torch.empty(num * size, dtype=torch.uint8, pin_memory=True) for size in wanted for num in nums]
     del held
 
 

@@ -97,7 +97,8 @@ class Parts:
 def assemble(settings: Settings, ground: Ground, keys: Keys, token: str = "") -> Parts:
     served = settings.served
     token = token or secrets.token_hex(32)
-    costs = costs_of(served, ground.pace or calibrated(served, settings.chunk), ground.head_ns)
+    layer = ground.pace or ground.layer or calibrated(served, settings.chunk)
+    costs = costs_of(served, layer, ground.head_ns)
     # Admission counts two bytes an element; a model of four needs the same arena twice.
     scale = served.torch_dtype.itemsize / ELEMENT_BYTES
     pattern = replace(ground.pattern, memory_bytes=(ground.pattern.memory_bytes / scale).astype("int64"))
@@ -174,11 +175,12 @@ def model_of(served: Served) -> Model:
     )
 
 
-def calibrated(served: Served, chunk: int) -> LayerTime:
+def calibrated(served: Served, chunk: int, device: str = "cpu") -> LayerTime:
     """One layer timed here, with random weights: a first guess for the workers, which report the truth."""
     config = replace(served.config, num_layers=1)
     one = replace(served, config=config, folder=None)
-    shard = Shard(one, Cut(range(1), has_embedding=False, has_head=False), Arena(_layer_bytes(one, chunk), 0))
+    arena = Arena(_layer_bytes(one, chunk), 0, device)
+    shard = Shard(one, Cut(range(1), has_embedding=False, has_head=False), arena)
     pace, threads = Pace(config), torch.get_num_threads()
     torch.set_num_threads(1)  # as workers do: on a busy host threads wait for each other, a hundred times over
     try:

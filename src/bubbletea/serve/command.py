@@ -37,6 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--busy", type=float, default=0.0, metavar="X", help="with --alone: pretend to train that share"
     )
     parser.add_argument(
+        "--device", metavar="NAME", help="of the workers: paced, cpu or cuda:N (default: paced; with --alone: cpu)"
+    )
+    parser.add_argument(
         "--model", type=Path, metavar="DIR", help="a Hugging Face folder (default: a tiny random model)"
     )
     parser.add_argument("--name", metavar="NAME", help="the model's name in the API (default: the folder's)")
@@ -73,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise MissingExtraError(error.name or "uvicorn", "serve", "bubbletea serve") from error
+    _require_device(args)
     from bubbletea.serve.assemble import Settings, assemble
     from bubbletea.serve.auth import Keys
     from bubbletea.serve.run import Where
@@ -108,6 +112,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _require_device(args: argparse.Namespace) -> None:
+    """Here, since a worker that finds no device would be started again and again."""
+    from atlas.runtime.hardware import require_device
+
+    args.device = args.device or ("paced" if args.plan else "cpu")
+    if args.device == "paced" and args.alone is not None:
+        raise AtlasError("--device paced: workers without training keep no pace. Say cpu or cuda:N")
+    require_device(args.device)
+
+
 def _served(args: argparse.Namespace) -> Served:
     from bubbletea.prefill.shard import Served
 
@@ -129,17 +143,21 @@ Started = tuple["Ground", Callable[[str, str], AbstractContextManager[object]]]
 
 def _alone(args: argparse.Namespace, arena_bytes: int) -> Started:
     from bubbletea.prefill.host import Guest
+    from bubbletea.serve.assemble import calibrated
     from bubbletea.serve.ground import alone
     from bubbletea.serve.hosts import Hosts
 
     if args.alone < 1 or not 0 <= args.busy < 1:
         raise AtlasError(f"--alone {args.alone} --busy {args.busy}: give at least one worker, busy from 0 to below 1")
     ground = alone(args.alone, arena_bytes, busy=args.busy)
+    if args.device != "cpu":
+        ground = dataclasses.replace(ground, layer=calibrated(_served(args), args.chunk, args.device))
     period_s = ground.pattern.period_ns / 1e9
 
     def workers(address: str, token_file: str) -> Hosts:
-        guests = [Guest(address, token_file, w, "here", period_s, args.busy) for w in range(args.alone)]
-        return Hosts(guests)
+        return Hosts(
+            [Guest(address, token_file, w, "here", period_s, args.busy, args.device) for w in range(args.alone)]
+        )
 
     return ground, workers
 
@@ -150,12 +168,16 @@ def _training(args: argparse.Namespace, arena_bytes: int) -> Started:
     from bubbletea.serve.ground import of_training, sensitivity
     from bubbletea.serve.training import Source, Training, rehearsed
 
-    source = Source(args.plan, tuple(args.set), args.schedule, slower=args.slower)
+    source = Source(args.plan, tuple(args.set), args.schedule, slower=args.slower, device=args.device)
     what = rehearsed(source)
     gpu = what.job.cluster.gpu(what.program.worker_dc(0))
     priced = price_prefill(gpu, model_of(_served(args)))
-    pace = dataclasses.replace(priced.layer, floor_ns=max(priced.layer.floor_ns, PIECE_NS))
-    ground = of_training(what.predicted, arena_bytes, pace, max(priced.head_ns, PIECE_NS))
+    if args.device == "paced":
+        pace = dataclasses.replace(priced.layer, floor_ns=max(priced.layer.floor_ns, PIECE_NS))
+        ground = of_training(what.predicted, arena_bytes, pace, max(priced.head_ns, PIECE_NS))
+    else:
+        ground = of_training(what.predicted, arena_bytes, head_ns=priced.head_ns)
+        ground = dataclasses.replace(ground, layer=None if args.device == "cpu" else priced.layer)
     ground = dataclasses.replace(ground, sensitivity=sensitivity(what.program, what.costs))
 
     def workers(address: str, token_file: str) -> Training:

@@ -149,7 +149,9 @@ class Crew:
         transport = (str(name), str(host), int(port))
         worker = int(who["worker"])
         member = Member(worker, str(who["name"]), str(who["datacenter"]), int(who["pid"]), transport, found[0], writer)
-        self.members[worker] = member  # a new life of the same worker replaces the old one
+        before, self.members[worker] = self.members.get(worker), member
+        if before is not None and before.ready and self.listener is not None:
+            self.listener.left(before)  # a new life of the same worker: what the old one had begun is lost
         return member
 
     def _take(self, member: Member, frame: Frame) -> None:

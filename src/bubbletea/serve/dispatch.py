@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ TICK_S = 0.02
 NEVER_DUE = 2**62
 LATE_NS = 50_000_000
 """A prefill this far behind its plan is placed anew."""
+UNKNOWN_S = 1.0
+"""To ask again after, where nobody knows when memory will be free: all of it waits for bubbles that are left over."""
 MAX_ATTEMPTS = 4
 SECOND = 1_000_000_000
 
@@ -46,6 +49,8 @@ class Prompt:
     """Tokens that will be decoded behind it."""
     deadline_ns: int | None = None
     kind: Class = "online"
+    kept_s: float = 0.0
+    """How long its keys and values are expected to be needed once they are there."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +169,10 @@ class Dispatcher:
         if self.store.has_room(num_tokens):
             return
         self.metrics.refused("memory")
-        fits = self.store.bytes_of(num_tokens) <= self.store.budget_bytes
-        raise Refused("memory", 1.0 if fits else None)
+        if self.store.bytes_of(num_tokens) > self.store.budget_bytes:
+            raise Refused("memory", None)
+        at_s = self.store.room_at_s(num_tokens)
+        raise Refused("memory", UNKNOWN_S if math.isinf(at_s) else max(TICK_S, at_s - time.monotonic()))
 
     def _refused(self, refusal: Refusal) -> Refused:
         self.metrics.refused(refusal.reason)
@@ -186,6 +193,7 @@ class Dispatcher:
         due_ns = run.request.deadline_ns or NEVER_DUE - 1 if run.request.kind == "online" else NEVER_DUE
         length = len(run.prompt.tokens)
         ends = tuple(sorted({s.end_token for s in placement.slices if s.end_token > run.cached} | {length}))
+        self._expect(run, placement.delivered_ns)
         lane = placement.lane
         peers = tuple(self.crew.members[worker].transport for worker in lane.workers)
         self.metrics.cached(run.cached, length)
@@ -193,6 +201,10 @@ class Dispatcher:
             task = Task(run.job, run.attempt, length, run.cached, ends, stage, due_ns, peers)
             first, end = lane.layers(stage)
             self.crew.send(worker, task, run.prompt.tokens, cached[first:end])
+
+    def _expect(self, run: _Run, delivered_ns: int) -> None:
+        """When its memory will be back."""
+        run.parcel.expected_s = delivered_ns / SECOND + run.prompt.kept_s
 
     def _again(self, run: _Run, why: str) -> None:
         """From the beginning on another attempt; handed back when that has gone wrong too often."""
@@ -274,6 +286,7 @@ class Dispatcher:
         if run.logits is None or run.future.done() or not run.parcel.is_complete:
             return
         now_ns = time.monotonic_ns()
+        self._expect(run, now_ns)
         self.planner.complete(run.request.id, now_ns)
         self.prefixes.add(run.request.block_hashes, run.parcel.slabs)
         run.future.set_result(
@@ -300,6 +313,7 @@ class Dispatcher:
                 self._place(run, placement)
             else:
                 run.placement = placement
+                self._expect(run, placement.delivered_ns)
 
     async def _tick(self) -> None:
         while True:

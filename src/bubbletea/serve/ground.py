@@ -30,6 +30,8 @@ class Ground:
     pace: LayerTime | None = None
     """On paced devices: how long a layer keeps one busy."""
     head_ns: int = 0
+    layer: LayerTime | None = None
+    """Elsewhere: what one is expected to take, until it was measured; None: it is timed on this host."""
     sensitivity: float = 1.0
     """By how much training's iteration becomes longer where its ops do; 1 unless it is known to be less."""
 

@@ -17,6 +17,7 @@ from atlas.errors import AtlasError
 from bubbletea.admit.words import Class
 from bubbletea.handoff.decode import FAILED, DecodeEngine, Sampling
 from bubbletea.handoff.door import Door
+from bubbletea.handoff.store import KEEP_S
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.dispatch import Dispatcher, HandedBack, Prefilled, Prompt, Refused
 from bubbletea.serve.errors import ApiError, of_hand_back, of_refusal
@@ -24,6 +25,8 @@ from bubbletea.serve.metrics import Metrics
 from bubbletea.serve.tokens import Stream, Text
 
 DRAIN_RETRY_S = 5.0
+TOKEN_S, TOKENS_OVER = 0.02, 8
+"""What decoding a token is taken for at first, and over how many answers the average runs."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ class Service:
         self.decoder, self.door, self.metrics, self.deadline_s = decoder, door, metrics, deadline_s
         self.draining = False
         self.num_active = 0
+        self._token_s = TOKEN_S
+        """From one token of an answer to the next, as the decoder is loaded."""
 
     async def answer(self, asked: Asked) -> AsyncIterator[Delta]:
         """Raises ApiError before the first Delta, or never."""
@@ -144,7 +149,9 @@ class Service:
     async def _prefill(self, asked: Asked, tokens: list[int]) -> Prefilled:
         deadline_ns = self._deadline_ns(asked) if asked.kind == "online" else None
         try:
-            return await self.dispatcher.prefill(Prompt(tokens, asked.tenant, asked.num_new, deadline_ns, asked.kind))
+            kept_s = KEEP_S if asked.hands_off else asked.num_new * self._token_s
+            prompt = Prompt(tokens, asked.tenant, asked.num_new, deadline_ns, asked.kind, kept_s)
+            return await self.dispatcher.prefill(prompt)
         except Refused as refused:
             raise of_refusal(refused, len(tokens)) from None
         except HandedBack as error:
@@ -169,12 +176,16 @@ class Service:
         def on_token(token: int, why: str | None) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, (token, why))
 
+        began_s, count = time.monotonic(), 0
         cancel = self.decoder.submit(found.parcel.cache(), length, found.logits, sampling, on_token)
         try:
             async for delta in self._written(asked, found, length, queue, ends):
+                count = delta.num_new
                 yield delta
         finally:
             cancel()
+            if count:
+                self._token_s += ((time.monotonic() - began_s) / count - self._token_s) / TOKENS_OVER
 
     async def _written(
         self,

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,6 +37,8 @@ from atlas.spec.plan import load_job_or_plan
 PREDICTED = 4
 """Iterations that are simulated: the last of them is the steady state."""
 AGAIN_S = 1.0
+TOLD = 1024
+"""Steps that are remembered."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Source:
     schedule: str = ""
     steps: int = 1_000_000
     slower: int = 1
+    device: str = "paced"
+    """Of every worker: all share one GPU where it is one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,14 +89,19 @@ def train(
     names = [program.worker_name(w) for w in range(program.num_workers)]
     fillers = dict.fromkeys(names, FillerChoice("bubbletea", filler)) if filler else {}
     setup = Setup(
-        source.steps, patience_s=20.0 + 2 * what.predicted.makespan_ns / 1e9, fillers=fillers, keep_weights=False
+        source.steps,
+        device=source.device,
+        patience_s=20.0 + 2 * what.predicted.makespan_ns / 1e9,
+        fillers=fillers,
+        keep_weights=False,
+        keep_timeline=False,
     )
     training = stand_in(num_layers=max(4, program.num_stages - 2))
     return emulate(program, what.costs, training, setup, on_step=on_step).losses
 
 
 class Training:
-    """`with Training(source, filler):` trains next to us until the block is left. `last` is what was last told."""
+    """`with Training(source, filler):` trains next to us until the block is left."""
 
     def __init__(self, source: Source, filler: dict[str, Any]) -> None:
         path = os.pathsep.join(
@@ -105,8 +115,8 @@ class Training:
             env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,  # Ctrl-C is the service's to hear
         )
-        self.steps: list[dict[str, Any]] = []
-        """Of each step: its number, loss and seconds."""
+        self.steps: deque[dict[str, Any]] = deque(maxlen=TOLD)
+        """Of the last ones: number, loss and seconds."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"source": asdict(source), "filler": filler}) + "\n")
         self._process.stdin.flush()
@@ -135,7 +145,8 @@ class Training:
             for line in lines:
                 told = json.loads(line)
                 if "error" in told:
-                    print(f"bubbletea: training: {told['error']}; it begins again", file=sys.stderr)
+                    then = "it has ended: mend that, and start again" if told["mend"] else "it begins again"
+                    print(f"bubbletea: training: {told['error']}; {then}", file=sys.stderr)
                 else:
                     self.steps.append(told)
 
@@ -152,8 +163,11 @@ def main() -> int:
     while True:
         try:
             train(what, source, told["filler"], on_step)
-        except WorkerError as error:
-            _say({"error": str(error)})
+        except AtlasError as error:
+            mend = not isinstance(error, WorkerError)
+            _say({"error": str(error), "mend": mend})
+            if mend:
+                return 2
         time.sleep(AGAIN_S)
 
 

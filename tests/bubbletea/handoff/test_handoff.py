@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -142,6 +143,19 @@ def test_the_store_keeps_its_budget() -> None:
     store.keep("b", -1.0)
     store.drop_expired()
     assert (store.used_bytes, len(store)) == (0, 0)
+
+
+def test_the_store_knows_when_enough_will_be_back() -> None:
+    store = Store(SERVED, 100 * 4 * 2 * 2 * 16 * 4)
+    for ticket, expected_s in (("a", 7.0), ("b", 3.0), ("c", 5.0)):
+        parcel = store.reserve(ticket, 30, 30)
+        assert parcel is not None
+        parcel.expected_s = expected_s
+    assert [store.room_at_s(num) for num in (11, 40, 41, 70, 71, 100)] == [3.0, 3.0, 5.0, 5.0, 7.0, 7.0]
+    parcel.expires_s, parcel.expected_s = 4.0, math.inf
+    assert store.room_at_s(41) == 4.0
+    parcel.expires_s = math.inf
+    assert store.room_at_s(100) == math.inf
 
 
 def test_a_parcel_with_a_hole_is_not_complete() -> None:

@@ -35,11 +35,11 @@ def prompt(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(256) for _ in range(length)]
 
 
-def check(family: str, split: tuple[int, ...], length: int, rng: random.Random) -> None:
+def check(family: str, split: tuple[int, ...], length: int, rng: random.Random, device: str = "cpu") -> None:
     served = Served(FAMILIES[family], seed=rng.randrange(3))
     tokens, chunk = prompt(rng, length), rng.choice([length, max(1, length // 3), 256, 511])
     collector = Collector(served, length)
-    stages = make_stages(served, split, collector)
+    stages = make_stages(served, split, collector, device=device)
     offer_everywhere(stages, tokens, min(chunk, length))
     # Bubbles that end after any piece, and before a piece would be whole.
     run_all(stages, lambda stage: rng.random() < 0.4, lambda piece: rng.random() < 0.7)
@@ -51,10 +51,11 @@ def check(family: str, split: tuple[int, ...], length: int, rng: random.Random) 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_greedy_tokens_after_hand_off_are_those_of_one_piece(family: str, split: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_greedy_tokens_after_hand_off_are_those_of_one_piece(family: str, split: tuple[int, ...], device: str) -> None:
     rng = random.Random(f"{family}{split}")
     for length in (1, rng.randrange(2, 64), rng.randrange(64, 500)):
-        check(family, split, length, rng)
+        check(family, split, length, rng, device)
 
 
 @pytest.mark.slow

@@ -218,6 +218,20 @@ def test_a_refusal_says_when_it_would_fit(service: Serving) -> None:
     assert answer.status_code == 200
 
 
+def test_full_memory_says_when_enough_of_it_will_be_back(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = service.parts.dispatcher.store
+    monkeypatch.setattr(store, "budget_bytes", store.used_bytes + store.bytes_of(100))
+    kept = post(service, ASK | {"prompt": "x" * 90, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}})
+    ticket = kept.json()["kv_transfer_params"]["remote_request_id"]
+    refused = post(service, ASK)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "memory")
+    assert 50 < int(refused.headers["retry-after-ms"]) / 1e3 < 60, "kept for a minute, where nobody fetches it"
+    store.release(ticket)
+    assert post(service, ASK).status_code == 200
+    too_long = post(service, ASK | {"prompt": "x" * 200})
+    assert (too_long.status_code, too_long.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 def test_a_client_that_goes_away_takes_its_request_with_it(service: Serving) -> None:
     ask = ASK | {"max_tokens": 7000, "stream": True}
     headers = {"Authorization": "Bearer red-key"}

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx2 as httpx
+import pytest
 from prefill_samples import greedy_alone, whole
 from serving import TINY
 
@@ -30,16 +31,17 @@ from bubbletea.serve.training import Source, Training, rehearsed
 MS = 1_000_000
 PROGRAM = with_optimizer(one_f_one_b(Layout(2, 2, 4, ("us-east", "us-west"))))
 STEPS = 6
+DEVICES = ["paced", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
 class InThread(AbstractContextManager[object]):
     """A training run whose workers know where the service is."""
 
-    def __init__(self, address: str, token_file: str) -> None:
+    def __init__(self, address: str, token_file: str, device: str) -> None:
         self.result: list[Emulation] = []
         names = [PROGRAM.worker_name(w) for w in range(PROGRAM.num_workers)]
         filler = FillerChoice("bubbletea", {"address": address, "token_file": token_file})
-        setup = Setup(STEPS, fillers=dict.fromkeys(names, filler))
+        setup = Setup(STEPS, device=device, fillers=dict.fromkeys(names, filler))
         self.thread = threading.Thread(target=lambda: self.result.append(train(setup)), daemon=True)
         self.thread.start()
 
@@ -51,16 +53,17 @@ def train(setup: Setup) -> Emulation:
     return emulate(PROGRAM, smoke_program()[1], stand_in(), setup)
 
 
-def test_prefill_in_the_waits_changes_no_loss() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
     predicted = simulate(repeated(PROGRAM, 4), smoke_program()[1])
-    pace = LayerTime(10 * MS, 0.0, 0.0, 0.0)
+    pace = LayerTime(10 * MS, 0.0, 0.0, 0.0) if device == "paced" else None
     ground = of_training(predicted, TINY.arena_bytes, pace, 10 * MS)
     assert all(ground.slots), "every worker has windows and knows at which op"
     parts = assemble(replace(TINY, budget=0.05), ground, Keys.nobody())
     made, texts = list[InThread](), list[str]()
 
     def workers(address: str, token_file: str) -> InThread:
-        made.append(InThread(address, token_file))
+        made.append(InThread(address, token_file, device))
         return made[0]
 
     def ask(server: Server) -> None:
@@ -88,18 +91,19 @@ def test_prefill_in_the_waits_changes_no_loss() -> None:
             threading.Thread(target=what, args=(server,), daemon=True).start()
 
     asyncio.run(run(parts, Where(port=0, drain_s=1), workers, on_start))
-    filled, plain = made[0].result[0], train(Setup(STEPS))
+    filled, plain = made[0].result[0], train(Setup(STEPS, device=device))
     assert filled.losses == plain.losses
     assert texts
     expected = parts.service.text.decode(greedy_alone(whole(TINY.served), list(range(100)), 4))
     assert set(texts) == {expected}
     metrics = parts.service.metrics.registry
     names = {PROGRAM.worker_name(w) for w in range(PROGRAM.num_workers)}
-    assert {
+    used = {
         worker
         for worker in names
         if metrics.get_sample_value("bubbletea:slices_total", {"model_name": "tiny", "worker": worker})
-    } == names
+    }
+    assert used == names if device == "paced" else len(used) >= 2, "a GPU is so quick that one lane may do it all"
     assert parts.dispatcher.planner.forecast.learner.seen > 2
 
 
@@ -112,4 +116,4 @@ def test_a_plan_is_trained_next_to_the_service_and_ends_with_it() -> None:
         while len(training.steps) < 4:  # the run ends after three and begins again
             assert time.monotonic() < deadline
             time.sleep(0.1)
-    assert [step["step"] for step in training.steps[:4]] == [1, 2, 3, 1]
+    assert [step["step"] for step in list(training.steps)[:4]] == [1, 2, 3, 1]
