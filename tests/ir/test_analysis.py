@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atlas.cost.table import kind_costs, uniform_costs
-from atlas.ir.analysis import Cause, bubbles, critical_path, difference, link_utilization, path_totals_ns, summary
+from atlas.ir.analysis import Cause, bubbles, critical_path, link_utilization, path_totals_ns, summary
+from atlas.ir.difference import difference
 from atlas.ir.ops import Kind, Op
 from atlas.ir.program import Layout, assemble, repeated, with_optimizer
 from atlas.ir.timeline import Timeline

@@ -13,7 +13,7 @@ import pytest
 
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.errors import AtlasError
-from atlas.ir.analysis import difference
+from atlas.ir.difference import difference
 from atlas.ir.program import Layout, Memory, Program
 from atlas.ir.store import load_timeline, replacing, save_timeline
 from atlas.ir.timeline import Timeline

@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from view_samples import job
 
-from atlas.ir.analysis import difference, summary
+from atlas.ir.analysis import summary
+from atlas.ir.difference import difference
 from atlas.view.table import compare_table, results_table, seconds
 
 
@@ -40,6 +41,7 @@ def test_compare_names_the_op_where_two_timelines_part() -> None:
 
 
 def test_seconds_choose_a_readable_unit() -> None:
+    assert [seconds(v) for v in (0.99999, 999.99, 1234.5)] == ["1.000 s", "1,000 s", "1,234 s"]
     assert [seconds(v) for v in (7.81, 0.0602, 1.5e-6, 3e-9, 0, None)] == [
         "7.810 s",
         "60.20 ms",

@@ -14,7 +14,8 @@ from atlas.commands.files import Outputs, picture_flags
 from atlas.commands.simulate import job_flags, search_flags
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.errors import AtlasError
-from atlas.ir.analysis import difference, summary
+from atlas.ir.analysis import summary
+from atlas.ir.difference import difference
 from atlas.ir.store import load_timeline
 from atlas.ir.timeline import Timeline
 from atlas.plan.evaluate import Progress, evaluate

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from atlas.errors import AtlasError, ProgramError
-from atlas.ir.ops import Kind, Op
-from atlas.ir.program import Ints, Layout, Program, assemble
+from atlas.ir.program import Ints, Program, repeated
 from atlas.ir.text import from_text, to_text
 from atlas.ir.timeline import Timeline
 
@@ -159,8 +158,8 @@ def _unpacked(text: str, length: int) -> Ints:
 # ---- several into one --------------------------------------------------------------------------------------------
 def joined(timelines: Sequence[Timeline]) -> Timeline:
     """Passes of one Program, one after the other, as the Timeline of one longer Program that begins at nought."""
-    first, count = timelines[0], len(timelines)
-    program = _unrolled(first.program, count)
+    first = timelines[0]
+    program = repeated(first.program, len(timelines))
     zero_ns = int(first.op_start_ns.min()) if first.program.num_ops else 0
     ptr = first.program.worker_ptr
 
@@ -170,38 +169,10 @@ def joined(timelines: Sequence[Timeline]) -> Timeline:
         return np.concatenate(parts) - zero_ns
 
     def by_transfer(name: str) -> Ints:
-        shape = _transfer_shape(first.program)
-        return np.concatenate([getattr(timeline, name).reshape(shape) for timeline in timelines], axis=3).ravel()
+        rows = [getattr(timeline, name).reshape(first.program.transfer_shape) for timeline in timelines]
+        return np.concatenate(rows, axis=3).ravel()
 
     times: dict[str, Any] = {name: by_op(name) for name in _OPS}
     times |= {name: by_transfer(name) - zero_ns for name in _TRANSFERS}
     links = by_transfer("transfer_link").astype(np.int32)
     return replace(timelines[-1], program=program, transfer_link=links, **times)
-
-
-def _transfer_shape(program: Program) -> tuple[int, int, int, int]:
-    return 2, program.num_pipelines, program.num_stages - 1, program.num_slots
-
-
-def _unrolled(program: Program, count: int) -> Program:
-    """The Program `count` times; unlike `repeated`, also where it holds several iterations already."""
-
-    def shifted(op: Op, k: int) -> Op:
-        return op._replace(microbatch=op.microbatch + k * (program.num_slots if op.kind <= Kind.W else num_iterations))
-
-    num_iterations = program.num_iterations
-    turns = program.turn.reshape(_transfer_shape(program))
-    later = int(turns.max(initial=0)) + 1
-    layout = Layout(
-        program.num_pipelines, program.num_stages, program.num_microbatches, program.rank_dc, program.stage_rank
-    )
-    return assemble(
-        program.name,
-        layout,
-        [[shifted(op, k) for k in range(count) for op in program.ops(w)] for w in range(program.num_workers)],
-        sharing=program.sharing,
-        turn=np.concatenate([turns + k * later for k in range(count)], axis=3).ravel(),
-        memory=program.memory,
-        num_iterations=count * num_iterations,
-        recompute_on_arrival=program.recompute_on_arrival,
-    )

@@ -96,6 +96,11 @@ class Program:
         """Ops and transfers: what an engine has to time."""
         return self.num_ops + self.num_transfers
 
+    @property
+    def layout(self) -> Layout:
+        """The frame alone."""
+        return Layout(self.num_pipelines, self.num_stages, self.num_microbatches, self.rank_dc, self.stage_rank)
+
     # ---- workers -----------------------------------------------------------------------------------------
     def worker(self, pipeline: int, stage: int) -> int:
         return pipeline * self.num_ranks + self.stage_rank[stage]
@@ -152,10 +157,13 @@ class Program:
             gradient = np.where(recompute >= 0, recompute, gradient)
         return np.concatenate([self.op_index[Kind.F][:, 1:].ravel(), gradient.ravel()])
 
+    @property
+    def transfer_shape(self) -> tuple[int, int, int, int]:
+        return 2, self.num_pipelines, self.num_stages - 1, self.num_slots
+
     def transfer(self, index: int) -> tuple[int, int, int, int]:
         """(direction, pipeline, boundary, slot); boundary b lies between stages b and b + 1."""
-        shape = (2, self.num_pipelines, self.num_stages - 1, self.num_slots)
-        direction, pipeline, boundary, slot = np.unravel_index(index, shape)
+        direction, pipeline, boundary, slot = np.unravel_index(index, self.transfer_shape)
         return int(direction), int(pipeline), int(boundary), int(slot)
 
     def transfer_name(self, index: int) -> str:
@@ -172,9 +180,7 @@ class Program:
     @cached_property
     def transfer_crosses(self) -> NDArray[np.bool_]:
         """By transfer: whether it crosses the WAN."""
-        crosses = self.boundary_crosses[None, None, :, None]
-        shape = (2, self.num_pipelines, self.num_stages - 1, self.num_slots)
-        return np.broadcast_to(crosses, shape).ravel()
+        return np.broadcast_to(self.boundary_crosses[None, None, :, None], self.transfer_shape).ravel()
 
     @cached_property
     def peak_in_flight(self) -> int:
@@ -295,23 +301,21 @@ def with_optimizer(program: Program, *, norm: bool = False) -> Program:
     return _per_worker(program, program.num_iterations, lambda ops: [*ops, *_closing(ops, closing, 0)])
 
 
-def repeated(program: Program, num_iterations: int) -> Program:
-    """The same iteration `num_iterations` times, each worker going on as soon as its own work allows."""
-    if program.num_iterations != 1:
-        raise ProgramError(f"program {program.name!r} already holds {program.num_iterations} iterations")
-    num_mb = program.num_microbatches
+def repeated(program: Program, times: int) -> Program:
+    """The same iterations `times` times over, each worker going on as soon as its own work allows."""
 
     def unroll(ops: list[Op]) -> list[Op]:
         return [
-            Op(op.kind, op.stage, op.microbatch + (k * num_mb if op.kind <= Kind.W else k))
-            for k in range(num_iterations)
+            Op(op.kind, op.stage, op.microbatch + k * (num_slots if op.kind <= Kind.W else num_iterations))
+            for k in range(times)
             for op in ops
         ]
 
-    turns = program.turn.reshape(2, program.num_pipelines, program.num_stages - 1, num_mb)
+    num_slots, num_iterations = program.num_slots, program.num_iterations
+    turns = program.turn.reshape(program.transfer_shape)
     later = int(turns.max(initial=0)) + 1
-    turn = np.concatenate([turns + k * later for k in range(num_iterations)], axis=3).ravel()
-    return _per_worker(program, num_iterations, unroll, turn)
+    turn = np.concatenate([turns + k * later for k in range(times)], axis=3).ravel()
+    return _per_worker(program, times * num_iterations, unroll, turn)
 
 
 def _closing(ops: list[Op], kinds: list[Kind], iteration: int) -> list[Op]:
@@ -322,12 +326,9 @@ def _closing(ops: list[Op], kinds: list[Kind], iteration: int) -> list[Op]:
 def _per_worker(
     program: Program, num_iterations: int, rewrite: Callable[[list[Op]], list[Op]], turn: Ints | None = None
 ) -> Program:
-    layout = Layout(
-        program.num_pipelines, program.num_stages, program.num_microbatches, program.rank_dc, program.stage_rank
-    )
     return assemble(
         program.name,
-        layout,
+        program.layout,
         [rewrite(program.ops(w)) for w in range(program.num_workers)],
         sharing=program.sharing,
         turn=program.turn if turn is None else turn,

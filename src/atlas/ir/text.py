@@ -11,7 +11,7 @@ import difflib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -84,7 +84,7 @@ def _header(program: Program) -> list[str]:
         f"iterations: {program.num_iterations}",
         f"datacenters: {' '.join(map(_quoted, program.rank_dc))}",
     ]
-    if program.stage_rank != _layout_of(program, stage_rank=()).stage_rank:
+    if program.stage_rank != replace(program.layout, stage_rank=()).stage_rank:
         lines.append(f"stage_rank: {' '.join(map(str, program.stage_rank))}")
     lines.append(f"sharing: {_yes(program.sharing)}")
     if program.recompute_on_arrival:
@@ -97,9 +97,8 @@ def _header(program: Program) -> list[str]:
 
 def _turn_lines(program: Program) -> list[str]:
     """A line per channel whose turns are not the dispatch rule's: the key of every microbatch, in order."""
-    shape = (2, program.num_pipelines, program.num_stages - 1, program.num_slots)
-    turns = program.turn.reshape(shape)
-    default = default_turns(_layout_of(program), program.num_iterations).reshape(shape)
+    turns = program.turn.reshape(program.transfer_shape)
+    default = default_turns(program.layout, program.num_iterations).reshape(program.transfer_shape)
     differs = (turns != default).any(axis=3)
     lines = []
     for direction, pipeline, boundary in np.argwhere(differs).tolist():
@@ -130,11 +129,6 @@ def _with_transfers(
         if backward and from_left[stage]:
             actions.append((stage, "SEND_B", microbatch))
     return actions
-
-
-def _layout_of(program: Program, stage_rank: tuple[int, ...] | None = None) -> Layout:
-    stage_rank = program.stage_rank if stage_rank is None else stage_rank
-    return Layout(program.num_pipelines, program.num_stages, program.num_microbatches, program.rank_dc, stage_rank)
 
 
 def _quoted(name: str) -> str:
@@ -325,7 +319,7 @@ def _with_stage_rank(layout: Layout, number: int, value: str) -> Layout:
     if len(ranks) != layout.num_stages or not known.issuperset(ranks):
         raise _wrong(number, value, f"a rank of 0..{layout.num_ranks - 1} for each of {layout.num_stages} stages")
     stage_rank = tuple(map(int, ranks))
-    return Layout(layout.num_pipelines, layout.num_stages, layout.num_microbatches, layout.rank_dc, stage_rank)
+    return replace(layout, stage_rank=stage_rank)
 
 
 def _count(draft: _Draft, key: str) -> int:

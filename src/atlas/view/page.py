@@ -201,8 +201,7 @@ def _wait_spans(timeline: Timeline, row_of_worker: NDArray[np.int64]) -> _Spans:
 
 def _transfer_spans(timeline: Timeline, of: NDArray[np.int64], row: int) -> _Spans:
     program = timeline.program
-    shape = (2, program.num_pipelines, program.num_stages - 1, program.num_slots)
-    direction, pipeline, boundary, slot = np.unravel_index(of, shape)
+    direction, pipeline, boundary, slot = np.unravel_index(of, program.transfer_shape)
     return _Spans(
         np.full(len(of), row, np.int64),
         timeline.transfer_start_ns[of],

@@ -184,14 +184,13 @@ def _op_events(timeline: Timeline, pid: NDArray[np.int64], tid: NDArray[np.int64
 def _transfer_events(timeline: Timeline, rows: Sequence[Group]) -> list[bytes]:
     program, zero = timeline.program, int(timeline.op_start_ns.min(initial=2**62))
     parts = []
-    shape = (2, program.num_pipelines, program.num_stages - 1, program.num_slots)
     links = _link_threads(timeline, rows)
     for number, group in enumerate(rows):
         if not group.lanes:
             continue
         of = np.concatenate([lane.transfers for lane in group.lanes])
         track = links[number] + np.repeat(np.arange(len(group.lanes)), [len(lane.transfers) for lane in group.lanes])
-        direction, pipeline, boundary, slot = np.unravel_index(of, shape)
+        direction, pipeline, boundary, slot = np.unravel_index(of, program.transfer_shape)
         parts.append(
             _joined(
                 len(of),

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from atlas.ir.analysis import Difference
+from atlas.ir.difference import Difference
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,6 +20,7 @@ def seconds(value: float | None) -> str:
     """Four significant figures, or all whole seconds, with a fitting unit."""
     if value is None:
         return "–"
+    value = float(f"{value:.4g}") if abs(value) < 1000 else value  # 999.96 ms is a second
     if abs(value) >= 1000:
         return f"{value:,.0f} s"
     for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
