@@ -6,9 +6,10 @@ import pytest
 from plan_jobs import job_of
 
 from atlas.errors import SpecError
+from atlas.plan.change import changed, parse_sweep
 from atlas.plan.files import plan_of
 from atlas.plan.planner import make_plan
-from atlas.plan.whatif import Asked, changed, marginals, parse_sweep, percentiles, spread, sweep
+from atlas.plan.whatif import Asked, marginals, percentiles, spread, sweep
 
 
 def test_sweeps_are_read() -> None:

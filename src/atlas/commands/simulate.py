@@ -106,20 +106,20 @@ def run(args: argparse.Namespace) -> int:
             jitter_runs=args.monte_carlo,
             progress=meter,
         )
-        whole = _whole(plan, args, meter) if plan is not None and as_planned and len(plan.groups) > 1 else None
+        together = _whole(plan, args, meter) if plan is not None and as_planned and len(plan.groups) > 1 else None
     found = rows(results)
-    if whole is not None:
-        found[0]["all_groups_s"] = whole.iteration_s
+    if together is not None:
+        found[0]["all_groups_s"] = together.iteration_s
     for name, reason in left_out.items():
         say(f"atlas: {name} is left out: {reason}")
     if args.json:
         sys.stdout.write(as_json(found))
     else:
         _show(results, found)
-        if plan is not None and whole is not None:
+        if plan is not None and together is not None:
             show(
                 f"This is the slowest of {len(plan.groups)} groups. All of them, their gradients meeting over the WAN: "
-                f"{seconds(whole.iteration_s)} an iteration."
+                f"{seconds(together.iteration_s)} an iteration."
             )
     if args.out is not None:
         outputs = _in_folder(args.out, outputs, found)

@@ -18,8 +18,9 @@ from atlas.commands.files import require_apart, require_drawable, require_writab
 from atlas.commands.simulate import job_flags, whole
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.errors import SpecError
+from atlas.plan.change import Sweep, parse_sweep
 from atlas.plan.judge import Judged, as_dict
-from atlas.plan.whatif import Asked, Marginal, Point, Sweep, marginals, parse_sweep, percentiles, spread, sweep
+from atlas.plan.whatif import Asked, Marginal, Point, marginals, percentiles, spread, sweep
 from atlas.schedules.eager import NAME
 from atlas.spec.plan import load_job_or_plan
 from atlas.view.curve import write_curves

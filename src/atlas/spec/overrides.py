@@ -15,7 +15,7 @@ from atlas.errors import SpecError
 from atlas.spec.document import Document, Keys, dotted, parse_yaml, shown
 
 _STEP = re.compile(r"\.?([^.\[\]=]+)|\[([^\[\]]+)\]")
-PATH_KEYS = ("config", "profile", "trace", "base")
+PATH_KEYS = ("config", "profile", "trace")
 """Keys whose value is a file. `cluster` is one too when it is text."""
 
 

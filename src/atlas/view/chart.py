@@ -56,9 +56,7 @@ def chart_svg(title: str, note: str, body: Sequence[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" width="{WIDTH}" height="{HEIGHT}" '
         f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="{FONT}">\n'
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n'
-        + "\n".join([*head, *body])
-        + "\n</svg>\n"
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n' + "\n".join([*head, *body]) + "\n</svg>\n"
     )
 
 
