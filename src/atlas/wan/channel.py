@@ -22,9 +22,9 @@ from atlas.wan.outbox import Chunk, Outbox
 from atlas.wan.security import Security
 from atlas.wan.settings import Settings
 from atlas.wan.shifts import SHIFTS, Shifts
-from atlas.wan.stream import Stream, broken
-from atlas.wan.tuning import LOSSY, NEAR_RTT_S, Choice, RateMeter, choose, window_bytes
-from atlas.wan.warming import MOST_BYTES, WarmUp
+from atlas.wan.stream import Stream, TcpFacts, broken
+from atlas.wan.tuning import HEADROOM, LOSSY, NEAR_RTT_S, Choice, RateMeter, choose, window_bytes
+from atlas.wan.warming import MOST_BYTES, Look, WarmUp
 from atlas.wan.wire import (
     RECORD_BYTES,
     FrameKind,
@@ -39,8 +39,13 @@ from atlas.wan.wire import (
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 2.0
 LOSS_SPAN_S, ENOUGH_BYTES = 20.0, 16 << 20
 IDLE_S = 0.5
+SAME = 0.85
+"""What a later warm-up finds, over what an earlier one did, if both are right."""
+LATE = 1.25
+"""Round trips of a path with a queue, over its quickest."""
 MORE = 1.5
 """How much faster a path is taken to be that was full by our own limit only."""
+WARM_TICK_S = 0.05
 WARM_ZEROS = memoryview(bytes(MOST_BYTES))
 
 
@@ -113,8 +118,8 @@ class Channel:
             if self.outbox.flight is None:  # it may have turned out to be near
                 return
             known_bps, rate_bps = self.meter.rate_bps or 0.0, self._fill(deadline)
-            # The later ones start from what is known and lose less, so they know better; unless they were cut short.
-            self.meter.learn(rate_bps if rate_bps > 0.7 * known_bps else known_bps, time.monotonic())
+            # The later ones start from what is known and lose less, so they know better; unless this host was busy.
+            self.meter.learn(rate_bps if rate_bps > SAME * known_bps else known_bps, time.monotonic())
             self.retune()
             if shift and not self._shifts.apply(self.outbox.num_streams):
                 return
@@ -125,11 +130,14 @@ class Channel:
     def _fill(self, deadline: float) -> float:
         """What the path delivered."""
         now, known_bps = time.monotonic(), self.meter.rate_bps or 0.0
-        self._warm_up = warm_up = WarmUp(self.rtt_s, known_bps, now, self.settings.warm_s, self._delivered_bytes)
+        if self._choice is not None and self._choice.pacing_bps:
+            self._set_pace(HEADROOM * known_bps / self._choice.num_streams)  # or it would find what is known
+        self._warm_up = warm_up = WarmUp(self.rtt_s, known_bps, now, self.settings.warm_s, self._look)
         self.outbox.wake()
         while not (warm_up.over and not warm_up.out_bytes) and self.num_live and time.monotonic() < deadline:
             time.sleep(0.005)
-        self._warm_up, self._loss_seen = None, (0.0, 0, 0)  # what it lost says nothing about the path
+        self._warm_up, self._loss_seen = None, (0.0, 0, 0)  # how much it lost says nothing about the path
+        self._lossy = self._lossy or warm_up.is_lossy
         return warm_up.rate_bps
 
     def watch(self) -> None:
@@ -167,20 +175,32 @@ class Channel:
             self.outbox.flight = Flight(self.rtt_s)
         if (flight := self.outbox.flight) is not None and (rate_bps := self.meter.rate_bps):
             flight.learn(rate_bps, choice.chunk_bytes, self.rtt_s)
+        self._set_pace(choice.pacing_bps)
+
+    def _set_pace(self, pacing_bps: float | None) -> None:
+        assert self._choice is not None
         for slot in self._slots:
             if (stream := slot.stream) is not None:
-                stream.tune(choice.lowat_bytes, choice.pacing_bps, near=self.rtt_s < NEAR_RTT_S)
+                stream.tune(self._choice.lowat_bytes, pacing_bps, near=self.rtt_s < NEAR_RTT_S)
 
-    def _delivered_bytes(self) -> int | None:
-        facts = [s.stream.facts() for s in self._slots if s.stream]
-        return None if None in facts else sum(f.delivered_bytes for f in facts if f)
+    def _look(self) -> Look | None:
+        """What the kernel says of all streams. Where it speaks of a proxy nearby, it cannot tell whether they are late;
+        then they are taken to be."""
+        facts = self._facts()
+        if len(facts) < self.num_live:
+            return None
+        is_late = any(f.rtt_s > LATE * f.min_rtt_s or f.min_rtt_s < 0.5 * self.rtt_s for f in facts)
+        return Look(sum(f.delivered_bytes for f in facts), sum(f.num_retransmits for f in facts), is_late)
+
+    def _facts(self) -> list[TcpFacts]:
+        return [facts for slot in self._slots if slot.stream and (facts := slot.stream.facts())]
 
     def _is_lossy(self) -> bool:
         """By what the kernel sent twice in the last seconds; the warm-up, which overflows queues, does not count."""
         if self._light or self.rtt_s < NEAR_RTT_S:
             return False
         now, delivered = time.monotonic(), self.outbox.delivered_bytes
-        sent_twice = sum(f.retransmitted_bytes for s in self._slots if s.stream and (f := s.stream.facts()))
+        sent_twice = sum(f.retransmitted_bytes for f in self._facts())
         if now - self._loss_seen[0] > LOSS_SPAN_S or sent_twice < self._loss_seen[2]:
             self._loss_seen = (now, delivered, sent_twice)
         _, delivered_before, sent_before = self._loss_seen
@@ -299,17 +319,12 @@ class Channel:
         last_write = 0.0
         while not stream.aborted:
             now = time.monotonic()
-            if (
-                (warm_up := self._warm_up) is not None
-                and not warm_up.over
-                and self._shifts.place(slot) < min(outbox.num_streams, warm_up.num_streams)
-            ):
-                if not (num_bytes := warm_up.may_send(now)):
-                    time.sleep(0.001)
-                    continue
-                self._count_out(slot, now, num_bytes)
-                header = Header(FrameKind.WARM, lane, epoch, now_ns(), 0, 0, num_bytes)
-                stream.write(pack_header(header), WARM_ZEROS[:num_bytes])
+            place, warm_up = self._shifts.place(slot), self._warm_up
+            if warm_up is not None and not warm_up.over and place < outbox.num_streams:
+                if num_bytes := warm_up.await_turn(place, WARM_TICK_S, now):
+                    self._count_out(slot, now, num_bytes)
+                    header = Header(FrameKind.WARM, lane, epoch, now_ns(), 0, 0, num_bytes)
+                    stream.write(pack_header(header), WARM_ZEROS[:num_bytes])
                 continue
             if outbox.flight is not None:
                 stream.await_room()
