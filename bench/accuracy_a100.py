@@ -2,8 +2,8 @@
 
 Four constants are fitted on the single-node rows and on one half of the 55, and scored on the other half by the event
 simulator; then the halves are swapped. A half is every second row in the order of the SHA-256 of its shape: nobody
-chose it. Prints the rows, the misses, the constants fitted on everything (what `A100-80` carries) and one JSON line per
-figure. Reads ../shared/data/vtrain, or the folder given; says so and stops where it is absent.
+chose it. Prints the rows, the misses, the constants fitted on everything (what `A100-80` carries) and the figures.
+Reads ../shared/data/vtrain, or the folder given; says so and stops where it is absent.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import csv
 import hashlib
-import json
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
+from common.report import Report
 from numpy.typing import NDArray
 
 from atlas.cost.calibration.fit import Sample, fit, predict
@@ -72,12 +72,6 @@ def simulated_s(run: Run, calibration: Calibration) -> float:
     return float(timeline.op_end_ns.max()) / 1e9
 
 
-def score(name: str, value: float, *, bar: float | None = None, unit: str = "share") -> bool:
-    ok = bar is None or value <= bar
-    print(json.dumps({"name": name, "value": round(value, 4), "unit": unit, "bar": bar, "ok": ok}))
-    return ok
-
-
 def constants(calibration: Calibration) -> str:
     c = calibration
     return (
@@ -111,7 +105,7 @@ def main() -> int:
     single, multi = read(args.data / "single_node_a100.csv"), read(args.data / "multi_node_a100.csv")
     error, half_of = np.zeros(len(multi.runs)), np.zeros(len(multi.runs), dtype="U1")
     first, second = halves(multi)
-    ok, worst_gap = True, 0.0
+    report, worst_gap = Report("A100 iteration times, held-out halves", OTHERS), 0.0
     for name, train, test in (("B", first, second), ("A", second, first)):
         calibration = fit([single, part(multi, train)], MACHINE)
         print(f"half {name} of {len(test)} rows, fitted without it: {constants(calibration)}")
@@ -119,28 +113,29 @@ def main() -> int:
         closed_s = predict(part(multi, test).runs, MACHINE, calibration)
         worst_gap = max(worst_gap, float(np.abs(closed_s / predicted_s - 1).max()))
         error[test], half_of[test] = predicted_s / multi.measured_s[test] - 1, name
-        ok &= score(f"a100 iteration time, half {name}, mean error", float(np.abs(error[test]).mean()), bar=BAR)
-        score(f"a100 iteration time, half {name}, bias", float(error[test].mean()))
-    print(f"\n{'error':>7} {'measured s':>10} {'predicted s':>11} half  run  (worst first; others: {OTHERS})")
+        mean = float(np.abs(error[test]).mean())
+        report.figure(f"a100 iteration time, half {name}, mean error", mean, "share", at_most=BAR)
+        report.figure(f"a100 iteration time, half {name}, bias", float(error[test].mean()), "share")
+    print(f"\n{'error':>7} {'measured s':>10} {'predicted s':>11} half  run  (worst first)")
     for i in np.argsort(-np.abs(error)):
         seconds = multi.measured_s[i]
         print(f"{error[i]:+7.1%} {seconds:10.2f} {seconds * (1 + error[i]):11.2f} {half_of[i]:>4}  {multi.runs[i].key}")
     everything = fit([single, multi], MACHINE)
     print(f"\nfitted on everything, as A100-80 carries it: {constants(everything)}")
-    ok &= score("a100 iteration time, both halves, mean error", float(np.abs(error).mean()), bar=BAR)
-    score("a100 iteration time, both halves, bias", float(error.mean()))
-    score("a100 iteration time, both halves, median error", float(np.median(np.abs(error))))
+    report.figure("a100 iteration time, both halves, mean error", float(np.abs(error).mean()), "share", at_most=BAR)
+    report.figure("a100 iteration time, both halves, bias", float(error.mean()), "share")
+    report.figure("a100 iteration time, both halves, median error", float(np.median(np.abs(error))), "share")
     unseen = predict(multi.runs, MACHINE, fit([single], MACHINE)) / multi.measured_s - 1
-    score("a100 all 55, fitted on single-node rows alone, mean error", float(np.abs(unseen).mean()))
+    report.figure("a100 all 55, fitted on single-node rows alone, mean error", float(np.abs(unseen).mean()), "share")
     single_error = predict(single.runs, MACHINE, everything) / single.measured_s - 1
-    score("a100 single-node rows (fitted on), mean error", float(np.abs(single_error).mean()))
-    score("a100 closed form against event simulator, largest gap", worst_gap)
+    report.figure("a100 single-node rows (fitted on), mean error", float(np.abs(single_error).mean()), "share")
+    report.figure("a100 closed form against event simulator, largest gap", worst_gap, "share")
     if not args.quick:
         scores = random_splits(single, multi)
-        score("a100 random halves, mean of the mean errors", float(scores.mean()))
-        score("a100 random halves, worst mean error", float(scores.max()))
-    score("a100 accuracy bench, wall time", time.perf_counter() - began, unit="s", bar=60)
-    return 0 if ok else 1
+        report.figure("a100 random halves, mean of the mean errors", float(scores.mean()), "share")
+        report.figure("a100 random halves, worst mean error", float(scores.max()), "share")
+    report.figure("a100 accuracy bench, wall time", time.perf_counter() - began, "s", at_most=60)
+    return report.finish()
 
 
 if __name__ == "__main__":

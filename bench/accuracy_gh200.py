@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common.report import Report
 
 from atlas.cost.calibration.footprint import StageSize, fit_overheads, peak_bytes
 from atlas.cost.calibration.runs import StageSeconds, blocking_costs
@@ -141,12 +142,6 @@ def predict_peaks(runs: list[Measured], tables: Sailor) -> np.ndarray[Any, np.dt
     return np.array(peaks)
 
 
-def score(name: str, value: float, *, bar: float | None = None, unit: str = "share") -> bool:
-    ok = bar is None or value <= bar
-    print(json.dumps({"name": name, "value": round(value, 4), "unit": unit, "bar": bar, "ok": ok}))
-    return ok
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", nargs="?", type=Path, default=DATA)
@@ -166,20 +161,21 @@ def main() -> int:
             f"{run.seconds:6.3f} {seconds[i]:9.3f} {time_error[i]:+6.1%} "
             f"{run.peak_bytes / 1e9:5.1f} {peaks[i] / 1e9:9.1f} {peak_error[i]:+6.1%}"
         )
-    print("others on the same runs: Sailor 8.9 %")
     fitted = fit_overheads([stage_sizes(run, tables) for run in runs], np.array([run.peak_bytes for run in runs]))
     print(
         f"overheads fitted on all: {fitted.fixed_bytes / 1e9:.2f} GB, {fitted.layer_copies:.2f} layers, "
         f"{fitted.head_copies:.2f} heads"
     )
     free = np.array([predict_s(run, tables, transfers=False) for run in runs]) / [run.seconds for run in runs] - 1
-    ok = score("gh200 iteration time, mean error", float(np.abs(time_error).mean()), bar=TIME_BAR)
-    score("gh200 iteration time, bias", float(time_error.mean()))
-    score("gh200 iteration time, mean error if transfers took no time", float(np.abs(free).mean()))
-    ok &= score("gh200 peak memory, mean error, its like left out", float(np.abs(peak_error).mean()), bar=MEMORY_BAR)
-    score("gh200 peak memory, bias", float(peak_error.mean()))
-    ok &= score("gh200 accuracy bench, wall time", time.perf_counter() - began, unit="s", bar=60)
-    return 0 if ok else 1
+    report = Report("GH200 iteration times and peak memory", "Sailor on the same runs: 8.9 % in time")
+    mean_error, like_left_out = float(np.abs(time_error).mean()), float(np.abs(peak_error).mean())
+    report.figure("gh200 iteration time, mean error", mean_error, "share", at_most=TIME_BAR)
+    report.figure("gh200 iteration time, bias", float(time_error.mean()), "share")
+    report.figure("gh200 iteration time, mean error if transfers took no time", float(np.abs(free).mean()), "share")
+    report.figure("gh200 peak memory, mean error, its like left out", like_left_out, "share", at_most=MEMORY_BAR)
+    report.figure("gh200 peak memory, bias", float(peak_error.mean()), "share")
+    report.figure("gh200 accuracy bench, wall time", time.perf_counter() - began, "s", at_most=60)
+    return report.finish()
 
 
 if __name__ == "__main__":

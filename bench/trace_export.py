@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from common.report import Report
 
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.ir.ops import Kind
@@ -85,12 +86,12 @@ def main() -> int:
         slow = seconds(lambda: with_json_dumps(theirs, timeline), 3)
         num_spans = sum(e.get("cat") in ("F", "B") for e in json.loads(ours.read_bytes())["traceEvents"])
         size_mb = ours.stat().st_size / 1e6
-    ok = fast <= BAR_S and num_spans == 262_144
-    print(json.dumps({"name": "trace_export", "value": round(fast, 4), "unit": "s", "bar": BAR_S, "ok": ok}))
-    print(f"  {num_spans:,} op spans and the WAN transfers, {size_mb:.0f} MB, to a file, median of 5")
-    print(f"  {'atlas.view.perfetto':<34} {fast:8.3f} s")
-    print(f"  {'json.dumps of one dict per span':<34} {slow:8.3f} s   ({slow / fast:.1f}x, same run, ops only)")
-    return 0 if ok else 1
+    report = Report("A trace to a file, seconds, medians", "json.dumps of one dict per span, ops only, same run")
+    report.figure("trace_export", fast, "s", at_most=BAR_S)
+    report.figure("op spans in it", num_spans, "spans", at_least=262_144)
+    report.figure("size, WAN transfers included", size_mb, "MB")
+    report.figure("json.dumps", slow, "s")
+    return report.finish()
 
 
 if __name__ == "__main__":
