@@ -15,7 +15,8 @@ from atlas.cost.table import kind_costs, uniform_costs
 from atlas.errors import AtlasError
 from atlas.ir.difference import difference
 from atlas.ir.program import Layout, Memory, Program
-from atlas.ir.store import load_timeline, replacing, save_timeline
+from atlas.ir.replace import replacing
+from atlas.ir.store import load_timeline, save_timeline
 from atlas.ir.timeline import Timeline
 from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate

@@ -1,6 +1,6 @@
 """The files a command leaves behind: whether they can be written is asked before anything is computed.
 
-Each file is written whole or not at all (`ir.store.replacing`).
+Each file is written whole or not at all (`ir.replace`).
 """
 
 from __future__ import annotations

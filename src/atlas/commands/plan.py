@@ -7,6 +7,7 @@ event by event, and the winner's schedule is searched. Interrupt it (Ctrl-C) to 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from atlas.commands.files import require_apart, require_drawable, require_writab
 from atlas.commands.simulate import job_flags, whole
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.errors import SpecError
-from atlas.ir.store import replacing
+from atlas.ir.replace import replacing
 from atlas.plan.files import plan_of
 from atlas.plan.judge import as_dict
 from atlas.plan.objective import OBJECTIVES, Objective, amount, objective_of
@@ -68,6 +69,7 @@ def _sailor_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    _require_one_kind(args)
     if args.from_sailor is not None:
         return _run_sailor(args)
     if args.job is None:
@@ -101,9 +103,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+OF_A_JOB = ("job", "budget", "tokens", "deadline", "keep", "global_batch", "tries", "set", "out", "page", "pareto")
+OF_SAILOR = ("trace", "model", "gpu", "gpu_price", "max_usd", "judge", "no_simulate", "out_sailor")
+
+
+def _require_one_kind(args: argparse.Namespace) -> None:
+    """Refuse what the kind of input at hand would leave unread: a file that was asked for and never written."""
+    theirs = args.from_sailor is not None
+    for name in OF_A_JOB if theirs else OF_SAILOR:
+        if getattr(args, name) not in (None, False, [], math.inf):
+            flag = "JOB.yaml" if name == "job" else f"--{name.replace('_', '-')}"
+            rule = "does not go with --from-sailor" if theirs else "is for --from-sailor DIR"
+            raise SpecError(where="atlas plan", key=flag, value=None, rule=rule, remedy="Leave one of the two out")
+
+
 def _run_sailor(args: argparse.Namespace) -> int:
     from atlas.commands.plan_sailor import run_sailor
 
+    if args.out_sailor is not None:
+        require_writable(args.out_sailor, "--out-sailor")
     args.objective = args.objective or "throughput"
     limit = args.min_throughput
     args.min_throughput = 0.0

@@ -18,7 +18,7 @@ from atlas.commands.files import require_writable
 from atlas.commands.simulate import job_flags, whole
 from atlas.cost.profile import load_profile
 from atlas.errors import MissingExtraError
-from atlas.ir.store import replacing
+from atlas.ir.replace import replacing
 from atlas.spec import Job
 from atlas.spec.plan import load_job_or_plan
 

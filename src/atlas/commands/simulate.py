@@ -17,7 +17,7 @@ from typing import Any
 from atlas.commands.files import Outputs, make_folder, picture_flags, require_folder
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.commands.words import headline, more_table, notes, page_notes, why
-from atlas.ir.store import replacing
+from atlas.ir.replace import replacing
 from atlas.plan.evaluate import Choice, Result, default_choices, evaluate_all, find_schedule, rows
 from atlas.plan.files import candidate_of
 from atlas.plan.ground import ground_of

@@ -1,20 +1,17 @@
 """A Timeline in one file: numpy arrays and a JSON header in a zip, no pickle, so that a file from a stranger can
-be opened. Written whole or not at all. Also the one place that knows how a file is replaced atomically.
+be opened. Written whole or not at all.
 
 Knows the format and its version, not what the numbers mean.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator
 from dataclasses import asdict, fields
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +20,7 @@ from atlas.errors import AtlasError
 from atlas.ir.journal import is_journal, load_journal
 from atlas.ir.ops import NUM_KINDS
 from atlas.ir.program import Memory, Program
+from atlas.ir.replace import replacing
 from atlas.ir.timeline import Timeline
 
 FORMAT, VERSION = "atlas-timeline", 1
@@ -36,29 +34,6 @@ _TRANSFER_ARRAYS = (
     "transfer_arrive_ns",
     "transfer_link",
 )
-
-
-@contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A file to write to that takes the place of `path` when all went well, and vanishes when not.
-
-    A link stays one, and what it points to is replaced. A device or a pipe is nobody's to replace: it is written to.
-    """
-    is_special = Path(path).exists() and not Path(path).is_file()
-    target = Path(path) if is_special else Path(os.path.realpath(path))
-    temporary = target if is_special else target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-        if not is_special:
-            temporary.replace(target)
-    except OSError as error:
-        raise AtlasError(
-            f"{path}: cannot be written: {error.strerror}. Free some space or choose another place"
-        ) from error
-    finally:
-        if not is_special:
-            temporary.unlink(missing_ok=True)
 
 
 def save_timeline(path: str | os.PathLike[str], timeline: Timeline) -> None:

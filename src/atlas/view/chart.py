@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from atlas.ir.store import replacing
+from atlas.ir.replace import replacing
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 860, 460, 70, 54, 52
 FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"

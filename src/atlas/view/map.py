@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.ir.store import replacing
+from atlas.ir.replace import replacing
 from atlas.view.pareto import front_svg
 from atlas.view.table import seconds
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from atlas.errors import AtlasError
 from atlas.ir.analysis import bubbles, critical_path, summary
 from atlas.ir.ops import COLLECTIVES, Kind
-from atlas.ir.store import replacing
+from atlas.ir.replace import replacing
 from atlas.ir.timeline import Timeline
 from atlas.view.palette import LOOKS, SEND, WAIT
 from atlas.view.tracks import Group, groups

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from atlas.ir.analysis import Cause, bubbles
 from atlas.ir.ops import Kind
 from atlas.ir.program import FORWARD
-from atlas.ir.store import replacing
+from atlas.ir.replace import replacing
 from atlas.ir.timeline import Timeline
 from atlas.view.tracks import Group, groups
 

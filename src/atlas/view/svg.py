@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from atlas.errors import AtlasError, MissingExtraError
 from atlas.ir.analysis import Bubbles, bubbles
 from atlas.ir.ops import USEFUL
-from atlas.ir.store import replacing
+from atlas.ir.replace import replacing
 from atlas.ir.timeline import Timeline
 from atlas.view.chart import FONT, SOFT, text
 from atlas.view.palette import CAUSES, LOOKS, SEND, WAIT

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atlas.ir.replace import replacing
 from atlas.plan.sailor.documents import Document, bad
 from atlas.plan.sailor.links import End
 
@@ -79,10 +80,9 @@ def as_document(plan: SailorPlan) -> dict[str, Any]:
 
 
 def write_plan(plan: SailorPlan, path: Path) -> None:
-    """One JSON file, replaced in one step so that nobody reads half of it."""
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_text(json.dumps(as_document(plan)) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    """One JSON file."""
+    with replacing(path) as file:
+        file.write((json.dumps(as_document(plan)) + "\n").encode())
 
 
 def read_plan(path: Path) -> SailorPlan:

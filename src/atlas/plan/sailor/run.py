@@ -143,7 +143,10 @@ def _price(text: str) -> tuple[str, float]:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < 1e12:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return value

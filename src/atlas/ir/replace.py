@@ -1,0 +1,34 @@
+"""How a file is written whole or not at all. Imports nothing heavy: the commands that must be quick use it too."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from atlas.errors import AtlasError
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """A file to write to that takes the place of `path` when all went well, and vanishes when not.
+
+    A link stays one, and what it points to is replaced. A device or a pipe is nobody's to replace: it is written to.
+    """
+    is_special = Path(path).exists() and not Path(path).is_file()
+    target = Path(path) if is_special else Path(os.path.realpath(path))
+    temporary = target if is_special else target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+        if not is_special:
+            temporary.replace(target)
+    except OSError as error:
+        raise AtlasError(
+            f"{path}: cannot be written: {error.strerror}. Free some space or choose another place"
+        ) from error
+    finally:
+        if not is_special:
+            temporary.unlink(missing_ok=True)
