@@ -106,6 +106,7 @@ def test_a_job_too_large_to_hold(atlas: Atlas) -> None:
 def test_files_that_are_no_timelines(atlas: Atlas, tmp_path: Path) -> None:
     refused(atlas("view", "tiny.yaml"), "tiny.yaml", "not a whole timeline file", "atlas simulate --save")
     refused(atlas("view", "gone.timeline"), "gone.timeline", "cannot be read")
+    refused(atlas("view", "."), "is a folder")
     refused(atlas("compare", "tiny.yaml", "tiny.yaml"), "is a job", "tiny.yaml:atlas")
     atlas("simulate", "tiny.yaml", "--schedule", "1f1b", "--save", "run.timeline")
     whole = (tmp_path / "run.timeline").read_bytes()

@@ -51,6 +51,11 @@ def test_view_draws_a_page_beside_the_file_and_says_where(atlas: Atlas, tmp_path
     assert "1f1b" in said.out
 
 
+def test_the_page_of_a_timeline_never_takes_the_place_of_it(atlas: Atlas, tmp_path: Path) -> None:
+    atlas("simulate", "tiny.yaml", "--schedule", "1f1b", "--save", "run.html")
+    assert "wrote run.html.html" in atlas("view", "run.html").err
+
+
 def test_compare_takes_files_or_a_job_and_a_schedule(atlas: Atlas, tmp_path: Path) -> None:
     atlas("simulate", "tiny.yaml", "--schedule", "1f1b", "--save", "run.timeline")
     said = atlas("compare", "run.timeline", "tiny.yaml:gpipe", "--page", "both.html")

@@ -161,6 +161,14 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_rubbish(tmp_path: Path) -
     assert [p.name for p in tmp_path.iterdir()] == ["f"]
 
 
+def test_a_name_may_be_as_long_as_a_name_may_be(tmp_path: Path) -> None:
+    with replacing(tmp_path / ("a" * 255)) as file:
+        file.write(b"whole")
+    with pytest.raises(AtlasError, match="too long"), replacing(tmp_path / ("a" * 256)) as file:
+        file.write(b"whole")
+    assert [p.read_bytes() for p in tmp_path.iterdir()] == [b"whole"]
+
+
 def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")

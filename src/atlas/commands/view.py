@@ -12,6 +12,7 @@ from typing import Any
 
 from atlas.commands.files import Outputs, picture_flags
 from atlas.commands.terminal import say, show
+from atlas.errors import SpecError
 from atlas.ir.analysis import summary
 from atlas.ir.store import load_timeline
 from atlas.ir.timeline import Timeline
@@ -28,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     outputs = Outputs.of(args)
     if not outputs.paths:
-        outputs = replace(outputs, page=args.files[0].with_suffix(".html"))
+        outputs = replace(outputs, page=_beside(args.files[0]))
     outputs.require_writable()
     timelines = [load_timeline(path) for path in args.files]
     title = ", ".join(dict.fromkeys(str(t.meta.get("job", t.program.name)) for t in timelines))
@@ -38,6 +39,13 @@ def run(args: argparse.Namespace) -> int:
     for path in outputs.written(timelines):
         say(f"wrote {path}")
     return 0
+
+
+def _beside(file: Path) -> Path:
+    """The page's name where none was given; never the file's own."""
+    if not file.name:
+        raise SpecError(where="atlas view", key="FILE", value=str(file), rule="is a folder", remedy="Name a file in it")
+    return file.with_name(f"{file.name}.html") if file.suffix == ".html" else file.with_suffix(".html")
 
 
 def _row(timeline: Timeline) -> dict[str, Any]:

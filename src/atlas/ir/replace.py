@@ -19,7 +19,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """
     is_special = Path(path).exists() and not Path(path).is_file()
     target = Path(path) if is_special else Path(os.path.realpath(path))
-    temporary = target if is_special else target.with_name(f".{target.name}.{os.getpid()}.part")
+    temporary = target if is_special else target.with_name(f".{target.name[:100]}.{os.getpid()}.part")
     try:
         with temporary.open("wb") as file:
             yield file
@@ -31,4 +31,5 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         ) from error
     finally:
         if not is_special:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # where it could not even be made, the reason is told already
+                temporary.unlink(missing_ok=True)
