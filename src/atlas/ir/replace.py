@@ -17,7 +17,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
     A link stays one, and what it points to is replaced. A device or a pipe is nobody's to replace: it is written to.
     """
-    is_special = Path(path).exists() and not Path(path).is_file()
+    is_special = _is_special(Path(path))
     target = Path(path) if is_special else Path(os.path.realpath(path))
     temporary = target if is_special else target.with_name(f".{target.name[:100]}.{os.getpid()}.part")
     try:
@@ -33,3 +33,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         if not is_special:
             with contextlib.suppress(OSError):  # where it could not even be made, the reason is told already
                 temporary.unlink(missing_ok=True)
+
+
+def _is_special(path: Path) -> bool:
+    """Whether there is something of this name that is no plain file."""
+    try:
+        return path.exists() and not path.is_file()
+    except OSError:  # whoever opens it will hear why
+        return False
