@@ -24,6 +24,7 @@ from atlas.launch.conductor import Terms
 from atlas.launch.emulate import Progress
 from atlas.launch.rehearse import rehearse
 from atlas.runtime.checkpoint import LocalStore, complete_ids
+from atlas.runtime.checkpoint.record import read_records
 from atlas.spec import Job
 
 NUM_STEPS = 8
@@ -248,6 +249,8 @@ def test_a_lost_datacenter_is_left_behind_and_its_shards_come_from_the_copy(
     found = steps_in(log)
     assert sorted(found) == list(range(1, 13))
     require_the_same(found, alone)
+    targets = {record.target for record in read_records(LocalStore(tmp_path / "west" / "saves" / "own"))}
+    assert targets == {"east/site0:of-west"}, "or saves would be kept for good, to be copied to south"
 
 
 @pytest.mark.slow

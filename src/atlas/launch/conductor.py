@@ -217,7 +217,7 @@ class Conductor:
         crew.order_all({"keepers": keepers, "shelves": shelves})
         crew.hear("met", MEET_S, of=crew.sites)
         first_step, attempt, resume = self._chosen(crew)
-        return Start(first_step, attempt, resume, self._copy_targets(guests, keepers), saves=True)
+        return Start(first_step, attempt, resume, self._copy_targets(guests), saves=True)
 
     def _require_folders(self, keepers: Mapping[str, Any]) -> bool:
         """Whether the run is saved."""
@@ -238,16 +238,16 @@ class Conductor:
             self._say("what was saved before is not complete on what is here: begins with the first step")
         return step or 0, found["next"], step
 
-    def _copy_targets(self, guests: Sequence[Guest], keepers: Mapping[str, Any]) -> dict[str, str]:
-        """By site: the keeper that its workers copy to, in the next datacenter around."""
+    def _copy_targets(self, guests: Sequence[Guest]) -> dict[str, str]:
+        """By site: the keeper that its workers copy to, in the next datacenter around; the same in every life."""
         ring = [dc for dc in self._members if any(guest.name.datacenter == dc for guest in guests)]
         if len(ring) < 2:
             return {}
         targets: dict[str, str] = {}
         for guest in guests:
             after = ring[(ring.index(guest.name.datacenter) + 1) % len(ring)]
-            theirs = [node for node in keepers if node.partition("/")[0] == after]
-            targets[guest.name.node] = theirs[guest.name.part % len(theirs)]
+            theirs = sorted(other.name.part for other in guests if other.name.datacenter == after)
+            targets[guest.name.node] = SiteName(after, theirs[guest.name.part % len(theirs)]).node
         return targets
 
     def _prepare(self, crew: Spread, guests: Sequence[Guest], start: Start) -> None:

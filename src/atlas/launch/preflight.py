@@ -35,7 +35,8 @@ def devices_for(
         raise AtlasError(
             f"the plan puts {num_workers} worker(s){each} on this host of {datacenter}, from GPU {first} on; it has "
             f"{count or 'no'} GPU(s). Plan for the hardware that is there (cluster.datacenters.{datacenter}), start a "
-            "launcher on every host (torchrun, or --node), or train on --device cpu"
+            "launcher on every host (torchrun, or --node), let them share one GPU (--device cuda:0), or train on "
+            "--device cpu"
         )
     return [f"cuda:{first + k * tp}" for k in range(num_workers)]
 

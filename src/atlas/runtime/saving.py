@@ -19,6 +19,7 @@ from atlas.runtime.checkpoint import (
     SaveId,
     behind,
     choose,
+    forget_targets,
     load_layers,
     restore,
     share,
@@ -84,20 +85,23 @@ class Saving:
         self._mine = share(holding.layers, seat.pipeline, seat.num_pipelines)
 
     def copy_over(self, links: Links, on_copied: Written) -> None:
-        """From now on, what is saved is copied to where the launcher said."""
-        copy = self.choice.copy
+        """From now on, what is saved is copied to where the launcher said, and to nowhere else: a place that a plan of
+        before had chosen may be lost."""
+        copy, store = self.choice.copy, self.checkpointer.store
         if copy is None:
+            forget_targets(store, self.seat.name)
             return
-        line = Line(links.main, copy.peer, (copy.host, copy.port))
+        target = RemoteStore(Line(links.main, copy.peer, (copy.host, copy.port)), copy.shelf)
         self._replicator = Replicator(
-            self.checkpointer.store,
-            RemoteStore(line, copy.shelf),
+            store,
+            target,
             writer=self.seat.name,
             yield_way=behind(links),
             retention=self._copies,
             on_copied=on_copied,
         )
         self._replicator.start()
+        forget_targets(store, self.seat.name, but=str(target))
 
     def confirm(self, *complete: SaveId) -> None:
         """These are written, and copied where they are to be, by everybody: older ones may go."""

@@ -20,7 +20,7 @@ from atlas.runtime.checkpoint import (
     complete_ids,
     load_layers,
 )
-from atlas.runtime.checkpoint.record import read_records
+from atlas.runtime.checkpoint.record import forget_targets, read_records
 
 DCS = {"east": LAYERS[:2], "west": LAYERS[2:4], "north": LAYERS[4:]}
 PARTNER = {"east": "west", "west": "north", "north": "east"}
@@ -122,6 +122,24 @@ def test_what_is_still_to_be_copied_is_not_deleted(tmp_path: Path) -> None:
     checkpointer.save(4, numbered(4), meta_at(4))
     checkpointer.close()
     assert [id.step for id in complete_ids([source])] == [4]
+
+
+def test_a_target_that_is_given_up_holds_nothing_back(tmp_path: Path) -> None:
+    """A datacenter that was lost; the copies of others, and those to where they go now, are waited for."""
+    source, lost, now = (LocalStore(tmp_path / name) for name in ("a", "lost", "now"))
+    for writer, target in (("w", lost), ("w", now), ("other", lost)):
+        stuck = Replicator(source, target, writer=writer, rate_bps=1)
+        stuck.start()
+        stuck.close()
+    forget_targets(source, "w", but=str(now))
+    left = {(record.writer, record.target) for record in read_records(source)}
+    assert left == {("w", str(now)), ("other", str(lost))}
+    forget_targets(source, "w")
+    checkpointer = Checkpointer(source, "w", LAYERS, retention=Retention(keep=1))
+    for step in (1, 2, 3):
+        checkpointer.save(step, numbered(step), meta_at(step))
+    checkpointer.close()
+    assert [id.step for id in complete_ids([source])] == [3]
 
 
 def test_the_target_keeps_what_all_have_across(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from atlas.runtime.checkpoint.checkpointer import Checkpointer, Pause
 from atlas.runtime.checkpoint.keeper import Keeper
 from atlas.runtime.checkpoint.load import Checkpoint, choose, iterate_layers, load_layers, verify
 from atlas.runtime.checkpoint.manifest import Meta, SaveId, complete_ids, next_attempt
+from atlas.runtime.checkpoint.record import forget_targets
 from atlas.runtime.checkpoint.remote import Line, RemoteStore, behind
 from atlas.runtime.checkpoint.replicate import Replicator
 from atlas.runtime.checkpoint.retention import Retention
@@ -32,6 +33,7 @@ __all__ = [
     "behind",
     "choose",
     "complete_ids",
+    "forget_targets",
     "iterate_layers",
     "load_layers",
     "next_attempt",

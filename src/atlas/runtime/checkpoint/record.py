@@ -54,6 +54,13 @@ def read_records(store: Store) -> list[Record]:
     return records
 
 
+def forget_targets(store: Store, writer: str, but: str | None = None) -> None:
+    """Of a writer whose parts are copied nowhere any more, or only to one target: nothing waits for the others."""
+    for record in read_records(store):
+        if record.writer == writer and record.target != but:
+            store.delete(record.name)
+
+
 def not_copied(store: Store) -> set[SaveId]:
     """Saves of which some part is still to be copied by some Replicator."""
     records = read_records(store)
