@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--microbatch", type=int, default=256, metavar="ROWS")
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="of every rank: cpu, or cuda:0 (backend atlas)")
     parser.add_argument("--csv", metavar="FILE", help="a schedule in torch's format, one stage a rank")
     args = parser.parse_args()
 
@@ -37,9 +38,10 @@ def main() -> None:
     dist.init_process_group(args.backend)
     rank, num_stages = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
-    module = nn.Sequential(*(nn.Sequential(nn.Linear(args.width, args.width), nn.Tanh()) for _ in range(2)))
+    device = torch.device(args.device)
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(args.width, args.width), nn.Tanh()) for _ in range(2))).to(device)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    stage = PipelineStage(module, rank, num_stages, torch.device("cpu"))
+    stage = PipelineStage(module, rank, num_stages, device)
     if args.csv:
         schedule = _PipelineScheduleRuntime([stage], args.microbatches, loss_fn=nn.functional.mse_loss)
         schedule._load_csv(args.csv)
@@ -48,7 +50,8 @@ def main() -> None:
 
     took_s = []
     for step in range(args.steps):
-        x = torch.randn(args.microbatches * args.microbatch, args.width, generator=torch.Generator().manual_seed(step))
+        rows, drawn = args.microbatches * args.microbatch, torch.Generator().manual_seed(step)
+        x = torch.randn(rows, args.width, generator=drawn).to(device)
         losses: list[Tensor] = []
         dist.barrier()
         began = time.perf_counter()

@@ -57,7 +57,7 @@ def run_group(size: int, tmp_path: Path, body: Callable[[int], Any], options: li
 def _send_and_receive(rank: int) -> Any:
     peer = 1 - rank
     mine = torch.arange(50_000, dtype=torch.bfloat16) * (rank + 1)
-    got, strided = torch.empty(50_000, dtype=torch.bfloat16), torch.zeros(10, 4)
+    got, strided = torch.empty(50_000, dtype=torch.bfloat16), torch.zeros(10, 4, requires_grad=True)
     requests = [dist.isend(mine, peer), dist.irecv(got, peer)]
     for request in requests:
         request.wait()

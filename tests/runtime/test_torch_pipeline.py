@@ -76,6 +76,12 @@ def test_the_backends_name_changes_no_loss(by_gloo: list[str]) -> None:
     assert re.fullmatch(r"atlas: median iteration [\d.]+ ms", said[-1])
 
 
+@pytest.mark.gpu
+def test_tensors_of_a_gpu_travel_too(by_gloo: list[str]) -> None:
+    found = losses(run("--backend", "atlas", "--device", "cuda:0"))
+    assert [float(loss) for loss in found] == pytest.approx([float(loss) for loss in by_gloo], rel=1e-5)
+
+
 def test_torch_runs_an_order_of_ours(by_gloo: list[str], tmp_path: Path) -> None:
     """With backwards split in two, which torch does not choose by itself."""
     path = tmp_path / "order.csv"

@@ -147,7 +147,7 @@ class Transfer(Work):
         """A receive that could not go straight into its tensor is copied there, once."""
         with self._lock:
             if self._landing is not None and self._target is not None:
-                self._target.copy_(self._landing)
+                self._target.detach().copy_(self._landing)  # it may require a gradient
                 self._landing = None
 
 
