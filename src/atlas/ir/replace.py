@@ -19,7 +19,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """
     is_special = _is_special(Path(path))
     target = Path(path) if is_special else Path(os.path.realpath(path))
-    temporary = target if is_special else target.with_name(f".{target.name[:100]}.{os.getpid()}.part")
+    temporary = target if is_special else target.with_name(f".{target.name[:50]}.{os.getpid()}.part")
     try:
         with temporary.open("wb") as file:
             yield file
