@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -46,14 +47,11 @@ def job(**changes: object) -> Job:
     return parse_job({**data, **changes})
 
 
-def load_bench(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def load_bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """A script of bench/, which finds its neighbours as it does when it is run."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module
 
 
 def runs() -> list[Run]:
@@ -158,7 +156,7 @@ def test_a_misspelt_constant_names_the_nearest() -> None:
 
 # ---- the measurements ------------------------------------------------------------------------------------------
 @pytest.mark.skipif(not (SHARED / "vtrain").exists(), reason="vTrain's measurements are not here")
-def test_the_built_in_a100_carries_what_the_measured_runs_give() -> None:
+def test_the_built_in_a100_carries_what_the_measured_runs_give(load_bench: Callable[[str], ModuleType]) -> None:
     bench = load_bench("accuracy_a100")
     single, multi = (bench.read(SHARED / "vtrain" / f"{kind}_node_a100.csv") for kind in ("single", "multi"))
     found, built_in = fit([single, multi], MACHINE), GPU.calibration
@@ -169,12 +167,12 @@ def test_the_built_in_a100_carries_what_the_measured_runs_give() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (SHARED / "vtrain").exists(), reason="vTrain's measurements are not here")
-def test_the_a100_bar_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_a100_bar_holds(monkeypatch: pytest.MonkeyPatch, load_bench: Callable[[str], ModuleType]) -> None:
     monkeypatch.setattr(sys, "argv", ["accuracy_a100", "--quick"])
     assert load_bench("accuracy_a100").main() == 0
 
 
 @pytest.mark.skipif(not (SHARED / "sailor").exists(), reason="Sailor's measurements are not here")
-def test_the_gh200_bars_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gh200_bars_hold(monkeypatch: pytest.MonkeyPatch, load_bench: Callable[[str], ModuleType]) -> None:
     monkeypatch.setattr(sys, "argv", ["accuracy_gh200"])
     assert load_bench("accuracy_gh200").main() == 0
