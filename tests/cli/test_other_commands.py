@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from cli_runner import Atlas
 
 from atlas import __version__
 from atlas.cli import COMMANDS
+from atlas.ir.store import load_timeline, save_timeline
 from atlas.ir.text import from_text
 from atlas.schedules import SCHEDULES
 
@@ -49,6 +51,14 @@ def test_view_draws_a_page_beside_the_file_and_says_where(atlas: Atlas, tmp_path
     assert "wrote run.html" in said.err
     assert (tmp_path / "run.html").exists()
     assert "1f1b" in said.out
+
+
+def test_a_timeline_of_an_odd_name_has_files_of_a_plain_one(atlas: Atlas, tmp_path: Path) -> None:
+    atlas("simulate", "tiny.yaml", "--schedule", "1f1b", "--save", "a.timeline")
+    odd = load_timeline(tmp_path / "a.timeline")
+    save_timeline(tmp_path / "b.timeline", replace(odd, program=odd.program.renamed("../x/\ny")))
+    said = atlas("view", "a.timeline", "b.timeline", "--trace", "t.json")
+    assert said.err.splitlines() == ["wrote t-1f1b-many.json", "wrote t-.._x_y-many.json"]
 
 
 def test_the_page_of_a_timeline_never_takes_the_place_of_it(atlas: Atlas, tmp_path: Path) -> None:

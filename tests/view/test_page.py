@@ -37,6 +37,7 @@ SMOOTH_MS = 33.0
 
 def test_the_page_needs_no_network_and_no_name_can_break_out(tmp_path: Path) -> None:
     nasty = "</script><img src=x onerror=alert(1)>"
+    write_page(tmp_path / "half.html", [job()], title="\ud800")
     write_page(tmp_path / "p.html", [job(name=nasty)], title=nasty, notes=[nasty])
     page = (tmp_path / "p.html").read_text()
     assert "<img" not in page

@@ -13,7 +13,8 @@ from atlas.view.svg import svg_text, write_png, write_svg
 
 
 def test_the_figure_is_valid_xml_whatever_the_names(tmp_path: Path) -> None:
-    write_svg(tmp_path / "a.svg", [job(name='<b>"x"&'), job(sharing=True, name="turns")], title="a < b & c")
+    odd = job(name="\x1b[31m \x01 \ud800")  # out of a stranger's file
+    write_svg(tmp_path / "a.svg", [job(name='<b>"x"&'), job(sharing=True, name="turns"), odd], title="a < b & c")
     root = ET.parse(tmp_path / "a.svg").getroot()
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "a < b & c" in texts

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -66,9 +67,10 @@ class Outputs:
 
 
 def label(timeline: Timeline) -> str:
-    """`atlas-many`: a timeline's name in the name of a file."""
+    """`atlas-many`: a timeline's name in the name of a file. It may be a stranger's: what names no file is left out."""
     tcp = timeline.meta.get("tcp")
-    return f"{timeline.program.name}-{tcp}" if tcp else timeline.program.name
+    name = f"{timeline.program.name}-{tcp}" if tcp else timeline.program.name
+    return re.sub(r"[^\w.+-]+", "_", name)[:60]
 
 
 def each(path: Path | None, timelines: Sequence[Timeline]) -> list[Path]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import math
 import os
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 860, 460, 70, 54, 52
 FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 INK, SOFT = "#1c2126", "#5c6670"
 """Of what is read first, and of what explains it."""
+NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that no XML may hold: control characters, halves of a pair."""
 
 
 class Axis(NamedTuple):
@@ -123,8 +126,9 @@ def marker(x: float, y: float, shape: str, color: str) -> str:
 def text(
     x: float, y: float, words: str, *, size: float, anchor: str = "start", fill: str = INK, weight: str = "normal"
 ) -> str:
-    """A line of letters."""
+    """A line of letters; those that XML has no room for are shown as a question mark."""
+    letters = html.escape(NO_XML.sub("\ufffd", words))
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{fill}" '
-        f'font-weight="{weight}">{html.escape(words)}</text>'
+        f'font-weight="{weight}">{letters}</text>'
     )

@@ -42,7 +42,7 @@ def write_page(
     """Write one page that shows `timelines` above each other; `notes` are sentences put under the title."""
     page = page_html(timelines, title=title, notes=notes)
     with replacing(path) as file:
-        file.write(page.encode())
+        file.write(page.encode(errors="replace"))  # a name out of a file may be half a character
 
 
 def page_html(timelines: Sequence[Timeline], *, title: str = "Atlas timeline", notes: str | Sequence[str] = ()) -> str:
