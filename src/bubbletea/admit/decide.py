@@ -4,18 +4,23 @@
                behind everything more urgent (earliest deadline first), at a chunk's end if need be, and only if all
                that it pushes back still makes its own deadline
     offline    waits in the backlog; poured in when a lane is about to run dry, least served tenant first
+    late       online, but does not fit in time: where the operator's `Aims` allow it, taken up when bubbles are plenty
 
 What was let in keeps its deadline unless a window breaks its word (`late`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from atlas.ir.program import Ints
 from bubbletea.admit import fit
+from bubbletea.admit.aims import PLENTY, RETRY_NS
 from bubbletea.admit.fit import FREE
 from bubbletea.admit.queue import Cut, again, cut_at, cut_for
 from bubbletea.admit.state import Entry, State, Wanted, urgency
@@ -23,6 +28,10 @@ from bubbletea.admit.words import Placement, Refusal, Request
 
 TRIED = 3
 """Lanes on which a placement is worked out exactly, of those that look best."""
+LOOKED = 6
+"""Where there is a goal: lanes looked at exactly before one is chosen, of the quick and of the slow."""
+LOOSE = 0.9
+"""Of what is left until a deadline: a lane whose estimate is longer is not in time, since estimates are short."""
 POUR_NS = 50_000_000
 """Offline work is placed on a lane that runs dry within this: early enough to reach the worker, late enough not to
 stand in anybody's way."""
@@ -45,7 +54,8 @@ class Trial(NamedTuple):
 
 # ---- requests ----------------------------------------------------------------------------------------------------
 def admit(state: State, request: Request, now_ns: int) -> Placement | Refusal | None:
-    """Place an online request or refuse it at once. An offline one joins the backlog: None."""
+    """Place an online request or refuse it at once. None: it was offline and joined the backlog, or may be late and was
+    postponed."""
     refusal = refused_by_length(state, request)
     if refusal is not None:
         return refusal
@@ -59,9 +69,14 @@ def admit(state: State, request: Request, now_ns: int) -> Placement | Refusal | 
     waits = trial.own.start_ns > now_ns + POUR_NS
     by = None if deadline is None else deadline - (_kept_ns(state, trial, deadline - now_ns) if waits else 0)
     if by is not None and delivered > by:
+        if state.postponed.takes(request):
+            state.postponed.push(request)
+            state.postponed.count()
+            return None
         return Refusal(request, "deadline", delivered, now_ns + delivered - by)
     if waits and state.shares.ahead(request.tenant, state.tenants()) > AHEAD_NS:
         return Refusal(request, "share", delivered, trial.own.start_ns)
+    state.postponed.count()
     return _commit(state, trial)
 
 
@@ -80,12 +95,13 @@ def refused_by_length(state: State, request: Request) -> Refusal | None:
 
 
 def quote(state: State, request: Request, now_ns: int) -> Trial | None:
-    """The placement that delivers first, the state left as it is; None when no window takes even a layer of it."""
+    """The placement that delivers first, or by the goal; the state left as it is. None when no window takes even a
+    layer of it."""
     best: Trial | None = None
-    lanes = _candidates(state, request, now_ns)
+    choices = _candidates(state, request, now_ns)
     for in_turn in (True, False):
-        for lane in lanes:
-            for chunk in state.chunks:
+        for lane, chunks in choices:
+            for chunk in chunks:
                 found = _tried(state, lane, request, chunk, now_ns, in_turn)
                 if found is not None and (best is None or found.own.delivered_ns < best.own.delivered_ns):
                     best = found
@@ -96,16 +112,56 @@ def quote(state: State, request: Request, now_ns: int) -> Trial | None:
     return None
 
 
-def _candidates(state: State, request: Request, now_ns: int) -> list[int]:
-    """Lanes worth an exact look: those that would be done first, and one with the longest prefix."""
-    best = np.empty(TRIED, np.int64)
+Choice = tuple[int, Sequence[int]]
+"""A lane, and sizes of chunks to try on it."""
+
+
+def _candidates(state: State, request: Request, now_ns: int) -> list[Choice]:
+    """Lanes worth an exact look: those that would be done first, or what the goal says; and one with the longest
+    prefix."""
+    if state.aims.goal_s is not None:
+        chosen = _aimed(state, request, now_ns)
+    else:
+        lanes: list[int] = _ranked(state, request, now_ns, TRIED)[0].tolist()
+        chosen = [(lane, state.chunks) for lane in lanes]
+    _, holders = state.cache.longest(request.block_hashes, request.prompt_tokens - 1)
+    if holders and not holders.intersection(lane for lane, _ in chosen):
+        holder = min(holders, key=lambda lane: (int(state.tracks[lane, FREE, 0]), lane))
+        chosen.append((holder, state.chunks))
+    return chosen
+
+
+def _aimed(state: State, request: Request, now_ns: int) -> list[Choice]:
+    """The lane that delivers first if that is within the goal. Where none is, but some are in time: the slowest that
+    is. Lanes are taken as if nobody on them would make way."""
+    assert state.aims.goal_s is not None
+    lanes, when = _ranked(state, request, now_ns, len(state.leaders))
+    found = _delivered(state, request, lanes[:LOOKED], now_ns)
+    by_ns = request.deadline_ns or 0
+    if len(found) and now_ns + round(state.aims.goal_s * 1e9) < found[0][2] <= by_ns:
+        in_time = int(np.searchsorted(when, now_ns + LOOSE * (by_ns - now_ns), side="right"))
+        slow = _delivered(state, request, lanes[max(LOOKED, in_time - LOOKED) : in_time], now_ns)
+        found = [one for one in slow if one[2] <= by_ns][-1:] or found
+    return [(lane, (chunk,)) for lane, chunk, _ in found[:1]]
+
+
+def _delivered(state: State, request: Request, lanes: Ints, now_ns: int) -> list[list[int]]:
+    """(lane, chunk, when) exactly, first delivered first."""
+    where = (state.tracks, state.workers, state.first_layer, lanes)
+    out, chunks = np.empty((len(lanes), 3), np.int64), np.array(state.chunks, np.int64)
+    times = (now_ns, now_ns + POUR_NS)
+    count = fit.delivered_on(state.ground, *where, request.prompt_tokens, chunks, *times, out)
+    found: list[list[int]] = out[:count].tolist()
+    return found
+
+
+def _ranked(state: State, request: Request, now_ns: int, count: int) -> tuple[Ints, NDArray[np.float64]]:
+    """So many of the lanes that would be done first, best first, and when by a quick estimate."""
+    best, when = np.empty(count, np.int64), np.empty(count)
     where = (state.tracks, state.workers, state.first_layer, state.leaders)
     tokens = (0, request.prompt_tokens)
-    chosen: list[int] = best[: fit.best_lanes(state.ground, *where, tokens, state.chunks[0], now_ns, best)].tolist()
-    _, holders = state.cache.longest(request.block_hashes, request.prompt_tokens - 1)
-    if holders and not holders.intersection(chosen):
-        chosen.append(min(holders, key=lambda lane: (int(state.tracks[lane, FREE, 0]), lane)))
-    return chosen
+    found = fit.best_lanes(state.ground, *where, tokens, state.chunks[0], now_ns, best, when)
+    return best[:found], when[:found]
 
 
 def _tried(state: State, lane: int, request: Request, chunk: int, now_ns: int, in_turn: bool) -> Trial | None:
@@ -140,8 +196,8 @@ def _commit(state: State, trial: Trial) -> Placement:
 
 # ---- events ------------------------------------------------------------------------------------------------------
 def advance(state: State, now_ns: int) -> Changes:
-    """Pour offline work onto lanes that are about to run dry."""
-    poured = []
+    """Take up those who are late where bubbles are plenty; pour offline work onto lanes that are about to run dry."""
+    poured = _taken_up(state, now_ns)
     while len(state.backlog) and (lane := state.emptiest(now_ns + POUR_NS)) is not None:
         request = state.backlog.pop()
         assert request is not None
@@ -152,10 +208,32 @@ def advance(state: State, now_ns: int) -> Changes:
     return tuple(poured)
 
 
+def _taken_up(state: State, now_ns: int) -> list[Placement]:
+    """As offline work: everybody else goes before."""
+    taken, postponed = [], state.postponed
+    while len(postponed) and now_ns >= postponed.look_ns:
+        request, due = postponed.next(now_ns)
+        trial = quote(state, replace(request, kind="offline"), now_ns)
+        if trial is None or not (due or _plenty(state, trial, now_ns)):
+            postponed.look_ns = now_ns + RETRY_NS
+            break
+        postponed.remove(request.id)
+        taken.append(_commit(state, trial))
+    return taken
+
+
+def _plenty(state: State, trial: Trial, now_ns: int) -> bool:
+    """Whether a lane runs a prompt at nearly the speed it would have without training."""
+    lane = state.lanes[trial.lane]
+    alone_ns = state.costs[lane.dc].prompt_ns(trial.own.request.prompt_tokens) / len(lane.workers)
+    return trial.own.delivered_ns <= now_ns + PLENTY * alone_ns
+
+
 def cancel(state: State, request_id: str, now_ns: int) -> Changes:
     """Release what has not begun; what has begun stays until it is complete. Others move up."""
     if request_id not in state.lane_of:
-        state.backlog.remove(request_id)
+        if not state.postponed.remove(request_id):
+            state.backlog.remove(request_id)
         return ()
     lane = state.lane_of[request_id]
     own = [entry for entry in state.queues[lane] if entry.request.id == request_id]

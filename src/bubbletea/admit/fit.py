@@ -222,10 +222,11 @@ def best_lanes(
     chunk: int,
     now_ns: int,
     best: Ints,
+    when: NDArray[np.float64],
 ) -> int:
-    """The lanes among `lanes` that would be done first, best first, by adding windows up without rounding to layers."""
+    """The lanes among `lanes` that would be done first, best first, and when, by adding windows up without rounding to
+    layers."""
     found = 0
-    when = np.empty(len(best))
     size = min(chunk, tokens[1] - tokens[0])
     count = (tokens[1] - tokens[0]) / size
     for n in range(len(lanes)):
@@ -247,4 +248,45 @@ def best_lanes(
             at -= 1
         when[at], best[at] = end, lane
         found = min(found + 1, len(best))
+    return found
+
+
+@njit
+def delivered_on(
+    ground: Ground,
+    tracks: Ints,
+    workers: Ints,
+    first_layer: Ints,
+    lanes: Ints,
+    tokens: int,
+    chunks: Ints,
+    now_ns: int,
+    soon_ns: int,
+    out: Ints,
+) -> int:
+    """A whole prompt behind all that is on each of `lanes`: rows of (lane, chunk, delivered), first delivered first.
+    Chunks as given, the one that delivers first; where it would start after `soon_ns`, only the first that fits."""
+    found, row = 0, np.empty((1, COLUMNS), np.int64)
+    for n in range(len(lanes)):
+        lane, size = lanes[n], workers.shape[1]
+        while workers[lane, size - 1] < 0:
+            size -= 1
+        chunk, first = 0, NEVER
+        for c in range(len(chunks)):
+            even = -(-tokens // -(-tokens // chunks[c]))
+            where = (workers[lane, :size], first_layer[lane, : size + 1])
+            times, all_of_it = (now_ns, now_ns), (0, tokens, tokens)
+            track = tracks[lane, :, :size].copy()
+            _, _, delivered = place(ground, track, where[0], where[1], all_of_it, even, times, 0, row)
+            if delivered < first:
+                chunk, first = chunks[c], delivered
+            if delivered < NEVER and row[0, 1] > soon_ns:
+                break
+        if first < NEVER:
+            at = found
+            while at > 0 and out[at - 1, 2] > first:
+                out[at] = out[at - 1]
+                at -= 1
+            out[at, 0], out[at, 1], out[at, 2] = lane, chunk, first
+            found += 1
     return found

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from atlas.ir.program import Ints
+from bubbletea.admit.fit import NEVER
 from bubbletea.admit.state import LEAD_NS, Entry, State
 
 
@@ -58,11 +59,20 @@ def again(state: State, lane: int, rest: list[Entry], track: Ints, now_ns: int, 
         moved, track = state.fitted(lane, entry.wanted, track, floor_ns)
         if moved is None:
             return None
-        deadline = entry.request.deadline_ns
-        if firm and deadline is not None and moved.delivered_ns > max(deadline, entry.delivered_ns):
+        if firm and moved.delivered_ns > _promised_ns(entry):
             return None
         entries.append(moved)
     return Again(entries, track)
+
+
+def _promised_ns(entry: Entry) -> int:
+    """No newcomer may push it beyond this: its deadline; of an online request that is late already, where it stands."""
+    deadline = entry.request.deadline_ns
+    if deadline is None:
+        return NEVER
+    if entry.delivered_ns > deadline:
+        return entry.delivered_ns if entry.request.kind == "online" else NEVER
+    return deadline
 
 
 def _parted(state: State, lane: int, entry: Entry, soon_ns: int, now_ns: int) -> tuple[Entry, Entry, Ints] | None:

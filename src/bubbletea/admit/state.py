@@ -15,6 +15,7 @@ import numpy as np
 
 from atlas.ir.program import Ints
 from bubbletea.admit import fit
+from bubbletea.admit.aims import Aims, Postponed
 from bubbletea.admit.fit import COLUMNS, FREE, NEVER, Ground
 from bubbletea.admit.lanes import kinds, weight_bytes
 from bubbletea.admit.words import Lane, Placement, Request, Slice
@@ -99,10 +100,13 @@ class State:
         cache_blocks: int = CACHE_BLOCKS,
         weights: Mapping[str, float] | None = None,
         kept: float = 0.0,
+        aims: Aims | None = None,
     ) -> None:
         self.kept = kept
         """Of a patience, the share at its end that is kept for long prompts when lanes are full: without it short ones
         take what is left before every deadline, and more requests but fewer tokens are served."""
+        self.aims = aims or Aims()
+        self.postponed = Postponed(self.aims)
         self.forecast, self.lanes, self.chunks = forecast, tuple(lanes), tuple(chunks)
         names = set(forecast.pattern.worker_dc)
         self.costs: dict[str, Costs] = dict(costs) if isinstance(costs, Mapping) else dict.fromkeys(names, costs)
@@ -208,7 +212,7 @@ class State:
 
     def tenants(self) -> set[str]:
         """Who has something placed or waiting."""
-        return {*self.active, *self.backlog.tenants()}
+        return {*self.active, *self.backlog.tenants(), *self.postponed.tenants()}
 
     def rebuild(self) -> None:
         """Take the forecast's windows as they are now."""
@@ -221,12 +225,12 @@ class State:
             tuple((e.request.id, e.first_token, e.end_token, e.slices.tobytes(), e.delivered_ns) for e in queue)
             for queue in self.queues
         )
-        return queues, self.tracks.tobytes(), len(self.backlog)
+        return queues, self.tracks.tobytes(), len(self.postponed), len(self.backlog)
 
     @property
     def num_waiting(self) -> int:
-        """Requests placed and not complete, and the backlog."""
-        return len(self.lane_of) + len(self.backlog)
+        """Requests placed and not complete, those postponed and the backlog."""
+        return len(self.lane_of) + len(self.postponed) + len(self.backlog)
 
     def _max_tokens(self) -> int:
         """The longest prompt whose KV some lane has room for."""

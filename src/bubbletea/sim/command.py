@@ -17,6 +17,7 @@ from atlas.commands.files import require_writable
 from atlas.commands.simulate import job_flags, whole
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.view import write_curves
+from bubbletea.admit.aims import Aims
 from bubbletea.bubbles import Forecast
 from bubbletea.sim.figures import by_load, notes, table
 from bubbletea.sim.noise import Noise
@@ -27,6 +28,8 @@ from bubbletea.traces import Trace, load_trace, synthetic
 
 POLICIES = ("ours", "paper", "dedicated")
 PATIENCE_S = 10.0
+LATE_TOKENS = 2000
+"""Shorter prompts are refused rather than late."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +44,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offline", action="store_true", help="no request has a deadline: fill what there is")
     parser.add_argument(
         "--patience", type=positive, default=PATIENCE_S, metavar="S", help="seconds to deliver in (default 10)"
+    )
+    parser.add_argument(
+        "--goal", type=positive, metavar="S", help="who cannot be delivered in S seconds leaves quick lanes to who can"
+    )
+    parser.add_argument(
+        "--late", type=share, default=0.0, metavar="X", help="of those let in, who may miss the patience (default 0)"
     )
     parser.add_argument(
         "--split", type=whole(1, 64), action="append", metavar="N", help="workers that share the model; may be repeated"
@@ -72,6 +81,14 @@ def positive(text: str) -> float:
         value = 0.0
     if not 0 < value < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def share(text: str) -> float:
+    """A type for argparse."""
+    value = positive(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: give one such as 0.05")
     return value
 
 
@@ -134,7 +151,8 @@ def simulated(scene: Scene, policy: str, trace: Trace, tokens_per_s: float, args
     if args.jitter is not None and policy == "ours" and scene.result is not None:
         noise = Noise(scene.result, args.jitter, args.jitter)
         forecast = noise.learnt(stage.pattern, args.slowdown, slice_ns)
-    state = stage.state(forecast, lanes, chunks)
+    aims = Aims(args.goal, args.late, LATE_TOKENS) if policy == "ours" else None
+    state = stage.state(forecast, lanes, chunks, aims=aims)
     played = play(
         stage,
         Paper(state) if policy == "paper" else Ours(state),
@@ -146,6 +164,7 @@ def simulated(scene: Scene, policy: str, trace: Trace, tokens_per_s: float, args
         kind="offline" if args.offline and policy != "paper" else "online",
         patience_s=None if args.offline else args.patience,
         tenants=args.tenants,
+        cool_down=1.0 if args.late else 0.0,
     )
     return played.figures() | {"slowdown": _slowdown(noise, forecast, played, args)}
 

@@ -137,18 +137,21 @@ def play(
     kind: Class = "online",
     patience_s: float | None = None,
     tenants: int = 1,
+    cool_down: float = 0.0,
 ) -> Played:
-    """`warm_up` periods of training, then `periods` that count. Prompts that arrive late in the last one may be
-    delivered after it; they count where a share of arrivals is told."""
+    """`warm_up` periods of training, then `periods` that count, then `cool_down` in which more arrive and those who
+    were postponed get their turn. Prompts that arrive late in the last period that counts may be delivered after it;
+    they count where a share of arrivals is told. Who never got a turn counts as refused."""
     from_ns = round(warm_up * scene.pattern.period_ns)
     until_ns = from_ns + round(periods * scene.pattern.period_ns)
     played = Played(scene, name, tokens_per_s, from_ns, until_ns)
-    for request in arrivals(trace, tokens_per_s, until_ns, kind, patience_s, tenants):
+    end_ns = until_ns + round(cool_down * scene.pattern.period_ns)
+    for request in arrivals(trace, tokens_per_s, end_ns, kind, patience_s, tenants):
         now_ns = request.arrival_ns
         began = time.perf_counter()
         found = policy.arrive(request, now_ns)
         played.decision_us.append((time.perf_counter() - began) * 1e6)
-        counts = now_ns >= from_ns
+        counts = from_ns <= now_ns < until_ns
         played.arrived += counts
         for one in (*found, *policy.pass_time(now_ns)):
             if isinstance(one, Refusal):
@@ -157,6 +160,7 @@ def play(
                 played.placed[one.request.id] = one
     if isinstance(policy, Ours):
         played.placed.update(policy.done)
+        played.refused["late"] += sum(from_ns <= one.arrival_ns < until_ns for one in policy.state.postponed)
         played.placed.update({name: policy.state.placement(name) for name in policy.state.lane_of})
     return played
 

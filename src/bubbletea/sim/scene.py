@@ -19,6 +19,7 @@ from atlas.plan.evaluate import Progress, Result, evaluate
 from atlas.spec.job import Job
 from atlas.spec.model import Model
 from atlas.spec.plan import load_job_or_plan
+from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
 from bubbletea.admit.state import State
 from bubbletea.admit.words import Lane
@@ -72,8 +73,16 @@ class Scene:
     def lanes(self, split: int | Sequence[int] | None, chunk: int) -> list[Lane]:
         return build_lanes(self.pattern, self.some_costs, split=split, num_ranks=self.num_ranks, chunk=chunk)
 
-    def state(self, forecast: Forecast, lanes: Sequence[Lane], chunks: Sequence[int], *, kept: float = 0.0) -> State:
-        return State(forecast, self.costs, lanes, residual=self.residual, chunks=chunks, kept=kept)
+    def state(
+        self,
+        forecast: Forecast,
+        lanes: Sequence[Lane],
+        chunks: Sequence[int],
+        *,
+        kept: float = 0.0,
+        aims: Aims | None = None,
+    ) -> State:
+        return State(forecast, self.costs, lanes, residual=self.residual, chunks=chunks, kept=kept, aims=aims)
 
     def capacity_tokens_per_s(self, trace: Trace, lanes: Sequence[Lane] | None = None) -> float:
         """Prefill of the trace's prompts if the windows (of the lanes' workers) could be filled without a gap: what no

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from atlas.spec.model import Model
+from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
 from bubbletea.admit.state import State
 from bubbletea.admit.words import Request
@@ -41,9 +42,10 @@ def state_of(
     chunks: tuple[int, ...] = (256,),
     residual: Residual | None = None,
     kept: float = 0.0,
+    aims: Aims | None = None,
 ) -> State:
     lanes = build_lanes(made, COSTS, split=split, num_ranks=1, chunk=max(chunks))
-    return State(Forecast(made), COSTS, lanes, residual=residual, chunks=chunks, kept=kept)
+    return State(Forecast(made), COSTS, lanes, residual=residual, chunks=chunks, kept=kept, aims=aims)
 
 
 @st.composite

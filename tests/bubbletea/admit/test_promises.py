@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bubbletea.admit import lanes
+from bubbletea.admit.aims import Aims
 from bubbletea.admit.decide import admit, advance, cancel, complete, late
 from bubbletea.admit.lanes import KV_TOKENS, need_bytes
 from bubbletea.admit.state import State
@@ -20,6 +21,7 @@ from bubbletea.admit.words import Placement, Refusal, Request, Slice
 from bubbletea.bubbles import Pattern
 
 SPLITS = st.sampled_from([1, 2])
+AIMS = st.sampled_from([Aims(), Aims(goal_s=0.02, late=0.5)])
 
 
 def play(state: State, arriving: list[Request]) -> list[Placement]:
@@ -38,9 +40,11 @@ def fits(state: State, piece: Slice) -> bool:
 
 
 @settings(max_examples=30)
-@given(patterns(), SPLITS, requests())
-def test_no_slice_leaves_its_window_and_no_two_meet(made: Pattern, split: int, arriving: list[Request]) -> None:
-    state = state_of(made, split)
+@given(patterns(), SPLITS, requests(), AIMS)
+def test_no_slice_leaves_its_window_and_no_two_meet(
+    made: Pattern, split: int, arriving: list[Request], aims: Aims
+) -> None:
+    state = state_of(made, split, aims=aims)
     by_worker = defaultdict(list)
     for placement in play(state, arriving):
         for piece in placement.slices:
@@ -53,9 +57,11 @@ def test_no_slice_leaves_its_window_and_no_two_meet(made: Pattern, split: int, a
 
 
 @settings(max_examples=30)
-@given(patterns(), SPLITS, requests())
-def test_layers_and_chunks_come_in_order_and_all_of_them(made: Pattern, split: int, arriving: list[Request]) -> None:
-    state = state_of(made, split)
+@given(patterns(), SPLITS, requests(), AIMS)
+def test_layers_and_chunks_come_in_order_and_all_of_them(
+    made: Pattern, split: int, arriving: list[Request], aims: Aims
+) -> None:
+    state = state_of(made, split, aims=aims)
     for placement in play(state, arriving):
         lane, done, ends = placement.lane, defaultdict(int), {}
         for piece in placement.slices:
@@ -96,9 +102,11 @@ def test_memory_is_never_exceeded(made: Pattern, split: int, arriving: list[Requ
 
 
 @settings(max_examples=30)
-@given(patterns(), SPLITS, requests())
-def test_who_was_let_in_with_a_deadline_keeps_it(made: Pattern, split: int, arriving: list[Request]) -> None:
-    for placement in play(state_of(made, split), arriving):
+@given(patterns(), SPLITS, requests(), AIMS)
+def test_who_was_let_in_with_a_deadline_keeps_it(
+    made: Pattern, split: int, arriving: list[Request], aims: Aims
+) -> None:
+    for placement in play(state_of(made, split, aims=aims), arriving):
         if placement.request.deadline_ns is not None and placement.request.kind == "online":
             assert placement.delivered_ns <= placement.request.deadline_ns
 

@@ -1,0 +1,98 @@
+"""What an operator wants of many requests together: quick lanes for those who reach the goal, some late rather than
+refused."""
+
+from __future__ import annotations
+
+from admission_scenes import COSTS, MS, pattern, state_of
+
+from bubbletea.admit import decide
+from bubbletea.admit.aims import LATEST_NS, RETRY_NS, Aims
+from bubbletea.admit.decide import admit, advance, cancel
+from bubbletea.admit.state import State
+from bubbletea.admit.words import Placement, Refusal, Request
+
+PERIOD = 100 * MS
+SLOW = decide.LOOKED + 6
+"""Workers, each a lane of its own kind."""
+
+
+def quick_and_slow(goal_s: float | None) -> State:
+    """One worker that is always idle; more that are idle for a third of every ten milliseconds."""
+    third = [[(at * MS, at * MS + 10 * MS // 3 + k * 1000) for at in range(0, 100, 10)] for k in range(SLOW)]
+    return state_of(pattern([[(0, PERIOD)], *third], PERIOD), 1, aims=Aims(goal_s))
+
+
+def scarce(late: float) -> State:
+    """One worker: hardly idle for half of the time, idle for the other half."""
+    drops = [(k * MS, (k + 1) * MS) for k in range(0, 500, 20)]
+    return state_of(pattern([[*drops, (500 * MS, 1000 * MS)]], 1000 * MS), 1, aims=Aims(late=late))
+
+
+def ask(name: str, tokens: int, now: int = 0, patience: int = 150 * MS) -> Request:
+    return Request(name, "t", tokens, now, now + patience)
+
+
+def placed(found: Placement | Refusal | None) -> Placement:
+    assert isinstance(found, Placement)
+    return found
+
+
+def test_who_misses_the_goal_leaves_the_quick_lane_to_who_reaches_it() -> None:
+    work_s = COSTS.prompt_ns(1000) / 1e9
+    reached = placed(admit(quick_and_slow(1.2 * work_s), ask("a", 1000), 0))
+    missed = placed(admit(quick_and_slow(0.8 * work_s), ask("a", 1000), 0))
+    none = placed(admit(quick_and_slow(None), ask("a", 1000), 0))
+    assert reached.lane.workers == none.lane.workers == (0,)
+    assert missed.lane.workers != (0,)
+    assert none.delivered_ns < missed.delivered_ns <= missed.request.arrival_ns + 150 * MS
+
+
+def test_who_is_in_time_on_the_quick_lane_only_takes_it() -> None:
+    work = COSTS.prompt_ns(1000)
+    found = placed(admit(quick_and_slow(0.5 * work / 1e9), ask("a", 1000, patience=round(1.2 * work)), 0))
+    assert found.lane.workers == (0,)
+
+
+def test_as_many_are_late_as_may_be_and_the_others_refused() -> None:
+    state = scarce(late=0.25)
+    for k in range(3):
+        placed(admit(state, ask(f"short{k}", 10), k * MS))
+    found = [admit(state, ask(f"long{k}", 4000, now=10 * MS), 10 * MS) for k in range(3)]
+    assert found[0] is None
+    assert all(isinstance(one, Refusal) for one in found[1:])
+    assert state.num_waiting == 4
+
+
+def test_who_is_late_waits_for_plenty_of_bubbles_and_makes_way() -> None:
+    state = scarce(late=0.9)
+    placed(admit(state, ask("first", 10), 0))
+    for k in range(10):
+        if admit(state, ask("long", 4000), 0) is None:
+            break
+        placed(admit(state, ask(f"more{k}", 10), 0))
+    assert advance(state, 200 * MS) == ()
+    taken = advance(state, 500 * MS + RETRY_NS)
+    assert [one.request.id for one in taken] == ["long"]
+    work = COSTS.prompt_ns(4000)
+    assert taken[0].delivered_ns < 500 * MS + RETRY_NS + 2 * work
+    hurried = placed(admit(state, ask("hurried", 100, now=525 * MS), 525 * MS))
+    assert hurried.delivered_ns < taken[0].delivered_ns < state.placement("long").delivered_ns
+
+
+def test_who_was_late_for_long_waits_no_more() -> None:
+    state = scarce(late=1.0 - 1e-9)
+    for k in range(5):
+        placed(admit(state, ask(f"short{k}", 10), 0))
+    assert admit(state, ask("long", 4000), 0) is None
+    assert advance(state, 200 * MS) == ()
+    later = LATEST_NS + 100 * MS  # as scarce as at 100 ms
+    assert [one.request.id for one in advance(state, later)] == ["long"]
+
+
+def test_a_late_request_that_is_cancelled_is_gone() -> None:
+    state = scarce(late=0.5)
+    placed(admit(state, ask("short", 10), 0))
+    assert admit(state, ask("long", 4000), 0) is None
+    assert cancel(state, "long", 0) == ()
+    assert advance(state, 600 * MS) == ()
+    assert state.num_waiting == 1
