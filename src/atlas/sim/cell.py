@@ -9,9 +9,7 @@ Private to `sim`: import it only where numba is wanted anyway.
 from __future__ import annotations
 
 from atlas.ir.program import Ints
-from atlas.sim.jit import entry, inlined, njit
-from atlas.sim.lower import NONE
-from atlas.sim.network import (
+from atlas.sim.future import (
     ARRIVE,
     DELIVERED,
     LINK_SHIFT,
@@ -19,17 +17,14 @@ from atlas.sim.network import (
     OP,
     SEQUENCE_MASK,
     SIZE,
-    T_ARRIVE,
-    T_BEFORE,
-    T_DST,
     WHAT_SHIFT,
     WHICH_MASK,
-    Floats,
     drop_first,
-    offer,
     push,
-    wake,
 )
+from atlas.sim.jit import entry, inlined, njit
+from atlas.sim.lower import NONE
+from atlas.sim.network import T_ARRIVE, T_BEFORE, T_DST, Floats, offer, wake
 
 SLOT_F, SLOT_R, SLOT_B, SLOT_W = range(4)
 """What a worker chooses from: a backward in one piece and the input half of a split one share a slot."""

@@ -14,19 +14,15 @@ import numpy as np
 from atlas.cost.table import PRIVATE
 from atlas.errors import ProgramError
 from atlas.ir.program import Ints
+from atlas.sim.future import DELIVERED, LINK_SHIFT, OFFER, SEQUENCE_MASK, SIZE, WHAT_SHIFT, WHICH_MASK, drop_first, push
 from atlas.sim.jit import entry, njit
 from atlas.sim.lower import NONE, Tables
 from atlas.sim.network import (
-    DELIVERED,
     L_POLICY,
     L_SERVER,
     L_SERVERS_END,
     L_TRACE,
     L_TRACE_END,
-    LINK_SHIFT,
-    OFFER,
-    SEQUENCE_MASK,
-    SIZE,
     T_ARRIVE,
     T_BEFORE,
     T_BEGUN,
@@ -36,13 +32,9 @@ from atlas.sim.network import (
     T_READY,
     T_SENT,
     T_WORK,
-    WHAT_SHIFT,
-    WHICH_MASK,
     Floats,
-    drop_first,
     network,
     offer,
-    push,
     wake,
 )
 from atlas.sim.reference import UNKNOWN, Events

@@ -1,4 +1,4 @@
-"""The network for numba: the future (a heap of events) and the links, as both compiled engines use them.
+"""The network for numba: the links, as both compiled engines use them.
 
 `offer` hands a transfer to its link, `wake` tells a link that its moment has come; what got through is left in
 `delivered`, and whoever called decides what that means. The rules are those of `sim.reference`, to the letter.
@@ -17,27 +17,16 @@ from numpy.typing import NDArray
 from atlas.cost.table import FAIR, PRIVATE
 from atlas.ir.dispatch import before
 from atlas.ir.program import Ints
-from atlas.sim import reference
+from atlas.sim.future import DELIVERED, LINK, push
 from atlas.sim.jit import inlined, njit
 from atlas.sim.lower import NONE, Tables
 from atlas.sim.reference import UNKNOWN
 
 Floats = NDArray[np.float64]
 
-OP, OFFER, LINK, ARRIVE = (np.int64(kind) for kind in (reference.OP, reference.OFFER, reference.LINK, 3))
-"""What an event is. Not plain integers: of those numba makes a type each, and compiles `push` for every one."""
-
-WHAT_SHIFT, SEQUENCE_SHIFT = 60, 26
-"""An event packs (what, sequence, which) into one integer, which also orders events of the same nanosecond; that of a
-link packs (what, which, sequence): links decide in their own order, not in that in which they were woken."""
-LINK_SHIFT = WHAT_SHIFT - SEQUENCE_SHIFT
-WHICH_MASK = (1 << SEQUENCE_SHIFT) - 1
-SEQUENCE_MASK = (1 << LINK_SHIFT) - 1
-
 # Columns of the packed rows.
 T_DST, T_CHANNEL, T_LINK, T_WORK, T_BEFORE, T_LATENCY, T_TURN = range(7)
 T_READY, T_BEGUN, T_SENT, T_ARRIVE = range(4)
-SEQUENCE, SIZE, DELIVERED = range(3)
 (
     L_POLICY,
     L_QUANTUM,
@@ -57,45 +46,6 @@ SEQUENCE, SIZE, DELIVERED = range(3)
 ) = range(15)
 X_CAPACITY, X_SERVICE = range(2)
 TR_AT, TR_LATENCY = range(2)
-
-
-@njit
-def push(time: Ints, events: Ints, counters: Ints, when: int, what: np.int64, which: int) -> int:
-    """Foresee an event; returns its sequence number."""
-    counters[SEQUENCE] += 1
-    sequence: int = counters[SEQUENCE]
-    event = (what << WHAT_SHIFT) | (sequence << SEQUENCE_SHIFT) | which
-    if what == LINK:
-        event = (what << WHAT_SHIFT) | (which << LINK_SHIFT) | sequence
-    k = counters[SIZE]
-    counters[SIZE] = k + 1
-    while k > 0:
-        parent = (k - 1) >> 1
-        if time[parent] < when or (time[parent] == when and events[parent] < event):
-            break
-        time[k], events[k] = time[parent], events[parent]
-        k = parent
-    time[k], events[k] = when, event
-    return sequence
-
-
-@njit
-def drop_first(time: Ints, events: Ints, counters: Ints) -> None:
-    size = counters[SIZE] - 1
-    counters[SIZE] = size
-    when, event = time[size], events[size]
-    k, child = 0, 1
-    while child < size:
-        right = child + 1
-        if right < size and (
-            time[right] < time[child] or (time[right] == time[child] and events[right] < events[child])
-        ):
-            child = right
-        if when < time[child] or (when == time[child] and event < events[child]):
-            break
-        time[k], events[k] = time[child], events[child]
-        k, child = child, 2 * child + 1
-    time[k], events[k] = when, event
 
 
 @njit
