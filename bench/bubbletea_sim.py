@@ -271,7 +271,7 @@ def main() -> int:
         scene = scene_of(Path(case.job), schedule=case.schedule, changes=case.changes, cells=case.cells)
         saturated(report, case, scene, trace)
         relaxed(report, case, scene, trace, bars=case is FIVE)
-    one_cell = replace(FIVE_4, chunks=(CHUNK,), cells=1, periods=3.0, warm_up=1.0, cool_down=0.0)
+    one_cell = replace(FIVE_4, chunks=(2048,), cells=1, periods=3.0, warm_up=1.0, cool_down=0.0)
     saturated(report, one_cell, scene_of(Path(FIVE_4.job), changes=FIVE_4.changes), trace)
     for case in (FIVE_4, FIVE_WAN, FIVE_45):
         scene = scene_of(Path(case.job), schedule=case.schedule, changes=case.changes, cells=case.cells)
