@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from atlas.errors import AtlasError
+from bubbletea.admit.aims import Aims
 from bubbletea.bubbles import Forecast
 from bubbletea.cli import COMMANDS, command_parser, main
 from bubbletea.sim.noise import Noise
@@ -161,3 +162,14 @@ def test_the_simulator_and_the_help_load_no_torch() -> None:
         script = f"import sys; {code}; print(*[name for name in {heavy!r} if name in sys.modules])"
         found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
         assert found.stdout.strip() == ""
+
+
+def test_some_are_late_instead_of_refused(scene: Scene) -> None:
+    found, trace = {}, synthetic(2000)
+    for late in (0.0, 0.1):
+        state = scene.state(Forecast(scene.pattern), scene.lanes(2, CHUNK), (CHUNK,), aims=Aims(late=late))
+        rate = 0.8 * scene.capacity_tokens_per_s(trace)
+        times = {"periods": 6.0, "warm_up": 2.0, "cool_down": 1.0, "patience_s": 1.0}
+        found[late] = play(scene, Ours(state), "ours", trace, tokens_per_s=rate, **times).figures()
+    assert found[0.0]["ttft_p99_s"] <= 1.0 < found[0.1]["ttft_p99_s"]
+    assert found[0.1]["refused"] < found[0.0]["refused"]
