@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas.errors import WorkerError
+from atlas.wan import flight
 from atlas.wan.flight import FIRST_BYTES, Flight
 from atlas.wan.inbox import Inbox
 from atlas.wan.outbox import Chunk, Outbox
@@ -136,36 +137,36 @@ def test_the_flight_stops_what_would_only_queue() -> None:
 
 def test_a_narrow_path_has_a_second_chunk_under_way() -> None:
     """One that holds less than a chunk would else idle a round trip after each."""
-    flight = Flight(0.04)
-    flight.learn(200_000, chunk_bytes=16_384)
-    assert 16_384 < flight.limit_bytes < 2 * 16_384
-    flight.learn(1e9, chunk_bytes=16_384)
-    assert flight.limit_bytes == int(1e9 / 8 * (1.25 * 0.04 + 0.012)), "a wide path is bounded as before"
+    narrow = Flight(0.04)
+    narrow.learn(200_000, chunk_bytes=16_384)
+    assert 16_384 < narrow.limit_bytes < 2 * 16_384
+    narrow.learn(1e9, chunk_bytes=16_384)
+    assert narrow.limit_bytes == int(1e9 / 8 * (1.25 * 0.04 + 0.012)), "a wide path is bounded as before"
 
 
 def test_the_flight_finds_what_a_path_holds() -> None:
     """A path of 500 Mbit/s and 40 ms holds 2.5 MB; a queue behind it would hold anything."""
-    flight, now = Flight(0.04), 0.0
+    path, now = Flight(0.04), 0.0
     for _ in range(200):
-        queue_s = max(0.0, flight.limit_bytes / 62.5e6 - 0.04)
-        flight.filled()
+        queue_s = max(0.0, path.limit_bytes / 62.5e6 - 0.04)
+        path.filled()
         for _ in range(5):
             now += 0.012
-            flight.came_back(0.04 + queue_s, now)
-    assert 2.4e6 < flight.limit_bytes < 4.0e6
+            path.came_back(0.04 + queue_s, now)
+    assert 2.4e6 < path.limit_bytes < 4.0e6
 
 
 @pytest.mark.parametrize("queue_s", [0.0, 0.03])
 def test_a_limit_that_makes_nothing_late_is_too_low(queue_s: float) -> None:
     """The first of a burst is never late; if the last is not either, the path would take more."""
-    flight = Flight(0.04)
-    flight.learn(29e6)
+    path = Flight(0.04)
+    path.learn(29e6)
     for burst in range(3):
-        flight.filled()
+        path.filled()
         for i in range(10):
-            flight.came_back(0.04 + queue_s * i / 9, burst + 0.05 + i * 0.012)
-        assert flight.had_room() == (queue_s == 0.0)
-        assert not flight.had_room(), "nothing was sent since"
+            path.came_back(0.04 + queue_s * i / 9, burst + 0.05 + i * 0.012)
+        assert path.had_room() == (queue_s == 0.0)
+        assert not path.had_room(), "nothing was sent since"
 
 
 class Cable:
@@ -215,3 +216,48 @@ def test_the_loopback_is_a_transport() -> None:
     b.close()
     with pytest.raises(WorkerError):
         a.send(Key("b"), b"x").wait(1)
+
+
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits so long that a busy machine does not miss them."""
+    monkeypatch.setattr(flight, "MOST_HOLD_S", 1.0)
+    monkeypatch.setattr(flight, "MOST_TURN_S", 1.0)
+
+
+def _slices_of(*turns: int) -> Outbox:
+    """Slices of 1 MB on a path of 60 Mbit/s: a seventh of a second each."""
+    outbox = Outbox()
+    outbox.freed(0, 1 << 30)
+    outbox.flight = Flight(0.04)
+    outbox.flight.learn(60e6, chunk_bytes=4 << 20)
+    for turn in turns:
+        outbox.put((turn, 0, 0, 0), memoryview(bytes(1 << 20)), turn, Handle("slice"), whole=True)
+    return outbox
+
+
+@pytest.mark.usefixtures("_patient")
+def test_after_a_rest_a_slice_waits_a_moment_for_a_smaller_turn() -> None:
+    outbox = _slices_of(7)
+    assert outbox.pull("stream", 0, 0.0) is None
+    outbox.put((3, 0, 0, 0), memoryview(bytes(1 << 20)), 3, Handle("slice"), whole=True)
+    chunk = outbox.pull("stream", 0, 1.0)
+    assert chunk is not None
+    assert chunk.message.turn == 3
+
+
+@pytest.mark.usefixtures("_patient")
+def test_a_larger_turn_goes_only_when_the_path_would_run_dry() -> None:
+    outbox = _slices_of(3, 7)
+    assert outbox.pull("stream", 0, 1.0) is not None
+    assert outbox.pull("stream", 0, 0.0) is None  # more of the smaller turn may be on its way
+    later = outbox.pull("stream", 0, 1.0)
+    assert later is not None
+    assert later.message.turn == 7
+
+
+def test_the_same_turn_does_not_wait_for_itself() -> None:
+    outbox = _slices_of(3)
+    outbox.put((4, 0, 0, 0), memoryview(bytes(1 << 20)), 3, Handle("slice"), whole=True)
+    assert outbox.pull("stream", 0, 1.0) is not None
+    assert outbox.pull("stream", 0, 0.0) is not None

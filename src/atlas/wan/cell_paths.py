@@ -25,9 +25,8 @@ LEAST_TURN_S, TURN = 0.25, 3.0
 """How long one may wait for its turn at a relay before that counts as having left; or so many times what slices need
 from there."""
 TICK_S, IDLE_S = 0.02, 0.1
-HOLD, LEAST_HOLD_S, MOST_HOLD_S = 0.1, 0.002, 0.006
-"""Over what a slice takes on a slow path: so long we wait before we carry one ourselves. What others sent at the same
-moment, with a smaller turn, takes that long to reach us, and cannot overtake what has left."""
+SPAN_S = 0.05
+"""Over which it is counted how fast slices leave."""
 
 Hops = tuple[str, ...]
 
@@ -49,7 +48,7 @@ class Path:
     def __init__(self, index: int, hops: Hops) -> None:
         self.index, self.hops = index, hops
         self.num_staged, self._most_staged = 0, FIRST_STAGED
-        self.latency_s = 0.25
+        self.latency_s, self._is_known = 0.25, False
         self.delivered_bytes = self.num_handed = 0
         self._gaps_s = deque[float](maxlen=3)
         self._departed_at = 0.0
@@ -85,12 +84,13 @@ class Path:
     def note_latency(self, slice_id: tuple[int, int], now: float) -> None:
         begin = self.left_at.pop(slice_id, None)
         if begin is not None:
-            self.latency_s += 0.2 * (max(0.0, now - begin) - self.latency_s)
+            gain = 0.2 if self._is_known else 1.0
+            self.latency_s += gain * (max(0.0, now - begin) - self.latency_s)
+            self._is_known = True
 
 
 class Sender:
-    """All slices for one destination and lane; `hand_over` sends them on their way. The first path is our own;
-    `slice_s` says what a slice takes on it, zero where it is too fast to wait for others' turns."""
+    """All slices for one destination and lane; `hand_over` sends them on their way. The first path is our own."""
 
     def __init__(
         self,
@@ -98,11 +98,12 @@ class Sender:
         lane: int,
         paths: list[Hops],
         hand_over: Callable[[Path, Slice, memoryview], None],
-        slice_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.outbox, self.lane, self._hand_over, self._slice_s = outbox, lane, hand_over, slice_s
+        self.outbox, self.lane, self._hand_over = outbox, lane, hand_over
         self.paths = [Path(i, hops) for i, hops in enumerate(paths)]
         self.closing = False
+        self._handed = deque[tuple[float, int]]()
+        """When slices were handed over lately, and how long they were."""
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"atlas wan slices of {paths[0]}")
         self._thread.start()
@@ -119,13 +120,25 @@ class Sender:
                 if not free:
                     self._changed.wait(IDLE_S)
                     continue
-            if is_ready and free[0] is self.paths[0] and (slice_s := self._slice_s()):
-                hold_s = max(LEAST_HOLD_S, min(MOST_HOLD_S, HOLD * slice_s))
-                time.sleep(max(0.0, self.outbox.head_since + hold_s - time.monotonic()))
+                if is_ready and (late_s := self._late_s()):
+                    free = [path for path in free if path.latency_s < late_s]
+                    if not free:
+                        self._changed.wait(TICK_S)
+                        continue
             found = ((path, chunk) for path in free if (chunk := self._next(path, is_ready=is_ready)) is not None)
             if (first := next(found, None)) is not None:
                 self._set_out(*first)
             has_stolen = first is not None and not is_ready
+
+    def _late_s(self) -> float:
+        """The latency of paths on which the rest of a transfer would arrive later than on the others; zero: of none.
+        They differ by what queues on them."""
+        begin = time.monotonic() - SPAN_S
+        while self._handed and self._handed[0][0] < begin:
+            self._handed.popleft()
+        bytes_per_s = sum(num_bytes for _, num_bytes in self._handed) / SPAN_S
+        left_bytes = self.outbox.head_bytes
+        return min(path.latency_s for path in self.paths) + left_bytes / bytes_per_s if bytes_per_s else 0.0
 
     def _order(self, path: Path) -> tuple[int, bool]:
         """Who was given least comes first, our own path after the others."""
@@ -149,6 +162,7 @@ class Sender:
             # One that had no room for long does not get all that it missed.
             path.num_handed = max(path.num_handed + 1, max(other.num_handed for other in self.paths) - 1)
             path.left_at[message.number, chunk.offset] = at
+            self._handed.append((time.monotonic(), chunk.num_bytes))
         self.outbox.count_from(message.number, chunk.offset, at)
         self._hand_over(path, Slice(path.hops, self.lane, message.turn, *fields, path.index), chunk.payload)
 

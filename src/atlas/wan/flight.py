@@ -21,7 +21,11 @@ PACE, LEAD_S = 1.25, 0.003
 SWIFT_S, SWIFT_BYTES, KERNEL_BYTES = 10.0, 8 * 1024, 32 * 1024
 """How long a chunk that came through quickly says what the path can do; of so many bytes at least; and how many of them
 the kernel still holds, at most, when it has taken the last."""
-
+HOLD, MOST_HOLD_S = 0.6, 0.006
+"""Over what a slice takes: so long the first one after a rest waits for one of a smaller turn, which may have set out
+elsewhere at the same moment, and could not overtake what has left."""
+TURN_LEAD_S, MOST_TURN_S = 0.004, 0.010
+"""A slice of a larger turn than the one before waits until the path will run dry so soon, but no longer than that."""
 FELL, LATE_S = 0.5, 0.5
 """A path on which everything was late for so long, and which brought less than this part of its rate, is slower now."""
 
@@ -40,7 +44,7 @@ class Flight:
         self._slowest_s, self._held_back = 0.0, False
         self._late_since, self._late_bytes, self._last_back = 0.0, 0, 0.0
         self._fallen_bps: float | None = None
-        self._rate_bps, self._gone_at = float("inf"), 0.0
+        self._rate_bps, self._gone_at, self._dry_at = float("inf"), 0.0, 0.0
         self._swift_bps, self._swift_before_bps, self._swift_since = 0.0, 0.0, 0.0
 
     @property
@@ -85,6 +89,15 @@ class Flight:
     def left(self, num_bytes: int, now: float) -> None:
         """A chunk was handed to a stream."""
         self._gone_at = max(self._gone_at, now) + num_bytes * 8 / self.pace_bps
+        self._dry_at = min(max(self._dry_at, now) + num_bytes * 8 / self.rate_bps, now + TURN_LEAD_S + MOST_TURN_S)
+
+    def hold(self, num_bytes: int, now: float) -> None:
+        """After a rest, a slice has come."""
+        self._dry_at = now + TURN_LEAD_S + min(MOST_HOLD_S, HOLD * num_bytes * 8 / self.rate_bps)
+
+    def turn_s(self, now: float) -> float:
+        """How long a larger turn still waits: more slices of the smaller one may be on their way."""
+        return self._dry_at - TURN_LEAD_S - now
 
     def filled(self) -> None:
         """Somebody wanted to send and was held back by the limit."""

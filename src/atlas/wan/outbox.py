@@ -23,6 +23,7 @@ from atlas.wan.wire import MAX_CHUNK_BYTES
 
 MIN_CHUNK_BYTES = 64 * 1024
 MAX_POSTED = 1 << 17
+FIRST_TURN = -(1 << 62)
 RESERVE = 0.25
 """The part of the staging that only a turn which overtakes may use."""
 
@@ -95,7 +96,7 @@ class Outbox:
         self._held: dict[object, dict[tuple[int, int], Chunk]] = {}
         self._posted: dict[Tag, None] = {}
         self._charged_bytes = self._freed_bytes = self._unacked_bytes = 0
-        self._latest_turn = -(1 << 62)
+        self._latest_turn = self._slice_turn = FIRST_TURN
         self._closed = False
 
     # ---- the user's side ---------------------------------------------------------------------------------------
@@ -106,6 +107,9 @@ class Outbox:
                 handle.progress = lambda: _progress(message)
                 if not self._live:
                     self.last_progress_ns = time.monotonic_ns()
+                    self._slice_turn = FIRST_TURN
+                    if whole and self.flight is not None:
+                        self.flight.hold(len(view), message.put_at)
                 self._live[message.number] = message
                 heapq.heappush(self._waiting, (before(turn, message.number), message))
                 self._admit()
@@ -221,10 +225,11 @@ class Outbox:
             return self._ready[0][1].turn if self._ready else None
 
     @property
-    def head_since(self) -> float:
-        """When what would go next was put here."""
+    def head_bytes(self) -> int:
+        """What is left to take of it."""
         with self._changed:
-            return self._ready[0][1].put_at if self._ready else 0.0
+            message = self._ready[0][1] if self._ready else None
+            return len(message.view) - message.next_offset if message is not None else 0
 
     @property
     def closed(self) -> bool:
@@ -328,12 +333,20 @@ class Outbox:
         if self.flight is not None and self._unacked_bytes >= self.flight.limit_bytes:
             self.flight.filled()
             return False
-        return self.flight is None or self.flight.pause_s(time.monotonic()) <= 0
+        return self._held_s() <= 0
 
     def _pause_s(self) -> float:
         """Until the path has taken what went before; where that is not what holds things up, for ever."""
-        pause_s = self.flight.pause_s(time.monotonic()) if self.flight is not None and self._ready else 0.0
-        return pause_s if pause_s > 0 else threading.TIMEOUT_MAX
+        held_s = self._held_s() if self._ready else 0.0
+        return held_s if held_s > 0 else threading.TIMEOUT_MAX
+
+    def _held_s(self) -> float:
+        """How long what would go next still waits."""
+        if self.flight is None:
+            return 0.0
+        now, message = time.monotonic(), self._ready[0][1]
+        turn_s = self.flight.turn_s(now) if message.whole and message.turn > self._slice_turn else 0.0
+        return max(turn_s, self.flight.pause_s(now))
 
     def _admit(self) -> None:
         """Moves what may go from waiting to ready; what may not does not stop what comes after it."""
@@ -374,6 +387,8 @@ class Outbox:
                 size = left
             chunk = Chunk(message, message.next_offset, size)
             message.next_offset += size
+        if message.whole:
+            self._slice_turn = message.turn
         message.num_taken += 1
         message.unacked[chunk.offset] = chunk
         self._unacked_bytes += chunk.num_bytes

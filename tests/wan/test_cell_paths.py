@@ -1,0 +1,59 @@
+"""Which path of a cell takes which slice, with paths that are a few lines of arithmetic."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from atlas.wan.cell_paths import Path, Sender
+from atlas.wan.outbox import Outbox
+from atlas.wan.slices import Note, NoteKind, Slice
+from atlas.wan.transport import Handle
+
+SLICE_BYTES = 32 * 1024
+HOPS = [("a", "x"), ("a", "b", "y", "x")]
+
+
+class Ways:
+    """Slices take `slice_s` to leave, one after the other, and arrive `latency_s` later."""
+
+    def __init__(self, slice_s: float, latencies_s: list[float]) -> None:
+        self.slice_s, self.latencies_s = slice_s, latencies_s
+        self.free_at = [0.0 for _ in latencies_s]
+        self.first_way: dict[int, int] = {}
+        """By offset: the path that was given a slice first."""
+        self.sender: Sender | None = None
+
+    def hand_over(self, path: Path, one: Slice, payload: memoryview) -> None:
+        self.first_way.setdefault(one.offset, path.index)
+        start = max(self.free_at[path.index], time.monotonic())
+        self.free_at[path.index] = start + self.slice_s
+        self._later(start + self.slice_s, path, one, NoteKind.DEPARTED)
+        self._later(start + self.slice_s + self.latencies_s[path.index], path, one, NoteKind.ACK)
+
+    def _later(self, at: float, path: Path, one: Slice, kind: NoteKind) -> None:
+        def tell() -> None:
+            assert self.sender is not None
+            self.sender.heed(Note(kind, path.hops, 0, ((one.number, one.offset, path.index),)))
+
+        timer = threading.Timer(max(0.0, at - time.monotonic()), tell)
+        timer.daemon = True
+        timer.start()
+
+
+def test_the_last_slices_go_where_they_arrive_first() -> None:
+    ways = Ways(0.01, [0.05, 0.25])
+    outbox = Outbox(SLICE_BYTES, 2, SLICE_BYTES)
+    outbox.freed(0, 1 << 30)
+    ways.sender = sender = Sender(outbox, 0, HOPS, ways.hand_over)
+    try:
+        for number in range(2):  # the first tells how late each path is
+            ways.first_way.clear()
+            handle = Handle("transfer")
+            outbox.put((number, 0, 0, 0), memoryview(bytes(40 * SLICE_BYTES)), number, handle)
+            handle.wait(10.0)
+    finally:
+        sender.close()
+    chosen = list(ways.first_way.values())
+    assert len(chosen) == 40
+    assert 4 < chosen.count(1) < 16, "both carry as much; ten fewer on the later one, and both finish together"
