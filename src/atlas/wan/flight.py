@@ -64,8 +64,9 @@ class Flight:
         self._rate_bps, self.rtt_s = rate_bps, rtt_s or self.rtt_s
         rate_bps = self.rate_bps
         beside = int(1.1 * rate_bps / 8 * self.rtt_s) + chunk_bytes + 1
-        self.least_bytes = max(int(rate_bps / 8 * (1.25 * self.rtt_s + 0.012)), beside)
-        self.most_bytes = max(int(rate_bps / 8 * (1.5 * self.rtt_s + 0.015)), beside)
+        # Beside the round trip, what hosts take to answer; but queues are a round trip long, often enough.
+        self.least_bytes = max(int(rate_bps / 8 * (1.25 * self.rtt_s + min(0.012, 0.3 * self.rtt_s))), beside)
+        self.most_bytes = max(int(rate_bps / 8 * (1.5 * self.rtt_s + min(0.015, 0.375 * self.rtt_s))), beside)
 
     @property
     def is_slow(self) -> bool:

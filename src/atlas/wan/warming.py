@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from atlas.wan.tuning import LOSSY_STREAMS
 
-FIRST_BYTES, MOST_BYTES, STREAM_BYTES = 16 * 1024, 32 * 1024, 256 * 1024
+FIRST_BYTES, MOST_BYTES, STREAM_BYTES = 16 * 1024, 32 * 1024, 2 << 20
 """Under way at first; in one piece at most; under way for each stream that takes part."""
 GROWTH, FLAT_ROUNDS, STEADY_ROUNDS = 1.25, 5, 3
 GAIN, FLAT_GAIN = 2.7, 1.9
