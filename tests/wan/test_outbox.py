@@ -261,3 +261,13 @@ def test_the_same_turn_does_not_wait_for_itself() -> None:
     outbox.put((4, 0, 0, 0), memoryview(bytes(1 << 20)), 3, Handle("slice"), whole=True)
     assert outbox.pull("stream", 0, 1.0) is not None
     assert outbox.pull("stream", 0, 0.0) is not None
+
+
+@pytest.mark.usefixtures("_patient")
+def test_the_turn_after_the_last_does_not_wait_after_a_rest() -> None:
+    outbox = _slices_of(6)
+    done = outbox.pull("stream", 0, 1.0)
+    assert done is not None
+    outbox.acknowledged("stream", done.message.number, done.offset)
+    outbox.put((7, 0, 0, 0), memoryview(bytes(1 << 20)), 7, Handle("slice"), whole=True)
+    assert outbox.pull("stream", 0, 0.0) is not None

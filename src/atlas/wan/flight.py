@@ -21,9 +21,9 @@ PACE, LEAD_S = 1.25, 0.003
 SWIFT_S, SWIFT_BYTES, KERNEL_BYTES = 10.0, 8 * 1024, 32 * 1024
 """How long a chunk that came through quickly says what the path can do; of so many bytes at least; and how many of them
 the kernel still holds, at most, when it has taken the last."""
-HOLD, MOST_HOLD_S = 0.6, 0.006
+HOLD, MOST_HOLD_S = 1.1, 0.006
 """Over what a slice takes: so long the first one after a rest waits for one of a smaller turn, which may have set out
-elsewhere at the same moment, and could not overtake what has left."""
+elsewhere at the same moment, and could not overtake what has left; unless its turn is the one after the last."""
 TURN_LEAD_S, MOST_TURN_S = 0.004, 0.010
 """A slice of a larger turn than the one before waits until the path will run dry so soon, but no longer than that."""
 FELL, LATE_S = 0.5, 0.5

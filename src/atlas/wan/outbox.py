@@ -96,7 +96,7 @@ class Outbox:
         self._held: dict[object, dict[tuple[int, int], Chunk]] = {}
         self._posted: dict[Tag, None] = {}
         self._charged_bytes = self._freed_bytes = self._unacked_bytes = 0
-        self._latest_turn = self._slice_turn = FIRST_TURN
+        self._latest_turn = self._slice_turn = self._next_turn = FIRST_TURN
         self._closed = False
 
     # ---- the user's side ---------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Outbox:
                 handle.progress = lambda: _progress(message)
                 if not self._live:
                     self.last_progress_ns = time.monotonic_ns()
-                    self._slice_turn = FIRST_TURN
+                    self._next_turn, self._slice_turn = self._slice_turn + 1, FIRST_TURN
                     if whole and self.flight is not None:
                         self.flight.hold(len(view), message.put_at)
                 self._live[message.number] = message
@@ -345,8 +345,8 @@ class Outbox:
         if self.flight is None:
             return 0.0
         now, message = time.monotonic(), self._ready[0][1]
-        turn_s = self.flight.turn_s(now) if message.whole and message.turn > self._slice_turn else 0.0
-        return max(turn_s, self.flight.pause_s(now))
+        is_due = not message.whole or message.turn <= self._slice_turn or message.turn == self._next_turn
+        return max(0.0 if is_due else self.flight.turn_s(now), self.flight.pause_s(now))
 
     def _admit(self) -> None:
         """Moves what may go from waiting to ready; what may not does not stop what comes after it."""
