@@ -27,9 +27,7 @@ MIN_LOWAT_BYTES, MAX_LOWAT_BYTES, NEAR_LOWAT_BYTES = 32 * 1024, 256 * 1024, 512 
 HEADROOM, HEADROOM_ALONE = 2.0, 1.25
 """The pace of all streams, over what the path was seen to deliver: one stream alone must not be held back, and what is
 under way is bounded anyway. It only keeps a burst from leaving all at once."""
-SAMPLE_S, NUM_SPANS, GROWTH = 0.05, 4, 1.2
-"""The last: how much faster a path is believed to have become at once. What waited behind a loss, or on a busy host,
-comes in a lump, and a rate that is far too high fills queues until they overflow, which makes more lumps."""
+SAMPLE_S, NUM_SPANS = 0.05, 4
 MEMORY_S = 20.0
 
 
@@ -120,10 +118,7 @@ class RateMeter:
                 self._samples.popleft()
             if len(self._spans) < NUM_SPANS and self._samples:
                 return
-            mean_bps, best_bps = sum(self._spans) / len(self._spans), self._samples[0][1] if self._samples else math.inf
-            if mean_bps > GROWTH * best_bps:
-                mean_bps = GROWTH * best_bps
-                self._spans.clear()
+            mean_bps = sum(self._spans) / len(self._spans)
             while self._samples and self._samples[-1][1] <= mean_bps:
                 self._samples.pop()
             self._samples.append((now, mean_bps))
