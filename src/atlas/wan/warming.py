@@ -121,7 +121,10 @@ class WarmUp:
             self._judge()
         gain = FLAT_GAIN if self._flat else GAIN
         self.limit_bytes = max(self._least_bytes, int(gain * self._best_bps / 8 * self.rtt_s))
-        self._room.notify_all() if self.over else self._room.notify()
+        if self.over:
+            self._room.notify_all()
+        else:
+            self._room.notify()
         self._grown.notify_all()
 
     def _judge(self) -> None:
