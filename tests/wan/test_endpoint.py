@@ -25,12 +25,12 @@ def tag(a: int, b: int = 0) -> Tag:
 
 @pytest.fixture(autouse=True)
 def _nothing_leaks() -> Iterator[None]:
-    threads, descriptors = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+    before, descriptors = set(threading.enumerate()), len(list(Path("/proc/self/fd").iterdir()))
     yield
     end = time.monotonic() + 5
-    while time.monotonic() < end and threading.active_count() > threads:
+    while time.monotonic() < end and set(threading.enumerate()) - before:
         time.sleep(0.02)
-    assert threading.active_count() <= threads, threading.enumerate()
+    assert not set(threading.enumerate()) - before
     assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors
 
 
