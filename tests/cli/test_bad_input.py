@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from cli_runner import Atlas, Said
 
+INPUTS = {"tiny.yaml", "bad.yaml", "cluster.yaml", "link", "profile.json", "run.timeline", "folder"}
 OUTPUTS = ("--page", "p.html", "--save", "run.timeline", "--json")
 
 
@@ -23,8 +25,7 @@ def refused(said: Said, *wanted: str) -> None:
 def _nothing_left(tmp_path: Path) -> object:
     """No output, whole or half, after a mistake."""
     yield
-    left = {p.name for p in tmp_path.iterdir()} - {"tiny.yaml", "bad.yaml", "profile.json", "run.timeline", "folder"}
-    assert not left
+    assert not {p.name for p in tmp_path.iterdir()} - INPUTS
 
 
 def changed(tmp_path: Path, old: str, new: str) -> None:
@@ -96,6 +97,49 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed
     refused(atlas("plan", "no.yaml", "--out", "same", "--page", "same"), "--page", "same file")
     refused(atlas("whatif", "no.yaml", "--out", "same.html", "--page", "same.html"), "--page", "same file")
     refused(atlas("profile", "no.yaml", "--gpu", "x", "--out", "not/there/p.json"), "--out", "mkdir -p")
+
+
+def test_no_command_writes_over_what_it_reads(atlas: Atlas, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("tiny.yaml")
+    atlas("simulate", "tiny.yaml", "--schedule", "1f1b", "--save", "run.timeline")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    lines = [
+        "simulate tiny.yaml --page tiny.yaml",
+        "simulate tiny.yaml --svg new.svg --save ./link",
+        "simulate tiny.yaml --set profile=run.timeline --trace run.timeline",
+        "compare run.timeline tiny.yaml:1f1b --page tiny.yaml",
+        "compare run.timeline tiny.yaml:1f1b --trace run.timeline",
+        "view run.timeline --svg run.timeline",
+        "plan tiny.yaml --page new.html --out tiny.yaml",
+        "whatif tiny.yaml --sweep pp=2,4 --page tiny.yaml",
+        "train tiny.yaml --emulate --log tiny.yaml",
+        "train link --emulate --timeline tiny.yaml",
+        "profile tiny.yaml --gpu A100 --device cpu --out tiny.yaml",
+        "plan --from-sailor . --model x --trace x.csv --out-sailor run.timeline",
+    ]
+    for line in lines:
+        refused(atlas(*line.split()), ": file = ", "is read by this command, and would be lost", "another name")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_the_files_that_a_job_names_are_read_too(atlas: Atlas, tmp_path: Path) -> None:
+    document = yaml.safe_load((tmp_path / "tiny.yaml").read_text())
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(document.pop("cluster")))
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**document, "cluster": "cluster.yaml"}))
+    (tmp_path / "bad.yaml").write_text("base: tiny.yaml\nname: child\n")
+    for taken in ("bad.yaml", "tiny.yaml", "cluster.yaml"):
+        refused(atlas("simulate", "bad.yaml", "--page", taken), "--page", taken, "would be lost")
+
+
+def test_a_file_named_after_a_schedule_spares_what_is_read(atlas: Atlas, tmp_path: Path) -> None:
+    """Which names `--trace` makes of one for several timelines is known only when they are."""
+    atlas("simulate", "tiny.yaml", "--schedule", "1f1b", "--save", "run.timeline")
+    (tmp_path / "folder").mkdir()
+    read = tmp_path / "folder" / "run-1f1b-many-0.timeline"
+    read.write_bytes((tmp_path / "run.timeline").read_bytes())
+    said = atlas("view", str(read), "run.timeline", "--trace", "folder/run.timeline")
+    assert (said.code, read.read_bytes()) == (2, (tmp_path / "run.timeline").read_bytes())
+    assert "would be lost" in said.err
 
 
 def test_a_job_too_large_to_hold(atlas: Atlas) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from atlas.commands.files import Outputs, picture_flags
@@ -37,30 +37,38 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     outputs = Outputs.of(args)
     outputs.require_writable()
+    (make_a, from_a), (make_b, from_b) = (_source(text, args) for text in (args.a, args.b))
+    inputs = (*from_a, *from_b)
+    outputs.require_apart(inputs)
     with Meter() as meter:
-        a, b = (_timeline(text, args, meter) for text in (args.a, args.b))
+        a, b = make_a(meter), make_b(meter)
     found = difference(a, b)
     if args.json:
         sys.stdout.write(as_json({"a": summary(a), "b": summary(b), "difference": found.as_dict()}))
     else:
         show(side_by_side(summary(a), summary(b)), "", compare_table(found))
-    _write(outputs, [a, b])
+    _write(outputs, [a, b], inputs)
     return 0
 
 
-def _timeline(text: str, args: argparse.Namespace, progress: Progress) -> Timeline:
+def _source(text: str, args: argparse.Namespace) -> tuple[Callable[[Progress], Timeline], tuple[str, ...]]:
+    """How to come by a timeline, and the files it is made from."""
     job, colon, schedule = text.rpartition(":")
     if Path(text).exists() or not colon:
         if Path(text).suffix in (".yaml", ".yml"):
             raise AtlasError(f"{text} is a job: name a schedule with it, such as {text}:atlas, or give a timeline file")
-        return load_timeline(text)
+        return (lambda progress: load_timeline(text)), (text,)
     loaded, _ = load_job_or_plan(job, args.set)
-    found = evaluate(loaded, schedule, tcp=args.tcp, budget=args.budget, seed=args.seed, progress=progress)
-    return found.timeline
+
+    def simulate(progress: Progress) -> Timeline:
+        found = evaluate(loaded, schedule, tcp=args.tcp, budget=args.budget, seed=args.seed, progress=progress)
+        return found.timeline
+
+    return simulate, loaded.files
 
 
-def _write(outputs: Outputs, timelines: Sequence[Timeline]) -> None:
+def _write(outputs: Outputs, timelines: Sequence[Timeline], inputs: Sequence[str]) -> None:
     names = [timeline.program.name for timeline in timelines]
-    outputs.write(timelines, timelines, " and ".join(names), [])
+    outputs.write(timelines, timelines, " and ".join(names), [], inputs)
     for path in outputs.written(timelines):
         say(f"wrote {path}")

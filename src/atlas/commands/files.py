@@ -1,4 +1,5 @@
-"""The files a command leaves behind: whether they can be written is asked before anything is computed.
+"""The files a command leaves behind: whether they can be written is asked before anything is computed, and that none
+is a file that the command reads.
 
 Each file is written whole or not at all (`ir.replace`).
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,15 +41,27 @@ class Outputs:
         return {f"--{name}": path for name, path in vars(self).items() if path is not None}
 
     def require_writable(self) -> None:
-        """Raise for the first file that could not be written."""
+        """Raise for the first file that could not be written. Asked before anything is read."""
         for flag, path in self.paths.items():
             require_writable(path, flag)
         require_apart(self.paths)
         if self.png is not None and find_spec("resvg_py") is None:
             raise MissingExtraError("resvg-py", "png", "--png")
 
-    def write(self, timelines: Sequence[Timeline], drawn: Sequence[Timeline], title: str, notes: Sequence[str]) -> None:
+    def require_apart(self, inputs: Iterable[str | Path]) -> None:
+        """Raise where one of them is among the command's `inputs`."""
+        require_apart(self.paths, inputs)
+
+    def write(
+        self,
+        timelines: Sequence[Timeline],
+        drawn: Sequence[Timeline],
+        title: str,
+        notes: Sequence[str],
+        inputs: Iterable[str | Path],
+    ) -> None:
         """All of them: traces and timeline files hold `timelines`, pictures show `drawn`."""
+        require_apart({str(path): path for path in self.written(timelines)}, inputs)
         if self.page is not None:
             write_page(self.page, drawn, title=title, notes=notes)
         if self.svg is not None:
@@ -101,12 +114,18 @@ def require_writable(path: Path, flag: str) -> None:
         raise SpecError(where=flag, key="file", value=str(path), rule=rule, remedy="Choose another place")
 
 
-def require_apart(paths: Mapping[str, Path]) -> None:
-    """Raise where two flags name one file: the second would replace what the first wrote."""
+def require_apart(paths: Mapping[str, Path], inputs: Iterable[str | Path] = ()) -> None:
+    """Raise where two flags name one file: the second would replace what the first wrote; and where one names a file
+    that the command reads, by whatever name: what it was made from would be lost."""
+    sources = [path for path in map(Path, inputs) if path.is_file()]
     taken: dict[Path, str] = {}
     for flag, path in paths.items():
+        rule = ""
         if (other := taken.setdefault(path.absolute(), flag)) != flag:
             rule = f"{other} writes to the same file"
+        elif path.is_file() and any(path.samefile(source) for source in sources):
+            rule = "is read by this command, and would be lost"
+        if rule:
             raise SpecError(where=flag, key="file", value=str(path), rule=rule, remedy="Choose another name")
 
 

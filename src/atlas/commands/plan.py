@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         (require_drawable if flag == "--pareto" else require_writable)(path, flag)
     require_apart(wanted)
     job, _ = load_job_or_plan(args.job, args.set)
+    require_apart(wanted, job.files)
     batch = args.global_batch or batch_of(job)
     goal = _objective(args, batch * job.model.seq_len)
     with Meter() as meter:
@@ -122,6 +123,8 @@ def _run_sailor(args: argparse.Namespace) -> int:
 
     if args.out_sailor is not None:
         require_writable(args.out_sailor, "--out-sailor")
+        files = args.from_sailor.rglob("*") if args.from_sailor.is_dir() else ()
+        require_apart({"--out-sailor": args.out_sailor}, [*files, *filter(None, (args.trace, args.judge))])
     args.objective = args.objective or "throughput"
     limit = args.min_throughput
     args.min_throughput = 0.0

@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from atlas.commands.files import require_writable
+from atlas.commands.files import require_apart, require_writable
 from atlas.commands.simulate import job_flags, whole
 from atlas.cost.profile import load_profile
 from atlas.errors import MissingExtraError
@@ -37,6 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     require_writable(args.out, "--out")
     job, _ = load_job_or_plan(args.job, args.set)
+    require_apart({"--out": args.out}, [file for file in job.files if file != job.profile])  # that one may be added to
     kept = load_profile(args.out) if args.out.exists() else None
     entry = measure(job, args.gpu, args.device, args.repeats)
     same = (entry["gpu"], entry["microbatch"], entry["tp"])

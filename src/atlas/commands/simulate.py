@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from atlas.commands.files import Outputs, make_folder, picture_flags, require_folder
+from atlas.commands.files import Outputs, make_folder, picture_flags, require_apart, require_folder
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.commands.words import headline, more_table, notes, page_notes, why
 from atlas.ir.replace import replacing
@@ -26,6 +26,8 @@ from atlas.schedules import SCHEDULES
 from atlas.spec.plan import Plan, load_job_or_plan
 from atlas.view import results_table
 from atlas.view.table import seconds
+
+RESULTS = "results.json"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +90,10 @@ def run(args: argparse.Namespace) -> int:
     outputs.require_writable()
     choices = _choices(args.schedule, args.tcp)
     job, plan = load_job_or_plan(args.job, args.set)
+    if args.out is not None:
+        outputs = _in_folder(args.out, outputs)
+        require_apart({"--out": args.out / RESULTS}, job.files)
+    outputs.require_apart(job.files)
     as_planned = plan is not None and args.schedule is None and args.tcp is None
     sharing = True
     if plan is not None and as_planned:
@@ -122,8 +128,10 @@ def run(args: argparse.Namespace) -> int:
                 f"{seconds(together.iteration_s)} an iteration."
             )
     if args.out is not None:
-        outputs = _in_folder(args.out, outputs, found)
-    _write(outputs, results)
+        make_folder(args.out)
+        with replacing(args.out / RESULTS) as file:
+            file.write(as_json(found).encode())
+    _write(outputs, results, job.files)
     return 0
 
 
@@ -155,11 +163,8 @@ def _show(results: Sequence[Result], found: Sequence[dict[str, Any]]) -> None:
     show(table, *([""] if more else []), *([more] if more else []), why(found))
 
 
-def _in_folder(folder: Path, outputs: Outputs, found: Sequence[dict[str, Any]]) -> Outputs:
-    """The folder made, the results in it, and the names of what else goes there."""
-    make_folder(folder)
-    with replacing(folder / "results.json") as file:
-        file.write(as_json(found).encode())
+def _in_folder(folder: Path, outputs: Outputs) -> Outputs:
+    """With the names of what goes into the folder beside the results."""
     return replace(
         outputs,
         page=outputs.page or folder / "page.html",
@@ -168,11 +173,11 @@ def _in_folder(folder: Path, outputs: Outputs, found: Sequence[dict[str, Any]]) 
     )
 
 
-def _write(outputs: Outputs, results: Sequence[Result]) -> None:
+def _write(outputs: Outputs, results: Sequence[Result], inputs: Sequence[str]) -> None:
     timelines = [result.timeline for result in results]
     # One connection can take twenty times as long: beside it the others would be too small to see.
     drawn = [result for result in results if result.tcp == "many"] or results
     title = results[0].case.job.name
-    outputs.write(timelines, [result.timeline for result in drawn], title, page_notes(results, drawn))
+    outputs.write(timelines, [result.timeline for result in drawn], title, page_notes(results, drawn), inputs)
     for path in outputs.written(timelines):
         say(f"wrote {path}")

@@ -17,7 +17,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atlas.commands.files import Outputs
+from atlas.commands.files import require_apart, require_writable
 from atlas.commands.simulate import job_flags, whole
 from atlas.commands.train_dc import dc_flags, run_dc
 from atlas.commands.watching import watch_flags, watched
@@ -64,8 +64,10 @@ def run(args: argparse.Namespace) -> int:
         raise AtlasError(f"{args.plan}: runnable: {plan.runnable}")
     if args.emulate == (args.dc is not None):
         raise AtlasError("where? --emulate runs all of it on this machine, --dc NAME this datacenter's part of it")
-    outputs = Outputs(page=args.page)
-    outputs.require_writable()
+    wanted = {f"--{name}": path for name in ("page", "log", "timeline") if (path := getattr(args, name)) is not None}
+    for flag, path in wanted.items():
+        require_writable(path, flag)
+    require_apart(wanted, job.files)
     schedule = args.schedule or (plan.schedule.name if plan else "1f1b")
     args.device = args.device or ("paced" if args.emulate else "cuda")
     from atlas.launch.rehearse import Wishes, rehearse

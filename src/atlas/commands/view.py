@@ -31,11 +31,12 @@ def run(args: argparse.Namespace) -> int:
     if not outputs.paths:
         outputs = replace(outputs, page=_beside(args.files[0]))
     outputs.require_writable()
+    outputs.require_apart(args.files)
     timelines = [load_timeline(path) for path in args.files]
     title = ", ".join(dict.fromkeys(str(t.meta.get("job", t.program.name)) for t in timelines))
     sources = ", ".join(dict.fromkeys(timeline.source for timeline in timelines))
     show(results_table([_row(timeline) for timeline in timelines], title=title, source=f"Times are {sources}."))
-    outputs.write(timelines, timelines, title, [f"Times are {sources}."])
+    outputs.write(timelines, timelines, title, [f"Times are {sources}."], args.files)
     for path in outputs.written(timelines):
         say(f"wrote {path}")
     return 0

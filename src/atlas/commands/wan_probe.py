@@ -18,7 +18,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from atlas.commands.files import require_apart, require_folder, require_writable
 from atlas.errors import AtlasError
+from atlas.ir.replace import replacing
 from atlas.spec.cluster import Cluster, Link, Route
 from atlas.spec.load import load_cluster, load_job
 from atlas.wan.path import Observation, recorded, write_series, write_trace
@@ -57,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if not args.node:
         raise AtlasError("nothing to do: give --listen HOST:PORT to be an agent, or --node NAME=HOST:PORT to ask some")
+    _require_files(args)
     agents = dict(_node(text) for text in args.node)
     how = Survey(agents, token, max_streams=args.max_streams, max_bytes=round(args.max_mb * 1e6))
     rounds = _rounds(how, args.repeat, args.every)
@@ -67,12 +70,25 @@ def run(args: argparse.Namespace) -> int:
     else:
         sys.stdout.write(links_yaml(found))
     if args.out is not None:
-        args.out.write_text(links_yaml(found))
+        with replacing(args.out) as file:
+            file.write(links_yaml(found).encode())
     if args.write is not None:
         write_links(args.write, found)
     if args.record is not None:
         _record(args.record, rounds)
     return _warn(args.check, found) if args.check is not None else 0
+
+
+def _require_files(args: argparse.Namespace) -> None:
+    """Told before an hour of probing: what could not be written, or would replace what is read. --write is both."""
+    inputs = [path for path in (args.token_file, args.check, args.write) if path is not None]
+    if args.out is not None:
+        require_writable(args.out, "--out")
+        require_apart({"--out": args.out}, inputs)
+    if args.write is not None:
+        require_writable(args.write, "--write")
+    if args.record is not None:
+        require_folder(args.record, "--record")
 
 
 def check(cluster: Cluster, found: list[LinkMeasurement]) -> list[str]:

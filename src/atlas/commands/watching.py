@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from atlas.commands.files import require_writable
 from atlas.launch.report import ReportChoice
 
 
@@ -23,10 +22,7 @@ def watch_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def watched(args: argparse.Namespace, labels: Mapping[str, str]) -> ReportChoice:
-    """What was asked for; a file that could not be written is told now."""
-    for flag, path in (("--log", args.log), ("--timeline", args.timeline)):
-        if path is not None:
-            require_writable(path, flag)
+    """What was asked for."""
     return ReportChoice(
         bar=not args.no_bar,
         lines=args.log,

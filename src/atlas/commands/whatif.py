@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
             remedy="Give one, such as --sweep cluster.wan.latency_ms=10..100:10",
         )
     job, plan = load_job_or_plan(args.job, args.set)
+    require_apart(wanted, job.files)
     asked = Asked(job, plan, replan=args.replan)
     with Meter() as meter:
         now = asked.judged(job)

@@ -90,11 +90,17 @@ class Job(Frozen):
     """Spread of durations for Monte-Carlo runs."""
 
     _where: str = PrivateAttr(default="job")
+    _files: tuple[str, ...] = PrivateAttr(default=())
 
     @property
     def where(self) -> str:
         """The file that errors about this job name."""
         return self._where
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Every file that this job was read from, and those it names."""
+        return self._files
 
     @property
     def num_stages(self) -> int:

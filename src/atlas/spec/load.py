@@ -85,6 +85,7 @@ def finished(document: Document, overrides: Sequence[str], where: str) -> Job:
 
     job = _validated(Job, document.data, origin)
     job._where = where
+    job._files = _files(job, document)
     check_job(job, origin)
     return job
 
@@ -156,6 +157,13 @@ def _with_dimensions(document: Document) -> Document:
         return document
     found = {**dimensions(Path(model["config"])), **model}
     return Document({**document.data, "model": found}, document.origins)
+
+
+def _files(job: Job, document: Document) -> tuple[str, ...]:
+    """What a job was read from, and the files it names."""
+    lines = [at for at in document.origins.values() if not at.startswith("--set ")]
+    named = [job.model.config, job.profile, job.cluster.wan.trace, *(link.trace for link in job.cluster.links or ())]
+    return tuple(sorted({job.where, *(line.rpartition(":")[0] for line in lines), *filter(None, named)}))
 
 
 # ---- validation --------------------------------------------------------------------------------------------

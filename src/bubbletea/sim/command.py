@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from atlas.commands.files import require_writable
+from atlas.commands.files import require_apart, require_writable
 from atlas.commands.simulate import job_flags, whole
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.view import write_curves
@@ -95,6 +95,7 @@ def share(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         require_writable(args.html, "--html")
+        require_apart({"--html": args.html}, [args.job, args.requests])
     trace = synthetic() if args.requests == "synthetic" else load_trace(args.requests)
     with Meter() as meter:
         scene = scene_of(
