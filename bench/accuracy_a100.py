@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from atlas.cost.calibration.fit import Sample, fit, predict
 from atlas.cost.calibration.runs import Machine, Run, blocking_costs, rates_by_tp, stage_seconds
-from atlas.ir.program import Layout, with_optimizer
+from atlas.ir.assemble import with_optimizer
+from atlas.ir.program import Layout
 from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate
 from atlas.spec.gpus import GPUS, Calibration

@@ -23,7 +23,8 @@ from common.report import Report
 
 from atlas.cost.calibration.footprint import StageSize, fit_overheads, peak_bytes
 from atlas.cost.calibration.runs import StageSeconds, blocking_costs
-from atlas.ir.program import Layout, with_optimizer
+from atlas.ir.assemble import with_optimizer
+from atlas.ir.program import Layout
 from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate
 

@@ -17,7 +17,7 @@ from common.cases import cell
 from common.report import Report
 
 from atlas.cost.table import kind_costs, uniform_costs
-from atlas.ir.program import with_optimizer
+from atlas.ir.assemble import with_optimizer
 from atlas.launch.emulate import Emulation, Setup, Weights, emulate
 from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training
 from atlas.runtime.models.config import DecoderConfig

@@ -17,8 +17,9 @@ import torch
 from common.report import Report
 
 from atlas.cost.table import kind_costs, uniform_costs
+from atlas.ir.assemble import with_optimizer
 from atlas.ir.ops import USEFUL
-from atlas.ir.program import Layout, with_optimizer
+from atlas.ir.program import Layout
 from atlas.ir.timeline import Timeline
 from atlas.launch.emulate import Setup, emulate
 from atlas.launch.rehearse import OWN, Wishes, rehearse

@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from atlas.cost.table import kind_costs, uniform_costs
-from atlas.ir.program import Layout, repeated, with_optimizer
+from atlas.ir.assemble import repeated, with_optimizer
+from atlas.ir.program import Layout
 from atlas.launch.emulate import Emulation, Progress, Setup, emulate
 from atlas.runtime.assignment import FillerChoice, stand_in
 from atlas.runtime.models.config import DecoderConfig

@@ -28,8 +28,8 @@ from common.report import Report
 from atlas.cost.table import Costs
 from atlas.errors import AtlasError
 from atlas.ir.analysis import critical_path, input_transfer, path_totals_ns, running_end
+from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.ops import COLLECTIVES
-from atlas.ir.program import repeated, with_optimizer
 from atlas.ir.timeline import Timeline
 from atlas.launch.emulate import Setup, emulate
 from atlas.schedules import SCHEDULES

@@ -25,7 +25,8 @@ from common.host import Others
 from common.report import Report
 
 from atlas.cost.table import kind_costs, uniform_costs
-from atlas.ir.program import Layout, with_optimizer
+from atlas.ir.assemble import with_optimizer
+from atlas.ir.program import Layout
 from atlas.launch.emulate import Progress, Setup, emulate
 from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training
 from atlas.runtime.models.config import gpt

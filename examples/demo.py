@@ -20,7 +20,8 @@ from rich.table import Table
 
 from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.errors import AtlasError
-from atlas.ir.program import Layout, Memory, Program, repeated, with_optimizer
+from atlas.ir.assemble import repeated, with_optimizer
+from atlas.ir.program import Layout, Memory, Program
 from atlas.ir.timeline import Timeline
 from atlas.launch.emulate import Emulation, Progress, Setup, emulate
 from atlas.launch.paths import NodePaths, paths_of

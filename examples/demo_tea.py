@@ -22,7 +22,8 @@ from rich.console import Console
 
 from atlas.cost.table import Costs
 from atlas.errors import AtlasError
-from atlas.ir.program import Program, repeated
+from atlas.ir.assemble import repeated
+from atlas.ir.program import Program
 from atlas.launch.emulate import Emulation, Setup
 from atlas.runtime.assignment import FillerChoice
 from atlas.runtime.models.config import DecoderConfig

@@ -12,8 +12,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from atlas.cost.table import FAIR, PRIVATE, TURNS, Costs, LinkCost, Trace
+from atlas.ir.assemble import assemble, repeated, with_optimizer
 from atlas.ir.ops import NUM_KINDS, Kind, Op
-from atlas.ir.program import Layout, Program, assemble, repeated, with_optimizer
+from atlas.ir.program import Layout, Program
 
 Node = tuple[int, Op]
 """A pipeline and one of its ops."""

@@ -17,8 +17,9 @@ from atlas.cost.calibration.kernels import layer_pass, rates
 from atlas.cost.calibration.runs import Machine, Run, blocking_costs, iteration_s, rates_by_tp, stage_seconds
 from atlas.cost.compute import analytic, calibrated
 from atlas.errors import SpecError
+from atlas.ir.assemble import with_optimizer
 from atlas.ir.ops import Kind
-from atlas.ir.program import Layout, with_optimizer
+from atlas.ir.program import Layout
 from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate
 from atlas.spec import GPUS, Calibration, Model, parse_job

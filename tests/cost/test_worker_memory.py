@@ -8,8 +8,9 @@ import pytest
 
 from atlas.cost.memory import GIB, in_flight_cap, memory_rule, peak_memory, require_fits, worker_memory
 from atlas.errors import InfeasibleError
+from atlas.ir.assemble import assemble
 from atlas.ir.ops import Kind, Op
-from atlas.ir.program import Layout, assemble
+from atlas.ir.program import Layout
 from atlas.spec import load_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -12,8 +12,9 @@ import pytest
 
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.errors import AtlasError
+from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.journal import AppendedLines, Journal, joined, load_journal
-from atlas.ir.program import Layout, Program, repeated, with_optimizer
+from atlas.ir.program import Layout, Program
 from atlas.ir.store import load_timeline
 from atlas.ir.text import to_text
 from atlas.ir.timeline import Timeline

@@ -11,8 +11,9 @@ import pytest
 
 from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.errors import AtlasError
+from atlas.ir.assemble import with_optimizer
 from atlas.ir.ops import Kind
-from atlas.ir.program import Layout, Program, with_optimizer
+from atlas.ir.program import Layout, Program
 from atlas.launch.emulate import Emulation, Progress, Setup, emulate
 from atlas.launch.measured import Records, View, with_norm
 from atlas.launch.saves import find_saves

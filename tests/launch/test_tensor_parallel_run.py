@@ -14,8 +14,9 @@ from wide_runs import QUICK, Run, losses_alone, run_wide, write_job
 
 from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.errors import AtlasError, SpecError, WorkerError
+from atlas.ir.assemble import with_optimizer
 from atlas.ir.ops import Kind
-from atlas.ir.program import Layout, Memory, Program, with_optimizer
+from atlas.ir.program import Layout, Memory, Program
 from atlas.launch.conductor import Terms
 from atlas.launch.emulate import Emulation, Setup, Weights, emulate
 from atlas.launch.preflight import devices_for

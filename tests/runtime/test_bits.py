@@ -11,7 +11,8 @@ import torch
 from worker_threads import Crew, run_in_threads
 
 from atlas.cost.table import kind_costs, uniform_costs
-from atlas.ir.program import Layout, Memory, Program, with_optimizer
+from atlas.ir.assemble import with_optimizer
+from atlas.ir.program import Layout, Memory, Program
 from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.recipe import LearningRate, OptimizerSettings

@@ -9,7 +9,8 @@ import torch
 from worker_threads import run_in_threads
 
 from atlas.errors import AtlasError
-from atlas.ir.program import Layout, with_optimizer
+from atlas.ir.assemble import with_optimizer
+from atlas.ir.program import Layout
 from atlas.runtime.assignment import stand_in
 from atlas.runtime.device import Device, make_device
 from atlas.schedules.classic import one_f_one_b

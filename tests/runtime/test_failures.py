@@ -16,7 +16,8 @@ import pytest
 
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.errors import ProgramError, WorkerError
-from atlas.ir.program import Layout, with_optimizer
+from atlas.ir.assemble import with_optimizer
+from atlas.ir.program import Layout
 from atlas.launch.emulate import Setup, emulate
 from atlas.launch.paths import require_emulable
 from atlas.launch.smoke import smoke_program

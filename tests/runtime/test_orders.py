@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from atlas.ir.program import Layout, with_optimizer
+from atlas.ir.assemble import with_optimizer
+from atlas.ir.program import Layout
 from atlas.ir.text import to_text
 from atlas.launch.fleet import Fleet
 from atlas.runtime.assignment import Assignment, stand_in

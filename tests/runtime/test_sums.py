@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from atlas.ir.program import Layout, with_optimizer
+from atlas.ir.assemble import with_optimizer
+from atlas.ir.program import Layout
 from atlas.runtime.device import Cpu
 from atlas.runtime.links import Links
 from atlas.runtime.sync import SUMS, GradientSync

@@ -13,7 +13,8 @@ from worker_threads import Crew, run_in_threads
 
 from atlas.cost.table import kind_costs
 from atlas.errors import AtlasError
-from atlas.ir.program import Layout, with_optimizer
+from atlas.ir.assemble import with_optimizer
+from atlas.ir.program import Layout
 from atlas.runtime.assignment import FillerChoice, stand_in
 from atlas.runtime.device import Paced, Span
 from atlas.runtime.waits import Filler, Position, SharedDevice, WorkerFacts, load_filler

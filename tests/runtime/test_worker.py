@@ -10,8 +10,9 @@ import torch
 from worker_threads import Crew, run_in_threads
 
 from atlas.errors import ProgramError, WorkerError
+from atlas.ir.assemble import assemble, repeated, with_optimizer
 from atlas.ir.ops import Kind, Op
-from atlas.ir.program import Layout, Program, assemble, repeated, with_optimizer
+from atlas.ir.program import Layout, Program
 from atlas.ir.text import to_text
 from atlas.runtime.assignment import SHIPPED, Assignment, DataChoice, ModelChoice, Training, stand_in
 from atlas.runtime.device import Cpu

@@ -9,7 +9,8 @@ from random_jobs import costs_for, programs, with_orders
 
 from atlas.cost.table import FAIR, PRIVATE, TURNS, kind_costs, uniform_costs
 from atlas.errors import ProgramError
-from atlas.ir.program import Layout, repeated, with_optimizer
+from atlas.ir.assemble import repeated, with_optimizer
+from atlas.ir.program import Layout
 from atlas.schedules.classic import one_f_one_b
 from atlas.sim import Jitter, Tables, compiled, lower, reference
 from atlas.sim.reference import Events

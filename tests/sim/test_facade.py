@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from atlas.cost.table import MAX_NS, Trace, kind_costs, uniform_costs
 from atlas.errors import AtlasError, ProgramError
+from atlas.ir.assemble import assemble, default_turns
 from atlas.ir.check import check, peak_memory
 from atlas.ir.ops import Kind, Op
-from atlas.ir.program import Layout, Memory, assemble, default_turns
+from atlas.ir.program import Layout, Memory
 from atlas.schedules.classic import gpipe, one_f_one_b
 from atlas.sim import Jitter, compiled, lower, reference, simulate
 from atlas.sim.policy import Rule, freeze, play

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from atlas.cost.table import kind_costs, uniform_costs
-from atlas.ir.program import Layout, with_optimizer
+from atlas.ir.assemble import with_optimizer
+from atlas.ir.program import Layout
 from atlas.ir.timeline import Timeline
 from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate

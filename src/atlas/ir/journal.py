@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 
 from atlas.errors import AtlasError, ProgramError
-from atlas.ir.program import Ints, Program, repeated
-from atlas.ir.text import from_text, to_text
+from atlas.ir.assemble import repeated
+from atlas.ir.parse import from_text
+from atlas.ir.program import Ints, Program
+from atlas.ir.text import to_text
 from atlas.ir.timeline import Timeline
 
 FORMAT, VERSION = "atlas-timeline-journal", 1

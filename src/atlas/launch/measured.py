@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from atlas.cost.table import Costs
+from atlas.ir.assemble import assemble, repeated
 from atlas.ir.ops import Kind, Op
-from atlas.ir.program import Ints, Layout, Program, assemble, repeated
+from atlas.ir.program import Ints, Layout, Program
 from atlas.ir.timeline import Timeline
 
 Step = dict[str, Any]

@@ -15,7 +15,8 @@ from typing import Literal
 
 from atlas.cost.table import Costs
 from atlas.errors import AtlasError, SpecError
-from atlas.ir.program import Program, repeated
+from atlas.ir.assemble import repeated
+from atlas.ir.program import Program
 from atlas.ir.timeline import Timeline
 from atlas.launch.emulate import MANY_STREAMS, Emulation, Progress, Setup, emulate
 from atlas.launch.measured import with_norm

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.ir.text import from_text
+from atlas.ir.parse import from_text
 from atlas.launch.courier import Message
 from atlas.launch.fleet import Fleet
 from atlas.launch.preflight import devices_for, layers_of, require_room

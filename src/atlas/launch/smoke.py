@@ -15,7 +15,8 @@ import numpy as np
 
 from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.errors import AtlasError
-from atlas.ir.program import Layout, Program, repeated, with_optimizer
+from atlas.ir.assemble import repeated, with_optimizer
+from atlas.ir.program import Layout, Program
 from atlas.ir.timeline import Timeline
 from atlas.launch.emulate import Emulation, Setup, Weights, emulate
 from atlas.runtime.assignment import stand_in

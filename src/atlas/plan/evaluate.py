@@ -24,7 +24,8 @@ from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.errors import AtlasError, InfeasibleError, SpecError
 from atlas.ir import check
 from atlas.ir.analysis import summary
-from atlas.ir.program import Layout, Memory, Program, repeated, with_optimizer
+from atlas.ir.assemble import repeated, with_optimizer
+from atlas.ir.program import Layout, Memory, Program
 from atlas.ir.timeline import Timeline
 from atlas.schedules import SCHEDULES, Bound, Schedule, Setting, gpipe, lower_bound
 from atlas.sim import Jitter, Tables, lower

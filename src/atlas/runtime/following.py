@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.ir.text import from_text
+from atlas.ir.parse import from_text
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.device import make_device
 from atlas.runtime.dividing import DividedHolding

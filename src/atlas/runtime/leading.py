@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TextIO
 from torch import Tensor
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.ir.text import from_text
+from atlas.ir.parse import from_text
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import LayerState
 from atlas.runtime.dividing import DividedHolding

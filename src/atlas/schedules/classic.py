@@ -7,8 +7,9 @@ directly follow its own forward. They know no cost: what the WAN does to them is
 from __future__ import annotations
 
 from atlas.errors import ProgramError
+from atlas.ir.assemble import assemble
 from atlas.ir.ops import Kind, Op
-from atlas.ir.program import Layout, Memory, Program, assemble
+from atlas.ir.program import Layout, Memory, Program
 
 
 def gpipe(layout: Layout, *, recompute: bool = False) -> Program:

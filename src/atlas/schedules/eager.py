@@ -13,8 +13,9 @@ import math
 import numpy as np
 
 from atlas.cost.table import FAIR, Costs
+from atlas.ir.assemble import assemble
 from atlas.ir.ops import Kind, Op
-from atlas.ir.program import BACKWARD, FORWARD, Ints, Layout, Memory, Program, assemble
+from atlas.ir.program import BACKWARD, FORWARD, Ints, Layout, Memory, Program
 from atlas.schedules.classic import with_recompute
 from atlas.schedules.setting import Progress, Setting
 

@@ -17,8 +17,9 @@ import numpy as np
 
 from atlas.cost.table import TURNS, Costs
 from atlas.errors import ProgramError
+from atlas.ir.assemble import default_turns
 from atlas.ir.ops import Kind
-from atlas.ir.program import Ints, Program, default_turns
+from atlas.ir.program import Ints, Program
 from atlas.schedules.setting import Progress, Setting
 from atlas.sim.cell import SLOT_B, SLOT_F
 from atlas.sim.lower import NONE

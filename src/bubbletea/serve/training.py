@@ -23,7 +23,8 @@ from typing import Any
 import bubbletea
 from atlas.cost.table import Costs
 from atlas.errors import AtlasError, WorkerError
-from atlas.ir.program import Program, repeated
+from atlas.ir.assemble import repeated
+from atlas.ir.program import Program
 from atlas.ir.timeline import Timeline
 from atlas.launch.emulate import Progress, Setup, emulate
 from atlas.launch.paths import require_emulable

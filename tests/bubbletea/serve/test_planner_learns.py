@@ -6,7 +6,8 @@ import numpy as np
 from prefill_samples import LLAMA
 
 from atlas.cost.table import kind_costs, uniform_costs
-from atlas.ir.program import Layout, repeated, with_optimizer
+from atlas.ir.assemble import repeated, with_optimizer
+from atlas.ir.program import Layout
 from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate
 from bubbletea.bubbles import SWITCH_NS, Forecast

@@ -14,7 +14,8 @@ import pytest
 from prefill_samples import greedy_alone, whole
 from serving import TINY
 
-from atlas.ir.program import Layout, repeated, with_optimizer
+from atlas.ir.assemble import repeated, with_optimizer
+from atlas.ir.program import Layout
 from atlas.launch.emulate import Emulation, Setup, emulate
 from atlas.launch.smoke import smoke_program
 from atlas.runtime.assignment import FillerChoice, stand_in

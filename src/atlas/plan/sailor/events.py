@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from atlas.cost.table import PRIVATE, Costs, LinkCost, kind_costs
-from atlas.ir.program import BACKWARD, FORWARD, Ints, Layout, with_optimizer
+from atlas.ir.assemble import with_optimizer
+from atlas.ir.program import BACKWARD, FORWARD, Ints, Layout
 from atlas.plan.sailor.inputs import Inputs
 from atlas.plan.sailor.judge import activation_bytes, stage_sync_s
 from atlas.plan.sailor.plan_file import Replica, SailorPlan
