@@ -14,8 +14,9 @@ from atlas.errors import AtlasError
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.ops import Kind
 from atlas.ir.program import Layout, Program
-from atlas.launch.emulate import Emulation, Progress, Setup, emulate
+from atlas.launch.emulate import Emulation, Setup, emulate
 from atlas.launch.measured import Records, View, with_norm
+from atlas.launch.passes import Progress
 from atlas.launch.saves import find_saves
 from atlas.launch.smoke import smoke_program
 from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training, stand_in

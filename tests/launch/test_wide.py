@@ -21,7 +21,7 @@ from wide_runs import LIMIT_S, QUICK, WISHES, Run, free_port, hashes, job_text, 
 from atlas.errors import AtlasError
 from atlas.launch import lead
 from atlas.launch.conductor import Terms
-from atlas.launch.emulate import Progress
+from atlas.launch.passes import Progress
 from atlas.launch.rehearse import rehearse
 from atlas.runtime.checkpoint import LocalStore, complete_ids
 from atlas.runtime.checkpoint.record import read_records

@@ -9,7 +9,8 @@ import pytest
 from atlas.errors import InfeasibleError, SpecError
 from atlas.ir.check import check
 from atlas.ir.ops import Kind
-from atlas.plan.evaluate import build, default_budget, default_choices, evaluate, evaluate_all, prepare, rows
+from atlas.plan.evaluate import build, default_budget, default_choices, evaluate, evaluate_all, prepare
+from atlas.plan.result import rows
 from atlas.schedules import SCHEDULES
 from atlas.sim import simulate
 from atlas.spec import Job, load_job, override

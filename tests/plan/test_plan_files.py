@@ -18,7 +18,8 @@ from atlas.plan.planner import Planned, finished, make_plan, start
 from atlas.plan.report import front, rows, scene, verdict
 from atlas.plan.runnable import runnable
 from atlas.spec.plan import Plan, load_job_or_plan, load_plan, plan_text
-from atlas.view.map import plan_page, positions
+from atlas.view.map import plan_page
+from atlas.view.place import positions
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from atlas.ir.timeline import Timeline
 from atlas.launch.clocks import offsets_ns
 from atlas.launch.fleet import Fleet
 from atlas.launch.measured import Records, View
+from atlas.launch.passes import Passes, Progress
 from atlas.launch.paths import NodePaths, paths_of
 from atlas.runtime.assignment import Assignment, FillerChoice, SaveChoice, Training
 from atlas.runtime.models.config import require_divisible
@@ -83,22 +84,6 @@ class Emulation:
     """Of the gradients, by step, where the Program takes them."""
     stopped: bool = False
     """Whether it was ended before its last step."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """One pass through the Program, as all workers have told it."""
-
-    num_done: int
-    """Steps of the training, this one included."""
-    loss: float
-    tokens: int
-    seconds: float
-    """Since the end of the one before."""
-    wan_bytes: int
-    """Over all emulated paths, since the one before."""
-    timeline: Timeline
-    """Of this pass, counted from the start of the run."""
 
 
 def emulate(
@@ -206,7 +191,9 @@ class _Run:
         for name in self.names:
             self.fleet.tell(name, {"start_ns": zero_ns + offsets[name]})
         view = View(self.names[: self.program.num_workers], self.costs, zero_ns, offsets)
-        self.meter = _Meter(self, view, on_step)
+        self.passes = Passes(
+            self.records, view, len(self.names), self._sent_bytes, on_step, keep=self.setup.keep_timeline
+        )
         silence_s = self._longest_pass_s() + self.setup.patience_s
         stopped = False
         try:
@@ -243,7 +230,7 @@ class _Run:
     def _meanwhile(self, name: str, message: dict[str, Any]) -> bool:
         if "step" in message:
             self.records.add(name, message)
-            self.meter.note(message["step"])
+            self.passes.note(message["step"])
         elif "saved" in message:
             self._note_saved(name, message["saved"])
         return "step" in message or "saved" in message
@@ -264,6 +251,9 @@ class _Run:
                     weights |= dict(arrays)
         return weights
 
+    def _sent_bytes(self) -> int:
+        return sum(self.net.stats.sent_bytes.values()) if self.net is not None else 0
+
     def _longest_pass_s(self) -> float:
         """More than any order of events in one pass can take: everything one after the other."""
         program, costs = self.program, self.costs
@@ -271,45 +261,3 @@ class _Run:
         ops_ns = int(costs.compute_ns[pipeline, program.stage, program.kind].sum())
         wires_ns = int((costs.work_ns + costs.before_ns + costs.latency_ns).sum()) * program.num_slots
         return (ops_ns + wires_ns) / 1e9
-
-
-class _Meter:
-    """Turns what the workers tell into one Progress per pass."""
-
-    def __init__(self, run: _Run, view: View, on_step: Callable[[Progress], None] | None) -> None:
-        self._run, self._view, self._on_step = run, view, on_step
-        self._num_told: dict[int, int] = {}
-        self._num_passes = 0
-        self._end_ns, self._num_bytes = 0, self._sent_bytes()
-
-    def note(self, first_step: int) -> None:
-        self._num_told[first_step] = self._num_told.get(first_step, 0) + 1
-        if self._num_told[first_step] < len(self._run.names):
-            return
-        del self._num_told[first_step]
-        self._num_passes += 1
-        if self._on_step is not None:
-            self._on_step(self._progress(first_step))
-        if not self._run.setup.keep_timeline and self._num_passes > 1:
-            self._run.records.forget_pass()
-
-    def _progress(self, first_step: int) -> Progress:
-        run = self._run
-        number = self._num_passes - 1 - run.records.num_forgotten
-        timeline = run.records.timeline(self._view, number, number + 1)
-        told = [steps[number] for steps in run.records.by_worker.values() if steps[number]["losses"]]
-        before = (self._end_ns, self._num_bytes)
-        self._end_ns = int(timeline.op_end_ns.max())
-        self._num_bytes = self._sent_bytes()
-        return Progress(
-            first_step + run.program.num_iterations,
-            sum(step["loss"] for step in told) / len(told),
-            sum(step["tokens"] for step in told),
-            (self._end_ns - before[0]) / 1e9,
-            self._num_bytes - before[1],
-            timeline,
-        )
-
-    def _sent_bytes(self) -> int:
-        """Over all emulated paths, since they were opened."""
-        return sum(self._run.net.stats.sent_bytes.values()) if self._run.net is not None else 0

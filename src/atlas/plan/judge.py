@@ -19,7 +19,7 @@ from atlas.cost.memory import GIB, memory_rule, peak_memory
 from atlas.cost.price import can_share, layout, price, sync_s
 from atlas.cost.table import Costs
 from atlas.errors import InfeasibleError
-from atlas.ir.analysis import critical_path, path_totals_ns
+from atlas.ir.critical_path import critical_path, path_totals_ns
 from atlas.ir.ops import Kind
 from atlas.ir.program import Layout, Program
 from atlas.ir.timeline import Timeline

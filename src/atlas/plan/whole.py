@@ -14,9 +14,10 @@ import numpy as np
 from atlas.cost.price import price
 from atlas.ir.ops import Kind
 from atlas.plan.candidate import Candidate
-from atlas.plan.evaluate import Progress, Result, evaluate
+from atlas.plan.evaluate import Progress, evaluate
 from atlas.plan.ground import Ground
 from atlas.plan.meet import meeting_s, started_s
+from atlas.plan.result import Result
 from atlas.plan.split import sizes_of
 from atlas.spec import Job
 

@@ -24,7 +24,8 @@ from atlas.sim.future import (
 )
 from atlas.sim.jit import entry, inlined, njit
 from atlas.sim.lower import NONE
-from atlas.sim.network import T_ARRIVE, T_BEFORE, T_DST, Floats, offer, wake
+from atlas.sim.network import offer, wake
+from atlas.sim.rows import T_ARRIVE, T_BEFORE, T_DST, Floats
 
 SLOT_F, SLOT_R, SLOT_B, SLOT_W = range(4)
 """What a worker chooses from: a backward in one piece and the input half of a split one share a slot."""

@@ -17,7 +17,10 @@ from atlas.ir.program import Ints
 from atlas.sim.future import DELIVERED, LINK_SHIFT, OFFER, SEQUENCE_MASK, SIZE, WHAT_SHIFT, WHICH_MASK, drop_first, push
 from atlas.sim.jit import entry, njit
 from atlas.sim.lower import NONE, Tables
-from atlas.sim.network import (
+from atlas.sim.network import offer, wake
+from atlas.sim.reference import Events
+from atlas.sim.reference_links import UNKNOWN
+from atlas.sim.rows import (
     L_POLICY,
     L_SERVER,
     L_SERVERS_END,
@@ -34,10 +37,7 @@ from atlas.sim.network import (
     T_WORK,
     Floats,
     network,
-    offer,
-    wake,
 )
-from atlas.sim.reference import UNKNOWN, Events
 
 # Columns of the packed rows.
 OP_NS, OP_INPUT, OP_OUTPUT, OP_GROUP, OP_WORKER = range(5)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import numba
 
 _HERE = Path(__file__).parent
-_SOURCES = ("jit", "future", "network", "compiled", "cell", "policy", "reprice", "lower", "reference")
+_SOURCES = ("jit", "future", "rows", "network", "compiled", "cell", "policy", "reprice", "lower", "reference_links")
 
 
 def _cache_folder() -> Path | None:

@@ -24,7 +24,7 @@ from atlas.ir.program import Ints, Layout, Memory, Program
 from atlas.sim import cell
 from atlas.sim.cell import SLOT_B, SLOT_F, SLOT_R, SLOT_W, play_cell
 from atlas.sim.lower import NONE, network_tables
-from atlas.sim.network import T_BEGUN, network
+from atlas.sim.rows import T_BEGUN, network
 
 ANYTIME, WHEN_NEXT_STARTS, ON_ARRIVAL = range(3)
 """When a recompute may start: after its forward; when the next stage is half through its backward (Varuna's

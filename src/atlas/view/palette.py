@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from atlas.ir.analysis import Cause
+from atlas.ir.bubbles import Cause
 from atlas.ir.ops import Kind
 
 

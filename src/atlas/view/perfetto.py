@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.ir.analysis import Cause, bubbles
+from atlas.ir.bubbles import Cause, bubbles
 from atlas.ir.ops import Kind
 from atlas.ir.program import FORWARD
 from atlas.ir.replace import replacing

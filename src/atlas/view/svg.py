@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.errors import AtlasError, MissingExtraError
-from atlas.ir.analysis import Bubbles, bubbles
+from atlas.ir.bubbles import Bubbles, bubbles
 from atlas.ir.ops import USEFUL
 from atlas.ir.replace import replacing
 from atlas.ir.timeline import Timeline

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atlas.ir.analysis import running_end, wan_links
+from atlas.ir.analysis import wan_links
+from atlas.ir.bubbles import running_end
 from atlas.ir.program import Ints
 from atlas.ir.timeline import Timeline
 

@@ -26,7 +26,8 @@ from atlas.errors import AtlasError, WorkerError
 from atlas.ir.assemble import repeated
 from atlas.ir.program import Program
 from atlas.ir.timeline import Timeline
-from atlas.launch.emulate import Progress, Setup, emulate
+from atlas.launch.emulate import Setup, emulate
+from atlas.launch.passes import Progress
 from atlas.launch.paths import require_emulable
 from atlas.launch.rehearse import MAX_WORKERS
 from atlas.plan.evaluate import build, find_schedule, prepare

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from atlas.ir.ops import USEFUL
 from atlas.ir.program import Ints
 from atlas.ir.timeline import Timeline
-from atlas.plan.evaluate import Result
+from atlas.plan.result import Result
 from atlas.sim import Jitter, lower
 from atlas.sim.lower import Tables, noisy
 from atlas.sim.simulate import run, timeline

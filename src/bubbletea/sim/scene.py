@@ -15,7 +15,8 @@ import numpy as np
 from atlas.cost.memory import peak_memory
 from atlas.cost.wan import worker_bps
 from atlas.ir.ops import USEFUL
-from atlas.plan.evaluate import Progress, Result, evaluate
+from atlas.plan.evaluate import Progress, evaluate
+from atlas.plan.result import Result
 from atlas.spec.job import Job
 from atlas.spec.model import Model
 from atlas.spec.plan import load_job_or_plan

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from atlas.errors import AtlasError
-from atlas.ir.analysis import bubbles
+from atlas.ir.bubbles import bubbles
 from atlas.ir.timeline import Timeline
-from atlas.plan.evaluate import Result, evaluate
+from atlas.plan.evaluate import evaluate
+from atlas.plan.result import Result
 from atlas.spec import load_job
 from bubbletea.bubbles import SWITCH_NS, Forecast, pattern_of
 from bubbletea.learn import DRIFT_PERIODS, Learner
