@@ -97,6 +97,8 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed
     refused(atlas("plan", "no.yaml", "--out", "same", "--page", "same"), "--page", "same file")
     refused(atlas("whatif", "no.yaml", "--out", "same.html", "--page", "same.html"), "--page", "same file")
     refused(atlas("profile", "no.yaml", "--gpu", "x", "--out", "not/there/p.json"), "--out", "mkdir -p")
+    refused(atlas("train", "tiny.yaml", "--emulate", "--timeline", "not/there/t"), "--timeline", "mkdir -p")
+    refused(atlas("train", "tiny.yaml", "--emulate", "--log", "same", "--page", "same"), "same file")
 
 
 def test_no_command_writes_over_what_it_reads(atlas: Atlas, tmp_path: Path) -> None:

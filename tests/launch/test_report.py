@@ -192,5 +192,3 @@ def test_the_flags_of_a_run_that_is_watched(tmp_path: Path) -> None:
     args = parser.parse_args(["--log", str(tmp_path / "a"), "--metrics-port", "0", "--no-bar"])
     choice = watched(args, {"job": "x"})
     assert choice == ReportChoice(bar=False, lines=tmp_path / "a", metrics_port=0, labels={"job": "x"})
-    with pytest.raises(AtlasError, match="--timeline"):
-        watched(parser.parse_args(["--timeline", str(tmp_path / "nowhere" / "t")]), {})
