@@ -32,6 +32,14 @@ PCIE_BYTES_PER_S = 24e9
 """Device to host, gen 4 x16, as copies reach it."""
 KERNEL_FLOOR_US = 150.0
 """Launching one layer's kernels for a prefill without autograd; a calibration's floor is that of training."""
+PARTS, LEAST_TOKENS = 8, 16
+"""A layer that a window is too short for is cut to eighths of the widest chunk: few sizes, whose kernels a warm-up has
+loaded."""
+
+
+def grain_of(chunk: int) -> int:
+    """Tokens by which a layer over such chunks is cut."""
+    return max(LEAST_TOKENS, chunk // PARTS)
 
 
 @dataclass(frozen=True)

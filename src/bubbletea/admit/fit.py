@@ -1,5 +1,5 @@
-"""The arithmetic of placing: whole layers of a chunk into windows, stage after stage of a lane, and KV onto the
-network. Compiled, because one decision looks at thousands of windows.
+"""The arithmetic of placing: layers of a chunk into windows, stage after stage of a lane, and KV onto the network.
+Compiled, because one decision looks at thousands of windows.
 
 A lane is a flow shop: what was placed first goes first on each of its workers. So all that a lane needs to remember is
 one Track: when each worker is free, how much KV it holds and until when, and when its network is clear of KV. Knows
@@ -52,6 +52,9 @@ class Ground(NamedTuple):
     hop_ns: float
     """A chunk's way to the lane's next worker: this, and by token the next."""
     hop_token_ns: float
+    parts: int
+    """A layer may be cut at these parts of its chunk, but not below so many tokens: `costs.grain_of`."""
+    least_tokens: int
 
 
 @njit
@@ -85,46 +88,72 @@ def sent_ns(ground: Ground, worker: int, from_ns: int, count: float) -> int:
 
 
 @njit
+def cut_to(ground: Ground, worker: int, first: int, last: int, grain: int, room_ns: int) -> int:
+    """Where a layer over tokens `[first, last)` ends that has so much time: at the last, or after a whole number of
+    grains; at `first` where not one fits."""
+    if layer_ns(ground, worker, last - first, first) <= room_ns:
+        return last
+    cut = first + (last - first - 1) // grain * grain
+    while cut > first and layer_ns(ground, worker, cut - first, first) > room_ns:
+        cut -= grain
+    return cut
+
+
+@njit
 def run_layers(
     ground: Ground,
     worker: int,
     from_ns: int,
     one_ns: int,
     layers: tuple[int, int],
+    tokens: tuple[int, int],
+    grain: int,
     ways: Ints,
-    count: float,
     out: Ints,
     row: int,
 ) -> tuple[int, int]:
-    """Whole layers into the worker's windows from `from_ns` on: (end, rows written); (NEVER, row) when not one ever
-    fits. `out` gets start, end and the layers; the caller writes the rest.
+    """Layers of `one_ns` over a chunk of tokens, into the worker's windows from `from_ns` on: (end, rows written);
+    (NEVER, row) when nothing ever fits. Whole layers, and before a window ends as many grains of the next one as it has
+    time for, the rest of which comes first in the next window; without a grain none is cut.
 
-    Each layer makes `count` bytes of KV, copied out and sent while the next one runs: `ways` (when the host has
-    everything, when the network is clear) is moved on."""
+    The KV of every slice is copied out and sent while the next one runs: `ways` (when the host has everything, when the
+    network is clear) is moved on."""
     low, high = ground.ptr[worker], ground.ptr[worker + 1]
     ends, starts = ground.end_ns[low:high], ground.start_ns[low:high]
     origin = ground.anchor_ns + ground.phase_ns[worker]
-    turn = (from_ns - origin) // ground.period_ns
-    base = origin + turn * ground.period_ns
-    i, at, layer, barren = np.searchsorted(ends, from_ns - base, side="right"), from_ns, layers[0], 0
+    base = origin + (from_ns - origin) // ground.period_ns * ground.period_ns
+    i, at, layer, token = np.searchsorted(ends, from_ns - base, side="right"), from_ns, layers[0], tokens[0]
+    barren = 0
     while layer < layers[1]:
         if i >= len(ends):
             i, base = 0, base + ground.period_ns
             barren += 1
             if barren > 2 or not len(ends):
                 return NEVER, row
-        begin = max(at, base + starts[i])
-        fit = min(layers[1] - layer, max(0, base + ends[i] - begin) // one_ns)
-        if fit > 0:
-            at, barren = begin + fit * one_ns, 0
+        begin, close = max(at, base + starts[i]), base + ends[i]
+        while layer < layers[1]:
+            whole = min(layers[1] - layer, max(0, close - begin) // one_ns) if token == tokens[0] else 0
+            if whole > 0:
+                count, each, until = whole, one_ns, tokens[1]
+            else:
+                until = cut_to(ground, worker, token, tokens[1], grain, close - begin) if grain > 0 else token
+                if until == token:
+                    break
+                count, each = 1, layer_ns(ground, worker, until - token, token)
+            at, barren = begin + count * each, 0
             if row < len(out):
                 out[row, 0], out[row, 1], out[row, 2] = worker, begin, at
-                out[row, 3], out[row, 4] = layer, layer + fit
-            row, layer = row + 1, layer + fit
-            copy = count / ground.pcie_bytes_per_ns
-            ways[0] = max(max(ways[0], begin + one_ns) + int(np.ceil(fit * copy)), at + int(np.ceil(copy)))
-            sent = sent_ns(ground, worker, max(ways[1], begin + one_ns), fit * count)
-            ways[1] = max(sent, sent_ns(ground, worker, ways[0], count))
+                out[row, 3], out[row, 4], out[row, 5], out[row, 6] = layer, layer + count, token, until
+            row += 1
+            size = (until - token) * ground.kv_bytes
+            copy = size / ground.pcie_bytes_per_ns
+            ways[0] = max(max(ways[0], begin + each) + int(np.ceil(count * copy)), at + int(np.ceil(copy)))
+            sent = sent_ns(ground, worker, max(ways[1], begin + each), count * size)
+            ways[1] = max(sent, sent_ns(ground, worker, ways[0], size))
+            begin, token = at, until
+            if until < tokens[1]:
+                break
+            layer, token = layer + count, tokens[0]
         i += 1
     return at, row
 
@@ -148,7 +177,7 @@ def place(
     than `out` has rows for are counted, not written. NEVER for both times when it fits no window.
     """
     ready0, floor_ns = times
-    num, row, computed = len(workers), 0, 0
+    num, row, computed, grain = len(workers), 0, 0, max(ground.least_tokens, chunk // ground.parts)
     ways = np.empty(2, np.int64)
     first, last = tokens[0], tokens[0]
     while last < tokens[1]:
@@ -168,20 +197,17 @@ def place(
                 track[HELD, j] += whole
                 if cached > 0:
                     track[CLEAR, j] = sent_ns(ground, w, max(ready0, track[CLEAR, j]), cached * per_token)
-            one, begun = layer_ns(ground, w, last - first, first), row
+            one, layers = layer_ns(ground, w, last - first, first), (first_layer[j], first_layer[j + 1])
             ways[0], ways[1] = track[OUT, j], track[CLEAR, j]
-            moved = (last - first) * ground.kv_bytes
-            end, row = run_layers(ground, w, start, one, (first_layer[j], first_layer[j + 1]), ways, moved, out, row)
+            end, row = run_layers(ground, w, start, one, layers, (first, last), grain, ways, out, row)
             track[OUT, j], track[CLEAR, j] = ways
             if end < NEVER and j == num - 1 and last == tokens[2] and ground.head_ns[w] > 0:
-                after = first_layer[j + 1]
-                end, row = run_layers(ground, w, end, ground.head_ns[w], (after, after + 1), ways, 0.0, out, row)
+                head = (layers[1], layers[1] + 1)
+                end, row = run_layers(ground, w, end, ground.head_ns[w], head, (last, last), 0, ways, out, row)
                 if end < NEVER and row - 1 < len(out):
-                    out[row - 1, 4] = after
+                    out[row - 1, 4], out[row - 1, 5] = layers[1], first
             if end >= NEVER:
                 return row, NEVER, NEVER
-            for r in range(begun, min(row, len(out))):
-                out[r, 5], out[r, 6] = first, last
             track[FREE, j] = end
             ready = end + int(np.ceil(ground.hop_ns + ground.hop_token_ns * (last - first)))
             computed = max(computed, end)

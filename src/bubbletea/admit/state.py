@@ -20,7 +20,7 @@ from bubbletea.admit.fit import COLUMNS, FREE, NEVER, Ground
 from bubbletea.admit.lanes import kinds, weight_bytes
 from bubbletea.admit.words import Lane, Placement, Request, Slice
 from bubbletea.bubbles import Forecast
-from bubbletea.costs import Costs
+from bubbletea.costs import LEAST_TOKENS, PARTS, Costs
 from bubbletea.fair import Backlog, Shares
 from bubbletea.links import Residual, free_network
 from bubbletea.prefix import PrefixCache
@@ -80,10 +80,16 @@ class Entry:
 
     def kept(self, now_ns: int) -> int:
         """The first token of the chunks that have not begun by `now_ns`."""
-        later = self.slices[self.slices[:, 1] >= now_ns]
         begun = self.slices[self.slices[:, 1] < now_ns]
-        first = int(later[:, 5].min()) if len(later) else self.end_token
-        return max(first, int(begun[:, 6].max())) if len(begun) else first
+        if not len(begun):
+            return self.first_token
+        reached = int(begun[:, 5].max())
+        return next(end for end in self.ends if end > reached)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Where each of its chunks ends."""
+        return (*range(self.first_token + self.chunk, self.end_token, self.chunk), self.end_token)
 
 
 class State:
@@ -195,8 +201,9 @@ class State:
         lane = self.lane_of[request_id]
         own = [entry for entry in self.queues[lane] if entry.request.id == request_id]
         slices = tuple(Slice(*row) for entry in own for row in entry.slices.tolist())
-        last = own[-1]
-        return Placement(last.request, self.lanes[lane], own[0].cached, slices, last.computed_ns, last.delivered_ns)
+        ends, last = tuple(end for entry in own for end in entry.ends), own[-1]
+        times = (last.computed_ns, last.delivered_ns)
+        return Placement(last.request, self.lanes[lane], own[0].cached, slices, ends, *times)
 
     def enter(self, request: Request, lane: int) -> None:
         self.lane_of[request.id] = lane
@@ -273,4 +280,6 @@ def build_ground(state: State) -> Ground:
         kv_bytes=float(any_costs.kv_bytes),
         hop_ns=float(any_costs.hop_latency_ns),
         hop_token_ns=(any_costs.hop_ns(1000) - any_costs.hop_latency_ns) / 1000,
+        parts=PARTS,
+        least_tokens=LEAST_TOKENS,
     )

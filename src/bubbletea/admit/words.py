@@ -45,7 +45,7 @@ class Request:
 
 
 class Slice(NamedTuple):
-    """One uninterrupted piece of work of one worker: some layers of one chunk of tokens."""
+    """One uninterrupted piece of work of one worker: some layers of one chunk of tokens, or a part of one of them."""
 
     worker: int
     start_ns: int
@@ -82,6 +82,8 @@ class Placement:
     cached_tokens: int
     """Prefix found in the lane's host memory: the first slice starts behind it."""
     slices: tuple[Slice, ...]
+    ends: tuple[int, ...]
+    """Where each chunk of tokens ends; the last one at the prompt's end."""
     computed_ns: int
     """End of the last slice."""
     delivered_ns: int

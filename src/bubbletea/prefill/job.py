@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from atlas.runtime.models.block import KvSlab
+from bubbletea.costs import grain_of
 from bubbletea.prefill.arena import Room
 from bubbletea.prefill.shard import Shard
 
@@ -72,13 +73,6 @@ class Piece(NamedTuple):
 
 
 HEAD = -1
-LEAST, PARTS = 16, 8
-"""A piece is shortened to eighths of the widest chunk: few sizes, whose kernels a warm-up has loaded."""
-
-
-def grain_of(chunk: int) -> int:
-    """Tokens by which pieces of such chunks are shortened."""
-    return max(LEAST, chunk // PARTS)
 
 
 class Yield(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atlas.errors import WorkerError
 from atlas.runtime.models.block import KvSlab
-from bubbletea.prefill.job import grain_of
+from bubbletea.costs import grain_of
 from bubbletea.prefill.pace import Pace
 from bubbletea.prefill.shard import Shard
 

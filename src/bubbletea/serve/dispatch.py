@@ -192,7 +192,7 @@ class Dispatcher:
             run.parcel.put(Block(run.parcel.ticket, run.parcel.model, layer, 0, run.cached, kv))
         due_ns = run.request.deadline_ns or NEVER_DUE - 1 if run.request.kind == "online" else NEVER_DUE
         length = len(run.prompt.tokens)
-        ends = tuple(sorted({s.end_token for s in placement.slices if s.end_token > run.cached} | {length}))
+        ends = tuple(end for end in placement.ends if end > run.cached)
         self._expect(run, placement.delivered_ns)
         lane = placement.lane
         peers = tuple(self.crew.members[worker].transport for worker in lane.workers)

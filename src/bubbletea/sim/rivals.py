@@ -51,7 +51,8 @@ class Paper:
             self._used[turn % TURNS, window] = end
             layers = state.lanes[lane].layers(j)
             slices.append(Slice(int(state.workers[lane, j]), start, end, *layers, 0, request.prompt_tokens))
-        return (Placement(request, state.lanes[lane], 0, tuple(slices), slices[-1].end_ns, delivered),)
+        ends = (request.prompt_tokens,)
+        return (Placement(request, state.lanes[lane], 0, tuple(slices), ends, slices[-1].end_ns, delivered),)
 
     def pass_time(self, now_ns: int) -> Sequence[Placement]:
         return ()

@@ -48,6 +48,16 @@ def test_layers_that_do_not_fit_go_on_in_the_next_bubble() -> None:
     assert found.slices[1].start_ns - found.slices[0].start_ns == 50 * MS
 
 
+def test_a_layer_is_cut_to_what_is_left_of_a_bubble() -> None:
+    one, part, rest = COSTS.layer(200, 0), COSTS.layer(75, 0), COSTS.layer(125, 75)
+    found = placed(admit(state_of(pattern([[(0, 2 * one + part + 110_000)]], 50 * MS), 1), ask("a", 200), 0))
+    first = [(s.first_layer, s.end_layer, s.first_token, s.end_token) for s in found.slices[:4]]
+    assert first == [(0, 2, 0, 200), (2, 3, 0, 75), (2, 3, 75, 200), (3, 4, 0, 200)]
+    assert found.ends == (200,)
+    assert [s.end_ns - s.start_ns for s in found.slices[:4]] == [2 * one, part, rest, one]
+    assert found.slices[2].start_ns - found.slices[0].start_ns == 50 * MS
+
+
 def test_the_more_urgent_goes_first_and_the_other_still_makes_it() -> None:
     state = state_of(pattern([[(0, 100 * MS)]], 100 * MS), 1)
     admit(state, ask("running", 2000), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from bubbletea.admit.lanes import KV_TOKENS, need_bytes
 from bubbletea.admit.state import State
 from bubbletea.admit.words import Placement, Refusal, Request, Slice
 from bubbletea.bubbles import Pattern
+from bubbletea.costs import grain_of
 
 SPLITS = st.sampled_from([1, 2])
 AIMS = st.sampled_from([Aims(), Aims(goal_s=0.02, late=0.5)])
@@ -63,20 +65,27 @@ def test_layers_and_chunks_come_in_order_and_all_of_them(
 ) -> None:
     state = state_of(made, split, aims=aims)
     for placement in play(state, arriving):
-        lane, done, ends = placement.lane, defaultdict(int), {}
+        lane, starts = placement.lane, (placement.cached_tokens, *placement.ends)
+        assert placement.ends[-1] == placement.request.prompt_tokens
+        done = {first: (0, first, 0) for first in starts[:-1]}
+        """By chunk: layer and token that come next, and the end of what came before."""
         for piece in placement.slices:
-            key = piece.first_token, piece.end_token
-            assert piece.first_layer == done[key], "layers of a chunk come one after the other"
+            at = bisect_right(starts, piece.first_token) - 1
+            layer, token, free_ns = done[starts[at]]
+            assert piece.start_ns >= free_ns, "a layer starts when the one before has ended"
+            assert piece.first_layer == layer, "layers of a chunk come one after the other"
             first, end = lane.layers(lane.workers.index(piece.worker))
             assert first <= piece.first_layer <= piece.end_layer <= end
-            if piece.first_layer > 0 or piece.end_layer == 0:
-                assert piece.start_ns >= ends[key], "a layer starts when the one before has ended"
-            done[key], ends[key] = piece.end_layer, piece.end_ns
-        chunks = sorted(done)
-        assert chunks[0][0] == placement.cached_tokens
-        assert chunks[-1][1] == placement.request.prompt_tokens
-        assert all(a[1] == b[0] for a, b in itertools.pairwise(chunks))
-        assert set(done.values()) == {lane.num_layers}
+            if piece.end_layer > layer:
+                assert piece.first_token == token, "parts of a layer come one after the other"
+                whole = (piece.first_token, piece.end_token) == (starts[at], starts[at + 1])
+                assert whole or piece.end_layer == layer + 1, "only one layer at a time is cut"
+            if piece.end_token == starts[at + 1]:
+                done[starts[at]] = piece.end_layer, starts[at], piece.end_ns
+            else:
+                assert (piece.end_token - starts[at]) % grain_of(max(np.diff(starts))) == 0
+                done[starts[at]] = layer, piece.end_token, piece.end_ns
+        assert {(layer, token - first) for first, (layer, token, _) in done.items()} == {(lane.num_layers, 0)}
         assert placement.delivered_ns >= placement.computed_ns >= max(s.end_ns for s in placement.slices)
 
 
