@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from atlas.errors import AtlasError
+from atlas.view.chart import INK, SOFT, theme
 from atlas.view.curve import curves_svg, write_curves
+from atlas.view.palette import SERIES
 
 LINES = {"1F1B <many>": [(10, 2.0), (20, 4.0)], "Atlas": [(10, 1.0), (20, math.nan), (40, 1.5)]}
 
@@ -35,3 +37,14 @@ def test_html_or_svg_by_name_and_nothing_to_draw_is_an_error_for_users(tmp_path:
     assert (tmp_path / "c.svg").read_text().startswith("<svg")
     with pytest.raises(AtlasError, match="no point"):
         curves_svg({"a": [(-1, 2)]}, "x", "y", "t", log_x=True)
+
+
+def test_a_page_has_a_dark_side_that_knows_the_colours_of_a_chart(tmp_path: Path) -> None:
+    write_curves(tmp_path / "c.html", LINES, "x", "y", "a <title>")
+    page = (tmp_path / "c.html").read_text()
+    assert theme() in page
+    assert "<title>a &lt;title&gt;</title>" in page
+    assert "prefers-color-scheme: dark" in theme()
+    for color in (INK, SOFT, SERIES[0]):
+        assert f'[fill="{color}"]' in theme()
+        assert f'fill="{color}"' in page.split("</style>")[1]

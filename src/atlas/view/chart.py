@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from importlib import resources
 from typing import NamedTuple
 
 from atlas.ir.replace import replacing
@@ -18,7 +19,7 @@ from atlas.ir.replace import replacing
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 860, 460, 70, 54, 52
 FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 INK, SOFT = "#1c2126", "#5c6670"
-"""Of what is read first, and of what explains it."""
+"""Of what is read first, and of what explains it; `assets/theme.css` knows them by these values."""
 NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that no XML may hold: control characters, halves of a pair."""
 
@@ -44,13 +45,25 @@ def write_chart(path: str | os.PathLike[str], chart: str, title: str, *, as_page
     if as_page is None:
         as_page = os.fspath(path).lower().endswith((".html", ".htm"))
     if as_page:
-        chart = (
-            f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-            f"<title>{html.escape(title)}</title><style>body{{margin:24px auto;max-width:{WIDTH}px}}"
-            f"svg{{max-width:100%;height:auto}}</style><body>{chart}</body></html>\n"
-        )
+        style = f"{theme()}body {{ max-width: {WIDTH + 40}px; }}"
+        chart = page_text(title, style, f'<div class="wide">{chart}</div>')
     with replacing(path) as file:
         file.write(chart.encode())
+
+
+def theme() -> str:
+    """The style that pages without scripts share: light and dark, and a chart in either."""
+    return (resources.files("atlas.view") / "assets" / "theme.css").read_text(encoding="utf-8")
+
+
+def page_text(title: str, style: str, body: str) -> str:
+    """A page that runs nothing and asks nothing of the network."""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+        f'content="width=device-width, initial-scale=1"><meta http-equiv="Content-Security-Policy" '
+        f"content=\"default-src 'none'; style-src 'unsafe-inline'\"><title>{html.escape(title)}</title>"
+        f"<style>{style}</style></head><body>{body}</body></html>\n"
+    )
 
 
 def chart_svg(title: str, note: str, body: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from importlib import resources
 from typing import Any
 
 from atlas.ir.replace import replacing
+from atlas.view.chart import page_text, theme
 from atlas.view.pareto import front_svg
 from atlas.view.place import FEW, WIDTH, positions
 from atlas.view.table import seconds
@@ -34,7 +35,7 @@ def plan_page(scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> str:
     """The page as text."""
     at = positions(scene)
     plans = scene["plans"]
-    style = (resources.files("atlas.view") / "assets" / "map.css").read_text(encoding="utf-8")
+    style = theme() + (resources.files("atlas.view") / "assets" / "map.css").read_text(encoding="utf-8")
     style += "".join(
         f"#t{k}:checked~.tabs label[for=t{k}]{{background:var(--accent);color:#fff;border-color:var(--accent)}}"
         f"#t{k}:checked~.maps #m{k}{{display:block}}\n"
@@ -56,16 +57,13 @@ def plan_page(scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> str:
         drawn = front_svg(scene["rows"], scene["front"], title="")
         front = f'<h2>Time and cost</h2><div class="wide">{drawn}</div>'
     said = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
-    title = html.escape(f"{scene['title']}: the plan")
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-        f'content="width=device-width, initial-scale=1"><meta http-equiv="Content-Security-Policy" '
-        f"content=\"default-src 'none'; style-src 'unsafe-inline'\"><title>{title}</title><style>{style}</style></head>"
-        f'<body><h1>{title} <span class="badge">simulated</span></h1><div class="notes">{said}</div>'
+    title = f"{scene['title']}: the plan"
+    body = (
+        f'<h1>{html.escape(title)} <span class="badge">simulated</span></h1><div class="notes">{said}</div>'
         f'<section>{inputs}<div class="tabs">{tabs}</div><div class="maps">{maps}</div></section>'
         f'<h2>The winner and its rivals</h2><p class="soft">{html.escape(scene["told"])}</p>{_table(scene)}{front}'
-        f"</body></html>\n"
     )
+    return page_text(title, style, body)
 
 
 # ---- one map ---------------------------------------------------------------------------------------------------

@@ -59,7 +59,5 @@ def _names(front: Sequence[tuple[float, float]], rows: Sequence[Row], x: Axis, y
         last = py
         words = str(row["how"])
         anchor = "end" if px + 6.2 * len(words) > right else "start"
-        parts.append(
-            text(px + (8 if anchor == "start" else -8), py - 9, words, size=10.5, anchor=anchor, fill="#3a3f44")
-        )
+        parts.append(text(px + (8 if anchor == "start" else -8), py - 9, words, size=10.5, anchor=anchor))
     return parts
