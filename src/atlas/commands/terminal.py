@@ -9,19 +9,26 @@ import threading
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 PATIENCE_S = 1.0
 """What takes less than this needs no progress bar."""
 
 
 def show(*things: Any) -> None:
-    """Tables and sentences, as wide as the terminal, or 80 columns where there is none."""
+    """Tables and sentences, as wide as the terminal, or 80 columns where there is none. What is indented stays so."""
     console = Console(highlight=False)
     with console.capture() as capture:
         for thing in things:
-            console.print(thing, markup=False)
+            console.print(_indented(thing) if isinstance(thing, str) else thing, markup=False)
     sys.stdout.write(capture.get())
+
+
+def _indented(line: str) -> str | Padding:
+    words = line.lstrip(" ")
+    return line if words == line else Padding(Text(words), (0, 0, 0, len(line) - len(words)), expand=False)
 
 
 def as_json(data: Any) -> str:
