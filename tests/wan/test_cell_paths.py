@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from atlas.wan.cell_paths import Path, Sender
+from atlas.wan.cell_paths import MOST_HOLD_S, Path, Sender
 from atlas.wan.outbox import Outbox
 from atlas.wan.slices import Note, NoteKind, Slice
 from atlas.wan.transport import Handle
@@ -57,3 +57,20 @@ def test_the_last_slices_go_where_they_arrive_first() -> None:
     chosen = list(ways.first_way.values())
     assert len(chosen) == 40
     assert 4 < chosen.count(1) < 16, "both carry as much; ten fewer on the later one, and both finish together"
+
+
+def test_our_own_path_waits_a_moment_for_what_others_sent_with_a_smaller_turn() -> None:
+    handed: list[tuple[int, float]] = []
+    outbox = Outbox(SLICE_BYTES, 2, SLICE_BYTES)
+    outbox.freed(0, 1 << 30)
+    sender = Sender(outbox, 0, HOPS, lambda path, _, __: handed.append((path.index, time.monotonic())), lambda: 0.1)
+    try:
+        begin = time.monotonic()
+        outbox.put((0, 0, 0, 0), memoryview(bytes(4 * SLICE_BYTES)), 0, Handle("transfer"))
+        while len({index for index, _ in handed}) < 2 and time.monotonic() < begin + 5:
+            time.sleep(0.001)
+    finally:
+        sender.close()
+    first = dict(reversed(handed))
+    assert handed[0][0] == 1, "the relay's may go at once: the relay waits itself"
+    assert first[0] >= begin + MOST_HOLD_S

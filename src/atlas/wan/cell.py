@@ -173,7 +173,10 @@ class Cell(Transport):
                 outbox = Outbox(self.slice_bytes, len(self.pairs), LAST_SLICE_BYTES, FIRST_SLICE_BYTES)
                 outbox.freed(0, self.endpoint.settings.staging_bytes)
                 paths = hops_of(self.name, destination, self.pairs)
-                self._senders[destination, lane] = Sender(outbox, lane, paths, self._hand_over)
+                own = self.endpoint.channel(self.pairs[self.name], SLICE_LANE + lane)
+                self._senders[destination, lane] = Sender(
+                    outbox, lane, paths, self._hand_over, lambda: own.paced_s(self.slice_bytes)
+                )
             return self._senders[destination, lane]
 
     def _inbox(self, source: str, lane: int) -> Inbox:

@@ -25,6 +25,10 @@ LEAST_TURN_S, TURN = 0.25, 3.0
 """How long one may wait for its turn at a relay before that counts as having left; or so many times what slices need
 from there."""
 TICK_S, IDLE_S = 0.02, 0.1
+HOLD, LEAST_HOLD_S, MOST_HOLD_S = 0.1, 0.002, 0.006
+"""Over what a slice takes on a slow path: so long we wait before we carry one of our own. What others sent at the same
+moment, with a smaller turn, takes that long to reach us; the relays' own wait (`flight.py`) comes too late for those
+which were slow to set out."""
 SPAN_S = 0.05
 """Over which it is counted how fast slices leave."""
 
@@ -90,7 +94,8 @@ class Path:
 
 
 class Sender:
-    """All slices for one destination and lane; `hand_over` sends them on their way. The first path is our own."""
+    """All slices for one destination and lane; `hand_over` sends them on their way. The first path is our own;
+    `slice_s` says what a slice takes on it, zero where it is too fast to wait for others' turns."""
 
     def __init__(
         self,
@@ -98,8 +103,9 @@ class Sender:
         lane: int,
         paths: list[Hops],
         hand_over: Callable[[Path, Slice, memoryview], None],
+        slice_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.outbox, self.lane, self._hand_over = outbox, lane, hand_over
+        self.outbox, self.lane, self._hand_over, self._slice_s = outbox, lane, hand_over, slice_s
         self.paths = [Path(i, hops) for i, hops in enumerate(paths)]
         self.closing = False
         self._handed = deque[tuple[float, int]]()
@@ -125,6 +131,9 @@ class Sender:
                     if not free:
                         self._changed.wait(TICK_S)
                         continue
+            if is_ready and free[0] is self.paths[0] and (slice_s := self._slice_s()):
+                hold_s = max(LEAST_HOLD_S, min(MOST_HOLD_S, HOLD * slice_s))
+                time.sleep(max(0.0, self.outbox.head_since + hold_s - time.monotonic()))
             found = ((path, chunk) for path in free if (chunk := self._next(path, is_ready=is_ready)) is not None)
             if (first := next(found, None)) is not None:
                 self._set_out(*first)

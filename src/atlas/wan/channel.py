@@ -208,6 +208,10 @@ class Channel:
             self._lossy = sent_twice - sent_before > LOSSY * (delivered - delivered_before)
         return self._lossy
 
+    def paced_s(self, num_bytes: int) -> float:
+        """How long so much takes at a pace of ours; zero where there is none."""
+        return num_bytes * 8 / self.outbox.flight.pace_bps if self.outbox.flight is not None else 0.0
+
     @property
     def num_live(self) -> int:
         return sum(slot.stream is not None for slot in self._slots)

@@ -225,6 +225,12 @@ class Outbox:
             return self._ready[0][1].turn if self._ready else None
 
     @property
+    def head_since(self) -> float:
+        """When what would go next was put here."""
+        with self._changed:
+            return self._ready[0][1].put_at if self._ready else 0.0
+
+    @property
     def head_bytes(self) -> int:
         """What is left to take of it."""
         with self._changed:
