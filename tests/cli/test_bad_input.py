@@ -81,6 +81,30 @@ def test_an_unknown_command_or_flag_names_the_nearest(atlas: Atlas) -> None:
     refused(atlas("simulate"), "JOB.yaml")
 
 
+@pytest.mark.parametrize("number", ["nan", "inf", "-1", "1e400", "ten", ""])
+def test_a_number_that_is_none(atlas: Atlas, number: str) -> None:
+    probe = ("wan", "probe", "--node", "a-0=127.0.0.1:9", "--node", "b-0=127.0.0.1:9")
+    for words in (
+        ("train", "tiny.yaml", "--emulate", "--learning-rate"),
+        ("train", "tiny.yaml", "--emulate", "--clip"),
+        ("train", "tiny.yaml", "--dc", "east", "--patience"),
+        ("whatif", "tiny.yaml", "--wan-sigma"),
+        ("wan", "emulate", "tiny.yaml", "--for"),
+        ("wan", "certs", "east", "--days"),
+        (*probe, "--max-mb"),
+        (*probe, "--every"),
+    ):
+        refused(atlas(*words, number), words[-1], repr(number), "number from")
+
+
+def test_a_run_that_could_not_begin_or_end(atlas: Atlas, tmp_path: Path) -> None:
+    train = ("train", "tiny.yaml", "--dc", "east")
+    refused(atlas(*train, "--listen", "192.0.2.1"), "--listen 192.0.2.1", "not an address of this host", "ip addr")
+    refused(atlas(*train, "--page", "p.html"), "--page is for --emulate", "--timeline")
+    refused(atlas("train", "tiny.yaml", "--emulate", "--checkpoints", "tiny.yaml/x"), "--checkpoints", "tiny.yaml")
+    refused(atlas("plan", "tiny.yaml", "--pareto", "front.svg", "--out", "plan.yaml"), "--pareto", "usd_per_gpu_hour")
+
+
 def test_a_set_that_is_wrong(atlas: Atlas) -> None:
     refused(atlas("simulate", "tiny.yaml", "--set", "pp", *OUTPUTS), "--set", "key=value")
     refused(atlas("simulate", "tiny.yaml", "--set", "cluster.wan.latncy_ms=3", *OUTPUTS), "latncy_ms", "'latency_ms'")

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from atlas.commands.files import require_apart, require_drawable, require_writable
-from atlas.commands.simulate import job_flags, whole
+from atlas.commands.numbers import whole
+from atlas.commands.simulate import job_flags
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.errors import SpecError
 from atlas.ir.replace import replacing
 from atlas.plan.files import plan_of
+from atlas.plan.ground import ground_of
 from atlas.plan.judge import as_dict
 from atlas.plan.objective import OBJECTIVES, Objective, amount, objective_of
 from atlas.plan.planner import Planned, make_plan
@@ -80,6 +82,14 @@ def run(args: argparse.Namespace) -> int:
     require_apart(wanted)
     job, _ = load_job_or_plan(args.job, args.set)
     require_apart(wanted, job.files)
+    if args.pareto is not None and not has_prices(ground_of(job)):
+        raise SpecError(
+            where=job.where,
+            key="usd_per_gpu_hour",
+            value=None,
+            rule="the front of time and cost (--pareto) needs prices, and no datacenter has one",
+            remedy="Write usd_per_gpu_hour in the cluster",
+        )
     batch = args.global_batch or batch_of(job)
     goal = _objective(args, batch * job.model.seq_len)
     with Meter() as meter:
@@ -161,7 +171,7 @@ def as_data(planned: Planned) -> dict[str, Any]:
 def _show(planned: Planned) -> None:
     best, job = planned.figures, planned.job
     figures, candidate = best.figures, best.candidate
-    money = has_prices(planned)
+    money = has_prices(planned.ground)
     lines = [
         f"{job.name}: {planned.objective.words()}, {planned.space.sequences:,} sequences an iteration",
         "",

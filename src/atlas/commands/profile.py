@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from atlas.commands.files import require_apart, require_writable
-from atlas.commands.simulate import job_flags, whole
+from atlas.commands.numbers import whole
+from atlas.commands.simulate import job_flags
 from atlas.cost.profile import load_profile
 from atlas.errors import MissingExtraError
 from atlas.ir.replace import replacing

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from atlas.commands.files import Outputs, make_folder, picture_flags, require_apart, require_folder
+from atlas.commands.numbers import whole
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.commands.words import headline, more_table, notes, page_notes, why
 from atlas.ir.replace import replacing
@@ -67,21 +68,6 @@ def search_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", type=whole(1, 1_000_000), metavar="N", help="orders a search may try (default: by the job's size)"
     )
-
-
-def whole(low: int, high: int) -> Any:
-    """A type for argparse."""
-
-    def number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
-        return value
-
-    return number
 
 
 def run(args: argparse.Namespace) -> int:

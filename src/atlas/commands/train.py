@@ -17,8 +17,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atlas.commands.files import require_apart, require_writable
-from atlas.commands.simulate import job_flags, whole
+from atlas.commands.files import require_apart, require_folder, require_writable
+from atlas.commands.numbers import number, whole
+from atlas.commands.simulate import job_flags
 from atlas.commands.train_dc import dc_flags, run_dc
 from atlas.commands.watching import watch_flags, watched
 from atlas.errors import AtlasError
@@ -41,9 +42,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data", default="", metavar="DIR", help="shards of tokens, or shipped (default: made up)")
     parser.add_argument("--device", metavar="NAME", help="paced, cpu, cuda or cuda:N (default: paced; with --dc: cuda)")
-    parser.add_argument("--learning-rate", type=float, metavar="X", help="default: 0.001 (AdamW; a stand-in: 0.1, SGD)")
     parser.add_argument(
-        "--clip", type=float, metavar="NORM", help="clip gradients to this global norm (default: do not)"
+        "--learning-rate", type=number(0, 1e6), metavar="X", help="default: 0.001 (AdamW; a stand-in: 0.1, SGD)"
+    )
+    parser.add_argument(
+        "--clip", type=number(1e-12, 1e12), metavar="NORM", help="clip gradients to this global norm (default: do not)"
     )
     parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="save there, and go on from what is there")
     parser.add_argument(
@@ -64,10 +67,14 @@ def run(args: argparse.Namespace) -> int:
         raise AtlasError(f"{args.plan}: runnable: {plan.runnable}")
     if args.emulate == (args.dc is not None):
         raise AtlasError("where? --emulate runs all of it on this machine, --dc NAME this datacenter's part of it")
+    if args.dc is not None and args.page is not None:
+        raise AtlasError("--page is for --emulate: with --dc give --timeline FILE, which `atlas view` makes a page of")
     wanted = {f"--{name}": path for name in ("page", "log", "timeline") if (path := getattr(args, name)) is not None}
     for flag, path in wanted.items():
         require_writable(path, flag)
     require_apart(wanted, job.files)
+    if args.checkpoints is not None:
+        require_folder(args.checkpoints, "--checkpoints")
     schedule = args.schedule or (plan.schedule.name if plan else "1f1b")
     args.device = args.device or ("paced" if args.emulate else "cuda")
     from atlas.launch.rehearse import Wishes, rehearse

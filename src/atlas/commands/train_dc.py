@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atlas.commands.simulate import whole
+from atlas.commands.numbers import number, whole
 from atlas.commands.terminal import say
 from atlas.commands.watching import watched
 from atlas.errors import AtlasError, SpecError
@@ -52,10 +53,18 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
         "--without", action="append", default=[], metavar="NAME", help="a datacenter that is lost (repeatable)"
     )
     group.add_argument(
-        "--grace", type=float, default=30.0, metavar="S", help="a datacenter out of reach for so long is lost (30)"
+        "--grace",
+        type=number(0.1, 1e6),
+        default=30.0,
+        metavar="S",
+        help="a datacenter out of reach for so long is lost (30)",
     )
     group.add_argument(
-        "--patience", type=float, default=60.0, metavar="S", help="a worker that waits for so long complains (60)"
+        "--patience",
+        type=number(0.1, 1e6),
+        default=60.0,
+        metavar="S",
+        help="a worker that waits for so long complains (60)",
     )
     group.add_argument(
         "--max-restarts", type=whole(0, 1000), default=5, metavar="N", help="in a row without progress (default 5)"
@@ -70,6 +79,7 @@ def run_dc(args: argparse.Namespace, job: Job, wishes: Wishes) -> int:
     from atlas.launch.wide import Here, Hooks, leads, train_here
 
     name, local_rank = site_name(args.dc, args.node, os.environ)
+    _require_own(args.listen)
     settings = SiteSettings(
         name,
         host=args.listen,
@@ -122,6 +132,19 @@ def site_name(datacenter: str, node: str | None, environment: Mapping[str, str])
     if not (part.isdecimal() and count.isdecimal() and int(part) < int(count)):
         raise SpecError(where="--node", key="I/N", value=node, rule="must count from 0", remedy="Write 0/2, or 1/2")
     return SiteName(datacenter, int(part), int(count)), None
+
+
+def _require_own(host: str) -> None:
+    """Raise where nobody could listen at this address: it is another host's, or none at all."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as door:
+            door.bind(address)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "no address"
+        raise AtlasError(
+            f"--listen {host}: not an address of this host ({reason}). Give one that `ip addr` shows"
+        ) from None
 
 
 def _address(text: str) -> tuple[str, int]:

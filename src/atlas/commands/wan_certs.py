@@ -11,6 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from atlas.commands.numbers import whole
 from atlas.commands.terminal import as_json
 from atlas.wan.certs import CA_DAYS, DEFAULT_DAYS, expires, make_ca, make_node
 
@@ -19,8 +20,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("nodes", nargs="+", metavar="DATACENTER[/WORKER]",
                         help="what to make certificates for: a node, or all nodes of a datacenter")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("certs"), help="folder (default: certs)")
-    parser.add_argument("--days", type=int, default=DEFAULT_DAYS, help=f"validity (default: {DEFAULT_DAYS} days)")
-    parser.add_argument("--ca-days", type=int, default=CA_DAYS, help=f"validity of a new CA (default: {CA_DAYS} days)")
+    parser.add_argument(
+        "--days", type=whole(1, 36_500), default=DEFAULT_DAYS, help=f"validity (default: {DEFAULT_DAYS} days)"
+    )
+    parser.add_argument(
+        "--ca-days", type=whole(1, 36_500), default=CA_DAYS, help=f"validity of a new CA (default: {CA_DAYS} days)"
+    )
     parser.add_argument("--also", action="append", default=[], metavar="DATACENTER/WORKER",
                         help="another name that each of these nodes may speak for (repeatable)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print what was made as JSON")

@@ -20,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+from atlas.commands.numbers import number, whole
 from atlas.errors import AtlasError
 from atlas.spec.cluster import Cluster
 from atlas.spec.load import load_cluster, load_job
@@ -32,7 +33,9 @@ LATE = 4
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cluster", type=Path, metavar="CLUSTER.yaml", help="a cluster file, or a job")
     parser.add_argument("--grade", choices=("proxy", "namespace"), default="proxy", help="how real (default proxy)")
-    parser.add_argument("--nodes-per-dc", type=int, metavar="N", help="emulate only so many nodes of each datacenter")
+    parser.add_argument(
+        "--nodes-per-dc", type=whole(1, 10**6), metavar="N", help="emulate only so many nodes of each datacenter"
+    )
     parser.add_argument(
         "--scale", type=float, default=1.0, metavar="X", help="rates and windows times X, for small hosts"
     )
@@ -47,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--at", action="append", default=[], metavar="NODE=COMMAND", help="namespace: run it on a node")
     parser.add_argument("--no-gso", action="store_true", help="namespace: packets of 1500 bytes, for studies of loss")
     parser.add_argument("--kernel", action="store_true", help="namespace: let the kernel's netem shape, where it is")
-    parser.add_argument("--for", dest="seconds", type=float, metavar="S", help="end after so many seconds")
+    parser.add_argument("--for", dest="seconds", type=number(0, 1e9), metavar="S", help="end after so many seconds")
 
 
 def run(args: argparse.Namespace) -> int:

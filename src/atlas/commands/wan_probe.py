@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from atlas.commands.files import require_apart, require_folder, require_writable
+from atlas.commands.numbers import number, whole
 from atlas.errors import AtlasError
 from atlas.ir.replace import replacing
 from atlas.spec.cluster import Cluster, Link, Route
@@ -40,10 +41,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the links section to a file of its own")
     parser.add_argument("--check", type=Path, metavar="FILE", help="warn where this job or cluster assumes otherwise")
     parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
-    parser.add_argument("--max-streams", type=int, default=32, metavar="K", help="connections at most (default 32)")
-    parser.add_argument("--max-mb", type=float, default=1000.0, metavar="MB", help="of one transfer (default 1000)")
-    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="probe N times, for --record")
-    parser.add_argument("--every", type=float, default=60.0, metavar="S", help="seconds between two of them")
+    parser.add_argument(
+        "--max-streams", type=whole(1, 1024), default=32, metavar="K", help="connections at most (default 32)"
+    )
+    parser.add_argument(
+        "--max-mb", type=number(0.001, 1e6), default=1000.0, metavar="MB", help="of one transfer (default 1000)"
+    )
+    parser.add_argument("--repeat", type=whole(1, 10**6), default=1, metavar="N", help="probe N times, for --record")
+    parser.add_argument("--every", type=number(0, 1e6), default=60.0, metavar="S", help="seconds between two of them")
     parser.add_argument(
         "--record", type=Path, metavar="DIR", help="write each link's series and its trace for the simulator to DIR"
     )
@@ -116,7 +121,7 @@ def _warn(path: Path, found: list[LinkMeasurement]) -> int:
 def _rounds(how: Survey, repeat: int, every_s: float) -> list[list[LinkMeasurement]]:
     rounds: list[list[LinkMeasurement]] = []
     begun = time.monotonic()
-    for i in range(max(1, repeat)):
+    for i in range(repeat):
         time.sleep(max(0.0, begun + i * every_s - time.monotonic()))
         rounds.append(survey(how))
     return rounds

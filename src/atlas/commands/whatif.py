@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from atlas.commands.files import require_apart, require_drawable, require_writable
-from atlas.commands.simulate import job_flags, whole
+from atlas.commands.numbers import number, whole
+from atlas.commands.simulate import job_flags
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.errors import SpecError
 from atlas.plan.change import Sweep, parse_sweep
@@ -34,23 +35,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--monte-carlo", type=whole(1, 100_000), default=0, metavar="N", help="N runs with other networks"
     )
-    parser.add_argument("--wan-sigma", type=_sigma, metavar="S", help="spread of bandwidth and latency (default 0.2)")
+    parser.add_argument(
+        "--wan-sigma", type=number(0, 3), metavar="S", help="spread of bandwidth and latency (default 0.2)"
+    )
     parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="of the Monte-Carlo runs")
     parser.add_argument("--no-marginals", action="store_true", help="do not ask what one more unit would bring")
     job_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the first sweep's curve (.svg or .html)")
     parser.add_argument("--page", type=Path, metavar="FILE", help="the same, as a page")
-
-
-def _sigma(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 3:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 3")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:

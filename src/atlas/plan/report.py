@@ -108,8 +108,8 @@ def compared(planned: Planned) -> str:
     return f"{told}. All times are simulated."
 
 
-def has_prices(planned: Planned) -> bool:
-    return bool((planned.ground.usd_per_gpu_s > 0).any())
+def has_prices(ground: Ground) -> bool:
+    return bool((ground.usd_per_gpu_s > 0).any())
 
 
 # ---- the scene of a map --------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def scene(planned: Planned, count: int = 6) -> dict[str, Any]:
         ],
         "rows": found,
         "front": [as_dict(judged) for judged in front(planned)],
-        "priced": has_prices(planned),
+        "priced": has_prices(planned.ground),
         "told": compared(planned),
     }
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from atlas.commands.files import require_apart, require_writable
-from atlas.commands.simulate import job_flags, whole
+from atlas.commands.numbers import whole
+from atlas.commands.simulate import job_flags
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.view import write_curves
 from bubbletea.admit.aims import Aims

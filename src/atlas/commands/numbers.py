@@ -1,0 +1,37 @@
+"""Numbers on a command line: types for argparse that refuse what is out of range, and say what the range is."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+
+def whole(low: int, high: int) -> Any:
+    """A whole number from `low` to `high`."""
+
+    def value_of(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+        return value
+
+    return value_of
+
+
+def number(low: float, high: float) -> Any:
+    """A number from `low` to `high`; what is none (nan) is in no range."""
+
+    def value_of(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low:g} to {high:g}")
+        return value
+
+    return value_of
