@@ -33,7 +33,7 @@ test-slow: .venv/dev chromium
 
 .venv/runtime: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check --no-compile -e '.[runtime,serve]'
+	$(BIN)/pip install -q --disable-pip-version-check --no-compile -e '.[runtime,serve,wan,png]'
 	@touch $@
 
 .venv/dev: .venv/runtime
