@@ -87,6 +87,7 @@ class RateMeter:
         self._since: float | None = None
         self._num_bytes = 0
         self._spans: deque[float] = deque(maxlen=NUM_SPANS)
+        self._has_told = False
 
     def pause(self) -> None:
         """Nothing waits: what comes next says nothing about the time until it comes."""
@@ -100,14 +101,15 @@ class RateMeter:
             self._samples = deque([(now, rate_bps)] if rate_bps else [])
 
     def raise_by(self, factor: float) -> None:
-        """What is known is too little."""
+        """What is known is too little; unless there was time to see that for ourselves."""
         with self._lock:
-            self._samples = deque((when, factor * bps) for when, bps in self._samples)
+            if not self._has_told:
+                self._samples = deque((when, factor * bps) for when, bps in self._samples)
 
     def acknowledged(self, num_bytes: int, now: float) -> None:
         with self._lock:
             if self._since is None:
-                self._since, self._num_bytes = now, 0
+                self._since, self._num_bytes, self._has_told = now, 0, False
                 return
             self._num_bytes += num_bytes
             if now - self._since < SAMPLE_S:
@@ -118,6 +120,7 @@ class RateMeter:
                 self._samples.popleft()
             if len(self._spans) < NUM_SPANS and self._samples:
                 return
+            self._has_told = len(self._spans) == NUM_SPANS
             mean_bps = sum(self._spans) / len(self._spans)
             while self._samples and self._samples[-1][1] <= mean_bps:
                 self._samples.pop()
