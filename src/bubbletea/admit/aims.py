@@ -20,6 +20,8 @@ RETRY_NS = 20_000_000
 """Between two looks at whether those who are late have a place."""
 LATEST_NS = 15_000_000_000
 """Who has waited for so long is placed where it is done first, whatever the bubbles are."""
+LATE_TOKENS = 2000
+"""What commands take for `Aims.late_tokens`: shorter prompts are refused rather than late."""
 PLENTY = 2.5
 """Bubbles are plenty for a prompt that takes no longer than this times its accelerator time over the lane's workers."""
 
@@ -53,10 +55,16 @@ class Postponed:
     def __iter__(self) -> Iterator[Request]:
         return (one[3] for one in self._waiting)
 
+    def __contains__(self, request_id: str) -> bool:
+        return any(one[2] == request_id for one in self._waiting)
+
     def takes(self, request: Request) -> bool:
-        """Whether one more may be late."""
-        long = request.prompt_tokens >= self._aims.late_tokens and request.deadline_ns is not None
-        return long and self._late + 1 <= self._aims.late * (self._let_in + 1)
+        """Whether this one may be late."""
+        return request.prompt_tokens >= self._aims.late_tokens and self.may_take(request)
+
+    def may_take(self, request: Request) -> bool:
+        """Whether it might if it is long enough: where all that is known is the least it can be."""
+        return request.deadline_ns is not None and self._late + 1 <= self._aims.late * (self._let_in + 1)
 
     def count(self) -> None:
         """One more was let in."""

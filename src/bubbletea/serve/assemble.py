@@ -6,13 +6,14 @@ The one place that knows all the parts. Starts no workers: who does (`command`, 
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from atlas.runtime.models.decoder import Cut
 from atlas.spec.model import Model
+from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
 from bubbletea.admit.words import Lane
 from bubbletea.bubbles import Forecast
@@ -64,6 +65,7 @@ class Settings:
     """An admitted prefill that gets no further for so long is handed back."""
     budget: float = 0.005
     """The share by which training may become slower."""
+    aims: Aims = field(default_factory=Aims)
 
 
 @dataclass
@@ -113,6 +115,7 @@ def assemble(settings: Settings, ground: Ground, keys: Keys, token: str = "") ->
         _chunks(settings.chunk),
         learns_costs=ground.pace is None,
         weights=keys.weights,
+        aims=settings.aims,
     )
     planner.warm_up()
     orders = _orders(settings, ground, lanes, forecast.risk)

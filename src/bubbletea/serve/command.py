@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atlas.errors import AtlasError, MissingExtraError
+from bubbletea.admit.aims import LATE_TOKENS, Aims
+from bubbletea.flags import aim_flags
 
 if TYPE_CHECKING:
     from atlas.runtime.models.config import DecoderConfig
@@ -51,6 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefix-mib", type=int, default=256, metavar="N", help="of the prefix cache (default 256)")
     parser.add_argument("--slowdown", type=float, default=0.005, metavar="X", help="training's budget (default 0.005)")
     parser.add_argument("--deadline", type=float, default=30.0, metavar="S", help="for requests without (default 30)")
+    aim_flags(parser, "deadline")
     parser.add_argument("--host", default="127.0.0.1", help="to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="to listen on (default 8000)")
     parser.add_argument("--handoff-port", type=int, default=0, metavar="PORT", help="for decode engines (default: any)")
@@ -93,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         prefix_bytes=args.prefix_mib * MIB,
         deadline_s=args.deadline,
         budget=args.slowdown,
+        aims=Aims(args.goal, args.late, LATE_TOKENS),
     )
     ground, workers = _alone(args, settings.arena_bytes) if args.plan is None else _training(args, settings.arena_bytes)
     keys = Keys.read(args.keys) if args.keys else Keys.nobody()

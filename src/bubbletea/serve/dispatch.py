@@ -190,7 +190,8 @@ class Dispatcher:
         cached = self.prefixes.take(hashes, run.cached) if run.cached else []
         for layer, kv in enumerate(cached):
             run.parcel.put(Block(run.parcel.ticket, run.parcel.model, layer, 0, run.cached, kv))
-        due_ns = run.request.deadline_ns or NEVER_DUE - 1 if run.request.kind == "online" else NEVER_DUE
+        # Who was postponed is placed as offline work.
+        due_ns = run.request.deadline_ns or NEVER_DUE - 1 if placement.request.kind == "online" else NEVER_DUE
         length = len(run.prompt.tokens)
         ends = tuple(end for end in placement.ends if end > run.cached)
         self._expect(run, placement.delivered_ns)
@@ -329,9 +330,10 @@ class Dispatcher:
         for run in list(self._runs.values()):
             if now_ns - run.heard_ns > self.patience_s * SECOND and run.request.kind == "online":
                 self._hand_back(run, f"no progress in {self.patience_s:g} s")
-            elif run.placement is None and run.request.kind == "online":
-                self._try_place(run)
-            elif run.placement is not None and run.placement.delivered_ns + LATE_NS < now_ns:
+            elif run.placement is None:
+                if run.request.kind == "online" and run.request.id not in self.planner.postponed:
+                    self._try_place(run)
+            elif run.placement.delivered_ns + LATE_NS < now_ns:
                 done = min(run.parcel.num_complete, run.request.prompt_tokens - 1)  # all but the logits
                 self._follow(self.planner.late(run.request.id, done, now_ns))
         self.store.drop_expired()

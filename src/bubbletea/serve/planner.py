@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from atlas.ir.program import Ints
+from bubbletea.admit.aims import Aims, Postponed
 from bubbletea.admit.decide import admit, advance, cancel, complete, late, quote, reforecast, refused_by_length
 from bubbletea.admit.state import State
 from bubbletea.admit.words import Lane, Placement, Refusal, Request
@@ -47,10 +48,14 @@ class Planner:
         *,
         learns_costs: bool = True,
         weights: Mapping[str, float] | None = None,
+        aims: Aims | None = None,
     ) -> None:
         """`weights`: of the tenants' shares."""
         self.forecast, self.costs, self.lanes, self.slots = forecast, costs, tuple(lanes), slots
         self.chunks, self.learns_costs, self.weights = tuple(chunks), learns_costs, weights
+        self.aims = aims or Aims()
+        self.postponed = Postponed(self.aims)
+        """Stays when states are made anew."""
         self.alive: frozenset[int] = frozenset()
         self._admitted: dict[str, Request] = {}
         self._points: deque[tuple[int, int, float]] = deque(maxlen=POINTS)
@@ -102,7 +107,7 @@ class Planner:
         return self._placed(found) if isinstance(found, Placement) else found
 
     def quote(self, request: Request, now_ns: int) -> Refusal | None:
-        """What `admit` would refuse by length or deadline; nothing is promised."""
+        """What `admit` would refuse, also if the prompt is longer than that; nothing is promised."""
         state = self._ready(now_ns)
         if state is None:
             return Refusal(request, "no-lane")
@@ -113,7 +118,7 @@ class Planner:
         if trial is None:
             return self._no_window(request, now_ns)
         delivered_ns, deadline_ns = trial.own.delivered_ns, request.deadline_ns
-        if deadline_ns is not None and delivered_ns > deadline_ns:
+        if deadline_ns is not None and delivered_ns > deadline_ns and not self.postponed.may_take(request):
             return Refusal(request, "deadline", delivered_ns, now_ns + delivered_ns - deadline_ns)
         return None
 
@@ -151,6 +156,7 @@ class Planner:
 
     def cancel(self, request_id: str, now_ns: int) -> None:
         """Given up: what is left of it on the workers was withdrawn too, so its place is free at once."""
+        self.postponed.remove(request_id)
         if self._admitted.pop(request_id, None) is not None and self._state is not None:
             cancel(self._state, request_id, now_ns)
             if request_id in self._state.lane_of:
@@ -197,11 +203,14 @@ class Planner:
         before, self._state = self._state, None
         if not lanes:
             return
-        self._state = State(self.forecast, self.costs, lanes, chunks=self.chunks, weights=self.weights)
+        weights, aims = self.weights, self.aims
+        self._state = State(self.forecast, self.costs, lanes, chunks=self.chunks, weights=weights, aims=aims)
         if before is not None and before.lanes == self._state.lanes:
             self._state.cache, self._state.shares = before.cache, before.shares
         for request in self._admitted.values():
-            admit(self._state, replace(request, deadline_ns=None), now_ns)
+            if request.id not in self.postponed:
+                admit(self._state, replace(request, deadline_ns=None), now_ns)
+        self._state.postponed = self.postponed  # and not the new one, which has counted the same promises again
 
     # ---- what happened -----------------------------------------------------------------------------------------
     def ran(self, tokens: int, context: int, took_ns: int) -> None:

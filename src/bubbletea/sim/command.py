@@ -18,8 +18,9 @@ from atlas.commands.numbers import whole
 from atlas.commands.simulate import job_flags
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.view import write_curves
-from bubbletea.admit.aims import Aims
+from bubbletea.admit.aims import LATE_TOKENS, Aims
 from bubbletea.bubbles import Forecast
+from bubbletea.flags import aim_flags, positive
 from bubbletea.sim.figures import by_load, notes, table
 from bubbletea.sim.noise import Noise
 from bubbletea.sim.replay import Ours, Played, play
@@ -29,8 +30,6 @@ from bubbletea.traces import Trace, load_trace, synthetic
 
 POLICIES = ("ours", "paper", "dedicated")
 PATIENCE_S = 10.0
-LATE_TOKENS = 2000
-"""Shorter prompts are refused rather than late."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -46,12 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--patience", type=positive, default=PATIENCE_S, metavar="S", help="seconds to deliver in (default 10)"
     )
-    parser.add_argument(
-        "--goal", type=positive, metavar="S", help="who cannot be delivered in S seconds leaves quick lanes to who can"
-    )
-    parser.add_argument(
-        "--late", type=share, default=0.0, metavar="X", help="of those let in, who may miss the patience (default 0)"
-    )
+    aim_flags(parser, "patience")
     parser.add_argument(
         "--split", type=whole(1, 64), action="append", metavar="N", help="workers that share the model; may be repeated"
     )
@@ -72,25 +66,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     job_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="TTFT over load or prompt length, as a page or .svg")
-
-
-def positive(text: str) -> float:
-    """A type for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
-
-
-def share(text: str) -> float:
-    """A type for argparse."""
-    value = positive(text)
-    if value >= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: give one such as 0.05")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ import pytest
 from prefill_samples import greedy_alone, whole
 from serving import TINY, Serving, serving
 
+from bubbletea.admit.aims import Aims
 from bubbletea.handoff.fetch import Fetcher, Ticket
 from bubbletea.serve import http as http_module
 from bubbletea.serve.auth import Keys
@@ -216,6 +217,13 @@ def test_a_refusal_says_when_it_would_fit(service: Serving) -> None:
     assert int(refused.headers["Retry-After"]) >= retry_s
     answer = post(service, ASK | {"prompt": "x" * 8000, "deadline_s": retry_s + 0.5})
     assert answer.status_code == 200
+
+
+def test_who_may_be_late_is_answered_late(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service.parts.dispatcher.planner.postponed, "_aims", Aims(late=0.9, late_tokens=2000))
+    hurried = ASK | {"prompt": "x" * 8000, "deadline_s": 0.0001}
+    assert post(service, hurried).status_code == 200
+    assert post(service, hurried | {"prompt": "x" * 1900}).status_code == 429
 
 
 def test_full_memory_says_when_enough_of_it_will_be_back(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

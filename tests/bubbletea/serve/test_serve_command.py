@@ -20,3 +20,10 @@ from bubbletea.cli import main
 def test_flags_that_cannot_be_served(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", *flags]) == 2
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_more_than_all_cannot_be_late(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--alone", "1", "--late", "1.5"])
+    assert ended.value.code == 2
+    assert "'1.5' is no share" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from serving import TINY
 
 from atlas.errors import AtlasError
 from atlas.runtime.models.export import export_stage, finish_export
+from bubbletea.admit.aims import LATEST_NS, Aims
 from bubbletea.admit.words import Placement, Refusal, Request
 from bubbletea.costs import LayerTime
 from bubbletea.handoff.decode import Sampling, choose
@@ -175,3 +176,22 @@ def test_costs_that_let_nothing_in_are_doubted_until_they_do() -> None:
     found = [planner.admit(Request(str(n), "", 10, n, None), n) for n in range(30)]
     assert isinstance(found[0], Refusal)
     assert isinstance(found[-1], Placement)
+
+
+def test_who_may_be_late_waits_through_the_loss_of_a_worker() -> None:
+    settings = replace(TINY, aims=Aims(late=0.9, late_tokens=2000))
+    planner = assemble(settings, alone(2, TINY.arena_bytes), Keys.nobody()).dispatcher.planner
+    planner.set_alive((0, 1), 0)
+    long = Request("long", "", 4000, 0, 1)
+    assert planner.quote(long, 0) is None
+    assert planner.admit(long, 0) is None
+    assert isinstance(planner.admit(Request("short", "", 1000, 0, 1), 0), Refusal)
+    for alive in ((0,), (0, 1)):
+        planner.set_alive(alive, 0)
+        assert "long" in planner.postponed
+    (found,) = planner.advance(LATEST_NS)
+    assert (found.request.id, found.request.kind, found.ends[-1]) == ("long", "offline", 4000)
+    assert "long" not in planner.postponed
+    assert planner.admit(Request("next", "", 4000, 0, 1), LATEST_NS) is None
+    planner.cancel("next", LATEST_NS)
+    assert "next" not in planner.postponed
