@@ -125,6 +125,20 @@ def test_a_chunk_held_too_long_goes_another_way_once() -> None:
     assert box.lost("slow") == 0
 
 
+def test_what_a_halted_stream_holds_goes_another_way_soon_but_once() -> None:
+    box = outbox()
+    put(box, 0, 64 * KB)
+    put(box, 1, 64 * KB)
+    stuck, other = pull(box, "halted"), pull(box, "busy")
+    assert stuck is not None
+    assert other is not None
+    assert box.steal("free", 10.0) is None
+    assert box.steal("halted", 10.0, halted=["halted"]) is None, "it holds that itself"
+    assert box.steal("free", 10.0, halted=["halted"], halted_s=5.0) is None
+    assert box.steal("free", 10.0, halted=["halted"]) == stuck
+    assert box.steal("third", 10.0, halted=["halted"]) is None, "one is enough"
+
+
 def test_the_flight_stops_what_would_only_queue() -> None:
     box = outbox()
     box.flight = Flight(0.04)

@@ -45,6 +45,8 @@ LATE = 1.25
 """Round trips of a path with a queue, over its quickest."""
 MORE = 1.5
 """How much faster a path is taken to be that was full by our own limit only."""
+HALTED = 0.25
+"""Of a round trip: so long may a stream that has halted keep what another could send."""
 WARM_TICK_S = 0.05
 WARM_ZEROS = memoryview(bytes(MOST_BYTES))
 
@@ -328,9 +330,10 @@ class Channel:
                 continue
             if outbox.flight is not None:
                 stream.await_room()
-            wait_s = min(IDLE_S, heartbeat_s) if outbox.is_empty else self._late_s / 4
-            chunk = outbox.pull(stream, self._shifts.place(slot), wait_s)
-            if chunk is None and not outbox.is_empty and (chunk := outbox.steal(stream, self._late_s)) is not None:
+            place = self._shifts.place(slot)
+            wait_s = min(IDLE_S, heartbeat_s) if outbox.is_empty else self._look_s(place)
+            chunk = outbox.pull(stream, place, wait_s)
+            if chunk is None and not outbox.is_empty and (chunk := self._steal(stream)) is not None:
                 self.num_resent += 1
             if chunk is not None:
                 self._count_out(slot, time.monotonic())
@@ -346,6 +349,20 @@ class Channel:
                 self._count_out(slot, now)
                 stream.write(pack_header(Header(FrameKind.PING, lane, epoch, now_ns())))
                 last_write = now
+
+    def _look_s(self, place: int) -> float:
+        """How often one that has nothing to do looks whether others are late."""
+        return self.rtt_s * HALTED if self._may_halt and place < self.outbox.num_streams else self._late_s / 4
+
+    def _steal(self, stream: Stream) -> Chunk | None:
+        others = [slot.stream for slot in self._slots if slot.stream is not None] if self._may_halt else []
+        halted = [other for other in others if other.has_halted]
+        return self.outbox.steal(stream, self._late_s, halted=halted, halted_s=self.rtt_s * HALTED)
+
+    @property
+    def _may_halt(self) -> bool:
+        """All streams are needed, so that none can rest when bbr would halt."""
+        return self.outbox.flight is not None and not self._shifts.apply(self.outbox.num_streams)
 
     @property
     def _late_s(self) -> float:

@@ -12,6 +12,7 @@ import heapq
 import itertools
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -192,19 +193,31 @@ class Outbox:
         with self._changed:
             return bool(self._ready) or (self._changed.wait(timeout_s) and bool(self._ready))
 
-    def steal(self, stream: object, age_s: float, below_turn: int | None = None) -> Chunk | None:
+    def steal(
+        self,
+        stream: object,
+        age_s: float,
+        below_turn: int | None = None,
+        halted: Collection[object] = (),
+        halted_s: float = 0.0,
+    ) -> Chunk | None:
         """A chunk that another stream took so long ago that this one would have delivered it; of the smallest turn.
-        Only when nothing else waits, or of turns below `below_turn`. Both may arrive; the receiver takes one."""
+        Only when nothing else waits, or of turns below `below_turn`. Both may arrive; the receiver takes one.
+        `halted_s`: the age for those of streams that have halted, as long as nobody else holds them as well."""
         now = time.monotonic()
         with self._changed:
             if below_turn is None and self._ready:
                 return None
+            stuck = {key for other in halted for key in self._held.get(other, ())}
+            for other, held in self._held.items() if stuck else ():
+                stuck -= held.keys() if other not in halted else set()
             best: tuple[tuple[int, int], Chunk] | None = None
             for message in self._live.values():
                 if below_turn is not None and message.turn >= below_turn:
                     continue
                 for chunk in message.unacked.values():
-                    if now - message.taken_at[chunk.offset] < age_s:
+                    least_s = halted_s if (message.number, chunk.offset) in stuck else age_s
+                    if now - message.taken_at[chunk.offset] < least_s:
                         continue
                     if (message.number, chunk.offset) in self._held.get(stream, {}):
                         continue

@@ -27,7 +27,7 @@ MAX_PACING_RATE = getattr(socket, "SO_MAX_PACING_RATE", 47)
 WAITALL, DONTWAIT = socket.MSG_WAITALL, socket.MSG_DONTWAIT
 MIN_LUMP_BYTES, MAX_LUMP_BYTES = 4 * 1024, 512 * 1024
 """A payload is read in lumps: the kernel wakes us when so much is there, not for every packet."""
-BBR_MEMORY_S = 10.0
+BBR_MEMORY_S, HALTED_SEGMENTS = 10.0, 4
 _TCP_INFO_HEAD = struct.Struct("=8B24I4Q")
 
 
@@ -37,6 +37,7 @@ class TcpFacts(NamedTuple):
     rtt_s: float
     min_rtt_s: float
     window_bytes: int
+    window_segments: int
     num_retransmits: int
     retransmitted_bytes: int
     delivered_bytes: int
@@ -210,7 +211,13 @@ class Stream:
         mss, rtt_us, cwnd, num_retransmits = words[2], words[15], words[18], words[23]
         min_rtt_us, num_delivered = (struct.unpack_from("=I", raw, at)[0] for at in (148, 192))
         window, twice = mss * cwnd, mss * num_retransmits
-        return TcpFacts(rtt_us / 1e6, min_rtt_us / 1e6, window, num_retransmits, twice, mss * num_delivered)
+        return TcpFacts(rtt_us / 1e6, min_rtt_us / 1e6, window, cwnd, num_retransmits, twice, mss * num_delivered)
+
+    @property
+    def has_halted(self) -> bool:
+        """Nearly nothing goes out: bbr looks for the least delay, or the path was lost."""
+        facts = self.facts()
+        return facts is not None and facts.window_segments <= HALTED_SEGMENTS
 
 
 def congestion_control(sock: socket.socket, *, near: bool) -> str:
