@@ -134,7 +134,7 @@ def _print(name: str, schedule: str, args: argparse.Namespace, result: Rehearsal
         f"{name}, {schedule}, steps {result.first_step + 1} to {last} "
         f"(emulated: {args.device} devices, {args.model or 'stand-in'} model)\n"
         f"  iteration, simulated  {predicted.iteration_ns / 1e6:10.1f} ms\n"
-        f"  iteration, emulated   {measured.iteration_ns / 1e6:10.1f} ms   prediction {result.error:+.2%}\n"
+        f"  iteration, emulated   {measured.iteration_ns / 1e6:10.1f} ms   prediction off by {result.error:+.2%}\n"
         f"  loss by step          {', '.join(words)}\n"
         f"  emulator late by      {run.late_s * 1e3:10.2f} ms   devices overrun {run.overrun_s * 1e3:.2f} ms"
     )
