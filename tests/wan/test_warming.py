@@ -10,7 +10,7 @@ import pytest
 from atlas.wan.tuning import LOSSY_STREAMS
 from atlas.wan.warming import FIRST_BYTES, Look, WarmUp
 
-RTT_S, TICK_S = 0.04, 0.001
+RTT_S, TICK_S, STREAMS = 0.04, 0.001, 12
 
 
 class PathOfNumbers:
@@ -45,7 +45,7 @@ class PathOfNumbers:
 @pytest.mark.parametrize("rate_bps", [5e6, 100e6, 2e9])
 def test_it_finds_what_the_path_gives(rate_bps: float) -> None:
     path = PathOfNumbers(rate_bps)
-    warm_up = WarmUp(RTT_S, 0.0, 0.0, 5.0, path.look)
+    warm_up = WarmUp(RTT_S, 0.0, 0.0, 5.0, path.look, STREAMS)
     assert path.play(warm_up) < 2.5
     assert warm_up.rate_bps == pytest.approx(rate_bps, rel=0.1)
     assert not warm_up.is_lossy
@@ -53,28 +53,35 @@ def test_it_finds_what_the_path_gives(rate_bps: float) -> None:
 
 def test_streams_that_lost_packets_and_stopped_growing_are_joined_by_others() -> None:
     path = PathOfNumbers(300e6, stream_bps=70e6, loses=True)
-    warm_up = WarmUp(RTT_S, 0.0, 0.0, 5.0, path.look)
+    warm_up = WarmUp(RTT_S, 0.0, 0.0, 5.0, path.look, STREAMS)
     path.play(warm_up)
     assert warm_up.is_lossy
     assert warm_up.num_streams >= LOSSY_STREAMS
     assert warm_up.rate_bps == pytest.approx(300e6, rel=0.1)
 
 
-def test_without_loss_a_slow_stream_is_all_there_is() -> None:
-    path = PathOfNumbers(300e6, stream_bps=10e6)
-    warm_up = WarmUp(RTT_S, 0.0, 0.0, 5.0, path.look)
+@pytest.mark.parametrize(("num_streams", "found_bps"), [(12, 300e6), (2, 120e6)])
+def test_without_loss_and_queue_it_was_windows_and_others_join(num_streams: int, found_bps: float) -> None:
+    path = PathOfNumbers(300e6, stream_bps=60e6)
+    warm_up = WarmUp(RTT_S, 0.0, 0.0, 5.0, path.look, num_streams)
     path.play(warm_up)
+    assert warm_up.over
     assert not warm_up.is_lossy
-    assert warm_up.rate_bps == pytest.approx(10e6, rel=0.1)
+    assert warm_up.rate_bps == pytest.approx(found_bps, rel=0.1)
 
 
 def test_what_is_known_may_be_under_way_from_the_beginning() -> None:
-    known = WarmUp(RTT_S, 100e6, 0.0, 5.0, lambda: None)
-    assert known.limit_bytes > 100e6 / 8 * RTT_S > WarmUp(RTT_S, 0.0, 0.0, 5.0, lambda: None).limit_bytes == FIRST_BYTES
+    known = WarmUp(RTT_S, 100e6, 0.0, 5.0, lambda: None, STREAMS)
+    assert (
+        known.limit_bytes
+        > 100e6 / 8 * RTT_S
+        > WarmUp(RTT_S, 0.0, 0.0, 5.0, lambda: None, STREAMS).limit_bytes
+        == FIRST_BYTES
+    )
 
 
 def test_a_stream_without_room_waits_until_something_comes_back() -> None:
-    warm_up = WarmUp(RTT_S, 0.0, time.monotonic(), 60.0, lambda: None)
+    warm_up = WarmUp(RTT_S, 0.0, time.monotonic(), 60.0, lambda: None, STREAMS)
     while num_bytes := warm_up.await_turn(0, 0.0, time.monotonic()):
         pass
     got = list[int]()
@@ -90,7 +97,7 @@ def test_a_stream_without_room_waits_until_something_comes_back() -> None:
 
 
 def test_it_ends_in_time_where_nothing_comes_back() -> None:
-    warm_up = WarmUp(RTT_S, 0.0, 0.0, 1.0, lambda: None)
+    warm_up = WarmUp(RTT_S, 0.0, 0.0, 1.0, lambda: None, STREAMS)
     assert warm_up.await_turn(0, 0.0, 0.5) > 0
     assert warm_up.await_turn(0, 0.0, 1.5) == 0
     assert warm_up.over

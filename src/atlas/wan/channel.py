@@ -134,7 +134,9 @@ class Channel:
         now, known_bps = time.monotonic(), self.meter.rate_bps or 0.0
         if self._choice is not None and self._choice.pacing_bps:
             self._set_pace(HEADROOM * known_bps / self._choice.num_streams)  # or it would find what is known
-        self._warm_up = warm_up = WarmUp(self.rtt_s, known_bps, now, self.settings.warm_s, self._look)
+        self._warm_up = warm_up = WarmUp(
+            self.rtt_s, known_bps, now, self.settings.warm_s, self._look, self.outbox.num_streams
+        )
         self.outbox.wake()
         while not (warm_up.over and not warm_up.out_bytes) and self.num_live and time.monotonic() < deadline:
             time.sleep(0.005)

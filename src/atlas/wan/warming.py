@@ -3,8 +3,9 @@ afterwards (bbr does), and we learn what the path delivers.
 
 As bbr starts: what may be under way is a multiple of what the last round brought, so that a narrow path is not flooded
 and a wide one is full after a dozen rounds. With few streams at first: many that share little all stay slow. Judged by
-rate and not by how late answers are, since a TCP that starts is late by itself; but where packets get lost and nothing
-ever queued, it was TCP that stopped growing, and more streams may find more. Knows numbers only; streams `await_turn`.
+rate and not by how late answers are, since a TCP that starts is late by itself; but where nothing ever queued, it was
+TCP that stopped growing, by losses or by its window, and more streams may find more. Knows numbers only; streams
+`await_turn`.
 """
 
 from __future__ import annotations
@@ -35,14 +36,16 @@ class WarmUp:
     """One warm-up of one channel. `over` once it has learnt what it can; then what is under way drains."""
 
     def __init__(
-        self, rtt_s: float, rate_bps: float, now: float, longest_s: float, look: Callable[[], Look | None]
+        self, rtt_s: float, rate_bps: float, now: float, longest_s: float, look: Callable[[], Look | None], streams: int
     ) -> None:
-        """`rate_bps`: what is known already, or zero. `look`: None where the kernel does not tell."""
+        """`rate_bps`: what is known already, or zero. `look`: None where the kernel does not tell. `streams`: how many
+        there are."""
         self.rtt_s, self.until = rtt_s, now + longest_s
         self.limit_bytes = self._least_bytes = max(FIRST_BYTES, int(FLAT_GAIN * rate_bps / 8 * rtt_s))
         self.out_bytes = 0
         self.over = self.is_lossy = False
         self._look, self._was_full = look, False
+        self._least_streams, self._most_streams = 1, streams
         self._lock = threading.Lock()
         self._room, self._grown = threading.Condition(self._lock), threading.Condition(self._lock)
         self._round_since, self._num_bytes = 0.0, 0
@@ -53,7 +56,7 @@ class WarmUp:
 
     @property
     def num_streams(self) -> int:
-        return max(LOSSY_STREAMS if self.is_lossy else 1, 1 + self.limit_bytes // STREAM_BYTES)
+        return min(self._most_streams, max(self._least_streams, 1 + self.limit_bytes // STREAM_BYTES))
 
     @property
     def rate_bps(self) -> float:
@@ -131,11 +134,12 @@ class WarmUp:
         """Whether that was all."""
         if len(self._flat) < FLAT_ROUNDS:
             return
-        has_lost = self._seen and self._first_seen and self._seen.num_retransmits > self._first_seen.num_retransmits
-        if has_lost and not self._was_full and not self.is_lossy:
-            self.is_lossy, self._flat = True, []
-        else:
+        if self._was_full or self.is_lossy or self.num_streams == self._most_streams:
             self.over = True
+            return
+        has_lost = self._seen and self._first_seen and self._seen.num_retransmits > self._first_seen.num_retransmits
+        self._least_streams = LOSSY_STREAMS if has_lost else 2 * self.num_streams
+        self.is_lossy, self._flat = bool(has_lost), []
 
 
 def _rate_bps(rounds: list[tuple[int, int, float]]) -> float:
