@@ -1,20 +1,21 @@
 """BubbleTea in the bubbles of the 12-GPU testbed and of the five datacenters, Azure's conversation trace (simulated).
 
 Saturated: utilization, and tokens against a packing without a gap and against the paper's rule at its own p95. At 60 %
-of that: TTFT against as many accelerators that only prefill, in the five datacenters at both of the paper's ratios of
-WAN to compute time, C = 2 (as they are: compute binds, the bubbles lie at the ends of the iteration) and C = 4 (one
-layer in a stage), with a WAN that binds and 1F1B (both as busy as the paper reports, 45 %).
-Where a bar is missed, bounds say how much of the work no policy could have done in time, and how much none could if
-training's ops were moved within their slack.
+of that: TTFT against as many accelerators that only prefill. The five datacenters with the paper's ratios of WAN to
+compute time, C = 2 (as they are: compute binds, the bubbles lie at the ends of the iteration) and C = 4, by one layer
+in a stage or by a slower WAN; with a WAN that binds, and under 1F1B (both as busy as the paper reports, 45 %). Where a
+bar is missed, bounds say how much of the work no policy could have done in time, and how much none could if training's
+ops were moved within their slack.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from common.report import Report
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from atlas.ir.ops import USEFUL
 from atlas.ir.program import Ints
 from atlas.ir.timeline import Timeline
-from bubbletea.admit.aims import Aims
+from bubbletea.admit.aims import LATE_TOKENS, Aims
 from bubbletea.bubbles import Forecast
 from bubbletea.sim.noise import Noise
 from bubbletea.sim.replay import Ours, Played, play
@@ -38,6 +39,17 @@ LOAD = 0.6
 STEPS = 400
 
 
+class Span(NamedTuple):
+    """Of a replay, in iterations. Whole ones count: bubbles are not spread evenly over an iteration."""
+
+    periods: float
+    warm_up: float
+    cool_down: float = 0.0
+
+
+SPAN = Span(3.0, 1.0)
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -46,44 +58,46 @@ class Case:
     split: tuple[int, ...]
     changes: tuple[str, ...] = ()
     chunks: tuple[int, ...] = (CHUNK,)
+    full: Span = SPAN
+    """Saturated, in one cell."""
+    part: Span = SPAN
+    """At 60 %, in so many cells."""
     cells: int = 1
-    periods: float = 4.0
-    """Whole ones count: bubbles are not spread evenly over an iteration."""
-    warm_up: float = 1.0
     patience_s: float | None = 20.0
     """At 60 %; None: what the bar allows, and who cannot be served in that is refused."""
     late: float = 0.0
     """At 60 %, of those let in, who may be late instead; then what the bar allows for p50 is admission's goal."""
-    cool_down: float = 0.0
 
 
-TESTBED = Case("12 GPUs", "examples/testbed/gpt-a-40ms.yaml", "atlas", (2,), periods=30.0, warm_up=10.0)
-FIVE = Case("5 DCs", "examples/paper-5-dcs.yaml", "atlas", (4,), ("reserved_gib=6",), periods=3.0)
+TESTBED = Case(
+    "12 GPUs", "examples/testbed/gpt-a-40ms.yaml", "atlas", (2,), full=Span(30.0, 10.0), part=Span(30.0, 10.0)
+)
+FIVE = Case("5 DCs, C = 2", "examples/paper-5-dcs.yaml", "atlas", (4,), ("reserved_gib=6",))
+FIVE_4 = replace(
+    FIVE,
+    name="5 DCs, C = 4",
+    changes=("model.layers=60", "reserved_gib=6"),
+    chunks=(4096, 1024, 512),
+    part=Span(1.0, 1.1, 0.1),  # an iteration's late are served by a tenth of the next
+    cells=12,
+    patience_s=None,
+    late=0.045,
+)
+FIVE_4_WAN = replace(FIVE_4, name="5 DCs, 2.9 Gbit/s", changes=("cluster.wan.pair_gbps=2.9", "reserved_gib=6"), cells=4)
 FIVE_WAN = replace(
     FIVE,
     name="5 DCs, 1.6 Gbit/s",
     changes=("cluster.wan.pair_gbps=1.6", "reserved_gib=20"),
     split=(1, 4),
     chunks=(2048, 1024),
+    part=Span(1.0, 0.25),
     cells=2,
-    periods=1.0,
-    warm_up=0.25,
     patience_s=None,
 )
 FIVE_45 = replace(FIVE_WAN, name="5 DCs, 1F1B", schedule="1f1b", changes=())
-FIVE_4 = replace(
-    FIVE,
-    name="5 DCs, C = 4",
-    changes=("model.layers=60", "reserved_gib=6"),
-    chunks=(4096, 1024, 512),
-    cells=12,
-    periods=1.0,
-    warm_up=1.1,  # an iteration's late are served by a tenth of the next
-    patience_s=None,
-    late=0.045,
-    cool_down=0.1,
-)
-LATE_TOKENS = 2000
+CASES = {
+    "testbed": TESTBED, "c2": FIVE, "c4": FIVE_4, "c4-wan": FIVE_4_WAN, "wan": FIVE_WAN, "1f1b": FIVE_45,
+}  # fmt: skip
 KEPT = 0.25
 """Of a patience, for long prompts: without it more requests but fewer tokens are served."""
 
@@ -94,6 +108,7 @@ def played(
     trace: Trace,
     load: float,
     *,
+    span: Span,
     policy: str = "ours",
     patience_s: float | None = None,
     kept: float = 0.0,
@@ -110,16 +125,16 @@ def played(
         policy,
         trace,
         tokens_per_s=load * scene.capacity_tokens_per_s(trace),
-        periods=case.periods,
-        warm_up=case.warm_up,
+        periods=span.periods,
+        warm_up=span.warm_up,
         kind="online" if patience_s is not None else "offline",
         patience_s=patience_s,
-        cool_down=case.cool_down,
+        cool_down=span.cool_down,
     )
 
 
 def saturated(report: Report, case: Case, scene: Scene, trace: Trace) -> None:
-    full = played(scene, case, trace, 1.4)
+    full = played(scene, case, trace, 1.4, span=case.full)
     figures = full.figures()
     report.figure(f"{case.name}: busy, training alone", 1 - scene.idle_share, "")
     report.figure(f"{case.name}: busy, saturated", figures["utilization"], "", at_least=0.94)
@@ -132,10 +147,10 @@ def saturated(report: Report, case: Case, scene: Scene, trace: Trace) -> None:
 
 def against_the_rule(report: Report, case: Case, scene: Scene, trace: Trace, patience_s: float) -> None:
     """At twice the load that saturates; our patience is the rule's p95, so that ours is no later."""
-    warm = replace(case, warm_up=max(case.warm_up, 1.2e9 * patience_s / scene.pattern.period_ns))
-    rule = played(scene, warm, trace, 2.0, policy="paper", patience_s=patience_s)
+    span = case.full._replace(warm_up=max(case.full.warm_up, 1.2e9 * patience_s / scene.pattern.period_ns))
+    rule = played(scene, case, trace, 2.0, span=span, policy="paper", patience_s=patience_s)
     p95_s = rule.figures()["ttft_p95_s"]
-    plain, ours = (played(scene, warm, trace, 2.0, patience_s=p95_s, kept=kept) for kept in (0.0, KEPT))
+    plain, ours = (played(scene, case, trace, 2.0, span=span, patience_s=p95_s, kept=kept) for kept in (0.0, KEPT))
     name = f"{case.name}, patience {patience_s:.0f} s"
     report.figure(f"{name}: p95 of the paper's rule", p95_s, "s")
     report.figure(f"{name}: p95 of ours", ours.figures()["ttft_p95_s"], "s", at_most=p95_s)
@@ -161,10 +176,11 @@ def filled_tokens(found: Played) -> float:
 
 def relaxed(report: Report, case: Case, scene: Scene, trace: Trace, *, bars: bool) -> None:
     """At 60 % of the load that saturates, i.e. of what is packed."""
-    theirs = played(scene, case, trace, LOAD, policy="dedicated", patience_s=20.0).figures()
+    theirs = played(scene, case, trace, LOAD, span=case.part, policy="dedicated", patience_s=20.0).figures()
     limit_s = theirs["ttft_p95_s"] + scene.longest_op_ns / 1e9
     aims = Aims(1.1 * theirs["ttft_p50_s"], case.late, LATE_TOKENS) if case.late else None
-    ours = played(scene, case, trace, LOAD, patience_s=case.patience_s or limit_s, aims=aims).figures()
+    patience_s = case.patience_s or limit_s
+    ours = played(scene, case, trace, LOAD, span=case.part, patience_s=patience_s, aims=aims).figures()
     name = f"{case.name}, 60 %"
     report.figure(f"{name}: dedicated p50", theirs["ttft_p50_s"], "s")
     report.figure(f"{name}: p50", ours["ttft_p50_s"], "s", at_most=1.1 * theirs["ttft_p50_s"] if bars else None)
@@ -261,23 +277,37 @@ def slowed(report: Report, trace: Trace) -> None:
     report.figure("12 GPUs, 2 % jitter: busy", found.figures()["utilization"], "")
 
 
+def ratio(scene: Scene) -> float:
+    """The paper's C: an activation's bytes over a node pair's bandwidth, over the forward of the median stage."""
+    assert scene.result is not None
+    job, stages = scene.result.case.job, scene.result.case.arrangement.stage_times
+    wan_s = job.activation_bytes * 8 / (job.cluster.wan.pair_gbps * 1e9)
+    return wan_s / float(np.median([stage.forward_s for stage in stages]))
+
+
+def of_cells(scene: Scene, cells: int) -> Scene:
+    """The same with so many cells of it."""
+    pattern, residual = scene.pattern.replicated(cells), scene.residual.replicated(cells)
+    return replace(scene, pattern=pattern, residual=residual, cells=cells)
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", choices=(*CASES, "slowdown"), action="append", help="default: all")
+    wanted = parser.parse_args().case or (*CASES, "slowdown")
     if not TRACE.exists():
         print(f"{TRACE} is not there: name Azure's conversation trace in BUBBLETEA_TRACE")
         return 0
     trace = load_trace(TRACE)
     report = Report("BubbleTea (simulated)", "a packing without a gap; the paper's rule; dedicated prefill GPUs")
-    for case in (TESTBED, FIVE):
-        scene = scene_of(Path(case.job), schedule=case.schedule, changes=case.changes, cells=case.cells)
+    for case in (CASES[name] for name in wanted if name in CASES):
+        scene = scene_of(Path(case.job), schedule=case.schedule, changes=case.changes)
+        report.figure(f"{case.name}: C", ratio(scene), "")
+        report.figure(f"{case.name}: iteration", scene.pattern.period_ns / 1e9, "s")
         saturated(report, case, scene, trace)
-        relaxed(report, case, scene, trace, bars=case is FIVE)
-    one_cell = replace(FIVE_4, chunks=(2048,), cells=1, periods=3.0, warm_up=1.0, cool_down=0.0)
-    saturated(report, one_cell, scene_of(Path(FIVE_4.job), changes=FIVE_4.changes), trace)
-    for case in (FIVE_4, FIVE_WAN, FIVE_45):
-        scene = scene_of(Path(case.job), schedule=case.schedule, changes=case.changes, cells=case.cells)
-        report.figure(f"{case.name}: busy, training alone", 1 - scene.idle_share, "")
-        relaxed(report, case, scene, trace, bars=True)
-    slowed(report, trace)
+        relaxed(report, case, of_cells(scene, case.cells), trace, bars=case is not TESTBED)
+    if "slowdown" in wanted:
+        slowed(report, trace)
     return report.finish()
 
 
