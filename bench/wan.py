@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from lab.lines import Lines
-from lab.net import Lab, Move, both
+from lab.net import Lab, Move, Remote, both
 
 from atlas.wan.certs import make_ca, make_node
 from atlas.wan.emulator.paths import PathSpec
@@ -75,11 +75,17 @@ def _against_others(lines: Lines) -> None:
         both(a, b)
         gloo_bps = 0.0
         for _ in range(2):
-            for node, rank in ((a, 0), (b, 1)):
-                node.tell("gloo_move", rank=rank, num_bytes=MB64, count=3)
-            gloo_bps = max(gloo_bps, 3 * MB64 * 8 / both(a, b)[1])
+            gloo_bps = max(gloo_bps, 3 * MB64 * 8 / _gloo_s(a, b, 3))
     lines.at_least("80 ms: against one TCP connection, sustained", ours_80_bps / tcp_bps, "x", 6.0)
     lines.at_least("80 ms: against Gloo send/recv, sustained", ours_80_bps / gloo_bps, "x", 4.0)
+
+
+def _gloo_s(a: Remote, b: Remote, count: int) -> float:
+    """From the sender's beginning to the receiver's end, as for ours: behind the barrier one of them begins later."""
+    for node, rank in ((a, 0), (b, 1)):
+        node.tell("gloo_move", rank=rank, num_bytes=MB64, count=count)
+    (begin, _), (_, end) = both(a, b)
+    return float(end - begin)
 
 
 def burst(lines: Lines) -> None:
@@ -211,7 +217,7 @@ def faulty(lines: Lines) -> None:
 
 
 def loopback(lines: Lines, certs: str) -> None:
-    best: dict[str, float] = {}
+    gbps: dict[str, list[float]] = {"gloo": [], "plain": [], "TLS": []}
     cpu: dict[str, float] = {}
     labs = {grade: Lab(None, [A, B]) for grade in ("gloo", "plain", "TLS")}
     try:
@@ -224,22 +230,22 @@ def loopback(lines: Lines, certs: str) -> None:
         both(a, b)
         moves = {grade: Move(labs[grade], A, B) for grade in ("plain", "TLS")}
         for _ in range(20):  # in turns, so that whatever else this machine does hits all alike
-            for node, rank in ((a, 0), (b, 1)):
-                node.tell("gloo_move", rank=rank, num_bytes=MB64, count=1)
-            best["gloo"] = max(best.get("gloo", 0.0), MB64 * 8 / both(a, b)[1] / 1e9)
+            gbps["gloo"].append(MB64 * 8 / _gloo_s(a, b, 1) / 1e9)
             for grade, move in moves.items():
                 nodes = labs[grade].nodes
                 before = sum(nodes[name].cpu() for name in (A, B))
                 begin, arrived, _ = move.run(1, MB64)
                 spent = sum(nodes[name].cpu() for name in (A, B)) - before
                 cpu[grade] = min(cpu.get(grade, 1e9), spent / (MB64 / 1e9))
-                best[grade] = max(best.get(grade, 0.0), MB64 * 8 / (arrived[0] - begin))
+                gbps[grade].append(MB64 * 8 / (arrived[0] - begin))
     finally:
         for lab in labs.values():
             lab.close()
-    more = {"gbps": round(best["plain"], 1), "gloo_gbps": round(best["gloo"], 1)}
-    lines.at_least("loopback 64 MB against Gloo, plain", best["plain"] / best["gloo"], "x", 1.3, **more)
-    lines.at_least("loopback 64 MB, TLS", best["TLS"], "Gbit/s", 5.0)
+    plain, gloo, tls = (statistics.median(gbps[grade]) for grade in ("plain", "gloo", "TLS"))
+    best = max(gbps["plain"]) / max(gbps["gloo"])
+    more = {"gbps": round(plain, 1), "gloo_gbps": round(gloo, 1), "best_over_best": round(best, 2)}
+    lines.at_least("loopback 64 MB against Gloo, plain, median", plain / gloo, "x", 1.3, **more)
+    lines.at_least("loopback 64 MB, TLS, median", tls, "Gbit/s", 5.0)
     for grade, spent in cpu.items():
         lines.add(f"loopback {grade}: CPU, both ends", spent, "s per GB", "", None)
 

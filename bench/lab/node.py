@@ -145,7 +145,8 @@ class Actor:
         store = dist.TCPStore(host, port, 2, rank == 0, timeout=timedelta(seconds=30))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
-    def gloo_move(self, rank: int, num_bytes: int, count: int) -> float:
+    def gloo_move(self, rank: int, num_bytes: int, count: int) -> tuple[float, float]:
+        """When it began and ended, on the machine's monotonic clock."""
         import torch
         import torch.distributed as dist
 
@@ -157,7 +158,7 @@ class Actor:
                 dist.send(tensor, 1)
             else:
                 dist.recv(tensor, 0)
-        return time.monotonic() - begin
+        return begin, time.monotonic()
 
     # ---- somebody who should not be here ------------------------------------------------------------------------
     def flood(self, address: list[Any], count: int, corpus: str, per_s: float) -> int:
