@@ -18,7 +18,9 @@ from atlas.launch.conductor import Terms
 from atlas.launch.rehearse import rehearse
 
 pytestmark = pytest.mark.gpu
-TERMS = Terms(8, save_every=2, grace_s=5.0, patience_s=30, restarts=QUICK)
+STEPS = 40
+"""Enough that a worker is killed on the way, and not after it: on a GPU these are quick."""
+TERMS = Terms(STEPS, save_every=4, grace_s=5.0, patience_s=30, restarts=QUICK)
 ON_GPU = {"device": "cuda:0"}
 
 
@@ -40,7 +42,7 @@ def test_datacenters_on_one_gpu_learn_as_one_process(tmp_path: Path, sites: tupl
     run = run_wide(job, folders, TERMS, settings=dict.fromkeys(sites, ON_GPU), on_start=start, on_step=step)
     assert run.codes == dict.fromkeys(sites, 0), run.errors
     assert run.starts == 2
-    alone = losses_alone(job, 8)
+    alone = losses_alone(job, STEPS)
     assert run.losses == pytest.approx(alone, rel=1e-4)
 
 
