@@ -1,27 +1,10 @@
-"""Types for argparse that several commands share."""
+"""Flags that several commands share. Who reads them knows what they mean."""
 
 from __future__ import annotations
 
 import argparse
 
-
-def positive(text: str) -> float:
-    """A number above zero."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
-
-
-def share(text: str) -> float:
-    """A number between zero and one."""
-    value = positive(text)
-    if value >= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: give one such as 0.05")
-    return value
+from atlas.commands.numbers import positive, share
 
 
 def aim_flags(parser: argparse.ArgumentParser, limit: str) -> None:

@@ -35,3 +35,22 @@ def number(low: float, high: float) -> Any:
         return value
 
     return value_of
+
+
+def positive(text: str) -> float:
+    """A number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def share(text: str) -> float:
+    """A number between zero and one."""
+    value = positive(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: give one such as 0.05")
+    return value

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from atlas.commands.files import require_apart, require_writable
-from atlas.commands.numbers import whole
+from atlas.commands.numbers import positive, whole
 from atlas.commands.simulate import job_flags
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.view import write_curves
 from bubbletea.admit.aims import LATE_TOKENS, Aims
 from bubbletea.bubbles import Forecast
-from bubbletea.flags import aim_flags, positive
+from bubbletea.flags import aim_flags
 from bubbletea.sim.figures import by_load, notes, table
 from bubbletea.sim.noise import Noise
 from bubbletea.sim.replay import Ours, Played, play
