@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Rooms whose tests only compute run beside each other; those that keep time, or start processes, one after the other.
 ROOMS := $(addprefix tests/,ir spec cost sim schedules plan bubbletea/admit bubbletea/sim bubbletea/windows runtime/models)
 
-.PHONY: demo test smoke check bench test-slow chromium clean
+.PHONY: demo test smoke check bench bench-quick test-slow chromium clean
 
 demo: .venv/runtime
 	$(BIN)/python examples/demo.py
@@ -25,8 +25,10 @@ check: .venv/dev
 	$(BIN)/mypy
 
 bench: .venv/dev
-	@missed=; for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script || missed="$$missed $$script"; done; \
-	  [ -z "$$missed" ] || { echo "== a bar was missed, or nothing could be measured, in:$$missed"; exit 1; }
+	$(BIN)/python bench/run.py --out out/bench.jsonl
+
+bench-quick: .venv/dev
+	$(BIN)/python bench/run.py --quick --out out/bench-quick.jsonl
 
 test-slow: .venv/dev chromium
 	$(BIN)/python -m pytest -m slow

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from common.report import Report
+from common.report import Report, not_measured
 from numpy.typing import NDArray
 
 from atlas.ir.ops import USEFUL
@@ -175,22 +175,30 @@ def filled_tokens(found: Played) -> float:
     return total
 
 
-def relaxed(report: Report, case: Case, scene: Scene, trace: Trace, *, bars: bool) -> None:
-    """At 60 % of the load that saturates, i.e. of what is packed."""
+def relaxed(report: Report, case: Case, scene: Scene, trace: Trace) -> None:
+    """At 60 % of the load that saturates, i.e. of what is packed.
+
+    The bars are the TTFT of accelerators that only prefill, plus a multiple of the time that a queue served in order of
+    arrival waits for idle accelerators in the same bubbles (zero where some are always idle). That queue may use any
+    idle accelerator; a lane needs its stages to be idle one after the other, hence the factors of 2.5 and 1.5.
+    """
     theirs = played(scene, case, trace, LOAD, span=case.part, policy="dedicated", patience_s=20.0).figures()
     limit_s = theirs["ttft_p95_s"] + scene.longest_op_ns / 1e9
     aims = Aims(1.1 * theirs["ttft_p50_s"], case.late, LATE_TOKENS) if case.late else None
     patience_s = case.patience_s or limit_s
     ours = played(scene, case, trace, LOAD, span=case.part, patience_s=patience_s, aims=aims).figures()
     name = f"{case.name}, 60 %"
+    idle, period_s = idle_curve(scene), scene.pattern.period_ns / 1e9
+    wait_p50_s, wait_p95_s = (period_s * float(np.percentile(queueing(idle), share)) for share in (50, 95))
     report.figure(f"{name}: dedicated p50", theirs["ttft_p50_s"], "s")
-    report.figure(f"{name}: p50", ours["ttft_p50_s"], "s", at_most=1.1 * theirs["ttft_p50_s"] if bars else None)
+    report.figure(f"{name}: wait for idle accelerators, p50", wait_p50_s, "s")
+    report.figure(f"{name}: p50", ours["ttft_p50_s"], "s", at_most=1.1 * theirs["ttft_p50_s"] + 2.5 * wait_p50_s)
     report.figure(f"{name}: dedicated p95", theirs["ttft_p95_s"], "s")
-    report.figure(f"{name}: p95", ours["ttft_p95_s"], "s", at_most=limit_s if bars else None)
+    report.figure(f"{name}: wait for idle accelerators, p95", wait_p95_s, "s")
+    report.figure(f"{name}: p95", ours["ttft_p95_s"], "s", at_most=limit_s + 1.5 * wait_p95_s)
+    report.figure(f"{name}: p50 over dedicated", ours["ttft_p50_s"] / theirs["ttft_p50_s"], "x")
     report.figure(f"{name}: p99", ours["ttft_p99_s"], "s")
-    report.figure(f"{name}: refused", ours["refused"], "", at_most=0.05 if bars else None)
-    idle = idle_curve(scene)
-    period_s = scene.pattern.period_ns / 1e9
+    report.figure(f"{name}: refused", ours["refused"], "", at_most=0.05)
     late = unavoidable(idle, idle, limit_s, period_s)
     report.figure(f"{name}: work that no policy serves in that time", late, "")
     report.figure(f"{name}: late or refused with any policy (bars: 0.0975)", longest(trace, scene, late), "")
@@ -242,6 +250,19 @@ def slack(timeline: Timeline) -> tuple[Ints, Ints]:
             by = min(by, latest[receiver[transfer]] - lag[transfer])
         latest[op] = by - length[op]
     return start, latest
+
+
+def queueing(idle: Curve) -> Curve:
+    """By moment of arrival: how long a steady load, cut as fine as dust and served in order of arrival, waits for idle
+    accelerators. In periods."""
+    periods = 4
+    capacity = np.concatenate([idle[:-1] + k for k in range(periods)] + [idle[-1:] + periods - 1])
+    at = np.linspace(0, periods, len(capacity))
+    arrived = LOAD * at
+    served = capacity + np.minimum.accumulate(arrived - capacity)
+    late = np.interp(arrived, served, at) - at
+    steps = len(idle) - 1
+    return np.asarray(np.maximum(0.0, late[(periods - 2) * steps : (periods - 1) * steps]))
 
 
 def unavoidable(soonest: Curve, latest: Curve, wait_s: float, period_s: float) -> float:
@@ -297,8 +318,7 @@ def main() -> int:
     parser.add_argument("--case", choices=(*CASES, "slowdown"), action="append", help="default: all")
     wanted = parser.parse_args().case or (*CASES, "slowdown")
     if not TRACE.exists():
-        print(f"{TRACE} is not there: name Azure's conversation trace in BUBBLETEA_TRACE")
-        return 0
+        return not_measured("bubbletea_sim", f"{TRACE} is not there: set BUBBLETEA_TRACE to Azure's conversation trace")
     trace = load_trace(TRACE)
     report = Report("BubbleTea (simulated)", "a packing without a gap; the paper's rule; dedicated prefill GPUs")
     for case in (CASES[name] for name in wanted if name in CASES):
@@ -306,7 +326,7 @@ def main() -> int:
         report.figure(f"{case.name}: C", ratio(scene), "")
         report.figure(f"{case.name}: iteration", scene.pattern.period_ns / 1e9, "s")
         saturated(report, case, scene, trace)
-        relaxed(report, case, of_cells(scene, case.cells), trace, bars=case is not TESTBED)
+        relaxed(report, case, of_cells(scene, case.cells), trace)
     if "slowdown" in wanted:
         slowed(report, trace)
     return report.finish()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common.report import Report
+from common.report import Report, not_measured
 
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.ir.assemble import with_optimizer
@@ -87,8 +87,7 @@ def in_turns(place: str) -> float:
 def main() -> int:
     place = sys.argv[1] if len(sys.argv) > 1 else "cuda:0"
     if not torch.cuda.is_available():
-        print("no GPU here: nothing measured")
-        return 0
+        return not_measured("one_gpu", "needs an NVIDIA GPU")
     report = Report(f"One {torch.cuda.get_device_name()}, {NUM_STAGES} stage processes (measured)", "one process")
     program = with_optimizer(one_f_one_b(Layout(1, NUM_STAGES, NUM_MICROBATCHES, ("a", "a", "b", "b"))), norm=True)
     free = uniform_costs(1, NUM_STAGES, kind_costs(forward_ns=0))

@@ -5,7 +5,7 @@
 Twenty prompts of 129 to 1,000 tokens, 24 greedy tokens each, with and without the hand-off, in one server for each
 dtype. In bfloat16 two correct engines already disagree on a random model's tokens, so there the figure is the distance
 of the first token's log-probabilities from vLLM's own: handed over, from our own prefill, and with spoilt keys.
-Exits with 0 and a sentence where no vLLM is named.
+Exits with 77 if no vLLM is named.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "bubbletea" / "vllm"))
+from common.report import not_measured
 from lab.lines import Lines
 from vllm_lab import (
     PYTHON_VARIABLE,
@@ -48,8 +49,7 @@ def main() -> int:
     dtypes = parser.parse_args().dtypes.split(",")
     python = os.environ.get(PYTHON_VARIABLE)
     if python is None:
-        print(f"{PYTHON_VARIABLE} names no Python with vllm in it (docs/vllm.md): nothing measured")
-        return 0
+        return not_measured("vllm_handoff", f"set {PYTHON_VARIABLE} to a Python that has vllm (docs/vllm.md)")
     lines = Lines()
     for dtype in dtypes:
         with tempfile.TemporaryDirectory(prefix="vllm-handoff-") as name:

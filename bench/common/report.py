@@ -1,10 +1,21 @@
-"""What every benchmark prints: one JSON line a figure, and a table for people at the end."""
+"""What every bench prints: one JSON line per figure, and a table for people at the end.
+
+Exit status of a bench: 0 if every bar holds, 1 if a bar is missed, 77 if nothing could be measured.
+"""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, field
+from typing import Any
+
+OK, MISSED, NOT_MEASURED = 0, 1, 77
+
+
+def not_measured(name: str, reason: str) -> int:
+    """For a bench that has nothing to measure here: says why, and gives the exit status."""
+    print(json.dumps({"name": name, "skipped": reason, "ok": None}), flush=True)
+    return NOT_MEASURED
 
 
 @dataclass
@@ -13,25 +24,44 @@ class Report:
 
     title: str
     compared_with: str
-    rows: list[tuple[str, float, str, str, bool]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
     def figure(
         self, name: str, value: float, unit: str, *, at_most: float | None = None, at_least: float | None = None
     ) -> bool:
         """One figure against its bar; without a bar it is only reported."""
-        ok = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
-        bar = at_most if at_most is not None else at_least
-        line = {"name": name, "value": round(value, 6), "unit": unit, "bar": bar, "ok": ok}
-        print(json.dumps(line), flush=True)
-        sign = "" if bar is None else ("<= " if at_most is not None else ">= ") + f"{bar:g}"
-        self.rows.append((name, value, unit, sign, ok))
-        return ok
+        held = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
+        limit = at_most if at_most is not None else at_least
+        bar = "" if limit is None else ("<= " if at_most is not None else ">= ") + f"{limit:g}"
+        self._add({"name": name, "value": round(value, 6), "unit": unit, "bar": bar, "ok": held if bar else None})
+        return held
+
+    def void(self, name: str, reason: str) -> None:
+        """A figure that could not be measured here. It neither holds its bar nor misses it."""
+        self._add({"name": name, "skipped": reason, "ok": None})
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
 
     def finish(self) -> int:
-        width = max(len(row[0]) for row in self.rows)
+        width = max((len(row["name"]) for row in self.rows), default=0)
         print(f"\n{self.title}\n  compared with: {self.compared_with}")
-        for name, value, unit, bar, ok in self.rows:
-            verdict = "" if not bar else ("ok" if ok else "MISSED")
-            print(f"  {name:<{width}}  {value:>12.4g} {unit:<8} {bar:<10} {verdict}")
-        sys.stdout.flush()
-        return 0 if all(row[4] for row in self.rows) else 1
+        for row in self.rows:
+            print(f"  {row['name']:<{width}}  {shown(row)}")
+        return status(self.rows)
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A figure, its bar and the verdict, for people."""
+    if "skipped" in row:
+        return f"not measured: {row['skipped']}"
+    verdict = {True: "ok", False: "MISSED", None: ""}[row["ok"]]
+    return f"{row['value']:>12.4g} {row['unit']:<8} {row['bar']:<10} {verdict}".rstrip()
+
+
+def status(rows: list[dict[str, Any]]) -> int:
+    """The exit status of what was measured."""
+    if any(row["ok"] is False for row in rows):
+        return MISSED
+    return OK if any("value" in row for row in rows) else NOT_MEASURED

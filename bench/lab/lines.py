@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from common.report import shown, status
+
 from atlas.errors import AtlasError
 
 
@@ -46,12 +48,8 @@ class Lines:
 
     def table(self) -> int:
         """Prints it; the exit code."""
-        width = max(len(row["name"]) for row in self.rows)
+        width = max((len(row["name"]) for row in self.rows), default=0)
         print()
         for row in self.rows:
-            if "skipped" in row:
-                print(f"{row['name']:{width}}  skipped: {row['skipped']}")
-                continue
-            verdict = {True: "ok", False: "MISSED", None: ""}[row["ok"]]
-            print(f"{row['name']:{width}}  {row['value']:>10g} {row['unit']:<12} {row['bar']:<10} {verdict}")
-        return int(any(row.get("ok") is False for row in self.rows))
+            print(f"{row['name']:{width}}  {shown(row)}")
+        return status(self.rows)

@@ -1,0 +1,164 @@
+"""Run every bench, one after the other, and print one table: what `make bench` and `make bench-quick` call.
+
+    python bench/run.py [--quick] [--only NAME ...] [--out FILE]
+
+A bench prints one JSON line per figure (bench/common/report.py). This script adds none of its own: it collects the
+lines, shows which bars were missed and which benches had nothing to measure here, and checks that every line that
+docs/claims.md names was printed. Exit status 1 if a bar was missed, a bench crashed or a claim has no line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.claims import Claim, read_claims
+from common.report import MISSED, NOT_MEASURED, OK, shown
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+
+
+@dataclass(frozen=True)
+class Bench:
+    """How one script is run, and how long it may take."""
+
+    minutes: float
+    """Time limit of the full form: about twice what it takes on two cores."""
+    quick: tuple[str, ...] | None = ("--quick",)
+    """Arguments of the quick form; None leaves the script out of it."""
+    quick_minutes: float = 3.0
+
+
+BENCHES: dict[str, Bench] = {
+    "accuracy_a100": Bench(4),
+    "accuracy_gh200": Bench(3, None),
+    "admission": Bench(4, ()),
+    "bits": Bench(8, None),
+    "bubbletea_sim": Bench(30, ("--case", "c4", "--case", "slowdown")),
+    "engine": Bench(4, None),
+    "faults": Bench(20, None),
+    "gpu_fill": Bench(15, ()),
+    "load_generator": Bench(12, None),
+    "one_gpu": Bench(10, ()),
+    "optimum": Bench(15, None),
+    "planner": Bench(15),
+    "planner_sailor": Bench(6, None),
+    "schedules": Bench(10, None),
+    "serve_emulated": Bench(8, None),
+    "testbed": Bench(45),
+    "testbed_sim": Bench(5, None),
+    "torch_pipelining": Bench(8, None),
+    "trace_export": Bench(2, ()),
+    "vllm_handoff": Bench(15, None),
+    "wan": Bench(30, None),
+    "wan_emulator": Bench(10),
+    "wan_faults": Bench(15, None),
+}
+
+
+@dataclass
+class Outcome:
+    """What one bench printed, and how it ended."""
+
+    name: str
+    status: int
+    seconds: float
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        return {OK: "ok", MISSED: "MISSED", NOT_MEASURED: "not measured"}.get(self.status, f"FAILED ({self.status})")
+
+    def count(self, ok: bool) -> int:
+        return sum(line.get("ok") is ok for line in self.lines)
+
+
+def run(name: str, arguments: tuple[str, ...], minutes: float) -> Outcome:
+    """One bench in a process group of its own, which ends with it."""
+    began = time.monotonic()
+    command = [sys.executable, str(HERE / f"{name}.py"), *arguments]
+    outcome = Outcome(name, OK, 0.0)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    timer = threading.Timer(60 * minutes, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            print(f"  {line}", end="", flush=True)
+            if (row := _row(line)) is not None:
+                outcome.lines.append(row)
+        outcome.status = process.wait()
+    finally:
+        timer.cancel()
+        process.stdout.close()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    outcome.seconds = time.monotonic() - began
+    return outcome
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    if not line.startswith("{"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "name" in row and "ok" in row else None
+
+
+def table(outcomes: list[Outcome]) -> None:
+    print(f"\n{'bench':<18} {'time':>7} {'held':>5} {'missed':>6}  verdict")
+    for one in outcomes:
+        print(f"{one.name:<18} {one.seconds:>5.0f} s {one.count(True):>5} {one.count(False):>6}  {one.verdict}")
+        for line in one.lines:
+            if line["ok"] is False or "skipped" in line:
+                print(f"{'':<18} {line['name']}: {shown(line).strip()}")
+    total_s = sum(one.seconds for one in outcomes)
+    print(f"{len(outcomes)} benches, {total_s / 60:.0f} min")
+
+
+def without_line(claims: list[Claim], outcomes: list[Outcome]) -> list[Claim]:
+    """Claims whose bench ran and measured, but did not print the line."""
+    printed = {one.name: [str(line["name"]) for line in one.lines] for one in outcomes if one.status in (OK, MISSED)}
+    return [c for c in claims if c.bench in printed and not any(c.line in name for name in printed[c.bench])]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="each claim once: at most 15 minutes on two cores")
+    parser.add_argument("--only", nargs="+", choices=tuple(BENCHES), help="these benches")
+    parser.add_argument("--out", type=Path, help="write every line there, as JSON lines")
+    args = parser.parse_args()
+    wanted = args.only or [name for name, bench in BENCHES.items() if not (args.quick and bench.quick is None)]
+    outcomes = []
+    for number, name in enumerate(wanted, 1):
+        bench = BENCHES[name]
+        arguments = (bench.quick or ()) if args.quick else ()
+        print(f"[{number}/{len(wanted)}] bench/{name}.py {' '.join(arguments)}", flush=True)
+        outcomes.append(run(name, arguments, bench.quick_minutes if args.quick else bench.minutes))
+    table(outcomes)
+    if args.out is not None:
+        rows = [{"bench": one.name, **line} for one in outcomes for line in one.lines]
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    silent = [] if args.quick else without_line(read_claims(ROOT / "docs" / "claims.md"), outcomes)
+    for claim in silent:
+        print(f"docs/claims.md: bench/{claim.bench}.py printed no line {claim.line!r}")
+    failed = [one.name for one in outcomes if one.status not in (OK, NOT_MEASURED)]
+    return 1 if failed or silent else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The benches as a set: each script is run by `make bench`, and each claim names a script that exists."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BENCH = ROOT / "bench"
+sys.path.insert(0, str(BENCH))
+
+from common.claims import read_claims  # noqa: E402
+from common.report import MISSED, NOT_MEASURED, OK, Report, not_measured  # noqa: E402
+from run import BENCHES, Outcome, run, without_line  # noqa: E402
+
+SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem != "run")
+
+
+def test_make_bench_runs_every_script() -> None:
+    assert sorted(BENCHES) == SCRIPTS
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_quick_form_is_an_option_of_the_script(name: str) -> None:
+    wanted = [argument for argument in BENCHES[name].quick or () if argument.startswith("--")]
+    tree = ast.parse((BENCH / f"{name}.py").read_text())
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert set(wanted) <= strings
+
+
+def test_quick_forms_fit_into_their_time() -> None:
+    """The stated 15 minutes are checked by the run itself; no single script may ask for more than a third of them."""
+    assert all(bench.quick_minutes <= 5 for bench in BENCHES.values())
+
+
+def test_every_claim_names_a_bench() -> None:
+    claims = read_claims(ROOT / "docs" / "claims.md")
+    assert claims
+    assert {claim.bench for claim in claims} <= set(SCRIPTS)
+
+
+def test_claim_without_a_line_is_found() -> None:
+    claims = read_claims(ROOT / "docs" / "claims.md")
+    assert without_line(claims[:1], [Outcome(claims[0].bench, OK, 1.0, [])]) == claims[:1]
+    line = {"name": f"x {claims[0].line} y", "ok": True}
+    assert without_line(claims[:1], [Outcome(claims[0].bench, OK, 1.0, [line])]) == []
+
+
+def test_exit_status_tells_held_missed_and_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    held, missed, void = (Report("title", "nothing") for _ in range(3))
+    held.figure("a", 1.0, "s", at_most=2.0)
+    missed.figure("a", 3.0, "s", at_most=2.0)
+    missed.figure("b", 3.0, "s")
+    void.void("a", "no GPU")
+    assert [held.finish(), missed.finish(), void.finish()] == [OK, MISSED, NOT_MEASURED]
+    assert not_measured("a", "no GPU") == NOT_MEASURED
+    assert '"skipped": "no GPU"' in capsys.readouterr().out
+
+
+def test_bench_without_a_gpu_is_not_measured() -> None:
+    """A real script, run as `make bench` runs it."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this host has a GPU")
+    assert run("gpu_fill", (), 1.0).status == NOT_MEASURED
