@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Rooms whose tests only compute run beside each other; those that keep time, or start processes, one after the other.
 ROOMS := $(addprefix tests/,ir spec cost sim schedules plan bubbletea/admit bubbletea/sim bubbletea/windows runtime/models)
 
-.PHONY: demo test smoke check bench bench-quick test-slow chromium clean
+.PHONY: demo test smoke check bench bench-quick docs test-slow chromium clean
 
 demo: .venv/runtime
 	$(BIN)/python examples/demo.py
@@ -30,16 +30,24 @@ bench: .venv/dev
 bench-quick: .venv/dev
 	$(BIN)/python bench/run.py --quick --out out/bench-quick.jsonl
 
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir out/site
+	@echo "out/site/index.html"
+
 test-slow: .venv/dev chromium
 	$(BIN)/python -m pytest -m slow
 
-.venv/runtime: pyproject.toml
+.venv/runtime: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check --no-compile -e '.[runtime,serve,wan,png]'
+	$(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e '.[runtime,serve,wan,png]'
 	@touch $@
 
 .venv/dev: .venv/runtime
-	$(BIN)/pip install -q --disable-pip-version-check --no-compile -e '.[dev]'
+	$(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv/docs: .venv/runtime
+	$(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e '.[docs]'
 	@touch $@
 
 chromium:
