@@ -101,3 +101,23 @@ def test_what_is_small_is_simulated_without_numba_or_torch(name: str) -> None:
     script = f"import sys, atlas.{name}; print(*[m for m in ('torch', 'numba') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""
+
+
+TVCACHE = sorted((SRC / "tvcache").rglob("*.py"))
+STARLETTE = {"server", "serve"}
+"""Modules of tvcache that may need more than the standard library: its `tvcache` extra."""
+
+
+@pytest.mark.parametrize("path", TVCACHE, ids=lambda path: str(path.relative_to(SRC)))
+def test_tvcache_stands_alone(path: Path) -> None:
+    for name in imports(path):
+        first = name.split(".")[0]
+        assert first not in ("atlas", "bubbletea"), f"{path} imports {name}: tvcache is a package of its own"
+        if path.stem not in STARLETTE:
+            known = first == "tvcache" or first in sys.stdlib_module_names
+            assert known or path.parent.name == "adapters", f"{path} imports {name}: only {STARLETTE} and adapters may"
+
+
+@pytest.mark.parametrize("path", sorted((SRC / "atlas").rglob("*.py")), ids=lambda path: str(path.relative_to(SRC)))
+def test_atlas_does_not_need_tvcache(path: Path) -> None:
+    assert not any(name.split(".")[0] == "tvcache" for name in imports(path))

@@ -1,0 +1,35 @@
+"""Every error a user can meet, in one tree.
+
+TvcacheError               something the user can fix; the command line prints it and exits with 2
+|-- ArgumentsError         a call that has no canonical form (not JSON, NaN, too deep, too large)
+|-- TrajectoryError        a file of trajectories that cannot be read
+|-- LogError               a log file that is not one, or is in use
+|-- CannotForkError        this environment has no copy; the cache goes on without snapshots
+`-- ReplayError            an environment could not be brought to the state that a call needs
+"""
+
+from __future__ import annotations
+
+
+class TvcacheError(Exception):
+    """The message says what was given, the rule, and what to change."""
+
+
+class ArgumentsError(TvcacheError):
+    """A call's name or arguments have no canonical form."""
+
+
+class TrajectoryError(TvcacheError):
+    """A file of trajectories says something impossible."""
+
+
+class LogError(TvcacheError):
+    """A log cannot be opened."""
+
+
+class CannotForkError(TvcacheError):
+    """The environment cannot be copied."""
+
+
+class ReplayError(TvcacheError):
+    """A history could not be executed again."""

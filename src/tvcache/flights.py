@@ -1,0 +1,53 @@
+"""Who executes a call that several callers want at once. Leases with a time limit: a caller that dies blocks nobody.
+
+Pure bookkeeping with a clock that is passed in; who waits, and how, is the store's or the server's part.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+
+@dataclass
+class Flight:
+    lease: int
+    until_s: float
+
+
+class Flights:
+    """At most one unexpired lease for a key."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._by_key: dict[bytes, Flight] = {}
+        self._by_lease: dict[int, bytes] = {}
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def ask(self, key: bytes, now_s: float) -> Flight | float:
+        """A new flight, which is the asker's to carry out; or the moment at which the present one expires."""
+        found = self._by_key.get(key)
+        if found is not None:
+            if now_s < found.until_s:
+                return found.until_s
+            del self._by_lease[found.lease]
+        flight = Flight(next(self._numbers), now_s + self.limit_s)
+        self._by_key[key] = flight
+        self._by_lease[flight.lease] = key
+        return flight
+
+    def renew(self, lease: int, now_s: float) -> bool:
+        """False: the lease has ended, and somebody else may be executing the call."""
+        key = self._by_lease.get(lease)
+        if key is None:
+            return False
+        self._by_key[key].until_s = now_s + self.limit_s
+        return True
+
+    def end(self, lease: int) -> None:
+        key = self._by_lease.pop(lease, None)
+        if key is not None:
+            del self._by_key[key]

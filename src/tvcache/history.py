@@ -1,0 +1,36 @@
+"""The mutating calls of one rollout, in order, with the state after each. Only ever grows: who remembers a length of it
+remembers a state. Knows no environments."""
+
+from __future__ import annotations
+
+from tvcache.keys import Call, Task, root
+
+
+class History:
+    """`states[n]` is the state after the first `n` calls."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.states: list[bytes] = [root(task)]
+        self.calls: list[Call] = []
+        self.bodies: list[bytes | None] = []
+        """The encoded output of each call; None: it had no value."""
+        self.until_s: list[float] = [0.0]
+        """Measured seconds of the first `n` calls together."""
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    @property
+    def state(self) -> bytes:
+        return self.states[-1]
+
+    def append(self, call: Call, state: bytes, body: bytes | None, seconds: float) -> None:
+        self.calls.append(call)
+        self.bodies.append(body)
+        self.until_s.append(self.until_s[-1] + seconds)
+        self.states.append(state)
+
+    def replay_s(self, start: int, end: int) -> float:
+        """Measured seconds of the calls from `start` to `end`."""
+        return self.until_s[end] - self.until_s[start]

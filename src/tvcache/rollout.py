@@ -1,0 +1,188 @@
+"""One rollout: its calls in order, each a hit or executed in the rollout's own environment.
+
+The environment is made when a call first misses, and brought up to date when a later one does. Knows the cache it
+belongs to; not where values are stored.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from typing import TYPE_CHECKING, Any
+
+from tvcache.audit import Check
+from tvcache.environments import Environment
+from tvcache.errors import ArgumentsError, ReplayError
+from tvcache.history import History
+from tvcache.keys import Call, Task
+from tvcache.rebuild import DivergedError, Make, Place
+from tvcache.stores import Ask
+from tvcache.tools import Tool
+from tvcache.values import Value, decode, encode, encode_error
+
+if TYPE_CHECKING:
+    from tvcache.cache import Cache
+
+current: ContextVar[Rollout | None] = ContextVar("tvcache_rollout", default=None)
+"""The rollout that decorated functions belong to."""
+
+
+class Rollout:
+    """Use it in a `with` block, or close it. Calls of several threads are executed one after the other."""
+
+    def __init__(self, cache: Cache, task: Task, make: Make | None, environment: Environment | None) -> None:
+        self.cache, self.task = cache, task
+        self.history = History(task)
+        self.private = False
+        """The state no longer follows from the history: nothing is looked up or stored any more."""
+        self.hits = 0
+        self._make = make
+        self._place = Place(environment, 0) if environment is not None else None
+        self._read: set[str] = set()
+        """Tools declared `reads` that were executed in its environment."""
+        self._lock = threading.Lock()
+        self._token: Token[Rollout | None] | None = None
+
+    def call(self, name: str, arguments: Any) -> Any:
+        """The tool's output, or what it raises, as without a cache."""
+        tool = self.cache.tool(name)
+        with self._lock:
+            ask = None if self.private or tool.effect == "volatile" else self._ask(tool, arguments)
+            if ask is None:
+                return self._privately(tool, arguments)
+            return self._cached(ask, tool, lambda environment: environment.execute(name, arguments))
+
+    def reward(self, name: str, function: Callable[[Environment], Any], arguments: Any = None) -> Any:
+        """What `function(environment)` gives for the state that all mutating calls so far have made. Whatever else it
+        depends on, an answer for instance, belongs into `arguments`."""
+        tool = Tool(name, "reads")
+        with self._lock:
+            ask = None if self.private else self._ask(tool, arguments, "reward")
+            if ask is None:
+                return function(self._environment())
+            return self._cached(ask, tool, function)
+
+    def environment(self) -> Environment:
+        """The rollout's own environment, in its present state."""
+        with self._lock:
+            return self._environment()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._place is not None:
+                self._place.environment.close()
+                self._place = None
+
+    def __enter__(self) -> Rollout:
+        self._token = current.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._token is not None:
+            current.reset(self._token)
+        self.close()
+
+    def _ask(self, tool: Tool, arguments: Any, kind: str = "call") -> Ask | None:
+        """None: the call has no canonical form, so it is executed without a cache."""
+        try:
+            call = Call(tool.name, copy.deepcopy(arguments), tool.version, self.task.image, kind)
+            return Ask.of(self.task, self.history.state, call, tool.mutates)
+        except (ArgumentsError, RecursionError, TypeError) as error:
+            self.cache.uncacheable(tool.name, error)
+            return None
+
+    def _privately(self, tool: Tool, arguments: Any) -> Any:
+        environment = self._environment()
+        self.cache.counters.add(private=1)
+        self.private = self.private or tool.mutates  # also if it fails: nobody knows what it did
+        return environment.execute(tool.name, arguments)
+
+    def _cached(self, ask: Ask, tool: Tool, run: Callable[[Environment], Any]) -> Any:
+        found = self.cache.store.begin(ask, self.cache.wait_s)
+        if isinstance(found, Value):
+            return self._hit(ask, tool, found)
+        self.cache.counters.add(misses=1)
+        value, finished = None, False
+        try:
+            environment = self._environment()
+            if self.private:  # the way here showed that the history cannot be trusted
+                return run(environment)
+            value, output = self._run(tool, environment, run)
+            first = self.cache.store.finish(ask, found, value)
+            finished = True
+        finally:
+            if not finished:
+                self.cache.store.finish(ask, found, None)
+        self._executed(ask, tool, value, first)
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+    def _run(self, tool: Tool, environment: Environment, run: Callable[[Environment], Any]) -> tuple[Value | None, Any]:
+        """The value, if there is one, and the output; an error that is a value is returned, others are raised."""
+        if not tool.mutates:
+            self._read.add(tool.name)
+        began_s, output, body, done = time.perf_counter(), None, None, False
+        try:
+            output = run(environment)
+            body = encode(output)
+            done = tool.accept is None or tool.accept(output)
+        except tool.errors as error:
+            output, body, done = error, encode_error(error), True
+        finally:
+            if not done and tool.mutates:
+                self.private = True  # it failed, or was cut short: the state is not what the key would say
+        seconds = time.perf_counter() - began_s
+        self.cache.counters.add(executed_s=seconds)
+        return (Value(body, seconds) if done and body is not None else None), output
+
+    def _executed(self, ask: Ask, tool: Tool, value: Value | None, first: Value | None) -> None:
+        if self.private:
+            return
+        if value is not None and first is not None and first.body != value.body:
+            # Somebody stored another output for the same call. Ours is what this rollout's environment did.
+            self.private = self.private or tool.mutates
+            self.cache.differs(ask, tool, "volatile", "two executions gave different outputs")
+        if not tool.mutates:
+            return
+        assert self._place is not None, "what executed a call has an environment"
+        seconds = value.seconds if value is not None else 0.0
+        self.history.append(ask.call, ask.key, value.body if value is not None else None, seconds)
+        self._place.length = len(self.history)
+        if not self.private:
+            self.cache.snapshots.consider(self._place.environment, self.history, self._place.length, self._place.make_s)
+
+    def _hit(self, ask: Ask, tool: Tool, value: Value) -> Any:
+        self.hits += 1
+        self.cache.counters.add(hits=1, saved_s=value.seconds)
+        if ask.call.kind == "call" and self.cache.audit.chosen():
+            self._audit(ask, tool, value)
+        if tool.mutates:
+            self.history.append(ask.call, ask.key, value.body, value.seconds)
+        return decode(value.body, tool)
+
+    def _audit(self, ask: Ask, tool: Tool, value: Value) -> None:
+        if self._make is not None:
+            self.cache.audit.submit(Check(ask, tool, value.body, self.history, len(self.history), self._make))
+        elif tool.effect == "reads":  # nothing to copy: but what only looks may look again
+            self.cache.audit.compare(ask, tool, value.body, self._environment())
+        else:
+            self.cache.counters.add(audits_skipped=1)
+
+    def _environment(self) -> Environment:
+        try:
+            self._place = self.cache.rebuilder.reach(self.history, len(self.history), self._make, self._place)
+        except DivergedError as error:
+            self._place, self.private = error.place, True
+            call = self.history.calls[error.index]
+            ask = Ask.of(self.task, self.history.states[error.index], call, True)
+            self.cache.differs(ask, self.cache.tool(call.name), "volatile", "replayed, it gave another output")
+        except ReplayError:
+            self._place = None
+            raise
+        if not self.cache.found_mutating.isdisjoint(self._read):
+            self.private = True  # a tool that was taken for a read has changed this environment
+        return self._place.environment
