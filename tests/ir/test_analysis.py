@@ -260,3 +260,11 @@ def test_an_empty_timeline_has_no_bubbles_and_no_path() -> None:
     assert len(bubbles(timeline)) == 0
     assert critical_path(timeline) == []
     assert difference(timeline, timeline).num_common == 0
+
+
+def test_a_timeline_is_analysed_once() -> None:
+    timeline = two_stages()
+    assert bubbles(timeline) is bubbles(timeline)
+    assert critical_path(timeline) is critical_path(timeline)
+    longer = replace(timeline, op_end_ns=timeline.op_end_ns + 5)
+    assert summary(longer)["iteration_s"] != summary(timeline)["iteration_s"]

@@ -73,7 +73,11 @@ def _iteration(whole: Timeline, k: int) -> Timeline:
     ptr = PROGRAM.worker_ptr
     ops = np.concatenate([2 * ptr[w] + k * (ptr[w + 1] - ptr[w]) + np.arange(ptr[w + 1] - ptr[w]) for w in range(6)])
     transfers = np.arange(whole.program.num_transfers).reshape(2, 2, 2, 2, 4)[:, :, :, k].ravel()
-    arrays = {n: getattr(whole, n)[ops if n.startswith("op_") else transfers] for n in vars(whole) if "_" in n}
+    arrays = {
+        n: getattr(whole, n)[ops if n.startswith("op_") else transfers]
+        for n in vars(whole)
+        if n.startswith(("op_", "transfer_"))
+    }
     return replace(whole, program=PROGRAM, **arrays)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from atlas.ir.bubbles import bubbles, running_end
 from atlas.ir.critical_path import critical_path, path_totals_ns
 from atlas.ir.program import Ints
-from atlas.ir.timeline import Timeline
+from atlas.ir.timeline import Timeline, computed_once
 
 
 def wan_links(timeline: Timeline) -> Ints:
@@ -19,6 +19,7 @@ def wan_links(timeline: Timeline) -> Ints:
     return np.unique(timeline.transfer_link[timeline.program.transfer_crosses]).astype(np.int64)
 
 
+@computed_once
 def link_utilization(timeline: Timeline) -> dict[str, float]:
     """By WAN link: the share of the run in which it serves something."""
     links, makespan = wan_links(timeline), timeline.makespan_ns
@@ -31,6 +32,7 @@ def link_utilization(timeline: Timeline) -> dict[str, float]:
     return {timeline.links[i]: float(served[i] / makespan) if makespan else 0.0 for i in links}
 
 
+@computed_once
 def summary(timeline: Timeline) -> dict[str, Any]:
     """The figures of a Timeline, JSON-able."""
     found, path = bubbles(timeline), path_totals_ns(critical_path(timeline))

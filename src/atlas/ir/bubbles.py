@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from atlas.ir.ops import COLLECTIVES, Kind
 from atlas.ir.program import Ints, Program
-from atlas.ir.timeline import Timeline
+from atlas.ir.timeline import Timeline, computed_once
 
 
 class Cause(IntEnum):
@@ -116,6 +116,7 @@ def input_transfer(program: Program) -> Ints:
     return table
 
 
+@computed_once
 def bubbles(timeline: Timeline) -> Bubbles:
     """Every span in which a worker's accelerator has nothing to do, and why.
 

@@ -12,7 +12,7 @@ import numpy as np
 from atlas.ir.bubbles import input_transfer, lay_out
 from atlas.ir.ops import COLLECTIVES, Kind
 from atlas.ir.program import Ints
-from atlas.ir.timeline import Timeline
+from atlas.ir.timeline import Timeline, computed_once
 
 
 class Segment(NamedTuple):
@@ -31,6 +31,7 @@ class Segment(NamedTuple):
         return self.end_ns - self.start_ns
 
 
+@computed_once
 def critical_path(timeline: Timeline) -> list[Segment]:
     """From the start of the run to the op that ends last, without a hole: what each moment was spent on."""
     program, end = timeline.program, timeline.op_end_ns

@@ -6,8 +6,10 @@ Times are integer nanoseconds from the start of the run. Knows nothing of why an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +40,8 @@ class Timeline:
     links: tuple[str, ...]
     meta: dict[str, Any] = field(default_factory=dict)
     """What else is known: tcp, costs, engine seconds, host. Free form, JSON-able."""
+    _known: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    """What `computed_once` has computed from these arrays."""
 
     @property
     def makespan_ns(self) -> int:
@@ -76,3 +80,19 @@ class Timeline:
         """Share of all workers' time in which an accelerator computes."""
         total = self.makespan_ns * self.program.num_workers
         return float(self.busy_ns.sum()) / total if total else 0.0
+
+
+_Found = TypeVar("_Found")
+
+
+def computed_once(function: Callable[[Timeline], _Found]) -> Callable[[Timeline], _Found]:
+    """A function of a Timeline alone: its result is kept with the Timeline, so tables and pages share one analysis."""
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @wraps(function)
+    def found(timeline: Timeline) -> _Found:
+        if name not in timeline._known:
+            timeline._known[name] = function(timeline)
+        return cast("_Found", timeline._known[name])
+
+    return found
