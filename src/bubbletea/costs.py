@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from atlas.cost import flops
-from atlas.cost.calibration.kernels import Rates, layer_pass, rates
+from atlas.cost.kernels import Rates, layer_pass, rates
 from atlas.spec.gpus import Calibration, Gpu
 from atlas.spec.model import Model
 
@@ -117,7 +117,7 @@ def price_prefill(
     calibration = (gpu.calibration or USUAL).model_copy(update={"fused_attention": True, "layer_floor_us": 0.0})
     at = rates(gpu, calibration)
     one, two = (_layer_s(model, tokens, tp, at) for tokens in (1024, 2048))
-    pair_s = 4 * flops.attention_width(model) / tp / at.flop_per_s
+    pair_s = 4 * flops.attention_width(model) / tp / at.attention_flop_per_s
     token_s = (two - one) / 1024
     head_s = head_seconds(model, tp, at)
     return Costs(
@@ -134,7 +134,7 @@ def _layer_s(model: Model, tokens: int, tp: int, at: Rates) -> float:
     """One layer without attention's products, which are counted by pair of tokens."""
     sized = model.model_copy(update={"seq_len": tokens})
     seconds = layer_pass(sized, 1, tp, ELEMENT_BYTES, at).forward_s
-    return seconds - flops.layer_attention_flops(sized, 1) / tp / at.flop_per_s
+    return seconds - flops.layer_attention_flops(sized, 1) / tp / at.attention_flop_per_s
 
 
 def head_seconds(model: Model, tp: int, at: Rates) -> float:

@@ -13,9 +13,9 @@ import pytest
 
 from atlas.cost.calibration.fit import Sample, fit, predict
 from atlas.cost.calibration.footprint import Overheads, StageSize, fit_overheads, peak_bytes
-from atlas.cost.calibration.kernels import layer_pass, rates
 from atlas.cost.calibration.runs import Machine, Run, blocking_costs, iteration_s, rates_by_tp, stage_seconds
 from atlas.cost.compute import analytic, calibrated
+from atlas.cost.kernels import layer_pass, rates
 from atlas.errors import SpecError
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.ops import Kind

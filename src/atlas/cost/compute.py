@@ -3,7 +3,7 @@ calibration, or as measured.
 
 Matrix products and attention run at `efficiency` of the peak, divided over the tp group, which also pays two
 all-reduces of the activation per layer and pass; lookups and the loss run at the memory's bandwidth. A `calibrated`
-job asks `calibration.kernels` instead. Knows one piece at a time: which stage holds it is `arrange`.
+job asks `kernels` instead. Knows one piece at a time: which stage holds it is `arrange`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from atlas.cost import flops
-from atlas.cost.calibration.kernels import Pass, head_pass, layer_pass, rates
+from atlas.cost.kernels import Pass, head_pass, layer_pass, rates
 from atlas.cost.profile import Entry, Piece, find_entry, load_profile
 from atlas.errors import SpecError
 from atlas.spec.gpus import Gpu

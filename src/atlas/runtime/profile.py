@@ -46,23 +46,26 @@ def profile(job: Job, device: str, repeats: int = 10) -> dict[str, dict[str, flo
     """{"embedding": ..., "layer": ..., "head": ...} of a job's model: one entry's pieces."""
     if device == "cuda" and not torch.cuda.is_available():
         raise AtlasError("there is no CUDA device here: profile on the machine that will train, or say --device cpu")
-    config = replace(from_spec(job.model), num_layers=3 * LAYERS)
-    dtype = torch.float32 if job.precision == "fp32" else torch.bfloat16
-    microbatch, length = job.microbatch, job.model.seq_len
-    task = DecoderTask(
-        config,
-        (LAYERS, LAYERS, LAYERS),
-        microbatch,
-        length,
-        1,
-        _tokens(config, microbatch, length),
-        dtype=dtype,
-        device=device,
-    )
+    task = _task(job, device)
     first, middle, last = (_time_stage(task, s, device, repeats) for s in range(3))
     layer = middle.over(LAYERS)
     pieces = {"embedding": first.minus(middle), "layer": layer, "head": last.minus(middle)}
     return {name: {k: round(v, 9) for k, v in asdict(times).items()} for name, times in pieces.items()}
+
+
+def layer_times(job: Job, device: str, repeats: int = 10) -> Times:
+    """One layer alone, of a stage that has neither embedding nor head."""
+    return _time_stage(_task(job, device), 1, device, repeats).over(LAYERS)
+
+
+def _task(job: Job, device: str) -> DecoderTask:
+    """Three stages of the job's model."""
+    config = replace(from_spec(job.model), num_layers=3 * LAYERS)
+    dtype = torch.float32 if job.precision == "fp32" else torch.bfloat16
+    microbatch, length = job.microbatch, job.model.seq_len
+    tokens = _tokens(config, microbatch, length)
+    cut = (LAYERS, LAYERS, LAYERS)
+    return DecoderTask(config, cut, microbatch, length, 1, tokens, dtype=dtype, device=device)
 
 
 def _tokens(config: DecoderConfig, microbatch: int, length: int) -> Callable[[int, int], tuple[Tensor, Tensor]]:

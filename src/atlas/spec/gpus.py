@@ -20,6 +20,8 @@ class Calibration(Frozen):
     """Share of `peer_gbps` that an all-reduce in a node reaches."""
     layer_floor_us: NonNegative
     """No layer's forward is faster than its kernels are launched, microseconds; a backward takes twice that."""
+    attention_efficiency: Share | None = None
+    """Share of the peak that the products inside fused attention reach. Left out: as `matrix_efficiency`."""
     fused_attention: Flag = True
     """Whether attention is one kernel. If not, its L x L scores go through memory."""
 

@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from atlas.cost import flops
-from atlas.cost.calibration.kernels import Rates, head_pass, layer_pass, rates
+from atlas.cost.kernels import Rates, head_pass, layer_pass, rates
 from atlas.cost.table import PRIVATE, Costs, LinkCost, kind_costs
 from atlas.spec.gpus import Calibration, Gpu
 from atlas.spec.model import Model

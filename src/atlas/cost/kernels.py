@@ -36,6 +36,8 @@ class Rates:
     """Of its memory."""
     peer_bytes_per_s: float
     """To the rest of its tp group, one direction, in a ring."""
+    attention_flop_per_s: float
+    """Of products inside attention."""
     layer_floor_s: float
     """A layer's forward is never faster: the host launches its kernels one by one. Its backward: twice that."""
     fused_attention: bool
@@ -51,15 +53,24 @@ class Pass:
     """The part of the backward that nobody waits for."""
 
 
-def rates(gpu: Gpu, calibration: Calibration, *, fp32: bool = False, peer_bytes_per_s: float | None = None) -> Rates:
+def rates(
+    gpu: Gpu,
+    calibration: Calibration,
+    *,
+    fp32: bool = False,
+    peer_bytes_per_s: float | None = None,
+    fused_attention: bool | None = None,
+) -> Rates:
     """A GPU type's peaks times the shares that were measured. `peer_bytes_per_s` where the group leaves its node."""
-    peak_tflops = gpu.fp32_tflops if fp32 else gpu.bf16_tflops
+    peak = (gpu.fp32_tflops if fp32 else gpu.bf16_tflops) * 1e12
+    fused = calibration.fused_attention if fused_attention is None else fused_attention
     return Rates(
-        flop_per_s=peak_tflops * 1e12 * calibration.matrix_efficiency,
+        flop_per_s=peak * calibration.matrix_efficiency,
+        attention_flop_per_s=peak * (calibration.attention_efficiency or calibration.matrix_efficiency),
         bytes_per_s=gpu.memory_gbytes_per_s * 1e9 * calibration.memory_efficiency,
         peer_bytes_per_s=peer_bytes_per_s or gpu.peer_gbps / 8 * 1e9 * calibration.peer_efficiency,
         layer_floor_s=calibration.layer_floor_us / 1e6,
-        fused_attention=calibration.fused_attention,
+        fused_attention=fused,
     )
 
 
@@ -89,7 +100,7 @@ def head_pass(model: Model, microbatch: int, tp: int, at: Rates) -> Pass:
 
 def _attention_s(model: Model, microbatch: int, tp: int, element_bytes: int, at: Rates) -> tuple[float, float]:
     """Forward and backward of scores and values. Unfused, the causal half that is masked is computed all the same."""
-    product_s = flops.layer_attention_flops(model, microbatch) / tp / at.flop_per_s
+    product_s = flops.layer_attention_flops(model, microbatch) / tp / at.attention_flop_per_s
     if at.fused_attention:
         return product_s, flops.ATTENTION_BACKWARD * product_s
     scores = microbatch * model.heads / tp * model.seq_len**2
