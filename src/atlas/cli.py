@@ -1,7 +1,7 @@
-"""The `atlas` command. Knows the names of its commands and how a failure is told; what a command does is in
-`atlas.commands`, loaded only when it is the one that runs, so that `atlas --help` is instant.
+"""The `atlas` command. Knows the names of its commands and how errors are printed. A command's code is in
+`atlas.commands` and is loaded only when it runs, so that `atlas --help` is instant.
 
-Exit codes: 0 done; 1 a bug of ours, with its traceback; 2 something the user can mend, in one message; 130 interrupted.
+Exit codes: 0 done; 1 a bug of ours, with its traceback; 2 a mistake of the user, in one message; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def guarded(run: Callable[[list[str]], int], name: str, argv: Sequence[str] | No
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal without µ is no reason to fail
+            stream.reconfigure(errors="replace")  # a terminal that cannot show µ must not fail the command
     try:
         code = run(words)
         sys.stdout.flush()
@@ -98,7 +98,7 @@ def guarded(run: Callable[[list[str]], int], name: str, argv: Sequence[str] | No
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read us has gone, `head` for one. Point stdout elsewhere or the interpreter complains at exit.
+        # The reader closed the pipe (`atlas ... | head`). Redirect stdout, or the interpreter prints an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:

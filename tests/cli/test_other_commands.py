@@ -32,7 +32,7 @@ def test_schedules_are_listed(atlas: Atlas) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_shows_its_program_as_text_that_can_be_read_back(atlas: Atlas, name: str) -> None:
-    said = atlas("schedules", "--show", name, "tiny.yaml", "--budget", "10")
+    said = atlas("schedules", "--show", name, "tiny.yaml", "--tries", "10")
     assert said.code == 0
     program = from_text(said.out)
     assert program.num_pipelines == 2

@@ -27,7 +27,7 @@ PROMISED = {
 
 
 def test_the_default_shows_every_schedule_on_many_connections_and_the_classics_on_one(atlas: Atlas) -> None:
-    said = atlas("simulate", "tiny.yaml", "--json", "--budget", "30")
+    said = atlas("simulate", "tiny.yaml", "--json", "--tries", "30")
     assert said.code == 0
     rows = json.loads(said.out)
     one = [row["schedule"] for row in rows if row["tcp"] == "one"]
@@ -56,7 +56,7 @@ def test_the_table_fits_eighty_columns_and_is_labelled_simulated(atlas: Atlas) -
 
 
 def test_the_same_seed_gives_the_same_figures(atlas: Atlas) -> None:
-    words = ("simulate", "tiny.yaml", "--schedule", "atlas", "--budget", "40", "--seed", "3", "--json")
+    words = ("simulate", "tiny.yaml", "--schedule", "atlas", "--tries", "40", "--seed", "3", "--json")
     first, second = (json.loads(atlas(*words).out)[0] for _ in range(2))
     first.pop("engine_s")
     second.pop("engine_s")
@@ -65,7 +65,7 @@ def test_the_same_seed_gives_the_same_figures(atlas: Atlas) -> None:
 
 def test_one_connection_never_takes_turns_and_is_slower(atlas: Atlas) -> None:
     def row(tcp: str) -> dict[str, object]:
-        said = atlas("simulate", "tiny.yaml", "--schedule", "atlas", "--tcp", tcp, "--budget", "30", "--json")
+        said = atlas("simulate", "tiny.yaml", "--schedule", "atlas", "--tcp", tcp, "--tries", "30", "--json")
         found: dict[str, object] = json.loads(said.out)[0]
         return found
 
@@ -138,10 +138,10 @@ def test_what_does_not_fit_in_memory_is_said_not_hidden(atlas: Atlas) -> None:
 
 
 def test_interleaved_is_left_out_with_a_reason_and_refused_when_asked_for(atlas: Atlas) -> None:
-    change = ("--set", "model.layers=5", "--budget", "10")
+    change = ("--set", "model.layers=5", "--tries", "10")
     said = atlas("simulate", "tiny.yaml", "--json", *change)
     assert said.code == 0
-    assert "interleaved is left out: 8 stages are more than the model's 5 layers" in said.err
+    assert "interleaved skipped: 8 stages are more than the model's 5 layers" in said.err
     asked = atlas("simulate", "tiny.yaml", "--schedule", "interleaved", *change)
     assert asked.code == 2
     assert "8 stages are more" in asked.err

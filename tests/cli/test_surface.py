@@ -15,7 +15,7 @@ from atlas.cli import COMMANDS, command_parser
 
 ROOT = Path(__file__).parents[2]
 PICTURES = {"--page", "--png", "--svg", "--trace"}
-SEARCH = {"--budget", "--seed", "--set", "--tcp"}
+SEARCH = {"--tries", "--seed", "--set", "--tcp"}
 SURFACE = {
     "simulate": {"job", "--schedule", "--iterations", "--monte-carlo", "--json", "--out", "--save"} | PICTURES | SEARCH,
     "schedules": {"--show", "--torch", "--json"} | SEARCH,

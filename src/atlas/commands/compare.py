@@ -61,7 +61,7 @@ def _source(text: str, args: argparse.Namespace) -> tuple[Callable[[Progress], T
     loaded, _ = load_job_or_plan(job, args.set)
 
     def simulate(progress: Progress) -> Timeline:
-        found = evaluate(loaded, schedule, tcp=args.tcp, budget=args.budget, seed=args.seed, progress=progress)
+        found = evaluate(loaded, schedule, tcp=args.tcp, budget=args.tries, seed=args.seed, progress=progress)
         return found.timeline
 
     return simulate, loaded.files

@@ -23,7 +23,7 @@ def whole(low: int, high: int) -> Any:
 
 
 def number(low: float, high: float) -> Any:
-    """A number from `low` to `high`; what is none (nan) is in no range."""
+    """A number from `low` to `high`; NaN is not allowed."""
 
     def value_of(text: str) -> float:
         try:
@@ -52,5 +52,5 @@ def share(text: str) -> float:
     """A number between zero and one."""
     value = positive(text)
     if value >= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: give one such as 0.05")
+        raise argparse.ArgumentTypeError(f"{text!r} must be between 0 and 1, such as 0.05")
     return value

@@ -195,7 +195,7 @@ def _table(planned: Planned, money: bool) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    told = compared(planned) + (" * nobody is both faster and cheaper." if money else "")
+    told = compared(planned) + (" * Pareto-optimal." if money else "")
     table = Table(
         padding=(0, 1, 0, 0),
         box=box.SIMPLE_HEAD,

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     schedule = find_schedule(args.show[0])
     job, _ = load_job_or_plan(args.show[1], args.set)
     with Meter() as meter:
-        program = build(prepare(job, schedule, args.tcp), schedule, budget=args.budget, seed=args.seed, progress=meter)
+        program = build(prepare(job, schedule, args.tcp), schedule, budget=args.tries, seed=args.seed, progress=meter)
     sys.stdout.write(to_torch_csv(program) if args.torch else to_text(program))
     return 0
 

@@ -1,8 +1,8 @@
 """Simulate a training job across datacenters under one or more schedules.
 
 Without --schedule and --tcp: the classics on one TCP connection, and every schedule on many.
-Every second in the result is simulated; only `engine_s` is measured. Pictures leave one connection out where many
-were simulated too: beside it nothing else could be seen.
+Every time in the result is simulated; only `engine_s` is measured. Pictures leave out schedules on one connection if
+others ran on many: on the same axis the others would be too small to see.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def job_flags(parser: argparse.ArgumentParser) -> None:
 def search_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="of the search (default 0)")
     parser.add_argument(
-        "--budget", type=whole(1, 1_000_000), metavar="N", help="orders a search may try (default: by the job's size)"
+        "--tries", type=whole(1, 1_000_000), metavar="N", help="orders a search may try (default: by the job's size)"
     )
 
 
@@ -86,14 +86,14 @@ def run(args: argparse.Namespace) -> int:
     if plan is not None and as_planned:
         how = plan.schedule
         choices, sharing = [(how.name, how.tcp)], how.sharing
-        args.budget, args.seed = args.budget or how.tries or None, how.seed
+        args.tries, args.seed = args.tries or how.tries or None, how.seed
     with Meter() as meter:
         results, left_out = evaluate_all(
             job,
             choices,
             skip=args.schedule is None,
             sharing=sharing,
-            budget=args.budget,
+            budget=args.tries,
             seed=args.seed,
             iterations=args.iterations,
             jitter_runs=args.monte_carlo,
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     if together is not None:
         found[0]["all_groups_s"] = together.iteration_s
     for name, reason in left_out.items():
-        say(f"atlas: {name} is left out: {reason}")
+        say(f"atlas: {name} skipped: {reason}")
     if args.json:
         sys.stdout.write(as_json(found))
     else:
@@ -131,7 +131,7 @@ def _whole(plan: Plan, args: argparse.Namespace, progress: Meter) -> Whole:
         candidate,
         how.name,
         sharing=how.sharing,
-        budget=args.budget,
+        budget=args.tries,
         seed=args.seed,
         progress=progress,
     )

@@ -45,7 +45,11 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--certs", type=Path, metavar="DIR", help="certificates, as `atlas wan certs` made them")
     group.add_argument(
-        "--trusted", action="append", default=[], metavar="NETWORK", help="where bytes may travel plain (repeatable)"
+        "--trusted",
+        action="append",
+        default=[],
+        metavar="NETWORK",
+        help="network in which bytes may travel unencrypted (repeatable)",
     )
     group.add_argument("--node", metavar="I/N", help="this host, of several in the datacenter, from 0 (default: 0/1)")
     group.add_argument("--auto-replan", action="store_true", help="go on without a lost datacenter, without asking")
@@ -57,14 +61,14 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
         type=number(0.1, 1e6),
         default=30.0,
         metavar="S",
-        help="a datacenter out of reach for so long is lost (30)",
+        help="treat a datacenter as lost after S seconds out of reach (30)",
     )
     group.add_argument(
         "--patience",
         type=number(0.1, 1e6),
         default=60.0,
         metavar="S",
-        help="a worker that waits for so long complains (60)",
+        help="report a stalled worker after S seconds (60)",
     )
     group.add_argument(
         "--max-restarts", type=whole(0, 1000), default=5, metavar="N", help="in a row without progress (default 5)"

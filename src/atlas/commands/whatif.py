@@ -4,7 +4,8 @@
     --sweep cluster.datacenters.east.nodes=8..32:4 any key that `--set` takes
     --sweep lose=east,west                         without a datacenter;  add=east: with one more like it
 
-Without --replan a job is arranged anew from its file and a plan stays where it is; with it the planner looks again.
+Without --replan a job is placed as its file says, and a plan keeps its placement. With --replan the planner runs again
+at every value.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from atlas.view.table import seconds
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", type=Path, metavar="JOB|PLAN", help="a job file, or a plan of `atlas plan --out`")
     parser.add_argument("--sweep", action="append", default=[], metavar="KEY=VALUES", help="may be repeated")
-    parser.add_argument("--replan", action="store_true", help="let the planner choose anew at every value")
+    parser.add_argument("--replan", action="store_true", help="run the planner again at every value")
     parser.add_argument(
         "--monte-carlo", type=whole(1, 100_000), default=0, metavar="N", help="N runs with other networks"
     )
@@ -39,11 +40,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--wan-sigma", type=number(0, 3), metavar="S", help="spread of bandwidth and latency (default 0.2)"
     )
     parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="of the Monte-Carlo runs")
-    parser.add_argument("--no-marginals", action="store_true", help="do not ask what one more unit would bring")
+    parser.add_argument("--no-marginals", action="store_true", help="skip the bottleneck table")
     job_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the first sweep's curve (.svg or .html)")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="the same, as a page")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="the same curve as an HTML page")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
         _show(job.name, now, found, more, times, sigma)
         if plan is not None and plan.schedule.name == "atlas":
             show(
-                f"Under {NAME}, so that only what was changed tells two figures apart; the plan's own order takes "
+                f"All of this is simulated with {NAME}, so that figures differ only by what was changed. "
+                f"The plan's own schedule takes "
                 f"{seconds(plan.predicted.iteration_s)} an iteration."
             )
     for path, as_page in ((args.out, None), (args.page, True)):
@@ -142,7 +144,7 @@ def _sweep_table(one: Sweep, points: list[Point], base: float) -> Any:
 def _bottleneck(more: list[Marginal]) -> str:
     best = more[0]
     if best.saves_s <= 1e-4 * best.iteration_s:
-        return "Bottleneck: none of these; a tenth more of any would save less than 0.01 %."
+        return "No bottleneck among these: 10 % more of any saves less than 0.01 %."
     share = best.saves_s / (best.iteration_s + best.saves_s)
     return (
         f"Bottleneck: {best.resource} ({best.key}). From {best.now:g} to {best.more:g} saves "

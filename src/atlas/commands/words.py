@@ -22,9 +22,9 @@ SPENT_ON = {
     "compute": "compute",
     "wire": "bytes on the wire",
     "latency": "latency",
-    "queue": "queues for a link",
+    "queue": "waiting for busy links",
     "sync": "gradient sync",
-    "wait": "waiting",
+    "wait": "other waiting",
 }
 """A critical path's categories as a sentence names them."""
 

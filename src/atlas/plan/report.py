@@ -16,11 +16,11 @@ from atlas.plan.objective import Objective
 from atlas.plan.planner import Planned
 
 SPENT_ON = {
-    "compute": "computing",
-    "wan": "the WAN",
-    "sync": "the all-reduce",
+    "compute": "compute",
+    "wan": "WAN",
+    "sync": "all-reduce",
     "wait": "waiting",
-    "step": "the optimizer",
+    "step": "optimizer",
 }
 
 
@@ -35,7 +35,7 @@ def rows(planned: Planned) -> list[dict[str, Any]]:
 
 
 def why_lost(rival: Judged, best: Judged, objective: Objective) -> str:
-    """`1.12x as long: 0.31 s more for the WAN`, in terms of what was asked for."""
+    """`1.12x slower (+0.31 s WAN)`, in terms of what was asked for."""
     mine, its = best.figures, rival.figures
     missed = float(objective.missed(its.iteration_s, its.usd_per_iteration, its.tokens))
     if missed:
@@ -51,7 +51,7 @@ def why_lost(rival: Judged, best: Judged, objective: Objective) -> str:
         more = its.usd_per_iteration - mine.usd_per_iteration
         return "as fast, costs more" if more > 1e-9 else "as fast"
     part, more_s = max(_differences(its, mine).items(), key=lambda item: item[1])
-    return f"{_times(ratio, 'as long')}: {_seconds(more_s)} more for {SPENT_ON[part]}"
+    return f"{_times(ratio, 'slower')} (+{_seconds(more_s)} {SPENT_ON[part]})"
 
 
 def _times(ratio: float, what: str) -> str:
@@ -102,7 +102,7 @@ def front(planned: Planned) -> list[Judged]:
 
 def compared(planned: Planned) -> str:
     """How the figures of a table were come by."""
-    told = f"{planned.num_estimated:,} candidates estimated, {planned.num_simulated} simulated under one plain order"
+    told = f"{planned.num_estimated:,} candidates estimated, {planned.num_simulated} simulated with 1f1b-eager"
     if planned.tries:
         told += f"; the winner under {planned.schedule} takes {_seconds(planned.iteration_s, 4)}"
     return f"{told}. All times are simulated."

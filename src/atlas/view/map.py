@@ -195,7 +195,7 @@ def _told(plan: Mapping[str, Any], compared: Mapping[str, Any]) -> str:
     row = plan["row"]
     plain = ""
     if seconds(row["iteration_s"]) != seconds(compared["iteration_s"]):
-        plain = f" ({seconds(compared['iteration_s'])} in the plain order that its rivals are figured in)"
+        plain = f" ({seconds(compared['iteration_s'])} with 1f1b-eager, as its rivals)"
     money = f", ${row['usd_per_iteration']:,.4g} an iteration" if row["usd_per_iteration"] else ""
     lost = f" Lost: {row['lost']}." if row["lost"] else ""
     return (
