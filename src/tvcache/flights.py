@@ -18,11 +18,12 @@ class Flight:
 class Flights:
     """At most one unexpired lease for a key."""
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, first: int = 1) -> None:
+        """`first`: the first number of a lease. A server begins at random: leases of its last life mean nothing now."""
         self.limit_s = limit_s
         self._by_key: dict[bytes, Flight] = {}
         self._by_lease: dict[int, bytes] = {}
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(max(1, first))
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -51,3 +52,8 @@ class Flights:
         key = self._by_lease.pop(lease, None)
         if key is not None:
             del self._by_key[key]
+
+    def expire(self, now_s: float) -> None:
+        """Forget the leases of callers that died."""
+        for flight in [flight for flight in self._by_key.values() if flight.until_s <= now_s]:
+            self.end(flight.lease)

@@ -13,8 +13,8 @@ class History:
         self.task = task
         self.states: list[bytes] = [root(task)]
         self.calls: list[Call] = []
-        self.bodies: list[bytes | None] = []
-        """The encoded output of each call; None: it had no value."""
+        self.bodies: list[bytes] = []
+        """The encoded output of each call."""
         self.until_s: list[float] = [0.0]
         """Measured seconds of the first `n` calls together."""
 
@@ -25,7 +25,7 @@ class History:
     def state(self) -> bytes:
         return self.states[-1]
 
-    def append(self, call: Call, state: bytes, body: bytes | None, seconds: float) -> None:
+    def append(self, call: Call, state: bytes, body: bytes, seconds: float) -> None:
         self.calls.append(call)
         self.bodies.append(body)
         self.until_s.append(self.until_s[-1] + seconds)

@@ -89,8 +89,7 @@ class Rebuilder:
             index = place.length
             call = history.calls[index]
             body = self._execute(place.environment, call.name, copy.deepcopy(call.arguments))
-            expected = history.bodies[index]
-            if expected is not None and body != expected and diverged is None:
+            if body != history.bodies[index] and diverged is None:
                 diverged = index
             place.length += 1
         if place.length > first:

@@ -149,8 +149,10 @@ class Rollout:
         if not tool.mutates:
             return
         assert self._place is not None, "what executed a call has an environment"
-        seconds = value.seconds if value is not None else 0.0
-        self.history.append(ask.call, ask.key, value.body if value is not None else None, seconds)
+        if value is None or first is None:
+            self.private = True  # what follows could not be dropped with it: a chain has no gaps
+            return
+        self.history.append(ask.call, ask.key, value.body, value.seconds)
         self._place.length = len(self.history)
         if not self.private:
             self.cache.snapshots.consider(self._place.environment, self.history, self._place.length, self._place.make_s)

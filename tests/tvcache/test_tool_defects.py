@@ -87,7 +87,7 @@ def grown(name: str, calls: int = 1, seconds: float = 1.0) -> History:
     history = History(Task(name))
     for number in range(calls):
         call = Call("f", {"n": number})
-        history.append(call, key(history.state, call), None, seconds)
+        history.append(call, key(history.state, call), b"", seconds)
     return history
 
 

@@ -102,9 +102,8 @@ def test_version_and_kind_are_part_of_the_key() -> None:
 
 
 def test_a_history_of_100_000_calls_costs_a_hash_a_call() -> None:
-    history = History(Task("long"))
-    for number in range(100_000):
-        call = Call("f", {"n": number})
+    history, call = History(Task("long")), Call("f", {"n": 1})
+    for _ in range(100_000):
         history.append(call, key(history.state, call), b"", 0.0)
     assert len(history) == 100_000
     assert len(set(history.states)) == 100_001

@@ -40,7 +40,7 @@ def grown(seconds: list[float], task: str = "t") -> History:
     history = History(Task(task))
     for number, took_s in enumerate(seconds):
         call = Call("f", {"n": number})
-        history.append(call, key(history.state, call), None, took_s)
+        history.append(call, key(history.state, call), b"", took_s)
     return history
 
 

@@ -1,0 +1,110 @@
+"""Serve a cache over HTTP.
+
+On this machine only, unless --host says otherwise; beyond it every request needs a token (--token-file or
+$TVCACHE_TOKEN), and --cert and --key make it HTTPS. Values are in the log before anyone is told they are stored:
+started again with it, the server has them all. With --peer it also takes over what other sites store, in the
+background. http://127.0.0.1:8765/ shows the tree, /metrics what Prometheus wants.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+import ssl
+import sys
+from pathlib import Path
+from typing import Any
+
+from tvcache.commands import certificates_of, connection_flags, number, token_of
+from tvcache.endpoint import Certificates, Endpoint, is_loopback
+from tvcache.errors import TvcacheError
+from tvcache.log import LogStore
+from tvcache.peers import Peers
+
+PORT = 8765
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default 127.0.0.1)")
+    parser.add_argument(
+        "--port", type=number(0, 65535, "a port"), default=PORT, metavar="N", help=f"default {PORT}; 0: any"
+    )
+    parser.add_argument(
+        "--log", type=Path, default=Path("tvcache.log"), metavar="FILE", help="the values (default ./tvcache.log)"
+    )
+    parser.add_argument("--fsync", action="store_true", help="values also survive a power failure (slower stores)")
+    parser.add_argument(
+        "--lease", type=number(1, 3600), default=10.0, metavar="S", help="seconds until a silent client is given up"
+    )
+    parser.add_argument("--peer", action="append", default=[], metavar="URL", help="another site; may be repeated")
+    connection_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        import uvicorn
+
+        from tvcache.server import Server
+    except ImportError as error:
+        raise TvcacheError(f"`tvcache serve` needs {error.name}: pip install 'atlas-bubbletea[tvcache]'") from None
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    token, certificates = token_of(args), certificates_of(args)
+    if not is_loopback(args.host):
+        if not token:
+            raise TvcacheError(
+                f"--host {args.host} can be reached from other machines, so a token is needed: "
+                "`openssl rand -hex 24 > token`, then --token-file token"
+            )
+        if certificates.cert is None:
+            print("tvcache: without --cert and --key the token travels unencrypted", file=sys.stderr)
+    peers = Peers([Endpoint(url, token, certificates) for url in args.peer])
+    log = LogStore(args.log, fsync=args.fsync)
+    try:
+        listener = _listener(args.host, int(args.port))
+    except BaseException:
+        log.close()
+        raise
+    server = Server(log, token, args.lease, peers)
+    scheme = "http" if certificates.cert is None else "https"
+    print(f"tvcache: {scheme}://{args.host}:{listener.getsockname()[1]}, {len(log):,} values in {args.log}", flush=True)
+    config = uvicorn.Config(
+        server.app(),
+        loop="asyncio",
+        ws="none",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=1,
+        **_tls(certificates),
+    )
+    uvicorn.Server(config).run([listener])
+    return 0
+
+
+def _tls(certificates: Certificates) -> dict[str, Any]:
+    """With --ca, only clients that show a certificate of it are served."""
+    if certificates.cert is None:
+        return {}
+    found: dict[str, Any] = {"ssl_certfile": str(certificates.cert), "ssl_keyfile": str(certificates.key)}
+    if certificates.ca is not None:
+        found |= {"ssl_ca_certs": str(certificates.ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return found
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+        made.listen(1024)
+    except OSError as error:
+        made.close()
+        raise TvcacheError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}. Choose another --port"
+        ) from None
+    return made

@@ -1,0 +1,136 @@
+"""A server's address, and requests to it: connections are kept; HTTPS with the user's certificates.
+
+Standard library only. Knows no cache.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import json
+import socket
+import ssl
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tvcache.errors import TvcacheError
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """PEM files: `ca` to check the other side with, `cert` and `key` to show it."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    def client_context(self) -> ssl.SSLContext:
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.cert is not None:
+                context.load_cert_chain(self.cert, self.key)
+        except (OSError, ssl.SSLError) as error:
+            raise TvcacheError(f"certificates {self.ca}, {self.cert}, {self.key}: {error}. Give PEM files") from None
+        return context
+
+
+class Endpoint:
+    """`http://host:port`, or https. A token goes only to this machine or over https."""
+
+    def __init__(self, url: str, token: str = "", certificates: Certificates | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
+            raise TvcacheError(f"{url!r} is not the address of a server: give one like http://127.0.0.1:8765")
+        try:
+            port = parts.port
+        except ValueError:
+            raise TvcacheError(f"{url!r}: the port is not a number from 1 to 65535") from None
+        self.url, self.host, self.tls = url.rstrip("/"), parts.hostname, parts.scheme == "https"
+        self.port = port or (443 if self.tls else 80)
+        self._context = (certificates or Certificates()).client_context() if self.tls else None
+        self._headers = {"content-type": "application/json"}
+        if token:
+            self._headers["authorization"] = f"Bearer {token}"
+        self._idle: list[http.client.HTTPConnection] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def post(self, path: str, found: Any, timeout_s: float) -> tuple[int, Any]:
+        status, _, data = self.request("POST", path, json.dumps(found, ensure_ascii=False).encode(), timeout_s)
+        return status, json.loads(data)
+
+    def request(
+        self, method: str, path: str, body: bytes | None, timeout_s: float
+    ) -> tuple[int, http.client.HTTPMessage, bytes]:
+        """Once more on a new connection if a kept one turns out to be closed: requests may be repeated safely."""
+        with self._lock:
+            kept = self._idle.pop() if self._idle else None
+        if kept is not None:
+            try:
+                return self._exchange(kept, method, path, body, timeout_s)
+            except TimeoutError:
+                raise
+            except (OSError, http.client.HTTPException):
+                pass
+        return self._exchange(self._open(timeout_s), method, path, body, timeout_s)
+
+    def close(self) -> None:
+        """Every connection that is not in use, and the others when their requests end."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self, timeout_s: float) -> http.client.HTTPConnection:
+        if self._context is not None:
+            made: http.client.HTTPConnection = http.client.HTTPSConnection(
+                self.host, self.port, timeout=timeout_s, context=self._context
+            )
+        else:
+            made = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+        try:
+            made.connect()
+        except BaseException:
+            made.close()
+            raise
+        made.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return made
+
+    def _exchange(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None, timeout_s: float
+    ) -> tuple[int, http.client.HTTPMessage, bytes]:
+        """Keeps the connection if it can be used again, and closes it otherwise."""
+        again = False
+        try:
+            connection.sock.settimeout(timeout_s)
+            connection.request(method, path, body, self._headers)
+            answer = connection.getresponse()
+            data = answer.read()
+            with self._lock:
+                again = not answer.will_close and not self._closed
+                if again:
+                    self._idle.append(connection)
+            return answer.status, answer.headers, data
+        finally:
+            if not again:
+                connection.close()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

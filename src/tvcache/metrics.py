@@ -1,0 +1,38 @@
+"""What `/metrics` shows, in Prometheus' form. A registry of its own per server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+if TYPE_CHECKING:
+    from tvcache.server import Server
+
+SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5, 25)
+
+
+class Metrics:
+    def __init__(self, server: Server) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.hits = Counter("tvcache_hits", "Calls answered from the cache", registry=registry)
+        self.misses = Counter("tvcache_misses", "Calls that a client was told to execute", registry=registry)
+        self.stores = Counter("tvcache_stores", "Values stored by clients", registry=registry)
+        self.saved_s = Counter("tvcache_saved_seconds", "Tool seconds that hits saved", registry=registry)
+        self.differences = Counter(
+            "tvcache_differences", "Values that differed when executed again", ["tool"], registry=registry
+        )
+        self.requests = Histogram(
+            "tvcache_request_seconds", "Requests, waiting for others included", ["path"], registry=registry,
+            buckets=SECONDS,
+        )  # fmt: skip
+        log = server.log
+        self._gauge("tvcache_values", "Values stored", lambda: len(log))
+        self._gauge("tvcache_log_bytes", "Size of the log", lambda: log.end)
+        self._gauge("tvcache_flights", "Calls being executed", lambda: len(server.flights))
+        self._gauge("tvcache_conflicts", "Values that came twice and differed: the first stayed", lambda: log.conflicts)
+        self._gauge("tvcache_merged", "Values that came from other sites", lambda: log.merged)
+        self._gauge("tvcache_peers_down", "Other sites that do not answer", lambda: server.peers.num_down)
+
+    def _gauge(self, name: str, text: str, value: object) -> None:
+        Gauge(name, text, registry=self.registry).set_function(value)  # type: ignore[arg-type]
