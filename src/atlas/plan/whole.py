@@ -7,17 +7,18 @@ plans; the schedule may be a searched one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
-from atlas.cost.price import price
+from atlas.cost.table import Costs
 from atlas.ir.ops import Kind
 from atlas.plan.candidate import Candidate
-from atlas.plan.evaluate import Progress, evaluate
+from atlas.plan.evaluate import Progress, evaluate, find_schedule, prepare
 from atlas.plan.ground import Ground
 from atlas.plan.meet import meeting_s, started_s
-from atlas.plan.result import Result
+from atlas.plan.result import Case, Result
 from atlas.plan.split import sizes_of
 from atlas.spec import Job
 
@@ -52,20 +53,33 @@ def simulate_whole(
 ) -> Whole:
     """The candidate under a schedule; InfeasibleError where it is too long to be simulated in full."""
     results: list[Result] = []
-    known: dict[bytes, Result] = {}
+    known: dict[tuple[Any, ...], Result] = {}
     for k in range(len(candidate.groups)):
         if tick is not None:
             tick(k, len(candidate.groups))
         one = candidate.job(job, k)
-        costs = price(one, tcp=candidate.tcp)
-        parts = (costs.compute_ns, costs.work_ns, costs.latency_ns, np.array([one.num_microbatches]))
-        key = b"".join(part.tobytes() for part in parts)
+        key = _priced(prepare(one, find_schedule(schedule), candidate.tcp, sharing=sharing))
         if key not in known:  # groups that nothing tells apart are simulated once
             known[key] = evaluate(
                 one, schedule, tcp=candidate.tcp, sharing=sharing, budget=budget, seed=seed, progress=progress
             )
         results.append(known[key])
     return _together(job, ground, candidate, tuple(results))
+
+
+def _priced(case: Case) -> tuple[Any, ...]:
+    """All that a simulation depends on; the names of datacenters and links are left out."""
+    frame = case.layout
+    crosses = tuple(a != b for a, b in zip(frame.rank_dc[:-1], frame.rank_dc[1:], strict=True))
+    shape = (frame.num_pipelines, frame.num_stages, frame.num_microbatches, frame.stage_rank, crosses)
+    return (shape, _prices(case.apart), case.turns and _prices(case.turns), case.memory, case.job.recompute)
+
+
+def _prices(costs: Costs) -> tuple[Any, ...]:
+    """Every field of the costs, so that one added later is not forgotten here."""
+    links = tuple(replace(link, name="") for link in costs.links)
+    arrays = [getattr(costs, field.name) for field in fields(costs) if field.name != "links"]
+    return (links, *(array.tobytes() for array in arrays))
 
 
 def _together(job: Job, ground: Ground, candidate: Candidate, results: tuple[Result, ...]) -> Whole:

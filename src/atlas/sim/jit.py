@@ -1,29 +1,53 @@
 """`entry`, `njit` and `inlined` for this room: numba's, with a cache that notices a change in any of the room's files.
 
-numba keys its cache by the file a function stands in; a function inlined from another file would go stale. So the
-cache lies in a folder named after the digest of all the sources that end up in machine code.
+numba keys its cache by the file a function stands in; a function or constant from another file would go stale. So the
+cache lies in a folder named after the digest of all the sources that the compiled ones import from.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 
-_HERE = Path(__file__).parent
-_SOURCES = ("jit", "future", "rows", "network", "compiled", "cell", "policy", "reprice", "lower", "reference_links")
+_ROOT = Path(__file__).parents[1]
+_IMPORT = re.compile(r"^\s*(?:from (atlas[\w.]*) import (\([^)]*\)|[^\n]*)|import (atlas[\w.]*))", re.MULTILINE)
+
+
+def sources(root: Path) -> list[Path]:
+    """The files in `sim` that compile anything, and every file of the package that they import from, directly or not:
+    a constant of any of them may end up in machine code."""
+    found: set[Path] = set()
+    room = [path for path in (root / "sim").glob("*.py") if "atlas.sim.jit" in path.read_text()]
+    waiting = [root / "sim" / "jit.py", *room]
+    while waiting:
+        path = waiting.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for source, names, plain in _IMPORT.findall(path.read_text()):
+            module = root.joinpath(*(source or plain).split(".")[1:])
+            members = [module / f"{name}.py" for name in re.findall(r"\w+", names)]
+            waiting += [file for file in (module.with_suffix(".py"), *members) if file.is_file()]
+    return sorted(found)
+
+
+def digest(root: Path) -> str:
+    """Of everything that ends up in machine code, and of the compiler."""
+    known = hashlib.sha256(numba.__version__.encode())
+    for source in sources(root):
+        known.update(source.read_bytes())
+    return known.hexdigest()[:16]
 
 
 def _cache_folder() -> Path | None:
     """Beside the sources where that can be written; else numba's own choice, a folder of the user."""
-    digest = hashlib.sha256(numba.__version__.encode())
-    for source in (*(_HERE / f"{name}.py" for name in _SOURCES), _HERE.parent / "ir" / "dispatch.py"):
-        digest.update(source.read_bytes())
-    folder = _HERE / "__pycache__" / f"numba-{digest.hexdigest()[:16]}"
+    folder = _ROOT / "sim" / "__pycache__" / f"numba-{digest(_ROOT)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
