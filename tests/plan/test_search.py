@@ -19,7 +19,7 @@ from atlas.plan.candidate import kind_of
 from atlas.plan.objective import Objective
 from atlas.plan.planner import explore, make_plan, start
 from atlas.plan.strategies import SIMULATIONS, Search
-from atlas.spec import Job, parse_job
+from atlas.spec import Job, Place, parse_job
 
 
 def searched(job: Job, strategy: str, objective: Objective | None = None, **options: object) -> Search:
@@ -218,3 +218,24 @@ def test_the_search_ends_soon_on_many_datacenters() -> None:
     began = time.process_time()
     searched(job, "ours")
     assert time.process_time() - began < 20
+
+
+def names_of(search: Search) -> set[frozenset[str]]:
+    return {frozenset(judged.candidate.gpus) for judged in search.judged.values()}
+
+
+@pytest.mark.parametrize("strategy", ["ours", "algorithm1", "exhaustive"])
+def test_kept_datacenters_are_all_used_and_no_others(strategy: str) -> None:
+    dcs = [{"name": n, "nodes": 4, "gpus_per_node": 1, "gpu": "A100-40"} for n in ("east", "west", "north")]
+    job = job_of(cluster={"datacenters": dcs, "wan": {"latency_ms": 20.0}}, pp=2, num_microbatches=4)
+    assert names_of(searched(job, "ours", keep=("datacenters", "microbatch"))) == {frozenset(("east", "west", "north"))}
+    placed = job.model_copy(update={"placement": (Place(dc="east", stages=1), Place(dc="west", stages=1))})
+    found = names_of(searched(placed, strategy, keep=("datacenters", "microbatch", "tp", "pp")))
+    assert found == {frozenset(("east", "west"))}
+
+
+def test_six_kept_datacenters_are_all_used() -> None:
+    dcs = [{"name": f"d{i}", "nodes": 2 + i, "gpus_per_node": 1, "gpu": "A100-40"} for i in range(6)]
+    search = searched(job_of(cluster={"datacenters": dcs, "wan": {"latency_ms": 5.0}}), "ours", keep=("datacenters",))
+    assert names_of(search) == {frozenset(f"d{i}" for i in range(6))}
+    assert {kind_of(judged.candidate) for judged in search.judged.values()} == {"pipeline", "data"}

@@ -87,7 +87,7 @@ def _sets(
     """Each variant alone, and all sets of variants that share no datacenter."""
     count = 0
     for v in fitting:
-        if not space.every_datacenter or len(single[v][0]) == ground.num_dcs:
+        if space.uses_kept(ground.names[i] for i, _ in single[v][0]):
             yield (v,)
     if space.num_cells is not None:
         return
@@ -96,7 +96,8 @@ def _sets(
         by_dcs.setdefault(frozenset(i for i, _ in single[v][0]), []).append(v)
     for size in range(2, ground.num_dcs + 1):
         for sets in combinations(by_dcs, size):
-            if sum(map(len, sets)) != len(frozenset().union(*sets)):
+            together = frozenset().union(*sets)
+            if sum(map(len, sets)) != len(together) or not space.uses_kept(ground.names[i] for i in together):
                 continue
             for members in product(*(by_dcs[dcs] for dcs in sets)):
                 count += 1

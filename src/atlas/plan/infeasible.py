@@ -26,8 +26,6 @@ def feasible(space: Space, ground: Ground) -> bool:
     for frame in frames(space, ground):
         for depth in depths(space, ground, frame):
             shapes = frame.shapes.of(depth, 1)
-            if space.every_datacenter:
-                shapes = [shape for shape in shapes if len(shape) == ground.num_dcs]
             if not shapes:
                 continue
             dc = np.array([[i for i, stages in shape for _ in range(stages)] for shape in shapes], np.int64)

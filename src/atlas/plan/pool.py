@@ -64,7 +64,7 @@ def frames(space: Space, ground: Ground) -> Iterator[Frame]:
             if key not in known:
                 bits = 8.0 * microbatch * model.seq_len * model.hidden * space.job.element_bytes
                 transfer_s = bits / np.where(ground.joined, ground.pair_bps, 1.0)
-                known[key] = Shapes(ground, ground.workers(tp), speeds.forward_s, transfer_s)
+                known[key] = Shapes(ground, ground.workers(tp), speeds.forward_s, transfer_s, space.datacenters)
             yield Frame(tp, microbatch, speeds, sizes_of(space.job, tp, microbatch), known[key])
 
 
@@ -135,9 +135,8 @@ def variants(space: Space, frame: Frame, depth: int) -> Batch | None:
         cells = np.array(cell_sizes(space, replicas), np.int64)
         shapes = frame.shapes.of(depth, replicas)
         if id(shapes) not in numbered:
-            wide = [s for s in shapes if not space.every_datacenter or len(s) == len(frame.shapes.workers)]
-            at = np.array([index.setdefault(shape, len(index)) for shape in wide], np.int64)
-            numbered[id(shapes)] = at, np.array([len(shape) > 1 for shape in wide], bool)
+            at = np.array([index.setdefault(shape, len(index)) for shape in shapes], np.int64)
+            numbered[id(shapes)] = at, np.array([len(shape) > 1 for shape in shapes], bool)
         at, crosses = numbered[id(shapes)]
         # In one datacenter there is nothing to share: the smallest cell stands for all.
         count = np.where(crosses, len(cells), min(1, len(cells)))

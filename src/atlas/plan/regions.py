@@ -76,7 +76,7 @@ def several_groups(
 
 
 def _scene(space: Space, ground: Ground, frame: Frame, depth: int) -> tuple[_Scene | None, list[tuple[Team, ...]]]:
-    workers = _room(frame)
+    workers = [n if space.can_use(name) else 0 for n, name in zip(_room(frame), ground.names, strict=True)]
     lines = dict.fromkeys(
         tuple(teams(ground, workers, tour, depth, replicas))
         for tour in tours(ground, frame)
@@ -165,6 +165,7 @@ def _rough(
     """A rough score of the first 2, 3, ... teams of each line."""
     lines = [tuple(team for team in line if scene.found.fits[scene.at[team]]) for line in lines]
     rough = [(line[:count], s, usd) for line in lines for count, s, usd in _prefixes(space, ground, scene, line)]
+    rough = [one for one in rough if space.uses_kept(ground.names[i] for shape, _, _ in one[0] for i, _ in shape)]
     if not rough:
         return []
     iteration_s, usd = np.array([figures for _, *figures in rough]).T

@@ -8,7 +8,7 @@ fast a shape trains is for `estimate`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import combinations, pairwise, permutations
 
@@ -31,14 +31,19 @@ MAX_RUNS = 12
 class Shapes:
     """The shapes of one cluster at one tp; asked for again and again with other depths and replicas."""
 
-    def __init__(self, ground: Ground, workers: Ints, layer_s: Floats, transfer_s: Floats) -> None:
+    def __init__(
+        self, ground: Ground, workers: Ints, layer_s: Floats, transfer_s: Floats, kept: Collection[str] | None = None
+    ) -> None:
+        """`kept`: the names of the datacenters that every shape visits, and no others."""
         self.ground, self.workers = ground, workers
         self.layer_s = layer_s
         """[i]: of a layer, infinite where a datacenter takes no part."""
         self.hop_s = np.where(ground.joined, ground.latency_s + transfer_s, np.inf)
         """[i, j]: an activation's way, for ranking."""
         # Plain lists: a shape is made of a few numbers at a time, and numpy's are slow to pick one by one.
-        self._room: list[int] = np.where(np.isfinite(layer_s), workers, 0).tolist()
+        takes_part = np.array([kept is None or name in kept for name in ground.names])
+        self._least = 1 if kept is None else len(kept)
+        self._room: list[int] = np.where(np.isfinite(layer_s) & takes_part, workers, 0).tolist()
         self._hop_s: list[list[float]] = self.hop_s.tolist()
         self._joined: list[list[bool]] = ground.joined.tolist()
         self._prefers: list[list[float]] = [layer_s.tolist(), ground.usd_per_gpu_s.tolist()]
@@ -55,7 +60,7 @@ class Shapes:
     def _few(self, depth: int, room: list[int]) -> list[Shape]:
         found: dict[object, Shape] = {}
         usable = [i for i in range(len(room)) if room[i] > 0]
-        for count in range(1, min(len(usable), depth) + 1):
+        for count in range(self._least, min(len(usable), depth) + 1):
             for order in permutations(usable, count):
                 if not np.isfinite(self._way_s(order)) or sum(room[i] for i in order) < depth:
                     continue
@@ -91,9 +96,9 @@ class Shapes:
             if room[i] and (not chain or self._joined[chain[-1]][i]):
                 chain.append(i)
                 held += room[i]
-                if held >= depth:
+                if held >= depth and len(chain) >= self._least:
                     return tuple(chain)
-                if len(chain) == min(MAX_RUNS, depth):
+                if len(chain) == min(max(MAX_RUNS, self._least), depth):
                     return None
         return None
 

@@ -9,7 +9,7 @@ Knows no times: which of these choices is good is for `estimate` and `judge`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from atlas.cost.arrange import arrange
@@ -40,13 +40,20 @@ class Space:
     num_cells: int | None
     """Only so many, or any number."""
     tcp: Tcp
-    every_datacenter: bool
-    """Whether a candidate must use every datacenter."""
+    datacenters: frozenset[str] | None
+    """A candidate uses all of these and no others; None: any."""
 
     @property
     def tokens(self) -> int:
         """Of one iteration."""
         return self.sequences * self.job.model.seq_len
+
+    def uses_kept(self, names: Iterable[str]) -> bool:
+        """Whether a candidate in these datacenters is in those that are kept."""
+        return self.datacenters is None or self.datacenters == frozenset(names)
+
+    def can_use(self, name: str) -> bool:
+        return self.datacenters is None or name in self.datacenters
 
     def slots(self, microbatch: int) -> int:
         """Microbatches of one iteration, over all replicas."""
@@ -79,8 +86,15 @@ def space_of(job: Job, *, keep: Collection[str] = (), global_batch: int | None =
         cell_sizes=cell_sizes if tcp == "many" else (1,),
         num_cells=job.cells if "cells" in keep else None,
         tcp=tcp,
-        every_datacenter="datacenters" in keep,
+        datacenters=_kept_datacenters(job) if "datacenters" in keep else None,
     )
+
+
+def _kept_datacenters(job: Job) -> frozenset[str]:
+    """Those of the job's placement; all of the cluster's where it has none."""
+    if job.placement is not None:
+        return frozenset(place.dc for place in job.placement)
+    return frozenset(dc.name for dc in job.cluster.datacenters)
 
 
 def batch_of(job: Job) -> int:

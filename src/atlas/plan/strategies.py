@@ -153,8 +153,7 @@ def _neighbours(search: Search, candidate: Candidate) -> list[Entry]:
     shapes = list(dict.fromkeys([shape, *frame.shapes.local(shape, group.replicas)]))
     cells = cell_sizes(space, group.replicas)
     rows = [(k, group.replicas, cell) for k, s in enumerate(shapes) for cell in (cells if len(s) > 1 else cells[:1])]
-    if space.every_datacenter:
-        rows = [row for row in rows if len(shapes[row[0]]) == ground.num_dcs]
+    rows = [row for row in rows if space.uses_kept(ground.names[i] for i, _ in shapes[row[0]])]
     return _entries(search, frame, group.pp, shapes, rows)
 
 
@@ -210,7 +209,8 @@ def _algorithm1_entries(search: Search) -> list[Entry]:
         shape = _largest_first(ground, frame, largest, job.pp, cells * pipelines)
         if shape is None:
             break
-        if all(ground.joined[a[0], b[0]] for a, b in pairwise(shape)):
+        kept = space.uses_kept(ground.names[i] for i, _ in shape)
+        if kept and all(ground.joined[a[0], b[0]] for a, b in pairwise(shape)):
             rows.append((len(shapes), cells * pipelines, pipelines if len(shape) > 1 else 1))
             shapes.append(shape)
     fastest = Search(space, ground, Objective())
