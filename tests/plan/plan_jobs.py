@@ -65,3 +65,30 @@ def random_job(seed: int) -> Job:
             "pipelines_per_cell": int(rng.choice([1, 2])),
         }
     )
+
+
+def two_regions(seed: int) -> Job:
+    """East and west with up to 24 GPUs each, over a WAN that is slow in some and fast in others."""
+    rng = np.random.default_rng(seed)
+    dcs = [
+        {
+            "name": name,
+            "nodes": int(rng.integers(1, 7)),
+            "gpus_per_node": int(rng.choice([1, 2, 4])),
+            "gpu": str(rng.choice(["A100-80", "A100-80", "H100", "L4"])),
+            "net_gbps": float(rng.choice([50, 100, 400])),
+        }
+        for name in ("east", "west")
+    ]
+    layers, hidden = int(rng.integers(6, 25)), int(rng.choice([1024, 2048, 4096]))
+    wan = {"latency_ms": float(rng.choice([1, 10, 40])), "pair_gbps": float(rng.choice([0.5, 2, 5, 20]))}
+    return parse_job(
+        {
+            "name": f"two-regions-{seed}",
+            "model": {"layers": layers, "hidden": hidden, "heads": 16, "vocab": 32_000, "seq_len": 2048},
+            "cluster": {"datacenters": dcs, "wan": wan},
+            "pp": 4,
+            "num_microbatches": int(rng.choice([8, 16, 32])),
+            "pipelines_per_cell": int(rng.choice([1, 2])),
+        }
+    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atlas.plan.candidate import Candidate, Group
+from atlas.plan.candidate import Candidate, Group, kind_of
 from atlas.plan.estimate import Batch, Estimate, estimate
 from atlas.plan.ground import Floats, Ground, Ints, Speeds, speeds_of
 from atlas.plan.objective import Objective
@@ -102,11 +102,12 @@ def single_groups(
     entries: list[Entry] = []
     count = 0
     worth: list[Frame] = []
-    best: dict[int, float] = {}
+    best: dict[tuple[int, str], float] = {}
+    ended: set[int] = set()
     for k, frame in enumerate(frames(space, ground)):
         if tick is not None:
             tick("estimating", k, len(space.tps) * len(space.microbatches))
-        if best.get(frame.tp) == np.inf:
+        if frame.tp in ended:
             continue
         found: list[Entry] = []
         for depth in depths(space, ground, frame):
@@ -117,12 +118,25 @@ def single_groups(
                 count += len(batch.shape)
         if not frame.speeds.usable.any():
             continue
-        top = min((entry.score for entry in found), default=np.inf)
-        worse = frame.tp in best and top > WORSE * best[frame.tp]
-        best[frame.tp] = np.inf if worse else min(top, best.get(frame.tp, np.inf))
+        if not _is_better(found, frame.tp, best):
+            ended.add(frame.tp)
         entries += found
         worth.append(frame)
     return sorted(entries, key=lambda entry: entry.score), count, worth
+
+
+def _is_better(found: list[Entry], tp: int, best: dict[tuple[int, str], float]) -> bool:
+    """Whether a microbatch size is about as good as smaller ones, for one kind of plan or another; `best` is updated."""
+    scores: dict[str, float] = {}
+    for entry in found:
+        kind = kind_of(entry.candidate)
+        scores[kind] = min(entry.score, scores.get(kind, np.inf))
+    better = not any(known == tp for known, _ in best)
+    for kind, score in scores.items():
+        before = best.get((tp, kind), np.inf)
+        better |= score <= WORSE * before
+        best[tp, kind] = min(score, before)
+    return better
 
 
 def variants(space: Space, frame: Frame, depth: int) -> Batch | None:
@@ -173,11 +187,13 @@ def kept(space: Space, ground: Ground, objective: Objective, batch: Batch, found
         entries.append(entry_of(space, ground, batch, found, v, float(score[v])))
         if len(entries) == count:
             break
-    # One region alone is always worth comparing with.
-    alone = np.flatnonzero(np.array([len(shape) == 1 for shape in batch.shapes])[batch.shape] & np.isfinite(score))
-    if len(alone) and ground.num_dcs > 1:
-        v = int(alone[np.argmin(score[alone])])
-        entries.append(entry_of(space, ground, batch, found, v, float(score[v])))
+    # The best in one region and the best across regions are always worth comparing with.
+    is_alone = np.array([len(shape) == 1 for shape in batch.shapes])[batch.shape]
+    for kind in (is_alone, ~is_alone) if ground.num_dcs > 1 else ():
+        near = np.where(kind, score, np.inf)
+        v = int(np.argmin(near))
+        if np.isfinite(near[v]):
+            entries.append(entry_of(space, ground, batch, found, v, float(score[v])))
     return entries
 
 

@@ -38,12 +38,14 @@ from atlas.plan.space import Space
 
 SIMULATIONS = 20
 """What `ours` may simulate: a score."""
+PER_KIND = 4
+"""Of those, the best estimates of each kind of plan."""
 FRONT = 4
 """Of those, along the estimated Pareto front of time and money."""
 NEIGHBOURS = 4
 """Of those, one change away from the leader."""
 FAR = 1.2
-"""An estimate this much worse than the leader is not worth a simulation: estimates are a few per cent off."""
+"""An estimate this much worse than the leader of its kind is not worth a simulation: estimates are a few per cent off."""
 
 
 @dataclass
@@ -90,7 +92,12 @@ class Search:
 
     @property
     def best(self) -> Judged | None:
-        return min(self.judged.values(), key=self.score, default=None)
+        return self.best_of(None)
+
+    def best_of(self, kind: str | None) -> Judged | None:
+        """The best so far, of a kind where one is given."""
+        found = [judged for judged in self.judged.values() if kind in (None, kind_of(judged.candidate))]
+        return min(found, key=self.score, default=None)
 
 
 # ---- ours --------------------------------------------------------------------------------------------------
@@ -105,15 +112,26 @@ def ours(search: Search) -> None:
     apart, more = several_groups(space, ground, goal, worth, search.tick)
     search.num_estimated += looked + more
     entries = sorted(alone + apart, key=lambda entry: entry.score)
-    kinds = {kind_of(entry.candidate): entry for entry in reversed(entries)}
-    shown = [*kinds.values(), *_front(entries)]
+    shown = [*_of_each_kind(entries), *_front(entries)]
     for k, entry in enumerate([*shown, *entries]):
         if search.num_simulated >= SIMULATIONS - NEIGHBOURS:
             break
-        best = search.best
-        if k < len(shown) or best is None or entry.score < FAR * search.score(best):
+        rival = search.best_of(kind_of(entry.candidate))
+        if k < len(shown) or rival is None or entry.score < FAR * search.score(rival):
             search.simulate(entry.candidate)
     _improve(search)
+    _improve(search, "pipeline")
+
+
+def _of_each_kind(entries: list[Entry]) -> list[Entry]:
+    """The best few of every kind: what is reported as the best of its kind is the best of those simulated."""
+    kinds: dict[str, dict[Candidate, Entry]] = {}
+    for entry in entries:
+        found = kinds.setdefault(kind_of(entry.candidate), {})
+        least = next(iter(found.values()), entry).score
+        if len(found) < PER_KIND and entry.score < FAR * least:
+            found.setdefault(entry.candidate, entry)
+    return [entry for found in kinds.values() for entry in found.values()]
 
 
 def _front(entries: list[Entry]) -> list[Entry]:
@@ -127,11 +145,11 @@ def _front(entries: list[Entry]) -> list[Entry]:
     return [front[round(k * (len(front) - 1) / (FRONT - 1))] for k in range(FRONT)]
 
 
-def _improve(search: Search) -> None:
-    """Neighbours of the leader, best estimate first, as long as simulations are left."""
+def _improve(search: Search, kind: str | None = None) -> None:
+    """Neighbours of the leader (of a kind), best estimate first, as long as simulations are left."""
     tried: set[Candidate] = set()
     while search.num_simulated < SIMULATIONS:
-        best = search.best
+        best = search.best_of(kind)
         if best is None or best.candidate in tried or len(best.candidate.groups) > 1:
             return
         tried.add(best.candidate)
