@@ -126,7 +126,7 @@ def single_groups(
 
 
 def _is_better(found: list[Entry], tp: int, best: dict[tuple[int, str], float]) -> bool:
-    """Whether a microbatch size is about as good as smaller ones, for one kind of plan or another; `best` is updated."""
+    """Whether a microbatch size is about as good as smaller ones for any kind of plan; updates `best`."""
     scores: dict[str, float] = {}
     for entry in found:
         kind = kind_of(entry.candidate)

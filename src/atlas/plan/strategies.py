@@ -45,7 +45,7 @@ FRONT = 4
 NEIGHBOURS = 4
 """Of those, one change away from the leader."""
 FAR = 1.2
-"""An estimate this much worse than the leader of its kind is not worth a simulation: estimates are a few per cent off."""
+"""An estimate this much worse than the leader of its kind is not simulated: estimates are a few per cent off."""
 
 
 @dataclass
