@@ -61,9 +61,7 @@ def _send(count: int, pipe: Any) -> None:
                 handles[n - 8].wait(120)
         for handle in handles:
             handle.wait(120)
-        channel = a.channel(B)
-        threads = threading.active_count()
-        pipe.send((channel.num_replaced, channel.num_resent, threads))
+        pipe.send(tuple(a.faults))
         pipe.recv()
 
 
@@ -105,7 +103,7 @@ def broken_connections(lines: Lines, gigabytes: float, faults: int) -> None:
         duplicates = b._inbox(A, 0).num_duplicates
         chaos_pipe.send("enough")
         cut, stalled = chaos_pipe.recv()
-        replaced, resent, _ = sender_pipe.recv()
+        replaced, resent, hedged = sender_pipe.recv()
         sender_pipe.send("bye")
         sender.join(20)
         breaker.join(20)
@@ -115,7 +113,14 @@ def broken_connections(lines: Lines, gigabytes: float, faults: int) -> None:
     sender.close()
     breaker.close()
     leaked = threading.active_count() - threads, _num_descriptors() - descriptors
-    more = {"cut": cut, "stalled": stalled, "replaced": replaced, "resent": resent, "duplicates": duplicates}
+    more = {
+        "cut": cut,
+        "stalled": stalled,
+        "replaced": replaced,
+        "resent": resent,
+        "hedged": hedged,
+        "duplicates": duplicates,
+    }
     lines.at_least("connections cut or stalled", cut + stalled, "", faults, **more)
     lines.at_most("messages that were not what was sent", wrong, f"of {count}", 0, seconds=round(seconds))
     lines.at_most("threads and descriptors leaked", max(0, *leaked), "", 0)
@@ -144,7 +149,7 @@ def garbage(lines: Lines, count: int, certs: str) -> None:
         while x.flooded() < 0.99 * count and len(during) < 8:
             during.append(speed())
         ratio = float(np.median(during)) / float(np.median(alone))
-        flooded, replaced = x.flooded(), lab.nodes[A].stats(peer=B)["replaced"]
+        flooded, replaced = x.flooded(), lab.nodes[A].stats(peer=B)["num_replaced"]
         lines.at_least("garbage connections refused while transfers run", flooded, "", 0.99 * count, replaced=replaced)
         lines.at_least("speed during the flood (500 Mbit/s, TLS)", ratio, "of alone", 0.95)
 

@@ -93,7 +93,7 @@ class Actor:
                 for s in channel._slots
                 if s.stream
             ],
-            "replaced": channel.num_replaced,
+            **channel.faults._asdict(),
         }
 
     def cpu(self) -> float:

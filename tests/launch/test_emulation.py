@@ -24,6 +24,7 @@ from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate
+from atlas.wan.slot import Faults
 
 MS = 1_000_000
 SMALL = stand_in(width=16, length=8, microbatch=2)
@@ -122,14 +123,19 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits_and_on_another_plan_to_
 def test_a_run_that_keeps_no_timeline_has_the_same_losses_and_the_last_pass() -> None:
     program = with_norm(with_optimizer(one_f_one_b(Layout(1, 2, 2, ("us-east", "us-west")))))
     costs = uniform_costs(1, 2, kind_costs(forward_ns=1_000_000))
-    told = list[int]()
+    told, faults = list[int](), list[Faults]()
+
+    def tell(done: Progress) -> None:
+        told.append(done.num_done)
+        faults.append(done.faults)
 
     def run(*, keep: bool) -> Emulation:
         setup = Setup(5, device="cpu", keep_weights=False, keep_timeline=keep)
-        return emulate(program, costs, TRAINING, setup, on_step=lambda done: told.append(done.num_done))
+        return emulate(program, costs, TRAINING, setup, on_step=tell)
 
     kept, forgot = run(keep=True), run(keep=False)
     assert told == [1, 2, 3, 4, 5] * 2
+    assert {(each.num_replaced, each.num_resent) for each in faults} == {(0, 0)}, "nothing disturbed them"
     assert (forgot.losses, forgot.norms) == (kept.losses, kept.norms)
     assert len(forgot.norms) == 5
     assert (kept.timeline.program.num_iterations, forgot.timeline.program.num_iterations) == (5, 1)

@@ -102,7 +102,8 @@ def test_prometheus_gets_the_last_step(tmp_path: Path) -> None:
         port = report.metrics_port
         assert port
         assert "atlas_training_steps_total 0\n" in scraped(port)
-        report.step(EVENT)
+        assert "atlas_training_wan_streams_replaced_total 0\n" in scraped(port)
+        report.step({**EVENT, "wan_streams_replaced": 2, "wan_chunks_resent": 7})
         report.step({**EVENT, "step": 8, "loss": float("nan")})
         text = scraped(port)
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
@@ -110,6 +111,8 @@ def test_prometheus_gets_the_last_step(tmp_path: Path) -> None:
     assert values["atlas_training_step"] == "8"
     assert values["atlas_training_steps_total"] == "2"
     assert values["atlas_training_tokens_total"] == "8192"
+    assert values["atlas_training_wan_streams_replaced_total"] == "2"
+    assert values["atlas_training_wan_chunks_resent_total"] == "7"
     assert values["atlas_training_loss"] == "NaN"
     assert float(values["atlas_training_wan_bytes_per_second"]) == 4e8
     assert float(values["atlas_training_iteration_predicted_seconds"]) == 0.40

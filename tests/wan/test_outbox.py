@@ -13,7 +13,8 @@ from atlas.errors import WorkerError
 from atlas.wan import flight
 from atlas.wan.flight import FIRST_BYTES, Flight
 from atlas.wan.inbox import Inbox
-from atlas.wan.outbox import Chunk, Outbox
+from atlas.wan.message import Chunk
+from atlas.wan.outbox import Outbox
 from atlas.wan.transport import Handle, Key, Loopback, Tag
 from atlas.wan.wire import FrameKind, Header
 

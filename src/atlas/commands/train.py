@@ -118,6 +118,8 @@ def _tell(report: Report, done: Progress, predicted_s: float) -> None:
             "iteration_s": done.seconds,
             "predicted_s": predicted_s,
             "wan_gbit_s": done.wan_bytes * 8e-9 / done.seconds if done.seconds > 0 else None,
+            "wan_streams_replaced": done.faults.num_replaced,
+            "wan_chunks_resent": done.faults.num_resent,
         },
         done.timeline,
     )

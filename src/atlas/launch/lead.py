@@ -151,6 +151,8 @@ class Lead:
                 "tokens": tokens,
                 "iteration_s": seconds,
                 "predicted_s": self.work.predicted_s,
+                "wan_streams_replaced": records.faults.num_replaced,
+                "wan_chunks_resent": records.faults.num_resent,
             }
             self.tell(event, replace(timeline, source="measured"))
 

@@ -18,6 +18,7 @@ from atlas.ir.assemble import assemble, repeated
 from atlas.ir.ops import Kind, Op
 from atlas.ir.program import Ints, Layout, Program
 from atlas.ir.timeline import Timeline
+from atlas.wan.slot import Faults
 
 Step = dict[str, Any]
 """What a worker says of one pass through its Program (runtime.record)."""
@@ -46,11 +47,14 @@ class Records:
     by_worker: dict[str, list[Step]] = field(default_factory=dict)
     num_forgotten: int = 0
     """Passes of which only losses and norms are left."""
+    faults: Faults = field(default_factory=Faults)
+    """Of the transport, over all workers."""
     _losses: list[float] = field(default_factory=list)
     _norms: list[float] = field(default_factory=list)
 
     def add(self, name: str, step: Step) -> None:
         self.by_worker.setdefault(name, []).append(step)
+        self.faults = Faults.sum((self.faults, Faults(*step.get("wan_faults", ()))))
 
     def forget_pass(self) -> None:
         """The first that is remembered; every worker must have told it."""

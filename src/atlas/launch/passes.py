@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from atlas.ir.timeline import Timeline
 from atlas.launch.measured import Records, View
+from atlas.wan.slot import Faults
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Progress:
     """Since the end of the one before."""
     wan_bytes: int
     """Over all emulated paths, since the one before."""
+    faults: Faults
+    """Of the transport, since the one before."""
     timeline: Timeline
     """Of this pass, counted from the start of the run."""
 
@@ -45,7 +48,7 @@ class Passes:
         self._sent_bytes, self._on_step, self._keep = sent_bytes, on_step, keep
         self._num_told: dict[int, int] = {}
         self._num_passes = 0
-        self._end_ns, self._num_bytes = 0, sent_bytes()
+        self._end_ns, self._num_bytes, self._faults = 0, sent_bytes(), Faults()
 
     def note(self, first_step: int) -> None:
         """A worker has told of its pass that begins with this step."""
@@ -64,14 +67,15 @@ class Passes:
         number = self._num_passes - 1 - records.num_forgotten
         timeline = records.timeline(self._view, number, number + 1)
         told = [steps[number] for steps in records.by_worker.values() if steps[number]["losses"]]
-        before = (self._end_ns, self._num_bytes)
+        before = (self._end_ns, self._num_bytes, self._faults)
         self._end_ns = int(timeline.op_end_ns.max())
-        self._num_bytes = self._sent_bytes()
+        self._num_bytes, self._faults = self._sent_bytes(), records.faults
         return Progress(
             first_step + records.program.num_iterations,
             sum(step["loss"] for step in told) / len(told),
             sum(step["tokens"] for step in told),
             (self._end_ns - before[0]) / 1e9,
             self._num_bytes - before[1],
+            self._faults.since(before[2]),
             timeline,
         )

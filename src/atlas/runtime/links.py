@@ -20,6 +20,7 @@ from atlas.wan.endpoint import Endpoint
 from atlas.wan.security import Credentials, Security
 from atlas.wan.settings import Settings
 from atlas.wan.slices import head_bytes
+from atlas.wan.slot import Faults
 from atlas.wan.transport import Buffer, Handle, Key, Tag, Transport
 from atlas.wan.wire import HEADER_BYTES
 
@@ -78,6 +79,11 @@ class Links:
         """Whether anything waits to leave, or to be acknowledged, on other lanes than these."""
         along = self._direct is not None and self._direct.is_sending
         return along or any(endpoint.is_sending(besides) for endpoint in self._ends.values())
+
+    @property
+    def faults(self) -> Faults:
+        """Of all streams of this worker since they were opened."""
+        return Faults.sum(endpoint.faults for endpoint in self._ends.values())
 
     @property
     def ports(self) -> dict[str, int]:

@@ -44,6 +44,7 @@ from atlas.runtime.device import make_device
 from atlas.runtime.record import StepRecord
 from atlas.runtime.waits import load_filler
 from atlas.runtime.worker import Worker
+from atlas.wan.slot import Faults
 
 if TYPE_CHECKING:
     from atlas.runtime.leading import Followers
@@ -149,8 +150,12 @@ def _serve(orders: TextIO, talk: Talk) -> dict[str, Any]:
 def _work(assignment: Assignment, orders: TextIO, talk: Talk, followers: Followers | None) -> dict[str, Any]:
     skew_ns = assignment.skew_ns
 
+    told = Faults()
+
     def tell(record: StepRecord) -> None:
-        talk.say(record.to_json(skew_ns))
+        nonlocal told
+        before, told = told, worker.links.faults
+        talk.say({**record.to_json(skew_ns), "wan_faults": told.since(before)})
 
     def saved(id: SaveId) -> None:
         talk.say({"saved": [id.attempt, id.step]})

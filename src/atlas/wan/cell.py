@@ -19,7 +19,7 @@ from atlas.errors import WorkerError
 from atlas.wan.cell_paths import Path, Sender, hops_of
 from atlas.wan.endpoint import Endpoint
 from atlas.wan.greet import Address
-from atlas.wan.inbox import Inbox
+from atlas.wan.inbox import Inbox, MessageRefusedError
 from atlas.wan.notes import NoteDesk
 from atlas.wan.outbox import Outbox
 from atlas.wan.slices import Note, NoteKind, Slice, pack_note, pack_slice, unpack_note, unpack_slice
@@ -141,14 +141,21 @@ class Cell(Transport):
         self._forward(one, data, departed)
 
     def _deliver(self, one: Slice, payload: memoryview) -> None:
+        if one.hops[0] not in self.pairs.values() or one.lane not in self._lanes:
+            raise WorkerError(f"a slice of lane {one.lane} from {one.hops[0]}, which is not in the cell beyond the WAN")
         inbox = self._inbox(one.hops[0], one.lane)
         fields = (one.number, one.total_bytes, one.offset, one.num_bytes, one.tag, one.eager)
         header, completed = Header(FrameKind.CHUNK, one.lane, self.endpoint.epoch, *fields), False
-        with self._lock:
-            view = inbox.claim(_NEVER, header)
-            if view is not None:
-                view[:] = payload
-                completed = inbox.settle(header, filled=True)
+        try:
+            with self._lock:
+                view = inbox.claim(_NEVER, header)
+                if view is not None:
+                    view[:] = payload
+                    completed = inbox.settle(header, filled=True)
+        except MessageRefusedError as refused:
+            self._return(Note(NoteKind.FAILED, one.hops, one.lane, (one.done,), refused.why))
+            self._announce(one.hops[0], one.lane, NoteKind.FREED, inbox.freed_bytes)
+            return
         self._notes.add(NoteKind.ACK, one, at_once=completed)
         if completed:
             inbox.complete(header)
@@ -162,6 +169,8 @@ class Cell(Transport):
         if self.name not in note.hops or note.hops[-1] == self.name:
             raise WorkerError(f"a note for {note.hops} came to {self.name}")
         if note.hops[0] == self.name:
+            if note.hops[-1] not in self.pairs.values() or note.lane not in self._lanes:
+                raise WorkerError(f"a note of lane {note.lane} from {note.hops[-1]}, which is not in the cell beyond")
             self._sender(note.hops[-1], note.lane).heed(note)
         else:
             self._return(note)

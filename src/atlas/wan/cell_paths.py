@@ -12,8 +12,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from atlas.errors import WorkerError
-from atlas.wan.outbox import Chunk, Outbox
+from atlas.wan.message import Chunk
+from atlas.wan.outbox import Outbox
 from atlas.wan.slices import Note, NoteKind, Slice
+from atlas.wan.wire import refusal_text
 
 FIRST_STAGED, STAGED_SLICES, STAGED_S = 1, 3, 0.03
 """How many slices wait at a relay, and for how long in all: enough that it never idles, little enough that a slow one
@@ -115,6 +117,13 @@ class Sender:
         self._thread.start()
 
     def _run(self) -> None:
+        try:
+            self._share_out()
+        except Exception as error:  # a bug, or a path that was never connected: without this thread nothing leaves
+            self.outbox.fail(WorkerError(f"slices to {self.paths[0].hops[-1]} stopped: {error}"))
+            raise
+
+    def _share_out(self) -> None:
         has_stolen = False
         while not self.closing:
             is_idle = self.outbox.is_empty
@@ -189,6 +198,10 @@ class Sender:
             self.outbox.posted(note.tag)
         elif note.kind == NoteKind.FREED:
             self.outbox.freed(note.amount)
+        elif note.kind == NoteKind.FAILED:
+            for number, _, _ in note.slices:
+                self.outbox.refused(number, f"{note.hops[-1]} refuses it: {refusal_text(note.amount)}")
+            return
         now, departed = time.monotonic(), dict[int, list[tuple[int, int]]]()
         for number, offset, index in note.slices:
             if index >= len(self.paths):

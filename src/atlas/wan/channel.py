@@ -13,17 +13,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.wan.flight import Flight
 from atlas.wan.greet import Address, RefusedError, dial
-from atlas.wan.outbox import Chunk, Outbox
+from atlas.wan.message import Chunk
+from atlas.wan.outbox import Outbox
 from atlas.wan.security import Security
 from atlas.wan.settings import Settings
 from atlas.wan.shifts import SHIFTS, Shifts
+from atlas.wan.slot import Faults, Slot
 from atlas.wan.stream import Stream, TcpFacts, broken
-from atlas.wan.tuning import HEADROOM, LOSSY, NEAR_RTT_S, Choice, RateMeter, choose, window_bytes
+from atlas.wan.tuning import HEADROOM, NEAR_RTT_S, Choice, LossWatch, RateMeter, choose, window_bytes
 from atlas.wan.warming import MOST_BYTES, Look, WarmUp
 from atlas.wan.wire import (
     RECORD_BYTES,
@@ -33,11 +34,11 @@ from atlas.wan.wire import (
     Record,
     RecordKind,
     pack_header,
+    refusal_text,
     unpack_record,
 )
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 2.0
-LOSS_SPAN_S, ENOUGH_BYTES = 20.0, 16 << 20
 IDLE_S = 0.5
 SAME = 0.85
 """What a later warm-up finds, over what an earlier one did, if both are right."""
@@ -49,22 +50,6 @@ HALTED = 0.25
 """Of a round trip: so long may a stream that has halted keep what another could send."""
 WARM_TICK_S = 0.05
 WARM_ZEROS = memoryview(bytes(MOST_BYTES))
-
-
-@dataclass(eq=False)
-class Slot:
-    """A place for a stream. `num_out`: frames that the peer has not answered yet."""
-
-    index: int
-    stream: Stream | None = None
-    dialing: socket.socket | None = None
-    num_out: int = 0
-    quiet_since: float = 0.0
-    """Since when we wait for an answer and hear nothing."""
-    num_lives: int = 0
-    num_answers: int = 0
-    warm_bytes: int = 0
-    """Of a warm-up, under way on this stream."""
 
 
 class Channel:
@@ -86,7 +71,7 @@ class Channel:
         self.outbox = Outbox()
         self.rtt_s = 0.0
         self.meter = RateMeter()
-        self.num_replaced = self.num_resent = 0
+        self._num_replaced = self._num_resent = self._num_hedged = 0
         self.last_error = "never connected"
         self._lock = threading.Lock()
         self._peer_instance: int | None = None
@@ -98,7 +83,7 @@ class Channel:
         self._closing = threading.Event()
         self._connected = threading.Event()
         self._choice: Choice | None = None
-        self._lossy, self._loss_seen = False, (0.0, 0, 0)
+        self._losses = LossWatch()
         self._tuned_bytes = 0
         self._threads = [threading.Thread(target=self._live, args=(slot,), daemon=True) for slot in self._slots]
         for slot, thread in zip(self._slots, self._threads, strict=True):
@@ -140,8 +125,8 @@ class Channel:
         self.outbox.wake()
         while not (warm_up.over and not warm_up.out_bytes) and self.num_live and time.monotonic() < deadline:
             time.sleep(0.005)
-        self._warm_up, self._loss_seen = None, (0.0, 0, 0)  # how much it lost says nothing about the path
-        self._lossy = self._lossy or warm_up.is_lossy
+        self._warm_up = None
+        self._losses.warmed(is_lossy=warm_up.is_lossy)
         return warm_up.rate_bps
 
     def watch(self) -> None:
@@ -200,17 +185,10 @@ class Channel:
         return [facts for slot in self._slots if slot.stream and (facts := slot.stream.facts())]
 
     def _is_lossy(self) -> bool:
-        """By what the kernel sent twice in the last seconds; the warm-up, which overflows queues, does not count."""
         if self._light or self.rtt_s < NEAR_RTT_S:
             return False
-        now, delivered = time.monotonic(), self.outbox.delivered_bytes
         sent_twice = sum(f.retransmitted_bytes for f in self._facts())
-        if now - self._loss_seen[0] > LOSS_SPAN_S or sent_twice < self._loss_seen[2]:
-            self._loss_seen = (now, delivered, sent_twice)
-        _, delivered_before, sent_before = self._loss_seen
-        if delivered - delivered_before > ENOUGH_BYTES:
-            self._lossy = sent_twice - sent_before > LOSSY * (delivered - delivered_before)
-        return self._lossy
+        return self._losses.is_lossy(time.monotonic(), self.outbox.delivered_bytes, sent_twice)
 
     def paced_s(self, num_bytes: int) -> float:
         """How long so much takes at a pace of ours; zero where there is none."""
@@ -219,6 +197,11 @@ class Channel:
     @property
     def num_live(self) -> int:
         return sum(slot.stream is not None for slot in self._slots)
+
+    @property
+    def faults(self) -> Faults:
+        with self._lock:
+            return Faults(self._num_replaced, self._num_resent, self._num_hedged)
 
     def fail(self, reason: str) -> None:
         self.outbox.fail(WorkerError(f"{self.name}: {reason}"))
@@ -251,6 +234,13 @@ class Channel:
 
     # ---- a stream's life ---------------------------------------------------------------------------------------
     def _live(self, slot: Slot) -> None:
+        try:
+            self._dial_and_talk(slot)
+        except Exception as error:  # a bug of ours: nobody else would replace this stream or end the waits
+            self.fail(f"stream {slot.index} failed with {type(error).__name__}: {error}")
+            raise
+
+    def _dial_and_talk(self, slot: Slot) -> None:
         pause_s = FIRST_PAUSE_S
         while not self._closing.is_set():
             try:
@@ -289,14 +279,14 @@ class Channel:
         stream.patience_s = self.settings.stall_s
         slot.num_lives += 1
         if slot.num_lives > 1:
-            self.num_replaced += 1
+            with self._lock:
+                self._num_replaced += 1
         return stream
 
     def _talk(self, slot: Slot, stream: Stream) -> bool:
         """Until the stream ends. True if it was good for something."""
-        slot.num_out, slot.num_answers, slot.warm_bytes, slot.quiet_since = 0, 0, 0, time.monotonic()
+        slot.begin(stream)
         stream.on_tick = lambda: self._check_silence(slot)
-        slot.stream = stream
         self._shifts.join(slot)
         self.retune()
         self._connected.set()
@@ -306,17 +296,24 @@ class Channel:
             self._write(slot, stream)
         except (OSError, WorkerError) as error:
             self._note(error)
-        stream.abort()
-        reader.join()
+        finally:
+            stream.abort()
+            reader.join()
+            self._leave(slot, stream)
+        return slot.num_answers > 0
+
+    def _leave(self, slot: Slot, stream: Stream) -> None:
+        """What the stream carried goes again over another."""
         self._shifts.leave(slot)
         if (warm_up := self._warm_up) is not None:
             warm_up.lost(slot.warm_bytes)
-        self.num_resent += self.outbox.lost(stream)
+        num_lost = self.outbox.lost(stream)
+        with self._lock:
+            self._num_resent += num_lost
         slot.stream = None
         if not self.num_live:
             self._down_since = time.monotonic()
         stream.close()
-        return slot.num_answers > 0
 
     def _write(self, slot: Slot, stream: Stream) -> None:
         outbox, lane, epoch, heartbeat_s = self.outbox, self.mine.lane, self.mine.epoch, self.settings.heartbeat_s
@@ -326,7 +323,7 @@ class Channel:
             place, warm_up = self._shifts.place(slot), self._warm_up
             if warm_up is not None and not warm_up.over and place < outbox.num_streams:
                 if num_bytes := warm_up.await_turn(place, WARM_TICK_S, now):
-                    self._count_out(slot, now, num_bytes)
+                    slot.wrote(now, num_bytes)
                     header = Header(FrameKind.WARM, lane, epoch, now_ns(), 0, 0, num_bytes)
                     stream.write(pack_header(header), WARM_ZEROS[:num_bytes])
                 continue
@@ -336,9 +333,10 @@ class Channel:
             wait_s = min(IDLE_S, heartbeat_s) if outbox.is_empty else self._look_s(place)
             chunk = outbox.pull(stream, place, wait_s)
             if chunk is None and not outbox.is_empty and (chunk := self._steal(stream)) is not None:
-                self.num_resent += 1
+                with self._lock:
+                    self._num_hedged += 1
             if chunk is not None:
-                self._count_out(slot, time.monotonic())
+                slot.wrote(time.monotonic())
                 stream.write(_header(chunk, lane, epoch), chunk.payload)
                 outbox.written(chunk)
                 last_write = now
@@ -348,7 +346,7 @@ class Channel:
             elif now - last_write >= (silence_s := self._shifts.silence_s(slot, outbox.num_streams, heartbeat_s)):
                 if not silence_s:
                     stream.wake()
-                self._count_out(slot, now)
+                slot.wrote(now)
                 stream.write(pack_header(Header(FrameKind.PING, lane, epoch, now_ns())))
                 last_write = now
 
@@ -371,16 +369,9 @@ class Channel:
         """When an answer is so late that another stream may try, if it has nothing else to do."""
         return 0.15 + 3 * max(self.rtt_s, self.outbox.usual_s)
 
-    def _count_out(self, slot: Slot, now: float, warm_bytes: int = 0) -> None:
-        with self._lock:
-            slot.warm_bytes += warm_bytes
-            if not slot.num_out:
-                slot.quiet_since = now
-            slot.num_out += 1
-
     def _check_silence(self, slot: Slot) -> None:
         stall_s = max(self.settings.stall_s, 8 * self.rtt_s)
-        if slot.num_out and time.monotonic() - slot.quiet_since > stall_s:
+        if slot.silent_s() > stall_s:
             raise TimeoutError(f"no answer from {self.mine.peer} for {stall_s:g} s")
 
     def _listen(self, slot: Slot, stream: Stream) -> None:
@@ -398,12 +389,9 @@ class Channel:
 
     def _heed(self, slot: Slot, stream: Stream, record: Record) -> None:
         now = time.monotonic()
-        with self._lock:
-            slot.quiet_since = now
-            answered = record.kind in (RecordKind.ACK, RecordKind.PONG)
-            slot.num_out -= answered
-            slot.num_answers += answered
-            slot.warm_bytes -= record.b if record.kind == RecordKind.PONG else 0
+        is_pong = record.kind == RecordKind.PONG
+        answers = is_pong or record.kind in (RecordKind.ACK, RecordKind.FAILED)
+        slot.heard(now, answers=answers, warm_bytes=record.b if is_pong else 0)
         if record.kind == RecordKind.ACK:
             chunk = self.outbox.acknowledged(stream, record.a, record.b)
             if chunk is not None:
@@ -421,7 +409,7 @@ class Channel:
         elif record.kind == RecordKind.FREED:
             self.outbox.freed(record.a)
         elif record.kind == RecordKind.FAILED:
-            self.outbox.refused(record.a, f"{self.mine.peer} cannot take it: it came twice or does not fit")
+            self.outbox.refused(record.a, f"{self.mine.peer} refuses it: {refusal_text(record.b)}")
 
     def _note(self, error: BaseException) -> None:
         if not self._closing.is_set():

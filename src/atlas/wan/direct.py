@@ -34,6 +34,8 @@ from atlas.wan.wire import (
 )
 
 MEET_S = 10.0
+RETRY_S = 0.05
+"""Between two tries to accept a connection."""
 ROOM_BYTES = 4 << 20
 """What the kernel is asked to hold of a link, so that a sender need not wait for a receiver that computes."""
 WELCOME, NO = b"\1", b"\0"
@@ -47,6 +49,7 @@ class Direct(Transport):
         self.name, self.epoch, self.patience_s = name, epoch, patience_s
         self._outward: dict[tuple[str, int], Outward] = {}
         self._inward: dict[tuple[str, int], Inward] = {}
+        self._closing = threading.Event()
         self._door = listen_nearby(address, "direct")
         if self._door is not None:
             threading.Thread(target=self._admit, args=(self._door,), daemon=True, name=f"{name} direct").start()
@@ -96,6 +99,7 @@ class Direct(Transport):
 
     def close(self, timeout_s: float = 5.0) -> None:
         deadline = time.monotonic() + timeout_s
+        self._closing.set()
         if self._door is not None:
             with contextlib.suppress(OSError):
                 self._door.shutdown(socket.SHUT_RDWR)
@@ -107,14 +111,17 @@ class Direct(Transport):
 
     def _admit(self, door: socket.socket) -> None:
         """Until the door is closed."""
-        with contextlib.suppress(OSError):
-            while True:
+        while not self._closing.is_set():
+            try:
                 sock, _ = door.accept()
-                try:
-                    if not self._is_let_in(sock):
-                        sock.close()
-                except (OSError, WorkerError):
+            except OSError:  # closed; or no descriptor is left, and some will come back
+                self._closing.wait(RETRY_S)
+                continue
+            try:
+                if not self._is_let_in(sock):
                     sock.close()
+            except (OSError, WorkerError):
+                sock.close()
 
     def _is_let_in(self, sock: socket.socket) -> bool:
         deadline = time.monotonic() + MEET_S

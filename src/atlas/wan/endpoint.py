@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 
-from atlas.errors import WorkerError
+from atlas.errors import AtlasError, WorkerError
 from atlas.wan.channel import Channel
 from atlas.wan.greet import Address, Answer, receive
 from atlas.wan.inbound import Inbound
@@ -22,7 +22,8 @@ from atlas.wan.nearby import listen_nearby
 from atlas.wan.porter import Porter
 from atlas.wan.security import Security
 from atlas.wan.settings import Settings
-from atlas.wan.stream import broken
+from atlas.wan.slot import Faults
+from atlas.wan.stream import Stream, broken
 from atlas.wan.transport import Buffer, Handle, Key, Tag, Transport, view_of, writable_view_of
 from atlas.wan.wire import MAX_CHUNK_BYTES, Greeting, RecordKind
 
@@ -53,7 +54,8 @@ class Endpoint(Transport):
         self._gone_since: dict[tuple[str, int], float] = {}
         self._lives: dict[str, int] = {}
         self._consumers: dict[int, Consumer] = {}
-        self._threads: set[threading.Thread] = set()
+        self._threads: dict[threading.Thread, bool] = {}
+        """Of connections to us, and whether their peer was let in: those count against `max_inbound`."""
         self._closing = threading.Event()
         family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
         server = socket.create_server(listen, family=family, backlog=1024)
@@ -137,7 +139,7 @@ class Endpoint(Transport):
             stream.abort()
         for thread in threads:
             thread.join(self.settings.handshake_s)
-        for inbox in self._inboxes.values():
+        for inbox in list(self._inboxes.values()):
             inbox.fail(WorkerError(f"{self.name} was closed"))
 
     def __enter__(self) -> Endpoint:
@@ -153,6 +155,11 @@ class Endpoint(Transport):
     def channel(self, peer: str, lane: int = 0) -> Channel:
         """For measurements and for tests that break things."""
         return self._channels[peer, lane]
+
+    @property
+    def faults(self) -> Faults:
+        """Of all channels since they were opened. All zero in a run that nothing disturbs."""
+        return Faults.sum(channel.faults for channel in list(self._channels.values()))
 
     # ---- sending side ------------------------------------------------------------------------------------------
     def open(self, peer: str, lane: int, address: Address, *, light: bool = False) -> Channel:
@@ -172,6 +179,7 @@ class Endpoint(Transport):
                 inbox = Inbox(peer, lane, self.settings.staging_bytes, self._consumers.get(lane))
                 inbox.on_posted = lambda tag: self._tell(peer, lane, RecordKind.POSTED, tag=tag)
                 inbox.on_freed = lambda total: self._tell(peer, lane, RecordKind.FREED, a=total)
+                inbox.on_consumer_error = lambda line: self.log(f"{self.name}: {line}")
                 self._inbound[peer, lane] = []
                 self._gone_since[peer, lane] = time.monotonic()
                 self._inboxes[peer, lane] = inbox  # last: the watcher goes through these without the lock
@@ -191,30 +199,38 @@ class Endpoint(Transport):
         if theirs.epoch != self.epoch:
             return (Answer.OLD_EPOCH if theirs.epoch < self.epoch else Answer.NEW_EPOCH), mine
         with self._lock:
-            if self._lives.setdefault(theirs.name, theirs.instance) != theirs.instance:
+            if self._lives.get(theirs.name, theirs.instance) != theirs.instance:
                 return Answer.OTHER_LIFE, mine
+            if sum(self._threads.values()) >= self.settings.max_inbound:
+                return Answer.FULL, mine
+            self._lives[theirs.name] = theirs.instance
+            self._threads[threading.current_thread()] = True
         return Answer.WELCOME, mine
 
     def _admit(self, sock: socket.socket, mode: int) -> None:
         """On a thread of its own, from the preamble to the end of the stream."""
         me = threading.current_thread()
         with self._lock:
-            self._threads.add(me)
-        greeted = None
+            self._threads[me] = False
         try:
-            if not self._closing.is_set():
-                greeted = receive(sock, mode, self.security, self._judge, self.settings.handshake_s)
-        except (OSError, WorkerError, ValueError) as error:
-            self.log(f"{self.name}: turned a connection away: {broken(error)}")
-        finally:
-            self._porter.greeted()
-        try:
+            greeted = self._greet(sock, mode)
             if greeted is not None:
                 self._serve(Inbound(*greeted, self._inbox(greeted[1].name, greeted[1].lane), self.settings))
         finally:
             sock.close()
             with self._lock:
-                self._threads.discard(me)
+                del self._threads[me]
+
+    def _greet(self, sock: socket.socket, mode: int) -> tuple[Stream, Greeting] | None:
+        """None where this side does not agree, or the other one failed to prove itself."""
+        try:
+            if not self._closing.is_set():
+                return receive(sock, mode, self.security, self._judge, self.settings.handshake_s)
+        except (OSError, AtlasError, ValueError) as error:
+            self.log(f"{self.name}: turned a connection away: {broken(error)}")
+        finally:
+            self._porter.greeted()
+        return None
 
     def _serve(self, inbound: Inbound) -> None:
         place = (inbound.greeting.name, inbound.greeting.lane)
@@ -228,7 +244,7 @@ class Endpoint(Transport):
             if not self._closing.is_set():
                 self.log(f"{self.name}: a stream from {place[0]} ended: {broken(error)}")
         finally:
-            inbound.abort()
+            inbound.close()
             with self._lock:
                 self._inbound[place].remove(inbound)
                 self._gone_since[place] = time.monotonic()

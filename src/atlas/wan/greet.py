@@ -31,6 +31,7 @@ class Answer(IntEnum):
     """The dialer is ahead of us; it should come again."""
     OTHER_LIFE = 3
     OTHER_NODE = 4
+    FULL = 5
 
 
 REASONS = {
@@ -38,7 +39,9 @@ REASONS = {
     Answer.NEW_EPOCH: "it is still in an earlier epoch",
     Answer.OTHER_LIFE: "it knows another process of our name in this epoch: a restart needs a new epoch",
     Answer.OTHER_NODE: "it is another node than the one we wanted",
+    Answer.FULL: "it holds as many connections as its setting max_inbound allows",
 }
+COME_AGAIN = (Answer.NEW_EPOCH, Answer.FULL)
 
 
 class RefusedError(WorkerError):
@@ -102,7 +105,7 @@ def _judge(answer: bytes, mine: Greeting) -> Greeting:
     theirs = unpack_greeting(answer[1:])
     if answer[0] != Answer.WELCOME:
         reason = {int(kind): text for kind, text in REASONS.items()}.get(answer[0], "no reason given")
-        raise RefusedError(f"{mine.peer} refuses: {reason}", final=answer[0] != Answer.NEW_EPOCH)
+        raise RefusedError(f"{mine.peer} refuses: {reason}", final=answer[0] not in COME_AGAIN)
     if theirs.name != mine.peer or theirs.epoch != mine.epoch:
         raise RefusedError(f"{mine.peer} answers as {theirs.name} of epoch {theirs.epoch}", final=True)
     return theirs

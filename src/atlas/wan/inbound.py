@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from atlas.errors import WorkerError
-from atlas.wan.inbox import Inbox
+from atlas.wan.inbox import Inbox, MessageRefusedError
 from atlas.wan.settings import Settings
 from atlas.wan.stream import Stream
 from atlas.wan.transport import Tag
@@ -35,11 +35,19 @@ class Inbound:
     def abort(self) -> None:
         self.stream.abort()
 
+    def close(self) -> None:
+        """By the thread that serves, at its end. Whoever tells something at this moment leaves first."""
+        self.stream.abort()
+        with self._writing:
+            self.stream.close()
+
     def tell(self, kind: RecordKind, a: int = 0, b: int = 0, tag: Tag = (0, 0, 0, 0)) -> bool:
         """Sends a record; False if the stream is gone."""
         record = pack_record(Record(kind, self.greeting.lane, self.greeting.epoch, a, b, tag))
         try:
             with self._writing:
+                if self.stream.aborted:
+                    return False
                 self.stream.write(record)
             return True
         except (OSError, WorkerError):
@@ -69,7 +77,13 @@ class Inbound:
                     self.tell(RecordKind.FREED, self.inbox.freed_bytes)
 
     def _chunk(self, header: Header) -> None:
-        view = self.inbox.claim(self, header)
+        try:
+            view = self.inbox.claim(self, header)
+        except MessageRefusedError as refused:
+            self.stream.discard(header.num_bytes)
+            self.tell(RecordKind.FAILED, header.number, refused.why)
+            self.tell(RecordKind.FREED, self.inbox.freed_bytes)
+            return
         if view is None:
             self.stream.discard(header.num_bytes)
             self.tell(RecordKind.ACK, header.number, header.offset)

@@ -17,8 +17,8 @@ from typing import Protocol
 import numpy as np
 
 from atlas.errors import WorkerError
-from atlas.wan.transport import Handle, Key, Tag, size_error
-from atlas.wan.wire import Header
+from atlas.wan.transport import Handle, Key, Tag, guarded, size_error
+from atlas.wan.wire import MAX_POSTED, Header, Refusal
 
 CLAIM_TIMEOUT_S = 10.0
 SMALL, FULL, LUMP = 1 / 64, 1 / 4, 1 / 16
@@ -30,6 +30,14 @@ class Source(Protocol):
     """What an inbox knows of the stream that fills it."""
 
     def abort(self) -> None: ...
+
+
+class MessageRefusedError(Exception):
+    """A chunk of a message that is never taken. The sender must hear of it; the stream is sound."""
+
+    def __init__(self, why: Refusal) -> None:
+        super().__init__(why.name)
+        self.why = why
 
 
 @dataclass(eq=False)
@@ -56,15 +64,17 @@ class Inbox:
         self.freed_bytes = 0
         self.failure: WorkerError | None = None
         self.last_progress_ns = time.monotonic_ns()
-        self.received_bytes = self.num_duplicates = 0
+        self.received_bytes = self.num_duplicates = self.num_consumer_errors = 0
         self.on_posted: Callable[[Tag], None] = lambda tag: None
         self.on_freed: Callable[[int], None] = lambda total: None
+        self.on_consumer_error: Callable[[str], None] = lambda line: None
         self._changed = threading.Condition()
         self._posted: dict[Tag, tuple[Handle, memoryview | None]] = {}
         self._arriving: dict[int, Arrival] = {}
         self._by_tag: dict[Tag, Arrival] = {}
         self._arrived: dict[Tag, Arrival] = {}
         self._done_below, self._done = 1, set[int]()
+        self._refused: dict[int, Refusal] = {}
         self._staged_bytes = self._told_bytes = 0
         self._unannounced: list[Tag] = []
         """Receives that credit was to bring, which has become scarce."""
@@ -82,6 +92,11 @@ class Inbox:
             if arrival is None and tag in self._by_tag:
                 self._by_tag[tag].handle, self._by_tag[tag].into = handle, view
                 return
+            if arrival is None and len(self._posted) >= MAX_POSTED:
+                raise ValueError(
+                    f"{handle.what}: {MAX_POSTED} receives from {self.peer} are posted on lane {self.lane}, and no "
+                    "more are allowed: wait for some of them first"
+                )
             if arrival is None:
                 self._posted[tag] = (handle, view)
                 is_small = view is not None and len(view) <= SMALL * self.staging_bytes
@@ -119,7 +134,7 @@ class Inbox:
 
     # ---- the streams' side -------------------------------------------------------------------------------------
     def claim(self, source: Source, header: Header) -> memoryview | None:
-        """Where to put the chunk; None where it has come before."""
+        """Where to put the chunk; None where it has come before. Raises MessageRefusedError where it is never taken."""
         with self._changed:
             while True:
                 arrival = self._find(header)
@@ -157,35 +172,68 @@ class Inbox:
         with self._changed:
             arrival = self._arriving.pop(header.number)
             self._by_tag.pop(header.tag, None)
-            self._done.add(header.number)
-            while self._done_below in self._done:
-                self._done.remove(self._done_below)
-                self._done_below += 1
+            self._note_done(header.number)
             if self.consumer is None and arrival.handle is None:
                 self._arrived[header.tag] = arrival
                 return
         if self.consumer is not None:
-            self.consumer(Key(self.peer, self.lane, header.tag), arrival.view)
-            self._free(arrival)
+            self._consume(arrival)
         else:
             self._hand_over(arrival)
 
     # ---- inside ------------------------------------------------------------------------------------------------
+    def _consume(self, arrival: Arrival) -> None:
+        """Its room is free again whatever the consumer does. What it raises is the message's fault or the consumer's,
+        not the stream's: it is counted and told to `on_consumer_error`, a bug is shown, and the stream goes on."""
+        assert self.consumer is not None
+        tag = arrival.header.tag
+        try:
+            self.consumer(Key(self.peer, self.lane, tag), arrival.view)
+        except WorkerError as error:
+            self._note_consumer_error(tag, error)
+        except Exception as error:
+            self._note_consumer_error(tag, error)
+            guarded(_raise, error)
+        finally:
+            self._free(arrival)
+
+    def _note_consumer_error(self, tag: Tag, error: Exception) -> None:
+        with self._changed:
+            self.num_consumer_errors += 1
+        self.on_consumer_error(f"lane {self.lane} {tag} from {self.peer} could not be used: {error}")
+
+    def _note_done(self, number: int) -> None:
+        """With the lock held."""
+        self._done.add(number)
+        while self._done_below in self._done:
+            self._done.remove(self._done_below)
+            self._done_below += 1
+
+    def _refuse(self, header: Header, why: Refusal) -> MessageRefusedError:
+        """Remembered, because any chunk of it may come again on another stream. With the lock held."""
+        self._refused[header.number] = why
+        self._note_done(header.number)
+        if header.eager:
+            self.freed_bytes += header.total_bytes
+        return MessageRefusedError(why)
+
     def _find(self, header: Header) -> Arrival | None:
         """The message a chunk belongs to, begun if it is new; None if it is complete. With the lock held."""
         number, tag = header.number, header.tag
+        if number in self._refused:
+            raise MessageRefusedError(self._refused[number])
         if number < self._done_below or number in self._done:
             return None
         if number in self._arriving:
             return self._arriving[number]
         if tag in self._by_tag or tag in self._arrived:
-            raise WorkerError(f"lane {self.lane} {tag} from {self.peer} came twice: a key is used once in an epoch")
+            raise self._refuse(header, Refusal.KEY_USED)
         handle, buffer = self._posted.pop(tag, (None, None))
         if buffer is not None and handle is not None and len(buffer) != header.total_bytes:
             handle.finish(size_error(Key(self.peer, self.lane, tag), header.total_bytes, len(buffer)))
-            handle = buffer = None
+            raise self._refuse(header, Refusal.SIZE)
         if handle is None:
-            # Twice, because a receive that failed on its size leaves a message for which no credit was taken.
+            # Twice, because a receive that was announced and has failed since needs room that no credit stands for.
             if self._staged_bytes + header.total_bytes > 2 * self.staging_bytes:
                 raise WorkerError(f"{self.peer} sends more than the {self.staging_bytes} bytes it was allowed to")
             if self._staged_bytes <= FULL * self.staging_bytes < self._staged_bytes + header.total_bytes:
@@ -221,3 +269,7 @@ class Inbox:
                 return
             self._told_bytes = total
         self.on_freed(total)
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from atlas.wan.slices import MAX_DONE, Done, Note, NoteKind, Slice
+from atlas.wan.transport import guarded
 
 MOMENT_S = {NoteKind.DEPARTED: 0.02, NoteKind.ACK: 0.01}
 """Unless it is urgent: the last room at a relay, a message's last acknowledgement."""
@@ -66,4 +67,4 @@ class NoteDesk:
                     self._wakes_at = 0.0
             for kind, _, _, lane, entry in ripe:
                 for at in range(0, len(entry.slices), MAX_DONE):
-                    self._send(Note(kind, entry.hops, lane, tuple(entry.slices[at : at + MAX_DONE])))
+                    guarded(self._send, Note(kind, entry.hops, lane, tuple(entry.slices[at : at + MAX_DONE])))

@@ -13,55 +13,18 @@ import itertools
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from atlas.errors import WorkerError
 from atlas.ir.dispatch import before
 from atlas.wan.flight import Flight
-from atlas.wan.transport import Handle, Tag
-from atlas.wan.wire import MAX_CHUNK_BYTES
+from atlas.wan.message import Announced, Chunk, Message
+from atlas.wan.transport import Handle, Tag, guarded
+from atlas.wan.wire import MAX_CHUNK_BYTES, MAX_POSTED
 
 MIN_CHUNK_BYTES = 64 * 1024
-MAX_POSTED = 1 << 17
 FIRST_TURN = -(1 << 62)
 RESERVE = 0.25
 """The part of the staging that only a turn which overtakes may use."""
-
-
-@dataclass(eq=False)
-class Message:
-    """One send. `again` holds chunks whose stream was lost; `unacked` what is on its way, by offset."""
-
-    number: int
-    tag: Tag
-    view: memoryview
-    turn: int
-    handle: Handle
-    whole: bool
-    """It is a slice already: one chunk."""
-    eager: bool = False
-    put_at: float = field(default_factory=time.monotonic)
-    next_offset: int = 0
-    acked_bytes: int = 0
-    num_taken: int = 0
-    again: list[Chunk] = field(default_factory=list)
-    unacked: dict[int, Chunk] = field(default_factory=dict)
-    taken_at: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def all_taken(self) -> bool:
-        return self.num_taken > 0 and not self.again and self.next_offset >= len(self.view)
-
-
-class Chunk(NamedTuple):
-    message: Message
-    offset: int
-    num_bytes: int
-
-    @property
-    def payload(self) -> memoryview:
-        return self.message.view[self.offset : self.offset + self.num_bytes]
 
 
 class Outbox:
@@ -95,7 +58,7 @@ class Outbox:
         self._waiting: list[tuple[tuple[int, int], Message]] = []
         self._live: dict[int, Message] = {}
         self._held: dict[object, dict[tuple[int, int], Chunk]] = {}
-        self._posted: dict[Tag, None] = {}
+        self._posted = Announced()
         self._charged_bytes = self._freed_bytes = self._unacked_bytes = 0
         self._latest_turn = self._slice_turn = self._next_turn = FIRST_TURN
         self._closed = False
@@ -105,7 +68,7 @@ class Outbox:
         with self._changed:
             if self.failure is None and not self._closed:
                 message = Message(next(self._numbers), tag, view, turn, handle, whole)
-                handle.progress = lambda: _progress(message)
+                handle.progress = message.progress
                 if not self._live:
                     self.last_progress_ns = time.monotonic_ns()
                     self._next_turn, self._slice_turn = self._slice_turn + 1, FIRST_TURN
@@ -165,7 +128,7 @@ class Outbox:
             self._waiting.clear()
             self._wake_all()
         for message in lost:
-            message.handle.finish(WorkerError(f"{message.handle.what}: {_progress(message)}; {self.failure}"))
+            message.handle.finish(WorkerError(f"{message.handle.what}: {message.progress()}; {self.failure}"))
 
     # ---- the streams' side -------------------------------------------------------------------------------------
     def pull(self, stream: object, index: int, timeout_s: float) -> Chunk | None:
@@ -185,7 +148,7 @@ class Outbox:
             begins = not handle.start_ns
             handle.start_ns = handle.start_ns or time.monotonic_ns()
         if begins and handle.on_start is not None:
-            handle.on_start()
+            guarded(handle.on_start)
         return chunk
 
     def wait_ready(self, timeout_s: float) -> bool:
@@ -289,7 +252,7 @@ class Outbox:
                 self.flight.came_back(now - taken_at, now, chunk.num_bytes)
             if message.all_taken and not message.unacked:
                 finished = self._live.pop(number)
-                self._posted.pop(message.tag, None)
+                self._posted.finish(message.tag)
                 if not self._live:
                     self._emptied.notify_all()
         if finished is not None:
@@ -299,25 +262,26 @@ class Outbox:
     def lost(self, stream: object) -> int:
         """A stream is gone: what it carried and nobody acknowledged goes again, first. How many chunks that were."""
         with self._changed:
-            chunks = [c for c in self._held.pop(stream, {}).values() if c.message.number in self._live]
-            for chunk in chunks:
+            num_again = 0
+            for chunk in self._held.pop(stream, {}).values():
                 message = chunk.message
-                if message.unacked.pop(chunk.offset, None) is None:
+                if message.number not in self._live or message.unacked.pop(chunk.offset, None) is None:
                     continue
+                num_again += 1
                 self._unacked_bytes -= chunk.num_bytes
                 if message.all_taken:
                     heapq.heappush(self._ready, (before(message.turn, message.number), message))
                 message.again.append(chunk)
             self._wake_all()
-            return len(chunks)
+            return num_again
 
     # ---- the receiver's word -----------------------------------------------------------------------------------
     def posted(self, tag: Tag) -> None:
         with self._changed:
-            self._posted[tag] = None
-            if len(self._posted) > MAX_POSTED:
-                del self._posted[next(iter(self._posted))]
+            within_bounds = self._posted.add(tag)
             self._admit()
+        if not within_bounds:
+            self.fail(WorkerError(f"the peer announced more receives than the {MAX_POSTED} it may have posted"))
 
     def freed(self, total_bytes: int, staging_bytes: int | None = None) -> None:
         with self._changed:
@@ -327,14 +291,21 @@ class Outbox:
             self._admit()
 
     def refused(self, number: int, reason: str) -> None:
+        """The receiver will never take this message: its send fails, and everything else goes on."""
         with self._changed:
             message = self._live.pop(number, None)
-            if message is not None:
-                self._ready = [entry for entry in self._ready if entry[1] is not message]
-                heapq.heapify(self._ready)
-                self._unacked_bytes -= sum(chunk.num_bytes for chunk in message.unacked.values())
-        if message is not None:
-            message.handle.finish(WorkerError(f"{message.handle.what}: {reason}"))
+            if message is None:
+                return
+            self._ready = [entry for entry in self._ready if entry[1] is not message]
+            heapq.heapify(self._ready)
+            self._unacked_bytes -= sum(chunk.num_bytes for chunk in message.unacked.values())
+            for held in self._held.values():
+                for key in [key for key in held if key[0] == number]:
+                    del held[key]
+            self._posted.finish(message.tag)
+            self.last_progress_ns = time.monotonic_ns()
+            self._wake_all()
+        message.handle.finish(WorkerError(f"{message.handle.what}: {reason}"))
 
     def wake(self) -> None:
         """Who may pull has changed."""
@@ -418,8 +389,3 @@ class Outbox:
         if message.all_taken:
             heapq.heappop(self._ready)
         return chunk
-
-
-def _progress(message: Message) -> str:
-    total = len(message.view)
-    return f"{message.acked_bytes} of {total} bytes were acknowledged"

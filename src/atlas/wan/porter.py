@@ -101,8 +101,12 @@ class Porter:
             sock.setblocking(False)
             if len(self._strangers) >= self.settings.max_pending:
                 self._turn_away(next(iter(self._strangers.values())))
+            try:
+                self._selector.register(sock, selectors.EVENT_READ)
+            except OSError:  # the system watches no more descriptors for us
+                sock.close()
+                continue
             self._strangers[sock] = Stranger(sock, now + self.settings.handshake_s)
-            self._selector.register(sock, selectors.EVENT_READ)
 
     def _hear(self, stranger: Stranger) -> None:
         try:
@@ -119,8 +123,14 @@ class Porter:
         if not self._places.acquire(blocking=False):
             self._turn_away(stranger)
             return
+        thread = threading.Thread(target=self.admit, args=(stranger.sock, mode), daemon=True, name="atlas wan inbound")
         self._forget(stranger)
-        threading.Thread(target=self.admit, args=(stranger.sock, mode), daemon=True, name="atlas wan inbound").start()
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no more threads: it may have some later, and the door stays open
+            self._places.release()
+            self.num_turned_away += 1
+            stranger.sock.close()
 
     def _drop_late(self) -> None:
         now = time.monotonic()

@@ -28,6 +28,7 @@ class Settings:
     warm_s: float = 3.0
     """The longest that a path is warmed; most are done after a dozen round trips."""
     max_inbound: int = 4096
+    """Connections that peers may hold to this endpoint at once. One more is refused; its dialer tries again later."""
     max_pending: int = 256
     """Connections that have not greeted yet; the oldest is dropped for a newer one."""
     max_handshakes: int = 16

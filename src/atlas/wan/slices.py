@@ -32,6 +32,8 @@ class NoteKind(IntEnum):
     """The slice has left the relay's WAN queue: there is room for another."""
     POSTED = 3
     FREED = 4
+    FAILED = 5
+    """The destination will never take the message of these slices; `amount` is a Refusal."""
 
 
 class Slice(NamedTuple):
@@ -117,7 +119,7 @@ def unpack_note(data: memoryview) -> Note:
         raise WorkerError("a note breaks off")
     lane, kind, amount, *tag, num_hops, num_slices = _NOTE.unpack_from(data)
     end = _NOTE.size + num_slices * _DONE.size
-    if not 1 <= kind <= NoteKind.FREED or num_slices > MAX_DONE or end > len(data):
+    if not 1 <= kind <= NoteKind.FAILED or num_slices > MAX_DONE or end > len(data):
         raise WorkerError(f"a note of kind {kind} about {num_slices} slices")
     slices = tuple(_DONE.unpack_from(data, at) for at in range(_NOTE.size, end, _DONE.size))
     hops, _ = _unpack_hops(data[end:], num_hops)

@@ -1,8 +1,9 @@
 """One connection: writes frames or records, reads exactly what it is asked to, sealed or plain.
 
 Sockets block in the kernel with kernel time-outs, so a large read or write is one system call without the
-interpreter's lock. Knows no meaning of what it carries. `abort` may be called by any thread; `close` only by the
-owner, after the others have gone, so that a descriptor is never closed under somebody's feet.
+interpreter's lock. One thread may write while another reads: they share no buffer. Knows no meaning of what it
+carries. `abort`, `tune` and `facts` may be called by any thread; `close` only by the owner, after the reader and the
+writer have left, so that nobody uses a descriptor that the system has given to another connection.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -54,7 +56,11 @@ class Stream:
         self.rtt_s = 0.0
         self.on_tick: Callable[[], None] = lambda: None
         """Called every `TICK_S` of waiting; may raise to end the wait."""
-        self._scratch = bytearray(0)
+        self._sealed_out, self._sealed_in = bytearray(0), bytearray(0)
+        """One for the writer and one for the reader: they work at the same time."""
+        self._owning = threading.Lock()
+        """Held by whoever uses the descriptor from outside, and while it is closed."""
+        self._closed = False
         self._lump_bytes, self._in_lumps = 1, not is_nearby(sock)
         self._poll, self._room_poll = select.poll(), select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -75,7 +81,9 @@ class Stream:
             self._send([memoryview(head)] if not payload else [memoryview(head), payload])
             return
         num_bytes = len(payload) if payload else 0
-        out = self._room(len(head) + TAG_BYTES + (num_bytes + TAG_BYTES if num_bytes else 0))
+        self._sealed_out, out = _room(
+            self._sealed_out, len(head) + TAG_BYTES + (num_bytes + TAG_BYTES if num_bytes else 0)
+        )
         self.seal.encrypt(head, out[: len(head) + TAG_BYTES])
         if payload:
             self.seal.encrypt(payload, out[len(head) + TAG_BYTES :])
@@ -119,7 +127,7 @@ class Stream:
         if self.seal is None:
             self._fill(view, self.patience_s)
             return
-        raw = self._room(len(view) + TAG_BYTES)
+        self._sealed_in, raw = _room(self._sealed_in, len(view) + TAG_BYTES)
         self._fill(raw, self.patience_s)
         self.seal.decrypt(raw, view)
 
@@ -158,25 +166,27 @@ class Stream:
         if patience_s is not None and time.monotonic_ns() - last_ns > patience_s * 1e9:
             raise TimeoutError(f"the peer did not {verb} anything for {patience_s:g} s")
 
-    def _room(self, num_bytes: int) -> memoryview:
-        if len(self._scratch) < num_bytes:
-            assert num_bytes <= MAX_CHUNK_BYTES + 1024
-            self._scratch = bytearray(num_bytes)
-        return memoryview(self._scratch)[:num_bytes]
-
     # ---- life and tuning ---------------------------------------------------------------------------------------
     def abort(self) -> None:
         """Wakes whoever reads or writes; they see an error and leave."""
         self.aborted = True
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
+        with self._owning, contextlib.suppress(OSError):
+            if not self._closed:
+                self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.abort()
-        self.sock.close()
+        with self._owning:
+            self._closed = True
+            self.sock.close()
 
     def tune(self, lowat_bytes: int, pacing_bps: float | None, *, near: bool) -> None:
         """How much the kernel may hold unsent, and how fast it may send. Where the kernel refuses, it is as it was."""
+        with self._owning:
+            if not self._closed:
+                self._tune(lowat_bytes, pacing_bps, near=near)
+
+    def _tune(self, lowat_bytes: int, pacing_bps: float | None, *, near: bool) -> None:
         if near != self._near:
             self._near = near
             congestion_control(self.sock, near=near)
@@ -202,7 +212,10 @@ class Stream:
     def facts(self) -> TcpFacts | None:
         """None where the kernel does not tell (no Linux, closed)."""
         try:
-            raw = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            with self._owning:
+                if self._closed:
+                    return None
+                raw = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except (OSError, AttributeError):
             return None
         if len(raw) < 196:
@@ -218,6 +231,14 @@ class Stream:
         """Nearly nothing goes out: bbr looks for the least delay, or the path was lost."""
         facts = self.facts()
         return facts is not None and facts.window_segments <= HALTED_SEGMENTS
+
+
+def _room(buffer: bytearray, num_bytes: int) -> tuple[bytearray, memoryview]:
+    """The buffer, or a longer one in its place, and so many bytes of it."""
+    if len(buffer) < num_bytes:
+        assert num_bytes <= MAX_CHUNK_BYTES + 1024
+        buffer = bytearray(num_bytes)
+    return buffer, memoryview(buffer)[:num_bytes]
 
 
 def congestion_control(sock: socket.socket, *, near: bool) -> str:

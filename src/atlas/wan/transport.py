@@ -75,7 +75,7 @@ class Handle:
             if self._finished is not None:
                 self._finished.set()
         for callback in callbacks:
-            callback(self)
+            guarded(callback, self)
 
     def on_done(self, callback: Callable[[Handle], None]) -> None:
         """Called with this handle when it ends, or now if it has; on whichever thread ends it, so keep it short."""
@@ -84,6 +84,17 @@ class Handle:
                 self._callbacks.append(callback)
                 return
         callback(self)
+
+
+def guarded(callback: Callable[..., None], *arguments: object) -> None:
+    """Calls it. What it raises is shown as a thread's uncaught exception is, and ends nothing else: a thread of the
+    transport serves many transfers, and the others must still finish."""
+    try:
+        callback(*arguments)
+    except Exception as error:
+        threading.excepthook(
+            threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
+        )
 
 
 class Transport(ABC):

@@ -27,6 +27,7 @@ MIN_LOWAT_BYTES, MAX_LOWAT_BYTES, NEAR_LOWAT_BYTES = 32 * 1024, 256 * 1024, 512 
 HEADROOM, HEADROOM_ALONE = 2.0, 1.25
 """The pace of all streams, over what the path was seen to deliver: one stream alone must not be held back, and what is
 under way is bounded anyway. It only keeps a burst from leaving all at once."""
+LOSS_SPAN_S, ENOUGH_BYTES = 20.0, 16 << 20
 SAMPLE_S, NUM_SPANS = 0.05, 4
 MEMORY_S = 20.0
 
@@ -72,6 +73,25 @@ def choose(rtt_s: float, rate_bps: float | None, max_streams: int, window: int, 
     lowat = max(MIN_LOWAT_BYTES, min(MAX_LOWAT_BYTES, chunk // num_streams))
     headroom = HEADROOM_ALONE if num_streams == 1 else HEADROOM
     return Choice(num_streams, chunk, lowat, rate_bps * headroom / num_streams, min(chunk, LEAST_CHUNK_BYTES))
+
+
+class LossWatch:
+    """Whether a path loses packets: by what the kernel sent twice in the last seconds. A warm-up overflows queues, so
+    what is lost meanwhile does not count."""
+
+    def __init__(self) -> None:
+        self._lossy, self._seen = False, (0.0, 0, 0)
+
+    def warmed(self, *, is_lossy: bool) -> None:
+        self._lossy, self._seen = self._lossy or is_lossy, (0.0, 0, 0)
+
+    def is_lossy(self, now: float, delivered_bytes: int, sent_twice_bytes: int) -> bool:
+        if now - self._seen[0] > LOSS_SPAN_S or sent_twice_bytes < self._seen[2]:
+            self._seen = (now, delivered_bytes, sent_twice_bytes)
+        delivered, sent_twice = delivered_bytes - self._seen[1], sent_twice_bytes - self._seen[2]
+        if delivered > ENOUGH_BYTES:
+            self._lossy = sent_twice > LOSSY * delivered
+        return self._lossy
 
 
 class RateMeter:

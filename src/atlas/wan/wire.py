@@ -22,6 +22,8 @@ PLAIN, SEALED = 0x50, 0x53
 MAX_CHUNK_BYTES = 4 << 20
 MAX_MESSAGE_BYTES = 1 << 36
 MAX_NAME_BYTES = 200
+MAX_POSTED = 1 << 17
+"""Receives that one node may have posted from one peer on one lane. The sender keeps a list of them."""
 
 _HEADER = struct.Struct("!2sBBHIQQQI4qI")
 _RECORD = struct.Struct("!2sBBHIQQ4qI")
@@ -51,7 +53,24 @@ class RecordKind(IntEnum):
     FREED = 3
     PONG = 4
     FAILED = 5
-    """The receiver cannot take this message, ever: it arrived twice, or its size is not what was expected."""
+    """The receiver will never take this message; `b` is a Refusal. It answers a chunk, in place of an ACK."""
+
+
+class Refusal(IntEnum):
+    """Why a receiver will not take a message."""
+
+    KEY_USED = 1
+    SIZE = 2
+
+
+REFUSALS = {
+    Refusal.KEY_USED: "a message of the same key is there already; use each key once in an epoch",
+    Refusal.SIZE: "the buffer posted for it has another size; send as many bytes as the receiver expects",
+}
+
+
+def refusal_text(why: int) -> str:
+    return {int(kind): text for kind, text in REFUSALS.items()}.get(why, "no reason given")
 
 
 class Header(NamedTuple):
@@ -70,7 +89,8 @@ class Header(NamedTuple):
 
 
 class Record(NamedTuple):
-    """`a` and `b`: message and offset of an ACK; bytes freed since the beginning; clock of a PONG."""
+    """`a` and `b`: message and offset of an ACK; message and reason of a FAILED; bytes freed since the beginning; clock
+    of a PONG."""
 
     kind: int
     lane: int = 0

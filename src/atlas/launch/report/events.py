@@ -18,6 +18,10 @@ class StepEvent(TypedDict):
     """What the simulator says of `iteration_s`."""
     wan_gbit_s: NotRequired[float | None]
     """Sent between datacenters in this step, over its time."""
+    wan_streams_replaced: NotRequired[int]
+    """Connections of the transport that broke in this step and were opened anew; zero where nothing disturbs it."""
+    wan_chunks_resent: NotRequired[int]
+    """Chunks that were sent again because their connection broke."""
 
 
 def tokens_per_s(event: StepEvent) -> float:

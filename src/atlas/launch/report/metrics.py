@@ -27,6 +27,8 @@ HELP = {
     "iteration_seconds": ("gauge", "Time of the last step."),
     "iteration_predicted_seconds": ("gauge", "What the simulator says of iteration_seconds."),
     "wan_bytes_per_second": ("gauge", "Sent between datacenters in the last step, over its time."),
+    "wan_streams_replaced_total": ("counter", "Connections of the transport that broke and were opened anew."),
+    "wan_chunks_resent_total": ("counter", "Chunks sent again because their connection broke."),
     "last_step_timestamp_seconds": ("gauge", "When the last step ended, in Unix time."),
 }
 
@@ -36,7 +38,9 @@ class Metrics:
 
     def __init__(self, labels: Mapping[str, str] | None = None) -> None:
         self.labels = dict(labels or {})
-        self._values: dict[str, float] = {"steps_total": 0, "tokens_total": 0}
+        self._values: dict[str, float] = dict.fromkeys(
+            ("steps_total", "tokens_total", "wan_streams_replaced_total", "wan_chunks_resent_total"), 0
+        )
         self._lock = threading.Lock()
 
     def step(self, event: StepEvent) -> None:
@@ -44,6 +48,8 @@ class Metrics:
         with self._lock:
             self._values["steps_total"] += 1
             self._values["tokens_total"] += event["tokens"]
+            self._values["wan_streams_replaced_total"] += event.get("wan_streams_replaced", 0)
+            self._values["wan_chunks_resent_total"] += event.get("wan_chunks_resent", 0)
             self._values |= {
                 "step": event["step"],
                 "loss": event["loss"],

@@ -1,0 +1,189 @@
+"""What a receiver will not take, and who hears of it: one message fails at once, by name, and no stream breaks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from cells import joined_cells
+
+from atlas.errors import WorkerError
+from atlas.wan import inbox as inbox_module
+from atlas.wan import message as message_module
+from atlas.wan.endpoint import Endpoint
+from atlas.wan.inbox import Inbox
+from atlas.wan.outbox import Outbox
+from atlas.wan.settings import Settings
+from atlas.wan.slot import Faults
+from atlas.wan.transport import Handle, Key, Tag
+
+A, B, C = "dc1/a", "dc2/b", "dc1/c"
+SMALL = Settings(max_streams=2, staging_bytes=1 << 20, deadline_s=20.0, stall_s=10.0)
+
+
+def tag(number: int) -> Tag:
+    return (number, 0, 0, 0)
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    end = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Endpoint, Endpoint]]:
+    with Endpoint(A, settings=SMALL) as a, Endpoint(B, settings=SMALL) as b:
+        yield a, b
+
+
+def test_a_key_that_is_used_twice_fails_the_second_send_at_once(pair: tuple[Endpoint, Endpoint]) -> None:
+    a, b = pair
+    a.connect({B: b.address})
+    a.send(Key(B, 0, tag(1)), b"first").wait(10)
+    with pytest.raises(WorkerError, match=r"again: dc2/b refuses it: a message of the same key .* use each key once"):
+        a.send(Key(B, 0, tag(1)), b"second", what="again").wait(10)
+    assert b.recv(Key(A, 0, tag(1))).wait(10) == b"first"
+    a.send(Key(B, 0, tag(2)), b"third").wait(10)
+    assert a.faults == Faults()
+
+
+def test_a_size_that_does_not_fit_fails_both_ends_and_takes_no_room(pair: tuple[Endpoint, Endpoint]) -> None:
+    a, b = pair
+    a.connect({B: b.address})
+    for number in range(8):  # six would fill the staging
+        got = b.recv(Key(A, 0, tag(number)), bytearray(10))
+        sent = a.send(Key(B, 0, tag(number)), bytes(200_000), what="3F17")
+        with pytest.raises(WorkerError, match="has 200000 bytes, but the buffer for it has 10"):
+            got.wait(10)
+        with pytest.raises(WorkerError, match="3F17: dc2/b refuses it: the buffer posted for it has another size"):
+            sent.wait(10)
+    a.send(Key(B, 0, tag(100)), bytes(700_000)).wait(10)
+    assert a.faults == Faults()
+
+
+def test_a_refused_message_leaves_others_their_deadline() -> None:
+    """Nothing of it may count as unanswered: a send that waits for its receive would be given up."""
+    outbox, first, second = Outbox(), Handle("first"), Handle("second")
+    outbox.freed(0, 1000)
+    outbox.put(tag(1), memoryview(bytes(100)), 0, first)
+    outbox.put(tag(2), memoryview(bytes(5000)), 1, second)
+    assert outbox.pull("stream", 0, 1.0) is not None
+    outbox.refused(1, "no")
+    assert isinstance(first.error, WorkerError)
+    assert not outbox.has_unacked
+    assert not outbox.is_empty
+    outbox.posted(tag(2))
+    chunk = outbox.pull("stream", 0, 1.0)
+    assert chunk is not None
+    outbox.acknowledged("stream", 2, chunk.offset)
+    assert second.done
+    assert second.error is None
+    assert outbox.drain(0.0)
+
+
+@pytest.mark.parametrize("error", [WorkerError("this makes no sense"), ValueError("a bug")])
+def test_a_consumer_that_raises_keeps_neither_room_nor_stream(
+    pair: tuple[Endpoint, Endpoint], error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = pair
+    shown, lines = list[object](), list[str]()
+    monkeypatch.setattr(threading, "excepthook", lambda hook: shown.append(hook.exc_value))
+    b.log = lines.append
+    taken: list[int] = []
+
+    def consume(key: Key, data: memoryview) -> None:
+        taken.append(key.tag[0])
+        if key.tag[0] < 8:
+            raise error
+
+    b.consume(0, consume)
+    a.connect({B: b.address})
+    for number in range(12):  # five fill the staging
+        a.send(Key(B, 0, tag(number)), bytes(200_000)).wait(10)
+    assert until(lambda: len(taken) == 12)
+    assert until(lambda: b._inbox(A, 0).num_consumer_errors == 8)
+    assert sum(str(error) in line for line in lines) == 8
+    assert shown == ([] if isinstance(error, WorkerError) else [error] * 8)
+    assert a.faults == Faults()
+
+
+def test_a_callback_that_raises_does_not_keep_other_sends_waiting(
+    pair: tuple[Endpoint, Endpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = pair
+    shown = list[object]()
+    monkeypatch.setattr(threading, "excepthook", lambda hook: shown.append(hook.exc_type))
+    a.connect({B: b.address})
+    sends = [a.send(Key(B, 0, tag(number)), bytes(2 << 20)) for number in range(3)]  # none has room
+    called: list[Handle] = []
+    sends[0].on_done(lambda handle: 1 / 0)  # type: ignore[arg-type, return-value]
+    sends[0].on_done(called.append)
+    a.channel(B).fail("the test says so")
+    for send in sends:
+        with pytest.raises(WorkerError, match="the test says so"):
+            send.wait(10)
+    assert called == sends[:1]
+    assert shown == [ZeroDivisionError]
+
+
+def test_no_more_connections_than_max_inbound() -> None:
+    two = Settings(max_streams=2, max_inbound=2, handshake_s=5.0)
+    with Endpoint(B, settings=two) as b, Endpoint(A, settings=two) as a:
+        a.connect({B: b.address})
+        assert until(lambda: a.channel(B).num_live == 2)
+        with (
+            Endpoint(C, settings=two) as c,
+            pytest.raises(WorkerError, match=r"dc2/b refuses: it holds as many connections as its setting max_inbound"),
+        ):
+            c.connect({B: b.address}, timeout_s=1.0)
+        a.send(Key(B), b"still here").wait(10)
+        assert a.faults == Faults()
+        a.close()
+        with Endpoint(C, settings=two) as c:
+            c.connect({B: b.address}, timeout_s=10.0)  # there is room again
+
+
+def test_receives_beyond_the_limit_are_refused_where_they_are_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox_module, "MAX_POSTED", 3)
+    inbox = Inbox(A, 0, 1 << 20, None)
+    for number in range(3):
+        inbox.post(tag(number), None, Handle())
+    with pytest.raises(ValueError, match=r"3F17: 3 receives from dc1/a are posted on lane 0.* wait for some of them"):
+        inbox.post(tag(3), None, Handle("3F17"))
+
+
+def test_a_sender_forgets_no_receive_and_fails_loudly_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_module, "MAX_POSTED", 4)
+    outbox, handle = Outbox(), Handle("3F17")
+    for number in range(8):
+        outbox.posted(tag(number))
+    outbox.put(tag(0), memoryview(bytes(100)), 0, handle)
+    assert outbox.pull("stream", 0, 1.0) is not None, "the oldest is still known"
+    outbox.posted(tag(8))
+    with pytest.raises(WorkerError, match="announced more receives than"):
+        handle.wait(0)
+
+
+def test_an_announcement_that_comes_after_its_message_is_dropped() -> None:
+    outbox = Outbox()
+    outbox.freed(0, 1000)
+    for number in range(20):
+        outbox.put(tag(number), memoryview(bytes(10)), 0, Handle())
+        chunk = outbox.pull("stream", 0, 1.0)
+        assert chunk is not None
+        outbox.acknowledged("stream", chunk.message.number, 0)
+        outbox.posted(tag(number))
+    assert len(outbox._posted) == 0
+
+
+def test_a_key_that_is_used_twice_in_a_cell_fails_the_second_send_at_once() -> None:
+    with joined_cells(2, [200e6] * 2) as (here, there, _):
+        here[0].send(Key("dc2/0", 0, tag(1)), b"first" * 1000).wait(10)
+        with pytest.raises(WorkerError, match="dc2/0 refuses it: a message of the same key"):
+            here[0].send(Key("dc2/0", 0, tag(1)), b"second" * 1000, turn=1).wait(10)
+        assert there[0].recv(Key("dc1/0", 0, tag(1))).wait(10) == b"first" * 1000
+        assert here[0].endpoint.faults._replace(num_hedged=0) == Faults()
