@@ -57,6 +57,9 @@ class Cache:
         """What a tool does. Declaring it again with another version begins new keys."""
         self._tools[tool.name] = tool
 
+    def knows(self, name: str) -> bool:
+        return name in self._tools
+
     def tool(self, name: str) -> Tool:
         return self._tools.get(name) or Tool(name)
 

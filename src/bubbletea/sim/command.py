@@ -1,7 +1,8 @@
 """Replay requests against the bubbles of a training job, and compare admission policies.
 
 JOB is a job or a plan file; its training is simulated. TRACE is an Azure LLM inference CSV, a Mooncake JSON-lines file,
-or `synthetic`. The load is a share of what the bubbles could prefill if they were filled without a gap; time is
+or `synthetic`. With --waits the windows are not training's but those of rollouts that wait for tools, on as many of the
+job's accelerators. The load is a share of what the bubbles could prefill if they were filled without a gap; time is
 compressed to reach it. Every second is simulated; only the times of decisions are measured.
 """
 
@@ -17,6 +18,7 @@ from atlas.commands.files import require_apart, require_writable
 from atlas.commands.numbers import positive, whole
 from atlas.commands.simulate import job_flags
 from atlas.commands.terminal import Meter, as_json, say, show
+from atlas.errors import AtlasError
 from atlas.view import write_curves
 from bubbletea.admit.aims import LATE_TOKENS, Aims
 from bubbletea.bubbles import Forecast
@@ -26,6 +28,7 @@ from bubbletea.sim.noise import Noise
 from bubbletea.sim.replay import Ours, Played, play
 from bubbletea.sim.rivals import Paper
 from bubbletea.sim.scene import Scene, dedicated, scene_of
+from bubbletea.sim.waits import load_waits, waiting
 from bubbletea.traces import Trace, load_trace, synthetic
 
 POLICIES = ("ours", "paper", "dedicated")
@@ -63,6 +66,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slowdown", type=positive, default=0.005, metavar="X", help="what training may lose (default 0.005)"
     )
+    parser.add_argument(
+        "--waits", type=Path, metavar="FILE", help="a post-training fleet's tool waits, from `tvcache replay --waits`"
+    )
+    parser.add_argument("--without-cache", action="store_true", help="with --waits: what they were without a cache")
     job_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="TTFT over load or prompt length, as a page or .svg")
@@ -72,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         require_writable(args.html, "--html")
         require_apart({"--html": args.html}, [args.job, args.requests])
+    if args.waits is not None and args.jitter is not None:
+        raise AtlasError("--jitter is about training's ops: it does not go with --waits. Leave one out")
+    waits = None if args.waits is None else load_waits(args.waits, cached=not args.without_cache)
     trace = synthetic() if args.requests == "synthetic" else load_trace(args.requests)
     with Meter() as meter:
         scene = scene_of(
@@ -82,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
             steady=args.jitter is None,
             progress=meter,
         )
+        if waits is not None:
+            scene = waiting(scene, waits)
         found = [
             row | {"load": load, "prompt_tokens": round(float(one.tokens.mean()))}
             for one in _traces(trace, args.prompt)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from atlas.view.table import percent, seconds
-from bubbletea.sim.scene import Scene
+from bubbletea.sim.scene import TOOL_WAITS, Scene
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,9 +53,15 @@ def table(rows: Sequence[Mapping[str, Any]], scene: Scene, trace: str) -> Table:
 def notes(scene: Scene) -> str:
     """What the table stands on."""
     left = scene.residual.share(scene.some_costs.nic_bytes_per_s)
+    if scene.schedule == TOOL_WAITS:
+        alone = f"Rollouts alone: {percent(1 - scene.idle_share)} busy; the rest of the time they wait for tools."
+    else:
+        alone = (
+            f"Training alone: {seconds(scene.pattern.period_ns / 1e9)} an iteration, "
+            f"{percent(1 - scene.idle_share)} busy; its network leaves {percent(left)} to KV."
+        )
     return (
-        f"Training alone: {seconds(scene.pattern.period_ns / 1e9)} an iteration, "
-        f"{percent(1 - scene.idle_share)} busy; its network leaves {percent(left)} to KV.\n"
+        f"{alone}\n"
         "Load: share of what the bubbles would prefill without a gap. TTFT: from arrival until the KV was delivered.\n"
         "dedicated: as many accelerators that only prefill as the bubbles amount to. All times are simulated."
     )

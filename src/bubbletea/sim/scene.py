@@ -29,6 +29,8 @@ from bubbletea.costs import LLAMA_3_8B, Costs, price_prefill
 from bubbletea.links import Residual, free_network, residual_of
 from bubbletea.traces import Trace
 
+TOOL_WAITS = "tool waits"
+"""In place of a schedule: the windows are not training's (`waits`)."""
 ITERATIONS = 3
 """Simulated in a row; the last is taken as the steady state."""
 
