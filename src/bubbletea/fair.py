@@ -8,7 +8,8 @@ Knows no windows.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 
 from bubbletea.admit.words import Request
 
@@ -47,6 +48,9 @@ class Backlog:
 
     def __len__(self) -> int:
         return self._size
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain.from_iterable(self._queues.values())
 
     def tenants(self) -> Iterable[str]:
         return self._queues.keys()

@@ -22,7 +22,7 @@ from atlas.ir.program import Ints
 from bubbletea.admit import fit
 from bubbletea.admit.aims import PLENTY, RETRY_NS
 from bubbletea.admit.fit import FREE
-from bubbletea.admit.queue import Cut, again, cut_at, cut_for
+from bubbletea.admit.queue import Cut, again, again_at_any_cost, cut_at, cut_for
 from bubbletea.admit.state import Entry, State, Wanted, urgency
 from bubbletea.admit.words import Placement, Refusal, Request
 
@@ -78,6 +78,20 @@ def admit(state: State, request: Request, now_ns: int) -> Placement | Refusal | 
         return Refusal(request, "share", delivered, trial.own.start_ns)
     state.postponed.count()
     return _commit(state, trial)
+
+
+def restore(state: State, request: Request, now_ns: int, lane: int | None = None) -> Placement | None:
+    """Place a request that was let in before, on a lane or where it is delivered first, whatever its deadline is by
+    now: nobody pays for it twice. None when no window takes a layer of it."""
+    if request.prompt_tokens > state.max_tokens:
+        return None
+    if lane is None:
+        trial = quote(state, request, now_ns)
+    else:
+        tries = ((chunk, in_turn) for in_turn in (True, False) for chunk in state.chunks)
+        trials = (_tried(state, lane, request, chunk, now_ns, in_turn) for chunk, in_turn in tries)
+        trial = next((found for found in trials if found is not None), None)
+    return None if trial is None else _commit(state, trial, charge=False)
 
 
 def _kept_ns(state: State, trial: Trial, patience_ns: int) -> int:
@@ -186,25 +200,30 @@ def _even(tokens: int, chunk: int) -> int:
     return -(-tokens // -(-tokens // chunk))
 
 
-def _commit(state: State, trial: Trial) -> Placement:
+def _commit(state: State, trial: Trial, *, charge: bool = True) -> Placement:
     request = trial.own.request
     state.put(trial.lane, trial.entries, trial.track)
     state.enter(request, trial.lane)
-    state.shares.charge(request.tenant, float((trial.own.slices[:, 2] - trial.own.slices[:, 1]).sum()))
+    if charge:
+        state.shares.charge(request.tenant, float((trial.own.slices[:, 2] - trial.own.slices[:, 1]).sum()))
     return state.placement(request.id)
 
 
 # ---- events ------------------------------------------------------------------------------------------------------
 def advance(state: State, now_ns: int) -> Changes:
     """Take up those who are late where bubbles are plenty; pour offline work onto lanes that are about to run dry."""
-    poured = _taken_up(state, now_ns)
+    poured, left = _taken_up(state, now_ns), list[Request]()
     while len(state.backlog) and (lane := state.emptiest(now_ns + POUR_NS)) is not None:
         request = state.backlog.pop()
         assert request is not None
         sizes = (_tried(state, lane, request, chunk, now_ns, in_turn=False) for chunk in state.chunks)
-        trial = next((found for found in sizes if found is not None), None)
-        if trial is not None:
+        trial = next((found for found in sizes if found is not None), None) or quote(state, request, now_ns)
+        if trial is None:
+            left.append(request)
+        else:
             poured.append(_commit(state, trial))
+    for request in left:  # no window takes a layer of it now: windows move
+        state.backlog.push(request)
     return tuple(poured)
 
 
@@ -246,8 +265,18 @@ def cancel(state: State, request_id: str, now_ns: int) -> Changes:
     return _moved(state, lane, cut, now_ns)
 
 
+def withdraw(state: State, request_id: str, now_ns: int) -> None:
+    """Take a request out, begun or not: nothing of it runs any more."""
+    cancel(state, request_id, now_ns)
+    lane = state.lane_of.get(request_id)
+    if lane is not None:
+        state.queues[lane] = [entry for entry in state.queues[lane] if entry.request.id != request_id]
+        state.leave(request_id)
+
+
 def late(state: State, request_id: str, token: int, now_ns: int) -> Changes:
-    """A request got no further than `token`: the rest of it is placed anew, behind whatever has begun."""
+    """A request got no further than `token`: the rest of it is placed anew, behind whatever has begun. Nothing changes
+    where no window is long enough for it."""
     lane = state.lane_of[request_id]
     queue = state.queues[lane]
     at = next(k for k, entry in enumerate(queue) if entry.request.id == request_id and token < entry.end_token)
@@ -261,9 +290,9 @@ def late(state: State, request_id: str, token: int, now_ns: int) -> Changes:
     rest = Wanted(entry.request, token, entry.end_token, 0, entry.chunk, now_ns)
     head = [*queue[:at], *done, *queue[at + 1 : begun + 1]]
     own, track = state.fitted(lane, rest, track, now_ns)
-    assert own is not None, "it was placed once"
-    moved = again(state, lane, queue[max(at, begun) + 1 :], track, now_ns, firm=False)
-    assert moved is not None
+    if own is None:
+        return ()  # no window takes a layer of it any more: it stays until one does
+    moved = again_at_any_cost(state, lane, queue[max(at, begun) + 1 :], track, now_ns)
     state.put(lane, [*head, own, *moved.entries], moved.track)
     return tuple(state.placement(name) for name in dict.fromkeys(e.request.id for e in (own, *moved.entries)))
 
@@ -291,7 +320,6 @@ def reforecast(state: State, now_ns: int) -> Changes:
 
 def _moved(state: State, lane: int, cut: Cut, now_ns: int) -> Changes:
     """What comes behind a cut, placed anew."""
-    moved = again(state, lane, cut.rest, cut.track, now_ns, firm=False)
-    assert moved is not None
+    moved = again_at_any_cost(state, lane, cut.rest, cut.track, now_ns)
     state.put(lane, [*cut.head, *moved.entries], moved.track)
     return tuple(state.placement(name) for name in dict.fromkeys(entry.request.id for entry in cut.rest))

@@ -51,18 +51,32 @@ def cut_at(state: State, lane: int, request_id: str, now_ns: int) -> Cut:
     return Cut([*queue[:at], parts[0]], others, parts[2])
 
 
-def again(state: State, lane: int, rest: list[Entry], track: Ints, now_ns: int, *, firm: bool = True) -> Again | None:
-    """Entries placed anew behind a Track, in their order. With `firm`, None where one misses a deadline for it."""
+def again(state: State, lane: int, rest: list[Entry], track: Ints, now_ns: int) -> Again | None:
+    """Entries placed anew behind a Track, in their order; None where one misses a deadline for it."""
     entries = []
     for entry in rest:
-        floor_ns = max(now_ns, entry.floor_ns) if entry.start_ns >= now_ns else entry.floor_ns
-        moved, track = state.fitted(lane, entry.wanted, track, floor_ns)
-        if moved is None:
-            return None
-        if firm and moved.delivered_ns > _promised_ns(entry):
+        moved, track = _refitted(state, lane, entry, track, now_ns)
+        if moved is None or moved.delivered_ns > _promised_ns(entry):
             return None
         entries.append(moved)
     return Again(entries, track)
+
+
+def again_at_any_cost(state: State, lane: int, rest: list[Entry], track: Ints, now_ns: int) -> Again:
+    """The same whatever it does to deadlines.
+
+    Windows move: those that took a layer of an entry when it was placed may all be too short for it now. It then stays
+    as it was placed, and is tried again whenever its lane is placed anew."""
+    entries = []
+    for entry in rest:
+        moved, track = _refitted(state, lane, entry, track, now_ns)
+        entries.append(moved or entry)
+    return Again(entries, track)
+
+
+def _refitted(state: State, lane: int, entry: Entry, track: Ints, now_ns: int) -> tuple[Entry | None, Ints]:
+    floor_ns = max(now_ns, entry.floor_ns) if entry.start_ns >= now_ns else entry.floor_ns
+    return state.fitted(lane, entry.wanted, track, floor_ns)
 
 
 def _promised_ns(entry: Entry) -> int:

@@ -107,7 +107,9 @@ class State:
         weights: Mapping[str, float] | None = None,
         kept: float = 0.0,
         aims: Aims | None = None,
+        shares: Shares | None = None,
     ) -> None:
+        """`shares`: what tenants were served before; it then has the weights."""
         self.kept = kept
         """Of a patience, the share at its end that is kept for long prompts when lanes are full: without it short ones
         take what is left before every deadline, and more requests but fewer tokens are served."""
@@ -137,7 +139,7 @@ class State:
         self.active: Counter[str] = Counter()
         """By tenant: how many of those."""
         self._tenant: dict[str, str] = {}
-        self.shares = Shares(weights)
+        self.shares = shares or Shares(weights)
         self.backlog = Backlog(self.shares)
         self.cache = PrefixCache(len(lanes), cache_blocks)
         self.kind = kinds(lanes, forecast.pattern)

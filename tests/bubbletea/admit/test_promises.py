@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bubbletea.admit import lanes
 from bubbletea.admit.aims import Aims
-from bubbletea.admit.decide import admit, advance, cancel, complete, late
+from bubbletea.admit.decide import admit, advance, cancel, complete, late, reforecast
 from bubbletea.admit.lanes import KV_TOKENS, need_bytes
 from bubbletea.admit.state import State
 from bubbletea.admit.words import Placement, Refusal, Request, Slice
@@ -23,6 +23,7 @@ from bubbletea.bubbles import Pattern
 from bubbletea.costs import grain_of
 
 SPLITS = st.sampled_from([1, 2])
+SHORTER = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 AIMS = st.sampled_from([Aims(), Aims(goal_s=0.02, late=0.5)])
 
 
@@ -171,3 +172,31 @@ def test_time_passes_and_what_is_late_is_placed_again(
             moved = state.placement(name)
             assert all(s.start_ns >= now for s in moved.slices)
     assert all(fits(state, s) for name in state.lane_of for s in state.placement(name).slices if s.start_ns >= now)
+
+
+@settings(max_examples=30)
+@given(patterns(), SPLITS, requests(6000), st.lists(st.tuples(st.integers(0, 60), SHORTER), min_size=1, max_size=4))
+def test_windows_that_shrink_lose_no_request(
+    made: Pattern, split: int, arriving: list[Request], periods: list[tuple[int, float]]
+) -> None:
+    """As when workers restart: waits that were learnt become too short for a layer, on some lanes or on all."""
+    state = state_of(made, split)
+    play(state, arriving)
+    admitted, now = {*state.lane_of, *(r.id for r in state.backlog)}, arriving[-1].arrival_ns
+    phase = np.repeat(made.phase_ns, np.diff(made.ptr))
+    for gap, shorter in periods:
+        now += gap * MS
+        late_ns = (shorter * (made.end_ns - made.start_ns)).astype(np.int64)
+        state.forecast.observe(now, now + phase + made.start_ns + late_ns, now + phase + made.end_ns)
+        reforecast(state, now)
+        for name in list(state.lane_of):
+            late(state, name, state.placement(name).cached_tokens, now)
+        advance(state, now)
+        for lane, queue in enumerate(state.queues):
+            assert {entry.request.id for entry in queue} == {n for n, at in state.lane_of.items() if at == lane}
+        assert {*state.lane_of, *(r.id for r in state.backlog)} == admitted
+    for name in list(state.lane_of):
+        cancel(state, name, now)
+        if name in state.lane_of:
+            complete(state, name, now)
+    assert not state.lane_of
