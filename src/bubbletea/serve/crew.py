@@ -35,9 +35,9 @@ from bubbletea.prefill.messages import (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Member:
-    """A worker that is connected."""
+    """A worker that is connected; when it connects again it is another Member."""
 
     worker: int
     name: str
@@ -95,9 +95,11 @@ class Crew:
         await asyncio.gather(*self._callers, return_exceptions=True)
 
     # ---- out -----------------------------------------------------------------------------------------------------
-    def send(self, worker: int, task: Task, tokens: Sequence[int], cached: Sequence[Tensor]) -> None:
-        """A task, its tokens (to the first stage), and keys and values of the cached ones by layer of the worker."""
-        member = self.members[worker]
+    def send(self, member: Member, task: Task, tokens: Sequence[int], cached: Sequence[Tensor]) -> None:
+        """A task, its tokens (to the first stage), and keys and values of the cached ones by layer of the worker.
+        Nothing where the connection is lost: `left` is about to be called."""
+        if member.writer.is_closing():
+            return
         order = member.order
         layers = order.served.cuts(order.layers_per_stage)[order.stage].layers
         for layer, kv in zip(layers, cached, strict=False):
@@ -105,9 +107,8 @@ class Crew:
             write(member.writer, KV, *pack_block(block))
         write(member.writer, TASK, *pack_task(task, tokens if task.stage == 0 else ()))
 
-    def cancel(self, worker: int, job: int, attempt: int) -> None:
-        member = self.members.get(worker)
-        if member is not None and not member.writer.is_closing():
+    def cancel(self, member: Member, job: int, attempt: int) -> None:
+        if not member.writer.is_closing():
             write(member.writer, CANCEL, {"job": job, "attempt": attempt})
 
     # ---- in ------------------------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ class Crew:
         member: Member | None = None
         try:
             member = await self._welcome(reader, writer)
-            while True:
+            while not writer.is_closing():  # what a lost worker has sent before may take a while to read
                 self._take(member, await receive_async(reader))
         except (WorkerError, OSError, TimeoutError, KeyError, TypeError, ValueError):
             pass  # gone, or none of ours: `left` says what it means

@@ -1,6 +1,9 @@
 """Prefills from admission to delivery: a placement becomes tasks for the lane's workers, their blocks are put together,
 and who waits for it gets keys, values and logits. What was admitted is finished or handed back, never dropped: when a
-worker is lost, its prefills begin anew elsewhere, and when there is no elsewhere they are handed back in time.
+worker is lost, its prefills begin anew elsewhere, or wait for a lane; when none comes in time they are handed back.
+
+The planner says where a prefill should run. Which workers were sent its tasks is a fact of its own (`_Run.sent`): it
+says what is lost with a worker, and where tasks are cancelled when the plan moves a prefill to another lane.
 
 Everything happens on the event loop. Knows workers, admission and memory; not HTTP, not text.
 """
@@ -14,12 +17,12 @@ import math
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from atlas.errors import WorkerError
-from bubbletea.admit.words import Class, Placement, Refusal, Request
+from bubbletea.admit.words import Class, Lane, Placement, Refusal, Request
 from bubbletea.handoff.blocks import Block
 from bubbletea.handoff.store import Parcel, Store
 from bubbletea.prefill.job import HEAD, Task
@@ -29,14 +32,18 @@ from bubbletea.serve.planner import Planner
 from bubbletea.serve.prefixes import Prefixes
 
 log = logging.getLogger("bubbletea.serve")
+SECOND = 1_000_000_000
 TICK_S = 0.02
 NEVER_DUE = 2**62
 LATE_NS = 50_000_000
 """A prefill this far behind its plan is placed anew."""
 UNKNOWN_S = 1.0
 """To ask again after, where nobody knows when memory will be free: all of it waits for bubbles that are left over."""
-MAX_ATTEMPTS = 4
-SECOND = 1_000_000_000
+MAX_FAILURES = 4
+LANE_S = 60.0
+"""How long an admitted prefill waits for a lane when there is none for it; then it is handed back."""
+RESTART_NS = 5 * SECOND
+"""Losses within this are one failure: a training that restarts takes all its workers with it, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -89,23 +96,39 @@ class _Run:
     future: asyncio.Future[Prefilled]
     admitted_ns: int
     attempt: int = 0
-    placement: Placement | None = None
+    """Rises whenever its tasks are recalled: what comes of earlier ones is not taken."""
+    sent: tuple[Member, ...] = ()
+    """The workers that have its tasks now, by stage."""
+    due_ns: int = 0
+    """As told to them."""
+    expected_ns: int = 0
+    """When the plan has it delivered."""
     cached: int = 0
     logits: Tensor | None = None
     first_ns: int = 0
-    heard_ns: int = 0
-    """When something last came of it."""
-    why: list[str] = field(default_factory=list)
+    since_ns: int = 0
+    """Since when it could have made progress and did not."""
+    num_failures: int = 0
+    lost_ns: int = -RESTART_NS
+    """When its workers were last lost, of those that counted."""
 
 
 class Dispatcher:
-    """Listens to the crew. `patience_s`: how long an admitted prefill may make no progress before it is handed back."""
+    """Listens to the crew. `patience_s`: for how long, and two periods of training, a prefill whose turn it is may make
+    no progress before it is begun again; `lane_s`: how long one waits for a lane."""
 
     def __init__(
-        self, crew: Crew, planner: Planner, store: Store, prefixes: Prefixes, metrics: Metrics, patience_s: float = 30.0
+        self,
+        crew: Crew,
+        planner: Planner,
+        store: Store,
+        prefixes: Prefixes,
+        metrics: Metrics,
+        patience_s: float = 30.0,
+        lane_s: float = LANE_S,
     ) -> None:
         self.crew, self.planner, self.store, self.prefixes = crew, planner, store, prefixes
-        self.metrics, self.patience_s = metrics, patience_s
+        self.metrics, self.patience_s, self.lane_s = metrics, patience_s, lane_s
         self._jobs = itertools.count(1)
         self._runs: dict[int, _Run] = {}
         self._by_request: dict[str, _Run] = {}
@@ -153,11 +176,11 @@ class Dispatcher:
         parcel = self.store.reserve(ticket, len(prompt.tokens), room)
         assert parcel is not None, "there was room a moment ago"
         run = _Run(next(self._jobs), prompt, request, parcel, asyncio.get_running_loop().create_future(), now_ns)
-        run.heard_ns = now_ns
+        run.since_ns = now_ns
         self._runs[run.job] = self._by_request[ticket] = run
         try:
             if found is not None:
-                self._place(run, found)
+                self._send(run, found)
             return await run.future
         except BaseException:
             self.store.release(ticket)
@@ -182,55 +205,56 @@ class Dispatcher:
         at_ns = refusal.retry_at_ns
         return Refused(refusal.reason, None if at_ns is None else max(0.0, (at_ns - now_ns) / SECOND))
 
-    # ---- placing -----------------------------------------------------------------------------------------------
-    def _place(self, run: _Run, placement: Placement) -> None:
-        """Sends the tasks of a placement to the workers of its lane."""
-        hashes = run.request.block_hashes
-        run.placement, run.cached = placement, min(placement.cached_tokens, self.prefixes.longest(hashes, NEVER_DUE))
+    # ---- tasks -------------------------------------------------------------------------------------------------
+    def _send(self, run: _Run, placement: Placement) -> None:
+        """The tasks of a placement, to the workers of its lane."""
+        hashes, request, lane = run.request.block_hashes, placement.request, placement.lane
+        run.cached = min(placement.cached_tokens, self.prefixes.longest(hashes, NEVER_DUE))
         cached = self.prefixes.take(hashes, run.cached) if run.cached else []
         for layer, kv in enumerate(cached):
             run.parcel.put(Block(run.parcel.ticket, run.parcel.model, layer, 0, run.cached, kv))
         # Who was postponed is placed as offline work.
-        due_ns = run.request.deadline_ns or NEVER_DUE - 1 if placement.request.kind == "online" else NEVER_DUE
+        run.due_ns = request.deadline_ns or NEVER_DUE - 1 if request.kind == "online" else NEVER_DUE
         length = len(run.prompt.tokens)
         ends = tuple(end for end in placement.ends if end > run.cached)
         self._expect(run, placement.delivered_ns)
-        lane = placement.lane
-        peers = tuple(self.crew.members[worker].transport for worker in lane.workers)
-        self.metrics.cached(run.cached, length)
-        for stage, worker in enumerate(lane.workers):
-            task = Task(run.job, run.attempt, length, run.cached, ends, stage, due_ns, peers)
+        run.sent, run.since_ns = self._members(lane), time.monotonic_ns()
+        peers = tuple(member.transport for member in run.sent)
+        if not run.attempt:
+            self.metrics.cached(run.cached, length)
+        for stage, member in enumerate(run.sent):
+            task = Task(run.job, run.attempt, length, run.cached, ends, stage, run.due_ns, peers)
             first, end = lane.layers(stage)
-            self.crew.send(worker, task, run.prompt.tokens, cached[first:end])
+            self.crew.send(member, task, run.prompt.tokens, cached[first:end])
+
+    def _recall(self, run: _Run) -> None:
+        """Cancels its tasks where they were sent."""
+        for member in run.sent:
+            self.crew.cancel(member, run.job, run.attempt)
+        run.attempt, run.logits, run.sent = run.attempt + 1, None, ()
+
+    def _members(self, lane: Lane) -> tuple[Member, ...]:
+        return tuple(self.crew.members[worker] for worker in lane.workers)
 
     def _expect(self, run: _Run, delivered_ns: int) -> None:
-        """When its memory will be back."""
+        """And so when its memory will be back."""
+        run.expected_ns = delivered_ns
         run.parcel.expected_s = delivered_ns / SECOND + run.prompt.kept_s
 
-    def _again(self, run: _Run, why: str) -> None:
-        """From the beginning on another attempt; handed back when that has gone wrong too often."""
-        run.why.append(why)
-        self._withdraw(run)
-        run.attempt, run.logits, run.placement = run.attempt + 1, None, None
-        if run.attempt >= MAX_ATTEMPTS:
-            self._hand_back(run, f"it failed {run.attempt} times, at last because {why}")
+    def _again(self, run: _Run, why: str, *, is_loss: bool = False) -> None:
+        """From the beginning, as soon as there is a lane; handed back when that has gone wrong too often."""
+        if run.future.done():
             return
-        self._try_place(run)
-
-    def _try_place(self, run: _Run) -> None:
-        """Its deadline has been promised once: it is not refused for it now."""
         now_ns = time.monotonic_ns()
-        request = replace(run.request, arrival_ns=now_ns, deadline_ns=None, kind="online")
-        found = self.planner.admit(request, now_ns)
-        if isinstance(found, Placement):
-            self._place(run, found)
-        elif isinstance(found, Refusal) and found.reason == "too-long":
-            self._hand_back(run, "no lane that is left has room for it")
-
-    def _withdraw(self, run: _Run) -> None:
-        self.planner.cancel(run.request.id, time.monotonic_ns())
-        for worker in run.placement.lane.workers if run.placement else ():
-            self.crew.cancel(worker, run.job, run.attempt)
+        self._recall(run)
+        run.since_ns = now_ns
+        if not is_loss or now_ns >= run.lost_ns + RESTART_NS:
+            run.num_failures += 1
+            run.lost_ns = now_ns if is_loss else run.lost_ns
+        if run.num_failures >= MAX_FAILURES:
+            self._hand_back(run, f"it failed {run.num_failures} times, the last time because {why}")
+        else:
+            self.planner.again(run.request.id, now_ns)
 
     def _hand_back(self, run: _Run, why: str) -> None:
         if not run.future.done():
@@ -242,29 +266,30 @@ class Dispatcher:
             return
         del self._by_request[run.request.id]
         if not run.future.done() or run.future.cancelled() or run.future.exception() is not None:
-            self._withdraw(run)
+            self._recall(run)
+            self.planner.cancel(run.request.id, time.monotonic_ns())
 
     # ---- from the crew -----------------------------------------------------------------------------------------
     def joined(self, member: Member) -> None:
         self._update_lanes()
 
     def left(self, member: Member) -> None:
-        lost = [r for r in self._runs.values() if r.placement and member.worker in r.placement.lane.workers]
+        for run in [run for run in self._runs.values() if member in run.sent]:
+            self._again(run, f"worker {member.name} is gone", is_loss=True)
         self._update_lanes()
-        for run in lost:
-            self._again(run, f"worker {member.name} is gone")
 
     def _update_lanes(self) -> None:
-        ready = (m.worker for m in self.crew.members.values() if m.ready)
-        self.planner.set_alive(ready, time.monotonic_ns())
+        now_ns = time.monotonic_ns()
+        self.planner.set_alive((m.worker for m in self.crew.members.values() if m.ready), now_ns)
         self.metrics.lanes(self.planner.num_lanes)
+        self._follow(self.planner.advance(now_ns))
 
     def block(self, job: int, attempt: int, block: Block) -> None:
         run = self._runs.get(job)
         if run is None or run.attempt != attempt:
             return
-        run.heard_ns = time.monotonic_ns()
-        run.first_ns = run.first_ns or run.heard_ns
+        run.since_ns = time.monotonic_ns()
+        run.first_ns = run.first_ns or run.since_ns
         try:
             run.parcel.put(block)
         except WorkerError as error:
@@ -305,16 +330,18 @@ class Dispatcher:
 
     # ---- time --------------------------------------------------------------------------------------------------
     def _follow(self, placements: Sequence[Placement]) -> None:
-        """New places: offline requests begin, the others only know when they are now expected."""
+        """What is new in the plan: tasks go out, are taken from one lane to another, or are only expected at another
+        time."""
         for placement in placements:
             run = self._by_request.get(placement.request.id)
-            if run is None:
+            if run is None or run.future.done():
                 continue
-            if run.placement is None:
-                self._place(run, placement)
-            else:
-                run.placement = placement
+            if run.sent == self._members(placement.lane):
                 self._expect(run, placement.delivered_ns)
+                continue
+            if run.sent:
+                self._recall(run)
+            self._send(run, placement)
 
     async def _tick(self) -> None:
         while True:
@@ -327,14 +354,27 @@ class Dispatcher:
 
     def _pass_time(self, now_ns: int) -> None:
         self._follow(self.planner.advance(now_ns))
+        urgent: dict[tuple[Member, ...], _Run] = {}
+        for run in self._runs.values():
+            if run.sent and not run.future.done():
+                first = urgent.setdefault(run.sent, run)
+                urgent[run.sent] = min(first, run, key=lambda one: (one.due_ns, one.job))
         for run in list(self._runs.values()):
-            if now_ns - run.heard_ns > self.patience_s * SECOND and run.request.kind == "online":
-                self._hand_back(run, f"no progress in {self.patience_s:g} s")
-            elif run.placement is None:
-                if run.request.kind == "online" and run.request.id not in self.planner.postponed:
-                    self._try_place(run)
-            elif run.placement.delivered_ns + LATE_NS < now_ns:
-                done = min(run.parcel.num_complete, run.request.prompt_tokens - 1)  # all but the logits
-                self._follow(self.planner.late(run.request.id, done, now_ns))
+            if not run.future.done():
+                self._look_after(run, now_ns, is_first=urgent.get(run.sent) is run)
         self.store.drop_expired()
         self.metrics.gauges(self)
+
+    def _look_after(self, run: _Run, now_ns: int, *, is_first: bool) -> None:
+        """`is_first`: its workers have nothing more urgent, so that it should make progress."""
+        waits = not run.sent and self.planner.is_waiting(run.request.id)
+        if not waits and not is_first:
+            run.since_ns = now_ns  # others go before
+        stuck_s = (now_ns - run.since_ns) / SECOND
+        if waits and stuck_s > self.lane_s:
+            self._hand_back(run, f"no worker has had room for it for {self.lane_s:g} s")
+        elif run.sent and stuck_s > self.patience_s + 2 * self.planner.forecast.period_ns / SECOND:
+            self._again(run, f"it made no progress in {stuck_s:.0f} s")
+        elif run.sent and run.expected_ns + LATE_NS < now_ns:
+            done = min(run.parcel.num_complete, run.request.prompt_tokens - 1)  # all but the logits
+            self._follow(self.planner.late(run.request.id, done, now_ns))

@@ -1,8 +1,9 @@
 """Admission in the service: the pure functions of `admit`, over the lanes whose workers are there, with windows and
 costs that follow what the workers report. The only place in the service that knows bubbles.
 
-When workers come or go, or costs turn out different, promises are made anew from the same requests. Not thread-safe:
-the event loop owns it.
+When workers come or go, or costs turn out different, promises are made anew from the same requests. What was let in is
+always in one of four places: placed on a lane, in the backlog, postponed, or waiting for a lane. Not thread-safe: the
+event loop owns it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,22 @@ import numpy as np
 
 from atlas.ir.program import Ints
 from bubbletea.admit.aims import Aims, Postponed
-from bubbletea.admit.decide import admit, advance, cancel, complete, late, quote, reforecast, refused_by_length
-from bubbletea.admit.state import State
+from bubbletea.admit.decide import (
+    admit,
+    advance,
+    complete,
+    late,
+    quote,
+    reforecast,
+    refused_by_length,
+    restore,
+    withdraw,
+)
+from bubbletea.admit.state import State, urgency
 from bubbletea.admit.words import Lane, Placement, Refusal, Request
 from bubbletea.bubbles import Forecast
 from bubbletea.costs import Costs, measured
+from bubbletea.fair import Shares
 
 POINTS = 256
 """Measured pieces that costs are fitted to."""
@@ -31,6 +43,8 @@ CATCH_UP_NS = 100_000_000
 AHEAD_NS = 500_000_000
 """Offline work is with its workers this long before the plan has a place for it."""
 SECOND = 1_000_000_000
+AGAIN_NS = 2 * SECOND
+"""An offline request whose worker is lost goes on as if it were due this long after."""
 TRUST = 0.15
 """Costs that are off by more than this are fitted anew."""
 
@@ -58,6 +72,13 @@ class Planner:
         """Stays when states are made anew."""
         self.alive: frozenset[int] = frozenset()
         self._admitted: dict[str, Request] = {}
+        self._waiting: dict[str, Request] = {}
+        """Of the admitted, those that no lane has a place for now."""
+        self._moved: set[str] = set()
+        """Requests placed anew since `advance` told last."""
+        self._retry_ns = self._doubted_ns = 0
+        """When those that wait are next tried; when costs were last doubted for one of them."""
+        self._shares = Shares(weights)
         self._points: deque[tuple[int, int, float]] = deque(maxlen=POINTS)
         self._open = np.full(len(forecast.pattern.start_ns), -1, np.int64)
         self._closed = self._open.copy()
@@ -89,6 +110,10 @@ class Planner:
         if not pairs:
             return 0.0
         return float(np.median([took / steps for steps, took in pairs]) / self.forecast.period_ns - 1)
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether it was let in, but there is no lane for it now."""
+        return request_id in self._waiting or self._state is None
 
     # ---- decisions ---------------------------------------------------------------------------------------------
     def admit(self, request: Request, now_ns: int) -> Placement | Refusal | None:
@@ -125,19 +150,29 @@ class Planner:
     def _no_window(self, request: Request, now_ns: int) -> Refusal:
         """As windows and costs are believed today, none takes a layer. Windows are learnt all the time; costs only from
         what is let in, so those that let nothing in are doubted: the next who asks finds them halved."""
-        if self.learns_costs:
-            self.costs, self._costs_moved = replace(self.costs, layer=self.costs.layer.times(0.5)), True
+        self._doubt_costs()
         at_ns = now_ns + max(SECOND, self.forecast.period_ns)
         return Refusal(request, "deadline", at_ns, at_ns)
 
+    def _doubt_costs(self) -> None:
+        if self.learns_costs:
+            self.costs, self._costs_moved = replace(self.costs, layer=self.costs.layer.times(0.5)), True
+
     def advance(self, now_ns: int) -> list[Placement]:
-        """Lets others move up where something was done early; offline requests that now have a place."""
+        """Where requests are now that had no place or another one: those that waited for a lane, those that were placed
+        anew because lanes came or went, those that move up where something was done early, and offline requests."""
         state = self._ready(now_ns)
         if state is None:
             return []
+        if self._waiting and now_ns >= self._retry_ns:
+            self._restore_waiting(state, now_ns)
         moved = self._catch_up(state, now_ns)
         # A worker that is ahead of its plan must find more to do: offline work comes early, and stands behind the rest.
-        return [self._placed(p) for p in (*moved, *advance(state, now_ns + AHEAD_NS))]
+        poured = advance(state, now_ns + AHEAD_NS)
+        names, self._moved = self._moved, set()
+        told = {placement.request.id: placement for placement in (*moved, *poured)}
+        told |= {name: state.placement(name) for name in names if name in state.lane_of and name not in told}
+        return [self._placed(placement) for placement in told.values()]
 
     def late(self, request_id: str, token: int, now_ns: int) -> list[Placement]:
         """It should have been done by now; where it and those behind it stand instead."""
@@ -157,17 +192,34 @@ class Planner:
     def cancel(self, request_id: str, now_ns: int) -> None:
         """Given up: what is left of it on the workers was withdrawn too, so its place is free at once."""
         self.postponed.remove(request_id)
-        if self._admitted.pop(request_id, None) is not None and self._state is not None:
-            cancel(self._state, request_id, now_ns)
-            if request_id in self._state.lane_of:
-                complete(self._state, request_id, now_ns)
+        if self._admitted.pop(request_id, None) is not None:
+            self._take_out(request_id, now_ns)
+
+    def again(self, request_id: str, now_ns: int) -> None:
+        """Nothing of it runs any more, through no fault of its own: it is placed anew as one that is in a hurry, as
+        soon as there is a lane."""
+        request = self._admitted[request_id]
+        self._take_out(request_id, now_ns)
+        self.postponed.remove(request_id)
+        deadline_ns = request.deadline_ns or now_ns + AGAIN_NS
+        self._waiting[request_id] = replace(request, kind="online", deadline_ns=deadline_ns)
+        self._retry_ns = 0
+
+    def _take_out(self, request_id: str, now_ns: int) -> None:
+        self._waiting.pop(request_id, None)
+        if self._state is not None:
+            withdraw(self._state, request_id, now_ns)
             self._gone_early = True
 
     def complete(self, request_id: str, now_ns: int) -> None:
         state = self._state
-        if self._admitted.pop(request_id, None) is not None and state is not None and request_id in state.lane_of:
+        if self._admitted.pop(request_id, None) is None:
+            return
+        if state is not None and request_id in state.lane_of:
             complete(state, request_id, now_ns)
             self._gone_early = True
+        else:
+            self._take_out(request_id, now_ns)
 
     def _placed(self, placement: Placement) -> Placement:
         """With the lane as the service numbers it."""
@@ -178,7 +230,8 @@ class Planner:
     def set_alive(self, workers: Iterable[int], now_ns: int) -> None:
         before, self.alive = self._live, frozenset(workers)
         if self._live != before:
-            self._rebuild(now_ns)
+            self._rebuild(now_ns, frees=True)
+            self._forget_period()
 
     def warm_up(self) -> None:
         """Compiles what admission runs, before anybody waits for it."""
@@ -193,24 +246,62 @@ class Planner:
             self._rebuild(now_ns)
         elif self._state is not None and self._built_on != self.forecast.version:
             self._built_on = self.forecast.version
-            reforecast(self._state, now_ns)
+            self._moved.update(placement.request.id for placement in reforecast(self._state, now_ns))
         return self._state
 
-    def _rebuild(self, now_ns: int) -> None:
-        """The same promises on other ground; what has been let in stays in."""
+    def _rebuild(self, now_ns: int, *, frees: bool = False) -> None:
+        """The same promises on other ground; what has been let in stays in. `frees`: what has not begun may go to
+        another lane, since there are others than before."""
         lanes = [replace(lane, index=index) for index, lane in enumerate(self._live)]
         self._built_on, self._costs_moved = self.forecast.version, False
         before, self._state = self._state, None
+        kept = self._set_free(before, now_ns, frees) if before is not None else []
         if not lanes:
             return
         weights, aims = self.weights, self.aims
-        self._state = State(self.forecast, self.costs, lanes, chunks=self.chunks, weights=weights, aims=aims)
-        if before is not None and before.lanes == self._state.lanes:
-            self._state.cache, self._state.shares = before.cache, before.shares
-        for request in self._admitted.values():
-            if request.id not in self.postponed:
-                admit(self._state, replace(request, deadline_ns=None), now_ns)
-        self._state.postponed = self.postponed  # and not the new one, which has counted the same promises again
+        state = State(
+            self.forecast, self.costs, lanes, chunks=self.chunks, weights=weights, aims=aims, shares=self._shares
+        )
+        if before is not None and before.lanes == state.lanes:
+            state.cache = before.cache
+        state.postponed = self.postponed
+        self._state, index_of = state, {lane.workers: lane.index for lane in lanes}
+        for request, workers in kept:
+            self._restore(state, request, now_ns, index_of[workers])
+        self._restore_waiting(state, now_ns)
+
+    def _set_free(self, state: State, now_ns: int, frees: bool) -> list[tuple[Request, tuple[int, ...]]]:
+        """Those that stay on their lane, in its order. All others that are placed, and the backlog, wait for one."""
+        kept: dict[str, tuple[Request, tuple[int, ...]]] = {}
+        live = {lane.workers for lane in self._live}
+        for lane, queue in zip(state.lanes, state.queues, strict=True):
+            for entry in queue:
+                request, stays = entry.request, not frees or entry.start_ns < now_ns or entry.request.kind == "offline"
+                if request.id in kept or (stays and lane.workers in live):
+                    kept[request.id] = request, lane.workers
+                else:
+                    self._waiting[request.id] = request
+        self._waiting.update({request.id: request for request in state.backlog})
+        return list(kept.values())
+
+    def _restore_waiting(self, state: State, now_ns: int) -> None:
+        """The most urgent first."""
+        self._retry_ns = now_ns + CATCH_UP_NS
+        for request in sorted(self._waiting.values(), key=lambda one: (urgency(one), one.arrival_ns)):
+            if request.kind == "offline" and request.prompt_tokens <= state.max_tokens:
+                state.backlog.push(self._waiting.pop(request.id))
+            elif request.kind == "online":
+                self._restore(state, request, now_ns)
+
+    def _restore(self, state: State, request: Request, now_ns: int, lane: int | None = None) -> None:
+        self._waiting.pop(request.id, None)
+        if restore(state, request, now_ns, lane) is not None:
+            self._moved.add(request.id)
+            return
+        self._waiting[request.id] = request
+        if request.prompt_tokens <= state.max_tokens and now_ns >= self._doubted_ns + SECOND:
+            self._doubted_ns = now_ns
+            self._doubt_costs()
 
     # ---- what happened -----------------------------------------------------------------------------------------
     def ran(self, tokens: int, context: int, took_ns: int) -> None:
@@ -237,6 +328,13 @@ class Planner:
         first = self._open[slot] < 0
         self._open[slot] = began_ns if first else min(began_ns, self._open[slot])
         self._closed[slot] = max(ended_ns, self._closed[slot])
+
+    def _forget_period(self) -> None:
+        """Workers that are started again count their steps from the first."""
+        self._step = -1
+        self._starts.clear()
+        self._open.fill(-1)
+        self._closed.fill(-1)
 
     def _learn(self) -> None:
         start_ns = self._period_start()
