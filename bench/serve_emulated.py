@@ -1,13 +1,16 @@
 """Training under emulation with and without BubbleTea: six workers in three datacenters, paced devices, real sockets, a
-saturating offline load of prompts whose keys and values are delivered. Prints utilization, iteration time and whether
-the losses are the same to the bit, each against its bar.
+saturating offline load of prompts whose keys and values are delivered. Utilization, iteration time, losses to the bit,
+and what the service logs when its workers leave, each against its bar.
 
-    python bench/serve_emulated.py
+    python bench/serve_emulated.py             16 iterations of each run, about a minute
+    python bench/serve_emulated.py --quick     10 iterations
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import logging
 import random
 import sys
 import tempfile
@@ -16,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from common.report import Report
 
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.ir.assemble import repeated, with_optimizer
@@ -34,7 +38,7 @@ from bubbletea.serve.dispatch import HandedBack, Prompt, Refused
 from bubbletea.serve.ground import of_training
 
 MS = 1_000_000
-STEPS, SETTLED = 16, 5
+STEPS, QUICK_STEPS, SETTLED = 16, 10, 5
 """Steps of each run, and after how many of them it counts: windows have to be learnt first."""
 WAITING = 36
 """Prompts that are always waiting: more than the bubbles take."""
@@ -54,9 +58,9 @@ BAR_UTILIZATION, BAR_SLOWDOWN = 0.94, 0.01
 class Tally:
     """What the workers waited and filled, by step."""
 
-    def __init__(self) -> None:
-        self.waited_ns = np.zeros(STEPS, np.int64)
-        self.filled_ns = np.zeros(STEPS, np.int64)
+    def __init__(self, num_steps: int) -> None:
+        self.waited_ns = np.zeros(num_steps, np.int64)
+        self.filled_ns = np.zeros(num_steps, np.int64)
         self.num_prompts = self.num_tokens = 0
 
     def listen(self, parts: Parts) -> None:
@@ -71,6 +75,15 @@ class Tally:
         parts.dispatcher.reported = reported  # type: ignore[method-assign,assignment]
 
 
+class Counted(logging.Handler):
+    """How often asyncio complains, as it does about writes to a lost connection."""
+
+    num_lines = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.num_lines += 1
+
+
 def train(setup: Setup, seconds: list[float]) -> Emulation:
     def on_step(progress: Progress) -> None:
         seconds.append(progress.seconds)
@@ -78,7 +91,7 @@ def train(setup: Setup, seconds: list[float]) -> Emulation:
     return emulate(PROGRAM, COSTS, stand_in(), setup, on_step=on_step)
 
 
-async def filled_run(tally: Tally, seconds: list[float]) -> Emulation:
+async def filled_run(tally: Tally, num_steps: int, seconds: list[float]) -> Emulation:
     ground = of_training(simulate(repeated(PROGRAM, 4), COSTS), 64 << 20, PIECE, 10 * MS)
     settings = Settings("tiny", Served(MODEL), split=1, chunk=128, arena_bytes=64 << 20, budget=0.01)
     parts = assemble(settings, ground, Keys.nobody())
@@ -87,7 +100,7 @@ async def filled_run(tally: Tally, seconds: list[float]) -> Emulation:
         address = await parts.start(Path(folder))
         filler = FillerChoice("bubbletea", {"address": address, "token_file": f"{folder}/token"})
         names = [PROGRAM.worker_name(w) for w in range(PROGRAM.num_workers)]
-        setup = Setup(STEPS, fillers=dict.fromkeys(names, filler))
+        setup = Setup(num_steps, fillers=dict.fromkeys(names, filler))
         over = threading.Event()
         clients = [asyncio.create_task(client(parts, tally, number, over)) for number in range(WAITING)]
         try:
@@ -115,26 +128,32 @@ async def client(parts: Parts, tally: Tally, number: int, over: threading.Event)
 
 
 def main() -> int:
-    plain_s, filled_s, tally = list[float](), list[float](), Tally()
-    plain = train(Setup(STEPS), plain_s)
-    filled = asyncio.run(filled_run(tally, filled_s))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} iterations instead of {STEPS}")
+    num_steps = QUICK_STEPS if parser.parse_args().quick else STEPS
+    plain_s, filled_s, tally, logged = list[float](), list[float](), Tally(num_steps), Counted()
+    logging.getLogger("asyncio").addHandler(logged)
+    plain = train(Setup(num_steps), plain_s)
+    filled = asyncio.run(filled_run(tally, num_steps, filled_s))
     before, after = (float(np.median(s[SETTLED:])) for s in (plain_s, filled_s))
     whole_ns = sum(filled_s[SETTLED:]) * 1e9 * PROGRAM.num_workers
-    idle_ns = int(tally.waited_ns[SETTLED:].sum())
-    use = 1 - (idle_ns - int(tally.filled_ns[SETTLED:].sum())) / whole_ns
-    rows = [
-        ("utilization without prefill", f"{1 - idle_ns / whole_ns:8.1%}", ""),
-        ("utilization with prefill", f"{use:8.1%}", f"bar >= {BAR_UTILIZATION:.0%}"),
-        ("of the bubbles, filled", f"{tally.filled_ns[SETTLED:].sum() / max(1, idle_ns):8.1%}", ""),
-        ("iteration without, median", f"{before * 1e3:8.1f} ms", ""),
-        ("iteration with, median", f"{after * 1e3:8.1f} ms", f"{after / before - 1:+.2%}, bar <= {BAR_SLOWDOWN:+.0%}"),
-        ("losses", "the same" if plain.losses == filled.losses else "DIFFER", "bar: to the bit"),
-        ("prompts prefilled, delivered", f"{tally.num_prompts:8d}", f"{tally.num_tokens} tokens"),
-        ("host late by, devices overrun", f"{filled.late_s * 1e3:8.2f} ms", f"{filled.overrun_s * 1e3:.2f} ms"),
-    ]
-    print("\n".join(f"  {name:32} {value}   {note}" for name, value, note in rows))
-    good = use >= BAR_UTILIZATION and after / before - 1 <= BAR_SLOWDOWN and plain.losses == filled.losses
-    return 0 if good else 1
+    idle_ns, filled_ns = int(tally.waited_ns[SETTLED:].sum()), int(tally.filled_ns[SETTLED:].sum())
+    differing = sum(a != b for a, b in zip(plain.losses, filled.losses, strict=True))
+    told = Report("Training with prefill in its bubbles, under emulation", "the same training without prefill")
+    told.figure("utilization without prefill", 100 * (1 - idle_ns / whole_ns), "%")
+    use = 100 * (1 - (idle_ns - filled_ns) / whole_ns)
+    told.figure("utilization with prefill", use, "%", at_least=100 * BAR_UTILIZATION)
+    told.figure("bubbles filled", 100 * filled_ns / max(1, idle_ns), "%")
+    told.figure("iteration without prefill, median", before * 1e3, "ms")
+    told.figure("iteration with prefill, median", after * 1e3, "ms")
+    told.figure("longer by", 100 * (after / before - 1), "%", at_most=100 * BAR_SLOWDOWN)
+    told.figure("losses that differ", differing, "steps", at_most=0)
+    told.figure("prompts delivered", tally.num_prompts, "prompts", at_least=1)
+    told.figure("prompt tokens delivered", tally.num_tokens, "tokens")
+    told.figure("complaints of asyncio in the log", logged.num_lines, "lines", at_most=0)
+    told.figure("host late by", filled.late_s * 1e3, "ms")
+    told.figure("devices overrun by", filled.overrun_s * 1e3, "ms")
+    return told.finish()
 
 
 if __name__ == "__main__":

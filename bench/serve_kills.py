@@ -7,8 +7,8 @@
 
 Three kinds of runs take turns: two workers without training; training under emulation (examples/tiny.yaml, three times
 slower), where one lost worker restarts all; and two workers with half of the requests offline. In each run 64 clients
-(beside training: 24) send prompts of 50 to 600 tokens over HTTP for some seconds, and one worker gets SIGKILL at a random
-moment. Runs of one kind use one service, one after the other, each begun when all lanes are back.
+(beside training: 24) send prompts of 50 to 600 tokens over HTTP for some seconds, and one worker gets SIGKILL at a
+random moment. Runs of one kind use one service, one after the other, each begun when all lanes are back.
 
 Refused (429, or 503 while there are no workers) is not admitted: the client sends it again after the time it was told.
 Everything else but the right answer is a lost request. A request is affected if it was open when the worker was killed;

@@ -1,4 +1,5 @@
-"""Who is there: a worker that comes back before its old connection has broken is another, and the old one has left."""
+"""Who is there: a worker that comes back before its old connection has broken is another, and the old one has left. And
+nothing is written to a connection that is lost."""
 
 from __future__ import annotations
 
@@ -6,9 +7,11 @@ import asyncio
 import socket
 from pathlib import Path
 
+import pytest
 from prefill_samples import LLAMA
 
 from bubbletea.frames import greet, send
+from bubbletea.prefill.job import Task
 from bubbletea.prefill.link import dial
 from bubbletea.prefill.messages import READY, Order
 from bubbletea.prefill.shard import Served
@@ -33,26 +36,30 @@ class Heard:
         self.changed.set()
 
 
+def call(address: str, pid: int) -> socket.socket:
+    """As a worker that is ready."""
+    sock = dial(address)
+    who = {"name": "w0", "datacenter": "here", "worker": 0, "pid": pid, "transport": ["w0", "127.0.0.1", 1]}
+    greet(sock, "token", who)
+    send(sock, READY, {})
+    return sock
+
+
+async def until(heard: Heard, event: tuple[str, int]) -> None:
+    while event not in heard.events:
+        await asyncio.wait_for(heard.changed.wait(), 10)
+        heard.changed.clear()
+
+
 def test_a_second_life_of_a_worker_ends_the_first(tmp_path: Path) -> None:
     async def play() -> list[tuple[str, int]]:
         crew, heard = Crew("token", lambda worker: ORDER, "model"), Heard()
         crew.listener = heard  # type: ignore[assignment]
         address = await crew.start(tmp_path / "door")
-
-        def call(pid: int) -> None:
-            sock = dial(address)
-            sockets.append(sock)
-            who = {"name": "w0", "datacenter": "here", "worker": 0, "pid": pid, "transport": ["w0", "127.0.0.1", 1]}
-            greet(sock, "token", who)
-            send(sock, READY, {})
-
-        sockets = list[socket.socket]()
+        sockets = []
         for pid in (1, 2):
-            heard.changed.clear()
-            await asyncio.to_thread(call, pid)
-            while ("joined", pid) not in heard.events:
-                await asyncio.wait_for(heard.changed.wait(), 10)
-                heard.changed.clear()
+            sockets.append(await asyncio.to_thread(call, address, pid))
+            await until(heard, ("joined", pid))
         assert crew.members[0].pid == 2
         await crew.close()
         for sock in sockets:
@@ -60,3 +67,24 @@ def test_a_second_life_of_a_worker_ends_the_first(tmp_path: Path) -> None:
         return heard.events
 
     assert asyncio.run(play())[:3] == [("joined", 1), ("left", 1), ("joined", 2)]
+
+
+def test_nothing_is_written_to_a_worker_that_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A line of the log for every such write, after the fifth."""
+
+    async def play() -> None:
+        crew, heard = Crew("token", lambda worker: ORDER, "model"), Heard()
+        crew.listener = heard  # type: ignore[assignment]
+        address = await crew.start(tmp_path / "door")
+        sock = await asyncio.to_thread(call, address, 1)
+        await until(heard, ("joined", 1))
+        member = crew.members[0]
+        sock.close()
+        for job in range(20):  # before the event loop could notice
+            crew.send(member, Task(job, 0, 4, 0, (4,), 0, 0, (member.transport,)), [1, 2, 3, 4], ())
+            crew.cancel(member, job, 0)
+        await until(heard, ("left", 1))
+        await crew.close()
+
+    asyncio.run(play())
+    assert not caplog.records
