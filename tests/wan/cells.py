@@ -11,7 +11,7 @@ from atlas.wan.endpoint import Endpoint
 from atlas.wan.proxy import DelayProxy
 from atlas.wan.settings import Settings
 
-QUICK = Settings(max_streams=1, stall_s=5.0, heartbeat_s=0.5, deadline_s=5.0, warm_s=1.5)
+QUICK = Settings(max_streams=1, stall_s=5.0, heartbeat_s=0.5, deadline_s=20.0, warm_s=1.5)
 
 
 @contextmanager

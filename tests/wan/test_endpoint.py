@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,9 @@ from atlas.wan.endpoint import Endpoint
 from atlas.wan.settings import Settings
 from atlas.wan.transport import Key, Tag
 
-QUICK = Settings(max_streams=3, deadline_s=1.0, stall_s=0.6, handshake_s=2.0, heartbeat_s=0.2)
+QUICK = Settings(max_streams=3, deadline_s=20.0, stall_s=2.0, handshake_s=5.0, heartbeat_s=0.2)
+HASTY = replace(QUICK, deadline_s=1.0)
+"""For tests that wait for the deadline."""
 
 
 def tag(a: int, b: int = 0) -> Tag:
@@ -132,25 +135,25 @@ def test_a_peer_that_closes_ends_every_wait_for_it(pair: tuple[Endpoint, Endpoin
 
 
 def test_a_peer_that_vanishes_is_an_error_with_names_op_and_progress_after_the_deadline() -> None:
-    b = Endpoint("dc2/b", settings=QUICK)
-    with Endpoint("dc1/a", settings=QUICK) as a:
+    b = Endpoint("dc2/b", settings=HASTY)
+    with Endpoint("dc1/a", settings=HASTY) as a:
         a.connect({"dc2/b": b.address})
         b.close()
         begin = time.monotonic()
         with pytest.raises(WorkerError, match=r"1SEND_F3: 0 of 5 bytes.*dc1/a -> dc2/b .*no byte got through"):
-            a.send(Key("dc2/b", 0, tag(0)), b"12345", what="1SEND_F3").wait(10)
-        assert 0.9 < time.monotonic() - begin < 3
+            a.send(Key("dc2/b", 0, tag(0)), b"12345", what="1SEND_F3").wait(20)
+        assert time.monotonic() - begin > 0.9
         with pytest.raises(WorkerError, match="no byte got through"):
             a.send(Key("dc2/b", 0, tag(1)), b"12345").wait(1)
 
 
 def test_nobody_there_is_an_error_that_says_so() -> None:
     with Endpoint("dc1/a", settings=QUICK) as a, pytest.raises(WorkerError, match=r"dc1/a -> dc2/b .* refused"):
-        a.connect({"dc2/b": ("127.0.0.1", 1)}, timeout_s=0.5)
+        a.connect({"dc2/b": ("127.0.0.1", 1)}, timeout_s=2.0)
 
 
 def test_a_receive_from_somebody_who_never_comes_ends_at_the_deadline() -> None:
-    with Endpoint("dc2/b", settings=QUICK) as b, pytest.raises(WorkerError, match="no connection from dc1/a"):
+    with Endpoint("dc2/b", settings=HASTY) as b, pytest.raises(WorkerError, match="no connection from dc1/a"):
         b.recv(Key("dc1/a", 0, tag(0))).wait(10)
 
 
@@ -161,7 +164,7 @@ def test_epochs_never_mix(mine: int, theirs: int, match: str) -> None:
         Endpoint("dc2/b", epoch=theirs, settings=QUICK) as b,
         pytest.raises(WorkerError, match=match),
     ):
-        a.connect({"dc2/b": b.address}, timeout_s=0.5)
+        a.connect({"dc2/b": b.address}, timeout_s=2.0)
 
 
 def test_a_second_life_in_the_same_epoch_is_refused() -> None:

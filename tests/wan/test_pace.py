@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from atlas.wan.cell_paths import LEAST_TURN_S, STAGED_SLICES, Path, Sender
+from atlas.wan import cell_paths
+from atlas.wan.cell_paths import STAGED_SLICES, Path, Sender
 from atlas.wan.flight import LEAD_S, PACE, Flight
 from atlas.wan.inbox import FULL, SMALL, Inbox
 from atlas.wan.outbox import Outbox
@@ -92,9 +93,10 @@ def test_the_outbox_waits_for_the_pace() -> None:
     box.put((0, 0, 0, 0), memoryview(bytes(64 * KB)), 0, Handle())
     began = time.monotonic()
     assert box.pull("s", 0, 0.0) is not None
-    assert box.pull("s", 0, 0.0) is None
-    assert box.pull("s", 0, 5.0) is not None
-    assert 0.008 < time.monotonic() - began < 1.0
+    early = box.pull("s", 0, 0.0)
+    assert early is None or time.monotonic() - began > 0.008  # a busy host may have waited for us
+    assert early is not None or box.pull("s", 0, 5.0) is not None
+    assert 0.008 < time.monotonic() - began < 5.0
 
 
 def sender(handed: list[tuple[int, int]], num_paths: int = 3) -> Sender:
@@ -146,7 +148,10 @@ def test_a_slow_path_hoards_no_slices() -> None:
     assert path.num_allowed == 1
 
 
-def test_a_slice_that_waits_for_its_turn_is_not_sent_again_and_one_that_is_lost_is() -> None:
+def test_a_slice_that_waits_for_its_turn_is_not_sent_again_and_one_that_is_lost_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cell_paths, "LEAST_TURN_S", 60.0)  # a busy host may take a quarter of a second by itself
     handed: list[tuple[int, int]] = []
     source = sender(handed, 2)
     try:
@@ -156,7 +161,7 @@ def test_a_slice_that_waits_for_its_turn_is_not_sent_again_and_one_that_is_lost_
         until(handed, 2)
         time.sleep(0.1)
         assert len(handed) == 2
-        assert LEAST_TURN_S > 0.1 > 1.3 * 0.02
+        assert 0.1 > 1.3 * 0.02
         source.departed(source.paths[1], [(1, handed[0][1])])
         source.departed(source.paths[0], [(1, handed[1][1])])
         until(handed, 4)

@@ -18,7 +18,7 @@ class Sink:
         self.server = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self.server.getsockname()
         self.seen: list[tuple[float, int]] = []
-        self.ended = threading.Event()
+        self.began, self.ended = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -29,6 +29,7 @@ class Sink:
             while chunk := peer.recv(65536):
                 total += len(chunk)
                 self.seen.append((time.monotonic(), total))
+                self.began.set()
         self.ended.set()
 
     def close(self) -> None:
@@ -57,7 +58,9 @@ def seconds_until_arrival(num_bytes: int, latency_s: float, rate_bps: float | No
 def test_bytes_arrive_when_latency_and_rate_say(
     num_bytes: int, latency_s: float, rate_bps: float | None, ideal_s: float
 ) -> None:
-    measured = [seconds_until_arrival(num_bytes, latency_s, rate_bps) for _ in range(2)]
+    measured: list[float] = []
+    while len(measured) < 8 and (not measured or min(measured) >= ideal_s + 0.06):  # a busy host is late by itself
+        measured.append(seconds_until_arrival(num_bytes, latency_s, rate_bps))
     assert all(s > ideal_s - 0.002 for s in measured), "never early"
     assert min(measured) < ideal_s + 0.06
 
@@ -68,8 +71,9 @@ def test_connections_through_one_proxy_share_its_rate() -> None:
         began = time.monotonic()
         with socket.create_connection(proxy.address) as sender:
             b = Sink()
+            sender.sendall(b"x")
+            assert a.began.wait(10), "the first connection is through before the target changes"
             proxy.target = b.address
-            time.sleep(0.02)  # the first connection is through before the second is made
             with socket.create_connection(proxy.address) as other:
                 sender.sendall(bytes(50_000))
                 other.sendall(bytes(50_000))
@@ -83,9 +87,10 @@ def test_connections_through_one_proxy_share_its_rate() -> None:
 def test_the_end_of_a_connection_travels_too() -> None:
     sink = Sink()
     with DelayProxy(sink.address, latency_s=0.05) as proxy:
+        began = time.monotonic()
         socket.create_connection(proxy.address).close()
-        assert not sink.ended.wait(0.03)
-        assert sink.ended.wait(5)
+        assert sink.ended.wait(10)
+        assert time.monotonic() - began > 0.049
     sink.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import threading
 import time
@@ -22,7 +23,7 @@ pytest.importorskip("cryptography")
 
 from atlas.wan.certs import make_ca, make_node
 
-QUICK = Settings(max_streams=2, deadline_s=1.0, handshake_s=1.0, heartbeat_s=0.2)
+QUICK = Settings(max_streams=2, deadline_s=20.0, handshake_s=2.0, heartbeat_s=0.2)
 CORPUS = Path(__file__).parent / "corpus"
 
 
@@ -88,8 +89,13 @@ def test_nothing_readable_is_on_the_wire(certs: Path) -> None:
 
 
 def refused(a: Endpoint, b: Endpoint, match: str) -> None:
-    with pytest.raises(WorkerError, match=match):
-        a.connect({b.name: b.address}, timeout_s=1.0)
+    """By the first error of the channel: who waits for a time-out learns no more, and waits long on a busy host."""
+    channel = a.open(b.name, 0, b.address)
+    end = time.monotonic() + 20
+    while channel.last_error == "never connected" and time.monotonic() < end:
+        time.sleep(0.01)
+    assert re.search(match, channel.last_error)
+    assert not channel.num_live
 
 
 def test_certificates_that_are_wrong_expired_early_or_foreign_are_refused(certs: Path, tmp_path: Path) -> None:
@@ -199,7 +205,7 @@ def test_garbage_at_the_door_does_not_stop_what_runs(certs: Path) -> None:
         late = endpoint("dc2/c", Credentials.of_folder(certs, "dc2/c"))
         late.connect({"dc2/b": b.address}, timeout_s=5)  # the door still opens
         late.close()
-        end = time.monotonic() + 4
+        end = time.monotonic() + 20
         while time.monotonic() < end and any("inbound" in t.name for t in threading.enumerate()):
             if sum("inbound" in t.name for t in threading.enumerate()) <= 2:
                 break
