@@ -60,9 +60,9 @@ BENCHES: dict[str, Bench] = {
     "torch_pipelining": Bench(8, None),
     "trace_export": Bench(2, ()),
     "vllm_handoff": Bench(15, None),
-    "wan": Bench(30, None),
+    "wan": Bench(30),
     "wan_emulator": Bench(10),
-    "wan_faults": Bench(15, None),
+    "wan_faults": Bench(15),
 }
 
 

@@ -1,4 +1,4 @@
-"""Lines of a bench: a JSON object each, and a table at the end."""
+"""Lines of a bench of the transport: a JSON object each, a table at the end, and runs that do not count repeated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 from common.report import shown, status
 
-from atlas.errors import AtlasError
+from atlas.wan.emulator import EmulatorLateError
+
+TRIES = 3
 
 
 class Lines:
@@ -29,25 +31,27 @@ class Lines:
     def at_most(self, name: str, value: float, unit: str, bar: float, **more: Any) -> None:
         self.add(name, value, unit, f"<= {bar:g}", value <= bar, **more)
 
-    def skip(self, name: str, reason: str, ok: bool | None = None) -> None:
-        row = {"name": name, "skipped": reason, "ok": ok}
+    def skip(self, name: str, reason: str) -> None:
+        """Not measured: it neither holds its bar nor misses it."""
+        row = {"name": name, "skipped": reason, "ok": None}
         self.rows.append(row)
         print(json.dumps(row), flush=True)
 
-    def attempt(self, name: str, measure: Callable[[], None], tries: int = 3) -> None:
-        """A measurement in which the emulator was late does not count: it is made again."""
+    def attempt(self, name: str, measure: Callable[[], None], tries: int = TRIES) -> bool:
+        """A run in which the emulator was late says nothing of the transport: it is made again, so many times, and is
+        void otherwise. Any other failure is the transport's, and ends the bench. Whether it was measured."""
         for left in reversed(range(tries)):
-            kept = len(self.rows)
             try:
                 measure()
-                return
-            except AtlasError as error:
-                del self.rows[kept:]
+                return True
+            except EmulatorLateError as error:
+                print(f"# {name}: {error}", flush=True)
                 if not left:
-                    self.skip(name, f"void, not certified in {tries} tries: {error}", ok=False)
+                    self.skip(name, f"void: the emulator was late in {tries} of {tries} tries ({error})")
+        return False
 
     def table(self) -> int:
-        """Prints it; the exit code."""
+        """Prints it; the exit status (see `common.report`)."""
         width = max((len(row["name"]) for row in self.rows), default=0)
         print()
         for row in self.rows:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import sys
 import threading
 import time
+from collections import deque
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,16 @@ from atlas.wan.settings import Settings
 from atlas.wan.transport import Handle, Key, Transport
 
 EVERYWHERE = ("0.0.0.0/0",)
+
+
+@cache
+def _pattern(which: int, num_bytes: int) -> np.ndarray:
+    return np.random.default_rng(which).integers(0, 256, num_bytes, np.uint8)
+
+
+def pattern(number: int, num_bytes: int) -> np.ndarray:
+    """Of four, by the message's number."""
+    return _pattern(number % 4, num_bytes)
 
 
 class Actor:
@@ -95,6 +108,39 @@ class Actor:
             ],
             **channel.faults._asdict(),
         }
+
+    def prepare_many(self, num_bytes: int) -> None:
+        """Making the messages is no work of the transport."""
+        for n in range(4):
+            pattern(n, num_bytes)
+
+    def send_many(self, peer: str, count: int, num_bytes: int) -> list[int]:
+        """At most 64 at once. What the transport counted of broken streams (`Faults`)."""
+        handles: list[Handle] = []
+        for n in range(count):
+            handles.append(self.transport.send(Key(peer, 0, (n, 0, 0, 0)), pattern(n, num_bytes), n))
+            if n >= 64:
+                handles[n - 64].wait(60)
+        for handle in handles:
+            handle.wait(60)
+        return list(self.endpoint.faults)
+
+    def recv_many(self, peer: str, count: int, num_bytes: int, seed: int, ahead: int) -> tuple[int, int]:
+        """Receives are posted in small groups while earlier messages arrive, as training does, some `ahead` of those
+        that are waited for. How many messages were not what was sent, and when the last had arrived."""
+        draw, wrong = random.Random(seed), 0
+        waiting: deque[tuple[int, Handle]] = deque()
+        posted = 0
+        while posted < count or waiting:
+            for _ in range(min(count - posted, draw.randint(1, 6))):
+                waiting.append((posted, self.transport.recv(Key(peer, 0, (posted, 0, 0, 0)))))
+                posted += 1
+            while waiting and (len(waiting) > ahead or posted == count):
+                number, handle = waiting.popleft()
+                wrong += not np.array_equal(
+                    np.frombuffer(handle.wait(60), np.uint64), pattern(number, num_bytes).view(np.uint64)
+                )
+        return wrong, time.monotonic_ns()
 
     def cpu(self) -> float:
         return time.process_time()
