@@ -6,11 +6,22 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from common.host import Others
 from common.report import shown, status
 
 from atlas.wan.emulator import EmulatorLateError
 
 TRIES = 3
+OTHERS_CORES = 0.25
+
+
+class HostBusyError(Exception):
+    """Other processes had the cores that the nodes of a bench need: what was measured is their load."""
+
+
+def require_quiet(others: Others) -> None:
+    if (cores := others.cores) > OTHERS_CORES:
+        raise HostBusyError(f"other processes used {cores:.2f} cores, {OTHERS_CORES:g} allowed. Stop them")
 
 
 class Lines:
@@ -38,16 +49,16 @@ class Lines:
         print(json.dumps(row), flush=True)
 
     def attempt(self, name: str, measure: Callable[[], None], tries: int = TRIES) -> bool:
-        """A run in which the emulator was late says nothing of the transport: it is made again, so many times, and is
-        void otherwise. Any other failure is the transport's, and ends the bench. Whether it was measured."""
+        """A run in which the emulator was late, or the host busy, says nothing of the transport: it is made again, so
+        many times, and is void otherwise. Any other failure ends the bench. True if it was measured."""
         for left in reversed(range(tries)):
             try:
                 measure()
                 return True
-            except EmulatorLateError as error:
+            except (EmulatorLateError, HostBusyError) as error:
                 print(f"# {name}: {error}", flush=True)
                 if not left:
-                    self.skip(name, f"void: the emulator was late in {tries} of {tries} tries ({error})")
+                    self.skip(name, f"void in {tries} of {tries} tries: {error}")
         return False
 
     def table(self) -> int:
