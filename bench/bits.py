@@ -2,11 +2,15 @@
 AdamW) on the shipped text, worker processes on plain CPUs over loopback, one torch thread each.
 
 Every schedule on every kind of network: losses and final weights must be equal to the bit, and within 1e-5 of one
-process that trains the same batches in plain torch. `bits.py 5` makes it 5 steps.
+process that trains the same batches in plain torch.
+
+    python bench/bits.py [--steps 50]
+    python bench/bits.py --quick        # 5 steps, without `many TCP`
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from dataclasses import replace
@@ -45,7 +49,12 @@ def apart(a: Weights, b: Weights) -> float:
 
 
 def main() -> int:
-    num_steps = int(sys.argv[1]) if len(sys.argv) > 1 else 50
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, help="default: 50")
+    parser.add_argument("--quick", action="store_true", help="5 steps, without `many TCP`: a minute")
+    args = parser.parse_args()
+    num_steps = args.steps or (5 if args.quick else 50)
+    networks = {name: streams for name, streams in NETWORKS.items() if not (args.quick and name == "many TCP")}
     torch.set_num_threads(1)
     report = Report(f"Bits after {num_steps} steps (measured)", "one process, plain torch")
     setting = cell(3, 4, 2, 4, budget=50)
@@ -54,7 +63,7 @@ def main() -> int:
     first: Emulation | None = None
     for name in SCHEDULE_NAMES:
         program = with_optimizer(SCHEDULES[name].build(setting, None), norm=True)
-        for network, streams in NETWORKS.items():
+        for network, streams in networks.items():
             played = replace(program, sharing=network == "turns")
             if network == "one host":
                 played = replace(played, rank_dc=played.rank_dc[:1] * played.num_ranks)

@@ -3,22 +3,21 @@ real gradients. The paper's ratios, every time divided by three, or by `--scale`
 not by what the emulator was set to. Speed-ups compare times in the paper's scale.
 
     python bench/testbed.py                                     # everything: about half an hour on two cores
-    python bench/testbed.py --workers 6 --schedules atlas varuna --tcp many turns --quick
+    python bench/testbed.py --quick                             # Atlas and Varuna, six workers: two minutes
     python bench/testbed.py --workers 6 --schedules 1f1b --tcp many --device cpu   # unpaced, and the worker's overhead
-    python bench/testbed.py --report                            # what earlier runs have left in out/testbed
 
-A run in which the host was busier than 70 %, or the emulator late, is repeated up to three times and then void.
+A run in which the host was busier than 70 %, or the emulator late, is repeated up to three times and then void: it is
+not measured, nor is any figure that needs it. Only runs of this call count; timelines of earlier ones are removed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,6 @@ from common import world
 from common.report import Report
 
 from atlas.cost.table import Costs
-from atlas.errors import AtlasError
 from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.bubbles import input_transfer, running_end
 from atlas.ir.critical_path import critical_path, path_totals_ns
@@ -44,6 +42,7 @@ BASELINES = SCHEDULE_NAMES[:3]
 TCP = {"one": 1, "many": 2, "turns": 1}
 """Connections of each kind of network to a peer."""
 IN_FLIGHT, STEPS, TRIES = 3, 3, 3
+QUICK = {"workers": [6], "schedules": ["varuna", "atlas"], "tcp": ["many", "turns"]}
 MAX_BUSY = 0.70
 BARS = {"paced": 5.0, "cpu": 10.0}
 """Percent, by device."""
@@ -182,8 +181,12 @@ def why_void(busy: float, late_s: float) -> str:
     return f"the emulator was {late_s * 1e3:.1f} ms late" if late_s > WORST_LIMIT_S else ""
 
 
-def measure(args: argparse.Namespace) -> None:
+def measure(args: argparse.Namespace) -> list[Row]:
+    """The rows of this call; pages of earlier calls are removed."""
     args.out.mkdir(parents=True, exist_ok=True)
+    for page in args.out.glob("*.html"):
+        page.unlink()
+    rows: list[Row] = []
     for workers in args.workers:
         for tcp in args.tcp:
             num_pipelines, scale = workers // world.STAGES, scale_of(workers, tcp, args)
@@ -193,7 +196,8 @@ def measure(args: argparse.Namespace) -> None:
                 + (f", {found.lone_ns / 1e6:.1f} ms alone through the cell" if found.lone_ns else "")
             )
             for name in args.schedules:
-                keep(args.out, repeat(name, tcp, workers, found, args))
+                rows.append(repeat(name, tcp, workers, found, args))
+    return rows
 
 
 def repeat(name: str, tcp: str, workers: int, found: world.Found, args: argparse.Namespace) -> Row:
@@ -217,36 +221,34 @@ def describe(row: Row) -> str:
     )
 
 
-# ---- what runs leave, and what is made of it -------------------------------------------------------------------------
-def keep(out: Path, row: Row) -> None:
-    (out / f"{row.workers}-{row.schedule}-{row.tcp}-{row.device}.json").write_text(
-        json.dumps(asdict(row), indent=1) + "\n"
-    )
-
-
-def rows(out: Path) -> list[Row]:
-    return [Row(**json.loads(file.read_text())) for file in sorted(out.glob("*.json"))]
-
-
-def report(found: list[Row]) -> int:
-    if not found:
-        raise AtlasError("nothing was measured yet: run it without --report first")
+# ---- what is made of it ----------------------------------------------------------------------------------------------
+def report(rows: list[Row]) -> int:
     told = Report("The testbed (emulated)", "the simulator, links as probed; Atlas takes turns")
-    for row in found:
+    for row in rows:
         where = f"{row.workers} workers ({row.device}), {row.schedule}, {row.tcp}"
         if row.void:
-            print(f"  {where}: void, {row.void}")
+            told.void(f"{where}: prediction off by", row.void)
             continue
         told.figure(f"{where}: prediction off by", 100 * abs(row.error), "%", at_most=BARS[row.device])
         if row.device == "cpu":
             told.figure(f"{where}: overhead of an op, median", row.overhead_us, "us", at_most=300)
-    found = [row for row in found if row.device == "paced"]
-    ours = next((r for r in found if (r.workers, r.schedule, r.tcp, r.void) == (12, "atlas", "turns", "")), None)
-    for row in found:
-        if ours is not None and not row.void and row.workers == 12 and row.schedule in BASELINES:
-            ratio = row.measured_s * row.scale / (ours.measured_s * ours.scale)
-            told.figure(f"Atlas over {row.schedule}, {row.tcp}", ratio, "x", at_least=SPEED_UPS.get(row.tcp))
-    return told.finish() if told.rows else 1
+    for workers in sorted({row.workers for row in rows}, reverse=True):
+        speed_ups([row for row in rows if row.workers == workers and row.device == "paced"], told)
+    return told.finish()
+
+
+def speed_ups(rows: list[Row], told: Report) -> None:
+    """Of Atlas over each baseline, of one number of workers. A ratio of which one side is void is void."""
+    ours = next((row for row in rows if (row.schedule, row.tcp) == ("atlas", "turns")), None)
+    for row in rows:
+        if ours is None or row.schedule not in BASELINES:
+            continue
+        name = f"{row.workers} workers: Atlas over {row.schedule}, {row.tcp}"
+        if why := ours.void or row.void:
+            told.void(name, why)
+            continue
+        bar = SPEED_UPS.get(row.tcp) if row.workers == 12 else None
+        told.figure(name, row.measured_s * row.scale / (ours.measured_s * ours.scale), "x", at_least=bar)
 
 
 def main() -> int:
@@ -257,13 +259,11 @@ def main() -> int:
     parser.add_argument("--scale", type=int, help="divides all times; 3, but 1 for twelve workers that take turns")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--device", choices=tuple(BARS), default="paced", help="cpu: as fast as it goes, timed first")
-    parser.add_argument("--quick", action="store_true", help="do not repeat a run that does not count")
-    parser.add_argument("--report", action="store_true", help="only sum up what earlier runs have left")
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args()
-    if not args.report:
-        measure(args)
-    return report(rows(args.out))
+    parser.add_argument("--quick", action="store_true", help="two schedules on six workers, none repeated")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the timelines, as pages")
+    if "--quick" in sys.argv:
+        parser.set_defaults(**QUICK)
+    return report(measure(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,16 @@
 stages on plain CPUs, one torch thread each, no WAN. Side by side in one run, in turns, each going first every other
 round, after a round that does not count. What counts is the median of the rounds' ratios: a shared host is faster and
 slower by a tenth from one minute to the next, and a round has both sides in the same one. A round in which others used
-the host is void and repeated, up to three times as many. The losses must agree, or it is not the same training.
+the host is void and repeated, up to three times as many; where too few rounds count, the ratio was not measured. The
+losses must agree, or it is not the same training.
 
-    python bench/torch_pipelining.py [ROUNDS [SIZE ...]]
+    python bench/torch_pipelining.py [--rounds 5] [--sizes small middle]
+    python bench/torch_pipelining.py --quick        # two rounds of the small size, at most five tried
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
@@ -167,28 +170,36 @@ def sound(rounds: list[Round]) -> list[Round]:
     return [r for r in rounds if r.others <= MOST_OTHERS]
 
 
-def measure(size: str, num_rounds: int, report: Report) -> None:
+def measure(size: str, num_rounds: int, max_rounds: int, report: Report) -> None:
     one_round(size, ours_first=True)
     rounds: list[Round] = []
-    while len(sound(rounds)) < num_rounds and len(rounds) < 3 * num_rounds:
+    while len(sound(rounds)) < num_rounds and len(rounds) < max_rounds:
         rounds.append(one_round(size, ours_first=len(rounds) % 2 == 1))
-    counted = sound(rounds)
-    report.figure(f"{size}: rounds on a host that did nothing else", len(counted), "", at_least=num_rounds)
-    counted = counted or rounds
-    report.figure(f"{size}: losses against torch's, relative", max(r.apart for r in counted), "", at_most=1e-5)
+    report.figure(f"{size}: losses against torch's, relative", max(r.apart for r in rounds), "", at_most=1e-5)
+    counted, name = sound(rounds), f"{size}: our speed over torch's"
+    if len(counted) < num_rounds:
+        report.void(name, f"others used the host in {len(rounds) - len(counted)} of {len(rounds)} rounds")
+        return
     report.figure(f"{size}: torch, a step", statistics.median(r.their_s for r in counted) * 1e3, "ms")
     report.figure(f"{size}: ours, a step", statistics.median(r.our_s for r in counted) * 1e3, "ms")
     ratios = [r.ratio for r in counted]
-    report.figure(f"{size}: our speed over torch's, worst round", min(ratios), "x")
-    report.figure(f"{size}: our speed over torch's, best round", max(ratios), "x")
-    report.figure(f"{size}: our speed over torch's", statistics.median(ratios), "x", at_least=1.0)
+    report.figure(f"{name}, worst round", min(ratios), "x")
+    report.figure(f"{name}, best round", max(ratios), "x")
+    report.figure(name, statistics.median(ratios), "x", at_least=1.0)
 
 
 def main() -> int:
-    num_rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-    report = Report(f"Worker against torch.distributed.pipelining, {num_rounds} rounds (measured)", "torch with Gloo")
-    for size in sys.argv[2:] or SIZES:
-        measure(size, num_rounds, report)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES))
+    parser.add_argument("--quick", action="store_true", help="two rounds of the small size: two minutes")
+    if "--quick" in sys.argv:
+        parser.set_defaults(rounds=2, sizes=["small"])
+    args = parser.parse_args()
+    max_rounds = 5 if args.quick else 3 * args.rounds
+    report = Report(f"Worker against torch.distributed.pipelining, {args.rounds} rounds (measured)", "torch with Gloo")
+    for size in args.sizes:
+        measure(size, args.rounds, max_rounds, report)
     return report.finish()
 
 

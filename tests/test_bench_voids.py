@@ -1,0 +1,73 @@
+"""What a bench could not measure counts for nothing, and what an earlier call has left does not count either."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[1] / "bench"
+sys.path.insert(0, str(BENCH))
+sys.path.insert(0, str(BENCH.parent / "tests" / "launch"))
+
+import faults  # noqa: E402
+import testbed  # noqa: E402
+import torch_pipelining  # noqa: E402
+from common.report import MISSED, NOT_MEASURED, OK, Report  # noqa: E402
+
+LATE = "the emulator was 9.0 ms late"
+
+
+def row(schedule: str, tcp: str, measured_s: float, void: str = "", workers: int = 12) -> testbed.Row:
+    scale = 1 if (workers, tcp) == (12, "turns") else 3
+    return testbed.Row(schedule, tcp, workers, "paced", scale, measured_s, measured_s, 0, 0, 0, 0, 0.1, 0, 0, void)
+
+
+def test_a_speed_up_over_a_void_run_is_void_and_the_others_count(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = row("atlas", "turns", 3.0)
+    assert testbed.report([ours, row("gpipe", "many", 1.5), row("varuna", "many", 0.5, LATE)]) == OK
+    said = capsys.readouterr().out
+    assert '"name": "12 workers: Atlas over gpipe, many", "value": 1.5' in said
+    assert '"name": "12 workers: Atlas over varuna, many", "skipped": "the emulator was 9.0 ms late"' in said
+    assert testbed.report([ours, row("gpipe", "many", 1.1)]) == MISSED
+
+
+def test_where_ours_is_void_no_speed_up_is_claimed(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row("atlas", "turns", 3.0, LATE), row("gpipe", "many", 0.5)]
+    assert testbed.report(rows) == OK, "the prediction of gpipe was measured"
+    assert '"name": "12 workers: Atlas over gpipe, many", "skipped"' in capsys.readouterr().out
+    assert testbed.report([row("atlas", "turns", 3.0, LATE)]) == NOT_MEASURED
+
+
+def test_runs_of_an_earlier_call_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "12-gpipe-many-paced.html").write_text("a timeline of last week")
+    (tmp_path / "12-gpipe-many-paced.json").write_text("{}")
+    monkeypatch.setattr(testbed.world, "probe", lambda *_: testbed.world.Found(10**6, 10**6, 0))
+    monkeypatch.setattr(testbed, "one_run", lambda name, tcp, workers, found, args: row(name, tcp, 1.0, LATE, workers))
+    args = argparse.Namespace(
+        workers=[6], schedules=["atlas"], tcp=["many"], scale=None, steps=1, device="paced", quick=True, out=tmp_path
+    )
+    found = testbed.measure(args)
+    assert [(r.workers, r.schedule, r.tcp, r.void) for r in found] == [(6, "atlas", "many", LATE)]
+    assert testbed.report(found) == NOT_MEASURED
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_a_run_that_no_event_struck_is_void_and_one_that_failed_is_a_failure() -> None:
+    struck = {"event": "cut", "same": True, "starts": 1}
+    missed = {"event": "kill", "same": None, "starts": 1}
+    assert faults.told([missed]) == NOT_MEASURED
+    assert faults.told([missed, struck]) == OK
+    assert faults.told([struck, {**struck, "same": False}]) == MISSED
+
+
+def test_where_others_used_the_host_no_speed_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = iter([0.0, 0.9, 0.9, 0.9, 0.0, 0.0, 0.0])
+    monkeypatch.setattr(torch_pipelining, "one_round", lambda size, **_: torch_pipelining.Round(1, 1, 0, next(others)))
+    void, counted = Report("void", ""), Report("counted", "")
+    torch_pipelining.measure("small", 2, 3, void)
+    assert [row["name"] for row in void.rows if "skipped" in row] == ["small: our speed over torch's"]
+    torch_pipelining.measure("small", 2, 3, counted)
+    assert [row["ok"] for row in counted.rows if row["name"] == "small: our speed over torch's"] == [True]
