@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from atlas import __version__
-from atlas.errors import AtlasError
+from atlas.errors import AtlasError, MissingExtraError
 
 COMMANDS = {
     "simulate": "what a job does under each schedule: a table, pictures, files",
@@ -95,6 +95,11 @@ def guarded(run: Callable[[list[str]], int], name: str, argv: Sequence[str] | No
         return code
     except AtlasError as error:
         return _tell(name, error)
+    except ModuleNotFoundError as error:
+        missing = MissingExtraError.of(error, f"{name} {words[0]}" if words else name)
+        if missing is None:
+            raise
+        return _tell(name, missing)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -14,6 +14,22 @@ A bug of ours is never an AtlasError: it keeps its traceback.
 
 from __future__ import annotations
 
+EXTRAS = {
+    "torch": "runtime",
+    "safetensors": "runtime",
+    "tokenizers": "hf",
+    "ortools": "exact",
+    "resvg_py": "png",
+    "cryptography": "wan",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve",
+    "jinja2": "serve",
+}
+"""By module that may be absent: the extra of pyproject.toml that brings it."""
+PACKAGES = {"resvg_py": "resvg-py", "prometheus_client": "prometheus-client"}
+"""Where a package has another name than its module."""
+
 
 class AtlasError(Exception):
     """Something the user can mend. The message says what was given, the rule, and what to change."""
@@ -41,6 +57,12 @@ class MissingExtraError(AtlasError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs the package {package!r}: pip install 'atlas-bubbletea[{extra}]'")
+
+    @classmethod
+    def of(cls, error: ModuleNotFoundError, purpose: str) -> MissingExtraError | None:
+        """Of a module that an extra brings; None for any other: its absence is a bug of ours."""
+        module = (error.name or "").partition(".")[0]
+        return cls(PACKAGES.get(module, module), EXTRAS[module], purpose) if module in EXTRAS else None
 
 
 class WorkerError(AtlasError):

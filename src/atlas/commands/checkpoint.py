@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atlas.commands.terminal import Meter, as_json, say, show
-from atlas.errors import AtlasError, MissingExtraError
+from atlas.errors import AtlasError
 
 if TYPE_CHECKING:
     from atlas.runtime.checkpoint import Checkpoint, LocalStore
@@ -35,10 +35,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        from atlas.runtime import checkpoint  # noqa: F401
-    except ModuleNotFoundError:
-        raise MissingExtraError("torch", "runtime", "reading checkpoints") from None
     stores = stores_under(args.folders)
     if args.action == "list":
         _list(stores, args.json)

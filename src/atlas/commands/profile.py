@@ -18,7 +18,6 @@ from atlas.commands.files import require_apart, require_writable
 from atlas.commands.numbers import whole
 from atlas.commands.simulate import job_flags
 from atlas.cost.profile import load_profile
-from atlas.errors import MissingExtraError
 from atlas.ir.replace import replacing
 from atlas.spec import Job
 from atlas.spec.plan import load_job_or_plan
@@ -58,8 +57,6 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(job: Job, gpu: str, device: str, repeats: int) -> dict[str, Any]:
     """One entry of a profile file."""
-    try:
-        from atlas.runtime.profile import profile
-    except ModuleNotFoundError:
-        raise MissingExtraError("torch", "runtime", "measuring a profile") from None
+    from atlas.runtime.profile import profile
+
     return {"gpu": gpu, "microbatch": job.microbatch, "tp": 1, **profile(job, device, repeats)}

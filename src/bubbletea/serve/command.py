@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atlas.errors import AtlasError, MissingExtraError
+from atlas.errors import AtlasError
 from bubbletea.admit.aims import LATE_TOKENS, Aims
 from bubbletea.flags import aim_flags
 
@@ -73,12 +73,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if (args.plan is None) == (args.alone is None):
         raise AtlasError("serve: give a plan whose training has bubbles, or --alone N for workers without training")
-    try:
-        import prometheus_client  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError(error.name or "uvicorn", "serve", "bubbletea serve") from error
     _require_device(args)
     from bubbletea.serve.assemble import Settings, assemble
     from bubbletea.serve.auth import Keys

@@ -1,0 +1,110 @@
+"""A package that was installed without an extra says which one a command needs; nothing else needs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from atlas.errors import EXTRAS, PACKAGES
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "examples" / "tiny.yaml")
+SCRIPT = """
+import contextlib, io, json, sys
+blocked, commands = set(json.loads(sys.argv[1])), json.loads(sys.argv[2])
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from atlas.cli import main as atlas
+from bubbletea.cli import main as bubbletea
+for words in commands:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = {"atlas": atlas, "bubbletea": bubbletea}[words[0]](words[1:])
+        except SystemExit as exit:
+            code = exit.code
+        except BaseException as error:
+            code = repr(error)
+    print(json.dumps([code, said.getvalue()]))
+"""
+NEEDS = {
+    "torch": [
+        ["atlas", "train", TINY, "--emulate", "--steps", "1"],
+        ["atlas", "train", TINY, "--dc", "east", "--device", "cpu"],
+        ["atlas", "profile", TINY, "--gpu", "H200", "--device", "cpu", "--out", "profile.yaml"],
+        ["atlas", "checkpoint", "list", "."],
+        ["atlas", "checkpoint", "verify", "."],
+        ["bubbletea", "serve", TINY],
+        ["bubbletea", "serve", "--alone", "1"],
+    ],
+    "safetensors": [
+        ["atlas", "train", TINY, "--emulate", "--steps", "1"],
+        ["atlas", "train", TINY, "--dc", "east", "--device", "cpu"],
+        ["atlas", "checkpoint", "list", "."],
+    ],
+    "tokenizers": [["atlas", "data", "tokenize", "text", "--out", "shards", "--tokenizer", "tokenizer.json"]],
+    "resvg_py": [["atlas", "simulate", TINY, "--png", "figure.png"]],
+    "cryptography": [["atlas", "wan", "certs", "east", "west"]],
+    "starlette": [["bubbletea", "serve", "--alone", "1"]],
+    "uvicorn": [["bubbletea", "serve", "--alone", "1"]],
+    "prometheus_client": [["bubbletea", "serve", "--alone", "1"]],
+    "jinja2": [["bubbletea", "serve", "--alone", "1", "--port", "0"]],
+}
+"""By module that is absent: commands that need it."""
+NEED_NONE = [
+    ["atlas", "simulate", TINY],
+    ["atlas", "plan", TINY],
+    ["atlas", "whatif", TINY, "--set", "num_microbatches=4"],
+    ["atlas", "schedules", "--show", "gpipe", TINY],
+    ["atlas", "data", "tokenize", "text", "--out", "shards"],
+    ["atlas", "data", "check", "shards"],
+    *([name, *words] for name, words in (("atlas", ["train", "--help"]), ("bubbletea", ["serve", "--help"]))),
+    ["bubbletea", "simulate", "--help"],
+    ["bubbletea", "bench", "--help"],
+]
+
+
+def without(modules: list[str], commands: list[list[str]], folder: Path) -> list[tuple[int | str, str]]:
+    """Each command's exit code (or what it raised) and what it said, where these modules are absent."""
+    (folder / "text").write_text("a text of a few words\n" * 50)
+    (folder / "tokenizer.json").write_text("{}")
+    words = [sys.executable, "-c", SCRIPT, json.dumps(modules), json.dumps(commands)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=True)
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def test_every_extra_of_the_package_is_known() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    declared = {
+        requirement.partition(">")[0].partition("=")[0]: extra
+        for extra, requirements in project.items()
+        if extra not in ("dev", "docs")
+        for requirement in requirements
+    }
+    assert {PACKAGES.get(module, module): extra for module, extra in EXTRAS.items()} == declared
+
+
+@pytest.mark.parametrize("module", NEEDS)
+def test_a_command_names_the_extra_that_it_needs(module: str, tmp_path: Path) -> None:
+    for words, (code, said) in zip(NEEDS[module], without([module], NEEDS[module], tmp_path), strict=True):
+        assert code == 2, (words, code, said)
+        assert f"pip install 'atlas-bubbletea[{EXTRAS[module]}]'" in said, (words, said)
+        assert repr(PACKAGES.get(module, module)) in said, (words, said)
+        assert "Traceback" not in said
+
+
+def test_without_any_extra_the_other_commands_work(tmp_path: Path) -> None:
+    for words, (code, said) in zip(NEED_NONE, without(list(EXTRAS), NEED_NONE, tmp_path), strict=True):
+        assert code == 0, (words, code, said)
