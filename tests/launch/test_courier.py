@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import struct
+import threading
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.launch import courier as courier_module
 from atlas.launch.courier import Courier, frame, unframed
-from atlas.launch.rendezvous import Caller, Rendezvous, SiteName
+from atlas.launch.fleet import Said
+from atlas.launch.lead import _Watch
+from atlas.launch.rendezvous import Caller, Guest, Rendezvous, SiteName
+from atlas.launch.site import Site, SiteSettings, _Life
+from atlas.launch.spread import Spread
 from atlas.wan.security import Security
 
 EAST, WEST = SiteName("east"), SiteName("west")
@@ -115,3 +123,120 @@ def test_who_may_not_come_in_is_told_why() -> None:
     rendezvous.close()
     with pytest.raises(WorkerError, match=r"not reached.*mend --rendezvous"):
         Caller(rendezvous.address, EAST, WEST, "ours", Security(), grace_s=0.2, patience_s=0.2)
+
+
+def test_a_message_that_is_refused_leaves_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(courier_module, "MAX_FRAME_BYTES", 200)
+    monkeypatch.setattr(courier_module, "MAX_KEPT_BYTES", 360)
+    a, b = Courier(), Courier()
+    a.send({"n": 0})
+    with pytest.raises(WorkerError, match="more than the 200"):
+        a.send({"n": "x" * 200})
+    for n in range(1, 4):
+        a.send({"n": n})
+    a.send({"n": "y" * 50})
+    with pytest.raises(WorkerError, match="bytes wait for a launcher that does not read them"):
+        a.send({"n": "y" * 50})
+    joined(a, b)
+    assert drain(b, 5) == [0, 1, 2, 3, "y" * 50]
+    a.detach()
+    b.detach()
+
+
+def test_a_rendezvous_that_could_not_accept_once_lets_the_next_caller_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, failures = socket.socket.accept, [OSError(24, "Too many open files")]
+
+    def flaky(sock: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise failures.pop()
+        return accept(sock)
+
+    monkeypatch.setattr(socket.socket, "accept", flaky)
+    rendezvous = Rendezvous(("127.0.0.1", 0), Security(), lambda site, plan: None)
+    caller = Caller(rendezvous.address, EAST, WEST, "plan", Security(), grace_s=5, patience_s=5)
+    assert not failures
+    caller.close()
+    rendezvous.close()
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        struct.pack("!I", 60_000) + b"[" * 60_000,
+        frame({"atlas": 1, "site": ["west"], "life": 1, "plan": "plan", "received": 0}),
+        frame({"atlas": 1, "site": ["west", 0, 1], "life": float("inf"), "plan": "plan", "received": 0}),
+    ],
+    ids=["60,000 brackets", "half a name", "an endless number"],
+)
+def test_a_strange_greeting_ends_the_connection_and_nothing_else(hello: bytes) -> None:
+    rendezvous = Rendezvous(("127.0.0.1", 0), Security(), lambda site, plan: None)
+    with socket.create_connection(rendezvous.address) as stranger:
+        stranger.settimeout(10)
+        stranger.sendall(hello)
+        assert stranger.recv(1) == b"", "it is hung up on"
+    caller = Caller(rendezvous.address, EAST, WEST, "plan", Security(), grace_s=5, patience_s=5)
+    caller.close()
+    rendezvous.close()
+
+
+def test_who_calls_something_else_is_told_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with server.accept()[0] as caller:
+                        caller.sendall(frame({"hello": "there"}))
+
+        threading.Thread(target=answer, daemon=True).start()
+        address = server.getsockname()
+        with pytest.raises(WorkerError, match="not reached: not atlas"):
+            Caller(address, EAST, WEST, "plan", Security(), grace_s=0.2, patience_s=0.2)
+        server.shutdown(socket.SHUT_RDWR)
+
+
+# ---- threads that send -----------------------------------------------------------------------------------------------
+class FullCourier:
+    """The other side does not read."""
+
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
+        self.is_connected = True
+
+    def send(self, message: object) -> None:
+        raise WorkerError("300,000,000 bytes wait for a launcher that does not read them")
+
+
+def test_a_site_that_cannot_pass_on_what_workers_say_ends() -> None:
+    courier = FullCourier()
+    site = Site(SiteSettings(WEST), cast(Any, SimpleNamespace(courier=courier)), Security(), lambda line: None)
+    life = _Life(1, ["east", "west"])
+    life.fleet = cast(Any, SimpleNamespace(next_said=lambda s: Said("p0.s0", {"step": 1}, 0)))
+    thread = threading.Thread(target=site._pass_on, args=(life, life.fleet))
+    thread.start()
+    assert "does not read them" in str(courier.inbox.get(timeout=10)["gone"])
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_who_asks_what_all_wait_for_goes_on_where_one_cannot_be_asked() -> None:
+    said: list[str] = []
+
+    def tell(name: str, message: object) -> None:
+        if name == "p0.s0":
+            raise WorkerError("it does not read")
+        watch.note(name, "F waits for p0.s0")
+
+    crew = SimpleNamespace(names=["p0.s0", "p0.s1"], tell=tell, title=lambda name: f"worker {name}")
+    watch = _Watch(cast(Any, SimpleNamespace(crew=crew, say=said.append)))
+    watch._ask(5.0)
+    assert said == ["no step for 5 s; worker p0.s0 does not answer; F waits for p0.s0"]
+
+
+def test_a_site_that_says_nonsense_is_an_error_of_its_own() -> None:
+    guest = Guest(WEST, 1, lambda: None)
+    rendezvous = SimpleNamespace(guests={("west", 0): guest})
+    with Spread(7, cast(Any, rendezvous), [guest], {"p0.s0": guest}, grace_s=60) as crew:
+        guest.courier.inbox.put({"epoch": 7, "said": "p0.s0"})
+        with pytest.raises(WorkerError, match=r"datacenter west failed: what its launcher says makes no sense"):
+            crew.hear("ready", 10)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from process_trees import below, command_of, is_alive, require_gone
 from wide_runs import LIMIT_S, QUICK, WISHES, Run, free_port, hashes, job_text, losses_alone, run_wide, write_job
 
 from atlas.errors import AtlasError
@@ -23,6 +23,7 @@ from atlas.launch import lead
 from atlas.launch.conductor import Terms
 from atlas.launch.passes import Progress
 from atlas.launch.rehearse import rehearse
+from atlas.launch.site import Site
 from atlas.runtime.checkpoint import LocalStore, complete_ids
 from atlas.runtime.checkpoint.record import read_records
 from atlas.spec import Job
@@ -30,12 +31,6 @@ from atlas.spec import Job
 NUM_STEPS = 8
 TERMS = Terms(NUM_STEPS, save_every=2, grace_s=1.5, patience_s=10, restarts=QUICK)
 TWO, THREE = ("east", "west"), ("east", "west", "south")
-
-
-def is_alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +143,7 @@ def test_an_emulated_run_restarts_too(
 
     def strike(done: Progress, predicted_s: float) -> None:
         if done.num_done >= 5 and not struck:
-            struck.append(next(pid for pid in children_of([os.getpid()]) if "runtime.process" in command_of(pid)))
+            struck.append(next(pid for pid in below(os.getpid()) if "runtime.process" in command_of(pid)))
             os.kill(struck[0], signal.SIGKILL)
 
     wishes = replace(WISHES, steps=NUM_STEPS, checkpoints=tmp_path / "saves", save_every=2)
@@ -157,21 +152,6 @@ def test_an_emulated_run_restarts_too(
     assert "was killed by SIGKILL. Restart 1 of 5 in a row" in caplog.text
     assert result.first_step + len(result.run.losses) == NUM_STEPS
     assert hashes({dc: tmp_path / "saves" / dc for dc in TWO}, NUM_STEPS, shelf=".") == undisturbed[1]
-
-
-def children_of(parents: list[int]) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) in parents:
-                found.append(int(entry.name))
-    return found
-
-
-def command_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    return ""
 
 
 # ---- launchers as processes ----------------------------------------------------------------------------------------
@@ -222,9 +202,16 @@ def lose(launcher: Launcher, watched: Launcher, folder: Path, copy: str) -> None
     while not list(folder.glob(f"{copy}/step-00000002-a0/*.part.json")):
         assert time.monotonic() < deadline, watched.said
         time.sleep(0.02)
+    kill(launcher)
+    shutil.rmtree(Path(launcher.log.name).parent)
+
+
+def kill(launcher: Launcher) -> None:
+    """And wait for its workers to follow: until then they write."""
+    running = below(launcher.process.pid)
     launcher.process.kill()
     launcher.process.wait()
-    shutil.rmtree(Path(launcher.log.name).parent)
+    require_gone(running)
 
 
 def require_the_same(found: Mapping[int, float], alone: Mapping[int, float]) -> None:
@@ -309,7 +296,7 @@ def test_ctrl_c_in_any_datacenter_saves_and_leaves_nothing_running(
     while not ((log / "east").exists() and (log / "east").stat().st_size):
         assert time.monotonic() < deadline, launchers[0].said
         time.sleep(0.05)
-    before = children_of([launcher.process.pid for launcher in launchers])
+    before = below(*(launcher.process.pid for launcher in launchers))
     assert len(before) >= 2
     launchers[1].process.send_signal(signal.SIGINT)
     assert [launcher.process.wait(LIMIT_S) for launcher in launchers] == [130, 130], launchers[0].said
@@ -351,3 +338,17 @@ def test_a_lost_datacenter_ends_the_run_where_nobody_allowed_more(small: Job, tm
     assert "datacenter west is lost" in str(error)
     assert "--without west" in str(error)
     assert not any(map(is_alive, strike.all_pids))
+
+
+def test_a_bug_in_the_first_datacenters_own_launcher_ends_the_run_and_is_told(
+    small: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs on a thread there: nobody may wait for it, or go on without it as if that datacenter were lost."""
+
+    def broken(site: Site, message: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Site, "_begin", broken)
+    run = run_wide(write_job(tmp_path, "east"), {"east": tmp_path / "east"}, TERMS)
+    assert isinstance(run.errors["east"], RuntimeError)
+    assert run.starts == 0

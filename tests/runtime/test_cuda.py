@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 
 import pytest
 import torch
 from worker_threads import run_in_threads
 
-from atlas.errors import AtlasError
+from atlas.errors import AtlasError, WorkerError
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
 from atlas.runtime.assignment import stand_in
+from atlas.runtime.cuda import Copies
 from atlas.runtime.device import Device, make_device
 from atlas.schedules.classic import one_f_one_b
 
@@ -84,3 +86,37 @@ def test_two_stages_on_one_gpu_learn_as_two_cpus() -> None:
 
     there, here = run_in_threads(program, training, 3, device=device), run_in_threads(program, training, 3)
     assert there.losses() == pytest.approx(here.losses(), rel=1e-4)
+
+
+class Moment:
+    """The end of a copy, without a GPU."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def synchronize(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_copy_that_fails_is_told_at_once_and_raised_by_the_next() -> None:
+    copies, told, handed = Copies("cuda:0"), queue.SimpleQueue[WorkerError](), list[int]()
+    copies.tell = told.put
+    copies.put(Moment(), torch.ones(1), lambda host: handed.append(1))
+    copies.put(Moment(RuntimeError("unspecified launch failure")), torch.ones(1), lambda host: handed.append(2))
+    copies.put(Moment(), torch.ones(1), lambda host: handed.append(3))
+    error = told.get(timeout=10)
+    assert "a copy from cuda:0 to the host failed" in str(error)
+    assert "unspecified launch failure" in str(error)
+    with pytest.raises(WorkerError, match="unspecified launch failure"):
+        copies.put(Moment(), torch.ones(1), lambda host: None)
+    copies.close()
+    assert handed == [1], "what follows a copy that failed is not handed over"
+
+
+def test_what_is_done_with_a_copy_may_fail_too() -> None:
+    copies, told = Copies("cuda:0"), queue.SimpleQueue[WorkerError]()
+    copies.tell = told.put
+    copies.put(Moment(), torch.ones(1), lambda host: {}["no such channel"])
+    assert "no such channel" in str(told.get(timeout=10))
+    copies.close()

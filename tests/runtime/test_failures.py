@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
+import json
 import os
 import signal
 import subprocess
@@ -11,8 +12,12 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
+from process_trees import below, command_of, is_alive, require_gone
 
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.errors import ProgramError, WorkerError
@@ -21,17 +26,16 @@ from atlas.ir.program import Layout
 from atlas.launch.emulate import Setup, emulate
 from atlas.launch.paths import require_emulable
 from atlas.launch.smoke import smoke_program
+from atlas.runtime import process
 from atlas.runtime.assignment import stand_in
+from atlas.runtime.device import Cpu, Upload
+from atlas.runtime.transfers import Arrival
 from atlas.schedules.classic import one_f_one_b
+from atlas.wan.transport import Handle
 
+START_S = 120.0
+"""For processes that import torch on a host that has more to do than cores."""
 TRAINING = stand_in(width=16, length=8, microbatch=2)
-
-
-def is_alive(pid: int) -> bool:
-    """A zombie, dead but not yet reaped by whoever adopted it, counts as gone."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 @pytest.mark.parametrize(
@@ -64,36 +68,22 @@ def test_a_lost_worker_is_reported_and_nothing_is_left(how: signal.Signals, says
     assert not any(map(is_alive, pids.values()))
 
 
-def offspring(pid: int) -> list[int]:
-    """Its children, and theirs."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(entry.name))
-    found = children.get(pid, [])
-    return found + [grandchild for child in found for grandchild in children.get(child, [])]
-
-
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "launcher killed"])
 def test_workers_do_not_outlive_their_launcher(how: signal.Signals, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "atlas.launch.smoke"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env, text=True) as launcher:
-        deadline = time.monotonic() + 30
-        while len(workers := offspring(launcher.pid)) < 5 and time.monotonic() < deadline:
+        deadline = time.monotonic() + START_S
+        while len(workers := below(launcher.pid)) < 5:  # the process that forks, and four workers
+            assert launcher.poll() is None
+            assert time.monotonic() < deadline, [command_of(pid) for pid in workers]
             time.sleep(0.05)
-        assert len(workers) >= 5, "the nursery and four workers"
-        time.sleep(0.3)
         launcher.send_signal(how)
-        _, errors = launcher.communicate(timeout=20)
-    assert launcher.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
+        _, errors = launcher.communicate(timeout=START_S)
+    assert launcher.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL), errors
     assert "Traceback" not in errors
-    deadline = time.monotonic() + 15
-    while any(map(is_alive, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_alive, workers))
+    require_gone(workers)
     if how == signal.SIGINT:
         assert not list(tmp_path.glob("atlas-*")), "only a launcher that was killed outright may leave its logs"
 
@@ -106,3 +96,45 @@ def test_what_cannot_be_emulated_is_said_before_anything_starts() -> None:
     overlapping = uniform_costs(2, 2, costs.compute_ns[0, 0], wan_boundaries=(0,), wan_ns=1, servers=4)
     with pytest.raises(ProgramError, match="serves several transfers at once"):
         require_emulable(program, overlapping)
+
+
+# ---- threads beside the one that trains ------------------------------------------------------------------------------
+class Full(Cpu):
+    """A device without room for another tensor."""
+
+    def upload(self, tensor: torch.Tensor) -> Upload:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_an_upload_that_fails_spares_the_transports_thread_and_is_raised_where_the_tensor_is_needed() -> None:
+    handle = Handle("1F0 waits for 0SEND_F0")
+    arrival = Arrival(handle, torch.ones(2), Full())
+    handle.finish()  # on the transport's thread
+    with pytest.raises(torch.OutOfMemoryError):
+        _ = arrival.tensor
+
+
+class Exited(BaseException):
+    """In place of the end of the process."""
+
+
+@pytest.mark.parametrize(
+    ("orders", "told"), [('{"complete": [[0, 1]]}\n', ["a bug, not a mistake of yours"]), ("", [])], ids=["bug", "end"]
+)
+def test_an_order_that_cannot_be_obeyed_ends_the_worker_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, orders: str, told: list[str]
+) -> None:
+    """Orders come on a thread: were it to end alone, the worker would hear neither a stop nor the launcher's end."""
+
+    def exit(code: int) -> None:
+        raise Exited(code)
+
+    def broken(*ids: object) -> None:
+        raise KeyError("no such save")
+
+    monkeypatch.setattr(os, "_exit", exit)
+    answers, worker = io.StringIO(), SimpleNamespace(saving=SimpleNamespace(confirm=broken))
+    with pytest.raises(Exited):
+        process._heed(io.StringIO(orders), cast(Any, worker), cast(Any, None), process.Talk(answers))
+    said = [json.loads(line) for line in answers.getvalue().splitlines()]
+    assert [message["error"].partition(":")[0] for message in said] == told

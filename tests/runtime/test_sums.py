@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import pytest
 import torch
 
+from atlas.errors import WorkerError
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
 from atlas.runtime.device import Cpu
@@ -23,6 +25,7 @@ class HeldLinks:
 
     def __init__(self) -> None:
         self.seat = Seat(with_optimizer(one_f_one_b(Layout(2, 1, 1, ("a",)))), 0)
+        self.patience_s = 10.0
         self.sums_out: list[tuple[Handle, Any]] = []
 
     def recv_from(self, lane: int, pipeline: int, rank: int, tag: tuple[int, ...], buffer: Any, what: str) -> Handle:
@@ -66,3 +69,20 @@ def test_sums_are_given_out_when_the_others_have_them() -> None:
     handle.finish()
     thread.join(10)
     assert found[0].tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+class Stuck(Cpu):
+    """A device off which nothing comes."""
+
+    def download(self, tensor: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
+        pass
+
+
+def test_gradients_that_do_not_come_off_the_device_are_an_error_in_time() -> None:
+    links = HeldLinks()
+    links.patience_s = 0.05
+    sync = GradientSync(cast(Links, links), Stuck(), "p0.s0 (a)")
+    mine = [torch.empty(6, device="meta")]
+    sync.begin(3, 0, mine)
+    with pytest.raises(WorkerError, match=r"SYNC of step 3 on p0\.s0 \(a\): its own gradients .* within 0\.05 s"):
+        sync.finish(3, 0, mine, lambda handles: None)

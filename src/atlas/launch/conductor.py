@@ -7,13 +7,14 @@ Knows sites and messages; touches no folder and no device.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from atlas.errors import AtlasError
+from atlas.errors import AtlasError, WorkerError
 from atlas.ir.text import to_text
 from atlas.launch.lead import Ending, Lead, Tell
 from atlas.launch.rendezvous import Guest, Rendezvous, SiteName
@@ -93,6 +94,7 @@ class Conductor:
         """Datacenters that are part of the run; those without a worker keep checkpoints."""
         self._all_datacenters = tuple(work.datacenters)
         self._num_done = 0
+        self._failure: BaseException | None = None
         self.rendezvous = Rendezvous(address, security, self._judge)
 
     def close(self) -> None:
@@ -111,10 +113,18 @@ class Conductor:
         self._finish(ending.sentence, 130 if ending.stopped else 0)
         return ending
 
+    def fail(self, site: SiteName, error: BaseException) -> None:
+        """The site of this very launcher has failed, on its own thread: the run ends, it is not started again."""
+        self._failure = error
+        guest = self.rendezvous.guests.get((site.datacenter, site.part))
+        if guest is not None:
+            guest.courier.inbox.put({"failed": str(error) or repr(error)})
+
     def _finish(self, text: str, code: int) -> None:
         guests = list(self.rendezvous.guests.values())
         for guest in guests:
-            guest.courier.send({"finish": {"text": text, "code": code}})
+            with contextlib.suppress(WorkerError):  # one that does not read must not keep the others from hearing it
+                guest.courier.send({"finish": {"text": text, "code": code}})
         deadline = time.monotonic() + FINISH_S
         for guest in guests:
             guest.courier.wait_sent(max(0.0, deadline - time.monotonic()) if guest.courier.is_connected else 0.0)
@@ -137,6 +147,10 @@ class Conductor:
         deadline, remind = time.monotonic() + self.terms.gather_s, time.monotonic() + REMIND_S
         with self.rendezvous.changed:
             while True:
+                if isinstance(self._failure, WorkerError):
+                    raise AtlasError(str(self._failure))  # no restart would help
+                if self._failure is not None:
+                    raise self._failure
                 missing = self._missing()
                 if not missing:
                     return [g for g in self.rendezvous.guests.values() if g.name.datacenter in self._members]

@@ -49,7 +49,10 @@ def unframed(buffer: bytearray) -> Message | None:
         raise ValueError(f"a frame of {length:,} bytes")
     if len(buffer) < _LENGTH.size + length:
         return None
-    message = json.loads(bytes(buffer[_LENGTH.size : _LENGTH.size + length]))
+    try:
+        message = json.loads(bytes(buffer[_LENGTH.size : _LENGTH.size + length]))
+    except RecursionError:
+        raise ValueError("a frame of too many brackets") from None
     if not isinstance(message, dict):
         raise ValueError("a frame that holds no object")
     del buffer[: _LENGTH.size + length]
@@ -79,14 +82,18 @@ class Courier:
         return self._num_received
 
     def send(self, message: Message) -> None:
-        """Returns at once; raises where the other side has been away for too much of it."""
+        """Returns at once; raises where the message is too large, or too much waits for the other side already.
+
+        A message that was refused was not sent; later ones still arrive.
+        """
         with self._lock:
+            data = frame({"number": self._num_sent + 1, "message": message, "received": self._num_received})
+            if self._kept_bytes + len(data) > MAX_KEPT_BYTES:
+                waiting = self._kept_bytes + len(data)
+                raise WorkerError(f"{waiting:,} bytes wait for a launcher that does not read them")
             self._num_sent += 1
-            data = frame({"number": self._num_sent, "message": message, "received": self._num_received})
             self._kept.append((self._num_sent, data))
             self._kept_bytes += len(data)
-            if self._kept_bytes > MAX_KEPT_BYTES:
-                raise WorkerError(f"{self._kept_bytes:,} bytes wait for a launcher that does not read them")
             if self._connection is not None:
                 self._connection.write(data)
 
@@ -178,7 +185,7 @@ class _Connection:
                 selector.register(self._sock, selectors.EVENT_READ)
                 selector.register(self._woken, selectors.EVENT_READ)
                 self._serve(selector)
-        except (OSError, ValueError, KeyError, TypeError):  # broken, or it speaks another language
+        except (OSError, ValueError, KeyError, TypeError, ArithmeticError):  # broken, or it speaks another language
             pass
         finally:
             for sock in (self._sock, self._wake, self._woken):

@@ -17,15 +17,18 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from atlas.errors import AtlasError, WorkerError
+from atlas.errors import EXTRAS, AtlasError, MissingExtraError, WorkerError
 from atlas.launch.nursery import Child, nursery
 
 log = logging.getLogger("atlas.launch")
 GRACE_S = 0.7
 """How long after a first complaint to listen for others: who died matters more than who noticed."""
+END_S = 30.0
+"""How long a killed process may take to be gone: the kernel frees its memory first."""
 
 
 class Said(NamedTuple):
@@ -124,6 +127,13 @@ class Voices(ABC):
         return kind(f"{self.title(first[0])} failed: {first[1].get('error', first[1])}")
 
 
+def _require_importable(*packages: str) -> None:
+    """Workers are other processes: that they lack a package is said here, before they are started."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise MissingExtraError(package, EXTRAS[package], "a worker")
+
+
 class _Worker(NamedTuple):
     child: Child
     orders: TextIO
@@ -134,9 +144,11 @@ class Fleet(Voices):
 
     def __init__(self, module: str, names: Sequence[str]) -> None:
         super().__init__(names)
+        _require_importable("torch", "safetensors")
         self._folder = tempfile.TemporaryDirectory(prefix="atlas-fleet-")
         self.folder = Path(self._folder.name)
         self._workers: dict[str, _Worker] = {}
+        self._listeners: list[threading.Thread] = []
         try:
             for name in self.names:
                 self._workers[name] = self._start(module, name)
@@ -155,13 +167,16 @@ class Fleet(Voices):
             orders.flush()
 
     def close(self) -> None:
-        """Ends every process, now, and waits for each."""
+        """Ends every process, now, and waits for each: its output has ended, so it writes no more."""
         for worker in self._workers.values():
             worker.child.kill()
-        for worker in self._workers.values():
-            worker.child.wait()
             with contextlib.suppress(OSError):
                 worker.orders.close()
+        deadline = time.monotonic() + END_S
+        for worker in self._workers.values():
+            worker.child.wait(max(0.0, deadline - time.monotonic()))
+        for listener in self._listeners:
+            listener.join(max(0.0, deadline - time.monotonic()))
         self._folder.cleanup()
 
     def __enter__(self) -> Fleet:
@@ -183,7 +198,9 @@ class Fleet(Voices):
         finally:
             os.close(their_orders)
             os.close(their_answers)
-        threading.Thread(target=self._listen, args=(name, os.fdopen(answers)), daemon=True).start()
+        listener = threading.Thread(target=self._listen, args=(name, os.fdopen(answers)), daemon=True)
+        listener.start()
+        self._listeners.append(listener)
         return _Worker(child, os.fdopen(orders, "w"))
 
     def _listen(self, name: str, answers: TextIO) -> None:

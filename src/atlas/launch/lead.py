@@ -6,6 +6,7 @@ Knows a fleet of any kind and the work it does. Where the workers run, and what 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from atlas.errors import WorkerError
 from atlas.ir.timeline import Timeline
 from atlas.launch.clocks import offsets_ns
 from atlas.launch.fleet import Voices
@@ -205,7 +207,8 @@ class _Watch:
     def _ask(self, limit_s: float) -> None:
         self._answers.clear()
         for name in self._lead.crew.names:
-            self._lead.crew.tell(name, {"where": True})
+            with contextlib.suppress(WorkerError):  # its launcher does not read: it is one of those that do not answer
+                self._lead.crew.tell(name, {"where": True})
         if self._ended.wait(ANSWER_S):
             return
         crew = self._lead.crew

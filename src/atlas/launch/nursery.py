@@ -2,14 +2,13 @@
 torch by itself computes for two seconds before it says its first word; a dozen on a laptop, a quarter of a minute.
 
 Knows processes, descriptors and exit codes; not what the children do. The nursery ends with its launcher (the socket
-between them closes), and the children with the nursery.
+between them closes), and the children with the nursery (the kernel kills them): `atlas.lifetime`.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -27,9 +26,12 @@ from typing import Any
 
 import atlas
 from atlas.errors import WorkerError
+from atlas.lifetime import Lifeline, end_with_parent
 
 START_S = 120.0
 """A cold disk takes half a minute over torch."""
+END_S = 10.0
+"""How long a nursery may take to end when it is told to, before it is killed."""
 KILLED = -signal.SIGKILL
 
 
@@ -62,8 +64,9 @@ class Nursery:
     def __init__(self, module: str) -> None:
         self._ours, theirs = socket.socketpair()
         self._lock = threading.Lock()
-        self._born: dict[int, Child] = {}
-        self._answers: list[int] = []
+        self._living: dict[int, Child] = {}
+        self._born: list[Child] = []
+        """Started, and not yet given to who asked for it. It may have ended by then."""
         self._answered = threading.Condition()
         self._is_gone = False
         # They import the atlas we are, not another that is installed.
@@ -92,18 +95,21 @@ class Nursery:
                 sent = socket.send_fds(self._ours, [request], [stdin, stdout, stderr])
                 self._ours.sendall(request[sent:])
             with self._answered:
-                self._answered.wait_for(lambda: self._answers or self._is_gone, START_S)
-                if not self._answers:
-                    raise WorkerError(f"no worker could be started: their nursery {self._how_it_ended()}")
-                return self._born[self._answers.pop()]
+                self._answered.wait_for(lambda: self._born or self._is_gone, START_S)
+                if self._born:
+                    return self._born.pop()
+                how = self._how_it_ended()
+        self._process.kill()  # its late answer must not be taken for that to the next request
+        raise WorkerError(f"no worker could be started: the process that forks workers {how}")
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._ours.shutdown(socket.SHUT_RDWR)
         try:
-            self._process.wait()
-        except KeyboardInterrupt:  # who is in such a hurry is not told where we were
+            self._process.wait(END_S)
+        except (KeyboardInterrupt, subprocess.TimeoutExpired):  # who is in such a hurry is not told where we were
             self._process.kill()
+            self._process.wait()
 
     def _hear(self) -> None:
         with contextlib.suppress(OSError), self._ours.makefile() as messages:
@@ -111,21 +117,21 @@ class Nursery:
                 event, pid, code = json.loads(message)
                 with self._answered:
                     if event == "born":
-                        self._born[pid] = Child(pid)
-                        self._answers.append(pid)
+                        self._living[pid] = Child(pid)
+                        self._born.append(self._living[pid])
                         self._answered.notify_all()
                     else:
-                        self._born.pop(pid).end(code)
+                        self._living.pop(pid).end(code)
         with self._answered:
             self._is_gone = True
             self._answered.notify_all()
-        for child in self._born.values():
-            child.end(KILLED)
+            for child in self._living.values():
+                child.end(KILLED)
         self._ours.close()
 
     def _how_it_ended(self) -> str:
         code = self._process.poll()
-        return "says nothing" if code is None else f"ended with code {code}"
+        return f"did not answer within {START_S:g} s" if code is None else f"ended with code {code}"
 
 
 _nurseries: dict[str, Nursery] = {}
@@ -144,7 +150,9 @@ def nursery(module: str) -> Nursery:
 # ---- the other side --------------------------------------------------------------------------------------------------
 def _tend(module: str, launcher: socket.socket) -> None:
     """Forks whom it is asked for, tells who ended, until the launcher is gone."""
+    lifeline = Lifeline(launcher.fileno())  # an import takes seconds, and the launcher may die meanwhile
     main = importlib.import_module(module).main
+    lifeline.stop()
     gc.freeze()  # what was imported stays: no worker's collector needs to walk it, nor to copy its pages
     woken, waker = os.pipe()
     for end in (woken, waker):
@@ -157,18 +165,27 @@ def _tend(module: str, launcher: socket.socket) -> None:
             os.read(woken, 4096)
             _tell_ended(launcher)
         if launcher.fileno() in readable:
-            message, descriptors, _, _ = socket.recv_fds(launcher, 1 << 16, 3)
-            if not message:
+            request, descriptors = _request(launcher)
+            if request is None:
                 return
-            while not message.endswith(b"\n"):  # it waits for our answer: nothing else can follow
-                message += launcher.recv(1 << 16)
+            nursery = os.getpid()
             pid = os.fork()
             if pid == 0:
-                launcher.close()
-                _become(main, json.loads(message), descriptors)
+                _become(main, request, descriptors, nursery, (launcher.fileno(), woken, waker))
             for descriptor in descriptors:
                 os.close(descriptor)
             _tell(launcher, "born", pid, 0)
+
+
+def _request(launcher: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """What the launcher asks for, and the child's descriptors; None where the launcher has gone, also midway."""
+    message, descriptors, _, _ = socket.recv_fds(launcher, 1 << 16, 3)
+    while message and not message.endswith(b"\n"):  # it waits for our answer: nothing else can follow
+        more = launcher.recv(1 << 16)
+        if not more:
+            return None, descriptors
+        message += more
+    return json.loads(message) if message else None, descriptors
 
 
 def _tell_ended(launcher: socket.socket) -> None:
@@ -181,15 +198,18 @@ def _tell(launcher: socket.socket, event: str, pid: int, code: int) -> None:
     launcher.sendall(json.dumps([event, pid, code]).encode() + b"\n")
 
 
-def _become(main: Any, request: dict[str, Any], descriptors: Sequence[int]) -> None:
-    """In the child: takes its place in the world, and never returns."""
+def _become(
+    main: Any, request: dict[str, Any], descriptors: Sequence[int], nursery: int, not_mine: Sequence[int]
+) -> None:
+    """In the child: takes its descriptors, folder and environment, runs `main`, and never returns."""
     code = 1
     try:
+        end_with_parent(nursery)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        with contextlib.suppress(OSError, AttributeError):  # Linux; elsewhere the end of stdin ends it
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        for descriptor in not_mine:
+            os.close(descriptor)
         for place, descriptor in enumerate(descriptors):
             os.dup2(descriptor, place)
             os.close(descriptor)

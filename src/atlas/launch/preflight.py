@@ -16,8 +16,8 @@ from atlas.runtime.wiring import Seat
 
 GIB = 1 << 30
 GRADIENT_BYTES = 4
-ADAMW_BYTES = 8
-"""Of optimizer state for a parameter."""
+ADAMW_BYTES, MASTER_BYTES = 8, 4
+"""Of optimizer state for a parameter: two moments; and a float32 copy where the model has fewer bits."""
 
 
 def devices_for(
@@ -76,7 +76,9 @@ def layers_of(seat: Seat, training: Training) -> list[str]:
 def state_bytes(training: Training, layers: Sequence[str]) -> int:
     """Of these layers; activations come on top."""
     weight = 4 if training.model.dtype == "fp32" else 2
-    optimizer = ADAMW_BYTES if training.optimizer.name == "adamw" else 0
+    optimizer = 0
+    if training.optimizer.name == "adamw":
+        optimizer = ADAMW_BYTES + (MASTER_BYTES if weight < MASTER_BYTES else 0)
     return sum(num_parameters(training.model.config, layer) for layer in layers) * (weight + GRADIENT_BYTES + optimizer)
 
 

@@ -10,6 +10,7 @@ Knows names and the door. What is done together is `conductor`'s business.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import socket
 import ssl
@@ -23,6 +24,7 @@ from atlas.launch.courier import Courier, Message, frame, unframed
 from atlas.wan.greet import Address
 from atlas.wan.security import Security, require_name
 
+log = logging.getLogger("atlas.launch")
 VERSION = 1
 HELLO_S = 10.0
 RETRY_S = 0.3
@@ -91,8 +93,11 @@ class Rendezvous:
         while not self._closing:
             try:
                 sock, _ = self._server.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if not self._closing:  # too many open files, a caller that hung up: the next one must be let in
+                    log.warning("rendezvous %s:%s: %s; listening goes on", *self.address, error)
+                    time.sleep(RETRY_S)
+                continue
             if not self._greeting.acquire(blocking=False):
                 sock.close()
                 continue
@@ -107,7 +112,8 @@ class Rendezvous:
                 sock = self._security.server_context.wrap_socket(sock, server_side=True)
             hello, early = _read_hello(sock)
             self._admit(sock, hello, early)
-        except (OSError, ValueError, KeyError, TypeError, WorkerError):
+        except Exception as error:  # whatever a stranger says ends his connection and nothing else
+            log.debug("rendezvous: a caller was turned away: %r", error)
             sock.close()
         finally:
             self._greeting.release()
@@ -180,7 +186,7 @@ class Caller:
         self.courier = Courier(self._changed)
         self.local_host = ""
         """The address by which this host reached the rendezvous."""
-        self.error: AtlasError | None = None
+        self.error: Exception | None = None
         """Why it gave up."""
         self._closing = threading.Event()
         self._is_away = threading.Event()
@@ -201,9 +207,9 @@ class Caller:
             self._is_away.clear()
             try:
                 self._call(time.monotonic() + self.grace_s)
-            except AtlasError as error:
+            except Exception as error:  # on a thread: who reads the inbox must hear of it, or would wait forever
                 self.error = error
-                self.courier.inbox.put({"gone": str(error)})
+                self.courier.inbox.put({"gone": str(error) if isinstance(error, AtlasError) else repr(error)})
                 return
 
     def _call(self, deadline: float) -> None:
@@ -217,11 +223,11 @@ class Caller:
                     f"{where}: TLS refused: {error.reason or error}. Give every datacenter a certificate of the same "
                     "CA that is still valid: `atlas wan certs` makes them"
                 ) from None
-            except OSError as error:
+            except (OSError, ValueError, KeyError, TypeError) as error:  # nobody there, or no rendezvous
                 if time.monotonic() > deadline:
+                    why = getattr(error, "strerror", None) or (error if isinstance(error, OSError) else "not atlas")
                     raise WorkerError(
-                        f"{where}: not reached: {error.strerror or error}. Start `atlas train` there, or mend "
-                        "--rendezvous"
+                        f"{where}: not reached: {why}. Start `atlas train` there, or mend --rendezvous"
                     ) from None
             self._closing.wait(RETRY_S)
 
@@ -242,7 +248,11 @@ class Caller:
         if "refused" in answer:
             sock.close()
             raise AtlasError(f"{where}: refuses {self.mine}: {answer['refused']}")
-        self.courier.attach(sock, int(answer["welcome"]), early)
+        try:
+            self.courier.attach(sock, int(answer["welcome"]), early)
+        except (KeyError, TypeError, ValueError):
+            sock.close()
+            raise
 
 
 def _read_hello(sock: socket.socket) -> tuple[Message, bytes]:

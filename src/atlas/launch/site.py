@@ -248,7 +248,11 @@ class Site:
                 what["how"] = fleet.how_it_died(said.name)
             elif "ready" in said.message and life.shelves is not None:
                 life.shelves.forget_fetched()  # they have read what they needed before they listened
-            self._caller.courier.send(what)
+            try:
+                self._caller.courier.send(what)
+            except WorkerError as error:  # on a thread: `run` must hear of it
+                self._caller.courier.inbox.put({"gone": str(error)})
+                return
 
     def _end(self) -> None:
         life, self._life = self._life, None

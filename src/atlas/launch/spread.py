@@ -97,6 +97,9 @@ class Spread(Voices):
                 continue
             except queue.Empty:
                 pass
+            except Exception as error:  # on a thread: who waits for this site must hear of it
+                self._put(node, {"error": f"what its launcher says makes no sense: {error!r}"})
+                return
             if self._rendezvous.guests.get((guest.name.datacenter, guest.name.part)) is not guest:
                 self._put(node, {"error": "its launcher was started again"})
                 return
@@ -105,8 +108,8 @@ class Spread(Voices):
                 return
 
     def _hear(self, guest: Guest, message: Message) -> None:
-        if "interrupt" in message:
-            self._put(guest.name.node, message)
+        if "interrupt" in message or "failed" in message:
+            self._put(guest.name.node, {"error": message["failed"]} if "failed" in message else message)
         elif message.get("epoch") != self.epoch:
             return  # of an earlier life
         elif "said" in message:

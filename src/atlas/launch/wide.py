@@ -95,7 +95,14 @@ def _lead(
     try:
         caller = _caller(replace(here, rendezvous=conductor.rendezvous.address), leader, digest, security, terms)
         site = Site(here.settings, caller, security, lambda line: None)
-        thread = threading.Thread(target=site.run, name=f"site {leader}")
+
+        def run_site() -> None:
+            try:
+                site.run()
+            except BaseException as error:
+                conductor.fail(here.settings.name, error)
+
+        thread = threading.Thread(target=run_site, name=f"site {leader}")
         thread.start()
         try:
             ending = conductor.run()

@@ -7,20 +7,24 @@ Knows streams, events and copies. Does not know ops, nor who sends what.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from atlas.errors import WorkerError
 from atlas.runtime.device import Copied, Running, Span, Upload
 from atlas.runtime.spans import Cover
 
 T = TypeVar("T")
+log = logging.getLogger("atlas.cuda")
+CLOSE_S = 30.0
 KEPT = 4096
 """Spans of compute and of copies that are remembered, the last ones."""
 REBASE_NS = 20 * 10**9
@@ -38,9 +42,7 @@ class Cuda:
         torch.cuda.set_device(self.place)
         self._compute = torch.cuda.current_stream()
         self._down, self._up = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._copies: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._hand_over, daemon=True, name=f"atlas {self.place} copies")
-        self._thread.start()
+        self._copies = Copies(self.place)
         self._base = self._compare_clocks()
         self._computed: deque[Span] = deque(maxlen=KEPT)
         self._copied: deque[_Timed] = deque(maxlen=KEPT)
@@ -81,7 +83,7 @@ class Cuda:
             tensor.record_stream(self._down)
             done.record(self._down)
         self._copied.append(_Timed(start, done, self._base))
-        self._copies.put(_Copy(done, host, then))
+        self._copies.put(done, host, then)
 
     def upload(self, tensor: Tensor) -> Upload:
         with torch.cuda.device(self.place), torch.cuda.stream(self._up):
@@ -101,14 +103,48 @@ class Cuda:
         total_ns = sum(span.end_ns - span.start_ns for span in kept)
         return Copied(len(kept), total_ns, sum(map(compute.within_ns, kept)))
 
+    def on_failure(self, tell: Callable[[WorkerError], None]) -> None:
+        self._copies.tell = tell
+
     def close(self) -> None:
-        self._copies.put(None)
-        self._thread.join()
+        self._copies.close()
+
+
+class Copies:
+    """Copies to the host, each handed over when it is done, in order, on a thread.
+
+    The first that fails is told at once, and raised where the next one is put: otherwise a peer would wait for bytes
+    that never come, and be blamed for it.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self.tell: Callable[[WorkerError], None] = lambda error: None
+        self._error: WorkerError | None = None
+        self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._hand_over, daemon=True, name=f"atlas {place} copies")
+        self._thread.start()
+
+    def put(self, done: Done, host: Tensor, then: Callable[[Tensor], None]) -> None:
+        if self._error is not None:
+            raise self._error
+        self._queue.put(_Copy(done, host, then))
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(CLOSE_S)
 
     def _hand_over(self) -> None:
-        while (copy := self._copies.get()) is not None:
-            copy.done.synchronize()
-            copy.then(copy.host)
+        while (copy := self._queue.get()) is not None:
+            if self._error is not None:
+                continue
+            try:
+                copy.done.synchronize()
+                copy.then(copy.host)
+            except Exception as error:
+                log.exception("a copy from %s failed", self.place)
+                self._error = WorkerError(f"a copy from {self.place} to the host failed: {error!r}")
+                self.tell(self._error)
 
 
 def _event(*, blocking: bool = False) -> torch.cuda.Event:
@@ -156,10 +192,16 @@ class _Timed(NamedTuple):
         return Span(self.base.moment_ns(self.start), self.base.moment_ns(self.done))
 
 
+class Done(Protocol):
+    """The end of a copy; torch's event is one."""
+
+    def synchronize(self) -> None: ...
+
+
 class _Copy(NamedTuple):
     """To the host, under way."""
 
-    done: torch.cuda.Event
+    done: Done
     host: Tensor
     then: Callable[[Tensor], None]
 

@@ -14,6 +14,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from atlas.errors import WorkerError
 from atlas.runtime.hardware import require_device
 
 T = TypeVar("T")
@@ -92,6 +93,10 @@ class Device(Protocol):
         """Waits for the copies that are under way; none where host and device are one."""
         ...
 
+    def on_failure(self, tell: Callable[[WorkerError], None]) -> None:
+        """`tell` is called, on another thread, with what goes wrong beside the thread that computes."""
+        ...
+
     def close(self) -> None:
         """Ends what runs beside."""
         ...
@@ -141,6 +146,9 @@ class Cpu:
 
     def copied(self) -> Copied:
         return Copied(0, 0, 0)
+
+    def on_failure(self, tell: Callable[[WorkerError], None]) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -8,7 +8,6 @@ of its stages; not why it asks.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.ir.parse import from_text
+from atlas.lifetime import end_with_parent
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import LayerState
 from atlas.runtime.dividing import DividedHolding
@@ -99,12 +99,12 @@ class Followers:
 def _fork(assignment: Assignment, rank: int, port: int) -> _Process:
     their_orders, orders = os.pipe()
     answers, their_answers = os.pipe()
+    leader = os.getpid()
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            with contextlib.suppress(OSError, AttributeError):  # Linux; elsewhere the end of its orders ends it
-                ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+            end_with_parent(leader)
             os.dup2(their_orders, 0)
             os.dup2(2, 1)  # a stray print of some library is no answer
             os.dup2(their_answers, 3)

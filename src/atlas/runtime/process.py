@@ -89,6 +89,13 @@ class Talk:
             self._answers.write(json.dumps(message) + "\n")
             self._answers.flush()
 
+    def fail(self, error: AtlasError) -> None:
+        """Of something beside the main thread, which may be waiting: ends the process."""
+        try:
+            self.say({"error": str(error), "mend": not isinstance(error, WorkerError)})
+        finally:
+            os._exit(1)
+
 
 class Warnings(logging.Handler):
     """What is worth a person's attention goes to whoever started us, not only into a file beside it."""
@@ -138,11 +145,7 @@ def _serve(orders: TextIO, talk: Talk) -> dict[str, Any]:
         return _work(assignment, orders, talk, None)
     from atlas.runtime.leading import Followers  # brings DTensor, a second that most workers do not need
 
-    def lost(error: AtlasError) -> None:
-        talk.say({"error": str(error), "mend": not isinstance(error, WorkerError)})
-        os._exit(1)
-
-    followers = Followers(assignment, lost)
+    followers = Followers(assignment, talk.fail)
     with followers.explaining():
         return _work(assignment, orders, talk, followers)
 
@@ -164,6 +167,7 @@ def _work(assignment: Assignment, orders: TextIO, talk: Talk, followers: Followe
         talk.say({"copied": [id.attempt, id.step]})
 
     device, filler = make_device(assignment.device), load_filler(assignment.filler)
+    device.on_failure(talk.fail)
     worker = Worker(assignment, device, followers=followers, filler=filler, tell=tell, on_saved=saved, on_copied=copied)
     talk.say({"listening": worker.links.ports})
     worker.connect([tuple(place) for place in _order(orders)["channels"]])
@@ -186,9 +190,12 @@ def _work(assignment: Assignment, orders: TextIO, talk: Talk, followers: Followe
 
 
 def _heed(orders: TextIO, worker: Worker, brake: Brake, talk: Talk) -> None:
-    """Orders that come while it runs; the end of them ends the process."""
-    while line := orders.readline():
-        _obey(json.loads(line), worker, brake, talk)
+    """Orders that come while it runs; the end of them ends the process, and so does one that cannot be obeyed."""
+    try:
+        while line := orders.readline():
+            _obey(json.loads(line), worker, brake, talk)
+    except Exception:
+        talk.fail(WorkerError(f"a bug, not a mistake of yours:\n{traceback.format_exc()}"))
     os._exit(1)
 
 

@@ -137,7 +137,11 @@ class Transfer(Work):
             if handle.error is not None:
                 future.set_exception(handle.error)  # type: ignore[arg-type]
                 return
-            self._land()
+            try:
+                self._land()
+            except Exception as error:  # on the transport's thread: who waits for the future must hear of it
+                future.set_exception(error)  # type: ignore[arg-type]
+                return
             future.set_result([self._target] if self._target is not None else [])
 
         self._handle.on_done(settle)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atlas.errors import WorkerError
 from atlas.runtime.device import Device
 from atlas.runtime.links import Links
 from atlas.runtime.models.decoder import TIED_EMBEDDING
@@ -99,7 +100,11 @@ class GradientSync:
             return list(gradients), 0
         total = self._sums.pop((step, stage))
         wait(total.received)
-        total.is_mine_here.wait()
+        if not total.is_mine_here.wait(self.links.patience_s):
+            raise WorkerError(
+                f"SYNC of step {step} on {self.who}: its own gradients of stage {stage} did not come off the device "
+                f"within {self.links.patience_s:g} s"
+            )
         mine = slices(len(total.flat), self.seat.num_pipelines)[self.seat.pipeline]
         added = total.flat[mine]
         added.zero_()

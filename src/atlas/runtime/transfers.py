@@ -6,6 +6,7 @@ Knows tensors, tags and transfers of the Program. What is computed with them, an
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -51,13 +52,19 @@ class Arrival:
         self._buffer, self._device = buffer, device
         self._lock = threading.Lock()
         self._upload: Upload | None = None
-        handle.on_done(lambda done: self._start() if done.error is None else None)
+        handle.on_done(self._start_early)
 
     @property
     def tensor(self) -> Tensor:
         self._start()
         assert self._upload is not None
         return self._upload.get()
+
+    def _start_early(self, done: Handle) -> None:
+        """On the transport's thread, which a failing device must not end: it fails again where the tensor is needed."""
+        if done.error is None:
+            with contextlib.suppress(Exception):
+                self._start()
 
     def _start(self) -> None:
         with self._lock:

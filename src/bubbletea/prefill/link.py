@@ -7,12 +7,13 @@ Knows messages and the engine's inbox. Does not know bubbles.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from bubbletea.prefill.job import Piece, Task
 from bubbletea.prefill.messages import CANCEL, DONE, FAILED, LOGITS, READY, REPORT, TASK, Json, ticket_of, unpack_task
 from bubbletea.prefill.staging import Staged
 
+log = logging.getLogger("bubbletea.link")
 CONNECT_S = 5.0
 AGAIN_S = 0.5
 REPORT_S = 0.05
@@ -45,6 +47,15 @@ def dial(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=CONNECT_S)
 
 
+class _Outgoing(NamedTuple):
+    """A frame that is made when it is its turn: keys and values may still be under way from the device."""
+
+    make: Callable[[], tuple[int, Json, Payload]]
+    task: Task | None = None
+    """Fails with it."""
+    kv_bytes: int = 0
+
+
 class Link:
     """`order` is what the service wants of this worker; then `serve(engine)`. Also the engine's outlet."""
 
@@ -52,7 +63,7 @@ class Link:
         self.address, self.token, self.who = address, token, who
         self._sock = dial(address)
         self.order: Json = self._greet(self._sock)
-        self._out: queue.SimpleQueue[Callable[[], tuple[int, Json, Payload]] | None] = queue.SimpleQueue()
+        self._out: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._ran: list[tuple[Any, ...]] = []
@@ -73,7 +84,7 @@ class Link:
     def serve(self, engine: Engine) -> None:
         """Tells the service that all is ready, and starts the threads."""
         self._engine = engine
-        self._out.put(lambda: (READY, {}, b""))
+        self._out.put(_Outgoing(lambda: (READY, {}, b"")))
         for target in (self._read, self._write, self._tick):
             threading.Thread(target=target, daemon=True, name=f"bubbletea {target.__name__[1:]}").start()
 
@@ -92,11 +103,12 @@ class Link:
             block = Block(ticket_of(task), self._model, piece.layer, piece.first, piece.last, kv())
             return (KV, *pack_block(block))
 
-        self._queued_bytes += self._kv_bytes(piece)
-        self._out.put(frame)
+        num_bytes = self._kv_bytes(piece)
+        self._queued_bytes += num_bytes
+        self._out.put(_Outgoing(frame, task, num_bytes))
 
     def logits(self, task: Task, logits: Staged) -> None:
-        self._out.put(lambda: (LOGITS, _name(task), bytes_of(logits())))
+        self._out.put(_Outgoing(lambda: (LOGITS, _name(task), bytes_of(logits())), task))
 
     def ran(self, task: Task, piece: Piece, predicted_ns: int, took_ns: int) -> None:
         row = (task.job, task.attempt, piece.layer, piece.first, piece.last, predicted_ns, took_ns)
@@ -104,10 +116,10 @@ class Link:
             self._ran.append(row)
 
     def done(self, task: Task) -> None:
-        self._out.put(lambda: (DONE, _name(task), b""))
+        self._out.put(_Outgoing(lambda: (DONE, _name(task), b"")))
 
     def failed(self, task: Task, why: str) -> None:
-        self._out.put(lambda: (FAILED, {**_name(task), "why": why[:500]}, b""))
+        self._out.put(_Outgoing(lambda: (FAILED, {**_name(task), "why": why[:500]}, b"")))
 
     def waited(self, step: int, index: int, began_ns: int, ended_ns: int, filled_ns: int) -> None:
         with self._lock:
@@ -123,7 +135,9 @@ class Link:
         while not self._closed.is_set():
             try:
                 self._take(receive(self._sock))
-            except (OSError, WorkerError, KeyError, TypeError, ValueError):
+            except Exception as error:  # broken, or what came makes no sense: the thread must live, or no task comes
+                if not isinstance(error, OSError | WorkerError):
+                    log.exception("what the service sent could not be taken")
                 self._reconnect()
 
     def _take(self, frame: Frame) -> None:
@@ -148,12 +162,18 @@ class Link:
 
     def _write(self) -> None:
         assert self._engine is not None
-        while (make := self._out.get()) is not None:
-            kind, fields, payload = make()
-            with contextlib.suppress(OSError):  # the reader notices, and what was meant for the old service is void
-                send(self._sock, kind, fields, payload)
-            if kind == KV:
-                self._sent_bytes += len(payload)
+        while (out := self._out.get()) is not None:
+            try:
+                frame = out.make()
+                with contextlib.suppress(OSError):  # the reader notices, and what was meant for the old service is void
+                    send(self._sock, *frame)
+            except Exception as error:  # of one frame: others must still leave
+                log.exception("a frame for the service could not be made")
+                if out.task is not None:
+                    self._engine.cancel(out.task.job, out.task.attempt)
+                    self.failed(out.task, f"its results could not be taken off the device: {error!r}")
+            if out.kv_bytes:
+                self._sent_bytes += out.kv_bytes
                 self._engine.changed.set()
 
     def _tick(self) -> None:
@@ -165,7 +185,7 @@ class Link:
             ran, self._ran = self._ran[:MAX_REPORTS], self._ran[MAX_REPORTS:]
             waits, self._waits = self._waits[:MAX_REPORTS], self._waits[MAX_REPORTS:]
         if ran or waits:
-            self._out.put(lambda: (REPORT, {"ran": ran, "waits": waits}, b""))
+            self._out.put(_Outgoing(lambda: (REPORT, {"ran": ran, "waits": waits}, b"")))
 
     def _reconnect(self) -> None:
         assert self._engine is not None
@@ -173,14 +193,14 @@ class Link:
         self._engine.cancel_all()
         self._cached.clear()
         while not self._closed.wait(AGAIN_S):
-            with contextlib.suppress(OSError, WorkerError, KeyError):
+            with contextlib.suppress(OSError, WorkerError, KeyError, TypeError, ValueError):
                 sock = dial(self.address)
                 if self._greet(sock) != self.order:
                     sock.close()
                     self.close()  # another service: this worker holds the wrong layers for it
                     return
                 self._sock = sock
-                self._out.put(lambda: (READY, {}, b""))
+                self._out.put(_Outgoing(lambda: (READY, {}, b"")))
                 return
 
     def _hang_up(self) -> None:

@@ -11,9 +11,11 @@ import pytest
 import torch
 from prefill_samples import LLAMA
 
+from bubbletea.frames import receive
 from bubbletea.prefill import link as module
 from bubbletea.prefill.job import Piece, Task
 from bubbletea.prefill.link import Link
+from bubbletea.prefill.messages import DONE, FAILED, READY
 from bubbletea.prefill.shard import Served
 
 
@@ -38,5 +40,37 @@ def test_a_service_that_does_not_read_makes_the_link_full(monkeypatch: pytest.Mo
         read += len(there.recv(1 << 20))
     assert not link.is_full
     assert read > 2 * kv.nbytes
+    link.close()
+    there.close()
+
+
+def test_a_frame_that_cannot_be_made_fails_its_task_and_the_next_one_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = socket.socketpair()
+    monkeypatch.setattr(module, "dial", lambda address: here)
+    monkeypatch.setattr(module, "greet", lambda sock, token, who: {"now_ns": time.monotonic_ns(), "order": {}})
+    link, cancelled = Link("unix:nobody", "token", {}), list[tuple[int, int]]()
+    engine = SimpleNamespace(
+        shard=SimpleNamespace(served=Served(LLAMA)),
+        changed=threading.Event(),
+        cancel_all=lambda: None,
+        cancel=lambda job, attempt: cancelled.append((job, attempt)),
+    )
+    link.serve(engine)  # type: ignore[arg-type]
+    lost, kept = Task(1, 0, 16, 0, (16,), 0, 0), Task(2, 0, 16, 0, (16,), 0, 0)
+
+    def broken() -> torch.Tensor:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    link.kv(lost, Piece(0, 0, 16, 0), broken)
+    link.done(kept)
+    there.settimeout(10)
+    frames = [receive(there) for _ in range(3)]
+    by_kind = {frame.kind: frame.fields for frame in frames}
+    assert by_kind.keys() == {READY, DONE, FAILED}
+    assert by_kind[DONE]["job"] == 2
+    assert by_kind[FAILED]["job"] == 1
+    assert "illegal memory access" in by_kind[FAILED]["why"]
+    assert cancelled == [(1, 0)]
+    assert link._queued_bytes == link._sent_bytes, "or the link would be full for good"
     link.close()
     there.close()

@@ -137,7 +137,7 @@ class Desk:
                 self._serve(request)
             except OSError as error:
                 self.answer(request, refusal(error))
-            except (KeyError, TypeError, ValueError) as error:
+            except Exception as error:  # a request that makes no sense must not end the service of this node
                 self.answer(request, {"errno": errno.EINVAL, "error": f"{request.verb}: {error!r}"})
 
     def _serve(self, request: Request) -> None:
@@ -211,6 +211,9 @@ class Upload:
             self.store.write(self.name, self._taken())
         except OSError as error:
             self._refuse_rest(error)
+        except Exception as error:  # on a thread: whoever sends the file must hear of it
+            _log.exception("copy of %s to %s", self.name, self.store)
+            self._refuse_rest(OSError(errno.EIO, f"a bug at the keeper: {error!r}"))
         else:
             assert self._open is not None, "a write ends with an end"
             self._answer(self._open, {})

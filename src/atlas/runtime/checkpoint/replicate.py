@@ -105,6 +105,9 @@ class Replicator:
                     self._stop.wait(self.retry_s)
         except _StoppedError:
             pass
+        except Exception as error:  # a bug of ours: training goes on, but somebody must know that nothing is copied now
+            self._report(f"replication of {self.source} to {self.target} has ended, a bug of ours: {error!r}")
+            raise
         finally:
             with self._news:
                 self._ended = True
