@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,13 +86,19 @@ def test_importing_atlas_and_its_help_load_nothing_heavy(code: str) -> None:
     assert found.stdout.strip() == ""
 
 
+def _children_s() -> float:
+    """CPU time of the processes that we have waited for: a busy host does not change it, as it does wall time."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 @pytest.mark.parametrize("words", [("-c", "import atlas"), ("-m", "atlas.cli", "--help")], ids=["import", "help"])
 def test_importing_atlas_and_its_help_are_instant(words: tuple[str, ...]) -> None:
     best = float("inf")
     for _ in range(8):
-        began = time.perf_counter()
+        began = _children_s()
         subprocess.run([sys.executable, *words], capture_output=True, check=True)
-        best = min(best, time.perf_counter() - began)
+        best = min(best, _children_s() - began)
         if best <= MAX_SECONDS:
             return
     pytest.fail(f"{' '.join(words)} took {best:.2f} s at best, the bar is {MAX_SECONDS} s")
