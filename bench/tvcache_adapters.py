@@ -23,14 +23,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-from common.report import Report
+from common.report import Report, not_measured
 
 from tvcache import Cache
 from tvcache.adapters import skyrl
 from tvcache.adapters.verl import Sessions, cached
 
 ROLLOUTS = 8
-VERL_NEEDS = ("torch", "ray", "tensordict", "transformers>=4.50", "codetiming", "hydra-core", "pillow")
+VERL_NEEDS = (
+    *("torch", "ray", "tensordict", "transformers>=4.50", "codetiming", "hydra-core", "pillow", "orjson", "datasets"),
+    *("cachetools", "uvicorn", "fastapi"),
+)
+"""What verl's BaseTool and its agent loop import."""
 
 
 def main() -> int:
@@ -46,13 +50,12 @@ def main() -> int:
         try:
             importlib.import_module(package)
         except ImportError as error:
-            print(json.dumps({"name": package, "skipped": str(error)}), flush=True)
+            report.void(package, str(error))
             continue
         check(report)
         measured = True
     if not measured:
-        print("neither skyrl-gym nor verl is installed: give --install DIR")
-        return 77
+        return not_measured(report.title, "neither skyrl-gym nor verl is installed: give --install DIR")
     return report.finish()
 
 

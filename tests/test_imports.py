@@ -112,7 +112,7 @@ def test_what_is_small_is_simulated_without_numba_or_torch(name: str) -> None:
 
 
 TVCACHE = sorted((SRC / "tvcache").rglob("*.py"))
-STARLETTE = {"server", "serve", "metrics"}
+STARLETTE = {"server", "serve", "metrics", "fast_http"}
 """Modules of tvcache that may need more than the standard library: its `tvcache` extra."""
 
 

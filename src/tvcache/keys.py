@@ -79,8 +79,7 @@ def canonical(value: Any, limit_bytes: int = MAX_CALL_BYTES) -> bytes:
     """JSON with sorted keys, without spaces. Characters stay as they are: look-alikes are different keys."""
     require_json(value)
     try:
-        text = json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        found = text.encode()
+        found = _ENCODER.encode(value).encode()
     except UnicodeEncodeError as error:
         raise ArgumentsError(f"a text holds half of a surrogate pair ({error.reason}): give valid Unicode") from None
     if len(found) > limit_bytes:
@@ -115,7 +114,7 @@ def require_json(value: Any, depth: int = 0) -> None:
 def parse(text: str | bytes) -> Any:
     """JSON text, strictly: no NaN, no key twice in an object, no bottomless nesting."""
     try:
-        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        found = _DECODER.decode(text if isinstance(text, str) else text.decode())
     except RecursionError:
         raise ArgumentsError(f"nested more than {MAX_DEPTH} deep: flatten the arguments") from None
     except UnicodeDecodeError:
@@ -136,3 +135,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> Any:
     raise ArgumentsError(f"{name} is not JSON: numbers are finite")
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)

@@ -22,6 +22,7 @@ from tvcache.history import History
 
 Policy = Literal["measured", "always", "never"]
 LEASE_S = 300.0
+GUESS_S, GUESS_BYTES_PER_S = 1e-4, 500e6
 LOG = logging.getLogger("tvcache")
 
 
@@ -63,7 +64,8 @@ class Snapshots:
         self.failures = self.evictions = self.taken = 0
         self._kept: dict[bytes, Snapshot] = {}
         self._fork_s: dict[bytes, float] = {}
-        """By task: how long copies took lately."""
+        """By task: how long copies took lately, or a guess."""
+        self._measured: set[bytes] = set()
         self._unforkable: set[bytes] = set()
         """Tasks whose environments have no copies."""
         self._lock = threading.Lock()
@@ -125,9 +127,10 @@ class Snapshots:
         state = history.states[length]
         if self.policy == "never" or state in self._kept or history.states[0] in self._unforkable:
             return
+        self._guess(environment, history)
         before = self.nearest(history, 0, length)
         rebuild_s = history.replay_s(before or 0, length) + (make_s if before is None else 0.0)
-        if self.policy == "measured" and rebuild_s <= 2 * max(self.restore_s(history), 1e-4):
+        if self.policy == "measured" and rebuild_s <= 2 * self.restore_s(history):
             return
         try:
             size = size_bytes(environment)
@@ -154,11 +157,18 @@ class Snapshots:
         for state in list(self._kept):
             self._forget(state)
 
+    def _guess(self, environment: Environment, history: History) -> None:
+        """How long a copy will take, by its size, until one was measured."""
+        if history.states[0] not in self._fork_s:
+            self._fork_s[history.states[0]] = GUESS_S + size_bytes(environment) / GUESS_BYTES_PER_S
+
     def _timed_fork(self, environment: Environment, history: History) -> Environment:
         began_s = time.perf_counter()
         copy = environment.fork()
         took_s, task = time.perf_counter() - began_s, history.states[0]
-        self._fork_s[task] = (self._fork_s.get(task, took_s) + took_s) / 2
+        measured = task in self._measured
+        self._measured.add(task)
+        self._fork_s[task] = (self._fork_s[task] + took_s) / 2 if measured else took_s
         return copy
 
     def _keep(self, state: bytes, snapshot: Snapshot) -> None:

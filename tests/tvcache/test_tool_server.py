@@ -289,3 +289,75 @@ def test_the_page_shows_the_tree_and_escapes_what_an_agent_wrote(served: Served)
     assert "write(text=&quot;&lt;img src=x&gt;&quot;)" in text
     assert '--depth:1"' in text
     client.close()
+
+
+def exchanged(served: Served, *parts: bytes) -> list[tuple[int, bytes]]:
+    """What a raw connection answers until it is closed or silent for all it was sent."""
+    found = []
+    with socket.create_connection(("127.0.0.1", served.port), 30) as raw:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for part in parts:
+            raw.sendall(part)
+        stream = raw.makefile("rb")
+        for _ in range(b"".join(parts).count(b" HTTP/1.1\r\n")):
+            status = stream.readline().split()
+            if not status:
+                break
+            length = 0
+            while (line := stream.readline().strip()) != b"":
+                name, _, value = line.partition(b":")
+                length = int(value) if name.lower() == b"content-length" else length
+            found.append((int(status[1]), stream.read(length)))
+        stream.close()
+    return found
+
+
+def framed(body: bytes, *headers: str, path: str = "/v1/begin") -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def test_every_way_to_send_a_request_has_the_same_answer(served: Served) -> None:
+    client = Client(served.url)
+    client.finish(ask("ways"), Lease(), VALUE)
+    client.close()
+    body = json.dumps(asked(ask("ways")) | {"wait_s": 0}).encode()
+    size = f"Content-Length: {len(body)}"
+    whole = framed(body, size)
+    chunked = framed(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body), "Transfer-Encoding: chunked")
+    ways = {
+        "at once": [whole],
+        "byte by byte": [whole[k : k + 1] for k in range(len(whole))],
+        "head first": [whole[: -len(body)], body],
+        "chunked": [chunked],
+        "pipelined": [whole + whole + whole],
+        "close": [framed(body, size, "Connection: close")],
+        "odd names": [framed(body, size.upper(), "X-Other: 1", "X-Other: 2")],
+        "after another": [whole, chunked, whole],
+    }
+    answers = {name: exchanged(served, *parts) for name, parts in ways.items()}
+    expected = (
+        200,
+        json.dumps({"value": {"body": VALUE.body.decode(), "seconds": 1.5}}, separators=(",", ":")).encode(),
+    )
+    assert {answer for one in answers.values() for answer in one} == {expected}
+    assert [len(one) for one in answers.values()] == [1, 1, 1, 1, 3, 1, 1, 3]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ("Content-Length: 2", "Content-Length: 3"),
+        ("Content-Length: -2",),
+        ("Content-Length: 2x",),
+        ("Content-Length: 2", "Transfer-Encoding: chunked", "Transfer-Encoding: x"),
+        ("Content-Length: 2", "Bad Name: x"),
+        ("Content-Length : 2",),
+        ("Content-Length: 2", "No-Colon"),
+        ("Content-Length: 2", "Nul: \x00"),
+    ],
+)
+def test_a_malformed_request_gets_no_answer_of_ours(served: Served, headers: tuple[str, ...]) -> None:
+    found = exchanged(served, framed(b"{}", *headers))
+    assert [status for status, _ in found] == [400]
+    assert b"missing" not in found[0][1]  # refused as HTTP, before anything was read as JSON

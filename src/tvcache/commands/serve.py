@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"tvcache: {scheme}://{args.host}:{listener.getsockname()[1]}, {len(log):,} values in {args.log}", flush=True)
     config = uvicorn.Config(
         server.app(),
+        http=server.protocol(),
         loop="asyncio",
         ws="none",
         lifespan="on",
