@@ -18,6 +18,9 @@ from urllib.parse import urlsplit
 
 from tvcache.errors import TvcacheError
 
+WRONG_NAME = (62, 64)
+"""OpenSSL's codes: the certificate is good, but of another host or another address."""
+
 
 @dataclass(frozen=True)
 class Certificates:
@@ -27,9 +30,10 @@ class Certificates:
     cert: Path | None = None
     key: Path | None = None
 
-    def client_context(self) -> ssl.SSLContext:
+    def client_context(self, check_name: bool = True) -> ssl.SSLContext:
         try:
             context = ssl.create_default_context(cafile=self.ca)
+            context.check_hostname = check_name
             if self.cert is not None:
                 context.load_cert_chain(self.cert, self.key)
         except (OSError, ssl.SSLError) as error:
@@ -50,7 +54,10 @@ class Endpoint:
             raise TvcacheError(f"{url!r}: the port is not a number from 1 to 65535") from None
         self.url, self.host, self.tls = url.rstrip("/"), parts.hostname, parts.scheme == "https"
         self.port = port or (443 if self.tls else 80)
-        self._context = (certificates or Certificates()).client_context() if self.tls else None
+        self._certificates = certificates or Certificates()
+        self._context = self._certificates.client_context() if self.tls else None
+        self._nameless = False
+        """The server's certificate has no host name to check, only an authority that the user named."""
         self._headers = {"content-type": "application/json"}
         if token:
             self._headers["authorization"] = f"Bearer {token}"
@@ -100,6 +107,15 @@ class Endpoint:
             made = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
             made.connect()
+            if self._nameless and _host_names(made.sock):
+                raise ssl.SSLCertVerificationError(f"{self.url}: the certificate names another host")
+        except ssl.SSLCertVerificationError as error:
+            made.close()
+            if self._nameless or self._certificates.ca is None or error.verify_code not in WRONG_NAME:
+                raise
+            # Certificates of a private authority, such as those of `atlas wan certs`, may name nodes, not hosts.
+            self._nameless, self._context = True, self._certificates.client_context(check_name=False)
+            return self._open(timeout_s)
         except BaseException:
             made.close()
             raise
@@ -124,6 +140,12 @@ class Endpoint:
         finally:
             if not again:
                 connection.close()
+
+
+def _host_names(connected: socket.socket) -> list[str]:
+    assert isinstance(connected, ssl.SSLSocket)
+    pairs: Any = (connected.getpeercert() or {}).get("subjectAltName", ())
+    return [str(value) for kind, value in pairs if kind in ("DNS", "IP Address")]
 
 
 def is_loopback(host: str) -> bool:

@@ -120,7 +120,6 @@ def page(found: Mapping[str, Any]) -> str:
     """The summary as HTML."""
     style = files("tvcache").joinpath("show.css").read_text(encoding="utf-8")
     title = escape(found["title"] or "tvcache")
-    dropped = sum(found["dropped"].values())
     cards = [
         ("hits", f"{found['hits']:,}"),
         ("hit rate", f"{100 * found['hit_rate']:.0f} %"),
@@ -129,8 +128,6 @@ def page(found: Mapping[str, Any]) -> str:
         ("values", f"{found['values']:,}"),
         ("tasks", f"{found['num_tasks']:,}"),
     ]
-    if dropped:
-        cards.append(("dropped by the audit", f"{dropped:,}"))
     return "".join(
         (
             f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>tvcache: {title}</title>'
@@ -158,10 +155,10 @@ def duration(seconds: float) -> str:
 def _warning(dropped: Mapping[str, int]) -> str:
     if not dropped:
         return ""
-    names = ", ".join(f"<code>{escape(name)}</code> ({count:,})" for name, count in sorted(dropped.items()))
+    names = ", ".join(f"<code>{escape(name)}</code> ({count:,} dropped)" for name, count in sorted(dropped.items()))
     return (
-        f"<p class=warning>Executed again, these tools gave something else or changed the state: {names} "
-        "values dropped. Declare them <code>mutates</code> or <code>volatile</code>.</p>"
+        "<p class=warning>Executed again by the audit, these tools gave another output or changed the state although "
+        f"declared <code>reads</code>: {names}. Declare them <code>mutates</code> or <code>volatile</code>.</p>"
     )
 
 
@@ -171,7 +168,7 @@ def _tools(tools: Mapping[str, Mapping[str, Any]]) -> str:
     most = max(one["saved_s"] for one in tools.values()) or 1.0
     rows = "".join(
         f"<tr><th scope=row><code>{escape(name)}</code></th><td>{one['hits']:,}</td><td>{one['values']:,}</td>"
-        f"<td>{100 * one['hit_rate']:.0f} %</td><td>{duration(one['saved_s'])}</td>"
+        f"<td>{100 * one['hit_rate']:.0f} %</td><td>{duration(one['saved_s']) if one['hits'] else '–'}</td>"
         f'<td class=bar><i style="width:{100 * one["saved_s"] / most:.1f}%"></i></td></tr>'
         for name, one in tools.items()
     )

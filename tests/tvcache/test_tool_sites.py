@@ -29,8 +29,8 @@ def eventually(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def make_certificates(folder: Path) -> Certificates:
-    """An authority, and one certificate of it for every site."""
+def make_certificates(folder: Path, name: str = "127.0.0.1") -> Certificates:
+    """An authority, and one certificate of it for every site; for an address, or a URI as `atlas wan certs` writes."""
     pytest.importorskip("cryptography")
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -38,6 +38,8 @@ def make_certificates(folder: Path) -> Certificates:
     from cryptography.x509.oid import NameOID
 
     now = datetime.datetime.now(datetime.UTC)
+    uri = "://" in name
+    who = x509.UniformResourceIdentifier(name) if uri else x509.IPAddress(ipaddress.ip_address(name))
     names = {part: x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, part)]) for part in ("authority", "site")}
     keys = {part: ec.generate_private_key(ec.SECP256R1()) for part in names}
     for part in names:
@@ -50,9 +52,7 @@ def make_certificates(folder: Path) -> Certificates:
             .not_valid_before(now - datetime.timedelta(hours=1))
             .not_valid_after(now + datetime.timedelta(hours=1))
             .add_extension(x509.BasicConstraints(ca=part == "authority", path_length=None), critical=True)
-            .add_extension(
-                x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
-            )
+            .add_extension(x509.SubjectAlternativeName([who]), critical=False)
         )
         made = builder.sign(keys["authority"], hashes.SHA256())
         (folder / f"{part}.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
@@ -64,8 +64,9 @@ def make_certificates(folder: Path) -> Certificates:
     return Certificates(folder / "authority.pem", folder / "site.pem", folder / "site.key")
 
 
-def test_values_travel_over_https_and_drops_too(tmp_path: Path) -> None:
-    found = make_certificates(tmp_path)
+@pytest.mark.parametrize("name", ["127.0.0.1", "atlas://site-a/0"])
+def test_values_travel_over_https_and_drops_too(tmp_path: Path, name: str) -> None:
+    found = make_certificates(tmp_path, name)
     flags = ["--ca", str(found.ca), "--cert", str(found.cert), "--key", str(found.key)]
     here = Served(tmp_path / "here.log", *flags)
     with here, Served(tmp_path / "there.log", *flags, "--peer", here.url) as there:
@@ -126,3 +127,16 @@ def test_two_sites_that_read_each_other_come_to_rest(tmp_path: Path) -> None:
         eventually(rested)
         first.close()
         second.close()
+
+
+def test_a_certificate_of_another_host_or_authority_is_refused(tmp_path: Path) -> None:
+    for folder in ("other", "strange"):
+        (tmp_path / folder).mkdir()
+    other = make_certificates(tmp_path / "other", "127.0.0.9")
+    strange = make_certificates(tmp_path / "strange")
+    with Served(tmp_path / "a.log", "--cert", str(other.cert), "--key", str(other.key)) as served:
+        for found in (Certificates(other.ca), Certificates(strange.ca), Certificates()):
+            client = Client(served.url, certificates=found)
+            assert client.begin(ask("a"), 0.0) == Lease()
+            assert client.finish(ask("a"), Lease(), Value(b'{"json":1}')) is None
+            client.close()
