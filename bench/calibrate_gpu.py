@@ -3,7 +3,7 @@
     python bench/calibrate_gpu.py --gpu H200 --out calibration.json
 
 Times whole layers of several widths, lengths and microbatch sizes with the runtime's own stage code (its fused
-attention included), and beside them bare products, attention and copies. Four constants are fitted on the layers;
+attention included), and beside them bare products, attention and copies. Five constants are fitted on the layers;
 products, attention and copies show whether they are plausible. Everything measured is in the file, so that another
 form of the model can be fitted without the GPU. `peer_efficiency` takes several GPUs to measure: it is given.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common.fit import Floats, least_squares
+from common.fit import Floats, least_squares, soften
 from torch import Tensor
 from torch.nn import functional
 
@@ -52,6 +52,8 @@ SHAPES = [
     ("gpt", 8192, 64, 6144, 1),
 ]
 """Family, hidden, heads, tokens, microbatch. The first shows what launching a layer's kernels takes."""
+GRADIENT_BYTES = 4
+"""The runtime sums gradients in fp32."""
 LLAMA = {"kv_heads": 8, "ffn": 14_336}
 PRODUCTS = [(512, 4096, 4096), (2048, 4096, 4096), (4096, 4096, 16384), (8192, 8192, 8192), (2048, 1024, 4096)]
 ATTENTION = [(1, 16, 2048, 64), (1, 32, 4096, 128), (1, 64, 6144, 128), (8, 16, 2048, 128)]
@@ -165,6 +167,7 @@ def fit(rows: list[Row], gpu: str) -> tuple[Calibration, float]:
             attention_efficiency=attention,
             peer_efficiency=PEER_EFFICIENCY,
             layer_floor_us=float(np.exp(point[3])),
+            backward_floor_us=float(np.exp(point[4])),
             fused_attention=True,
         )
 
@@ -172,11 +175,12 @@ def fit(rows: list[Row], gpu: str) -> tuple[Calibration, float]:
         at = rates(GPUS[gpu], calibration(point), fused_attention=True)
         found = []
         for row in rows:
-            one = layer_pass(row.model, row.microbatch, 1, 2, at)
+            one = layer_pass(row.model, row.microbatch, 1, 2, at, GRADIENT_BYTES)
             found += [one.forward_s / row.forward_s, one.backward_s / row.backward_s]
         return np.log(np.array(found))
 
-    point = least_squares(errors, np.array([1.0, 0.5, 0.5, np.log(200.0)]))
+    start = np.array([1.0, 0.5, 0.5, np.log(500.0), np.log(1700.0)])
+    point = least_squares(lambda at: soften(errors(at)), start)
     return calibration(point), float(np.abs(np.exp(errors(point)) - 1).mean())
 
 

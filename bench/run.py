@@ -40,8 +40,9 @@ class Bench:
 
 
 BENCHES: dict[str, Bench] = {
-    "accuracy_a100": Bench(4),
-    "accuracy_gh200": Bench(3, None),
+    "accuracy_a100": Bench(8, ("--shipped",)),
+    "accuracy_sailor": Bench(3, ()),
+    "calibrate_gpu": Bench(6, None),
     "admission": Bench(4, ()),
     "bits": Bench(8),
     "bubbletea_sim": Bench(30, ("--case", "c4", "--case", "slowdown")),

@@ -1,4 +1,4 @@
-"""Calibrated times, the fit that yields them, and what the measured runs say of both where they are at hand."""
+"""Calibrated times are the default where there are constants; what measured runs say of them where they are at hand."""
 
 from __future__ import annotations
 
@@ -11,24 +11,15 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from atlas.cost.calibration.fit import Sample, fit, predict
-from atlas.cost.calibration.footprint import Overheads, StageSize, fit_overheads, peak_bytes
-from atlas.cost.calibration.runs import Machine, Run, blocking_costs, iteration_s, rates_by_tp, stage_seconds
-from atlas.cost.compute import analytic, calibrated
+from atlas.cost.compute import analytic, calibrated, model_times, pricing
 from atlas.cost.kernels import layer_pass, rates
 from atlas.errors import SpecError
-from atlas.ir.assemble import with_optimizer
-from atlas.ir.ops import Kind
-from atlas.ir.program import Layout
-from atlas.schedules.classic import one_f_one_b
-from atlas.sim import simulate
-from atlas.spec import GPUS, Calibration, Model, parse_job
+from atlas.spec import GPUS, Calibration, Model, override, parse_job
 from atlas.spec.job import Job
 
 BENCH = Path(__file__).parents[2] / "bench"
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 GPU = GPUS["A100-80"]
-MACHINE = Machine(GPU, gpus_per_node=8, net_bytes_per_s=100e9)
 TRUTH = Calibration(
     matrix_efficiency=0.8, memory_efficiency=0.6, peer_efficiency=0.7, layer_floor_us=700, fused_attention=False
 )
@@ -38,10 +29,10 @@ def model(hidden: int = 4096, layers: int = 32) -> Model:
     return Model(layers=layers, hidden=hidden, heads=32, seq_len=2048)
 
 
-def job(**changes: object) -> Job:
+def job(gpu: str = "A100-80", **changes: object) -> Job:
     data = {
         "model": {"layers": 8, "hidden": 4096, "heads": 32, "seq_len": 2048},
-        "cluster": {"datacenters": [{"name": "a", "nodes": 4, "gpu": "A100-80"}]},
+        "cluster": {"datacenters": [{"name": "a", "nodes": 4, "gpu": gpu}]},
         "num_microbatches": 8,
         "pp": 2,
     }
@@ -53,12 +44,6 @@ def load_bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     """A script of bench/, which finds its neighbours as it does when it is run."""
     monkeypatch.syspath_prepend(str(BENCH))
     return importlib.import_module
-
-
-def runs() -> list[Run]:
-    shapes = [(1, 8, 1), (8, 4, 1), (4, 4, 2), (2, 2, 8), (8, 2, 4), (1, 1, 4), (2, 1, 2), (8, 1, 1), (4, 1, 2)]
-    small = [Run(model(1024, 8), b, 8, *shape) for shape in shapes for b in (1, 4)]
-    return small + [Run(model(), b, 16, *shape) for shape in shapes for b in (1, 2, 8)]
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------
@@ -81,6 +66,8 @@ def test_no_layer_is_faster_than_its_launch() -> None:
     tiny = Model(layers=1, hidden=64, heads=1, seq_len=16)
     one = layer_pass(tiny, 1, 1, 2, rates(GPU, TRUTH))
     assert (one.forward_s, one.backward_s) == pytest.approx((700e-6, 1400e-6))
+    slower = TRUTH.model_copy(update={"backward_floor_us": 2000.0})
+    assert layer_pass(tiny, 1, 1, 2, rates(GPU, slower)).backward_s == pytest.approx(2000e-6)
 
 
 def test_fused_attention_is_faster() -> None:
@@ -89,55 +76,55 @@ def test_fused_attention_is_faster() -> None:
     assert fused_s < apart_s
 
 
-# ---- a whole iteration ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("run", [Run(model(), 2, 12, 2, 4, pp) for pp in (1, 2, 4, 8)], ids=lambda run: run.key)
-def test_closed_form_equals_the_event_simulator(run: Run) -> None:
-    rates_of = rates_by_tp(MACHINE, TRUTH)
-    stages, transfer_s = stage_seconds(run, MACHINE, rates_of)
-    program = with_optimizer(one_f_one_b(Layout.even(1, run.pp, run.num_microbatches, 1)))
-    timeline = simulate(program, blocking_costs(stages, transfer_s, receiver_waits=False))
-    assert timeline.op_end_ns.max() / 1e9 == pytest.approx(iteration_s(run, MACHINE, rates_of), rel=1e-3)
-
-
-def test_a_receiver_that_waits_makes_the_middle_of_a_pipeline_slower() -> None:
-    stages, transfer_s = stage_seconds(Run(model(), 2, 12, 2, 4, 4), MACHINE, rates_by_tp(MACHINE, TRUTH))
-    paired, alone = (blocking_costs(stages, transfer_s, receiver_waits=waits) for waits in (False, True))
-    extra = (alone.compute_ns - paired.compute_ns)[0][:, [Kind.F, Kind.B]].sum(axis=1) / (transfer_s * 1e9)
-    assert extra.tolist() == pytest.approx([1, 2, 2, 1], rel=1e-6)
-
-
-def test_the_fit_finds_the_constants_that_made_the_times_despite_a_slowed_run() -> None:
-    measured_s = predict(runs(), MACHINE, TRUTH)
-    measured_s[3] *= 1.5
-    found = fit([Sample(runs(), measured_s)], MACHINE)
-    for name in ("matrix_efficiency", "memory_efficiency", "peer_efficiency", "layer_floor_us"):
-        assert getattr(found, name) == pytest.approx(getattr(TRUTH, name), rel=0.03), name
-
-
-def test_shares_stay_shares_whatever_the_times() -> None:
-    found = fit([Sample(runs(), predict(runs(), MACHINE, TRUTH) / 10)], MACHINE)
-    assert max(found.matrix_efficiency, found.memory_efficiency, found.peer_efficiency) <= 1
-
-
-# ---- memory --------------------------------------------------------------------------------------------------
-def test_overheads_are_found_from_the_peaks_they_made() -> None:
-    truth = Overheads(fixed_bytes=4e9, layer_copies=2.0, head_copies=3.0)
-    pipelines = [
-        [StageSize(10**8, b * 3e8 * layers, b * 3e8, b * 5e8 * (layers < 9), in_flight)]
-        for b, layers, in_flight in [(1, 8, 1), (4, 8, 1), (8, 8, 1), (2, 9, 4), (8, 9, 4), (8, 9, 2)]
-    ]
-    found = fit_overheads(pipelines, np.array([peak_bytes(stages, truth) for stages in pipelines]))
-    assert (found.fixed_bytes, found.layer_copies, found.head_copies) == pytest.approx((4e9, 2.0, 3.0), rel=1e-3)
+def test_summing_gradients_in_fp32_costs_their_bytes_in_the_weight_gradient() -> None:
+    at = rates(GPU, TRUTH)
+    without, with_sum = (layer_pass(model(), 1, 1, 2, at, sum_bytes) for sum_bytes in (0, 4))
+    assert with_sum.forward_s == without.forward_s
+    assert with_sum.weight_s - without.weight_s == pytest.approx(with_sum.backward_s - without.backward_s, rel=0.05)
+    assert with_sum.backward_s > without.backward_s
 
 
 # ---- a user's job ----------------------------------------------------------------------------------------------
-def test_a_calibrated_job_is_priced_by_its_gpus_constants() -> None:
-    time = calibrated(job(calibrated=True), GPU).layers[0]
+def test_a_job_is_priced_by_its_gpus_constants_unless_it_says_otherwise() -> None:
     assert GPU.calibration is not None
-    one = layer_pass(job().model, 1, 1, 2, rates(GPU, GPU.calibration))
-    assert (time.forward_s, time.recompute_s) == (one.forward_s, one.forward_s)
-    assert time.backward_s == pytest.approx(one.backward_s)
-    assert time.forward_s != analytic(job(), GPU).layers[0].forward_s
+    fused = rates(GPU, GPU.calibration, fused_attention=True)
+    want = layer_pass(job().model, 1, 1, 2, fused, 4).forward_s
+    stated = analytic(job(), GPU).layers[0].forward_s
+    assert want != stated
+    layer = {name: model_times(found)("a").layers[0].forward_s for name, found in _kinds().items()}
+    assert layer == {"left out": want, "calibrated": want, "not calibrated": stated, "efficiency": stated}
+
+
+def _kinds() -> dict[str, Job]:
+    return {
+        "left out": job(),
+        "calibrated": job(calibrated=True),
+        "not calibrated": job(calibrated=False),
+        "efficiency": job(efficiency=0.5),
+    }
+
+
+def test_a_changed_job_is_still_priced_by_constants() -> None:
+    assert override(job(), ["pp=4"]).is_calibrated
+    assert not override(job(efficiency=0.4), ["pp=4"]).is_calibrated
+
+
+def test_one_type_without_constants_makes_the_whole_job_uncalibrated_and_the_report_says_so() -> None:
+    cluster = {
+        "wan": {"latency_ms": 10},
+        "datacenters": [{"name": "a", "nodes": 4, "gpu": "A100-80"}, {"name": "b", "nodes": 4, "gpu": "L4"}],
+    }
+    mixed = job(cluster=cluster)
+    assert not mixed.is_calibrated
+    assert pricing(mixed) == "uncalibrated: no constants for L4, 50% of the peak is assumed"
+    assert pricing(job()) == "calibrated constants"
+    assert pricing(job(efficiency=0.4)) == "uncalibrated: 40% of the peak, as the job states"
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_built_in_type_is_calibrated_or_said_not_to_be(name: str) -> None:
+    found = pricing(job(name))
+    assert found == "calibrated constants" if GPUS[name].calibration else found.startswith("uncalibrated")
 
 
 def test_a_calibrated_job_on_a_type_without_constants_says_what_to_do() -> None:
@@ -155,25 +142,32 @@ def test_a_misspelt_constant_names_the_nearest() -> None:
         job(cluster=cluster)
 
 
+def test_the_network_of_a_node_follows_its_gpus() -> None:
+    net = {name: job(name).cluster.datacenters[0].node_gbps for name in ("A100-80", "H200", "L4")}
+    assert net == {"A100-80": 800, "H200": 3200, "L4": 100}
+    told = job(cluster={"datacenters": [{"name": "a", "nodes": 4, "net_gbps": 25}]})
+    assert told.cluster.datacenters[0].node_gbps == 25
+
+
+# ---- the fit ---------------------------------------------------------------------------------------------------
+def test_least_squares_finds_the_point_that_made_the_values(load_bench: Callable[[str], ModuleType]) -> None:
+    x = np.linspace(0, 1, 20)
+    truth = np.array([1.5, -0.7])
+    values = np.exp(truth[0] * x) + truth[1]
+    fit = load_bench("common.fit")
+    found = fit.least_squares(lambda at: np.exp(at[0] * x) + at[1] - values, np.array([0.0, 0.0]))
+    assert found.tolist() == pytest.approx(truth.tolist(), rel=1e-4)
+
+
 # ---- the measurements ------------------------------------------------------------------------------------------
-@pytest.mark.skipif(not (SHARED / "vtrain").exists(), reason="vTrain's measurements are not here")
-def test_the_built_in_a100_carries_what_the_measured_runs_give(load_bench: Callable[[str], ModuleType]) -> None:
-    bench = load_bench("accuracy_a100")
-    single, multi = (bench.read(SHARED / "vtrain" / f"{kind}_node_a100.csv") for kind in ("single", "multi"))
-    found, built_in = fit([single, multi], MACHINE), GPU.calibration
-    assert built_in is not None
-    for name in ("matrix_efficiency", "memory_efficiency", "peer_efficiency", "layer_floor_us"):
-        assert getattr(built_in, name) == pytest.approx(getattr(found, name), rel=2e-3), name
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not (SHARED / "vtrain").exists(), reason="vTrain's measurements are not here")
 def test_the_a100_bar_holds(monkeypatch: pytest.MonkeyPatch, load_bench: Callable[[str], ModuleType]) -> None:
-    monkeypatch.setattr(sys, "argv", ["accuracy_a100", "--quick"])
+    monkeypatch.setattr(sys, "argv", ["accuracy_a100", "--shipped"])
     assert load_bench("accuracy_a100").main() == 0
 
 
 @pytest.mark.skipif(not (SHARED / "sailor").exists(), reason="Sailor's measurements are not here")
-def test_the_gh200_bars_hold(monkeypatch: pytest.MonkeyPatch, load_bench: Callable[[str], ModuleType]) -> None:
-    monkeypatch.setattr(sys, "argv", ["accuracy_gh200"])
-    assert load_bench("accuracy_gh200").main() == 0
+def test_the_bars_of_sailor_hold(monkeypatch: pytest.MonkeyPatch, load_bench: Callable[[str], ModuleType]) -> None:
+    monkeypatch.setattr(sys, "argv", ["accuracy_sailor"])
+    assert load_bench("accuracy_sailor").main() == 0

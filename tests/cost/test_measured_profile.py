@@ -10,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from atlas.cost.compute import pricing
+from atlas.cost.memory import worker_memory
 from atlas.cost.price import price
 from atlas.cost.profile import load_profile
 from atlas.errors import AtlasError, SpecError
@@ -79,3 +81,57 @@ def test_a_cut_and_garbled_profile_never_breaks_the_loader(tmp_path: Path, cut: 
         path.write_text(TEXT[:cut] + tail + TEXT[cut + 3 :], encoding="utf-8", errors="replace")
         with suppress(AtlasError):
             load_profile(path)
+
+
+# ---- the shape that was measured -----------------------------------------------------------------------------
+SHAPE = {
+    "seq_len": 2048,
+    "hidden": 2048,
+    "heads": 16,
+    "kv_heads": 16,
+    "ffn": 8192,
+    "vocab": 32_000,
+    "precision": "bf16",
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seq_len", 128),
+        ("hidden", 1024),
+        ("heads", 8),
+        ("kv_heads", 4),
+        ("ffn", 4096),
+        ("vocab", 50_304),
+        ("precision", "fp32"),
+    ],
+)
+def test_a_profile_of_another_model_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    priced(tmp_path, {"entries": [{**ENTRY, **SHAPE}]})
+    with pytest.raises(SpecError) as caught:
+        priced(tmp_path, {"entries": [{**ENTRY, **SHAPE, key: value}]}, "other.json")
+    assert f"{key} {value}, the job has {SHAPE[key]}" in str(caught.value)
+    assert "atlas profile" in str(caught.value)
+
+
+def test_of_several_entries_the_one_of_this_model_is_taken(tmp_path: Path) -> None:
+    other = {**ENTRY, **SHAPE, "seq_len": 128, "layer": {"forward_s": 1.0, "backward_s": 1.0}}
+    ms = priced(tmp_path, {"entries": [other, {**ENTRY, **SHAPE}]}).compute_ns[0] / 1e6
+    assert ms[1, Kind.F] == pytest.approx(20)
+
+
+def test_a_profile_that_records_no_shape_is_taken_and_said_to_be_unchecked(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    for entry, words in ((ENTRY, "does not record its seq_len, hidden"), ({**ENTRY, **SHAPE}, "a measured profile")):
+        path.write_text(json.dumps({"entries": [entry]}))
+        assert words in pricing(load_job(TINY, [f"profile={path}"]))
+
+
+def test_measured_sizes_replace_those_of_the_shape(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    piece = {**LAYER, "params": 10**8, "activation_bytes": 3e8}
+    path.write_text(json.dumps({"entries": [{**ENTRY, "layer": piece}]}))
+    sets = [f"profile={path}", "layers_per_stage=[2, 2, 2, 2]"]
+    worker = worker_memory(load_job(TINY, sets))[1]
+    assert (worker.weights, worker.activations) == (2 * 10**8 * 2, 2 * 3 * 10**8)

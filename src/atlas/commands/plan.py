@@ -16,6 +16,8 @@ from atlas.commands.files import require_apart, require_drawable, require_writab
 from atlas.commands.numbers import whole
 from atlas.commands.simulate import job_flags
 from atlas.commands.terminal import Meter, as_json, say, show
+from atlas.commands.words import priced
+from atlas.cost.compute import pricing
 from atlas.errors import SpecError
 from atlas.ir.replace import replacing
 from atlas.plan.files import plan_of
@@ -163,6 +165,8 @@ def as_data(planned: Planned) -> dict[str, Any]:
         "plan": plan.model_dump(mode="json", exclude_none=True, exclude={"job"}),
         "candidates": rows(planned),
         "pareto": [as_dict(judged) for judged in front(planned)],
+        "pricing": pricing(planned.job),
+        "runtime": planned.job.runtime,
         "notes": verdict(planned),
     }
 
@@ -195,7 +199,8 @@ def _table(planned: Planned, money: bool) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    told = compared(planned) + (" * Pareto-optimal." if money else "")
+    told = f"{compared(planned)} {priced(pricing(planned.job), planned.job.runtime)}"
+    told += " * Pareto-optimal." if money else ""
     table = Table(
         padding=(0, 1, 0, 0),
         box=box.SIMPLE_HEAD,

@@ -17,7 +17,7 @@ from typing import Any
 from atlas.commands.files import require_apart, require_writable
 from atlas.commands.numbers import whole
 from atlas.commands.simulate import job_flags
-from atlas.cost.profile import load_profile
+from atlas.cost.profile import load_profile, shape_of
 from atlas.ir.replace import replacing
 from atlas.spec import Job
 from atlas.spec.plan import load_job_or_plan
@@ -40,10 +40,9 @@ def run(args: argparse.Namespace) -> int:
     require_apart({"--out": args.out}, [file for file in job.files if file != job.profile])  # that one may be added to
     kept = load_profile(args.out) if args.out.exists() else None
     entry = measure(job, args.gpu, args.device, args.repeats)
-    same = (entry["gpu"], entry["microbatch"], entry["tp"])
-    others = [
-        e.model_dump(exclude_none=True) for e in (kept.entries if kept else ()) if (e.gpu, e.microbatch, e.tp) != same
-    ]
+    same = {key: value for key, value in entry.items() if not isinstance(value, dict)}
+    kept_entries = [e.model_dump(exclude_none=True) for e in (kept.entries if kept else ())]
+    others = [e for e in kept_entries if any(e.get(key, value) != value for key, value in same.items())]
     with replacing(args.out) as file:
         file.write((json.dumps({"model": job.name, "entries": [*others, entry]}, indent=2) + "\n").encode())
     layer = entry["layer"]
@@ -59,4 +58,4 @@ def measure(job: Job, gpu: str, device: str, repeats: int) -> dict[str, Any]:
     """One entry of a profile file."""
     from atlas.runtime.profile import profile
 
-    return {"gpu": gpu, "microbatch": job.microbatch, "tp": 1, **profile(job, device, repeats)}
+    return {"gpu": gpu, "microbatch": job.microbatch, "tp": 1, **shape_of(job), **profile(job, device, repeats)}

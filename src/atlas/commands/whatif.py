@@ -19,11 +19,14 @@ from atlas.commands.files import require_apart, require_drawable, require_writab
 from atlas.commands.numbers import number, whole
 from atlas.commands.simulate import job_flags
 from atlas.commands.terminal import Meter, as_json, say, show
+from atlas.commands.words import priced
+from atlas.cost.compute import pricing
 from atlas.errors import SpecError
 from atlas.plan.change import Sweep, parse_sweep
 from atlas.plan.judge import Judged, as_dict
 from atlas.plan.whatif import Asked, Marginal, Point, marginals, percentiles, spread, sweep
 from atlas.schedules.eager import NAME
+from atlas.spec import Job
 from atlas.spec.plan import load_job_or_plan
 from atlas.view.curve import write_curves
 from atlas.view.table import seconds
@@ -73,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
         if args.monte_carlo:
             times = spread(asked, args.monte_carlo, wan=sigma, compute=job.jitter.compute, seed=args.seed, tick=meter)
     if args.json:
-        sys.stdout.write(as_json(_data(now, found, more, times)))
+        sys.stdout.write(as_json(_data(job, now, found, more, times)))
     else:
-        _show(job.name, now, found, more, times, sigma)
+        _show(job, now, found, more, times, sigma)
         if plan is not None and plan.schedule.name == "atlas":
             show(
                 f"All of this is simulated with {NAME}, so that figures differ only by what was changed. "
@@ -89,8 +92,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _data(now: Judged, found: list[tuple[Sweep, list[Point]]], more: list[Marginal], times: list[float]) -> Any:
+def _data(
+    job: Job, now: Judged, found: list[tuple[Sweep, list[Point]]], more: list[Marginal], times: list[float]
+) -> Any:
     return {
+        "pricing": pricing(job),
+        "runtime": job.runtime,
         "now": as_dict(now),
         "sweeps": [{"key": one.key, "points": [vars(point) for point in points]} for one, points in found],
         "marginals": [vars(one) for one in more],
@@ -100,7 +107,7 @@ def _data(now: Judged, found: list[tuple[Sweep, list[Point]]], more: list[Margin
 
 
 def _show(
-    name: str,
+    job: Job,
     now: Judged,
     found: list[tuple[Sweep, list[Point]]],
     more: list[Marginal],
@@ -109,7 +116,7 @@ def _show(
 ) -> None:
     figures = now.figures
     show(
-        f"{name}: {now.candidate.where()} ({now.candidate.how()}): {seconds(figures.iteration_s)} an iteration, "
+        f"{job.name}: {now.candidate.where()} ({now.candidate.how()}): {seconds(figures.iteration_s)} an iteration, "
         f"{figures.tokens_per_s:,.0f} tokens/s",
         "",
     )
@@ -120,7 +127,7 @@ def _show(
     if times:
         said = ", ".join(f"{key.removesuffix('_s')} {seconds(value)}" for key, value in percentiles(times).items())
         show(f"{len(times)} runs, bandwidth and latency of every link off by a factor (sigma {sigma:g}): {said}", "")
-    show("All times are simulated.")
+    show("All times are simulated.", priced(pricing(job), job.runtime))
 
 
 def _sweep_table(one: Sweep, points: list[Point], base: float) -> Any:

@@ -61,7 +61,14 @@ def notes(found: Sequence[Row]) -> list[str]:
     lines = ["All times are simulated."]
     if len(found) > 1:
         lines[0] += f" Speedup is over {called(max(found, key=lambda row: float(row['iteration_s'])))}."
+    lines.append(priced(found[0]["pricing"], found[0]["runtime"]))
     return lines + _too_big(found)
+
+
+def priced(pricing: str, runtime: str) -> str:
+    """`Compute: calibrated constants.`"""
+    other = "" if runtime == "atlas" else f" Runtime: {runtime}, which `atlas train` does not execute."
+    return f"Compute: {pricing}.{other}"
 
 
 def page_notes(results: Sequence[Result], drawn: Sequence[Result]) -> list[str]:

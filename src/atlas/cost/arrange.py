@@ -1,6 +1,6 @@
 """What the user left out of a job: which datacenter holds which worker, layers per stage, pipelines per cell.
 
-    workers of a datacenter   nodes x (gpus_per_node // tp): a tp group never leaves its node
+    workers of a datacenter   nodes x (gpus_per_node // tp), or groups of several whole nodes
     default placement         every datacenter, in file order, in proportion to the stages it has room for
     default split             the slowest stage is as fast as can be, embedding and LM head counted
     default C                 round(WAN time of an activation / forward time of a stage): bytes over one node pair's
@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from atlas.cost.compute import ModelTime, PieceTime, model_times, total
+from atlas.cost.runtimes import RUNTIMES
 from atlas.errors import InfeasibleError, SpecError
 from atlas.spec.cluster import DataCenter, Route
 from atlas.spec.job import Job
@@ -55,7 +57,13 @@ def arrange(job: Job) -> Arrangement:
 # ---- placement ---------------------------------------------------------------------------------------------
 def num_workers(job: Job, dc: DataCenter) -> int:
     """Tensor-parallel groups a datacenter has room for."""
-    return dc.nodes * (dc.gpus_per_node // job.tp)
+    return int(tp_groups(dc.nodes, dc.gpus_per_node, job.tp))
+
+
+def tp_groups(nodes: Any, gpus_per_node: Any, tp: int) -> Any:
+    """Groups in nodes, numbers or arrays of them: several in a node, or several whole nodes a group."""
+    wide = np.where(tp % gpus_per_node == 0, nodes // np.maximum(1, tp // gpus_per_node), 0)
+    return np.where(gpus_per_node >= tp, nodes * (gpus_per_node // tp), wide)
 
 
 def _ranks(job: Job, num_pipelines: int) -> tuple[str, ...]:
@@ -76,7 +84,7 @@ def _ranks(job: Job, num_pipelines: int) -> tuple[str, ...]:
 
 
 def _too_few_gpus(job: Job, dc: DataCenter, stages: int, num_pipelines: int) -> InfeasibleError:
-    if dc.gpus_per_node < job.tp:
+    if dc.gpus_per_node < job.tp and job.tp % dc.gpus_per_node:
         return _too_wide(job, dc)
     need = stages * num_pipelines * job.cells * job.tp
     have = num_workers(job, dc) * job.tp
@@ -95,15 +103,16 @@ def _too_wide(job: Job, dc: DataCenter) -> InfeasibleError:
         where=job.where,
         key="tp",
         value=job.tp,
-        rule=f"a tensor-parallel group stays in one node, and nodes of {dc.name} have {dc.gpus_per_node} GPUs",
-        remedy=f"tp of at most {dc.gpus_per_node}",
+        rule=f"a tensor-parallel group fills a node's part or several whole nodes, and nodes of {dc.name} have "
+        f"{dc.gpus_per_node} GPUs",
+        remedy=f"tp of at most {dc.gpus_per_node}, or a multiple of it",
     )
 
 
 def _proportional(job: Job, room: dict[str, int], replicas: int) -> list[tuple[str, int]]:
     """File order, in proportion to room, at least one each; when stages are few, the roomiest datacenters."""
     widest = max(job.cluster.datacenters, key=lambda dc: dc.gpus_per_node)
-    if widest.gpus_per_node < job.tp:
+    if all(dc.gpus_per_node < job.tp and job.tp % dc.gpus_per_node for dc in job.cluster.datacenters):
         raise _too_wide(job, widest)
     if sum(room.values()) < job.pp:
         need, have = job.pp * replicas * job.tp, sum(num_workers(job, dc) * job.tp for dc in job.cluster.datacenters)
@@ -161,7 +170,7 @@ def route_between(job: Job, a: str, b: str) -> Route:
 def _split(job: Job, rank_dc: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[PieceTime, ...]]:
     of_dc = model_times(job)
     models = [of_dc(rank_dc[s % len(rank_dc)]) for s in range(job.num_stages)]
-    split = job.layers_per_stage or balanced_split(models)
+    split = job.layers_per_stage or _even(job) or balanced_split(models)
     first = np.concatenate([[0], np.cumsum(split)])
     last = job.num_stages - 1
     times = []
@@ -171,6 +180,13 @@ def _split(job: Job, rank_dc: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[P
         pieces += [model.head] if s == last else []
         times.append(total(pieces))
     return split, tuple(times)
+
+
+def _even(job: Job) -> tuple[int, ...] | None:
+    """Equal stages, where the runtime wants them and the layers allow them."""
+    if not RUNTIMES[job.runtime].splits_evenly or job.model.layers % job.num_stages:
+        return None
+    return (job.model.layers // job.num_stages,) * job.num_stages
 
 
 def balanced_split(models: list[ModelTime]) -> tuple[int, ...]:

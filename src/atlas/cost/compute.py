@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 
 from atlas.cost import flops
 from atlas.cost.kernels import Pass, head_pass, layer_pass, rates
-from atlas.cost.profile import Entry, Piece, find_entry, load_profile
+from atlas.cost.profile import Entry, Piece, entry_of, unchecked
+from atlas.cost.runtimes import RUNTIMES
 from atlas.errors import SpecError
+from atlas.spec.cluster import DataCenter
 from atlas.spec.gpus import Gpu
 from atlas.spec.job import Job
 
@@ -58,24 +60,54 @@ class ModelTime:
 
 
 def model_times(job: Job) -> Callable[[str], ModelTime]:
-    """A function from a datacenter's name to the times on its GPUs. A profile file is read once."""
-    profile = load_profile(job.profile) if job.profile else None
-    known: dict[str, ModelTime] = {}
+    """A function from a datacenter's name to the times on its GPUs."""
+    known: dict[tuple[str, float], ModelTime] = {}
 
     def times(dc_name: str) -> ModelTime:
-        name = job.cluster.dc(dc_name).gpu
-        if name not in known:
-            price = calibrated if job.calibrated else analytic
-            known[name] = price(job, job.cluster.gpu(dc_name))
-            if profile is not None and job.profile is not None:
-                entry = find_entry(
-                    profile, job.profile, gpu=name, microbatch=job.microbatch, tp=job.tp, num_layers=job.model.layers
-                )
-                known[name] = measured(job, entry, known[name])
-            known[name] = replace(known[name], head=_head_at_once(known[name].head))
-        return known[name]
+        dc = job.cluster.dc(dc_name)
+        key = dc.gpu, peer_bps(job, dc)
+        if key not in known:
+            price = calibrated if job.is_calibrated and not job.profile else analytic
+            found = price(job, job.cluster.gpu(dc_name), peer_bps(job, dc))
+            if (entry := entry_of(job, dc.gpu)) is not None:
+                found = measured(job, entry, found)
+            found = replace(found, head=_head_at_once(found.head))
+            if job.recompute and RUNTIMES[job.runtime].recomputes_in_backward:
+                found = replace(found, layers=_each(found.layers, _recomputed_in_backward))
+            known[key] = found
+        return known[key]
 
     return times
+
+
+def pricing(job: Job) -> str:
+    """Where the seconds of compute come from, in words: what every report of a job says."""
+    if job.profile is not None:
+        missing = unchecked(job)
+        return "a measured profile" + (f", which does not record its {', '.join(missing)}" if missing else "")
+    if job.is_calibrated:
+        return "calibrated constants"
+    if job.efficiency is None and job.calibrated is None:
+        names = ", ".join(job.without_constants)
+        return f"uncalibrated: no constants for {names}, {job.stated_efficiency:.0%} of the peak is assumed"
+    return f"uncalibrated: {job.stated_efficiency:.0%} of the peak, as the job states"
+
+
+def peer_bps(job: Job, dc: DataCenter) -> float:
+    """What one GPU sends to the rest of its tp group: a group wider than a node goes over the nodes' network."""
+    inside = job.cluster.gpu(dc.name).peer_gbps * 1e9
+    return inside if job.tp <= dc.gpus_per_node else min(inside, dc.node_gbps * 1e9)
+
+
+def _each(pieces: tuple[PieceTime, ...], change: Callable[[PieceTime], PieceTime]) -> tuple[PieceTime, ...]:
+    """Layers are mostly one object, many times over."""
+    changed: dict[int, PieceTime] = {}
+    return tuple(changed.setdefault(id(piece), change(piece)) for piece in pieces)
+
+
+def _recomputed_in_backward(piece: PieceTime) -> PieceTime:
+    """No op of its own: the gradient is there before the recompute starts, on every stage."""
+    return replace(piece, recompute_s=0.0, input_s=piece.recompute_s + piece.input_s)
 
 
 def _head_at_once(head: PieceTime) -> PieceTime:
@@ -83,14 +115,14 @@ def _head_at_once(head: PieceTime) -> PieceTime:
     return replace(head, input_s=head.backward_s, weight_s=0.0)
 
 
-def analytic(job: Job, gpu: Gpu) -> ModelTime:
+def analytic(job: Job, gpu: Gpu, peer_bps: float | None = None) -> ModelTime:
     """Times from FLOPs and bytes."""
     model, b = job.model, job.microbatch
     peak_tflops = gpu.fp32_tflops if job.precision == "fp32" else gpu.bf16_tflops
-    flop_per_s = peak_tflops * 1e12 * job.efficiency * job.tp
+    flop_per_s = peak_tflops * 1e12 * job.stated_efficiency * job.tp
     bytes_per_s = gpu.memory_gbytes_per_s * 1e9 * job.tp
     # Ring all-reduce inside the node, once after attention and once after the MLP.
-    peers_s = 2 * 2 * (job.tp - 1) / job.tp * job.activation_bytes * 8 / (gpu.peer_gbps * 1e9)
+    peers_s = 2 * 2 * (job.tp - 1) / job.tp * job.activation_bytes * 8 / (peer_bps or gpu.peer_gbps * 1e9)
     matrix_s = flops.layer_matrix_flops(model, b) / flop_per_s
     attention_s = flops.layer_attention_flops(model, b) / flop_per_s
     forward_s = matrix_s + attention_s + peers_s
@@ -107,7 +139,7 @@ def analytic(job: Job, gpu: Gpu) -> ModelTime:
     return ModelTime(_embedding(job, bytes_per_s), (layer,) * model.layers, head)
 
 
-def calibrated(job: Job, gpu: Gpu) -> ModelTime:
+def calibrated(job: Job, gpu: Gpu, peer_bps: float | None = None) -> ModelTime:
     """Times from FLOPs and bytes at the rates that the GPU type was measured to reach."""
     if gpu.calibration is None:
         raise SpecError(
@@ -115,17 +147,24 @@ def calibrated(job: Job, gpu: Gpu) -> ModelTime:
             key="calibrated",
             value=True,
             rule="a GPU type of this job has no `calibration`",
-            remedy="Give it one under cluster.gpus, or leave `calibrated` out and state an efficiency",
+            remedy="Give it one under cluster.gpus, or leave `calibrated` out",
         )
     model, b = job.model, job.microbatch
-    at = rates(gpu, gpu.calibration, fp32=job.precision == "fp32")
+    # Over the network a group reaches all of it; inside a node the measured share of its links.
+    outside = peer_bps / 8 if peer_bps is not None and peer_bps < gpu.peer_gbps * 1e9 else None
+    fused = RUNTIMES[job.runtime].fused_attention
+    at = rates(gpu, gpu.calibration, fp32=job.precision == "fp32", peer_bytes_per_s=outside, fused_attention=fused)
 
     def piece(one: Pass, params: int, *, recomputed: bool) -> PieceTime:
         again_s = one.forward_s if recomputed else 0.0
         update_s = _update_s(job, params, at.bytes_per_s * job.tp)
         return PieceTime(one.forward_s, again_s, one.backward_s - one.weight_s, one.weight_s, update_s)
 
-    layer = piece(layer_pass(model, b, job.tp, job.element_bytes, at), flops.layer_params(model), recomputed=True)
+    layer = piece(
+        layer_pass(model, b, job.tp, job.element_bytes, at, job.gradient_bytes),
+        flops.layer_params(model),
+        recomputed=True,
+    )
     head = piece(head_pass(model, b, job.tp, at), flops.head_params(model), recomputed=False)
     return ModelTime(_embedding(job, at.bytes_per_s * job.tp), (layer,) * model.layers, head)
 

@@ -39,7 +39,9 @@ class Rates:
     attention_flop_per_s: float
     """Of products inside attention."""
     layer_floor_s: float
-    """A layer's forward is never faster: the host launches its kernels one by one. Its backward: twice that."""
+    """A layer's forward is never faster: the host launches its kernels one by one."""
+    backward_floor_s: float
+    """Nor its backward than this."""
     fused_attention: bool
 
 
@@ -59,24 +61,27 @@ def rates(
     *,
     fp32: bool = False,
     peer_bytes_per_s: float | None = None,
-    fused_attention: bool | None = None,
+    fused_attention: bool = True,
 ) -> Rates:
-    """A GPU type's peaks times the shares that were measured. `peer_bytes_per_s` where the group leaves its node."""
+    """A GPU type's peaks times the shares that were measured. `peer_bytes_per_s` where the group leaves its node;
+    `fused_attention` where the calibration does not say."""
     peak = (gpu.fp32_tflops if fp32 else gpu.bf16_tflops) * 1e12
-    fused = calibration.fused_attention if fused_attention is None else fused_attention
+    fused = fused_attention if calibration.fused_attention is None else calibration.fused_attention
     return Rates(
         flop_per_s=peak * calibration.matrix_efficiency,
         attention_flop_per_s=peak * (calibration.attention_efficiency or calibration.matrix_efficiency),
         bytes_per_s=gpu.memory_gbytes_per_s * 1e9 * calibration.memory_efficiency,
         peer_bytes_per_s=peer_bytes_per_s or gpu.peer_gbps / 8 * 1e9 * calibration.peer_efficiency,
         layer_floor_s=calibration.layer_floor_us / 1e6,
+        backward_floor_s=(calibration.backward_floor_us or 2 * calibration.layer_floor_us) / 1e6,
         fused_attention=fused,
     )
 
 
 @lru_cache(maxsize=4096)
-def layer_pass(model: Model, microbatch: int, tp: int, element_bytes: int, at: Rates) -> Pass:
-    """One layer on one GPU of its group."""
+def layer_pass(model: Model, microbatch: int, tp: int, element_bytes: int, at: Rates, gradient_bytes: int = 0) -> Pass:
+    """One layer on one GPU of its group. Its weight gradient is added to a sum of `gradient_bytes` a parameter: the sum
+    is read and written once a microbatch, the gradient written and read."""
     tokens = microbatch * model.seq_len
     products_s = flops.layer_matrix_flops(model, microbatch) / tp / at.flop_per_s
     products_s += _operand_elements(model, tokens, tp) * element_bytes / at.bytes_per_s
@@ -85,9 +90,11 @@ def layer_pass(model: Model, microbatch: int, tp: int, element_bytes: int, at: R
     # Ring all-reduce of the activation, once after attention and once after the MLP.
     ring_s = 2 * 2 * (tp - 1) / tp * tokens * model.hidden * element_bytes / at.peer_bytes_per_s
     forward_s = products_s + attention_s + pointwise_s + ring_s
-    backward_s = 2 * products_s + attention_back_s + POINTWISE_BACKWARD * pointwise_s + ring_s
-    held_s = max(backward_s, 2 * at.layer_floor_s)
-    return Pass(max(forward_s, at.layer_floor_s), held_s, held_s * products_s / backward_s)
+    sum_bytes = 2 * (gradient_bytes + element_bytes) if gradient_bytes else 0
+    weight_s = products_s + flops.layer_params(model) / tp * sum_bytes / at.bytes_per_s
+    backward_s = products_s + weight_s + attention_back_s + POINTWISE_BACKWARD * pointwise_s + ring_s
+    held_s = max(backward_s, at.backward_floor_s)
+    return Pass(max(forward_s, at.layer_floor_s), held_s, held_s * weight_s / backward_s)
 
 
 @lru_cache(maxsize=4096)

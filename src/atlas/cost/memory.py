@@ -1,14 +1,14 @@
 """Bytes that one GPU of each worker holds, and what they leave for microbatches in flight.
 
-Always there: weights, gradients, optimizer state, what is reserved for others, and on the last stage the logits of
-one microbatch. Per microbatch: with recompute the stage's input from its forward on (the stash) and the full
-activations from the recompute to the end of the backward; without it the full activations from the forward on.
-Everything but the reserved part is divided by tp (sequence parallelism). Knows no order: a schedule that keeps
+Always there: weights, gradients, optimizer state, what is reserved for others, on the last stage what the loss holds of
+one microbatch, and what the runtime holds besides (context, NCCL, temporaries of a backward). Per microbatch: with
+recompute the stage's input from its forward on (the stash) and the full activations from the recompute to the end of
+the backward; without it the full activations from the forward on. A runtime that recomputes layer by layer keeps every
+layer's input and has one layer's activations at a time. Knows no order: a schedule that keeps
 `stash held + F + R <= cap` before every forward never runs out.
 
-What a framework holds besides (its context, copies of a layer or of the head) is not counted: `calibration.footprint`
-fits that to measured runs, but what it finds belongs to the framework that was measured, and ours is another one. A
-share of every GPU is kept for it instead (`USABLE_SHARE`); who has measured more writes `memory_gib` or `reserved_gib`.
+Our own runtime's context and buffers are not counted; a share of every GPU is kept for them (`usable_share`). Whoever
+has measured more writes `memory_gib` or `reserved_gib`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atlas.cost import flops
 from atlas.cost.arrange import Arrangement, arrange
+from atlas.cost.runtimes import RUNTIMES
+from atlas.cost.sizes import model_size
 from atlas.errors import InfeasibleError
 from atlas.ir.ops import NUM_KINDS, Kind
 from atlas.ir.program import Memory, Program
@@ -27,8 +28,6 @@ from atlas.spec.job import Job
 
 GIB = 2**30
 KIB = 2**10
-USABLE_SHARE = 0.92
-"""Of a GPU's memory, when the job states no cap: the rest goes to context, buffers and fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +39,22 @@ class WorkerMemory:
     gradients: int
     optimizer: int
     logits: int
-    """Logits of one microbatch, on the worker with the LM head."""
+    """What the loss holds of one microbatch, on the worker with the LM head."""
+    overhead: int
+    """What the runtime holds besides: context, NCCL, temporaries of a backward."""
     reserved: int
     stash: int
-    """Input of a stage, per microbatch."""
+    """Input of a stage (or of each of its layers), per microbatch."""
     activations: int
-    """All activations of a stage (the largest one of the worker), per microbatch."""
+    """All activations of a stage (the largest one of the worker; or of one layer), per microbatch."""
+    kept: int
+    """All activations of a stage that is not recomputed, per microbatch."""
     cap: int
 
     @property
     def static(self) -> int:
         """What is there whatever is in flight."""
-        return self.weights + self.gradients + self.optimizer + self.logits + self.reserved
+        return self.weights + self.gradients + self.optimizer + self.logits + self.overhead + self.reserved
 
     @property
     def free(self) -> int:
@@ -60,18 +63,19 @@ class WorkerMemory:
 
     def per_microbatch(self, recompute: bool) -> tuple[int, int]:
         """Bytes that a forward and a recompute take."""
-        return (self.stash, self.activations) if recompute else (self.activations, 0)
+        return (self.stash, self.activations) if recompute else (self.kept, 0)
 
 
 def stage_params(job: Job, arrangement: Arrangement, stage: int) -> int:
     """Parameters of one stage, over its whole tp group."""
-    last = job.num_stages - 1
-    params = arrangement.layers_per_stage[stage] * flops.layer_params(job.model)
-    params += flops.embedding_params(job.model) if stage == 0 else 0
-    params += flops.head_params(job.model) if stage == last else 0
-    if job.model.tied_embeddings and job.pp == 1 and stage == last:
+    size = model_size(job, job.cluster.dc(arrangement.stage_dc(stage)).gpu)
+    first, last = sum(arrangement.layers_per_stage[:stage]), job.num_stages - 1
+    params = sum(piece.params for piece in size.layers[first : first + arrangement.layers_per_stage[stage]])
+    params += size.embedding.params if stage == 0 else 0
+    params += size.head.params if stage == last else 0
+    if job.model.tied_embeddings and job.pp == 1 and stage == last and job.profile is None:
         params -= job.model.vocab * job.model.hidden  # both ends on one worker: the matrix is there once
-    return params
+    return round(params)
 
 
 def worker_memory(job: Job, arrangement: Arrangement | None = None) -> tuple[WorkerMemory, ...]:
@@ -80,25 +84,49 @@ def worker_memory(job: Job, arrangement: Arrangement | None = None) -> tuple[Wor
     return tuple(_worker(job, arrangement, rank) for rank in range(job.pp))
 
 
+def cap_bytes(job: Job, dc: str) -> int:
+    """Memory of one GPU that the job may use."""
+    share = RUNTIMES[job.runtime].usable_share
+    return math.floor((job.memory_gib or share * job.cluster.gpu(dc).memory_gib) * GIB)
+
+
 def _worker(job: Job, arrangement: Arrangement, rank: int) -> WorkerMemory:
     stages = range(rank, job.num_stages, job.pp)
     params = math.ceil(sum(stage_params(job, arrangement, s) for s in stages) / job.tp)
-    tokens = job.microbatch * job.model.seq_len
-    layer_bytes = tokens * flops.layer_activation_elements(job.model) * job.element_bytes
-    logits = tokens * job.model.vocab * (job.element_bytes + 4) if rank == job.pp - 1 else 0
     dc = arrangement.rank_dc[rank]
-    cap_gib = job.memory_gib or USABLE_SHARE * job.cluster.gpu(dc).memory_gib
+    layer, temporary, head = activation_parts(job, job.cluster.dc(dc).gpu)
+    layers = max(arrangement.layers_per_stage[s] for s in stages)
+    by_layer = RUNTIMES[job.runtime].recomputes_by_layer
+    logits = head if rank == job.pp - 1 else 0.0
     return WorkerMemory(
         dc=dc,
         weights=params * job.element_bytes,
         gradients=params * job.gradient_bytes,
         optimizer=params * job.optimizer_bytes,
-        logits=math.ceil(logits / job.tp),
+        logits=math.ceil(logits),
+        # The temporaries of a layer's backward and of the loss exist one after the other.
+        overhead=math.ceil(RUNTIMES[job.runtime].fixed_bytes + max(0.0, temporary - logits)),
         reserved=math.ceil(job.reserved_gib * GIB),
-        stash=math.ceil(job.activation_bytes / job.tp),
-        activations=math.ceil(max(arrangement.layers_per_stage[s] for s in stages) * layer_bytes / job.tp),
-        cap=math.floor(cap_gib * GIB),
+        stash=math.ceil(stash_bytes(job) * (layers if by_layer else 1)),
+        activations=math.ceil(layer * (1 if by_layer else layers)),
+        kept=math.ceil(layer * layers),
+        cap=cap_bytes(job, dc),
     )
+
+
+def activation_parts(job: Job, gpu: str) -> tuple[float, float, float]:
+    """Bytes on one GPU, of one microbatch: a layer's activations, a backward's temporaries, what the loss holds."""
+    runtime, size = RUNTIMES[job.runtime], model_size(job, gpu)
+    layer = sum(piece.activation_bytes for piece in size.layers) / len(size.layers)
+    if runtime.head_copies:
+        return layer, runtime.layer_copies * layer, runtime.head_copies * size.head.activation_bytes
+    logits = job.microbatch * job.model.seq_len * job.model.vocab * (job.element_bytes + 4) / job.tp
+    return layer, 0.0, logits
+
+
+def stash_bytes(job: Job) -> float:
+    """Input of a stage or a layer on one GPU, per microbatch."""
+    return job.activation_bytes / (job.tp if RUNTIMES[job.runtime].sequence_parallel else 1)
 
 
 def in_flight_cap(job: Job, *, recompute: bool | None = None, arrangement: Arrangement | None = None) -> int:
@@ -135,20 +163,23 @@ def peak_memory(
 ) -> tuple[tuple[WorkerMemory, int], ...]:
     """By rank: what its workers hold, and the most bytes any of them needs at once while it runs the Program.
 
-    A microbatch that the Program recomputes costs its stash and later its activations; one that it does not (on the
-    last stage, as a rule) costs its activations from the forward on.
+    A microbatch that the Program recomputes, or the runtime inside its backward, costs its stash and later its
+    activations; one that is not recomputed (on the last stage, as a rule) costs its activations from the forward on.
     """
-    recomputed = program.op_index[Kind.R] >= 0
+    in_backward = job.recompute and RUNTIMES[job.runtime].recomputes_in_backward
+    recomputed = (program.op_index[Kind.R] >= 0) | in_backward
     pipeline, rank = np.divmod(program.op_worker, program.num_ranks)
     per_microbatch = program.kind <= Kind.W
     slot = np.where(per_microbatch, program.microbatch, 0)
     again = recomputed[pipeline, program.stage, slot] & per_microbatch
     workers = worker_memory(job, arrangement)
-    stash, full = (np.array([getattr(w, part) for w in workers])[rank] for part in ("stash", "activations"))
+    parts = ("stash", "activations", "kept")
+    stash, full, kept = (np.array([getattr(w, part) for w in workers])[rank] for part in parts)
     split = (program.op_index[Kind.W] >= 0)[pipeline, program.stage, slot]
-    takes = np.where(program.kind == Kind.F, np.where(again, stash, full), np.where(program.kind == Kind.R, full, 0))
+    starts = (program.kind == Kind.I) | ((program.kind == Kind.B) & ~split) if in_backward else program.kind == Kind.R
+    takes = np.where(program.kind == Kind.F, np.where(again, stash, kept), np.where(starts, full, 0))
     ends = (program.kind == Kind.W) | ((program.kind == Kind.B) & ~split)
-    gives = np.where(ends, np.where(again, stash + full, full), 0)
+    gives = np.where(ends, np.where(again, stash + full, kept), 0)
     before = np.cumsum(takes - gives) - (takes - gives)  # every worker gives back all it took, so sums start at zero
     needs = before + takes
     return tuple((w, w.static + int(needs[rank == r].max(initial=0))) for r, w in enumerate(workers))
@@ -174,6 +205,7 @@ def _require_room(job: Job, workers: tuple[WorkerMemory, ...], recompute: bool) 
             parts = (
                 f"weights {worker.weights / GIB:.1f}, gradients {worker.gradients / GIB:.1f}, "
                 f"optimizer {worker.optimizer / GIB:.1f}, logits {worker.logits / GIB:.1f}, "
+                f"runtime {worker.overhead / GIB:.1f}, "
                 f"reserved {worker.reserved / GIB:.1f}, one microbatch {(need - worker.static) / GIB:.1f}"
             )
             remedy = _remedy(job, recompute)

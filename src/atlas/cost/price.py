@@ -13,9 +13,11 @@ import numpy as np
 
 from atlas.cost.arrange import Arrangement, arrange, route_between
 from atlas.cost.memory import stage_params
-from atlas.cost.table import Costs, kind_costs
-from atlas.cost.wan import build_links, to_ns, worker_bps
+from atlas.cost.runtimes import RUNTIMES
+from atlas.cost.table import FAIR, PRIVATE, Costs, LinkCost, kind_costs
+from atlas.cost.wan import Links, build_links, share_of_node, to_ns, worker_bps
 from atlas.errors import SpecError
+from atlas.ir.ops import Kind
 from atlas.ir.program import Ints, Layout
 from atlas.spec.job import Job
 
@@ -28,9 +30,9 @@ def layout(job: Job, *, arrangement: Arrangement | None = None) -> Layout:
     return Layout(arrangement.num_pipelines, job.num_stages, job.num_microbatches, arrangement.rank_dc)
 
 
-def can_share(frame: Layout) -> bool:
-    """Whether there is a WAN, and more than one pipeline to take turns on it."""
-    return frame.num_pipelines > 1 and len(set(frame.rank_dc)) > 1
+def can_share(job: Job, frame: Layout) -> bool:
+    """Whether there is a WAN, more than one pipeline to take turns on it, and a runtime that takes turns."""
+    return frame.num_pipelines > 1 and len(set(frame.rank_dc)) > 1 and job.runtime == "atlas"
 
 
 def price(
@@ -58,7 +60,35 @@ def price(
     links = build_links(job, arrangement, tcp=tcp, sharing=sharing, overlap_servers=overlap_servers)
     per_stage = np.stack([_stage_ns(job, arrangement, stage) for stage in range(job.num_stages)])
     compute_ns = np.broadcast_to(per_stage, (arrangement.num_pipelines, *per_stage.shape)).copy()
+    if RUNTIMES[job.runtime].sender_waits:
+        _hold_workers(links, compute_ns, receivers=RUNTIMES[job.runtime].receiver_waits)
     return Costs(compute_ns, tuple(links.costs), links.channel, links.work_ns, links.before_ns, links.latency_ns)
+
+
+def _hold_workers(links: Links, compute_ns: Ints, *, receivers: bool) -> None:
+    """Transfers become part of the ops before them, and with `receivers` of those behind them too: the worker computes
+    nothing meanwhile. Only latency is left on the links."""
+    channels = np.bincount(links.channel.reshape(-1), minlength=len(links.costs))
+    crowd = [
+        max(1.0, count / link.capacity) if link.policy == FAIR else 1.0
+        for count, link in zip(channels.tolist(), links.costs, strict=True)
+    ]
+    held_ns = np.rint(links.work_ns * np.array([*crowd, 1.0])[links.channel]).astype(np.int64) + links.before_ns
+    forward_ns, backward_ns = held_ns[..., None]
+    compute_ns[:, :-1, [Kind.F]] += forward_ns
+    compute_ns[:, 1:, [Kind.B, Kind.I]] += backward_ns
+    if receivers:
+        compute_ns[:, 1:, [Kind.F]] += forward_ns
+        compute_ns[:, :-1, [Kind.B, Kind.I]] += backward_ns
+    links.work_ns[:] = 0
+    links.before_ns[:] = 0
+    arrows = [(f"{b}>{b + 1}", f"{b + 1}>{b}") for b in range(held_ns.shape[2])]
+    kinds = [link.name.split()[0] for link in links.costs]
+    links.costs = [
+        LinkCost(f"{kinds[links.channel[d, c, b]]} {arrows[b][d]} p{c}", PRIVATE)
+        for d, c, b in np.ndindex(held_ns.shape)
+    ]
+    links.channel[:] = np.arange(held_ns.size, dtype=np.int32).reshape(held_ns.shape)
 
 
 def _stage_ns(job: Job, arrangement: Arrangement, stage: int) -> Ints:
@@ -84,7 +114,10 @@ def sync_s(job: Job, arrangement: Arrangement, rank: int) -> float:
     params = sum(stage_params(job, arrangement, s) for s in range(rank, job.num_stages, job.pp))
     replicas = arrangement.num_pipelines * job.cells
     peer_bps = job.cluster.gpu(dc.name).peer_gbps * 1e9
-    rate_bps, is_inside = ring_bps(replicas, job.tp, dc.nodes, dc.gpus_per_node, dc.net_gbps * 1e9, peer_bps)
+    packed = RUNTIMES[job.runtime].packs_replicas
+    rate_bps, is_inside = ring_bps(
+        replicas, job.tp, dc.nodes, dc.gpus_per_node, dc.node_gbps * 1e9, peer_bps, packed=packed
+    )
     ring_s = 2 * (replicas - 1) / replicas * params * job.gradient_bytes * 8 / float(rate_bps)
     if not is_inside:
         ring_s += 2 * (replicas - 1) * dc.net_latency_us / 1e6
@@ -93,16 +126,19 @@ def sync_s(job: Job, arrangement: Arrangement, rank: int) -> float:
     return ring_s
 
 
-def ring_bps(replicas: Any, tp: int, nodes: Any, gpus_per_node: Any, net_bps: Any, peer_bps: Any) -> tuple[Any, Any]:
+def ring_bps(
+    replicas: Any, tp: int, nodes: Any, gpus_per_node: Any, net_bps: Any, peer_bps: Any, *, packed: bool = False
+) -> tuple[Any, Any]:
     """(rate of one stage's ring, whether it stays inside one node); numbers or arrays of them.
 
-    Replicas are spread over all nodes. Those that share a node hand gradients on at the speed of its GPUs and leave it
-    once, so together they have the shares of the node's network that each of them has.
+    Replicas are spread over all nodes, or `packed` node after node. Those that share a node hand gradients on at the
+    speed of its GPUs and leave it once, so together they have the shares of the node's network that each of them has.
     """
     per_node = np.maximum(1, gpus_per_node // tp)
-    together = np.minimum(-(-replicas // nodes), per_node)
+    together = np.minimum(replicas if packed else -(-replicas // nodes), per_node)
     is_inside = together >= replicas
-    return np.minimum(np.where(is_inside, np.inf, net_bps * together / per_node), tp * peer_bps), is_inside
+    outside_bps = together * share_of_node(tp, gpus_per_node, net_bps)
+    return np.minimum(np.where(is_inside, np.inf, outside_bps), tp * peer_bps), is_inside
 
 
 def _tied_s(job: Job, arrangement: Arrangement, replicas: int) -> float:

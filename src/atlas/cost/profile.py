@@ -8,19 +8,23 @@
 
 JSON or YAML. `layer` holds for every layer; `layers` gives them one by one instead. `backward_s` is the whole
 backward, `weight_s` the part of it that nobody waits for (left out: half), `recompute_s` is the forward again where
-left out, `update_s` the optimizer (left out: priced from bytes). Knows no stages: `cost.compute` adds pieces up.
+left out, `update_s` the optimizer (left out: priced from bytes). `params` and `activation_bytes` are what one GPU holds
+(left out: from the model's shape). An entry says at which shape it was measured (`seq_len`, `hidden`, ...); one that
+says nothing is taken, and `unchecked` tells. Knows no stages: `cost.compute` adds pieces up.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
 from atlas.errors import SpecError
 from atlas.spec.document import Keys, read_json, read_yaml
-from atlas.spec.fields import Count, Frozen, Text
+from atlas.spec.fields import Count, Frozen, Size, Text
+from atlas.spec.job import Job
 from atlas.spec.refusal import refusal
 
 Seconds = Annotated[float, Field(strict=True, ge=0, le=10_000, allow_inf_nan=False)]
@@ -39,6 +43,10 @@ class Piece(Frozen):
     """The weight gradient's part of `backward_s`."""
     update_s: Seconds | None = None
     """Optimizer step of this piece."""
+    params: Annotated[int, Field(strict=True, ge=0, le=10**13)] | None = None
+    """Parameters on one GPU."""
+    activation_bytes: Annotated[float, Field(strict=True, ge=0, le=1e13, allow_inf_nan=False)] | None = None
+    """What one microbatch leaves for its backward on one GPU."""
 
 
 class Entry(Frozen):
@@ -50,6 +58,20 @@ class Entry(Frozen):
     """Sequences in one microbatch."""
     tp: Count = 1
     """Tensor parallelism."""
+    seq_len: Size | None = None
+    """Tokens of a sequence, when it was measured."""
+    hidden: Size | None = None
+    """Width of the residual stream."""
+    heads: Count | None = None
+    """Attention heads."""
+    kv_heads: Count | None = None
+    """Heads of keys and values."""
+    ffn: Size | None = None
+    """Inner width of the MLP."""
+    vocab: Size | None = None
+    """Rows of the embedding."""
+    precision: Literal["bf16", "fp16", "fp32"] | None = None
+    """Of weights and activations."""
     embedding: Piece = Piece(forward_s=0.0, backward_s=0.0)
     """Token embedding, on the first stage."""
     layer: Piece | None = None
@@ -80,7 +102,7 @@ def load_profile(path: str | Path) -> Profile:
     try:
         profile = Profile.model_validate(data)
     except ValidationError as error:
-        remedy = "Is the file cut off? Measure again, or mend the value"
+        remedy = "Is the file cut off? Measure again, or fix the value"
         raise refusal(error, lambda _: str(path), _known, remedy) from None
     for i, entry in enumerate(profile.entries):
         if (entry.layer is None) == (entry.layers is None):
@@ -108,20 +130,78 @@ def _known(keys: Keys) -> list[str]:
     return list((ROOMS[names[-1]] if names else Profile).model_fields)
 
 
-def find_entry(profile: Profile, path: str, *, gpu: str, microbatch: int, tp: int, num_layers: int) -> Entry:
+def shape_of(job: Job) -> dict[str, int | str]:
+    """What an entry records of the model it was measured with."""
+    model = job.model
+    return {
+        "seq_len": model.seq_len,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "kv_heads": model.num_kv_heads,
+        "ffn": model.ffn_width,
+        "vocab": model.vocab,
+        "precision": job.precision,
+    }
+
+
+def entry_of(job: Job, gpu: str) -> Entry | None:
+    """The entry that prices this job on a GPU type; None without a profile."""
+    return None if job.profile is None else find_entry(_loaded(job.profile), job, gpu)
+
+
+def _loaded(path: str) -> Profile:
+    """A file is read once, until it changes."""
+    try:
+        stamp = Path(path).stat().st_mtime_ns
+    except (OSError, ValueError):
+        stamp = 0  # reading it says what is wrong
+    return _read_once(path, stamp)
+
+
+@lru_cache(maxsize=16)
+def _read_once(path: str, stamp: int) -> Profile:
+    return load_profile(path)
+
+
+def find_entry(profile: Profile, job: Job, gpu: str) -> Entry:
     """The entry measured in exactly this configuration: nothing is scaled or guessed."""
-    wanted = f"gpu {gpu}, microbatch {microbatch}, tp {tp}"
-    for entry in profile.entries:
-        if (entry.gpu, entry.microbatch, entry.tp) == (gpu, microbatch, tp):
-            if entry.layers is not None and len(entry.layers) != num_layers:
-                rule = f"has {len(entry.layers)} layers for {wanted}, but the model has {num_layers}"
-                raise SpecError(where=path, key="layers", value=None, rule=rule, remedy="Is the file cut off?")
-            return entry
-    have = "; ".join(f"gpu {e.gpu}, microbatch {e.microbatch}, tp {e.tp}" for e in profile.entries[:6])
-    raise SpecError(
-        where=path,
-        key="entries",
-        value=None,
-        rule=f"nothing was measured for {wanted} (there is {have})",
-        remedy="Measure it, change the job, or leave `profile` out",
-    )
+    path, want = job.profile or "profile", (gpu, job.microbatch, job.tp)
+    alike = [entry for entry in profile.entries if (entry.gpu, entry.microbatch, entry.tp) == want]
+    wanted = f"gpu {gpu}, microbatch {job.microbatch}, tp {job.tp}"
+    if not alike:
+        have = "; ".join(f"gpu {e.gpu}, microbatch {e.microbatch}, tp {e.tp}" for e in profile.entries[:6])
+        raise SpecError(
+            where=path,
+            key="entries",
+            value=None,
+            rule=f"nothing was measured for {wanted} (there is {have})",
+            remedy="Measure it, change the job, or leave `profile` out",
+        )
+    entry = min(alike, key=lambda one: len(_differences(one, job)))
+    if differences := _differences(entry, job):
+        raise SpecError(
+            where=path,
+            key="entries",
+            value=None,
+            rule=f"what was measured for {wanted} is another model: {'; '.join(differences)}",
+            remedy="Measure this job's model with `atlas profile`, or leave `profile` out",
+        )
+    if entry.layers is not None and len(entry.layers) != job.model.layers:
+        rule = f"has {len(entry.layers)} layers for {wanted}, but the model has {job.model.layers}"
+        raise SpecError(where=path, key="layers", value=None, rule=rule, remedy="Is the file cut off?")
+    return entry
+
+
+def _differences(entry: Entry, job: Job) -> list[str]:
+    """`seq_len 128, the job has 2048`, for every part of the shape that the entry records and the job contradicts."""
+    found = [(key, getattr(entry, key), value) for key, value in shape_of(job).items()]
+    return [f"{key} {had}, the job has {value}" for key, had, value in found if had is not None and had != value]
+
+
+def unchecked(job: Job) -> list[str]:
+    """Parts of the model's shape that an entry of the job's profile does not record, so that nothing checks them."""
+    if job.profile is None:
+        return []
+    kinds = {dc.gpu for dc in job.cluster.datacenters}
+    entries = [entry for entry in _loaded(job.profile).entries if entry.gpu in kinds]
+    return [key for key in shape_of(job) if any(getattr(entry, key) is None for entry in entries)]

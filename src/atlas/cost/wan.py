@@ -16,11 +16,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from atlas.cost.arrange import Arrangement, route_between
+from atlas.cost.runtimes import RUNTIMES
 from atlas.cost.table import FAIR, MAX_NS, PRIVATE, TURNS, LinkCost, Trace
 from atlas.cost.tcp import many_bps, stream_bps
 from atlas.errors import InfeasibleError
@@ -99,13 +101,26 @@ def _hops(job: Job, arrangement: Arrangement) -> list[Hop]:
 
 # ---- inside a datacenter -----------------------------------------------------------------------------------
 def worker_bps(job: Job, dc: DataCenter) -> float:
-    """A worker's share of its node's network."""
-    return dc.net_gbps * 1e9 / max(1, dc.gpus_per_node // job.tp)
+    """A worker's share of its node's network; all of it of several nodes, where its tp group fills them."""
+    return float(share_of_node(job.tp, dc.gpus_per_node, dc.node_gbps * 1e9))
+
+
+def share_of_node(tp: int, gpus_per_node: Any, net_bps: Any) -> Any:
+    """Numbers or arrays of them."""
+    return net_bps * np.maximum(1, tp // gpus_per_node) / np.maximum(1, gpus_per_node // tp)
+
+
+def sent_bytes(job: Job) -> int:
+    """What a worker sends for one microbatch: the activation, once or from every GPU of its tp group."""
+    return job.activation_bytes * (job.tp if RUNTIMES[job.runtime].sends_whole else 1)
 
 
 def _add_lan(job: Job, links: Links, hop: Hop, servers: int) -> None:
     same_worker = hop.src_rank == hop.dst_rank
-    seconds = 0.0 if same_worker else job.activation_bytes * 8 / worker_bps(job, hop.src)
+    rate_bps = worker_bps(job, hop.src)
+    if RUNTIMES[job.runtime].uses_peer_links and hop.src.nodes == 1:
+        rate_bps = job.tp * job.cluster.gpu(hop.src.name).peer_gbps * 1e9
+    seconds = 0.0 if same_worker else sent_bytes(job) * 8 / rate_bps
     for c in range(links.channel.shape[1]):
         at = (hop.direction, c, hop.boundary)
         links.channel[at] = links.add(LinkCost(f"lan {hop.arrow} p{c}", PRIVATE, servers))
@@ -193,7 +208,7 @@ class Lane:
         return slices_bytes * 8 / worker_bps(self.job, dc) + dc.net_latency_us / 1e6
 
     def _time(self, links: Links, rate_bps: float, *, before_s: float, after_s: float) -> None:
-        work_ns = to_ns(self.job, self.job.activation_bytes * 8 / rate_bps, f"transfer {self.hops[0].arrow}")
+        work_ns = to_ns(self.job, sent_bytes(self.job) * 8 / rate_bps, f"transfer {self.hops[0].arrow}")
         for hop in self.hops:
             at = (hop.direction, slice(None), hop.boundary)
             links.work_ns[at] = work_ns

@@ -9,15 +9,38 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from atlas.errors import AtlasError
+from atlas.errors import AtlasError, SpecError
 from atlas.runtime.assignment import Training
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.wiring import Seat
+from atlas.spec import Job
 
 GIB = 1 << 30
 GRADIENT_BYTES = 4
 ADAMW_BYTES, MASTER_BYTES = 8, 4
 """Of optimizer state for a parameter: two moments; and a float32 copy where the model has fewer bits."""
+
+
+def require_executable(job: Job) -> None:
+    """Jobs of another runtime are simulated, not executed; nor is a tp group that leaves its node."""
+    if job.runtime != "atlas":
+        raise SpecError(
+            where=job.where,
+            key="runtime",
+            value=job.runtime,
+            rule="says that another framework executes this job: it can be simulated and planned, not trained",
+            remedy="Write runtime: atlas, or leave it out",
+        )
+    narrow = next((dc for dc in job.cluster.datacenters if dc.gpus_per_node < job.tp), None)
+    if narrow is not None and job.tp > 1:
+        raise SpecError(
+            where=job.where,
+            key="tp",
+            value=job.tp,
+            rule=f"a tensor-parallel group is trained inside one node, and nodes of {narrow.name} have "
+            f"{narrow.gpus_per_node} GPUs",
+            remedy=f"tp of at most {narrow.gpus_per_node}",
+        )
 
 
 def devices_for(

@@ -22,6 +22,7 @@ from atlas.launch.emulate import MANY_STREAMS, Emulation, Setup, emulate
 from atlas.launch.measured import with_norm
 from atlas.launch.passes import Progress
 from atlas.launch.paths import require_emulable
+from atlas.launch.preflight import require_executable
 from atlas.launch.saves import Saves, find_saves
 from atlas.launch.supervisor import Restarts, keep_alive
 from atlas.plan.evaluate import build, find_schedule, prepare
@@ -82,6 +83,7 @@ class Rehearsal:
 
 def rehearse(job: Job, wishes: Wishes, *, on_step: Callable[[Progress, float], None] | None = None) -> Rehearsal:
     """Run the job's Program here. `on_step` hears of every step, and the predicted seconds of one."""
+    require_executable(job)
     chosen = find_schedule(wishes.schedule)
     case = prepare(job, chosen, wishes.tcp)
     program = build(case, chosen, budget=wishes.budget)

@@ -15,7 +15,7 @@ from atlas.cost.arrange import arrange
 from atlas.errors import AtlasError
 from atlas.launch.conductor import Conductor, Route, Terms
 from atlas.launch.lead import Tell
-from atlas.launch.preflight import devices_for, require_room
+from atlas.launch.preflight import devices_for, require_executable, require_room
 from atlas.launch.rehearse import Wishes
 from atlas.launch.rendezvous import Caller, SiteName
 from atlas.launch.replan import replan
@@ -59,6 +59,7 @@ def leads(job: Job, wishes: Wishes, here: Here) -> bool:
 
 def train_here(job: Job, wishes: Wishes, terms: Terms, here: Here, hooks: Hooks) -> int:
     """Runs to the end of the whole run; the exit code."""
+    require_executable(job)
     job = _job(job, wishes, here)
     ranks = _ranks(job)
     mine = here.settings.name

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from atlas.cost.price import ring_bps
+from atlas.cost.runtimes import RUNTIMES
 from atlas.ir.dispatch import QUANTUM_NS
 from atlas.plan.ground import Flags, Floats, Ground, Ints, Speeds
 from atlas.plan.shapes import Shape
@@ -73,6 +74,7 @@ def estimate(space: Space, ground: Ground, speeds: Speeds, sizes: Sizes, batch: 
     held = in_flight(job, ground, sizes, dc, layers)
     fits &= held >= 1
     hops = _Hops(space, ground, batch, dc)
+    runtime = RUNTIMES[job.runtime]
     work_s = forward_s + again_s + backward_s
     through_s = (forward_s + backward_s).sum(axis=1)[v] + hops.way_s.sum(axis=1) + hops.turn_s
     # From a stage's forward to its backward's end: everything behind it, and the way there and back.
@@ -81,7 +83,13 @@ def estimate(space: Space, ground: Ground, speeds: Speeds, sizes: Sizes, batch: 
     slots = space.slots(batch.microbatch)
     num_mb = -(-slots // batch.replicas)
     period_s = work_s.max(axis=1)[v]
-    if batch.depth > 1:
+    if batch.depth > 1 and runtime.sender_waits:
+        sends_s = (2 if runtime.receiver_waits else 1) * hops.load_s
+        held_s = work_s[v]
+        held_s[:, :-1] += sends_s
+        held_s[:, 1:] += sends_s
+        period_s = held_s.max(axis=1)
+    elif batch.depth > 1:
         period_s = np.maximum(period_s, hops.load_s.max(axis=1))
     # Where memory holds fewer microbatches than a round trip wants, neighbours go in lockstep: more than in proportion.
     short = behind_s.max(axis=1) / (np.maximum(held[v], 1) * period_s)
@@ -131,7 +139,8 @@ def sync_s(tied: bool, ground: Ground, sizes: Sizes, batch: Batch, dc: Ints, lay
     params[:, -1] += sizes.gradient_last
     at, replicas = dc[batch.shape], batch.replicas[:, None]
     nodes, per_node, net_bps = ground.nodes[at], ground.gpus_per_node[at], ground.net_bps[at]
-    rate_bps, is_inside = ring_bps(replicas, batch.tp, nodes, per_node, net_bps, ground.peer_bps[at])
+    packed = RUNTIMES[ground.job.runtime].packs_replicas
+    rate_bps, is_inside = ring_bps(replicas, batch.tp, nodes, per_node, net_bps, ground.peer_bps[at], packed=packed)
     ring_s = (replicas - 1) / replicas * (params * 8)[batch.shape] / rate_bps
     ring_s += np.where(is_inside, 0.0, ground.net_latency_s[at] * (replicas - 1))
     return np.asarray(2 * ring_s, np.float64)
@@ -142,7 +151,8 @@ class _Hops:
     costs is worked out for those alone, and put in place."""
 
     def __init__(self, space: Space, ground: Ground, batch: Batch, dc: Ints) -> None:
-        bits = 8 * _activation_bytes(space, batch.microbatch)
+        whole = RUNTIMES[space.job.runtime].sends_whole
+        bits = 8 * _activation_bytes(space, batch.microbatch) * (batch.tp if whole else 1)
         net_bps, shape = ground.worker_bps(batch.tp), batch.shape
         lan_s = bits / net_bps[dc[:, :-1]] + bits / net_bps[dc[:, 1:]]
         lan_s += ground.net_latency_s[dc[:, :-1]] + ground.net_latency_s[dc[:, 1:]]

@@ -50,7 +50,7 @@ def prepare(job: Job, schedule: Schedule, tcp: Tcp = "many", iterations: int = 1
     job, first = restaged(job, max(2, job.interleave) if schedule.virtual_stages else 1)
     frame = layout(job, arrangement=first)
     _require_feasible_size(job, frame, iterations)
-    turns = sharing and tcp == "many" and can_share(frame)
+    turns = sharing and tcp == "many" and can_share(job, frame)
     return Case(
         job=job,
         arrangement=first,

@@ -12,9 +12,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from atlas.cost.arrange import tp_groups
 from atlas.cost.compute import ModelTime, model_times
-from atlas.cost.memory import GIB, USABLE_SHARE
+from atlas.cost.memory import cap_bytes
 from atlas.cost.tcp import stream_bps
+from atlas.cost.wan import share_of_node
 from atlas.errors import SpecError
 from atlas.spec import Job
 
@@ -59,11 +61,11 @@ class Ground:
 
     def workers(self, tp: int) -> Ints:
         """Tensor-parallel groups each datacenter has room for."""
-        return np.asarray(self.nodes * (self.gpus_per_node // tp), np.int64)
+        return np.asarray(tp_groups(self.nodes, self.gpus_per_node, tp), np.int64)
 
     def worker_bps(self, tp: int) -> Floats:
         """A worker's share of its node's network."""
-        return np.asarray(self.net_bps / np.maximum(1, self.gpus_per_node // tp), np.float64)
+        return np.asarray(share_of_node(tp, self.gpus_per_node, self.net_bps), np.float64)
 
     @cached_property
     def lanes(self) -> list[list[tuple[float, float]]]:
@@ -110,17 +112,17 @@ def ground_of(job: Job) -> Ground:
             rule="is needed to plan over several datacenters",
             remedy="Write it, or list cluster.links",
         )
-    caps = [job.memory_gib or USABLE_SHARE * job.cluster.gpu(dc.name).memory_gib for dc in dcs]
+    caps = [cap_bytes(job, dc.name) for dc in dcs]
     return Ground(
         job=job,
         names=tuple(dc.name for dc in dcs),
         nodes=np.array([dc.nodes for dc in dcs], np.int64),
         gpus_per_node=np.array([dc.gpus_per_node for dc in dcs], np.int64),
-        net_bps=np.array([dc.net_gbps * 1e9 for dc in dcs]),
+        net_bps=np.array([dc.node_gbps * 1e9 for dc in dcs]),
         peer_bps=np.array([job.cluster.gpu(dc.name).peer_gbps * 1e9 for dc in dcs]),
         net_latency_s=np.array([dc.net_latency_us / 1e6 for dc in dcs]),
         usd_per_gpu_s=np.array([dc.usd_per_gpu_hour / 3600 for dc in dcs]),
-        cap_bytes=np.floor(np.array(caps) * GIB),
+        cap_bytes=np.array(caps, np.float64),
         joined=joined,
         latency_s=latency,
         pair_bps=pair,
@@ -150,18 +152,20 @@ class Speeds:
 def speeds_of(job: Job, ground: Ground, tp: int, microbatch: int) -> Speeds:
     """From the same pieces as `cost.price`."""
     one = job.model_copy(update={"tp": tp, "microbatch": microbatch})
-    times, known = model_times(one), dict[str, ModelTime | None]()
+    times, known = model_times(one), dict[tuple[str, bool, float], ModelTime | None]()
     usable = np.zeros(ground.num_dcs, np.bool_)
+    groups = ground.workers(tp)
     rows = np.full((12, ground.num_dcs), np.inf)
     for i, name in enumerate(ground.names):
-        kind = ground.kind[i]
+        wide = bool(ground.gpus_per_node[i] < tp)
+        kind = ground.kind[i], wide, float(ground.net_bps[i]) if wide else 0.0
         if kind not in known:
             try:
                 known[kind] = times(name)
             except SpecError:
                 known[kind] = None  # not in the profile: that type takes no part
         model = known[kind]
-        if model is None or ground.gpus_per_node[i] < tp:
+        if model is None or not groups[i]:
             continue
         usable[i] = True
         layers = np.mean([(p.forward_s, p.recompute_s, p.backward_s, p.update_s) for p in model.layers], axis=0)

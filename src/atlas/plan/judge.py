@@ -127,7 +127,7 @@ def play(job: Job, candidate: Candidate, *, exact: bool = False) -> Played:
     arrangement = arrange(job)
     memory = memory_rule(job, arrangement=arrangement)
     frame = layout(job, arrangement=arrangement)
-    sharing = candidate.sharing and can_share(frame)
+    sharing = candidate.sharing and can_share(job, frame)
     costs = price(job, tcp=candidate.tcp, sharing=sharing, arrangement=arrangement)
 
     def program_of(num_microbatches: int) -> Program:

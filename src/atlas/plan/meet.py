@@ -54,7 +54,7 @@ def meeting_s(ground: Ground, sizes: Sizes, candidate: Candidate) -> list[Floats
         load: dict[tuple[int, int], float] = {}
         for pair, n in zip(ends, bytes_of.tolist(), strict=True):
             load[pair] = load.get(pair, 0.0) + n
-        if not all(ground.joined[pair] for pair in load):
+        if not all(pair[0] == pair[1] or ground.joined[pair] for pair in load):
             return None
         lane_s = {pair: share * n * 8 / lane_bps(ground, candidate, pair) for pair, n in load.items()}
         piece_s = np.maximum(piece_s, [lane_s[pair] for pair in ends])
@@ -86,6 +86,8 @@ def lane_bps(ground: Ground, candidate: Candidate, pair: tuple[int, int]) -> flo
     """What all nodes in use of two datacenters get together, one way."""
     i, j = pair
     nodes = min(_nodes(ground, candidate, i), _nodes(ground, candidate, j))
+    if i == j:  # two groups with a stage in one datacenter: its own network joins them
+        return nodes * float(ground.net_bps[i])
     one = min(float(ground.pair_bps[pair]), float(ground.net_bps[i]), float(ground.net_bps[j]))
     if candidate.tcp == "one":
         one = min(one, float(ground.stream_bps[pair]))
@@ -94,7 +96,8 @@ def lane_bps(ground: Ground, candidate: Candidate, pair: tuple[int, int]) -> flo
 
 def _nodes(ground: Ground, candidate: Candidate, i: int) -> int:
     """Nodes that a candidate uses in a datacenter, filled one after the other."""
-    per_node = int(ground.gpus_per_node[i]) // candidate.tp * candidate.tp
+    per_node = int(ground.gpus_per_node[i])
+    per_node -= per_node % candidate.tp if per_node >= candidate.tp else 0
     return max(1, -(-candidate.gpus[ground.names[i]] // per_node))
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from atlas.cost import flops
 from atlas.cost.arrange import Arrangement
+from atlas.cost.compute import pricing
 from atlas.cost.memory import GIB, peak_memory
 from atlas.cost.price import Tcp
 from atlas.cost.table import Costs
@@ -73,6 +74,8 @@ class Result:
             "job": job.name,
             "schedule": self.schedule,
             "tcp": self.tcp,
+            "runtime": job.runtime,
+            "pricing": pricing(job),
             **{k: figures[k] for k in ("source", "sharing", "iteration_s", "utilization")},
             "lower_bound_s": self.bound.ns / 1e9,
             "lower_bound_reason": self.bound.reason,

@@ -9,12 +9,16 @@ Index legend: n pipeline, s stage, i datacenter.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from atlas.cost import flops
-from atlas.cost.memory import GIB
+from atlas.cost.memory import GIB, activation_parts, stash_bytes
+from atlas.cost.runtimes import RUNTIMES
+from atlas.errors import SpecError
 from atlas.plan.ground import Flags, Floats, Ground, Ints, Speeds
 from atlas.spec import Job
 
@@ -29,11 +33,15 @@ class Sizes:
     """Weights, gradients and optimizer of a layer."""
     first: float
     last: float
-    """Of the embedding; of the LM head with the logits of one microbatch."""
-    activations: float
-    """Of one layer and microbatch."""
-    stash: float
+    """Of the embedding; of the LM head with what the loss holds of one microbatch."""
+    forward_layer: float
+    forward_stage: float
+    """What a microbatch takes from its forward on: by layer, and once a stage."""
+    again_layer: float
+    again_stage: float
+    """What its recompute takes on top."""
     reserved: float
+    """For others, and by the runtime."""
     gradient_per_layer: float
     """Bytes of gradient that a worker (all GPUs of its tp group) sends at the end of an iteration."""
     gradient_first: float
@@ -43,20 +51,38 @@ class Sizes:
 def sizes_of(job: Job, tp: int, microbatch: int) -> Sizes:
     model = job.model
     state = job.element_bytes + job.gradient_bytes + job.optimizer_bytes
-    tokens = microbatch * model.seq_len
     layer, first, last = flops.layer_params(model), flops.embedding_params(model), flops.head_params(model)
-    logits = tokens * model.vocab * (job.element_bytes + 4)
+    one = job.model_copy(update={"tp": tp, "microbatch": microbatch})
+    kinds = dict.fromkeys(dc.gpu for dc in job.cluster.datacenters)
+    activations, temporary, logits = _largest(one, kinds)
+    stash, by_layer = stash_bytes(one), RUNTIMES[job.runtime].recomputes_by_layer
+    in_layer, in_stage = (stash, 0.0) if by_layer else (0.0, stash)
+    again = (0.0, activations) if by_layer else (activations, 0.0)
+    if not job.recompute:
+        in_layer, in_stage, again = activations, 0.0, (0.0, 0.0)
     return Sizes(
         per_layer=layer * state / tp,
         first=first * state / tp,
-        last=(last * state + logits) / tp,
-        activations=tokens * flops.layer_activation_elements(model) * job.element_bytes / tp,
-        stash=tokens * model.hidden * job.element_bytes / tp,
-        reserved=math.ceil(job.reserved_gib * GIB),
+        last=last * state / tp + max(logits, temporary) - temporary,
+        forward_layer=in_layer,
+        forward_stage=in_stage,
+        again_layer=again[0],
+        again_stage=again[1],
+        reserved=math.ceil(job.reserved_gib * GIB) + RUNTIMES[job.runtime].fixed_bytes + temporary,
         gradient_per_layer=layer * job.gradient_bytes,
         gradient_first=first * job.gradient_bytes,
         gradient_last=last * job.gradient_bytes,
     )
+
+
+def _largest(job: Job, kinds: Iterable[str]) -> tuple[float, float, float]:
+    """The parts of `cost.memory.activation_parts`, the most that any GPU type needs; types without a profile aside."""
+    found = []
+    for kind in kinds:
+        with suppress(SpecError):
+            found.append(activation_parts(job, kind))
+    layer, temporary, head = (max(column) for column in zip(*found, strict=True)) if found else (0.0, 0.0, 0.0)
+    return layer, temporary, head
 
 
 def split_layers(job: Job, ground: Ground, speeds: Speeds, sizes: Sizes, stage_dc: Ints) -> tuple[Ints, Flags]:
@@ -106,10 +132,10 @@ def _held(limit_s: Floats, layer_s: Floats, extra_s: Floats, most: Ints) -> Ints
 
 def max_layers(job: Job, ground: Ground, sizes: Sizes, dc: Ints) -> Ints:
     """[n, s]: layers that fit one GPU of each stage's tp group beside one microbatch."""
-    free = ground.cap_bytes[dc] - sizes.reserved - (sizes.stash if job.recompute else 0.0)
+    free = ground.cap_bytes[dc] - sizes.reserved - sizes.forward_stage - sizes.again_stage
     free[:, 0] -= sizes.first
     free[:, -1] -= sizes.last
-    return np.floor(free / (sizes.per_layer + sizes.activations)).astype(np.int64)
+    return np.floor(free / (sizes.per_layer + sizes.forward_layer + sizes.again_layer)).astype(np.int64)
 
 
 def in_flight(job: Job, ground: Ground, sizes: Sizes, dc: Ints, layers: Ints) -> Ints:
@@ -117,10 +143,11 @@ def in_flight(job: Job, ground: Ground, sizes: Sizes, dc: Ints, layers: Ints) ->
     free = ground.cap_bytes[dc] - sizes.reserved - layers * sizes.per_layer
     free[:, 0] -= sizes.first
     free[:, -1] -= sizes.last
-    full = layers * sizes.activations
-    fits = (free - full - (sizes.stash if job.recompute else 0.0) >= 0).all(axis=1)
+    forward = layers * sizes.forward_layer + sizes.forward_stage
+    recompute = layers * sizes.again_layer + sizes.again_stage
+    fits = (free - forward - recompute >= 0).all(axis=1)
     tightest = free.min(axis=1)
     scale = np.maximum(tightest, 1.0)[:, None] / np.maximum(free, 1.0)
-    held = (scale * (sizes.stash if job.recompute else full)).max(axis=1)
-    again = (scale * full).max(axis=1) if job.recompute else np.zeros(len(free))
+    held = (scale * forward).max(axis=1)
+    again = (scale * recompute).max(axis=1)
     return np.where(fits, np.maximum(1, np.floor((tightest - again) / held)), 0).astype(np.int64)

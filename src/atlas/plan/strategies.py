@@ -211,7 +211,7 @@ def algorithm1(search: Search) -> None:
 def _algorithm1_entries(search: Search) -> list[Entry]:
     """One candidate for each number of cells, fastest estimate first."""
     space, ground, job = search.space, search.ground, search.space.job
-    if space.slots(1) % job.microbatch or ground.gpus_per_node.max() < job.tp or job.pp > job.model.layers:
+    if space.slots(1) % job.microbatch or not ground.workers(job.tp).any() or job.pp > job.model.layers:
         return []
     frame = next((f for f in frames(space, ground) if (f.tp, f.microbatch) == (job.tp, job.microbatch)), None)
     if frame is None or space.tcp != "many":

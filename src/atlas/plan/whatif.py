@@ -164,7 +164,9 @@ def marginals(asked: Asked, tick: Tick | None = None) -> tuple[Judged, list[Marg
 
 def _trials(job: Job, candidate: Candidate) -> Iterator[tuple[str, str, float, float, list[str]]]:
     """(what, key, value, changed value, overrides): a tenth more of everything that the plan uses."""
-    yield _share("speed of the GPUs", "efficiency", job.efficiency, min(1.0, 1.1 * job.efficiency))
+    if not job.is_calibrated:
+        efficiency = job.stated_efficiency
+        yield _share("speed of the GPUs", "efficiency", efficiency, min(1.0, 1.1 * efficiency))
     wan = job.cluster.wan
     if candidate.num_datacenters > 1:
         links = job.cluster.links
@@ -182,7 +184,7 @@ def _trials(job: Job, candidate: Candidate) -> Iterator[tuple[str, str, float, f
     for name in candidate.gpus:
         dc = job.cluster.dc(name)
         key = f"cluster.datacenters.{name}.net_gbps"
-        yield _share(f"network inside {name}", key, dc.net_gbps, 1.1 * dc.net_gbps)
+        yield _share(f"network inside {name}", key, dc.node_gbps, 1.1 * dc.node_gbps)
     gib = job.memory_gib
     if gib is not None:
         yield _share("memory of a GPU", "memory_gib", gib, 1.1 * gib)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from atlas.spec.fields import Count, Frozen, Latitude, Longitude, Name, NonNegative, Positive, Size, Text
-from atlas.spec.gpus import GPUS, Gpu
+from atlas.spec.gpus import GPUS, NET_GBPS, OTHER_NET_GBPS, Gpu
 
 WINDOW_BYTES = 3_000_000
 """Window of one TCP connection: the papers' 1220 / 600 / 396 / 293 Mbit/s at 10 / 20 / 30 / 40 ms are about 3 MB
@@ -23,17 +23,23 @@ class DataCenter(Frozen):
     nodes: Count
     """Machines a job may use here."""
     gpus_per_node: Count = 8
-    """GPUs of one machine; a tensor-parallel group never leaves its machine."""
+    """GPUs of one machine."""
     gpu: Name = "A100-80"
     """A built-in type, or one defined under `cluster.gpus`."""
-    net_gbps: Positive = 100.0
-    """Network of one node inside the datacenter, Gbit/s each way; its workers divide it evenly."""
+    net_gbps: Positive | None = None
+    """Network of one node inside the datacenter, Gbit/s each way; its workers divide it evenly. Left out: what nodes
+    of this GPU type usually have, by GPU (`spec.gpus.NET_GBPS`)."""
     net_latency_us: NonNegative = 20.0
     """One-way latency inside the datacenter, microseconds."""
     usd_per_gpu_hour: NonNegative = 0.0
     """Rent of one GPU, US dollars an hour."""
     location: tuple[Latitude, Longitude] | None = None
     """`[latitude, longitude]` in degrees, north and east positive: where the map of a plan draws it. Nothing else."""
+
+    @property
+    def node_gbps(self) -> float:
+        """`net_gbps`, or what is usual."""
+        return self.net_gbps or NET_GBPS.get(self.gpu, OTHER_NET_GBPS) * self.gpus_per_node
 
 
 class Wan(Frozen):
@@ -102,7 +108,9 @@ class Cluster(Frozen):
         return next(dc for dc in self.datacenters if dc.name == name)
 
     def gpu(self, dc_name: str) -> Gpu:
-        name = self.dc(dc_name).gpu
+        return self.gpu_type(self.dc(dc_name).gpu)
+
+    def gpu_type(self, name: str) -> Gpu:
         return self.gpus.get(name) or GPUS[name]
 
     def route(self, a: str, b: str) -> Route | None:

@@ -1,5 +1,5 @@
-"""GPU types: data-sheet peaks (dense, no sparsity). How much of a peak a job reaches is the job's `efficiency`, or
-where it says `calibrated` what the type was measured to reach.
+"""GPU types: data-sheet peaks (dense, no sparsity). How much of a peak a job reaches is what the type was measured to
+reach, or the job's `efficiency`.
 
 Knows no prices (they belong to a datacenter) and no measured times (they belong to a profile).
 """
@@ -10,7 +10,7 @@ from atlas.spec.fields import Flag, Frozen, NonNegative, Positive, Share
 
 
 class Calibration(Frozen):
-    """What a GPU type was measured to reach, for jobs that say `calibrated: true`. See docs/accuracy-measured.md."""
+    """What a GPU type was measured to reach, which prices jobs by default. See docs/accuracy-measured.md."""
 
     matrix_efficiency: Share
     """Share of the peak that large matrix products reach, their operands' memory traffic not counted."""
@@ -19,11 +19,13 @@ class Calibration(Frozen):
     peer_efficiency: Share
     """Share of `peer_gbps` that an all-reduce in a node reaches."""
     layer_floor_us: NonNegative
-    """No layer's forward is faster than its kernels are launched, microseconds; a backward takes twice that."""
+    """No layer's forward is faster than its kernels are launched, microseconds."""
+    backward_floor_us: NonNegative | None = None
+    """No layer's backward is faster than this, microseconds. Left out: twice `layer_floor_us`."""
     attention_efficiency: Share | None = None
     """Share of the peak that the products inside fused attention reach. Left out: as `matrix_efficiency`."""
-    fused_attention: Flag = True
-    """Whether attention is one kernel. If not, its L x L scores go through memory."""
+    fused_attention: Flag | None = None
+    """Whether attention is one kernel. If not, its L x L scores go through memory. Left out: as the runtime has it."""
 
 
 class Gpu(Frozen):
@@ -41,13 +43,22 @@ class Gpu(Frozen):
     """What one GPU sends to the others of its node (NVLink, PCIe), Gbit/s in one direction; tensor parallelism
     uses it."""
     calibration: Calibration | None = None
-    """Measured constants; a job that says `calibrated: true` is priced by them."""
+    """Measured constants; jobs are priced by them unless they say otherwise."""
 
 
-A100_MEASURED = Calibration(
-    matrix_efficiency=0.907, memory_efficiency=0.543, peer_efficiency=0.87, layer_floor_us=910, fused_attention=False
-)
+A100_MEASURED = Calibration(matrix_efficiency=0.906, memory_efficiency=0.543, peer_efficiency=0.784, layer_floor_us=901)
 """Fitted by `bench/accuracy_a100.py` on Megatron runs on 2 to 512 A100, attention not fused, every layer recomputed."""
+
+H200_MEASURED = Calibration(
+    matrix_efficiency=0.859,
+    memory_efficiency=0.493,
+    attention_efficiency=0.407,
+    peer_efficiency=0.75,
+    layer_floor_us=568,
+    backward_floor_us=1796,
+)
+"""Measured by `bench/calibrate_gpu.py` on an H200 with the runtime's own kernels (torch 2.11): 15 layers of 64 to 8,192
+width, 6.6 % off on average. `peer_efficiency` is that of A100 nodes: one GPU has no peers."""
 
 
 def _gpu(
@@ -72,7 +83,7 @@ GPUS: dict[str, Gpu] = {
     "A100-40": _gpu(312, 19.5, 40, 1555, 2400),
     "A100-80": _gpu(312, 19.5, 80, 2039, 2400, A100_MEASURED),
     "H100": _gpu(989, 67, 80, 3350, 3600),
-    "H200": _gpu(989, 67, 139, 4800, 3600),
+    "H200": _gpu(989, 67, 139, 4800, 3600, H200_MEASURED),
     "GH200-96": _gpu(989, 67, 96, 4000, 3600),
     "B200": _gpu(2250, 80, 180, 8000, 7200),
     "L4": _gpu(121, 30.3, 22.5, 300, 128),
@@ -82,3 +93,16 @@ GPUS: dict[str, Gpu] = {
     "RTX-3090": _gpu(71, 35.6, 24, 936, 256),
 }
 """The types a file may name without defining them."""
+
+NET_GBPS = {
+    "A100-40": 50.0,  # AWS p4d.24xlarge: 400 Gbit/s, 8 GPUs
+    "A100-80": 100.0,  # the A100 cluster of vTrain's validation: 800 Gbit/s, 8 GPUs (DGX A100: 1,600; p4de: 400)
+    "H100": 400.0,  # DGX H100, AWS p5, Azure ND H100 v5: 3,200 Gbit/s, 8 GPUs
+    "H200": 400.0,  # DGX H200, AWS p5e: 3,200 Gbit/s, 8 GPUs
+    "GH200-96": 200.0,  # CSCS Alps: one Slingshot port of 200 Gbit/s a GPU
+    "B200": 400.0,  # DGX B200: 3,200 Gbit/s, 8 GPUs
+    "L40S": 50.0,  # AWS g6e.48xlarge: 400 Gbit/s, 8 GPUs
+}
+"""Network of a node inside its datacenter, Gbit/s by GPU, where a file does not say: as common nodes have it."""
+OTHER_NET_GBPS = 12.5
+"""Of any other type: 100 Gbit/s for 8 GPUs (AWS p3dn, g5.48xlarge, Google's g2-standard-96)."""

@@ -16,6 +16,7 @@ from atlas.spec.model import Model
 
 MAX_RANKS = 1000
 MAX_MICROBATCHES = 100_000
+DEFAULT_EFFICIENCY = 0.5
 
 
 class Place(Frozen):
@@ -52,7 +53,7 @@ class Job(Frozen):
     num_microbatches: Annotated[int, Field(strict=True, ge=1, le=MAX_MICROBATCHES)]
     """Microbatches per pipeline and iteration (M)."""
     tp: Annotated[int, Field(strict=True, ge=1, le=1024)] = 1
-    """Tensor parallelism: GPUs of one worker, all in one node."""
+    """Tensor parallelism: GPUs of one worker, in one node or in several whole ones."""
     pp: Annotated[int, Field(strict=True, ge=1, le=MAX_RANKS)]
     """Pipeline parallelism: workers of one pipeline."""
     interleave: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
@@ -77,13 +78,18 @@ class Job(Frozen):
     optimizer_bytes: Annotated[int, Field(strict=True, ge=0, le=64)] = 12
     """Bytes per parameter of optimizer state (Adam with fp32 master weights: 12)."""
     memory_gib: Positive | None = None
-    """Memory of one GPU that the job may use, GiB. Left out: 92 % of what the GPU has."""
+    """Memory of one GPU that the job may use, GiB. Left out: 92 % of what the GPU has; all of it under another
+    runtime, whose overheads are counted."""
     reserved_gib: NonNegative = 0.0
     """Of that, set aside for others (weights and KV cache of a prefill service), GiB per GPU."""
-    efficiency: Share = 0.5
-    """Share of the GPU's peak that the matrix products reach."""
-    calibrated: Flag = False
-    """Price compute by the `calibration` of the GPU type, fitted on measured runs, instead of `efficiency`."""
+    runtime: Literal["atlas", "megatron", "torch"] = "atlas"
+    """What executes the job: `atlas train`, or a framework whose habits the costs then follow."""
+    efficiency: Share | None = None
+    """Share of the GPU's peak that the matrix products reach. Left out: by `calibrated`; 0.5 where there are no
+    constants."""
+    calibrated: Flag | None = None
+    """Price compute by the `calibration` of the GPU types, fitted on measured runs. Left out: if every type of the
+    cluster has one and no `efficiency` is stated."""
     profile: Text | None = None
     """File of measured times; it replaces FLOPs and efficiency."""
     jitter: Jitter = Jitter()
@@ -101,6 +107,24 @@ class Job(Frozen):
     def files(self) -> tuple[str, ...]:
         """Every file that this job was read from, and those it names."""
         return self._files
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether constants of the GPU types price this job; one rule for all its types, so that they compare."""
+        if self.calibrated is not None:
+            return self.calibrated
+        return self.efficiency is None and not self.without_constants
+
+    @property
+    def without_constants(self) -> tuple[str, ...]:
+        """GPU types of the cluster that have no calibration."""
+        names = dict.fromkeys(dc.gpu for dc in self.cluster.datacenters)
+        return tuple(name for name in names if self.cluster.gpu_type(name).calibration is None)
+
+    @property
+    def stated_efficiency(self) -> float:
+        """Where no constants price the job."""
+        return DEFAULT_EFFICIENCY if self.efficiency is None else self.efficiency
 
     @property
     def num_stages(self) -> int:
