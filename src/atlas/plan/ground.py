@@ -61,6 +61,8 @@ class Ground:
 
     def workers(self, tp: int) -> Ints:
         """Tensor-parallel groups each datacenter has room for."""
+        if self.job.runtime == "atlas":  # a plan is for `atlas train`, which keeps a group in its node
+            return np.asarray(self.nodes * (self.gpus_per_node // tp), np.int64)
         return np.asarray(tp_groups(self.nodes, self.gpus_per_node, tp), np.int64)
 
     def worker_bps(self, tp: int) -> Floats:
