@@ -3,10 +3,15 @@
 First cells with equal stages, as in `bench/schedules.py`; then cells whose every duration is drawn at random, which
 no rule of thumb was made for. Transfers whole (no chunks), as the exact model has them; Atlas never lets a link idle
 while something waits, the exact optimum may.
+
+Atlas is what `atlas simulate` runs, with its default tries. A case that the solver does not prove in time counts as not
+within 1.03. Beside it the search at the setting itself, without the grid that makes answers monotone: what that costs.
+`--quick`: 12 and 15 cases (about two minutes).
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import replace
 from itertools import product
@@ -19,32 +24,39 @@ from atlas.cost.table import Costs
 from atlas.ir.ops import Kind
 from atlas.ir.program import Memory
 from atlas.schedules import Setting, lower_bound
+from atlas.schedules.atlas import atlas
 from atlas.schedules.exact import optimum
 from atlas.schedules.search import Family, search
 
 UNIT = 10 * MS
+TRIES = 600
+"""The default of `atlas simulate` for jobs of this size."""
+Compared = tuple[float, float, float]
+"""Atlas / optimum, search / optimum, bound / optimum."""
 
 
-def compare(setting: Setting) -> tuple[float, float] | None:
-    """(Atlas / optimum, bound / optimum), or None where the solver did not finish."""
+def compare(setting: Setting) -> Compared | None:
+    """The ratios, or None where the solver did not finish."""
     assert setting.turns is not None
+    setting = replace(setting, apart=setting.turns)  # the exact model knows turns only
+    ours = setting.simulated_ns(atlas(setting))
     order = search(setting, Family(splits=(True,), sharings=(True,)))
     bound = lower_bound(
         setting.turns, setting.layout.num_microbatches, setting.memory, recompute=setting.recompute
     )  # fmt: skip
     best = optimum(
         setting.layout, setting.turns, cap=setting.memory.cap, recompute=setting.recompute, split=True, seconds=20,
-        upper_ns=order.makespan_ns,
+        upper_ns=max(ours, order.makespan_ns),
     )  # fmt: skip
     if not best.proven:
         return None
-    return order.makespan_ns / best.makespan_ns, bound.ns / best.makespan_ns
+    return ours / best.makespan_ns, order.makespan_ns / best.makespan_ns, bound.ns / best.makespan_ns
 
 
 def drawn(rng: np.random.Generator) -> Setting:
     """A small cell with random sizes and random durations, stage by stage."""
     num_stages, num_mb, num_pipelines = (int(rng.integers(a, b)) for a, b in ((2, 5), (2, 7), (1, 3)))
-    setting = cell(num_stages, num_mb, num_pipelines, 1, num_dcs=min(3, num_stages), quantum_ms=0, budget=1500)
+    setting = cell(num_stages, num_mb, num_pipelines, 1, num_dcs=min(3, num_stages), quantum_ms=0, budget=TRIES)
     lengths = rng.integers(2, 9, (num_stages, 4)) * UNIT
     wan, latency, lan = int(rng.integers(1, 9)) * UNIT, int(rng.integers(0, 9)) * UNIT, int(rng.integers(0, 3)) * UNIT
 
@@ -68,22 +80,29 @@ def drawn(rng: np.random.Generator) -> Setting:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
     report = Report("Atlas against the exact optimum, small cases (simulated)", "OR-tools CP-SAT, proven optimal")
     even = [
-        compare(cell(s, m, c, k, num_dcs=min(3, s), quantum_ms=0, budget=1500))
-        for s, m, c in product((2, 3, 4), (4, 6), (1, 2))
+        compare(cell(s, m, c, k, num_dcs=min(3, s), quantum_ms=0, budget=TRIES))
+        for s, m, c in product((2, 3) if quick else (2, 3, 4), (4,) if quick else (4, 6), (1, 2))
         for k in sorted({2, s, 2 * s})
     ]
     rng = np.random.default_rng(7)
-    odd = [compare(drawn(rng)) for _ in range(60)]
+    odd = [compare(drawn(rng)) for _ in range(15 if quick else 60)]
     for name, results in (("equal stages", even), ("random durations", odd)):
         proven = [r for r in results if r is not None]
         ratios = np.array([r[0] for r in proven])
+        searched = np.array([r[1] for r in proven])
         report.figure(f"{name}: cases proven of {len(results)}", len(proven), "cases")
-        report.figure(f"{name}: worst ratio", ratios.max(), "x", at_most=1.03)
         report.figure(f"{name}: mean ratio", ratios.mean(), "x", at_most=1.03)
-        report.figure(f"{name}: share within 1.03", (ratios <= 1.03).mean(), "")
-        report.figure(f"{name}: bound above the optimum", max(r[1] for r in proven), "x", at_most=1.0)
+        report.figure(f"{name}: worst ratio", ratios.max(), "x")
+        within = float((ratios <= 1.03).sum()) / len(results)
+        report.figure(f"{name}: share proven and within 1.03", within, "", at_least=0.7)
+        report.figure(f"{name}: search at the setting itself, mean ratio", searched.mean(), "x", at_most=1.01)
+        report.figure(f"{name}: search at the setting itself, worst ratio", searched.max(), "x", at_most=1.03)
+        report.figure(f"{name}: bound above the optimum", max(r[2] for r in proven), "x", at_most=1.0)
     return report.finish()
 
 

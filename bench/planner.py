@@ -188,7 +188,10 @@ def against_algorithm_1(report: Report, count: int) -> None:
             f"{count} random clusters of 2 to 8 datacenters: p5 {low:.2f}x, median {middle:.2f}x, p95 {high:.2f}x, "
             f"best {max(found):.2f}x; on {refused} more Algorithm 1 found no plan with the degrees it was given"
         )
-        report.figure(f"Algorithm 1 / ours{name}, worst for us", min(found), "ratio", at_least=1)
+        # That ours is never worse holds by construction (its candidates are simulated too), and is a test.
+        report.figure(f"Algorithm 1 / ours{name}, worst for us", min(found), "ratio")
+        mean = float(np.exp(np.mean(np.log(found))))
+        report.figure(f"Algorithm 1 / ours{name}, geometric mean", mean, "ratio", at_least=1.02 if name else 1.5)
 
 
 PARTS: dict[str, Callable[[Report, bool], None]] = {

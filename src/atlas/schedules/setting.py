@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from atlas.cost.table import Costs
-from atlas.ir.program import Layout, Memory, Program
+from atlas.ir.ops import Kind
+from atlas.ir.program import Ints, Layout, Memory, Program
 
 Progress = Callable[[int, int], None]
 """Called by a search with (tries done, tries allowed)."""
@@ -31,6 +34,21 @@ class Setting:
     def costs_of(self, program: Program) -> Costs:
         """What a Program of this setting costs: by its own word on whether pipelines take turns."""
         return self.costs_of_sharing(program.sharing)
+
+    def closed_ns(self, ends_ns: Ints, sharing: bool) -> int:
+        """The iteration with the all-reduce and the optimizer of each stage, once the last op of [w] is over."""
+        closing = self.costs_of_sharing(sharing).compute_ns[:, :, [Kind.SYNC, Kind.STEP]].sum(axis=2)
+        return int((ends_ns.reshape(closing.shape).max(axis=0) + closing.max(axis=0)).max())
+
+    def simulated_ns(self, program: Program) -> int:
+        """The iteration of a Program that is not closed yet, closed."""
+        from atlas.sim.simulate import SMALL, simulate
+
+        engine = "reference" if program.num_events <= SMALL // 20 else "compiled"
+        timeline = simulate(program, self.costs_of(program), engine=engine)
+        ends = np.zeros(program.num_workers, np.int64)
+        np.maximum.at(ends, program.op_worker, timeline.op_end_ns)
+        return self.closed_ns(ends, program.sharing)
 
     def costs_of_sharing(self, sharing: bool) -> Costs:
         return self.turns if sharing and self.turns is not None else self.apart

@@ -1,0 +1,120 @@
+"""Reference settings: the same cell with its slow boundaries at latencies and loads from a fixed grid.
+
+A search at the job's own latency and bandwidth finds orders that a search at a neighbouring value misses, and then
+less latency or more bandwidth can look worse. So orders are searched at grid points only, and then priced at the
+job's own values. A setting uses its own grid cell and the next worse ones. What a worse setting uses is therefore
+nearly always among what a better one uses, and one order takes no longer on better links. Grid steps are in units of
+the slowest stage's work, which no link changes. Knows no order and no search.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.cost.table import FAIR, PRIVATE, TURNS, Costs, LinkCost
+from atlas.ir.ops import Kind
+from atlas.ir.program import Ints, Layout
+from atlas.schedules.setting import Setting
+
+Flags = NDArray[np.bool_]
+
+LATENCY_STEP, LOAD_STEP = 1.35, 1.25
+SMALLEST = 1 / 16
+"""Of the slowest stage's work: below the first step from here a grid point has no latency, or no load."""
+REACH = 3
+"""How many steps worse a setting looks, over both directions of the grid together."""
+MIN_TRIES = 12
+"""A grid point with fewer tries is not worth having."""
+
+
+def references(setting: Setting, budget: int) -> list[Setting]:
+    """The grid points that a setting uses, the nearest first, each with its share of the budget."""
+    reach = max(r for r in range(REACH + 1) if r == 0 or budget >= MIN_TRIES * len(_steps(r)))
+    steps = _steps(reach)
+    tries = max(1, budget // len(steps))
+    found: dict[tuple[bytes, ...], Setting] = {}
+    for worse in steps:
+        apart = _at_grid(setting, setting.apart, False, *worse)
+        turns = None if setting.turns is None else _at_grid(setting, setting.turns, True, *worse)
+        point = replace(setting, apart=apart, turns=turns, budget=tries)
+        found.setdefault(prices(point), point)
+    return list(found.values())
+
+
+def prices(setting: Setting) -> tuple[bytes, ...]:
+    """What tells the grid points of one cell apart."""
+    both = [setting.apart, *([] if setting.turns is None else [setting.turns])]
+    return tuple(array.tobytes() for costs in both for array in (costs.compute_ns, costs.work_ns, costs.latency_ns))
+
+
+def _steps(reach: int) -> list[tuple[int, int]]:
+    """(steps of latency, steps of load) within reach, nearest first."""
+    every = [(i, j) for i in range(reach + 1) for j in range(reach + 1 - i)]
+    return sorted(every, key=lambda step: (sum(step), step))
+
+
+def slow_boundaries(layout: Layout) -> Ints:
+    """[b]: whether a boundary crosses between datacenters; where none does, all of them."""
+    dcs = [layout.rank_dc[rank] for rank in layout.stage_rank]
+    crosses = np.array([a != b for a, b in pairwise(dcs)], np.int64)
+    return crosses if crosses.any() else np.ones_like(crosses)
+
+
+def _at_grid(setting: Setting, costs: Costs, sharing: bool, latency_steps: int, load_steps: int) -> Costs:
+    """The costs with every slow boundary at a grid point, that many steps worse than the one at or below it."""
+    slow = slow_boundaries(setting.layout).astype(bool)
+    stage_ns = costs.compute_ns[0]
+    again = stage_ns[:, Kind.R] * setting.recompute
+    unit = max(1.0, float((stage_ns[:, Kind.F] + again + stage_ns[:, Kind.B]).max()))
+    num = setting.layout.num_pipelines if sharing else 1
+    load = _snapped(_alone_ns(costs) * num, unit, LOAD_STEP, load_steps) // num
+    latency = _snapped(costs.latency_ns + costs.before_ns, unit, LATENCY_STEP, latency_steps)
+    quantum_ns = max((link.quantum_ns for link in costs.links if link.policy == TURNS), default=0)
+    links, channel = _links(setting.layout, slow, sharing, quantum_ns)
+    return Costs(
+        costs.compute_ns,
+        links,
+        channel,
+        np.where(slow, load, costs.work_ns),
+        np.where(slow, 0, costs.before_ns),
+        np.where(slow, latency, costs.latency_ns),
+    )
+
+
+def _alone_ns(costs: Costs) -> Ints:
+    """[d, c, b]: what a transfer takes where every channel of its link sends at once."""
+    work = costs.work_ns.astype(np.float64)
+    for index, link in enumerate(costs.links):
+        if link.policy == FAIR:
+            members = costs.channel_link == index
+            work[members] *= max(1.0, members.sum() / link.capacity)
+    return np.rint(work).astype(np.int64)
+
+
+def _snapped(ns: Ints, unit: float, step: float, worse: int) -> Ints:
+    """The grid point at or below, and then so many steps up; 0 below the first step."""
+    with np.errstate(divide="ignore"):
+        place = np.floor(np.log(np.maximum(ns, 1) / (SMALLEST * unit)) / np.log(step) + 1e-9)
+    place = np.maximum(place, 0) + worse
+    return np.where(place == 0, 0, np.rint(SMALLEST * unit * step**place)).astype(np.int64)
+
+
+def _links(
+    layout: Layout, slow: Flags, sharing: bool, quantum_ns: int
+) -> tuple[tuple[LinkCost, ...], NDArray[np.int32]]:
+    """Slow boundaries are shared in turns where pipelines share; every other channel has a link of its own."""
+    channel = np.zeros((2, layout.num_pipelines, layout.num_stages - 1), np.int32)
+    links: list[LinkCost] = []
+    for direction, c, b in np.ndindex(channel.shape):
+        if sharing and slow[b]:
+            channel[direction, c, b] = channel[direction, 0, b] if c else len(links)
+            if not c:
+                links.append(LinkCost(f"{direction} {b}", TURNS, quantum_ns=quantum_ns))
+        else:
+            channel[direction, c, b] = len(links)
+            links.append(LinkCost(f"{direction} {b} p{c}", PRIVATE))
+    return tuple(links), channel
