@@ -246,6 +246,7 @@ class Dispatcher:
         if run.future.done():
             return
         now_ns = time.monotonic_ns()
+        log.info("prefill %d, attempt %d, begins again: %s", run.job, run.attempt, why)
         self._recall(run)
         run.since_ns = now_ns
         if not is_loss or now_ns >= run.lost_ns + RESTART_NS:
