@@ -7,7 +7,7 @@
 
 Three kinds of runs take turns: two workers without training; training under emulation (examples/tiny.yaml, three times
 slower), where one lost worker restarts all; and two workers with half of the requests offline. In each run 64 clients
-(beside training: 24) send prompts of 50 to 600 tokens over HTTP for some seconds, and one worker gets SIGKILL at a
+(beside training: 12) send prompts of 50 to 600 tokens over HTTP for some seconds, and one worker gets SIGKILL at a
 random moment. Runs of one kind use one service, one after the other, each begun when all lanes are back.
 
 Refused (429, or 503 while there are no workers) is not admitted: the client sends it again after the time it was told.
@@ -61,7 +61,7 @@ class Kind:
 ALONE, TRAINING = ("--alone", "2"), (str(ROOT / "examples" / "tiny.yaml"), "--slower", "3")
 KINDS = (
     Kind("alone", ALONE, 2),
-    Kind("training", TRAINING, 8, clients=24, load_s=8.0),
+    Kind("training", TRAINING, 8, clients=12, load_s=8.0),
     Kind("offline", ALONE, 2, offline=0.5),
 )
 
