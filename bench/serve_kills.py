@@ -6,7 +6,7 @@
     python bench/serve_kills.py --only training --seed 7
 
 Three kinds of runs take turns: two workers without training; training under emulation (examples/tiny.yaml, three times
-slower), where one lost worker restarts all; and two workers with half of the requests offline. In each run 64 clients
+slower), where one lost worker restarts all; and two workers with half of the requests offline. In each run 32 clients
 (beside training: 12) send prompts of 50 to 600 tokens over HTTP for some seconds, and one worker gets SIGKILL at a
 random moment. Runs of one kind use one service, one after the other, each begun when all lanes are back.
 
@@ -52,7 +52,7 @@ class Kind:
     name: str
     arguments: tuple[str, ...]
     num_lanes: int
-    clients: int = 64
+    clients: int = 32
     load_s: float = 6.0
     offline: float = 0.0
     """The share of offline requests."""
