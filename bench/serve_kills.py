@@ -107,7 +107,11 @@ class Outcome:
 
     @property
     def slowest_s(self) -> float:
-        return max((one.answered_s - self.lane_again_s for one in self.affected), default=0.0)
+        """Who was answered before the lanes were lost waited from the kill on."""
+        starts = (self.killed_s, self.lane_again_s)
+        return max(
+            (one.answered_s - max(s for s in starts if s < one.answered_s) for one in self.affected), default=0.0
+        )
 
 
 class Service:
@@ -115,12 +119,13 @@ class Service:
 
     def __init__(self, kind: Kind, log: Path) -> None:
         self.kind, self._log = kind, log
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bubbletea.cli", "serve", *kind.arguments, "--port", "0"],
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            text=True,
-        )
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "bubbletea.cli", "serve", *kind.arguments, "--port", "0"],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
         assert self._process.stdout is not None
         match = re.search(r"http://([\d.]+):(\d+)", self._process.stdout.readline())
         if match is None:

@@ -32,6 +32,8 @@ from bubbletea.serve.training import Source, Training, rehearsed
 MS = 1_000_000
 PROGRAM = with_optimizer(one_f_one_b(Layout(2, 2, 4, ("us-east", "us-west"))))
 STEPS = 6
+CLIENTS = 3
+"""More than one lane answers at a time: on a busy host, too, every worker is asked for something while it trains."""
 DEVICES = ["paced", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
@@ -88,7 +90,7 @@ def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
         server.drain()
 
     def on_start(server: Server) -> None:
-        for what in (ask, end):
+        for what in (*[ask] * CLIENTS, end):
             threading.Thread(target=what, args=(server,), daemon=True).start()
 
     asyncio.run(run(parts, Where(port=0, drain_s=1), workers, on_start))
