@@ -7,6 +7,7 @@ belongs to; not where values are stored.
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tvcache.audit import Check
 from tvcache.environments import Environment
-from tvcache.errors import ArgumentsError, ReplayError
+from tvcache.errors import ArgumentsError, CannotForkError, ReplayError
 from tvcache.history import History
 from tvcache.keys import Call, Task
 from tvcache.rebuild import DivergedError, Make, Place
@@ -26,6 +27,7 @@ from tvcache.values import Value, decode, encode, encode_error
 if TYPE_CHECKING:
     from tvcache.cache import Cache
 
+LOG = logging.getLogger("tvcache")
 current: ContextVar[Rollout | None] = ContextVar("tvcache_rollout", default=None)
 """The rollout that decorated functions belong to."""
 
@@ -56,14 +58,15 @@ class Rollout:
             return self._cached(ask, tool, lambda environment: environment.execute(name, arguments))
 
     def reward(self, name: str, function: Callable[[Environment], Any], arguments: Any = None) -> Any:
-        """What `function(environment)` gives for the state that all mutating calls so far have made. Whatever else it
-        depends on, an answer for instance, belongs into `arguments`."""
+        """What `function(environment)` gives for the state that all mutating calls so far have made. It may do what it
+        likes there: it gets a copy, where there are copies. Whatever else it depends on, an answer for instance,
+        belongs into `arguments`."""
         tool = Tool(name, "reads")
         with self._lock:
             ask = None if self.private else self._ask(tool, arguments, "reward")
             if ask is None:
-                return function(self._environment())
-            return self._cached(ask, tool, function)
+                return self._in_copy(self._environment(), function)
+            return self._cached(ask, tool, lambda environment: self._in_copy(environment, function))
 
     def environment(self) -> Environment:
         """The rollout's own environment, in its present state."""
@@ -173,6 +176,20 @@ class Rollout:
             self.cache.audit.compare(ask, tool, value.body, self._environment())
         else:
             self.cache.counters.add(audits_skipped=1)
+
+    def _in_copy(self, environment: Environment, function: Callable[[Environment], Any]) -> Any:
+        try:
+            copied = environment.fork()
+        except CannotForkError:
+            return function(environment)
+        except Exception as error:
+            LOG.warning("tvcache: task %r: no copy for a reward (%s)", self.task.name, error)
+            self.private = True  # the reward may change what later calls see
+            return function(environment)
+        try:
+            return function(copied)
+        finally:
+            copied.close()
 
     def _environment(self) -> Environment:
         try:

@@ -297,3 +297,16 @@ def test_a_task_name_is_only_a_name(cache: Cache, make: Make) -> None:
 def test_what_cannot_be_meant_is_refused_in_words(wrong: Callable[[], object]) -> None:
     with pytest.raises(TvcacheError, match=r"declare|give|default"):
         wrong()
+
+
+def test_a_reward_changes_nothing_for_the_calls_after_it(cache: Cache, make: Make) -> None:
+    def scribble(environment: Any) -> int:
+        environment.execute("write", {"text": "scribble"})
+        return len(environment.state)
+
+    for _ in range(2):
+        with cache.rollout("t", make) as rollout:
+            rollout.call("write", {"text": "a"})
+            assert rollout.reward("score", scribble) == 2
+            assert rollout.call("read", {}) == "a"
+            assert rollout.environment().state == ["a"]  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import resource
 import socket
 import subprocess
 import sys
@@ -169,6 +170,27 @@ def test_acknowledged_values_survive_kill_9_and_rollouts_go_on(tmp_path: Path) -
                 assert client.begin(one, 0.0) == Value(b'{"json":%d}' % stored)
         client.close()
     assert len(acknowledged) > 3
+
+
+def test_a_full_disk_refuses_new_values_and_keeps_the_old(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Served(tmp_path / "f.log") as served:
+        client = Client(served.url)
+        assert client.finish(ask("old"), Lease(), VALUE) == VALUE
+        assert served.process is not None
+        resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (served.log.stat().st_size + 50, -1))
+        with caplog.at_level(logging.WARNING, "tvcache"):
+            for _ in range(2):
+                assert client.finish(ask("new"), Lease(), VALUE) is None
+        assert [record.message for record in caplog.records] == [
+            f"tvcache: {served.url}: not stored: No space left on device"
+        ]
+        assert client.begin(ask("old"), 0.0) == VALUE
+        resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (-1, -1))
+        assert client.finish(ask("new"), Lease(), VALUE) == VALUE
+        client.close()
+        served.kill()
+        served.start()
+        assert served.num_values == 2
 
 
 def test_a_server_ends_and_starts_again_with_its_hits(tmp_path: Path) -> None:
