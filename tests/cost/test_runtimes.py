@@ -120,6 +120,11 @@ def test_layer_by_layer_recompute_holds_one_layers_activations() -> None:
     assert theirs.cap > ours.cap
 
 
+def test_the_loss_and_a_recomputed_layer_use_the_same_bytes() -> None:
+    again, kept = (worker_memory(job("megatron", recompute=recompute))[-1] for recompute in (True, False))
+    assert again.logits == max(0, kept.logits - again.activations)
+
+
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("recompute", [True, False])
 def test_the_peak_is_within_what_the_workers_say(runtime: str, recompute: bool) -> None:

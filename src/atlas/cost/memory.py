@@ -119,7 +119,10 @@ def activation_parts(job: Job, gpu: str) -> tuple[float, float, float]:
     runtime, size = RUNTIMES[job.runtime], model_size(job, gpu)
     layer = sum(piece.activation_bytes for piece in size.layers) / len(size.layers)
     if runtime.head_copies:
-        return layer, runtime.layer_copies * layer, runtime.head_copies * size.head.activation_bytes
+        head = runtime.head_copies * size.head.activation_bytes
+        # The loss is done before the first layer is recomputed: its bytes serve that layer.
+        head -= min(head, layer) if job.recompute and runtime.recomputes_by_layer else 0.0
+        return layer, runtime.layer_copies * layer, head
     logits = job.microbatch * job.model.seq_len * job.model.vocab * (job.element_bytes + 4) / job.tp
     return layer, 0.0, logits
 
