@@ -24,6 +24,8 @@ _HEAD = struct.Struct("!4sBHQI")
 MAGIC = b"BTF1"
 MAX_FIELDS_BYTES = (1 << 16) - 1
 MAX_PAYLOAD_BYTES = 1 << 30
+MAX_GREETING_BYTES = 4096
+"""Of the fields of a caller who has not proved the token yet; he sends no payload."""
 GREETING_S = 10.0
 """Longer than this nobody may take to say who he is."""
 
@@ -31,6 +33,10 @@ CHALLENGE, PROOF, WELCOME = 1, 2, 3
 """Kinds of the greeting; `control` and `handoff` number theirs from 16."""
 
 Payload = bytes | bytearray | memoryview
+
+
+class ClosedError(WorkerError):
+    """The other side has ended the connection: nothing is wrong with what it said."""
 
 
 class Frame(NamedTuple):
@@ -48,19 +54,20 @@ def pack(kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> bytes:
     return head + struct.pack("!I", zlib.crc32(head)) + text
 
 
-def _sizes(head: bytes) -> tuple[int, int, int]:
+def _sizes(head: bytes, max_fields: int, max_payload: int) -> tuple[int, int, int]:
     magic, kind, num_fields, num_payload, checksum = _HEAD.unpack(head)
     if magic != MAGIC or zlib.crc32(head[:-4]) != checksum:
         raise WorkerError("these bytes are no frame of ours: check that both ends run the same release")
-    if num_payload > MAX_PAYLOAD_BYTES:
-        raise WorkerError(f"a frame with {num_payload} bytes is more than the {MAX_PAYLOAD_BYTES} allowed")
+    if num_fields > max_fields or num_payload > max_payload:
+        given, allowed = f"{num_fields} and {num_payload}", f"{max_fields} and {max_payload}"
+        raise WorkerError(f"a frame of {given} bytes is more than the {allowed} allowed")
     return kind, num_fields, num_payload
 
 
 def _fields(text: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
         raise WorkerError("a frame's fields are no JSON object")
@@ -74,8 +81,8 @@ def send(sock: socket.socket, kind: int, fields: Mapping[str, Any], payload: Pay
         sock.sendall(payload)
 
 
-def receive(sock: socket.socket) -> Frame:
-    kind, num_fields, num_payload = _sizes(bytes(_exactly(sock, _HEAD.size)))
+def receive(sock: socket.socket, *, max_payload: int = MAX_PAYLOAD_BYTES) -> Frame:
+    kind, num_fields, num_payload = _sizes(bytes(_exactly(sock, _HEAD.size)), MAX_FIELDS_BYTES, max_payload)
     fields = _fields(bytes(_exactly(sock, num_fields)))
     return Frame(kind, fields, _exactly(sock, num_payload))
 
@@ -86,19 +93,22 @@ def _exactly(sock: socket.socket, count: int) -> bytearray:
     while done < count:
         got = sock.recv_into(view[done:])
         if not got:
-            raise WorkerError("the other side has closed the connection")
+            raise ClosedError("the other side has closed the connection")
         done += got
     return data
 
 
 # ---- asyncio -----------------------------------------------------------------------------------------------------
-async def receive_async(reader: asyncio.StreamReader) -> Frame:
+async def receive_async(
+    reader: asyncio.StreamReader, *, max_fields: int = MAX_FIELDS_BYTES, max_payload: int = MAX_PAYLOAD_BYTES
+) -> Frame:
     try:
-        kind, num_fields, num_payload = _sizes(await reader.readexactly(_HEAD.size))
+        head = await reader.readexactly(_HEAD.size)
+        kind, num_fields, num_payload = _sizes(head, max_fields, max_payload)
         fields = _fields(await reader.readexactly(num_fields))
         return Frame(kind, fields, await reader.readexactly(num_payload) if num_payload else b"")
     except asyncio.IncompleteReadError:
-        raise WorkerError("the other side has closed the connection") from None
+        raise ClosedError("the other side has closed the connection") from None
 
 
 def write(writer: asyncio.StreamWriter, kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> None:
@@ -121,10 +131,10 @@ def _proof(token: str, role: str, first: str, second: str) -> str:
 def greet(sock: socket.socket, token: str, who: Mapping[str, Any]) -> dict[str, Any]:
     """As the one who dialled: say who we are; what the other side answers."""
     sock.settimeout(GREETING_S)
-    challenge = receive(sock)
+    challenge = receive(sock, max_payload=0)
     theirs, mine = str(challenge.fields.get("nonce", "")), secrets.token_hex(16)
     send(sock, PROOF, {**who, "nonce": mine, "proof": _proof(token, "caller", theirs, mine)})
-    welcome = receive(sock)
+    welcome = receive(sock, max_payload=0)
     expected = _proof(token, "service", mine, theirs)
     if welcome.kind != WELCOME or not _equal(welcome.fields.get("proof"), expected):
         raise WorkerError("the service does not hold our token: give both sides the same")
@@ -143,7 +153,7 @@ async def admit_caller(
         mine = secrets.token_hex(16)
         write(writer, CHALLENGE, {"nonce": mine})
         await writer.drain()
-        proof = await receive_async(reader)
+        proof = await receive_async(reader, max_fields=MAX_GREETING_BYTES, max_payload=0)
         theirs = str(proof.fields.get("nonce", ""))
         if proof.kind != PROOF or not _equal(proof.fields.get("proof"), _proof(token, "caller", mine, theirs)):
             raise WorkerError("a caller does not hold our token")

@@ -70,7 +70,7 @@ def unpack_block(frame: Frame, *, model: str | None = None) -> Block:
         layer, start, stop = (int(fields[name]) for name in ("layer", "start", "stop"))
         ticket, given = str(fields["ticket"]), str(fields["model"])
         promised = str(fields["digest"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise WorkerError(f"a block of keys and values without a proper {error}") from None
     if model is not None and given != model:
         raise WorkerError(f"keys and values of model {given}, this side runs {model}: serve the same model on both")

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,22 +21,8 @@ from atlas.runtime.models.block import KvSlab
 from atlas.runtime.models.decoder import Cut, Decoder, build
 from atlas.runtime.models.generate import run_cut
 from atlas.runtime.models.weights import load
+from bubbletea.handoff.sampling import Sampling, choose
 from bubbletea.prefill.shard import Served
-
-LEAST_TEMPERATURE = 1e-4
-"""Below it the likeliest token is as good as certain, and dividing by it would overflow."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen; a temperature of 0 takes the likeliest."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop_tokens: frozenset[int] = frozenset()
-
 
 OnToken = Callable[[int, str | None], None]
 """The next token, and why it was the last: "stop", "length" or, if there are more, None. FAILED if none came."""
@@ -47,13 +33,14 @@ log = logging.getLogger("bubbletea.decode")
 @dataclass
 class _Running:
     cache: dict[int, KvSlab]
+    prompt: Sequence[int]
     length: int
+    """Tokens whose keys and values are there."""
     logits_V: Tensor  # noqa: N815
     sampling: Sampling
     on_token: OnToken
     generator: torch.Generator
-    num_tokens: int = 0
-    last_token: int = -1
+    output: list[int] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
 
@@ -75,15 +62,13 @@ class DecodeEngine:
     def submit(
         self,
         cache: dict[int, KvSlab],
-        length: int,
+        prompt: Sequence[int],
         logits_V: Tensor,  # noqa: N803
         sampling: Sampling,
         on_token: OnToken,
     ) -> Callable[[], None]:
-        """Decodes behind `length` tokens whose last logits are given. What is returned cancels it: no more tokens."""
-        generator = torch.Generator()
-        generator.manual_seed(torch.seed() if sampling.seed is None else sampling.seed & (2**63 - 1))
-        running = _Running(cache, length, logits_V, sampling, on_token, generator)
+        """Decodes behind a prompt whose last logits are given. What is returned cancels it: no more tokens."""
+        running = _Running(cache, prompt, len(prompt), logits_V, sampling, on_token, sampling.generator())
         self._new.put(running)
         return running.cancelled.set
 
@@ -113,33 +98,22 @@ class DecodeEngine:
 
     def _step(self, running: _Running) -> bool:
         """One token; whether there are more."""
-        if running.num_tokens:
-            token = torch.tensor([[running.last_token]])
+        if running.output:
+            token = torch.tensor([[running.output[-1]]])
             running.logits_V = run_cut(self._decoder, token, running.length, dict(running.cache))[0]
             running.length += 1
-        chosen = choose(running.logits_V, running.sampling, running.generator)
-        running.last_token = chosen
-        running.num_tokens += 1
+        chosen = choose(running.logits_V, running.sampling, running.generator, running.prompt, running.output)
+        running.output.append(chosen)
         why = self._why_last(running, chosen)
         running.on_token(chosen, why)
         return why is None
 
     def _why_last(self, running: _Running, token: int) -> str | None:
-        if token in running.sampling.stop_tokens:
+        sampling, count = running.sampling, len(running.output)
+        if token in sampling.stop_tokens and count > sampling.min_tokens:
             return "stop"
         full = running.length + 1 >= self.served.config.max_length
-        return "length" if full or running.num_tokens >= running.sampling.max_tokens else None
-
-
-def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:  # noqa: N803
-    if sampling.temperature < LEAST_TEMPERATURE:
-        return int(logits_V.argmax())
-    likely_V = torch.softmax(logits_V.double() / sampling.temperature, dim=-1)
-    if sampling.top_p < 1.0:
-        ordered, index = likely_V.sort(descending=True)
-        ordered[ordered.cumsum(0) - ordered >= sampling.top_p] = 0.0
-        return int(index[torch.multinomial(ordered, 1, generator=generator)])
-    return int(torch.multinomial(likely_V, 1, generator=generator))
+        return "length" if full or count >= sampling.max_tokens else None
 
 
 def load_whole(served: Served) -> Decoder:

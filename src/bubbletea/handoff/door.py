@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from atlas.errors import AtlasError, WorkerError
-from bubbletea.frames import Frame, admit_caller, receive_async, write
+from bubbletea.frames import ClosedError, Frame, admit_caller, receive_async, write
 from bubbletea.handoff.blocks import END, FETCH, GONE, KV, RELEASE, Block, pack_block
 from bubbletea.handoff.seal import seal
 from bubbletea.handoff.store import Parcel, Store
 
+log = logging.getLogger("bubbletea.handoff")
 IDLE_S = 120.0
 """A decode engine may keep its connection this long between two fetches."""
 BLOCK_BYTES = 8 << 20
@@ -92,8 +94,10 @@ class Door:
                 async with asyncio.timeout(IDLE_S):
                     frame = await receive_async(reader)
                 await self._answer(frame, writer)
-        except (WorkerError, OSError, TimeoutError):
-            pass  # gone, silent or none of ours: nothing here depends on it
+        except (ClosedError, OSError, TimeoutError):
+            pass  # gone or silent: nothing here depends on it
+        except WorkerError as error:
+            log.warning("a caller of the hand-off is dropped: %s", error)
         except asyncio.CancelledError:
             pass  # by `close`, which waits for us
         finally:
@@ -126,7 +130,7 @@ class Door:
         try:
             start, stop = int(fields.get("start", 0)), int(fields.get("stop", parcel.length))
             layers = [int(i) for i in fields.get("layers") or range(len(parcel.slabs))]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise WorkerError("a FETCH without proper numbers") from None
         start, stop = max(0, start), min(stop, parcel.length)
         step = max(1, BLOCK_BYTES // self.store.served.kv_bytes_per_layer_token)

@@ -1,14 +1,17 @@
 """Keys and values of finished and half-finished prefills in host memory, within a budget of bytes.
 
 A parcel is reserved whole, before its prefill is admitted, with room for the tokens that will be decoded behind it:
-what was admitted can always be kept. Handed-off parcels are kept for a while and then dropped. Not thread-safe: the
-service's event loop owns it. Shape letters as in `blocks`.
+what was admitted can always be kept. Handed-off parcels are kept for a while and then dropped. A part of the budget is
+divided among the known tenants, and nobody takes another's part; the rest is for whoever comes first. Not thread-safe:
+the service's event loop owns it. Shape letters as in `blocks`.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +24,8 @@ from bubbletea.prefill.shard import Served
 
 KEEP_S = 60.0
 """How long a parcel waits to be fetched."""
+DIVIDED = 0.25
+"""Of the budget: what is divided among the tenants by weight, so that each gets in whatever the others hold."""
 
 
 @dataclass
@@ -32,6 +37,7 @@ class Parcel:
     length: int
     slabs: list[Tensor]
     num_bytes: int
+    tenant: str = ""
     expires_s: float = math.inf
     expected_s: float = math.inf
     """When it is expected to be released; `expires_s` is the latest."""
@@ -71,36 +77,59 @@ def _reach(spans: set[tuple[int, int]]) -> int:
 
 
 class Store:
-    def __init__(self, served: Served, budget_bytes: int) -> None:
+    def __init__(self, served: Served, budget_bytes: int, weights: Mapping[str, float] | None = None) -> None:
+        """`weights`: of the tenants. One alone, or tenants that nobody has named, may use all of it."""
         self.served, self.budget_bytes = served, budget_bytes
-        self.used_bytes = 0
+        self._weights = dict(weights or {})
+        self._used: Counter[str] = Counter()
         self._parcels: dict[str, Parcel] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used.total()
+
+    def used_by(self, tenant: str) -> int:
+        return self._used[tenant]
 
     def bytes_of(self, num_tokens: int) -> int:
         return num_tokens * self.served.config.num_layers * self.served.kv_bytes_per_layer_token
 
-    def has_room(self, num_tokens: int) -> bool:
-        return self.used_bytes + self.bytes_of(num_tokens) <= self.budget_bytes
+    def limit_bytes(self, tenant: str) -> int:
+        """The most that it may hold, while the others hold nothing."""
+        return self._left(tenant, Counter())
 
-    def room_at_s(self, num_tokens: int) -> float:
+    def _left(self, tenant: str, used: Counter[str]) -> int:
+        """What it may take now: not what is in use, and not what is set aside for others who hold less than theirs."""
+        whole = sum(self._weights.values())
+        aside = sum(
+            max(0, int(DIVIDED * self.budget_bytes * weight / whole) - used[other])
+            for other, weight in self._weights.items()
+            if other != tenant
+        )
+        return self.budget_bytes - used.total() - aside
+
+    def has_room(self, num_tokens: int, tenant: str = "") -> bool:
+        return self.bytes_of(num_tokens) <= self._left(tenant, self._used)
+
+    def room_at_s(self, num_tokens: int, tenant: str = "") -> float:
         """When what is missing now will be back, as far as anybody knows; infinite where nobody does."""
-        missing = self.used_bytes + self.bytes_of(num_tokens) - self.budget_bytes
-        for at_s, num_bytes in sorted((min(p.expected_s, p.expires_s), p.num_bytes) for p in self._parcels.values()):
-            missing -= num_bytes
-            if missing <= 0:
-                return at_s
+        needed, used = self.bytes_of(num_tokens), self._used.copy()
+        for parcel in sorted(self._parcels.values(), key=lambda parcel: min(parcel.expected_s, parcel.expires_s)):
+            used[parcel.tenant] -= parcel.num_bytes
+            if needed <= self._left(tenant, used):
+                return min(parcel.expected_s, parcel.expires_s)
         return math.inf
 
-    def reserve(self, ticket: str, length: int, room: int) -> Parcel | None:
+    def reserve(self, ticket: str, length: int, room: int, tenant: str = "") -> Parcel | None:
         """For a prompt of `length` tokens, `room` in all; None when the budget is used up."""
-        if not self.has_room(room):
+        if not self.has_room(room, tenant):
             return None
         config, size = self.served.config, self.bytes_of(room)
         shape = (2, config.num_kv_heads, room, config.head_width)
         slabs = [torch.empty(shape, dtype=self.served.torch_dtype) for _ in range(config.num_layers)]
-        parcel = Parcel(ticket, self.served.id, length, slabs, size, _arrived=[set() for _ in slabs])
+        parcel = Parcel(ticket, self.served.id, length, slabs, size, tenant, _arrived=[set() for _ in slabs])
         self._parcels[ticket] = parcel
-        self.used_bytes += size
+        self._used[tenant] += size
         return parcel
 
     def find(self, ticket: str) -> Parcel | None:
@@ -113,7 +142,7 @@ class Store:
     def release(self, ticket: str) -> None:
         parcel = self._parcels.pop(ticket, None)
         if parcel is not None:
-            self.used_bytes -= parcel.num_bytes
+            self._used[parcel.tenant] -= parcel.num_bytes
 
     def drop_expired(self) -> None:
         now = time.monotonic()

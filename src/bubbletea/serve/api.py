@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -21,11 +22,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from atlas import __version__
+from bubbletea.handoff.sampling import Sampling
 from bubbletea.serve.auth import Keys
 from bubbletea.serve.errors import ApiError, of_validation
 from bubbletea.serve.schema import ChatRequest, CompletionRequest, openapi
 from bubbletea.serve.service import Asked, Delta, Service, chat_prompt
 
+log = logging.getLogger("bubbletea.requests")
+"""One line a request, at level INFO."""
 MAX_BODY_BYTES = 4 << 20
 BODY_S = 10.0
 """A body takes no longer than this, however slowly it drips."""
@@ -49,23 +53,21 @@ class Api:
             Route("/openapi.json", self.document, methods=["GET"]),
         ]
         self.app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+        self.app.router.redirect_slashes = False  # a redirect would go to whatever Host the client named
 
     # ---- paths -------------------------------------------------------------------------------------------------
     async def completions(self, request: Request) -> Response:
         tenant = self._tenant(request)
         body = await self._body(request, CompletionRequest)
-        asked = self._asked(body, tenant, body.prompt, body.num_new, explicit_max=body.max_tokens)
-        return await self._respond(request, asked, body, Completion(self.service.name))
+        return await self._respond(request, self._asked(body, tenant, body.prompt), body, Completion)
 
     async def chat(self, request: Request) -> Response:
         tenant = self._tenant(request)
         body = await self._body(request, ChatRequest)
         self._require_model(body.model)
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
-        prompt = chat_prompt(self.service.text, messages)
-        explicit = body.max_completion_tokens or body.max_tokens
-        asked = self._asked(body, tenant, prompt, body.num_new, explicit_max=explicit)
-        return await self._respond(request, asked, body, Chat(self.service.name))
+        prompt = chat_prompt(self.service.text, messages, add_generation=body.add_generation_prompt is not False)
+        return await self._respond(request, self._asked(body, tenant, prompt), body, Chat)
 
     async def models(self, request: Request) -> Response:
         self._tenant(request)
@@ -108,7 +110,7 @@ class Api:
         try:
             return model.model_validate_json(raw)
         except ValidationError as error:
-            raise of_validation(error) from None
+            raise of_validation(error, model) from None
 
     async def _read(self, request: Request) -> bytes:
         too_large = ApiError(413, f"the body is larger than {self.max_body_bytes} bytes", code="body_too_large")
@@ -131,37 +133,61 @@ class Api:
             message = f"no model {model[:80]!r} here: this service has {self.service.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def _asked(
-        self,
-        body: CompletionRequest | ChatRequest,
-        tenant: str,
-        prompt: str | Sequence[int],
-        num_new: int,
-        *,
-        explicit_max: int | None,
-    ) -> Asked:
+    def _asked(self, body: CompletionRequest | ChatRequest, tenant: str, prompt: str | Sequence[int]) -> Asked:
         self._require_model(body.model)
-        if body.hands_off and (explicit_max != 1 or body.stream):
+        if body.hands_off and (body.asked_new != 1 or body.stream):
             raise ApiError(400, "a prefill that is handed off has max_tokens 1 and no stream", param="max_tokens")
+        is_chat = isinstance(body, ChatRequest)
         return Asked(
             tenant=tenant,
             prompt=prompt,
-            num_new=num_new,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            seed=body.seed,
+            sampling=self._sampling(body),
             stops=body.stops,
-            ignores_end=bool(body.ignore_eos),
-            kind=body.priority or "online",
+            shows_stop=bool(body.include_stop_str_in_output),
+            kind="offline" if body.is_offline else "online",
             deadline_s=body.deadline_s,
             hands_off=body.hands_off,
-            is_chat=isinstance(body, ChatRequest),
+            special=not is_chat if body.add_special_tokens is None else body.add_special_tokens,
+            truncate=body.truncate_prompt_tokens,
+            keeps_start=body.truncation_side == "right",
+            cache_salt=body.cache_salt or "",
+        )
+
+    def _sampling(self, body: CompletionRequest | ChatRequest) -> Sampling:
+        text, vocabulary = self.service.text, self.service.served.config.vocabulary
+        named = {
+            "stop_token_ids": body.stop_token_ids or (),
+            "logit_bias": [int(token) for token in body.logit_bias or ()],
+            "allowed_token_ids": body.allowed_token_ids or (),
+        }
+        for name, tokens in named.items():
+            if max(tokens, default=0) >= vocabulary:
+                raise ApiError(400, f"{name}: token {max(tokens)}: the model has {vocabulary} tokens", param=name)
+        ends = frozenset[int]() if body.ignore_eos else text.ends
+        return Sampling(
+            max_tokens=body.num_new,
+            temperature=_or(body.temperature, 1.0),
+            top_p=_or(body.top_p, 1.0),
+            seed=body.seed,
+            stop_tokens=ends | set(named["stop_token_ids"]),
+            top_k=max(0, _or(body.top_k, 0)),
+            min_p=_or(body.min_p, 0.0),
+            presence_penalty=_or(body.presence_penalty, 0.0),
+            frequency_penalty=_or(body.frequency_penalty, 0.0),
+            repetition_penalty=_or(body.repetition_penalty, 1.0),
+            bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+            allowed=None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids),
+            bad=text.spellings(body.bad_words or ()),
+            min_tokens=_or(body.min_tokens, 0),
         )
 
     # ---- writing -----------------------------------------------------------------------------------------------
     async def _respond(
-        self, request: Request, asked: Asked, body: CompletionRequest | ChatRequest, form: Completion
+        self, request: Request, asked: Asked, body: CompletionRequest | ChatRequest, kind: type[Completion]
     ) -> Response:
+        form = kind(self.service.name, body.request_id)
+        user, new = body.user or body.safety_identifier, asked.sampling.max_tokens
+        log.info("%s: tenant %r, user %r, %s, up to %d new tokens", form.id, asked.tenant, user, asked.kind, new)
         deltas = self.service.answer(asked)
         if not body.stream:
             return JSONResponse(await _unless_gone(request, _collected(deltas, form)))
@@ -186,8 +212,9 @@ class Completion:
 
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str) -> None:
-        self._common = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+    def __init__(self, model: str, request_id: str | None = None) -> None:
+        self.id = f"{self.prefix}-{request_id or secrets.token_hex(12)}"
+        self._common = {"id": self.id, "created": int(time.time()), "model": model}
 
     def answer(self, text: str, last: Delta) -> dict[str, Any]:
         found = {
@@ -224,6 +251,10 @@ class Chat(Completion):
     def piece(self, text: str, finish: str | None, *, first: bool) -> dict[str, Any]:
         delta = {"role": "assistant", "content": text} if first else {"content": text}
         return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
 
 
 def usage(last: Delta) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def assemble(settings: Settings, ground: Ground, keys: Keys, token: str = "") ->
     planner.warm_up()
     orders = _orders(settings, ground, lanes, forecast.risk)
     crew = Crew(token, orders.get, served.id)
-    store, metrics = Store(served, settings.store_bytes), Metrics(settings.name)
+    store, metrics = Store(served, settings.store_bytes, keys.weights), Metrics(settings.name)
     prefixes = Prefixes(settings.prefix_bytes)
     dispatcher = Dispatcher(crew, planner, store, prefixes, metrics, settings.patience_s)
     door = Door(store, token)

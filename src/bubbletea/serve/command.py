@@ -12,8 +12,9 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from atlas.errors import AtlasError
 from bubbletea.admit.aims import LATE_TOKENS, Aims
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
             flush=True,
         )
 
-    asyncio.run(run_service(parts, where, workers, on_start))
+    asyncio.run(run_service(parts, where, partial(workers, on_step=parts.service.metrics.iterated), on_start))
     return 0
 
 
@@ -136,7 +137,15 @@ def tiny() -> DecoderConfig:
     )  # fmt: skip
 
 
-Started = tuple["Ground", Callable[[str, str], AbstractContextManager[object]]]
+class Workers(Protocol):
+    """Starts the workers; `on_step` hears how long each iteration of training took, where there is training."""
+
+    def __call__(
+        self, address: str, token_file: str, *, on_step: Callable[[float], None]
+    ) -> AbstractContextManager[object]: ...
+
+
+Started = tuple["Ground", Workers]
 
 
 def _alone(args: argparse.Namespace, arena_bytes: int) -> Started:
@@ -152,7 +161,7 @@ def _alone(args: argparse.Namespace, arena_bytes: int) -> Started:
         ground = dataclasses.replace(ground, layer=calibrated(_served(args), args.chunk, args.device))
     period_s = ground.pattern.period_ns / 1e9
 
-    def workers(address: str, token_file: str) -> Hosts:
+    def workers(address: str, token_file: str, *, on_step: Callable[[float], None]) -> Hosts:
         return Hosts(
             [Guest(address, token_file, w, "here", period_s, args.busy, args.device) for w in range(args.alone)]
         )
@@ -178,7 +187,7 @@ def _training(args: argparse.Namespace, arena_bytes: int) -> Started:
         ground = dataclasses.replace(ground, layer=None if args.device == "cpu" else priced.layer)
     ground = dataclasses.replace(ground, sensitivity=sensitivity(what.program, what.costs))
 
-    def workers(address: str, token_file: str) -> Training:
-        return Training(source, {"address": address, "token_file": token_file})
+    def workers(address: str, token_file: str, *, on_step: Callable[[float], None]) -> Training:
+        return Training(source, {"address": address, "token_file": token_file}, on_step)
 
     return ground, workers

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from atlas.errors import WorkerError
-from bubbletea.frames import Frame, admit_caller, receive_async, write
+from bubbletea.frames import ClosedError, Frame, admit_caller, receive_async, write
 from bubbletea.handoff.blocks import KV, Block, pack_block, unpack_block
 from bubbletea.prefill.job import Task
 from bubbletea.prefill.link import logits_of
@@ -33,6 +34,8 @@ from bubbletea.prefill.messages import (
     pack_task,
     ticket_of,
 )
+
+log = logging.getLogger("bubbletea.serve")
 
 
 @dataclass(eq=False)
@@ -121,8 +124,10 @@ class Crew:
             member = await self._welcome(reader, writer)
             while not writer.is_closing():  # what a lost worker has sent before may take a while to read
                 self._take(member, await receive_async(reader))
-        except (WorkerError, OSError, TimeoutError, KeyError, TypeError, ValueError):
-            pass  # gone, or none of ours: `left` says what it means
+        except (ClosedError, OSError, TimeoutError):
+            pass  # gone: `left` says what it means
+        except (WorkerError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+            log.warning("a caller is dropped (worker %s): %r", member.name if member else "unknown", error)
         except asyncio.CancelledError:
             pass  # by `close`, which waits for us
         finally:

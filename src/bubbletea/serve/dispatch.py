@@ -44,6 +44,7 @@ LANE_S = 60.0
 """How long an admitted prefill waits for a lane when there is none for it; then it is handed back."""
 RESTART_NS = 5 * SECOND
 """Losses within this are one failure: a training that restarts takes all its workers with it, one after the other."""
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Prompt:
     kind: Class = "online"
     kept_s: float = 0.0
     """How long its keys and values are expected to be needed once they are there."""
+    cache_salt: str = ""
+    """The prefix cache is shared only with prompts of the same tenant and salt."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,11 @@ class Prefilled:
 
 
 class Refused(Exception):  # noqa: N818
-    """Not let in; `retry_s` from now it would be, None: never as it is."""
+    """Not let in; `retry_s` from now it would be, None: never as it is. `detail`: more than the reason, in words."""
 
-    def __init__(self, reason: str, retry_s: float | None) -> None:
+    def __init__(self, reason: str, retry_s: float | None, detail: str = "") -> None:
         super().__init__(reason)
-        self.reason, self.retry_s = reason, retry_s
+        self.reason, self.retry_s, self.detail = reason, retry_s, detail
 
 
 class HandedBack(Exception):  # noqa: N818
@@ -158,7 +161,7 @@ class Dispatcher:
     def check(self, tenant: str, num_tokens: int, num_new: int, deadline_ns: int | None) -> None:
         """Raises Refused where a prompt of at least this length would be, before anybody has tokenized it."""
         request = Request(secrets.token_hex(8), tenant, num_tokens, time.monotonic_ns(), deadline_ns)
-        self._require_memory(num_tokens + num_new)
+        self._require_memory(num_tokens + num_new, tenant)
         refusal = self.planner.quote(request, request.arrival_ns)
         if refusal is not None:
             raise self._refused(refusal)
@@ -166,14 +169,14 @@ class Dispatcher:
     async def prefill(self, prompt: Prompt) -> Prefilled:
         """Raises Refused or HandedBack. The parcel is the caller's to release."""
         now_ns, ticket = time.monotonic_ns(), secrets.token_hex(16)
-        hashes = self.prefixes.hashes(prompt.tokens, prompt.tenant)
+        hashes = self.prefixes.hashes(prompt.tokens, prompt.tenant, prompt.cache_salt)
         request = Request(ticket, prompt.tenant, len(prompt.tokens), now_ns, prompt.deadline_ns, prompt.kind, hashes)
         room = len(prompt.tokens) + prompt.num_new
-        self._require_memory(room)
+        self._require_memory(room, prompt.tenant)
         found = self.planner.admit(request, now_ns)
         if isinstance(found, Refusal):
             raise self._refused(found)
-        parcel = self.store.reserve(ticket, len(prompt.tokens), room)
+        parcel = self.store.reserve(ticket, len(prompt.tokens), room, prompt.tenant)
         assert parcel is not None, "there was room a moment ago"
         run = _Run(next(self._jobs), prompt, request, parcel, asyncio.get_running_loop().create_future(), now_ns)
         run.since_ns = now_ns
@@ -188,14 +191,21 @@ class Dispatcher:
         finally:
             self._forget(run)
 
-    def _require_memory(self, num_tokens: int) -> None:
-        if self.store.has_room(num_tokens):
+    def _require_memory(self, num_tokens: int, tenant: str) -> None:
+        store = self.store
+        if store.has_room(num_tokens, tenant):
             return
         self.metrics.refused("memory")
-        if self.store.bytes_of(num_tokens) > self.store.budget_bytes:
-            raise Refused("memory", None)
-        at_s = self.store.room_at_s(num_tokens)
-        raise Refused("memory", UNKNOWN_S if math.isinf(at_s) else max(TICK_S, at_s - time.monotonic()))
+        needed, limit = store.bytes_of(num_tokens), store.limit_bytes(tenant)
+        detail = (
+            f"{num_tokens} tokens need {needed / MIB:.1f} MiB; {store.used_bytes / MIB:.1f} of "
+            f"{store.budget_bytes / MIB:.1f} MiB are in use, {store.used_by(tenant) / MIB:.1f} by this tenant, who may "
+            f"hold {limit / MIB:.1f}"
+        )
+        if needed > limit:
+            raise Refused("memory", None, detail)
+        at_s = store.room_at_s(num_tokens, tenant)
+        raise Refused("memory", UNKNOWN_S if math.isinf(at_s) else max(TICK_S, at_s - time.monotonic()), detail)
 
     def _refused(self, refusal: Refusal) -> Refused:
         self.metrics.refused(refusal.reason)
@@ -272,6 +282,7 @@ class Dispatcher:
 
     # ---- from the crew -----------------------------------------------------------------------------------------
     def joined(self, member: Member) -> None:
+        self.metrics.joined(member.name)
         self._update_lanes()
 
     def left(self, member: Member) -> None:

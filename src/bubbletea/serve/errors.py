@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.responses import JSONResponse
 
 from bubbletea.serve.dispatch import HandedBack, Refused
+from bubbletea.serve.schema import NOT_HERE, PARTS
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
 REASONS = {
@@ -51,21 +53,44 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
-def of_validation(error: ValidationError) -> ApiError:
-    """The first of what is wrong with a body."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "str", "constrained")))
-    # A message may quote the request, and a request may hold what no header or log should repeat.
-    said = first["msg"].encode(errors="replace").decode()[:300]
+def of_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
+    """The first of what is wrong with a body, by the name of its field."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    kind, path = first["type"], [str(part) for part in first["loc"]]
+    if kind == "disagrees":
+        path = [first["ctx"]["field"]]
+    top = model.model_fields.get(path[0]) if path else None
+    if top is not None and top.description == NOT_HERE:
+        path = path[:1]  # no object of its kind is taken, whatever is in it
+    known = PARTS[path[0]] if len(path) > 1 and path[0] in PARTS else model
+    # Behind the first name there are also pydantic's words for the members of a union.
+    where = ".".join(part for i, part in enumerate(path) if not i or part.isdigit() or part in known.model_fields)
+    field = known.model_fields.get(where.rpartition(".")[2])
+    if kind == "extra_forbidden" and (field is None or field.description != NOT_HERE):
+        return _unknown(path[-1], ".".join([*path[:-1][:2], path[-1]]), known)
+    if field is not None and field.description == NOT_HERE:
+        said = "not supported here. Leave it out"
+    else:
+        # A message may quote the request, and a request may hold what no header or log should repeat.
+        said = first["msg"].encode(errors="replace").decode()[:300]
     return ApiError(400, f"{where}: {said}" if where else said, param=where or None, code="invalid_value")
+
+
+def _unknown(name: str, where: str, known: type[BaseModel]) -> ApiError:
+    shown, where = (text.encode(errors="replace").decode()[:80] for text in (name, where))
+    nearest = difflib.get_close_matches(name[:80], known.model_fields, n=1, cutoff=0.0)
+    message = f"{shown}: there is no such field. Leave it out" + (f", or write {nearest[0]}" if nearest else "")
+    return ApiError(400, message, param=where, code="unknown_parameter")
 
 
 def of_refusal(refused: Refused, length: int) -> ApiError:
     if refused.retry_s is None:
-        message = f"the prompt has {length} tokens or more: no lane has bubbles and memory for it"
+        why = refused.detail or "no lane has bubbles and memory for it"
+        message = f"the prompt has {length} tokens or more: {why}"
         return ApiError(400, message, param="prompt", code="context_length_exceeded")
     status = 503 if refused.reason == "no-lane" else 429
-    message = f"{REASONS.get(refused.reason, refused.reason)}; it would fit in {refused.retry_s:.3f} s"
+    why = REASONS.get(refused.reason, refused.reason) + (f" ({refused.detail})" if refused.detail else "")
+    message = f"{why}; it would fit in {refused.retry_s:.3f} s"
     return ApiError(status, message, code=refused.reason, retry_s=refused.retry_s)
 
 

@@ -9,13 +9,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, generate_latest
 
 if TYPE_CHECKING:
     from bubbletea.serve.dispatch import Dispatcher, Prefilled
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+FINISHES, REFUSALS = ("stop", "length"), ("deadline", "share", "memory", "too-long", "no-lane")
 RECENT = 512
 """Waits over which the fill ratio is taken."""
 
@@ -24,6 +25,7 @@ class Metrics:
     def __init__(self, model: str) -> None:
         self.registry, self._model = CollectorRegistry(), model
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT)
+        self._num_decoding = 0
         self.first_token_s = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token", SECONDS)
         self.between_s = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens", SECONDS)
         self.whole_s = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to the last token", SECONDS)
@@ -34,13 +36,13 @@ class Metrics:
         self.answer_size = self._histogram("vllm:request_generation_tokens", "Tokens of an answer", TOKENS)
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens prefilled")
         self.answer_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
-        self.success = self._counter("vllm:request_success", "Answers completed", "finished_reason")
+        self.success = self._counter("vllm:request_success", "Answers completed", "finished_reason", FINISHES)
         self._queries = self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache")
         self._hits = self._counter("vllm:prefix_cache_hits", "Tokens found there")
         self._running = self._gauge("vllm:num_requests_running", "Requests being prefilled or decoded")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests whose prefill has not begun")
         self._kv_used = self._gauge("vllm:kv_cache_usage_perc", "Share of the host memory for KV in use (0 to 1)")
-        self._refusals = self._counter("bubbletea:admission_rejections", "Requests refused", "reason")
+        self._refusals = self._counter("bubbletea:admission_rejections", "Requests refused", "reason", REFUSALS)
         self._handed_back = self._counter("bubbletea:requests_handed_back", "Admitted, but no worker left to do it")
         self._lanes = self._gauge("bubbletea:lanes", "Lanes whose workers are all there")
         self._backlog = self._gauge("bubbletea:offline_backlog", "Offline requests that wait for a bubble")
@@ -48,6 +50,13 @@ class Metrics:
         self._slowdown = self._gauge(
             "bubbletea:training_slowdown_ratio", "Training's period over the planned one, less 1"
         )
+        self._iterations = Summary(
+            "bubbletea:training_iteration_seconds",
+            "Iterations of training, as it measures them itself",
+            ["model_name"],
+            registry=self.registry,
+        )
+        self._iterations.labels(self._model)
         self._bubbles = self._counter("bubbletea:bubbles", "Waits of training workers", "worker")
         self._bubble_s = self._counter("bubbletea:bubble_seconds", "Time training workers waited", "worker")
         self._filled_s = self._counter("bubbletea:filled_seconds", "Of that, spent on prefill", "worker")
@@ -84,6 +93,10 @@ class Metrics:
         if num_tokens > 1:
             self.between_s.labels(self._model).observe((whole_s - first_s) / (num_tokens - 1))
 
+    def decoding(self, more: int) -> None:
+        """So many more requests (or fewer) are being decoded."""
+        self._num_decoding += more
+
     def first_token(self, seconds: float) -> None:
         self.first_token_s.labels(self._model).observe(seconds)
 
@@ -98,8 +111,17 @@ class Metrics:
         self._filled_s.labels(self._model, worker).inc(filled_ns / 1e9)
         self._recent.append((waited_ns, filled_ns))
 
+    def iterated(self, seconds: float) -> None:
+        """From any thread."""
+        self._iterations.labels(self._model).observe(seconds)
+
     def trouble(self) -> None:
         self._trouble.labels(self._model).inc()
+
+    def joined(self, worker: str) -> None:
+        """Its counters begin at 0, and not with its first event."""
+        for counter in (self._bubbles, self._bubble_s, self._filled_s, self._slices, self._late):
+            counter.labels(self._model, worker)
 
     # ---- state -------------------------------------------------------------------------------------------------
     def lanes(self, count: int) -> None:
@@ -107,7 +129,7 @@ class Metrics:
 
     def gauges(self, dispatcher: Dispatcher) -> None:
         store = dispatcher.store
-        self._running.labels(self._model).set(dispatcher.num_running)
+        self._running.labels(self._model).set(dispatcher.num_running + self._num_decoding)
         self._waiting.labels(self._model).set(dispatcher.num_waiting)
         self._kv_used.labels(self._model).set(store.used_bytes / max(1, store.budget_bytes))
         self._backlog.labels(self._model).set(dispatcher.planner.num_backlog)
@@ -118,10 +140,20 @@ class Metrics:
 
     # ---- making them -------------------------------------------------------------------------------------------
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
+        found = Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
+        found.labels(self._model)  # there from the first scrape on, as 0
+        return found
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, ["model_name", *labels], registry=self.registry)
+    def _counter(self, name: str, text: str, label: str = "", values: Sequence[str] = ()) -> Counter:
+        """`values` of the label, as far as they are known."""
+        found = Counter(name, text, ["model_name", label] if label else ["model_name"], registry=self.registry)
+        for value in values:
+            found.labels(self._model, value)
+        if not label:
+            found.labels(self._model)
+        return found
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, ["model_name"], registry=self.registry)
+        found = Gauge(name, text, ["model_name"], registry=self.registry)
+        found.labels(self._model)
+        return found

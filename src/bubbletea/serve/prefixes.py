@@ -25,9 +25,11 @@ class Prefixes:
         self._held: OrderedDict[Hashable, list[Tensor]] = OrderedDict()
         """By hash: [2, K, block, E] of every layer."""
 
-    def hashes(self, tokens: Sequence[int], tenant: str) -> tuple[bytes, ...]:
-        salt = hashlib.blake2b(tenant.encode(), key=self._secret, digest_size=16).digest()
-        return block_hashes(tokens, salt, self.block)
+    def hashes(self, tokens: Sequence[int], tenant: str, salt: str = "") -> tuple[bytes, ...]:
+        """`salt`: of the request; another one finds nothing of this."""
+        named = hashlib.blake2b(salt.encode(errors="replace")).digest() + tenant.encode()
+        key = hashlib.blake2b(named, key=self._secret, digest_size=16).digest()
+        return block_hashes(tokens, key, self.block)
 
     def longest(self, hashes: Sequence[Hashable], limit: int) -> int:
         """How many of the first `limit` tokens are here."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
-import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from atlas.errors import AtlasError
 from bubbletea.serve.assemble import Parts
+from bubbletea.serve.folder import private_folder
 from bubbletea.serve.http import Server
 
 Workers = Callable[[str, str], AbstractContextManager[object]]
@@ -32,12 +31,12 @@ class Where:
 async def run(parts: Parts, where: Where, workers: Workers, on_start: Callable[[Server], None]) -> None:
     """Until a signal, or `Server.drain`; then what was admitted is finished or handed back."""
     server = Server(parts.api.app, parts.service, where.drain_s)
-    with _listening(where) as sock, tempfile.TemporaryDirectory(prefix="bubbletea-") as name, ExitStack() as stack:
+    with _listening(where) as sock, private_folder() as folder, ExitStack() as stack:
         server.port = sock.getsockname()[1]
         handoff = (where.host if where.anywhere else "127.0.0.1", where.handoff_port)
         try:
-            address = await parts.start(Path(name), handoff, anywhere=where.anywhere)
-            stack.enter_context(workers(address, str(Path(name) / "token")))
+            address = await parts.start(folder, handoff, anywhere=where.anywhere)
+            stack.enter_context(workers(address, str(folder / "token")))
             on_start(server)
             await server.serve([sock])
         finally:

@@ -1,5 +1,6 @@
-"""What a request may say, as OpenAI's API has it, and the OpenAPI document of it. Wrong types are refused, unknown
-names ignored as vLLM does; what is known but not computed here is refused, never silently left out.
+"""What a request may say, as OpenAI's and vLLM's APIs have it, and the OpenAPI document of it. Every field of theirs
+either has an effect or is refused by its name; so are wrong types and names that nobody knows. A field that is not
+supported takes the values that ask for nothing: null, and its default.
 """
 
 from __future__ import annotations
@@ -7,79 +8,224 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 MAX_NEW = 1 << 20
+NOT_HERE = "Not supported here."
 Text = Annotated[str, Field(max_length=8 << 20)]
+Word = Annotated[str, Field(min_length=1, max_length=256)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Tokens = Annotated[list[Token], Field(max_length=1024)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Count = Annotated[int, Field(ge=1, le=MAX_NEW)]
+Empty = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)]
 
 
-class _Loose(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+def _not_here() -> Any:
+    """A field of which only the values are taken that ask for nothing."""
+    return Field(default=None, description=NOT_HERE)
 
 
-class StreamOptions(_Loose):
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = _not_here()
+    include_obfuscation: Literal[False] | None = _not_here()
 
 
-class _Common(_Loose):
-    model: Annotated[str, Field(max_length=256)]
+class TextFormat(_Strict):
+    type: Literal["text"]
+
+
+class TransferParams(_Strict):
+    """What a router of vLLM sends to whoever prefills; only the first asks for something."""
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: Literal[False] | None = _not_here()
+    remote_engine_id: None = _not_here()
+    remote_request_id: None = _not_here()
+    remote_block_ids: Empty | None = _not_here()
+    remote_host: None = _not_here()
+    remote_port: None = _not_here()
+    prompt_token_ids: None = _not_here()
+
+
+class _Sampled(_Strict):
+    """How tokens are chosen."""
+
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=1, description="One answer per request.")] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: (
-        Annotated[str, Field(min_length=1, max_length=256)]
-        | Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=4)]
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31, description="-1 and 0: all")] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=1024),
+        ]
         | None
     ) = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
+    allowed_token_ids: Annotated[list[Token], Field(min_length=1, max_length=1 << 17)] | None = None
+    bad_words: Annotated[list[Word], Field(max_length=256)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Word | Annotated[list[Word], Field(max_length=4)] | None = None
+    stop_token_ids: Tokens | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    priority: Literal["online", "offline"] | None = Field(
-        default=None, description="Offline requests wait for bubbles that online ones leave."
-    )
-    deadline_s: Annotated[float, Field(gt=0, le=3600)] | None = Field(
-        default=None, description="The prefill must be delivered within this, or is refused at once."
-    )
-    kv_transfer_params: dict[str, Any] | None = Field(
-        default=None, description="In the prefill role of a router: {do_remote_decode: true}, with max_tokens 1."
-    )
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_NEW)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = Field(default=None, description="Another name of max_tokens.")
+    n: Annotated[Literal[1], Field(description="One answer per request.")] | None = None
+    best_of: Literal[1] | None = _not_here()
+    use_beam_search: Literal[False] | None = _not_here()
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = _not_here()
+    watermarking: Literal[False] | None = _not_here()
+    repetition_detection: None = _not_here()
+    logits_processors: None = _not_here()
+    response_format: TextFormat | None = _not_here()
+    structured_outputs: None = _not_here()
+    guided_json: None = _not_here()
+    guided_regex: None = _not_here()
+    guided_choice: None = _not_here()
+    guided_grammar: None = _not_here()
+    guided_decoding_backend: None = _not_here()
+    guided_whitespace_pattern: None = _not_here()
+    structural_tag: None = _not_here()
 
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
     @property
-    def hands_off(self) -> bool:
-        return bool((self.kv_transfer_params or {}).get("do_remote_decode"))
+    def asked_new(self) -> int | None:
+        """Tokens that were asked for; None: nobody said."""
+        return self.max_tokens or self.max_completion_tokens
+
+    @model_validator(mode="after")
+    def _numbers_agree(self) -> _Sampled:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise _refusal("max_completion_tokens", "the same as max_tokens, from which it differs")
+        if self.asked_new and (self.min_tokens or 0) > self.asked_new:
+            raise _refusal("min_tokens", f"{self.min_tokens} is more than max_tokens, {self.asked_new}")
+        return self
+
+
+class _Answered(_Strict):
+    """What the answer shows."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stream_interval: Literal[1] | None = _not_here()
+    request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = Field(
+        default=None, description="Becomes the id of the answer, behind its prefix."
+    )
+    skip_special_tokens: Literal[True] | None = _not_here()
+    spaces_between_special_tokens: Literal[True] | None = _not_here()
+    prompt_logprobs: None = _not_here()
+    logprob_token_ids: None = _not_here()
+    return_tokens_as_token_ids: Literal[False] | None = _not_here()
+    return_token_ids: Literal[False] | None = _not_here()
+    return_token_offsets: Literal[False] | None = _not_here()
+    return_prompt_text: Literal[False] | None = _not_here()
+    return_mm_kwargs: Literal[True] | None = _not_here()
+    routed_experts_prompt_start: Literal[0] | None = _not_here()
+
+    @model_validator(mode="after")
+    def _options_are_of_a_stream(self) -> _Answered:
+        if self.stream_options is not None and not self.stream:
+            raise _refusal("stream_options", "only together with stream: true")
+        return self
 
     @property
     def with_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
+class _Common(_Sampled, _Answered):
+    model: Annotated[str, Field(max_length=256)]
+    user: Annotated[str, Field(max_length=256)] | None = Field(
+        default=None, description="Named in the log of requests (bubbletea.requests)."
+    )
+    safety_identifier: Annotated[str, Field(max_length=256)] | None = Field(
+        default=None, description="The newer name of user."
+    )
+    priority: Literal["online", "offline"] | Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
+        default=None,
+        description="Offline requests wait for bubbles that online ones leave. As a number: 0: online, more: offline.",
+    )
+    deadline_s: Annotated[float, Field(gt=0, le=3600)] | None = Field(
+        default=None, description="The prefill must be delivered within this, or is refused at once."
+    )
+    kv_transfer_params: TransferParams | None = Field(
+        default=None, description="In the prefill role of a router: {do_remote_decode: true}, with max_tokens 1."
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
+        default=None, description="The prefix cache is shared only with requests of the same salt."
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**63)] | None = Field(
+        default=None, description="Keep so many tokens of the prompt; -1: as many as fit the context."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="left (the default) drops the prompt's beginning, right its end."
+    )
+    add_special_tokens: bool | None = Field(
+        default=None, description="Default: true for a plain prompt, false for a chat, whose template has written them."
+    )
+    session_id: None = _not_here()
+    vllm_xargs: Empty | None = _not_here()
+    ec_transfer_params: Empty | None = _not_here()
+    mm_processor_kwargs: Empty | None = _not_here()
+    media_io_kwargs: Empty | None = _not_here()
+
+    @model_validator(mode="after")
+    def _truncates_to_something(self) -> _Common:
+        if self.truncate_prompt_tokens == 0:
+            raise _refusal("truncate_prompt_tokens", "-1, or at least 1")
+        return self
+
+    @property
+    def is_offline(self) -> bool:
+        return self.priority == "offline" or (isinstance(self.priority, int) and self.priority > 0)
+
+    @property
+    def hands_off(self) -> bool:
+        return bool(self.kv_transfer_params and self.kv_transfer_params.do_remote_decode)
+
+
 class CompletionRequest(_Common):
     prompt: Text | Annotated[list[Token], Field(min_length=1, max_length=1 << 20)]
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_NEW)] | None = None
-    echo: Literal[False] | None = None
-    logprobs: None = None
-    suffix: None = None
-    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    prompt_embeds: None = _not_here()
+    echo: Literal[False] | None = _not_here()
+    logprobs: None = _not_here()
+    suffix: None = _not_here()
 
     @property
     def num_new(self) -> int:
-        return self.max_tokens or 16
+        return self.asked_new or 16
 
 
-class TextPart(_Loose):
+class TextPart(_Strict):
     type: Literal["text"]
     text: Text
 
 
-class Message(_Loose):
+class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256)]
+    name: None = _not_here()
+    refusal: None = _not_here()
+    annotations: Empty | None = _not_here()
+    audio: None = _not_here()
+    function_call: None = _not_here()
+    tool_calls: Empty | None = _not_here()
+    tool_call_id: None = _not_here()
+    reasoning: None = _not_here()
+    reasoning_content: None = _not_here()
 
     @property
     def text(self) -> str:
@@ -88,21 +234,51 @@ class Message(_Loose):
 
 class ChatRequest(_Common):
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_NEW)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_NEW)] | None = None
-    logprobs: Literal[False] | None = None
-    top_logprobs: None = None
-    tools: None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Literal[False] | None = _not_here()
+    chat_template: None = _not_here()
+    chat_template_kwargs: Empty | None = _not_here()
+    documents: Empty | None = _not_here()
+    echo: Literal[False] | None = _not_here()
+    logprobs: Literal[False] | None = _not_here()
+    top_logprobs: Literal[0] | None = _not_here()
+    tools: Empty | None = _not_here()
+    tool_choice: Literal["none"] | None = _not_here()
+    parallel_tool_calls: Literal[True] | None = _not_here()
+    functions: Empty | None = _not_here()
+    function_call: Literal["none"] | None = _not_here()
+    reasoning_effort: Literal["none"] | None = _not_here()
+    thinking_token_budget: None = _not_here()
+    include_reasoning: Literal[True] | None = _not_here()
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = _not_here()
+    audio: None = _not_here()
+    prediction: None = _not_here()
+    metadata: Empty | None = _not_here()
+    moderation: None = _not_here()
+    prompt_cache_key: None = _not_here()
+    prompt_cache_options: Empty | None = _not_here()
+    prompt_cache_retention: None = _not_here()
+    service_tier: Literal["auto", "default"] | None = _not_here()
+    store: Literal[False] | None = _not_here()
+    verbosity: Literal["medium"] | None = _not_here()
+    web_search_options: None = _not_here()
 
     @property
     def num_new(self) -> int:
-        return self.max_completion_tokens or self.max_tokens or 128
+        return self.asked_new or 128
 
-    @model_validator(mode="after")
-    def _not_both(self) -> ChatRequest:
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens are the same thing and differ")
-        return self
+
+def _refusal(name: str, rule: str) -> PydanticCustomError:
+    """Of one field, by a rule about several."""
+    return PydanticCustomError("disagrees", "{rule}", {"rule": rule, "field": name})
+
+
+PARTS: dict[str, type[BaseModel]] = {
+    "stream_options": StreamOptions,
+    "kv_transfer_params": TransferParams,
+    "messages": Message,
+}
+"""By field: what its objects are."""
 
 
 # ---- the document ------------------------------------------------------------------------------------------------

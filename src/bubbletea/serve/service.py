@@ -7,6 +7,7 @@ the model. What was admitted is finished even while the service drains; nothing 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,9 @@ from typing import Any
 
 from atlas.errors import AtlasError
 from bubbletea.admit.words import Class
-from bubbletea.handoff.decode import FAILED, DecodeEngine, Sampling
+from bubbletea.handoff.decode import FAILED, DecodeEngine
 from bubbletea.handoff.door import Door
+from bubbletea.handoff.sampling import Sampling, choose
 from bubbletea.handoff.store import KEEP_S
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.dispatch import Dispatcher, HandedBack, Prefilled, Prompt, Refused
@@ -35,18 +37,25 @@ class Asked:
 
     tenant: str
     prompt: str | Sequence[int]
-    num_new: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int | None = None
+    sampling: Sampling
     stops: Sequence[str] = ()
-    ignores_end: bool = False
+    shows_stop: bool = False
+    """The stop string, or the stop token, is part of the answer."""
     kind: Class = "online"
     deadline_s: float | None = None
     hands_off: bool = False
-    is_chat: bool = False
-    """The prompt came out of a template, special tokens and all."""
+    special: bool = True
+    """The tokenizer adds its special tokens; a chat's template has written them already."""
+    truncate: int | None = None
+    """Tokens of the prompt that are kept at most; -1: as many as fit."""
+    keeps_start: bool = False
+    """Of a truncated prompt; else its end is kept."""
+    cache_salt: str = ""
     arrived_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def num_new(self) -> int:
+        return self.sampling.max_tokens
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,7 @@ class Service:
                 kept = True
                 yield self._hand_off(asked, found, tokens)
                 return
-            async for delta in self._decode(asked, found, len(tokens)):
+            async for delta in self._decode(asked, found, tokens):
                 yield delta
         finally:
             if not kept:
@@ -114,6 +123,8 @@ class Service:
         """Refuses by length alone where that is enough; only then looks at the words."""
         is_text = isinstance(asked.prompt, str)
         at_least = self.text.at_least(asked.prompt) if isinstance(asked.prompt, str) else len(asked.prompt)
+        kept = self._kept(asked)
+        at_least = min(at_least, kept)
         self._require_short(at_least, asked.num_new)
         if asked.kind == "online" and is_text:
             deadline_ns = self._deadline_ns(asked)
@@ -122,15 +133,23 @@ class Service:
             except Refused as refused:
                 raise of_refusal(refused, at_least) from None
         if isinstance(asked.prompt, str):
-            encode = partial(self.text.encode, special=not asked.is_chat)
+            encode = partial(self.text.encode, special=asked.special)
             tokens = await asyncio.to_thread(encode, asked.prompt) or [min(self.text.ends, default=0)]
         else:
             tokens = list(asked.prompt)
+        if len(tokens) > kept:
+            tokens = tokens[:kept] if asked.keeps_start else tokens[-kept:]
         if max(tokens) >= self.served.config.vocabulary:
             what = "the tokenizer's vocabulary is larger than the model's" if is_text else f"token {max(tokens)}"
             raise ApiError(400, f"{what}: the model knows {self.served.config.vocabulary} tokens", param="prompt")
         self._require_short(len(tokens), asked.num_new)
         return tokens
+
+    def _kept(self, asked: Asked) -> int:
+        """The most tokens of a prompt that are kept."""
+        if asked.truncate is None:
+            return sys.maxsize
+        return asked.truncate if asked.truncate > 0 else max(1, self.served.config.max_length - asked.num_new)
 
     def _require_short(self, num_tokens: int, num_new: int) -> None:
         longest = self.served.config.max_length
@@ -150,7 +169,9 @@ class Service:
         deadline_ns = self._deadline_ns(asked) if asked.kind == "online" else None
         try:
             kept_s = KEEP_S if asked.hands_off else asked.num_new * self._token_s
-            prompt = Prompt(tokens, asked.tenant, asked.num_new, deadline_ns, asked.kind, kept_s)
+            prompt = Prompt(
+                tokens, asked.tenant, asked.num_new, deadline_ns, asked.kind, kept_s, cache_salt=asked.cache_salt
+            )
             return await self.dispatcher.prefill(prompt)
         except Refused as refused:
             raise of_refusal(refused, len(tokens)) from None
@@ -160,7 +181,7 @@ class Service:
     # ---- after -------------------------------------------------------------------------------------------------
     def _hand_off(self, asked: Asked, found: Prefilled, tokens: list[int]) -> Delta:
         """The first token, and where its keys and values wait for the decode engine."""
-        first = int(found.logits.argmax())
+        first = choose(found.logits, asked.sampling, asked.sampling.generator(), tokens)
         self.dispatcher.store.keep(found.parcel.ticket)
         seconds = time.monotonic() - asked.arrived_s
         self.metrics.first_token(seconds)
@@ -168,34 +189,30 @@ class Service:
         params = self.door.params(found.parcel, tokens)
         return Delta(self.text.decode([first]), len(tokens), found.cached_tokens, 1, "length", params)
 
-    async def _decode(self, asked: Asked, found: Prefilled, length: int) -> AsyncIterator[Delta]:
+    async def _decode(self, asked: Asked, found: Prefilled, tokens: list[int]) -> AsyncIterator[Delta]:
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str | None]]()
-        ends = frozenset[int]() if asked.ignores_end else self.text.ends
-        sampling = Sampling(asked.num_new, asked.temperature, asked.top_p, asked.seed, ends)
 
         def on_token(token: int, why: str | None) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, (token, why))
 
         began_s, count = time.monotonic(), 0
-        cancel = self.decoder.submit(found.parcel.cache(), length, found.logits, sampling, on_token)
+        cancel = self.decoder.submit(found.parcel.cache(), tokens, found.logits, asked.sampling, on_token)
+        self.metrics.decoding(1)
         try:
-            async for delta in self._written(asked, found, length, queue, ends):
+            async for delta in self._written(asked, found, len(tokens), queue):
                 count = delta.num_new
                 yield delta
         finally:
             cancel()
+            self.metrics.decoding(-1)
             if count:
                 self._token_s += ((time.monotonic() - began_s) / count - self._token_s) / TOKENS_OVER
 
     async def _written(
-        self,
-        asked: Asked,
-        found: Prefilled,
-        length: int,
-        queue: asyncio.Queue[tuple[int, str | None]],
-        ends: frozenset[int],
+        self, asked: Asked, found: Prefilled, length: int, queue: asyncio.Queue[tuple[int, str | None]]
     ) -> AsyncIterator[Delta]:
-        stream, stops = Stream(self.text), StopStrings(asked.stops)
+        stream, stops = Stream(self.text), StopStrings(asked.stops, shown=asked.shows_stop)
+        hidden = frozenset[int]() if asked.shows_stop else asked.sampling.stop_tokens
         count, first_s, finish = 0, 0.0, None
         while finish is None:
             token, finish = await queue.get()
@@ -205,8 +222,10 @@ class Service:
             if count == 1:
                 first_s = time.monotonic() - asked.arrived_s
                 self.metrics.first_token(first_s)
-            fresh = "" if token in ends else stream.push(token)
-            text, stopped = stops.push(fresh + (stream.flush() if finish else ""), last=finish is not None)
+            fresh = "" if token in hidden else stream.push(token)
+            fresh += stream.flush() if finish else ""
+            may_stop = count > asked.sampling.min_tokens
+            text, stopped = stops.push(fresh, last=finish is not None) if may_stop else (fresh, False)
             finish = "stop" if stopped else finish
             if finish:
                 self.metrics.answered(first_s, time.monotonic() - asked.arrived_s, count, finish)
@@ -217,16 +236,18 @@ class Service:
 class StopStrings:
     """Holds back what may be the beginning of a stop string, and ends before one."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [stop for stop in stops if stop]
+    def __init__(self, stops: Sequence[str], *, shown: bool = False) -> None:
+        """`shown`: the stop string itself, too."""
+        self._stops, self._shown = [stop for stop in stops if stop], shown
         self._held = ""
 
     def push(self, text: str, *, last: bool) -> tuple[str, bool]:
         """What may be shown, and whether a stop string came."""
         self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, at + len(stop)) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            shown, self._held = self._held[: min(found)], ""
+            start, end = min(found)
+            shown, self._held = self._held[: end if self._shown else start], ""
             return shown, True
         keep = 0 if last else max((_overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
@@ -239,8 +260,8 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def chat_prompt(text: Text, messages: Sequence[dict[str, str]]) -> str:
+def chat_prompt(text: Text, messages: Sequence[dict[str, str]], *, add_generation: bool = True) -> str:
     try:
-        return text.chat(messages)
+        return text.chat(messages, add_generation=add_generation)
     except AtlasError as error:
         raise ApiError(400, str(error), param="messages", code="invalid_value") from None

@@ -79,16 +79,22 @@ class Text:
         """A chat's template has written the special tokens already; a plain prompt gets them here."""
         return self._encode(text, special)
 
+    def spellings(self, words: Sequence[str]) -> list[list[int]]:
+        """The tokens of each word, at the beginning of a text and behind a space."""
+        found = (self.encode(before + word, special=False) for word in words for before in ("", " "))
+        return [tokens for tokens in found if tokens]
+
     def at_least(self, text: str) -> int:
         """Tokens: none covers more bytes than the longest of the vocabulary."""
         return -(-len(text.encode()) // self._longest)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation: bool = True) -> str:
         """The prompt of a conversation; a template that refuses it says why."""
         from jinja2 import TemplateError
 
         try:
-            found: str = self._template.render(messages=list(messages), add_generation_prompt=True, **self._extra)
+            given = {"messages": list(messages), "add_generation_prompt": add_generation, **self._extra}
+            found: str = self._template.render(**given)
         except (TemplateError, TypeError, ValueError) as error:
             raise AtlasError(f"messages: the model's chat template does not take them ({error})") from None
         return found

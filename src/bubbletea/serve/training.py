@@ -105,7 +105,11 @@ def train(
 class Training:
     """`with Training(source, filler):` trains next to us until the block is left."""
 
-    def __init__(self, source: Source, filler: dict[str, Any]) -> None:
+    def __init__(
+        self, source: Source, filler: dict[str, Any], on_step: Callable[[float], None] = lambda seconds: None
+    ) -> None:
+        """`on_step`: hears how long each iteration took, on a thread of ours."""
+        self._on_step = on_step
         path = os.pathsep.join(
             filter(None, [str(Path(bubbletea.__file__).parent.parent), os.environ.get("PYTHONPATH")])
         )
@@ -151,6 +155,8 @@ class Training:
                     print(f"bubbletea: training: {told['error']}; {then}", file=sys.stderr)
                 else:
                     self.steps.append(told)
+                    if told["step"] > 1:  # the first one has no end of another before it
+                        self._on_step(told["seconds"])
 
 
 def main() -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import socket
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -14,8 +17,8 @@ import torch
 from prefill_samples import LLAMA
 
 from atlas.errors import AtlasError, WorkerError
-from bubbletea.frames import PROOF, Frame, pack, receive, send
-from bubbletea.handoff.blocks import KV, Block, bytes_of, pack_block, unpack_block
+from bubbletea.frames import PROOF, Frame, greet, pack, receive, send
+from bubbletea.handoff.blocks import FETCH, KV, Block, bytes_of, pack_block, unpack_block
 from bubbletea.handoff.door import Door, own_address
 from bubbletea.handoff.fetch import Fetcher, Ticket
 from bubbletea.handoff.store import Parcel, Store
@@ -101,6 +104,53 @@ def test_strange_proofs_are_refused_and_the_door_stays_open(said: dict[str, obje
     with_door(store, talk)
 
 
+HEAD = struct.Struct("!4sBHQI")
+
+
+def frame(num_payload: int, text: bytes) -> bytes:
+    """As a caller may write it who keeps to no rule of ours."""
+    head = HEAD.pack(b"BTF1", PROOF, len(text), num_payload, 0)[:-4]
+    return head + struct.pack("!I", zlib.crc32(head)) + text
+
+
+@pytest.mark.parametrize(
+    "said",
+    [frame(1 << 30, b"{}"), frame(0, b"[" * 60_000), frame(0, b"[" * 4000), b"GET / HTTP/1.1\r\n" * 9],
+    ids=["1 GiB", "60,000 brackets", "4,000 brackets", "HTTP"],
+)
+def test_before_the_proof_only_little_is_read(said: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    def talk(door: Door) -> None:
+        with socket.create_connection(door.address, 5) as sock:
+            receive(sock)
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(said)
+                assert sock.recv(1) == b"", "closed at once: nothing of the payload was sent"
+
+    with_door(Store(SERVED, 1 << 24), talk)
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "one line, no traceback"
+
+
+@pytest.mark.parametrize("fields", [b"[" * 60_000, b'{"ticket": "t", "start": 1e999}', b'{"ticket": "t", "layers": 5}'])
+def test_behind_the_proof_nonsense_ends_the_connection(fields: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(SERVED, 1 << 24)
+    ticket = filled(store).ticket
+
+    def talk(door: Door) -> None:
+        with socket.create_connection(door.address, 5) as sock:
+            greet(sock, "secret", {})
+            sock.settimeout(5)
+            head = frame(0, fields.replace(b'"t"', f'"{ticket}"'.encode()))
+            told = bytearray(head)
+            told[4] = FETCH
+            told[15:19] = struct.pack("!I", zlib.crc32(bytes(told[:15])))
+            sock.sendall(told)
+            with contextlib.suppress(ConnectionError):
+                assert sock.recv(1) == b""
+
+    with_door(store, talk)
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "one line, no traceback"
+
+
 def test_a_door_beyond_loopback_must_be_wanted() -> None:
     door = Door(Store(SERVED, 0), "secret")
     with pytest.raises(AtlasError, match="others could listen in"):
@@ -156,6 +206,29 @@ def test_the_store_knows_when_enough_will_be_back() -> None:
     assert store.room_at_s(41) == 4.0
     parcel.expires_s = math.inf
     assert store.room_at_s(100) == math.inf
+
+
+def test_no_tenant_takes_all_of_the_store() -> None:
+    """A quarter is divided by weight: 5 tokens for each of four, 5 + 5 for the one who counts twice."""
+    store = Store(SERVED, 100 * 4 * 2 * 2 * 16 * 4, {"a": 1.0, "b": 1.0, "c": 2.0, "d": 1.0})
+    taken = sum(store.reserve(f"a{n}", 1, 1, "a") is not None for n in range(200))
+    assert taken == 80, "all but what is set aside for the others"
+    assert store.room_at_s(1, "a") == math.inf
+    for tenant, share in (("b", 5), ("c", 10), ("d", 5)):
+        assert sum(store.reserve(f"{tenant}{n}", 1, 1, tenant) is not None for n in range(50)) == share
+    assert store.used_bytes == store.budget_bytes
+    store.find("a3").expected_s = 7.0  # type: ignore[union-attr]
+    assert store.room_at_s(1, "b") == store.room_at_s(1, "a") == 7.0
+    store.release("b0")
+    assert not store.has_room(1, "a"), "that is b's again"
+    assert store.has_room(1, "b")
+    assert store.limit_bytes("a") == store.bytes_of(80)
+
+
+def test_one_tenant_alone_may_use_all_of_the_store() -> None:
+    for weights in (None, {"a": 2.0}):
+        store = Store(SERVED, 100 * 4 * 2 * 2 * 16 * 4, weights)
+        assert store.reserve("t", 100, 100, "a") is not None
 
 
 def test_a_parcel_with_a_hole_is_not_complete() -> None:

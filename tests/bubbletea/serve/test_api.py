@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import socket
@@ -19,6 +20,7 @@ from bubbletea.admit.aims import Aims
 from bubbletea.handoff.fetch import Fetcher, Ticket
 from bubbletea.serve import http as http_module
 from bubbletea.serve.auth import Keys
+from bubbletea.serve.metrics import Metrics
 
 KEYS = {"red": "red-key", "blue": "blue-key"}
 ASK = {"model": "tiny", "prompt": "Tell me", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -112,6 +114,29 @@ def test_models_health_and_metrics(service: Serving) -> None:
         "bubbletea:bubbles_total",
     ):
         assert name in text
+
+
+def test_counters_are_there_before_anything_is_counted(service: Serving) -> None:
+    text = Metrics("m").text().decode()
+    for reason in ("deadline", "share", "memory", "no-lane"):
+        assert f'bubbletea:admission_rejections_total{{model_name="m",reason="{reason}"}} 0.0' in text
+    for finish in ("stop", "length"):
+        assert f'vllm:request_success_total{{finished_reason="{finish}",model_name="m"}} 0.0' in text
+    for name in ("vllm:generation_tokens_total", "bubbletea:requests_handed_back_total", "bubbletea:fill_ratio"):
+        assert f'{name}{{model_name="m"}} 0.0' in text
+    assert 'vllm:time_to_first_token_seconds_count{model_name="m"} 0.0' in text
+    served = httpx.get(f"{service.url}/metrics").text
+    for worker in ("w0", "w1"):
+        assert f'bubbletea:slices_late_total{{model_name="tiny",worker="{worker}"}}' in served
+
+
+def test_no_answer_names_the_host_that_the_client_named(service: Serving) -> None:
+    for path in ("/v1/models/", "/v1/completions/", "/health/", "/nowhere"):
+        headers = {"Host": "elsewhere.example", "Authorization": "Bearer red-key"}
+        response = httpx.get(service.url + path, headers=headers, follow_redirects=False)
+        assert response.status_code == 404
+        assert is_openai_error(response)
+        assert "elsewhere.example" not in response.text + str(response.headers)
 
 
 # ---- hand-off ----------------------------------------------------------------------------------------------------
@@ -229,7 +254,7 @@ def test_who_may_be_late_is_answered_late(service: Serving, monkeypatch: pytest.
 def test_full_memory_says_when_enough_of_it_will_be_back(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     store = service.parts.dispatcher.store
     monkeypatch.setattr(store, "budget_bytes", store.used_bytes + store.bytes_of(100))
-    kept = post(service, ASK | {"prompt": "x" * 90, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}})
+    kept = post(service, ASK | {"prompt": "x" * 80, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}})
     ticket = kept.json()["kv_transfer_params"]["remote_request_id"]
     refused = post(service, ASK)
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "memory")
@@ -240,15 +265,58 @@ def test_full_memory_says_when_enough_of_it_will_be_back(service: Serving, monke
     assert (too_long.status_code, too_long.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
+def test_a_tenant_that_fills_the_memory_leaves_room_for_another(service: Serving) -> None:
+    """Short prompts with long answers reserve memory long before they use it."""
+    store = service.parts.dispatcher.store
+    long = ASK | {"max_tokens": 8000, "stream": True}
+    stack, refused = contextlib.ExitStack(), None
+    with stack, httpx.Client(base_url=service.url, timeout=60) as client:
+
+        def ask(key: str) -> httpx.Response:
+            headers = {"Authorization": f"Bearer {key}"}
+            return stack.enter_context(client.stream("POST", "/v1/completions", json=long, headers=headers))
+
+        for _ in range(2 + store.budget_bytes // store.bytes_of(8000)):
+            response = ask("red-key")
+            if response.status_code != 200:
+                refused = response
+                break
+        assert refused is not None, "one tenant has got all of the memory"
+        error = json.loads(refused.read())["error"]
+        assert (refused.status_code, error["code"]) == (429, "memory")
+        assert "by this tenant" in error["message"]
+        assert float(refused.headers["retry-after-ms"]) > 0
+        assert ask("blue-key").status_code == 200, "the other gets in at once"
+    wait_until_idle(service)
+
+
+def wait_until_idle(service: Serving) -> None:
+    deadline = time.monotonic() + 30
+    while service.parts.service.num_active or service.parts.dispatcher.store.used_bytes:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_a_client_that_goes_away_takes_its_request_with_it(service: Serving) -> None:
     ask = ASK | {"max_tokens": 7000, "stream": True}
     headers = {"Authorization": "Bearer red-key"}
     with httpx.stream("POST", f"{service.url}/v1/completions", json=ask, headers=headers, timeout=60) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # forgotten, it would hang up
+        next(lines)
+        assert gauge(service, "vllm:num_requests_running", 1.0), "it is being decoded"
+    wait_until_idle(service)
+    assert gauge(service, "vllm:num_requests_running", 0.0)
+
+
+def gauge(service: Serving, name: str, value: float) -> bool:
+    """Whether it becomes that."""
     deadline = time.monotonic() + 10
-    while service.parts.service.num_active or service.parts.dispatcher.store.used_bytes:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    while time.monotonic() < deadline:
+        text = httpx.get(f"{service.url}/metrics").text
+        if any(line.startswith(name) and float(line.split()[-1]) == value for line in text.splitlines()):
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def test_offline_requests_are_answered_too(service: Serving) -> None:

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
 from bubbletea.cli import main
+from bubbletea.serve.folder import private_folder
+
+KEEPER = """
+import sys
+from bubbletea.serve.folder import private_folder
+
+with private_folder() as folder:
+    (folder / "token").write_text("secret")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
 
 
 @pytest.mark.parametrize(
@@ -27,3 +44,29 @@ def test_more_than_all_cannot_be_late(capsys: pytest.CaptureFixture[str]) -> Non
         main(["serve", "--alone", "1", "--late", "1.5"])
     assert ended.value.code == 2
     assert "'1.5' is no share" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None], ids=str)
+def test_the_token_is_gone_when_the_service_is(how: signal.Signals | None) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", KEEPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        assert (folder / "token").is_file()
+        if how is None:
+            process.stdin.close()
+        else:
+            process.send_signal(how)
+        process.wait(30)
+    deadline = time.monotonic() + 30
+    while folder.exists():
+        assert time.monotonic() < deadline, "the token is still there"
+        time.sleep(0.01)
+
+
+def test_the_folder_is_this_users_alone() -> None:
+    with private_folder() as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert not folder.exists()

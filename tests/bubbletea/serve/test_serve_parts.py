@@ -18,7 +18,7 @@ from atlas.runtime.models.export import export_stage, finish_export
 from bubbletea.admit.aims import LATEST_NS, Aims
 from bubbletea.admit.words import Placement, Refusal, Request
 from bubbletea.costs import LayerTime
-from bubbletea.handoff.decode import Sampling, choose
+from bubbletea.handoff.sampling import Sampling, choose
 from bubbletea.prefill.messages import Order
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.assemble import assemble
