@@ -66,10 +66,13 @@ class BubbleTea:
         warm_up(shard, pace, order.chunk)
         self.engine = Engine(shard, link, self._transport, self._reach, pace)
         guard, paced_ns = Guard(order.risk, order.waits_ns), None if order.pace is None else order.paced_ns
-        if order.pace is None and trains:
+        if trains:
             self._throttle = Throttle(order.budget, order.sensitivity)
         self._filling = Filling(self.engine, guard, device, order.margin_ns, paced_ns, self._throttle)
-        link.serve(self.engine)
+        link.serve(self.engine, self._set_share)
+
+    def _set_share(self, share: float) -> None:
+        self._filling.share = share
 
     def fill(self, position: Position, arrived: Callable[[], bool]) -> None:
         self._filling.fill(position, arrived)

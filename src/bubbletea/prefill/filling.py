@@ -53,7 +53,8 @@ class Filling:
         self.throttle = throttle
         self.engine, self.guard, self.device, self.margin_ns = engine, guard, device, margin_ns
         self._paced_ns = paced_ns
-        self._cost_ns = paced_ns or engine.predict_ns
+        self.share = 1.0
+        """Of each wait: what the service lets us use."""
         self._queue: deque[_Begun] = deque()
         self._ended_ns = 0
         """When the last piece that was settled did."""
@@ -68,7 +69,7 @@ class Filling:
         """Pieces as long as they fit; then, as there may be more work before the end, looks out for both."""
         if self.throttle is not None and not self.throttle.may_fill(position.step):
             return
-        share = 1.0 if self.throttle is None else self.throttle.share
+        share = min(self.share, 1.0 if self.throttle is None else self.throttle.share)
         began_ns = time.monotonic_ns()
         self.stop_ns = began_ns + int(share * self.guard.wait_ns(position.index, began_ns)) - self.margin_ns
         if not self._fill_until(arrived) and self._paced_ns is None:
@@ -96,6 +97,11 @@ class Filling:
             else:
                 self.engine.changed.wait(min(LOOK_S if self._queue else IDLE_S, (self.stop_ns - now_ns) / 1e9))
         return begun
+
+    def _cost_ns(self, piece: Piece) -> int:
+        """A paced device is busy for as long as it is told, and for longer where the host is."""
+        predicted_ns = self.engine.predict_ns(piece)
+        return predicted_ns if self._paced_ns is None else max(self._paced_ns(piece), predicted_ns)
 
     def _begin_one(self, now_ns: int) -> bool:
         free_ns, launched_ns = self._free_ns(now_ns), now_ns + self._launch_ns

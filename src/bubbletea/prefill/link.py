@@ -23,7 +23,19 @@ from bubbletea.frames import Frame, Payload, greet, receive, send
 from bubbletea.handoff.blocks import KV, Block, bytes_of, pack_block, unpack_block
 from bubbletea.prefill.engine import Engine
 from bubbletea.prefill.job import Piece, Task
-from bubbletea.prefill.messages import CANCEL, DONE, FAILED, LOGITS, READY, REPORT, TASK, Json, ticket_of, unpack_task
+from bubbletea.prefill.messages import (
+    CANCEL,
+    DONE,
+    FAILED,
+    LOGITS,
+    READY,
+    REPORT,
+    SHARE,
+    TASK,
+    Json,
+    ticket_of,
+    unpack_task,
+)
 from bubbletea.prefill.staging import Staged
 
 log = logging.getLogger("bubbletea.link")
@@ -69,6 +81,7 @@ class Link:
         self._ran: list[tuple[Any, ...]] = []
         self._waits: list[tuple[int, ...]] = []
         self._engine: Engine | None = None
+        self._on_share: Callable[[float], None] = lambda share: None
         self._cached: dict[str, dict[int, Tensor]] = {}
         self._queued_bytes = self._sent_bytes = 0
         """Of keys and values; the one written by the engine's thread, the other by the sender."""
@@ -81,9 +94,9 @@ class Link:
         order: Json = answer["order"]
         return order
 
-    def serve(self, engine: Engine) -> None:
-        """Tells the service that all is ready, and starts the threads."""
-        self._engine = engine
+    def serve(self, engine: Engine, on_share: Callable[[float], None] = lambda share: None) -> None:
+        """Tells the service that all is ready, and starts the threads. `on_share`: of each wait, what may be used."""
+        self._engine, self._on_share = engine, on_share
         self._out.put(_Outgoing(lambda: (READY, {}, b"")))
         for target in (self._read, self._write, self._tick):
             threading.Thread(target=target, daemon=True, name=f"bubbletea {target.__name__[1:]}").start()
@@ -155,6 +168,8 @@ class Link:
             self._engine.offer(task, tokens, [cached[i] for i in layers] if task.start else ())
         elif frame.kind == CANCEL:
             self._engine.cancel(int(frame.fields["job"]), int(frame.fields["attempt"]))
+        elif frame.kind == SHARE:
+            self._on_share(float(frame.fields["share"]))
 
     def _kv_bytes(self, piece: Piece) -> int:
         assert self._engine is not None

@@ -1,7 +1,7 @@
 """What a worker and the service say to each other, as frames (`bubbletea.frames`). Both ends import this.
 
     worker dials, greets {name, datacenter, worker, transport}; the service answers with an Order as JSON
-    service -> worker    KV (cached tokens, ticket "job.attempt"), TASK, CANCEL
+    service -> worker    KV (cached tokens, ticket "job.attempt"), TASK, CANCEL, SHARE (of each wait, to be used)
     worker -> service    READY, KV, LOGITS, DONE, FAILED, REPORT
 
 Times are the sender's monotonic clock; the greeting tells the worker how far the two are apart.
@@ -22,7 +22,7 @@ from bubbletea.frames import Payload
 from bubbletea.prefill.job import HEAD, Piece, Task
 from bubbletea.prefill.shard import Served
 
-TASK, CANCEL, READY, LOGITS, DONE, FAILED, REPORT = range(32, 39)
+TASK, CANCEL, READY, LOGITS, DONE, FAILED, REPORT, SHARE = range(32, 40)
 
 Json = dict[str, Any]
 

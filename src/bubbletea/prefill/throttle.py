@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-ALONE_FIRST, ALONE_EVERY = 2, 256
-"""Steps without prefill: the first ones, and then one of so many."""
+ALONE_FIRST, ALONE_EVERY, ALONE_TIMES = 3, 512, 2
+"""Steps without prefill: the first ones, and then two of so many, one behind the other."""
 RECENT = 9
 """Steps without prefill that are remembered."""
 JUDGED = 3
@@ -24,6 +24,12 @@ LOW, AIM = 0.7, 0.85
 """Of the budget: where less than the one is used, the other is aimed at."""
 CUT, RISE = 0.4, 1.3
 """The most that one judgement changes."""
+
+
+def is_alone(step: int, first: int) -> bool:
+    """Whether all workers of a training that began with step `first` leave this one without prefill. They agree because
+    they count the same steps; the service does, too (`serve.promise`)."""
+    return step - first < ALONE_FIRST or (step - first) % ALONE_EVERY >= ALONE_EVERY - ALONE_TIMES
 
 
 class Throttle:
@@ -46,8 +52,7 @@ class Throttle:
     def may_fill(self, step: int) -> bool:
         if self._first is None:
             self._first = step
-        number = step - self._first
-        return number >= ALONE_FIRST and number % ALONE_EVERY != ALONE_EVERY - 1
+        return not is_alone(step, self._first)
 
     def ran(self, step: int, index: int, took_ns: int) -> None:
         """An op of training has run."""

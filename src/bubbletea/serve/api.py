@@ -33,6 +33,7 @@ log = logging.getLogger("bubbletea.requests")
 MAX_BODY_BYTES = 4 << 20
 BODY_S = 10.0
 """A body takes no longer than this, however slowly it drips."""
+FAILURE = ApiError(500, "the service failed to answer; its log says why", code="internal_error")
 ModelT = TypeVar("ModelT", bound=BaseModel)
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -85,7 +86,11 @@ class Api:
         lanes = self.service.dispatcher.planner.num_lanes
         state = "draining" if self.service.draining else "ok" if lanes else "no workers"
         headers = {} if state == "ok" else {"Retry-After": "1"}
-        return JSONResponse({"status": state, "lanes": lanes}, 200 if state == "ok" else 503, headers)
+        found: dict[str, Any] = {"status": state, "lanes": lanes}
+        promise = self.service.dispatcher.promise
+        if promise is not None:
+            found["overcommitted"] = promise.overcommitted
+        return JSONResponse(found, 200 if state == "ok" else 503, headers)
 
     async def metrics(self, request: Request) -> Response:
         return PlainTextResponse(self.service.metrics.text(), media_type="text/plain; version=0.0.4")
@@ -203,6 +208,9 @@ class Api:
                 return error.response()
             except ClientDisconnect:
                 return Response(status_code=400)  # nobody is there to read it
+            except Exception:
+                log.exception("a request failed")
+                return FAILURE.response()
 
         return told
 
@@ -280,9 +288,14 @@ async def _events(
 ) -> AsyncIterator[str]:
     last = first
     yield _event(form.event(first, first=True))
-    async for delta in deltas:
-        last = delta
-        yield _event(form.event(delta, first=False))
+    try:
+        async for delta in deltas:
+            last = delta
+            yield _event(form.event(delta, first=False))
+    except Exception:  # the status has been sent: the stream says it, and ends without [DONE]
+        log.exception("an answer broke off")
+        yield _event(FAILURE.body)
+        return
     if with_usage:
         yield _event(form.summary(last))
     yield "data: [DONE]\n\n"

@@ -34,6 +34,7 @@ from bubbletea.serve.ground import Ground
 from bubbletea.serve.metrics import Metrics
 from bubbletea.serve.planner import Planner
 from bubbletea.serve.prefixes import Prefixes
+from bubbletea.serve.promise import Promise
 from bubbletea.serve.service import Service
 from bubbletea.serve.tokens import Text
 
@@ -122,7 +123,8 @@ def assemble(settings: Settings, ground: Ground, keys: Keys, token: str = "") ->
     crew = Crew(token, orders.get, served.id)
     store, metrics = Store(served, settings.store_bytes, keys.weights), Metrics(settings.name)
     prefixes = Prefixes(settings.prefix_bytes)
-    dispatcher = Dispatcher(crew, planner, store, prefixes, metrics, settings.patience_s)
+    promise = Promise(settings.budget) if ground.trains else None
+    dispatcher = Dispatcher(crew, planner, store, prefixes, metrics, settings.patience_s, promise)
     door = Door(store, token)
     text = Text.of_folder(served.folder) if served.folder is not None else Text.of_bytes()
     service = Service(settings.name, served, text, dispatcher, DecodeEngine(served), door, metrics, settings.deadline_s)

@@ -29,6 +29,7 @@ from bubbletea.prefill.messages import (
     LOGITS,
     READY,
     REPORT,
+    SHARE,
     TASK,
     Order,
     pack_task,
@@ -50,6 +51,8 @@ class Member:
     order: Order
     writer: asyncio.StreamWriter
     ready: bool = False
+    share: float = 1.0
+    """Of each wait, as it was last told."""
 
 
 class Listener(Protocol):
@@ -113,6 +116,13 @@ class Crew:
     def cancel(self, member: Member, job: int, attempt: int) -> None:
         if not member.writer.is_closing():
             write(member.writer, CANCEL, {"job": job, "attempt": attempt})
+
+    def share(self, share: float) -> None:
+        """Which share of each wait may be used: told to those who have heard another."""
+        for member in self.members.values():
+            if member.ready and member.share != share and not member.writer.is_closing():
+                member.share = share
+                write(member.writer, SHARE, {"share": share})
 
     # ---- in ------------------------------------------------------------------------------------------------------
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -30,6 +30,7 @@ from bubbletea.serve.crew import Crew, Member
 from bubbletea.serve.metrics import Metrics
 from bubbletea.serve.planner import Planner
 from bubbletea.serve.prefixes import Prefixes
+from bubbletea.serve.promise import Promise
 
 log = logging.getLogger("bubbletea.serve")
 SECOND = 1_000_000_000
@@ -129,9 +130,12 @@ class Dispatcher:
         metrics: Metrics,
         patience_s: float = 30.0,
         lane_s: float = LANE_S,
+        promise: Promise | None = None,
     ) -> None:
+        """`promise`: to a training; None where there is none."""
         self.crew, self.planner, self.store, self.prefixes = crew, planner, store, prefixes
-        self.metrics, self.patience_s, self.lane_s = metrics, patience_s, lane_s
+        self.metrics, self.patience_s, self.lane_s, self.promise = metrics, patience_s, lane_s, promise
+        self._paused = False
         self._jobs = itertools.count(1)
         self._runs: dict[int, _Run] = {}
         self._by_request: dict[str, _Run] = {}
@@ -161,6 +165,7 @@ class Dispatcher:
     def check(self, tenant: str, num_tokens: int, num_new: int, deadline_ns: int | None) -> None:
         """Raises Refused where a prompt of at least this length would be, before anybody has tokenized it."""
         request = Request(secrets.token_hex(8), tenant, num_tokens, time.monotonic_ns(), deadline_ns)
+        self._require_host()
         self._require_memory(num_tokens + num_new, tenant)
         refusal = self.planner.quote(request, request.arrival_ns)
         if refusal is not None:
@@ -172,6 +177,8 @@ class Dispatcher:
         hashes = self.prefixes.hashes(prompt.tokens, prompt.tenant, prompt.cache_salt)
         request = Request(ticket, prompt.tenant, len(prompt.tokens), now_ns, prompt.deadline_ns, prompt.kind, hashes)
         room = len(prompt.tokens) + prompt.num_new
+        if prompt.kind == "online":
+            self._require_host()
         self._require_memory(room, prompt.tenant)
         found = self.planner.admit(request, now_ns)
         if isinstance(found, Refusal):
@@ -190,6 +197,11 @@ class Dispatcher:
             raise
         finally:
             self._forget(run)
+
+    def _require_host(self) -> None:
+        if self.promise is not None and self.promise.overcommitted:
+            self.metrics.refused("overcommitted")
+            raise Refused("overcommitted", self.promise.retry_s)
 
     def _require_memory(self, num_tokens: int, tenant: str) -> None:
         store = self.store
@@ -338,6 +350,8 @@ class Dispatcher:
             self.metrics.ran(member.name, last - first, predicted_ns, took_ns)
         for step, op, began_ns, ended_ns, filled_ns in waits:
             self.planner.waited(member.worker, step, op, began_ns, ended_ns)
+            if self.promise is not None:
+                self.promise.waited(member.worker, step, began_ns, filled_ns, len(self.crew.members))
             self.metrics.waited(member.name, ended_ns - began_ns, filled_ns)
 
     # ---- time --------------------------------------------------------------------------------------------------
@@ -355,6 +369,12 @@ class Dispatcher:
                 self._recall(run)
             self._send(run, placement)
 
+    def _share(self, promise: Promise) -> None:
+        """What was let in before the host was found overcommitted is finished; offline requests wait."""
+        is_due = any(run.request.kind == "online" for run in self._runs.values())
+        self._paused = promise.overcommitted and not is_due
+        self.crew.share(0.0 if self._paused else promise.share)
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
@@ -366,6 +386,8 @@ class Dispatcher:
 
     def _pass_time(self, now_ns: int) -> None:
         self._follow(self.planner.advance(now_ns))
+        if self.promise is not None:
+            self._share(self.promise)
         urgent: dict[tuple[Member, ...], _Run] = {}
         for run in self._runs.values():
             if run.sent and not run.future.done():
@@ -380,7 +402,7 @@ class Dispatcher:
     def _look_after(self, run: _Run, now_ns: int, *, is_first: bool) -> None:
         """`is_first`: its workers have nothing more urgent, so that it should make progress."""
         waits = not run.sent and self.planner.is_waiting(run.request.id)
-        if not waits and not is_first:
+        if not waits and (self._paused or not is_first):
             run.since_ns = now_ns  # others go before
         stuck_s = (now_ns - run.since_ns) / SECOND
         if waits and stuck_s > self.lane_s:

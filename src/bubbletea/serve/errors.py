@@ -12,12 +12,19 @@ from starlette.responses import JSONResponse
 from bubbletea.serve.dispatch import HandedBack, Refused
 from bubbletea.serve.schema import NOT_HERE, PARTS
 
-TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
+TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable",
+}
 REASONS = {
     "deadline": "no bubble of training fits this prompt before its deadline",
     "share": "other tenants wait and have had less",
     "memory": "the memory for keys and values is in use",
     "no-lane": "no workers are connected",
+    "overcommitted": "beside prefill, training on this host is slower than was promised",
 }
 
 
@@ -88,9 +95,10 @@ def of_refusal(refused: Refused, length: int) -> ApiError:
         why = refused.detail or "no lane has bubbles and memory for it"
         message = f"the prompt has {length} tokens or more: {why}"
         return ApiError(400, message, param="prompt", code="context_length_exceeded")
-    status = 503 if refused.reason == "no-lane" else 429
+    status = 503 if refused.reason in ("no-lane", "overcommitted") else 429
     why = REASONS.get(refused.reason, refused.reason) + (f" ({refused.detail})" if refused.detail else "")
-    message = f"{why}; it would fit in {refused.retry_s:.3f} s"
+    then = "it is tried again" if refused.reason == "overcommitted" else "it would fit"
+    message = f"{why}; {then} in {refused.retry_s:.3f} s"
     return ApiError(status, message, code=refused.reason, retry_s=refused.retry_s)
 
 

@@ -32,6 +32,8 @@ class Ground:
     head_ns: int = 0
     layer: LayerTime | None = None
     """Elsewhere: what one is expected to take, until it was measured; None: it is timed on this host."""
+    trains: bool = False
+    """There is a training that must not become slower."""
     sensitivity: float = 1.0
     """By how much training's iteration becomes longer where its ops do; 1 unless it is known to be less."""
 
@@ -46,7 +48,7 @@ def of_training(timeline: Timeline, arena_bytes: int, pace: LayerTime | None = N
     program = timeline.program
     pattern = pattern_of(timeline, np.full(program.num_workers, arena_bytes, np.int64))
     slots = [_slots(timeline, pattern, worker) for worker in range(program.num_workers)]
-    return Ground(pattern, slots, program.num_ranks, pace, head_ns)
+    return Ground(pattern, slots, program.num_ranks, pace, head_ns, trains=True)
 
 
 def sensitivity(program: Program, costs: Costs, longer: float = 0.1) -> float:

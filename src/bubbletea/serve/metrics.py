@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-FINISHES, REFUSALS = ("stop", "length"), ("deadline", "share", "memory", "too-long", "no-lane")
+FINISHES, REFUSALS = ("stop", "length"), ("deadline", "share", "memory", "too-long", "no-lane", "overcommitted")
 RECENT = 512
 """Waits over which the fill ratio is taken."""
 
@@ -49,6 +49,13 @@ class Metrics:
         self._fill = self._gauge("bubbletea:fill_ratio", "Share of recent bubbles' time spent on prefill")
         self._slowdown = self._gauge(
             "bubbletea:training_slowdown_ratio", "Training's period over the planned one, less 1"
+        )
+        self._fill_slowdown = self._gauge(
+            "bubbletea:filling_slowdown_ratio", "Iterations with prefill over iterations without, less 1"
+        )
+        self._share = self._gauge("bubbletea:fill_share", "Share of each wait that prefill may use")
+        self._overcommitted = self._gauge(
+            "bubbletea:overcommitted", "1 while nothing new is let in because training is slower than promised"
         )
         self._iterations = Summary(
             "bubbletea:training_iteration_seconds",
@@ -134,6 +141,10 @@ class Metrics:
         self._kv_used.labels(self._model).set(store.used_bytes / max(1, store.budget_bytes))
         self._backlog.labels(self._model).set(dispatcher.planner.num_backlog)
         self._slowdown.labels(self._model).set(dispatcher.planner.slowdown)
+        if dispatcher.promise is not None:
+            self._fill_slowdown.labels(self._model).set(dispatcher.promise.slowdown)
+            self._share.labels(self._model).set(dispatcher.promise.share)
+            self._overcommitted.labels(self._model).set(dispatcher.promise.overcommitted)
         waited_ns = sum(waited for waited, _ in self._recent)
         if waited_ns:
             self._fill.labels(self._model).set(sum(filled for _, filled in self._recent) / waited_ns)

@@ -183,9 +183,13 @@ class _Common(_Sampled, _Answered):
     media_io_kwargs: Empty | None = _not_here()
 
     @model_validator(mode="after")
-    def _truncates_to_something(self) -> _Common:
+    def _fields_agree(self) -> _Common:
         if self.truncate_prompt_tokens == 0:
             raise _refusal("truncate_prompt_tokens", "-1, or at least 1")
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise _refusal("truncation_side", "only together with truncate_prompt_tokens")
+        if self.deadline_s is not None and self.is_offline:
+            raise _refusal("deadline_s", "only of an online request: an offline one waits for what is left")
         return self
 
     @property

@@ -232,6 +232,22 @@ def test_a_body_that_drips_is_answered_408(service: Serving, monkeypatch: pytest
         assert b" 408 " in sock.recv(1000)
 
 
+def test_a_failure_of_ours_has_openais_shape_too(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> int:
+        raise RuntimeError("no token today")
+
+    monkeypatch.setattr("bubbletea.handoff.decode.choose", broken)
+    response = post(service, ASK)
+    assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+    assert "no token today" not in response.text
+    assert post(service, ASK | {"stream": True}).status_code == 500
+    tokens = iter((65, 66))
+    monkeypatch.setattr("bubbletea.handoff.decode.choose", lambda *_: next(tokens))
+    lines = post(service, ASK | {"stream": True}).text.split("\n\n")
+    assert '"server_error"' in lines[-2]
+    assert "[DONE]" not in lines[-2]
+
+
 # ---- refusals ----------------------------------------------------------------------------------------------------
 def test_a_refusal_says_when_it_would_fit(service: Serving) -> None:
     refused = post(service, ASK | {"prompt": "x" * 8000, "deadline_s": 0.0001})

@@ -274,6 +274,8 @@ def test_values_that_ask_for_nothing_are_taken(service: Serving, endpoint: str) 
         ("completions", {"stop_token_ids": [999]}, "stop_token_ids", "999"),
         ("completions", {"priority": -1}, "priority", ""),
         ("completions", {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ""),
+        ("completions", {"truncation_side": "left"}, "truncation_side", "truncate_prompt_tokens"),
+        ("completions", {"deadline_s": 5, "priority": "offline"}, "deadline_s", "online"),
         (
             "completions",
             {"kv_transfer_params": {"do_remote_prefill": True}},

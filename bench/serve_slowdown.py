@@ -1,0 +1,174 @@
+"""Does `bubbletea serve PLAN --slowdown X` hold what it promises? Starts the command, lets training run without any
+request, then loads the service with prompts of one length, and compares the iterations of the two, as training measures
+them.
+
+    python bench/serve_slowdown.py            # prompts of 512 and of 4,000 tokens
+    python bench/serve_slowdown.py --quick    # fewer iterations
+
+The bar: the slowdown is at most what was promised plus the measurement error; or the service says that the host
+is overcommitted and has stopped filling, and the iterations since then are as long as those without requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common.report import Report
+
+from bubbletea.bench import Load, bench
+
+ROOT = Path(__file__).parent.parent
+PROMISED = 0.005
+CLIENTS = 16
+SETTLE = 3
+"""Iterations that do not count: the first of all, and the first ones under load, from which the throttle learns."""
+
+
+def metrics(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    found: dict[str, float] = {}
+    for name, value in re.findall(r"^([a-z:_]+)(?:\{[^}]*\})? ([0-9.e+-]+)$", text, re.MULTILINE):
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+class Watch:
+    """The length of each iteration, from a counter of how many there were and how long all of them took."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._count, self._sum = 0.0, 0.0
+
+    def next_s(self, deadline_s: float) -> float:
+        """Waits for the end of the next one."""
+        while time.monotonic() < deadline_s:
+            now = metrics(self.url)
+            count = now.get("bubbletea:training_iteration_seconds_count", 0.0)
+            total = now.get("bubbletea:training_iteration_seconds_sum", 0.0)
+            if count > self._count:
+                mean_s = (total - self._sum) / (count - self._count)
+                self._count, self._sum = count, total
+                return mean_s
+            time.sleep(0.1)
+        raise TimeoutError("training does not go on")
+
+
+class Command:
+    """`bubbletea serve examples/tiny.yaml`, as a user starts it."""
+
+    def __init__(self, promised: float) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            port = sock.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        given = [
+            "examples/tiny.yaml",
+            "--slower",
+            "3",
+            "--slowdown",
+            str(promised),
+            "--port",
+            str(port),
+            "--drain",
+            "1",
+        ]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bubbletea.cli", "serve", *given], cwd=ROOT, stdout=subprocess.DEVNULL
+        )
+
+    def __enter__(self) -> Command:
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.2)
+            else:
+                return self
+        self.__exit__()
+        raise TimeoutError("the workers did not come")
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def load(url: str, length: int, over: threading.Event) -> None:
+    """Prompts of one length without end: each client asks again when it is answered or may."""
+    number = 0
+    while not over.is_set():
+        number += 1
+        asked = Load(url, "tiny-random", CLIENTS, CLIENTS, prompt_tokens=(length, length), max_tokens=4, seed=number)
+        report = asyncio.run(bench(asked))
+        refused = [outcome.retry_s for outcome in report.outcomes if outcome.retry_s is not None]
+        over.wait(min([*refused, 1.0]) if len(refused) == CLIENTS else 0.0)
+
+
+def error_of(seconds: list[float]) -> float:
+    """Of their median: the standard error, from the spread of the middle half."""
+    quarters = statistics.quantiles(seconds, n=4)
+    return 1.25 * (quarters[2] - quarters[0]) / 1.35 / len(seconds) ** 0.5
+
+
+def measure(report: Report, length: int, num_alone: int, num_loaded: int, settle: int) -> None:
+    with Command(PROMISED) as service:
+        watch, deadline = Watch(service.url), time.monotonic() + 400
+        for _ in range(SETTLE):
+            watch.next_s(deadline)
+        alone = [watch.next_s(deadline) for _ in range(num_alone)]
+        over = threading.Event()
+        loader = threading.Thread(target=load, args=(service.url, length, over))
+        loader.start()
+        try:
+            learning = [watch.next_s(deadline) for _ in range(settle)]
+            before = metrics(service.url)
+            loaded = [watch.next_s(deadline) for _ in range(num_loaded)]
+            after = metrics(service.url)
+        finally:
+            over.set()
+        loader.join()
+    base_s = statistics.median(alone)
+    error = 2 * (error_of(alone) ** 2 + error_of(loaded) ** 2) ** 0.5 / base_s
+    slowdown, mean = statistics.median(loaded) / base_s - 1, statistics.fmean(loaded) / statistics.fmean(alone) - 1
+    filled, waited = (
+        after.get(f"bubbletea:{name}_seconds_total", 0.0) - before.get(f"bubbletea:{name}_seconds_total", 0.0)
+        for name in ("filled", "bubble")
+    )
+    name = f"{length} tokens"
+    report.figure(f"{name}: iteration without requests", base_s * 1e3, "ms")
+    report.figure(f"{name}: while the throttle learns", (statistics.fmean(learning) / base_s - 1) * 100, "%")
+    report.figure(f"{name}: of the bubbles, filled", 100 * filled / max(waited, 1e-9), "%")
+    report.figure(f"{name}: workers that say overcommitted", after.get("bubbletea:overcommitted", 0.0), "")
+    report.figure(f"{name}: mean iteration longer by", mean * 100, "%")
+    report.figure(f"{name}: iteration longer by", slowdown * 100, "%", at_most=100 * (PROMISED + error))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer iterations")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[512, 4000], metavar="N", help="of a prompt")
+    args = parser.parse_args()
+    report = Report("Serving beside training: is --slowdown held?", "the same training without requests")
+    for length in args.tokens:
+        measure(report, length, *((16, 24, 12) if args.quick else (40, 60, 24)))
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

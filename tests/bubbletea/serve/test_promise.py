@@ -1,0 +1,111 @@
+"""What is promised to training is what is watched: iterations with filling against iterations without."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+
+import pytest
+
+from bubbletea.prefill.throttle import is_alone
+from bubbletea.serve.promise import LEAST, PAUSE, Promise
+
+WORKERS = 4
+
+
+class Training:
+    """Workers whose iterations take a second, and longer by `slower(share)` where they are filled."""
+
+    def __init__(self, promise: Promise, slower: Callable[[float], float], noise: float = 0.0, first: int = 0) -> None:
+        self.promise, self.slower, self.noise = promise, slower, noise
+        self.step = self.first = first
+        self._at_ns, self._rng = 0, random.Random(1)
+        self.base = 1.0
+        self.took: list[float] = []
+        """Of every iteration, over one without filling, less 1."""
+
+    def run(self, steps: int, *, asked: bool = True) -> None:
+        for _ in range(steps):
+            share = self.promise.share if asked and not self.promise.overcommitted else 0.0
+            filled = share > 0 and not is_alone(self.step, self.first)
+            for worker in range(WORKERS):
+                for wait in range(3):
+                    at_ns = self._at_ns + worker * 1000 + wait * 100_000_000
+                    self.promise.waited(worker, self.step, at_ns, int(filled and worker == 2) * 1000, WORKERS)
+            longer = self.slower(share) if filled else 0.0
+            self.took.append(longer)
+            self._at_ns += round(1e9 * self.base * (1 + longer + self._rng.gauss(0, self.noise)))
+            self.step += 1
+
+
+def test_harmless_filling_has_all_of_every_wait() -> None:
+    promise = Promise(0.005)
+    training = Training(promise, lambda share: 0.002 * share, noise=0.002)
+    training.run(400)
+    assert promise.share == 1.0
+    assert not promise.num_overcommitted
+
+
+@pytest.mark.parametrize("first", [0, 10_000])
+def test_the_share_is_cut_until_the_promise_holds(first: int) -> None:
+    promise = Promise(0.005)
+    training = Training(promise, lambda share: 0.02 * share, noise=0.001, first=first)
+    training.run(12)
+    assert promise.share < 0.5, "a clear breach is answered within a few iterations"
+    training.run(400)
+    assert not promise.num_overcommitted
+    settled = training.took[100:]
+    assert sum(settled) / len(settled) < 0.005
+    assert promise.share > LEAST, "and not lower than need be"
+
+
+def test_where_no_share_holds_it_the_host_is_overcommitted_and_filling_stops(caplog: pytest.LogCaptureFixture) -> None:
+    promise = Promise(0.005)
+    training = Training(promise, lambda share: 0.05 + 0.2 * share, noise=0.001)
+    training.run(30)
+    assert promise.overcommitted
+    assert promise.retry_s > 1
+    training.run(1500)
+    settled = training.took[100:]
+    assert sum(settled) / len(settled) < 0.005, "also counting the trials after each pause"
+    assert promise.num_overcommitted > 2
+    assert [record.levelno for record in caplog.records] == [logging.WARNING], "said once"
+
+
+def test_a_pause_ends_and_what_was_learnt_in_it_counts() -> None:
+    promise = Promise(0.005)
+    trouble = Training(promise, lambda share: 0.3)
+    trouble.run(40)
+    assert promise.overcommitted
+    trouble.slower = lambda share: 0.0
+    trouble.run(PAUSE + 1)
+    assert not promise.overcommitted
+    trouble.run(500)
+    assert promise.share == 1.0
+
+
+def test_a_host_that_is_slower_for_another_reason_is_the_new_baseline() -> None:
+    promise = Promise(0.005)
+    training = Training(promise, lambda share: 0.0)
+    training.run(20)
+    training.base = 1.1
+    training.run(20, asked=False)
+    assert promise.iteration_s == pytest.approx(1.1), "iterations in which nothing was asked for are without filling"
+    training.run(100)
+    assert promise.share == 1.0
+    training.base = 1.3  # beside requests: first taken for our doing, then found to be not
+    training.run(200)
+    assert promise.num_overcommitted == 1
+    training.run(300)
+    assert (promise.overcommitted, promise.share) == (False, 1.0)
+
+
+def test_a_training_that_begins_again_is_not_taken_for_a_long_iteration() -> None:
+    promise = Promise(0.005)
+    training = Training(promise, lambda share: 0.0)
+    training.run(50)
+    training.step, training._at_ns = 0, training._at_ns + 60 * 10**9
+    training.run(50)
+    assert promise.share == 1.0
+    assert promise.iteration_s == pytest.approx(1.0)
