@@ -58,6 +58,7 @@ BENCHES: dict[str, Bench] = {
     "schedules": Bench(12),
     "serve_emulated": Bench(8),
     "serve_kills": Bench(30),
+    "serve_slowdown": Bench(16, ("--quick",), 6),
     "testbed": Bench(45),
     "testbed_sim": Bench(5),
     "torch_pipelining": Bench(8),

@@ -27,6 +27,9 @@ from bubbletea.prefill.shard import Served
 OnToken = Callable[[int, str | None], None]
 """The next token, and why it was the last: "stop", "length" or, if there are more, None. FAILED if none came."""
 FAILED = (-1, "failed")
+NARROW = 1024
+"""A model of no more width is decoded by one thread of the CPU: several would wait for each other, on a busy host many
+times longer than they compute."""
 log = logging.getLogger("bubbletea.decode")
 
 
@@ -77,6 +80,8 @@ class DecodeEngine:
         self._thread.join()
 
     def _loop(self) -> None:
+        if self.served.config.width <= NARROW:
+            torch.set_num_threads(1)
         while True:
             while not self._running or not self._new.empty():
                 running = self._new.get()
