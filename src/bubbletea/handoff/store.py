@@ -24,6 +24,7 @@ from bubbletea.prefill.shard import Served
 
 KEEP_S = 60.0
 """How long a parcel waits to be fetched."""
+MIB = 1 << 20
 DIVIDED = 0.25
 """Of the budget: what is divided among the tenants by weight, so that each gets in whatever the others hold."""
 
@@ -88,9 +89,6 @@ class Store:
     def used_bytes(self) -> int:
         return self._used.total()
 
-    def used_by(self, tenant: str) -> int:
-        return self._used[tenant]
-
     def bytes_of(self, num_tokens: int) -> int:
         return num_tokens * self.served.config.num_layers * self.served.kv_bytes_per_layer_token
 
@@ -110,6 +108,15 @@ class Store:
 
     def has_room(self, num_tokens: int, tenant: str = "") -> bool:
         return self.bytes_of(num_tokens) <= self._left(tenant, self._used)
+
+    def explain(self, num_tokens: int, tenant: str) -> str:
+        """Why there is no room, in words."""
+        sizes = (self.bytes_of(num_tokens), self.used_bytes, self.budget_bytes, self._used[tenant])
+        needed, used, whole, own = (f"{size / MIB:.1f}" for size in sizes)
+        return (
+            f"{num_tokens} tokens need {needed} MiB; {used} of {whole} MiB are in use, {own} by this tenant, "
+            f"who may hold {self.limit_bytes(tenant) / MIB:.1f}"
+        )
 
     def room_at_s(self, num_tokens: int, tenant: str = "") -> float:
         """When what is missing now will be back, as far as anybody knows; infinite where nobody does."""

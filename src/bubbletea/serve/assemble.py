@@ -124,7 +124,7 @@ def assemble(settings: Settings, ground: Ground, keys: Keys, token: str = "") ->
     store, metrics = Store(served, settings.store_bytes, keys.weights), Metrics(settings.name)
     prefixes = Prefixes(settings.prefix_bytes)
     promise = Promise(settings.budget) if ground.trains else None
-    dispatcher = Dispatcher(crew, planner, store, prefixes, metrics, settings.patience_s, promise)
+    dispatcher = Dispatcher(crew, planner, store, prefixes, metrics, settings.patience_s, promise=promise)
     door = Door(store, token)
     text = Text.of_folder(served.folder) if served.folder is not None else Text.of_bytes()
     service = Service(settings.name, served, text, dispatcher, DecodeEngine(served), door, metrics, settings.deadline_s)

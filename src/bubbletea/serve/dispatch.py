@@ -45,7 +45,6 @@ LANE_S = 60.0
 """How long an admitted prefill waits for a lane when there is none for it; then it is handed back."""
 RESTART_NS = 5 * SECOND
 """Losses within this are one failure: a training that restarts takes all its workers with it, one after the other."""
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class _Run:
 
 class Dispatcher:
     """Listens to the crew. `patience_s`: for how long, and two periods of training, a prefill whose turn it is may make
-    no progress before it is begun again; `lane_s`: how long one waits for a lane."""
+    no progress before it is begun again; `lane_s`: how long one waits for a lane; `promise`: to training, if any."""
 
     def __init__(
         self,
@@ -132,10 +131,9 @@ class Dispatcher:
         lane_s: float = LANE_S,
         promise: Promise | None = None,
     ) -> None:
-        """`promise`: to a training; None where there is none."""
         self.crew, self.planner, self.store, self.prefixes = crew, planner, store, prefixes
-        self.metrics, self.patience_s, self.lane_s, self.promise = metrics, patience_s, lane_s, promise
-        self._paused = False
+        self.metrics, self.patience_s, self.lane_s = metrics, patience_s, lane_s
+        self.promise, self._paused = promise, False
         self._jobs = itertools.count(1)
         self._runs: dict[int, _Run] = {}
         self._by_request: dict[str, _Run] = {}
@@ -165,8 +163,7 @@ class Dispatcher:
     def check(self, tenant: str, num_tokens: int, num_new: int, deadline_ns: int | None) -> None:
         """Raises Refused where a prompt of at least this length would be, before anybody has tokenized it."""
         request = Request(secrets.token_hex(8), tenant, num_tokens, time.monotonic_ns(), deadline_ns)
-        self._require_host()
-        self._require_memory(num_tokens + num_new, tenant)
+        self._require_room(num_tokens + num_new, tenant, "online")
         refusal = self.planner.quote(request, request.arrival_ns)
         if refusal is not None:
             raise self._refused(refusal)
@@ -177,9 +174,7 @@ class Dispatcher:
         hashes = self.prefixes.hashes(prompt.tokens, prompt.tenant, prompt.cache_salt)
         request = Request(ticket, prompt.tenant, len(prompt.tokens), now_ns, prompt.deadline_ns, prompt.kind, hashes)
         room = len(prompt.tokens) + prompt.num_new
-        if prompt.kind == "online":
-            self._require_host()
-        self._require_memory(room, prompt.tenant)
+        self._require_room(room, prompt.tenant, prompt.kind)
         found = self.planner.admit(request, now_ns)
         if isinstance(found, Refusal):
             raise self._refused(found)
@@ -198,23 +193,16 @@ class Dispatcher:
         finally:
             self._forget(run)
 
-    def _require_host(self) -> None:
-        if self.promise is not None and self.promise.overcommitted:
+    def _require_room(self, num_tokens: int, tenant: str, kind: Class) -> None:
+        store = self.store
+        if kind == "online" and self.promise is not None and self.promise.overcommitted:
             self.metrics.refused("overcommitted")
             raise Refused("overcommitted", self.promise.retry_s)
-
-    def _require_memory(self, num_tokens: int, tenant: str) -> None:
-        store = self.store
         if store.has_room(num_tokens, tenant):
             return
         self.metrics.refused("memory")
-        needed, limit = store.bytes_of(num_tokens), store.limit_bytes(tenant)
-        detail = (
-            f"{num_tokens} tokens need {needed / MIB:.1f} MiB; {store.used_bytes / MIB:.1f} of "
-            f"{store.budget_bytes / MIB:.1f} MiB are in use, {store.used_by(tenant) / MIB:.1f} by this tenant, who may "
-            f"hold {limit / MIB:.1f}"
-        )
-        if needed > limit:
+        detail = store.explain(num_tokens, tenant)
+        if store.bytes_of(num_tokens) > store.limit_bytes(tenant):
             raise Refused("memory", None, detail)
         at_s = store.room_at_s(num_tokens, tenant)
         raise Refused("memory", UNKNOWN_S if math.isinf(at_s) else max(TICK_S, at_s - time.monotonic()), detail)
@@ -369,12 +357,6 @@ class Dispatcher:
                 self._recall(run)
             self._send(run, placement)
 
-    def _share(self, promise: Promise) -> None:
-        """What was let in before the host was found overcommitted is finished; offline requests wait."""
-        is_due = any(run.request.kind == "online" for run in self._runs.values())
-        self._paused = promise.overcommitted and not is_due
-        self.crew.share(0.0 if self._paused else promise.share)
-
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
@@ -386,8 +368,10 @@ class Dispatcher:
 
     def _pass_time(self, now_ns: int) -> None:
         self._follow(self.planner.advance(now_ns))
-        if self.promise is not None:
-            self._share(self.promise)
+        if self.promise is not None:  # on an overcommitted host what was let in is finished, and offline requests wait
+            is_due = any(run.request.kind == "online" for run in self._runs.values())
+            self._paused = self.promise.overcommitted and not is_due
+            self.crew.share(0.0 if self._paused else self.promise.share)
         urgent: dict[tuple[Member, ...], _Run] = {}
         for run in self._runs.values():
             if run.sent and not run.future.done():
