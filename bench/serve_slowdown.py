@@ -89,7 +89,7 @@ class Command:
         )
 
     def __enter__(self) -> Command:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 180
         while time.monotonic() < deadline:
             try:
                 urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
