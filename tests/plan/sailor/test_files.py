@@ -10,11 +10,12 @@ import pytest
 from sailor_samples import write_inputs
 
 from atlas.errors import InfeasibleError, SpecError
+from atlas.plan.sailor.candidates import Candidate
 from atlas.plan.sailor.check import check, fits_nodes
 from atlas.plan.sailor.inputs import read_inputs
 from atlas.plan.sailor.plan_file import Replica, SailorPlan, as_document, read_plan, write_plan
 from atlas.plan.sailor.run import main
-from atlas.plan.sailor.search import Goal, search
+from atlas.plan.sailor.search import Goal, Search, search
 
 COUNTS = {"X-40_east-a": 4, "X-40_west-a": 4}
 FILES = (
@@ -145,18 +146,16 @@ def test_a_goal_out_of_reach_is_infeasible_and_a_price_is_never_guessed(tmp_path
 
 
 def test_an_interrupted_search_gives_the_best_plan_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from atlas.plan.sailor import search as room
-
     inputs = read_inputs(tmp_path, write_inputs(tmp_path, COUNTS), "toy")
-    whole, calls = room.priced, []
+    whole, calls = Search._keep, []
 
-    def impatient(*args: object) -> object:
-        calls.append(args)
+    def impatient(self: Search, candidate: Candidate) -> None:
+        calls.append(candidate)
         if len(calls) > 3:
             raise KeyboardInterrupt
-        return whole(*args)  # type: ignore[arg-type]
+        whole(self, candidate)
 
-    monkeypatch.setattr(room, "priced", impatient)
+    monkeypatch.setattr(Search, "_keep", impatient)
     found = search(inputs)
     assert found.interrupted
     check(inputs, found.plan)

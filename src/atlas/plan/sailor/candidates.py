@@ -1,45 +1,36 @@
-"""The search's first pass: every (microbatch, replicas, tp, stages, placement on clusters), bounded before it is
-priced. What a bound cannot rule out gets its best split and a time that the judge will confirm or raise, because
-clusters count their best zone pair. Knows objectives only as a score of (seconds, GPUs, egress).
+"""Outlines in their places: each bounded before it gets its best split and a time that the judge will confirm or
+raise, because clusters count their best zone pair. Many placements at once, along the leading axis.
+
+Knows objectives only as a `Score` of (seconds, USD a second of GPUs, USD of egress).
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, permutations, product
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from itertools import combinations_with_replacement, groupby, pairwise, product
 
-from atlas.plan.sailor.judge import combined_comm_s
-from atlas.plan.sailor.shapes import FEW, Row, Teams, facing, neighbours, placements, ring_crossings
-from atlas.plan.sailor.split import Kinds, balanced
-from atlas.plan.sailor.tables import Tables
+import numpy as np
 
-Tps = dict[str, tuple[int, ...]]
-"""By GPU type: tp of each stage."""
-Worth = Callable[[float, float, float], bool]
-"""Whether so many seconds, on GPUs of so many USD a second, with so much egress in USD, could still win."""
-INFINITE = float("inf")
+from atlas.plan.sailor.levels import least_of_borders
+from atlas.plan.sailor.outlines import RINGS, Outlines, Score, combined_comm_s
+from atlas.plan.sailor.shapes import Placed, Row, Slot, Teams, deal, fillings, neighbours, ring_crossings
+from atlas.plan.sailor.split import Measure, Stages, balanced, totals
+from atlas.plan.sailor.tables import Bools, Floats, Ints, Tables
+
+SPLIT_AT_ONCE = 256
+"""Placements that are split together, best bounds first; each batch may lower the limit for the next."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A choice of sizes, with no place yet."""
+    """A choice of sizes."""
 
-    bound_s: float
     mbs: int
     num_columns: int
-    tps: Tps
-
-    @property
-    def num_stages(self) -> int:
-        return len(next(iter(self.tps.values())))
-
-    @property
-    def least_gpus(self) -> int:
-        return self.num_columns * min(sum(stages) for stages in self.tps.values())
+    tps: dict[str, tuple[int, ...]]
+    """By GPU type: tp of each stage."""
 
 
 @dataclass(frozen=True)
@@ -55,218 +46,292 @@ class Candidate:
     ends: tuple[int, ...]
 
 
-def column_counts(global_batch: int, mbs: int, most: int) -> list[int]:
-    """For each number of microbatches the fewest columns that reach it: more would only slow the gradient ring."""
-    total = math.ceil(global_batch / mbs)
-    counts = {math.ceil(total / n) for n in range(1, total + 1)}
-    return sorted(count for count in counts if count <= most)
+@dataclass(frozen=True)
+class Cases:
+    """Placements with a way to split them, and what the formula needs to know of them; one entry each."""
+
+    outline: Ints
+    source: Ints
+    """Which Placed."""
+    case: Ints
+    """Which entry of it."""
+    head_alone: Bools
+    kinds: Ints
+    """(case, GPU type, stage): its kind."""
+    present: Bools
+    """(case, GPU type, stage): whether it stands there."""
+    comm_s: Floats
+    slowest_s: Floats
+    """No split has a faster slowest stage."""
+    sync_s: Floats
+    """Some stage holds its share of the gradients: at best the one with the fastest ring."""
+    bound_s: Floats
+    usd_per_s: Floats
+    crossing_usd: Floats
+
+    def take(self, which: Ints) -> Cases:
+        return Cases(*(getattr(self, field.name)[which] for field in fields(self)))
 
 
-def even_outlines(tables: Tables, columns: int, worth: Worth) -> Iterator[Outline]:
-    """One tp for each GPU type throughout."""
-    bound = ColumnBound(tables, columns)
-    known = [[(gpu, tp) for g, tp in sorted(tables.kinds) if g == gpu] for gpu in tables.gpu_types]
-    for kinds in product(*known):
-        run = bound.run(kinds)
-        most = min(tables.num_layers, tables.num_gpus // columns // run.tp_least)
-        for num_stages in range(1, most + 1):
-            seconds = bound.seconds(run, num_stages, run, 0)
-            if worth(seconds, columns * run.tp_least * num_stages * tables.least_usd_per_s, 0.0):
-                yield Outline(seconds, tables.mbs, columns, {gpu: (tp,) * num_stages for gpu, tp in kinds})
+def _joined(parts: Sequence[Cases]) -> Cases:
+    return Cases(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Cases)))
 
 
-def stepped_outlines(tables: Tables, columns: int, worth: Worth) -> Iterator[Outline]:
-    """One tp up to some stage and another after it; only where all GPUs are of one type."""
-    bound, room = ColumnBound(tables, columns), tables.num_gpus // columns
-    (gpu,) = tables.gpu_types
-    for first, second in permutations([bound.run([kind]) for kind in sorted(tables.kinds)], 2):
-        a, b = first.tp_least, second.tp_least
-        for num_a in range(1, min(tables.num_layers - 1, (room - b) // a) + 1):
-            for num_b in range(1, min(tables.num_layers - num_a, (room - num_a * a) // b) + 1):
-                seconds = bound.seconds(first, num_a, second, num_b)
-                if worth(seconds, columns * (a * num_a + b * num_b) * tables.least_usd_per_s, 0.0):
-                    yield Outline(seconds, tables.mbs, columns, {gpu: (a,) * num_a + (b,) * num_b})
+class Expansion:
+    """Some outlines of one microbatch size, placed, bounded and split."""
 
+    def __init__(self, tables: Tables, outlines: Outlines, score: Score) -> None:
+        self.tables, self.outlines, self.score = tables, outlines, score
+        tables, first = self.tables, outlines.first[:, None]
+        self.stage = np.arange(int(outlines.num_stages.max()))
+        self.run = np.where(self.stage < outlines.num_first[:, None], first, outlines.second[:, None])
+        self.inside = self.stage < outlines.num_stages[:, None]
+        self.next_run = self.run * len(tables.runs) + np.roll(self.run, -1, axis=1)
+        self.waits = np.ceil(tables.inputs.global_batch / (tables.mbs * outlines.columns)) - 1
+        work = np.array([[tables.work_s([*a, *b]) for b in tables.runs] for a in tables.runs])
+        self.work_s = work[outlines.first, outlines.second]
+        sync_tp = np.array([min(4, tp) for _, tp in tables.kinds])
+        self.gradients = np.array(tables.stage_bytes) / sync_tp[:, None]
+        rings = tables.rings_s(outlines.share_bytes, outlines.columns)
+        gpus = np.where(self.inside, tables.run_tp.min(axis=1)[self.run], 0).sum(axis=1) * outlines.columns
+        usd_per_s = (gpus * min(tables.usd_per_gpu_s))[:, None]
+        self.least = score(outlines.bound_s, usd_per_s, np.zeros(outlines.bound_s.shape))
+        """(outline, way to connect)."""
+        self.rings_s = np.moveaxis(rings, 2, 0).reshape(len(rings[0, 0]), -1)
+        """(outline, pair of clusters)."""
+        best = tables.send_s.min(axis=(0, 1)) + tables.back_s.min(axis=(0, 1))
+        least_layer = float(np.diff(tables.layers.time_s, axis=1).min())
+        self.extra_s = least_of_borders(np.maximum(0.0, tables.send_s + tables.back_s - best))
+        self.wait_s = least_of_borders(np.maximum(tables.send_s, tables.back_s)) + least_layer
+        """(a, b, first run, second run): what a crossing adds at least, and what a stage beside it takes."""
 
-class Run(NamedTuple):
-    """What a bound needs to know of stages of one kind."""
+    def candidates(self, structures: Sequence[Teams], limit: Callable[[], float]) -> Iterator[Candidate]:
+        """Every candidate whose bound is below the limit, which may fall meanwhile."""
+        ways = [(way, early, teams) for teams in structures for early, way in fillings(teams)]
+        seen: set[tuple[int, bool, tuple[Row, ...]]] = set()
+        for _, group in groupby(sorted(ways, key=lambda entry: entry[0]), key=lambda entry: entry[0]):
+            self.placed: list[Placed] = []
+            found = [cases for way, early, teams in group for cases in self._bounded(teams, early, way, limit())]
+            if found:
+                yield from self._in_order(_joined(found), seen, limit)
 
-    kinds: Kinds
-    tp_least: int
-    tp_sync: int
-    ratio: float
-    pace: float
-    """1 / ratio."""
-    send_s: float
-    cross_s: float
-    """A transfer between clusters, over what the best transfer takes."""
+    def _in_order(
+        self, every: Cases, seen: set[tuple[int, bool, tuple[Row, ...]]], limit: Callable[[], float]
+    ) -> Iterator[Candidate]:
+        """Best bounds first."""
+        ranked = np.argsort(self._least(every), kind="stable")
+        for at in range(0, len(ranked), SPLIT_AT_ONCE):
+            batch = every.take(ranked[at : at + SPLIT_AT_ONCE])
+            worth = np.flatnonzero(self._least(batch) < limit())
+            fresh = []
+            for case in worth:
+                rows = self.placed[batch.source[case]].rows(int(batch.case[case]))
+                key = (int(batch.outline[case]), bool(batch.head_alone[case]), rows)
+                if key not in seen:
+                    seen.add(key)
+                    fresh.append(case)
+            if fresh:
+                yield from self._split(batch.take(np.array(fresh)), limit)
 
+    def _least(self, cases: Cases) -> Floats:
+        return self.score(cases.bound_s, cases.usd_per_s, cases.crossing_usd)
 
-class ColumnBound:
-    """Lower bounds for one number of columns: the work shared ideally, the best link everywhere.
+    # ---- bounds ------------------------------------------------------------------------------------------
+    def _bounded(self, teams: Teams, early: int | None, way: int, limit: float) -> Iterator[Cases]:
+        which = np.flatnonzero(self.least[:, way] < limit)
+        placed = deal(self.tables, self.outlines.take(which), teams, early) if which.size else None
+        if placed is None:
+            return
+        placed = replace(placed, index=which[placed.index])
+        if way != RINGS:
+            hopeful = np.flatnonzero(self._hopeful(placed) < limit)
+            if not hopeful.size:
+                return
+            placed = placed.take(hopeful)
+        self.placed.append(placed)
+        for cases in self._cases(self.placed[-1]):
+            worth = self._least(cases) < limit
+            if worth.any():
+                yield cases.take(np.flatnonzero(worth))
 
-    Stages that no cluster can hold alone either send across clusters somewhere, or every column stays in a cluster
-    and every gradient ring goes across: the lesser of the two counts. Of many clusters `shapes` makes chains, which
-    cross as often as they have links.
-    """
+    def _hopeful(self, placed: Placed) -> Floats:
+        """No more than what the placements will score: the worst crossing, and the best ring between two teams."""
+        outlines, rings = placed.outlines, self.rings_s[placed.index]
+        extra, wait = np.zeros(len(rings)), outlines.slowest_s
+        for here, there in _facing(placed):
+            a, b = here.cluster, there.cluster
+            if a != b:
+                start, stop = _cells(here, there)
+                crosses = start < stop
+                pair = (a, b, outlines.first, outlines.second)
+                extra = np.maximum(extra, np.where(crosses, self.extra_s[pair], 0.0))
+                wait = np.maximum(wait, np.where(crosses, self.wait_s[pair], 0.0))
+        num, clusters = len(self.tables.clusters), {(slot.team, slot.cluster) for slot in placed.slots}
+        pairs = [a * num + b for (s, a), (t, b) in product(clusters, repeat=2) if s < t] or [
+            a * num + a for _, a in clusters
+        ]
+        seconds = self.waits[placed.index] * wait + outlines.passing_s + extra + rings[:, pairs].min(axis=1)
+        return self.score(seconds, self._gpus_usd(placed), np.zeros(len(seconds)))
 
-    def __init__(self, tables: Tables, columns: int) -> None:
-        self.tables, self.columns = tables, columns
-        self.waits = math.ceil(tables.inputs.global_batch / (tables.mbs * columns)) - 1
-        self._sync_s: dict[tuple[int, bool], float] = {}
+    def _gpus_usd(self, placed: Placed) -> Floats:
+        usd: Floats = np.add.reduce([gpus * self.tables.usd_per_gpu_s[cluster] for cluster, gpus in placed.used])
+        return usd
 
-    def run(self, kinds: Sequence[tuple[str, int]]) -> Run:
-        ratio = min(self.tables.ratio[kind] for kind in kinds)
-        tps = [tp for _, tp in kinds]
-        send_s = min(self.tables.best_send_s[tp] for tp in tps)
-        cross_s = min(self.tables.cross_send_s[tp] for tp in tps) - send_s
-        return Run(frozenset(kinds), min(tps), min(4, max(tps)), ratio, 1 / ratio, send_s, max(0.0, cross_s))
+    def _cases(self, placed: Placed) -> Iterator[Cases]:
+        tables, index, stage = self.tables, placed.index, self.stage
+        inside = self.inside[index]
+        forward, backward, head_back = self._transfers(placed)
+        kinds, present = self._kinds(placed)
+        ratio = np.where(present, tables.ratio[kinds], 0.0).max(axis=1)
+        pace_by_stage = np.where(inside, 1 / np.where(inside, ratio, 1.0), 0.0)
+        pace = pace_by_stage.sum(axis=1)
+        compute = np.where(inside, ratio, np.inf).min(axis=1) * self.work_s[index]
+        sync = self._sync_s(placed)
+        usd_per_s = self._gpus_usd(placed)
+        num_stages = placed.outlines.num_stages
+        comm = combined_comm_s(forward, backward, num_stages)
+        rest = (usd_per_s, self._crossing_usd(placed))
+        source, case = np.full(len(index), len(self.placed) - 1), np.arange(len(index))
+        for head_alone in (False, True) if tables.layers.head_is_heavy else (False,):
+            if head_alone:
+                comm = np.where(stage == num_stages[:, None] - 1, head_back[:, None], comm)
+            ideal = (self.work_s[index] + (comm * pace_by_stage).sum(axis=1)) / pace
+            slowest = np.maximum(ideal, comm.max(axis=1))
+            bound = self.waits[index] * slowest + comm.sum(axis=1) + compute + sync
+            if head_alone:
+                bound = np.where(num_stages > 1, bound, np.inf)
+            alone = np.full(len(index), head_alone)
+            yield Cases(index, source, case, alone, kinds, present, comm, slowest, sync, bound, *rest)
 
-    def seconds(self, first: Run, num_first: int, second: Run, num_second: int) -> float:
-        """No placement and no split of such stages is faster. `num_second` may be 0, with `second` the first again."""
-        num_stages = num_first + num_second
-        sends = 2 * num_first - (1 if num_stages <= 3 else 0) if num_stages > 1 else 0
-        weighted = sends * first.send_s * first.pace + 2 * num_second * second.send_s * second.pace
-        pace = num_first * first.pace + num_second * second.pace
-        work = self.tables.work_s(first.kinds | second.kinds)
-        slowest = (work + weighted) / pace
-        if self.waits >= num_stages * max(first.ratio * second.pace, second.ratio * first.pace):
-            passing = num_stages * slowest  # a stage that took less time would leave more to the slowest
-        else:
-            comm = sends * first.send_s + 2 * num_second * second.send_s
-            passing = comm + min(first.ratio, second.ratio) * work
-        inside = self.waits * slowest + passing
-        ways = num_first * first.tp_sync + num_second * second.tp_sync
-        gpus_per_column = num_first * first.tp_least + num_second * second.tp_least
-        needed = self.tables.clusters_needed(self.columns * gpus_per_column)
-        if needed == 1:
-            return inside + self._least_sync_s(ways, False)
-        rings = inside + self._least_sync_s(ways, True)
-        if num_stages == 1:
-            return rings
-        crossings = min(num_stages, needed) - 1 if len(self.tables.clusters) > FEW else 1
-        extra = 2 * crossings * min(first.cross_s, second.cross_s)
-        across = inside + (1 + self.waits * min(first.pace, second.pace) / pace) * extra
-        return min(rings, across + self._least_sync_s(ways, False))
-
-    def _least_sync_s(self, ways: int, across: bool) -> float:
-        """Some stage holds at least its share of the gradients, and its ring at best is this fast."""
-        if (ways, across) not in self._sync_s:
-            share = self.tables.stage_bytes[-1] / ways
-            least = self.tables.least_sync_s(share, self.columns, across) if self.columns > 1 else 0.0
-            self._sync_s[ways, across] = least
-        return self._sync_s[ways, across]
-
-
-# ---- an outline in its places ------------------------------------------------------------------------------
-def priced(tables: Tables, outline: Outline, structures: Sequence[Teams], worth: Worth) -> Iterator[Candidate]:
-    """The outline's placements with their splits, but for those that `worth` rules out."""
-    pricings: dict[tuple[frozenset[str], ...], Pricing] = {}
-    gpu_of = [cluster.gpu for cluster in tables.clusters]
-    one_type = frozenset(gpu_of) if len(set(gpu_of)) == 1 else None
-    for rows in placements(tables.clusters, structures, outline.num_columns, outline.tps):
-        gpus = tuple(one_type or frozenset(gpu_of[c] for c, _ in row) for row in rows)
-        if gpus not in pricings:
-            pricings[gpus] = Pricing(tables, outline, gpus)
-        pricing = pricings[gpus]
-        usd_per_s = pricing.usd_per_s(rows)
-        crossing_usd = pricing.crossing_usd(rows)
-        shared = pricing.comm_s(rows)
-        cases = [(False, shared)]
-        if tables.head_is_heavy and len(rows) > 1:
-            cases.append((True, [*shared[:-1], pricing.head_comm_s(rows)]))
-        for head_alone, comm in cases:
-            if not worth(pricing.bound_s(rows, comm), usd_per_s, crossing_usd):
+    def _transfers(self, placed: Placed) -> tuple[Floats, Floats, Floats]:
+        """A and B by stage over the slowest pair of facing clusters; twice B of the last where it is the head alone."""
+        tables, stage, next_run = self.tables, self.stage, self.next_run[placed.index]
+        forward, backward = np.zeros(next_run.shape), np.zeros((len(next_run), len(stage) + 1))
+        head = np.zeros(len(next_run))
+        end = placed.outlines.num_stages - 2
+        rows = np.arange(len(next_run))
+        for here, there in _facing(placed):
+            columns = np.maximum(here.columns, 1)
+            start, stop = _cells(here, there)
+            low, high = start // columns, (stop - 1) // columns
+            high = np.where(start < stop, high, -1)
+            if high.max() < 0:
                 continue
-            ends = balanced(tables, pricing.kinds, comm, pricing.slowest_s(comm), head_alone)
-            if ends is not None:
-                usd = crossing_usd + pricing.rings_usd(rows, ends)
-                yield Candidate(pricing.time_s(rows, comm, ends), usd_per_s, usd, outline, rows, tuple(ends))
+            facing = (stage >= low[:, None]) & (stage <= high[:, None])
+            a, b = here.cluster, there.cluster
+            np.maximum(forward, np.where(facing, tables.send_s[a, b].take(next_run), 0.0), out=forward)
+            onward = backward[:, 1:]
+            np.maximum(onward, np.where(facing, tables.back_s[a, b].take(next_run), 0.0), out=onward)
+            if tables.layers.head_is_heavy:
+                facing_head = (end >= low) & (end <= high)
+                value = tables.head_back_s[a, b].take(next_run[rows, np.maximum(end, 0)])
+                head = np.maximum(head, np.where(facing_head, value, 0.0))
+        return forward, backward[:, :-1], 2 * head
 
+    def _kinds(self, placed: Placed) -> tuple[Ints, Bools]:
+        tables = self.tables
+        kinds = tables.run_kind[self.run[placed.index]].transpose(0, 2, 1)
+        if len(tables.gpu_types) == 1:
+            return kinds, self.inside[placed.index][:, None]
+        present = np.zeros(kinds.shape, dtype=bool)
+        for slot in placed.slots:
+            present[:, tables.type_of[slot.cluster]] |= _counts(slot, self.stage) > 0
+        return kinds, present
 
-class Pricing:
-    """The formula over clusters, for one outline and the GPU types that each stage mixes."""
+    def _sync_s(self, placed: Placed) -> Floats:
+        num, rings = len(self.tables.clusters), self.rings_s[placed.index]
+        inside = self.inside[placed.index]
+        slowest = np.zeros(inside.shape)
+        before = np.full(inside.shape, -1)
+        rows = np.arange(len(rings))[:, None]
+        for slot in placed.slots:
+            counts = _counts(slot, self.stage)
+            own = rings[:, slot.cluster * num + slot.cluster][:, None]
+            np.maximum(slowest, np.where(counts > 1, own, 0.0), out=slowest)
+            here = counts > 0
+            joined = here & (before >= 0)
+            if joined.any():
+                pair = np.where(joined, before * num + slot.cluster, 0)
+                np.maximum(slowest, np.where(joined, rings[rows, pair], 0.0), out=slowest)
+            before = np.where(here, slot.cluster, before)
+        least: Floats = np.where(inside, slowest, np.inf).min(axis=1)
+        return least
 
-    def __init__(self, tables: Tables, outline: Outline, gpus: Sequence[frozenset[str]]) -> None:
-        self.tables, self.outline = tables, outline
-        self.kinds: list[Kinds] = [frozenset((gpu, outline.tps[gpu][i]) for gpu in g) for i, g in enumerate(gpus)]
-        self.waits = math.ceil(tables.inputs.global_batch / (tables.mbs * outline.num_columns)) - 1
-        ratios = [max(tables.ratio[kind] for kind in stage) for stage in self.kinds]
-        self.paces = [1 / ratio for ratio in ratios]
-        self.pace = sum(self.paces)
-        self.work_s = tables.work_s(frozenset().union(*self.kinds))
-        self.least_compute_s = min(ratios) * self.work_s
-        self.sync_tp = [min(4, *(tp for _, tp in stage)) for stage in self.kinds]
-        self.share = tables.stage_bytes[-1] / sum(self.sync_tp)
-        self._ring_s: dict[Row, float] = {}
-        self._gpu_of = [cluster.gpu for cluster in tables.clusters]
-
-    def comm_s(self, rows: tuple[Row, ...]) -> list[float]:
-        tables, tps, gpu_of = self.tables, self.outline.tps, self._gpu_of
-        forward, backward = [0.0] * len(rows), [0.0] * len(rows)
-        for i in range(len(rows) - 1):
-            for a, b in facing(rows[i], rows[i + 1]):
-                tp_a, tp_b = tps[gpu_of[a]][i], tps[gpu_of[b]][i + 1]
-                forward[i] = max(forward[i], tables.send_s(a, tp_a, b, tp_b))
-                backward[i + 1] = max(backward[i + 1], tables.send_s(b, tp_b, a, tp_a))
-        return combined_comm_s(forward, backward)
-
-    def head_comm_s(self, rows: tuple[Row, ...]) -> float:
-        """What the last stage waits for transfers when it is the head alone."""
-        tables, tps, gpu_of = self.tables, self.outline.tps, self._gpu_of
-        pairs = facing(rows[-2], rows[-1])
-        return 2 * max(tables.send_s(b, tps[gpu_of[b]][-1], a, tps[gpu_of[a]][-2], head=True) for a, b in pairs)
-
-    def slowest_s(self, comm: Sequence[float]) -> float:
-        """No split has a faster slowest stage."""
-        weighted = sum(wait * pace for wait, pace in zip(comm, self.paces, strict=True))
-        return max((self.work_s + weighted) / self.pace, *comm)
-
-    def bound_s(self, rows: tuple[Row, ...], comm: Sequence[float]) -> float:
-        """No split is faster. Some stage holds its share of the gradients: at best the one with the fastest ring."""
-        sync = min(self._share_ring_s(row) for row in rows)
-        return self.waits * self.slowest_s(comm) + sum(comm) + self.least_compute_s + sync
-
-    def _share_ring_s(self, row: Row) -> float:
-        if row not in self._ring_s:
-            columns, share = self.outline.num_columns, self.share
-            rings = (self.tables.sync_s(a, b, share, columns) for a, b in neighbours(row))
-            self._ring_s[row] = max(rings, default=0.0)
-        return self._ring_s[row]
-
-    def usd_per_s(self, rows: tuple[Row, ...]) -> float:
-        tps, gpu_of, price = self.outline.tps, self._gpu_of, self.tables.usd_per_gpu_s
-        return sum(price[gpu_of[c]] * tps[gpu_of[c]][i] * n for i, row in enumerate(rows) for c, n in row)
-
-    def crossing_usd(self, rows: tuple[Row, ...]) -> float:
+    def _crossing_usd(self, placed: Placed) -> Floats:
         """Egress of activations and their gradients, at the best price between two clusters."""
-        price = self.tables.usd_per_byte
-        columns = sum(
-            count * (price(a, b) + price(b, a))
-            for here, there in pairwise(rows)
-            for (a, b), count in facing(here, there).items()
-            if a != b
-        )
-        return columns * self.tables.act_bytes * (self.waits + 1)
+        total, price = np.zeros(len(placed.index)), self.tables.usd_per_byte
+        for here, there in _facing(placed):
+            a, b = here.cluster, there.cluster
+            if a != b and (both := price(a, b) + price(b, a)):
+                start, stop = _cells(here, there)
+                total += both * np.maximum(0, stop - start)
+        usd: Floats = total * self.tables.act_bytes * (self.waits[placed.index] + 1)
+        return usd
 
-    def rings_usd(self, rows: tuple[Row, ...], ends: Sequence[int]) -> float:
-        """Egress of the gradient rings."""
-        total, bytes_before = 0.0, [0.0, *(self.tables.stage_bytes[end] for end in ends)]
-        for row, (a, b) in zip(rows, pairwise(bytes_before), strict=True):
-            total += (b - a) * sum(self.tables.usd_per_byte(x, y) for x, y in ring_crossings(row))
-        return total * 2 * (self.outline.num_columns - 1) / self.outline.num_columns
+    # ---- splits ------------------------------------------------------------------------------------------
+    def _split(self, cases: Cases, limit: Callable[[], float]) -> Iterator[Candidate]:
+        """Each with the layers that suit its compute, its gradient rings, or one after the other."""
+        layers, num_stages = self.tables.layers, self.outlines.num_stages[cases.outline]
+        stages = Stages(num_stages, cases.kinds, cases.present, cases.head_alone)
+        work = Measure(layers.time_s, cases.comm_s, cases.slowest_s)
+        rings = Measure(self.gradients, np.zeros(cases.comm_s.shape), self.outlines.share_bytes[cases.outline])
+        by_work, held = balanced(layers, stages, work)
+        slowest = (totals(work, stages, by_work) + work.fixed).max(axis=1)
+        both, held_both = balanced(layers, stages, rings, replace(work, limit=slowest))
+        by_rings, held_rings = balanced(layers, stages, rings)
+        share = totals(rings, stages, by_rings).max(axis=1)
+        by_rings, held_rings = balanced(layers, stages, work, replace(rings, limit=share))
+        found = []
+        for ends, ok in ((by_work, held), (both, held_both), (by_rings, held_rings)):
+            times = totals(work, stages, ends)
+            slowest = (times + cases.comm_s).max(axis=1)
+            seconds = self.waits[cases.outline] * slowest + cases.comm_s.sum(axis=1) + times.sum(axis=1)
+            update = np.where(cases.present, self.tables.update_s[cases.kinds], 0.0).max(axis=(1, 2))
+            seconds = np.where(ok, seconds + update, np.inf)
+            found.append((seconds, self.score(seconds + cases.sync_s, cases.usd_per_s, cases.crossing_usd), ends))
+        for case in range(len(num_stages)):
+            splits = [(ends[case, : num_stages[case]], t[case]) for t, least, ends in found if least[case] < limit()]
+            tried = (self._candidate(cases, case, float(t), tuple(ends.tolist())) for ends, t in splits)
+            if (best := min(tried, key=lambda candidate: candidate.about_s, default=None)) is not None:
+                yield best
 
-    def time_s(self, rows: tuple[Row, ...], comm: Sequence[float], ends: Sequence[int]) -> float:
-        tables, starts = self.tables, [0, *ends[:-1]]
-        times, sync = [], 0.0
-        for i, (a, b) in enumerate(zip(starts, ends, strict=True)):
-            times.append(max(tables.time_s[kind][b] - tables.time_s[kind][a] for kind in self.kinds[i]))
-            share = (tables.stage_bytes[b] - tables.stage_bytes[a]) / self.sync_tp[i]
-            for pair in neighbours(rows[i]):
-                sync = max(sync, tables.sync_s(*pair, share, self.outline.num_columns))
-        slowest = max(c + t for c, t in zip(times, comm, strict=True))
-        update = max(tables.update_s[kind] for stage in self.kinds for kind in stage)
-        return self.waits * slowest + sum(comm) + sum(times) + update + sync
+    def _candidate(self, cases: Cases, case: int, compute_s: float, ends: tuple[int, ...]) -> Candidate:
+        tables, outline = self.tables, self._outline(int(cases.outline[case]))
+        rows, columns = self.placed[cases.source[case]].rows(int(cases.case[case])), outline.num_columns
+        sync_s = rings = 0.0
+        borders = [0.0, *(tables.stage_bytes[end] for end in ends)]
+        for i, (row, (a, b)) in enumerate(zip(rows, pairwise(borders), strict=True)):
+            tp = min(4, *(outline.tps[tables.clusters[cluster].gpu][i] for cluster, _ in row))
+            for pair in neighbours(row):
+                sync_s = max(sync_s, tables.sync_s(*pair, (b - a) / tp, columns))
+            rings += (b - a) * sum(tables.usd_per_byte(x, y) for x, y in ring_crossings(row))
+        egress_usd = float(cases.crossing_usd[case]) + rings * 2 * (columns - 1) / columns
+        usd_per_s = float(cases.usd_per_s[case])
+        return Candidate(compute_s + sync_s, usd_per_s, egress_usd, outline, rows, ends)
+
+    def _outline(self, index: int) -> Outline:
+        tables, run = self.tables, self.run[index, self.inside[index]]
+        tps = {gpu: tuple(tables.run_tp[run, kind].tolist()) for kind, gpu in enumerate(tables.gpu_types)}
+        return Outline(tables.mbs, int(self.outlines.columns[index]), tps)
+
+
+def _facing(placed: Placed) -> Iterator[tuple[Slot, Slot]]:
+    """Pairs of slots that replicas of one column may have in two stages."""
+    return ((a, b) for a, b in combinations_with_replacement(placed.slots, 2) if a.team == b.team)
+
+
+def _cells(here: Slot, there: Slot) -> tuple[Ints, Ints]:
+    """From which cell of `here` up to which the next stage of a column stands in `there`."""
+    columns = here.columns
+    return np.maximum(here.start, there.start - columns), np.minimum(here.end, there.end - columns)
+
+
+def _counts(slot: Slot, stage: Ints) -> Ints:
+    """(placement, stage): columns in the slot."""
+    columns = slot.columns[:, None]
+    low, high = np.maximum(slot.start[:, None], stage * columns), np.minimum(slot.end[:, None], (stage + 1) * columns)
+    counts: Ints = np.maximum(0, high - low)
+    return counts
 
 
 class Shortlist:

@@ -81,6 +81,8 @@ class Inputs:
     egress: Egress
     notes: tuple[str, ...] = field(default=())
     """What a reader of the result must know of how the files were read."""
+    memo: dict[tuple[object, ...], tuple[float, tuple[str, ...]]] = field(default_factory=dict)
+    """What the judge remembers of a transfer or a ring between two replicas: the seconds, and what was clamped."""
 
     def microbatches(self) -> list[int]:
         return sorted({mbs for _, mbs, _ in self.times})

@@ -97,9 +97,15 @@ def _comm_s(inputs: Inputs, plan: SailorPlan, clamps: dict[str, None]) -> list[f
 
 
 def _send_s(inputs: Inputs, a: Replica, b: Replica, num_bytes: int, clamps: dict[str, None]) -> float:
-    fit = inputs.network.fit(a.end, a.sending_gpus, b.end, b.sending_gpus)
-    _note_clamp(fit, a, b, num_bytes, clamps)
-    return fit.seconds(num_bytes)
+    key = (a, b, num_bytes)
+    if key not in inputs.memo:
+        fit = inputs.network.fit(a.end, a.sending_gpus, b.end, b.sending_gpus)
+        noted: dict[str, None] = {}
+        _note_clamp(fit, a, b, num_bytes, noted)
+        inputs.memo[key] = fit.seconds(num_bytes), tuple(noted)
+    seconds, notes = inputs.memo[key]
+    clamps.update(dict.fromkeys(notes))
+    return seconds
 
 
 def stage_sync_s(inputs: Inputs, plan: SailorPlan, stage: int, clamps: dict[str, None] | None = None) -> float:
@@ -110,11 +116,23 @@ def stage_sync_s(inputs: Inputs, plan: SailorPlan, stage: int, clamps: dict[str,
     stage_bytes = sum(inputs.sizes[1].params[layer] for layer in plan.layers[stage]) * FLOAT_BYTES / tp
     slowest = 0.0
     for a, b in set(pairwise(replicas)):
-        fit = inputs.network.fit(a.end, 1, b.end, 1)
-        slowest = max(slowest, all_reduce_s(fit, stage_bytes, len(replicas)))
-        for bucket in {min(BUCKET_BYTES, stage_bytes), stage_bytes % BUCKET_BYTES}:
-            _note_clamp(fit, a, b, bucket / len(replicas), clamps)
+        slowest = max(slowest, _ring_s(inputs, a, b, stage_bytes, len(replicas), clamps))
     return slowest
+
+
+def _ring_s(
+    inputs: Inputs, a: Replica, b: Replica, stage_bytes: float, num_replicas: int, clamps: dict[str, None]
+) -> float:
+    key = (a, b, stage_bytes, num_replicas)
+    if key not in inputs.memo:
+        fit = inputs.network.fit(a.end, 1, b.end, 1)
+        noted: dict[str, None] = {}
+        for bucket in {min(BUCKET_BYTES, stage_bytes), stage_bytes % BUCKET_BYTES}:
+            _note_clamp(fit, a, b, bucket / num_replicas, noted)
+        inputs.memo[key] = all_reduce_s(fit, stage_bytes, num_replicas), tuple(noted)
+    seconds, notes = inputs.memo[key]
+    clamps.update(dict.fromkeys(notes))
+    return seconds
 
 
 def all_reduce_s(fit: Fit, stage_bytes: float, num_replicas: int) -> float:

@@ -6,30 +6,23 @@ A Goal turns (seconds, USD) into a score; lower is better and infinite is out of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from atlas.errors import InfeasibleError
-from atlas.plan.sailor.candidates import (
-    INFINITE,
-    Candidate,
-    Outline,
-    Shortlist,
-    Worth,
-    column_counts,
-    even_outlines,
-    priced,
-    stepped_outlines,
-)
+from atlas.plan.sailor.candidates import Candidate, Expansion, Shortlist
 from atlas.plan.sailor.check import check
 from atlas.plan.sailor.inputs import GIB, Inputs
 from atlas.plan.sailor.judge import Verdict, judge
 from atlas.plan.sailor.money import egress_usd, usd_per_gpu_s, usd_per_s
+from atlas.plan.sailor.outlines import Outlines, Sketch
 from atlas.plan.sailor.place import plans
 from atlas.plan.sailor.plan_file import SailorPlan
 from atlas.plan.sailor.polish import polished
 from atlas.plan.sailor.shapes import team_structures
-from atlas.plan.sailor.tables import Tables, find_clusters
+from atlas.plan.sailor.tables import Floats, Tables, find_clusters
 
 SHORTLIST = 48
 """Candidates that get zones; those which the bound of a better one rules out are not looked at."""
@@ -38,7 +31,9 @@ POLISH_SLACK = 1.02
 """How far above the best judged score a candidate may start and still be settled: a polish may bring so much."""
 SLACK = 1.03
 """How far a bound may lie above the best score so far, where the choice of zones will still change that score."""
-OutlineKind = Callable[[Tables, int, Worth], Iterator[Outline]]
+FIRST, AT_ONCE = 64, 1024
+"""Outlines that are placed together, at first and at most, best bounds first: each batch may lower the limit."""
+INFINITE = float("inf")
 
 
 @dataclass(frozen=True)
@@ -60,6 +55,13 @@ class Goal:
         if seconds * self.min_throughput > 1 or usd > self.max_usd:
             return INFINITE
         return usd if self.objective == "cost" else seconds
+
+    def scores(self, seconds: Floats, usd_per_s: Floats, egress_usd: Floats) -> Floats:
+        """Of many plans."""
+        finite = np.minimum(seconds, 1e300)
+        usd = usd_per_s * finite + egress_usd
+        bad = (finite == 1e300) | (finite * self.min_throughput > 1) | (usd > self.max_usd)
+        return np.where(bad, INFINITE, usd if self.objective == "cost" else seconds)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Search:
         self.num_outlines = self.num_priced = self.num_judged = 0
 
     def run(self) -> Found:
-        tables = {mbs: self._tables(mbs) for mbs in self.inputs.microbatches()}
+        tables = {mbs: found for mbs in self.inputs.microbatches() if (found := self._tables(mbs)).clusters}
         try:
             self._look(tables)
         except KeyboardInterrupt:
@@ -105,22 +107,28 @@ class Search:
         return self._found()
 
     def _look(self, tables: dict[int, Tables]) -> None:
-        structures = {mbs: team_structures(len(t.clusters), _chains(t)) for mbs, t in tables.items()}
-        for kind_of_outline in (even_outlines, stepped_outlines):
-            sketches = list(self._sketches(tables, kind_of_outline))
-            self.num_outlines += len(sketches)
-            for outline in sorted(sketches, key=self._least_score):
-                if self._least_score(outline) >= self.limit:
-                    break
-                for candidate in priced(tables[outline.mbs], outline, structures[outline.mbs], self._worth):
+        sketches = {mbs: Sketch(t) for mbs, t in tables.items()}
+        structures = {mbs: team_structures(t) for mbs, t in tables.items()}
+        for kind in (Sketch.even, Sketch.stepped):
+            found = {mbs: kind(sketch, self._scores, self.limit) for mbs, sketch in sketches.items()}
+            self.num_outlines += sum(len(least) for _, least in found.values())
+            for mbs, outlines in self._batches(found):
+                expansion = Expansion(tables[mbs], outlines, self._scores)
+                for candidate in expansion.candidates(structures[mbs], lambda: self.limit):
                     self._keep(candidate)
 
-    def _sketches(self, tables: dict[int, Tables], kind_of_outline: OutlineKind) -> Iterator[Outline]:
-        for table in tables.values():
-            if kind_of_outline is stepped_outlines and len(table.gpu_types) != 1:
-                continue
-            for columns in column_counts(self.inputs.global_batch, table.mbs, table.num_gpus):
-                yield from kind_of_outline(table, columns, self._worth)
+    def _batches(self, found: dict[int, tuple[Outlines, Floats]]) -> Iterator[tuple[int, Outlines]]:
+        """Outlines of one microbatch size at a time, best first, while they are worth it."""
+        at, size = dict.fromkeys(found, 0), FIRST
+        while True:
+            heads = {mbs: float(least[at[mbs]]) for mbs, (_, least) in found.items() if at[mbs] < len(least)}
+            mbs = min(heads, key=lambda m: heads[m], default=0)
+            if not heads or heads[mbs] >= self.limit:
+                return
+            outlines, least = found[mbs]
+            stop = min(at[mbs] + size, int(np.searchsorted(least, self.limit)))
+            start, at[mbs], size = at[mbs], stop, min(AT_ONCE, 4 * size)
+            yield mbs, outlines.take(np.arange(start, stop))
 
     def _found(self) -> Found:
         score, plan, verdict = self.finalists[0]
@@ -134,12 +142,8 @@ class Search:
         return Tables(self.inputs, usable, mbs, self.usd_per_gpu_s)
 
     # ---- scores ------------------------------------------------------------------------------------------
-    def _worth(self, seconds: float, usd_per_s: float, egress_usd: float) -> bool:
-        return self.goal.score(seconds, usd_per_s * seconds + egress_usd) < self.limit
-
-    def _least_score(self, outline: Outline) -> float:
-        usd_per_s = outline.least_gpus * min(self.usd_per_gpu_s[gpu] for gpu in outline.tps)
-        return self.goal.score(outline.bound_s, usd_per_s * outline.bound_s)
+    def _scores(self, seconds: Floats, usd_per_s: Floats, egress_usd: Floats) -> Floats:
+        return self.goal.scores(seconds, usd_per_s, egress_usd)
 
     def _keep(self, candidate: Candidate) -> None:
         self.num_priced += 1
@@ -159,6 +163,11 @@ class Search:
             usd += egress_usd(self.inputs, plan, verdict.num_microbatches)
         return self.goal.score(verdict.iteration_s, usd), verdict
 
+    def _polished(self, plan: SailorPlan) -> SailorPlan:
+        gpus_usd = usd_per_s(self.inputs, plan) if self.goal.needs_money else 0.0
+        counts = 1.0 if self.goal.needs_money else 0.0
+        return polished(self.inputs, plan, lambda s, usd: self.goal.score(s, gpus_usd * s + counts * usd))
+
     # ---- the best few ------------------------------------------------------------------------------------
     def _settle(self, tables: dict[int, Tables]) -> None:
         settled: list[tuple[float, int, SailorPlan, Verdict]] = []
@@ -171,7 +180,11 @@ class Search:
                 settled.append((score, len(settled), plan, verdict))
                 least = min(least, score)
         settled.sort(key=lambda entry: entry[:2])
-        polishes = [polished(self.inputs, plan, self.judged) for _, _, plan, _ in settled[:POLISHED]]
+        polishes = []
+        for _, _, plan, _ in settled[:POLISHED]:
+            better = self._polished(plan)
+            score, verdict = self.judged(better)
+            polishes.append((score, better, verdict))
         distinct = {plan: (score, plan, verdict) for score, plan, verdict in polishes if score < INFINITE}
         self.finalists = sorted(distinct.values(), key=lambda entry: entry[0])
 
@@ -189,23 +202,6 @@ class Search:
             rule=f"no plan for {self.inputs.model} fits these GPUs; its largest layer alone needs {need / GIB:.1f} GiB",
             remedy="Add GPUs, or use a type with more memory",
         )
-
-
-def _chains(tables: Tables) -> list[tuple[int, ...]]:
-    """Orders of the clusters in which each is followed by the nearest that is left, from a few starts."""
-    ids = range(len(tables.clusters))
-    chains: dict[tuple[int, ...], None] = {}
-    largest = sorted(ids, key=lambda c: -tables.clusters[c].num_gpus)
-    for start in largest[:1]:
-        chain, left = [start], set(ids) - {start}
-        while left:
-            here = chain[-1]
-            nearest = min(sorted(left), key=lambda c: (tables.sync_s(here, c, 1e8, 2), -tables.clusters[c].num_gpus))
-            chain.append(nearest)
-            left.remove(nearest)
-        chains[tuple(chain)] = None
-    chains[tuple(largest)] = None
-    return list(chains)
 
 
 def search(inputs: Inputs, goal: Goal | None = None) -> Found:

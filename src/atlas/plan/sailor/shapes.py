@@ -2,184 +2,254 @@
 
 Columns are pipelines (replica j of every stage). Columns are dealt to teams; a team is a chain of clusters that its
 columns fill stage after stage, so one team of two clusters is pipeline parallelism across them, two teams of one are
-data parallelism across them, and teams that overlap share what is left. Knows room and tp, no times.
+data parallelism across them, and teams that overlap share what is left. Many outlines at once. Knows room and tp, no
+times.
+
+Within a team, cell i x columns + j is the replica of stage i in column j. Clusters of a chain hold runs of cells, so a
+placement is where each of them ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise, permutations
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations, pairwise, permutations
 
-from atlas.plan.sailor.tables import Cluster
+import numpy as np
+
+from atlas.plan.sailor.outlines import CHAIN, FEW, OVERLAP, RINGS, STRADDLE, TEAMS, Outlines
+from atlas.plan.sailor.tables import Bools, Ints, Tables
 
 Row = tuple[tuple[int, int], ...]
 """One stage: (cluster, number of columns), in column order."""
 Teams = tuple[tuple[int, ...], ...]
 
-FEW = 3
-"""Up to so many clusters every order of every subset is tried; beyond it, chains of nearest neighbours."""
+REFERENCE_BYTES = 1e8
+"""Links are compared by a gradient ring of this size."""
+NUM_EARLY = 5
+"""Places at which a single chain of whole stages leaves its first cluster."""
 
 
-def team_structures(num_clusters: int, chains: Sequence[tuple[int, ...]]) -> list[Teams]:
-    """Ways to group clusters into teams, each team in order. `chains` are good orders of all clusters."""
-    if num_clusters <= FEW:
-        orders = [order for k in range(1, num_clusters + 1) for order in permutations(range(num_clusters), k)]
-    else:
-        orders = list(chains)
+def team_structures(tables: Tables) -> list[Teams]:
+    """Ways to group clusters into teams, each team in order."""
     found: dict[Teams, None] = {}
-    for order in orders:
+    for order in _orders(tables):
         for size in range(1, len(order) + 1):
             teams = tuple(tuple(order[i : i + size]) for i in range(0, len(order), size))
             found[teams] = None
             if size == 1 < len(order):
                 found[(*teams, order)] = None  # whole pipelines everywhere, and more from what is left over
-        if 1 < len(order) <= FEW:
+        if len(order) > 1 and len(tables.clusters) <= FEW:
             found[((order[0],), order)] = None
             found[((order[-1],), order)] = None
     return list(found)
 
 
-def placements(
-    clusters: Sequence[Cluster], structures: Sequence[Teams], num_columns: int, tps: dict[str, tuple[int, ...]]
-) -> Iterator[tuple[Row, ...]]:
-    """Every distinct placement of `num_columns` pipelines; `tps` is by GPU type and stage."""
-    seen = set()
-    for teams in _promising(clusters, structures, num_columns, min(sum(stages) for stages in tps.values())):
-        for early in _early_ends(teams, tps):
-            rows = _deal(clusters, teams, num_columns, tps, early)
-            if rows is not None and rows not in seen:
-                seen.add(rows)
-                yield rows
-
-
-def _promising(
-    clusters: Sequence[Cluster], structures: Sequence[Teams], num_columns: int, gpus_per_column: int
-) -> Iterator[Teams]:
-    """Structures with room. Of many clusters in one order, only teams as small as a column allows, the next larger
-    ones, and a single team: in between both the transfers and the rings would go across for nothing.
+def _orders(tables: Tables) -> list[tuple[int, ...]]:
+    """Good orders of some clusters: every one where there are few. Where there are many, the beginnings of orders by
+    nearest neighbour, by size, and with the slowest link as fast as can be; and the last kind for well connected parts.
     """
-    smallest: dict[int, int] = {}
-    for teams in structures:
-        used = {cluster for team in teams for cluster in team}
-        if sum(clusters[cluster].num_gpus for cluster in used) < num_columns * gpus_per_column:
-            continue
-        if len(clusters) > FEW:
-            size, room = len(teams[0]), sum(clusters[cluster].num_gpus for cluster in teams[0])
-            if room < gpus_per_column:
-                continue
-            least = smallest.setdefault(teams[0][0], size)
-            alone = room >= num_columns * gpus_per_column and (
-                size == least or room < 2 * num_columns * gpus_per_column
-            )
-            if size > least + 1 and not alone:
-                continue
-        yield teams
+    ids = range(len(tables.clusters))
+    if len(ids) <= FEW:
+        return [order for k in range(1, len(ids) + 1) for order in permutations(ids, k)]
+    largest = sorted(ids, key=lambda c: -tables.rooms[c])
+    chain, left = largest[:1], set(largest[1:])
+    while left:
+        here = chain[-1]
+        chain.append(min(sorted(left), key=lambda c: (tables.sync_s(here, c, REFERENCE_BYTES, 2), -tables.rooms[c])))
+        left.remove(chain[-1])
+    *parts, whole = _paths(tables)
+    beginnings = [
+        order[:k] for order in (tuple(chain), tuple(largest), whole, whole[::-1]) for k in range(1, len(ids) + 1)
+    ]
+    return list(dict.fromkeys([*beginnings, *parts]))
 
 
-def _early_ends(teams: Teams, tps: dict[str, tuple[int, ...]]) -> Sequence[int | None]:
-    """Ways to fill a chain: None lets stages straddle clusters; n keeps them whole, at most n in the first cluster."""
+def _paths(tables: Tables) -> list[tuple[int, ...]]:
+    """Two paths become one at their ends where the link is best, until there is one of all clusters."""
+
+    def link_s(a: int, b: int) -> float:
+        return max(tables.sync_s(a, b, REFERENCE_BYTES, 2), tables.sync_s(b, a, REFERENCE_BYTES, 2))
+
+    paths: list[tuple[int, ...]] = [(cluster,) for cluster in range(len(tables.clusters))]
+    found = []
+    while len(paths) > 1:
+        ways = [
+            (link_s(p[-1], q[0]), p + q, a, b)
+            for a, b in combinations(paths, 2)
+            for p in (a, a[::-1])
+            for q in (b, b[::-1])
+        ]
+        _, path, *old = min(ways)
+        paths = [*(other for other in paths if other not in old), path]
+        found.append(path)
+    return found
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A cluster's part in a team, for many outlines."""
+
+    cluster: int
+    team: int
+    columns: Ints
+    """Of the team."""
+    start: Ints
+    end: Ints
+    """Its cells."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One structure filled with many outlines."""
+
+    index: Ints
+    """Which of the outlines could be placed."""
+    outlines: Outlines
+    slots: tuple[Slot, ...]
+    used: tuple[tuple[int, Ints], ...]
+    """(cluster, GPUs in use)."""
+
+    def take(self, which: Ints) -> Placed:
+        slots = tuple(Slot(s.cluster, s.team, s.columns[which], s.start[which], s.end[which]) for s in self.slots)
+        used = tuple((cluster, gpus[which]) for cluster, gpus in self.used)
+        return Placed(self.index[which], self.outlines.take(which), slots, used)
+
+    def rows(self, case: int) -> tuple[Row, ...]:
+        """One of them, stage by stage."""
+        found = []
+        for stage in range(int(self.outlines.num_stages[case])):
+            row: list[tuple[int, int]] = []
+            for slot in self.slots:
+                columns = int(slot.columns[case])
+                start, end = (
+                    max(int(slot.start[case]), stage * columns),
+                    min(int(slot.end[case]), (stage + 1) * columns),
+                )
+                if end <= start:
+                    continue
+                if row and row[-1][0] == slot.cluster:
+                    row[-1] = (slot.cluster, row[-1][1] + end - start)
+                else:
+                    row.append((slot.cluster, end - start))
+            found.append(tuple(row))
+        return tuple(found)
+
+
+def fillings(teams: Teams) -> list[tuple[int | None, int]]:
+    """Ways to fill a structure, and how each of them connects clusters.
+
+    None lets stages straddle clusters; a number keeps them whole. (A straddling fill that happens to straddle nothing
+    is one of whole stages, which is tried as such.)
+    """
     if max(map(len, teams)) == 1:
-        return (None,)
-    most = len(next(iter(tps.values())))
-    if len(teams) > 1 or len(teams[0]) > FEW:
-        return (None, most)
-    # Leaving the first cluster when full, at either end or midway: what the judge charges differs only there.
-    return (None, *sorted({n for n in (most, most - 1, most // 2, 2, 1) if n > 0}, reverse=True))
+        return [(None, RINGS)]
+    if len(teams) > 1:
+        way = TEAMS if len({c for team in teams for c in team}) == sum(map(len, teams)) else OVERLAP
+        return [(None, way), (0, way)]
+    return [(None, STRADDLE), *((early, CHAIN) for early in range(NUM_EARLY if len(teams[0]) <= FEW else 1))]
 
 
-def _deal(
-    clusters: Sequence[Cluster], teams: Teams, num_columns: int, tps: dict[str, tuple[int, ...]], early: int | None
-) -> tuple[Row, ...] | None:
-    """Columns to teams in order, as many as each can take; None where they do not all find room."""
-    free = [cluster.num_gpus for cluster in clusters]
-    stages: list[list[tuple[int, int]]] = [[] for _ in next(iter(tps.values()))]
-    left = num_columns
-    for team in teams:
-        if not left:
-            break
-        columns = min(left, _most(clusters, team, free, tps))
-        filled = _fill(clusters, team, columns, free, tps, early)
-        while columns and filled is None:
-            columns -= 1
-            filled = _fill(clusters, team, columns, free, tps, early)
-        if not columns or filled is None:
-            continue
-        rows, free = filled
-        for stage, row in zip(stages, rows, strict=True):
-            stage += row
-        left -= columns
-    return None if left else tuple(tuple(_merged(stage)) for stage in stages)
+def _early_stages(early: int, num_stages: Ints) -> Ints:
+    """How many stages at most the first cluster gets: as many as fit, or up to either end or midway, because what the
+    judge charges differs only there. 0 where an earlier choice says the same.
+    """
+    choices = (num_stages, num_stages - 1, num_stages // 2, np.full_like(num_stages, 2), np.ones_like(num_stages))
+    chosen = choices[early]
+    known = np.logical_or.reduce([chosen == other for other in choices[:early]]) | (chosen > num_stages)
+    return np.where(known, 0, chosen)
 
 
-def _most(
-    clusters: Sequence[Cluster], team: tuple[int, ...], free: Sequence[int], tps: dict[str, tuple[int, ...]]
-) -> int:
-    """No more columns than this fit the team."""
-    cheapest = min(sum(tps[clusters[c].gpu]) for c in team)
-    return sum(free[c] for c in team) // cheapest
+def deal(tables: Tables, outlines: Outlines, teams: Teams, early: int | None) -> Placed | None:
+    """The outlines in one structure, but for those that leave its last cluster or all but one team empty: smaller
+    structures have them.
+    """
+    kinds = [tables.type_of[cluster] for team in teams for cluster in team]
+    tps = {kind: (tables.run_tp[outlines.first, kind], tables.run_tp[outlines.second, kind]) for kind in set(kinds)}
+    sums = {kind: a * outlines.num_first + b * outlines.num_second for kind, (a, b) in tps.items()}
+    least = np.minimum.reduce(list(sums.values()))
+    ok = least * outlines.columns <= tables.rooms[sorted({cluster for team in teams for cluster in team})].sum()
+    if all(len(team) == 1 for team in teams[:-1]):
+        held = [tables.rooms[cluster] // sums[tables.type_of[cluster]] for (cluster,) in teams[:-1]]
+        ok &= np.add.reduce(held, axis=0, initial=0) < outlines.columns  # else the last team gets nothing
+    if len(teams) > 1 and len(teams[0]) > 2:
+        # Teams as small as a column allows, or one larger: beyond that transfers and rings go across for nothing.
+        ok &= tables.rooms[list(teams[0][:-2])].sum() < least
+    stages = None if early is None else _early_stages(early, outlines.num_stages)
+    if stages is not None:
+        ok &= stages > 0
+    index = np.flatnonzero(ok)
+    if not index.size:
+        return None
+    chosen = outlines.take(index)
+    by_type = {kind: (a[index], b[index]) for kind, (a, b) in tps.items()}
+    sums = {kind: gpus[index] for kind, gpus in sums.items()}
+    filling = _Filling(
+        chosen,
+        {c: by_type[tables.type_of[c]] for team in teams for c in team},
+        None if stages is None else stages[index],
+    )
+    free = {cluster: np.full(len(index), tables.rooms[cluster]) for team in teams for cluster in team}
+    slots: list[Slot] = []
+    left, busy = chosen.columns, np.zeros(len(index), dtype=np.int64)
+    for number, team in enumerate(teams):
+        cheapest = np.minimum.reduce([sums[tables.type_of[cluster]] for cluster in team])
+        most = np.minimum(left, np.add.reduce([free[cluster] for cluster in team]) // cheapest)
+        columns = filling.columns(team, most, free)
+        cells, taken, _ = filling.fill(team, columns, free, slice(None))
+        start = np.zeros_like(columns)
+        for cluster, num, gpus in zip(team, cells, taken, strict=True):
+            slots.append(Slot(cluster, number, columns, start, start + num))
+            start, free[cluster] = start + num, free[cluster] - gpus
+        left, busy = left - columns, busy + (columns > 0)
+    done = np.flatnonzero((left == 0) & (slots[-1].end > slots[-1].start) & (busy >= min(2, len(teams))))
+    if not done.size:
+        return None
+    used = tuple((cluster, tables.rooms[cluster] - room) for cluster, room in sorted(free.items()))
+    return Placed(index, chosen, tuple(slots), used).take(done)
 
 
-def _fill(
-    clusters: Sequence[Cluster],
-    team: tuple[int, ...],
-    columns: int,
-    free: Sequence[int],
-    tps: dict[str, tuple[int, ...]],
-    early: int | None,
-) -> tuple[list[list[tuple[int, int]]], list[int]] | None:
-    """Stage after stage along the chain."""
-    room, at = list(free), 0
-    rows: list[list[tuple[int, int]]] = []
-    for stage in range(len(tps[clusters[team[0]].gpu])):
-        need, row = columns, []
-        if early is not None and stage == early and at == 0:
-            at = 1
-        while need:
-            if at == len(team):
-                return None
-            cluster = team[at]
-            tp = tps[clusters[cluster].gpu][stage]
-            take = min(need, room[cluster] // tp)
-            if take < need and early is not None:
-                take = 0
-            if take:
-                row.append((cluster, take))
-                room[cluster] -= take * tp
-                need -= take
-            at += 1 if need else 0
-        rows.append(row)
-    return rows, room
+class _Filling:
+    """How cells go into a chain of clusters: tp by cluster for the first and the second run."""
 
+    def __init__(self, outlines: Outlines, tps: Mapping[int, tuple[Ints, Ints]], early: Ints | None) -> None:
+        self.outlines, self.tps, self.early = outlines, tps, early
 
-def _merged(row: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for cluster, count in row:
-        if merged and merged[-1][0] == cluster:
-            merged[-1] = (cluster, merged[-1][1] + count)
-        else:
-            merged.append((cluster, count))
-    return merged
+    def columns(self, team: tuple[int, ...], most: Ints, free: dict[int, Ints]) -> Ints:
+        """As many columns as the team has room for: fewer never need more."""
+        fits = self.fill(team, most, free, slice(None))[2]
+        least, most = np.where(fits, most, 0), most
+        while (open_ := np.flatnonzero(most - least > 1)).size:
+            middle = (least[open_] + most[open_]) // 2
+            fits = self.fill(team, middle, free, open_)[2]
+            least[open_] = np.where(fits, middle, least[open_])
+            most = most.copy()
+            most[open_] = np.where(fits, most[open_], middle)
+        return least
 
-
-def facing(here: Row, there: Row) -> dict[tuple[int, int], int]:
-    """The pairs of clusters between replicas of the same column in two stages, and how many columns have each."""
-    if len(here) == 1 and len(there) == 1:
-        return {(here[0][0], there[0][0]): here[0][1]}
-    pairs: dict[tuple[int, int], int] = {}
-    i = j = 0
-    left_here, left_there = here[0][1], there[0][1]
-    while True:
-        pair, step = (here[i][0], there[j][0]), min(left_here, left_there)
-        pairs[pair] = pairs.get(pair, 0) + step
-        left_here, left_there = left_here - step, left_there - step
-        if not left_here:
-            i += 1
-            if i == len(here):
-                return pairs
-            left_here = here[i][1]
-        if not left_there:
-            j += 1
-            left_there = there[j][1]
+    def fill(
+        self, team: tuple[int, ...], columns: Ints, free: dict[int, Ints], which: Ints | slice
+    ) -> tuple[list[Ints], list[Ints], Bools]:
+        """Stage after stage along the chain: cells and GPUs by cluster, and whether all found a place."""
+        first, second = self.outlines.num_first[which] * columns, self.outlines.num_second[which] * columns
+        unit = np.maximum(columns, 1) if self.early is not None else np.ones_like(columns)
+        limit = None if self.early is None else self.early[which] * columns
+        cells, gpus = [], []
+        for cluster in team:
+            room, (a, b) = free[cluster][which], self.tps[cluster]
+            a, b = a[which], b[which]
+            of_first = np.minimum(first, room // (a * unit) * unit)
+            if limit is not None:
+                of_first = np.minimum(of_first, limit)
+            first = first - of_first
+            of_second = np.minimum(second, (room - of_first * a) // (b * unit) * unit)
+            of_second = np.where(first == 0, of_second, 0)
+            if limit is not None:
+                of_second, limit = np.minimum(of_second, limit - of_first), None
+            second = second - of_second
+            cells.append(of_first + of_second)
+            gpus.append(of_first * a + of_second * b)
+        return cells, gpus, (first == 0) & (second == 0)
 
 
 def neighbours(row: Row) -> set[tuple[int, int]]:

@@ -2,24 +2,30 @@
 
 Clusters are pools of one GPU type whose zones reach each other about as fast as themselves (zones of a region); the
 search places on clusters first and on zones later. Between clusters the best zone pair counts, so that every time
-here is a lower bound of what the judge will say.
+here is a lower bound of what the judge will say. A `run` is one tp for each GPU type, which stages share.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
+
+import numpy as np
+from numpy.typing import NDArray
 
 from atlas.plan.sailor.inputs import Inputs, Pool
-from atlas.plan.sailor.judge import FLOAT_BYTES, STATE_BYTES_PER_PARAM, all_reduce_s
+from atlas.plan.sailor.judge import BUCKET_BYTES, FLOAT_BYTES, STATE_BYTES_PER_PARAM, all_reduce_s
 from atlas.plan.sailor.links import Fit
 
 NEAR = 0.5
 """Zones belong together if both directions have this share of the bandwidth that each has inside itself."""
 PROBE_BYTES = 32e6
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,26 @@ def _near(inputs: Inputs, a: Pool, b: Pool) -> bool:
     return max(there, back) * NEAR <= min(own_a, own_b)
 
 
+@dataclass(frozen=True)
+class Layers:
+    """Times and memory of runs of layers, one row for each (GPU type, tp)."""
+
+    num_layers: int
+    head_is_heavy: bool
+    time_s: Floats
+    """(row, layer): prefix sums."""
+    furthest: Ints
+    """(row, stages from this one on, first layer): the end of the longest run of layers that fits the memory."""
+
+    def best(self, groups: Sequence[Sequence[int]]) -> Layers:
+        """A row for each group: no member is faster layer by layer, nor holds more. The head may stand anywhere."""
+        steps = np.diff(self.time_s, axis=1)
+        least = [np.minimum.reduce(steps[list(group)]) for group in groups]
+        times = np.array([[0.0, *np.cumsum(row)] for row in least])
+        held = np.array([np.maximum.reduce(self.furthest[list(group)]) for group in groups])
+        return Layers(self.num_layers, False, times, held)
+
+
 class Tables:
     """Times and sizes for one microbatch size."""
 
@@ -66,84 +92,101 @@ class Tables:
         self.inputs, self.clusters, self.mbs = inputs, clusters, mbs
         self.num_layers = inputs.num_layers
         self.gpu_types = sorted({cluster.gpu for cluster in clusters})
-        self.usd_per_gpu_s = usd_per_gpu_s
-        self.least_usd_per_s = min((usd_per_gpu_s[gpu] for gpu in self.gpu_types), default=0.0)
-        self.num_gpus = sum(cluster.num_gpus for cluster in clusters)
-        self._room = list(accumulate(sorted((cluster.num_gpus for cluster in clusters), reverse=True)))
+        self.type_of = [self.gpu_types.index(cluster.gpu) for cluster in clusters]
+        self.usd_per_gpu_s = [usd_per_gpu_s[cluster.gpu] for cluster in clusters]
+        self.rooms = np.array([cluster.num_gpus for cluster in clusters], dtype=np.int64)
+        self.num_gpus = int(self.rooms.sum())
         outputs = inputs.sizes[1].act_output
         self.act_bytes = min(outputs[:-1], default=outputs[-1]) * FLOAT_BYTES * mbs
         self.head_bytes = outputs[-1] * FLOAT_BYTES * mbs
-        self.head_is_heavy = self.head_bytes > self.act_bytes
         self.stage_bytes = _prefix([p * FLOAT_BYTES for p in inputs.sizes[1].params])
-        self.kinds = {(cluster.gpu, tp) for cluster in clusters for tp in inputs.tps(cluster.gpu, mbs)}
-        self.time_s = {kind: self._time_s(kind) for kind in self.kinds}
-        self.update_s = {kind: min(inputs.times[kind[0], mbs, kind[1]].update_s) for kind in self.kinds}
-        self._send: dict[tuple[int, int, int, int, bool], float] = {}
+        self.kinds = [(gpu, tp) for gpu in self.gpu_types for tp in inputs.tps(gpu, mbs)]
+        self.layers = self._layers()
+        self.update_s = np.array([min(inputs.times[gpu, mbs, tp].update_s) for gpu, tp in self.kinds])
         self._sync: dict[tuple[int, int, float, int], float] = {}
-        self._ring_fits: dict[bool, set[Fit]] = {}
         self._usd: dict[tuple[int, int], float] = {}
-        self._memory: dict[tuple[str, int, int], tuple[list[int], int]] = {}
-        self._work: dict[frozenset[tuple[str, int]], float] = {}
-        middle = {kind: self._middle_s(kind) for kind in self.kinds}
-        self.ratio = {kind: seconds / middle[min(self.kinds)] for kind, seconds in middle.items()}
-        tps = {tp for _, tp in self.kinds}
-        self.best_send_s = {tp: self._best_send_s(tp, False) for tp in tps}
-        self.cross_send_s = {tp: self._best_send_s(tp, True) for tp in tps}
+        middle = np.array([self._middle_s(times) for times in self.layers.time_s])
+        self.ratio = middle / middle[0]
+        """By kind: how slow it is."""
+        self.runs = list(product(*([k for k, (g, _) in enumerate(self.kinds) if g == gpu] for gpu in self.gpu_types)))
+        self.run_tp = np.array([[self.kinds[k][1] for k in run] for run in self.runs], dtype=np.int64)
+        self.run_kind = np.array(self.runs, dtype=np.int64)
+        self.send_s = self._send_table(self.act_bytes)
+        """(a, b, run, next run): an activation from cluster a to cluster b, over the best pair of zones."""
+        self.back_s = self.send_s.transpose(1, 0, 3, 2)
+        """(a, b, run, next run): a gradient from b back to a."""
 
-    def _time_s(self, kind: tuple[str, int]) -> list[float]:
-        times = self.inputs.times[kind[0], self.mbs, kind[1]]
-        return _prefix([f + b for f, b in zip(times.forward_s, times.backward_s, strict=True)])
+    def _layers(self) -> Layers:
+        times, furthest = [], []
+        for gpu, tp in self.kinds:
+            found = self.inputs.times[gpu, self.mbs, tp]
+            times.append(_prefix([f + b for f, b in zip(found.forward_s, found.backward_s, strict=True)]))
+            furthest.append([self._furthest(gpu, tp, after) for after in range(self.num_layers + 1)])
+        heavy = self.head_bytes > self.act_bytes
+        return Layers(self.num_layers, heavy, np.array(times), np.array(furthest, dtype=np.int64))
 
-    # ---- the work, for bounds ----------------------------------------------------------------------------
-    def work_s(self, kinds: frozenset[tuple[str, int]]) -> float:
+    def _furthest(self, gpu: str, tp: int, stages_after: int) -> list[int]:
+        sizes = self.inputs.sizes[tp]
+        held = [
+            STATE_BYTES_PER_PARAM * p + FLOAT_BYTES * act * self.mbs * stages_after
+            for p, act in zip(sizes.params, sizes.act_memory, strict=True)
+        ]
+        room = self.inputs.gpus[gpu].memory_bytes - (2_000_000_000 if tp == 1 else 3_000_000_000)
+        prefix = list(accumulate(held, initial=0))
+        return [bisect_right(prefix, before + room) - 1 for before in prefix]
+
+    def _middle_s(self, times: Floats) -> float:
+        return float(max(times[-2] - times[1] if self.num_layers > 2 else times[-1], 1e-9))
+
+    def work_s(self, kinds: Sequence[int]) -> float:
         """All layers in the reference kind's seconds: a stage of a kind takes at least `ratio` x its share."""
-        if kinds not in self._work:
-            layers = range(self.num_layers)
-            self._work[kinds] = sum(
-                min((self.time_s[kind][i + 1] - self.time_s[kind][i]) / self.ratio[kind] for kind in kinds)
-                for i in layers
-            )
-        return self._work[kinds]
-
-    def _middle_s(self, kind: tuple[str, int]) -> float:
-        times = self.time_s[kind]
-        return max(times[-2] - times[1] if self.num_layers > 2 else times[-1], 1e-9)
-
-    def least_sync_s(self, num_bytes: float, num_replicas: int, across: bool) -> float:
-        """The gradient ring over the best pair there is, or the best that goes across clusters."""
-        if across not in self._ring_fits:
-            self._ring_fits[across] = {fit for a, b in self._pairs(across) for fit in self._fits(a, 1, b, 1)}
-        fits = self._ring_fits[across]
-        return min((all_reduce_s(fit, num_bytes, num_replicas) for fit in fits), default=float("inf"))
-
-    def _pairs(self, across: bool) -> list[tuple[int, int]]:
-        ids = range(len(self.clusters))
-        return [(a, b) for a in ids for b in ids if a != b or not across]
+        steps = np.diff(self.layers.time_s[list(kinds)], axis=1) / self.ratio[list(kinds), None]
+        return float(steps.min(axis=0).sum())
 
     # ---- links -------------------------------------------------------------------------------------------
-    def _best_send_s(self, tp: int, across: bool) -> float:
-        tps = {t for _, t in self.kinds}
-        return min(
-            (min(self.send_s(a, tp, b, t), self.send_s(b, t, a, tp)) for a, b in self._pairs(across) for t in tps),
-            default=float("inf"),
-        )
+    def _send_table(self, num_bytes: float) -> Floats:
+        num, runs = len(self.clusters), range(len(self.runs))
+        table = np.full((num, num, len(runs), len(runs)), np.inf)
+        seconds: dict[tuple[int, int, int, int], float] = {}
+        for a, b, here, there in product(range(num), range(num), runs, runs):
+            key = (a, b, int(self.run_tp[here, self.type_of[a]]), int(self.run_tp[there, self.type_of[b]]))
+            if key not in seconds:
+                fits = self._fits(a, key[2], b, key[3])
+                seconds[key] = min((fit.seconds(num_bytes) for fit in fits), default=float("inf"))
+            table[a, b, here, there] = seconds[key]
+        return table
 
-    def send_s(self, a: int, tp_a: int, b: int, tp_b: int, head: bool = False) -> float:
-        """One activation from cluster a to cluster b, over the best pair of zones; infinite where none is measured."""
-        key = (a, tp_a, b, tp_b, head)
-        if key not in self._send:
-            num_bytes = self.head_bytes if head else self.act_bytes
-            found = (fit.seconds(num_bytes) for fit in self._fits(a, tp_a, b, tp_b))
-            self._send[key] = min(found, default=float("inf"))
-        return self._send[key]
+    @cached_property
+    def head_back_s(self) -> Floats:
+        """(a, b, run, next run): the gradient of a head that is alone on the last stage, from b back to a."""
+        return self._send_table(self.head_bytes).transpose(1, 0, 3, 2)
 
     def sync_s(self, a: int, b: int, num_bytes: float, num_replicas: int) -> float:
         """The gradient ring over a pair of clusters, at best."""
         key = (a, b, num_bytes, num_replicas)
         if key not in self._sync:
-            found = (all_reduce_s(fit, num_bytes, num_replicas) for fit in self._fits(a, 1, b, 1))
+            found = (all_reduce_s(fit, num_bytes, num_replicas) for fit in self._ring_fits[a][b])
             self._sync[key] = min(found, default=float("inf"))
         return self._sync[key]
+
+    @cached_property
+    def _ring_fits(self) -> list[list[list[Fit]]]:
+        ids = range(len(self.clusters))
+        return [[sorted(set(self._fits(a, 1, b, 1))) for b in ids] for a in ids]
+
+    def rings_s(self, num_bytes: Floats, num_replicas: Ints) -> Floats:
+        """(a, b, case): the gradient ring over each pair of clusters at best, for many sizes and replicas."""
+        num = len(self.clusters)
+        table = np.full((num, num, len(num_bytes)), np.inf)
+        whole, rest = np.divmod(num_bytes, BUCKET_BYTES)
+        times = 2 * (num_replicas - 1)
+        for a, b in product(range(num), repeat=2):
+            for fit in self._ring_fits[a][b]:
+                seconds = _seconds(fit, rest / num_replicas)
+                if whole.any():
+                    seconds = seconds + whole * _seconds(fit, BUCKET_BYTES / num_replicas)
+                np.minimum(table[a, b], times * seconds, out=table[a, b])
+        return table
 
     def _fits(self, a: int, gpus_a: int, b: int, gpus_b: int) -> list[Fit]:
         """The measured pairs of zones between two clusters."""
@@ -158,23 +201,13 @@ class Tables:
             self._usd[a, b] = min(self.inputs.egress.usd_per_byte(*pair) for pair in pairs)
         return self._usd[a, b]
 
-    def clusters_needed(self, num_gpus: int) -> int:
-        """So many clusters at least hold so many GPUs."""
-        return bisect_left(self._room, num_gpus) + 1
 
-    def furthest_layer(self, kind: tuple[str, int], start: int, stages_after: int) -> int:
-        """The end of the longest run from `start` that fits the GPU's memory."""
-        key = (*kind, stages_after)
-        if key not in self._memory:
-            sizes = self.inputs.sizes[kind[1]]
-            held = [
-                STATE_BYTES_PER_PARAM * p + FLOAT_BYTES * act * self.mbs * stages_after
-                for p, act in zip(sizes.params, sizes.act_memory, strict=True)
-            ]
-            reserved = 2_000_000_000 if kind[1] == 1 else 3_000_000_000
-            self._memory[key] = (list(accumulate(held, initial=0)), self.inputs.gpus[kind[0]].memory_bytes - reserved)
-        prefix, room = self._memory[key]
-        return bisect_right(prefix, prefix[start] + room) - 1
+def _seconds(fit: Fit, num_bytes: Floats) -> Floats:
+    """`Fit.seconds` of many sizes."""
+    size = np.maximum(num_bytes, 1e-300)
+    x = np.log2(size / 1e6)
+    rate = np.maximum((fit.a * x + fit.b) * x + fit.c, fit.floor_gb_per_s)
+    return np.where(num_bytes > 0, num_bytes / 1e9 / rate, 0.0)
 
 
 def _prefix(values: Sequence[float]) -> list[float]:
