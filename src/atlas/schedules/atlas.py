@@ -14,8 +14,8 @@ from atlas.schedules.setting import Progress, Setting
 from atlas.schedules.varuna import varuna
 from atlas.schedules.zero_bubble import zero_bubble_orders
 
-SEARCHED = 0.9
-"""Share of the budget for the search over all families; zero bubble's own search has half of the budget."""
+SEARCHED = 0.75
+"""Share of the budget for the search over all families; zero bubble's own search has a third of the budget."""
 MANY_EVENTS = 200_000
 """In larger Programs one order of a grid point is kept: each is many megabytes."""
 

@@ -25,7 +25,7 @@ from atlas.schedules.setting import Progress, Setting
 NAME = "1f1b-eager"
 EXTRA = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
 """Forwards ahead for every slow boundary, beyond those of 1F1B."""
-MANY_EVENTS = 2_000_000
+MANY_EVENTS = 1_000_000
 """Of all warm-ups together: larger jobs try fewer of them."""
 
 

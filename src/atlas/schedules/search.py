@@ -85,6 +85,8 @@ class Family:
 
 Score = Callable[[Order, Setting], int]
 _known: dict[Any, list[Order]] = {}
+BOUNDED = 30
+"""With fewer tries a grid point is not worth its lower bound, at which a search may stop early."""
 REMEMBERED = 24
 """Grid points whose orders are remembered."""
 
@@ -153,10 +155,11 @@ def _elite_at(point: Setting, family: Family, keep: int, score: Score) -> list[O
     shape = (layout.num_pipelines, layout.num_stages, layout.num_microbatches)
     key = (shape, prices(point), memory, family, keep, score.__name__)
     if key not in _known:
-        bound = lower_bound(
-            point.costs_of_sharing(True), layout.num_microbatches, point.memory, recompute=point.recompute
-        )
-        tries = _search(point, family, score, bound.ns if score is makespan_ns else 0, None)
+        stop_ns = 0
+        if score is makespan_ns and point.budget >= BOUNDED:
+            costs = point.costs_of_sharing(True)
+            stop_ns = lower_bound(costs, layout.num_microbatches, point.memory, recompute=point.recompute).ns
+        tries = _search(point, family, score, stop_ns, None)
         if len(_known) >= REMEMBERED:
             _known.pop(next(iter(_known)))
         _known[key] = tries.elite[-keep:]
