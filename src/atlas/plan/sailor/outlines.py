@@ -222,18 +222,20 @@ class Bounds:
         whole = (links.whole_columns[:, shapes.gpus] < columns).sum(axis=0)
         ring = by_level[np.clip(whole - 1, 0, links.num - 1), rings.inverse]
         ring = np.where(whole > 0, np.where(whole <= links.num, ring, np.inf), 0.0)
-        # The clusters of facing stages are connected by transfers, so one way alone has a far link for them. Several
-        # ways that share no cluster are rings apart at every stage.
-        num_stages, far_ring = shapes.num_first + shapes.num_second, by_level[nearest, rings.inverse]
+        # Facing stages connect their clusters by transfers. So one way alone has a far link for them; and of several
+        # ways either one has, or each stays among near clusters and somewhere all rings between two go over a far link.
+        num_stages, near_ring = shapes.num_first + shapes.num_second, by_level[nearest, rings.inverse]
         all_straddle = columns * np.minimum(self.tp[shapes.first], self.tp[shapes.second]) > self.tables.rooms.max()
-        one_ring = np.where(all_straddle, far_ring, rings.least_s)
+        one_ring = np.where(all_straddle, near_ring, rings.least_s)
         crossings, whole_stages = self._crossings(shapes, columns)
         one_way = self._one_way_s(links, shapes, columns, level, crossings)
         chain = self._one_way_s(links, shapes, columns, level, np.maximum(crossings, whole_stages)) + rings.least_s
         chain[whole_stages >= len(self.tables.rooms)] = np.inf
-        teams = self.inside_s(shapes, columns, least, least_wait) + far_ring
-        one_and_rest = self.inside_s(shapes, columns, most, most_wait) + rings.least_s
-        overlap = np.where(self._shares_one(shapes, columns), np.minimum(one_and_rest, teams), teams)
+        far_rings = self.inside_s(shapes, columns, least, least_wait) + by_level[level, rings.inverse]
+        far_way = self.inside_s(shapes, columns, most, most_wait)
+        teams = np.minimum(far_way + near_ring, far_rings)
+        alone = np.minimum(far_way + rings.least_s, far_rings)
+        overlap = np.where(self._shares_one(shapes, columns), alone, teams)
         pipes = np.stack([chain, one_way + one_ring, teams, overlap], axis=1)
         return np.concatenate([(inside + ring)[:, None], np.where(num_stages[:, None] > 1, pipes, np.inf)], axis=1)
 
