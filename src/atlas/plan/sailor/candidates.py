@@ -271,29 +271,47 @@ class Expansion:
     # ---- splits ------------------------------------------------------------------------------------------
     def _split(self, cases: Cases, limit: Callable[[], float]) -> Iterator[Candidate]:
         """Each with the layers that suit its compute, its gradient rings, or one after the other."""
-        layers, num_stages = self.tables.layers, self.outlines.num_stages[cases.outline]
-        stages = Stages(num_stages, cases.kinds, cases.present, cases.head_alone)
-        work = Measure(layers.time_s, cases.comm_s, cases.slowest_s)
-        rings = Measure(self.gradients, np.zeros(cases.comm_s.shape), self.outlines.share_bytes[cases.outline])
+        layers = self.tables.layers
+        stages, work = self._stages(cases), Measure(layers.time_s, cases.comm_s, cases.slowest_s)
         by_work, held = balanced(layers, stages, work)
         slowest = (totals(work, stages, by_work) + work.fixed).max(axis=1)
-        both, held_both = balanced(layers, stages, rings, replace(work, limit=slowest))
-        by_rings, held_rings = balanced(layers, stages, rings)
+        bound = cases.bound_s + self.waits[cases.outline] * (slowest - cases.slowest_s)
+        left = np.flatnonzero(held & (self.score(bound, cases.usd_per_s, cases.crossing_usd) < limit()))
+        if not left.size:
+            return
+        cases, by_work = cases.take(left), by_work[left]
+        stages, work = self._stages(cases), replace(work, fixed=cases.comm_s, limit=slowest[left])
+        rings = Measure(self.gradients, np.zeros(cases.comm_s.shape), self.outlines.share_bytes[cases.outline])
+        both, held_both = balanced(layers, stages, rings, work)
+        by_rings, _ = balanced(layers, stages, rings)
         share = totals(rings, stages, by_rings).max(axis=1)
         by_rings, held_rings = balanced(layers, stages, work, replace(rings, limit=share))
-        found = []
-        for ends, ok in ((by_work, held), (both, held_both), (by_rings, held_rings)):
-            times = totals(work, stages, ends)
-            slowest = (times + cases.comm_s).max(axis=1)
-            seconds = self.waits[cases.outline] * slowest + cases.comm_s.sum(axis=1) + times.sum(axis=1)
-            update = np.where(cases.present, self.tables.update_s[cases.kinds], 0.0).max(axis=(1, 2))
-            seconds = np.where(ok, seconds + update, np.inf)
-            found.append((seconds, self.score(seconds + cases.sync_s, cases.usd_per_s, cases.crossing_usd), ends))
-        for case in range(len(num_stages)):
-            splits = [(ends[case, : num_stages[case]], t[case]) for t, least, ends in found if least[case] < limit()]
-            tried = (self._candidate(cases, case, float(t), tuple(ends.tolist())) for ends, t in splits)
-            if (best := min(tried, key=lambda candidate: candidate.about_s, default=None)) is not None:
-                yield best
+        found = [self._seconds(cases, ends) for ends in (by_work, both, by_rings)]
+        for case, num_stages in enumerate(stages.num_stages):
+            splits = [(by_work, True), (both, held_both[case]), (by_rings, held_rings[case])]
+            tried = [
+                self._candidate(cases, case, float(seconds[case]), tuple(ends[case, :num_stages].tolist()))
+                for (ends, ok), (seconds, least) in zip(splits, found, strict=True)
+                if ok and least[case] < limit()
+            ]
+            if tried:
+                yield min(tried, key=self._score_of)
+
+    def _stages(self, cases: Cases) -> Stages:
+        return Stages(self.outlines.num_stages[cases.outline], cases.kinds, cases.present, cases.head_alone)
+
+    def _seconds(self, cases: Cases, ends: Ints) -> tuple[Floats, Floats]:
+        """Everything but the rings, in seconds; and no more than what that scores with them."""
+        work = Measure(self.tables.layers.time_s, cases.comm_s, cases.slowest_s)
+        times = totals(work, self._stages(cases), ends)
+        slowest = (times + cases.comm_s).max(axis=1)
+        update = np.where(cases.present, self.tables.update_s[cases.kinds], 0.0).max(axis=(1, 2))
+        seconds = self.waits[cases.outline] * slowest + cases.comm_s.sum(axis=1) + times.sum(axis=1) + update
+        return seconds, self.score(seconds + cases.sync_s, cases.usd_per_s, cases.crossing_usd)
+
+    def _score_of(self, candidate: Candidate) -> float:
+        figures = (candidate.about_s, candidate.usd_per_s, candidate.egress_usd)
+        return float(self.score(*(np.array([figure]) for figure in figures))[0])
 
     def _candidate(self, cases: Cases, case: int, compute_s: float, ends: tuple[int, ...]) -> Candidate:
         tables, outline = self.tables, self._outline(int(cases.outline[case]))

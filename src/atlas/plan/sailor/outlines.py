@@ -209,11 +209,21 @@ class Bounds:
         total = np.stack([inside + rings.least_s, *np.full((4, len(columns)), np.inf)], axis=1)
         if len(self.tables.rooms) > 1:
             total[:, 1:] = 0.0
+            crossings = self._crossings(shapes, columns)
             for links in self.links:
-                np.maximum(total, self._connected_s(links, shapes, columns, inside, rings), out=total)
+                np.maximum(total, self._connected_s(links, shapes, columns, inside, rings, *crossings), out=total)
         return total
 
-    def _connected_s(self, links: Links, shapes: Shapes, columns: Ints, inside: Floats, rings: _Rings) -> Floats:
+    def _connected_s(
+        self,
+        links: Links,
+        shapes: Shapes,
+        columns: Ints,
+        inside: Floats,
+        rings: _Rings,
+        crossings: Ints,
+        whole_stages: Ints,
+    ) -> Floats:
         """What the links cost that there must be."""
         level = np.maximum(np.searchsorted(links.room, columns * shapes.gpus) - 1, 0)
         nearest, by_level = np.zeros_like(level), links.by_level(rings.table)
@@ -227,7 +237,6 @@ class Bounds:
         num_stages, near_ring = shapes.num_first + shapes.num_second, by_level[nearest, rings.inverse]
         all_straddle = columns * np.minimum(self.tp[shapes.first], self.tp[shapes.second]) > self.tables.rooms.max()
         one_ring = np.where(all_straddle, near_ring, rings.least_s)
-        crossings, whole_stages = self._crossings(shapes, columns)
         one_way = self._one_way_s(links, shapes, columns, level, crossings)
         chain = self._one_way_s(links, shapes, columns, level, np.maximum(crossings, whole_stages)) + rings.least_s
         chain[whole_stages >= len(self.tables.rooms)] = np.inf
