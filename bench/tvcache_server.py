@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import random
 import statistics
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -37,11 +39,30 @@ def ask(number: int) -> Ask:
 
 
 def filled(path: Path, count: int) -> None:
-    """A log with `count` values, as a server writes it."""
+    """A log with `count` values, as a server writes it; all but the first few by a template, which is quicker."""
     log = LogStore(path)
-    for number in range(count):
+    for number in range(1000):
         log.put(ask(number), Value(json.dumps({"json": f"{number} {OUTPUT}"}).encode(), 3.0))
+    record = next(iter(log.records()))[0]
     log.close()
+    assert record["call"]["arguments"] == {"query": "question 0", "limit": 10}
+    with path.open("ab") as file:
+        for begin in range(1000, count, 1000):
+            task = Task(f"task {begin // 1000}")
+            state = root(task)
+            record |= {"task": [task.name, ""], "state": state.hex()}
+            text = (
+                json.dumps(record, separators=(",", ":"))
+                .replace('\\"0 x', '\\"NUMBER x')
+                .replace("question 0", "question NUMBER")
+            )
+            text = text.replace(record["key"], "KEY").replace(record["id"], "template:NUMBER")
+            call = ask(begin).call.canonical.replace(b"question %d" % begin, b"question NUMBER")
+            for number in range(begin, begin + 1000):
+                digits = str(number)
+                key = hashlib.sha256(state + call.replace(b"NUMBER", digits.encode())).hexdigest()
+                data = text.replace("NUMBER", digits).replace("KEY", key).encode()
+                file.write(b"%08x %s\n" % (zlib.crc32(data), data))
 
 
 def request(path: str, body: dict[str, object]) -> bytes:

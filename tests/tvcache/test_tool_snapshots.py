@@ -185,5 +185,5 @@ def test_a_long_history_stays_quick(executed: list[str], forks: list[int]) -> No
         with cache.rollout("t", lambda: Notebook([], executed, forks)) as rollout:
             for number in range(2000):
                 rollout.call("write", {"text": str(number)})
-    assert time.process_time() - began_s < 5.0  # seconds of CPU; a quadratic walk took minutes
+    assert time.process_time() - began_s < 20.0  # seconds of CPU; a quadratic walk took minutes
     assert cache.counters.hits == 2000
