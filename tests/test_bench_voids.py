@@ -71,3 +71,10 @@ def test_where_others_used_the_host_no_speed_is_claimed(monkeypatch: pytest.Monk
     assert [row["name"] for row in void.rows if "skipped" in row] == ["small: our speed over torch's"]
     torch_pipelining.measure("small", 2, 3, counted)
     assert [row["ok"] for row in counted.rows if row["name"] == "small: our speed over torch's"] == [True]
+
+
+def test_no_round_begins_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_pipelining, "one_round", lambda size, **_: torch_pipelining.Round(1, 1, 0, 0.9))
+    late = Report("late", "")
+    torch_pipelining.measure("small", 2, 10**6, late, limit_s=0.0)
+    assert [row["ok"] for row in late.rows] == [True, None], "the losses of the first round agree; no speed is claimed"
