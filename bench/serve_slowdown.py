@@ -154,7 +154,7 @@ def measure(report: Report, length: int, num_alone: int, num_loaded: int, settle
     report.figure(f"{name}: iteration without requests", base_s * 1e3, "ms")
     report.figure(f"{name}: while the throttle learns", (statistics.fmean(learning) / base_s - 1) * 100, "%")
     report.figure(f"{name}: of the bubbles, filled", 100 * filled / max(waited, 1e-9), "%")
-    report.figure(f"{name}: workers that say overcommitted", after.get("bubbletea:overcommitted", 0.0), "")
+    report.figure(f"{name}: reported as overcommitted (1: yes)", after.get("bubbletea:overcommitted", 0.0), "")
     report.figure(f"{name}: mean iteration longer by", mean * 100, "%")
     report.figure(f"{name}: iteration longer by", slowdown * 100, "%", at_most=100 * (PROMISED + error))
 
