@@ -8,7 +8,7 @@ transfers or by gradient rings, so of links from best to worst it needs one at w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -88,13 +88,16 @@ class Sketch:
         columns, index = (x.ravel() for x in np.meshgrid(self.counts, np.arange(len(shapes.first)), indexing="ij"))
         fits = columns * shapes.gpus[index] <= tables.num_gpus
         columns, index, least = columns[fits], index[fits], np.zeros(0)
-        for step in range(3):
+        for step in range(3) if limit < float("inf") else (2,):
             if step == 2:
                 known, index = np.unique(index, return_inverse=True)
                 shapes, held = bounds.with_whole_layers(shapes.take(known))
                 columns, index = columns[held[index]], index[held[index]]
             chosen = shapes.take(index)
-            seconds = bounds.inside_s(chosen, columns)[:, None] if step == 0 else bounds.seconds(chosen, columns)
+            if step == 0:
+                seconds = bounds.inside_s(chosen, columns)[:, None]
+            else:
+                seconds = bounds.seconds(chosen, columns, bounds.links if step == 2 else bounds.links[:1])
             usd_per_s = (columns * chosen.gpus).astype(np.float64) * min(tables.usd_per_gpu_s)
             least = score(seconds.min(axis=1), usd_per_s, np.zeros(len(columns)))
             order = np.flatnonzero(least < limit)
@@ -202,7 +205,7 @@ class Bounds:
         backward[:, 1:] = self.links[0].backward_s[run[:, :-1], run[:, 1:]]
         return combined_comm_s(forward, backward, num_stages)
 
-    def seconds(self, shapes: Shapes, columns: Ints) -> Floats:
+    def seconds(self, shapes: Shapes, columns: Ints, orders: Sequence[Links]) -> Floats:
         """(outline, way to connect): no placement and no split is faster."""
         rings = self._rings_s(shapes.share_bytes, columns)
         inside = self.inside_s(shapes, columns)
@@ -210,7 +213,7 @@ class Bounds:
         if len(self.tables.rooms) > 1:
             total[:, 1:] = 0.0
             crossings = self._crossings(shapes, columns)
-            for links in self.links:
+            for links in orders:
                 np.maximum(total, self._connected_s(links, shapes, columns, inside, rings, *crossings), out=total)
         return total
 
