@@ -89,6 +89,18 @@ def test_placements_keep_within_the_room_of_their_clusters(tmp_path: Path) -> No
         assert candidate.ends[-1] == tables.num_layers
 
 
+def test_what_is_left_of_a_node_holds_no_larger_group(tmp_path: Path) -> None:
+    """Seven GPUs in nodes of two hold three groups of two."""
+    trace = write_inputs(tmp_path, {"X-40_east-a": 7, "X-40_west-a": 5}, num_layers=4)
+    tables = Search(read_inputs(tmp_path, trace, "toy"), Goal())._tables(1)
+    groups = {0: 3, 1: 2}
+    for _, candidate in every_candidate(tables):
+        tps = candidate.outline.tps["X-40"]
+        for cluster, most in groups.items():
+            cells = [(c, n) for tp, row in zip(tps, candidate.rows, strict=True) if tp == 2 for c, n in row]
+            assert sum(n for c, n in cells if c == cluster) <= most
+
+
 def test_the_generator_keeps_its_ranges_and_its_seeds() -> None:
     geo = geo_module()
     clusters = [geo.random_geo(seed) for seed in range(200)]
@@ -99,8 +111,15 @@ def test_the_generator_keeps_its_ranges_and_its_seeds() -> None:
     assert 40 < sum(c.bad is not None for c in clusters) < 120
 
 
+CASES = [
+    (10, "GPT-Neo-2.7", 6.82),  # six regions; a good order of them makes a short gradient ring
+    (11, "GPT-Neo-2.7", 12.35),  # counts that do not fill their nodes
+    (20, "OPT-350", 3.164),  # the winner is third before it is polished
+]
+
+
 @pytest.mark.skipif(not (DATA / "cloud").is_dir(), reason=f"{DATA / 'cloud'} is not there")
-@pytest.mark.parametrize(("seed", "model", "at_most_s"), [(5, "GPT-Neo-2.7", 16.54), (10, "GPT-Neo-2.7", 6.82)])
+@pytest.mark.parametrize(("seed", "model", "at_most_s"), CASES)
 def test_bounds_leave_little_to_look_at(seed: int, model: str, at_most_s: float, tmp_path: Path) -> None:
     geo = geo_module()
     trace = geo.write_geo(geo.random_geo(seed), tmp_path / "geo", DATA / "sailor", DATA / "cloud")

@@ -27,6 +27,7 @@ from atlas.plan.sailor.tables import Floats, Tables, find_clusters
 SHORTLIST = 48
 """Candidates that get zones; those which the bound of a better one rules out are not looked at."""
 POLISHED = 6
+"""Plans that are polished; and of twice as many candidates the best plan of each."""
 POLISH_SLACK = 1.02
 """How far above the best judged score a candidate may start and still be settled: a polish may bring so much."""
 SLACK = 1.03
@@ -87,7 +88,7 @@ class Search:
         self.clusters = find_clusters(inputs)
         self.usd_per_gpu_s = {c.gpu: usd_per_gpu_s(inputs, c.gpu) if goal.needs_money else 0.0 for c in self.clusters}
         self.shortlist = Shortlist(SHORTLIST)
-        self.slack = 1.0 if all(len(c.pools) == 1 for c in self.clusters) else SLACK
+        self.slack = POLISH_SLACK if all(len(c.pools) == 1 for c in self.clusters) else SLACK
         self.limit = INFINITE
         self.finalists: list[tuple[float, SailorPlan, Verdict]] = []
         self.interrupted = False
@@ -170,18 +171,20 @@ class Search:
 
     # ---- the best few ------------------------------------------------------------------------------------
     def _settle(self, tables: dict[int, Tables]) -> None:
-        settled: list[tuple[float, int, SailorPlan, Verdict]] = []
+        settled: list[tuple[float, int, int, SailorPlan]] = []
         least = INFINITE
-        for about, candidate in self.shortlist.best():
+        for number, (about, candidate) in enumerate(self.shortlist.best()):
             if about >= least * POLISH_SLACK:
                 break
             for plan in plans(self.inputs, tables[candidate.outline.mbs].clusters, candidate):
-                score, verdict = self.judged(plan)
-                settled.append((score, len(settled), plan, verdict))
+                score, _ = self.judged(plan)
+                settled.append((score, number, len(settled), plan))
                 least = min(least, score)
-        settled.sort(key=lambda entry: entry[:2])
+        settled.sort(key=lambda entry: entry[:3])
+        of_each = {number: (score, number, k, plan) for score, number, k, plan in reversed(settled)}
+        chosen = [*settled[:POLISHED], *sorted(of_each.values(), key=lambda entry: entry[:3])[: 2 * POLISHED]]
         polishes = []
-        for _, _, plan, _ in settled[:POLISHED]:
+        for plan in dict.fromkeys(entry[3] for entry in chosen):
             better = self._polished(plan)
             score, verdict = self.judged(better)
             polishes.append((score, better, verdict))

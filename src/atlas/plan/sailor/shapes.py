@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations, pairwise, permutations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -170,7 +171,7 @@ def deal(tables: Tables, outlines: Outlines, teams: Teams, early: int | None) ->
     least = np.minimum.reduce(list(sums.values()))
     ok = least * outlines.columns <= tables.rooms[sorted({cluster for team in teams for cluster in team})].sum()
     if all(len(team) == 1 for team in teams[:-1]):
-        held = [tables.rooms[cluster] // sums[tables.type_of[cluster]] for (cluster,) in teams[:-1]]
+        held = [tables.usable[cluster].min() // sums[tables.type_of[cluster]] for (cluster,) in teams[:-1]]
         ok &= np.add.reduce(held, axis=0, initial=0) < outlines.columns  # else the last team gets nothing
     if len(teams) > 1 and len(teams[0]) > 2:
         # Teams as small as a column allows, or one larger: beyond that transfers and rings go across for nothing.
@@ -189,24 +190,39 @@ def deal(tables: Tables, outlines: Outlines, teams: Teams, early: int | None) ->
         {c: by_type[tables.type_of[c]] for team in teams for c in team},
         None if stages is None else stages[index],
     )
-    free = {cluster: np.full(len(index), tables.rooms[cluster]) for team in teams for cluster in team}
+    free = {cluster: _room(tables.usable[cluster], chosen) for team in teams for cluster in team}
+    room = {cluster: free[cluster].all for cluster in free}
     slots: list[Slot] = []
     left, busy = chosen.columns, np.zeros(len(index), dtype=np.int64)
     for number, team in enumerate(teams):
         cheapest = np.minimum.reduce([sums[tables.type_of[cluster]] for cluster in team])
-        most = np.minimum(left, np.add.reduce([free[cluster] for cluster in team]) // cheapest)
+        most = np.minimum(left, np.add.reduce([free[cluster].all for cluster in team]) // cheapest)
         columns = filling.columns(team, most, free)
-        cells, taken, _ = filling.fill(team, columns, free, slice(None))
+        cells, rest, _ = filling.fill(team, columns, free, slice(None))
         start = np.zeros_like(columns)
-        for cluster, num, gpus in zip(team, cells, taken, strict=True):
+        for cluster, num, still in zip(team, cells, rest, strict=True):
             slots.append(Slot(cluster, number, columns, start, start + num))
-            start, free[cluster] = start + num, free[cluster] - gpus
+            start, free[cluster] = start + num, still
         left, busy = left - columns, busy + (columns > 0)
     done = np.flatnonzero((left == 0) & (slots[-1].end > slots[-1].start) & (busy >= min(2, len(teams))))
     if not done.size:
         return None
-    used = tuple((cluster, tables.rooms[cluster] - room) for cluster, room in sorted(free.items()))
+    used = tuple((cluster, room[cluster] - free[cluster].all) for cluster in sorted(free))
     return Placed(index, chosen, tuple(slots), used).take(done)
+
+
+class _Room(NamedTuple):
+    """GPUs that are left in a cluster, for many outlines."""
+
+    all: Ints
+    """For the smaller of an outline's two tps, or its only one."""
+    large: Ints
+    """Of these, in places for the larger tp. What is left over of a node may hold the smaller one only."""
+
+
+def _room(usable: Ints, outlines: Outlines) -> _Room:
+    first, second = usable[outlines.first], usable[outlines.second]
+    return _Room(np.maximum(first, second), np.minimum(first, second))
 
 
 class _Filling:
@@ -215,7 +231,7 @@ class _Filling:
     def __init__(self, outlines: Outlines, tps: Mapping[int, tuple[Ints, Ints]], early: Ints | None) -> None:
         self.outlines, self.tps, self.early = outlines, tps, early
 
-    def columns(self, team: tuple[int, ...], most: Ints, free: dict[int, Ints]) -> Ints:
+    def columns(self, team: tuple[int, ...], most: Ints, free: dict[int, _Room]) -> Ints:
         """As many columns as the team has room for: fewer never need more."""
         fits = self.fill(team, most, free, slice(None))[2]
         least, most = np.where(fits, most, 0), most
@@ -228,28 +244,37 @@ class _Filling:
         return least
 
     def fill(
-        self, team: tuple[int, ...], columns: Ints, free: dict[int, Ints], which: Ints | slice
-    ) -> tuple[list[Ints], list[Ints], Bools]:
-        """Stage after stage along the chain: cells and GPUs by cluster, and whether all found a place."""
+        self, team: tuple[int, ...], columns: Ints, free: dict[int, _Room], which: Ints | slice
+    ) -> tuple[list[Ints], list[_Room], Bools]:
+        """Stage after stage along the chain: cells and what is left by cluster, and whether all found a place."""
         first, second = self.outlines.num_first[which] * columns, self.outlines.num_second[which] * columns
         unit = np.maximum(columns, 1) if self.early is not None else np.ones_like(columns)
         limit = None if self.early is None else self.early[which] * columns
-        cells, gpus = [], []
+        cells, rest = [], []
         for cluster in team:
-            room, (a, b) = free[cluster][which], self.tps[cluster]
-            a, b = a[which], b[which]
-            of_first = np.minimum(first, room // (a * unit) * unit)
+            room, (a, b) = free[cluster], self.tps[cluster]
+            room, a, b = _Room(room.all[which], room.large[which]), a[which], b[which]
+            of_first = np.minimum(first, _places(room, a, a >= b) // unit * unit)
             if limit is not None:
                 of_first = np.minimum(of_first, limit)
-            first = first - of_first
-            of_second = np.minimum(second, (room - of_first * a) // (b * unit) * unit)
+            first, room = first - of_first, _without(room, of_first * a, a >= b)
+            of_second = np.minimum(second, _places(room, b, b >= a) // unit * unit)
             of_second = np.where(first == 0, of_second, 0)
             if limit is not None:
                 of_second, limit = np.minimum(of_second, limit - of_first), None
-            second = second - of_second
+            second, room = second - of_second, _without(room, of_second * b, b >= a)
             cells.append(of_first + of_second)
-            gpus.append(of_first * a + of_second * b)
-        return cells, gpus, (first == 0) & (second == 0)
+            rest.append(room)
+        return cells, rest, (first == 0) & (second == 0)
+
+
+def _places(room: _Room, tp: Ints, is_large: Bools) -> Ints:
+    """Groups of a tp that find room."""
+    return np.where(is_large, np.minimum(room.all, room.large), room.all) // tp
+
+
+def _without(room: _Room, gpus: Ints, is_large: Bools) -> _Room:
+    return _Room(room.all - gpus, room.large - np.where(is_large, gpus, 0))
 
 
 def neighbours(row: Row) -> set[tuple[int, int]]:

@@ -111,10 +111,18 @@ class Tables:
         self.runs = list(product(*([k for k, (g, _) in enumerate(self.kinds) if g == gpu] for gpu in self.gpu_types)))
         self.run_tp = np.array([[self.kinds[k][1] for k in run] for run in self.runs], dtype=np.int64)
         self.run_kind = np.array(self.runs, dtype=np.int64)
+        self.usable = np.array(
+            [[self._usable(c, int(tps[t])) for tps in self.run_tp] for c, t in zip(clusters, self.type_of, strict=True)]
+        )
+        """(cluster, run): GPUs in nodes or parts of nodes that hold whole groups of the run's tp."""
         self.send_s = self._send_table(self.act_bytes)
         """(a, b, run, next run): an activation from cluster a to cluster b, over the best pair of zones."""
         self.back_s = self.send_s.transpose(1, 0, 3, 2)
         """(a, b, run, next run): a gradient from b back to a."""
+
+    def _usable(self, cluster: Cluster, tp: int) -> int:
+        node = self.inputs.gpus[cluster.gpu].gpus_per_node
+        return sum(pool.num_gpus - pool.num_gpus % node % tp for pool in cluster.pools)
 
     def _layers(self) -> Layers:
         times, furthest = [], []
