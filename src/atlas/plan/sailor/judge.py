@@ -104,7 +104,8 @@ def _send_s(inputs: Inputs, a: Replica, b: Replica, num_bytes: int, clamps: dict
         _note_clamp(fit, a, b, num_bytes, noted)
         inputs.memo[key] = fit.seconds(num_bytes), tuple(noted)
     seconds, notes = inputs.memo[key]
-    clamps.update(dict.fromkeys(notes))
+    if notes:
+        clamps.update(dict.fromkeys(notes))
     return seconds
 
 
@@ -131,7 +132,8 @@ def _ring_s(
             _note_clamp(fit, a, b, bucket / num_replicas, noted)
         inputs.memo[key] = all_reduce_s(fit, stage_bytes, num_replicas), tuple(noted)
     seconds, notes = inputs.memo[key]
-    clamps.update(dict.fromkeys(notes))
+    if notes:
+        clamps.update(dict.fromkeys(notes))
     return seconds
 
 

@@ -6,8 +6,9 @@ A Goal turns (seconds, USD) into a score; lower is better and infinite is out of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -28,6 +29,8 @@ SHORTLIST = 48
 """Candidates that get zones; those which the bound of a better one rules out are not looked at."""
 POLISHED = 6
 """Plans that are polished; and of twice as many candidates the best plan of each."""
+GLANCE = 8
+"""Ways to fill zones that every candidate gets; the best `2 * POLISHED` get all."""
 POLISH_SLACK = 1.02
 """How far above the best judged score a candidate may start and still be settled: a polish may bring so much."""
 SLACK = 1.03
@@ -171,25 +174,29 @@ class Search:
 
     # ---- the best few ------------------------------------------------------------------------------------
     def _settle(self, tables: dict[int, Tables]) -> None:
-        settled: list[tuple[float, int, int, SailorPlan]] = []
+        tried: list[tuple[list[tuple[float, SailorPlan]], Iterator[SailorPlan]]] = []
         least = INFINITE
-        for number, (about, candidate) in enumerate(self.shortlist.best()):
+        for about, candidate in self.shortlist.best():
             if about >= least * POLISH_SLACK:
                 break
-            for plan in plans(self.inputs, tables[candidate.outline.mbs].clusters, candidate):
-                score, _ = self.judged(plan)
-                settled.append((score, number, len(settled), plan))
-                least = min(least, score)
-        settled.sort(key=lambda entry: entry[:3])
-        of_each = {number: (score, number, k, plan) for score, number, k, plan in reversed(settled)}
-        chosen = [*settled[:POLISHED], *sorted(of_each.values(), key=lambda entry: entry[:3])[: 2 * POLISHED]]
-        polishes = []
-        for plan in dict.fromkeys(entry[3] for entry in chosen):
-            better = self._polished(plan)
-            score, verdict = self.judged(better)
-            polishes.append((score, better, verdict))
-        distinct = {plan: (score, plan, verdict) for score, plan, verdict in polishes if score < INFINITE}
-        self.finalists = sorted(distinct.values(), key=lambda entry: entry[0])
+            ways = plans(self.inputs, tables[candidate.outline.mbs].clusters, candidate)
+            scored = self._scored(islice(ways, GLANCE))
+            if scored:
+                tried.append((scored, ways))
+                least = min(least, scored[0][0])
+        tried.sort(key=lambda entry: entry[0][0][0])
+        best = [sorted([*scored, *self._scored(ways)], key=_score) for scored, ways in tried[: 2 * POLISHED]]
+        chosen = sorted((entry for scored in best for entry in scored), key=_score)[:POLISHED]
+        chosen += [scored[0] for scored in best]
+        polishes = [self._polished(plan) for plan in dict.fromkeys(plan for _, plan in chosen)]
+        found = [(*self.judged(plan), plan) for plan in dict.fromkeys(polishes)]
+        self.finalists = sorted(
+            ((score, plan, verdict) for score, verdict, plan in found if score < INFINITE), key=lambda entry: entry[0]
+        )
+
+    def _scored(self, found: Iterable[SailorPlan]) -> list[tuple[float, SailorPlan]]:
+        """Best first."""
+        return sorted(((self.judged(plan)[0], plan) for plan in found), key=_score)
 
     def _nothing(self) -> InfeasibleError:
         goal = self.goal
@@ -205,6 +212,10 @@ class Search:
             rule=f"no plan for {self.inputs.model} fits these GPUs; its largest layer alone needs {need / GIB:.1f} GiB",
             remedy="Add GPUs, or use a type with more memory",
         )
+
+
+def _score(entry: tuple[float, SailorPlan]) -> float:
+    return entry[0]
 
 
 def search(inputs: Inputs, goal: Goal | None = None) -> Found:

@@ -195,16 +195,18 @@ def deal(tables: Tables, outlines: Outlines, teams: Teams, early: int | None) ->
     slots: list[Slot] = []
     left, busy = chosen.columns, np.zeros(len(index), dtype=np.int64)
     for number, team in enumerate(teams):
-        cheapest = np.minimum.reduce([sums[tables.type_of[cluster]] for cluster in team])
-        most = np.minimum(left, np.add.reduce([free[cluster].all for cluster in team]) // cheapest)
-        columns = filling.columns(team, most, free)
-        cells, rest, _ = filling.fill(team, columns, free, slice(None))
+        columns = left
+        if number < len(teams) - 1:
+            cheapest = np.minimum.reduce([sums[tables.type_of[cluster]] for cluster in team])
+            most = np.minimum(left, np.add.reduce([free[cluster].all for cluster in team]) // cheapest)
+            columns = filling.columns(team, most, free)
+        cells, rest, fits = filling.fill(team, columns, free, slice(None))
         start = np.zeros_like(columns)
         for cluster, num, still in zip(team, cells, rest, strict=True):
             slots.append(Slot(cluster, number, columns, start, start + num))
             start, free[cluster] = start + num, still
         left, busy = left - columns, busy + (columns > 0)
-    done = np.flatnonzero((left == 0) & (slots[-1].end > slots[-1].start) & (busy >= min(2, len(teams))))
+    done = np.flatnonzero(fits & (slots[-1].end > slots[-1].start) & (busy >= min(2, len(teams))))
     if not done.size:
         return None
     used = tuple((cluster, room[cluster] - free[cluster].all) for cluster in sorted(free))
