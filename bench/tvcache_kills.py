@@ -64,7 +64,10 @@ def killed(served: Served, kills: int, seed: int) -> tuple[int, int, int, int]:
     with ThreadPoolExecutor(8) as pool:
         players = [pool.submit(play, range(seat, seat + 1)) for seat in range(8)]
         for _ in range(kills):
-            time.sleep(chance.uniform(0.02, 0.3))
+            before, until_s = client.acknowledged, time.monotonic() + 10
+            while client.acknowledged == before and time.monotonic() < until_s:
+                time.sleep(0.002)
+            time.sleep(chance.uniform(0.0, 0.2))
             served.kill()
             served.start()
             known = list(client.kept.values())

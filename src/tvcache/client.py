@@ -18,7 +18,7 @@ from tvcache.values import Value
 
 LOG = logging.getLogger("tvcache")
 TIMEOUT_S = 10.0
-RETRY_S = (0.2, 30.0)
+RETRY_S = (0.1, 5.0)
 """Between attempts at a server that does not answer: the first, and the longest."""
 UNREACHABLE = (OSError, http.client.HTTPException, ValueError)
 

@@ -9,6 +9,7 @@ background. http://127.0.0.1:8765/ shows the tree, /metrics what Prometheus want
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import socket
 import ssl
@@ -60,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
             print("tvcache: without --cert and --key the token travels unencrypted", file=sys.stderr)
     peers = Peers([Endpoint(url, token, certificates) for url in args.peer])
     log = LogStore(args.log, fsync=args.fsync)
+    gc.collect()
+    gc.freeze()  # millions of entries that stay: collecting garbage among them stops the server for 100 ms
     try:
         listener = _listener(args.host, int(args.port))
     except BaseException:
