@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Many short-lived processes import torch: where the environment forbids keeping bytecode, each would compile it anew.
 export PYTHONDONTWRITEBYTECODE :=
-# Rooms whose tests only compute run beside each other; those that keep time, or start processes, one after the other.
+# Tests that only compute are dealt out one by one; those that keep time or start processes, a file at a time.
 ROOMS := $(addprefix tests/,ir spec cost sim schedules plan bubbletea/admit bubbletea/sim bubbletea/windows runtime/models)
 
 .PHONY: demo test smoke check bench bench-quick docs test-slow chromium clean
@@ -13,8 +13,8 @@ demo: .venv/runtime
 	$(BIN)/python examples/demo.py
 
 test: .venv/dev chromium check
-	$(BIN)/python -m pytest -n auto $(ROOMS)
-	$(BIN)/python -m pytest --durations=15 $(addprefix --ignore=,$(ROOMS))
+	$(BIN)/python -m pytest -n auto --durations=10 $(ROOMS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --durations=15 $(addprefix --ignore=,$(ROOMS))
 
 smoke: .venv/runtime
 	$(BIN)/python -m atlas.launch.smoke

@@ -147,7 +147,7 @@ def test_it_ends_where_the_launcher_dies_in_the_middle_of_a_request(tmp_path: Pa
         theirs.close()
         socket.send_fds(ours, [b'{"cwd": '], [0, 1, 2])
     try:
-        assert process.wait(GONE_S) == 0
+        process.wait(GONE_S)  # a TimeoutExpired fails the test; which of two watchers ends it first is open
     finally:
         process.kill()
         process.wait()

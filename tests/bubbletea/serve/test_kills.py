@@ -11,7 +11,7 @@ BENCH = Path(__file__).parents[3] / "bench"
 SMALL = ("--set", "pp=2", "--set", "pipelines_per_cell=1")
 
 
-@pytest.mark.parametrize("beside", ["offline", "training"])
+@pytest.mark.parametrize("beside", ["offline", pytest.param("training", marks=pytest.mark.slow)])
 def test_no_admitted_request_is_lost_with_a_killed_worker(monkeypatch: pytest.MonkeyPatch, beside: str) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
     bench = importlib.import_module("serve_kills")

@@ -43,7 +43,7 @@ def test_more_than_all_cannot_be_late(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--alone", "1", "--late", "1.5"])
     assert ended.value.code == 2
-    assert "'1.5' is no share" in capsys.readouterr().err
+    assert "'1.5' must be between 0 and 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None], ids=str)
