@@ -19,14 +19,13 @@ from pathlib import Path
 
 import numpy as np
 from common.geo import random_geo, write_geo
-from common.report import Report
+from common.report import Report, not_measured
 from planner_sailor import DATA, measure
 
 CLOUD = DATA.parent / "cloud"
 MODELS = ("OPT-350", "GPT-Neo-2.7")
 KNOWN_S: dict[str, float] = json.loads((Path(__file__).parent / "geo_plans.json").read_text())
 WORSE = 1.0005
-NOTHING_MEASURED = 77
 
 
 def main() -> int:
@@ -35,8 +34,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 60), metavar=("FIRST", "END"), help="half open")
     args = parser.parse_args()
     if not DATA.is_dir() or not CLOUD.is_dir():
-        print(f"skipped: {DATA} or {CLOUD} is not there, and the clusters are made of the measurements in them")
-        return NOTHING_MEASURED
+        return not_measured(
+            "planner_geo", f"{DATA} or {CLOUD} is not there; the clusters are made of what they measured"
+        )
     seeds = range(0, 60, 10) if args.quick else range(*args.seeds)
     report = Report("Plans on random geo clusters", "Sailor's own planner: 6 to 10 s CPU on such clusters")
     cpu_s = []
