@@ -100,18 +100,19 @@ class Moment:
 
 
 def test_a_copy_that_fails_is_told_at_once_and_raised_by_the_next() -> None:
-    copies, told, handed = Copies("cuda:0"), queue.SimpleQueue[WorkerError](), list[int]()
-    copies.tell = told.put
-    copies.put(Moment(), torch.ones(1), lambda host: handed.append(1))
-    copies.put(Moment(RuntimeError("unspecified launch failure")), torch.ones(1), lambda host: handed.append(2))
-    copies.put(Moment(), torch.ones(1), lambda host: handed.append(3))
+    copies, told, handed = Copies("cuda:0"), queue.SimpleQueue[WorkerError](), list[bool]()
+    copies.tell, all_put = told.put, threading.Event()
+    copies.put(Moment(), torch.ones(1), lambda host: handed.append(all_put.wait(10)))
+    copies.put(Moment(RuntimeError("unspecified launch failure")), torch.ones(1), lambda host: handed.append(False))
+    copies.put(Moment(), torch.ones(1), lambda host: handed.append(False))
+    all_put.set()
     error = told.get(timeout=10)
     assert "a copy from cuda:0 to the host failed" in str(error)
     assert "unspecified launch failure" in str(error)
     with pytest.raises(WorkerError, match="unspecified launch failure"):
         copies.put(Moment(), torch.ones(1), lambda host: None)
     copies.close()
-    assert handed == [1], "what follows a copy that failed is not handed over"
+    assert handed == [True], "what follows a copy that failed is not handed over"
 
 
 def test_what_is_done_with_a_copy_may_fail_too() -> None:
