@@ -129,12 +129,12 @@ def play(source: Path, place: Path, policy: Policy, calls: list[list[Call]]) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one round, fewer rollouts")
+    parser.add_argument("--quick", action="store_true", help="three rounds, fewer rollouts")
     args = parser.parse_args()
     if shutil.which("gcc") is None or shutil.which("make") is None:
         return not_measured("snapshot policy", "gcc or make is missing")
     report = Report("When to copy an environment", "always and never, in turn")
-    rounds = 1 if args.quick else 4
+    rounds = 3 if args.quick else 4
     for name, ballast, make, rollouts in (
         ("builds of a C project", 0, builds, 6 if args.quick else 10),
         ("edits of a large directory", 24 << 20, edits, 6 if args.quick else 12),
