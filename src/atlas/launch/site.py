@@ -131,7 +131,7 @@ class Site:
             self._answer({"error": str(error), "mend": not isinstance(error, WorkerError)})
         except OSError as error:
             where = error.filename or self.settings.host
-            self._answer({"error": f"{where}: {error.strerror or error}. Mend it, and start again", "mend": True})
+            self._answer({"error": f"{where}: {error.strerror or error}. Fix it and start again", "mend": True})
 
     def _answer(self, message: Message) -> None:
         assert self._life is not None

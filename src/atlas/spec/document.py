@@ -110,7 +110,7 @@ def parse_yaml(text: str, where: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = f"{where}:{mark.line + 1}" if mark else where
-        raise _bad(at, "(YAML)", f"not valid YAML: {error.problem or error.context}", "Mend the line") from None
+        raise _bad(at, "(YAML)", f"not valid YAML: {error.problem or error.context}", "Fix this line") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         reason = " ".join(str(error).split())[:120]
         raise _bad(where, "(YAML)", f"not valid YAML: {ascii(reason)[1:-1]}", "Is this a text file?") from None

@@ -70,7 +70,7 @@ def _number(path: Path, index: int, item: dict[str, Any], column: str, minimum: 
         value = math.nan
     if not minimum <= value <= MAX_VALUE:
         rule = f"must be a number from {minimum:g} to {MAX_VALUE:g}"
-        raise _bad(path, f"row {index}.{column}", shown(item.get(column)), rule, "Mend the row")
+        raise _bad(path, f"row {index}.{column}", shown(item.get(column)), rule, "Fix this row")
     return value
 
 

@@ -61,7 +61,7 @@ def _check_layers(inputs: Inputs, plan: SailorPlan, where: str) -> None:
             key="layers_per_stage",
             value=None,
             rule=f"every layer 0..{inputs.num_layers - 1} stands once, in order, and no stage is empty",
-            remedy="Mend the split",
+            remedy="Fix the split",
         )
 
 

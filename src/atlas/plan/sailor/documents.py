@@ -80,13 +80,13 @@ class Document:
     def number(self, *keys: str, low: float = 0.0, high: float = 1e18) -> float:
         value = self.at(*keys)
         if not is_number(value) or not low <= value <= high:
-            raise self.bad(keys, value, f"must be a number from {low:g} to {high:g}", "Mend or fetch the file")
+            raise self.bad(keys, value, f"must be a number from {low:g} to {high:g}", "Fix the file or fetch it again")
         return float(value)
 
     def whole(self, *keys: str, low: int = 1, high: int = 10**12) -> int:
         value = self.number(*keys, low=low, high=high)
         if value != int(value):
-            raise self.bad(keys, value, "must be a whole number", "Mend or fetch the file")
+            raise self.bad(keys, value, "must be a whole number", "Fix the file or fetch it again")
         return int(value)
 
     def bad(self, keys: Iterable[str], value: object, rule: str, remedy: str) -> SpecError:

@@ -122,5 +122,5 @@ def _text(path: Path, number: int, line: str) -> str:
     except (ValueError, KeyError, TypeError):
         text = None
     if not isinstance(text, str):
-        raise AtlasError(f'{path}: line {number}: every line has the form {{"text": "..."}}. Mend or remove the line')
+        raise AtlasError(f'{path}: line {number}: every line has the form {{"text": "..."}}. Fix or remove this line')
     return text

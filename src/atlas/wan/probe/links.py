@@ -79,7 +79,7 @@ def with_links(text: str, measurements: Sequence[LinkMeasurement], where: str = 
     try:
         root = yaml.compose(text)
     except yaml.YAMLError as error:
-        raise _bad(where, f"is not YAML ({error})", "Mend it first") from None
+        raise _bad(where, f"is not YAML ({error})", "Fix it first") from None
     cluster = _value(root, "cluster") or root
     if not isinstance(cluster, yaml.MappingNode):
         raise _bad(where, "holds no cluster", "Name the file that has `datacenters`")
