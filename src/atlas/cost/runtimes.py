@@ -62,9 +62,8 @@ _MEGATRON = Runtime(
     layer_copies=0.5,
     head_copies=1.5,
 )
-"""Overheads of Megatron: context and NCCL, gradients of a layer while its activations
-are freed, logits in fp16 and in fp32. Not fitted: the 55
-A100 runs only say that they fit."""
+"""Overheads of Megatron: context and NCCL, gradients of a layer while its activations are freed, logits in fp16 and in
+fp32. Not fitted: the 55 A100 runs only show that they fit."""
 _TORCH = replace(_MEGATRON, receiver_waits=True, sends_whole=True, fixed_bytes=4.5e9, layer_copies=2.4, head_copies=3.1)
 """Overheads fitted on the peak memory of 15 GH200 runs (Sailor)."""
 
