@@ -27,8 +27,8 @@ from common.report import Report
 
 from atlas.cost.price import price
 from atlas.errors import AtlasError
+from atlas.evaluate.job import evaluate
 from atlas.ir.ops import Kind
-from atlas.plan.evaluate import evaluate
 from atlas.spec import Job, load_job, parse_job
 from atlas.spec.gpus import GPUS, Calibration
 

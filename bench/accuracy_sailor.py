@@ -23,10 +23,10 @@ import numpy as np
 import yaml
 from common.report import Report
 
-from atlas.plan.evaluate import evaluate
-from atlas.plan.files import candidate_of
-from atlas.plan.ground import ground_of
-from atlas.plan.whole import simulate_whole
+from atlas.evaluate.job import evaluate
+from atlas.planner.files import candidate_of
+from atlas.planner.ground import ground_of
+from atlas.planner.whole import simulate_whole
 from atlas.spec.plan import load_job_or_plan
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "sailor"

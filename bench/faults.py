@@ -38,7 +38,7 @@ from lab.lines import Lines
 from wide_runs import QUICK, Run, hashes, run_wide, write_job
 
 from atlas.errors import AtlasError
-from atlas.launch.conductor import Terms
+from atlas.launch.coordinator import Terms
 from atlas.lifetime import Lifeline
 from atlas.wan.emulator import PathSpec, ProxyNet
 

@@ -23,9 +23,9 @@ import numpy as np
 from common.report import Report
 
 from atlas.errors import AtlasError
+from atlas.evaluate.job import evaluate_all
 from atlas.ir.check import peak_memory
-from atlas.plan.evaluate import evaluate_all
-from atlas.plan.planner import make_plan
+from atlas.planner.run import make_plan
 from atlas.spec import Job, load_job, override, parse_job
 
 TOLERANCE = 1e-3

@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "plan"))
 from plan_jobs import random_job
 
 from atlas.errors import AtlasError
-from atlas.plan.objective import Objective
-from atlas.plan.planner import explore, make_plan, start
+from atlas.planner.objective import Objective
+from atlas.planner.run import explore, make_plan, start
 from atlas.spec import Job, parse_job
 
 LLAMA_70B = {

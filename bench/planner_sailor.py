@@ -19,11 +19,11 @@ from pathlib import Path
 
 from common.report import Report
 
-from atlas.plan.sailor.check import check
-from atlas.plan.sailor.inputs import read_inputs
-from atlas.plan.sailor.judge import judge
-from atlas.plan.sailor.money import money
-from atlas.plan.sailor.plan_file import read_plan
+from atlas.sailor.check import check
+from atlas.sailor.inputs import read_inputs
+from atlas.sailor.judge import judge
+from atlas.sailor.money import money
+from atlas.sailor.plan_file import read_plan
 
 DATA = Path(os.environ.get("SAILOR_DATA", Path(__file__).parents[2] / "shared" / "data" / "sailor"))
 TRACES = ("2r_16", "2r_32", "2r_64", "2r_256", "2r_96_32", "5z_32", "5z_80")
@@ -79,7 +79,7 @@ def measure(data: Path, trace: Path, model: str, folder: Path, *flags: str) -> d
     out = folder / "plan.json"
     words = ["--from-sailor", str(data), "--trace", str(trace), "--model", model, "--gpu", "A100-40", *flags]
     with tempfile.TemporaryDirectory() as cache:
-        command = [sys.executable, "-X", f"pycache_prefix={cache}", "-m", "atlas.plan.sailor", *words]
+        command = [sys.executable, "-X", f"pycache_prefix={cache}", "-m", "atlas.sailor", *words]
         shown = [*command, "--cost", "sailor", "--json", "--out-sailor", str(out)]
         process = subprocess.Popen(shown, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert process.stdout is not None

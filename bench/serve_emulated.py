@@ -25,7 +25,7 @@ from atlas.cost.table import kind_costs, uniform_costs
 from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Layout
 from atlas.launch.emulate import Emulation, Setup, emulate
-from atlas.launch.passes import Progress
+from atlas.launch.iterations import Progress
 from atlas.runtime.assignment import FillerChoice, stand_in
 from atlas.runtime.models.config import DecoderConfig
 from atlas.schedules.classic import one_f_one_b

@@ -31,7 +31,7 @@ from atlas.cost.table import kind_costs, uniform_costs
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
 from atlas.launch.emulate import Setup, emulate
-from atlas.launch.passes import Progress
+from atlas.launch.iterations import Progress
 from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training
 from atlas.runtime.models.config import gpt
 from atlas.runtime.models.decoder import loss_of

@@ -22,8 +22,8 @@ from common.host import Others
 from lab.lines import Lines, require_quiet
 from lab.net import Lab, Move, Remote, both
 
-from atlas.wan.certs import make_ca, make_node
 from atlas.wan.emulator.paths import PathSpec
+from atlas.wan.security.certs import make_ca, make_node
 
 MB64 = 64 << 20
 A, B = "dc1/a", "dc2/b"

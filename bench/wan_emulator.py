@@ -28,10 +28,10 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 from lab.lines import TRIES, Lines
 
+from atlas.wan.congestion.tuning import window_bytes
 from atlas.wan.emulator import Lateness, NamespaceNet, Paths, PathSpec, ProxyNet, Trunk, nodes_of
 from atlas.wan.emulator.lateness import P99_LIMIT_S, WORST_LIMIT_S
 from atlas.wan.probe import Agent, Survey, survey
-from atlas.wan.tuning import window_bytes
 
 TOKEN = "bench only, loopback only"
 PORT = 7077

@@ -25,13 +25,13 @@ from lab.lines import Lines
 from lab.net import Lab, Move, both
 
 from atlas.errors import WorkerError
-from atlas.wan.certs import make_ca, make_node
-from atlas.wan.chaos import Chaos
+from atlas.wan.emulator.chaos import Chaos
 from atlas.wan.emulator.paths import PathSpec
-from atlas.wan.endpoint import Endpoint
-from atlas.wan.security import Credentials, Security
-from atlas.wan.settings import Settings
-from atlas.wan.transport import Key
+from atlas.wan.security.certs import make_ca, make_node
+from atlas.wan.security.credentials import Credentials, Security
+from atlas.wan.transport.base import Key
+from atlas.wan.transport.endpoint import Endpoint
+from atlas.wan.transport.settings import Settings
 
 A, B, STRANGER = "dc1/a", "dc2/b", "dc3/x"
 MESSAGE_BYTES = 10_000_000

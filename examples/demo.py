@@ -24,7 +24,7 @@ from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Layout, Memory, Program
 from atlas.ir.timeline import Timeline
 from atlas.launch.emulate import Emulation, Setup, emulate
-from atlas.launch.passes import Progress
+from atlas.launch.iterations import Progress
 from atlas.launch.paths import NodePaths, paths_of
 from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training
 from atlas.runtime.models.config import gpt

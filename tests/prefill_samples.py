@@ -14,7 +14,7 @@ from atlas.runtime.models.block import KvSlab
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.models.decoder import Cut, Decoder, build
 from atlas.runtime.models.generate import run_cut
-from atlas.wan.transport import Loopback
+from atlas.wan.transport.base import Loopback
 from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.engine import Engine
 from bubbletea.prefill.job import Piece, Task, even_ends

@@ -28,15 +28,15 @@ from atlas.runtime.assignment import Training, stand_in
 from atlas.runtime.links import slice_bytes_of, sliced_bytes
 from atlas.runtime.wiring import Seat
 from atlas.schedules import Setting
-from atlas.wan.cell import Cell
+from atlas.wan.cell_relay.relay import Cell
 from atlas.wan.emulator import PathSpec, ProxyNet
-from atlas.wan.endpoint import Endpoint
-from atlas.wan.greet import Address
 from atlas.wan.probe import Agent, Survey
 from atlas.wan.probe.survey import LinkMeasurement
-from atlas.wan.settings import Settings
-from atlas.wan.transport import Handle, Key
-from atlas.wan.wire import HEADER_BYTES
+from atlas.wan.transport.base import Handle, Key
+from atlas.wan.transport.endpoint import Endpoint
+from atlas.wan.transport.handshake import Address
+from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.wire import HEADER_BYTES
 from common.cases import ONE_TCP_SLOWER, cell
 
 STAGES, MICROBATCHES = 3, 12

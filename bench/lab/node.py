@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from atlas.wan.cell import Cell
-from atlas.wan.endpoint import Endpoint
-from atlas.wan.security import Credentials, Security
-from atlas.wan.settings import Settings
-from atlas.wan.transport import Handle, Key, Transport
+from atlas.wan.cell_relay.relay import Cell
+from atlas.wan.security.credentials import Credentials, Security
+from atlas.wan.transport.base import Handle, Key, Transport
+from atlas.wan.transport.endpoint import Endpoint
+from atlas.wan.transport.settings import Settings
 
 EVERYWHERE = ("0.0.0.0/0",)
 

@@ -61,7 +61,7 @@ def started(*words: str, **options: object) -> subprocess.Popen[bytes]:
 AFTER_THE_FIRST_RUN = """
 import sys
 from atlas import cli
-from atlas.plan import evaluate
+from atlas.evaluate import job as evaluate
 
 def run(tables, engine=None, first=evaluate.run):
     events = first(tables) if engine is None else first(tables, engine)

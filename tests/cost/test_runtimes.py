@@ -12,9 +12,9 @@ from atlas.cost.arrange import arrange
 from atlas.cost.memory import worker_memory
 from atlas.cost.price import price, ring_bps
 from atlas.errors import SpecError
+from atlas.evaluate.job import evaluate
 from atlas.ir.ops import Kind
 from atlas.launch.preflight import require_executable
-from atlas.plan.evaluate import evaluate
 from atlas.spec import parse_job
 from atlas.spec.job import Job
 

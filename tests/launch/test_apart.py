@@ -19,8 +19,8 @@ import pytest
 from wide_runs import LIMIT_S, job_text, losses_alone, write_job
 
 from atlas.errors import AtlasError
-from atlas.wan.certs import make_ca, make_node
 from atlas.wan.emulator import PathSpec
+from atlas.wan.security.certs import make_ca, make_node
 
 THREE = ("east", "west", "south")
 NUM_STEPS = 10

@@ -13,10 +13,10 @@ from wide_runs import QUICK, WISHES, Run, free_port, job_text, run_wide, write_j
 
 from atlas.cli import main
 from atlas.errors import AtlasError
-from atlas.launch.conductor import Terms
+from atlas.launch.coordinator import Terms
 from atlas.launch.rendezvous import Caller, Rendezvous, SiteName
-from atlas.wan.certs import make_ca, make_node
-from atlas.wan.security import Credentials, Security
+from atlas.wan.security.certs import make_ca, make_node
+from atlas.wan.security.credentials import Credentials, Security
 
 TWO = ("east", "west")
 

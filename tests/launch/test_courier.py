@@ -14,14 +14,14 @@ from typing import Any, cast
 import pytest
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.launch import courier as courier_module
-from atlas.launch.courier import Courier, frame, unframed
-from atlas.launch.fleet import Said
-from atlas.launch.lead import _Watch
+from atlas.launch import control_channel as courier_module
+from atlas.launch.agent import Site, SiteSettings, _Life
+from atlas.launch.control_channel import Courier, frame, unframed
+from atlas.launch.remote_workers import Spread
 from atlas.launch.rendezvous import Caller, Guest, Rendezvous, SiteName
-from atlas.launch.site import Site, SiteSettings, _Life
-from atlas.launch.spread import Spread
-from atlas.wan.security import Security
+from atlas.launch.run_monitor import _Watch
+from atlas.launch.worker_processes import Said
+from atlas.wan.security.credentials import Security
 
 EAST, WEST = SiteName("east"), SiteName("west")
 

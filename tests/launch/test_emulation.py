@@ -14,17 +14,17 @@ from atlas.errors import AtlasError
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.ops import Kind
 from atlas.ir.program import Layout, Program
+from atlas.launch.checkpoint_folders import find_saves
 from atlas.launch.emulate import Emulation, Setup, emulate
+from atlas.launch.iterations import Progress
 from atlas.launch.measured import Records, View, with_norm
-from atlas.launch.passes import Progress
-from atlas.launch.saves import find_saves
 from atlas.launch.smoke import smoke_program
 from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training, stand_in
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate
-from atlas.wan.slot import Faults
+from atlas.wan.transport.stream_slot import Faults
 
 MS = 1_000_000
 SMALL = stand_in(width=16, length=8, microbatch=2)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from atlas.launch.saves import find_saves
+from atlas.launch.checkpoint_folders import find_saves
 from atlas.runtime.checkpoint import LocalStore, choose, load_layers
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny.yaml"

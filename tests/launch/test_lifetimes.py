@@ -16,7 +16,7 @@ import pytest
 from process_trees import GONE_S, below, command_of, is_alive, require_gone
 from wide_runs import LIMIT_S, free_port, job_text
 
-from atlas.launch.nursery import Child, Nursery
+from atlas.launch.forkserver import Child, Nursery
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny.yaml"
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -117,7 +117,7 @@ def test_a_killed_service_leaves_no_training_and_no_host(start: Start, tmp_path:
 # ---- the process that forks workers ----------------------------------------------------------------------------------
 LAUNCH = """
 import sys, time
-from atlas.launch.nursery import nursery
+from atlas.launch.forkserver import nursery
 made = nursery(sys.argv[1])
 print(made._process.pid, flush=True)
 time.sleep(600)
@@ -140,7 +140,7 @@ def test_it_ends_where_the_launcher_dies_in_the_middle_of_a_request(tmp_path: Pa
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "atlas.launch.nursery", "quick", str(theirs.fileno())],
+            [sys.executable, "-m", "atlas.launch.forkserver", "quick", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env={**ENV, "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])},
         )

@@ -11,7 +11,7 @@ from atlas.errors import AtlasError, WorkerError
 from atlas.launch.replan import replan
 from atlas.launch.supervisor import Restarts, keep_alive
 from atlas.launch.work import make_work
-from atlas.plan.space import batch_of
+from atlas.planner.space import batch_of
 
 
 def test_failures_without_progress_are_bounded_and_ever_later() -> None:

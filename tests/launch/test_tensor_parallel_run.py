@@ -17,11 +17,11 @@ from atlas.errors import AtlasError, SpecError, WorkerError
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.ops import Kind
 from atlas.ir.program import Layout, Memory, Program
-from atlas.launch.conductor import Terms
+from atlas.launch.checkpoint_folders import find_saves
+from atlas.launch.coordinator import Terms
 from atlas.launch.emulate import Emulation, Setup, Weights, emulate
 from atlas.launch.preflight import devices_for
 from atlas.launch.rehearse import Wishes, rehearse
-from atlas.launch.saves import find_saves
 from atlas.runtime.assignment import DataChoice, ModelChoice, Training
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.recipe import LearningRate, OptimizerSettings

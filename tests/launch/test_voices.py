@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atlas.errors import WorkerError
-from atlas.launch.fleet import Said, Voices
+from atlas.launch.worker_processes import Said, Voices
 
 
 class Group(Voices):

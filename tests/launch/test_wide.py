@@ -19,13 +19,13 @@ from process_trees import below, command_of, is_alive, require_gone
 from wide_runs import LIMIT_S, QUICK, WISHES, Run, free_port, hashes, job_text, losses_alone, run_wide, write_job
 
 from atlas.errors import AtlasError
-from atlas.launch import lead
-from atlas.launch.conductor import Terms
-from atlas.launch.passes import Progress
+from atlas.launch import run_monitor
+from atlas.launch.agent import Site
+from atlas.launch.coordinator import Terms
+from atlas.launch.iterations import Progress
 from atlas.launch.rehearse import rehearse
-from atlas.launch.site import Site
 from atlas.runtime.checkpoint import LocalStore, complete_ids
-from atlas.runtime.checkpoint.record import read_records
+from atlas.runtime.checkpoint.copied_parts import read_records
 from atlas.spec import Job
 
 NUM_STEPS = 8
@@ -105,7 +105,7 @@ def test_a_datacenter_of_several_hosts_has_a_launcher_on_each(tmp_path: Path) ->
 def test_a_frozen_worker_is_named_and_waited_for(
     undisturbed: tuple[Run, dict[str, str]], small: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lead, "STUCK_S", 1.0)
+    monkeypatch.setattr(run_monitor, "STUCK_S", 1.0)
 
     def freeze(pids: dict[str, int]) -> None:
         os.kill(pids["p0.s1"], signal.SIGSTOP)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from wide_runs import QUICK, WISHES, Run, losses_alone, run_wide, write_job
 
-from atlas.launch.conductor import Terms
+from atlas.launch.coordinator import Terms
 from atlas.launch.rehearse import rehearse
 
 pytestmark = pytest.mark.gpu

@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 
 from atlas.commands.train_dc import site_name
-from atlas.launch.conductor import Terms
+from atlas.launch.agent import SiteSettings
+from atlas.launch.coordinator import Terms
+from atlas.launch.multi_dc import Here, Hooks, train_here
 from atlas.launch.rehearse import Wishes
-from atlas.launch.site import SiteSettings
 from atlas.launch.supervisor import Restarts
-from atlas.launch.wide import Here, Hooks, train_here
 from atlas.launch.work import make_work
 from atlas.runtime.checkpoint import LocalStore, choose, load_layers
 from atlas.runtime.reference import train_alone

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from atlas.errors import WorkerError
-from atlas.wan.direct import ROOM_BYTES, Direct
-from atlas.wan.endpoint import Endpoint
-from atlas.wan.nearby import dial_nearby
-from atlas.wan.transport import Key
+from atlas.wan.transport.base import Key
+from atlas.wan.transport.direct import ROOM_BYTES, Direct
+from atlas.wan.transport.endpoint import Endpoint
+from atlas.wan.transport.unix_sockets import dial_nearby
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's"),

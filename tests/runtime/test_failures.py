@@ -31,7 +31,7 @@ from atlas.runtime.assignment import stand_in
 from atlas.runtime.device import Cpu, Upload
 from atlas.runtime.transfers import Arrival
 from atlas.schedules.classic import one_f_one_b
-from atlas.wan.transport import Handle
+from atlas.wan.transport.base import Handle
 
 START_S = 120.0
 """For processes that import torch on a host that has more to do than cores."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
 from atlas.ir.text import to_text
-from atlas.launch.fleet import Fleet
+from atlas.launch.worker_processes import Fleet
 from atlas.runtime.assignment import Assignment, stand_in
 from atlas.schedules.classic import one_f_one_b
 

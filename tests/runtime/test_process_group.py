@@ -17,7 +17,7 @@ import torch.distributed as dist
 from atlas.errors import WorkerError
 from atlas.runtime import process_group
 from atlas.runtime.process_group import Options
-from atlas.wan.settings import Settings
+from atlas.wan.transport.settings import Settings
 
 QUICK = Settings(max_streams=2, deadline_s=1.0, stall_s=1.0)
 
@@ -151,7 +151,7 @@ def test_a_second_group_works_beside_the_first(tmp_path: Path) -> None:
 
 def test_encrypted_between_datacenters(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
-    from atlas.wan.certs import make_ca, make_node
+    from atlas.wan.security.certs import make_ca, make_node
 
     make_ca(tmp_path)
     for rank in range(2):

@@ -8,7 +8,7 @@ import pytest
 
 from atlas.errors import WorkerError
 from atlas.runtime.record import Recorder, Sending, StepRecord
-from atlas.wan.transport import Handle
+from atlas.wan.transport.base import Handle
 
 
 def test_the_last_step_is_told_though_its_output_was_still_on_the_device() -> None:

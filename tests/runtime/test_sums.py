@@ -17,7 +17,7 @@ from atlas.runtime.links import Links
 from atlas.runtime.sync import SUMS, GradientSync
 from atlas.runtime.wiring import Seat
 from atlas.schedules.classic import one_f_one_b
-from atlas.wan.transport import Handle
+from atlas.wan.transport.base import Handle
 
 
 class HeldLinks:

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from atlas.runtime.checkpoint import LayerState
-from atlas.runtime.tensor_group import Shares, place_of
+from atlas.runtime.tensor_parallel.group import Shares, place_of
 
 
 class Placed:

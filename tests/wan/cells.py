@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
-from atlas.wan.cell import Cell
-from atlas.wan.endpoint import Endpoint
-from atlas.wan.proxy import DelayProxy
-from atlas.wan.settings import Settings
+from atlas.wan.cell_relay.relay import Cell
+from atlas.wan.emulator.delay_proxy import DelayProxy
+from atlas.wan.transport.endpoint import Endpoint
+from atlas.wan.transport.settings import Settings
 
 QUICK = Settings(max_streams=1, stall_s=5.0, heartbeat_s=0.5, deadline_s=20.0, warm_s=1.5)
 

@@ -8,8 +8,8 @@ import time
 import pytest
 from cells import joined_cells
 
-from atlas.wan.cell import hops_of
-from atlas.wan.transport import Key
+from atlas.wan.cell_relay.relay import hops_of
+from atlas.wan.transport.base import Key
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 
-from atlas.wan.cell_paths import MOST_HOLD_S, Path, Sender
-from atlas.wan.outbox import Outbox
-from atlas.wan.slices import Note, NoteKind, Slice
-from atlas.wan.transport import Handle
+from atlas.wan.cell_relay.paths import MOST_HOLD_S, Path, Sender
+from atlas.wan.cell_relay.slices import Note, NoteKind, Slice
+from atlas.wan.transport.base import Handle
+from atlas.wan.transport.outbox import Outbox
 
 SLICE_BYTES = 32 * 1024
 HOPS = [("a", "x"), ("a", "b", "y", "x")]

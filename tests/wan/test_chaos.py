@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from atlas.wan.chaos import Chaos
-from atlas.wan.endpoint import Endpoint
-from atlas.wan.settings import Settings
-from atlas.wan.transport import Key
+from atlas.wan.emulator.chaos import Chaos
+from atlas.wan.transport.base import Key
+from atlas.wan.transport.endpoint import Endpoint
+from atlas.wan.transport.settings import Settings
 
 FAST = Settings(max_streams=4, num_streams=4, stall_s=0.5, handshake_s=2.0, heartbeat_s=0.2, deadline_s=20)
 

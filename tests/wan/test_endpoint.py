@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.wan.endpoint import Endpoint
-from atlas.wan.settings import Settings
-from atlas.wan.transport import Key, Tag
+from atlas.wan.transport.base import Key, Tag
+from atlas.wan.transport.endpoint import Endpoint
+from atlas.wan.transport.settings import Settings
 
 QUICK = Settings(max_streams=3, deadline_s=20.0, stall_s=2.0, handshake_s=5.0, heartbeat_s=0.2)
 HASTY = replace(QUICK, deadline_s=1.0)
@@ -198,7 +198,7 @@ def test_the_wrong_node_is_refused() -> None:
 
 
 def test_outside_trusted_networks_nothing_is_plain() -> None:
-    from atlas.wan.security import Security
+    from atlas.wan.security.credentials import Security
 
     with (
         Endpoint("dc1/a", settings=QUICK, security=Security(trusted_networks=())) as a,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atlas.wan.tuning import NUM_SPANS, SAMPLE_S, RateMeter
+from atlas.wan.congestion.tuning import NUM_SPANS, SAMPLE_S, RateMeter
 
 SPAN_BYTES = 625_000
 """In one span at 100 Mbit/s."""

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas.errors import WorkerError
-from atlas.wan import flight
-from atlas.wan.flight import FIRST_BYTES, Flight
-from atlas.wan.inbox import Inbox
-from atlas.wan.message import Chunk
-from atlas.wan.outbox import Outbox
-from atlas.wan.transport import Handle, Key, Loopback, Tag
-from atlas.wan.wire import FrameKind, Header
+from atlas.wan.congestion import inflight_limit
+from atlas.wan.congestion.inflight_limit import FIRST_BYTES, Flight
+from atlas.wan.transport.base import Handle, Key, Loopback, Tag
+from atlas.wan.transport.inbox import Inbox
+from atlas.wan.transport.message import Chunk
+from atlas.wan.transport.outbox import Outbox
+from atlas.wan.transport.wire import FrameKind, Header
 
 KB = 1024
 
@@ -236,8 +236,8 @@ def test_the_loopback_is_a_transport() -> None:
 @pytest.fixture
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits so long that a busy machine does not miss them."""
-    monkeypatch.setattr(flight, "MOST_HOLD_S", 1.0)
-    monkeypatch.setattr(flight, "MOST_TURN_S", 1.0)
+    monkeypatch.setattr(inflight_limit, "MOST_HOLD_S", 1.0)
+    monkeypatch.setattr(inflight_limit, "MOST_TURN_S", 1.0)
 
 
 def _slices_of(*turns: int) -> Outbox:

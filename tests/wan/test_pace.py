@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from atlas.wan import cell_paths
-from atlas.wan.cell_paths import STAGED_SLICES, Path, Sender
-from atlas.wan.flight import LEAD_S, PACE, Flight
-from atlas.wan.inbox import FULL, SMALL, Inbox
-from atlas.wan.outbox import Outbox
-from atlas.wan.slices import Note, NoteKind, Slice
-from atlas.wan.transport import Handle, Tag
-from atlas.wan.wire import FrameKind, Header
+from atlas.wan.cell_relay import paths
+from atlas.wan.cell_relay.paths import STAGED_SLICES, Path, Sender
+from atlas.wan.cell_relay.slices import Note, NoteKind, Slice
+from atlas.wan.congestion.inflight_limit import LEAD_S, PACE, Flight
+from atlas.wan.transport.base import Handle, Tag
+from atlas.wan.transport.inbox import FULL, SMALL, Inbox
+from atlas.wan.transport.outbox import Outbox
+from atlas.wan.transport.wire import FrameKind, Header
 
 KB = 1024
 SLOW_BPS = 8e6
@@ -151,7 +151,7 @@ def test_a_slow_path_hoards_no_slices() -> None:
 def test_a_slice_that_waits_for_its_turn_is_not_sent_again_and_one_that_is_lost_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cell_paths, "LEAST_TURN_S", 60.0)  # a busy host may take a quarter of a second by itself
+    monkeypatch.setattr(paths, "LEAST_TURN_S", 60.0)  # a busy host may take a quarter of a second by itself
     handed: list[tuple[int, int]] = []
     source = sender(handed, 2)
     try:

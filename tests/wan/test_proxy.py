@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from atlas.wan.proxy import DelayProxy
+from atlas.wan.emulator.delay_proxy import DelayProxy
 
 
 class Sink:

@@ -10,14 +10,14 @@ import pytest
 from cells import joined_cells
 
 from atlas.errors import WorkerError
-from atlas.wan import inbox as inbox_module
-from atlas.wan import message as message_module
-from atlas.wan.endpoint import Endpoint
-from atlas.wan.inbox import Inbox
-from atlas.wan.outbox import Outbox
-from atlas.wan.settings import Settings
-from atlas.wan.slot import Faults
-from atlas.wan.transport import Handle, Key, Tag
+from atlas.wan.transport import inbox as inbox_module
+from atlas.wan.transport import message as message_module
+from atlas.wan.transport.base import Handle, Key, Tag
+from atlas.wan.transport.endpoint import Endpoint
+from atlas.wan.transport.inbox import Inbox
+from atlas.wan.transport.outbox import Outbox
+from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.stream_slot import Faults
 
 A, B, C = "dc1/a", "dc2/b", "dc1/c"
 SMALL = Settings(max_streams=2, staging_bytes=1 << 20, deadline_s=20.0, stall_s=10.0)

@@ -14,20 +14,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atlas.wan.endpoint import Endpoint
-from atlas.wan.inbound import Inbound
-from atlas.wan.inbox import Inbox
-from atlas.wan.security import Credentials, Security
-from atlas.wan.settings import Settings
-from atlas.wan.slot import Faults
-from atlas.wan.stream import Stream
-from atlas.wan.transport import Handle, Key
-from atlas.wan.wire import RECORD_BYTES, Greeting, RecordKind
+from atlas.wan.security.credentials import Credentials, Security
+from atlas.wan.transport.base import Handle, Key
+from atlas.wan.transport.endpoint import Endpoint
+from atlas.wan.transport.inbound import Inbound
+from atlas.wan.transport.inbox import Inbox
+from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.stream import Stream
+from atlas.wan.transport.stream_slot import Faults
+from atlas.wan.transport.wire import RECORD_BYTES, Greeting, RecordKind
 
 pytest.importorskip("cryptography")
 
-from atlas.wan.certs import make_ca, make_node
-from atlas.wan.seal import seal_of
+from atlas.wan.security.aead import seal_of
+from atlas.wan.security.certs import make_ca, make_node
 
 A, B = "dc1/a", "dc2/b"
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from atlas.wan.tuning import LOSSY_STREAMS
-from atlas.wan.warming import FIRST_BYTES, Look, WarmUp
+from atlas.wan.congestion.tuning import LOSSY_STREAMS
+from atlas.wan.congestion.warm_up import FIRST_BYTES, Look, WarmUp
 
 RTT_S, TICK_S, STREAMS = 0.04, 0.001, 12
 

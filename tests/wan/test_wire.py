@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas.errors import WorkerError
-from atlas.wan.slices import Note, NoteKind, Slice, pack_note, pack_slice, unpack_note, unpack_slice
-from atlas.wan.wire import (
+from atlas.wan.cell_relay.slices import Note, NoteKind, Slice, pack_note, pack_slice, unpack_note, unpack_slice
+from atlas.wan.transport.wire import (
     GREETING_BYTES,
     HEADER_BYTES,
     MAX_CHUNK_BYTES,

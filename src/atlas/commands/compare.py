@@ -14,11 +14,11 @@ from atlas.commands.files import Outputs, picture_flags
 from atlas.commands.simulate import job_flags, search_flags
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.errors import AtlasError
+from atlas.evaluate.job import Progress, evaluate
 from atlas.ir.analysis import summary
 from atlas.ir.difference import difference
 from atlas.ir.store import load_timeline
 from atlas.ir.timeline import Timeline
-from atlas.plan.evaluate import Progress, evaluate
 from atlas.spec.plan import load_job_or_plan
 from atlas.view import compare_table
 from atlas.view.table import side_by_side

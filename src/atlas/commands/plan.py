@@ -20,14 +20,14 @@ from atlas.commands.words import priced
 from atlas.cost.compute import pricing
 from atlas.errors import SpecError
 from atlas.ir.replace import replacing
-from atlas.plan.files import plan_of
-from atlas.plan.ground import ground_of
-from atlas.plan.judge import as_dict
-from atlas.plan.objective import OBJECTIVES, Objective, amount, objective_of
-from atlas.plan.planner import Planned, make_plan
-from atlas.plan.report import compared, front, has_prices, rows, scene, verdict
-from atlas.plan.space import KEEPABLE, batch_of
-from atlas.plan.strategies import STRATEGIES
+from atlas.planner.files import plan_of
+from atlas.planner.ground import ground_of
+from atlas.planner.judge import as_dict
+from atlas.planner.objective import OBJECTIVES, Objective, amount, objective_of
+from atlas.planner.report import compared, front, has_prices, rows, scene, verdict
+from atlas.planner.run import Planned, make_plan
+from atlas.planner.space import KEEPABLE, batch_of
+from atlas.planner.strategies import STRATEGIES
 from atlas.spec.plan import load_job_or_plan, plan_text
 from atlas.view.table import seconds
 

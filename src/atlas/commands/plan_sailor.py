@@ -1,5 +1,5 @@
-"""The part of `atlas plan` that reads Sailor's files. The work is done in `atlas.plan.sailor`."""
+"""The part of `atlas plan` that reads Sailor's files. The work is done in `atlas.sailor`."""
 
-from atlas.plan.sailor.run import add_arguments, run_sailor
+from atlas.sailor.run import add_arguments, run_sailor
 
 __all__ = ["add_arguments", "run_sailor"]

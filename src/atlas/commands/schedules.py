@@ -11,8 +11,8 @@ import sys
 
 from atlas.commands.simulate import job_flags, search_flags
 from atlas.commands.terminal import Meter, as_json, show
+from atlas.evaluate.job import build, find_schedule, prepare
 from atlas.ir.text import to_text, to_torch_csv
-from atlas.plan.evaluate import build, find_schedule, prepare
 from atlas.schedules import SCHEDULES
 from atlas.spec.plan import load_job_or_plan
 

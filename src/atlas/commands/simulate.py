@@ -18,12 +18,12 @@ from atlas.commands.files import Outputs, make_folder, picture_flags, require_ap
 from atlas.commands.numbers import whole
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.commands.words import headline, more_table, notes, page_notes, why
+from atlas.evaluate.job import Choice, default_choices, evaluate_all, find_schedule
+from atlas.evaluate.result import Result, rows
 from atlas.ir.replace import replacing
-from atlas.plan.evaluate import Choice, default_choices, evaluate_all, find_schedule
-from atlas.plan.files import candidate_of
-from atlas.plan.ground import ground_of
-from atlas.plan.result import Result, rows
-from atlas.plan.whole import Whole, simulate_whole
+from atlas.planner.files import candidate_of
+from atlas.planner.ground import ground_of
+from atlas.planner.whole import Whole, simulate_whole
 from atlas.schedules import SCHEDULES
 from atlas.spec.plan import Plan, load_job_or_plan
 from atlas.view import results_table

@@ -26,7 +26,7 @@ from atlas.errors import AtlasError
 from atlas.spec.plan import load_job_or_plan
 
 if TYPE_CHECKING:
-    from atlas.launch.passes import Progress
+    from atlas.launch.iterations import Progress
     from atlas.launch.rehearse import Rehearsal
     from atlas.launch.report import Report
 

@@ -76,11 +76,11 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_dc(args: argparse.Namespace, job: Job, wishes: Wishes) -> int:
-    from atlas.launch.conductor import Terms
+    from atlas.launch.agent import SiteSettings
+    from atlas.launch.coordinator import Terms
+    from atlas.launch.multi_dc import Here, Hooks, leads, train_here
     from atlas.launch.report import Report
-    from atlas.launch.site import SiteSettings
     from atlas.launch.supervisor import Restarts
-    from atlas.launch.wide import Here, Hooks, leads, train_here
 
     name, local_rank = site_name(args.dc, args.node, os.environ)
     _require_own(args.listen)

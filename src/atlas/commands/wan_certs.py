@@ -13,7 +13,7 @@ from pathlib import Path
 
 from atlas.commands.numbers import whole
 from atlas.commands.terminal import as_json
-from atlas.wan.certs import CA_DAYS, DEFAULT_DAYS, expires, make_ca, make_node
+from atlas.wan.security.certs import CA_DAYS, DEFAULT_DAYS, expires, make_ca, make_node
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

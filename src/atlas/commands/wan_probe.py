@@ -24,9 +24,9 @@ from atlas.errors import AtlasError
 from atlas.ir.replace import replacing
 from atlas.spec.cluster import Cluster, Link, Route
 from atlas.spec.load import load_cluster, load_job
-from atlas.wan.path import Observation, recorded, write_series, write_trace
 from atlas.wan.probe.agent import Agent
 from atlas.wan.probe.links import drift, links_yaml, write_links
+from atlas.wan.probe.recorded_path import Observation, recorded, write_series, write_trace
 from atlas.wan.probe.survey import LinkMeasurement, Survey, survey
 from atlas.wan.probe.wire import require_token
 

@@ -22,9 +22,9 @@ from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.commands.words import priced
 from atlas.cost.compute import pricing
 from atlas.errors import SpecError
-from atlas.plan.change import Sweep, parse_sweep
-from atlas.plan.judge import Judged, as_dict
-from atlas.plan.whatif import Asked, Marginal, Point, marginals, percentiles, spread, sweep
+from atlas.planner.change import Sweep, parse_sweep
+from atlas.planner.judge import Judged, as_dict
+from atlas.planner.whatif import Asked, Marginal, Point, marginals, percentiles, spread, sweep
 from atlas.schedules.eager import NAME
 from atlas.spec import Job
 from atlas.spec.plan import load_job_or_plan

@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 
 from atlas.cost.flops import model_params
-from atlas.plan.result import Result
+from atlas.evaluate.result import Result
 from atlas.view.table import seconds
 
 Row = Mapping[str, Any]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from atlas.launch.fleet import Voices
+from atlas.launch.worker_processes import Voices
 
 QUESTIONS = 5
 TIMEOUT_S = 20.0

@@ -22,10 +22,10 @@ from atlas.ir.program import Program
 from atlas.ir.text import to_text
 from atlas.ir.timeline import Timeline
 from atlas.launch.clocks import offsets_ns
-from atlas.launch.fleet import Fleet
+from atlas.launch.iterations import Passes, Progress
 from atlas.launch.measured import Records, View
-from atlas.launch.passes import Passes, Progress
 from atlas.launch.paths import NodePaths, paths_of
+from atlas.launch.worker_processes import Fleet
 from atlas.runtime.assignment import Assignment, FillerChoice, SaveChoice, Training
 from atlas.runtime.models.config import require_divisible
 from atlas.runtime.wiring import TIED, Seat, require_runnable

@@ -18,7 +18,7 @@ from atlas.ir.assemble import assemble, repeated
 from atlas.ir.ops import Kind, Op
 from atlas.ir.program import Ints, Layout, Program
 from atlas.ir.timeline import Timeline
-from atlas.wan.slot import Faults
+from atlas.wan.transport.stream_slot import Faults
 
 Step = dict[str, Any]
 """What a worker says of one pass through its Program (runtime.record)."""

@@ -14,7 +14,7 @@ from atlas.ir.program import FORWARD, Program
 from atlas.runtime.links import sliced_bytes
 from atlas.runtime.wiring import Seat
 from atlas.wan.emulator.paths import PathSpec, Trunk
-from atlas.wan.wire import HEADER_BYTES
+from atlas.wan.transport.wire import HEADER_BYTES
 
 NodePaths = dict[tuple[str, str], PathSpec]
 

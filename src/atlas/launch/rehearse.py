@@ -15,18 +15,18 @@ from typing import Literal
 
 from atlas.cost.table import Costs
 from atlas.errors import AtlasError, SpecError
+from atlas.evaluate.job import build, find_schedule, prepare
+from atlas.evaluate.result import Case
 from atlas.ir.assemble import repeated
 from atlas.ir.program import Program
 from atlas.ir.timeline import Timeline
+from atlas.launch.checkpoint_folders import Saves, find_saves
 from atlas.launch.emulate import MANY_STREAMS, Emulation, Setup, emulate
+from atlas.launch.iterations import Progress
 from atlas.launch.measured import with_norm
-from atlas.launch.passes import Progress
 from atlas.launch.paths import require_emulable
 from atlas.launch.preflight import require_executable
-from atlas.launch.saves import Saves, find_saves
 from atlas.launch.supervisor import Restarts, keep_alive
-from atlas.plan.evaluate import build, find_schedule, prepare
-from atlas.plan.result import Case
 from atlas.runtime.assignment import DataChoice, ModelChoice, Training, stand_in
 from atlas.runtime.models.config import from_spec
 from atlas.runtime.models.huggingface import read_config

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.launch.courier import Courier, Message, frame, unframed
-from atlas.wan.greet import Address
-from atlas.wan.security import Security, require_name
+from atlas.launch.control_channel import Courier, Message, frame, unframed
+from atlas.wan.security.credentials import Security, require_name
+from atlas.wan.transport.handshake import Address
 
 log = logging.getLogger("atlas.launch")
 VERSION = 1

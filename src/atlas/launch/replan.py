@@ -10,10 +10,10 @@ from collections.abc import Collection
 
 from atlas.cost.arrange import num_workers
 from atlas.errors import AtlasError, InfeasibleError
-from atlas.plan.evaluate import find_schedule, prepare
-from atlas.plan.planner import make_plan
-from atlas.plan.runnable import runnable
-from atlas.plan.space import batch_of
+from atlas.evaluate.job import find_schedule, prepare
+from atlas.planner.run import make_plan
+from atlas.planner.runnable import runnable
+from atlas.planner.space import batch_of
 from atlas.spec import Job
 
 KEPT = ("tp", "microbatch")

@@ -10,11 +10,11 @@ import json
 from dataclasses import dataclass, replace
 
 from atlas.cost.table import Costs
+from atlas.evaluate.job import build, find_schedule, prepare
 from atlas.ir.program import Program
 from atlas.launch.measured import with_norm
 from atlas.launch.rehearse import Wishes, make_training
 from atlas.launch.rendezvous import SiteName
-from atlas.plan.evaluate import build, find_schedule, prepare
 from atlas.runtime.assignment import Training
 from atlas.runtime.models.config import require_divisible
 from atlas.runtime.wiring import Seat, require_runnable

@@ -14,15 +14,15 @@ from pathlib import Path
 from atlas.ir.program import BACKWARD, FORWARD
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.wiring import AFTER, BEFORE, CONTROL, MAIN, Seat, is_along, lane_of
-from atlas.wan.cell import SLICE_BYTES, Cell
-from atlas.wan.direct import Direct
-from atlas.wan.endpoint import Endpoint
-from atlas.wan.security import Credentials, Security
-from atlas.wan.settings import Settings
-from atlas.wan.slices import head_bytes
-from atlas.wan.slot import Faults
-from atlas.wan.transport import Buffer, Handle, Key, Tag, Transport
-from atlas.wan.wire import HEADER_BYTES
+from atlas.wan.cell_relay.relay import SLICE_BYTES, Cell
+from atlas.wan.cell_relay.slices import head_bytes
+from atlas.wan.security.credentials import Credentials, Security
+from atlas.wan.transport.base import Buffer, Handle, Key, Tag, Transport
+from atlas.wan.transport.direct import Direct
+from atlas.wan.transport.endpoint import Endpoint
+from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.stream_slot import Faults
+from atlas.wan.transport.wire import HEADER_BYTES
 
 CONNECT_S = 20.0
 """Peers listen before anybody is told to connect."""

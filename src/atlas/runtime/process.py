@@ -44,10 +44,10 @@ from atlas.runtime.device import make_device
 from atlas.runtime.record import StepRecord
 from atlas.runtime.waits import load_filler
 from atlas.runtime.worker import Worker
-from atlas.wan.slot import Faults
+from atlas.wan.transport.stream_slot import Faults
 
 if TYPE_CHECKING:
-    from atlas.runtime.leading import Followers
+    from atlas.runtime.tensor_parallel.leader import Followers
 
 DECISION_S = 60.0
 """How long a worker that was told to stop waits to hear after which step."""
@@ -143,7 +143,7 @@ def _serve(orders: TextIO, talk: Talk) -> dict[str, Any]:
     assignment = Assignment.from_json(_order(orders)["assignment"])
     if assignment.tp == 1:
         return _work(assignment, orders, talk, None)
-    from atlas.runtime.leading import Followers  # brings DTensor, a second that most workers do not need
+    from atlas.runtime.tensor_parallel.leader import Followers  # brings DTensor, a second that most workers do not need
 
     followers = Followers(assignment, talk.fail)
     with followers.explaining():

@@ -27,11 +27,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, Work
 
 from atlas.errors import WorkerError
-from atlas.wan.endpoint import Endpoint
-from atlas.wan.greet import Address
-from atlas.wan.security import Credentials, Security
-from atlas.wan.settings import Settings
-from atlas.wan.transport import Handle, Key
+from atlas.wan.security.credentials import Credentials, Security
+from atlas.wan.transport.base import Handle, Key
+from atlas.wan.transport.endpoint import Endpoint
+from atlas.wan.transport.handshake import Address
+from atlas.wan.transport.settings import Settings
 
 NAME = "atlas"
 COPIED_BYTES = 256 << 20

@@ -14,7 +14,7 @@ from typing import Any
 
 from atlas.errors import WorkerError
 from atlas.runtime.device import Span
-from atlas.wan.transport import Handle
+from atlas.wan.transport.base import Handle
 
 LOOK_S = 0.001
 

@@ -24,9 +24,9 @@ from atlas.runtime.checkpoint import (
     restore,
     share,
 )
-from atlas.runtime.holding import Holding
 from atlas.runtime.links import Links
 from atlas.runtime.models.decoder import layer_of
+from atlas.runtime.tensor_parallel.stage_set import Holding
 from atlas.runtime.training import data_digest, model_layers, run_config
 from atlas.runtime.wiring import Seat
 

@@ -27,7 +27,7 @@ from atlas.runtime.models.tied import joined
 from atlas.runtime.optimizer import global_norm
 from atlas.runtime.transfers import bytes_of
 from atlas.runtime.wiring import CONTROL, GRADIENTS, TIED
-from atlas.wan.transport import Handle
+from atlas.wan.transport.base import Handle
 
 Wait = Callable[[Sequence[Handle]], None]
 PARTS, SUMS, ENDS, HALVES = range(4)

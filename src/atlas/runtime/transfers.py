@@ -24,7 +24,7 @@ from atlas.ir.program import BACKWARD, FORWARD
 from atlas.runtime.device import Device, Upload
 from atlas.runtime.links import Links
 from atlas.runtime.record import Sending, StepRecord
-from atlas.wan.transport import Handle, Tag
+from atlas.wan.transport.base import Handle, Tag
 
 MAX_AHEAD = 16
 AHEAD_BYTES = 256 << 20

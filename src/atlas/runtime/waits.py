@@ -20,7 +20,7 @@ from atlas.ir.ops import Op
 from atlas.ir.program import Ints, Program
 from atlas.runtime.assignment import FillerChoice, Json
 from atlas.runtime.device import Device, Running, Span
-from atlas.wan.transport import Handle
+from atlas.wan.transport.base import Handle
 
 GROUP = "atlas.fillers"
 T = TypeVar("T")

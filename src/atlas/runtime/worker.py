@@ -21,20 +21,20 @@ from atlas.ir.program import BACKWARD, FORWARD
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import SaveId
 from atlas.runtime.device import Device, Span
-from atlas.runtime.holding import Holding
 from atlas.runtime.links import Links, Place
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD
 from atlas.runtime.models.tied import is_split
 from atlas.runtime.record import Recorder, StepRecord
 from atlas.runtime.saving import Saving, resume
 from atlas.runtime.sync import GradientSync, Norm, TiedEnds
+from atlas.runtime.tensor_parallel.stage_set import Holding
 from atlas.runtime.transfers import Need, Transfers
 from atlas.runtime.waits import Filler, Position, Waits, WorkerFacts
 from atlas.runtime.wiring import Seat, require_runnable
-from atlas.wan.transport import Handle
+from atlas.wan.transport.base import Handle
 
 if TYPE_CHECKING:
-    from atlas.runtime.leading import Followers
+    from atlas.runtime.tensor_parallel.leader import Followers
 
 T = TypeVar("T")
 
@@ -117,7 +117,9 @@ class Worker:
     def _hold(self, followers: Followers | None) -> Holding:
         if followers is None:
             return Holding(self.assignment, self.seat, self.device.place)
-        from atlas.runtime.leading import LedHolding  # brings DTensor, a second that most workers do not need
+        from atlas.runtime.tensor_parallel.leader import (
+            LedHolding,  # brings DTensor, a second that most workers do not need
+        )
 
         return LedHolding(self.assignment, self.seat, self.device.place, followers)
 

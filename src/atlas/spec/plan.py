@@ -2,7 +2,7 @@
 do and where all of it came from. The one file that passes between commands.
 
 `load_plan` reads it like any file a user may have edited; `load_job_or_plan` takes either. Knows shapes and rules; who
-makes a plan is `atlas.plan`, who runs it `atlas.launch`.
+makes a plan is `atlas.planner`, who runs it `atlas.launch`.
 """
 
 from __future__ import annotations

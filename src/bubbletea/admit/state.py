@@ -22,8 +22,8 @@ from bubbletea.admit.words import Lane, Placement, Request, Slice
 from bubbletea.bubbles import Forecast
 from bubbletea.costs import LEAST_TOKENS, PARTS, Costs
 from bubbletea.fair import Backlog, Shares
-from bubbletea.links import Residual, free_network
-from bubbletea.prefix import PrefixCache
+from bubbletea.free_network import Residual, free_network
+from bubbletea.prefix_index import PrefixCache
 
 LEAD_NS = 2_000_000
 """What starts within this is on its way to the worker and is moved no more."""

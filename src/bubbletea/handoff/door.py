@@ -17,7 +17,7 @@ from typing import Any
 from atlas.errors import AtlasError, WorkerError
 from bubbletea.frames import ClosedError, Frame, admit_caller, receive_async, write
 from bubbletea.handoff.blocks import END, FETCH, GONE, KV, RELEASE, Block, pack_block
-from bubbletea.handoff.seal import seal
+from bubbletea.handoff.signature import seal
 from bubbletea.handoff.store import Parcel, Store
 
 log = logging.getLogger("bubbletea.handoff")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from atlas.errors import AtlasError
 from atlas.runtime.device import Running
-from atlas.wan.transport import Handle, Key, Transport
+from atlas.wan.transport.base import Handle, Key, Transport
 from bubbletea.prefill.job import HEAD, Job, Piece, Task, Yield
 from bubbletea.prefill.pace import Pace
 from bubbletea.prefill.shard import Shard

@@ -18,7 +18,7 @@ import torch
 
 from atlas.runtime.device import make_device
 from atlas.runtime.waits import Position, SharedDevice
-from bubbletea.prefill.filler import BubbleTea
+from bubbletea.prefill.plugin import BubbleTea
 
 
 @dataclass(frozen=True)

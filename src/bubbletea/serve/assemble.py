@@ -33,7 +33,7 @@ from bubbletea.serve.dispatch import Dispatcher
 from bubbletea.serve.ground import Ground
 from bubbletea.serve.metrics import Metrics
 from bubbletea.serve.planner import Planner
-from bubbletea.serve.prefixes import Prefixes
+from bubbletea.serve.prefix_store import Prefixes
 from bubbletea.serve.promise import Promise
 from bubbletea.serve.service import Service
 from bubbletea.serve.tokens import Text

@@ -21,7 +21,6 @@ from atlas.errors import WorkerError
 from bubbletea.frames import ClosedError, Frame, admit_caller, receive_async, write
 from bubbletea.handoff.blocks import KV, Block, pack_block, unpack_block
 from bubbletea.prefill.job import Task
-from bubbletea.prefill.link import logits_of
 from bubbletea.prefill.messages import (
     CANCEL,
     DONE,
@@ -35,6 +34,7 @@ from bubbletea.prefill.messages import (
     pack_task,
     ticket_of,
 )
+from bubbletea.prefill.service_link import logits_of
 
 log = logging.getLogger("bubbletea.serve")
 

@@ -29,7 +29,7 @@ from bubbletea.prefill.job import HEAD, Task
 from bubbletea.serve.crew import Crew, Member
 from bubbletea.serve.metrics import Metrics
 from bubbletea.serve.planner import Planner
-from bubbletea.serve.prefixes import Prefixes
+from bubbletea.serve.prefix_store import Prefixes
 from bubbletea.serve.promise import Promise
 
 log = logging.getLogger("bubbletea.serve")

@@ -23,14 +23,14 @@ from typing import Any
 import bubbletea
 from atlas.cost.table import Costs
 from atlas.errors import AtlasError, WorkerError
+from atlas.evaluate.job import build, find_schedule, prepare
 from atlas.ir.assemble import repeated
 from atlas.ir.program import Program
 from atlas.ir.timeline import Timeline
 from atlas.launch.emulate import Setup, emulate
-from atlas.launch.passes import Progress
+from atlas.launch.iterations import Progress
 from atlas.launch.paths import require_emulable
 from atlas.launch.rehearse import MAX_WORKERS
-from atlas.plan.evaluate import build, find_schedule, prepare
 from atlas.runtime.assignment import FillerChoice, stand_in
 from atlas.sim import simulate
 from atlas.spec import Job

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from atlas.evaluate.result import Result
 from atlas.ir.ops import USEFUL
 from atlas.ir.program import Ints
 from atlas.ir.timeline import Timeline
-from atlas.plan.result import Result
 from atlas.sim import Jitter, lower
 from atlas.sim.lower import Tables, noisy
 from atlas.sim.simulate import run, timeline

@@ -14,9 +14,9 @@ import numpy as np
 
 from atlas.cost.memory import peak_memory
 from atlas.cost.wan import worker_bps
+from atlas.evaluate.job import Progress, evaluate
+from atlas.evaluate.result import Result
 from atlas.ir.ops import USEFUL
-from atlas.plan.evaluate import Progress, evaluate
-from atlas.plan.result import Result
 from atlas.spec.job import Job
 from atlas.spec.model import Model
 from atlas.spec.plan import load_job_or_plan
@@ -26,7 +26,7 @@ from bubbletea.admit.state import State
 from bubbletea.admit.words import Lane
 from bubbletea.bubbles import Forecast, Pattern, pattern_of
 from bubbletea.costs import LLAMA_3_8B, Costs, price_prefill
-from bubbletea.links import Residual, free_network, residual_of
+from bubbletea.free_network import Residual, free_network, residual_of
 from bubbletea.traces import Trace
 
 TOOL_WAITS = "tool waits"

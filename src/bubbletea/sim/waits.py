@@ -15,7 +15,7 @@ import numpy as np
 
 from atlas.errors import SpecError
 from bubbletea.bubbles import Pattern
-from bubbletea.links import free_network
+from bubbletea.free_network import free_network
 from bubbletea.sim.scene import TOOL_WAITS, Scene
 
 FORMAT = "tvcache-waits-1"

@@ -15,7 +15,7 @@ from typing import Any
 
 from atlas.errors import AtlasError, WorkerError
 from bubbletea.handoff.fetch import Fetcher, Ticket
-from bubbletea.handoff.seal import require_genuine, require_prompt
+from bubbletea.handoff.signature import require_genuine, require_prompt
 from bubbletea.vllm.loader import Load
 
 log = logging.getLogger("vllm.bubbletea")

@@ -12,7 +12,7 @@ from bubbletea.admit.state import State
 from bubbletea.admit.words import Request
 from bubbletea.bubbles import Forecast, Pattern
 from bubbletea.costs import Costs, LayerTime
-from bubbletea.links import Residual
+from bubbletea.free_network import Residual
 
 MS = 1_000_000
 MODEL = Model(family="llama", layers=6, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=256, seq_len=4096)

@@ -10,7 +10,7 @@ from atlas.errors import AtlasError
 from bubbletea.admit.decide import admit, advance, cancel, complete, late, reforecast
 from bubbletea.admit.lanes import build_lanes, deal, need_bytes
 from bubbletea.admit.words import Placement, Refusal, Request
-from bubbletea.links import Residual
+from bubbletea.free_network import Residual
 
 OPEN = [[(0, 100 * MS)], [(0, 100 * MS)]]
 

@@ -12,10 +12,10 @@ import torch
 from prefill_samples import LLAMA
 
 from bubbletea.frames import receive
-from bubbletea.prefill import link as module
+from bubbletea.prefill import service_link as module
 from bubbletea.prefill.job import Piece, Task
-from bubbletea.prefill.link import Link
 from bubbletea.prefill.messages import DONE, FAILED, READY
+from bubbletea.prefill.service_link import Link
 from bubbletea.prefill.shard import Served
 
 

@@ -12,8 +12,8 @@ from prefill_samples import LLAMA
 
 from bubbletea.frames import greet, send
 from bubbletea.prefill.job import Task
-from bubbletea.prefill.link import dial
 from bubbletea.prefill.messages import READY, Order
+from bubbletea.prefill.service_link import dial
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.crew import Crew, Member
 

@@ -24,7 +24,7 @@ from bubbletea.prefill.shard import Served
 from bubbletea.serve.assemble import assemble
 from bubbletea.serve.auth import EVERYBODY, Keys
 from bubbletea.serve.ground import alone
-from bubbletea.serve.prefixes import Prefixes
+from bubbletea.serve.prefix_store import Prefixes
 from bubbletea.serve.service import StopStrings
 from bubbletea.serve.tokens import Stream, Text
 

@@ -23,7 +23,7 @@ from vllm_lab import SRC, TINY, TOKEN, Prefiller, closed_port, led_to, make_mode
 from atlas.errors import WorkerError
 from bubbletea.handoff.fetch import Ticket
 from bubbletea.handoff.identity import model_id
-from bubbletea.handoff.seal import require_genuine, require_prompt, seal
+from bubbletea.handoff.signature import require_genuine, require_prompt, seal
 from bubbletea.vllm.cache import PagedCache, Share, layer_index
 from bubbletea.vllm.fetching import Wanted, fetch
 from bubbletea.vllm.loader import Load, Loader, Outcome

@@ -30,7 +30,7 @@ from atlas.runtime.models.export import export_stage, finish_export
 from bubbletea.frames import Frame, write
 from bubbletea.handoff.blocks import KV, Block, pack_block
 from bubbletea.handoff.door import Door
-from bubbletea.handoff.seal import seal
+from bubbletea.handoff.signature import seal
 from bubbletea.handoff.store import Parcel, Store
 from bubbletea.prefill.shard import Served
 

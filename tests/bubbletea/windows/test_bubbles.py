@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from atlas.errors import AtlasError
+from atlas.evaluate.job import evaluate
+from atlas.evaluate.result import Result
 from atlas.ir.bubbles import bubbles
 from atlas.ir.timeline import Timeline
-from atlas.plan.evaluate import evaluate
-from atlas.plan.result import Result
 from atlas.spec import load_job
 from bubbletea.bubbles import SWITCH_NS, Forecast, pattern_of
+from bubbletea.free_network import residual_of
 from bubbletea.learn import DRIFT_PERIODS, Learner
-from bubbletea.links import residual_of
 
 MS = 1_000_000
 

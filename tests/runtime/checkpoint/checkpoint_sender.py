@@ -13,7 +13,7 @@ from checkpoint_samples import LAYERS, meta_at, numbered
 
 from atlas.runtime.checkpoint import Checkpointer, Line, LocalStore, RemoteStore, Replicator, shelf_of
 from atlas.runtime.checkpoint.store import Chunk
-from atlas.wan.endpoint import Endpoint
+from atlas.wan.transport.endpoint import Endpoint
 
 SIZE = 400_000
 

@@ -26,7 +26,7 @@ from atlas.runtime.checkpoint import (
     choose,
     load_layers,
 )
-from atlas.wan.endpoint import Endpoint
+from atlas.wan.transport.endpoint import Endpoint
 
 NUM_LAYERS, SAVES = 8, 5
 

@@ -30,9 +30,9 @@ from atlas.runtime.checkpoint import (
     shelf_of,
 )
 from atlas.runtime.checkpoint.calls import CALL_LANE, MAX_QUEUED_BYTES, PIECE_BYTES, WINDOW_BYTES, pack, unpack
-from atlas.wan.endpoint import Endpoint
-from atlas.wan.settings import Settings
-from atlas.wan.transport import Key
+from atlas.wan.transport.base import Key
+from atlas.wan.transport.endpoint import Endpoint
+from atlas.wan.transport.settings import Settings
 
 QUICK = Settings(max_streams=2, deadline_s=2.0, stall_s=1.0, handshake_s=2.0)
 HALF = {"east": LAYERS[:3], "west": LAYERS[3:]}

@@ -20,7 +20,7 @@ from atlas.runtime.checkpoint import (
     complete_ids,
     load_layers,
 )
-from atlas.runtime.checkpoint.record import forget_targets, read_records
+from atlas.runtime.checkpoint.copied_parts import forget_targets, read_records
 
 DCS = {"east": LAYERS[:2], "west": LAYERS[2:4], "north": LAYERS[4:]}
 PARTNER = {"east": "west", "west": "north", "north": "east"}

@@ -16,7 +16,15 @@ from atlas.schedules.classic import gpipe
 from atlas.sim import simulate
 from atlas.spec.cluster import Route
 from atlas.spec.trace import TraceRow, read_trace
-from atlas.wan.path import Observation, PathModel, RecordedPath, read_series, recorded, write_series, write_trace
+from atlas.wan.probe.recorded_path import (
+    Observation,
+    PathModel,
+    RecordedPath,
+    read_series,
+    recorded,
+    write_series,
+    write_trace,
+)
 
 MS = 1_000_000
 SERIES = (

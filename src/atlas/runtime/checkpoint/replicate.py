@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from atlas.errors import AtlasError
 from atlas.runtime.checkpoint.checkpointer import Report, log
+from atlas.runtime.checkpoint.copied_parts import Record, read_records
 from atlas.runtime.checkpoint.manifest import SUFFIX, Blob, SaveId, ids, read_part
-from atlas.runtime.checkpoint.record import Record, read_records
 from atlas.runtime.checkpoint.retention import Retention
 from atlas.runtime.checkpoint.store import Chunk, Store
 from atlas.runtime.checkpoint.tensors import Tally, chunks_of

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 
+from atlas.runtime.checkpoint.copied_parts import not_copied
 from atlas.runtime.checkpoint.manifest import SUFFIX, SaveId, complete_ids, ids
-from atlas.runtime.checkpoint.record import not_copied
 from atlas.runtime.checkpoint.store import Store
 
 

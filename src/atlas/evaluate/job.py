@@ -1,0 +1,223 @@
+"""One job under one schedule, or under many: arrange, price, schedule, check, simulate, and say what came of it.
+
+    evaluate(job, "atlas", tcp="many")     a Result: the Timeline, its figures, what is provably left to gain
+    evaluate_all(job, choices)             several, and why one that was not asked for by name was left out
+
+Makes no choice of its own: which datacenters and how many cells are the job's. Prints nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from atlas.cost.arrange import Arrangement, arrange
+from atlas.cost.memory import memory_rule
+from atlas.cost.price import Tcp, can_share, layout, price
+from atlas.cost.table import kind_costs, uniform_costs
+from atlas.errors import AtlasError, InfeasibleError, SpecError
+from atlas.evaluate.result import Case, Result, Spread
+from atlas.ir import check
+from atlas.ir.assemble import repeated, with_optimizer
+from atlas.ir.program import Layout, Program
+from atlas.schedules import SCHEDULES, Bound, Schedule, Setting, gpipe, lower_bound
+from atlas.sim import Jitter, Tables, lower
+from atlas.sim.lower import noisy
+from atlas.sim.simulate import SMALL, run, timeline
+from atlas.spec import Job, override
+
+Progress = Callable[[str, int, int], None]
+"""Called with (schedule, tries done, tries allowed); 0 tries allowed where none are counted."""
+Choice = tuple[str, Tcp]
+"""A schedule's name and how many connections a node pair has."""
+
+MAX_EVENTS = 10_000_000
+"""Beyond this a Program no longer fits in a few GB."""
+SEARCH_EVENTS = 20_000_000
+"""What the default budget lets a search play through: a few seconds, whatever the size of the job."""
+
+
+# ---- one job, one schedule ---------------------------------------------------------------------------------
+def prepare(job: Job, schedule: Schedule, tcp: Tcp = "many", iterations: int = 1, *, sharing: bool = True) -> Case:
+    """The job as this schedule wants it: one stage on each worker, or several where it interleaves.
+
+    `sharing` is whether pipelines may take turns, where there is anything to take turns on.
+    """
+    job, first = restaged(job, max(2, job.interleave) if schedule.virtual_stages else 1)
+    frame = layout(job, arrangement=first)
+    _require_feasible_size(job, frame, iterations)
+    turns = sharing and tcp == "many" and can_share(job, frame)
+    return Case(
+        job=job,
+        arrangement=first,
+        layout=frame,
+        apart=price(job, tcp=tcp, arrangement=first),
+        turns=price(job, tcp=tcp, sharing=True, arrangement=first) if turns else None,
+        memory=memory_rule(job, arrangement=first),
+    )
+
+
+def restaged(job: Job, interleave: int) -> tuple[Job, Arrangement]:
+    """The job with so many stages on each worker. Cells stay as they are: a schedule must not get other pipelines than
+    those it is compared with."""
+    first = arrange(job)
+    if interleave == job.interleave:
+        return job, first
+    pipelines = f"pipelines_per_cell={first.num_pipelines}"
+    job = override(job, [f"interleave={interleave}", "layers_per_stage=", pipelines])
+    return job, arrange(job)
+
+
+def evaluate(
+    job: Job,
+    schedule: str,
+    *,
+    tcp: Tcp = "many",
+    sharing: bool = True,
+    budget: int | None = None,
+    seed: int = 0,
+    iterations: int = 1,
+    jitter_runs: int = 0,
+    progress: Progress | None = None,
+) -> Result:
+    """Simulate the job. `budget` is the number of orders that a searched schedule may try (default: by size)."""
+    chosen = find_schedule(schedule)
+    case = prepare(job, chosen, tcp, iterations, sharing=sharing)
+    program = build(case, chosen, budget=budget, seed=seed, progress=progress)
+    costs = case.turns if program.sharing and case.turns is not None else case.apart
+    tables = lower(program, costs)
+    if program.num_events > SMALL:
+        _warm_up()
+    began = time.process_time()
+    events = run(tables)
+    engine_s = time.process_time() - began
+    bound = _bound(case, chosen, program)
+    meta = {"tcp": tcp, "job": job.name, "engine_s": engine_s, "lower_bound_s": bound.ns / 1e9, "seed": seed}
+    single = many = timeline(program, costs, tables, events, meta)
+    if iterations > 1:
+        longer = repeated(program, iterations)
+        again = lower(longer, costs)
+        many = timeline(longer, costs, again, run(again), meta)
+    spread = _spread(case.job, program, tables, jitter_runs) if jitter_runs else None
+    return Result(chosen.name, tcp, case, many, single, bound, engine_s, spread)
+
+
+def build(
+    case: Case, schedule: Schedule, *, budget: int | None = None, seed: int = 0, progress: Progress | None = None
+) -> Program:
+    """The schedule's Program for a case, closed by SYNC and STEP, and checked."""
+    tries = default_budget(case) if budget is None else budget
+    turns = case.turns if schedule.shares else None
+    setting = Setting(case.layout, case.apart, turns, case.memory, case.job.recompute, tries, seed)
+    tell = None if progress is None else partial(progress, schedule.name)
+    program = with_optimizer(schedule.build(setting, tell))
+    check.check(program)
+    return program
+
+
+def find_schedule(name: str) -> Schedule:
+    """The schedule of a name, or the error that names the nearest."""
+    from difflib import get_close_matches
+
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    near = get_close_matches(name.lower().replace("_", "-"), SCHEDULES, n=1, cutoff=0.5)
+    remedy = f"Did you mean {near[0]!r}? " if near else ""
+    known = f"Known: {', '.join(SCHEDULES)}"
+    raise SpecError(where="--schedule", key="schedule", value=name, rule="no such schedule", remedy=remedy + known)
+
+
+def default_budget(case: Case) -> int:
+    """Tries that a search gets: fewer for a larger job, so that any ends in seconds. No clock is asked."""
+    num_events = 6 * case.layout.num_pipelines * case.layout.num_stages * case.layout.num_microbatches
+    return max(24, min(600, SEARCH_EVENTS // num_events))
+
+
+# ---- several -----------------------------------------------------------------------------------------------
+def default_choices() -> list[Choice]:
+    """What tells the story: the classics on one connection, then every schedule on many."""
+    one: list[Choice] = [(name, "one") for name in ("gpipe", "1f1b", "varuna")]
+    return one + [(name, "many") for name in SCHEDULES]
+
+
+def evaluate_all(
+    job: Job, choices: Iterable[Choice], *, skip: bool = True, **options: Any
+) -> tuple[list[Result], dict[str, str]]:
+    """The results, and by schedule why it was left out. Without `skip` what cannot be scheduled is an error.
+
+    A job that no schedule could run is an error in any case.
+    """
+    results: list[Result] = []
+    left_out: dict[str, str] = {}
+    for name, tcp in choices:
+        if (progress := options.get("progress")) is not None:
+            progress(name, 0, 0)
+        try:
+            results.append(evaluate(job, name, tcp=tcp, **options))
+        except AtlasError as error:
+            if not (skip and find_schedule(name).virtual_stages):
+                raise
+            left_out[name] = error.rule if isinstance(error, SpecError) else str(error)
+    return results, left_out
+
+
+# ---- the bound -----------------------------------------------------------------------------------------------
+def _bound(case: Case, schedule: Schedule, program: Program) -> Bound:
+    """No schedule of its kind can be faster: over the links it may choose from, within the memory it keeps to."""
+    keeps = check.peak_memory(program, case.memory) <= case.memory.cap
+    links = [case.apart] + ([case.turns] if schedule.shares and case.turns is not None else [])
+    bounds = [
+        lower_bound(
+            costs,
+            case.layout.num_microbatches,
+            case.memory if keeps else None,
+            recompute=case.job.recompute,
+            closing=True,
+        )
+        for costs in links
+    ]
+    return min(bounds, key=lambda bound: bound.ns)
+
+
+# ---- jitter ------------------------------------------------------------------------------------------------
+def _spread(job: Job, program: Program, tables: Tables, runs: int) -> Spread:
+    """The same Program, every duration drawn anew in each run; only transfers between datacenters jitter."""
+    if not (job.jitter.compute or job.jitter.wan):
+        raise SpecError(
+            where=job.where,
+            key="jitter",
+            value=None,
+            rule="Monte-Carlo runs need a spread, and the job has none",
+            remedy="Write jitter: {compute: 0.05, wan: 0.1}, or --set jitter.wan=0.1",
+        )
+    times = []
+    for k in range(runs):
+        events = run(noisy(tables, Jitter(job.jitter.seed + k, job.jitter.compute, job.jitter.wan), program))
+        times.append(int(events.op_end_ns.max() - events.op_start_ns.min()) / 1e9)
+    low, middle, high = (float(v) for v in np.percentile(times, [5, 50, 95]))
+    return Spread(runs, low, middle, high, max(times))
+
+
+# ---- size --------------------------------------------------------------------------------------------------
+def _require_feasible_size(job: Job, frame: Layout, iterations: int) -> None:
+    num_events = 5 * iterations * frame.num_pipelines * frame.num_stages * frame.num_microbatches
+    if num_events > MAX_EVENTS:
+        raise InfeasibleError(
+            where=job.where,
+            key="num_microbatches",
+            value=job.num_microbatches,
+            rule=f"x {frame.num_stages} stages x {frame.num_pipelines} pipelines are about {num_events:,} events, "
+            f"more than the {MAX_EVENTS:,} that fit in memory",
+            remedy="Fewer microbatches, stages, pipelines_per_cell or --iterations; cells cost nothing",
+        )
+
+
+@cache
+def _warm_up() -> None:
+    """Load and compile the engine before it is timed."""
+    program = gpipe(Layout.even(1, 2, 1))
+    run(lower(program, uniform_costs(1, 2, kind_costs(forward_ns=1, backward_ns=1))), "compiled")

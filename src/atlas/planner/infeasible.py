@@ -1,0 +1,128 @@
+"""Why nothing fits, and the nearest change that would make something fit.
+
+Each change is tried, not guessed: the same test that found no candidate is asked again with more memory, more nodes,
+recompute, or a path. Knows what fits, not what is fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from atlas.cost import flops
+from atlas.cost.memory import GIB
+from atlas.errors import InfeasibleError
+from atlas.planner.ground import Ground, ground_of
+from atlas.planner.pool import depths, frames
+from atlas.planner.space import Space, space_of
+from atlas.planner.split import in_flight, split_layers
+from atlas.spec import Job, Link
+
+
+def feasible(space: Space, ground: Ground) -> bool:
+    """Whether one replica of anything fits."""
+    for frame in frames(space, ground):
+        for depth in depths(space, ground, frame):
+            shapes = frame.shapes.of(depth, 1)
+            if not shapes:
+                continue
+            dc = np.array([[i for i, stages in shape for _ in range(stages)] for shape in shapes], np.int64)
+            layers, fits = split_layers(space.job, ground, frame.speeds, frame.sizes, dc)
+            held = in_flight(space.job, ground, frame.sizes, dc, layers)
+            if (fits & (held >= 1)).any():
+                return True
+    return False
+
+
+def explain(space: Space, ground: Ground, refusals: Sequence[InfeasibleError]) -> InfeasibleError:
+    """The error to raise when a search has found nothing."""
+    if refusals and feasible(space, ground):
+        return refusals[0]  # there is room: what is wrong is what the simulator would not play
+    job = space.job
+    changes = [text for try_it in (_recompute, _paths, _memory, _nodes) if (text := try_it(space, ground))]
+    model = job.model
+    state = job.element_bytes + job.gradient_bytes + job.optimizer_bytes
+    need = flops.model_params(model) * state
+    have = sum(
+        float(cap) * nodes * per
+        for cap, nodes, per in zip(ground.cap_bytes, ground.nodes.tolist(), ground.gpus_per_node.tolist(), strict=True)
+    )
+    apart = not ground.joined.any() and ground.num_dcs > 1
+    rule = (
+        f"no plan fits: weights, gradients and optimizer alone are {need / GIB:,.0f} GiB ({state} bytes a parameter), "
+        f"and the {int((ground.nodes * ground.gpus_per_node).sum()):,} GPUs have {have / GIB:,.0f} GiB"
+    )
+    if apart:
+        rule += ", in datacenters that no link joins"
+    if refusals:
+        rule += f". The nearest attempt: {refusals[0].rule}"
+    remedy = "; or ".join(changes) if changes else "Use a smaller model, or more and larger GPUs"
+    return InfeasibleError(
+        where=job.where,
+        key="cluster",
+        value=None,
+        rule=rule,
+        remedy=f"It would fit with this: {remedy}" if changes else remedy,
+    )
+
+
+def _fits(job: Job, space: Space) -> bool:
+    again = space_of(job, global_batch=space.sequences, tcp=space.tcp)
+    return feasible(replace(again, tps=space.tps, depths=space.depths, microbatches=space.microbatches), ground_of(job))
+
+
+def _least(low: float, high: float, fits: Callable[[float], bool], steps: int = 12) -> float | None:
+    """The least value between two that fits, to about a part in a thousand; None where the highest does not."""
+    if not fits(high):
+        return None
+    for _ in range(steps):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def _recompute(space: Space, ground: Ground) -> str | None:
+    if space.job.recompute or not _fits(space.job.model_copy(update={"recompute": True}), space):
+        return None
+    return "recompute: true"
+
+
+def _paths(space: Space, ground: Ground) -> str | None:
+    """The one link that is missing."""
+    links = space.job.cluster.links
+    if links is None:
+        return None
+    order = np.argsort(-ground.nodes * ground.gpus_per_node, kind="stable").tolist()
+    pairs = [(a, b) for a in order for b in order if a < b and not ground.joined[a, b]]
+    for a, b in pairs[:30]:
+        names = (ground.names[a], ground.names[b])
+        link = Link(between=names, latency_ms=50.0)
+        cluster = space.job.cluster.model_copy(update={"links": (*links, link)})
+        if _fits(space.job.model_copy(update={"cluster": cluster}), space):
+            return f"a link between {names[0]} and {names[1]}"
+    return None
+
+
+def _memory(space: Space, ground: Ground) -> str | None:
+    """Memory per GPU."""
+    now = float(ground.cap_bytes.max()) / GIB
+    need = _least(now, 4096 * now, lambda gib: _fits(space.job.model_copy(update={"memory_gib": gib}), space))
+    return None if need is None else f"GPUs with {need:,.1f} GiB for the job (the roomiest now offers {now:,.1f})"
+
+
+def _nodes(space: Space, ground: Ground) -> str | None:
+    """Nodes in the largest datacenter."""
+    cluster = space.job.cluster
+    at = int(np.argmax(ground.nodes * ground.gpus_per_node))
+    dc = cluster.datacenters[at]
+
+    def fits(nodes: float) -> bool:
+        more = dc.model_copy(update={"nodes": int(nodes)})
+        dcs = (*cluster.datacenters[:at], more, *cluster.datacenters[at + 1 :])
+        changed = cluster.model_copy(update={"datacenters": dcs})
+        return _fits(space.job.model_copy(update={"cluster": changed}), space)
+
+    need = _least(dc.nodes, min(1_000_000, 256 * dc.nodes), fits, steps=20)
+    return None if need is None else f"{int(need):,} nodes in {dc.name} instead of {dc.nodes:,}"

@@ -1,0 +1,284 @@
+"""A candidate simulated event by event: the figure that is reported, and where its time and money go.
+
+Each group of pipelines is one DP-cell under `schedules.eager`, played by the reference engine (no compilation). Long
+runs are played until they are steady and continued from there: roughly in a search, exactly where asked. A stage's
+all-reduce begins when its last pipeline in any group has finished; groups in different regions then meet over the WAN
+(`meet`). Knows no other candidate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from atlas.cost.arrange import Arrangement, arrange
+from atlas.cost.memory import GIB, memory_rule, peak_memory
+from atlas.cost.price import can_share, layout, price, sync_s
+from atlas.cost.table import Costs
+from atlas.errors import InfeasibleError
+from atlas.ir.critical_path import critical_path, path_totals_ns
+from atlas.ir.ops import Kind
+from atlas.ir.program import Layout, Program
+from atlas.ir.timeline import Timeline
+from atlas.planner.candidate import Candidate
+from atlas.planner.ground import Floats, Ground
+from atlas.planner.meet import meeting_s, meeting_usd, started_s
+from atlas.planner.space import Space
+from atlas.planner.split import sizes_of
+from atlas.schedules.eager import ahead_of, eager
+from atlas.sim import simulate
+from atlas.sim.extrapolate import extrapolate
+from atlas.spec import Job
+from atlas.spec.job import MAX_MICROBATCHES
+
+TERA = 1e12
+MANY_EVENTS = 25_000
+"""Longer runs are played up to here and continued at their own steady period; the winner is played exactly."""
+
+EXACT_EVENTS = 1_000_000
+"""And a run that never becomes periodic is played in full up to here, where an exact figure is asked for."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a candidate brings and costs. Seconds are simulated."""
+
+    iteration_s: float
+    tokens_per_s: float
+    usd_per_iteration: float
+    """Rent and egress."""
+    rent_usd: float
+    egress_usd: float
+    wan_bytes: float
+    num_gpus: int
+    tokens: int
+    parts_s: dict[str, float]
+    """Of the critical path: compute, wan (wire, latency, queues), sync, step, wait."""
+    link_bytes: dict[tuple[str, str], float] = field(repr=False)
+    """Per iteration, by direction between two datacenters."""
+    peak_gib: float
+    memory_gib: float
+
+    @property
+    def usd_per_hour(self) -> float:
+        return self.usd_per_iteration / self.iteration_s * 3600
+
+    @property
+    def usd_per_tera_token(self) -> float:
+        return self.usd_per_iteration / self.tokens * TERA
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """A candidate with its figures."""
+
+    candidate: Candidate
+    figures: Figures
+
+
+@dataclass(frozen=True, eq=False)
+class Played:
+    """One group, simulated."""
+
+    job: Job
+    arrangement: Arrangement
+    costs: Costs
+    timeline: Timeline
+    done_s: Floats
+    """[s]: when the last pipeline has finished its last backward."""
+    closing_s: Floats
+    """[2, s]: all-reduce inside the datacenter, optimizer."""
+
+
+def judge(space: Space, ground: Ground, candidate: Candidate, *, exact: bool = False) -> Judged:
+    """Simulate a candidate; InfeasibleError says why it cannot run. `exact`: long runs too, where that is feasible."""
+    require_gpus(ground, candidate)
+    _require_playable(space.job, candidate)
+    sizes = sizes_of(space.job, candidate.tp, candidate.microbatch)
+    played = [play(candidate.job(space.job, k), candidate, exact=exact) for k in range(len(candidate.groups))]
+    between_s = meeting_s(ground, sizes, candidate)
+    if between_s is None:
+        raise InfeasibleError(
+            where=space.job.where,
+            key="cluster.links",
+            value=None,
+            rule=f"gradients of {candidate.where()} have no path between two of the groups",
+            remedy="Add the link, or keep data parallelism inside a region",
+        )
+    start_s = started_s(candidate, [group.done_s for group in played])
+    ends = [
+        start + group.closing_s.sum(axis=0) + between
+        for start, group, between in zip(start_s, played, between_s, strict=True)
+    ]
+    k = int(np.argmax([end.max() for end in ends]))
+    last = int(np.argmax(ends[k]))
+    slowest = max(played, key=lambda group: float(group.done_s.max()))
+    parts_s = _parts(slowest, float(start_s[k][last]))
+    parts_s["sync"] = float(played[k].closing_s[0, last] + between_s[k][last])
+    parts_s["step"] = float(played[k].closing_s[1, last])
+    return Judged(candidate, _figures(space, ground, candidate, float(ends[k][last]), parts_s, played))
+
+
+def play(job: Job, candidate: Candidate, *, exact: bool = False) -> Played:
+    """One group's cell, simulated up to its last backward."""
+    arrangement = arrange(job)
+    memory = memory_rule(job, arrangement=arrangement)
+    frame = layout(job, arrangement=arrangement)
+    sharing = candidate.sharing and can_share(job, frame)
+    costs = price(job, tcp=candidate.tcp, sharing=sharing, arrangement=arrangement)
+
+    def program_of(num_microbatches: int) -> Program:
+        part = replace(frame, num_microbatches=num_microbatches)
+        return eager(part, costs, memory, recompute=job.recompute, sharing=sharing)
+
+    few = enough(frame, ahead_of(costs, job.recompute)[0])
+    left = job.num_microbatches - few
+    found = None
+    if left and exact:
+        found = extrapolate(program_of, costs, job.num_microbatches, in_full=EXACT_EVENTS // _per_microbatch(frame))
+    if found is not None:
+        timeline, later_s = found.timeline, found.later_ns / 1e9
+    else:
+        timeline = simulate(program_of(few), costs, engine="reference")
+        later_s = left * period_s(timeline) if left else 0.0
+    ends = np.zeros((frame.num_pipelines, job.pp), np.int64)
+    np.maximum.at(ends.reshape(-1), timeline.program.op_worker, timeline.op_end_ns)
+    sync = [sync_s(job, arrangement, rank) for rank in range(job.pp)]
+    step = [time.update_s for time in arrangement.stage_times]
+    return Played(job, arrangement, costs, timeline, ends.max(axis=0) / 1e9 + later_s, np.array([sync, step]))
+
+
+def enough(frame: Layout, ahead: int) -> int:
+    """Microbatches to play: all of them, or where that is long, enough to see the steady period several times over."""
+    return min(frame.num_microbatches, max(4 * (ahead + 2), MANY_EVENTS // _per_microbatch(frame)))
+
+
+def _per_microbatch(frame: Layout) -> int:
+    """Events."""
+    return 5 * frame.num_pipelines * frame.num_stages
+
+
+def period_s(timeline: Timeline) -> float:
+    """Seconds from microbatch to microbatch in the steady part: after a third of them, before forwards run out."""
+    program = timeline.program
+    backward = program.op_index[Kind.B][:, 0, :]
+    ends = timeline.op_end_ns[backward].max(axis=0) / 1e9
+    last = max(1, program.num_microbatches - program.peak_in_flight - 1)
+    first = min(program.num_microbatches // 3, last - 1)
+    return float(ends[last] - ends[first]) / (last - first)
+
+
+def require_gpus(ground: Ground, candidate: Candidate) -> None:
+    """No datacenter gives more tensor-parallel groups than it has room for."""
+    room = dict(zip(ground.names, ground.workers(candidate.tp).tolist(), strict=True))
+    for name, gpus in candidate.gpus.items():
+        if gpus > room[name] * candidate.tp:
+            raise InfeasibleError(
+                where=ground.job.where,
+                key=f"cluster.datacenters.{name}.nodes",
+                value=None,
+                rule=f"{candidate.where()} needs {gpus} GPUs there, it has {room[name] * candidate.tp} in groups of "
+                f"{candidate.tp}",
+                remedy="Fewer replicas or stages",
+            )
+
+
+def _require_playable(job: Job, candidate: Candidate) -> None:
+    """No pipeline has more microbatches than a job file may say."""
+    most = max(group.num_microbatches for group in candidate.groups)
+    if most > MAX_MICROBATCHES:
+        raise InfeasibleError(
+            where=job.where,
+            key="num_microbatches",
+            value=most,
+            rule=f"{candidate.where()} ({candidate.how()}) would have more than {MAX_MICROBATCHES:,} in one iteration",
+            remedy="Lower the global batch, or add GPUs",
+        )
+
+
+def _parts(played: Played, until_s: float) -> dict[str, float]:
+    """Where the time until the last backward went."""
+    totals = path_totals_ns(critical_path(played.timeline))
+    parts = {"compute": totals["compute"] / 1e9, "wait": totals["wait"] / 1e9}
+    parts["wan"] = (totals["wire"] + totals["latency"] + totals["queue"]) / 1e9
+    # Where only a part was played, the rest is like it.
+    return {part: spent * until_s / max(sum(parts.values()), 1e-12) for part, spent in parts.items()}
+
+
+def _figures(
+    space: Space,
+    ground: Ground,
+    candidate: Candidate,
+    iteration_s: float,
+    parts_s: dict[str, float],
+    played: list[Played],
+) -> Figures:
+    price_s = dict(zip(ground.names, ground.usd_per_gpu_s.tolist(), strict=True))
+    rent = iteration_s * sum(gpus * price_s[name] for name, gpus in candidate.gpus.items())
+    egress, link_bytes = wan_traffic(space, ground, candidate)
+    tightest = [
+        min(
+            peak_memory(group.job, group.timeline.program, arrangement=group.arrangement), key=lambda f: f[0].cap - f[1]
+        )
+        for group in played
+    ]
+    worker, need = min(tightest, key=lambda found: found[0].cap - found[1])
+    return Figures(
+        iteration_s=iteration_s,
+        tokens_per_s=space.tokens / iteration_s,
+        usd_per_iteration=rent + egress,
+        rent_usd=rent,
+        egress_usd=egress,
+        wan_bytes=sum(link_bytes.values()),
+        num_gpus=candidate.num_gpus,
+        tokens=space.tokens,
+        parts_s=parts_s,
+        link_bytes=link_bytes,
+        peak_gib=need / GIB,
+        memory_gib=worker.cap / GIB,
+    )
+
+
+def wan_traffic(space: Space, ground: Ground, candidate: Candidate) -> tuple[float, dict[tuple[str, str], float]]:
+    """(dollars, bytes by direction between two datacenters) of one iteration: activations and gradients of every
+    microbatch, the groups' meeting, and the two ends of a tied embedding."""
+    at = {name: i for i, name in enumerate(ground.names)}
+    sizes = sizes_of(space.job, candidate.tp, candidate.microbatch)
+    usd, sent = meeting_usd(ground, sizes, candidate)
+    model, job = space.job.model, space.job
+    activation = candidate.microbatch * model.seq_len * model.hidden * job.element_bytes
+    tied = model.vocab * model.hidden * job.gradient_bytes if model.tied_embeddings else 0
+    slots, used = space.slots(candidate.microbatch), candidate.slots
+    for group in candidate.groups:
+        own = group.replicas * group.num_microbatches * slots / used
+        for (a, _), (b, _) in pairwise(group.places):
+            for pair in ((a, b), (b, a)):
+                n = own * activation + tied
+                sent[pair] = sent.get(pair, 0.0) + n
+                usd += n * float(ground.usd_per_byte[at[pair[0]], at[pair[1]]])
+    return usd, sent
+
+
+def as_dict(judged: Judged) -> dict[str, Any]:
+    """JSON-able figures."""
+    figures = judged.figures
+    return {
+        "where": judged.candidate.where(),
+        "how": judged.candidate.how(),
+        "sharing": judged.candidate.sharing,
+        "iteration_s": figures.iteration_s,
+        "tokens_per_s": figures.tokens_per_s,
+        "usd_per_iteration": figures.usd_per_iteration,
+        "usd_per_hour": figures.usd_per_hour,
+        "usd_per_tera_token": figures.usd_per_tera_token,
+        "egress_usd_per_iteration": figures.egress_usd,
+        "wan_gb_per_iteration": figures.wan_bytes / 1e9,
+        "num_gpus": figures.num_gpus,
+        "gpus": dict(judged.candidate.gpus),
+        "parts_s": figures.parts_s,
+        "peak_gib": figures.peak_gib,
+        "memory_gib": figures.memory_gib,
+    }

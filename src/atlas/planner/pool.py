@@ -1,0 +1,225 @@
+"""Candidates by the ten thousand: every tp, microbatch size, depth, number of replicas, shape and cell, estimated in
+batches, the promising ones kept.
+
+Of the numbers of replicas only the least for each number of microbatches is looked at: more would leave slots empty.
+Knows estimates only; the event simulator has the last word (`strategies`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from atlas.planner.candidate import Candidate, Group, kind_of
+from atlas.planner.estimate import Batch, Estimate, estimate
+from atlas.planner.ground import Floats, Ground, Ints, Speeds, speeds_of
+from atlas.planner.objective import Objective
+from atlas.planner.shapes import Shape, Shapes
+from atlas.planner.space import Space
+from atlas.planner.split import Sizes, max_layers, sizes_of
+
+SLACK = 0.03
+"""Share of a limit that an estimate may miss without being dropped: the simulator decides."""
+PER_BATCH = 6
+"""Candidates kept of one tp, microbatch size and depth."""
+
+WORSE = 1.02
+"""A larger microbatch that is this much worse than the one before ends the row of sizes."""
+
+Tick = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A candidate and what it is estimated at."""
+
+    candidate: Candidate
+    score: float
+    iteration_s: float
+    usd: float
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """One tp and microbatch size, with what both imply."""
+
+    tp: int
+    microbatch: int
+    speeds: Speeds
+    sizes: Sizes
+    shapes: Shapes
+
+
+def frames(space: Space, ground: Ground) -> Iterator[Frame]:
+    """Every tp and microbatch size; shapes are shared where the same datacenters take part."""
+    model = space.job.model
+    for tp in space.tps:
+        known: dict[bytes, Shapes] = {}
+        for microbatch in space.microbatches:
+            speeds = speeds_of(space.job, ground, tp, microbatch)
+            key = speeds.usable.tobytes()
+            if key not in known:
+                bits = 8.0 * microbatch * model.seq_len * model.hidden * space.job.element_bytes
+                transfer_s = bits / np.where(ground.joined, ground.pair_bps, 1.0)
+                known[key] = Shapes(ground, ground.workers(tp), speeds.forward_s, transfer_s, space.datacenters)
+            yield Frame(tp, microbatch, speeds, sizes_of(space.job, tp, microbatch), known[key])
+
+
+def depths(space: Space, ground: Ground, frame: Frame) -> list[int]:
+    """The depths at which the model could fit at all: every stage on the roomiest GPU there is."""
+    if not frame.speeds.usable.any():
+        return []
+    usable = np.flatnonzero(frame.speeds.usable)
+    roomiest = int(usable[np.argmax(ground.cap_bytes[usable])])
+    workers = int(frame.shapes.workers[usable].sum())
+    found = []
+    for depth in space.depths:
+        most = max_layers(space.job, ground, frame.sizes, np.full((1, depth), roomiest))
+        if depth <= workers and most.min() >= 1 and most.sum() >= space.job.model.layers:
+            found.append(depth)
+    return found
+
+
+def useful_replicas(slots: int, most: int) -> list[int]:
+    """The least number of replicas for every number of microbatches per replica."""
+    root = math.isqrt(slots)
+    found = {-(-slots // num_mb) for num_mb in range(1, root + 1)} | set(range(1, root + 2))
+    exact = {r for r in found if r <= min(most, slots) and (r == 1 or -(-slots // r) < -(-slots // (r - 1)))}
+    return sorted(exact)
+
+
+def single_groups(
+    space: Space, ground: Ground, objective: Objective, tick: Tick | None = None
+) -> tuple[list[Entry], int, list[Frame]]:
+    """The best of every batch, best first; how many were estimated; the frames that were worth it.
+
+    Larger microbatches are tried as long as they do not make things worse: the time of a layer per sequence falls or
+    stays, bubbles and memory grow, so past the best size there is no second one.
+    """
+    entries: list[Entry] = []
+    count = 0
+    worth: list[Frame] = []
+    best: dict[tuple[int, str], float] = {}
+    ended: set[int] = set()
+    for k, frame in enumerate(frames(space, ground)):
+        if tick is not None:
+            tick("estimating", k, len(space.tps) * len(space.microbatches))
+        if frame.tp in ended:
+            continue
+        found: list[Entry] = []
+        for depth in depths(space, ground, frame):
+            batch = variants(space, frame, depth)
+            if batch is not None:
+                values = estimate(space, ground, frame.speeds, frame.sizes, batch)
+                found += kept(space, ground, objective, batch, values, PER_BATCH)
+                count += len(batch.shape)
+        if not frame.speeds.usable.any():
+            continue
+        if not _is_better(found, frame.tp, best):
+            ended.add(frame.tp)
+        entries += found
+        worth.append(frame)
+    return sorted(entries, key=lambda entry: entry.score), count, worth
+
+
+def _is_better(found: list[Entry], tp: int, best: dict[tuple[int, str], float]) -> bool:
+    """Whether a microbatch size is about as good as smaller ones for any kind of plan; updates `best`."""
+    scores: dict[str, float] = {}
+    for entry in found:
+        kind = kind_of(entry.candidate)
+        scores[kind] = min(entry.score, scores.get(kind, np.inf))
+    better = not any(known == tp for known, _ in best)
+    for kind, score in scores.items():
+        before = best.get((tp, kind), np.inf)
+        better |= score <= WORSE * before
+        best[tp, kind] = min(score, before)
+    return better
+
+
+def variants(space: Space, frame: Frame, depth: int) -> Batch | None:
+    """All (shape, replicas, cell) of one depth."""
+    index: dict[Shape, int] = {}
+    numbered: dict[int, tuple[Ints, Ints]] = {}
+    columns: list[Ints] = []
+    most = int(frame.shapes.workers.sum()) // depth
+    for replicas in useful_replicas(space.slots(frame.microbatch), most):
+        cells = np.array(cell_sizes(space, replicas), np.int64)
+        shapes = frame.shapes.of(depth, replicas)
+        if id(shapes) not in numbered:
+            at = np.array([index.setdefault(shape, len(index)) for shape in shapes], np.int64)
+            numbered[id(shapes)] = at, np.array([len(shape) > 1 for shape in shapes], bool)
+        at, crosses = numbered[id(shapes)]
+        # In one datacenter there is nothing to share: the smallest cell stands for all.
+        count = np.where(crosses, len(cells), min(1, len(cells)))
+        nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        columns.append(np.stack([np.repeat(at, count), np.full(len(nth), replicas), cells[nth]]))
+    table = np.concatenate(columns, axis=1) if columns else np.empty((3, 0), np.int64)
+    if not table.size:
+        return None
+    return Batch(frame.tp, frame.microbatch, depth, list(index), *table)
+
+
+def cell_sizes(space: Space, replicas: int) -> list[int]:
+    """Pipelines per cell that divide the replicas, smallest first."""
+    found = [size for size in space.cell_sizes if replicas % size == 0]
+    if space.num_cells is not None:
+        found = [size for size in found if replicas // size == space.num_cells]
+    return found
+
+
+def kept(space: Space, ground: Ground, objective: Objective, batch: Batch, found: Estimate, count: int) -> list[Entry]:
+    """The best variants of a batch, those that fit."""
+    score = objective.score(found.iteration_s, found.usd, space.tokens, SLACK)
+    score = np.where(found.fits, score, np.inf)
+    order = _first(score, 4 * count)
+    entries: list[Entry] = []
+    seen: dict[tuple[int, ...], int] = {}
+    for v in order.tolist():
+        # Of the same datacenters and replicas only the two best ways to deal the stages.
+        shape = batch.shapes[int(batch.shape[v])]
+        alike = (int(batch.replicas[v]), *sorted(i for i, _ in shape))
+        seen[alike] = seen.get(alike, 0) + 1
+        if not np.isfinite(score[v]) or seen[alike] > 2:
+            continue
+        entries.append(entry_of(space, ground, batch, found, v, float(score[v])))
+        if len(entries) == count:
+            break
+    # The best in one region and the best across regions are always worth comparing with.
+    is_alone = np.array([len(shape) == 1 for shape in batch.shapes])[batch.shape]
+    for kind in (is_alone, ~is_alone) if ground.num_dcs > 1 else ():
+        near = np.where(kind, score, np.inf)
+        v = int(np.argmin(near))
+        if np.isfinite(near[v]):
+            entries.append(entry_of(space, ground, batch, found, v, float(score[v])))
+    return entries
+
+
+def _first(score: Floats, count: int) -> Ints:
+    """Where the lowest scores are, lowest first, the earlier first where they are equal."""
+    if len(score) > count:
+        near = np.flatnonzero(score <= np.partition(score, count - 1)[count - 1])
+    else:
+        near = np.arange(len(score))
+    return near[np.argsort(score[near], kind="stable")][:count]
+
+
+def entry_of(space: Space, ground: Ground, batch: Batch, found: Estimate, v: int, score: float) -> Entry:
+    shape, cell = batch.shapes[int(batch.shape[v])], int(batch.cell[v])
+    group = Group(
+        places=tuple((ground.names[i], stages) for i, stages in shape),
+        layers_per_stage=tuple(int(n) for n in found.layers[int(batch.shape[v])]),
+        cells=int(batch.replicas[v]) // cell,
+        pipelines_per_cell=cell,
+        num_microbatches=int(found.num_microbatches[v]),
+    )
+    candidate = Candidate(
+        tp=batch.tp,
+        microbatch=batch.microbatch,
+        groups=(group,),
+        sharing=cell > 1 and len(shape) > 1,
+        tcp=space.tcp,
+    )
+    return Entry(candidate, score, float(found.iteration_s[v]), float(found.usd[v]))

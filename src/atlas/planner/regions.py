@@ -1,0 +1,245 @@
+"""Data parallelism over regions: teams of datacenters, each a group of pipelines of its own, that meet once an
+iteration.
+
+Along a tour of the datacenters each one that holds a whole pipeline is a team; those too small for one join with their
+neighbours. The first two, three, ... teams of a tour are one candidate each. Microbatches are dealt so that all teams
+finish together. Knows estimates only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import permutations
+
+import numpy as np
+
+from atlas.planner.candidate import Candidate, Group
+from atlas.planner.estimate import Batch, Estimate, estimate
+from atlas.planner.ground import Ground
+from atlas.planner.judge import wan_traffic
+from atlas.planner.meet import meeting_s
+from atlas.planner.objective import Objective
+from atlas.planner.pool import SLACK, Entry, Frame, Tick, depths
+from atlas.planner.shapes import FEW_DCS, Shape
+from atlas.planner.space import Space
+
+MAX_TOURS = 6
+MAX_PARTS = 8
+"""Datacenters that a team is looked for with, at least; memory and distance may want more."""
+KEEP = 40
+"""Candidates that are priced in full."""
+
+Team = tuple[Shape, int, int]
+"""Shape, replicas, pipelines per cell."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Scene:
+    """One frame and depth with every team of it estimated."""
+
+    frame: Frame
+    batch: Batch
+    found: Estimate
+    at: dict[Team, int]
+
+    @cached_property
+    def figures(self) -> list[tuple[float, ...]]:
+        """[v]: period, fill, rent, closing, as plain numbers."""
+        columns = (self.found.period_s, self.found.fill_s, self.found.usd_per_s, self.found.closing_s)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def several_groups(
+    space: Space, ground: Ground, objective: Objective, worth: Sequence[Frame], tick: Tick | None = None
+) -> tuple[list[Entry], int]:
+    """The best candidates of two groups or more, best first, and how many were estimated."""
+    if ground.num_dcs == 1 or space.num_cells is not None:
+        return [], 0
+    quick: list[tuple[float, int, _Scene, tuple[Team, ...]]] = []
+    for k, frame in enumerate(worth):
+        if tick is not None:
+            tick("estimating regions", k, len(worth))
+        for depth in depths(space, ground, frame):
+            scene, lines = _scene(space, ground, frame, depth)
+            if scene is None:
+                continue
+            unique: dict[frozenset[Team], tuple[float, tuple[Team, ...]]] = {}
+            for score, line in sorted(_rough(space, ground, objective, scene, lines), key=lambda q: -q[0]):
+                # The same teams in another order are the same candidate: the ring goes by distance.
+                unique[frozenset(line)] = (score, line)
+            quick += [(score, len(quick) + n, scene, line) for n, (score, line) in enumerate(unique.values())]
+    best = sorted(quick, key=lambda q: (q[0], q[1]))[:KEEP]
+    entries = [entry_of(space, ground, objective, scene, line) for _, _, scene, line in best]
+    return sorted((e for e in entries if e is not None), key=lambda entry: entry.score), len(quick)
+
+
+def _scene(space: Space, ground: Ground, frame: Frame, depth: int) -> tuple[_Scene | None, list[tuple[Team, ...]]]:
+    workers = [n if space.can_use(name) else 0 for n, name in zip(_room(frame), ground.names, strict=True)]
+    lines = dict.fromkeys(
+        tuple(teams(ground, workers, tour, depth, replicas))
+        for tour in tours(ground, frame)
+        for replicas in _levels(space, frame, depth)
+    )
+    kept = [line for line in lines if len(line) > 1]
+    every = list(dict.fromkeys(team for line in kept for team in line))
+    if not every:
+        return None, []
+    shapes = {shape: k for k, shape in enumerate(dict.fromkeys(shape for shape, _, _ in every))}
+    rows = np.array([(shapes[shape], replicas, cell) for shape, replicas, cell in every], np.int64)
+    batch = Batch(frame.tp, frame.microbatch, depth, list(shapes), rows[:, 0], rows[:, 1], rows[:, 2])
+    found = estimate(space, ground, frame.speeds, frame.sizes, batch)
+    return _Scene(frame, batch, found, {team: v for v, team in enumerate(every)}), kept
+
+
+def _levels(space: Space, frame: Frame, depth: int) -> list[int]:
+    """Replicas of a team: as many as fit when the largest datacenter holds a whole pipeline, half of one, a third ...,
+    one stage; 0 stands for as many as each team has room for."""
+    largest = int(frame.shapes.workers.max())
+    counts = {-(-depth // parts) for parts in range(1, min(depth, MAX_PARTS) + 1)}
+    found = {largest // stages for stages in counts}
+    return [0, *sorted(r for r in found if 0 < r <= space.slots(frame.microbatch) // 2)]
+
+
+def tours(ground: Ground, frame: Frame) -> list[tuple[int, ...]]:
+    if ground.num_dcs <= FEW_DCS:
+        return list(permutations(range(ground.num_dcs)))
+    every = frame.shapes.tours()
+    return list(dict.fromkeys([*every[: 1 + MAX_TOURS], *every[-MAX_TOURS:]]))
+
+
+def _room(frame: Frame) -> list[int]:
+    """Workers by datacenter, none where it takes no part."""
+    return list(np.where(frame.speeds.usable, frame.shapes.workers, 0).tolist())
+
+
+def teams(ground: Ground, workers: list[int], tour: Sequence[int], depth: int, replicas: int) -> list[Team]:
+    """Consecutive datacenters of a tour, as few as hold `replicas` pipelines (0: one pipeline, and then as many as
+    they hold)."""
+    found: list[Team] = []
+    waiting: list[int] = []
+    held = 0
+    for i in tour:
+        room = workers[i] // max(1, replicas)
+        if not room:
+            continue
+        if waiting and not ground.joined[waiting[-1], i]:
+            waiting, held = [], 0
+        waiting.append(i)
+        held += room
+        if held >= depth:
+            found.append(_joined(workers, waiting, depth, replicas))
+            waiting, held = [], 0
+    return found
+
+
+def _joined(workers: list[int], chain: list[int], depth: int, replicas: int) -> Team:
+    """A team of some datacenters, with as many replicas as they hold, and the largest cell that divides those."""
+    if len(chain) == 1:
+        return ((chain[0], depth),), workers[chain[0]] // depth, 1
+    stages, replicas, cell = _dealt(tuple([workers[i] for i in chain]), depth, replicas)
+    shape = tuple([(i, s) for i, s in zip(chain, stages, strict=True) if s])
+    return shape, replicas, cell if len(shape) > 1 else 1
+
+
+@lru_cache(maxsize=10_000)
+def _dealt(room: tuple[int, ...], depth: int, replicas: int) -> tuple[tuple[int, ...], int, int]:
+    """(stages by datacenter, replicas, pipelines per cell), the first datacenters filled first, none left out."""
+    replicas = replicas or max(r for r in range(1, max(room) + 1) if sum(n // r for n in room) >= depth)
+    stages, left = [], depth
+    for k, n in enumerate(room):
+        take = min(n // replicas, left - sum(1 for m in room[k + 1 :] if m // replicas > 0))
+        stages.append(max(0, take))
+        left -= max(0, take)
+    for k, n in enumerate(room):  # what the reserve for later ones left over
+        more = min(left, n // replicas - stages[k])
+        stages[k] += more
+        left -= more
+    return tuple(stages), replicas, max(c for c in range(1, min(8, replicas) + 1) if replicas % c == 0)
+
+
+def _rough(
+    space: Space, ground: Ground, objective: Objective, scene: _Scene, lines: Sequence[tuple[Team, ...]]
+) -> list[tuple[float, tuple[Team, ...]]]:
+    """A rough score of the first 2, 3, ... teams of each line."""
+    lines = [tuple(team for team in line if scene.found.fits[scene.at[team]]) for line in lines]
+    rough = [(line[:count], s, usd) for line in lines for count, s, usd in _prefixes(space, ground, scene, line)]
+    rough = [one for one in rough if space.uses_kept(ground.names[i] for shape, _, _ in one[0] for i, _ in shape)]
+    if not rough:
+        return []
+    iteration_s, usd = np.array([figures for _, *figures in rough]).T
+    scores = objective.score(iteration_s, usd, space.tokens, SLACK)
+    return [(score, line) for score, (line, _, _) in zip(scores.tolist(), rough, strict=True)]
+
+
+def _prefixes(space: Space, ground: Ground, scene: _Scene, line: Sequence[Team]) -> Iterator[tuple[int, float, float]]:
+    """(teams, seconds, dollars): they finish together, then each datacenter's gradients pass the slowest lane."""
+    sizes, model = scene.frame.sizes, space.job.model
+    slots, depth = space.slots(scene.frame.microbatch), scene.batch.depth
+    total = (sizes.gradient_per_layer * model.layers + sizes.gradient_first + sizes.gradient_last) * 8 / depth
+    rate, busy, rent, closing, lane_s, worst_s = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    for k, team in enumerate(line):
+        period_s, fill_s, usd_per_s, closing_s = scene.figures[scene.at[team]]
+        rate += team[1] / period_s
+        busy += team[1] * (fill_s / period_s - 1)
+        rent += usd_per_s
+        closing = max(closing, closing_s)
+        if k == 0:
+            continue
+        i, j = line[k - 1][0][0][0], team[0][0][0]
+        lane_bps, latency_s = ground.lanes[i][j]
+        if not lane_bps:
+            return
+        lane_s = max(lane_s, total * max(stages for _, stages in team[0]) / lane_bps)
+        worst_s = max(worst_s, latency_s)
+        iteration_s = (slots + busy) / rate + closing + 2 * k / (k + 1) * lane_s + 2 * k * worst_s
+        yield k + 1, iteration_s, iteration_s * rent
+
+
+def deal(slots: int, replicas: Sequence[int], fill_s: Sequence[float], period_s: Sequence[float]) -> list[int] | None:
+    """Microbatches per pipeline of each group such that the last one to finish finishes first; None where a group
+    would have none."""
+    low, high = 0.0, max(f + p * slots for f, p in zip(fill_s, period_s, strict=True))
+    counts = [slots] * len(replicas)
+    for _ in range(60):
+        middle = (low + high) / 2
+        tried = [int((middle - f) / p) + 1 if middle >= f else 0 for f, p in zip(fill_s, period_s, strict=True)]
+        if sum(r * n for r, n in zip(replicas, tried, strict=True)) >= slots:
+            high, counts = middle, tried
+        else:
+            low = middle
+    for k in sorted(range(len(counts)), key=lambda k: -replicas[k]):
+        while counts[k] > 1 and sum(r * n for r, n in zip(replicas, counts, strict=True)) - replicas[k] >= slots:
+            counts[k] -= 1
+    return counts if all(counts) else None
+
+
+def entry_of(space: Space, ground: Ground, objective: Objective, scene: _Scene, line: Sequence[Team]) -> Entry | None:
+    """The candidate of some teams, with the meeting priced as `judge` will."""
+    frame, found = scene.frame, scene.found
+    members = [scene.at[team] for team in line]
+    fill, period = ([float(a[v]) for v in members] for a in (found.fill_s, found.period_s))
+    counts = deal(space.slots(frame.microbatch), [replicas for _, replicas, _ in line], fill, period)
+    if counts is None:
+        return None
+    groups = tuple(
+        Group(
+            tuple((ground.names[i], stages) for i, stages in shape),
+            tuple(int(n) for n in found.layers[int(scene.batch.shape[v])]),
+            replicas // cell,
+            cell,
+            count,
+        )
+        for (shape, replicas, cell), v, count in zip(line, members, counts, strict=True)
+    )
+    sharing = any(group.pipelines_per_cell > 1 for group in groups)
+    candidate = Candidate(frame.tp, frame.microbatch, groups, sharing, space.tcp)
+    between = meeting_s(ground, frame.sizes, candidate)
+    if between is None:
+        return None
+    ends = [f + (n - 1) * p for f, p, n in zip(fill, period, counts, strict=True)]
+    iteration_s = max(ends) + max(float(found.closing_s[v]) for v in members) + max(float(one.max()) for one in between)
+    rent = iteration_s * sum(float(found.usd_per_s[v]) for v in members)
+    usd = rent + wan_traffic(space, ground, candidate)[0]
+    return Entry(candidate, float(objective.score(iteration_s, usd, space.tokens, SLACK)), iteration_s, usd)

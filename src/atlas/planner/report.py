@@ -1,0 +1,183 @@
+"""What a search found, told: rows for tables and JSON, why a rival lost, the Pareto front, and the scene of a map.
+
+Plain data out, so that `view` can draw it without knowing plans. Computes nothing that is not in the figures.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from atlas.planner.candidate import KINDS, Candidate, kind_of
+from atlas.planner.ground import Ground
+from atlas.planner.judge import Figures, Judged, as_dict
+from atlas.planner.meet import lane_bps
+from atlas.planner.objective import Objective
+from atlas.planner.run import Planned
+
+SPENT_ON = {
+    "compute": "compute",
+    "wan": "WAN",
+    "sync": "all-reduce",
+    "wait": "waiting",
+    "step": "optimizer",
+}
+
+
+def rows(planned: Planned) -> list[dict[str, Any]]:
+    """The winner, then its rivals; all figures under the order that candidates are compared by."""
+    best = planned.winner
+    found = []
+    for k, judged in enumerate((best, *planned.rivals)):
+        lost = "" if k == 0 else why_lost(judged, best, planned.objective)
+        found.append({**as_dict(judged), "kind": KINDS[kind_of(judged.candidate)], "lost": lost})
+    return found
+
+
+def why_lost(rival: Judged, best: Judged, objective: Objective) -> str:
+    """`1.12x slower (+0.31 s WAN)`, in terms of what was asked for."""
+    mine, its = best.figures, rival.figures
+    missed = float(objective.missed(its.iteration_s, its.usd_per_iteration, its.tokens))
+    if missed:
+        return f"misses the limit by {100 * missed:.0f} %"
+    if objective.minimise == "cost":
+        ratio = its.usd_per_iteration / mine.usd_per_iteration if mine.usd_per_iteration else 1.0
+        what = "egress" if its.egress_usd - mine.egress_usd > its.rent_usd - mine.rent_usd else "rent"
+        if ratio < 1.0005:
+            return "as cheap, slower" if its.iteration_s > 1.0005 * mine.iteration_s else "as cheap"
+        return _times(ratio, "the dollars") + f", most of it {what}"
+    ratio = its.iteration_s / mine.iteration_s
+    if ratio < 0.9995:
+        return "slower once its order is searched"
+    if ratio < 1.0005:
+        more = its.usd_per_iteration - mine.usd_per_iteration
+        return "as fast, costs more" if more > 1e-9 else "as fast"
+    part, more_s = max(_differences(its, mine).items(), key=lambda item: item[1])
+    return f"{_times(ratio, 'slower')} (+{_seconds(more_s)} {SPENT_ON[part]})"
+
+
+def _times(ratio: float, what: str) -> str:
+    return f"{ratio:.2f}x {what}" if ratio < 10 else f"{ratio:,.0f}x {what}"
+
+
+def _seconds(value: float, digits: int = 3) -> str:
+    return f"{value:.{digits}g} s" if value >= 1 else f"{1000 * value:.{digits}g} ms"
+
+
+def _differences(its: Figures, mine: Figures) -> dict[str, float]:
+    return {part: its.parts_s.get(part, 0.0) - mine.parts_s.get(part, 0.0) for part in SPENT_ON}
+
+
+def verdict(planned: Planned) -> list[str]:
+    """What to know about the answer, in sentences."""
+    best, lines = planned.winner, []
+    kind = kind_of(best.candidate)
+    if len(planned.ground.names) > 1 and kind == "one":
+        where = best.candidate.groups[0].places[0][0]
+        lines.append(f"One region alone is best: {where}.")
+    for other in KINDS:
+        rival = next((r for r in planned.rivals if kind_of(r.candidate) == other), None)
+        if other != kind and rival is not None:
+            lost = why_lost(rival, best, planned.objective)
+            lines.append(f"Best with {KINDS[other]}: {rival.candidate.where()}, {lost}.")
+        elif other != kind and len(planned.ground.names) > 1 and planned.strategy != "algorithm1":
+            lines.append(f"No plan with {KINDS[other]} was worth a simulation.")
+    parts = best.figures.parts_s
+    part = max(SPENT_ON, key=lambda name: parts.get(name, 0.0))
+    share = parts[part] / best.figures.iteration_s
+    lines.append(f"{100 * share:.0f} % of the critical path is {SPENT_ON[part]}.")
+    empty = best.candidate.slots - planned.space.slots(best.candidate.microbatch)
+    if empty:
+        lines.append(f"{empty} of {best.candidate.slots} microbatch slots stay empty: some pipelines have one less.")
+    return lines
+
+
+def front(planned: Planned) -> list[Judged]:
+    """Of all that was simulated: nobody else is both faster and cheaper. Fastest first."""
+    found: list[Judged] = []
+    everything = [planned.winner, *planned.rivals]
+    for judged in sorted(everything, key=lambda j: (j.figures.iteration_s, j.figures.usd_per_iteration)):
+        if not found or judged.figures.usd_per_iteration < found[-1].figures.usd_per_iteration * (1 - 1e-9):
+            found.append(judged)
+    return found
+
+
+def compared(planned: Planned) -> str:
+    """How the figures of a table were come by."""
+    told = f"{planned.num_estimated:,} candidates estimated, {planned.num_simulated} simulated with 1f1b-eager"
+    if planned.tries:
+        told += f"; the winner under {planned.schedule} takes {_seconds(planned.iteration_s, 4)}"
+    return f"{told}. All times are simulated."
+
+
+def has_prices(ground: Ground) -> bool:
+    return bool((ground.usd_per_gpu_s > 0).any())
+
+
+# ---- the scene of a map --------------------------------------------------------------------------------------
+def scene(planned: Planned, count: int = 6) -> dict[str, Any]:
+    """Datacenters, links and the placements of the first few plans: what `view.map` draws."""
+    ground, cluster = planned.ground, planned.job.cluster
+    shown = [planned.figures, *planned.rivals[: count - 1]]
+    found = rows(planned)
+    own = {**found[0], **as_dict(planned.figures)}
+    return {
+        "title": planned.job.name,
+        "datacenters": [
+            {
+                "name": dc.name,
+                "gpus": dc.nodes * dc.gpus_per_node,
+                "gpu": dc.gpu,
+                "usd_per_gpu_hour": dc.usd_per_gpu_hour,
+                "location": dc.location,
+            }
+            for dc in cluster.datacenters
+        ],
+        "latency_ms": (1000 * ground.latency_s).tolist(),
+        "joined": ground.joined.tolist(),
+        "plans": [
+            {
+                "row": found[k] if k else own,
+                "gpus": dict(judged.candidate.gpus),
+                "groups": [list(group.places) for group in judged.candidate.groups],
+                "links": links(ground, judged.candidate, judged.figures),
+            }
+            for k, judged in enumerate(shown)
+        ],
+        "rows": found,
+        "front": [as_dict(judged) for judged in front(planned)],
+        "priced": has_prices(planned.ground),
+        "told": compared(planned),
+    }
+
+
+def _capacity_bps(ground: Ground, candidate: Candidate, i: int, j: int) -> float:
+    """What the nodes that talk to each other reach together: a pair for each pipeline, or all of them in a meeting."""
+    whole = lane_bps(ground, candidate, (i, j))
+    for group in candidate.groups:
+        names = [name for name, _ in group.places]
+        if ground.names[i] in names and ground.names[j] in names:
+            return min(whole, group.replicas * float(ground.pair_bps[i, j]))
+    return whole
+
+
+def links(ground: Ground, candidate: Candidate, figures: Figures) -> list[dict[str, Any]]:
+    """Every pair of datacenters that exchanges something, with how busy the busier direction is."""
+    at = {name: i for i, name in enumerate(ground.names)}
+    hops = [(a, b) for group in candidate.groups for (a, _), (b, _) in pairwise(group.places)]
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for (a, b), sent in figures.link_bytes.items():
+        key = (a, b) if at[a] < at[b] else (b, a)
+        capacity = _capacity_bps(ground, candidate, at[a], at[b])
+        load = sent * 8 / (capacity * figures.iteration_s)
+        old = found.get(key, {"load": 0.0, "gb": 0.0})
+        found[key] = {
+            "a": key[0],
+            "b": key[1],
+            "load": max(old["load"], load),
+            "gb": old["gb"] + sent / 1e9,
+            "gbps": capacity / 1e9,
+            "pipeline": any({a, b} == {one, two} for one, two in hops),
+            "latency_ms": 1000 * float(ground.latency_s[at[a], at[b]]),
+        }
+    return list(found.values())

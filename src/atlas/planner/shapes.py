@@ -1,0 +1,216 @@
+"""Shapes: which datacenters a pipeline visits, in which order, and how many of its stages each of them holds.
+
+Few datacenters: every ordered subset and, while they are not too many, every way to deal the stages. Many: from every
+starting point the nearest neighbours, by hop, by speed of the GPUs and by rent, as far as it takes to hold the
+pipeline. `local` changes one thing of a shape, for whoever wants to improve a good one. Knows room and distance; how
+fast a shape trains is for `estimate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cache, lru_cache
+from itertools import combinations, pairwise, permutations
+
+import numpy as np
+
+from atlas.planner.ground import Floats, Ground, Ints
+
+Shape = tuple[tuple[int, int], ...]
+"""(datacenter's number, stages) along the pipeline."""
+
+FEW_DCS = 4
+MAX_DEALS = 30
+"""Ways to deal stages to one ordered subset that are all looked at; beyond it a few sensible ones."""
+MAX_STARTS = 24
+"""Datacenters, the largest, from which tours start."""
+MAX_RUNS = 12
+"""Datacenters of one pipeline."""
+
+
+class Shapes:
+    """The shapes of one cluster at one tp; asked for again and again with other depths and replicas."""
+
+    def __init__(
+        self, ground: Ground, workers: Ints, layer_s: Floats, transfer_s: Floats, kept: Collection[str] | None = None
+    ) -> None:
+        """`kept`: the names of the datacenters that every shape visits, and no others."""
+        self.ground, self.workers = ground, workers
+        self.layer_s = layer_s
+        """[i]: of a layer, infinite where a datacenter takes no part."""
+        self.hop_s = np.where(ground.joined, ground.latency_s + transfer_s, np.inf)
+        """[i, j]: an activation's way, for ranking."""
+        # Plain lists: a shape is made of a few numbers at a time, and numpy's are slow to pick one by one.
+        takes_part = np.array([kept is None or name in kept for name in ground.names])
+        self._least = 1 if kept is None else len(kept)
+        self._room: list[int] = np.where(np.isfinite(layer_s) & takes_part, workers, 0).tolist()
+        self._hop_s: list[list[float]] = self.hop_s.tolist()
+        self._joined: list[list[bool]] = ground.joined.tolist()
+        self._prefers: list[list[float]] = [layer_s.tolist(), ground.usd_per_gpu_s.tolist()]
+        self._known: dict[tuple[int, ...], list[Shape]] = {}
+
+    def of(self, depth: int, replicas: int) -> list[Shape]:
+        """Shapes for `replicas` pipelines of `depth` stages; the same list object for the same room."""
+        room = [min(workers // replicas, depth) for workers in self._room]
+        key = (depth, *room)
+        if key not in self._known:
+            self._known[key] = self._few(depth, room) if self.ground.num_dcs <= FEW_DCS else self._many(depth, room)
+        return self._known[key]
+
+    def _few(self, depth: int, room: list[int]) -> list[Shape]:
+        found: dict[object, Shape] = {}
+        usable = [i for i in range(len(room)) if room[i] > 0]
+        for count in range(self._least, min(len(usable), depth) + 1):
+            for order in permutations(usable, count):
+                if not np.isfinite(self._way_s(order)) or sum(room[i] for i in order) < depth:
+                    continue
+                for stages in self._deals(order, depth, room):
+                    shape = tuple(zip(order, stages, strict=True))
+                    found.setdefault(self._seen_as(shape), shape)
+        return list(found.values())
+
+    def _many(self, depth: int, room: list[int]) -> list[Shape]:
+        chains: dict[object, tuple[int, ...]] = {}
+        for order in self.tours():
+            chain = self._prefix(order, depth, room)
+            if chain is not None:
+                classes = self.ground.classes if len(chain) > 1 else self.ground.classes_alone
+                chains.setdefault((len(chain) > 1, *(classes[i] for i in chain)), chain)
+        every = sorted(chains.values(), key=lambda chain: (len(chain), self._way_s(chain)))
+        keep = every[:8]
+        for by in self._prefers:
+            if len(set(by)) > 1:
+                keep += sorted(every, key=lambda chain, by=by: sum(by[i] for i in chain) / len(chain))[:4]  # type: ignore[misc]
+        found: dict[object, Shape] = {}
+        for chain in dict.fromkeys(keep):
+            for stages in _sensible(chain, depth, room, self._prefers):
+                shape = tuple(zip(chain, stages, strict=True))
+                found.setdefault(self._seen_as(shape), shape)
+        return list(found.values())
+
+    def _prefix(self, order: Sequence[int], depth: int, room: list[int]) -> tuple[int, ...] | None:
+        """As much of a tour as holds the pipeline, datacenters without room or path left out."""
+        chain: list[int] = []
+        held = 0
+        for i in order:
+            if room[i] and (not chain or self._joined[chain[-1]][i]):
+                chain.append(i)
+                held += room[i]
+                if held >= depth and len(chain) >= self._least:
+                    return tuple(chain)
+                if len(chain) == min(max(MAX_RUNS, self._least), depth):
+                    return None
+        return None
+
+    @cache  # noqa: B019 - lives as long as one search
+    def tours(self) -> tuple[tuple[int, ...], ...]:
+        """From every datacenter, nearest neighbours first; likewise with slow or dear ones put off; largest first."""
+        n = self.ground.num_dcs
+        hop = float(np.median(self.hop_s[np.isfinite(self.hop_s)])) if np.isfinite(self.hop_s).any() else 1.0
+        weights = [np.zeros(n)]
+        for by in (self.layer_s, self.ground.usd_per_gpu_s):
+            low, high = np.min(by), np.max(by[np.isfinite(by)], initial=0.0)
+            if high > low:
+                weights.append(100 * hop * np.where(np.isfinite(by), (by - low) / (high - low), 1e6))
+        tours = [tuple(int(i) for i in np.argsort(-self.workers, kind="stable"))]
+        for weight in weights:
+            tours += [self._nearest(start, weight) for start in sorted(tours[0][:MAX_STARTS])]
+        return tuple(dict.fromkeys(tours))
+
+    def _nearest(self, start: int, weight: Floats) -> tuple[int, ...]:
+        tour, left = [start], set(range(self.ground.num_dcs)) - {start}
+        while left:
+            last = tour[-1]
+            tour.append(min(left, key=lambda j: (float(self.hop_s[last, j] + weight[j]), j)))
+            left.remove(tour[-1])
+        return tuple(tour)
+
+    # ---- stages ----------------------------------------------------------------------------------------------
+    def _deals(self, order: Sequence[int], depth: int, room: list[int]) -> Iterable[tuple[int, ...]]:
+        """Ways to deal the stages to datacenters in this order, each at least one."""
+        every = list(compositions(depth, [room[i] for i in order], MAX_DEALS))
+        return every if len(every) < MAX_DEALS else _sensible(order, depth, room, self._prefers)
+
+    def _seen_as(self, shape: Shape) -> object:
+        """Equal for shapes that nothing tells apart."""
+        classes = self.ground.classes if len(shape) > 1 else self.ground.classes_alone
+        return tuple((classes[i], stages) for i, stages in shape)
+
+    def _way_s(self, order: Sequence[int]) -> float:
+        return sum(self._hop_s[a][b] for a, b in pairwise(order))
+
+    # ---- neighbours --------------------------------------------------------------------------------------------
+    def local(self, shape: Shape, replicas: int) -> Iterator[Shape]:
+        """Shapes one change away: a stage moved, two datacenters swapped, one exchanged for another, one dropped."""
+        depth = sum(stages for _, stages in shape)
+        for found in self._changes(shape):
+            order = [i for i, _ in found]
+            fits = all(0 < stages <= self.workers[i] // replicas for i, stages in found)
+            finite = all(np.isfinite(self.layer_s[i]) for i in order)
+            if fits and finite and np.isfinite(self._way_s(order)) and sum(s for _, s in found) == depth:
+                yield found
+
+    def _changes(self, shape: Shape) -> Iterator[Shape]:
+        runs = list(shape)
+        used = {i for i, _ in shape}
+        for a, b in permutations(range(len(runs)), 2):
+            moved = list(runs)
+            moved[a], moved[b] = (runs[a][0], runs[a][1] - 1), (runs[b][0], runs[b][1] + 1)
+            yield tuple(run for run in moved if run[1])
+        for a, b in combinations(range(len(runs)), 2):
+            swapped = list(runs)
+            swapped[a], swapped[b] = runs[b], runs[a]
+            yield tuple(swapped)
+        for a in range(len(runs)):
+            for j in set(range(self.ground.num_dcs)) - used:
+                yield (*runs[:a], (j, runs[a][1]), *runs[a + 1 :])
+
+
+def compositions(total: int, most: Sequence[int], limit: int) -> Iterator[tuple[int, ...]]:
+    """Ways to write `total` as a sum of 1..most[k], at most about `limit` of them."""
+    count = 0
+    stack: list[tuple[int, ...]] = [()]
+    while stack and count < limit:
+        done = stack.pop()
+        k, left = len(done), total - sum(done)
+        if k == len(most) - 1:
+            if 1 <= left <= most[k]:
+                count += 1
+                yield (*done, left)
+            continue
+        after = sum(most[k + 1 :])
+        for stages in range(max(1, left - after), min(most[k], left - (len(most) - k - 1)) + 1):
+            stack.append((*done, stages))
+
+
+def _sensible(
+    order: Sequence[int], depth: int, room: list[int], prefers: Sequence[list[float]]
+) -> Iterable[tuple[int, ...]]:
+    """Fill the first, the last, the fastest, the cheapest first; and in proportion to room."""
+    count = len(order)
+    most = [room[i] for i in order]
+    if sum(most) == depth:
+        return [tuple(most)]
+    if count == 1:
+        return [(depth,)]
+    fills = [list(range(count)), list(range(count))[::-1]]
+    fills += [sorted(range(count), key=lambda k, by=by: (by[order[k]], k)) for by in prefers]  # type: ignore[misc]
+    found: list[tuple[int, ...]] = []
+    for fill in fills:
+        stages, left = [1] * count, depth - count
+        for k in fill:
+            more = min(left, most[k] - 1)
+            stages[k] += more
+            left -= more
+        found.append(tuple(stages))
+    return list(dict.fromkeys([*found, _in_proportion(tuple(most), depth)]))
+
+
+@lru_cache(maxsize=10_000)
+def _in_proportion(most: tuple[int, ...], depth: int) -> tuple[int, ...]:
+    """One stage each, and the rest one by one to whoever has most room for it."""
+    stages = [1] * len(most)
+    for _ in range(depth - len(most)):
+        k = min((k for k in range(len(most)) if stages[k] < most[k]), key=lambda k: (stages[k] + 1) / most[k])
+        stages[k] += 1
+    return tuple(stages)

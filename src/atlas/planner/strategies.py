@@ -1,0 +1,273 @@
+"""The ways to look for a plan, by name. Each gets a Search and feeds it candidates; the Search simulates them, keeps
+score and remembers everything it has seen, so that whoever interrupts it still has the best so far.
+
+    ours         estimates of every kind of candidate; the best of each kind, some along the Pareto front, the best of
+                 all and the neighbours of the leader are simulated, a score in all
+    algorithm1   the paper's: degrees as the job has them, largest datacenters first, one loop over the cells
+    exhaustive   every candidate simulated: the yardstick, for small clusters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from atlas.cost.arrange import arrange
+from atlas.errors import AtlasError, InfeasibleError
+from atlas.planner.candidate import Candidate, kind_of
+from atlas.planner.estimate import Batch, estimate
+from atlas.planner.ground import Ground
+from atlas.planner.judge import Judged, judge
+from atlas.planner.objective import Objective
+from atlas.planner.pool import (
+    SLACK,
+    Entry,
+    Frame,
+    Tick,
+    cell_sizes,
+    entry_of,
+    frames,
+    single_groups,
+)
+from atlas.planner.regions import several_groups
+from atlas.planner.shapes import Shape
+from atlas.planner.space import Space
+
+SIMULATIONS = 20
+"""What `ours` may simulate: a score."""
+PER_KIND = 4
+"""Of those, the best estimates of each kind of plan."""
+FRONT = 4
+"""Of those, along the estimated Pareto front of time and money."""
+NEIGHBOURS = 4
+"""Of those, one change away from the leader."""
+FAR = 1.2
+"""An estimate this much worse than the leader of its kind is not simulated: estimates are a few per cent off."""
+
+
+@dataclass
+class Search:
+    """One search: its choices, its goal, and what it has found."""
+
+    space: Space
+    ground: Ground
+    objective: Objective
+    tick: Tick | None = None
+    judged: dict[Candidate, Judged] = field(default_factory=dict)
+    refused: dict[Candidate, InfeasibleError] = field(default_factory=dict)
+    num_estimated: int = 0
+    num_simulated: int = 0
+    interrupted: bool = False
+
+    def score(self, judged: Judged) -> float:
+        figures = judged.figures
+        return float(self.objective.score(figures.iteration_s, figures.usd_per_iteration, figures.tokens))
+
+    def missed(self, judged: Judged) -> float:
+        """By which share the worst limit is missed; 0 where all are kept."""
+        figures = judged.figures
+        return float(self.objective.missed(figures.iteration_s, figures.usd_per_iteration, figures.tokens))
+
+    def simulate(self, candidate: Candidate, of: int = SIMULATIONS) -> Judged | None:
+        """The candidate's figures, or None where it cannot run."""
+        if candidate in self.judged or candidate in self.refused:
+            return self.judged.get(candidate)
+        if self.tick is not None:
+            self.tick("simulating", self.num_simulated, of)
+        try:
+            self.judged[candidate] = judge(self.space, self.ground, candidate)
+        except InfeasibleError as error:
+            self.refused[candidate] = error
+            return None
+        finally:
+            self.num_simulated += 1
+        return self.judged[candidate]
+
+    def ranking(self) -> list[Judged]:
+        """Best first; equals in the order in which they were found."""
+        return sorted(self.judged.values(), key=self.score)
+
+    @property
+    def best(self) -> Judged | None:
+        return self.best_of(None)
+
+    def best_of(self, kind: str | None) -> Judged | None:
+        """The best so far, of a kind where one is given."""
+        found = [judged for judged in self.judged.values() if kind in (None, kind_of(judged.candidate))]
+        return min(found, key=self.score, default=None)
+
+
+# ---- ours --------------------------------------------------------------------------------------------------
+def ours(search: Search) -> None:
+    """Estimate widely, simulate the few that matter."""
+    for entry in _algorithm1_entries(search)[:2]:
+        search.simulate(entry.candidate)
+    space, ground, goal = search.space, search.ground, search.objective
+    alone, looked, worth = single_groups(space, ground, goal, search.tick)
+    for entry in alone[:1]:
+        search.simulate(entry.candidate)  # whoever interrupts from here on has something
+    apart, more = several_groups(space, ground, goal, worth, search.tick)
+    search.num_estimated += looked + more
+    entries = sorted(alone + apart, key=lambda entry: entry.score)
+    shown = [*_of_each_kind(entries), *_front(entries)]
+    for k, entry in enumerate([*shown, *entries]):
+        if search.num_simulated >= SIMULATIONS - NEIGHBOURS:
+            break
+        rival = search.best_of(kind_of(entry.candidate))
+        if k < len(shown) or rival is None or entry.score < FAR * search.score(rival):
+            search.simulate(entry.candidate)
+    _improve(search)
+    _improve(search, "pipeline")
+
+
+def _of_each_kind(entries: list[Entry]) -> list[Entry]:
+    """The best few of every kind: what is reported as the best of its kind is the best of those simulated."""
+    kinds: dict[str, dict[Candidate, Entry]] = {}
+    for entry in entries:
+        found = kinds.setdefault(kind_of(entry.candidate), {})
+        least = next(iter(found.values()), entry).score
+        if len(found) < PER_KIND and entry.score < FAR * least:
+            found.setdefault(entry.candidate, entry)
+    return [entry for found in kinds.values() for entry in found.values()]
+
+
+def _front(entries: list[Entry]) -> list[Entry]:
+    """A few candidates spread along the estimated front of time and money."""
+    front: list[Entry] = []
+    for entry in sorted(entries, key=lambda e: (e.iteration_s, e.usd)):
+        if not front or entry.usd < front[-1].usd * 0.999:
+            front.append(entry)
+    if len(front) <= FRONT:
+        return front
+    return [front[round(k * (len(front) - 1) / (FRONT - 1))] for k in range(FRONT)]
+
+
+def _improve(search: Search, kind: str | None = None) -> None:
+    """Neighbours of the leader (of a kind), best estimate first, as long as simulations are left."""
+    tried: set[Candidate] = set()
+    while search.num_simulated < SIMULATIONS:
+        best = search.best_of(kind)
+        if best is None or best.candidate in tried or len(best.candidate.groups) > 1:
+            return
+        tried.add(best.candidate)
+        near = _neighbours(search, best.candidate)
+        own = next((e.score for e in near if e.candidate == best.candidate), search.score(best))
+        # What is estimated the same as the leader would be simulated the same: only a real difference is worth it.
+        better = [e for e in near if e.candidate not in search.judged and not 0.9995 < e.score / own < 1.0005]
+        for entry in better[:NEIGHBOURS]:
+            if search.num_simulated < SIMULATIONS and entry.score < 1.02 * own:
+                search.simulate(entry.candidate)
+
+
+def _neighbours(search: Search, candidate: Candidate) -> list[Entry]:
+    """The leader with one thing changed: a stage moved, datacenters swapped, other cells."""
+    space, ground, group = search.space, search.ground, candidate.groups[0]
+    frame = next(f for f in frames(space, ground) if (f.tp, f.microbatch) == (candidate.tp, candidate.microbatch))
+    at = {name: i for i, name in enumerate(ground.names)}
+    shape: Shape = tuple((at[name], stages) for name, stages in group.places)
+    shapes = list(dict.fromkeys([shape, *frame.shapes.local(shape, group.replicas)]))
+    cells = cell_sizes(space, group.replicas)
+    rows = [(k, group.replicas, cell) for k, s in enumerate(shapes) for cell in (cells if len(s) > 1 else cells[:1])]
+    rows = [row for row in rows if space.uses_kept(ground.names[i] for i, _ in shapes[row[0]])]
+    return _entries(search, frame, group.pp, shapes, rows)
+
+
+def _entries(
+    search: Search, frame: Frame, depth: int, shapes: list[Shape], rows: list[tuple[int, int, int]]
+) -> list[Entry]:
+    """Estimated and sorted, best first."""
+    if not rows:
+        return []
+    table = np.array(rows, np.int64)
+    batch = Batch(frame.tp, frame.microbatch, depth, shapes, table[:, 0], table[:, 1], table[:, 2])
+    found = estimate(search.space, search.ground, frame.speeds, frame.sizes, batch)
+    score = search.objective.score(found.iteration_s, found.usd, search.space.tokens, SLACK)
+    order = [v for v in np.argsort(score, kind="stable").tolist() if found.fits[v]]
+    return [entry_of(search.space, search.ground, batch, found, v, float(score[v])) for v in order]
+
+
+# ---- the paper's -------------------------------------------------------------------------------------------
+def algorithm1(search: Search) -> None:
+    """D = 1, 2, ...: the largest datacenters take as many consecutive stages as they hold; the fastest is kept."""
+    entries = _algorithm1_entries(search)
+    search.num_estimated += len(entries)
+    if not entries:
+        job = search.space.job
+        raise InfeasibleError(
+            where=job.where,
+            key="pp",
+            value=job.pp,
+            rule="Algorithm 1 takes tp, pp, microbatch and pipelines per cell from the job, and with these no number "
+            "of cells finds room, a path and memory",
+            remedy="Change them, or use --strategy ours, which chooses them",
+        )
+    for entry in entries[:2]:
+        search.simulate(entry.candidate)
+
+
+def _algorithm1_entries(search: Search) -> list[Entry]:
+    """One candidate for each number of cells, fastest estimate first."""
+    space, ground, job = search.space, search.ground, search.space.job
+    if space.slots(1) % job.microbatch or not ground.workers(job.tp).any() or job.pp > job.model.layers:
+        return []
+    frame = next((f for f in frames(space, ground) if (f.tp, f.microbatch) == (job.tp, job.microbatch)), None)
+    if frame is None or space.tcp != "many":
+        return []
+    try:
+        pipelines = job.pipelines_per_cell or arrange(job).num_pipelines
+    except AtlasError:
+        pipelines = 1
+    shapes: list[Shape] = []
+    rows: list[tuple[int, int, int]] = []
+    largest = np.argsort(-frame.shapes.workers, kind="stable").tolist()
+    for cells in range(1, space.slots(job.microbatch) // pipelines + 1):
+        shape = _largest_first(ground, frame, largest, job.pp, cells * pipelines)
+        if shape is None:
+            break
+        kept = space.uses_kept(ground.names[i] for i, _ in shape)
+        if kept and all(ground.joined[a[0], b[0]] for a, b in pairwise(shape)):
+            rows.append((len(shapes), cells * pipelines, pipelines if len(shape) > 1 else 1))
+            shapes.append(shape)
+    fastest = Search(space, ground, Objective())
+    return _entries(fastest, frame, job.pp, shapes, rows)
+
+
+def _largest_first(ground: Ground, frame: Frame, largest: Iterable[int], depth: int, replicas: int) -> Shape | None:
+    shape: list[tuple[int, int]] = []
+    left = depth
+    for i in largest:
+        stages = min(left, int(frame.shapes.workers[i]) // replicas) if frame.speeds.usable[i] else 0
+        if stages:
+            shape.append((i, stages))
+            left -= stages
+    return None if left else tuple(shape)
+
+
+def exhaustive(search: Search) -> None:
+    """Every candidate there is."""
+    from atlas.planner.exhaustive import every_candidate
+
+    best = np.inf
+    candidates = every_candidate(search.space, search.ground)
+    search.num_estimated += len(candidates)
+    for candidate, floor in candidates:
+        if floor(search.objective) > best:
+            continue
+        judged = search.simulate(candidate, len(candidates))
+        if judged is not None:
+            best = min(best, search.score(judged))
+
+
+STRATEGIES: dict[str, tuple[str, Callable[[Search], None]]] = {
+    "ours": ("estimate every kind of plan, simulate the best score of them (the default)", ours),
+    "algorithm1": (
+        "the paper's: the job's own degrees, largest datacenters first, one loop over the cells",
+        algorithm1,
+    ),
+    "exhaustive": ("simulate every candidate: small clusters only", exhaustive),
+}
+
+__all__ = ["STRATEGIES", "Search"]

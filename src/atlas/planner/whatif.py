@@ -1,0 +1,242 @@
+"""What if: a job or a plan again and again with one key changed, and what that does to the iteration.
+
+    sweep        any key of the job over a range; or a datacenter lost or added (`lose=east`, `add=east`)
+    marginal     what one more unit of each resource would bring, by simulating again with it
+    spread       the plan's own order under random bandwidths and latencies, percentiles
+
+A job is re-arranged by the cost model where its file leaves things open; a plan stays as it is placed. With `replan`
+the planner looks again at every point. Prints nothing and draws nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from atlas.errors import AtlasError, InfeasibleError
+from atlas.evaluate.job import restaged
+from atlas.planner.candidate import Candidate, Group
+from atlas.planner.change import Sweep, changed
+from atlas.planner.files import candidate_of, space_of_plan
+from atlas.planner.ground import ground_of
+from atlas.planner.judge import Judged, judge, play
+from atlas.planner.objective import Objective
+from atlas.planner.run import explore, start
+from atlas.planner.space import space_of
+from atlas.sim.lower import Jitter, lower, noisy, stretched
+from atlas.sim.simulate import run
+from atlas.spec import Job, override
+from atlas.spec.plan import Plan
+
+Tick = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of a sweep and what came of it."""
+
+    value: Any
+    iteration_s: float | None
+    """None where the job cannot run with it."""
+    tokens_per_s: float | None
+    usd_per_iteration: float | None
+    note: str = ""
+    """Where it runs, or why it cannot."""
+
+
+@dataclass(frozen=True)
+class Marginal:
+    """What one more unit of a resource brings."""
+
+    resource: str
+    key: str
+    now: float
+    more: float
+    iteration_s: float
+    saves_s: float
+
+
+# ---- one question --------------------------------------------------------------------------------------------
+class Asked:
+    """A job or a plan that can be asked for its iteration with something changed."""
+
+    def __init__(self, job: Job, plan: Plan | None = None, *, replan: bool = False) -> None:
+        self.job, self.plan, self.replan = job, plan, replan
+        self.sharing = plan.schedule.sharing if plan is not None else None
+
+    def judged(self, job: Job, *, exact: bool = True) -> Judged:
+        """The figures of the job as changed; InfeasibleError where it cannot run. `exact` goes for long runs."""
+        if self.replan:
+            search = start(job, Objective())
+            explore(search, "ours")
+            assert search.best is not None
+            return search.best
+        if self.plan is not None:
+            return self._placed(job, self.plan, exact)
+        return self._arranged(job, exact)
+
+    def _placed(self, job: Job, plan: Plan, exact: bool) -> Judged:
+        """The plan where it is: only what the key says is different."""
+        old = plan.job
+        names = {dc.name for dc in job.cluster.datacenters}
+        candidate = candidate_of(plan)
+        gone = sorted(set(candidate.gpus) - names)
+        if gone:
+            raise InfeasibleError(
+                where=job.where,
+                key="placement",
+                value=gone[0],
+                rule="the plan has stages there; --replan says what to run instead",
+                remedy="Ask with --replan",
+            )
+        if any(
+            getattr(job, key) != getattr(old, key) for key in ("pp", "cells", "pipelines_per_cell", "tp", "placement")
+        ):
+            return self._arranged(job, exact)
+        groups = tuple(_scaled(group, job, old) for group in candidate.groups)
+        moved = Candidate(job.tp, job.microbatch, groups, candidate.sharing, candidate.tcp)
+        space = space_of_plan(plan)
+        if job.num_microbatches != old.num_microbatches or job.microbatch != old.microbatch:
+            space = space_of(job, global_batch=moved.slots * job.microbatch, tcp=candidate.tcp)
+        return judge(replace(space, job=job), ground_of(job), moved, exact=exact)
+
+    def _arranged(self, job: Job, exact: bool) -> Judged:
+        """The job as its file has it, one stage a worker, taking turns where that is faster."""
+        job, found = restaged(job, 1)
+        places = tuple((name, len(list(run))) for name, run in itertools.groupby(found.rank_dc))
+        group = Group(places, found.layers_per_stage, job.cells, found.num_pipelines, job.num_microbatches)
+        space = space_of(job, global_batch=group.replicas * job.num_microbatches * job.microbatch)
+        turns = [True, False] if found.num_pipelines > 1 and len(places) > 1 else [False]
+        ground = ground_of(job)
+        every = [
+            judge(space, ground, Candidate(job.tp, job.microbatch, (group,), sharing), exact=exact) for sharing in turns
+        ]
+        return min(every, key=lambda judged: judged.figures.iteration_s)
+
+
+def _scaled(group: Group, job: Job, old: Job) -> Group:
+    """Where the number of microbatches was changed, every group has as many more."""
+    if job.num_microbatches == old.num_microbatches:
+        return group
+    more = max(1, round(group.num_microbatches * job.num_microbatches / old.num_microbatches))
+    return replace(group, num_microbatches=more)
+
+
+def sweep(asked: Asked, one: Sweep, tick: Tick | None = None) -> list[Point]:
+    """The iteration at every value. What cannot run leaves a gap, with the reason; what makes no sense is an error."""
+    points = []
+    for k, value in enumerate(one.values):
+        if tick is not None:
+            tick(f"{one.key}={value}", k, len(one.values))
+        try:
+            judged = asked.judged(changed(asked.job, one.key, value))
+        except InfeasibleError as error:
+            points.append(Point(value, None, None, None, error.rule))
+            continue
+        figures = judged.figures
+        points.append(
+            Point(value, figures.iteration_s, figures.tokens_per_s, figures.usd_per_iteration, judged.candidate.where())
+        )
+    return points
+
+
+# ---- bottleneck ------------------------------------------------------------------------------------------------
+def marginals(asked: Asked, tick: Tick | None = None) -> tuple[Judged, list[Marginal]]:
+    """The job now, and what a tenth more (or less latency) of each resource saves, the best first."""
+    now = asked.judged(asked.job, exact=False)
+    found = []
+    trials = list(_trials(asked.job, now.candidate))
+    for k, (resource, key, value, more, changes) in enumerate(trials):
+        if tick is not None:
+            tick(resource, k, len(trials))
+        try:
+            after = asked.judged(override(asked.job, changes), exact=False).figures
+        except AtlasError:
+            continue
+        saves = now.figures.iteration_s * (1 - now.figures.tokens_per_s / after.tokens_per_s)
+        found.append(Marginal(resource, key, value, more, now.figures.iteration_s - saves, saves))
+    return now, sorted(found, key=lambda m: -m.saves_s)
+
+
+def _trials(job: Job, candidate: Candidate) -> Iterator[tuple[str, str, float, float, list[str]]]:
+    """(what, key, value, changed value, overrides): a tenth more of everything that the plan uses."""
+    if not job.is_calibrated:
+        efficiency = job.stated_efficiency
+        yield _share("speed of the GPUs", "efficiency", efficiency, min(1.0, 1.1 * efficiency))
+    wan = job.cluster.wan
+    if candidate.num_datacenters > 1:
+        links = job.cluster.links
+        if links is None:
+            yield _share("bandwidth of a node pair", "cluster.wan.pair_gbps", wan.pair_gbps, 1.1 * wan.pair_gbps)
+            if wan.trunk_gbps is not None:
+                yield _share("trunks", "cluster.wan.trunk_gbps", wan.trunk_gbps, 1.1 * wan.trunk_gbps)
+            if wan.latency_ms:
+                yield _share("latency", "cluster.wan.latency_ms", wan.latency_ms, 0.9 * wan.latency_ms)
+        else:
+            used = set(candidate.gpus)
+            for k, link in enumerate(links):
+                if set(link.between) <= used:
+                    yield from _link_trials(job, k, " - ".join(link.between))
+    for name in candidate.gpus:
+        dc = job.cluster.dc(name)
+        key = f"cluster.datacenters.{name}.net_gbps"
+        yield _share(f"network inside {name}", key, dc.node_gbps, 1.1 * dc.node_gbps)
+    gib = job.memory_gib
+    if gib is not None:
+        yield _share("memory of a GPU", "memory_gib", gib, 1.1 * gib)
+
+
+def _link_trials(job: Job, k: int, name: str) -> Iterator[tuple[str, str, float, float, list[str]]]:
+    link, wan = (job.cluster.links or ())[k], job.cluster.wan
+    pair, trunk = link.pair_gbps or wan.pair_gbps, link.trunk_gbps or wan.trunk_gbps
+    latency = wan.latency_ms if link.latency_ms is None else link.latency_ms
+    at = f"cluster.links[{k}]"
+    yield _share(f"bandwidth of a node pair, {name}", f"{at}.pair_gbps", pair, 1.1 * pair)
+    if trunk is not None:
+        yield _share(f"trunk {name}", f"{at}.trunk_gbps", trunk, 1.1 * trunk)
+    if latency:
+        yield _share(f"latency {name}", f"{at}.latency_ms", latency, 0.9 * latency)
+
+
+def _share(what: str, key: str, now: float, more: float) -> tuple[str, str, float, float, list[str]]:
+    return what, key, now, more, [f"{key}={more:.10g}"]
+
+
+# ---- Monte-Carlo -----------------------------------------------------------------------------------------------
+def spread(asked: Asked, runs: int, *, wan: float, compute: float, seed: int, tick: Tick | None = None) -> list[float]:
+    """Seconds of `runs` iterations: the links of each run have their own bandwidth and latency (log-normal, sigma
+    `wan`), and every op its own duration (sigma `compute`)."""
+    now = asked.judged(asked.job)
+    base = max(
+        (play(now.candidate.job(asked.job, k), now.candidate, exact=True) for k in range(len(now.candidate.groups))),
+        key=lambda played: float(played.done_s.max()),
+    )
+    rest_s = now.figures.iteration_s - base.timeline.makespan_ns / 1e9
+    program = base.timeline.program
+    tables = lower(program, base.costs)
+    crosses = program.transfer_crosses
+    link = tables.channel_link[tables.transfer_channel]
+    rng = np.random.default_rng(seed)
+    times = []
+    for k in range(runs):
+        if tick is not None:
+            tick("Monte-Carlo", k, runs)
+        slow = np.exp(rng.normal(0.0, wan, (2, len(base.costs.links))))
+        drawn = noisy(tables, Jitter(int(rng.integers(2**31)), compute, 0.0), program)
+        work_factor, latency_factor = np.where(crosses, slow[:, link], 1.0)
+        events = run(
+            drawn._replace(
+                transfer_work_ns=stretched(tables.transfer_work_ns, work_factor),
+                transfer_latency_ns=stretched(tables.transfer_latency_ns, latency_factor),
+            )
+        )
+        times.append(int(events.op_end_ns.max() - events.op_start_ns.min()) / 1e9 + rest_s)
+    return times
+
+
+def percentiles(times: Sequence[float], at: Iterable[int] = (5, 25, 50, 75, 95, 99)) -> dict[str, float]:
+    return {f"p{p}_s": float(np.percentile(times, p)) for p in at} | {"worst_s": max(times)}

@@ -1,0 +1,99 @@
+"""A whole plan, simulated in full: every group of pipelines under one schedule, then their meeting over the WAN.
+
+The figure a Plan file carries and the one that `atlas simulate PLAN` shows both come from here. Knows no search over
+plans; the schedule may be a searched one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from atlas.cost.table import Costs
+from atlas.evaluate.job import Progress, evaluate, find_schedule, prepare
+from atlas.evaluate.result import Case, Result
+from atlas.ir.ops import Kind
+from atlas.planner.candidate import Candidate
+from atlas.planner.ground import Ground
+from atlas.planner.meet import meeting_s, started_s
+from atlas.planner.split import sizes_of
+from atlas.spec import Job
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """All groups together."""
+
+    iteration_s: float
+    results: tuple[Result, ...]
+    """By group."""
+    slowest: int
+    """The group that is done last: what a Plan calls its job."""
+
+    @property
+    def sharing(self) -> bool:
+        """Whether any group's pipelines may take turns."""
+        return any(result.case.turns is not None for result in self.results)
+
+
+def simulate_whole(
+    job: Job,
+    ground: Ground,
+    candidate: Candidate,
+    schedule: str,
+    *,
+    sharing: bool = True,
+    budget: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+    tick: Callable[[int, int], None] | None = None,
+) -> Whole:
+    """The candidate under a schedule; InfeasibleError where it is too long to be simulated in full."""
+    results: list[Result] = []
+    known: dict[tuple[Any, ...], Result] = {}
+    for k in range(len(candidate.groups)):
+        if tick is not None:
+            tick(k, len(candidate.groups))
+        one = candidate.job(job, k)
+        key = _priced(prepare(one, find_schedule(schedule), candidate.tcp, sharing=sharing))
+        if key not in known:  # groups that nothing tells apart are simulated once
+            known[key] = evaluate(
+                one, schedule, tcp=candidate.tcp, sharing=sharing, budget=budget, seed=seed, progress=progress
+            )
+        results.append(known[key])
+    return _together(job, ground, candidate, tuple(results))
+
+
+def _priced(case: Case) -> tuple[Any, ...]:
+    """All that a simulation depends on; the names of datacenters and links are left out."""
+    frame = case.layout
+    crosses = tuple(a != b for a, b in zip(frame.rank_dc[:-1], frame.rank_dc[1:], strict=True))
+    shape = (frame.num_pipelines, frame.num_stages, frame.num_microbatches, frame.stage_rank, crosses)
+    return (shape, _prices(case.apart), case.turns and _prices(case.turns), case.memory, case.job.recompute)
+
+
+def _prices(costs: Costs) -> tuple[Any, ...]:
+    """Every field of the costs, so that one added later is not forgotten here."""
+    links = tuple(replace(link, name="") for link in costs.links)
+    arrays = [getattr(costs, field.name) for field in fields(costs) if field.name != "links"]
+    return (links, *(array.tobytes() for array in arrays))
+
+
+def _together(job: Job, ground: Ground, candidate: Candidate, results: tuple[Result, ...]) -> Whole:
+    """The iteration of all groups, and which of them is last: as `judge` has it, with each group's own order."""
+    ends, closings = [], []
+    for result in results:
+        timeline, program = result.single, result.single.program
+        work = program.kind <= Kind.W
+        done = np.zeros(program.num_ranks, np.int64)
+        np.maximum.at(done, program.op_worker[work] % program.num_ranks, timeline.op_end_ns[work])
+        ends.append(done / 1e9)
+        closings.append(result.case.apart.compute_ns[0][:, [Kind.SYNC, Kind.STEP]].sum(axis=1) / 1e9)
+    between = meeting_s(ground, sizes_of(job, candidate.tp, candidate.microbatch), candidate)
+    assert between is not None, "the judge let it pass"
+    starts = started_s(candidate, ends)
+    total = [float((s + c + b).max()) for s, c, b in zip(starts, closings, between, strict=True)]
+    return Whole(max(total), results, int(np.argmax([end.max() for end in ends])))

@@ -1,0 +1,104 @@
+"""What one rank holds of a worker whose stages are divided over several processes: the part that leader and followers
+have in common. Every method here is called by all ranks alike, in the same order; results are the leader's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from atlas.runtime.assignment import Assignment
+from atlas.runtime.checkpoint import LayerState
+from atlas.runtime.models.decoder import Decoder
+from atlas.runtime.models.parallel import parallelize
+from atlas.runtime.models.task import DecoderTask
+from atlas.runtime.stage import Stage
+from atlas.runtime.tensor_parallel.group import LEADER, Shares, TensorGroup, gather_state, gathered
+from atlas.runtime.tensor_parallel.stage_set import Holding
+from atlas.runtime.wiring import Seat
+
+
+@dataclass(frozen=True)
+class DividedTask(DecoderTask):
+    """The same task, its stages divided over a mesh."""
+
+    mesh: DeviceMesh | None = None
+
+    def build_stage(self, stage: int, num_stages: int) -> Decoder:
+        assert self.mesh is not None
+        return parallelize(super().build_stage(stage, num_stages), self.mesh)
+
+
+class DividedHolding(Holding):
+    """One rank's."""
+
+    def __init__(self, assignment: Assignment, seat: Seat, place: str, group: TensorGroup) -> None:
+        self.group = group
+        super().__init__(assignment, seat, place)
+        named = [item for stage in self.stages.values() for item in stage.module.named_parameters()]
+        self.shares = Shares(group.rank, group.size, named)
+
+    def _built(self, task: DecoderTask) -> DecoderTask:
+        return DividedTask(**vars(task), mesh=self.group.mesh)
+
+    # ---- the end of an iteration -------------------------------------------------------------------------------------
+    def gather_gradients(self, stage: Stage) -> list[Tensor]:
+        """A stage's, in host memory: those that every rank holds whole, once; then every rank's parts, flat."""
+        total = dict(zip(stage.named_parameters, stage.gradients.total(), strict=True))
+        cut = torch.cat([gradient.flatten() for name, gradient in total.items() if self.shares.is_cut(name)])
+        parts = self.group.gather(cut)
+        return [*(gradient.cpu() for name, gradient in total.items() if not self.shares.is_cut(name)), *parts]
+
+    def scatter_sums(self, stage: Stage, sums: Sequence[Tensor] = ()) -> None:
+        """Gives each rank its part of the leader's `sums`, which are as `gather_gradients` gave them."""
+        named = stage.named_parameters
+        whole = [p for name, p in named.items() if not self.shares.is_cut(name)]
+        cut = [p for name, p in named.items() if self.shares.is_cut(name)]
+        flat = torch.cat([s.flatten() for s in sums[: len(whole)]]) if sums else torch.empty(_num_values(whole))
+        self.group.share(flat)
+        _adopt(whole, flat.to(self.group.place))
+        _adopt(cut, self.group.scatter(sums[len(whole) :], torch.empty(_num_values(cut))))
+
+    def gather_tied(self, name: str) -> Tensor | None:
+        parts = self.group.gather(super().tied_gradient(name))
+        return self.shares.join(name, parts) if parts else None
+
+    def scatter_tied(self, name: str, whole: Tensor | None = None) -> None:
+        parts = [] if whole is None else self.shares.parts(name, whole)
+        super().adopt_tied(name, self.group.scatter(parts, super().tied_gradient(name)))
+
+    def gather_squares(self) -> list[float]:
+        """Those of parts are everybody's; the others are only the leader's (`Stage.counted`)."""
+        mine = super().squares()
+        counted = {name for stage in self.stages.values() for name in stage.counted}
+        num_parts = sum(self.shares.is_cut(name) for name in counted)
+        parts = [0.0] * num_parts if self.group.rank == LEADER else mine
+        told = self.group.gather(torch.tensor(parts, dtype=torch.float64))
+        return [*mine, *(square for part in told[1:] for square in part.tolist())]
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+    def states(self, layers: Collection[str]) -> dict[str, LayerState]:
+        found = super().states(layers)
+        return {layer: gather_state(self.group, self.shares, state) for layer, state in found.items()}
+
+    def of_state(self, state: LayerState) -> LayerState:
+        return self.shares.of_state(state)
+
+    def weights(self) -> dict[str, Tensor]:
+        return gathered(self.group, self.shares, self.parameters)
+
+
+def _num_values(parameters: Sequence[Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _adopt(parameters: Sequence[Tensor], flat: Tensor) -> None:
+    """Gradients out of one run of memory."""
+    end = 0
+    for parameter in parameters:
+        begin, end = end, end + parameter.numel()
+        parameter.grad = flat[begin:end].view(parameter.shape)

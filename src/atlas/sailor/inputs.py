@@ -1,0 +1,254 @@
+"""Sailor's inputs, unchanged and under their own names, as one object that the judge and the search read.
+
+A file that is missing, cut off or garbled, or that lacks the model, the GPU type or the zone asked for, is one
+message. Knows what the files say; what follows from it is the judge's.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from atlas.sailor.documents import Document, bad, nearest, read_text
+from atlas.sailor.links import Egress, End, Network
+
+GIB = 1024**3
+LIST_PRICES_USD_PER_HOUR = {"A100-40": 3.673385, "V100-16": 2.859998, "GH-96": 11.06}
+"""The constants of Sailor's own simulator, because its files carry no GPU price; used only where nothing else says."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """GPUs of one type that are free in one zone."""
+
+    zone: str
+    gpu: str
+    num_gpus: int
+
+    @property
+    def end(self) -> End:
+        return End(self.zone, self.gpu)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the cluster file says of a GPU type."""
+
+    gpus_per_node: int
+    memory_bytes: int
+    """Whole GiB, rounded up: the file gives what an A100-40 reports (39.4), Sailor's rule counts 40."""
+    usd_per_hour: float | None
+    price_from: str
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds by layer for one microbatch."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    update_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """By layer, in floats of 4 bytes, of one GPU of a tensor-parallel group."""
+
+    params: tuple[int, ...]
+    act_memory: tuple[int, ...]
+    act_output: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """One planning problem in Sailor's terms."""
+
+    folder: Path
+    trace: Path
+    model: str
+    num_layers: int
+    global_batch: int
+    pools: tuple[Pool, ...]
+    gpus: Mapping[str, Gpu]
+    times: Mapping[tuple[str, int, int], LayerTimes]
+    """By (GPU type, microbatch, tp)."""
+    sizes: Mapping[int, LayerSizes]
+    """By tp."""
+    network: Network
+    egress: Egress
+    notes: tuple[str, ...] = field(default=())
+    """What a reader of the result must know of how the files were read."""
+    memo: dict[tuple[object, ...], tuple[float, tuple[str, ...]]] = field(default_factory=dict)
+    """What the judge remembers of a transfer or a ring between two replicas: the seconds, and what was clamped."""
+
+    def microbatches(self) -> list[int]:
+        return sorted({mbs for _, mbs, _ in self.times})
+
+    def tps(self, gpu: str, mbs: int) -> list[int]:
+        """Tensor-parallel degrees that were measured, fit a node, and have known sizes."""
+        node = self.gpus[gpu].gpus_per_node
+        return sorted(tp for g, m, tp in self.times if g == gpu and m == mbs and tp in self.sizes and node % tp == 0)
+
+
+def read_inputs(
+    folder: Path,
+    trace: Path,
+    model: str,
+    gpus: Sequence[str] = (),
+    prices_usd_per_hour: Mapping[str, float] | None = None,
+) -> Inputs:
+    """Everything a plan depends on. Without `gpus` every type of the trace is used."""
+    notes: list[str] = []
+    pools = _pools(trace, gpus, notes)
+    kinds = tuple(dict.fromkeys(pool.gpu for pool in pools))
+    sizes_file = Document(folder / "llm_info.json")
+    training = _training_config(folder, model)
+    num_layers = training.whole("num_all_layers", high=10_000)
+    network = Network(Document(folder / "multizone_bandwidths_het.json"))
+    for pool in pools:
+        network.require_zone(pool.zone, pool.gpu)
+    zones = tuple(dict.fromkeys(pool.zone for pool in pools))
+    return Inputs(
+        folder=folder,
+        trace=trace,
+        model=model,
+        num_layers=num_layers,
+        global_batch=training.whole("global_batch_size"),
+        pools=pools,
+        gpus=_gpus(Document(folder / "basic_cluster_config.json"), kinds, prices_usd_per_hour or {}),
+        times=_times(Document(folder / "profiles_tmp.json"), model, kinds, num_layers),
+        sizes=_sizes(sizes_file, model, num_layers),
+        network=network,
+        egress=Egress(Document(folder / "egress_usd_per_gb.json"), zones),
+        notes=tuple(notes),
+    )
+
+
+# ---- the trace ---------------------------------------------------------------------------------------------
+def find_trace(folder: Path, trace: str) -> Path:
+    """A trace as the user may name it: a path, or a file of the folder's `traces`."""
+    given = Path(trace)
+    for path in (given, folder / "traces" / given, folder / "traces" / f"{trace}.csv"):
+        if path.is_file():
+            return path
+    return given
+
+
+def _pools(trace: Path, gpus: Sequence[str], notes: list[str]) -> tuple[Pool, ...]:
+    rows = list(csv.reader(read_text(trace, "Give a path, or the name of a file in DIR/traces").splitlines()))
+    rows = [row for row in rows if any(cell.strip() for cell in row)]
+    if len(rows) < 2 or "Timestamp" not in rows[0]:
+        rule = "a trace has a header with Timestamp and GPUTYPE_ZONE columns, and a row of counts"
+        raise bad(trace, "header", rows[0] if rows else None, rule, "Write e.g. ,Timestamp,A100-40_us-central1-a")
+    if len(rows) > 2:
+        notes.append(f"{trace.name} has {len(rows) - 1} rows; the first is planned")
+    pools = []
+    for column, name in enumerate(rows[0]):
+        if name.strip() in ("", "Timestamp"):
+            continue
+        gpu, _, zone = name.strip().partition("_")
+        if not zone:
+            raise bad(trace, "header", name, "a column is named GPUTYPE_ZONE", "Write e.g. A100-40_us-central1-a")
+        pools.append(Pool(zone, gpu, _count(trace, name, rows[1], column)))
+    if len({pool.end for pool in pools}) < len(pools):
+        raise bad(trace, "header", rows[0], "a GPU type and zone stand there twice", "Add the two columns up")
+    return _chosen(trace, pools, gpus, notes)
+
+
+def _count(trace: Path, name: str, row: list[str], column: int) -> int:
+    text = row[column].strip() if column < len(row) else ""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 <= value <= 1e6 and value == int(value)):
+        raise bad(trace, name, text, "must be a whole number of GPUs", "Write 0 where there are none")
+    return int(value)
+
+
+def _chosen(trace: Path, pools: list[Pool], gpus: Sequence[str], notes: list[str]) -> tuple[Pool, ...]:
+    there = tuple(dict.fromkeys(pool.gpu for pool in pools))
+    for gpu in gpus:
+        if gpu not in there:
+            raise bad(trace, "--gpu", gpu, "the trace has no GPUs of this type", nearest(gpu, there))
+    if gpus and set(there) - set(gpus):
+        notes.append(f"left out, because --gpu does not name them: {', '.join(g for g in there if g not in gpus)}")
+    chosen = tuple(pool for pool in pools if pool.num_gpus and (not gpus or pool.gpu in gpus))
+    if not chosen:
+        raise bad(trace, "counts", None, "no zone has a GPU that may be used", "Add GPUs, or name another --gpu")
+    return chosen
+
+
+# ---- the model and the GPUs --------------------------------------------------------------------------------
+def _training_config(folder: Path, model: str) -> Document:
+    """The training_config_*.json of the model."""
+    found = {}
+    for path in sorted(folder.glob("training_config_*.json")):
+        document = Document(path)
+        found[str(document.at("model"))] = document
+    if model not in found:
+        rule = "no training_config_*.json of the folder is for this model"
+        raise bad(folder, "--model", model, rule, nearest(model, found))
+    return found[model]
+
+
+def _gpus(cluster: Document, kinds: tuple[str, ...], prices: Mapping[str, float]) -> dict[str, Gpu]:
+    found = {}
+    for kind in kinds:
+        memory = cluster.number(kind, "mem_per_gpu", low=1)
+        usd, source = prices.get(kind), "--gpu-price"
+        if usd is None and "usd_per_gpu_hour" in cluster.keys(kind):
+            usd, source = cluster.number(kind, "usd_per_gpu_hour"), cluster.path.name
+        if usd is None:
+            usd, source = LIST_PRICES_USD_PER_HOUR.get(kind), "Sailor's own constants: its files carry no GPU price"
+        per_node = cluster.whole(kind, "gpus_per_node", high=1024)
+        found[kind] = Gpu(per_node, math.ceil(memory / GIB) * GIB, usd, source)
+    return found
+
+
+def _times(
+    profiles: Document, model: str, kinds: tuple[str, ...], num_layers: int
+) -> dict[tuple[str, int, int], LayerTimes]:
+    found = {}
+    profiles.keys(model)
+    for kind in kinds:
+        for mbs in profiles.keys(model, kind):
+            for tp in profiles.keys(model, kind, mbs):
+                where = (model, kind, mbs, tp)
+                layers = [profiles.at(*where, str(layer)) for layer in range(num_layers)]
+                for layer, row in enumerate(layers):
+                    _require_row(profiles, (*where, str(layer)), row)
+                forward, backward, update = (tuple(float(row[k]) for row in layers) for k in range(3))
+                if not sum(forward) + sum(backward):
+                    raise profiles.bad(where, 0, "a model takes time", "Fetch the file again")
+                found[kind, _int(profiles, where[:3]), _int(profiles, where)] = LayerTimes(forward, backward, update)
+    return found
+
+
+def _require_row(profiles: Document, where: tuple[str, ...], row: object) -> None:
+    good = isinstance(row, list) and len(row) == 3
+    if not good or not all(isinstance(x, (int, float)) and 0 <= x < 1e6 for x in row):  # type: ignore[attr-defined]
+        raise profiles.bad(where, row, "must be [forward, backward, update] in seconds", "Fetch the file again")
+
+
+def _int(document: Document, where: tuple[str, ...]) -> int:
+    if not where[-1].isdigit() or int(where[-1]) < 1:
+        raise document.bad(where, where[-1], "must be a positive whole number", "Fetch the file again")
+    return int(where[-1])
+
+
+def _sizes(info: Document, model: str, num_layers: int) -> dict[int, LayerSizes]:
+    found = {}
+    for tp in info.keys(model):
+        columns = {
+            name: tuple(info.whole(model, tp, str(layer), name, low=0) for layer in range(num_layers))
+            for name in ("params_floats", "act_mem_floats", "act_output_floats")
+        }
+        sizes = LayerSizes(columns["params_floats"], columns["act_mem_floats"], columns["act_output_floats"])
+        found[_int(info, (model, tp))] = sizes
+    if 1 not in found:
+        raise info.bad((model, "1"), None, "sizes for tp 1 are needed: activations are counted there", "Add them")
+    return found

@@ -1,0 +1,172 @@
+"""`--from-sailor`: plan from Sailor's files, judge by its formula, show our simulation beside it, write its format.
+
+`add_arguments(parser)` and `run_sailor(args)` are what `atlas plan` calls; `python -m atlas.sailor` is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from atlas.errors import AtlasError, SpecError
+from atlas.sailor.check import check
+from atlas.sailor.inputs import Inputs, find_trace, read_inputs
+from atlas.sailor.judge import Verdict, judge
+from atlas.sailor.money import Money, money
+from atlas.sailor.plan_file import SailorPlan, read_plan, write_plan
+from atlas.sailor.search import Found, Goal, search
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--from-sailor", type=Path, metavar="DIR", help="the folder with Sailor's files")
+    parser.add_argument("--trace", metavar="TRACE.csv", help="GPUs by zone; a path, or a name in DIR/traces")
+    parser.add_argument("--model", metavar="NAME", help="a model of Sailor's files, such as OPT-350")
+    parser.add_argument("--gpu", action="append", default=[], metavar="TYPE", help="use only this GPU type; repeatable")
+    parser.add_argument("--cost", choices=("sailor", "events"), default="sailor", help="what ranks the finalists")
+    parser.add_argument("--objective", choices=("throughput", "cost"), default="throughput", help="what to optimise")
+    parser.add_argument("--min-throughput", type=_positive, default=0.0, metavar="IT/S", help="iterations a second")
+    parser.add_argument("--max-usd", type=_positive, default=float("inf"), metavar="USD", help="most for an iteration")
+    parser.add_argument("--gpu-price", action="append", default=[], metavar="TYPE=USD", help="USD an hour; repeatable")
+    parser.add_argument("--judge", type=Path, metavar="PLAN.json", help="judge this plan instead of searching")
+    parser.add_argument("--no-simulate", action="store_true", help="leave our event simulation out")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--out-sailor", type=Path, metavar="PLAN.json", help="write the plan in Sailor's format")
+
+
+def run_sailor(args: argparse.Namespace) -> int:
+    """Plan (or judge), tell, write."""
+    for flag, value in (("--trace", args.trace), ("--model", args.model), ("--from-sailor", args.from_sailor)):
+        if value is None:
+            raise _bad_flag(flag, None, "is needed to plan from Sailor's files", f"Give {flag}")
+    folder = args.from_sailor
+    prices = dict(_price(text) for text in args.gpu_price)
+    inputs = read_inputs(folder, find_trace(folder, args.trace), args.model, args.gpu, prices)
+    found = None
+    if args.judge is not None:
+        plan = read_plan(args.judge)
+        check(inputs, plan, str(args.judge))
+    else:
+        found = search(inputs, Goal(args.objective, args.min_throughput, args.max_usd))
+        plan = _first_by_events(inputs, found) if args.cost == "events" else found.plan
+    row = _row(inputs, plan, judge(inputs, plan), found, simulate=not args.no_simulate)
+    sys.stdout.write(json.dumps(row, indent=1) + "\n" if args.json else _told(row))
+    if args.out_sailor is not None:
+        write_plan(plan, args.out_sailor)
+        print(f"wrote {args.out_sailor}", file=sys.stderr)
+    return 0
+
+
+def _first_by_events(inputs: Inputs, found: Found) -> SailorPlan:
+    from atlas.sailor.events import simulated
+
+    return min((found.plan, *found.runners_up), key=lambda plan: simulated(inputs, plan).iteration_s)
+
+
+def _row(inputs: Inputs, plan: SailorPlan, verdict: Verdict, found: Found | None, *, simulate: bool) -> dict[str, Any]:
+    bill = money(inputs, plan, verdict) if all(gpu.usd_per_hour is not None for gpu in inputs.gpus.values()) else None
+    row: dict[str, Any] = {
+        "model": inputs.model,
+        "trace": str(inputs.trace),
+        "sailor_s": verdict.iteration_s,
+        "throughput": 1 / verdict.iteration_s,
+        "num_microbatches": verdict.num_microbatches,
+        "sync_s": verdict.sync_s,
+        "usd": None if bill is None else {"total": bill.total_usd, "gpus": bill.gpu_usd, "egress": bill.egress_usd},
+        "mbs": plan.mbs,
+        "num_replicas": plan.num_replicas,
+        "num_gpus": plan.num_gpus,
+        "gpus": {f"{end.gpu} {end.zone}": count for end, count in sorted(plan.gpus_by_end().items())},
+        "stages": [_stage(plan, i, verdict) for i in range(plan.num_stages)],
+    }
+    if simulate:
+        from atlas.sailor.events import simulated
+
+        row["simulated"] = vars(simulated(inputs, plan))
+    if found is not None:
+        row["looked_at"] = {"outlines": found.num_outlines, "priced": found.num_priced, "judged": found.num_judged}
+    row["notes"] = _notes(inputs, verdict, bill, found)
+    return row
+
+
+def _stage(plan: SailorPlan, stage: int, verdict: Verdict) -> dict[str, Any]:
+    runs = [(key, len(list(run))) for key, run in groupby(plan.replicas[stage])]
+    return {
+        "layers": [plan.layers[stage][0], plan.layers[stage][-1]],
+        "replicas": [{"zone": r.zone, "gpu": r.gpu, "tp": r.tp, "count": count} for r, count in runs],
+        "compute_s": verdict.compute_s[stage],
+        "comm_s": verdict.comm_s[stage],
+    }
+
+
+def _notes(inputs: Inputs, verdict: Verdict, bill: Money | None, found: Found | None) -> list[str]:
+    notes = [*inputs.notes, *verdict.clamps]
+    for name, gpu in inputs.gpus.items():
+        price = "no price known" if gpu.usd_per_hour is None else f"{gpu.usd_per_hour:g} USD an hour ({gpu.price_from})"
+        notes.append(f"{name}: {price}")
+    if bill is None:
+        notes.append("no money figure: give --gpu-price TYPE=USD for every GPU type")
+    if found is not None and found.interrupted:
+        notes.append("interrupted: the best plan so far")
+    return notes
+
+
+def _told(row: dict[str, Any]) -> str:
+    """The result for people."""
+    usd = "" if row["usd"] is None else f", {row['usd']['total']:.4g} USD ({row['usd']['egress']:.3g} of it egress)"
+    lines = [
+        f"{row['model']} on {row['num_gpus']} GPUs: {row['num_replicas']} pipelines of {len(row['stages'])} stages, "
+        f"microbatch {row['mbs']}, {row['num_microbatches']} microbatches",
+        f"  Sailor's judge    {row['sailor_s']:9.3f} s an iteration{usd}",
+    ]
+    if "simulated" in row:
+        lines.append(f"  our simulation    {row['simulated']['iteration_s']:9.3f} s ({row['simulated']['method']})")
+    for i, stage in enumerate(row["stages"]):
+        where = " + ".join(f"{r['count']} x tp {r['tp']} {r['gpu']} {r['zone']}" for r in stage["replicas"])
+        first, last = stage["layers"]
+        lines.append(f"  stage {i:2}  layers {first:2}-{last:<2}  {where}")
+    return "\n".join([*lines, *(f"  note: {note}" for note in row["notes"])]) + "\n"
+
+
+def _price(text: str) -> tuple[str, float]:
+    gpu, equals, usd = text.partition("=")
+    try:
+        value = float(usd)
+    except ValueError:
+        value = -1.0
+    if not (gpu and equals and 0 <= value < 1e6):
+        raise _bad_flag("--gpu-price", text, "must be TYPE=USD an hour", "Write e.g. A100-40=3.67")
+    return gpu, value
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e12:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def _bad_flag(flag: str, value: object, rule: str, remedy: str) -> SpecError:
+    return SpecError(where="command line", key=flag, value=value, rule=rule, remedy=remedy)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m atlas.sailor`: exit code 2 and one message for what the user can mend."""
+    parser = argparse.ArgumentParser(prog="python -m atlas.sailor", description=__doc__, allow_abbrev=False)
+    add_arguments(parser)
+    try:
+        return run_sailor(parser.parse_args(argv))
+    except AtlasError as error:
+        print(f"atlas: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        print(f"atlas: {error.filename or 'output'}: {error.strerror or error}. Choose another place", file=sys.stderr)
+        return 2

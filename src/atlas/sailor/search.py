@@ -1,0 +1,223 @@
+"""The search: the best plan by Sailor's judge for a goal. Bounds first, placements and splits for what survives them,
+zones and a polish by the judge itself for the best few. Deterministic; asks no clock.
+
+A Goal turns (seconds, USD) into a score; lower is better and infinite is out of the question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from atlas.errors import InfeasibleError
+from atlas.sailor.candidates import Candidate, Expansion, Shortlist
+from atlas.sailor.check import check
+from atlas.sailor.inputs import GIB, Inputs
+from atlas.sailor.judge import Verdict, judge
+from atlas.sailor.money import egress_usd, usd_per_gpu_s, usd_per_s
+from atlas.sailor.outlines import Outlines, Sketch
+from atlas.sailor.place import plans
+from atlas.sailor.plan_file import SailorPlan
+from atlas.sailor.polish import polished
+from atlas.sailor.shapes import team_structures
+from atlas.sailor.tables import Floats, Tables, find_clusters
+
+SHORTLIST = 48
+"""Candidates that get zones; those which the bound of a better one rules out are not looked at."""
+POLISHED = 6
+"""Plans that are polished; and of twice as many candidates the best plan of each."""
+GLANCE = 8
+"""Ways to fill zones that every candidate gets; the best `2 * POLISHED` get all."""
+POLISH_SLACK = 1.02
+"""How far above the best judged score a candidate may start and still be settled: a polish may bring so much."""
+SLACK = 1.03
+"""How far a bound may lie above the best score so far, where the choice of zones will still change that score."""
+FIRST, AT_ONCE = 64, 1024
+"""Outlines that are placed together, at first and at most, best bounds first: each batch may lower the limit."""
+INFINITE = float("inf")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What to minimise, and what must hold."""
+
+    objective: str = "throughput"
+    """`throughput`: least seconds. `cost`: least USD an iteration."""
+    min_throughput: float = 0.0
+    """Iterations a second that a plan must reach."""
+    max_usd: float = INFINITE
+    """USD an iteration that a plan may cost."""
+
+    @property
+    def needs_money(self) -> bool:
+        return self.objective == "cost" or self.max_usd < INFINITE
+
+    def score(self, seconds: float, usd: float) -> float:
+        if seconds * self.min_throughput > 1 or usd > self.max_usd:
+            return INFINITE
+        return usd if self.objective == "cost" else seconds
+
+    def scores(self, seconds: Floats, usd_per_s: Floats, egress_usd: Floats) -> Floats:
+        """Of many plans."""
+        finite = np.minimum(seconds, 1e300)
+        usd = usd_per_s * finite + egress_usd
+        bad = (finite == 1e300) | (finite * self.min_throughput > 1) | (usd > self.max_usd)
+        return np.where(bad, INFINITE, usd if self.objective == "cost" else seconds)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan, its verdict, and how much was looked at."""
+
+    plan: SailorPlan
+    verdict: Verdict
+    score: float
+    runners_up: tuple[SailorPlan, ...]
+    num_outlines: int
+    num_priced: int
+    num_judged: int
+    interrupted: bool
+    """Whether the search was cut short: the plan is the best so far."""
+
+
+class Search:
+    """One run of the search."""
+
+    def __init__(self, inputs: Inputs, goal: Goal) -> None:
+        self.inputs, self.goal = inputs, goal
+        self.clusters = find_clusters(inputs)
+        self.usd_per_gpu_s = {c.gpu: usd_per_gpu_s(inputs, c.gpu) if goal.needs_money else 0.0 for c in self.clusters}
+        self.shortlist = Shortlist(SHORTLIST)
+        self.slack = POLISH_SLACK if all(len(c.pools) == 1 for c in self.clusters) else SLACK
+        self.limit = INFINITE
+        self.finalists: list[tuple[float, SailorPlan, Verdict]] = []
+        self.interrupted = False
+        self.num_outlines = self.num_priced = self.num_judged = 0
+
+    def run(self) -> Found:
+        tables = {mbs: found for mbs in self.inputs.microbatches() if (found := self._tables(mbs)).clusters}
+        try:
+            self._look(tables)
+        except KeyboardInterrupt:
+            self.interrupted = True  # what was found so far is still worth having
+        self._settle(tables)
+        if not self.finalists:
+            if self.interrupted:
+                raise KeyboardInterrupt
+            raise self._nothing()
+        return self._found()
+
+    def _look(self, tables: dict[int, Tables]) -> None:
+        sketches = {mbs: Sketch(t) for mbs, t in tables.items()}
+        structures = {mbs: team_structures(t) for mbs, t in tables.items()}
+        for kind in (Sketch.even, Sketch.stepped):
+            found = {mbs: kind(sketch, self._scores, self.limit) for mbs, sketch in sketches.items()}
+            self.num_outlines += sum(len(least) for _, least in found.values())
+            for mbs, outlines in self._batches(found):
+                expansion = Expansion(tables[mbs], outlines, self._scores)
+                for candidate in expansion.candidates(structures[mbs], lambda: self.limit):
+                    self._keep(candidate)
+
+    def _batches(self, found: dict[int, tuple[Outlines, Floats]]) -> Iterator[tuple[int, Outlines]]:
+        """Outlines of one microbatch size at a time, best first, while they are worth it."""
+        at, size = dict.fromkeys(found, 0), FIRST
+        while True:
+            heads = {mbs: float(least[at[mbs]]) for mbs, (_, least) in found.items() if at[mbs] < len(least)}
+            mbs = min(heads, key=lambda m: heads[m], default=0)
+            if not heads or heads[mbs] >= self.limit:
+                return
+            outlines, least = found[mbs]
+            stop = min(at[mbs] + size, int(np.searchsorted(least, self.limit)))
+            start, at[mbs], size = at[mbs], stop, min(AT_ONCE, 4 * size)
+            yield mbs, outlines.take(np.arange(start, stop))
+
+    def _found(self) -> Found:
+        score, plan, verdict = self.finalists[0]
+        check(self.inputs, plan)
+        others = tuple(plan for _, plan, _ in self.finalists[1:])
+        counts = (self.num_outlines, self.num_priced, self.num_judged)
+        return Found(plan, verdict, score, others, *counts, self.interrupted)
+
+    def _tables(self, mbs: int) -> Tables:
+        usable = tuple(c for c in self.clusters if self.inputs.tps(c.gpu, mbs))
+        return Tables(self.inputs, usable, mbs, self.usd_per_gpu_s)
+
+    # ---- scores ------------------------------------------------------------------------------------------
+    def _scores(self, seconds: Floats, usd_per_s: Floats, egress_usd: Floats) -> Floats:
+        return self.goal.scores(seconds, usd_per_s, egress_usd)
+
+    def _keep(self, candidate: Candidate) -> None:
+        self.num_priced += 1
+        egress_usd = candidate.egress_usd if self.goal.needs_money else 0.0
+        score = self.goal.score(candidate.about_s, candidate.usd_per_s * candidate.about_s + egress_usd)
+        if score < INFINITE:
+            self.shortlist.add(score, candidate)
+            self.limit = min(self.limit, score * self.slack)
+
+    def judged(self, plan: SailorPlan) -> tuple[float, Verdict]:
+        """The judge's score of a plan."""
+        self.num_judged += 1
+        verdict = judge(self.inputs, plan)
+        usd = 0.0
+        if self.goal.needs_money:
+            usd = usd_per_s(self.inputs, plan) * verdict.iteration_s
+            usd += egress_usd(self.inputs, plan, verdict.num_microbatches)
+        return self.goal.score(verdict.iteration_s, usd), verdict
+
+    def _polished(self, plan: SailorPlan) -> SailorPlan:
+        gpus_usd = usd_per_s(self.inputs, plan) if self.goal.needs_money else 0.0
+        counts = 1.0 if self.goal.needs_money else 0.0
+        return polished(self.inputs, plan, lambda s, usd: self.goal.score(s, gpus_usd * s + counts * usd))
+
+    # ---- the best few ------------------------------------------------------------------------------------
+    def _settle(self, tables: dict[int, Tables]) -> None:
+        tried: list[tuple[list[tuple[float, SailorPlan]], Iterator[SailorPlan]]] = []
+        least = INFINITE
+        for about, candidate in self.shortlist.best():
+            if about >= least * POLISH_SLACK:
+                break
+            ways = plans(self.inputs, tables[candidate.outline.mbs].clusters, candidate)
+            scored = self._scored(islice(ways, GLANCE))
+            if scored:
+                tried.append((scored, ways))
+                least = min(least, scored[0][0])
+        tried.sort(key=lambda entry: entry[0][0][0])
+        best = [sorted([*scored, *self._scored(ways)], key=_score) for scored, ways in tried[: 2 * POLISHED]]
+        chosen = sorted((entry for scored in best for entry in scored), key=_score)[:POLISHED]
+        chosen += [scored[0] for scored in best]
+        polishes = [self._polished(plan) for plan in dict.fromkeys(plan for _, plan in chosen)]
+        found = [(*self.judged(plan), plan) for plan in dict.fromkeys(polishes)]
+        self.finalists = sorted(
+            ((score, plan, verdict) for score, verdict, plan in found if score < INFINITE), key=lambda entry: entry[0]
+        )
+
+    def _scored(self, found: Iterable[SailorPlan]) -> list[tuple[float, SailorPlan]]:
+        """Best first."""
+        return sorted(((self.judged(plan)[0], plan) for plan in found), key=_score)
+
+    def _nothing(self) -> InfeasibleError:
+        goal = self.goal
+        if goal.min_throughput or goal.max_usd < INFINITE:
+            rule = "no plan on these GPUs meets the goal"
+            remedy = "Lower --min-throughput, raise --max-usd, or add GPUs"
+            return InfeasibleError(where=str(self.inputs.trace), key="goal", value=None, rule=rule, remedy=remedy)
+        need = min(24 * max(sizes.params) + 3_000_000_000 for sizes in self.inputs.sizes.values())
+        return InfeasibleError(
+            where=str(self.inputs.trace),
+            key="counts",
+            value=sum(pool.num_gpus for pool in self.inputs.pools),
+            rule=f"no plan for {self.inputs.model} fits these GPUs; its largest layer alone needs {need / GIB:.1f} GiB",
+            remedy="Add GPUs, or use a type with more memory",
+        )
+
+
+def _score(entry: tuple[float, SailorPlan]) -> float:
+    return entry[0]
+
+
+def search(inputs: Inputs, goal: Goal | None = None) -> Found:
+    """The best plan found."""
+    return Search(inputs, goal or Goal()).run()

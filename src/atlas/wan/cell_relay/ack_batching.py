@@ -1,0 +1,70 @@
+"""Notes about slices wait a moment before they leave, so that what happens meanwhile goes in one: a note per slice
+costs more than the slice. Knows slices and hops, no sockets and no cells.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from atlas.wan.cell_relay.slices import MAX_DONE, Done, Note, NoteKind, Slice
+from atlas.wan.transport.base import guarded
+
+MOMENT_S = {NoteKind.DEPARTED: 0.02, NoteKind.ACK: 0.01}
+"""Unless it is urgent: the last room at a relay, a message's last acknowledgement."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    due: float
+    hops: tuple[str, ...]
+    slices: list[Done] = field(default_factory=list)
+
+
+class NoteDesk:
+    """Thread-safe. `send` is called on a thread of the desk, until it is closed."""
+
+    def __init__(self, name: str, send: Callable[[Note], None]) -> None:
+        self._send = send
+        self._waiting: dict[tuple[NoteKind, str, str, int], _Waiting] = {}
+        self._wakes_at = 0.0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+        self._thread.start()
+
+    def add(self, kind: NoteKind, one: Slice, *, at_once: bool = False) -> None:
+        """`one` departed or arrived; its source hears of it soon, over the shortest way of those that brought something
+        in the same moment."""
+        now = time.monotonic()
+        due = now if at_once else now + MOMENT_S[kind]
+        with self._changed:
+            key = (kind, one.hops[0], one.hops[-1], one.lane)
+            entry = self._waiting.setdefault(key, _Waiting(due, one.hops))
+            entry.slices.append(one.done)
+            entry.due = min(entry.due, due)
+            entry.hops = min(entry.hops, one.hops, key=len)
+            if entry.due < self._wakes_at:
+                self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed:
+            with self._changed:
+                now = time.monotonic()
+                due = [key for key, entry in self._waiting.items() if entry.due <= now]
+                ripe = [(*key, self._waiting.pop(key)) for key in due]
+                if not ripe:
+                    self._wakes_at = min((entry.due for entry in self._waiting.values()), default=now + 1.0)
+                    self._changed.wait(self._wakes_at - now)
+                    self._wakes_at = 0.0
+            for kind, _, _, lane, entry in ripe:
+                for at in range(0, len(entry.slices), MAX_DONE):
+                    guarded(self._send, Note(kind, entry.hops, lane, tuple(entry.slices[at : at + MAX_DONE])))

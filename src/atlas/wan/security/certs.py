@@ -1,0 +1,135 @@
+"""A small certificate authority for a group of nodes: one CA, one certificate and key per node.
+
+A node's certificate carries the names it may speak for, `atlas://datacenter/worker`, and is good for both ends of a
+connection. One for a whole datacenter carries `atlas://datacenter/*`. Keys are P-256, written with mode 0600; the
+CA's key is needed only here and can be kept elsewhere. Needs the `cryptography` package (extra `wan`). Knows files and
+names, no connections.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from atlas.errors import AtlasError, MissingExtraError
+from atlas.wan.security.credentials import URI, Credentials
+
+DEFAULT_DAYS = 90
+CA_DAYS = 3650
+_NAME = re.compile(r"[A-Za-z0-9_.-]+/([A-Za-z0-9_.-]+|\*)")
+
+
+def _x509() -> tuple[Any, Any, Any, Any]:
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError:
+        raise MissingExtraError("cryptography", "wan", "making certificates") from None
+    return x509, hashes, serialization, ec
+
+
+def make_ca(folder: Path, *, days: int = CA_DAYS, name: str = "atlas") -> None:
+    """Writes ca.pem and ca.key; leaves a CA that is there alone."""
+    if (folder / "ca.key").exists() and (folder / "ca.pem").exists():
+        return
+    x509, _, _, ec = _x509()
+    folder.mkdir(parents=True, exist_ok=True)
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"{name} CA {os.urandom(4).hex()}")])
+    usage = _usage(x509, sign_certificates=True)
+    extensions = [(x509.BasicConstraints(ca=True, path_length=0), True), (usage, True)]
+    _write(folder / "ca", key, _certificate(subject, subject, key, key, days, extensions))
+
+
+def make_node(
+    folder: Path, name: str, *, days: int = DEFAULT_DAYS, also: Sequence[str] = (), starts_in_days: float = 0.0
+) -> Credentials:
+    """Writes the certificate and key of node `datacenter/worker`, signed by the folder's CA. `datacenter` alone: of all
+    its nodes."""
+    x509, _, serialization, ec = _x509()
+    stem = name.removesuffix("/*").replace("/", ".")
+    name = name if "/" in name else f"{name}/*"
+    for each in (name, *also):
+        if not _NAME.fullmatch(each):
+            raise AtlasError(
+                f"node {each!r}: a node is called datacenter/worker, of letters, digits, dots, - and _; "
+                "datacenter alone stands for all its nodes"
+            )
+    try:
+        issuer_key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+        issuer = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+    except OSError as error:
+        raise AtlasError(f"{error.filename}: {error.strerror}. Make the CA first: `atlas wan certs` does") from None
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name[:64])])
+    uris = [x509.UniformResourceIdentifier(URI + each) for each in (name, *also)]
+    purposes = [x509.ExtendedKeyUsageOID.SERVER_AUTH, x509.ExtendedKeyUsageOID.CLIENT_AUTH]
+    extensions = [
+        (x509.BasicConstraints(ca=False, path_length=None), True),
+        (_usage(x509, sign_certificates=False), True),
+        (x509.ExtendedKeyUsage(purposes), False),
+        (x509.SubjectAlternativeName(uris), False),
+    ]
+    certificate = _certificate(subject, issuer.subject, key, issuer_key, days, extensions, starts_in_days)
+    _write(folder / stem, key, certificate)
+    return Credentials(folder / "ca.pem", folder / f"{stem}.pem", folder / f"{stem}.key")
+
+
+def expires(cert_file: Path) -> dt.datetime:
+    x509, _, _, _ = _x509()
+    end: dt.datetime = x509.load_pem_x509_certificate(cert_file.read_bytes()).not_valid_after_utc
+    return end
+
+
+def _usage(x509: Any, *, sign_certificates: bool) -> Any:
+    return x509.KeyUsage(
+        digital_signature=not sign_certificates,
+        key_cert_sign=sign_certificates,
+        crl_sign=sign_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _certificate(
+    subject: Any, issuer: Any, key: Any, issuer_key: Any, days: int, extensions: list[Any], starts_in_days: float = 0.0
+) -> Any:
+    x509, hashes, _, _ = _x509()
+    # Clocks differ: an hour's grace at the start.
+    start = dt.datetime.now(dt.UTC) + dt.timedelta(days=starts_in_days) - dt.timedelta(hours=1)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start)
+        .not_valid_after(start + dt.timedelta(days=days, hours=1))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
+    )
+    for extension, critical in extensions:
+        builder = builder.add_extension(extension, critical=critical)
+    return builder.sign(issuer_key, hashes.SHA256())
+
+
+def _write(base: Path, key: Any, certificate: Any) -> None:
+    _, _, serialization, _ = _x509()
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    key_file = base.parent / f"{base.name}.key"
+    key_file.unlink(missing_ok=True)
+    descriptor = os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(private)
+    (base.parent / f"{base.name}.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))

@@ -1,0 +1,263 @@
+"""A node's end of the WAN: sends to and receives from other nodes by key. The `Transport` that uses sockets.
+
+Whoever sends dials: to every peer and lane a channel of several streams; acknowledgements come back on them. Names
+are `datacenter/worker`. An epoch is one life of the whole group; an endpoint lives in exactly one, and nothing of
+another epoch, or of another process of the same name, gets in. Knows no tensors, no Programs.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+
+from atlas.errors import AtlasError, WorkerError
+from atlas.wan.security.credentials import Security
+from atlas.wan.transport.acceptor import Porter
+from atlas.wan.transport.base import Buffer, Handle, Key, Tag, Transport, view_of, writable_view_of
+from atlas.wan.transport.channel import Channel
+from atlas.wan.transport.handshake import Address, Answer, receive
+from atlas.wan.transport.inbound import Inbound
+from atlas.wan.transport.inbox import Inbox
+from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.stream import Stream, broken
+from atlas.wan.transport.stream_slot import Faults
+from atlas.wan.transport.unix_sockets import listen_nearby
+from atlas.wan.transport.wire import MAX_CHUNK_BYTES, Greeting, RecordKind
+
+WATCH_S = 0.2
+Consumer = Callable[[Key, memoryview], None]
+
+
+class Endpoint(Transport):
+    """Listens from the start at `address`; then `connect` to peers, `send`, `recv`, `close`."""
+
+    def __init__(
+        self,
+        name: str,
+        listen: Address = ("127.0.0.1", 0),
+        *,
+        epoch: int = 0,
+        security: Security | None = None,
+        settings: Settings | None = None,
+        log: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.name, self.epoch, self.log = name, epoch, log
+        self.security, self.settings = security or Security(), settings or Settings()
+        self.instance = secrets.randbits(63) | 1
+        self._lock = threading.Lock()
+        self._channels: dict[tuple[str, int], Channel] = {}
+        self._inboxes: dict[tuple[str, int], Inbox] = {}
+        self._inbound: dict[tuple[str, int], list[Inbound]] = {}
+        self._gone_since: dict[tuple[str, int], float] = {}
+        self._lives: dict[str, int] = {}
+        self._consumers: dict[int, Consumer] = {}
+        self._threads: dict[threading.Thread, bool] = {}
+        """Of connections to us, and whether their peer was let in: those count against `max_inbound`."""
+        self._closing = threading.Event()
+        family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
+        server = socket.create_server(listen, family=family, backlog=1024)
+        self.address: Address = server.getsockname()[:2]
+        doors = [door for door in (server, listen_nearby(self.address)) if door is not None]
+        self._porter = Porter(doors, self.settings, self._admit)
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name=f"atlas wan {name} watch")
+        self._watcher.start()
+
+    # ---- the transport -----------------------------------------------------------------------------------------
+    def connect(
+        self, peers: dict[str, Address], lanes: Iterable[int] = (0,), timeout_s: float = 30.0, *, light: bool = False
+    ) -> None:
+        """Opens channels to all peers at once and warms them: a first burst on a cold path is far slower."""
+        lanes = list(lanes)
+        places = [(peer, lane, address) for peer, address in peers.items() for lane in lanes]
+        self.warm_up([self.open(*place, light=light) for place in places], timeout_s)
+
+    def warm_up(self, channels: Iterable[Channel], timeout_s: float = 30.0) -> None:
+        """Returns when all are connected and open wide; raises if one cannot be reached in time."""
+        deadline, errors = time.monotonic() + timeout_s, list[WorkerError]()
+
+        def warm(channel: Channel) -> None:
+            try:
+                channel.warm(deadline)
+            except WorkerError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=warm, args=(channel,), daemon=True) for channel in channels]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def send(
+        self,
+        key: Key,
+        buffer: Buffer,
+        turn: int = 0,
+        what: str = "",
+        on_start: Callable[[], None] | None = None,
+        *,
+        whole: bool = False,
+    ) -> Handle:
+        """`on_start` is called when it leaves the queue; `whole`: in one chunk, at most MAX_CHUNK_BYTES."""
+        handle = Handle(what or f"{key} to {key.peer}")
+        handle.on_start = on_start
+        channel = self._channels.get((key.peer, key.lane))
+        if channel is None:
+            raise ValueError(f"{self.name} is not connected to {key.peer} on lane {key.lane}: call connect first")
+        view = view_of(buffer)
+        channel.outbox.put(key.tag, view, turn, handle, whole=whole and len(view) <= MAX_CHUNK_BYTES)
+        return handle
+
+    def recv(self, key: Key, buffer: Buffer | None = None, what: str = "") -> Handle:
+        handle = Handle(what or f"{key} from {key.peer}")
+        view = None if buffer is None else writable_view_of(buffer)
+        self._inbox(key.peer, key.lane).post(key.tag, view, handle)
+        return handle
+
+    def consume(self, lane: int, consumer: Consumer) -> None:
+        """Everything that comes on this lane goes to `consumer`, on the thread that received it. Before `connect`."""
+        self._consumers[lane] = consumer
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Says goodbye to every peer. Raises nothing: what was not delivered has failed its handle."""
+        if self._closing.is_set():
+            return
+        deadline = time.monotonic() + timeout_s
+        for channel in list(self._channels.values()):
+            channel.close(max(0.0, deadline - time.monotonic()))
+        self._closing.set()
+        self._watcher.join()
+        self._porter.close()
+        with self._lock:
+            threads = list(self._threads)
+            inbound = [i for streams in self._inbound.values() for i in streams]
+        for stream in inbound:
+            stream.abort()
+        for thread in threads:
+            thread.join(self.settings.handshake_s)
+        for inbox in list(self._inboxes.values()):
+            inbox.fail(WorkerError(f"{self.name} was closed"))
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def is_sending(self, besides: Collection[int] = ()) -> bool:
+        """Whether anything waits to leave, or to be acknowledged, on other lanes than these."""
+        return any(not c.outbox.is_empty for (_, lane), c in list(self._channels.items()) if lane not in besides)
+
+    def channel(self, peer: str, lane: int = 0) -> Channel:
+        """For measurements and for tests that break things."""
+        return self._channels[peer, lane]
+
+    @property
+    def faults(self) -> Faults:
+        """Of all channels since they were opened. All zero in a run that nothing disturbs."""
+        return Faults.sum(channel.faults for channel in list(self._channels.values()))
+
+    # ---- sending side ------------------------------------------------------------------------------------------
+    def open(self, peer: str, lane: int, address: Address, *, light: bool = False) -> Channel:
+        """A channel that connects in the background; what is sent meanwhile waits. `light`: for small notes only."""
+        with self._lock:
+            if self._closing.is_set():
+                raise WorkerError(f"{self.name} is closed")
+            if (peer, lane) not in self._channels:
+                mine = Greeting(self.name, peer, lane, self.epoch, self.instance)
+                self._channels[peer, lane] = Channel(mine, address, self.security, self.settings, self.log, light=light)
+            return self._channels[peer, lane]
+
+    # ---- receiving side ----------------------------------------------------------------------------------------
+    def _inbox(self, peer: str, lane: int) -> Inbox:
+        with self._lock:
+            if (peer, lane) not in self._inboxes:
+                inbox = Inbox(peer, lane, self.settings.staging_bytes, self._consumers.get(lane))
+                inbox.on_posted = lambda tag: self._tell(peer, lane, RecordKind.POSTED, tag=tag)
+                inbox.on_freed = lambda total: self._tell(peer, lane, RecordKind.FREED, a=total)
+                inbox.on_consumer_error = lambda line: self.log(f"{self.name}: {line}")
+                self._inbound[peer, lane] = []
+                self._gone_since[peer, lane] = time.monotonic()
+                self._inboxes[peer, lane] = inbox  # last: the watcher goes through these without the lock
+                if self._closing.is_set():
+                    inbox.fail(WorkerError(f"{self.name} is closed"))
+            return self._inboxes[peer, lane]
+
+    def _tell(self, peer: str, lane: int, kind: RecordKind, a: int = 0, tag: Tag = (0, 0, 0, 0)) -> None:
+        for inbound in list(self._inbound[peer, lane]):
+            if inbound.tell(kind, a, tag=tag):
+                return
+
+    def _judge(self, theirs: Greeting) -> tuple[Answer, Greeting]:
+        mine = Greeting(self.name, theirs.name, theirs.lane, self.epoch, self.instance, self.settings.staging_bytes)
+        if theirs.peer != self.name:
+            return Answer.OTHER_NODE, mine
+        if theirs.epoch != self.epoch:
+            return (Answer.OLD_EPOCH if theirs.epoch < self.epoch else Answer.NEW_EPOCH), mine
+        with self._lock:
+            if self._lives.get(theirs.name, theirs.instance) != theirs.instance:
+                return Answer.OTHER_LIFE, mine
+            if sum(self._threads.values()) >= self.settings.max_inbound:
+                return Answer.FULL, mine
+            self._lives[theirs.name] = theirs.instance
+            self._threads[threading.current_thread()] = True
+        return Answer.WELCOME, mine
+
+    def _admit(self, sock: socket.socket, mode: int) -> None:
+        """On a thread of its own, from the preamble to the end of the stream."""
+        me = threading.current_thread()
+        with self._lock:
+            self._threads[me] = False
+        try:
+            greeted = self._greet(sock, mode)
+            if greeted is not None:
+                self._serve(Inbound(*greeted, self._inbox(greeted[1].name, greeted[1].lane), self.settings))
+        finally:
+            sock.close()
+            with self._lock:
+                del self._threads[me]
+
+    def _greet(self, sock: socket.socket, mode: int) -> tuple[Stream, Greeting] | None:
+        """None where this side does not agree, or the other one failed to prove itself."""
+        try:
+            if not self._closing.is_set():
+                return receive(sock, mode, self.security, self._judge, self.settings.handshake_s)
+        except (OSError, AtlasError, ValueError) as error:
+            self.log(f"{self.name}: turned a connection away: {broken(error)}")
+        finally:
+            self._porter.greeted()
+        return None
+
+    def _serve(self, inbound: Inbound) -> None:
+        place = (inbound.greeting.name, inbound.greeting.lane)
+        with self._lock:
+            self._inbound[place].append(inbound)
+        meant = False
+        try:
+            if not self._closing.is_set():
+                meant = inbound.serve()
+        except (OSError, WorkerError) as error:
+            if not self._closing.is_set():
+                self.log(f"{self.name}: a stream from {place[0]} ended: {broken(error)}")
+        finally:
+            inbound.close()
+            with self._lock:
+                self._inbound[place].remove(inbound)
+                self._gone_since[place] = time.monotonic()
+                left = len(self._inbound[place])
+        if meant and not left:
+            self._inboxes[place].fail(WorkerError(f"{place[0]} has closed its side"))
+
+    def _watch(self) -> None:
+        while not self._closing.wait(WATCH_S):
+            for channel in list(self._channels.values()):
+                channel.watch()
+            now = time.monotonic()
+            for place, inbox in list(self._inboxes.items()):
+                gone_s = now - self._gone_since[place]
+                if not self._inbound[place] and inbox.waits and gone_s > self.settings.deadline_s:
+                    inbox.fail(WorkerError(f"no connection from {place[0]} to {self.name} for {gone_s:.1f} s"))

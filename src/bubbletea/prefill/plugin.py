@@ -1,0 +1,98 @@
+"""BubbleTea inside a training worker: what `atlas.fillers` calls "bubbletea". Holds a share of the served model, takes
+tasks from the service, and fills the worker's waits with them (`filling`).
+
+Settings: {"address": where the service listens, "token_file": a file with the token both share}.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from atlas.runtime.device import Span
+from atlas.runtime.waits import Position, SharedDevice, WorkerFacts
+from atlas.wan.transport.endpoint import Endpoint
+from atlas.wan.transport.settings import Settings
+from bubbletea.prefill.arena import Arena
+from bubbletea.prefill.engine import LANE, Engine
+from bubbletea.prefill.filling import Filling
+from bubbletea.prefill.guard import Guard
+from bubbletea.prefill.messages import Order
+from bubbletea.prefill.pace import Pace
+from bubbletea.prefill.service_link import Link
+from bubbletea.prefill.shard import Shard
+from bubbletea.prefill.throttle import Throttle
+from bubbletea.prefill.warming import warm_up
+
+STREAMS = Settings(max_streams=1)
+"""Activations of a chunk between hosts of one datacenter."""
+
+
+class BubbleTea:
+    """The Filler."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self._link: Link | None = None
+        self._transport: Endpoint | None = None
+        self._throttle: Throttle | None = None
+
+    def attach(self, facts: WorkerFacts, device: SharedDevice) -> None:
+        self.open(facts.name, facts.datacenter, facts.worker, device, trains=True)
+
+    def open(
+        self, worker_name: str, datacenter: str, worker: int, device: SharedDevice, *, trains: bool = False
+    ) -> None:
+        """Asks the service what to hold, and gets ready for it. Training has not begun: this may take its time."""
+        token = Path(self.settings["token_file"]).read_text().strip()
+        # Another life of the same worker is another node: its half-done transfers are nobody's.
+        name = f"{datacenter}/{worker_name}.{os.getpid()}.{secrets.token_hex(4)}"
+        self._transport = Endpoint(name, settings=STREAMS)
+        who = {
+            "name": worker_name,
+            "datacenter": datacenter,
+            "worker": worker,
+            "pid": os.getpid(),
+            "transport": [name, *self._transport.address],
+        }
+        self._link = link = Link(str(self.settings["address"]), token, who)
+        order = Order.from_json(link.order)
+        arena = Arena(order.arena_bytes, order.workspace_bytes, device.place)
+        shard = Shard(order.served, order.served.cuts(order.layers_per_stage)[order.stage], arena)
+        pace = Pace(order.served.config)
+        warm_up(shard, pace, order.chunk)
+        self.engine = Engine(shard, link, self._transport, self._reach, pace)
+        guard, paced_ns = Guard(order.risk, order.waits_ns), None if order.pace is None else order.paced_ns
+        if trains:
+            self._throttle = Throttle(order.budget, order.sensitivity)
+        self._filling = Filling(self.engine, guard, device, order.margin_ns, paced_ns, self._throttle)
+        link.serve(self.engine, self._set_share)
+
+    def _set_share(self, share: float) -> None:
+        self._filling.share = share
+
+    def fill(self, position: Position, arrived: Callable[[], bool]) -> None:
+        self._filling.fill(position, arrived)
+
+    def waited(self, position: Position, began_ns: int, ended_ns: int) -> None:
+        assert self._link is not None
+        filled_ns = self._filling.over(position, began_ns, ended_ns)
+        self._link.waited(position.step, position.index, began_ns, ended_ns, filled_ns)
+
+    def ran(self, position: Position, span: Span) -> None:
+        if self._throttle is not None:
+            self._throttle.ran(position.step, position.index, span.end_ns - span.start_ns)
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.report()
+            self._link.close()
+        if self._transport is not None:
+            self._transport.close(0.0)
+
+    def _reach(self, name: str, host: str, port: int) -> None:
+        assert self._transport is not None
+        self._transport.open(name, LANE, (host, port))

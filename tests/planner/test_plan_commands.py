@@ -1,0 +1,123 @@
+"""`atlas plan` and `atlas whatif` from the command line: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from atlas import cli
+
+TINY = str(Path(__file__).parents[2] / "examples" / "tiny.yaml")
+THREE = str(Path(__file__).parents[2] / "examples" / "three-dcs.yaml")
+
+
+@pytest.fixture(autouse=True)
+def _commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("plan", "whatif"):
+        if name not in cli.COMMANDS:
+            monkeypatch.setitem(cli.COMMANDS, name, "")
+
+
+def test_plan_prints_the_winner_and_why_the_others_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", TINY, "--tries", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "One region alone is best: east" in out
+    assert "the winner" in out
+    assert "x slower (+" in out
+    assert "Runnable: yes" in out
+
+
+def test_plan_writes_what_it_is_asked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = {flag: tmp_path / name for flag, name in (("out", "p.yaml"), ("page", "p.html"), ("pareto", "p.svg"))}
+    flags = [word for flag, path in names.items() for word in (f"--{flag}", str(path))]
+    assert cli.main(["plan", THREE, "--tries", "1", "--json", *flags]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["plan"]["origin"]["strategy"] == "ours"
+    assert data["candidates"][0]["lost"] == ""
+    assert data["pareto"]
+    assert all(path.stat().st_size > 500 for path in names.values())
+    assert cli.main(["whatif", str(names["out"]), "--sweep", "cluster.links[0].latency_ms=5,50", "--no-marginals"]) == 0
+    assert "against now" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("strategy", ["algorithm1", "exhaustive"])
+def test_the_other_strategies(strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    keep = ["--keep", "microbatch", "--keep", "pp"]
+    assert cli.main(["plan", TINY, "--strategy", strategy, "--tries", "0", "--json", *keep]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["origin"]["strategy"] == strategy
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan"], "JOB.yaml"),
+        (["plan", "nope.yaml"], "no such file"),
+        (["plan", TINY, "--strategy", "best"], "no such strategy"),
+        (["plan", TINY, "--objective", "fun"], "no such objective"),
+        (["plan", TINY, "--objective", "cost"], "usd_per_gpu_hour"),
+        (["plan", THREE, "--budget", "cheap"], "--budget"),
+        (["plan", THREE, "--budget", "1/h"], "misses it by"),
+        (["plan", THREE, "--tokens", "1T"], "--deadline"),
+        (["plan", TINY, "--keep", "speed"], "--keep"),
+        (["plan", TINY, "--set", "cluster.datacenters.east.gpu=H900"], "no such GPU type"),
+        (["plan", TINY, "--set", "model.hidden=65536"], "no plan fits"),
+        (["plan", TINY, "--out", "/nowhere/plan.yaml"], "no folder"),
+        (["plan", THREE, "--pareto", "front.png"], ".svg or .html"),
+        (["plan", TINY, "--global-batch", "0"], "whole number"),
+        (["plan", TINY, "--from-sailor", ".", "--out", "x.yaml"], "JOB.yaml: does not go with --from-sailor"),
+        (["plan", "--from-sailor", ".", "--out", "x.yaml"], "--out: does not go with --from-sailor"),
+        (["plan", "--from-sailor", ".", "--out-sailor", "/nowhere/x.json"], "no folder"),
+        (["plan", TINY, "--out-sailor", "x.json"], "--out-sailor: is for --from-sailor"),
+        (["plan", TINY, "--max-usd", "3"], "--max-usd: is for --from-sailor"),
+        (["plan", TINY, "--max-usd", "cheap"], "'cheap' is not a positive number"),
+        (["whatif", TINY, "--sweep", "pp"], "key=values"),
+        (["whatif", TINY, "--sweep", "speed=1"], "unknown key"),
+        (["whatif", TINY, "--sweep", "lose=mars"], "no such datacenter"),
+        (["whatif", TINY, "--out", "x.svg"], "needs a sweep over numbers"),
+        (["whatif", TINY, "--sweep", "lose=west", "--page", "x"], "--page"),
+        (["whatif", TINY, "--monte-carlo", "0"], "whole number"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = cli.main(words)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    said = capsys.readouterr().err
+    assert code == 2
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_whatif_draws_and_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "curve"
+    words = ["whatif", TINY, "--sweep", "cluster.wan.latency_ms=1..100:4log", "--monte-carlo", "3", "--page", str(page)]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "Bottleneck:" in out
+    assert "p95" in out
+    assert page.read_text().startswith("<!doctype html>")
+    assert "<svg" in page.read_text()
+
+
+def test_an_interrupt_prints_the_best_plan_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from atlas.planner import strategies
+
+    real, calls = strategies.judge, iter(range(100))
+
+    def judge(*args: object) -> object:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(strategies, "judge", judge)
+    assert cli.main(["plan", TINY]) == 0
+    found = capsys.readouterr()
+    assert "interrupted" in found.err
+    assert "an iteration" in found.out

@@ -1,0 +1,42 @@
+"""The bar on Sailor's own files, where they are at hand (../shared/data, never copied); bench/planner_sailor.py has
+all of it, with CPU and memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from atlas.sailor.check import check
+from atlas.sailor.inputs import read_inputs
+from atlas.sailor.search import Goal, search
+
+DATA = Path(__file__).parents[4] / "shared" / "data" / "sailor"
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is not there")
+
+
+@pytest.mark.parametrize(
+    ("model", "trace", "bar_s"),
+    [
+        ("OPT-350", "2r_16", 9.42),
+        ("OPT-350", "2r_96_32", 3.20),
+        ("OPT-350", "5z_32", 2.42),
+        ("GPT-Neo-2.7", "2r_32", 30.0),
+        ("GPT-Neo-2.7", "5z_32", 13.61),
+    ],
+)
+def test_plans_on_sailors_files_meet_the_bar(model: str, trace: str, bar_s: float) -> None:
+    inputs = read_inputs(DATA, DATA / "traces" / f"{trace}.csv", model, ["A100-40"])
+    found = search(inputs)
+    check(inputs, found.plan)
+    assert found.verdict.iteration_s <= bar_s
+
+
+def test_there_is_a_cheapest_plan_that_is_fast_enough() -> None:
+    inputs = read_inputs(DATA, DATA / "traces" / "2r_32.csv", "GPT-Neo-2.7", ["A100-40"])
+    found = search(inputs, Goal("cost", min_throughput=0.03))
+    fastest = search(inputs)
+    assert found.verdict.iteration_s * 0.03 <= 1
+    assert found.verdict.iteration_s > fastest.verdict.iteration_s
+    assert found.score < 2.6
