@@ -21,8 +21,8 @@ from atlas.sailor.search import Goal, Search, search
 from atlas.sailor.shapes import team_structures
 from atlas.sailor.tables import Floats, Tables
 
-GEO = Path(__file__).parents[3] / "bench" / "common" / "geo.py"
-DATA = Path(__file__).parents[4] / "shared" / "data"
+GEO = Path(__file__).parents[2] / "bench" / "common" / "geo.py"
+DATA = Path(__file__).parents[3] / "shared" / "data"
 INFINITE = float("inf")
 
 

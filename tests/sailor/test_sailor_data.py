@@ -12,7 +12,7 @@ from atlas.sailor.check import check
 from atlas.sailor.inputs import read_inputs
 from atlas.sailor.search import Goal, search
 
-DATA = Path(__file__).parents[4] / "shared" / "data" / "sailor"
+DATA = Path(__file__).parents[3] / "shared" / "data" / "sailor"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is not there")
 
 
