@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Many short-lived processes import torch: where the environment forbids keeping bytecode, each would compile it anew.
 export PYTHONDONTWRITEBYTECODE :=
 # Tests that only compute are dealt out one by one; those that keep time or start processes, a file at a time.
-ROOMS := $(addprefix tests/,ir spec cost sim schedules plan bubbletea/admit bubbletea/sim bubbletea/windows runtime/models)
+ROOMS := $(addprefix tests/,ir spec cost sim schedules evaluate planner sailor bubbletea/admit bubbletea/sim bubbletea/windows runtime/models)
 
 .PHONY: demo test smoke check bench bench-quick docs test-slow chromium clean
 
