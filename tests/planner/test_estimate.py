@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from plan_jobs import job_of, random_job
 
 from atlas.cost.arrange import arrange
+from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.cost.memory import in_flight_cap, worker_memory
 from atlas.cost.price import price
 from atlas.errors import InfeasibleError
 from atlas.ir.ops import Kind
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.estimate import Batch, _Hops, _stage_times, sync_s
-from atlas.planner.ground import ground_of
 from atlas.planner.judge import judge
 from atlas.planner.objective import Objective
 from atlas.planner.pool import frames, single_groups, useful_replicas
@@ -33,11 +33,11 @@ def test_estimates_are_within_a_few_per_cent_of_the_simulator() -> None:
     ratios = []
     for seed in range(6):
         job = random_job(seed)
-        space, ground = space_of(job), ground_of(job)
-        entries, _, _ = single_groups(space, ground, Objective())
+        space, cluster = space_of(job), cluster_arrays(job)
+        entries, _, _ = single_groups(space, cluster, Objective())
         for entry in entries[::5]:
             try:
-                ratios.append(entry.iteration_s / judge(space, ground, entry.candidate).figures.iteration_s)
+                ratios.append(entry.iteration_s / judge(space, cluster, entry.candidate).figures.iteration_s)
             except InfeasibleError:
                 continue
     assert len(ratios) > 20
@@ -48,12 +48,12 @@ def test_estimates_are_within_a_few_per_cent_of_the_simulator() -> None:
 @pytest.mark.parametrize("cell", [1, 2])
 def test_hops_and_stages_cost_what_price_says(cell: int) -> None:
     job = job_of(cells=2 // cell, pipelines_per_cell=cell, tp=1)
-    space, ground = space_of(job), ground_of(job)
-    frame = next(f for f in frames(space, ground) if (f.tp, f.microbatch) == (1, 1))
+    space, cluster = space_of(job), cluster_arrays(job)
+    frame = next(f for f in frames(space, cluster) if (f.tp, f.microbatch) == (1, 1))
     shape = ((0, 2), (1, 2))
     batch = Batch(1, 1, 4, [shape], np.array([0]), np.array([2]), np.array([cell]))
     dc = np.array([[0, 0, 1, 1]])
-    hops = _Hops(space, ground, batch, dc)
+    hops = _Hops(space, cluster, batch, dc)
     arrangement = arrange(job)
     costs = price(job, sharing=cell > 1, arrangement=arrangement)
     way = (costs.before_ns + costs.work_ns + costs.latency_ns)[:, 0].sum(axis=0) / 1e9
@@ -72,19 +72,19 @@ def test_the_ring_costs_what_price_says(nodes: int, per_node: int) -> None:
     sizes = [f"cluster.datacenters.{name}.nodes={nodes}" for name in names]
     sizes += [f"cluster.datacenters.{name}.gpus_per_node={per_node}" for name in names]
     job = override(job_of(), ["pp=2", "pipelines_per_cell=4", *sizes])
-    ground = ground_of(job)
+    cluster = cluster_arrays(job)
     batch = Batch(1, 1, 2, [((0, 1), (1, 1))], np.array([0]), np.array([4]), np.array([4]))
     layers = np.array([arrange(job).layers_per_stage])
-    found = sync_s(False, ground, sizes_of(job, 1, 1), batch, np.array([[0, 1]]), layers)
+    found = sync_s(False, cluster, sizes_of(job, 1, 1), batch, np.array([[0, 1]]), layers)
     assert found[0] == pytest.approx(price(job).compute_ns[0, :, Kind.SYNC] / 1e9, rel=1e-6)
 
 
 def test_memory_is_counted_as_cost_counts_it() -> None:
     job = job_of()
     arrangement = arrange(job)
-    ground, sizes = ground_of(job), sizes_of(job, 1, 1)
+    cluster, sizes = cluster_arrays(job), sizes_of(job, 1, 1)
     dc, layers = np.array([[0, 0, 1, 1]]), np.array([arrangement.layers_per_stage])
-    assert in_flight(job, ground, sizes, dc, layers)[0] == pytest.approx(
+    assert in_flight(job, cluster, sizes, dc, layers)[0] == pytest.approx(
         in_flight_cap(job, arrangement=arrangement), abs=1
     )
     static = [worker.static for worker in worker_memory(job, arrangement)]
@@ -129,9 +129,9 @@ def test_compositions_are_all_there() -> None:
 
 def test_a_long_run_is_continued_at_its_own_period(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(num_microbatches=300)
-    space, ground = space_of(job), ground_of(job)
+    space, cluster = space_of(job), cluster_arrays(job)
     group = Group((("east", 2), ("west", 2)), (2, 2, 2, 2), 1, 2, 300)
-    whole = judge(space, ground, Candidate(1, 1, (group,), True)).figures.iteration_s
+    whole = judge(space, cluster, Candidate(1, 1, (group,), True)).figures.iteration_s
     monkeypatch.setattr("atlas.planner.judge.MANY_EVENTS", 1500)
-    short = judge(space, ground, Candidate(1, 1, (group,), True)).figures.iteration_s
+    short = judge(space, cluster, Candidate(1, 1, (group,), True)).figures.iteration_s
     assert short == pytest.approx(whole, rel=0.01)

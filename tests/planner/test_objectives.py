@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from plan_jobs import job_of
 
+from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.cost.flops import embedding_params, head_params, layer_params
 from atlas.errors import InfeasibleError, SpecError
 from atlas.planner.candidate import Candidate, Group
-from atlas.planner.ground import ground_of
 from atlas.planner.judge import judge
 from atlas.planner.objective import Objective, amount, objective_of, require_prices
 from atlas.planner.run import explore, make_plan, start
@@ -56,9 +56,9 @@ def test_a_limit_that_nothing_keeps_is_told_with_the_nearest_plan() -> None:
 
 def test_every_wan_byte_is_paid_for() -> None:
     job = job_of()
-    space, ground = space_of(job), ground_of(job)
+    space, cluster = space_of(job), cluster_arrays(job)
     pipeline = Candidate(1, 1, (Group((("east", 2), ("west", 2)), (2, 2, 2, 2), 2, 1, 8),))
-    figures = judge(space, ground, pipeline).figures
+    figures = judge(space, cluster, pipeline).figures
     activation = 2048 * 2048 * 2
     assert figures.wan_bytes == 2 * 16 * activation
     assert figures.egress_usd == pytest.approx(2 * 16 * activation / 1e9 * 0.02)
@@ -67,7 +67,7 @@ def test_every_wan_byte_is_paid_for() -> None:
 
     one = Group((("east", 2),), (4, 4), 2, 1, 4)
     other = Group((("west", 2),), (4, 4), 2, 1, 4)
-    apart = judge(space, ground, Candidate(1, 1, (one, other))).figures
+    apart = judge(space, cluster, Candidate(1, 1, (one, other))).figures
     model = job.model
     gradient = 4 * (8 * layer_params(model) + embedding_params(model) + head_params(model))
     assert apart.wan_bytes == pytest.approx(2 * gradient)  # a ring of two: all of it once each way

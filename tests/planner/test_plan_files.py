@@ -75,7 +75,7 @@ def test_simulate_finds_the_figure_of_several_groups_and_of_turns(
         Group(((name, 2),), layers, 1, 1, count) for name, layers, count in (("east", (3, 5), 7), ("west", (4, 4), 5))
     ]
     for groups in ((over,), tuple(alone)):
-        best = judge(search.space, search.ground, Candidate(1, 1, groups, sharing))
+        best = judge(search.space, search.cluster, Candidate(1, 1, groups, sharing))
         planned = finished(search, best, "ours", tries, 0)
         plan = plan_of(planned)
         assert plan.schedule.name == ("atlas" if tries else "1f1b-eager")

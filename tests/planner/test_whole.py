@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.planner.candidate import Candidate, Group
-from atlas.planner.ground import ground_of
 from atlas.planner.whole import Whole, simulate_whole
 from atlas.spec import parse_job
 
@@ -35,7 +35,7 @@ def two_groups(left: dict[str, Any], right: dict[str, Any], memory_gib: tuple[fl
         }
     )
     groups = tuple(Group(((x, 2), (y, 2)), (2, 2, 2, 2), 1, 2, 8) for x, y in ("ab", "cd"))
-    return simulate_whole(job, ground_of(job), Candidate(1, 1, groups, True), "1f1b", sharing=False)
+    return simulate_whole(job, cluster_arrays(job), Candidate(1, 1, groups, True), "1f1b", sharing=False)
 
 
 def test_a_group_with_a_trunk_and_one_without_are_simulated_apart() -> None:

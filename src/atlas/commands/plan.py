@@ -17,11 +17,11 @@ from atlas.commands.numbers import whole
 from atlas.commands.simulate import job_flags
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.commands.words import priced
+from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.cost.compute import pricing
 from atlas.errors import SpecError
 from atlas.ir.replace import replacing
 from atlas.planner.files import plan_of
-from atlas.planner.ground import ground_of
 from atlas.planner.judge import as_dict
 from atlas.planner.objective import OBJECTIVES, Objective, amount, objective_of
 from atlas.planner.report import compared, front, has_prices, rows, scene, verdict
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     require_apart(wanted)
     job, _ = load_job_or_plan(args.job, args.set)
     require_apart(wanted, job.files)
-    if args.pareto is not None and not has_prices(ground_of(job)):
+    if args.pareto is not None and not has_prices(cluster_arrays(job)):
         raise SpecError(
             where=job.where,
             key="usd_per_gpu_hour",
@@ -175,7 +175,7 @@ def as_data(planned: Planned) -> dict[str, Any]:
 def _show(planned: Planned) -> None:
     best, job = planned.figures, planned.job
     figures, candidate = best.figures, best.candidate
-    money = has_prices(planned.ground)
+    money = has_prices(planned.cluster)
     lines = [
         f"{job.name}: {planned.objective.words()}, {planned.space.sequences:,} sequences an iteration",
         "",

@@ -18,11 +18,11 @@ from atlas.commands.files import Outputs, make_folder, picture_flags, require_ap
 from atlas.commands.numbers import whole
 from atlas.commands.terminal import Meter, as_json, say, show
 from atlas.commands.words import headline, more_table, notes, page_notes, why
+from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.evaluate.job import Choice, default_choices, evaluate_all, find_schedule
 from atlas.evaluate.result import Result, rows
 from atlas.ir.replace import replacing
 from atlas.planner.files import candidate_of
-from atlas.planner.ground import ground_of
 from atlas.planner.whole import Whole, simulate_whole
 from atlas.schedules import SCHEDULES
 from atlas.spec.plan import Plan, load_job_or_plan
@@ -127,7 +127,7 @@ def _whole(plan: Plan, args: argparse.Namespace, progress: Meter) -> Whole:
     how, candidate = plan.schedule, candidate_of(plan)
     return simulate_whole(
         plan.job,
-        ground_of(plan.job),
+        cluster_arrays(plan.job),
         candidate,
         how.name,
         sharing=how.sharing,

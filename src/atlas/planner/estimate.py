@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints, Speeds
 from atlas.cost.price import ring_bps
 from atlas.cost.runtimes import RUNTIMES
 from atlas.ir.dispatch import QUANTUM_NS
-from atlas.planner.ground import Flags, Floats, Ground, Ints, Speeds
 from atlas.planner.shapes import Shape
 from atlas.planner.space import Space
 from atlas.planner.split import Sizes, in_flight, split_layers
@@ -65,15 +65,15 @@ class Estimate:
     """[n, s]"""
 
 
-def estimate(space: Space, ground: Ground, speeds: Speeds, sizes: Sizes, batch: Batch) -> Estimate:
+def estimate(space: Space, cluster: ClusterArrays, speeds: Speeds, sizes: Sizes, batch: Batch) -> Estimate:
     """Every variant of a batch."""
     job, v = space.job, batch.shape
     dc = np.array([[i for i, stages in shape for _ in range(stages)] for shape in batch.shapes], np.int64)
-    layers, fits = split_layers(job, ground, speeds, sizes, dc)
+    layers, fits = split_layers(job, cluster, speeds, sizes, dc)
     forward_s, again_s, backward_s, update_s = _stage_times(speeds, dc, layers)
-    held = in_flight(job, ground, sizes, dc, layers)
+    held = in_flight(job, cluster, sizes, dc, layers)
     fits &= held >= 1
-    hops = _Hops(space, ground, batch, dc)
+    hops = _Hops(space, cluster, batch, dc)
     runtime = RUNTIMES[job.runtime]
     work_s = forward_s + again_s + backward_s
     through_s = (forward_s + backward_s).sum(axis=1)[v] + hops.way_s.sum(axis=1) + hops.turn_s
@@ -95,13 +95,13 @@ def estimate(space: Space, ground: Ground, speeds: Speeds, sizes: Sizes, batch: 
     short = behind_s.max(axis=1) / (np.maximum(held[v], 1) * period_s)
     stalls = (short > 1) & (num_mb > held[v])
     period_s = np.where(stalls, period_s * np.maximum(LOCKSTEP, 1.1 * short), period_s)
-    closing_s = sync_s(job.model.tied_embeddings, ground, sizes, batch, dc, layers) + update_s[v]
+    closing_s = sync_s(job.model.tied_embeddings, cluster, sizes, batch, dc, layers) + update_s[v]
     # A stage's all-reduce hides behind the gradients that still travel to stage 0.
     drain_s = np.zeros((len(v), batch.depth))
     drain_s[:, 1:] = np.cumsum(backward_s[v][:, :-1] + hops.back_s, axis=1)
     closing_s = np.max(closing_s - drain_s, axis=1)
     iteration_s = through_s + (num_mb - 1) * period_s + closing_s
-    usd_per_s = ground.usd_per_gpu_s[dc].sum(axis=1)[v] * batch.replicas * batch.tp
+    usd_per_s = cluster.usd_per_gpu_s[dc].sum(axis=1)[v] * batch.replicas * batch.tp
     egress = 2 * slots * _activation_bytes(space, batch.microbatch) * hops.usd_per_byte
     return Estimate(
         through_s,
@@ -132,17 +132,17 @@ def _stage_times(speeds: Speeds, dc: Ints, layers: Ints) -> list[Floats]:
     return times
 
 
-def sync_s(tied: bool, ground: Ground, sizes: Sizes, batch: Batch, dc: Ints, layers: Ints) -> Floats:
+def sync_s(tied: bool, cluster: ClusterArrays, sizes: Sizes, batch: Batch, dc: Ints, layers: Ints) -> Floats:
     """[v, s]: the ring all-reduce of each stage inside its datacenter. Tied embeddings are left to the simulator."""
     params = layers * sizes.gradient_per_layer
     params[:, 0] += sizes.gradient_first
     params[:, -1] += sizes.gradient_last
     at, replicas = dc[batch.shape], batch.replicas[:, None]
-    nodes, per_node, net_bps = ground.nodes[at], ground.gpus_per_node[at], ground.net_bps[at]
-    packed = RUNTIMES[ground.job.runtime].packs_replicas
-    rate_bps, is_inside = ring_bps(replicas, batch.tp, nodes, per_node, net_bps, ground.peer_bps[at], packed=packed)
+    nodes, per_node, net_bps = cluster.nodes[at], cluster.gpus_per_node[at], cluster.net_bps[at]
+    packed = RUNTIMES[cluster.job.runtime].packs_replicas
+    rate_bps, is_inside = ring_bps(replicas, batch.tp, nodes, per_node, net_bps, cluster.peer_bps[at], packed=packed)
     ring_s = (replicas - 1) / replicas * (params * 8)[batch.shape] / rate_bps
-    ring_s += np.where(is_inside, 0.0, ground.net_latency_s[at] * (replicas - 1))
+    ring_s += np.where(is_inside, 0.0, cluster.net_latency_s[at] * (replicas - 1))
     return np.asarray(2 * ring_s, np.float64)
 
 
@@ -150,12 +150,12 @@ class _Hops:
     """[v, b]: what one microbatch meets on its way to the next stage and back. Few boundaries cross a WAN; what that
     costs is worked out for those alone, and put in place."""
 
-    def __init__(self, space: Space, ground: Ground, batch: Batch, dc: Ints) -> None:
+    def __init__(self, space: Space, cluster: ClusterArrays, batch: Batch, dc: Ints) -> None:
         whole = RUNTIMES[space.job.runtime].sends_whole
         bits = 8 * _activation_bytes(space, batch.microbatch) * (batch.tp if whole else 1)
-        net_bps, shape = ground.worker_bps(batch.tp), batch.shape
+        net_bps, shape = cluster.worker_bps(batch.tp), batch.shape
         lan_s = bits / net_bps[dc[:, :-1]] + bits / net_bps[dc[:, 1:]]
-        lan_s += ground.net_latency_s[dc[:, :-1]] + ground.net_latency_s[dc[:, 1:]]
+        lan_s += cluster.net_latency_s[dc[:, :-1]] + cluster.net_latency_s[dc[:, 1:]]
         self.way_s: Floats = lan_s[shape]
         self.back_s: Floats = self.way_s / 2
         self.load_s: Floats = self.way_s / 2
@@ -166,18 +166,18 @@ class _Hops:
         a, b = dc[shape[v], boundary], dc[shape[v], boundary + 1]
         replicas, cell = batch.replicas[v], batch.cell[v]
         slower_bps = np.minimum(net_bps[a], net_bps[b])
-        crowd = np.ceil(replicas / np.minimum(ground.nodes[a], ground.nodes[b]))
-        pair_bps = np.minimum(ground.pair_bps[a, b] / crowd, slower_bps)
+        crowd = np.ceil(replicas / np.minimum(cluster.nodes[a], cluster.nodes[b]))
+        pair_bps = np.minimum(cluster.pair_bps[a, b] / crowd, slower_bps)
         if space.tcp == "one":
-            pair_bps = np.minimum(pair_bps, ground.stream_bps[a, b])
-        trunk_bps = ground.trunk_bps[a, b] * cell / replicas
+            pair_bps = np.minimum(pair_bps, cluster.stream_bps[a, b])
+        trunk_bps = cluster.trunk_bps[a, b] * cell / replicas
         spread_bps = np.where(cell > 1, slower_bps * cell / np.maximum(cell - 1, 1), np.inf)
         rate_bps = np.minimum(np.minimum(cell * pair_bps, trunk_bps), spread_bps)
         work_s = bits / rate_bps
         chunk_bits = np.minimum(bits, rate_bps * QUANTUM_NS / 1e9) * (cell - 1) / cell
         ends_s = chunk_bits / net_bps[a] + chunk_bits / net_bps[b]
-        ends_s += np.where(cell > 1, ground.net_latency_s[a] + ground.net_latency_s[b], 0.0)
-        one_way_s = work_s + ends_s + ground.latency_s[a, b]
+        ends_s += np.where(cell > 1, cluster.net_latency_s[a] + cluster.net_latency_s[b], 0.0)
+        one_way_s = work_s + ends_s + cluster.latency_s[a, b]
         self.way_s[at], self.back_s[at], self.load_s[at] = 2 * one_way_s, one_way_s, cell * work_s
         np.maximum.at(self.turn_s, v, (cell - 1) * work_s)
-        np.add.at(self.usd_per_byte, v, ground.usd_per_byte[a, b])
+        np.add.at(self.usd_per_byte, v, cluster.usd_per_byte[a, b])

@@ -12,10 +12,10 @@ from itertools import combinations, pairwise, permutations, product
 
 import numpy as np
 
+from atlas.cost.cluster_arrays import ClusterArrays
 from atlas.errors import SpecError
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.estimate import Batch, estimate
-from atlas.planner.ground import Ground
 from atlas.planner.objective import MISSED, Objective
 from atlas.planner.pool import Frame, cell_sizes, depths, frames
 from atlas.planner.regions import deal
@@ -29,49 +29,51 @@ Variant = tuple[Shape, int, int]
 """Shape, replicas, pipelines per cell."""
 
 
-def every_candidate(space: Space, ground: Ground) -> list[tuple[Candidate, Floor]]:
+def every_candidate(space: Space, cluster: ClusterArrays) -> list[tuple[Candidate, Floor]]:
     """All of them, with their floors; raises where they are too many."""
     found: list[tuple[Candidate, Floor]] = []
-    for frame in frames(space, ground):
-        for depth in depths(space, ground, frame):
-            found += _of_depth(space, ground, frame, depth, MAX_CANDIDATES - len(found))
+    for frame in frames(space, cluster):
+        for depth in depths(space, cluster, frame):
+            found += _of_depth(space, cluster, frame, depth, MAX_CANDIDATES - len(found))
     return found
 
 
-def _of_depth(space: Space, ground: Ground, frame: Frame, depth: int, limit: int) -> Iterator[tuple[Candidate, Floor]]:
-    single = list(_variants(space, ground, frame, depth, limit))
+def _of_depth(
+    space: Space, cluster: ClusterArrays, frame: Frame, depth: int, limit: int
+) -> Iterator[tuple[Candidate, Floor]]:
+    single = list(_variants(space, cluster, frame, depth, limit))
     if not single:
         return
     shapes = list(dict.fromkeys(shape for shape, _, _ in single))
     number = {shape: k for k, shape in enumerate(shapes)}
     rows = np.array([(number[shape], replicas, cell) for shape, replicas, cell in single], np.int64)
     batch = Batch(frame.tp, frame.microbatch, depth, shapes, rows[:, 0], rows[:, 1], rows[:, 2])
-    known = estimate(space, ground, frame.speeds, frame.sizes, batch)
+    known = estimate(space, cluster, frame.speeds, frame.sizes, batch)
     fitting = [v for v in range(len(single)) if known.fits[v]]
     slots = space.slots(frame.microbatch)
-    for members in _sets(space, ground, single, fitting, limit):
+    for members in _sets(space, cluster, single, fitting, limit):
         fill, period = ([float(a[v]) for v in members] for a in (known.fill_s, known.period_s))
         counts = deal(slots, [single[v][1] for v in members], fill, period)
         if counts is None:
             continue
         groups = tuple(
-            _group(ground, single[v], tuple(int(n) for n in known.layers[number[single[v][0]]]), count)
+            _group(cluster, single[v], tuple(int(n) for n in known.layers[number[single[v][0]]]), count)
             for v, count in zip(members, counts, strict=True)
         )
         sharing = any(single[v][2] > 1 for v in members)
         candidate = Candidate(frame.tp, frame.microbatch, groups, sharing, space.tcp)
-        yield candidate, _floor(space, ground, frame, candidate)
+        yield candidate, _floor(space, cluster, frame, candidate)
 
 
-def _variants(space: Space, ground: Ground, frame: Frame, depth: int, limit: int) -> Iterator[Variant]:
+def _variants(space: Space, cluster: ClusterArrays, frame: Frame, depth: int, limit: int) -> Iterator[Variant]:
     count = 0
     workers = np.where(frame.speeds.usable, frame.shapes.workers, 0)
     for replicas in range(1, min(int(workers.max()), space.slots(frame.microbatch)) + 1):
         room = workers // replicas
         cells = cell_sizes(space, replicas)
-        for size in range(1, min(ground.num_dcs, depth) + 1):
-            for order in permutations([i for i in range(ground.num_dcs) if room[i]], size):
-                if not all(ground.joined[a, b] for a, b in pairwise(order)):
+        for size in range(1, min(cluster.num_dcs, depth) + 1):
+            for order in permutations([i for i in range(cluster.num_dcs) if room[i]], size):
+                if not all(cluster.joined[a, b] for a, b in pairwise(order)):
                     continue
                 for stages in compositions(depth, [int(room[i]) for i in order], limit):
                     shape = tuple(zip(order, stages, strict=True))
@@ -82,22 +84,22 @@ def _variants(space: Space, ground: Ground, frame: Frame, depth: int, limit: int
 
 
 def _sets(
-    space: Space, ground: Ground, single: list[Variant], fitting: list[int], limit: int
+    space: Space, cluster: ClusterArrays, single: list[Variant], fitting: list[int], limit: int
 ) -> Iterator[tuple[int, ...]]:
     """Each variant alone, and all sets of variants that share no datacenter."""
     count = 0
     for v in fitting:
-        if space.uses_kept(ground.names[i] for i, _ in single[v][0]):
+        if space.uses_kept(cluster.names[i] for i, _ in single[v][0]):
             yield (v,)
     if space.num_cells is not None:
         return
     by_dcs: dict[frozenset[int], list[int]] = {}
     for v in fitting:
         by_dcs.setdefault(frozenset(i for i, _ in single[v][0]), []).append(v)
-    for size in range(2, ground.num_dcs + 1):
+    for size in range(2, cluster.num_dcs + 1):
         for sets in combinations(by_dcs, size):
             together = frozenset().union(*sets)
-            if sum(map(len, sets)) != len(together) or not space.uses_kept(ground.names[i] for i in together):
+            if sum(map(len, sets)) != len(together) or not space.uses_kept(cluster.names[i] for i in together):
                 continue
             for members in product(*(by_dcs[dcs] for dcs in sets)):
                 count += 1
@@ -116,15 +118,15 @@ def _require_few(space: Space, count: int, limit: int) -> None:
         )
 
 
-def _group(ground: Ground, variant: Variant, layers: tuple[int, ...], num_microbatches: int) -> Group:
+def _group(cluster: ClusterArrays, variant: Variant, layers: tuple[int, ...], num_microbatches: int) -> Group:
     shape, replicas, cell = variant
-    return Group(tuple((ground.names[i], s) for i, s in shape), layers, replicas // cell, cell, num_microbatches)
+    return Group(tuple((cluster.names[i], s) for i, s in shape), layers, replicas // cell, cell, num_microbatches)
 
 
-def _floor(space: Space, ground: Ground, frame: Frame, candidate: Candidate) -> Floor:
+def _floor(space: Space, cluster: ClusterArrays, frame: Frame, candidate: Candidate) -> Floor:
     """No order is faster than the slowest stage without a pause, and no cheaper than its rent for so long."""
     speeds = frame.speeds
-    at = {name: i for i, name in enumerate(ground.names)}
+    at = {name: i for i, name in enumerate(cluster.names)}
     floor_s = 0.0
     for group in candidate.groups:
         layers = np.array(group.layers_per_stage)
@@ -132,7 +134,7 @@ def _floor(space: Space, ground: Ground, frame: Frame, candidate: Candidate) -> 
         work = layers * (speeds.forward_s + speeds.again_s + speeds.backward_s)[dc]
         work[-1] -= layers[-1] * speeds.again_s[dc[-1]]
         floor_s = max(floor_s, group.num_microbatches * float(work.max()))
-    rent = sum(gpus * float(ground.usd_per_gpu_s[at[name]]) for name, gpus in candidate.gpus.items())
+    rent = sum(gpus * float(cluster.usd_per_gpu_s[at[name]]) for name, gpus in candidate.gpus.items())
 
     def floor(objective: Objective) -> float:
         value = floor_s if objective.minimise == "throughput" else floor_s * rent

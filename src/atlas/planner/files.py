@@ -63,7 +63,7 @@ def plan_of(planned: Planned) -> Plan:
 def _between_s(planned: Planned) -> float:
     candidate = planned.winner.candidate
     sizes = sizes_of(planned.job, candidate.tp, candidate.microbatch)
-    found = meeting_s(planned.ground, sizes, candidate)
+    found = meeting_s(planned.cluster, sizes, candidate)
     return max((float(np.max(one)) for one in found or ()), default=0.0)
 
 

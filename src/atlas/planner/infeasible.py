@@ -12,47 +12,49 @@ from dataclasses import replace
 import numpy as np
 
 from atlas.cost import flops
+from atlas.cost.cluster_arrays import ClusterArrays, cluster_arrays
 from atlas.cost.memory import GIB
 from atlas.errors import InfeasibleError
-from atlas.planner.ground import Ground, ground_of
 from atlas.planner.pool import depths, frames
 from atlas.planner.space import Space, space_of
 from atlas.planner.split import in_flight, split_layers
 from atlas.spec import Job, Link
 
 
-def feasible(space: Space, ground: Ground) -> bool:
+def feasible(space: Space, cluster: ClusterArrays) -> bool:
     """Whether one replica of anything fits."""
-    for frame in frames(space, ground):
-        for depth in depths(space, ground, frame):
+    for frame in frames(space, cluster):
+        for depth in depths(space, cluster, frame):
             shapes = frame.shapes.of(depth, 1)
             if not shapes:
                 continue
             dc = np.array([[i for i, stages in shape for _ in range(stages)] for shape in shapes], np.int64)
-            layers, fits = split_layers(space.job, ground, frame.speeds, frame.sizes, dc)
-            held = in_flight(space.job, ground, frame.sizes, dc, layers)
+            layers, fits = split_layers(space.job, cluster, frame.speeds, frame.sizes, dc)
+            held = in_flight(space.job, cluster, frame.sizes, dc, layers)
             if (fits & (held >= 1)).any():
                 return True
     return False
 
 
-def explain(space: Space, ground: Ground, refusals: Sequence[InfeasibleError]) -> InfeasibleError:
+def explain(space: Space, cluster: ClusterArrays, refusals: Sequence[InfeasibleError]) -> InfeasibleError:
     """The error to raise when a search has found nothing."""
-    if refusals and feasible(space, ground):
+    if refusals and feasible(space, cluster):
         return refusals[0]  # there is room: what is wrong is what the simulator would not play
     job = space.job
-    changes = [text for try_it in (_recompute, _paths, _memory, _nodes) if (text := try_it(space, ground))]
+    changes = [text for try_it in (_recompute, _paths, _memory, _nodes) if (text := try_it(space, cluster))]
     model = job.model
     state = job.element_bytes + job.gradient_bytes + job.optimizer_bytes
     need = flops.model_params(model) * state
     have = sum(
         float(cap) * nodes * per
-        for cap, nodes, per in zip(ground.cap_bytes, ground.nodes.tolist(), ground.gpus_per_node.tolist(), strict=True)
+        for cap, nodes, per in zip(
+            cluster.cap_bytes, cluster.nodes.tolist(), cluster.gpus_per_node.tolist(), strict=True
+        )
     )
-    apart = not ground.joined.any() and ground.num_dcs > 1
+    apart = not cluster.joined.any() and cluster.num_dcs > 1
     rule = (
         f"no plan fits: weights, gradients and optimizer alone are {need / GIB:,.0f} GiB ({state} bytes a parameter), "
-        f"and the {int((ground.nodes * ground.gpus_per_node).sum()):,} GPUs have {have / GIB:,.0f} GiB"
+        f"and the {int((cluster.nodes * cluster.gpus_per_node).sum()):,} GPUs have {have / GIB:,.0f} GiB"
     )
     if apart:
         rule += ", in datacenters that no link joins"
@@ -70,7 +72,9 @@ def explain(space: Space, ground: Ground, refusals: Sequence[InfeasibleError]) -
 
 def _fits(job: Job, space: Space) -> bool:
     again = space_of(job, global_batch=space.sequences, tcp=space.tcp)
-    return feasible(replace(again, tps=space.tps, depths=space.depths, microbatches=space.microbatches), ground_of(job))
+    return feasible(
+        replace(again, tps=space.tps, depths=space.depths, microbatches=space.microbatches), cluster_arrays(job)
+    )
 
 
 def _least(low: float, high: float, fits: Callable[[float], bool], steps: int = 12) -> float | None:
@@ -83,45 +87,45 @@ def _least(low: float, high: float, fits: Callable[[float], bool], steps: int = 
     return high
 
 
-def _recompute(space: Space, ground: Ground) -> str | None:
+def _recompute(space: Space, cluster: ClusterArrays) -> str | None:
     if space.job.recompute or not _fits(space.job.model_copy(update={"recompute": True}), space):
         return None
     return "recompute: true"
 
 
-def _paths(space: Space, ground: Ground) -> str | None:
+def _paths(space: Space, cluster: ClusterArrays) -> str | None:
     """The one link that is missing."""
     links = space.job.cluster.links
     if links is None:
         return None
-    order = np.argsort(-ground.nodes * ground.gpus_per_node, kind="stable").tolist()
-    pairs = [(a, b) for a in order for b in order if a < b and not ground.joined[a, b]]
+    order = np.argsort(-cluster.nodes * cluster.gpus_per_node, kind="stable").tolist()
+    pairs = [(a, b) for a in order for b in order if a < b and not cluster.joined[a, b]]
     for a, b in pairs[:30]:
-        names = (ground.names[a], ground.names[b])
+        names = (cluster.names[a], cluster.names[b])
         link = Link(between=names, latency_ms=50.0)
-        cluster = space.job.cluster.model_copy(update={"links": (*links, link)})
-        if _fits(space.job.model_copy(update={"cluster": cluster}), space):
+        joined = space.job.cluster.model_copy(update={"links": (*links, link)})
+        if _fits(space.job.model_copy(update={"cluster": joined}), space):
             return f"a link between {names[0]} and {names[1]}"
     return None
 
 
-def _memory(space: Space, ground: Ground) -> str | None:
+def _memory(space: Space, cluster: ClusterArrays) -> str | None:
     """Memory per GPU."""
-    now = float(ground.cap_bytes.max()) / GIB
+    now = float(cluster.cap_bytes.max()) / GIB
     need = _least(now, 4096 * now, lambda gib: _fits(space.job.model_copy(update={"memory_gib": gib}), space))
     return None if need is None else f"GPUs with {need:,.1f} GiB for the job (the roomiest now offers {now:,.1f})"
 
 
-def _nodes(space: Space, ground: Ground) -> str | None:
+def _nodes(space: Space, cluster: ClusterArrays) -> str | None:
     """Nodes in the largest datacenter."""
-    cluster = space.job.cluster
-    at = int(np.argmax(ground.nodes * ground.gpus_per_node))
-    dc = cluster.datacenters[at]
+    described = space.job.cluster
+    at = int(np.argmax(cluster.nodes * cluster.gpus_per_node))
+    dc = described.datacenters[at]
 
     def fits(nodes: float) -> bool:
         more = dc.model_copy(update={"nodes": int(nodes)})
-        dcs = (*cluster.datacenters[:at], more, *cluster.datacenters[at + 1 :])
-        changed = cluster.model_copy(update={"datacenters": dcs})
+        dcs = (*described.datacenters[:at], more, *described.datacenters[at + 1 :])
+        changed = described.model_copy(update={"datacenters": dcs})
         return _fits(space.job.model_copy(update={"cluster": changed}), space)
 
     need = _least(dc.nodes, min(1_000_000, 256 * dc.nodes), fits, steps=20)

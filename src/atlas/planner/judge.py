@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from atlas.cost.arrange import Arrangement, arrange
+from atlas.cost.cluster_arrays import ClusterArrays, Floats
 from atlas.cost.memory import GIB, memory_rule, peak_memory
 from atlas.cost.price import can_share, layout, price, sync_s
 from atlas.cost.table import Costs
@@ -24,7 +25,6 @@ from atlas.ir.ops import Kind
 from atlas.ir.program import Layout, Program
 from atlas.ir.timeline import Timeline
 from atlas.planner.candidate import Candidate
-from atlas.planner.ground import Floats, Ground
 from atlas.planner.meet import meeting_s, meeting_usd, started_s
 from atlas.planner.space import Space
 from atlas.planner.split import sizes_of
@@ -93,13 +93,13 @@ class Played:
     """[2, s]: all-reduce inside the datacenter, optimizer."""
 
 
-def judge(space: Space, ground: Ground, candidate: Candidate, *, exact: bool = False) -> Judged:
+def judge(space: Space, cluster: ClusterArrays, candidate: Candidate, *, exact: bool = False) -> Judged:
     """Simulate a candidate; InfeasibleError says why it cannot run. `exact`: long runs too, where that is feasible."""
-    require_gpus(ground, candidate)
+    require_gpus(cluster, candidate)
     _require_playable(space.job, candidate)
     sizes = sizes_of(space.job, candidate.tp, candidate.microbatch)
     played = [play(candidate.job(space.job, k), candidate, exact=exact) for k in range(len(candidate.groups))]
-    between_s = meeting_s(ground, sizes, candidate)
+    between_s = meeting_s(cluster, sizes, candidate)
     if between_s is None:
         raise InfeasibleError(
             where=space.job.where,
@@ -119,7 +119,7 @@ def judge(space: Space, ground: Ground, candidate: Candidate, *, exact: bool = F
     parts_s = _parts(slowest, float(start_s[k][last]))
     parts_s["sync"] = float(played[k].closing_s[0, last] + between_s[k][last])
     parts_s["step"] = float(played[k].closing_s[1, last])
-    return Judged(candidate, _figures(space, ground, candidate, float(ends[k][last]), parts_s, played))
+    return Judged(candidate, _figures(space, cluster, candidate, float(ends[k][last]), parts_s, played))
 
 
 def play(job: Job, candidate: Candidate, *, exact: bool = False) -> Played:
@@ -171,13 +171,13 @@ def period_s(timeline: Timeline) -> float:
     return float(ends[last] - ends[first]) / (last - first)
 
 
-def require_gpus(ground: Ground, candidate: Candidate) -> None:
+def require_gpus(cluster: ClusterArrays, candidate: Candidate) -> None:
     """No datacenter gives more tensor-parallel groups than it has room for."""
-    room = dict(zip(ground.names, ground.workers(candidate.tp).tolist(), strict=True))
+    room = dict(zip(cluster.names, cluster.workers(candidate.tp).tolist(), strict=True))
     for name, gpus in candidate.gpus.items():
         if gpus > room[name] * candidate.tp:
             raise InfeasibleError(
-                where=ground.job.where,
+                where=cluster.job.where,
                 key=f"cluster.datacenters.{name}.nodes",
                 value=None,
                 rule=f"{candidate.where()} needs {gpus} GPUs there, it has {room[name] * candidate.tp} in groups of "
@@ -210,15 +210,15 @@ def _parts(played: Played, until_s: float) -> dict[str, float]:
 
 def _figures(
     space: Space,
-    ground: Ground,
+    cluster: ClusterArrays,
     candidate: Candidate,
     iteration_s: float,
     parts_s: dict[str, float],
     played: list[Played],
 ) -> Figures:
-    price_s = dict(zip(ground.names, ground.usd_per_gpu_s.tolist(), strict=True))
+    price_s = dict(zip(cluster.names, cluster.usd_per_gpu_s.tolist(), strict=True))
     rent = iteration_s * sum(gpus * price_s[name] for name, gpus in candidate.gpus.items())
-    egress, link_bytes = wan_traffic(space, ground, candidate)
+    egress, link_bytes = wan_traffic(space, cluster, candidate)
     tightest = [
         min(
             peak_memory(group.job, group.timeline.program, arrangement=group.arrangement), key=lambda f: f[0].cap - f[1]
@@ -242,12 +242,14 @@ def _figures(
     )
 
 
-def wan_traffic(space: Space, ground: Ground, candidate: Candidate) -> tuple[float, dict[tuple[str, str], float]]:
+def wan_traffic(
+    space: Space, cluster: ClusterArrays, candidate: Candidate
+) -> tuple[float, dict[tuple[str, str], float]]:
     """(dollars, bytes by direction between two datacenters) of one iteration: activations and gradients of every
     microbatch, the groups' meeting, and the two ends of a tied embedding."""
-    at = {name: i for i, name in enumerate(ground.names)}
+    at = {name: i for i, name in enumerate(cluster.names)}
     sizes = sizes_of(space.job, candidate.tp, candidate.microbatch)
-    usd, sent = meeting_usd(ground, sizes, candidate)
+    usd, sent = meeting_usd(cluster, sizes, candidate)
     model, job = space.job.model, space.job
     activation = candidate.microbatch * model.seq_len * model.hidden * job.element_bytes
     tied = model.vocab * model.hidden * job.gradient_bytes if model.tied_embeddings else 0
@@ -258,7 +260,7 @@ def wan_traffic(space: Space, ground: Ground, candidate: Candidate) -> tuple[flo
             for pair in ((a, b), (b, a)):
                 n = own * activation + tied
                 sent[pair] = sent.get(pair, 0.0) + n
-                usd += n * float(ground.usd_per_byte[at[pair[0]], at[pair[1]]])
+                usd += n * float(cluster.usd_per_byte[at[pair[0]], at[pair[1]]])
     return usd, sent
 
 

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from atlas.cost.cluster_arrays import ClusterArrays, Floats
 from atlas.planner.candidate import Candidate, Group
-from atlas.planner.ground import Floats, Ground
 from atlas.planner.split import Sizes
 
 
@@ -22,30 +22,30 @@ def piece_bytes(sizes: Sizes, num_layers: int) -> Floats:
     return np.array([sizes.gradient_first, *([sizes.gradient_per_layer] * num_layers), sizes.gradient_last])
 
 
-def ring(ground: Ground, groups: tuple[Group, ...]) -> tuple[Group, ...]:
+def ring(cluster: ClusterArrays, groups: tuple[Group, ...]) -> tuple[Group, ...]:
     """The groups in the order in which they pass sums on: from each to the nearest that is left, by stage 0."""
-    at = {name: i for i, name in enumerate(ground.names)}
+    at = {name: i for i, name in enumerate(cluster.names)}
     left, tour = list(groups[1:]), [groups[0]]
     while left:
         here = at[tour[-1].places[0][0]]
-        follow = min(left, key=lambda group: float(_away_s(ground, here, at[group.places[0][0]])))
+        follow = min(left, key=lambda group: float(_away_s(cluster, here, at[group.places[0][0]])))
         tour.append(follow)
         left.remove(follow)
     return tuple(tour)
 
 
-def _away_s(ground: Ground, i: int, j: int) -> float:
-    return float(ground.latency_s[i, j]) if ground.joined[i, j] else np.inf
+def _away_s(cluster: ClusterArrays, i: int, j: int) -> float:
+    return float(cluster.latency_s[i, j]) if cluster.joined[i, j] else np.inf
 
 
-def meeting_s(ground: Ground, sizes: Sizes, candidate: Candidate) -> list[Floats] | None:
+def meeting_s(cluster: ClusterArrays, sizes: Sizes, candidate: Candidate) -> list[Floats] | None:
     """By group and stage: seconds that the ring takes; None where two neighbours of it have no path."""
     count = len(candidate.groups)
     found = [np.zeros(group.pp) for group in candidate.groups]
     if count == 1:
         return found
-    at = {name: i for i, name in enumerate(ground.names)}
-    tour = ring(ground, candidate.groups)
+    at = {name: i for i, name in enumerate(cluster.names)}
+    tour = ring(cluster, candidate.groups)
     bytes_of = piece_bytes(sizes, sum(tour[0].layers_per_stage))
     share = 2 * (count - 1) / count
     piece_s, latency_s = np.zeros(len(bytes_of)), np.zeros(len(bytes_of))
@@ -54,11 +54,11 @@ def meeting_s(ground: Ground, sizes: Sizes, candidate: Candidate) -> list[Floats
         load: dict[tuple[int, int], float] = {}
         for pair, n in zip(ends, bytes_of.tolist(), strict=True):
             load[pair] = load.get(pair, 0.0) + n
-        if not all(pair[0] == pair[1] or ground.joined[pair] for pair in load):
+        if not all(pair[0] == pair[1] or cluster.joined[pair] for pair in load):
             return None
-        lane_s = {pair: share * n * 8 / lane_bps(ground, candidate, pair) for pair, n in load.items()}
+        lane_s = {pair: share * n * 8 / lane_bps(cluster, candidate, pair) for pair, n in load.items()}
         piece_s = np.maximum(piece_s, [lane_s[pair] for pair in ends])
-        latency_s = np.maximum(latency_s, [float(ground.latency_s[pair]) for pair in ends])
+        latency_s = np.maximum(latency_s, [float(cluster.latency_s[pair]) for pair in ends])
     piece_s += 2 * (count - 1) * latency_s
     for group, stage_s in zip(candidate.groups, found, strict=True):
         np.maximum.at(stage_s, np.array(group.stage_of), piece_s)
@@ -82,37 +82,39 @@ def started_s(candidate: Candidate, done_s: list[Floats]) -> list[Floats]:
     return found
 
 
-def lane_bps(ground: Ground, candidate: Candidate, pair: tuple[int, int]) -> float:
+def lane_bps(cluster: ClusterArrays, candidate: Candidate, pair: tuple[int, int]) -> float:
     """What all nodes in use of two datacenters get together, one way."""
     i, j = pair
-    nodes = min(_nodes(ground, candidate, i), _nodes(ground, candidate, j))
+    nodes = min(_nodes(cluster, candidate, i), _nodes(cluster, candidate, j))
     if i == j:  # two groups with a stage in one datacenter: its own network joins them
-        return nodes * float(ground.net_bps[i])
-    one = min(float(ground.pair_bps[pair]), float(ground.net_bps[i]), float(ground.net_bps[j]))
+        return nodes * float(cluster.net_bps[i])
+    one = min(float(cluster.pair_bps[pair]), float(cluster.net_bps[i]), float(cluster.net_bps[j]))
     if candidate.tcp == "one":
-        one = min(one, float(ground.stream_bps[pair]))
-    return min(nodes * one, float(ground.trunk_bps[pair]))
+        one = min(one, float(cluster.stream_bps[pair]))
+    return min(nodes * one, float(cluster.trunk_bps[pair]))
 
 
-def _nodes(ground: Ground, candidate: Candidate, i: int) -> int:
+def _nodes(cluster: ClusterArrays, candidate: Candidate, i: int) -> int:
     """Nodes that a candidate uses in a datacenter, filled one after the other."""
-    per_node = int(ground.gpus_per_node[i])
+    per_node = int(cluster.gpus_per_node[i])
     per_node -= per_node % candidate.tp if per_node >= candidate.tp else 0
-    return max(1, -(-candidate.gpus[ground.names[i]] // per_node))
+    return max(1, -(-candidate.gpus[cluster.names[i]] // per_node))
 
 
-def meeting_usd(ground: Ground, sizes: Sizes, candidate: Candidate) -> tuple[float, dict[tuple[str, str], float]]:
+def meeting_usd(
+    cluster: ClusterArrays, sizes: Sizes, candidate: Candidate
+) -> tuple[float, dict[tuple[str, str], float]]:
     """(dollars, bytes by link) that the ring sends over the WAN in one iteration."""
     count = len(candidate.groups)
     if count == 1:
         return 0.0, {}
-    at = {name: i for i, name in enumerate(ground.names)}
-    tour = ring(ground, candidate.groups)
+    at = {name: i for i, name in enumerate(cluster.names)}
+    tour = ring(cluster, candidate.groups)
     bytes_of = piece_bytes(sizes, sum(tour[0].layers_per_stage)).tolist()
     sent: dict[tuple[str, str], float] = {}
     # Every group sends 2 (G - 1) / G of each piece to its successor; a ring of two has both directions.
     for one, other in [*pairwise(tour), (tour[-1], tour[0])]:
         for pair, n in zip(zip(_piece_dc(one), _piece_dc(other), strict=True), bytes_of, strict=True):
             sent[pair] = sent.get(pair, 0.0) + 2 * (count - 1) / count * n
-    usd = sum(n * float(ground.usd_per_byte[at[a], at[b]]) for (a, b), n in sent.items())
+    usd = sum(n * float(cluster.usd_per_byte[at[a], at[b]]) for (a, b), n in sent.items())
     return usd, sent

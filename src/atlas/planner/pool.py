@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from atlas.cost.cluster_arrays import ClusterArrays, Floats, Ints, Speeds, speeds_of
 from atlas.planner.candidate import Candidate, Group, kind_of
 from atlas.planner.estimate import Batch, Estimate, estimate
-from atlas.planner.ground import Floats, Ground, Ints, Speeds, speeds_of
 from atlas.planner.objective import Objective
 from atlas.planner.shapes import Shape, Shapes
 from atlas.planner.space import Space
@@ -53,31 +53,31 @@ class Frame:
     shapes: Shapes
 
 
-def frames(space: Space, ground: Ground) -> Iterator[Frame]:
+def frames(space: Space, cluster: ClusterArrays) -> Iterator[Frame]:
     """Every tp and microbatch size; shapes are shared where the same datacenters take part."""
     model = space.job.model
     for tp in space.tps:
         known: dict[bytes, Shapes] = {}
         for microbatch in space.microbatches:
-            speeds = speeds_of(space.job, ground, tp, microbatch)
+            speeds = speeds_of(space.job, cluster, tp, microbatch)
             key = speeds.usable.tobytes()
             if key not in known:
                 bits = 8.0 * microbatch * model.seq_len * model.hidden * space.job.element_bytes
-                transfer_s = bits / np.where(ground.joined, ground.pair_bps, 1.0)
-                known[key] = Shapes(ground, ground.workers(tp), speeds.forward_s, transfer_s, space.datacenters)
+                transfer_s = bits / np.where(cluster.joined, cluster.pair_bps, 1.0)
+                known[key] = Shapes(cluster, cluster.workers(tp), speeds.forward_s, transfer_s, space.datacenters)
             yield Frame(tp, microbatch, speeds, sizes_of(space.job, tp, microbatch), known[key])
 
 
-def depths(space: Space, ground: Ground, frame: Frame) -> list[int]:
+def depths(space: Space, cluster: ClusterArrays, frame: Frame) -> list[int]:
     """The depths at which the model could fit at all: every stage on the roomiest GPU there is."""
     if not frame.speeds.usable.any():
         return []
     usable = np.flatnonzero(frame.speeds.usable)
-    roomiest = int(usable[np.argmax(ground.cap_bytes[usable])])
+    roomiest = int(usable[np.argmax(cluster.cap_bytes[usable])])
     workers = int(frame.shapes.workers[usable].sum())
     found = []
     for depth in space.depths:
-        most = max_layers(space.job, ground, frame.sizes, np.full((1, depth), roomiest))
+        most = max_layers(space.job, cluster, frame.sizes, np.full((1, depth), roomiest))
         if depth <= workers and most.min() >= 1 and most.sum() >= space.job.model.layers:
             found.append(depth)
     return found
@@ -92,7 +92,7 @@ def useful_replicas(slots: int, most: int) -> list[int]:
 
 
 def single_groups(
-    space: Space, ground: Ground, objective: Objective, tick: Tick | None = None
+    space: Space, cluster: ClusterArrays, objective: Objective, tick: Tick | None = None
 ) -> tuple[list[Entry], int, list[Frame]]:
     """The best of every batch, best first; how many were estimated; the frames that were worth it.
 
@@ -104,17 +104,17 @@ def single_groups(
     worth: list[Frame] = []
     best: dict[tuple[int, str], float] = {}
     ended: set[int] = set()
-    for k, frame in enumerate(frames(space, ground)):
+    for k, frame in enumerate(frames(space, cluster)):
         if tick is not None:
             tick("estimating", k, len(space.tps) * len(space.microbatches))
         if frame.tp in ended:
             continue
         found: list[Entry] = []
-        for depth in depths(space, ground, frame):
+        for depth in depths(space, cluster, frame):
             batch = variants(space, frame, depth)
             if batch is not None:
-                values = estimate(space, ground, frame.speeds, frame.sizes, batch)
-                found += kept(space, ground, objective, batch, values, PER_BATCH)
+                values = estimate(space, cluster, frame.speeds, frame.sizes, batch)
+                found += kept(space, cluster, objective, batch, values, PER_BATCH)
                 count += len(batch.shape)
         if not frame.speeds.usable.any():
             continue
@@ -170,7 +170,9 @@ def cell_sizes(space: Space, replicas: int) -> list[int]:
     return found
 
 
-def kept(space: Space, ground: Ground, objective: Objective, batch: Batch, found: Estimate, count: int) -> list[Entry]:
+def kept(
+    space: Space, cluster: ClusterArrays, objective: Objective, batch: Batch, found: Estimate, count: int
+) -> list[Entry]:
     """The best variants of a batch, those that fit."""
     score = objective.score(found.iteration_s, found.usd, space.tokens, SLACK)
     score = np.where(found.fits, score, np.inf)
@@ -184,16 +186,16 @@ def kept(space: Space, ground: Ground, objective: Objective, batch: Batch, found
         seen[alike] = seen.get(alike, 0) + 1
         if not np.isfinite(score[v]) or seen[alike] > 2:
             continue
-        entries.append(entry_of(space, ground, batch, found, v, float(score[v])))
+        entries.append(entry_of(space, cluster, batch, found, v, float(score[v])))
         if len(entries) == count:
             break
     # The best in one region and the best across regions are always worth comparing with.
     is_alone = np.array([len(shape) == 1 for shape in batch.shapes])[batch.shape]
-    for kind in (is_alone, ~is_alone) if ground.num_dcs > 1 else ():
+    for kind in (is_alone, ~is_alone) if cluster.num_dcs > 1 else ():
         near = np.where(kind, score, np.inf)
         v = int(np.argmin(near))
         if np.isfinite(near[v]):
-            entries.append(entry_of(space, ground, batch, found, v, float(score[v])))
+            entries.append(entry_of(space, cluster, batch, found, v, float(score[v])))
     return entries
 
 
@@ -206,10 +208,10 @@ def _first(score: Floats, count: int) -> Ints:
     return near[np.argsort(score[near], kind="stable")][:count]
 
 
-def entry_of(space: Space, ground: Ground, batch: Batch, found: Estimate, v: int, score: float) -> Entry:
+def entry_of(space: Space, cluster: ClusterArrays, batch: Batch, found: Estimate, v: int, score: float) -> Entry:
     shape, cell = batch.shapes[int(batch.shape[v])], int(batch.cell[v])
     group = Group(
-        places=tuple((ground.names[i], stages) for i, stages in shape),
+        places=tuple((cluster.names[i], stages) for i, stages in shape),
         layers_per_stage=tuple(int(n) for n in found.layers[int(batch.shape[v])]),
         cells=int(batch.replicas[v]) // cell,
         pipelines_per_cell=cell,

@@ -15,9 +15,9 @@ from itertools import permutations
 
 import numpy as np
 
+from atlas.cost.cluster_arrays import ClusterArrays
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.estimate import Batch, Estimate, estimate
-from atlas.planner.ground import Ground
 from atlas.planner.judge import wan_traffic
 from atlas.planner.meet import meeting_s
 from atlas.planner.objective import Objective
@@ -52,34 +52,36 @@ class _Scene:
 
 
 def several_groups(
-    space: Space, ground: Ground, objective: Objective, worth: Sequence[Frame], tick: Tick | None = None
+    space: Space, cluster: ClusterArrays, objective: Objective, worth: Sequence[Frame], tick: Tick | None = None
 ) -> tuple[list[Entry], int]:
     """The best candidates of two groups or more, best first, and how many were estimated."""
-    if ground.num_dcs == 1 or space.num_cells is not None:
+    if cluster.num_dcs == 1 or space.num_cells is not None:
         return [], 0
     quick: list[tuple[float, int, _Scene, tuple[Team, ...]]] = []
     for k, frame in enumerate(worth):
         if tick is not None:
             tick("estimating regions", k, len(worth))
-        for depth in depths(space, ground, frame):
-            scene, lines = _scene(space, ground, frame, depth)
+        for depth in depths(space, cluster, frame):
+            scene, lines = _scene(space, cluster, frame, depth)
             if scene is None:
                 continue
             unique: dict[frozenset[Team], tuple[float, tuple[Team, ...]]] = {}
-            for score, line in sorted(_rough(space, ground, objective, scene, lines), key=lambda q: -q[0]):
+            for score, line in sorted(_rough(space, cluster, objective, scene, lines), key=lambda q: -q[0]):
                 # The same teams in another order are the same candidate: the ring goes by distance.
                 unique[frozenset(line)] = (score, line)
             quick += [(score, len(quick) + n, scene, line) for n, (score, line) in enumerate(unique.values())]
     best = sorted(quick, key=lambda q: (q[0], q[1]))[:KEEP]
-    entries = [entry_of(space, ground, objective, scene, line) for _, _, scene, line in best]
+    entries = [entry_of(space, cluster, objective, scene, line) for _, _, scene, line in best]
     return sorted((e for e in entries if e is not None), key=lambda entry: entry.score), len(quick)
 
 
-def _scene(space: Space, ground: Ground, frame: Frame, depth: int) -> tuple[_Scene | None, list[tuple[Team, ...]]]:
-    workers = [n if space.can_use(name) else 0 for n, name in zip(_room(frame), ground.names, strict=True)]
+def _scene(
+    space: Space, cluster: ClusterArrays, frame: Frame, depth: int
+) -> tuple[_Scene | None, list[tuple[Team, ...]]]:
+    workers = [n if space.can_use(name) else 0 for n, name in zip(_room(frame), cluster.names, strict=True)]
     lines = dict.fromkeys(
-        tuple(teams(ground, workers, tour, depth, replicas))
-        for tour in tours(ground, frame)
+        tuple(teams(cluster, workers, tour, depth, replicas))
+        for tour in tours(cluster, frame)
         for replicas in _levels(space, frame, depth)
     )
     kept = [line for line in lines if len(line) > 1]
@@ -89,7 +91,7 @@ def _scene(space: Space, ground: Ground, frame: Frame, depth: int) -> tuple[_Sce
     shapes = {shape: k for k, shape in enumerate(dict.fromkeys(shape for shape, _, _ in every))}
     rows = np.array([(shapes[shape], replicas, cell) for shape, replicas, cell in every], np.int64)
     batch = Batch(frame.tp, frame.microbatch, depth, list(shapes), rows[:, 0], rows[:, 1], rows[:, 2])
-    found = estimate(space, ground, frame.speeds, frame.sizes, batch)
+    found = estimate(space, cluster, frame.speeds, frame.sizes, batch)
     return _Scene(frame, batch, found, {team: v for v, team in enumerate(every)}), kept
 
 
@@ -102,9 +104,9 @@ def _levels(space: Space, frame: Frame, depth: int) -> list[int]:
     return [0, *sorted(r for r in found if 0 < r <= space.slots(frame.microbatch) // 2)]
 
 
-def tours(ground: Ground, frame: Frame) -> list[tuple[int, ...]]:
-    if ground.num_dcs <= FEW_DCS:
-        return list(permutations(range(ground.num_dcs)))
+def tours(cluster: ClusterArrays, frame: Frame) -> list[tuple[int, ...]]:
+    if cluster.num_dcs <= FEW_DCS:
+        return list(permutations(range(cluster.num_dcs)))
     every = frame.shapes.tours()
     return list(dict.fromkeys([*every[: 1 + MAX_TOURS], *every[-MAX_TOURS:]]))
 
@@ -114,7 +116,7 @@ def _room(frame: Frame) -> list[int]:
     return list(np.where(frame.speeds.usable, frame.shapes.workers, 0).tolist())
 
 
-def teams(ground: Ground, workers: list[int], tour: Sequence[int], depth: int, replicas: int) -> list[Team]:
+def teams(cluster: ClusterArrays, workers: list[int], tour: Sequence[int], depth: int, replicas: int) -> list[Team]:
     """Consecutive datacenters of a tour, as few as hold `replicas` pipelines (0: one pipeline, and then as many as
     they hold)."""
     found: list[Team] = []
@@ -124,7 +126,7 @@ def teams(ground: Ground, workers: list[int], tour: Sequence[int], depth: int, r
         room = workers[i] // max(1, replicas)
         if not room:
             continue
-        if waiting and not ground.joined[waiting[-1], i]:
+        if waiting and not cluster.joined[waiting[-1], i]:
             waiting, held = [], 0
         waiting.append(i)
         held += room
@@ -160,12 +162,12 @@ def _dealt(room: tuple[int, ...], depth: int, replicas: int) -> tuple[tuple[int,
 
 
 def _rough(
-    space: Space, ground: Ground, objective: Objective, scene: _Scene, lines: Sequence[tuple[Team, ...]]
+    space: Space, cluster: ClusterArrays, objective: Objective, scene: _Scene, lines: Sequence[tuple[Team, ...]]
 ) -> list[tuple[float, tuple[Team, ...]]]:
     """A rough score of the first 2, 3, ... teams of each line."""
     lines = [tuple(team for team in line if scene.found.fits[scene.at[team]]) for line in lines]
-    rough = [(line[:count], s, usd) for line in lines for count, s, usd in _prefixes(space, ground, scene, line)]
-    rough = [one for one in rough if space.uses_kept(ground.names[i] for shape, _, _ in one[0] for i, _ in shape)]
+    rough = [(line[:count], s, usd) for line in lines for count, s, usd in _prefixes(space, cluster, scene, line)]
+    rough = [one for one in rough if space.uses_kept(cluster.names[i] for shape, _, _ in one[0] for i, _ in shape)]
     if not rough:
         return []
     iteration_s, usd = np.array([figures for _, *figures in rough]).T
@@ -173,7 +175,9 @@ def _rough(
     return [(score, line) for score, (line, _, _) in zip(scores.tolist(), rough, strict=True)]
 
 
-def _prefixes(space: Space, ground: Ground, scene: _Scene, line: Sequence[Team]) -> Iterator[tuple[int, float, float]]:
+def _prefixes(
+    space: Space, cluster: ClusterArrays, scene: _Scene, line: Sequence[Team]
+) -> Iterator[tuple[int, float, float]]:
     """(teams, seconds, dollars): they finish together, then each datacenter's gradients pass the slowest lane."""
     sizes, model = scene.frame.sizes, space.job.model
     slots, depth = space.slots(scene.frame.microbatch), scene.batch.depth
@@ -188,7 +192,7 @@ def _prefixes(space: Space, ground: Ground, scene: _Scene, line: Sequence[Team])
         if k == 0:
             continue
         i, j = line[k - 1][0][0][0], team[0][0][0]
-        lane_bps, latency_s = ground.lanes[i][j]
+        lane_bps, latency_s = cluster.lanes[i][j]
         if not lane_bps:
             return
         lane_s = max(lane_s, total * max(stages for _, stages in team[0]) / lane_bps)
@@ -215,7 +219,9 @@ def deal(slots: int, replicas: Sequence[int], fill_s: Sequence[float], period_s:
     return counts if all(counts) else None
 
 
-def entry_of(space: Space, ground: Ground, objective: Objective, scene: _Scene, line: Sequence[Team]) -> Entry | None:
+def entry_of(
+    space: Space, cluster: ClusterArrays, objective: Objective, scene: _Scene, line: Sequence[Team]
+) -> Entry | None:
     """The candidate of some teams, with the meeting priced as `judge` will."""
     frame, found = scene.frame, scene.found
     members = [scene.at[team] for team in line]
@@ -225,7 +231,7 @@ def entry_of(space: Space, ground: Ground, objective: Objective, scene: _Scene, 
         return None
     groups = tuple(
         Group(
-            tuple((ground.names[i], stages) for i, stages in shape),
+            tuple((cluster.names[i], stages) for i, stages in shape),
             tuple(int(n) for n in found.layers[int(scene.batch.shape[v])]),
             replicas // cell,
             cell,
@@ -235,11 +241,11 @@ def entry_of(space: Space, ground: Ground, objective: Objective, scene: _Scene, 
     )
     sharing = any(group.pipelines_per_cell > 1 for group in groups)
     candidate = Candidate(frame.tp, frame.microbatch, groups, sharing, space.tcp)
-    between = meeting_s(ground, frame.sizes, candidate)
+    between = meeting_s(cluster, frame.sizes, candidate)
     if between is None:
         return None
     ends = [f + (n - 1) * p for f, p, n in zip(fill, period, counts, strict=True)]
     iteration_s = max(ends) + max(float(found.closing_s[v]) for v in members) + max(float(one.max()) for one in between)
     rent = iteration_s * sum(float(found.usd_per_s[v]) for v in members)
-    usd = rent + wan_traffic(space, ground, candidate)[0]
+    usd = rent + wan_traffic(space, cluster, candidate)[0]
     return Entry(candidate, float(objective.score(iteration_s, usd, space.tokens, SLACK)), iteration_s, usd)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+from atlas.cost.cluster_arrays import ClusterArrays
 from atlas.planner.candidate import KINDS, Candidate, kind_of
-from atlas.planner.ground import Ground
 from atlas.planner.judge import Figures, Judged, as_dict
 from atlas.planner.meet import lane_bps
 from atlas.planner.objective import Objective
@@ -72,7 +72,7 @@ def verdict(planned: Planned) -> list[str]:
     """What to know about the answer, in sentences."""
     best, lines = planned.winner, []
     kind = kind_of(best.candidate)
-    if len(planned.ground.names) > 1 and kind == "one":
+    if len(planned.cluster.names) > 1 and kind == "one":
         where = best.candidate.groups[0].places[0][0]
         lines.append(f"One region alone is best: {where}.")
     for other in KINDS:
@@ -80,7 +80,7 @@ def verdict(planned: Planned) -> list[str]:
         if other != kind and rival is not None:
             lost = why_lost(rival, best, planned.objective)
             lines.append(f"Best with {KINDS[other]}: {rival.candidate.where()}, {lost}.")
-        elif other != kind and len(planned.ground.names) > 1 and planned.strategy != "algorithm1":
+        elif other != kind and len(planned.cluster.names) > 1 and planned.strategy != "algorithm1":
             lines.append(f"No plan with {KINDS[other]} was worth a simulation.")
     parts = best.figures.parts_s
     part = max(SPENT_ON, key=lambda name: parts.get(name, 0.0))
@@ -110,14 +110,14 @@ def compared(planned: Planned) -> str:
     return f"{told}. All times are simulated."
 
 
-def has_prices(ground: Ground) -> bool:
-    return bool((ground.usd_per_gpu_s > 0).any())
+def has_prices(cluster: ClusterArrays) -> bool:
+    return bool((cluster.usd_per_gpu_s > 0).any())
 
 
 # ---- the scene of a map --------------------------------------------------------------------------------------
 def scene(planned: Planned, count: int = 6) -> dict[str, Any]:
     """Datacenters, links and the placements of the first few plans: what `view.map` draws."""
-    ground, cluster = planned.ground, planned.job.cluster
+    cluster, described = planned.cluster, planned.job.cluster
     shown = [planned.figures, *planned.rivals[: count - 1]]
     found = rows(planned)
     own = {**found[0], **as_dict(planned.figures)}
@@ -131,44 +131,44 @@ def scene(planned: Planned, count: int = 6) -> dict[str, Any]:
                 "usd_per_gpu_hour": dc.usd_per_gpu_hour,
                 "location": dc.location,
             }
-            for dc in cluster.datacenters
+            for dc in described.datacenters
         ],
-        "latency_ms": (1000 * ground.latency_s).tolist(),
-        "joined": ground.joined.tolist(),
+        "latency_ms": (1000 * cluster.latency_s).tolist(),
+        "joined": cluster.joined.tolist(),
         "plans": [
             {
                 "row": found[k] if k else own,
                 "gpus": dict(judged.candidate.gpus),
                 "groups": [list(group.places) for group in judged.candidate.groups],
-                "links": links(ground, judged.candidate, judged.figures),
+                "links": links(cluster, judged.candidate, judged.figures),
             }
             for k, judged in enumerate(shown)
         ],
         "rows": found,
         "front": [as_dict(judged) for judged in front(planned)],
-        "priced": has_prices(planned.ground),
+        "priced": has_prices(planned.cluster),
         "told": compared(planned),
     }
 
 
-def _capacity_bps(ground: Ground, candidate: Candidate, i: int, j: int) -> float:
+def _capacity_bps(cluster: ClusterArrays, candidate: Candidate, i: int, j: int) -> float:
     """What the nodes that talk to each other reach together: a pair for each pipeline, or all of them in a meeting."""
-    whole = lane_bps(ground, candidate, (i, j))
+    whole = lane_bps(cluster, candidate, (i, j))
     for group in candidate.groups:
         names = [name for name, _ in group.places]
-        if ground.names[i] in names and ground.names[j] in names:
-            return min(whole, group.replicas * float(ground.pair_bps[i, j]))
+        if cluster.names[i] in names and cluster.names[j] in names:
+            return min(whole, group.replicas * float(cluster.pair_bps[i, j]))
     return whole
 
 
-def links(ground: Ground, candidate: Candidate, figures: Figures) -> list[dict[str, Any]]:
+def links(cluster: ClusterArrays, candidate: Candidate, figures: Figures) -> list[dict[str, Any]]:
     """Every pair of datacenters that exchanges something, with how busy the busier direction is."""
-    at = {name: i for i, name in enumerate(ground.names)}
+    at = {name: i for i, name in enumerate(cluster.names)}
     hops = [(a, b) for group in candidate.groups for (a, _), (b, _) in pairwise(group.places)]
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for (a, b), sent in figures.link_bytes.items():
         key = (a, b) if at[a] < at[b] else (b, a)
-        capacity = _capacity_bps(ground, candidate, at[a], at[b])
+        capacity = _capacity_bps(cluster, candidate, at[a], at[b])
         load = sent * 8 / (capacity * figures.iteration_s)
         old = found.get(key, {"load": 0.0, "gb": 0.0})
         found[key] = {
@@ -178,6 +178,6 @@ def links(ground: Ground, candidate: Candidate, figures: Figures) -> list[dict[s
             "gb": old["gb"] + sent / 1e9,
             "gbps": capacity / 1e9,
             "pipeline": any({a, b} == {one, two} for one, two in hops),
-            "latency_ms": 1000 * float(ground.latency_s[at[a], at[b]]),
+            "latency_ms": 1000 * float(cluster.latency_s[at[a], at[b]]),
         }
     return list(found.values())

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+from atlas.cost.cluster_arrays import ClusterArrays, cluster_arrays
 from atlas.cost.price import Tcp
 from atlas.errors import InfeasibleError, SpecError
 from atlas.planner.candidate import Candidate
-from atlas.planner.ground import Ground, ground_of
 from atlas.planner.infeasible import explain
 from atlas.planner.judge import Judged, judge
 from atlas.planner.objective import Objective, require_prices
@@ -44,7 +44,7 @@ class Planned:
     """The outcome of a search."""
 
     space: Space
-    ground: Ground
+    cluster: ClusterArrays
     objective: Objective
     strategy: str
     winner: Judged
@@ -118,11 +118,11 @@ def finished(search: Search, best: Judged, strategy: str, tries: int | None, see
         except KeyboardInterrupt:
             search.interrupted = True
         except InfeasibleError:  # too many events to play in full: the plan stands, its order is not searched
-            best = judge(search.space, search.ground, best.candidate, exact=True)
+            best = judge(search.space, search.cluster, best.candidate, exact=True)
             break
     return Planned(
         space=search.space,
-        ground=search.ground,
+        cluster=search.cluster,
         objective=search.objective,
         strategy=strategy,
         winner=best,
@@ -208,7 +208,7 @@ def start(
     """A search that has looked at nothing yet."""
     if objective.needs_prices:
         require_prices(job)
-    return Search(space_of(job, keep=keep, global_batch=global_batch, tcp=tcp), ground_of(job), objective, tick)
+    return Search(space_of(job, keep=keep, global_batch=global_batch, tcp=tcp), cluster_arrays(job), objective, tick)
 
 
 def explore(search: Search, strategy: str) -> None:
@@ -223,7 +223,7 @@ def explore(search: Search, strategy: str) -> None:
             raise
         search.interrupted = True
     if search.best is None:
-        raise explain(search.space, search.ground, list(search.refused.values()))
+        raise explain(search.space, search.cluster, list(search.refused.values()))
 
 
 def played_in_full(search: Search, best: Judged, tries: int | None, seed: int) -> tuple[str, int, Whole]:
@@ -238,8 +238,8 @@ def played_in_full(search: Search, best: Judged, tries: int | None, seed: int) -
         count = tries or _tries(candidate)
     tick = None if search.tick is None else partial(search.tick, "searching an order")
     sharing = candidate.sharing or schedule != NAME
-    job, ground = search.space.job, search.ground
-    whole = simulate_whole(job, ground, candidate, schedule, sharing=sharing, budget=count, seed=seed, tick=tick)
+    job, cluster = search.space.job, search.cluster
+    whole = simulate_whole(job, cluster, candidate, schedule, sharing=sharing, budget=count, seed=seed, tick=tick)
     return schedule, count, whole
 
 

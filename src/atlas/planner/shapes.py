@@ -14,7 +14,7 @@ from itertools import combinations, pairwise, permutations
 
 import numpy as np
 
-from atlas.planner.ground import Floats, Ground, Ints
+from atlas.cost.cluster_arrays import ClusterArrays, Floats, Ints
 
 Shape = tuple[tuple[int, int], ...]
 """(datacenter's number, stages) along the pipeline."""
@@ -32,21 +32,26 @@ class Shapes:
     """The shapes of one cluster at one tp; asked for again and again with other depths and replicas."""
 
     def __init__(
-        self, ground: Ground, workers: Ints, layer_s: Floats, transfer_s: Floats, kept: Collection[str] | None = None
+        self,
+        cluster: ClusterArrays,
+        workers: Ints,
+        layer_s: Floats,
+        transfer_s: Floats,
+        kept: Collection[str] | None = None,
     ) -> None:
         """`kept`: the names of the datacenters that every shape visits, and no others."""
-        self.ground, self.workers = ground, workers
+        self.cluster, self.workers = cluster, workers
         self.layer_s = layer_s
         """[i]: of a layer, infinite where a datacenter takes no part."""
-        self.hop_s = np.where(ground.joined, ground.latency_s + transfer_s, np.inf)
+        self.hop_s = np.where(cluster.joined, cluster.latency_s + transfer_s, np.inf)
         """[i, j]: an activation's way, for ranking."""
         # Plain lists: a shape is made of a few numbers at a time, and numpy's are slow to pick one by one.
-        takes_part = np.array([kept is None or name in kept for name in ground.names])
+        takes_part = np.array([kept is None or name in kept for name in cluster.names])
         self._least = 1 if kept is None else len(kept)
         self._room: list[int] = np.where(np.isfinite(layer_s) & takes_part, workers, 0).tolist()
         self._hop_s: list[list[float]] = self.hop_s.tolist()
-        self._joined: list[list[bool]] = ground.joined.tolist()
-        self._prefers: list[list[float]] = [layer_s.tolist(), ground.usd_per_gpu_s.tolist()]
+        self._joined: list[list[bool]] = cluster.joined.tolist()
+        self._prefers: list[list[float]] = [layer_s.tolist(), cluster.usd_per_gpu_s.tolist()]
         self._known: dict[tuple[int, ...], list[Shape]] = {}
 
     def of(self, depth: int, replicas: int) -> list[Shape]:
@@ -54,7 +59,7 @@ class Shapes:
         room = [min(workers // replicas, depth) for workers in self._room]
         key = (depth, *room)
         if key not in self._known:
-            self._known[key] = self._few(depth, room) if self.ground.num_dcs <= FEW_DCS else self._many(depth, room)
+            self._known[key] = self._few(depth, room) if self.cluster.num_dcs <= FEW_DCS else self._many(depth, room)
         return self._known[key]
 
     def _few(self, depth: int, room: list[int]) -> list[Shape]:
@@ -74,7 +79,7 @@ class Shapes:
         for order in self.tours():
             chain = self._prefix(order, depth, room)
             if chain is not None:
-                classes = self.ground.classes if len(chain) > 1 else self.ground.classes_alone
+                classes = self.cluster.classes if len(chain) > 1 else self.cluster.classes_alone
                 chains.setdefault((len(chain) > 1, *(classes[i] for i in chain)), chain)
         every = sorted(chains.values(), key=lambda chain: (len(chain), self._way_s(chain)))
         keep = every[:8]
@@ -105,10 +110,10 @@ class Shapes:
     @cache  # noqa: B019 - lives as long as one search
     def tours(self) -> tuple[tuple[int, ...], ...]:
         """From every datacenter, nearest neighbours first; likewise with slow or dear ones put off; largest first."""
-        n = self.ground.num_dcs
+        n = self.cluster.num_dcs
         hop = float(np.median(self.hop_s[np.isfinite(self.hop_s)])) if np.isfinite(self.hop_s).any() else 1.0
         weights = [np.zeros(n)]
-        for by in (self.layer_s, self.ground.usd_per_gpu_s):
+        for by in (self.layer_s, self.cluster.usd_per_gpu_s):
             low, high = np.min(by), np.max(by[np.isfinite(by)], initial=0.0)
             if high > low:
                 weights.append(100 * hop * np.where(np.isfinite(by), (by - low) / (high - low), 1e6))
@@ -118,7 +123,7 @@ class Shapes:
         return tuple(dict.fromkeys(tours))
 
     def _nearest(self, start: int, weight: Floats) -> tuple[int, ...]:
-        tour, left = [start], set(range(self.ground.num_dcs)) - {start}
+        tour, left = [start], set(range(self.cluster.num_dcs)) - {start}
         while left:
             last = tour[-1]
             tour.append(min(left, key=lambda j: (float(self.hop_s[last, j] + weight[j]), j)))
@@ -133,7 +138,7 @@ class Shapes:
 
     def _seen_as(self, shape: Shape) -> object:
         """Equal for shapes that nothing tells apart."""
-        classes = self.ground.classes if len(shape) > 1 else self.ground.classes_alone
+        classes = self.cluster.classes if len(shape) > 1 else self.cluster.classes_alone
         return tuple((classes[i], stages) for i, stages in shape)
 
     def _way_s(self, order: Sequence[int]) -> float:
@@ -162,7 +167,7 @@ class Shapes:
             swapped[a], swapped[b] = runs[b], runs[a]
             yield tuple(swapped)
         for a in range(len(runs)):
-            for j in set(range(self.ground.num_dcs)) - used:
+            for j in set(range(self.cluster.num_dcs)) - used:
                 yield (*runs[:a], (j, runs[a][1]), *runs[a + 1 :])
 
 

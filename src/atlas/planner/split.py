@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from atlas.cost import flops
+from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints, Speeds
 from atlas.cost.memory import GIB, activation_parts, stash_bytes
 from atlas.cost.runtimes import RUNTIMES
 from atlas.errors import SpecError
-from atlas.planner.ground import Flags, Floats, Ground, Ints, Speeds
 from atlas.spec import Job
 
 BISECTIONS = 45
@@ -85,25 +85,25 @@ def _largest(job: Job, kinds: Iterable[str]) -> tuple[float, float, float]:
     return layer, temporary, head
 
 
-def split_layers(job: Job, ground: Ground, speeds: Speeds, sizes: Sizes, stage_dc: Ints) -> tuple[Ints, Flags]:
+def split_layers(job: Job, cluster: ClusterArrays, speeds: Speeds, sizes: Sizes, stage_dc: Ints) -> tuple[Ints, Flags]:
     """([n, s] layers, [n] whether they fit) for pipelines whose stages sit in `stage_dc` [n, s]."""
-    every = [(ground.kind[i], float(ground.cap_bytes[i]), bool(speeds.usable[i])) for i in range(ground.num_dcs)]
+    every = [(cluster.kind[i], float(cluster.cap_bytes[i]), bool(speeds.usable[i])) for i in range(cluster.num_dcs)]
     kinds = {key: k for k, key in enumerate(dict.fromkeys(every))}  # what of a datacenter a stage can notice
     kind_of = np.array([kinds[key] for key in every], np.int16)
     rows = kind_of[stage_dc]
     # As bytes: numpy finds equal rows ten times as fast as column by column.
     _, first, back = np.unique(rows.view((np.void, 2 * rows.shape[1])).ravel(), return_index=True, return_inverse=True)
     example = np.array([every.index(key) for key in kinds])
-    layers, fits = _split(job, ground, speeds, sizes, example[rows[first]])
+    layers, fits = _split(job, cluster, speeds, sizes, example[rows[first]])
     return layers[back], fits[back]
 
 
-def _split(job: Job, ground: Ground, speeds: Speeds, sizes: Sizes, dc: Ints) -> tuple[Ints, Flags]:
+def _split(job: Job, cluster: ClusterArrays, speeds: Speeds, sizes: Sizes, dc: Ints) -> tuple[Ints, Flags]:
     layer_s = (speeds.forward_s + speeds.again_s + speeds.backward_s)[dc]
     extra_s = np.zeros(dc.shape)
     extra_s[:, 0] += speeds.first[:3, dc[:, 0]].sum(axis=0)
     extra_s[:, -1] += speeds.last[:3, dc[:, -1]].sum(axis=0)
-    most = max_layers(job, ground, sizes, dc)
+    most = max_layers(job, cluster, sizes, dc)
     fits = (most.min(axis=1) >= 1) & (most.sum(axis=1) >= job.model.layers)
     low = np.max(layer_s + extra_s, axis=1)
     high = np.max(layer_s * job.model.layers + extra_s, axis=1)
@@ -130,17 +130,17 @@ def _held(limit_s: Floats, layer_s: Floats, extra_s: Floats, most: Ints) -> Ints
     return np.clip(held, 0, most).astype(np.int64)
 
 
-def max_layers(job: Job, ground: Ground, sizes: Sizes, dc: Ints) -> Ints:
+def max_layers(job: Job, cluster: ClusterArrays, sizes: Sizes, dc: Ints) -> Ints:
     """[n, s]: layers that fit one GPU of each stage's tp group beside one microbatch."""
-    free = ground.cap_bytes[dc] - sizes.reserved - sizes.forward_stage - sizes.again_stage
+    free = cluster.cap_bytes[dc] - sizes.reserved - sizes.forward_stage - sizes.again_stage
     free[:, 0] -= sizes.first
     free[:, -1] -= sizes.last
     return np.floor(free / (sizes.per_layer + sizes.forward_layer + sizes.again_layer)).astype(np.int64)
 
 
-def in_flight(job: Job, ground: Ground, sizes: Sizes, dc: Ints, layers: Ints) -> Ints:
+def in_flight(job: Job, cluster: ClusterArrays, sizes: Sizes, dc: Ints, layers: Ints) -> Ints:
     """[n]: microbatches that every stage has room for at once, by the one rule of `cost.memory.memory_rule`."""
-    free = ground.cap_bytes[dc] - sizes.reserved - layers * sizes.per_layer
+    free = cluster.cap_bytes[dc] - sizes.reserved - layers * sizes.per_layer
     free[:, 0] -= sizes.first
     free[:, -1] -= sizes.last
     forward = layers * sizes.forward_layer + sizes.forward_stage

@@ -16,10 +16,10 @@ from itertools import pairwise
 import numpy as np
 
 from atlas.cost.arrange import arrange
+from atlas.cost.cluster_arrays import ClusterArrays
 from atlas.errors import AtlasError, InfeasibleError
 from atlas.planner.candidate import Candidate, kind_of
 from atlas.planner.estimate import Batch, estimate
-from atlas.planner.ground import Ground
 from atlas.planner.judge import Judged, judge
 from atlas.planner.objective import Objective
 from atlas.planner.pool import (
@@ -53,7 +53,7 @@ class Search:
     """One search: its choices, its goal, and what it has found."""
 
     space: Space
-    ground: Ground
+    cluster: ClusterArrays
     objective: Objective
     tick: Tick | None = None
     judged: dict[Candidate, Judged] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Search:
         if self.tick is not None:
             self.tick("simulating", self.num_simulated, of)
         try:
-            self.judged[candidate] = judge(self.space, self.ground, candidate)
+            self.judged[candidate] = judge(self.space, self.cluster, candidate)
         except InfeasibleError as error:
             self.refused[candidate] = error
             return None
@@ -105,11 +105,11 @@ def ours(search: Search) -> None:
     """Estimate widely, simulate the few that matter."""
     for entry in _algorithm1_entries(search)[:2]:
         search.simulate(entry.candidate)
-    space, ground, goal = search.space, search.ground, search.objective
-    alone, looked, worth = single_groups(space, ground, goal, search.tick)
+    space, cluster, goal = search.space, search.cluster, search.objective
+    alone, looked, worth = single_groups(space, cluster, goal, search.tick)
     for entry in alone[:1]:
         search.simulate(entry.candidate)  # whoever interrupts from here on has something
-    apart, more = several_groups(space, ground, goal, worth, search.tick)
+    apart, more = several_groups(space, cluster, goal, worth, search.tick)
     search.num_estimated += looked + more
     entries = sorted(alone + apart, key=lambda entry: entry.score)
     shown = [*_of_each_kind(entries), *_front(entries)]
@@ -164,14 +164,14 @@ def _improve(search: Search, kind: str | None = None) -> None:
 
 def _neighbours(search: Search, candidate: Candidate) -> list[Entry]:
     """The leader with one thing changed: a stage moved, datacenters swapped, other cells."""
-    space, ground, group = search.space, search.ground, candidate.groups[0]
-    frame = next(f for f in frames(space, ground) if (f.tp, f.microbatch) == (candidate.tp, candidate.microbatch))
-    at = {name: i for i, name in enumerate(ground.names)}
+    space, cluster, group = search.space, search.cluster, candidate.groups[0]
+    frame = next(f for f in frames(space, cluster) if (f.tp, f.microbatch) == (candidate.tp, candidate.microbatch))
+    at = {name: i for i, name in enumerate(cluster.names)}
     shape: Shape = tuple((at[name], stages) for name, stages in group.places)
     shapes = list(dict.fromkeys([shape, *frame.shapes.local(shape, group.replicas)]))
     cells = cell_sizes(space, group.replicas)
     rows = [(k, group.replicas, cell) for k, s in enumerate(shapes) for cell in (cells if len(s) > 1 else cells[:1])]
-    rows = [row for row in rows if space.uses_kept(ground.names[i] for i, _ in shapes[row[0]])]
+    rows = [row for row in rows if space.uses_kept(cluster.names[i] for i, _ in shapes[row[0]])]
     return _entries(search, frame, group.pp, shapes, rows)
 
 
@@ -183,10 +183,10 @@ def _entries(
         return []
     table = np.array(rows, np.int64)
     batch = Batch(frame.tp, frame.microbatch, depth, shapes, table[:, 0], table[:, 1], table[:, 2])
-    found = estimate(search.space, search.ground, frame.speeds, frame.sizes, batch)
+    found = estimate(search.space, search.cluster, frame.speeds, frame.sizes, batch)
     score = search.objective.score(found.iteration_s, found.usd, search.space.tokens, SLACK)
     order = [v for v in np.argsort(score, kind="stable").tolist() if found.fits[v]]
-    return [entry_of(search.space, search.ground, batch, found, v, float(score[v])) for v in order]
+    return [entry_of(search.space, search.cluster, batch, found, v, float(score[v])) for v in order]
 
 
 # ---- the paper's -------------------------------------------------------------------------------------------
@@ -210,10 +210,10 @@ def algorithm1(search: Search) -> None:
 
 def _algorithm1_entries(search: Search) -> list[Entry]:
     """One candidate for each number of cells, fastest estimate first."""
-    space, ground, job = search.space, search.ground, search.space.job
-    if space.slots(1) % job.microbatch or not ground.workers(job.tp).any() or job.pp > job.model.layers:
+    space, cluster, job = search.space, search.cluster, search.space.job
+    if space.slots(1) % job.microbatch or not cluster.workers(job.tp).any() or job.pp > job.model.layers:
         return []
-    frame = next((f for f in frames(space, ground) if (f.tp, f.microbatch) == (job.tp, job.microbatch)), None)
+    frame = next((f for f in frames(space, cluster) if (f.tp, f.microbatch) == (job.tp, job.microbatch)), None)
     if frame is None or space.tcp != "many":
         return []
     try:
@@ -224,18 +224,20 @@ def _algorithm1_entries(search: Search) -> list[Entry]:
     rows: list[tuple[int, int, int]] = []
     largest = np.argsort(-frame.shapes.workers, kind="stable").tolist()
     for cells in range(1, space.slots(job.microbatch) // pipelines + 1):
-        shape = _largest_first(ground, frame, largest, job.pp, cells * pipelines)
+        shape = _largest_first(cluster, frame, largest, job.pp, cells * pipelines)
         if shape is None:
             break
-        kept = space.uses_kept(ground.names[i] for i, _ in shape)
-        if kept and all(ground.joined[a[0], b[0]] for a, b in pairwise(shape)):
+        kept = space.uses_kept(cluster.names[i] for i, _ in shape)
+        if kept and all(cluster.joined[a[0], b[0]] for a, b in pairwise(shape)):
             rows.append((len(shapes), cells * pipelines, pipelines if len(shape) > 1 else 1))
             shapes.append(shape)
-    fastest = Search(space, ground, Objective())
+    fastest = Search(space, cluster, Objective())
     return _entries(fastest, frame, job.pp, shapes, rows)
 
 
-def _largest_first(ground: Ground, frame: Frame, largest: Iterable[int], depth: int, replicas: int) -> Shape | None:
+def _largest_first(
+    cluster: ClusterArrays, frame: Frame, largest: Iterable[int], depth: int, replicas: int
+) -> Shape | None:
     shape: list[tuple[int, int]] = []
     left = depth
     for i in largest:
@@ -251,7 +253,7 @@ def exhaustive(search: Search) -> None:
     from atlas.planner.exhaustive import every_candidate
 
     best = np.inf
-    candidates = every_candidate(search.space, search.ground)
+    candidates = every_candidate(search.space, search.cluster)
     search.num_estimated += len(candidates)
     for candidate, floor in candidates:
         if floor(search.objective) > best:

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.errors import AtlasError, InfeasibleError
 from atlas.evaluate.job import restaged
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.change import Sweep, changed
 from atlas.planner.files import candidate_of, space_of_plan
-from atlas.planner.ground import ground_of
 from atlas.planner.judge import Judged, judge, play
 from atlas.planner.objective import Objective
 from atlas.planner.run import explore, start
@@ -102,7 +102,7 @@ class Asked:
         space = space_of_plan(plan)
         if job.num_microbatches != old.num_microbatches or job.microbatch != old.microbatch:
             space = space_of(job, global_batch=moved.slots * job.microbatch, tcp=candidate.tcp)
-        return judge(replace(space, job=job), ground_of(job), moved, exact=exact)
+        return judge(replace(space, job=job), cluster_arrays(job), moved, exact=exact)
 
     def _arranged(self, job: Job, exact: bool) -> Judged:
         """The job as its file has it, one stage a worker, taking turns where that is faster."""
@@ -111,9 +111,10 @@ class Asked:
         group = Group(places, found.layers_per_stage, job.cells, found.num_pipelines, job.num_microbatches)
         space = space_of(job, global_batch=group.replicas * job.num_microbatches * job.microbatch)
         turns = [True, False] if found.num_pipelines > 1 and len(places) > 1 else [False]
-        ground = ground_of(job)
+        cluster = cluster_arrays(job)
         every = [
-            judge(space, ground, Candidate(job.tp, job.microbatch, (group,), sharing), exact=exact) for sharing in turns
+            judge(space, cluster, Candidate(job.tp, job.microbatch, (group,), sharing), exact=exact)
+            for sharing in turns
         ]
         return min(every, key=lambda judged: judged.figures.iteration_s)
 

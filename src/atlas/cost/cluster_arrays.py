@@ -26,7 +26,7 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Ground:
+class ClusterArrays:
     """Index legend: i, j datacenter in file order."""
 
     job: Job
@@ -89,7 +89,7 @@ class Ground:
         return tuple(known.setdefault(dc, len(known)) for dc in plain)
 
 
-def ground_of(job: Job) -> Ground:
+def cluster_arrays(job: Job) -> ClusterArrays:
     """The arrays of a job's cluster."""
     dcs = job.cluster.datacenters
     n = len(dcs)
@@ -115,7 +115,7 @@ def ground_of(job: Job) -> Ground:
             remedy="Write it, or list cluster.links",
         )
     caps = [cap_bytes(job, dc.name) for dc in dcs]
-    return Ground(
+    return ClusterArrays(
         job=job,
         names=tuple(dc.name for dc in dcs),
         nodes=np.array([dc.nodes for dc in dcs], np.int64),
@@ -151,16 +151,16 @@ class Speeds:
     """Where a tp group fits a node, and a profile has measured it."""
 
 
-def speeds_of(job: Job, ground: Ground, tp: int, microbatch: int) -> Speeds:
+def speeds_of(job: Job, cluster: ClusterArrays, tp: int, microbatch: int) -> Speeds:
     """From the same pieces as `cost.price`."""
     one = job.model_copy(update={"tp": tp, "microbatch": microbatch})
     times, known = model_times(one), dict[tuple[str, bool, float], ModelTime | None]()
-    usable = np.zeros(ground.num_dcs, np.bool_)
-    groups = ground.workers(tp)
-    rows = np.full((12, ground.num_dcs), np.inf)
-    for i, name in enumerate(ground.names):
-        wide = bool(ground.gpus_per_node[i] < tp)
-        kind = ground.kind[i], wide, float(ground.net_bps[i]) if wide else 0.0
+    usable = np.zeros(cluster.num_dcs, np.bool_)
+    groups = cluster.workers(tp)
+    rows = np.full((12, cluster.num_dcs), np.inf)
+    for i, name in enumerate(cluster.names):
+        wide = bool(cluster.gpus_per_node[i] < tp)
+        kind = cluster.kind[i], wide, float(cluster.net_bps[i]) if wide else 0.0
         if kind not in known:
             try:
                 known[kind] = times(name)
