@@ -40,7 +40,8 @@ from wide_runs import QUICK, Run, hashes, run_wide, write_job
 from atlas.errors import AtlasError
 from atlas.launch.coordinator import Terms
 from atlas.lifetime import Lifeline
-from atlas.wan.emulator import PathSpec, ProxyNet
+from atlas.wan.emulator.paths import PathSpec
+from atlas.wan.emulator.proxy_net import ProxyNet
 
 EVENTS = ("kill", "cut", "freeze", "disk", "crash")
 DATACENTERS = ("east", "west")

@@ -29,9 +29,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from lab.lines import TRIES, Lines
 
 from atlas.wan.congestion.tuning import window_bytes
-from atlas.wan.emulator import Lateness, NamespaceNet, Paths, PathSpec, ProxyNet, Trunk, nodes_of
-from atlas.wan.emulator.lateness import P99_LIMIT_S, WORST_LIMIT_S
-from atlas.wan.probe import Agent, Survey, survey
+from atlas.wan.emulator.lateness import P99_LIMIT_S, WORST_LIMIT_S, Lateness
+from atlas.wan.emulator.namespace_net import NamespaceNet
+from atlas.wan.emulator.paths import Paths, PathSpec, Trunk, nodes_of
+from atlas.wan.emulator.proxy_net import ProxyNet
+from atlas.wan.probe.agent import ProbeAgent
+from atlas.wan.probe.survey import Survey, survey
 
 TOKEN = "bench only, loopback only"
 PORT = 7077
@@ -154,7 +157,7 @@ def _probed(seed: int) -> Case | None:
     truth = next(iter(paths.values()))
     with ExitStack() as stack:
         net = stack.enter_context(ProxyNet(paths))
-        at = {name: stack.enter_context(Agent("127.0.0.1", 0, TOKEN)).address for name in nodes_of(paths)}
+        at = {name: stack.enter_context(ProbeAgent("127.0.0.1", 0, TOKEN)).address for name in nodes_of(paths)}
         ways = [way for src, dst in paths for way in ((src, dst), (dst, src))]
         reach = {(src, dst): net.listen(src, dst, at[dst]) for src, dst in ways}
         (found,) = survey(Survey(at, TOKEN, reach=lambda src, dst: reach[src, dst], pings=20, min_s=0.6, max_streams=8))

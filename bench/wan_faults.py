@@ -31,7 +31,7 @@ from atlas.wan.security.certs import make_ca, make_node
 from atlas.wan.security.credentials import Credentials, Security
 from atlas.wan.transport.base import Key
 from atlas.wan.transport.endpoint import Endpoint
-from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.settings import TransportSettings
 
 A, B, STRANGER = "dc1/a", "dc2/b", "dc3/x"
 MESSAGE_BYTES = 10_000_000
@@ -39,7 +39,7 @@ SEALED_BYTES = 2 << 20
 MID_FLIGHT = 8
 """Receives that are posted ahead of the one that is waited for."""
 CORPUS = Path(__file__).parent.parent / "tests" / "wan" / "corpus"
-BRISK = Settings(max_streams=8, num_streams=8, stall_s=0.5, handshake_s=5.0, heartbeat_s=0.2, deadline_s=60)
+BRISK = TransportSettings(max_streams=8, num_streams=8, stall_s=0.5, handshake_s=5.0, heartbeat_s=0.2, deadline_s=60)
 
 
 def message(number: int, base: np.ndarray) -> np.ndarray:
@@ -203,7 +203,7 @@ def certificates(lines: Lines, folder: Path) -> None:
         make_node(place, A, days=5, starts_in_days=start)
     make_ca(foreign)
     make_node(foreign, A)
-    quick = Settings(max_streams=1, handshake_s=2.0)
+    quick = TransportSettings(max_streams=1, handshake_s=2.0)
     cases = {
         "expired": Credentials.of_folder(late, A),
         "not valid yet": Credentials.of_folder(early, A),

@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 
 from atlas.errors import AtlasError
-from atlas.wan.emulator import NamespaceNet, PathSpec
+from atlas.wan.emulator.namespace_net import NamespaceNet
 from atlas.wan.emulator.netdev import DEVICE
+from atlas.wan.emulator.paths import PathSpec
 
 SCRIPT = Path(__file__).with_name("torch_pipeline.py")
 NODES = ("east-0", "west-0")

@@ -29,13 +29,14 @@ from atlas.runtime.links import slice_bytes_of, sliced_bytes
 from atlas.runtime.wiring import Seat
 from atlas.schedules import Setting
 from atlas.wan.cell_relay.relay import Cell
-from atlas.wan.emulator import PathSpec, ProxyNet
-from atlas.wan.probe import Agent, Survey
-from atlas.wan.probe.survey import LinkMeasurement
+from atlas.wan.emulator.paths import PathSpec
+from atlas.wan.emulator.proxy_net import ProxyNet
+from atlas.wan.probe.agent import ProbeAgent
+from atlas.wan.probe.survey import LinkMeasurement, Survey
 from atlas.wan.transport.base import Handle, Key
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.handshake import Address
-from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.settings import TransportSettings
 from atlas.wan.transport.wire import HEADER_BYTES
 from common.cases import ONE_TCP_SLOWER, cell
 
@@ -135,7 +136,7 @@ def probe(spec: PathSpec, tcp: str, num_pipelines: int) -> Found:
     """Asks two agents on an emulator with this path, as `atlas wan probe` does."""
     token = secrets.token_hex(16)
     with ExitStack() as stack:
-        agents = {name: stack.enter_context(Agent("127.0.0.1", 0, token)) for name in ("east-0", "west-0")}
+        agents = {name: stack.enter_context(ProbeAgent("127.0.0.1", 0, token)) for name in ("east-0", "west-0")}
         net = stack.enter_context(ProxyNet({("east-0", "west-0"): spec}))
         doors = {(a, b): net.listen(a, b, agents[b].address) for a, b in (("east-0", "west-0"), ("west-0", "east-0"))}
         how = Survey(
@@ -187,7 +188,7 @@ def joined_cells(spec: PathSpec, size: int) -> Iterator[tuple[list[Cell], list[C
     with ExitStack() as stack:
         net = stack.enter_context(ProxyNet(dict.fromkeys(zip(*sides, strict=True), spec)))
         ends = {
-            name: stack.enter_context(Endpoint(name, settings=Settings(max_streams=1)))
+            name: stack.enter_context(Endpoint(name, settings=TransportSettings(max_streams=1)))
             for side in sides
             for name in side
         }

@@ -9,7 +9,7 @@ from typing import Any
 from common.host import Others
 from common.report import shown, status
 
-from atlas.wan.emulator import EmulatorLateError
+from atlas.wan.emulator.lateness import EmulatorLateError
 
 TRIES = 3
 OTHERS_CORES = 0.25

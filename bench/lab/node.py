@@ -19,7 +19,7 @@ from atlas.wan.cell_relay.relay import Cell
 from atlas.wan.security.credentials import Credentials, Security
 from atlas.wan.transport.base import Handle, Key, Transport
 from atlas.wan.transport.endpoint import Endpoint
-from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.settings import TransportSettings
 
 EVERYWHERE = ("0.0.0.0/0",)
 
@@ -48,7 +48,7 @@ class Actor:
         credentials = Credentials.of_folder(Path(certs), name) if certs else None
         security = Security(credentials, () if certs else EVERYWHERE)
         log = (lambda line: print(line, file=sys.stderr)) if settings.pop("verbose", False) else (lambda line: None)
-        self.endpoint = Endpoint(name, (host, 0), security=security, settings=Settings(**settings), log=log)
+        self.endpoint = Endpoint(name, (host, 0), security=security, settings=TransportSettings(**settings), log=log)
         self.transport = self.endpoint
         return self.endpoint.address
 

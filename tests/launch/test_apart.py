@@ -19,7 +19,7 @@ import pytest
 from wide_runs import LIMIT_S, job_text, losses_alone, write_job
 
 from atlas.errors import AtlasError
-from atlas.wan.emulator import PathSpec
+from atlas.wan.emulator.paths import PathSpec
 from atlas.wan.security.certs import make_ca, make_node
 
 THREE = ("east", "west", "south")

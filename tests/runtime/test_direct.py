@@ -11,9 +11,9 @@ import pytest
 
 from atlas.errors import WorkerError
 from atlas.wan.transport.base import Key
-from atlas.wan.transport.direct import ROOM_BYTES, Direct
+from atlas.wan.transport.direct import SEND_BUFFER_BYTES, DirectTransport
 from atlas.wan.transport.endpoint import Endpoint
-from atlas.wan.transport.unix_sockets import dial_nearby
+from atlas.wan.transport.unix_sockets import dial_unix
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's"),
@@ -24,13 +24,13 @@ A, B = ("127.0.0.1", 61_001), ("127.0.0.1", 61_002)
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Direct, Direct]]:
-    a, b = Direct("dc/a", A, patience_s=5.0), Direct("dc/b", B, patience_s=5.0)
+def pair() -> Iterator[tuple[DirectTransport, DirectTransport]]:
+    a, b = DirectTransport("dc/a", A, patience_s=5.0), DirectTransport("dc/b", B, patience_s=5.0)
     assert a.dial("dc/b", 0, B)
     yield a, b
     a.close(0.0)
     b.close(0.0)
-    assert dial_nearby(B, "direct") is None, "a door stays open"
+    assert dial_unix(B, "direct") is None, "a door stays open"
 
 
 def to_b(number: int) -> Key:
@@ -41,7 +41,9 @@ def from_a(number: int) -> Key:
     return Key("dc/a", 0, (number, 0, 0, 0))
 
 
-def test_a_message_goes_straight_into_its_buffer_without_a_thread(pair: tuple[Direct, Direct]) -> None:
+def test_a_message_goes_straight_into_its_buffer_without_a_thread(
+    pair: tuple[DirectTransport, DirectTransport],
+) -> None:
     a, b = pair
     before, buffer = set(threading.enumerate()), bytearray(100_000)
     received = b.recv(from_a(1), buffer)
@@ -53,7 +55,7 @@ def test_a_message_goes_straight_into_its_buffer_without_a_thread(pair: tuple[Di
     assert not set(threading.enumerate()) - before
 
 
-def test_any_order_of_receives(pair: tuple[Direct, Direct]) -> None:
+def test_any_order_of_receives(pair: tuple[DirectTransport, DirectTransport]) -> None:
     a, b = pair
     buffers = {number: bytearray(2) for number in (1, 2, 3)}
     late = b.recv(from_a(3), buffers[3])
@@ -65,9 +67,9 @@ def test_any_order_of_receives(pair: tuple[Direct, Direct]) -> None:
     assert {number: bytes(buffer) for number, buffer in buffers.items()} == {n: bytes([n, n]) for n in (1, 2, 3)}
 
 
-def test_more_than_the_kernel_holds_does_not_stop_the_sender(pair: tuple[Direct, Direct]) -> None:
+def test_more_than_the_kernel_holds_does_not_stop_the_sender(pair: tuple[DirectTransport, DirectTransport]) -> None:
     a, b = pair
-    data = bytes(3 * ROOM_BYTES)
+    data = bytes(3 * SEND_BUFFER_BYTES)
     began = time.monotonic()
     sent = [a.send(to_b(number), data) for number in range(3)]
     assert time.monotonic() - began < 2.0
@@ -79,7 +81,7 @@ def test_more_than_the_kernel_holds_does_not_stop_the_sender(pair: tuple[Direct,
     assert not a.is_sending
 
 
-def test_a_wrong_size_is_told_and_the_next_message_comes(pair: tuple[Direct, Direct]) -> None:
+def test_a_wrong_size_is_told_and_the_next_message_comes(pair: tuple[DirectTransport, DirectTransport]) -> None:
     a, b = pair
     wrong, right = b.recv(from_a(1), bytearray(3)), b.recv(from_a(2), bytearray(4))
     a.send(to_b(1), b"1234")
@@ -89,7 +91,7 @@ def test_a_wrong_size_is_told_and_the_next_message_comes(pair: tuple[Direct, Dir
     assert bytes(right.wait(5) or b"") == b"5678"
 
 
-def test_a_silent_peer_and_a_lost_one_are_named(pair: tuple[Direct, Direct]) -> None:
+def test_a_silent_peer_and_a_lost_one_are_named(pair: tuple[DirectTransport, DirectTransport]) -> None:
     a, b = pair
     with pytest.raises(WorkerError, match=r"1F2 waits for p0: nothing came within 0\.1 s; 0 bytes came from dc/a"):
         b.recv(from_a(1), what="1F2 waits for p0").wait(0.1)
@@ -102,19 +104,19 @@ def test_a_silent_peer_and_a_lost_one_are_named(pair: tuple[Direct, Direct]) -> 
         a.send(to_b(1), b"gone").wait(5)
 
 
-def test_nobody_else_gets_in(pair: tuple[Direct, Direct]) -> None:
+def test_nobody_else_gets_in(pair: tuple[DirectTransport, DirectTransport]) -> None:
     a, _ = pair
     assert not a.dial("dc/other", 0, B), "another node than the one that was meant"
     assert not a.dial("dc/b", 0, B), "a second link of the same name"
     assert not a.dial("dc/b", 1, ("127.0.0.1", 61_003)), "nobody is there"
-    stranger = Direct("dc/c", ("127.0.0.1", 61_003), epoch=1)
+    stranger = DirectTransport("dc/c", ("127.0.0.1", 61_003), epoch=1)
     assert not stranger.dial("dc/b", 0, B), "another life"
     stranger.close(0.0)
 
 
 def test_an_endpoint_beside_it_has_its_own_door() -> None:
     with Endpoint("dc/b") as endpoint:
-        beside, a = Direct("dc/b", endpoint.address), Direct("dc/a", A)
+        beside, a = DirectTransport("dc/b", endpoint.address), DirectTransport("dc/a", A)
         assert a.dial("dc/b", 0, endpoint.address)
         a.close(0.0)
         beside.close(0.0)

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from atlas.errors import WorkerError
 from atlas.runtime import process_group
 from atlas.runtime.process_group import Options
-from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.settings import TransportSettings
 
-QUICK = Settings(max_streams=2, deadline_s=1.0, stall_s=1.0)
+QUICK = TransportSettings(max_streams=2, deadline_s=1.0, stall_s=1.0)
 
 
 def _child(rank: int, size: int, file: str, options: Options | None, body: Callable[[int], Any], out: Any) -> None:

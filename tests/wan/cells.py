@@ -9,14 +9,14 @@ from contextlib import ExitStack, contextmanager
 from atlas.wan.cell_relay.relay import Cell
 from atlas.wan.emulator.delay_proxy import DelayProxy
 from atlas.wan.transport.endpoint import Endpoint
-from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.settings import TransportSettings
 
-QUICK = Settings(max_streams=1, stall_s=5.0, heartbeat_s=0.5, deadline_s=20.0, warm_s=1.5)
+QUICK = TransportSettings(max_streams=1, stall_s=5.0, heartbeat_s=0.5, deadline_s=20.0, warm_s=1.5)
 
 
 @contextmanager
 def joined_cells(
-    size: int, rates_bps: list[float] | None = None, latency_s: float = 0.01, settings: Settings = QUICK
+    size: int, rates_bps: list[float] | None = None, latency_s: float = 0.01, settings: TransportSettings = QUICK
 ) -> Iterator[tuple[list[Cell], list[Cell], list[DelayProxy]]]:
     """Here, there, and the paths from here to there."""
     here, there = [f"dc1/{i}" for i in range(size)], [f"dc2/{i}" for i in range(size)]

@@ -11,9 +11,9 @@ import pytest
 from atlas.wan.emulator.chaos import Chaos
 from atlas.wan.transport.base import Key
 from atlas.wan.transport.endpoint import Endpoint
-from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.settings import TransportSettings
 
-FAST = Settings(max_streams=4, num_streams=4, stall_s=0.5, handshake_s=2.0, heartbeat_s=0.2, deadline_s=20)
+FAST = TransportSettings(max_streams=4, num_streams=4, stall_s=0.5, handshake_s=2.0, heartbeat_s=0.2, deadline_s=20)
 
 
 @pytest.mark.parametrize("stall_share", [0.0, 0.15])

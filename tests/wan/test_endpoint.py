@@ -15,9 +15,9 @@ import pytest
 from atlas.errors import AtlasError, WorkerError
 from atlas.wan.transport.base import Key, Tag
 from atlas.wan.transport.endpoint import Endpoint
-from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.settings import TransportSettings
 
-QUICK = Settings(max_streams=3, deadline_s=20.0, stall_s=2.0, handshake_s=5.0, heartbeat_s=0.2)
+QUICK = TransportSettings(max_streams=3, deadline_s=20.0, stall_s=2.0, handshake_s=5.0, heartbeat_s=0.2)
 HASTY = replace(QUICK, deadline_s=1.0)
 """For tests that wait for the deadline."""
 
@@ -82,7 +82,7 @@ def test_both_directions_and_lanes_at_once(pair: tuple[Endpoint, Endpoint]) -> N
 
 def test_later_turns_never_fill_the_room_that_an_earlier_one_needs() -> None:
     """Turns 1.. fill the staging unasked; turn 0 is sent last, waited for first, and must get through."""
-    small = Settings(max_streams=2, staging_bytes=1 << 20, deadline_s=5)
+    small = TransportSettings(max_streams=2, staging_bytes=1 << 20, deadline_s=5)
     with Endpoint("dc1/a", settings=small) as a, Endpoint("dc2/b", settings=small) as b:
         a.connect({"dc2/b": b.address})
         data = os.urandom(200_000)
@@ -96,7 +96,7 @@ def test_later_turns_never_fill_the_room_that_an_earlier_one_needs() -> None:
 
 
 def test_a_message_larger_than_the_staging_waits_for_its_receive() -> None:
-    small = Settings(max_streams=2, staging_bytes=1 << 16)
+    small = TransportSettings(max_streams=2, staging_bytes=1 << 16)
     with Endpoint("dc1/a", settings=small) as a, Endpoint("dc2/b", settings=small) as b:
         a.connect({"dc2/b": b.address})
         data = os.urandom(3_000_000)

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from atlas.errors import WorkerError
 from atlas.wan.congestion import inflight_limit
-from atlas.wan.congestion.inflight_limit import FIRST_BYTES, Flight
+from atlas.wan.congestion.inflight_limit import FIRST_BYTES, InflightLimit
 from atlas.wan.transport.base import Handle, Key, Loopback, Tag
 from atlas.wan.transport.inbox import Inbox
 from atlas.wan.transport.message import Chunk
 from atlas.wan.transport.outbox import Outbox
-from atlas.wan.transport.wire import FrameKind, Header
+from atlas.wan.transport.wire import FrameHeader, FrameKind
 
 KB = 1024
 
@@ -142,7 +142,7 @@ def test_what_a_halted_stream_holds_goes_another_way_soon_but_once() -> None:
 
 def test_the_flight_stops_what_would_only_queue() -> None:
     box = outbox()
-    box.flight = Flight(0.04)
+    box.flight = InflightLimit(0.04)
     put(box, 0, 1 << 20)
     pulled = [c for _ in range(20) if (c := pull(box))]
     assert sum(c.num_bytes for c in pulled) == max(FIRST_BYTES, box.least_chunk_bytes)
@@ -152,7 +152,7 @@ def test_the_flight_stops_what_would_only_queue() -> None:
 
 def test_a_narrow_path_has_a_second_chunk_under_way() -> None:
     """One that holds less than a chunk would else idle a round trip after each."""
-    narrow = Flight(0.04)
+    narrow = InflightLimit(0.04)
     narrow.learn(200_000, chunk_bytes=16_384)
     assert 16_384 < narrow.limit_bytes < 2 * 16_384
     narrow.learn(1e9, chunk_bytes=16_384)
@@ -161,7 +161,7 @@ def test_a_narrow_path_has_a_second_chunk_under_way() -> None:
 
 def test_the_flight_finds_what_a_path_holds() -> None:
     """A path of 500 Mbit/s and 40 ms holds 2.5 MB; a queue behind it would hold anything."""
-    path, now = Flight(0.04), 0.0
+    path, now = InflightLimit(0.04), 0.0
     for _ in range(200):
         queue_s = max(0.0, path.limit_bytes / 62.5e6 - 0.04)
         path.filled()
@@ -174,7 +174,7 @@ def test_the_flight_finds_what_a_path_holds() -> None:
 @pytest.mark.parametrize("queue_s", [0.0, 0.03])
 def test_a_limit_that_makes_nothing_late_is_too_low(queue_s: float) -> None:
     """The first of a burst is never late; if the last is not either, the path would take more."""
-    path = Flight(0.04)
+    path = InflightLimit(0.04)
     path.learn(29e6)
     for burst in range(3):
         path.filled()
@@ -194,7 +194,7 @@ class Cable:
 
 def test_a_second_claim_ends_the_first_stream_and_waits_until_it_has_let_go() -> None:
     box = Inbox("dc1/a", 0, 1 << 20, None)
-    header = Header(FrameKind.CHUNK, number=1, total_bytes=4, num_bytes=4)
+    header = FrameHeader(FrameKind.CHUNK, number=1, total_bytes=4, num_bytes=4)
     old, new, views = Cable(), Cable(), []
     assert box.claim(old, header) is not None
     thread = threading.Thread(target=lambda: views.append(box.claim(new, header)))
@@ -216,9 +216,9 @@ def test_a_second_claim_ends_the_first_stream_and_waits_until_it_has_let_go() ->
 
 def test_who_sends_more_than_allowed_is_cut_off() -> None:
     box = Inbox("dc1/a", 0, 1000, None)
-    box.claim(Cable(), Header(FrameKind.CHUNK, number=1, total_bytes=1900, num_bytes=4))
+    box.claim(Cable(), FrameHeader(FrameKind.CHUNK, number=1, total_bytes=1900, num_bytes=4))
     with pytest.raises(WorkerError, match="more than the 1000 bytes"):
-        box.claim(Cable(), Header(FrameKind.CHUNK, number=2, total_bytes=1900, num_bytes=4, tag=(1, 0, 0, 0)))
+        box.claim(Cable(), FrameHeader(FrameKind.CHUNK, number=2, total_bytes=1900, num_bytes=4, tag=(1, 0, 0, 0)))
 
 
 def test_the_loopback_is_a_transport() -> None:
@@ -244,7 +244,7 @@ def _slices_of(*turns: int) -> Outbox:
     """Slices of 1 MB on a path of 60 Mbit/s: a seventh of a second each."""
     outbox = Outbox()
     outbox.freed(0, 1 << 30)
-    outbox.flight = Flight(0.04)
+    outbox.flight = InflightLimit(0.04)
     outbox.flight.learn(60e6, chunk_bytes=4 << 20)
     for turn in turns:
         outbox.put((turn, 0, 0, 0), memoryview(bytes(1 << 20)), turn, Handle("slice"), whole=True)

@@ -16,14 +16,14 @@ from atlas.errors import AtlasError, WorkerError
 from atlas.wan.security.credentials import Credentials, Security
 from atlas.wan.transport.base import Key
 from atlas.wan.transport.endpoint import Endpoint
-from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.settings import TransportSettings
 from atlas.wan.transport.wire import SEALED, Greeting, pack_greeting, preamble
 
 pytest.importorskip("cryptography")
 
 from atlas.wan.security.certs import make_ca, make_node
 
-QUICK = Settings(max_streams=2, deadline_s=20.0, handshake_s=2.0, heartbeat_s=0.2)
+QUICK = TransportSettings(max_streams=2, deadline_s=20.0, handshake_s=2.0, heartbeat_s=0.2)
 CORPUS = Path(__file__).parent / "corpus"
 
 

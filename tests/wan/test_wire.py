@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas.errors import WorkerError
-from atlas.wan.cell_relay.slices import Note, NoteKind, Slice, pack_note, pack_slice, unpack_note, unpack_slice
+from atlas.wan.cell_relay.slices import Note, NoteKind, RelaySlice, pack_note, pack_slice, unpack_note, unpack_slice
 from atlas.wan.transport.wire import (
     GREETING_BYTES,
     HEADER_BYTES,
@@ -18,10 +18,10 @@ from atlas.wan.transport.wire import (
     PLAIN,
     RECORD_BYTES,
     SEALED,
+    ControlRecord,
+    FrameHeader,
     FrameKind,
     Greeting,
-    Header,
-    Record,
     RecordKind,
     pack_greeting,
     pack_header,
@@ -43,13 +43,13 @@ names = st.text("abc/é.0", min_size=1, max_size=60)
 def test_a_header_survives(lane: int, epoch: int, number: int, total: int, tag, eager: bool, data) -> None:  # type: ignore[no-untyped-def]
     num_bytes = data.draw(st.integers(0, min(total, MAX_CHUNK_BYTES)))
     offset = data.draw(st.integers(0, total - num_bytes))
-    header = Header(FrameKind.CHUNK, lane, epoch, number, total, offset, num_bytes, tag, eager)
+    header = FrameHeader(FrameKind.CHUNK, lane, epoch, number, total, offset, num_bytes, tag, eager)
     assert unpack_header(pack_header(header)) == header
 
 
 @given(st.sampled_from(RecordKind), st.integers(0, 65535), st.integers(0, 2**32 - 1), u64, u64, tags)
 def test_a_record_survives(kind: RecordKind, lane: int, epoch: int, a: int, b: int, tag) -> None:  # type: ignore[no-untyped-def]
-    record = Record(kind, lane, epoch, a, b, tag)
+    record = ControlRecord(kind, lane, epoch, a, b, tag)
     assert unpack_record(pack_record(record)) == record
 
 
@@ -61,7 +61,7 @@ def test_a_greeting_survives(name: str, peer: str, lane: int, epoch: int, instan
 
 @given(st.lists(names, min_size=2, max_size=4), i64, u64, tags, st.binary(max_size=100), st.booleans())
 def test_a_slice_survives(hops, turn: int, number: int, tag, payload: bytes, eager: bool) -> None:  # type: ignore[no-untyped-def]
-    one = Slice(tuple(hops), 3, turn, number, 10 + len(payload), 10, len(payload), tag, eager, 2)
+    one = RelaySlice(tuple(hops), 3, turn, number, 10 + len(payload), 10, len(payload), tag, eager, 2)
     assert unpack_slice(memoryview(pack_slice(one, memoryview(payload)))) == (one, payload)
     note = Note(NoteKind.ACK, tuple(hops), 3, ((number, 10, 0), (1, 2, 3)), 10, tag)
     assert unpack_note(memoryview(pack_note(note))) == note
@@ -70,22 +70,26 @@ def test_a_slice_survives(hops, turn: int, number: int, tag, payload: bytes, eag
 @pytest.mark.parametrize(
     "header",
     [
-        Header(9),
-        Header(FrameKind.CHUNK, num_bytes=MAX_CHUNK_BYTES + 1, total_bytes=1 << 30),
-        Header(FrameKind.CHUNK, total_bytes=1 << 60),
-        Header(FrameKind.CHUNK, total_bytes=10, offset=5, num_bytes=6),
-        Header(FrameKind.CHUNK, total_bytes=10, offset=2**64 - 1, num_bytes=1),
+        FrameHeader(9),
+        FrameHeader(FrameKind.CHUNK, num_bytes=MAX_CHUNK_BYTES + 1, total_bytes=1 << 30),
+        FrameHeader(FrameKind.CHUNK, total_bytes=1 << 60),
+        FrameHeader(FrameKind.CHUNK, total_bytes=10, offset=5, num_bytes=6),
+        FrameHeader(FrameKind.CHUNK, total_bytes=10, offset=2**64 - 1, num_bytes=1),
     ],
     ids=["kind", "chunk too large", "message too large", "beyond the end", "wraps around"],
 )
-def test_a_header_that_cannot_be_is_refused(header: Header) -> None:
+def test_a_header_that_cannot_be_is_refused(header: FrameHeader) -> None:
     with pytest.raises(WorkerError):
         unpack_header(pack_header(header))
 
 
 READERS = {
-    "header": (HEADER_BYTES, unpack_header, pack_header(Header(FrameKind.CHUNK, 1, 2, 3, 400, 5, 60, (7, 8, 9, 10)))),
-    "record": (RECORD_BYTES, unpack_record, pack_record(Record(RecordKind.ACK, 1, 2, 3, 4, (5, 6, 7, 8)))),
+    "header": (
+        HEADER_BYTES,
+        unpack_header,
+        pack_header(FrameHeader(FrameKind.CHUNK, 1, 2, 3, 400, 5, 60, (7, 8, 9, 10))),
+    ),
+    "record": (RECORD_BYTES, unpack_record, pack_record(ControlRecord(RecordKind.ACK, 1, 2, 3, 4, (5, 6, 7, 8)))),
     "greeting": (GREETING_BYTES, unpack_greeting, pack_greeting(Greeting("dc1/a", "dc2/b", 1, 2, 3, 4))),
 }
 

@@ -24,8 +24,10 @@ from atlas.commands.numbers import number, whole
 from atlas.errors import AtlasError
 from atlas.spec.cluster import Cluster
 from atlas.spec.load import load_cluster, load_job
-from atlas.wan.emulator import EmulatorLateError, NamespaceNet, ProxyNet, cluster_paths
-from atlas.wan.emulator.paths import scaled
+from atlas.wan.emulator.lateness import EmulatorLateError
+from atlas.wan.emulator.namespace_net import NamespaceNet
+from atlas.wan.emulator.paths import cluster_paths, scaled
+from atlas.wan.emulator.proxy_net import ProxyNet
 
 LATE = 4
 

@@ -24,7 +24,7 @@ from atlas.errors import AtlasError
 from atlas.ir.replace import replacing
 from atlas.spec.cluster import Cluster, Link, Route
 from atlas.spec.load import load_cluster, load_job
-from atlas.wan.probe.agent import Agent
+from atlas.wan.probe.agent import ProbeAgent
 from atlas.wan.probe.links import drift, links_yaml, write_links
 from atlas.wan.probe.recorded_path import Observation, recorded, write_series, write_trace
 from atlas.wan.probe.survey import LinkMeasurement, Survey, survey
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     token = _token(args.token_file)
     if args.listen is not None:
         host, port = _address("--listen", args.listen)
-        with Agent(host, port, token) as agent:
+        with ProbeAgent(host, port, token) as agent:
             print(json.dumps({"listening": list(agent.address)}), flush=True)
             agent.wait()
         return 0

@@ -18,9 +18,9 @@ from atlas.wan.cell_relay.relay import SLICE_BYTES, Cell
 from atlas.wan.cell_relay.slices import head_bytes
 from atlas.wan.security.credentials import Credentials, Security
 from atlas.wan.transport.base import Buffer, Handle, Key, Tag, Transport
-from atlas.wan.transport.direct import Direct
+from atlas.wan.transport.direct import DirectTransport
 from atlas.wan.transport.endpoint import Endpoint
-from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.settings import TransportSettings
 from atlas.wan.transport.stream_slot import Faults
 from atlas.wan.transport.wire import HEADER_BYTES
 
@@ -45,7 +45,7 @@ class Links:
     def __init__(self, seat: Seat, assignment: Assignment, *, direct: bool = False) -> None:
         """`direct`: whether activations of neighbours on this host are read by who waits for them, and not before."""
         self.seat, self.patience_s = seat, assignment.patience_s
-        settings = Settings(deadline_s=assignment.patience_s + 5, heartbeat_s=HEARTBEAT_S)
+        settings = TransportSettings(deadline_s=assignment.patience_s + 5, heartbeat_s=HEARTBEAT_S)
         if assignment.streams:
             settings = replace(settings, max_streams=assignment.streams)
         security = _security(assignment, seat.node)
@@ -55,10 +55,10 @@ class Links:
             )
             for end in seat.ends
         }
-        self._direct: Direct | None = None
+        self._direct: DirectTransport | None = None
         if direct and not assignment.certificates:
             patience_s = settings.deadline_s
-            self._direct = Direct(seat.node, self.main.address, epoch=assignment.epoch, patience_s=patience_s)
+            self._direct = DirectTransport(seat.node, self.main.address, epoch=assignment.epoch, patience_s=patience_s)
         slice_bytes = slice_bytes_of(assignment.training.activation_bytes, seat.program.num_pipelines)
         self._relays = {
             end: Cell(self._ends[end], seat.pairs(end), (FORWARD, BACKWARD), slice_bytes, (SENDS[end],))

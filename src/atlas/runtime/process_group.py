@@ -31,7 +31,7 @@ from atlas.wan.security.credentials import Credentials, Security
 from atlas.wan.transport.base import Handle, Key
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.handshake import Address
-from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.settings import TransportSettings
 
 NAME = "atlas"
 COPIED_BYTES = 256 << 20
@@ -71,7 +71,7 @@ class Options:
     """Where bytes may travel plain. ATLAS_TRUSTED_NETWORKS, separated by commas."""
     epoch: int = 0
     """Counts the lives of the group. TORCHELASTIC_RESTART_COUNT."""
-    settings: Settings = field(default_factory=Settings)
+    settings: TransportSettings = field(default_factory=TransportSettings)
 
     @classmethod
     def from_environment(cls, rank: int) -> Options:

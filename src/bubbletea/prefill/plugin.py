@@ -15,7 +15,7 @@ from typing import Any
 from atlas.runtime.device import Span
 from atlas.runtime.waits import Position, SharedDevice, WorkerFacts
 from atlas.wan.transport.endpoint import Endpoint
-from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.settings import TransportSettings
 from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.engine import LANE, Engine
 from bubbletea.prefill.filling import Filling
@@ -27,7 +27,7 @@ from bubbletea.prefill.shard import Shard
 from bubbletea.prefill.throttle import Throttle
 from bubbletea.prefill.warming import warm_up
 
-STREAMS = Settings(max_streams=1)
+STREAMS = TransportSettings(max_streams=1)
 """Activations of a chunk between hosts of one datacenter."""
 
 

@@ -32,9 +32,9 @@ from atlas.runtime.checkpoint import (
 from atlas.runtime.checkpoint.calls import CALL_LANE, MAX_QUEUED_BYTES, PIECE_BYTES, WINDOW_BYTES, pack, unpack
 from atlas.wan.transport.base import Key
 from atlas.wan.transport.endpoint import Endpoint
-from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.settings import TransportSettings
 
-QUICK = Settings(max_streams=2, deadline_s=2.0, stall_s=1.0, handshake_s=2.0)
+QUICK = TransportSettings(max_streams=2, deadline_s=2.0, stall_s=1.0, handshake_s=2.0)
 HALF = {"east": LAYERS[:3], "west": LAYERS[3:]}
 
 

@@ -8,10 +8,9 @@ import pytest
 
 from atlas.errors import AtlasError
 from atlas.spec.cluster import Cluster
-from atlas.wan.emulator import PathSpec, Trunk, cluster_paths, nodes_of
 from atlas.wan.emulator.kernel_shaping import netem_arguments, path_of_node
 from atlas.wan.emulator.lateness import Histogram
-from atlas.wan.emulator.paths import scaled
+from atlas.wan.emulator.paths import PathSpec, Trunk, cluster_paths, nodes_of, scaled
 
 CLUSTER = Cluster.model_validate(
     {

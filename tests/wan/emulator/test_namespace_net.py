@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from atlas.errors import AtlasError
-from atlas.wan.emulator import NamespaceNet, PathSpec
+from atlas.wan.emulator.namespace_net import NamespaceNet
 from atlas.wan.emulator.netdev import in_thread, make_namespace
+from atlas.wan.emulator.paths import PathSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 from emulated_peers import Peer, pour, round_trips_s
@@ -118,7 +119,8 @@ def test_a_crash_leaves_nothing_behind() -> None:
     """The forwarder and what it holds end with the process that made them, however that ends."""
     script = (
         "import os, sys\n"
-        "from atlas.wan.emulator import NamespaceNet, PathSpec\n"
+        "from atlas.wan.emulator.namespace_net import NamespaceNet\n"
+        "from atlas.wan.emulator.paths import PathSpec\n"
         "net = NamespaceNet({('a', 'b'): PathSpec()})\n"
         "print(net._worker._process.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"

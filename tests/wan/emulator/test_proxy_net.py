@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from atlas.errors import AtlasError
-from atlas.wan.emulator import EmulatorLateError, PathSpec, ProxyNet, Trunk
+from atlas.wan.emulator.lateness import EmulatorLateError
+from atlas.wan.emulator.paths import PathSpec, Trunk
+from atlas.wan.emulator.proxy_net import ProxyNet
 
 sys.path.insert(0, str(Path(__file__).parent))
 from emulated_peers import Peer, call, peer, pour, round_trips_s

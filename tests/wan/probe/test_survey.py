@@ -14,10 +14,12 @@ from atlas.commands import wan_probe
 from atlas.errors import AtlasError, SpecError
 from atlas.spec.cluster import Link, Route
 from atlas.spec.load import load_cluster
-from atlas.wan.emulator import PathSpec, ProxyNet, Trunk, nodes_of
-from atlas.wan.probe import Agent, LinkMeasurement, Survey, drift, links_yaml, survey, with_links
-from atlas.wan.probe.links import to_link, write_links
+from atlas.wan.emulator.paths import PathSpec, Trunk, nodes_of
+from atlas.wan.emulator.proxy_net import ProxyNet
+from atlas.wan.probe.agent import ProbeAgent
+from atlas.wan.probe.links import drift, links_yaml, to_link, with_links, write_links
 from atlas.wan.probe.measure import Goodput, RoundTrips, round_trips
+from atlas.wan.probe.survey import LinkMeasurement, Survey, survey
 from atlas.wan.probe.wire import MAX_FRAME_BYTES, ProbeError, connect, send_json
 
 TOKEN = "only for the tests"
@@ -56,7 +58,7 @@ def _surveyed(truth: PathSpec) -> LinkMeasurement:
     paths = {(f"a-{i}", f"b-{i}"): truth for i in range(2)}
     with ExitStack() as stack:
         net = stack.enter_context(ProxyNet(paths))
-        at = {name: stack.enter_context(Agent("127.0.0.1", 0, TOKEN)).address for name in nodes_of(paths)}
+        at = {name: stack.enter_context(ProbeAgent("127.0.0.1", 0, TOKEN)).address for name in nodes_of(paths)}
         ways = [way for src, dst in paths for way in ((src, dst), (dst, src))]
         reach = {(src, dst): net.listen(src, dst, at[dst]) for src, dst in ways}
         how = Survey(at, TOKEN, reach=lambda s, d: reach[s, d], pings=10, min_s=0.4, max_streams=4)
@@ -65,7 +67,7 @@ def _surveyed(truth: PathSpec) -> LinkMeasurement:
 
 # ---- who may ask -------------------------------------------------------------------------------------------
 def test_an_agent_answers_only_who_knows_the_token() -> None:
-    with Agent("127.0.0.1", 0, TOKEN) as agent:
+    with ProbeAgent("127.0.0.1", 0, TOKEN) as agent:
         assert round_trips(agent.address, TOKEN, 5).count == 5
         with pytest.raises(ProbeError, match="token"):
             connect(agent.address, "another token of size")
@@ -96,7 +98,7 @@ def test_a_survey_does_not_trust_a_server_that_cannot_prove_itself() -> None:
 
 
 def test_oversized_and_senseless_messages_end_only_their_own_connection() -> None:
-    with Agent("127.0.0.1", 0, TOKEN) as agent:
+    with ProbeAgent("127.0.0.1", 0, TOKEN) as agent:
         for nonsense in ((MAX_FRAME_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\2[]", b"\0\0\0\3abc"):
             with connect(agent.address, TOKEN) as sock:
                 sock.sendall(nonsense)
@@ -110,12 +112,12 @@ def test_oversized_and_senseless_messages_end_only_their_own_connection() -> Non
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
 def test_an_agent_never_listens_everywhere(host: str) -> None:
     with pytest.raises(AtlasError, match="one address, not on all"):
-        Agent(host, 0, TOKEN)
+        ProbeAgent(host, 0, TOKEN)
 
 
 def test_a_short_token_is_refused() -> None:
     with pytest.raises(AtlasError, match="at least 16"):
-        Agent("127.0.0.1", 0, "secret")
+        ProbeAgent("127.0.0.1", 0, "secret")
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -207,7 +209,7 @@ def test_the_command_says_where_a_files_assumptions_no_longer_hold(
     """From the shell's side, over an emulated path: 40 Mbit/s are found, one file says so and another says 80."""
     monkeypatch.setenv("ATLAS_PROBE_TOKEN", TOKEN)
     monkeypatch.setattr(wan_probe, "Survey", partial(Survey, min_s=0.3, pings=8))
-    with Agent("127.0.0.1", 0, TOKEN) as east, Agent("127.0.0.1", 0, TOKEN) as west, ProxyNet(PATHS) as net:
+    with ProbeAgent("127.0.0.1", 0, TOKEN) as east, ProbeAgent("127.0.0.1", 0, TOKEN) as west, ProxyNet(PATHS) as net:
         doors = {"east-0": net.listen("west-0", "east-0", east.address)}
         doors["west-0"] = net.listen("east-0", "west-0", west.address)
         nodes = [word for name, (host, port) in doors.items() for word in ("--node", f"{name}={host}:{port}")]

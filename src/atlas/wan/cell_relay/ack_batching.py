@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from atlas.wan.cell_relay.slices import MAX_DONE, Done, Note, NoteKind, Slice
+from atlas.wan.cell_relay.slices import MAX_DONE, Done, Note, NoteKind, RelaySlice
 from atlas.wan.transport.base import guarded
 
 MOMENT_S = {NoteKind.DEPARTED: 0.02, NoteKind.ACK: 0.01}
@@ -23,7 +23,7 @@ class _Waiting:
     slices: list[Done] = field(default_factory=list)
 
 
-class NoteDesk:
+class AckBatcher:
     """Thread-safe. `send` is called on a thread of the desk, until it is closed."""
 
     def __init__(self, name: str, send: Callable[[Note], None]) -> None:
@@ -35,7 +35,7 @@ class NoteDesk:
         self._thread = threading.Thread(target=self._run, daemon=True, name=name)
         self._thread.start()
 
-    def add(self, kind: NoteKind, one: Slice, *, at_once: bool = False) -> None:
+    def add(self, kind: NoteKind, one: RelaySlice, *, at_once: bool = False) -> None:
         """`one` departed or arrived; its source hears of it soon, over the shortest way of those that brought something
         in the same moment."""
         now = time.monotonic()

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from atlas.errors import WorkerError
-from atlas.wan.cell_relay.slices import Note, NoteKind, Slice
+from atlas.wan.cell_relay.slices import Note, NoteKind, RelaySlice
 from atlas.wan.transport.message import Chunk
 from atlas.wan.transport.outbox import Outbox
 from atlas.wan.transport.wire import refusal_text
@@ -48,7 +48,7 @@ def hops_of(source: str, destination: str, pairs: Mapping[str, str]) -> list[Hop
     return paths
 
 
-class Path:
+class RelayPath:
     """One way to the destination. `latency_s` is from a slice's departure to its acknowledgement, smoothed."""
 
     def __init__(self, index: int, hops: Hops) -> None:
@@ -95,7 +95,7 @@ class Path:
             self._is_known = True
 
 
-class Sender:
+class SliceSender:
     """All slices for one destination and lane; `hand_over` sends them on their way. The first path is our own;
     `slice_s` says what a slice takes on it, zero where it is too fast to wait for others' turns."""
 
@@ -104,11 +104,11 @@ class Sender:
         outbox: Outbox,
         lane: int,
         paths: list[Hops],
-        hand_over: Callable[[Path, Slice, memoryview], None],
+        hand_over: Callable[[RelayPath, RelaySlice, memoryview], None],
         slice_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.outbox, self.lane, self._hand_over, self._slice_s = outbox, lane, hand_over, slice_s
-        self.paths = [Path(i, hops) for i, hops in enumerate(paths)]
+        self.paths = [RelayPath(i, hops) for i, hops in enumerate(paths)]
         self.closing = False
         self._handed = deque[tuple[float, int]]()
         """When slices were handed over lately, and how long they were."""
@@ -158,11 +158,11 @@ class Sender:
         left_bytes = self.outbox.head_bytes
         return min(path.latency_s for path in self.paths) + left_bytes / bytes_per_s if bytes_per_s else 0.0
 
-    def _order(self, path: Path) -> tuple[int, bool]:
+    def _order(self, path: RelayPath) -> tuple[int, bool]:
         """Who was given least comes first, our own path after the others."""
         return path.num_handed, path is self.paths[0]
 
-    def _next(self, path: Path, *, is_ready: bool) -> Chunk | None:
+    def _next(self, path: RelayPath, *, is_ready: bool) -> Chunk | None:
         """What is overdue and comes first; else what comes first; else what somebody else has held too long."""
         if not is_ready:
             return self.outbox.steal(path, 1.3 * path.latency_s)
@@ -171,7 +171,7 @@ class Sender:
             return chunk
         return self.outbox.pull(path, path.index, 0.0)
 
-    def _set_out(self, path: Path, chunk: Chunk) -> None:
+    def _set_out(self, path: RelayPath, chunk: Chunk) -> None:
         message = chunk.message
         fields = (message.number, len(message.view), chunk.offset, chunk.num_bytes, message.tag, message.eager)
         at = time.monotonic() + max(LEAST_TURN_S, TURN * path.latency_s)
@@ -182,9 +182,9 @@ class Sender:
             path.left_at[message.number, chunk.offset] = at
             self._handed.append((time.monotonic(), chunk.num_bytes))
         self.outbox.count_from(message.number, chunk.offset, at)
-        self._hand_over(path, Slice(path.hops, self.lane, message.turn, *fields, path.index), chunk.payload)
+        self._hand_over(path, RelaySlice(path.hops, self.lane, message.turn, *fields, path.index), chunk.payload)
 
-    def departed(self, path: Path, slice_ids: list[tuple[int, int]]) -> None:
+    def departed(self, path: RelayPath, slice_ids: list[tuple[int, int]]) -> None:
         """They are on the WAN: there is room for others, and from now on it is the path that takes its time."""
         now = time.monotonic()
         with self._changed:

@@ -16,15 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from atlas.errors import WorkerError
-from atlas.wan.cell_relay.ack_batching import NoteDesk
-from atlas.wan.cell_relay.paths import Path, Sender, hops_of
-from atlas.wan.cell_relay.slices import Note, NoteKind, Slice, pack_note, pack_slice, unpack_note, unpack_slice
+from atlas.wan.cell_relay.ack_batching import AckBatcher
+from atlas.wan.cell_relay.paths import RelayPath, SliceSender, hops_of
+from atlas.wan.cell_relay.slices import Note, NoteKind, RelaySlice, pack_note, pack_slice, unpack_note, unpack_slice
 from atlas.wan.transport.base import Buffer, Handle, Key, Tag, Transport, view_of, writable_view_of
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.handshake import Address
 from atlas.wan.transport.inbox import Inbox, MessageRefusedError
 from atlas.wan.transport.outbox import Outbox
-from atlas.wan.transport.wire import FrameKind, Header
+from atlas.wan.transport.wire import FrameHeader, FrameKind
 
 SLICE_BYTES, FIRST_SLICE_BYTES, LAST_SLICE_BYTES = 128 * 1024, 64 * 1024, 32 * 1024
 """Of a transfer: in its middle; at its beginning, when somebody with a smaller turn may begin as well; and at its end,
@@ -49,7 +49,7 @@ class Cell(Transport):
     ) -> None:
         self.endpoint, self.pairs, self.name, self.slice_bytes = endpoint, dict(pairs), endpoint.name, slice_bytes
         self._lock = threading.Lock()
-        self._senders: dict[tuple[str, int], Sender] = {}
+        self._senders: dict[tuple[str, int], SliceSender] = {}
         self._inboxes: dict[tuple[str, int], Inbox] = {}
         self._relayed = Counter[tuple[str, str, int]]()
         self._counter = itertools.count(1)
@@ -59,7 +59,7 @@ class Cell(Transport):
         for lane in self._lanes:
             endpoint.consume(SLICE_LANE + lane, self._slice)
         endpoint.consume(NOTE_LANE, self._note)
-        self._notes = NoteDesk(f"atlas wan notes {self.name}", self._return)
+        self._notes = AckBatcher(f"atlas wan notes {self.name}", self._return)
         self._watcher = threading.Thread(target=self._watch, daemon=True, name=f"atlas wan cell {self.name}")
         self._watcher.start()
 
@@ -97,18 +97,18 @@ class Cell(Transport):
         for inbox in self._inboxes.values():
             inbox.fail(WorkerError(f"{self.name} was closed"))
 
-    def paths(self, destination: str, lane: int = 0) -> list[Path]:
+    def paths(self, destination: str, lane: int = 0) -> list[RelayPath]:
         """For measurements: what each path has delivered."""
         return self._sender(destination, lane).paths
 
     # ---- slices onward, notes back -----------------------------------------------------------------------------
-    def _forward(self, one: Slice, data: bytes | memoryview, on_start: Callable[[], None] | None = None) -> None:
+    def _forward(self, one: RelaySlice, data: bytes | memoryview, on_start: Callable[[], None] | None = None) -> None:
         """To the next hop, at the slice's turn."""
         following = one.hops[one.hops.index(self.name) + 1]
         key = Key(following, SLICE_LANE + one.lane, (next(self._counter), 0, 0, 0))
         self.endpoint.send(key, data, one.turn, "a slice", on_start, whole=True)
 
-    def _hand_over(self, path: Path, one: Slice, payload: memoryview) -> None:
+    def _hand_over(self, path: RelayPath, one: RelaySlice, payload: memoryview) -> None:
         """A sender's slice sets out; a relay of the cell will say when it has left it, we know ourselves."""
         direct = one.hops[1] not in self.pairs
         sender = self._senders[one.hops[-1], one.lane]
@@ -126,7 +126,7 @@ class Cell(Transport):
         else:
             self._forward(one, data)
 
-    def _relay(self, one: Slice, data: memoryview) -> None:
+    def _relay(self, one: RelaySlice, data: memoryview) -> None:
         """For a node of our cell, which hears when it has left; soon only if that has hardly another one here."""
         place = (one.hops[0], one.hops[-1], one.lane)
         with self._lock:
@@ -140,12 +140,12 @@ class Cell(Transport):
 
         self._forward(one, data, departed)
 
-    def _deliver(self, one: Slice, payload: memoryview) -> None:
+    def _deliver(self, one: RelaySlice, payload: memoryview) -> None:
         if one.hops[0] not in self.pairs.values() or one.lane not in self._lanes:
             raise WorkerError(f"a slice of lane {one.lane} from {one.hops[0]}, which is not in the cell beyond the WAN")
         inbox = self._inbox(one.hops[0], one.lane)
         fields = (one.number, one.total_bytes, one.offset, one.num_bytes, one.tag, one.eager)
-        header, completed = Header(FrameKind.CHUNK, one.lane, self.endpoint.epoch, *fields), False
+        header, completed = FrameHeader(FrameKind.CHUNK, one.lane, self.endpoint.epoch, *fields), False
         try:
             with self._lock:
                 view = inbox.claim(_NEVER, header)
@@ -176,14 +176,14 @@ class Cell(Transport):
             self._return(note)
 
     # ---- who is who --------------------------------------------------------------------------------------------
-    def _sender(self, destination: str, lane: int) -> Sender:
+    def _sender(self, destination: str, lane: int) -> SliceSender:
         with self._lock:
             if (destination, lane) not in self._senders:
                 outbox = Outbox(self.slice_bytes, len(self.pairs), LAST_SLICE_BYTES, FIRST_SLICE_BYTES)
                 outbox.freed(0, self.endpoint.settings.staging_bytes)
                 paths = hops_of(self.name, destination, self.pairs)
                 own = self.endpoint.channel(self.pairs[self.name], SLICE_LANE + lane)
-                self._senders[destination, lane] = Sender(
+                self._senders[destination, lane] = SliceSender(
                     outbox, lane, paths, self._hand_over, lambda: own.paced_s(self.slice_bytes)
                 )
             return self._senders[destination, lane]

@@ -36,7 +36,7 @@ class NoteKind(IntEnum):
     """The destination will never take the message of these slices; `amount` is a Refusal."""
 
 
-class Slice(NamedTuple):
+class RelaySlice(NamedTuple):
     hops: tuple[str, ...]
     """Source first, destination last, no name twice in a row."""
     lane: int
@@ -90,12 +90,12 @@ def head_bytes(hops: tuple[str, ...]) -> int:
     return _SLICE.size + len(_pack_hops(hops))
 
 
-def pack_slice(one: Slice, payload: memoryview) -> bytes:
+def pack_slice(one: RelaySlice, payload: memoryview) -> bytes:
     fields = (one.lane, one.eager, one.path, one.turn, one.number, one.total_bytes, one.offset, one.num_bytes, *one.tag)
     return b"".join((_SLICE.pack(*fields, len(one.hops)), _pack_hops(one.hops), payload))
 
 
-def unpack_slice(data: memoryview) -> tuple[Slice, memoryview]:
+def unpack_slice(data: memoryview) -> tuple[RelaySlice, memoryview]:
     if len(data) < _SLICE.size:
         raise WorkerError("a slice breaks off")
     lane, eager, path, turn, number, total, offset, num_bytes, *tag, num_hops = _SLICE.unpack_from(data)
@@ -106,7 +106,7 @@ def unpack_slice(data: memoryview) -> tuple[Slice, memoryview]:
     if offset + num_bytes > total:
         raise WorkerError(f"a slice ends at byte {offset + num_bytes} of a message of {total}")
     a, b, c, d = tag
-    return Slice(hops, lane, turn, number, total, offset, num_bytes, (a, b, c, d), bool(eager), path), payload
+    return RelaySlice(hops, lane, turn, number, total, offset, num_bytes, (a, b, c, d), bool(eager), path), payload
 
 
 def pack_note(note: Note) -> bytes:

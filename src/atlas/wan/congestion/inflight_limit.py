@@ -30,7 +30,7 @@ FELL, LATE_S = 0.5, 0.5
 """A path on which everything was late for so long, and which brought less than this part of its rate, is slower now."""
 
 
-class Flight:
+class InflightLimit:
     """Fed with what came back, and how long after the kernel had taken it."""
 
     def __init__(self, rtt_s: float) -> None:

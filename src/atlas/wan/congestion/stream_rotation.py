@@ -17,7 +17,7 @@ REST_S = 40.0
 T = TypeVar("T")
 
 
-class Shifts(Generic[T]):
+class StreamRotation(Generic[T]):
     """The first `num_workers` of the order work."""
 
     def __init__(self, now: float) -> None:

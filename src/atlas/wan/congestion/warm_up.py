@@ -23,7 +23,7 @@ GAIN, FLAT_GAIN = 2.7, 1.9
 """Under way, over what the best round brought; less once it grows no more, since queues overflow."""
 
 
-class Look(NamedTuple):
+class KernelStats(NamedTuple):
     """What the kernel says of all streams together."""
 
     delivered_bytes: int
@@ -36,7 +36,13 @@ class WarmUp:
     """One warm-up of one channel. `over` once it has learnt what it can; then what is under way drains."""
 
     def __init__(
-        self, rtt_s: float, rate_bps: float, now: float, longest_s: float, look: Callable[[], Look | None], streams: int
+        self,
+        rtt_s: float,
+        rate_bps: float,
+        now: float,
+        longest_s: float,
+        look: Callable[[], KernelStats | None],
+        streams: int,
     ) -> None:
         """`rate_bps`: what is known already, or zero. `look`: None where the kernel does not tell. `streams`: how many
         there are."""

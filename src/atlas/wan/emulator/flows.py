@@ -21,7 +21,7 @@ CHUNK_S = 0.002
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1024, 128 * 1024
 
 
-class Piece(NamedTuple):
+class DelayedBytes(NamedTuple):
     """Bytes on their way. No data: the sender closed its end."""
 
     due_ns: int
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-class TrunkLane:
+class TrunkDirection:
     """One way over a trunk; where a path has none, an unlimited one of its own."""
 
     __slots__ = ("free_ns", "lanes", "ns_per_byte", "paused")
@@ -39,15 +39,15 @@ class TrunkLane:
     def __init__(self, bps: float | None) -> None:
         self.ns_per_byte = 8e9 / bps if bps else 0.0
         self.free_ns = 0.0
-        self.lanes: deque[Lane] = deque()
+        self.lanes: deque[LinkDirection] = deque()
         """Those with something to send: each in its turn sends one chunk, so that pairs share fairly."""
         self.paused = False
 
 
-class Lane:
+class LinkDirection:
     """One way between two nodes: what all its connections share."""
 
-    def __init__(self, path: PathSpec, trunk: TrunkLane) -> None:
+    def __init__(self, path: PathSpec, trunk: TrunkDirection) -> None:
         self.trunk = trunk
         self.free_ns = 0.0
         self.ready: deque[Flow] = deque()
@@ -91,9 +91,11 @@ class Flow:
         "waiting",
     )
 
-    def __init__(self, connection: Connection, lane: Lane, source: socket.socket, sink: socket.socket) -> None:
+    def __init__(
+        self, connection: ProxiedConnection, lane: LinkDirection, source: socket.socket, sink: socket.socket
+    ) -> None:
         self.connection, self.lane, self.source, self.sink = connection, lane, source, sink
-        self.out: deque[Piece] = deque()
+        self.out: deque[DelayedBytes] = deque()
         self.acks: deque[tuple[int, int]] = deque()
         self.in_flight_bytes = self.peak_bytes = self.last_due_ns = self.since_ns = 0
         self.readable = self.queued = self.ended = self.waiting = False
@@ -109,7 +111,7 @@ class Flow:
             self.in_flight_bytes -= acks.popleft()[1]
         return self.lane.window_bytes - self.in_flight_bytes
 
-    def accept(self, data: bytes, now_ns: int) -> Piece:
+    def accept(self, data: bytes, now_ns: int) -> DelayedBytes:
         """Puts bytes on the link; when they are due. A loop that comes late does not slow the link down."""
         lane, num_bytes = self.lane, len(data)
         earliest = max(self.since_ns, now_ns - CATCH_UP_NS)
@@ -126,13 +128,15 @@ class Flow:
         self.peak_bytes = max(self.peak_bytes, self.in_flight_bytes)
         lane.num_bytes += num_bytes
         lane.num_pieces += 1
-        return Piece(due_ns, data, ack_ns, num_bytes)
+        return DelayedBytes(due_ns, data, ack_ns, num_bytes)
 
 
-class Connection:
+class ProxiedConnection:
     """Two sockets and what flows between them."""
 
-    def __init__(self, number: int, near: socket.socket, far: socket.socket, there: Lane, back: Lane) -> None:
+    def __init__(
+        self, number: int, near: socket.socket, far: socket.socket, there: LinkDirection, back: LinkDirection
+    ) -> None:
         self.number, self.near, self.far = number, near, far
         self.there, self.back = Flow(self, there, near, far), Flow(self, back, far, near)
         self.connected = self.dead = self.stalled = False

@@ -18,7 +18,7 @@ from numba import njit
 from atlas.wan.emulator import forward as f
 from atlas.wan.emulator.lateness import NUM_BINS
 from atlas.wan.emulator.paths import PathSpec
-from atlas.wan.emulator.priority import end_with_parent, hurry
+from atlas.wan.emulator.priority import end_with_parent, raise_priority
 
 MAX_RING_BYTES = 256 * 1024 * 1024
 SLACK_BYTES = 4 * 1024 * 1024
@@ -77,7 +77,7 @@ class ForwardServer:
         self._memory[:MAX_TOUCHED_BYTES:PAGE_BYTES] = 0  # a first touch later may take milliseconds
         _seed(seed)
         self._compile()
-        return {"priority": hurry(realtime=realtime)}
+        return {"priority": raise_priority(realtime=realtime)}
 
     def do_change(self, a: int, b: int, path: dict[str, Any]) -> None:
         spec = PathSpec.from_json(path)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from atlas.wan.emulator.flows import LOOKAHEAD_NS, Connection, Flow, Lane, Piece, TrunkLane
+from atlas.wan.emulator.flows import LOOKAHEAD_NS, DelayedBytes, Flow, LinkDirection, ProxiedConnection, TrunkDirection
 from atlas.wan.emulator.lateness import Histogram
 
 ROUND = 64
@@ -51,8 +51,8 @@ class Loop:
 
     def __init__(self) -> None:
         self.lateness = Histogram()
-        self.connections: set[Connection] = set()
-        self.on_end: Callable[[Connection], None] = lambda connection: None
+        self.connections: set[ProxiedConnection] = set()
+        self.on_end: Callable[[ProxiedConnection], None] = lambda connection: None
         self._epoll = select.epoll()
         self._timer = Timer()
         self._epoll.register(self._timer.fd, select.EPOLLIN | select.EPOLLET)
@@ -61,7 +61,7 @@ class Loop:
         self._watched: dict[int, Callable[[], None]] = {}
         self._ends: dict[int, tuple[Flow, Flow]] = {}
         """By descriptor: the flow that reads from it, the flow that writes to it."""
-        self._busy: set[TrunkLane] = set()
+        self._busy: set[TrunkDirection] = set()
         self._running = True
 
     # ---- what others ask for ---------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class Loop:
     def stop(self) -> None:
         self._running = False
 
-    def open(self, connection: Connection, target: tuple[str, int], *, handshake: bool) -> None:
+    def open(self, connection: ProxiedConnection, target: tuple[str, int], *, handshake: bool) -> None:
         """A caller was accepted. With `handshake` its first bytes wait for the round trip TCP would take."""
         self.connections.add(connection)
         trip_ns = connection.there.lane.latency_ns if handshake else 0
@@ -89,11 +89,11 @@ class Loop:
         self.at(now_ns + 2 * trip_ns, self._listen_to_near, connection)
         self.at(now_ns + 3 * trip_ns, lambda c: self._connect_far(c, target), connection)
 
-    def _listen_to_near(self, connection: Connection) -> None:
+    def _listen_to_near(self, connection: ProxiedConnection) -> None:
         if not connection.dead:
             self._register(connection.near, connection.there, connection.back)
 
-    def _connect_far(self, connection: Connection, target: tuple[str, int]) -> None:
+    def _connect_far(self, connection: ProxiedConnection, target: tuple[str, int]) -> None:
         if connection.dead:
             return
         connection.far.connect_ex(target)
@@ -103,7 +103,7 @@ class Loop:
         self._ends[sock.fileno()] = (reads, writes)
         self._epoll.register(sock.fileno(), select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET)
 
-    def cut(self, connection: Connection) -> None:
+    def cut(self, connection: ProxiedConnection) -> None:
         """Both ends are reset at once; what was on its way is lost."""
         if connection.dead:
             return
@@ -112,7 +112,7 @@ class Loop:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         self._close(connection)
 
-    def stall(self, connection: Connection, *, stalled: bool) -> None:
+    def stall(self, connection: ProxiedConnection, *, stalled: bool) -> None:
         """Nothing moves, nothing is said, until it is resumed."""
         connection.stalled = stalled
         if stalled:
@@ -167,7 +167,7 @@ class Loop:
             reads.readable = True
             self._offer(reads, _now_ns())
 
-    def _on_connected(self, connection: Connection, events: int) -> None:
+    def _on_connected(self, connection: ProxiedConnection, events: int) -> None:
         if connection.far.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.at(_now_ns() + connection.back.lane.latency_ns, self.cut, connection)
         elif events & select.EPOLLOUT:
@@ -187,14 +187,14 @@ class Loop:
         lane.ready.appendleft(flow)
         self._enlist(lane)
 
-    def _enlist(self, lane: Lane) -> None:
+    def _enlist(self, lane: LinkDirection) -> None:
         if lane.ready and not lane.queued and not lane.paused:
             lane.queued = True
             lane.trunk.lanes.append(lane)
             if not lane.trunk.paused:
                 self._busy.add(lane.trunk)
 
-    def _serve(self, trunk: TrunkLane) -> None:
+    def _serve(self, trunk: TrunkDirection) -> None:
         """Reads from the lanes in turn until the links are `LOOKAHEAD_NS` ahead, or nothing is left to read."""
         horizon_ns = _now_ns() + LOOKAHEAD_NS
         for _ in range(ROUND):
@@ -216,12 +216,12 @@ class Loop:
                 self._read(lane.ready.popleft())
                 self._enlist(lane)
 
-    def _resume_trunk(self, trunk: TrunkLane) -> None:
+    def _resume_trunk(self, trunk: TrunkDirection) -> None:
         trunk.paused = False
         if trunk.lanes:
             self._busy.add(trunk)
 
-    def _resume_lane(self, lane: Lane) -> None:
+    def _resume_lane(self, lane: LinkDirection) -> None:
         lane.paused = False
         self._enlist(lane)
 
@@ -299,7 +299,7 @@ class Loop:
         flow.held = False
         self._close_if_done(connection)
 
-    def _hand_over(self, flow: Flow, piece: Piece) -> bool:
+    def _hand_over(self, flow: Flow, piece: DelayedBytes) -> bool:
         """Whether the whole piece went out; if not, what is left stays at the head."""
         if not piece.num_bytes:
             flow.sink.shutdown(socket.SHUT_WR)
@@ -312,17 +312,17 @@ class Loop:
         flow.out.popleft()
         return True
 
-    def _acknowledge(self, flow: Flow, piece: Piece, now_ns: int) -> None:
+    def _acknowledge(self, flow: Flow, piece: DelayedBytes, now_ns: int) -> None:
         ack_ns = now_ns + flow.lane.latency_ns if flow.held else piece.ack_ns
         flow.acks.append((ack_ns, piece.num_bytes))
         if flow.waiting and len(flow.acks) == 1:
             self.at(ack_ns, self._open_window, flow)
 
-    def _close_if_done(self, connection: Connection) -> None:
+    def _close_if_done(self, connection: ProxiedConnection) -> None:
         if all(flow.ended and not flow.out for flow in connection.flows):
             self._close(connection)
 
-    def _close(self, connection: Connection) -> None:
+    def _close(self, connection: ProxiedConnection) -> None:
         if connection.dead:
             return
         connection.dead = True

@@ -14,7 +14,7 @@ SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 SLICE_NS = 100_000
 
 
-def hurry(*, realtime: bool = True) -> str:
+def raise_priority(*, realtime: bool = True) -> str:
     """What this process got: "realtime", "short slice" or "ordinary"."""
     if realtime:
         try:

@@ -16,11 +16,11 @@ import sys
 from typing import Any
 
 from atlas.errors import AtlasError
-from atlas.wan.emulator.flows import Connection, Lane, TrunkLane
+from atlas.wan.emulator.flows import LinkDirection, ProxiedConnection, TrunkDirection
 from atlas.wan.emulator.lateness import Histogram
 from atlas.wan.emulator.loop import RESET, Loop
 from atlas.wan.emulator.paths import PathSpec, path_between
-from atlas.wan.emulator.priority import end_with_parent, hurry
+from atlas.wan.emulator.priority import end_with_parent, raise_priority
 
 BACKLOG = 512
 MAX_COMMAND_BYTES = 64 * 1024 * 1024
@@ -34,11 +34,11 @@ class ProxyServer:
         self.loop.on_end = self._forget
         self._control, self._heard = control, b""
         self._paths: dict[tuple[str, str], PathSpec] = {}
-        self._lanes: dict[tuple[str, str], Lane] = {}
-        self._trunks: dict[tuple[str, str, str], TrunkLane] = {}
+        self._lanes: dict[tuple[str, str], LinkDirection] = {}
+        self._trunks: dict[tuple[str, str, str], TrunkDirection] = {}
         self._listeners: dict[int, socket.socket] = {}
         self._targets: dict[int, tuple[str, int]] = {}
-        self._pairs: dict[Connection, tuple[str, str]] = {}
+        self._pairs: dict[ProxiedConnection, tuple[str, str]] = {}
         self._refused: set[frozenset[str]] = set()
         self._stalled: set[frozenset[str]] = set()
         self._numbers = itertools.count()
@@ -85,7 +85,7 @@ class ProxyServer:
     ) -> dict[str, Any]:
         self._handshake = handshake
         self._paths = {(a, b): PathSpec.from_json(path) for a, b, path in paths}
-        return {"priority": hurry(realtime=realtime) if hurried else "ordinary"}
+        return {"priority": raise_priority(realtime=realtime) if hurried else "ordinary"}
 
     def do_listen(self, src: str, dst: str, target: tuple[str, int], port: int) -> dict[str, Any]:
         there, back = self._lane(src, dst), self._lane(dst, src)
@@ -162,22 +162,22 @@ class ProxyServer:
         self.loop.lateness = Histogram()
 
     # ---- what commands need ------------------------------------------------------------------------------------
-    def _lane(self, src: str, dst: str) -> Lane:
+    def _lane(self, src: str, dst: str) -> LinkDirection:
         lane = self._lanes.get((src, dst))
         if lane is None:
             path = path_between(self._paths, src, dst)
-            lane = self._lanes[src, dst] = Lane(path, self._trunk(src, dst, path))
+            lane = self._lanes[src, dst] = LinkDirection(path, self._trunk(src, dst, path))
         return lane
 
-    def _trunk(self, src: str, dst: str, path: PathSpec) -> TrunkLane:
+    def _trunk(self, src: str, dst: str, path: PathSpec) -> TrunkDirection:
         if path.trunk is None:
-            return TrunkLane(None)
+            return TrunkDirection(None)
         # A trunk has two ways; which end of it a node is on shows in the order of its pair's names.
         way = "there" if (src, dst) in self._paths else "back"
         key = (path.trunk.name, way, "")
-        return self._trunks.setdefault(key, TrunkLane(path.trunk.bps))
+        return self._trunks.setdefault(key, TrunkDirection(path.trunk.bps))
 
-    def _chosen(self, a: str | None, b: str | None, number: int | None) -> list[Connection]:
+    def _chosen(self, a: str | None, b: str | None, number: int | None) -> list[ProxiedConnection]:
         """All connections, those of a pair, or one of them: by number, or -1 for any."""
         if a is not None and b is not None:
             path_between(self._paths, a, b)
@@ -188,7 +188,9 @@ class ProxyServer:
             return random.sample(found, min(1, len(found)))
         return [c for c in found if c.number == number]
 
-    def _accept(self, listener: socket.socket, pair: tuple[str, str], there: Lane, back: Lane) -> None:
+    def _accept(
+        self, listener: socket.socket, pair: tuple[str, str], there: LinkDirection, back: LinkDirection
+    ) -> None:
         while True:
             try:
                 near, _ = listener.accept()
@@ -203,12 +205,12 @@ class ProxyServer:
             for sock in (near, far):
                 sock.setblocking(False)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = Connection(next(self._numbers), near, far, there, back)
+            connection = ProxiedConnection(next(self._numbers), near, far, there, back)
             connection.stalled = frozenset(pair) in self._stalled
             self._pairs[connection] = pair
             self.loop.open(connection, self._targets[listener.fileno()], handshake=self._handshake)
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: ProxiedConnection) -> None:
         self._pairs.pop(connection, None)
 
 

@@ -21,7 +21,7 @@ MAX_CONNECTIONS = 256
 ECHO_S = 30.0
 
 
-class Agent:
+class ProbeAgent:
     """Serves in threads until closed. `address` is where it really listens (port 0 takes a free one)."""
 
     def __init__(self, host: str, port: int, token: str) -> None:
@@ -47,7 +47,7 @@ class Agent:
         self._server.close()
         self._thread.join(5)
 
-    def __enter__(self) -> Agent:
+    def __enter__(self) -> ProbeAgent:
         return self
 
     def __exit__(self, *_: object) -> None:

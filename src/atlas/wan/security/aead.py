@@ -31,7 +31,7 @@ def _library() -> tuple[Any, type[Exception]]:
     return AESGCM, InvalidTag
 
 
-class Seal:
+class AeadCipher:
     """Both directions of a connection. One thread writes and one reads at a time."""
 
     def __init__(self, write_key: bytes, read_key: bytes) -> None:
@@ -62,7 +62,7 @@ def derive(secret: bytes, info: bytes) -> bytes:
     return hmac.new(pseudo_random_key, info + b"\x01", hashlib.sha256).digest()
 
 
-def seal_of(dialer_secret: bytes, listener_secret: bytes, *, is_dialer: bool) -> Seal:
+def cipher_of(dialer_secret: bytes, listener_secret: bytes, *, is_dialer: bool) -> AeadCipher:
     both = dialer_secret + listener_secret
     there, back = derive(both, b"atlas wan 2: dialer to listener"), derive(both, b"atlas wan 2: listener to dialer")
-    return Seal(there, back) if is_dialer else Seal(back, there)
+    return AeadCipher(there, back) if is_dialer else AeadCipher(back, there)

@@ -115,7 +115,7 @@ def require_name(certificate: object, name: str) -> None:
         raise WorkerError(f"the peer says it is {name}, but its certificate is for {', '.join(names) or 'nobody'}")
 
 
-class TlsTalk:
+class TlsExchange:
     """A short talk inside TLS on a connected socket, reading no byte beyond it, all before a deadline."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, deadline: float, *, server_side: bool) -> None:

@@ -16,15 +16,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from atlas.errors import WorkerError
-from atlas.wan.transport.settings import Settings
-from atlas.wan.transport.unix_sockets import is_strange
+from atlas.wan.transport.settings import TransportSettings
+from atlas.wan.transport.unix_sockets import is_other_user
 from atlas.wan.transport.wire import PREAMBLE, read_preamble
 
 ACCEPTS_AT_ONCE = 16
 
 
 @dataclass(eq=False)
-class Stranger:
+class PendingConnection:
     """A connection that has not said its preamble yet."""
 
     sock: socket.socket
@@ -32,11 +32,11 @@ class Stranger:
     said: bytes = b""
 
 
-class Porter:
+class Acceptor:
     """`admit(sock, mode)` runs on a thread of its own and owns the socket, for as long as it likes."""
 
     def __init__(
-        self, doors: list[socket.socket], settings: Settings, admit: Callable[[socket.socket, int], None]
+        self, doors: list[socket.socket], settings: TransportSettings, admit: Callable[[socket.socket, int], None]
     ) -> None:
         self.settings, self.admit = settings, admit
         self.num_accepted = self.num_turned_away = 0
@@ -47,7 +47,7 @@ class Porter:
             self._selector.register(door, selectors.EVENT_READ)
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector.register(self._wake_out, selectors.EVENT_READ)
-        self._strangers: dict[socket.socket, Stranger] = {}
+        self._strangers: dict[socket.socket, PendingConnection] = {}
         self._places = threading.BoundedSemaphore(settings.max_handshakes)
         self._closing = False
         self._allowance, self._allowance_at = float(ACCEPTS_AT_ONCE), time.monotonic()
@@ -95,7 +95,7 @@ class Porter:
                 time.sleep(0.05)  # out of descriptors, most likely: some will come back
                 return
             self.num_accepted += 1
-            if is_strange(sock):
+            if is_other_user(sock):
                 sock.close()
                 continue
             sock.setblocking(False)
@@ -106,9 +106,9 @@ class Porter:
             except OSError:  # the system watches no more descriptors for us
                 sock.close()
                 continue
-            self._strangers[sock] = Stranger(sock, now + self.settings.handshake_s)
+            self._strangers[sock] = PendingConnection(sock, now + self.settings.handshake_s)
 
-    def _hear(self, stranger: Stranger) -> None:
+    def _hear(self, stranger: PendingConnection) -> None:
         try:
             said = stranger.sock.recv(PREAMBLE.size - len(stranger.said))
             stranger.said += said
@@ -139,12 +139,12 @@ class Porter:
                 return  # they are in order of arrival
             self._turn_away(stranger)
 
-    def _turn_away(self, stranger: Stranger) -> None:
+    def _turn_away(self, stranger: PendingConnection) -> None:
         self.num_turned_away += 1
         self._forget(stranger)
         with contextlib.suppress(OSError):
             stranger.sock.close()
 
-    def _forget(self, stranger: Stranger) -> None:
+    def _forget(self, stranger: PendingConnection) -> None:
         del self._strangers[stranger.sock]
         self._selector.unregister(stranger.sock)

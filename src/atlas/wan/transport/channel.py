@@ -15,23 +15,23 @@ import time
 from collections.abc import Callable
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.wan.congestion.inflight_limit import Flight
-from atlas.wan.congestion.stream_rotation import SHIFTS, Shifts
+from atlas.wan.congestion.inflight_limit import InflightLimit
+from atlas.wan.congestion.stream_rotation import SHIFTS, StreamRotation
 from atlas.wan.congestion.tuning import HEADROOM, NEAR_RTT_S, Choice, LossWatch, RateMeter, choose, window_bytes
-from atlas.wan.congestion.warm_up import MOST_BYTES, Look, WarmUp
+from atlas.wan.congestion.warm_up import MOST_BYTES, KernelStats, WarmUp
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.handshake import Address, RefusedError, dial
 from atlas.wan.transport.message import Chunk
 from atlas.wan.transport.outbox import Outbox
-from atlas.wan.transport.settings import Settings
-from atlas.wan.transport.stream import Stream, TcpFacts, broken
-from atlas.wan.transport.stream_slot import Faults, Slot
+from atlas.wan.transport.settings import TransportSettings
+from atlas.wan.transport.stream import SocketStream, TcpFacts, broken
+from atlas.wan.transport.stream_slot import Faults, StreamSlot
 from atlas.wan.transport.wire import (
     RECORD_BYTES,
+    ControlRecord,
+    FrameHeader,
     FrameKind,
     Greeting,
-    Header,
-    Record,
     RecordKind,
     pack_header,
     refusal_text,
@@ -60,7 +60,7 @@ class Channel:
         mine: Greeting,
         address: Address,
         security: Security,
-        settings: Settings,
+        settings: TransportSettings,
         log: Callable[[str], None],
         *,
         light: bool = False,
@@ -76,8 +76,8 @@ class Channel:
         self._lock = threading.Lock()
         self._peer_instance: int | None = None
         self._light = light
-        self._slots = [Slot(i) for i in range(1 if light else settings.max_streams)]
-        self._shifts = Shifts[Slot](time.monotonic())
+        self._slots = [StreamSlot(i) for i in range(1 if light else settings.max_streams)]
+        self._shifts = StreamRotation[StreamSlot](time.monotonic())
         self._down_since = time.monotonic()
         self._warm_up: WarmUp | None = None
         self._closing = threading.Event()
@@ -161,7 +161,7 @@ class Channel:
         if self._light or self.rtt_s < NEAR_RTT_S:
             self.outbox.flight = None
         elif self.outbox.flight is None:
-            self.outbox.flight = Flight(self.rtt_s)
+            self.outbox.flight = InflightLimit(self.rtt_s)
         if (flight := self.outbox.flight) is not None and (rate_bps := self.meter.rate_bps):
             flight.learn(rate_bps, choice.chunk_bytes, self.rtt_s)
         self._set_pace(choice.pacing_bps)
@@ -172,14 +172,14 @@ class Channel:
             if (stream := slot.stream) is not None:
                 stream.tune(self._choice.lowat_bytes, pacing_bps, near=self.rtt_s < NEAR_RTT_S)
 
-    def _look(self) -> Look | None:
+    def _look(self) -> KernelStats | None:
         """What the kernel says of all streams. Where it speaks of a proxy nearby, it cannot tell whether they are late;
         then they are taken to be."""
         facts = self._facts()
         if len(facts) < self.num_live:
             return None
         is_late = any(f.rtt_s > LATE * f.min_rtt_s or f.min_rtt_s < 0.5 * self.rtt_s for f in facts)
-        return Look(sum(f.delivered_bytes for f in facts), sum(f.num_retransmits for f in facts), is_late)
+        return KernelStats(sum(f.delivered_bytes for f in facts), sum(f.num_retransmits for f in facts), is_late)
 
     def _facts(self) -> list[TcpFacts]:
         return [facts for slot in self._slots if slot.stream and (facts := slot.stream.facts())]
@@ -233,14 +233,14 @@ class Channel:
         return delivered
 
     # ---- a stream's life ---------------------------------------------------------------------------------------
-    def _live(self, slot: Slot) -> None:
+    def _live(self, slot: StreamSlot) -> None:
         try:
             self._dial_and_talk(slot)
         except Exception as error:  # a bug of ours: nobody else would replace this stream or end the waits
             self.fail(f"stream {slot.index} failed with {type(error).__name__}: {error}")
             raise
 
-    def _dial_and_talk(self, slot: Slot) -> None:
+    def _dial_and_talk(self, slot: StreamSlot) -> None:
         pause_s = FIRST_PAUSE_S
         while not self._closing.is_set():
             try:
@@ -261,7 +261,7 @@ class Channel:
             self._closing.wait(pause_s * (0.5 + random.random()))
             pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
 
-    def _dial(self, slot: Slot) -> Stream:
+    def _dial(self, slot: StreamSlot) -> SocketStream:
         def began(sock: socket.socket) -> None:
             slot.dialing = sock
 
@@ -283,7 +283,7 @@ class Channel:
                 self._num_replaced += 1
         return stream
 
-    def _talk(self, slot: Slot, stream: Stream) -> bool:
+    def _talk(self, slot: StreamSlot, stream: SocketStream) -> bool:
         """Until the stream ends. True if it was good for something."""
         slot.begin(stream)
         stream.on_tick = lambda: self._check_silence(slot)
@@ -302,7 +302,7 @@ class Channel:
             self._leave(slot, stream)
         return slot.num_answers > 0
 
-    def _leave(self, slot: Slot, stream: Stream) -> None:
+    def _leave(self, slot: StreamSlot, stream: SocketStream) -> None:
         """What the stream carried goes again over another."""
         self._shifts.leave(slot)
         if (warm_up := self._warm_up) is not None:
@@ -315,7 +315,7 @@ class Channel:
             self._down_since = time.monotonic()
         stream.close()
 
-    def _write(self, slot: Slot, stream: Stream) -> None:
+    def _write(self, slot: StreamSlot, stream: SocketStream) -> None:
         outbox, lane, epoch, heartbeat_s = self.outbox, self.mine.lane, self.mine.epoch, self.settings.heartbeat_s
         last_write = 0.0
         while not stream.aborted:
@@ -324,7 +324,7 @@ class Channel:
             if warm_up is not None and not warm_up.over and place < outbox.num_streams:
                 if num_bytes := warm_up.await_turn(place, WARM_TICK_S, now):
                     slot.wrote(now, num_bytes)
-                    header = Header(FrameKind.WARM, lane, epoch, now_ns(), 0, 0, num_bytes)
+                    header = FrameHeader(FrameKind.WARM, lane, epoch, now_ns(), 0, 0, num_bytes)
                     stream.write(pack_header(header), WARM_ZEROS[:num_bytes])
                 continue
             if outbox.flight is not None:
@@ -341,20 +341,20 @@ class Channel:
                 outbox.written(chunk)
                 last_write = now
             elif self._closing.is_set() and (outbox.is_empty or outbox.failure is not None):
-                stream.write(pack_header(Header(FrameKind.BYE, lane, epoch)))
+                stream.write(pack_header(FrameHeader(FrameKind.BYE, lane, epoch)))
                 return
             elif now - last_write >= (silence_s := self._shifts.silence_s(slot, outbox.num_streams, heartbeat_s)):
                 if not silence_s:
                     stream.wake()
                 slot.wrote(now)
-                stream.write(pack_header(Header(FrameKind.PING, lane, epoch, now_ns())))
+                stream.write(pack_header(FrameHeader(FrameKind.PING, lane, epoch, now_ns())))
                 last_write = now
 
     def _look_s(self, place: int) -> float:
         """How often one that has nothing to do looks whether others are late."""
         return self.rtt_s * HALTED if self._may_halt and place < self.outbox.num_streams else self._late_s / 4
 
-    def _steal(self, stream: Stream) -> Chunk | None:
+    def _steal(self, stream: SocketStream) -> Chunk | None:
         others = [slot.stream for slot in self._slots if slot.stream is not None] if self._may_halt else []
         halted = [other for other in others if other.has_halted]
         return self.outbox.steal(stream, self._late_s, halted=halted, halted_s=self.rtt_s * HALTED)
@@ -369,12 +369,12 @@ class Channel:
         """When an answer is so late that another stream may try, if it has nothing else to do."""
         return 0.15 + 3 * max(self.rtt_s, self.outbox.usual_s)
 
-    def _check_silence(self, slot: Slot) -> None:
+    def _check_silence(self, slot: StreamSlot) -> None:
         stall_s = max(self.settings.stall_s, 8 * self.rtt_s)
         if slot.silent_s() > stall_s:
             raise TimeoutError(f"no answer from {self.mine.peer} for {stall_s:g} s")
 
-    def _listen(self, slot: Slot, stream: Stream) -> None:
+    def _listen(self, slot: StreamSlot, stream: SocketStream) -> None:
         """The peer's records, until the stream ends."""
         try:
             while True:
@@ -387,7 +387,7 @@ class Channel:
         finally:
             stream.abort()
 
-    def _heed(self, slot: Slot, stream: Stream, record: Record) -> None:
+    def _heed(self, slot: StreamSlot, stream: SocketStream, record: ControlRecord) -> None:
         now = time.monotonic()
         is_pong = record.kind == RecordKind.PONG
         answers = is_pong or record.kind in (RecordKind.ACK, RecordKind.FAILED)
@@ -424,4 +424,4 @@ def now_ns() -> int:
 def _header(chunk: Chunk, lane: int, epoch: int) -> bytes:
     message = chunk.message
     fields = (message.number, len(message.view), chunk.offset, chunk.num_bytes, message.tag, message.eager)
-    return pack_header(Header(FrameKind.CHUNK, lane, epoch, *fields))
+    return pack_header(FrameHeader(FrameKind.CHUNK, lane, epoch, *fields))

@@ -19,14 +19,14 @@ from typing import NamedTuple
 from atlas.errors import WorkerError
 from atlas.wan.security.credentials import read_by, write_by
 from atlas.wan.transport.base import Buffer, Handle, Key, Tag, Transport, size_error, view_of, writable_view_of
-from atlas.wan.transport.stream import Stream, broken
-from atlas.wan.transport.unix_sockets import Address, dial_nearby, is_strange, listen_nearby
+from atlas.wan.transport.stream import SocketStream, broken
+from atlas.wan.transport.unix_sockets import Address, dial_unix, is_other_user, listen_unix
 from atlas.wan.transport.wire import (
     GREETING_BYTES,
     HEADER_BYTES,
+    FrameHeader,
     FrameKind,
     Greeting,
-    Header,
     pack_greeting,
     pack_header,
     unpack_greeting,
@@ -36,27 +36,27 @@ from atlas.wan.transport.wire import (
 MEET_S = 10.0
 RETRY_S = 0.05
 """Between two tries to accept a connection."""
-ROOM_BYTES = 4 << 20
+SEND_BUFFER_BYTES = 4 << 20
 """What the kernel is asked to hold of a link, so that a sender need not wait for a receiver that computes."""
 WELCOME, NO = b"\1", b"\0"
 
 
-class Direct(Transport):
+class DirectTransport(Transport):
     """Listens from the start beside `address`; `dial` the peers, then send and receive, each link one way."""
 
     def __init__(self, name: str, address: Address, *, epoch: int = 0, patience_s: float = 30.0) -> None:
         """`patience_s`: how long a peer may not take, or not finish, what it was sent."""
         self.name, self.epoch, self.patience_s = name, epoch, patience_s
-        self._outward: dict[tuple[str, int], Outward] = {}
-        self._inward: dict[tuple[str, int], Inward] = {}
+        self._outward: dict[tuple[str, int], DirectSender] = {}
+        self._inward: dict[tuple[str, int], DirectReceiver] = {}
         self._closing = threading.Event()
-        self._door = listen_nearby(address, "direct")
+        self._door = listen_unix(address, "direct")
         if self._door is not None:
             threading.Thread(target=self._admit, args=(self._door,), daemon=True, name=f"{name} direct").start()
 
     def dial(self, peer: str, lane: int, address: Address) -> bool:
         """Whether there is a link now: not where the peer is elsewhere, or has no door of this kind."""
-        sock = dial_nearby(address, "direct")
+        sock = dial_unix(address, "direct")
         if sock is None:
             return False
         mine, deadline = Greeting(self.name, peer, lane, self.epoch, 0), time.monotonic() + MEET_S
@@ -68,7 +68,7 @@ class Direct(Transport):
         if not agreed:
             sock.close()
             return False
-        self._outward[peer, lane] = Outward(mine, sock, self.patience_s)
+        self._outward[peer, lane] = DirectSender(mine, sock, self.patience_s)
         return True
 
     @property
@@ -89,7 +89,7 @@ class Direct(Transport):
 
     def recv(self, key: Key, buffer: Buffer | None = None, what: str = "") -> Handle:
         inward = self._inward[key.peer, key.lane]
-        handle = ReadByWaiting(what or f"{key} from {key.peer}", inward)
+        handle = ReadOnWaitHandle(what or f"{key} from {key.peer}", inward)
         inward.post(key.tag, None if buffer is None else writable_view_of(buffer), handle)
         return handle
 
@@ -125,22 +125,22 @@ class Direct(Transport):
 
     def _is_let_in(self, sock: socket.socket) -> bool:
         deadline = time.monotonic() + MEET_S
-        if is_strange(sock):
+        if is_other_user(sock):
             return False
         theirs = unpack_greeting(read_by(sock, GREETING_BYTES, deadline))
         place = (theirs.name, theirs.lane)
         if theirs.peer != self.name or theirs.epoch != self.epoch or place in self._inward:
             write_by(sock, NO, deadline)
             return False
-        self._inward[place] = Inward(theirs, sock, self.patience_s)
+        self._inward[place] = DirectReceiver(theirs, sock, self.patience_s)
         sock.sendall(WELCOME)
         return True
 
 
-class ReadByWaiting(Handle):
+class ReadOnWaitHandle(Handle):
     """A receive. Whoever waits for it reads what comes, of others too, until it is done."""
 
-    def __init__(self, what: str, link: Inward) -> None:
+    def __init__(self, what: str, link: DirectReceiver) -> None:
         super().__init__(what)
         self._link = link
 
@@ -150,12 +150,12 @@ class ReadByWaiting(Handle):
         return super().wait(timeout_s)
 
 
-class Inward:
+class DirectReceiver:
     """What comes from one peer on one lane, in the order in which it was sent."""
 
     def __init__(self, greeting: Greeting, sock: socket.socket, patience_s: float) -> None:
         self.peer, self.lane, self.epoch = greeting.name, greeting.lane, greeting.epoch
-        self._stream = Stream(sock, patience_s=patience_s)
+        self._stream = SocketStream(sock, patience_s=patience_s)
         self._posted: dict[Tag, tuple[Handle, memoryview | None]] = {}
         self._early: dict[Tag, memoryview] = {}
         """What came while others were waited for, and was not expected yet."""
@@ -230,22 +230,22 @@ class Inward:
             self._stream.close()
 
 
-class _Rest(NamedTuple):
+class _UnsentMessage(NamedTuple):
     """What the kernel has not taken yet of a message."""
 
     parts: list[memoryview]
     handle: Handle
 
 
-class Outward:
+class DirectSender:
     """What goes to one peer on one lane. Who sends it writes it; what the kernel has no room for waits for a thread,
     which is started when that first happens."""
 
     def __init__(self, mine: Greeting, sock: socket.socket, patience_s: float) -> None:
         self.mine = mine
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ROOM_BYTES)
-        self._stream = Stream(sock, patience_s=patience_s)
-        self._waiting: deque[_Rest] = deque()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        self._stream = SocketStream(sock, patience_s=patience_s)
+        self._waiting: deque[_UnsentMessage] = deque()
         self._changed = threading.Condition()
         self._writer: threading.Thread | None = None
         self._failure: WorkerError | None = None
@@ -255,7 +255,7 @@ class Outward:
         return bool(self._waiting)
 
     def send(self, tag: Tag, view: memoryview, handle: Handle) -> None:
-        header = Header(FrameKind.CHUNK, self.mine.lane, self.mine.epoch, total_bytes=len(view), tag=tag)
+        header = FrameHeader(FrameKind.CHUNK, self.mine.lane, self.mine.epoch, total_bytes=len(view), tag=tag)
         parts = [memoryview(pack_header(header)), view]
         handle.start_ns = time.monotonic_ns()
         with self._changed:
@@ -264,7 +264,7 @@ class Outward:
             except OSError as error:
                 self._failure, left = WorkerError(f"the connection was lost: {broken(error)}"), parts
             if left and self._failure is None:
-                self._waiting.append(_Rest(left, handle))
+                self._waiting.append(_UnsentMessage(left, handle))
                 self._wake_writer()
                 return
         handle.finish(WorkerError(f"{handle.what}: {self._failure}") if left else None)

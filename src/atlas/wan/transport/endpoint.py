@@ -15,16 +15,16 @@ from collections.abc import Callable, Collection, Iterable
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.wan.security.credentials import Security
-from atlas.wan.transport.acceptor import Porter
+from atlas.wan.transport.acceptor import Acceptor
 from atlas.wan.transport.base import Buffer, Handle, Key, Tag, Transport, view_of, writable_view_of
 from atlas.wan.transport.channel import Channel
 from atlas.wan.transport.handshake import Address, Answer, receive
 from atlas.wan.transport.inbound import Inbound
 from atlas.wan.transport.inbox import Inbox
-from atlas.wan.transport.settings import Settings
-from atlas.wan.transport.stream import Stream, broken
+from atlas.wan.transport.settings import TransportSettings
+from atlas.wan.transport.stream import SocketStream, broken
 from atlas.wan.transport.stream_slot import Faults
-from atlas.wan.transport.unix_sockets import listen_nearby
+from atlas.wan.transport.unix_sockets import listen_unix
 from atlas.wan.transport.wire import MAX_CHUNK_BYTES, Greeting, RecordKind
 
 WATCH_S = 0.2
@@ -41,11 +41,11 @@ class Endpoint(Transport):
         *,
         epoch: int = 0,
         security: Security | None = None,
-        settings: Settings | None = None,
+        settings: TransportSettings | None = None,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.name, self.epoch, self.log = name, epoch, log
-        self.security, self.settings = security or Security(), settings or Settings()
+        self.security, self.settings = security or Security(), settings or TransportSettings()
         self.instance = secrets.randbits(63) | 1
         self._lock = threading.Lock()
         self._channels: dict[tuple[str, int], Channel] = {}
@@ -60,8 +60,8 @@ class Endpoint(Transport):
         family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
         server = socket.create_server(listen, family=family, backlog=1024)
         self.address: Address = server.getsockname()[:2]
-        doors = [door for door in (server, listen_nearby(self.address)) if door is not None]
-        self._porter = Porter(doors, self.settings, self._admit)
+        doors = [door for door in (server, listen_unix(self.address)) if door is not None]
+        self._porter = Acceptor(doors, self.settings, self._admit)
         self._watcher = threading.Thread(target=self._watch, daemon=True, name=f"atlas wan {name} watch")
         self._watcher.start()
 
@@ -221,7 +221,7 @@ class Endpoint(Transport):
             with self._lock:
                 del self._threads[me]
 
-    def _greet(self, sock: socket.socket, mode: int) -> tuple[Stream, Greeting] | None:
+    def _greet(self, sock: socket.socket, mode: int) -> tuple[SocketStream, Greeting] | None:
         """None where this side does not agree, or the other one failed to prove itself."""
         try:
             if not self._closing.is_set():

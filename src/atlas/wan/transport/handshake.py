@@ -13,10 +13,10 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from atlas.errors import WorkerError
-from atlas.wan.security.aead import SECRET_BYTES, Seal, seal_of
-from atlas.wan.security.credentials import Security, TlsTalk, read_by, require_name, write_by
-from atlas.wan.transport.stream import Stream
-from atlas.wan.transport.unix_sockets import dial_nearby, has_twin, peer_host
+from atlas.wan.security.aead import SECRET_BYTES, AeadCipher, cipher_of
+from atlas.wan.security.credentials import Security, TlsExchange, read_by, require_name, write_by
+from atlas.wan.transport.stream import SocketStream
+from atlas.wan.transport.unix_sockets import dial_unix, has_twin, peer_host
 from atlas.wan.transport.wire import GREETING_BYTES, PLAIN, SEALED, Greeting, pack_greeting, preamble, unpack_greeting
 
 Address = tuple[str, int]
@@ -58,14 +58,14 @@ def dial(
     security: Security,
     timeout_s: float,
     began: Callable[[socket.socket], None] = lambda sock: None,
-) -> tuple[Stream, Greeting]:
+) -> tuple[SocketStream, Greeting]:
     """Connects, greets, and returns the stream with the listener's greeting. Raises OSError or WorkerError.
 
     `began` hears of the socket first, so that somebody else can shut it down.
     """
     deadline = time.monotonic() + timeout_s
     # What is sealed gains nothing from a twin.
-    twin = dial_nearby(address) if has_twin(address) and security.trusts(address[0]) else None
+    twin = dial_unix(address) if has_twin(address) and security.trusts(address[0]) else None
     sock = twin or socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
     try:
         began(sock)
@@ -80,7 +80,7 @@ def dial(
             write_by(sock, pack_greeting(mine), deadline)
             theirs = _judge(read_by(sock, 1 + GREETING_BYTES, deadline), mine)
             return _stream(sock, None, time.monotonic() - begin), theirs
-        talk = TlsTalk(sock, security.client_context, deadline, server_side=False)
+        talk = TlsExchange(sock, security.client_context, deadline, server_side=False)
         require_name(talk.certificate, mine.peer)
         secret = os.urandom(SECRET_BYTES)
         begin = time.monotonic()
@@ -88,15 +88,15 @@ def dial(
         answer = talk.read(SECRET_BYTES + 1 + GREETING_BYTES)
         rtt_s = time.monotonic() - begin
         theirs = _judge(answer[SECRET_BYTES:], mine)
-        return _stream(sock, seal_of(secret, answer[:SECRET_BYTES], is_dialer=True), rtt_s), theirs
+        return _stream(sock, cipher_of(secret, answer[:SECRET_BYTES], is_dialer=True), rtt_s), theirs
     except BaseException:
         sock.close()
         raise
 
 
-def _stream(sock: socket.socket, seal: Seal | None, rtt_s: float) -> Stream:
+def _stream(sock: socket.socket, seal: AeadCipher | None, rtt_s: float) -> SocketStream:
     """The round trip is that of the greetings: the kernel's own ends at the nearest proxy."""
-    stream = Stream(sock, seal)
+    stream = SocketStream(sock, seal)
     stream.rtt_s = rtt_s
     return stream
 
@@ -117,7 +117,7 @@ def receive(
     security: Security,
     accept: Callable[[Greeting], tuple[Answer, Greeting]],
     timeout_s: float,
-) -> tuple[Stream, Greeting] | None:
+) -> tuple[SocketStream, Greeting] | None:
     """The listener's side, after the preamble. None where the answer was no. Leaves closing to the caller."""
     deadline = time.monotonic() + timeout_s
     if mode == PLAIN:
@@ -126,15 +126,15 @@ def receive(
         theirs = unpack_greeting(read_by(sock, GREETING_BYTES, deadline))
         answer, mine = accept(theirs)
         write_by(sock, bytes([answer]) + pack_greeting(mine), deadline)
-        return (Stream(sock), theirs) if answer == Answer.WELCOME else None
+        return (SocketStream(sock), theirs) if answer == Answer.WELCOME else None
     if security.credentials is None:
         raise WorkerError("a TLS connection, but this node has no certificate")
-    talk = TlsTalk(sock, security.server_context, deadline, server_side=True)
+    talk = TlsExchange(sock, security.server_context, deadline, server_side=True)
     message = talk.read(SECRET_BYTES + GREETING_BYTES)
     theirs = unpack_greeting(message[SECRET_BYTES:])
     require_name(talk.certificate, theirs.name)
     answer, mine = accept(theirs)
     secret = os.urandom(SECRET_BYTES)
     talk.write(secret + bytes([answer]) + pack_greeting(mine))
-    seal = seal_of(message[:SECRET_BYTES], secret, is_dialer=False)
-    return (Stream(sock, seal), theirs) if answer == Answer.WELCOME else None
+    seal = cipher_of(message[:SECRET_BYTES], secret, is_dialer=False)
+    return (SocketStream(sock, seal), theirs) if answer == Answer.WELCOME else None

@@ -11,14 +11,14 @@ import threading
 from atlas.errors import WorkerError
 from atlas.wan.transport.base import Tag
 from atlas.wan.transport.inbox import Inbox, MessageRefusedError
-from atlas.wan.transport.settings import Settings
-from atlas.wan.transport.stream import Stream
+from atlas.wan.transport.settings import TransportSettings
+from atlas.wan.transport.stream import SocketStream
 from atlas.wan.transport.wire import (
     HEADER_BYTES,
+    ControlRecord,
+    FrameHeader,
     FrameKind,
     Greeting,
-    Header,
-    Record,
     RecordKind,
     pack_record,
     unpack_header,
@@ -28,7 +28,7 @@ from atlas.wan.transport.wire import (
 class Inbound:
     """`serve` until it ends; True if the peer meant the end."""
 
-    def __init__(self, stream: Stream, greeting: Greeting, inbox: Inbox, settings: Settings) -> None:
+    def __init__(self, stream: SocketStream, greeting: Greeting, inbox: Inbox, settings: TransportSettings) -> None:
         self.stream, self.greeting, self.inbox, self.settings = stream, greeting, inbox, settings
         self._writing = threading.Lock()
 
@@ -43,7 +43,7 @@ class Inbound:
 
     def tell(self, kind: RecordKind, a: int = 0, b: int = 0, tag: Tag = (0, 0, 0, 0)) -> bool:
         """Sends a record; False if the stream is gone."""
-        record = pack_record(Record(kind, self.greeting.lane, self.greeting.epoch, a, b, tag))
+        record = pack_record(ControlRecord(kind, self.greeting.lane, self.greeting.epoch, a, b, tag))
         try:
             with self._writing:
                 if self.stream.aborted:
@@ -76,7 +76,7 @@ class Inbound:
                 if header.kind == FrameKind.PING:
                     self.tell(RecordKind.FREED, self.inbox.freed_bytes)
 
-    def _chunk(self, header: Header) -> None:
+    def _chunk(self, header: FrameHeader) -> None:
         try:
             view = self.inbox.claim(self, header)
         except MessageRefusedError as refused:

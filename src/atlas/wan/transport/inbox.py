@@ -18,7 +18,7 @@ import numpy as np
 
 from atlas.errors import WorkerError
 from atlas.wan.transport.base import Handle, Key, Tag, guarded, size_error
-from atlas.wan.transport.wire import MAX_POSTED, Header, Refusal
+from atlas.wan.transport.wire import MAX_POSTED, FrameHeader, RefusalReason
 
 CLAIM_TIMEOUT_S = 10.0
 SMALL, FULL, LUMP = 1 / 64, 1 / 4, 1 / 16
@@ -26,7 +26,7 @@ SMALL, FULL, LUMP = 1 / 64, 1 / 4, 1 / 16
 credit brings them; what becomes free is told in LUMPs. A word costs as much as a small message."""
 
 
-class Source(Protocol):
+class Abortable(Protocol):
     """What an inbox knows of the stream that fills it."""
 
     def abort(self) -> None: ...
@@ -35,16 +35,16 @@ class Source(Protocol):
 class MessageRefusedError(Exception):
     """A chunk of a message that is never taken. The sender must hear of it; the stream is sound."""
 
-    def __init__(self, why: Refusal) -> None:
+    def __init__(self, why: RefusalReason) -> None:
         super().__init__(why.name)
         self.why = why
 
 
 @dataclass(eq=False)
-class Arrival:
+class IncomingMessage:
     """A message of which something has come."""
 
-    header: Header
+    header: FrameHeader
     view: memoryview
     counted: bool
     """It takes room in the staging: nobody waited for it when it began to come."""
@@ -53,7 +53,7 @@ class Arrival:
     """The caller's buffer, if it was posted too late to receive into."""
     filled: set[int] = field(default_factory=set)
     filled_bytes: int = 0
-    claims: dict[int, Source] = field(default_factory=dict)
+    claims: dict[int, Abortable] = field(default_factory=dict)
 
 
 class Inbox:
@@ -70,11 +70,11 @@ class Inbox:
         self.on_consumer_error: Callable[[str], None] = lambda line: None
         self._changed = threading.Condition()
         self._posted: dict[Tag, tuple[Handle, memoryview | None]] = {}
-        self._arriving: dict[int, Arrival] = {}
-        self._by_tag: dict[Tag, Arrival] = {}
-        self._arrived: dict[Tag, Arrival] = {}
+        self._arriving: dict[int, IncomingMessage] = {}
+        self._by_tag: dict[Tag, IncomingMessage] = {}
+        self._arrived: dict[Tag, IncomingMessage] = {}
         self._done_below, self._done = 1, set[int]()
-        self._refused: dict[int, Refusal] = {}
+        self._refused: dict[int, RefusalReason] = {}
         self._staged_bytes = self._told_bytes = 0
         self._unannounced: list[Tag] = []
         """Receives that credit was to bring, which has become scarce."""
@@ -133,7 +133,7 @@ class Inbox:
         return f"{self.received_bytes} bytes came from {self.peer} so far, the last of them {ago_s:.1f} s ago"
 
     # ---- the streams' side -------------------------------------------------------------------------------------
-    def claim(self, source: Source, header: Header) -> memoryview | None:
+    def claim(self, source: Abortable, header: FrameHeader) -> memoryview | None:
         """Where to put the chunk; None where it has come before. Raises MessageRefusedError where it is never taken."""
         with self._changed:
             while True:
@@ -151,7 +151,7 @@ class Inbox:
                 if not self._changed.wait(CLAIM_TIMEOUT_S):
                     raise WorkerError(f"a former stream of {self.peer} does not let go of a chunk")
 
-    def settle(self, header: Header, *, filled: bool) -> bool:
+    def settle(self, header: FrameHeader, *, filled: bool) -> bool:
         """The end of a claim. True if that completed the message: then call `complete`."""
         with self._changed:
             arrival = self._arriving.get(header.number)
@@ -168,7 +168,7 @@ class Inbox:
             self.last_progress_ns = time.monotonic_ns()
             return not arrival.filled_bytes < header.total_bytes
 
-    def complete(self, header: Header) -> None:
+    def complete(self, header: FrameHeader) -> None:
         with self._changed:
             arrival = self._arriving.pop(header.number)
             self._by_tag.pop(header.tag, None)
@@ -182,7 +182,7 @@ class Inbox:
             self._hand_over(arrival)
 
     # ---- inside ------------------------------------------------------------------------------------------------
-    def _consume(self, arrival: Arrival) -> None:
+    def _consume(self, arrival: IncomingMessage) -> None:
         """Its room is free again whatever the consumer does. What it raises is the message's fault or the consumer's,
         not the stream's: it is counted and told to `on_consumer_error`, a bug is shown, and the stream goes on."""
         assert self.consumer is not None
@@ -209,7 +209,7 @@ class Inbox:
             self._done.remove(self._done_below)
             self._done_below += 1
 
-    def _refuse(self, header: Header, why: Refusal) -> MessageRefusedError:
+    def _refuse(self, header: FrameHeader, why: RefusalReason) -> MessageRefusedError:
         """Remembered, because any chunk of it may come again on another stream. With the lock held."""
         self._refused[header.number] = why
         self._note_done(header.number)
@@ -217,7 +217,7 @@ class Inbox:
             self.freed_bytes += header.total_bytes
         return MessageRefusedError(why)
 
-    def _find(self, header: Header) -> Arrival | None:
+    def _find(self, header: FrameHeader) -> IncomingMessage | None:
         """The message a chunk belongs to, begun if it is new; None if it is complete. With the lock held."""
         number, tag = header.number, header.tag
         if number in self._refused:
@@ -227,11 +227,11 @@ class Inbox:
         if number in self._arriving:
             return self._arriving[number]
         if tag in self._by_tag or tag in self._arrived:
-            raise self._refuse(header, Refusal.KEY_USED)
+            raise self._refuse(header, RefusalReason.KEY_USED)
         handle, buffer = self._posted.pop(tag, (None, None))
         if buffer is not None and handle is not None and len(buffer) != header.total_bytes:
             handle.finish(size_error(Key(self.peer, self.lane, tag), header.total_bytes, len(buffer)))
-            raise self._refuse(header, Refusal.SIZE)
+            raise self._refuse(header, RefusalReason.SIZE)
         if handle is None:
             # Twice, because a receive that was announced and has failed since needs room that no credit stands for.
             if self._staged_bytes + header.total_bytes > 2 * self.staging_bytes:
@@ -240,11 +240,11 @@ class Inbox:
                 self._unannounced = list(self._posted)
             self._staged_bytes += header.total_bytes
         view = buffer if buffer is not None else np.empty(header.total_bytes, np.uint8).data
-        arrival = Arrival(header, view, handle is None, handle)
+        arrival = IncomingMessage(header, view, handle is None, handle)
         self._arriving[number] = self._by_tag[tag] = arrival
         return arrival
 
-    def _hand_over(self, arrival: Arrival) -> None:
+    def _hand_over(self, arrival: IncomingMessage) -> None:
         handle, into = arrival.handle, arrival.into
         assert handle is not None
         if into is not None and len(into) != len(arrival.view):
@@ -257,7 +257,7 @@ class Inbox:
             handle.finish(buffer=arrival.view)
         self._free(arrival)
 
-    def _free(self, arrival: Arrival) -> None:
+    def _free(self, arrival: IncomingMessage) -> None:
         with self._changed:
             if arrival.counted:
                 self._staged_bytes -= arrival.header.total_bytes

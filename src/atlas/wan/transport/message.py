@@ -19,7 +19,7 @@ at most as old as the records that were under way."""
 
 
 @dataclass(eq=False)
-class Message:
+class OutgoingMessage:
     """One send. `again` holds chunks whose stream was lost; `unacked` what is on its way, by offset."""
 
     number: int
@@ -47,7 +47,7 @@ class Message:
 
 
 class Chunk(NamedTuple):
-    message: Message
+    message: OutgoingMessage
     offset: int
     num_bytes: int
 

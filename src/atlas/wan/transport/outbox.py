@@ -16,9 +16,9 @@ from collections.abc import Collection
 
 from atlas.errors import WorkerError
 from atlas.ir.dispatch import before
-from atlas.wan.congestion.inflight_limit import Flight
+from atlas.wan.congestion.inflight_limit import InflightLimit
 from atlas.wan.transport.base import Handle, Tag, guarded
-from atlas.wan.transport.message import Announced, Chunk, Message
+from atlas.wan.transport.message import Announced, Chunk, OutgoingMessage
 from atlas.wan.transport.wire import MAX_CHUNK_BYTES, MAX_POSTED
 
 MIN_CHUNK_BYTES = 64 * 1024
@@ -41,7 +41,7 @@ class Outbox:
         shrink to `least_chunk_bytes` towards its end."""
         self.chunk_bytes, self.num_streams = chunk_bytes, num_streams
         self.least_chunk_bytes, self.first_chunk_bytes = least_chunk_bytes, first_chunk_bytes
-        self.flight: Flight | None = None
+        self.flight: InflightLimit | None = None
         """How much may be under way unacknowledged: more would only queue where turns are not known."""
         self.staging_bytes = 0
         """The receiver's; nothing unposted goes before it has told us."""
@@ -54,9 +54,9 @@ class Outbox:
         self._changed, self._rests = threading.Condition(self._lock), threading.Condition(self._lock)
         self._emptied = threading.Condition(self._lock)
         self._numbers = itertools.count(1)
-        self._ready: list[tuple[tuple[int, int], Message]] = []
-        self._waiting: list[tuple[tuple[int, int], Message]] = []
-        self._live: dict[int, Message] = {}
+        self._ready: list[tuple[tuple[int, int], OutgoingMessage]] = []
+        self._waiting: list[tuple[tuple[int, int], OutgoingMessage]] = []
+        self._live: dict[int, OutgoingMessage] = {}
         self._held: dict[object, dict[tuple[int, int], Chunk]] = {}
         self._posted = Announced()
         self._charged_bytes = self._freed_bytes = self._unacked_bytes = 0
@@ -67,7 +67,7 @@ class Outbox:
     def put(self, tag: Tag, view: memoryview, turn: int, handle: Handle, *, whole: bool = False) -> None:
         with self._changed:
             if self.failure is None and not self._closed:
-                message = Message(next(self._numbers), tag, view, turn, handle, whole)
+                message = OutgoingMessage(next(self._numbers), tag, view, turn, handle, whole)
                 handle.progress = message.progress
                 if not self._live:
                     self.last_progress_ns = time.monotonic_ns()
@@ -351,7 +351,7 @@ class Outbox:
         if self._ready:
             self._changed.notify()
 
-    def _may_go(self, message: Message) -> bool:
+    def _may_go(self, message: OutgoingMessage) -> bool:
         if message.tag in self._posted:
             return True
         room_bytes = self.staging_bytes - (self._charged_bytes - self._freed_bytes)

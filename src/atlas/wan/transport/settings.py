@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Settings:
+class TransportSettings:
     """Times in seconds."""
 
     max_streams: int = 12

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from atlas.errors import WorkerError
-from atlas.wan.security.aead import TAG_BYTES, Seal
-from atlas.wan.transport.unix_sockets import is_nearby
+from atlas.wan.security.aead import TAG_BYTES, AeadCipher
+from atlas.wan.transport.unix_sockets import is_unix
 from atlas.wan.transport.wire import MAX_CHUNK_BYTES
 
 TICK_S = 0.5
@@ -46,10 +46,10 @@ class TcpFacts(NamedTuple):
     """Of which the peer's kernel has told, in order or not."""
 
 
-class Stream:
+class SocketStream:
     """A connected socket, greeted. Blocks at most `patience_s` without any progress."""
 
-    def __init__(self, sock: socket.socket, seal: Seal | None = None, patience_s: float = 10.0) -> None:
+    def __init__(self, sock: socket.socket, seal: AeadCipher | None = None, patience_s: float = 10.0) -> None:
         self.sock, self.seal, self.patience_s = sock, seal, patience_s
         self.overhead_bytes = TAG_BYTES if seal else 0
         self.aborted = False
@@ -61,7 +61,7 @@ class Stream:
         self._owning = threading.Lock()
         """Held by whoever uses the descriptor from outside, and while it is closed."""
         self._closed = False
-        self._lump_bytes, self._in_lumps = 1, not is_nearby(sock)
+        self._lump_bytes, self._in_lumps = 1, not is_unix(sock)
         self._poll, self._room_poll = select.poll(), select.poll()
         self._poll.register(sock, select.POLLIN)
         self._room_poll.register(sock, select.POLLOUT)

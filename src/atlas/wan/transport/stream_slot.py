@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from atlas.wan.transport.stream import Stream
+from atlas.wan.transport.stream import SocketStream
 
 
 class Faults(NamedTuple):
@@ -32,12 +32,12 @@ class Faults(NamedTuple):
         return cls(*map(sum, zip(cls(), *some, strict=True)))
 
 
-class Slot:
+class StreamSlot:
     """A place for a stream."""
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.stream: Stream | None = None
+        self.stream: SocketStream | None = None
         self.dialing: socket.socket | None = None
         self.num_lives = self.num_answers = 0
         self.warm_bytes = 0
@@ -46,7 +46,7 @@ class Slot:
         """Frames that the peer has not answered yet, and since when we wait for an answer and hear nothing."""
         self._lock = threading.Lock()
 
-    def begin(self, stream: Stream) -> None:
+    def begin(self, stream: SocketStream) -> None:
         with self._lock:
             self._num_out = self.num_answers = self.warm_bytes = 0
             self._quiet_since = time.monotonic()

@@ -17,7 +17,7 @@ import sys
 Address = tuple[str, int]
 
 
-def listen_nearby(address: Address, kind: str = "wan") -> socket.socket | None:
+def listen_unix(address: Address, kind: str = "wan") -> socket.socket | None:
     """The twin of a listener at `address`; None where there is none to be had. `kind`: of what is spoken there."""
     if not has_twin(address):
         return None
@@ -31,14 +31,14 @@ def listen_nearby(address: Address, kind: str = "wan") -> socket.socket | None:
     return server
 
 
-def dial_nearby(address: Address, kind: str = "wan") -> socket.socket | None:
+def dial_unix(address: Address, kind: str = "wan") -> socket.socket | None:
     """A connection to the twin of `address`, if it is there and ours."""
     if not has_twin(address):
         return None
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.connect(_name(address, kind))
-        if not is_strange(sock):
+        if not is_other_user(sock):
             return sock
     except OSError:
         pass
@@ -46,13 +46,13 @@ def dial_nearby(address: Address, kind: str = "wan") -> socket.socket | None:
     return None
 
 
-def is_nearby(sock: socket.socket) -> bool:
+def is_unix(sock: socket.socket) -> bool:
     return sock.family == getattr(socket, "AF_UNIX", None)
 
 
-def is_strange(sock: socket.socket) -> bool:
+def is_other_user(sock: socket.socket) -> bool:
     """Whether the process at the other end of a twin belongs to another user than this one."""
-    if not is_nearby(sock):
+    if not is_unix(sock):
         return False
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", raw)[1] != os.geteuid())
@@ -60,7 +60,7 @@ def is_strange(sock: socket.socket) -> bool:
 
 def peer_host(sock: socket.socket) -> str:
     """Where the other end is; a twin is on this host."""
-    return "127.0.0.1" if is_nearby(sock) else str(sock.getpeername()[0])
+    return "127.0.0.1" if is_unix(sock) else str(sock.getpeername()[0])
 
 
 def has_twin(address: Address) -> bool:

@@ -56,7 +56,7 @@ class RecordKind(IntEnum):
     """The receiver will never take this message; `b` is a Refusal. It answers a chunk, in place of an ACK."""
 
 
-class Refusal(IntEnum):
+class RefusalReason(IntEnum):
     """Why a receiver will not take a message."""
 
     KEY_USED = 1
@@ -64,8 +64,8 @@ class Refusal(IntEnum):
 
 
 REFUSALS = {
-    Refusal.KEY_USED: "a message of the same key is there already; use each key once in an epoch",
-    Refusal.SIZE: "the buffer posted for it has another size; send as many bytes as the receiver expects",
+    RefusalReason.KEY_USED: "a message of the same key is there already; use each key once in an epoch",
+    RefusalReason.SIZE: "the buffer posted for it has another size; send as many bytes as the receiver expects",
 }
 
 
@@ -73,7 +73,7 @@ def refusal_text(why: int) -> str:
     return {int(kind): text for kind, text in REFUSALS.items()}.get(why, "no reason given")
 
 
-class Header(NamedTuple):
+class FrameHeader(NamedTuple):
     """Of a frame. `number` counts the sender's messages of a lane; of a PING it is the sender's clock."""
 
     kind: int
@@ -88,7 +88,7 @@ class Header(NamedTuple):
     """Sent without knowing whether its receive is posted: counts against the receiver's staging."""
 
 
-class Record(NamedTuple):
+class ControlRecord(NamedTuple):
     """`a` and `b`: message and offset of an ACK; message and reason of a FAILED; bytes freed since the beginning; clock
     of a PONG."""
 
@@ -126,13 +126,13 @@ def read_preamble(data: bytes) -> int:
     return int(mode)
 
 
-def pack_header(header: Header) -> bytes:
+def pack_header(header: FrameHeader) -> bytes:
     kind, lane, epoch, number, total, offset, num_bytes, tag, eager = header
     body = _HEADER.pack(b"AF", kind, eager, lane, epoch, number, total, offset, num_bytes, *tag, 0)[:-4]
     return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
-def unpack_header(data: bytes | bytearray, max_message_bytes: int = MAX_MESSAGE_BYTES) -> Header:
+def unpack_header(data: bytes | bytearray, max_message_bytes: int = MAX_MESSAGE_BYTES) -> FrameHeader:
     magic, kind, eager, lane, epoch, number, total, offset, num_bytes, *tag, checksum = _HEADER.unpack(data)
     if magic != b"AF" or zlib.crc32(memoryview(data)[:-4]) != checksum:
         raise WorkerError("a frame's header does not match its checksum: the stream is damaged")
@@ -142,22 +142,24 @@ def unpack_header(data: bytes | bytearray, max_message_bytes: int = MAX_MESSAGE_
         raise WorkerError(f"a frame of {num_bytes} bytes in a message of {total}: that is more than allowed")
     if kind == FrameKind.CHUNK and offset + num_bytes > total:
         raise WorkerError(f"a chunk ends at byte {offset + num_bytes} of a message of {total}")
-    return Header(kind, lane, epoch, number, total, offset, num_bytes, (tag[0], tag[1], tag[2], tag[3]), bool(eager))
+    return FrameHeader(
+        kind, lane, epoch, number, total, offset, num_bytes, (tag[0], tag[1], tag[2], tag[3]), bool(eager)
+    )
 
 
-def pack_record(record: Record) -> bytes:
+def pack_record(record: ControlRecord) -> bytes:
     kind, lane, epoch, a, b, tag = record
     body = _RECORD.pack(b"AR", kind, 0, lane, epoch, a, b, *tag, 0)[:-4]
     return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
-def unpack_record(data: bytes | bytearray | memoryview) -> Record:
+def unpack_record(data: bytes | bytearray | memoryview) -> ControlRecord:
     magic, kind, zero, lane, epoch, a, b, *tag, checksum = _RECORD.unpack(data)
     if magic != b"AR" or zlib.crc32(memoryview(data)[:-4]) != checksum or zero:
         raise WorkerError("a record does not match its checksum: the stream is damaged")
     if not 1 <= kind <= RecordKind.FAILED:
         raise WorkerError(f"a record of kind {kind}: no release of ours writes that")
-    return Record(kind, lane, epoch, a, b, (tag[0], tag[1], tag[2], tag[3]))
+    return ControlRecord(kind, lane, epoch, a, b, (tag[0], tag[1], tag[2], tag[3]))
 
 
 def pack_greeting(greeting: Greeting) -> bytes:

@@ -16,11 +16,11 @@ from atlas.wan.transport.base import Handle, Key, Tag
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.inbox import Inbox
 from atlas.wan.transport.outbox import Outbox
-from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.settings import TransportSettings
 from atlas.wan.transport.stream_slot import Faults
 
 A, B, C = "dc1/a", "dc2/b", "dc1/c"
-SMALL = Settings(max_streams=2, staging_bytes=1 << 20, deadline_s=20.0, stall_s=10.0)
+SMALL = TransportSettings(max_streams=2, staging_bytes=1 << 20, deadline_s=20.0, stall_s=10.0)
 
 
 def tag(number: int) -> Tag:
@@ -131,7 +131,7 @@ def test_a_callback_that_raises_does_not_keep_other_sends_waiting(
 
 
 def test_no_more_connections_than_max_inbound() -> None:
-    two = Settings(max_streams=2, max_inbound=2, handshake_s=5.0)
+    two = TransportSettings(max_streams=2, max_inbound=2, handshake_s=5.0)
     with Endpoint(B, settings=two) as b, Endpoint(A, settings=two) as a:
         a.connect({B: b.address})
         assert until(lambda: a.channel(B).num_live == 2)

@@ -19,23 +19,25 @@ from atlas.wan.transport.base import Handle, Key
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.inbound import Inbound
 from atlas.wan.transport.inbox import Inbox
-from atlas.wan.transport.settings import Settings
-from atlas.wan.transport.stream import Stream
+from atlas.wan.transport.settings import TransportSettings
+from atlas.wan.transport.stream import SocketStream
 from atlas.wan.transport.stream_slot import Faults
 from atlas.wan.transport.wire import RECORD_BYTES, Greeting, RecordKind
 
 pytest.importorskip("cryptography")
 
-from atlas.wan.security.aead import seal_of
+from atlas.wan.security.aead import cipher_of
 from atlas.wan.security.certs import make_ca, make_node
 
 A, B = "dc1/a", "dc2/b"
 
 
-def sealed_streams() -> tuple[Stream, Stream]:
+def sealed_streams() -> tuple[SocketStream, SocketStream]:
     near, far = socket.socketpair()
     secrets = (b"1" * 32, b"2" * 32)
-    return Stream(near, seal_of(*secrets, is_dialer=True)), Stream(far, seal_of(*secrets, is_dialer=False))
+    return SocketStream(near, cipher_of(*secrets, is_dialer=True)), SocketStream(
+        far, cipher_of(*secrets, is_dialer=False)
+    )
 
 
 def test_a_thread_may_write_records_while_another_reads_payloads() -> None:
@@ -85,7 +87,9 @@ def test_receives_posted_while_earlier_messages_arrive_cost_no_stream(
     make_ca(tmp_path)
     for name in (A, B):
         make_node(tmp_path, name)
-    settings = Settings(max_streams=num_streams, num_streams=num_streams, staging_bytes=num_bytes // 2, stall_s=20.0)
+    settings = TransportSettings(
+        max_streams=num_streams, num_streams=num_streams, staging_bytes=num_bytes // 2, stall_s=20.0
+    )
     draw = random.Random(num_streams)
     data = [draw.randbytes(num_bytes) for _ in range(4)]
     with (
@@ -110,7 +114,7 @@ def test_receives_posted_while_earlier_messages_arrive_cost_no_stream(
 def test_a_stream_is_not_closed_while_somebody_tells_the_peer_something() -> None:
     """The descriptor would then be another connection's."""
     near, far = sealed_streams()
-    inbound = Inbound(far, Greeting("dc1/a", "dc2/b", 0, 0, 1), Inbox("dc1/a", 0, 1 << 20, None), Settings())
+    inbound = Inbound(far, Greeting("dc1/a", "dc2/b", 0, 0, 1), Inbox("dc1/a", 0, 1 << 20, None), TransportSettings())
     told: list[bool] = []
 
     def tell_until_it_is_gone() -> None:

@@ -12,13 +12,13 @@ from atlas.wan.emulator.delay_proxy import DelayProxy
 from atlas.wan.transport import unix_sockets
 from atlas.wan.transport.base import Key
 from atlas.wan.transport.endpoint import Endpoint
-from atlas.wan.transport.settings import Settings
+from atlas.wan.transport.settings import TransportSettings
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's"),
     pytest.mark.filterwarnings("error"),
 ]
-ONE = Settings(max_streams=1, warm_s=0.2)
+ONE = TransportSettings(max_streams=1, warm_s=0.2)
 
 
 def family(a: Endpoint, b: Endpoint, address: tuple[str, int]) -> socket.AddressFamily:
@@ -36,7 +36,7 @@ def test_a_loopback_address_is_reached_without_tcp() -> None:
     with Endpoint("dc1/a", settings=ONE) as a, Endpoint("dc1/b", settings=ONE) as b:
         assert family(a, b, b.address) == socket.AF_UNIX
         address = b.address
-    assert unix_sockets.dial_nearby(address) is None, "nothing is left behind"
+    assert unix_sockets.dial_unix(address) is None, "nothing is left behind"
 
 
 def test_a_proxy_is_not_bypassed() -> None:
@@ -56,4 +56,4 @@ def test_a_twin_of_another_user_is_passed_by(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("host", ["10.1.0.4", "localhost", "2001:db8::1"])
 def test_only_loopback_addresses_have_a_twin(host: str) -> None:
-    assert unix_sockets.listen_nearby((host, 7000)) is None
+    assert unix_sockets.listen_unix((host, 7000)) is None

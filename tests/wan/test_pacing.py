@@ -8,20 +8,20 @@ import time
 import pytest
 
 from atlas.wan.cell_relay import paths
-from atlas.wan.cell_relay.paths import STAGED_SLICES, Path, Sender
-from atlas.wan.cell_relay.slices import Note, NoteKind, Slice
-from atlas.wan.congestion.inflight_limit import LEAD_S, PACE, Flight
+from atlas.wan.cell_relay.paths import STAGED_SLICES, RelayPath, SliceSender
+from atlas.wan.cell_relay.slices import Note, NoteKind, RelaySlice
+from atlas.wan.congestion.inflight_limit import LEAD_S, PACE, InflightLimit
 from atlas.wan.transport.base import Handle, Tag
 from atlas.wan.transport.inbox import FULL, SMALL, Inbox
 from atlas.wan.transport.outbox import Outbox
-from atlas.wan.transport.wire import FrameKind, Header
+from atlas.wan.transport.wire import FrameHeader, FrameKind
 
 KB = 1024
 SLOW_BPS = 8e6
 
 
-def paced(rate_bps: float = SLOW_BPS) -> Flight:
-    flight = Flight(0.02)
+def paced(rate_bps: float = SLOW_BPS) -> InflightLimit:
+    flight = InflightLimit(0.02)
     flight.learn(rate_bps, 16 * KB)
     return flight
 
@@ -62,7 +62,7 @@ def test_what_a_chunk_showed_is_remembered_for_a_while_and_counts_on_slow_paths_
 
 
 def test_a_path_that_has_become_slower_is_found_by_what_comes_back_while_everything_is_late() -> None:
-    flight, now = Flight(0.04), 0.0
+    flight, now = InflightLimit(0.04), 0.0
     flight.learn(100e6)
 
     def carry(rate_bps: float, took_s: float, seconds: float) -> None:
@@ -99,15 +99,15 @@ def test_the_outbox_waits_for_the_pace() -> None:
     assert 0.008 < time.monotonic() - began < 5.0
 
 
-def sender(handed: list[tuple[int, int]], num_paths: int = 3) -> Sender:
+def sender(handed: list[tuple[int, int]], num_paths: int = 3) -> SliceSender:
     """Notes (path, offset) of what it hands over."""
     box = Outbox(16 * KB, num_paths)
     box.freed(0, 1 << 20)
 
-    def hand_over(path: Path, one: Slice, payload: memoryview) -> None:
+    def hand_over(path: RelayPath, one: RelaySlice, payload: memoryview) -> None:
         handed.append((path.index, one.offset))
 
-    return Sender(box, 0, [("a", f"b{i}", "c") for i in range(num_paths)], hand_over)
+    return SliceSender(box, 0, [("a", f"b{i}", "c") for i in range(num_paths)], hand_over)
 
 
 def until(handed: list[tuple[int, int]], count: int) -> None:
@@ -133,7 +133,7 @@ def test_paths_with_room_take_slices_in_turn_and_a_full_one_is_passed_over() -> 
 
 
 def test_a_slow_path_hoards_no_slices() -> None:
-    path, now = Path(0, ("a", "b")), 1.0
+    path, now = RelayPath(0, ("a", "b")), 1.0
     assert path.num_allowed == 1
     path.departed([(9, 0)], now)
     assert path.num_allowed == 2
@@ -186,7 +186,7 @@ def test_small_receives_are_announced_only_when_credit_is_scarce() -> None:
         def abort(self) -> None:
             raise AssertionError
 
-    header = Header(FrameKind.CHUNK, 0, 0, 1, large, 0, large, (9, 0, 0, 0), True)
+    header = FrameHeader(FrameKind.CHUNK, 0, 0, 1, large, 0, large, (9, 0, 0, 0), True)
     assert inbox.claim(Stream(), header) is not None
     inbox.settle(header, filled=True)
     assert (1, 0, 0, 0) in announced

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from atlas.wan.cell_relay.paths import MOST_HOLD_S, Path, Sender
-from atlas.wan.cell_relay.slices import Note, NoteKind, Slice
+from atlas.wan.cell_relay.paths import MOST_HOLD_S, RelayPath, SliceSender
+from atlas.wan.cell_relay.slices import Note, NoteKind, RelaySlice
 from atlas.wan.transport.base import Handle
 from atlas.wan.transport.outbox import Outbox
 
@@ -22,16 +22,16 @@ class Ways:
         self.free_at = [0.0 for _ in latencies_s]
         self.first_way: dict[int, int] = {}
         """By offset: the path that was given a slice first."""
-        self.sender: Sender | None = None
+        self.sender: SliceSender | None = None
 
-    def hand_over(self, path: Path, one: Slice, payload: memoryview) -> None:
+    def hand_over(self, path: RelayPath, one: RelaySlice, payload: memoryview) -> None:
         self.first_way.setdefault(one.offset, path.index)
         start = max(self.free_at[path.index], time.monotonic())
         self.free_at[path.index] = start + self.slice_s
         self._later(start + self.slice_s, path, one, NoteKind.DEPARTED)
         self._later(start + self.slice_s + self.latencies_s[path.index], path, one, NoteKind.ACK)
 
-    def _later(self, at: float, path: Path, one: Slice, kind: NoteKind) -> None:
+    def _later(self, at: float, path: RelayPath, one: RelaySlice, kind: NoteKind) -> None:
         def tell() -> None:
             assert self.sender is not None
             self.sender.heed(Note(kind, path.hops, 0, ((one.number, one.offset, path.index),)))
@@ -45,7 +45,7 @@ def test_the_last_slices_go_where_they_arrive_first() -> None:
     ways = Ways(0.01, [0.05, 0.25])
     outbox = Outbox(SLICE_BYTES, 2, SLICE_BYTES)
     outbox.freed(0, 1 << 30)
-    ways.sender = sender = Sender(outbox, 0, HOPS, ways.hand_over)
+    ways.sender = sender = SliceSender(outbox, 0, HOPS, ways.hand_over)
     try:
         for number in range(2):  # the first tells how late each path is
             ways.first_way.clear()
@@ -63,7 +63,9 @@ def test_our_own_path_waits_a_moment_for_what_others_sent_with_a_smaller_turn() 
     handed: list[tuple[int, float]] = []
     outbox = Outbox(SLICE_BYTES, 2, SLICE_BYTES)
     outbox.freed(0, 1 << 30)
-    sender = Sender(outbox, 0, HOPS, lambda path, _, __: handed.append((path.index, time.monotonic())), lambda: 0.1)
+    sender = SliceSender(
+        outbox, 0, HOPS, lambda path, _, __: handed.append((path.index, time.monotonic())), lambda: 0.1
+    )
     try:
         begin = time.monotonic()
         outbox.put((0, 0, 0, 0), memoryview(bytes(4 * SLICE_BYTES)), 0, Handle("transfer"))

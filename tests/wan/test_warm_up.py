@@ -8,7 +8,7 @@ import time
 import pytest
 
 from atlas.wan.congestion.tuning import LOSSY_STREAMS
-from atlas.wan.congestion.warm_up import FIRST_BYTES, Look, WarmUp
+from atlas.wan.congestion.warm_up import FIRST_BYTES, KernelStats, WarmUp
 
 RTT_S, TICK_S, STREAMS = 0.04, 0.001, 12
 
@@ -21,8 +21,8 @@ class PathOfNumbers:
         self.delivered_bytes = self.num_packets = 0
         self.is_late = False
 
-    def look(self) -> Look:
-        return Look(self.delivered_bytes, self.num_packets // 100 if self.loses else 0, self.is_late)
+    def look(self) -> KernelStats:
+        return KernelStats(self.delivered_bytes, self.num_packets // 100 if self.loses else 0, self.is_late)
 
     def play(self, warm_up: WarmUp, until_s: float = 3.0) -> float:
         """When it was over."""
