@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -19,8 +20,8 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's"),
     pytest.mark.filterwarnings("error"),
 ]
-A, B = ("127.0.0.1", 61_001), ("127.0.0.1", 61_002)
-"""Names only: nothing listens at these ports."""
+A, B = (("127.0.0.1", 70_000 + 2 * os.getpid() + i) for i in range(2))
+"""Names only: no port has these numbers, and another run of the tests on this host has others."""
 
 
 @pytest.fixture
