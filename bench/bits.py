@@ -22,8 +22,8 @@ from common.report import Report
 
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.ir.assemble import with_optimizer
-from atlas.launch.emulate import Emulation, Setup, Weights, emulate
-from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training
+from atlas.launch.emulate import Emulation, EmulationSettings, Weights, emulate
+from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, TrainingSetup
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.reference import train_alone
@@ -35,7 +35,7 @@ QWEN = DecoderConfig(
     "qwen3", num_layers=4, width=64, num_heads=4, num_kv_heads=2, head_width=16, ffn_width=128, vocabulary=256,
     max_length=32, qk_norm=True, tied=True,
 )  # fmt: skip
-TRAINING = Training(
+TRAINING = TrainingSetup(
     ModelChoice(QWEN, layers_per_stage=(1, 2, 1)),
     DataChoice(32, 2, SHIPPED),
     OptimizerSettings(LearningRate(1e-3, "cosine", 5, 50)),
@@ -68,7 +68,7 @@ def main() -> int:
             if network == "one host":
                 played = replace(played, rank_dc=played.rank_dc[:1] * played.num_ranks)
             began = time.monotonic()
-            run = emulate(played, free, TRAINING, Setup(num_steps, device="cpu", streams=streams, paths={}))
+            run = emulate(played, free, TRAINING, EmulationSettings(num_steps, device="cpu", streams=streams, paths={}))
             first = first or run
             differing = sum(a != b for a, b in zip(run.losses, first.losses, strict=True))
             differing += sum(not np.array_equal(run.weights[n], first.weights[n]) for n in first.weights)

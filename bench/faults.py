@@ -35,10 +35,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "launch"))
 from lab.lines import Lines
-from wide_runs import QUICK, Run, hashes, run_wide, write_job
+from multi_dc_runs import QUICK, Run, hashes, run_wide, write_job
 
 from atlas.errors import AtlasError
-from atlas.launch.coordinator import Terms
+from atlas.launch.coordinator import RunSettings
 from atlas.lifetime import Lifeline
 from atlas.wan.emulator.paths import PathSpec
 from atlas.wan.emulator.proxy_net import ProxyNet
@@ -119,7 +119,7 @@ def child(event: str, seed: int, base: Path) -> int:
         def route(src: str, dst: str, address: tuple[str, int]) -> tuple[str, int]:
             return net.listen(src, dst, address)
 
-        terms = Terms(NUM_STEPS, save_every=SAVE_EVERY, grace_s=10, restarts=QUICK)
+        terms = RunSettings(NUM_STEPS, save_every=SAVE_EVERY, grace_s=10, restarts=QUICK)
         run = run_wide(
             job,
             folders_of(base),

@@ -21,10 +21,10 @@ from atlas.ir.assemble import with_optimizer
 from atlas.ir.ops import USEFUL
 from atlas.ir.program import Layout
 from atlas.ir.timeline import Timeline
-from atlas.launch.emulate import Setup, emulate
-from atlas.launch.rehearse import OWN, Wishes, rehearse
-from atlas.launch.work import make_work
-from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training
+from atlas.launch.emulate import EmulationSettings, emulate
+from atlas.launch.prepared_job import prepare_job
+from atlas.launch.rehearse import OWN, TrainOptions, rehearse
+from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, TrainingSetup
 from atlas.runtime.device import Copied
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
@@ -38,7 +38,7 @@ LLAMA = DecoderConfig(
     "llama", num_layers=16, width=2048, num_heads=32, num_kv_heads=8, head_width=64, ffn_width=8192, vocabulary=32_000,
     max_length=1024, rope_theta=500_000.0,
 )  # fmt: skip
-TRAINING = Training(
+TRAINING = TrainingSetup(
     ModelChoice(LLAMA, "bf16", layers_per_stage=(4, 4, 4, 4)),
     DataChoice(1024, 2, SHIPPED),
     OptimizerSettings(LearningRate(3e-5, "cosine", 2, 50)),
@@ -77,11 +77,11 @@ def difference(losses: Sequence[float], alone: Sequence[float]) -> float:
 def in_turns(place: str) -> float:
     """Losses of four steps by workers that take turns on an emulated WAN, against one process."""
     job = load_job(EXAMPLE)
-    wishes = Wishes("atlas", steps=4, device=place, model=OWN, data=SHIPPED, clip=1.0)
-    work = make_work(job, wishes)
+    options = TrainOptions("atlas", steps=4, device=place, model=OWN, data=SHIPPED, clip=1.0)
+    work = prepare_job(job, options)
     program = work.program
-    alone, _ = train_alone(work.training, program.num_pipelines, program.num_microbatches, wishes.steps, place)
-    return difference(rehearse(job, wishes).run.losses, alone)
+    alone, _ = train_alone(work.training, program.num_pipelines, program.num_microbatches, options.steps, place)
+    return difference(rehearse(job, options).run.losses, alone)
 
 
 def main() -> int:
@@ -91,7 +91,7 @@ def main() -> int:
     report = Report(f"One {torch.cuda.get_device_name()}, {NUM_STAGES} stage processes (measured)", "one process")
     program = with_optimizer(one_f_one_b(Layout(1, NUM_STAGES, NUM_MICROBATCHES, ("a", "a", "b", "b"))), norm=True)
     free = uniform_costs(1, NUM_STAGES, kind_costs(forward_ns=0))
-    setup = Setup(NUM_STEPS, device=place, streams=4, paths={}, patience_s=120.0, keep_weights=False)
+    setup = EmulationSettings(NUM_STEPS, device=place, streams=4, paths={}, patience_s=120.0, keep_weights=False)
     run = emulate(program, free, TRAINING, setup)
     losses, weights = train_alone(TRAINING, 1, NUM_MICROBATCHES, NUM_STEPS, place)
     report.figure("parameters", sum(w.size for w in weights.values()) / 1e9, "10^9", at_least=1.0)

@@ -24,8 +24,8 @@ from common.report import Report
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Layout
-from atlas.launch.emulate import Emulation, Setup, emulate
-from atlas.launch.iterations import Progress
+from atlas.launch.emulate import Emulation, EmulationSettings, emulate
+from atlas.launch.iterations import StepProgress
 from atlas.runtime.assignment import FillerChoice, stand_in
 from atlas.runtime.models.config import DecoderConfig
 from atlas.schedules.classic import one_f_one_b
@@ -84,8 +84,8 @@ class Counted(logging.Handler):
         self.num_lines += 1
 
 
-def train(setup: Setup, seconds: list[float]) -> Emulation:
-    def on_step(progress: Progress) -> None:
+def train(setup: EmulationSettings, seconds: list[float]) -> Emulation:
+    def on_step(progress: StepProgress) -> None:
         seconds.append(progress.seconds)
 
     return emulate(PROGRAM, COSTS, stand_in(), setup, on_step=on_step)
@@ -100,7 +100,7 @@ async def filled_run(tally: Tally, num_steps: int, seconds: list[float]) -> Emul
         address = await parts.start(Path(folder))
         filler = FillerChoice("bubbletea", {"address": address, "token_file": f"{folder}/token"})
         names = [PROGRAM.worker_name(w) for w in range(PROGRAM.num_workers)]
-        setup = Setup(num_steps, fillers=dict.fromkeys(names, filler))
+        setup = EmulationSettings(num_steps, fillers=dict.fromkeys(names, filler))
         over = threading.Event()
         clients = [asyncio.create_task(client(parts, tally, number, over)) for number in range(WAITING)]
         try:
@@ -133,7 +133,7 @@ def main() -> int:
     num_steps = QUICK_STEPS if parser.parse_args().quick else STEPS
     plain_s, filled_s, tally, logged = list[float](), list[float](), Tally(num_steps), Counted()
     logging.getLogger("asyncio").addHandler(logged)
-    plain = train(Setup(num_steps), plain_s)
+    plain = train(EmulationSettings(num_steps), plain_s)
     filled = asyncio.run(filled_run(tally, num_steps, filled_s))
     before, after = (float(np.median(s[SETTLED:])) for s in (plain_s, filled_s))
     whole_ns = sum(filled_s[SETTLED:]) * 1e9 * PROGRAM.num_workers

@@ -30,7 +30,7 @@ from atlas.ir.bubbles import input_transfer, running_end
 from atlas.ir.critical_path import critical_path, path_totals_ns
 from atlas.ir.ops import COLLECTIVES
 from atlas.ir.timeline import Timeline
-from atlas.launch.emulate import Setup, emulate
+from atlas.launch.emulate import EmulationSettings, emulate
 from atlas.schedules import SCHEDULES
 from atlas.sim import simulate
 from atlas.view import write_page
@@ -138,7 +138,7 @@ def one_run(name: str, tcp: str, workers: int, found: world.Found, args: argpars
     steps, device = args.steps, args.device
     load: list[Load] = []
     busy: list[float] = []
-    setup = Setup(
+    setup = EmulationSettings(
         steps,
         device=device,
         streams=TCP[tcp],

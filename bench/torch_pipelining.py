@@ -30,9 +30,9 @@ from common.report import Report
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
-from atlas.launch.emulate import Setup, emulate
-from atlas.launch.iterations import Progress
-from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training
+from atlas.launch.emulate import EmulationSettings, emulate
+from atlas.launch.iterations import StepProgress
+from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, TrainingSetup
 from atlas.runtime.models.config import gpt
 from atlas.runtime.models.decoder import loss_of
 from atlas.runtime.models.task import DecoderTask
@@ -48,10 +48,10 @@ SIZES = {"small": (128, 32, 84), "middle": (256, 64, 24)}
 """Width, length and steps: seconds of each, a step being the median of all but the first few."""
 
 
-def training(size: str) -> Training:
+def training(size: str) -> TrainingSetup:
     width, length, _ = SIZES[size]
     config = gpt(num_layers=4, width=width, num_heads=4, vocabulary=256, max_length=length)
-    return Training(
+    return TrainingSetup(
         ModelChoice(config, layers_per_stage=(2, 2)),
         DataChoice(length, 4, SHIPPED),
         OptimizerSettings(LearningRate(RATE), "sgd"),
@@ -65,10 +65,10 @@ def ours(size: str) -> tuple[float, list[float]]:
     free = uniform_costs(1, NUM_STAGES, kind_costs(forward_ns=0))
     seconds: list[float] = []
 
-    def note(progress: Progress) -> None:
+    def note(progress: StepProgress) -> None:
         seconds.append(progress.seconds)
 
-    setup = Setup(SIZES[size][2], device="cpu", paths={}, keep_weights=False)
+    setup = EmulationSettings(SIZES[size][2], device="cpu", paths={}, keep_weights=False)
     run = emulate(program, free, training(size), setup, on_step=note)
     return statistics.median(seconds[NUM_COLD:]), run.losses
 

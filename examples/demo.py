@@ -23,10 +23,10 @@ from atlas.errors import AtlasError
 from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Layout, Memory, Program
 from atlas.ir.timeline import Timeline
-from atlas.launch.emulate import Emulation, Setup, emulate
-from atlas.launch.iterations import Progress
+from atlas.launch.emulate import Emulation, EmulationSettings, emulate
+from atlas.launch.iterations import StepProgress
 from atlas.launch.paths import NodePaths, paths_of
-from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training
+from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, TrainingSetup
 from atlas.runtime.models.config import gpt
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.schedules import SCHEDULES, Setting
@@ -42,7 +42,7 @@ ONE_SLOWER = 17.06
 """One connection moves a window a round trip: 293 Mbit/s at 40 ms, where many get 5 Gbit/s."""
 STEPS, TEA_STEPS = 3, 12
 MAX_BUSY = 0.70
-TRAINING = Training(
+TRAINING = TrainingSetup(
     ModelChoice(gpt(num_layers=3, width=32, num_heads=2, vocabulary=256, max_length=64), layers_per_stage=(1, 1, 1)),
     DataChoice(64, 8, SHIPPED),
     OptimizerSettings(LearningRate(3e-3)),
@@ -122,7 +122,7 @@ def act(title: str, name: str, tcp: str, tea: Tea | None = None) -> Act:
     steps = STEPS if tea is None else TEA_STEPS
     predicted = simulate(repeated(program, steps), used)
     paths = paths_of(program, used, TRAINING.activation_bytes)
-    setup = Setup(
+    setup = EmulationSettings(
         steps,
         streams=1 if tcp == "one" or program.sharing else 2,
         paths=windowed(paths) if tcp == "one" else paths,
@@ -131,7 +131,7 @@ def act(title: str, name: str, tcp: str, tea: Tea | None = None) -> Act:
     )
     seconds, before = list[float](), list[tuple[int, int]]()
 
-    def on_step(done: Progress) -> None:
+    def on_step(done: StepProgress) -> None:
         seconds.append(done.seconds)
         line = (
             f"  step {done.num_done}/{steps}  loss {done.loss:.4f}  {done.seconds:6.2f} s "
@@ -140,7 +140,7 @@ def act(title: str, name: str, tcp: str, tea: Tea | None = None) -> Act:
         with tea.speaking if tea is not None else nullcontext():
             console.print(line)
 
-    def train(setup: Setup) -> Emulation:
+    def train(setup: EmulationSettings) -> Emulation:
         return emulate(program, used, TRAINING, setup, on_start=lambda _: before.append(host_ticks()), on_step=on_step)
 
     run = train(setup) if tea is None else pour(tea, program, used, setup, train, console)

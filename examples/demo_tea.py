@@ -24,7 +24,7 @@ from atlas.cost.table import Costs
 from atlas.errors import AtlasError
 from atlas.ir.assemble import repeated
 from atlas.ir.program import Program
-from atlas.launch.emulate import Emulation, Setup
+from atlas.launch.emulate import Emulation, EmulationSettings
 from atlas.runtime.assignment import FillerChoice
 from atlas.runtime.models.config import DecoderConfig
 from atlas.sim import simulate
@@ -102,7 +102,12 @@ class _Training(AbstractContextManager[object]):
 
 
 def pour(
-    tea: Tea, program: Program, costs: Costs, setup: Setup, train: Callable[[Setup], Emulation], console: Console
+    tea: Tea,
+    program: Program,
+    costs: Costs,
+    setup: EmulationSettings,
+    train: Callable[[EmulationSettings], Emulation],
+    console: Console,
 ) -> Emulation:
     """Trains with the service beside it, and asks it until training is over."""
     ground = of_training(

@@ -12,7 +12,7 @@ from torch import Tensor
 from atlas.runtime.device import Device, make_device
 from atlas.runtime.models.block import KvSlab
 from atlas.runtime.models.config import DecoderConfig, gpt
-from atlas.runtime.models.decoder import Cut, Decoder, build
+from atlas.runtime.models.decoder import Decoder, LayerRange, build
 from atlas.runtime.models.generate import run_cut
 from atlas.wan.transport.base import Loopback
 from bubbletea.prefill.arena import Arena
@@ -137,4 +137,4 @@ def device_at(place: str) -> Device:
 
 @functools.cache
 def whole(served: Served) -> Decoder:
-    return build(served.config, Cut.whole(served.config), seed=served.seed)
+    return build(served.config, LayerRange.whole(served.config), seed=served.seed)

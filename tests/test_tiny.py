@@ -7,7 +7,7 @@ import numpy as np
 from atlas.ir.assemble import repeated
 from atlas.ir.parse import from_text
 from atlas.ir.text import to_text
-from atlas.launch.emulate import Setup, emulate
+from atlas.launch.emulate import EmulationSettings, emulate
 from atlas.launch.smoke import ATTEMPTS, NUM_STEPS, compare, smoke_program
 from atlas.runtime.assignment import stand_in
 from atlas.runtime.reference import train_alone
@@ -30,7 +30,7 @@ def test_one_program_is_read_simulated_and_executed() -> None:
     training = stand_in()
     losses, weights = train_alone(training, program.num_pipelines, program.num_microbatches, NUM_STEPS)
     for _ in range(ATTEMPTS):
-        run = emulate(program, costs, training, Setup(NUM_STEPS))
+        run = emulate(program, costs, training, EmulationSettings(NUM_STEPS))
         assert run.timeline.source == "emulated"
 
         # What ran learnt what a single process learns ...

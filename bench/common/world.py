@@ -24,9 +24,9 @@ from atlas.cost.table import Costs
 from atlas.ir.dispatch import QUANTUM_NS
 from atlas.ir.program import BACKWARD, FORWARD, Program
 from atlas.launch.paths import NodePaths
-from atlas.runtime.assignment import Training, stand_in
+from atlas.runtime.assignment import TrainingSetup, stand_in
 from atlas.runtime.links import slice_bytes_of, sliced_bytes
-from atlas.runtime.wiring import Seat
+from atlas.runtime.wiring import WorkerRole
 from atlas.schedules import Setting
 from atlas.wan.cell_relay.relay import Cell
 from atlas.wan.emulator.paths import PathSpec
@@ -47,7 +47,7 @@ NAMES = ("dc0/p0.s0", "dc0/p1.s0", "dc1/p1.s1", "dc1/p0.s1")
 """Of the nodes that a slice passes."""
 
 
-def training() -> Training:
+def training() -> TrainingSetup:
     """As little arithmetic as 64 KiB of activations can have: a layer a stage, sixteen numbers a token."""
     small = stand_in(num_layers=STAGES, width=16, num_heads=1, length=64, microbatch=16, vocabulary=32)
     return replace(small, model=replace(small.model, layers_per_stage=(1,) * STAGES))
@@ -126,7 +126,7 @@ def node_paths(program: Program, spec: PathSpec) -> NodePaths:
     paths: NodePaths = {}
     for pipeline in range(program.num_pipelines):
         for boundary in range(program.num_stages - 1):
-            ends = (Seat(program, program.worker(pipeline, s)).node for s in (boundary, boundary + 1))
+            ends = (WorkerRole(program, program.worker(pipeline, s)).node for s in (boundary, boundary + 1))
             left, right = ends
             paths[left, right] = spec
     return paths

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from wide_runs import QUICK, WISHES, Run, free_port, job_text, run_wide, write_job
+from multi_dc_runs import OPTIONS, QUICK, Run, free_port, job_text, run_wide, write_job
 
 from atlas.cli import main
 from atlas.errors import AtlasError
-from atlas.launch.coordinator import Terms
-from atlas.launch.rendezvous import Caller, Rendezvous, SiteName
+from atlas.launch.coordinator import RunSettings
+from atlas.launch.rendezvous import AgentName, Rendezvous, RendezvousClient
 from atlas.wan.security.certs import make_ca, make_node
 from atlas.wan.security.credentials import Credentials, Security
 
@@ -90,8 +90,8 @@ def test_a_wrong_certificate(tmp_path: Path) -> None:
 
     def call(folder: str, credentials: str, name: str) -> None:
         security = Security(Credentials.of_folder(tmp_path / folder, credentials))
-        caller = Caller(
-            rendezvous.address, SiteName("east"), SiteName(name), "plan", security, grace_s=0.5, patience_s=0.5
+        caller = RendezvousClient(
+            rendezvous.address, AgentName("east"), AgentName(name), "plan", security, grace_s=0.5, patience_s=0.5
         )
         caller.close()
 
@@ -107,16 +107,18 @@ def test_a_wrong_certificate(tmp_path: Path) -> None:
 def test_launchers_of_one_datacenter_that_count_differently() -> None:
     rendezvous = Rendezvous(("127.0.0.1", 0), Security(), lambda site, plan: None)
 
-    def call(*site: int) -> Caller:
-        mine = SiteName("west", *site)
-        return Caller(rendezvous.address, SiteName("east"), mine, "plan", Security(), grace_s=0.5, patience_s=0.5)
+    def call(*site: int) -> RendezvousClient:
+        mine = AgentName("west", *site)
+        return RendezvousClient(
+            rendezvous.address, AgentName("east"), mine, "plan", Security(), grace_s=0.5, patience_s=0.5
+        )
 
     first = call(0, 2)
     with pytest.raises(AtlasError, match=r"refuses west \(2 of 3\): .* says that there are 2: give --node the same"):
         call(1, 3)
     first.close()
     deadline = time.monotonic() + 10
-    while rendezvous.guests["west", 0].courier.is_connected:
+    while rendezvous.guests["west", 0].channel.is_connected:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     call(1, 3).close()
@@ -129,9 +131,11 @@ def test_data_shorter_than_one_batch(tmp_path: Path) -> None:
     text.write_text("too short")
     assert main(["data", "tokenize", str(text), "--out", str(shards)]) == 0
     job = write_job(tmp_path, *TWO)
-    wishes = replace(WISHES, data=str(shards))
+    options = replace(OPTIONS, data=str(shards))
     settings = {dc: {"data": str(shards)} for dc in TWO}
-    run = run_wide(job, {dc: tmp_path / dc for dc in TWO}, Terms(2, restarts=QUICK), wishes=wishes, settings=settings)
+    run = run_wide(
+        job, {dc: tmp_path / dc for dc in TWO}, RunSettings(2, restarts=QUICK), options=options, settings=settings
+    )
     assert "tokens, but one sequence takes 33" in str(run.errors["east"])
     assert run.codes == {"west": 2}
     assert run.starts <= 1, "starting again would not help"
@@ -140,13 +144,13 @@ def test_data_shorter_than_one_batch(tmp_path: Path) -> None:
 
 def test_a_damaged_shard_is_named_and_nothing_is_overwritten(tmp_path: Path) -> None:
     job, folders = write_job(tmp_path, *TWO), {dc: tmp_path / dc for dc in TWO}
-    assert run_wide(job, folders, Terms(2, restarts=QUICK)).codes == dict.fromkeys(TWO, 0)
+    assert run_wide(job, folders, RunSettings(2, restarts=QUICK)).codes == dict.fromkeys(TWO, 0)
     (damaged,) = (tmp_path / "east" / "own").glob("step-00000002-a0/*embedding.weights.safetensors")
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
     before = {path: path.read_bytes() for path in tmp_path.rglob("step-*/*")}
-    run = run_wide(job, folders, Terms(4, restarts=QUICK))
+    run = run_wide(job, folders, RunSettings(4, restarts=QUICK))
     error = run.errors["east"]
     assert isinstance(error, AtlasError)
     assert f"{damaged}: damaged" in str(error)
@@ -161,12 +165,12 @@ def test_another_plan_elsewhere_is_refused_with_its_reason(tmp_path: Path) -> No
     runs: dict[str, Run] = {}
 
     def lead() -> None:
-        terms = Terms(2, gather_s=6.0, restarts=QUICK)
+        terms = RunSettings(2, gather_s=6.0, restarts=QUICK)
         runs["east"] = run_wide(job, {"east": tmp_path / "east"}, terms, port=port)
 
     leader = threading.Thread(target=lead)
     leader.start()
-    run = run_wide(other, {"west": tmp_path / "west"}, Terms(2, gather_s=6.0), port=port)
+    run = run_wide(other, {"west": tmp_path / "west"}, RunSettings(2, gather_s=6.0), port=port)
     leader.join()
     assert "refuses west: it holds another plan" in str(run.errors["west"])
     assert "west did not come to" in str(runs["east"].errors["east"])

@@ -14,12 +14,12 @@ from atlas.errors import AtlasError
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.ops import Kind
 from atlas.ir.program import Layout, Program
-from atlas.launch.checkpoint_folders import find_saves
-from atlas.launch.emulate import Emulation, Setup, emulate
-from atlas.launch.iterations import Progress
-from atlas.launch.measured import Records, View, with_norm
+from atlas.launch.checkpoint_folders import find_checkpoints
+from atlas.launch.emulate import Emulation, EmulationSettings, emulate
+from atlas.launch.iterations import StepProgress
+from atlas.launch.measured import Records, RunClock, with_norm
 from atlas.launch.smoke import smoke_program
-from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training, stand_in
+from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, TrainingSetup, stand_in
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.schedules.classic import one_f_one_b
@@ -32,7 +32,7 @@ QWEN = DecoderConfig(
     "qwen3", num_layers=3, width=16, num_heads=4, num_kv_heads=2, head_width=8, ffn_width=24, vocabulary=256,
     max_length=8, qk_norm=True, tied=True,
 )  # fmt: skip
-TRAINING = Training(
+TRAINING = TrainingSetup(
     ModelChoice(QWEN), DataChoice(8, 2, SHIPPED), OptimizerSettings(LearningRate(1e-3, "cosine", 1, 10)), 1.0
 )
 
@@ -41,7 +41,7 @@ TRAINING = Training(
 def test_clocks_that_differ_by_seconds_are_brought_together() -> None:
     program, costs = smoke_program()
     skews_ns = {"p0.s0": 3_000_000_000, "p0.s1": -7_000_000_000, "p1.s1": 11_000_000_000}
-    run = emulate(program, costs, SMALL, Setup(1, skews_ns=skews_ns))
+    run = emulate(program, costs, SMALL, EmulationSettings(1, skews_ns=skews_ns))
     timeline, predicted = run.timeline, simulate(program, costs)
     assert timeline.makespan_ns < 2 * predicted.makespan_ns, "seconds of skew would show"
     ends_ns = timeline.op_end_ns[program.transfer_src]
@@ -62,7 +62,7 @@ def test_what_a_filler_ran_is_in_the_timeline_as_prefill() -> None:
         spans = {"op_start_ns": starts, "op_end_ns": [at + 50 for at in starts], "fills": fills}
         records.add(program.worker_name(worker), {"step": 0, **told, **spans})
     names = [program.worker_name(w) for w in range(program.num_workers)]
-    timeline = records.timeline(View(names, costs, 0, dict.fromkeys(names, 0)))
+    timeline = records.timeline(RunClock(names, costs, 0, dict.fromkeys(names, 0)))
     assert timeline.program.num_ops == program.num_ops + 3
     mine = timeline.program.ops(1)
     assert [op.kind for op in mine[:5]] == [mine[0].kind, Kind.P, mine[2].kind, Kind.P, Kind.P]
@@ -78,20 +78,20 @@ def layout(num_pipelines: int, dcs: tuple[str, ...], num_microbatches: int) -> t
 
 
 def play(
-    case: tuple[Program, Costs], folder: Path | None, steps: int, on_step: Callable[[Progress], None] | None = None
+    case: tuple[Program, Costs], folder: Path | None, steps: int, on_step: Callable[[StepProgress], None] | None = None
 ) -> Emulation:
     program, costs = case
-    setup = Setup(steps, device="cpu", streams=1, paths={})
+    setup = EmulationSettings(steps, device="cpu", streams=1, paths={})
     if folder is not None:
-        saves = find_saves(folder, program.rank_dc, every=2)
+        saves = find_checkpoints(folder, program.rank_dc, every=2)
         setup = replace(
             setup, num_steps=steps - saves.first_step, first_step=saves.first_step, save=saves.by_datacenter
         )
     return emulate(program, costs, TRAINING, setup, on_step=on_step)
 
 
-def interrupted_at(step: int) -> Callable[[Progress], None]:
-    def interrupt(progress: Progress) -> None:
+def interrupted_at(step: int) -> Callable[[StepProgress], None]:
+    def interrupt(progress: StepProgress) -> None:
         if progress.num_done == step:
             raise KeyboardInterrupt
 
@@ -107,7 +107,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits_and_on_another_plan_to_
     num_done = len(stopped.losses)
     assert 2 <= num_done < 6
     assert stopped.losses == whole.losses[:num_done]
-    assert find_saves(tmp_path / "run", ("a", "b")).first_step == num_done
+    assert find_checkpoints(tmp_path / "run", ("a", "b")).first_step == num_done
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["a", "b"], "each datacenter has its own"
 
     again = play(case, tmp_path / "run", 6)
@@ -125,12 +125,12 @@ def test_a_run_that_keeps_no_timeline_has_the_same_losses_and_the_last_pass() ->
     costs = uniform_costs(1, 2, kind_costs(forward_ns=1_000_000))
     told, faults = list[int](), list[Faults]()
 
-    def tell(done: Progress) -> None:
+    def tell(done: StepProgress) -> None:
         told.append(done.num_done)
         faults.append(done.faults)
 
     def run(*, keep: bool) -> Emulation:
-        setup = Setup(5, device="cpu", keep_weights=False, keep_timeline=keep)
+        setup = EmulationSettings(5, device="cpu", keep_weights=False, keep_timeline=keep)
         return emulate(program, costs, TRAINING, setup, on_step=tell)
 
     kept, forgot = run(keep=True), run(keep=False)

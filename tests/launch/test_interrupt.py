@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from atlas.launch.checkpoint_folders import find_saves
+from atlas.launch.checkpoint_folders import find_checkpoints
 from atlas.runtime.checkpoint import LocalStore, choose, load_layers
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny.yaml"
@@ -58,7 +58,7 @@ def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path: Path) -> None:
         out, errors = job.communicate(timeout=60)
     assert job.returncode == 130
     assert "Traceback" not in errors
-    num_done = find_saves(tmp_path / "saved", ("east", "west")).first_step
+    num_done = find_checkpoints(tmp_path / "saved", ("east", "west")).first_step
     assert 1 <= num_done < 1000
     assert f"Stopped after step {num_done}" in out
     assert not [pid for pid in running if Path(f"/proc/{pid}").exists()]

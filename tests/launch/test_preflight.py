@@ -12,40 +12,40 @@ from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
 from atlas.launch import preflight
 from atlas.launch.preflight import layers_of, require_room, state_bytes
-from atlas.runtime.assignment import DataChoice, ModelChoice, Training
+from atlas.runtime.assignment import DataChoice, ModelChoice, TrainingSetup
 from atlas.runtime.models import fit
 from atlas.runtime.models.config import gpt
 from atlas.runtime.models.decoder import cuts
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
-from atlas.runtime.wiring import Seat
+from atlas.runtime.wiring import WorkerRole
 from atlas.schedules.classic import one_f_one_b
 
 GPT = gpt(num_layers=4, width=256, num_heads=4, vocabulary=1000, max_length=64)
 PROGRAM = with_optimizer(one_f_one_b(Layout(1, 2, 2, ("a", "b"))))
 
 
-def training(dtype: str, optimizer: str = "adamw") -> Training:
+def training(dtype: str, optimizer: str = "adamw") -> TrainingSetup:
     settings = OptimizerSettings(LearningRate(1e-3), name=optimizer)
-    return Training(ModelChoice(GPT, dtype=dtype), DataChoice(8, 2), settings)
+    return TrainingSetup(ModelChoice(GPT, dtype=dtype), DataChoice(8, 2), settings)
 
 
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_a_stage_is_counted_as_its_modules_and_optimizer_are(dtype: str, torch_dtype: torch.dtype) -> None:
     for stage, cut in enumerate(cuts(GPT, (2, 2))):
-        seat = Seat(PROGRAM, stage)
-        found = state_bytes(training(dtype), layers_of(seat, training(dtype)))
+        role = WorkerRole(PROGRAM, stage)
+        found = state_bytes(training(dtype), layers_of(role, training(dtype)))
         assert found == pytest.approx(fit.state_bytes(GPT, cut, torch_dtype).total, rel=0.01)
 
 
 def test_master_weights_of_a_bf16_model_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """AdamW in bf16: 2 bytes of weight, 4 of gradient, 8 of moments, and 4 of master weight."""
-    what, seat = training("bf16"), Seat(PROGRAM, 0)
-    need = state_bytes(what, layers_of(seat, what))
-    assert need == 18 * sum(preflight.num_parameters(GPT, layer) for layer in layers_of(seat, what))
+    what, role = training("bf16"), WorkerRole(PROGRAM, 0)
+    need = state_bytes(what, layers_of(role, what))
+    assert need == 18 * sum(preflight.num_parameters(GPT, layer) for layer in layers_of(role, what))
     plain = replace(what, optimizer=replace(what.optimizer, name="sgd"))
-    assert state_bytes(plain, layers_of(seat, plain)) == need * 6 // 18
+    assert state_bytes(plain, layers_of(role, plain)) == need * 6 // 18
     monkeypatch.setattr(preflight, "_free_bytes", lambda: need - 1)
     with pytest.raises(AtlasError, match="the model does not fit"):
-        require_room([seat], what, "cpu")
+        require_room([role], what, "cpu")
     monkeypatch.setattr(preflight, "_free_bytes", lambda: need)
-    require_room([seat], what, "cpu")
+    require_room([role], what, "cpu")

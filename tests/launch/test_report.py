@@ -21,9 +21,9 @@ from atlas.cli import main
 from atlas.commands.watching import watch_flags, watched
 from atlas.errors import AtlasError
 from atlas.ir.store import load_timeline
-from atlas.launch.report import Report, ReportChoice, StepEvent
+from atlas.launch.report import ReportChoice, RunReport, StepEvent
 from atlas.launch.report.events import against_prediction, tokens_per_s
-from atlas.launch.report.metrics import Metrics, MetricsServer
+from atlas.launch.report.metrics import MetricsServer, TrainingMetrics
 from atlas.launch.report.progress import ProgressBar, figures
 
 EVENT: StepEvent = {
@@ -77,13 +77,13 @@ def test_where_nobody_watches_there_is_a_line_now_and_then() -> None:
 def test_json_lines_are_there_after_every_step_and_go_on_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     choice = ReportChoice(bar=False, lines=path)
-    with Report(choice, 10) as report:
+    with RunReport(choice, 10) as report:
         report.step(EVENT)
         (line,) = path.read_text().splitlines()
         assert json.loads(line).items() >= EVENT.items()
         report.step({**EVENT, "step": 8, "loss": float("inf"), "norm": 1.5})  # type: ignore[typeddict-unknown-key]
     path.write_text(path.read_text() + '{"step": 9, "lo')  # a kill in the middle of a line
-    with Report(choice, 10, first_step=8) as report:
+    with RunReport(choice, 10, first_step=8) as report:
         report.step({**EVENT, "step": 9})
     _, eight, torn, nine = path.read_text().splitlines()
     assert (json.loads(eight)["loss"], json.loads(eight)["norm"]) == (None, 1.5)
@@ -98,7 +98,7 @@ def scraped(port: int, path: str = "/metrics") -> str:
 
 
 def test_prometheus_gets_the_last_step(tmp_path: Path) -> None:
-    with Report(ReportChoice(bar=False, metrics_port=0, labels={"job": 'a "b"\n'}), 10) as report:
+    with RunReport(ReportChoice(bar=False, metrics_port=0, labels={"job": 'a "b"\n'}), 10) as report:
         port = report.metrics_port
         assert port
         assert "atlas_training_steps_total 0\n" in scraped(port)
@@ -123,7 +123,7 @@ def test_prometheus_gets_the_last_step(tmp_path: Path) -> None:
 
 
 def test_the_endpoint_serves_one_page_on_loopback_only() -> None:
-    server = MetricsServer(Metrics(), 0)
+    server = MetricsServer(TrainingMetrics(), 0)
     try:
         assert server._server.server_address[0] == "127.0.0.1"
         with pytest.raises(urllib.error.HTTPError, match="404"):
@@ -137,14 +137,14 @@ def test_a_port_that_cannot_be_had_is_told_before_training_starts(port: int | No
     with socket.create_server(("127.0.0.1", 0)) as taken:
         wanted = port or taken.getsockname()[1]
         with pytest.raises(AtlasError, match=f"--metrics-port {wanted}: .*Choose another port"):
-            Report(ReportChoice(bar=False, metrics_port=wanted), 10)
+            RunReport(ReportChoice(bar=False, metrics_port=wanted), 10)
 
 
 def test_a_full_disk_is_told_once_and_costs_no_step() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     told: list[str] = []
-    with Report(ReportChoice(bar=False, lines=Path("/dev/full")), 10, warn=told.append) as report:
+    with RunReport(ReportChoice(bar=False, lines=Path("/dev/full")), 10, warn=told.append) as report:
         report.step(EVENT)
         report.step({**EVENT, "step": 8})
     assert len(told) == 1

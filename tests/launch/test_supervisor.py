@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from wide_runs import WISHES, write_job
+from multi_dc_runs import OPTIONS, write_job
 
 from atlas.errors import AtlasError, WorkerError
+from atlas.launch.prepared_job import prepare_job
 from atlas.launch.replan import replan
-from atlas.launch.supervisor import Restarts, keep_alive
-from atlas.launch.work import make_work
+from atlas.launch.supervisor import RestartPolicy, run_with_restarts
 from atlas.planner.space import batch_of
 
 
@@ -22,7 +22,7 @@ def test_failures_without_progress_are_bounded_and_ever_later() -> None:
         raise WorkerError("worker p0.s1 was killed by SIGKILL")
 
     with pytest.raises(WorkerError, match=r"SIGKILL.*Given up after 3 restarts in a row.*checkpoints are as they were"):
-        keep_alive(live, lambda: 0, Restarts(3, first_wait_s=1, max_wait_s=3), said.append, waited.append)
+        run_with_restarts(live, lambda: 0, RestartPolicy(3, first_wait_s=1, max_wait_s=3), said.append, waited.append)
     assert waited == [1, 2, 3]
     assert said[1] == "worker p0.s1 was killed by SIGKILL. Restart 2 of 3 in a row, in 2 s"
 
@@ -39,7 +39,7 @@ def test_progress_begins_the_count_anew() -> None:
         return "done"
 
     waited: list[float] = []
-    assert keep_alive(live, lambda: done, Restarts(2), lambda line: None, waited.append) == "done"
+    assert run_with_restarts(live, lambda: done, RestartPolicy(2), lambda line: None, waited.append) == "done"
     assert waited == [1.0] * 8
 
 
@@ -51,7 +51,7 @@ def test_what_somebody_must_mend_is_not_tried_again() -> None:
         raise AtlasError("no such file")
 
     with pytest.raises(AtlasError, match="no such file"):
-        keep_alive(live, lambda: 0, Restarts(), lambda line: None, lambda s: None)
+        run_with_restarts(live, lambda: 0, RestartPolicy(), lambda line: None, lambda s: None)
     assert len(lives) == 1
 
 
@@ -60,8 +60,8 @@ def test_the_same_batches_without_a_datacenter(tmp_path: Path) -> None:
     left = replan(job, ["west"])
     assert {dc.name for dc in left.cluster.datacenters} == {"east", "south"}
     assert batch_of(left) == batch_of(job)
-    before = make_work(job, WISHES)
-    after = make_work(left, WISHES, before)
+    before = prepare_job(job, OPTIONS)
+    after = prepare_job(left, OPTIONS, before)
     assert "west" not in after.datacenters
     assert after.global_batch == before.global_batch
     assert sum(after.training.model.layers_per_stage) == job.model.layers

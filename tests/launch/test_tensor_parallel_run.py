@@ -10,19 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from wide_runs import QUICK, Run, losses_alone, run_wide, write_job
+from multi_dc_runs import QUICK, Run, losses_alone, run_wide, write_job
 
 from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.errors import AtlasError, SpecError, WorkerError
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.ops import Kind
 from atlas.ir.program import Layout, Memory, Program
-from atlas.launch.checkpoint_folders import find_saves
-from atlas.launch.coordinator import Terms
-from atlas.launch.emulate import Emulation, Setup, Weights, emulate
+from atlas.launch.checkpoint_folders import find_checkpoints
+from atlas.launch.coordinator import RunSettings
+from atlas.launch.emulate import Emulation, EmulationSettings, Weights, emulate
 from atlas.launch.preflight import devices_for
-from atlas.launch.rehearse import Wishes, rehearse
-from atlas.runtime.assignment import DataChoice, ModelChoice, Training
+from atlas.launch.rehearse import TrainOptions, rehearse
+from atlas.runtime.assignment import DataChoice, ModelChoice, TrainingSetup
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.reference import train_alone
@@ -41,9 +41,9 @@ CLOSE = 1e-5
 TWO = ("east", "west")
 
 
-def training(config: DecoderConfig) -> Training:
+def training(config: DecoderConfig) -> TrainingSetup:
     settings = OptimizerSettings(LearningRate(1e-3))
-    return Training(ModelChoice(config), DataChoice(8, 2), settings, max_norm=0.5)
+    return TrainingSetup(ModelChoice(config), DataChoice(8, 2), settings, max_norm=0.5)
 
 
 def case(num_pipelines: int, num_stages: int, *, splits: bool = False) -> tuple[Program, Costs]:
@@ -54,7 +54,7 @@ def case(num_pipelines: int, num_stages: int, *, splits: bool = False) -> tuple[
 
 
 def play(what: tuple[Program, Costs], config: DecoderConfig, tp: int, steps: int = 3, **setup: object) -> Emulation:
-    made = replace(Setup(steps, device="cpu", streams=1, paths={}, tp=tp), **setup)  # type: ignore[arg-type]
+    made = replace(EmulationSettings(steps, device="cpu", streams=1, paths={}, tp=tp), **setup)  # type: ignore[arg-type]
     return emulate(*what, training(config), made)
 
 
@@ -85,7 +85,7 @@ def test_so_they_do_among_pipelines_with_split_backwards_and_tied_ends(pipelines
 
 
 def saved(folder: Path, steps: int, program: Program) -> dict[str, object]:
-    saves = find_saves(folder, program.rank_dc, every=1)
+    saves = find_checkpoints(folder, program.rank_dc, every=1)
     return {"steps": steps - saves.first_step, "first_step": saves.first_step, "save": saves.by_datacenter}
 
 
@@ -107,7 +107,7 @@ def kill_follower(leader: int) -> None:
 
 def test_a_killed_follower_is_a_killed_worker() -> None:
     program, costs = case(1, 1)
-    setup = Setup(200, device="cpu", streams=1, paths={}, tp=2)
+    setup = EmulationSettings(200, device="cpu", streams=1, paths={}, tp=2)
     with pytest.raises(WorkerError, match=r"tensor-parallel rank 1 of p0\.s0 was killed by SIGKILL"):
         emulate(program, costs, training(GPT), setup, on_start=lambda pids: kill_follower(pids["p0.s0"]))
 
@@ -126,7 +126,7 @@ def test_over_datacenters_a_killed_follower_is_started_again_with_all_others(tmp
             struck.append(pids["p0.s1"])
             kill_follower(pids["p0.s1"])
 
-    terms = Terms(6, save_every=2, grace_s=1.5, patience_s=10, restarts=QUICK)
+    terms = RunSettings(6, save_every=2, grace_s=1.5, patience_s=10, restarts=QUICK)
     run = run_wide(job, {dc: tmp_path / dc for dc in TWO}, terms, on_start=started, on_step=strike)
     assert run.codes == dict.fromkeys(TWO, 0), run.errors
     assert run.starts == 2
@@ -143,7 +143,7 @@ def test_what_cannot_be_divided_is_refused() -> None:
 def test_more_processes_than_a_machine_rehearses_are_refused() -> None:
     job = load_job(TINY, ["tp=8", *(f"cluster.datacenters.{dc}.gpus_per_node=8" for dc in TWO)])
     with pytest.raises(AtlasError, match="workers of 8 processes each are more than the 16"):
-        rehearse(job, Wishes("1f1b"))
+        rehearse(job, TrainOptions("1f1b"))
 
 
 def test_each_worker_gets_neighbouring_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from worker_threads import Crew, run_in_threads
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout, Memory, Program
-from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, Training
+from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, TrainingSetup
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.reference import train_alone
@@ -26,7 +26,7 @@ QWEN = DecoderConfig(
     "qwen3", num_layers=4, width=32, num_heads=4, num_kv_heads=2, head_width=8, ffn_width=64, vocabulary=256,
     max_length=16, qk_norm=True, tied=True,
 )  # fmt: skip
-TRAINING = Training(
+TRAINING = TrainingSetup(
     ModelChoice(QWEN, layers_per_stage=(1, 2, 1)),
     DataChoice(16, 2, SHIPPED),
     OptimizerSettings(LearningRate(1e-3, "cosine", 2, 50)),

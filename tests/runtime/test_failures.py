@@ -23,13 +23,13 @@ from atlas.cost.table import kind_costs, uniform_costs
 from atlas.errors import ProgramError, WorkerError
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
-from atlas.launch.emulate import Setup, emulate
+from atlas.launch.emulate import EmulationSettings, emulate
 from atlas.launch.paths import require_emulable
 from atlas.launch.smoke import smoke_program
 from atlas.runtime import process
 from atlas.runtime.assignment import stand_in
-from atlas.runtime.device import Cpu, Upload
-from atlas.runtime.transfers import Arrival
+from atlas.runtime.device import Cpu, PendingUpload
+from atlas.runtime.transfers import ReceivedTensor
 from atlas.schedules.classic import one_f_one_b
 from atlas.wan.transport.base import Handle
 
@@ -62,7 +62,7 @@ def test_a_lost_worker_is_reported_and_nothing_is_left(how: signal.Signals, says
         threading.Timer(0.8, strike).start()
 
     with pytest.raises(WorkerError, match=says):
-        emulate(program, costs, TRAINING, Setup(10, patience_s=2.0), on_start=on_start)
+        emulate(program, costs, TRAINING, EmulationSettings(10, patience_s=2.0), on_start=on_start)
     assert time.monotonic() - struck[0] < 6
     assert len(pids) == 2
     assert not any(map(is_alive, pids.values()))
@@ -102,13 +102,13 @@ def test_what_cannot_be_emulated_is_said_before_anything_starts() -> None:
 class Full(Cpu):
     """A device without room for another tensor."""
 
-    def upload(self, tensor: torch.Tensor) -> Upload:
+    def upload(self, tensor: torch.Tensor) -> PendingUpload:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_an_upload_that_fails_spares_the_transports_thread_and_is_raised_where_the_tensor_is_needed() -> None:
     handle = Handle("1F0 waits for 0SEND_F0")
-    arrival = Arrival(handle, torch.ones(2), Full())
+    arrival = ReceivedTensor(handle, torch.ones(2), Full())
     handle.finish()  # on the transport's thread
     with pytest.raises(torch.OutOfMemoryError):
         _ = arrival.tensor
@@ -135,6 +135,6 @@ def test_an_order_that_cannot_be_obeyed_ends_the_worker_with_an_error(
     monkeypatch.setattr(os, "_exit", exit)
     answers, worker = io.StringIO(), SimpleNamespace(saving=SimpleNamespace(confirm=broken))
     with pytest.raises(Exited):
-        process._heed(io.StringIO(orders), cast(Any, worker), cast(Any, None), process.Talk(answers))
+        process._heed(io.StringIO(orders), cast(Any, worker), cast(Any, None), process.MessageWriter(answers))
     said = [json.loads(line) for line in answers.getvalue().splitlines()]
     assert [message["error"].partition(":")[0] for message in said] == told

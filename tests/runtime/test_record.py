@@ -7,13 +7,13 @@ import threading
 import pytest
 
 from atlas.errors import WorkerError
-from atlas.runtime.record import Recorder, Sending, StepRecord
+from atlas.runtime.record import PendingSend, Recorder, StepRecord
 from atlas.wan.transport.base import Handle
 
 
 def test_the_last_step_is_told_though_its_output_was_still_on_the_device() -> None:
     told = list[StepRecord]()
-    recorder, sending, handle = Recorder(told.append), Sending(0), Handle("an activation")
+    recorder, sending, handle = Recorder(told.append), PendingSend(0), Handle("an activation")
     recorder.begin(7).sendings.append(sending)
     recorder.end()
     assert not told
@@ -29,7 +29,7 @@ def test_the_last_step_is_told_though_its_output_was_still_on_the_device() -> No
 
 def test_an_output_that_never_comes_off_the_device_is_an_error() -> None:
     recorder = Recorder(lambda record: None)
-    recorder.begin(0).sendings.append(Sending(3))
+    recorder.begin(0).sendings.append(PendingSend(3))
     recorder.end()
     with pytest.raises(WorkerError, match=r"transfer 3 did not come off the device within 0\.05 s"):
         recorder.finish(0.05)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atlas.errors import SpecError
 from atlas.runtime.models.config import DecoderConfig, gpt
-from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, Cut, build, loss_of
+from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, LayerRange, build, loss_of
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.models.tied import join, outgoing
 from atlas.runtime.optimizer import AdamW, clip, global_norm, squares
@@ -81,7 +81,7 @@ def gradients_of(stages: list[Stage]) -> dict[str, Tensor]:
 def alone(config: DecoderConfig) -> dict[str, Tensor]:
     """Plain torch: one module, autograd's own sums."""
     task = task_of(config, (config.num_layers,))
-    model = build(config, Cut.whole(config), seed=3)
+    model = build(config, LayerRange.whole(config), seed=3)
     for slot in range(NUM_MICROBATCHES):
         tokens, targets = microbatch(slot, 0)
         loss = loss_of(model(tokens, task.draw(slot, 0)), targets) / NUM_MICROBATCHES

@@ -13,9 +13,9 @@ from atlas.errors import WorkerError
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
 from atlas.runtime.device import Cpu
-from atlas.runtime.links import Links
+from atlas.runtime.links import WorkerLinks
 from atlas.runtime.sync import SUMS, GradientSync
-from atlas.runtime.wiring import Seat
+from atlas.runtime.wiring import WorkerRole
 from atlas.schedules.classic import one_f_one_b
 from atlas.wan.transport.base import Handle
 
@@ -24,7 +24,7 @@ class HeldLinks:
     """Everything arrives at once, as zeros; what is sent stays on its way until `release`."""
 
     def __init__(self) -> None:
-        self.seat = Seat(with_optimizer(one_f_one_b(Layout(2, 1, 1, ("a",)))), 0)
+        self.role = WorkerRole(with_optimizer(one_f_one_b(Layout(2, 1, 1, ("a",)))), 0)
         self.patience_s = 10.0
         self.sums_out: list[tuple[Handle, Any]] = []
 
@@ -48,7 +48,7 @@ class HeldLinks:
 def test_sums_are_given_out_when_the_others_have_them() -> None:
     """They may be clipped in place from then on, and lie in the memory that is sent."""
     links = HeldLinks()
-    sync = GradientSync(cast(Links, links), Cpu(), "p0.s0")
+    sync = GradientSync(cast(WorkerLinks, links), Cpu(), "p0.s0")
     mine = [torch.ones(6)]
     sync.begin(0, 0, mine)
     found: list[torch.Tensor] = []
@@ -81,7 +81,7 @@ class Stuck(Cpu):
 def test_gradients_that_do_not_come_off_the_device_are_an_error_in_time() -> None:
     links = HeldLinks()
     links.patience_s = 0.05
-    sync = GradientSync(cast(Links, links), Stuck(), "p0.s0 (a)")
+    sync = GradientSync(cast(WorkerLinks, links), Stuck(), "p0.s0 (a)")
     mine = [torch.empty(6, device="meta")]
     sync.begin(3, 0, mine)
     with pytest.raises(WorkerError, match=r"SYNC of step 3 on p0\.s0 \(a\): its own gradients .* within 0\.05 s"):

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from atlas.runtime.checkpoint import LayerState
-from atlas.runtime.tensor_parallel.group import Shares, place_of
+from atlas.runtime.tensor_parallel.group import ParameterShards, place_of
 
 
 class Placed:
@@ -19,8 +19,8 @@ class Placed:
 PARAMETERS = {"rows": Placed(Shard(0)), "columns": Placed(Shard(1)), "norm": Placed(Replicate()), "bias": Placed()}
 
 
-def shares(rank: int) -> Shares:
-    return Shares(rank, 2, PARAMETERS.items())  # type: ignore[arg-type]
+def shares(rank: int) -> ParameterShards:
+    return ParameterShards(rank, 2, PARAMETERS.items())  # type: ignore[arg-type]
 
 
 def test_parts_make_the_whole() -> None:

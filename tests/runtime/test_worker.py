@@ -14,7 +14,7 @@ from atlas.ir.assemble import assemble, repeated, with_optimizer
 from atlas.ir.ops import Kind, Op
 from atlas.ir.program import Layout, Program
 from atlas.ir.text import to_text
-from atlas.runtime.assignment import SHIPPED, Assignment, DataChoice, ModelChoice, Training, stand_in
+from atlas.runtime.assignment import SHIPPED, Assignment, DataChoice, ModelChoice, TrainingSetup, stand_in
 from atlas.runtime.device import Cpu
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
@@ -28,7 +28,11 @@ ADAM = OptimizerSettings(LearningRate(1e-3, "cosine", 1, 10))
 
 
 def assert_learns_like_one_process(
-    program: Program, training: Training = TRAINING, num_steps: int = 2, tolerance: float = 1e-5, num_cells: int = 1
+    program: Program,
+    training: TrainingSetup = TRAINING,
+    num_steps: int = 2,
+    tolerance: float = 1e-5,
+    num_cells: int = 1,
 ) -> Crew:
     crew = run_in_threads(program, training, num_steps, num_cells=num_cells)
     num_steps = program.num_iterations if program.num_iterations > 1 else num_steps
@@ -103,10 +107,10 @@ QWEN = DecoderConfig(
 )  # fmt: skip
 
 
-def real(config: DecoderConfig, max_norm: float | None = None, layers: tuple[int, ...] = ()) -> Training:
+def real(config: DecoderConfig, max_norm: float | None = None, layers: tuple[int, ...] = ()) -> TrainingSetup:
     """On the text that ships."""
     model = ModelChoice(config, seed=3, layers_per_stage=layers)
-    return Training(model, DataChoice(8, 2, SHIPPED, seed=5), ADAM, max_norm)
+    return TrainingSetup(model, DataChoice(8, 2, SHIPPED, seed=5), ADAM, max_norm)
 
 
 def test_tied_ends_on_two_workers_learn_as_one_matrix() -> None:

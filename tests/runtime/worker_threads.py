@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from atlas.ir.program import Program
 from atlas.ir.text import to_text
-from atlas.runtime.assignment import Assignment, Training
+from atlas.runtime.assignment import Assignment, TrainingSetup
 from atlas.runtime.device import Cpu, Device
 from atlas.runtime.record import StepRecord
 from atlas.runtime.reference import Weights
@@ -24,7 +24,7 @@ class Crew:
         self.workers, self.records = workers, records
 
     def weights(self, pipeline: int = 0) -> Weights:
-        mine = [worker for worker in self.workers if worker.seat.pipeline == pipeline]
+        mine = [worker for worker in self.workers if worker.role.pipeline == pipeline]
         return {name: p.detach().float().numpy() for worker in mine for name, p in worker.parameters.items()}
 
     def losses(self) -> list[float]:
@@ -39,7 +39,7 @@ class Crew:
 
 def run_in_threads(
     program: Program,
-    training: Training,
+    training: TrainingSetup,
     num_steps: int = 1,
     *,
     device: Callable[[], Device] = Cpu,
@@ -49,19 +49,19 @@ def run_in_threads(
 ) -> Crew:
     num_steps = program.num_iterations if program.num_iterations > 1 else num_steps
     first = Assignment(0, to_text(program), training, num_steps, num_cells=num_cells, streams=1, patience_s=15.0)
-    seats = [(cell, w) for cell in range(num_cells) for w in range(program.num_workers)]
-    records: list[list[StepRecord]] = [[] for _ in seats]
+    roles = [(cell, w) for cell in range(num_cells) for w in range(program.num_workers)]
+    records: list[list[StepRecord]] = [[] for _ in roles]
     workers = [
         Worker(
             change(replace(first, worker=w, cell=cell)), device(), filler=filler(number), tell=records[number].append
         )
-        for number, (cell, w) in enumerate(seats)
+        for number, (cell, w) in enumerate(roles)
     ]
     all_connected = threading.Barrier(len(workers))
-    by_node = {worker.seat.node: worker for worker in workers}
+    by_node = {worker.role.node: worker for worker in workers}
 
     def live(worker: Worker) -> None:
-        wires = worker.seat.wires(tied=training.model.config.tied)
+        wires = worker.role.wires(tied=training.model.config.tied)
         ports = [by_node[wire.peer].links.ports[wire.peer_end] for wire in wires]
         worker.connect([(w.end, w.peer, w.lane, "127.0.0.1", port) for w, port in zip(wires, ports, strict=True)])
         all_connected.wait(30)

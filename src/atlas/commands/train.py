@@ -26,9 +26,9 @@ from atlas.errors import AtlasError
 from atlas.spec.plan import load_job_or_plan
 
 if TYPE_CHECKING:
-    from atlas.launch.iterations import Progress
+    from atlas.launch.iterations import StepProgress
     from atlas.launch.rehearse import Rehearsal
-    from atlas.launch.report import Report
+    from atlas.launch.report import RunReport
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -77,10 +77,10 @@ def run(args: argparse.Namespace) -> int:
         require_folder(args.checkpoints, "--checkpoints")
     schedule = args.schedule or (plan.schedule.name if plan else "1f1b")
     args.device = args.device or ("paced" if args.emulate else "cuda")
-    from atlas.launch.rehearse import Wishes, rehearse
-    from atlas.launch.report import Report
+    from atlas.launch.rehearse import TrainOptions, rehearse
+    from atlas.launch.report import RunReport
 
-    wishes = Wishes(
+    options = TrainOptions(
         schedule,
         tcp=args.tcp or (plan.schedule.tcp if plan else "many"),
         steps=args.steps,
@@ -96,10 +96,10 @@ def run(args: argparse.Namespace) -> int:
         max_restarts=args.max_restarts,
     )
     if args.dc is not None:
-        return run_dc(args, job, wishes)
+        return run_dc(args, job, options)
     choice = watched(args, {"job": job.name, "schedule": schedule})
-    with Report(choice, args.steps) as report:
-        result = rehearse(job, wishes, on_step=lambda done, predicted_s: _tell(report, done, predicted_s))
+    with RunReport(choice, args.steps) as report:
+        result = rehearse(job, options, on_step=lambda done, predicted_s: _tell(report, done, predicted_s))
     _print(job.name, schedule, args, result)
     if args.page is not None:
         from atlas.view import write_page
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     return 130 if result.run.stopped else 0
 
 
-def _tell(report: Report, done: Progress, predicted_s: float) -> None:
+def _tell(report: RunReport, done: StepProgress, predicted_s: float) -> None:
     report.step(
         {
             "step": done.num_done,

@@ -22,8 +22,8 @@ from atlas.errors import AtlasError, SpecError
 from atlas.spec import Job
 
 if TYPE_CHECKING:
-    from atlas.launch.rehearse import Wishes
-    from atlas.launch.rendezvous import SiteName
+    from atlas.launch.rehearse import TrainOptions
+    from atlas.launch.rendezvous import AgentName
 
 PORT = 7700
 
@@ -75,16 +75,16 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_dc(args: argparse.Namespace, job: Job, wishes: Wishes) -> int:
-    from atlas.launch.agent import SiteSettings
-    from atlas.launch.coordinator import Terms
-    from atlas.launch.multi_dc import Here, Hooks, leads, train_here
-    from atlas.launch.report import Report
-    from atlas.launch.supervisor import Restarts
+def run_dc(args: argparse.Namespace, job: Job, options: TrainOptions) -> int:
+    from atlas.launch.agent import AgentSettings
+    from atlas.launch.coordinator import RunSettings
+    from atlas.launch.multi_dc import LauncherSettings, RunCallbacks, leads, train_here
+    from atlas.launch.report import RunReport
+    from atlas.launch.supervisor import RestartPolicy
 
     name, local_rank = site_name(args.dc, args.node, os.environ)
     _require_own(args.listen)
-    settings = SiteSettings(
+    settings = AgentSettings(
         name,
         host=args.listen,
         certificates=args.certs,
@@ -92,50 +92,52 @@ def run_dc(args: argparse.Namespace, job: Job, wishes: Wishes) -> int:
         checkpoints=args.checkpoints,
         data=args.data,
         weights=args.model if args.model != "job" else "",
-        device=wishes.device,
+        device=options.device,
         local_rank=local_rank,
     )
-    here = Here(settings, _address(args.rendezvous), auto_replan=args.auto_replan, without=tuple(args.without))
-    terms = Terms(
-        wishes.steps,
-        save_every=wishes.save_every,
-        streams=1 if wishes.tcp == "one" else 0,
-        paced=wishes.device == "paced",
+    here = LauncherSettings(
+        settings, _address(args.rendezvous), auto_replan=args.auto_replan, without=tuple(args.without)
+    )
+    terms = RunSettings(
+        options.steps,
+        save_every=options.save_every,
+        streams=1 if options.tcp == "one" else 0,
+        paced=options.device == "paced",
         grace_s=args.grace,
         patience_s=args.patience,
-        restarts=Restarts(args.max_restarts),
+        restarts=RestartPolicy(args.max_restarts),
     )
-    choice = watched(args, {"job": job.name, "schedule": wishes.schedule})
+    choice = watched(args, {"job": job.name, "schedule": options.schedule})
 
     def tell(line: str) -> None:
         say(f"atlas: {line}")
 
     signal.signal(signal.SIGTERM, _interrupt)  # what a scheduler sends before it takes the hosts away
     with ExitStack() as stack:
-        hooks = Hooks(tell)
-        if leads(job, wishes, here):
-            report = stack.enter_context(Report(choice, wishes.steps))
-            hooks = Hooks(tell, report.step)
-        return train_here(job, wishes, terms, here, hooks)
+        hooks = RunCallbacks(tell)
+        if leads(job, options, here):
+            report = stack.enter_context(RunReport(choice, options.steps))
+            hooks = RunCallbacks(tell, report.step)
+        return train_here(job, options, terms, here, hooks)
 
 
 def _interrupt(number: int, stack: object) -> None:
     raise KeyboardInterrupt
 
 
-def site_name(datacenter: str, node: str | None, environment: Mapping[str, str]) -> tuple[SiteName, int | None]:
+def site_name(datacenter: str, node: str | None, environment: Mapping[str, str]) -> tuple[AgentName, int | None]:
     """Which launcher of its datacenter this is, and its first GPU where torchrun says it."""
-    from atlas.launch.rendezvous import SiteName
+    from atlas.launch.rendezvous import AgentName
 
     if "TORCHELASTIC_RUN_ID" in environment:
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        return SiteName(datacenter, rank, size), int(environment["LOCAL_RANK"])
+        return AgentName(datacenter, rank, size), int(environment["LOCAL_RANK"])
     if node is None:
-        return SiteName(datacenter), None
+        return AgentName(datacenter), None
     part, _, count = node.partition("/")
     if not (part.isdecimal() and count.isdecimal() and int(part) < int(count)):
         raise SpecError(where="--node", key="I/N", value=node, rule="must count from 0", remedy="Write 0/2, or 1/2")
-    return SiteName(datacenter, int(part), int(count)), None
+    return AgentName(datacenter, int(part), int(count)), None
 
 
 def _require_own(host: str) -> None:

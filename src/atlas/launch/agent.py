@@ -24,13 +24,13 @@ from pathlib import Path
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.ir.parse import from_text
-from atlas.launch.checkpoint_exchange import Shelves
+from atlas.launch.checkpoint_exchange import CheckpointExchange
 from atlas.launch.control_channel import Message
 from atlas.launch.preflight import devices_for, layers_of, require_room
-from atlas.launch.rendezvous import Caller, SiteName
-from atlas.launch.worker_processes import Fleet
-from atlas.runtime.assignment import SHIPPED, Assignment, SaveChoice, Training, read
-from atlas.runtime.wiring import Seat
+from atlas.launch.rendezvous import AgentName, RendezvousClient
+from atlas.launch.worker_processes import WorkerProcesses
+from atlas.runtime.assignment import SHIPPED, Assignment, SaveChoice, TrainingSetup, read
+from atlas.runtime.wiring import WorkerRole
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.handshake import Address
 
@@ -38,10 +38,10 @@ LISTEN_S = 0.2
 
 
 @dataclass(frozen=True)
-class SiteSettings:
+class AgentSettings:
     """What differs from datacenter to datacenter, and what nobody else needs to know."""
 
-    name: SiteName
+    name: AgentName
     host: str = "127.0.0.1"
     """The address that its workers and its keeper listen on, and that the others reach them at."""
     certificates: Path | None = None
@@ -56,23 +56,25 @@ class SiteSettings:
 
 
 @dataclass
-class _Life:
+class _Attempt:
     """What this site has of the life under way."""
 
     epoch: int
     datacenters: list[str]
-    shelves: Shelves | None = None
+    shelves: CheckpointExchange | None = None
     keepers: dict[str, Address] | None = None
-    fleet: Fleet | None = None
+    fleet: WorkerProcesses | None = None
     passing: threading.Thread | None = None
 
 
-class Site:
+class Agent:
     """`run` returns the launcher's exit code."""
 
-    def __init__(self, settings: SiteSettings, caller: Caller, security: Security, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: AgentSettings, caller: RendezvousClient, security: Security, say: Callable[[str], None]
+    ) -> None:
         self.settings, self._caller, self._security, self._say = settings, caller, security, say
-        self._life: _Life | None = None
+        self._life: _Attempt | None = None
         self._interrupted = False
 
     def run(self) -> int:
@@ -97,13 +99,13 @@ class Site:
     def _next(self) -> Message:
         while True:
             try:
-                return self._caller.courier.inbox.get()
+                return self._caller.channel.inbox.get()
             except KeyboardInterrupt:
                 if self._interrupted:
                     raise
                 self._interrupted = True
                 self._say("stopping after this step, with a checkpoint; again to stop at once")
-                self._caller.courier.send({"interrupt": True})
+                self._caller.channel.send({"interrupt": True})
 
     def _finish(self, how: Message) -> int:
         self._end()
@@ -135,18 +137,20 @@ class Site:
 
     def _answer(self, message: Message) -> None:
         assert self._life is not None
-        self._caller.courier.send({"epoch": self._life.epoch, **message})
+        self._caller.channel.send({"epoch": self._life.epoch, **message})
 
     def _begin(self, message: Message) -> None:
         self._end()
-        life = self._life = _Life(int(message["life"]), list(message["datacenters"]))
+        life = self._life = _Attempt(int(message["life"]), list(message["datacenters"]))
         mine = self.settings
         if mine.checkpoints is None:
             self._answer({"begun": {"host": mine.host, "keeper": None, "shelves": []}})
             return
         if mine.checkpoints.exists() and not mine.checkpoints.is_dir():
             raise AtlasError(f"{mine.checkpoints}: not a folder. Choose another place for checkpoints")
-        life.shelves = Shelves(mine.checkpoints, mine.name, life.datacenters, mine.host, life.epoch, self._security)
+        life.shelves = CheckpointExchange(
+            mine.checkpoints, mine.name, life.datacenters, mine.host, life.epoch, self._security
+        )
         there = {"keeper": list(life.shelves.address), "shelves": list(life.shelves.local)}
         self._answer({"begun": {"host": mine.host, **there}})
 
@@ -175,26 +179,26 @@ class Site:
 
     def _prepare(self, message: Message) -> None:
         life, wanted = self._now(), message["prepare"]
-        training = self._localised(read(Training, wanted["training"]))
+        training = self._localised(read(TrainingSetup, wanted["training"]))
         program = from_text(wanted["program"])
-        seats = [Seat(program, worker, cell, wanted["num_cells"]) for cell, worker in wanted["workers"]]
+        roles = [WorkerRole(program, worker, cell, wanted["num_cells"]) for cell, worker in wanted["workers"]]
         mine = self.settings
-        devices = devices_for(len(seats), mine.device, mine.name.datacenter, mine.local_rank, tp=wanted["tp"])
-        require_room(seats, training, mine.device, tp=wanted["tp"])
-        save = self._save_choice(life, wanted, [layer for seat in seats for layer in layers_of(seat, training)])
-        life.fleet = Fleet("atlas.runtime.process", [seat.name for seat in seats])
+        devices = devices_for(len(roles), mine.device, mine.name.datacenter, mine.local_rank, tp=wanted["tp"])
+        require_room(roles, training, mine.device, tp=wanted["tp"])
+        save = self._save_choice(life, wanted, [layer for role in roles for layer in layers_of(role, training)])
+        life.fleet = WorkerProcesses("atlas.runtime.process", [role.name for role in roles])
         life.passing = threading.Thread(target=self._pass_on, args=(life, life.fleet), daemon=True, name="ears")
         life.passing.start()
-        for seat, device in zip(seats, devices, strict=True):
+        for role, device in zip(roles, devices, strict=True):
             assignment = Assignment(
-                worker=seat.worker,
+                worker=role.worker,
                 program=wanted["program"],
                 training=training,
                 num_steps=wanted["num_steps"] - wanted["first_step"],
                 first_step=wanted["first_step"],
-                cell=seat.cell,
-                num_cells=seat.num_cells,
-                compute_ns=tuple(map(tuple, wanted["compute_ns"].get(seat.name, ()))),
+                cell=role.cell,
+                num_cells=role.num_cells,
+                compute_ns=tuple(map(tuple, wanted["compute_ns"].get(role.name, ()))),
                 device=device,
                 tp=wanted["tp"],
                 listen=mine.host,
@@ -205,10 +209,10 @@ class Site:
                 patience_s=wanted["patience_s"],
                 save=save,
             )
-            life.fleet.tell(seat.name, {"assignment": assignment.to_json()})
+            life.fleet.tell(role.name, {"assignment": assignment.to_json()})
         self._answer({"prepared": life.fleet.pids})
 
-    def _localised(self, training: Training) -> Training:
+    def _localised(self, training: TrainingSetup) -> TrainingSetup:
         """With this datacenter's own folders."""
         data, model, mine = training.data, training.model, self.settings
         if data.folder and data.folder != SHIPPED:
@@ -217,7 +221,7 @@ class Site:
             model = replace(model, weights=mine.weights or model.weights)
         return replace(training, data=data, model=model)
 
-    def _save_choice(self, life: _Life, wanted: Message, layers: Sequence[str]) -> SaveChoice | None:
+    def _save_choice(self, life: _Attempt, wanted: Message, layers: Sequence[str]) -> SaveChoice | None:
         if life.shelves is None:
             return None
         sources: list[str] = []
@@ -237,7 +241,7 @@ class Site:
         )
 
     # ---- workers ---------------------------------------------------------------------------------------------------
-    def _pass_on(self, life: _Life, fleet: Fleet) -> None:
+    def _pass_on(self, life: _Attempt, fleet: WorkerProcesses) -> None:
         """What workers say, as it comes; how one died is known here only."""
         while life.fleet is fleet:
             said = fleet.next_said(LISTEN_S)
@@ -249,9 +253,9 @@ class Site:
             elif "ready" in said.message and life.shelves is not None:
                 life.shelves.forget_fetched()  # they have read what they needed before they listened
             try:
-                self._caller.courier.send(what)
+                self._caller.channel.send(what)
             except WorkerError as error:  # on a thread: `run` must hear of it
-                self._caller.courier.inbox.put({"gone": str(error)})
+                self._caller.channel.inbox.put({"gone": str(error)})
                 return
 
     def _end(self) -> None:
@@ -266,6 +270,6 @@ class Site:
         if life.shelves is not None:
             life.shelves.close()
 
-    def _now(self) -> _Life:
+    def _now(self) -> _Attempt:
         assert self._life is not None
         return self._life

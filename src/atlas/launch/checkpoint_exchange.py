@@ -16,9 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from atlas.errors import AtlasError
-from atlas.launch.rendezvous import SiteName
+from atlas.launch.rendezvous import AgentName
 from atlas.runtime.assignment import CopyChoice
-from atlas.runtime.checkpoint import OWN, Keeper, Line, LocalStore, RemoteStore, Store, choose, next_attempt, shelf_of
+from atlas.runtime.checkpoint import (
+    OWN,
+    BlobStore,
+    CheckpointClient,
+    CheckpointServer,
+    LocalStore,
+    RemoteStore,
+    choose,
+    next_attempt,
+    shelf_of,
+)
 from atlas.runtime.checkpoint.load import Checkpoint
 from atlas.runtime.checkpoint.manifest import Blob
 from atlas.runtime.checkpoint.tensors import Tally, chunks_of
@@ -27,11 +37,11 @@ from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.handshake import Address
 
 
-class Shelves:
+class CheckpointExchange:
     """Open from the beginning of a life to its end."""
 
     def __init__(
-        self, folder: Path, name: SiteName, datacenters: Sequence[str], host: str, epoch: int, security: Security
+        self, folder: Path, name: AgentName, datacenters: Sequence[str], host: str, epoch: int, security: Security
     ) -> None:
         self.folder, self.name = folder, name
         self.own = LocalStore(folder / OWN)
@@ -40,8 +50,8 @@ class Shelves:
         self.local: dict[str, LocalStore] = {shelf: LocalStore(folder / shelf) for shelf in (OWN, *sorted(kept))}
         self._theirs: dict[str, Sequence[str]] = {}
         self._endpoint = Endpoint(name.node, (host, 0), epoch=epoch, security=security)
-        self._keeper = Keeper(self._endpoint, self.local)
-        self._lines: dict[str, Line] = {}
+        self._keeper = CheckpointServer(self._endpoint, self.local)
+        self._lines: dict[str, CheckpointClient] = {}
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     @property
@@ -54,7 +64,7 @@ class Shelves:
         others = {node: (str(host), int(port)) for node, (host, port) in keepers.items() if node != self.name.node}
         self.admit(others)
         for node, address in others.items():
-            self._lines[node] = Line(self._endpoint, node, address)
+            self._lines[node] = CheckpointClient(self._endpoint, node, address)
 
     def admit(self, nodes: Mapping[str, Any]) -> None:
         """Nodes that may call."""
@@ -96,12 +106,12 @@ class Shelves:
         self._keeper.close()
         self._endpoint.close(0.0)
 
-    def _stores(self) -> list[Store]:
+    def _stores(self) -> list[BlobStore]:
         theirs = [RemoteStore(line, shelf) for node, line in self._lines.items() for shelf in self._theirs[node]]
         return [*self.local.values(), *theirs]
 
 
-def _fetch_blob(copies: Sequence[tuple[Store, Blob]], target: LocalStore) -> None:
+def _fetch_blob(copies: Sequence[tuple[BlobStore, Blob]], target: LocalStore) -> None:
     """From the first store that has it sound."""
     why = ""
     for store, blob in copies:

@@ -15,7 +15,7 @@ from atlas.runtime.assignment import SaveChoice
 
 
 @dataclass(frozen=True)
-class Saves:
+class RunCheckpoints:
     """A run's checkpoints, and where it goes on."""
 
     first_step: int
@@ -23,7 +23,7 @@ class Saves:
     by_datacenter: dict[str, SaveChoice]
 
 
-def find_saves(folder: Path, datacenters: Sequence[str], *, every: int = 0, keep: int = 3) -> Saves:
+def find_checkpoints(folder: Path, datacenters: Sequence[str], *, every: int = 0, keep: int = 3) -> RunCheckpoints:
     """The newest complete checkpoint under `folder`, whatever plan left it there; or a new beginning."""
     from atlas.runtime.checkpoint import LocalStore, choose, next_attempt
 
@@ -33,7 +33,7 @@ def find_saves(folder: Path, datacenters: Sequence[str], *, every: int = 0, keep
     stores = [LocalStore(path) for path in there]
     found = choose(stores)
     attempt, step = next_attempt(stores), found.step if found is not None else None
-    return Saves(
+    return RunCheckpoints(
         step or 0,
         {
             name: SaveChoice(str(folder / name), every, keep, attempt, tuple(there), step)

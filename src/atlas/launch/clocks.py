@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import time
 
-from atlas.launch.worker_processes import Voices
+from atlas.launch.worker_processes import WorkerGroup
 
 QUESTIONS = 5
 TIMEOUT_S = 20.0
 
 
-def offsets_ns(fleet: Voices) -> dict[str, int]:
+def offsets_ns(fleet: WorkerGroup) -> dict[str, int]:
     """By worker: its clock less ours."""
     return {name: _offset_ns(fleet, name) for name in fleet.names}
 
 
-def _offset_ns(fleet: Voices, name: str) -> int:
+def _offset_ns(fleet: WorkerGroup, name: str) -> int:
     best: tuple[int, int] | None = None
     for number in range(QUESTIONS):
         asked_ns = time.monotonic_ns()

@@ -59,7 +59,7 @@ def unframed(buffer: bytearray) -> Message | None:
     return message
 
 
-class Courier:
+class ControlChannel:
     """One side of a talk. `send` at any time; what comes is in `inbox`. Give it a connection with `attach`."""
 
     def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:

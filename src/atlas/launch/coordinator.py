@@ -16,11 +16,11 @@ from typing import Any
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.ir.text import to_text
-from atlas.launch.remote_workers import Spread
-from atlas.launch.rendezvous import Guest, Rendezvous, SiteName
-from atlas.launch.run_monitor import Ending, Lead, Tell
-from atlas.launch.supervisor import Restarts, keep_alive
-from atlas.launch.work import Work
+from atlas.launch.prepared_job import PreparedJob
+from atlas.launch.remote_workers import RemoteWorkers
+from atlas.launch.rendezvous import AgentName, JoinedAgent, Rendezvous
+from atlas.launch.run_monitor import OnStep, RunMonitor, RunOutcome
+from atlas.launch.supervisor import RestartPolicy, run_with_restarts
 from atlas.runtime.wiring import MAIN
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.handshake import Address
@@ -32,14 +32,14 @@ SILENT_PATIENCES = 10
 REMIND_S = 10.0
 FINISH_S = 5.0
 
-Replan = Callable[[Work, list[str]], Work]
+Replan = Callable[[PreparedJob, list[str]], PreparedJob]
 """The work on what is left when these datacenters are lost; raises where that cannot be, or was not allowed."""
 Route = Callable[[str, str, Address], Address]
 """For tests: where `src` finds what `dst` has at an address."""
 
 
 @dataclass(frozen=True)
-class Terms:
+class RunSettings:
     """How a run is led."""
 
     num_steps: int
@@ -55,11 +55,11 @@ class Terms:
     """How long a worker waits for a peer before it complains."""
     gather_s: float = 600.0
     """How long to wait for all launchers at the start."""
-    restarts: Restarts = field(default_factory=Restarts)
+    restarts: RestartPolicy = field(default_factory=RestartPolicy)
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """Where a life begins."""
 
     first_step: int = 0
@@ -70,7 +70,7 @@ class Start:
     saves: bool = False
 
 
-class Conductor:
+class Coordinator:
     """Listens from the start; `run` to the end; `close` whatever happens. `plan`: the digest that all must have."""
 
     def __init__(
@@ -78,12 +78,12 @@ class Conductor:
         address: Address,
         security: Security,
         plan: str,
-        work: Work,
-        terms: Terms,
+        work: PreparedJob,
+        terms: RunSettings,
         *,
         say: Callable[[str], None],
         replan: Replan,
-        tell: Tell | None = None,
+        tell: OnStep | None = None,
         on_start: Callable[[Mapping[str, int]], None] | None = None,
         route: Route = lambda src, dst, address: address,
     ) -> None:
@@ -100,10 +100,10 @@ class Conductor:
     def close(self) -> None:
         self.rendezvous.close()
 
-    def run(self) -> Ending:
+    def run(self) -> RunOutcome:
         """How it ended; raises what it could not go on from."""
         try:
-            ending = keep_alive(self._live, lambda: self._num_done, self.terms.restarts, self._say)
+            ending = run_with_restarts(self._live, lambda: self._num_done, self.terms.restarts, self._say)
         except KeyboardInterrupt:
             self._finish("interrupted", 130)
             raise
@@ -113,24 +113,24 @@ class Conductor:
         self._finish(ending.sentence, 130 if ending.stopped else 0)
         return ending
 
-    def fail(self, site: SiteName, error: BaseException) -> None:
+    def fail(self, site: AgentName, error: BaseException) -> None:
         """The site of this very launcher has failed, on its own thread: the run ends, it is not started again."""
         self._failure = error
         guest = self.rendezvous.guests.get((site.datacenter, site.part))
         if guest is not None:
-            guest.courier.inbox.put({"failed": str(error) or repr(error)})
+            guest.channel.inbox.put({"failed": str(error) or repr(error)})
 
     def _finish(self, text: str, code: int) -> None:
         guests = list(self.rendezvous.guests.values())
         for guest in guests:
             with contextlib.suppress(WorkerError):  # one that does not read must not keep the others from hearing it
-                guest.courier.send({"finish": {"text": text, "code": code}})
+                guest.channel.send({"finish": {"text": text, "code": code}})
         deadline = time.monotonic() + FINISH_S
         for guest in guests:
-            guest.courier.wait_sent(max(0.0, deadline - time.monotonic()) if guest.courier.is_connected else 0.0)
+            guest.channel.wait_sent(max(0.0, deadline - time.monotonic()) if guest.channel.is_connected else 0.0)
 
     # ---- who is there ----------------------------------------------------------------------------------------------
-    def _judge(self, site: SiteName, plan: str) -> str | None:
+    def _judge(self, site: AgentName, plan: str) -> str | None:
         """Why a launcher may not join; None: it may."""
         if site.datacenter not in self._members:
             if site.datacenter in self._all_datacenters:
@@ -142,7 +142,7 @@ class Conductor:
             return f"there is no launcher {site.part} of {site.num_parts}"
         return None
 
-    def _gathered(self) -> list[Guest]:
+    def _gathered(self) -> list[JoinedAgent]:
         """Every launcher of every member; replans where one does not come back in time."""
         deadline, remind = time.monotonic() + self.terms.gather_s, time.monotonic() + REMIND_S
         with self.rendezvous.changed:
@@ -174,7 +174,7 @@ class Conductor:
         missing: dict[str, float] = {}
         for dc in self._members:
             guests = [guest for guest in self.rendezvous.guests.values() if guest.name.datacenter == dc]
-            away = [guest.courier.gone_since for guest in guests if not guest.courier.is_connected]
+            away = [guest.channel.gone_since for guest in guests if not guest.channel.is_connected]
             if away or not guests or len(guests) < guests[0].name.num_parts:
                 missing[dc] = min(away, default=0.0)
         return missing
@@ -183,29 +183,29 @@ class Conductor:
         self.work = self._replan(self.work, lost)
         self._members = [dc for dc in self._members if dc not in lost]
         for place in [place for place in self.rendezvous.guests if place[0] in lost]:
-            self.rendezvous.guests.pop(place).courier.detach()
+            self.rendezvous.guests.pop(place).channel.detach()
 
     def _where(self) -> str:
         host, port = self.rendezvous.address
         return f"{host}:{port}"
 
     # ---- one life --------------------------------------------------------------------------------------------------
-    def _live(self) -> Ending:
+    def _live(self) -> RunOutcome:
         guests = self._gathered()
         self._epoch += 1
-        owner = {seat.name: guest for guest in guests for seat in self.work.seats_of(guest.name)}
-        home = {seat.name: owner[seat.name] for seat in self.work.seats}  # as the Program has them
-        with Spread(self._epoch, self.rendezvous, guests, home, self.terms.grace_s) as crew:
+        owner = {role.name: guest for guest in guests for role in self.work.roles_of(guest.name)}
+        home = {role.name: owner[role.name] for role in self.work.roles}  # as the Program has them
+        with RemoteWorkers(self._epoch, self.rendezvous, guests, home, self.terms.grace_s) as crew:
             crew.warn = self._say
             crew.order_all({"life": self._epoch, "datacenters": list(self._all_datacenters)})
             met = crew.hear("begun", MEET_S, of=crew.sites)
             start = self._begin(crew, guests, met)
             if start.first_step >= self.terms.num_steps:
                 sentence = f"{start.first_step} steps are done already, and --steps says {self.terms.num_steps}"
-                return Ending(start.first_step, [], sentence)
+                return RunOutcome(start.first_step, [], sentence)
             self._num_done = max(self._num_done, start.first_step)
             self._prepare(crew, guests, start)
-            lead = Lead(
+            lead = RunMonitor(
                 crew,
                 self.work,
                 start.first_step,
@@ -223,15 +223,15 @@ class Conductor:
             finally:
                 self._num_done = max(self._num_done, lead.num_done)
 
-    def _begin(self, crew: Spread, guests: Sequence[Guest], met: Mapping[str, Any]) -> Start:
+    def _begin(self, crew: RemoteWorkers, guests: Sequence[JoinedAgent], met: Mapping[str, Any]) -> ResumePoint:
         """Keepers meet, and it is chosen where to go on."""
         keepers, shelves = ({site: found[name] for site, found in met.items()} for name in ("keeper", "shelves"))
         if not self._require_folders(keepers):
-            return Start()
+            return ResumePoint()
         crew.order_all({"keepers": keepers, "shelves": shelves})
         crew.hear("met", MEET_S, of=crew.sites)
         first_step, attempt, resume = self._chosen(crew)
-        return Start(first_step, attempt, resume, self._copy_targets(guests), saves=True)
+        return ResumePoint(first_step, attempt, resume, self._copy_targets(guests), saves=True)
 
     def _require_folders(self, keepers: Mapping[str, Any]) -> bool:
         """Whether the run is saved."""
@@ -242,7 +242,7 @@ class Conductor:
             )
         return not without
 
-    def _chosen(self, crew: Spread) -> tuple[int, int, int | None]:
+    def _chosen(self, crew: RemoteWorkers) -> tuple[int, int, int | None]:
         """(first step, attempt, step to resume from): one site looks at what all have."""
         asked = crew.sites[0]
         crew.order(asked, {"choose": True})
@@ -252,7 +252,7 @@ class Conductor:
             self._say("what was saved before is not complete on what is here: begins with the first step")
         return step or 0, found["next"], step
 
-    def _copy_targets(self, guests: Sequence[Guest]) -> dict[str, str]:
+    def _copy_targets(self, guests: Sequence[JoinedAgent]) -> dict[str, str]:
         """By site: the keeper that its workers copy to, in the next datacenter around; the same in every life."""
         ring = [dc for dc in self._members if any(guest.name.datacenter == dc for guest in guests)]
         if len(ring) < 2:
@@ -261,10 +261,10 @@ class Conductor:
         for guest in guests:
             after = ring[(ring.index(guest.name.datacenter) + 1) % len(ring)]
             theirs = sorted(other.name.part for other in guests if other.name.datacenter == after)
-            targets[guest.name.node] = SiteName(after, theirs[guest.name.part % len(theirs)]).node
+            targets[guest.name.node] = AgentName(after, theirs[guest.name.part % len(theirs)]).node
         return targets
 
-    def _prepare(self, crew: Spread, guests: Sequence[Guest], start: Start) -> None:
+    def _prepare(self, crew: RemoteWorkers, guests: Sequence[JoinedAgent], start: ResumePoint) -> None:
         work, terms = self.work, self.terms
         common = {
             "program": to_text(work.program),
@@ -281,14 +281,14 @@ class Conductor:
             "patience_s": terms.patience_s,
         }
         for guest in guests:
-            seats = work.seats_of(guest.name)
+            roles = work.roles_of(guest.name)
             pace = {
-                seat.name: work.costs.compute_ns[seat.worker // work.program.num_ranks].tolist()
-                for seat in seats
+                role.name: work.costs.compute_ns[role.worker // work.program.num_ranks].tolist()
+                for role in roles
                 if terms.paced
             }
             own = {
-                "workers": [[seat.cell, seat.worker] for seat in seats],
+                "workers": [[role.cell, role.worker] for role in roles],
                 "compute_ns": pace,
                 "copy_to": start.copies.get(guest.name.node),
             }
@@ -297,22 +297,22 @@ class Conductor:
         if self._on_start is not None:
             self._on_start({name: pid for found in pids.values() for name, pid in found.items()})
 
-    def _connect(self, crew: Spread, hosts: Mapping[str, str], start: Start, lead: Lead) -> None:
+    def _connect(self, crew: RemoteWorkers, hosts: Mapping[str, str], start: ResumePoint, lead: RunMonitor) -> None:
         """Tells workers where their peers are, and keepers who will copy to them."""
         ports = crew.hear("listening", FETCH_S)
-        seats = {seat.node: seat for seat in self.work.seats}
+        roles = {role.node: role for role in self.work.roles}
         callers: dict[str, dict[str, Address]] = {site: {} for site in crew.sites}
-        for node, seat in seats.items():
-            if (keeper := start.copies.get(crew.site_of(seat.name))) is not None:
-                callers[keeper][node] = (hosts[crew.site_of(seat.name)], ports[seat.name][MAIN])
+        for node, role in roles.items():
+            if (keeper := start.copies.get(crew.site_of(role.name))) is not None:
+                callers[keeper][node] = (hosts[crew.site_of(role.name)], ports[role.name][MAIN])
         for site, nodes in callers.items():
             crew.order(site, {"admit": nodes})
         crew.hear("admitted", MEET_S, of=crew.sites)
-        for seat in seats.values():
+        for role in roles.values():
             places = []
-            for wire in seat.wires(tied=self.work.training.model.config.tied):
-                peer = seats[wire.peer].name
+            for wire in role.wires(tied=self.work.training.model.config.tied):
+                peer = roles[wire.peer].name
                 address = (hosts[crew.site_of(peer)], ports[peer][wire.peer_end])
-                places.append((wire.end, wire.peer, wire.lane, *self._route(seat.node, wire.peer, address)))
-            crew.tell(seat.name, {"channels": places})
+                places.append((wire.end, wire.peer, wire.lane, *self._route(role.node, wire.peer, address)))
+            crew.tell(role.name, {"channels": places})
         crew.hear("ready", FETCH_S, meanwhile=lead.note)  # copies of earlier saves begin with the connections

@@ -22,13 +22,13 @@ from atlas.ir.program import Program
 from atlas.ir.text import to_text
 from atlas.ir.timeline import Timeline
 from atlas.launch.clocks import offsets_ns
-from atlas.launch.iterations import Passes, Progress
-from atlas.launch.measured import Records, View
+from atlas.launch.iterations import Passes, StepProgress
+from atlas.launch.measured import Records, RunClock
 from atlas.launch.paths import NodePaths, paths_of
-from atlas.launch.worker_processes import Fleet
-from atlas.runtime.assignment import Assignment, FillerChoice, SaveChoice, Training
+from atlas.launch.worker_processes import WorkerProcesses
+from atlas.runtime.assignment import Assignment, FillerChoice, SaveChoice, TrainingSetup
 from atlas.runtime.models.config import require_divisible
-from atlas.runtime.wiring import TIED, Seat, require_runnable
+from atlas.runtime.wiring import TIED, WorkerRole, require_runnable
 from atlas.wan.emulator.proxy_net import ProxyNet
 
 START_TIMEOUT_S = 600.0
@@ -41,7 +41,7 @@ Weights = dict[str, NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
-class Setup:
+class EmulationSettings:
     """How a run is carried out; what it computes is the Program's and the Training's."""
 
     num_steps: int = 1
@@ -89,25 +89,25 @@ class Emulation:
 def emulate(
     program: Program,
     costs: Costs,
-    training: Training,
-    setup: Setup | None = None,
+    training: TrainingSetup,
+    setup: EmulationSettings | None = None,
     *,
     on_start: Callable[[Mapping[str, int]], None] | None = None,
-    on_step: Callable[[Progress], None] | None = None,
+    on_step: Callable[[StepProgress], None] | None = None,
 ) -> Emulation:
     """Runs it to the end, or raises a WorkerError within about the patience of anything going wrong.
 
     `on_start` hears the process ids by worker name when the Program begins. Where the run is saved, Ctrl-C ends it
     after the step under way, saved and `stopped`; a second one, or any where it is not saved, ends it at once.
     """
-    setup = setup or Setup()
+    setup = setup or EmulationSettings()
     require_runnable(program)
     require_divisible(training.model.config, setup.tp)
     paths = setup.paths
     if paths is None:
         paths = paths_of(program, costs, training.activation_bytes, setup.num_cells)
     with ExitStack() as stack:
-        run = _Run(program, costs, training, setup, stack)
+        run = _EmulatedRun(program, costs, training, setup, stack)
         run.assign()
         run.connect(stack.enter_context(ProxyNet(paths)) if paths else None, paths)
         if on_start is not None:
@@ -115,18 +115,20 @@ def emulate(
         return run.play(on_step)
 
 
-class _Run:
+class _EmulatedRun:
     """One emulation under way."""
 
-    def __init__(self, program: Program, costs: Costs, training: Training, setup: Setup, stack: ExitStack) -> None:
+    def __init__(
+        self, program: Program, costs: Costs, training: TrainingSetup, setup: EmulationSettings, stack: ExitStack
+    ) -> None:
         self.program, self.costs, self.training, self.setup = program, costs, training, setup
-        self.seats = [
-            Seat(program, w, cell, setup.num_cells)
+        self.roles = [
+            WorkerRole(program, w, cell, setup.num_cells)
             for cell in range(setup.num_cells)
             for w in range(program.num_workers)
         ]
-        self.names = [seat.name for seat in self.seats]
-        self.fleet = stack.enter_context(Fleet("atlas.runtime.process", self.names))
+        self.names = [role.name for role in self.roles]
+        self.fleet = stack.enter_context(WorkerProcesses("atlas.runtime.process", self.names))
         self.net: ProxyNet | None = None
         self.records = Records(program)
         self.saved: dict[tuple[int, int], set[str]] = {}
@@ -137,60 +139,60 @@ class _Run:
         text, setup = to_text(self.program), self.setup
         pace_ns = self.costs.compute_ns.copy()
         pace_ns[:, :, Kind.NORM] = 0  # what it takes is the way over the emulated WAN
-        for seat in self.seats:
-            pipeline = seat.worker // self.program.num_ranks
-            keeps = setup.keep_weights and seat.pipeline == 0
+        for role in self.roles:
+            pipeline = role.worker // self.program.num_ranks
+            keeps = setup.keep_weights and role.pipeline == 0
             assignment = Assignment(
-                worker=seat.worker,
+                worker=role.worker,
                 program=text,
                 training=self.training,
                 num_steps=self.num_steps,
                 first_step=setup.first_step,
-                cell=seat.cell,
+                cell=role.cell,
                 num_cells=setup.num_cells,
                 compute_ns=tuple(map(tuple, pace_ns[pipeline].tolist())),
                 device=setup.device,
                 tp=setup.tp,
                 streams=setup.streams,
                 patience_s=setup.patience_s,
-                save=setup.save.get(seat.datacenter),
-                filler=setup.fillers.get(seat.name),
-                weights_file=str(self.fleet.folder / f"{seat.name}.npz") if keeps else "",
-                skew_ns=setup.skews_ns.get(seat.name, 0),
+                save=setup.save.get(role.datacenter),
+                filler=setup.fillers.get(role.name),
+                weights_file=str(self.fleet.folder / f"{role.name}.npz") if keeps else "",
+                skew_ns=setup.skews_ns.get(role.name, 0),
             )
-            self.fleet.tell(seat.name, {"assignment": assignment.to_json()})
+            self.fleet.tell(role.name, {"assignment": assignment.to_json()})
 
     def connect(self, net: ProxyNet | None, paths: NodePaths) -> None:
         """Tells each worker where its peers are: through the emulator where there is a path, directly elsewhere."""
         self.net = net
         ports = self.fleet.hear("listening", START_TIMEOUT_S)
         tied = self.training.model.config.tied
-        name_of = {seat.node: seat.name for seat in self.seats}
+        name_of = {role.node: role.name for role in self.roles}
         doors: dict[tuple[str, str, str], tuple[str, int]] = {}
-        for seat in self.seats:
+        for role in self.roles:
             places = []
-            for wire in seat.wires(tied=tied):
+            for wire in role.wires(tied=tied):
                 address = ("127.0.0.1", ports[name_of[wire.peer]][wire.peer_end])
                 # The price of a SYNC holds the exchange of tied embeddings: it must not take its time twice.
-                is_far = (seat.node, wire.peer) in paths or (wire.peer, seat.node) in paths
+                is_far = (role.node, wire.peer) in paths or (wire.peer, role.node) in paths
                 if net is not None and is_far and wire.lane != TIED:
-                    door = (seat.node, wire.peer, wire.peer_end)
+                    door = (role.node, wire.peer, wire.peer_end)
                     if door not in doors:
-                        doors[door] = net.listen(seat.node, wire.peer, address)
+                        doors[door] = net.listen(role.node, wire.peer, address)
                     address = doors[door]
                 places.append((wire.end, wire.peer, wire.lane, *address))
-            self.fleet.tell(seat.name, {"channels": places})
+            self.fleet.tell(role.name, {"channels": places})
         self.fleet.hear("ready", START_TIMEOUT_S)
 
     # ---- while it runs ---------------------------------------------------------------------------------------------
-    def play(self, on_step: Callable[[Progress], None] | None) -> Emulation:
+    def play(self, on_step: Callable[[StepProgress], None] | None) -> Emulation:
         offsets = offsets_ns(self.fleet)
         if self.net is not None:
             self.net.reset_lateness()
         zero_ns = time.monotonic_ns() + HEADSTART_NS
         for name in self.names:
             self.fleet.tell(name, {"start_ns": zero_ns + offsets[name]})
-        view = View(self.names[: self.program.num_workers], self.costs, zero_ns, offsets)
+        view = RunClock(self.names[: self.program.num_workers], self.costs, zero_ns, offsets)
         self.passes = Passes(
             self.records, view, len(self.names), self._sent_bytes, on_step, keep=self.setup.keep_timeline
         )

@@ -1,8 +1,8 @@
-"""A nursery: one process that imports what workers need, once, and forks each of them from there. A worker that imports
-torch by itself computes for two seconds before it says its first word; a dozen on a laptop, a quarter of a minute.
+"""A fork server: one process that imports what workers need once and forks each of them. Importing torch costs
+a worker two seconds of CPU time; a dozen workers on a laptop would take a quarter of a minute.
 
-Knows processes, descriptors and exit codes; not what the children do. The nursery ends with its launcher (the socket
-between them closes), and the children with the nursery (the kernel kills them): `atlas.lifetime`.
+Knows processes, descriptors and exit codes; not what the children do. The fork server ends with its launcher (the
+socket between them closes), and the children end with the fork server (the kernel kills them): `atlas.lifetime`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from atlas.lifetime import Lifeline, end_with_parent
 START_S = 120.0
 """A cold disk takes half a minute over torch."""
 END_S = 10.0
-"""How long a nursery may take to end when it is told to, before it is killed."""
+"""How long a fork server may take to end when it is told to, before it is killed."""
 KILLED = -signal.SIGKILL
 
 
 class Child:
-    """A process of the nursery's, as whoever asked for it sees it."""
+    """A process of the fork server's, as whoever asked for it sees it."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -58,8 +58,8 @@ class Child:
         self._ended.set()
 
 
-class Nursery:
-    """Where `module`'s `main` is started from; one for a launcher's life: use `nursery`."""
+class ForkServer:
+    """Where `module`'s `main` is started from; one for a launcher's life: use `fork_server`."""
 
     def __init__(self, module: str) -> None:
         self._ours, theirs = socket.socketpair()
@@ -134,17 +134,17 @@ class Nursery:
         return f"did not answer within {START_S:g} s" if code is None else f"ended with code {code}"
 
 
-_nurseries: dict[str, Nursery] = {}
+_servers: dict[str, ForkServer] = {}
 _lock = threading.Lock()
 
 
-def nursery(module: str) -> Nursery:
+def fork_server(module: str) -> ForkServer:
     """The one of this process, started when it is first wanted."""
     with _lock:
-        if module not in _nurseries or _nurseries[module].is_gone:
-            _nurseries[module] = Nursery(module)
-            atexit.register(_nurseries[module].close)
-        return _nurseries[module]
+        if module not in _servers or _servers[module].is_gone:
+            _servers[module] = ForkServer(module)
+            atexit.register(_servers[module].close)
+        return _servers[module]
 
 
 # ---- the other side --------------------------------------------------------------------------------------------------
@@ -168,10 +168,10 @@ def _tend(module: str, launcher: socket.socket) -> None:
             request, descriptors = _request(launcher)
             if request is None:
                 return
-            nursery = os.getpid()
+            parent = os.getpid()
             pid = os.fork()
             if pid == 0:
-                _become(main, request, descriptors, nursery, (launcher.fileno(), woken, waker))
+                _become(main, request, descriptors, parent, (launcher.fileno(), woken, waker))
             for descriptor in descriptors:
                 os.close(descriptor)
             _tell(launcher, "born", pid, 0)
@@ -199,12 +199,12 @@ def _tell(launcher: socket.socket, event: str, pid: int, code: int) -> None:
 
 
 def _become(
-    main: Any, request: dict[str, Any], descriptors: Sequence[int], nursery: int, not_mine: Sequence[int]
+    main: Any, request: dict[str, Any], descriptors: Sequence[int], parent: int, not_mine: Sequence[int]
 ) -> None:
     """In the child: takes its descriptors, folder and environment, runs `main`, and never returns."""
     code = 1
     try:
-        end_with_parent(nursery)
+        end_with_parent(parent)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from atlas.ir.timeline import Timeline
-from atlas.launch.measured import Records, View
+from atlas.launch.measured import Records, RunClock
 from atlas.wan.transport.stream_slot import Faults
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepProgress:
     """One pass through the Program, as all workers have told it."""
 
     num_done: int
@@ -36,10 +36,10 @@ class Passes:
     def __init__(
         self,
         records: Records,
-        view: View,
+        view: RunClock,
         num_workers: int,
         sent_bytes: Callable[[], int],
-        on_step: Callable[[Progress], None] | None,
+        on_step: Callable[[StepProgress], None] | None,
         *,
         keep: bool,
     ) -> None:
@@ -62,7 +62,7 @@ class Passes:
         if not self._keep and self._num_passes > 1:
             self._records.forget_pass()
 
-    def _progress(self, first_step: int) -> Progress:
+    def _progress(self, first_step: int) -> StepProgress:
         records = self._records
         number = self._num_passes - 1 - records.num_forgotten
         timeline = records.timeline(self._view, number, number + 1)
@@ -70,7 +70,7 @@ class Passes:
         before = (self._end_ns, self._num_bytes, self._faults)
         self._end_ns = int(timeline.op_end_ns.max())
         self._num_bytes, self._faults = self._sent_bytes(), records.faults
-        return Progress(
+        return StepProgress(
             first_step + records.program.num_iterations,
             sum(step["loss"] for step in told) / len(told),
             sum(step["tokens"] for step in told),

@@ -25,7 +25,7 @@ Step = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class View:
+class RunClock:
     """From where a run is looked at."""
 
     names: Sequence[str]
@@ -77,7 +77,7 @@ class Records:
                     gathered.setdefault(step["step"] + number // num_mb, []).append(loss)
         return [*self._losses, *(math.fsum(found) / len(found) for _, found in sorted(gathered.items()))]
 
-    def timeline(self, view: View, first: int = 0, last: int | None = None) -> Timeline:
+    def timeline(self, view: RunClock, first: int = 0, last: int | None = None) -> Timeline:
         """Of passes `first` up to `last` of those that are remembered; of all that every worker has told."""
         names, costs = view.names, view.costs
         last = min(len(self.by_worker.get(name, ())) for name in names) if last is None else last

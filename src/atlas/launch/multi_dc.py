@@ -1,5 +1,5 @@
 """`atlas train PLAN --dc NAME`: this datacenter's part of a run over several. In the first datacenter of the plan all
-meet, and the run is led from there; everywhere a `Site` starts workers and keeps checkpoints.
+meet, and the run is led from there; everywhere a `Agent` starts workers and keeps checkpoints.
 
 Nothing is shared but messages: plan, data and checkpoints are each datacenter's own.
 """
@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 
 from atlas.cost.arrange import arrange
 from atlas.errors import AtlasError
-from atlas.launch.agent import Site, SiteSettings
-from atlas.launch.coordinator import Conductor, Route, Terms
+from atlas.launch.agent import Agent, AgentSettings
+from atlas.launch.coordinator import Coordinator, Route, RunSettings
 from atlas.launch.preflight import devices_for, require_executable, require_room
-from atlas.launch.rehearse import Wishes
-from atlas.launch.rendezvous import Caller, SiteName
+from atlas.launch.prepared_job import PreparedJob, digest_of, prepare_job
+from atlas.launch.rehearse import TrainOptions
+from atlas.launch.rendezvous import AgentName, RendezvousClient
 from atlas.launch.replan import replan
-from atlas.launch.run_monitor import Tell
-from atlas.launch.work import Work, digest_of, make_work
+from atlas.launch.run_monitor import OnStep
 from atlas.spec import Job
 from atlas.wan.security.credentials import Credentials, Security
 from atlas.wan.transport.handshake import Address
@@ -30,10 +30,10 @@ OWN_SITE_S = 30.0
 
 
 @dataclass(frozen=True)
-class Here:
+class LauncherSettings:
     """This launcher's place in the run."""
 
-    settings: SiteSettings
+    settings: AgentSettings
     rendezvous: Address
     auto_replan: bool = False
     """Whether a lost datacenter is left behind without asking."""
@@ -42,82 +42,89 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Hooks:
+class RunCallbacks:
     """Who wants to hear of it."""
 
     say: Say
-    tell: Tell | None = None
+    tell: OnStep | None = None
     on_start: Callable[[Mapping[str, int]], None] | None = None
     """Process ids by worker, at every start; for tests."""
     route: Route = lambda src, dst, address: address
 
 
-def leads(job: Job, wishes: Wishes, here: Here) -> bool:
+def leads(job: Job, options: TrainOptions, here: LauncherSettings) -> bool:
     """Whether all meet at this launcher."""
-    return here.settings.name.node == SiteName(_ranks(_job(job, wishes, here))[0]).node
+    return here.settings.name.node == AgentName(_ranks(_job(job, options, here))[0]).node
 
 
-def train_here(job: Job, wishes: Wishes, terms: Terms, here: Here, hooks: Hooks) -> int:
+def train_here(job: Job, options: TrainOptions, terms: RunSettings, here: LauncherSettings, hooks: RunCallbacks) -> int:
     """Runs to the end of the whole run; the exit code."""
     require_executable(job)
-    job = _job(job, wishes, here)
+    job = _job(job, options, here)
     ranks = _ranks(job)
     mine = here.settings.name
     if mine.datacenter not in ranks:
         raise AtlasError(f"--dc {mine.datacenter}: the plan has no worker there; it has them in {', '.join(ranks)}")
     _require_devices(job, here.settings)
     security = security_of(here.settings)
-    leader = SiteName(ranks[0])
-    digest = digest_of(job, wishes)
+    leader = AgentName(ranks[0])
+    digest = digest_of(job, options)
     if mine.node != leader.node:
         caller = _caller(here, leader, digest, security, terms)
-        return Site(here.settings, caller, security, hooks.say).run()
-    work = make_work(job, wishes)
-    require_room(work.seats_of(mine), work.training, here.settings.device, tp=job.tp)
-    return _lead(work, wishes, terms, here, hooks, (digest, leader, security))
+        return Agent(here.settings, caller, security, hooks.say).run()
+    work = prepare_job(job, options)
+    require_room(work.roles_of(mine), work.training, here.settings.device, tp=job.tp)
+    return _lead(work, options, terms, here, hooks, (digest, leader, security))
 
 
 def _lead(
-    work: Work, wishes: Wishes, terms: Terms, here: Here, hooks: Hooks, identity: tuple[str, SiteName, Security]
+    work: PreparedJob,
+    options: TrainOptions,
+    terms: RunSettings,
+    here: LauncherSettings,
+    hooks: RunCallbacks,
+    identity: tuple[str, AgentName, Security],
 ) -> int:
     digest, leader, security = identity
-    conductor = Conductor(
+    coordinator = Coordinator(
         here.rendezvous,
         security,
         digest,
         work,
         terms,
         say=hooks.say,
-        replan=lambda work, lost: _replanned(work, lost, wishes, hooks.say, auto=here.auto_replan),
+        replan=lambda work, lost: _replanned(work, lost, options, hooks.say, auto=here.auto_replan),
         tell=hooks.tell,
         on_start=hooks.on_start,
         route=hooks.route,
     )
     try:
-        caller = _caller(replace(here, rendezvous=conductor.rendezvous.address), leader, digest, security, terms)
-        site = Site(here.settings, caller, security, lambda line: None)
+        caller = _caller(replace(here, rendezvous=coordinator.rendezvous.address), leader, digest, security, terms)
+        site = Agent(here.settings, caller, security, lambda line: None)
 
         def run_site() -> None:
             try:
                 site.run()
             except BaseException as error:
-                conductor.fail(here.settings.name, error)
+                coordinator.fail(here.settings.name, error)
 
         thread = threading.Thread(target=run_site, name=f"site {leader}")
         thread.start()
         try:
-            ending = conductor.run()
+            ending = coordinator.run()
         finally:
-            caller.courier.inbox.put({"finish": {"text": "", "code": 0}})
+            caller.channel.inbox.put({"finish": {"text": "", "code": 0}})
             thread.join()
     finally:
-        conductor.close()
+        coordinator.close()
     hooks.say(ending.sentence)
     return 130 if ending.stopped else 0
 
 
-def _caller(here: Here, leader: SiteName, digest: str, security: Security, terms: Terms) -> Caller:
-    return Caller(
+def _caller(
+    here: LauncherSettings, leader: AgentName, digest: str, security: Security, terms: RunSettings
+) -> RendezvousClient:
+    return RendezvousClient(
         here.rendezvous,
         leader,
         here.settings.name,
@@ -128,7 +135,7 @@ def _caller(here: Here, leader: SiteName, digest: str, security: Security, terms
     )
 
 
-def security_of(settings: SiteSettings) -> Security:
+def security_of(settings: AgentSettings) -> Security:
     if settings.certificates is None:
         return Security()
     credentials = Credentials.of_folder(settings.certificates, settings.name.node)
@@ -137,7 +144,7 @@ def security_of(settings: SiteSettings) -> Security:
     return security
 
 
-def _require_devices(job: Job, settings: SiteSettings) -> None:
+def _require_devices(job: Job, settings: AgentSettings) -> None:
     """Before anybody is met: the devices of this launcher's workers."""
     found, name = arrange(job), settings.name
     count = found.rank_dc.count(name.datacenter) * found.num_pipelines * job.cells
@@ -145,8 +152,8 @@ def _require_devices(job: Job, settings: SiteSettings) -> None:
     devices_for(last - first, settings.device, name.datacenter, settings.local_rank, tp=job.tp)
 
 
-def _job(job: Job, wishes: Wishes, here: Here) -> Job:
-    return replan(job, _known(job, here.without), wishes.schedule) if here.without else job
+def _job(job: Job, options: TrainOptions, here: LauncherSettings) -> Job:
+    return replan(job, _known(job, here.without), options.schedule) if here.without else job
 
 
 def _ranks(job: Job) -> list[str]:
@@ -162,10 +169,10 @@ def _known(job: Job, names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _replanned(work: Work, lost: list[str], wishes: Wishes, say: Say, *, auto: bool) -> Work:
+def _replanned(work: PreparedJob, lost: list[str], options: TrainOptions, say: Say, *, auto: bool) -> PreparedJob:
     """On what is left, asked first."""
     gone = " and ".join(lost)
-    new = make_work(replan(work.job, lost, wishes.schedule), wishes, work)
+    new = prepare_job(replan(work.job, lost, options.schedule), options, work)
     places = ", ".join(f"{new.program.rank_dc.count(dc)} in {dc}" for dc in new.datacenters)
     offer = (
         f"datacenter {gone} is lost. On what is left: {new.program.num_ranks} stages ({places}), "

@@ -12,7 +12,7 @@ from atlas.cost.table import FAIR, TURNS, Costs
 from atlas.errors import ProgramError
 from atlas.ir.program import FORWARD, Program
 from atlas.runtime.links import sliced_bytes
-from atlas.runtime.wiring import Seat
+from atlas.runtime.wiring import WorkerRole
 from atlas.wan.emulator.paths import PathSpec, Trunk
 from atlas.wan.transport.wire import HEADER_BYTES
 
@@ -28,7 +28,7 @@ def paths_of(program: Program, costs: Costs, transfer_bytes: int, num_cells: int
             left, right = program.worker(pipeline, boundary), program.worker(pipeline, boundary + 1)
             path = _path(program, costs, transfer_bytes, pipeline, boundary, cell)
             if left != right and path is not None:
-                pair = (Seat(program, left, cell).node, Seat(program, right, cell).node)
+                pair = (WorkerRole(program, left, cell).node, WorkerRole(program, right, cell).node)
                 paths.setdefault(pair, path)
     return paths
 
@@ -58,7 +58,7 @@ def _relayed(program: Program, pipeline: int, boundary: int) -> tuple[str, ...]:
     """The nodes that a slice passes on its longest way."""
     other = (pipeline + 1) % program.num_pipelines
     ends = [(pipeline, boundary), (other, boundary), (other, boundary + 1), (pipeline, boundary + 1)]
-    return tuple(Seat(program, program.worker(c, s)).node for c, s in ends)
+    return tuple(WorkerRole(program, program.worker(c, s)).node for c, s in ends)
 
 
 def require_emulable(program: Program, costs: Costs) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atlas.errors import AtlasError, SpecError
-from atlas.runtime.assignment import Training
+from atlas.runtime.assignment import TrainingSetup
 from atlas.runtime.models.config import DecoderConfig
-from atlas.runtime.wiring import Seat
+from atlas.runtime.wiring import WorkerRole
 from atlas.spec import Job
 
 GIB = 1 << 30
@@ -64,17 +64,17 @@ def devices_for(
     return [f"cuda:{first + k * tp}" for k in range(num_workers)]
 
 
-def require_room(seats: Sequence[Seat], training: Training, device: str, *, tp: int = 1) -> None:
+def require_room(roles: Sequence[WorkerRole], training: TrainingSetup, device: str, *, tp: int = 1) -> None:
     """Weights, gradients and optimizer state of this site's workers against this host's memory, or a GPU's."""
-    needs = [state_bytes(training, layers_of(seat, training)) for seat in seats]
+    needs = [state_bytes(training, layers_of(role, training)) for role in roles]
     if device.startswith("cuda"):
         from atlas.runtime.hardware import smallest_gpu_bytes
 
         shared = ":" in device  # one GPU for all of them
         need = (sum(needs) if shared else max(needs, default=0)) // tp
-        there, what = smallest_gpu_bytes(), f"of {device} for {len(seats)} worker(s)" if shared else "of a GPU here"
+        there, what = smallest_gpu_bytes(), f"of {device} for {len(roles)} worker(s)" if shared else "of a GPU here"
     else:
-        need, there, what = sum(needs), _free_bytes(), f"that is free on this host, for {len(seats)} worker(s)"
+        need, there, what = sum(needs), _free_bytes(), f"that is free on this host, for {len(roles)} worker(s)"
     if there is not None and need > there:
         raise AtlasError(
             f"the model does not fit: weights, gradients and optimizer state take {need / GIB:.1f} GiB, and there are "
@@ -82,21 +82,21 @@ def require_room(seats: Sequence[Seat], training: Training, device: str, *, tp: 
         )
 
 
-def layers_of(seat: Seat, training: Training) -> list[str]:
+def layers_of(role: WorkerRole, training: TrainingSetup) -> list[str]:
     """The model's layers that a worker holds, as checkpoints name them."""
     from atlas.runtime.training import even_layers, model_layers
 
     config = training.model.config
-    counts = training.model.layers_per_stage or even_layers(config.num_layers, seat.program.num_stages)
+    counts = training.model.layers_per_stage or even_layers(config.num_layers, role.program.num_stages)
     names, last = model_layers(config), len(counts) - 1
     found: list[str] = []
-    for stage in seat.stages:
+    for stage in role.stages:
         first = 1 + sum(counts[:stage])
         found += names[first - (stage == 0) : first + counts[stage] + (stage == last)]
     return found
 
 
-def state_bytes(training: Training, layers: Sequence[str]) -> int:
+def state_bytes(training: TrainingSetup, layers: Sequence[str]) -> int:
     """Of these layers; activations come on top."""
     weight = 4 if training.model.dtype == "fp32" else 2
     optimizer = 0

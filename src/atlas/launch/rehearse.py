@@ -20,14 +20,14 @@ from atlas.evaluate.result import Case
 from atlas.ir.assemble import repeated
 from atlas.ir.program import Program
 from atlas.ir.timeline import Timeline
-from atlas.launch.checkpoint_folders import Saves, find_saves
-from atlas.launch.emulate import MANY_STREAMS, Emulation, Setup, emulate
-from atlas.launch.iterations import Progress
+from atlas.launch.checkpoint_folders import RunCheckpoints, find_checkpoints
+from atlas.launch.emulate import MANY_STREAMS, Emulation, EmulationSettings, emulate
+from atlas.launch.iterations import StepProgress
 from atlas.launch.measured import with_norm
 from atlas.launch.paths import require_emulable
 from atlas.launch.preflight import require_executable
-from atlas.launch.supervisor import Restarts, keep_alive
-from atlas.runtime.assignment import DataChoice, ModelChoice, Training, stand_in
+from atlas.launch.supervisor import RestartPolicy, run_with_restarts
+from atlas.runtime.assignment import DataChoice, ModelChoice, TrainingSetup, stand_in
 from atlas.runtime.models.config import from_spec
 from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
@@ -44,7 +44,7 @@ OWN = "job"
 
 
 @dataclass(frozen=True)
-class Wishes:
+class TrainOptions:
     """What a user may choose beside the plan."""
 
     schedule: str
@@ -81,59 +81,61 @@ class Rehearsal:
         return self.predicted.iteration_ns / self.run.timeline.iteration_ns - 1
 
 
-def rehearse(job: Job, wishes: Wishes, *, on_step: Callable[[Progress, float], None] | None = None) -> Rehearsal:
+def rehearse(
+    job: Job, options: TrainOptions, *, on_step: Callable[[StepProgress, float], None] | None = None
+) -> Rehearsal:
     """Run the job's Program here. `on_step` hears of every step, and the predicted seconds of one."""
     require_executable(job)
-    chosen = find_schedule(wishes.schedule)
-    case = prepare(job, chosen, wishes.tcp)
-    program = build(case, chosen, budget=wishes.budget)
-    if wishes.clip is not None:
+    chosen = find_schedule(options.schedule)
+    case = prepare(job, chosen, options.tcp)
+    program = build(case, chosen, budget=options.budget)
+    if options.clip is not None:
         program = with_norm(program)
     _require_small(program, job.cells, job.tp)
     costs = case.turns if program.sharing and case.turns is not None else case.apart
-    costs = costs.scaled(wishes.slower)
+    costs = costs.scaled(options.slower)
     require_emulable(program, costs)
-    training = make_training(case, wishes, program.num_stages)
+    training = make_training(case, options, program.num_stages)
     num_done = 0
 
-    def told(done: Progress, predicted_s: float) -> None:
+    def told(done: StepProgress, predicted_s: float) -> None:
         nonlocal num_done
         num_done = done.num_done
         if on_step is not None:
             on_step(done, predicted_s)
 
     def live() -> Rehearsal:
-        return _live(program, costs, training, wishes, job, told)
+        return _live(program, costs, training, options, job, told)
 
-    if wishes.checkpoints is None:
+    if options.checkpoints is None:
         return live()
-    return keep_alive(live, lambda: num_done, Restarts(wishes.max_restarts), log.warning)
+    return run_with_restarts(live, lambda: num_done, RestartPolicy(options.max_restarts), log.warning)
 
 
 def _live(
     program: Program,
     costs: Costs,
-    training: Training,
-    wishes: Wishes,
+    training: TrainingSetup,
+    options: TrainOptions,
     job: Job,
-    on_step: Callable[[Progress, float], None],
+    on_step: Callable[[StepProgress, float], None],
 ) -> Rehearsal:
     """From the last complete checkpoint, if there is one, to the last step or a failure."""
-    saves = Saves(0, {})
-    if wishes.checkpoints is not None:
-        saves = find_saves(wishes.checkpoints, program.rank_dc, every=wishes.save_every)
-    if saves.first_step >= wishes.steps:
+    saves = RunCheckpoints(0, {})
+    if options.checkpoints is not None:
+        saves = find_checkpoints(options.checkpoints, program.rank_dc, every=options.save_every)
+    if saves.first_step >= options.steps:
         raise AtlasError(
-            f"{wishes.checkpoints}: step {saves.first_step} is done already, and --steps says {wishes.steps}. Ask for "
-            "more steps, or choose another folder for a new run"
+            f"{options.checkpoints}: step {saves.first_step} is done already, and --steps says {options.steps}. Ask "
+            "for more steps, or choose another folder for a new run"
         )
-    num_steps = wishes.steps - saves.first_step
+    num_steps = options.steps - saves.first_step
     predicted = simulate(repeated(program, max(num_steps, 2)) if num_steps > 1 else program, costs)
-    setup = Setup(
+    setup = EmulationSettings(
         num_steps,
         saves.first_step,
-        device=wishes.device,
-        streams=1 if wishes.tcp == "one" else MANY_STREAMS,
+        device=options.device,
+        streams=1 if options.tcp == "one" else MANY_STREAMS,
         num_cells=job.cells,
         tp=job.tp,
         patience_s=20.0 + 2 * predicted.iteration_ns / 1e9,
@@ -141,7 +143,7 @@ def _live(
         keep_weights=False,
     )
 
-    def tell(done: Progress) -> None:
+    def tell(done: StepProgress) -> None:
         on_step(done, predicted.iteration_ns / 1e9)
 
     return Rehearsal(predicted, emulate(program, costs, training, setup, on_step=tell), saves.first_step)
@@ -158,38 +160,38 @@ def _require_small(program: Program, num_cells: int, tp: int) -> None:
 
 
 # ---- what is trained -------------------------------------------------------------------------------------------------
-def make_training(case: Case, wishes: Wishes, num_stages: int) -> Training:
+def make_training(case: Case, options: TrainOptions, num_stages: int) -> TrainingSetup:
     """The model and the data that were wished for; else stand-ins."""
-    rate = wishes.learning_rate
-    if not wishes.model and not wishes.data:
+    rate = options.learning_rate
+    if not options.model and not options.data:
         num_heads = max(2, case.job.tp)
         training = stand_in(
             num_layers=max(4, num_stages - 2), num_heads=num_heads, learning_rate=0.1 if rate is None else rate
         )
-        return replace(training, max_norm=wishes.clip)
-    model, length, microbatch = _model(case, wishes, num_stages)
+        return replace(training, max_norm=options.clip)
+    model, length, microbatch = _model(case, options, num_stages)
     settings = OptimizerSettings(LearningRate(1e-3 if rate is None else rate))
-    return Training(model, DataChoice(length, microbatch, wishes.data), settings, wishes.clip)
+    return TrainingSetup(model, DataChoice(length, microbatch, options.data), settings, options.clip)
 
 
-def _model(case: Case, wishes: Wishes, num_stages: int) -> tuple[ModelChoice, int, int]:
+def _model(case: Case, options: TrainOptions, num_stages: int) -> tuple[ModelChoice, int, int]:
     """The model, the tokens of its sequences, the sequences of its microbatches."""
     job = case.job
-    if not wishes.model:
+    if not options.model:
         from atlas.runtime.training import open_dataset
 
         small = stand_in(
             num_layers=max(4, num_stages - 2),
             num_heads=max(2, job.tp),
-            vocabulary=open_dataset(wishes.data).vocabulary,
+            vocabulary=open_dataset(options.data).vocabulary,
             length=STAND_IN_LENGTH,
         )
         return small.model, STAND_IN_LENGTH, small.data.microbatch
-    folder = None if wishes.model == OWN else Path(wishes.model)
+    folder = None if options.model == OWN else Path(options.model)
     config = from_spec(job.model) if folder is None else read_config(folder)
     if config.num_layers != job.model.layers:
         raise SpecError(
-            where=wishes.model,
+            where=options.model,
             key="layers",
             value=config.num_layers,
             rule=f"the plan cuts a model of {job.model.layers} layers into stages",

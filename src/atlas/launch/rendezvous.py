@@ -2,9 +2,9 @@
 hold. With certificates both sides speak mutual TLS; without, everybody is on loopback.
 
     caller     {"atlas": 1, "site": ["west", 0, 1], "life": 8461…, "plan": "9f…", "received": 0}
-    rendezvous {"welcome": 0}, or {"refused": "one sentence"}, and then whatever a `Courier` carries
+    rendezvous {"welcome": 0}, or {"refused": "one sentence"}, and then whatever a `ControlChannel` carries
 
-Knows names and the door. What is done together is `conductor`'s business.
+Knows names and the door. What is done together is `coordinator`'s business.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.launch.control_channel import Courier, Message, frame, unframed
+from atlas.launch.control_channel import ControlChannel, Message, frame, unframed
 from atlas.wan.security.credentials import Security, require_name
 from atlas.wan.transport.handshake import Address
 
@@ -33,7 +33,7 @@ MAX_CALLERS = 64
 """That are being greeted at a time."""
 
 
-class SiteName(NamedTuple):
+class AgentName(NamedTuple):
     """A launcher: one of `num_parts` in its datacenter."""
 
     datacenter: str
@@ -49,24 +49,24 @@ class SiteName(NamedTuple):
         return self.datacenter if self.num_parts == 1 else f"{self.datacenter} ({self.part + 1} of {self.num_parts})"
 
 
-class Guest:
+class JoinedAgent:
     """A launcher that has been here."""
 
-    def __init__(self, name: SiteName, life: int, on_change: Callable[[], None]) -> None:
+    def __init__(self, name: AgentName, life: int, on_change: Callable[[], None]) -> None:
         self.name, self.life = name, life
-        self.courier = Courier(on_change)
+        self.channel = ControlChannel(on_change)
 
 
-Judge = Callable[[SiteName, str], str | None]
+Admission = Callable[[AgentName, str], str | None]
 """Why a launcher with this name and plan may not come in; None: it may."""
 
 
 class Rendezvous:
     """Listens at `address`. `guests` are all that were let in, connected or not; `changed` is notified of both."""
 
-    def __init__(self, address: Address, security: Security, judge: Judge) -> None:
+    def __init__(self, address: Address, security: Security, judge: Admission) -> None:
         self._security, self._judge = security, judge
-        self.guests: dict[tuple[str, int], Guest] = {}
+        self.guests: dict[tuple[str, int], JoinedAgent] = {}
         self.changed = threading.Condition()
         self._closing = False
         self._greeting = threading.Semaphore(MAX_CALLERS)
@@ -87,7 +87,7 @@ class Rendezvous:
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
         for guest in list(self.guests.values()):
-            guest.courier.detach()
+            guest.channel.detach()
 
     def _accept(self) -> None:
         while not self._closing:
@@ -119,7 +119,7 @@ class Rendezvous:
             self._greeting.release()
 
     def _admit(self, sock: socket.socket, hello: Message, early: bytes) -> None:
-        name, life = SiteName(str(hello["site"][0]), int(hello["site"][1]), int(hello["site"][2])), int(hello["life"])
+        name, life = AgentName(str(hello["site"][0]), int(hello["site"][1]), int(hello["site"][2])), int(hello["life"])
         if isinstance(sock, ssl.SSLSocket):
             require_name(sock.getpeercert(), name.node)
         reason = f"it speaks version {hello.get('atlas')} of this protocol, the rendezvous {VERSION}: install the same"
@@ -129,29 +129,29 @@ class Rendezvous:
             reason = reason or self._disagrees(name)
             if not reason:
                 guest = self._guest(name, life)
-                sock.sendall(frame({"welcome": guest.courier.num_received}))
-                guest.courier.attach(sock, int(hello["received"]), early)
+                sock.sendall(frame({"welcome": guest.channel.num_received}))
+                guest.channel.attach(sock, int(hello["received"]), early)
                 return
         sock.sendall(frame({"refused": reason}))
         sock.close()
 
-    def _guest(self, name: SiteName, life: int) -> Guest:
+    def _guest(self, name: AgentName, life: int) -> JoinedAgent:
         place = (name.datacenter, name.part)
         known = self.guests.get(place)
         if known is None or known.life != life:
             if known is not None:
-                known.courier.detach()
-            known = self.guests[place] = Guest(name, life, self._notify)
+                known.channel.detach()
+            known = self.guests[place] = JoinedAgent(name, life, self._notify)
         return known
 
-    def _disagrees(self, name: SiteName) -> str:
+    def _disagrees(self, name: AgentName) -> str:
         """Why a launcher does not fit those of its datacenter that are here; those that are gone count no longer."""
         others = {
             place: guest
             for place, guest in self.guests.items()
             if place[0] == name.datacenter and guest.name.num_parts != name.num_parts
         }
-        here = [guest for guest in others.values() if guest.courier.is_connected]
+        here = [guest for guest in others.values() if guest.channel.is_connected]
         if here:
             return (
                 f"it is one of {name.num_parts} launchers in {name.datacenter}, and one that is here says that there "
@@ -166,14 +166,14 @@ class Rendezvous:
             self.changed.notify_all()
 
 
-class Caller:
+class RendezvousClient:
     """A launcher's way to the rendezvous; calls again when the connection breaks, until `grace_s` have passed."""
 
     def __init__(
         self,
         address: Address,
-        host: SiteName,
-        mine: SiteName,
+        host: AgentName,
+        mine: AgentName,
         plan: str,
         security: Security,
         *,
@@ -183,7 +183,7 @@ class Caller:
         self.address, self.host, self.mine, self.plan, self.security = address, host, mine, plan, security
         self.grace_s = grace_s
         self.life = secrets.randbits(62)
-        self.courier = Courier(self._changed)
+        self.channel = ControlChannel(self._changed)
         self.local_host = ""
         """The address by which this host reached the rendezvous."""
         self.error: Exception | None = None
@@ -196,10 +196,10 @@ class Caller:
     def close(self) -> None:
         self._closing.set()
         self._is_away.set()
-        self.courier.detach()
+        self.channel.detach()
 
     def _changed(self) -> None:
-        if not self.courier.is_connected:
+        if not self.channel.is_connected:
             self._is_away.set()
 
     def _keep(self) -> None:
@@ -209,7 +209,7 @@ class Caller:
                 self._call(time.monotonic() + self.grace_s)
             except Exception as error:  # on a thread: who reads the inbox must hear of it, or would wait forever
                 self.error = error
-                self.courier.inbox.put({"gone": str(error) if isinstance(error, AtlasError) else repr(error)})
+                self.channel.inbox.put({"gone": str(error) if isinstance(error, AtlasError) else repr(error)})
                 return
 
     def _call(self, deadline: float) -> None:
@@ -240,7 +240,7 @@ class Caller:
                 require_name(sock.getpeercert(), self.host.node)
             self.local_host = sock.getsockname()[0]
             hello = {"atlas": VERSION, "site": list(self.mine), "life": self.life, "plan": self.plan}
-            sock.sendall(frame({**hello, "received": self.courier.num_received}))
+            sock.sendall(frame({**hello, "received": self.channel.num_received}))
             answer, early = _read_hello(sock)
         except BaseException:
             sock.close()
@@ -249,7 +249,7 @@ class Caller:
             sock.close()
             raise AtlasError(f"{where}: refuses {self.mine}: {answer['refused']}")
         try:
-            self.courier.attach(sock, int(answer["welcome"]), early)
+            self.channel.attach(sock, int(answer["welcome"]), early)
         except (KeyError, TypeError, ValueError):
             sock.close()
             raise

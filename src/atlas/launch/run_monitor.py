@@ -17,10 +17,10 @@ from typing import Any
 from atlas.errors import WorkerError
 from atlas.ir.timeline import Timeline
 from atlas.launch.clocks import offsets_ns
-from atlas.launch.measured import Records, View
+from atlas.launch.measured import Records, RunClock
+from atlas.launch.prepared_job import PreparedJob
 from atlas.launch.report.events import StepEvent
-from atlas.launch.work import Work
-from atlas.launch.worker_processes import Voices
+from atlas.launch.worker_processes import WorkerGroup
 
 HEADSTART_NS = 500_000_000
 """From the last order to the first op: longer than an order takes to any datacenter."""
@@ -30,11 +30,11 @@ STUCK_S = 5.0
 STUCK_ITERATIONS = 4
 ANSWER_S = 1.0
 
-Tell = Callable[[StepEvent, Timeline], None]
+OnStep = Callable[[StepEvent, Timeline], None]
 
 
 @dataclass(frozen=True)
-class Ending:
+class RunOutcome:
     """How a life ended that was not cut short."""
 
     num_done: int
@@ -47,18 +47,18 @@ class Ending:
 
 
 @dataclass
-class Lead:
+class RunMonitor:
     """`play` once all workers are connected."""
 
-    crew: Voices
-    work: Work
+    crew: WorkerGroup
+    work: PreparedJob
     first_step: int
     silence_s: float
     """Nothing at all may be heard for at most so long."""
     saves: bool
     copies: bool
     say: Callable[[str], None]
-    tell: Tell | None = None
+    tell: OnStep | None = None
     num_done: int = 0
     losses: list[float] = field(default_factory=list)
 
@@ -67,15 +67,15 @@ class Lead:
         self._passes: dict[int, Records] = {}
         self._written: dict[tuple[int, int], set[str]] = {}
         self._complete: set[tuple[int, int]] = set()
-        self._view: View | None = None
+        self._view: RunClock | None = None
         self._last_end_ns = 0
-        self._watch = _Watch(self)
+        self._watch = _StallWatch(self)
 
-    def play(self) -> Ending:
+    def play(self) -> RunOutcome:
         offsets = offsets_ns(self.crew)
         zero_ns = time.monotonic_ns() + HEADSTART_NS
         names = self.crew.names[: self.work.program.num_workers]
-        self._view = View(names, self.work.costs, zero_ns, offsets)
+        self._view = RunClock(names, self.work.costs, zero_ns, offsets)
         for name in self.crew.names:
             self.crew.tell(name, {"start_ns": zero_ns + offsets[name]})
         stopped = False
@@ -88,7 +88,7 @@ class Lead:
                 self.say("stopping after this step, with a checkpoint; again to stop at once")
                 self._stop()
                 stopped = True
-        return Ending(self.num_done, self.losses, self._sentence(stopped=stopped), stopped)
+        return RunOutcome(self.num_done, self.losses, self._sentence(stopped=stopped), stopped)
 
     def _sentence(self, *, stopped: bool) -> str:
         done = f"step {self.num_done} is done, loss {self.losses[-1]:.4f}" if self.losses else "nothing was done"
@@ -171,17 +171,17 @@ class Lead:
                 self.crew.tell(other, {"complete": [[attempt, step]]})
 
 
-class _Watch:
+class _StallWatch:
     """Asks all workers what they wait for when nothing moves, and says it once."""
 
-    def __init__(self, lead: Lead) -> None:
+    def __init__(self, lead: RunMonitor) -> None:
         self._lead = lead
         self._moved, self._iteration_s = time.monotonic(), 0.0
         self._answers: dict[str, str] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="watch")
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> _StallWatch:
         self._moved = time.monotonic()
         self._thread.start()
         return self

@@ -18,7 +18,7 @@ from atlas.errors import AtlasError
 from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Layout, Program
 from atlas.ir.timeline import Timeline
-from atlas.launch.emulate import Emulation, Setup, Weights, emulate
+from atlas.launch.emulate import Emulation, EmulationSettings, Weights, emulate
 from atlas.runtime.assignment import stand_in
 from atlas.runtime.reference import train_alone
 from atlas.schedules.classic import one_f_one_b
@@ -120,7 +120,7 @@ def main() -> int:
     for attempt in range(1, ATTEMPTS + 1):
         began = time.monotonic()
         try:
-            run = emulate(program, costs, training, Setup(NUM_STEPS))
+            run = emulate(program, costs, training, EmulationSettings(NUM_STEPS))
             result = compare(predicted, run, losses, weights)
         except AtlasError as error:
             print(f"smoke: {error}", file=sys.stderr)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Restarts:
+class RestartPolicy:
     """How often, and how soon."""
 
     max_in_a_row: int = 5
@@ -30,10 +30,10 @@ class Restarts:
         return min(self.max_wait_s, self.first_wait_s * float(2 ** (number - 1)))
 
 
-def keep_alive(
+def run_with_restarts(
     live: Callable[[], T],
     progress: Callable[[], int],
-    restarts: Restarts,
+    restarts: RestartPolicy,
     say: Callable[[str], None],
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:

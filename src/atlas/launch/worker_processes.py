@@ -1,7 +1,7 @@
 """A fleet of worker processes: started together, spoken to in JSON lines, and ended together. Whatever happens to
 one of them (an error, a kill, silence) ends all of them within seconds and is told as one WorkerError.
 
-Knows pipes and what is said over them (processes: `nursery`). Does not know what the workers do.
+Knows pipes and what is said over them (processes: `fork_server`). Does not know what the workers do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from atlas.errors import EXTRAS, AtlasError, MissingExtraError, WorkerError
-from atlas.launch.forkserver import Child, nursery
+from atlas.launch.forkserver import Child, fork_server
 
 log = logging.getLogger("atlas.launch")
 GRACE_S = 0.7
@@ -31,7 +31,7 @@ END_S = 30.0
 """How long a killed process may take to be gone: the kernel frees its memory first."""
 
 
-class Said(NamedTuple):
+class WorkerMessage(NamedTuple):
     """A line of a worker's, or the end of its output, and when it came on our monotonic clock."""
 
     name: str
@@ -42,13 +42,13 @@ class Said(NamedTuple):
 Meanwhile = Callable[[str, dict[str, Any]], bool]
 
 
-class Voices(ABC):
+class WorkerGroup(ABC):
     """A group of workers, wherever they run, as whoever leads them hears them."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
         self.warn: Callable[[str], None] = log.warning
-        self._said: queue.SimpleQueue[Said] = queue.SimpleQueue()
+        self._said: queue.SimpleQueue[WorkerMessage] = queue.SimpleQueue()
 
     @abstractmethod
     def tell(self, name: str, message: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ class Voices(ABC):
         `meanwhile` is given what they say under other keys, and says whether it was expected; what others say, who were
         not asked, waits until somebody asks. Nothing at all may come for at most `timeout_s`.
         """
-        names, answers, others = list(self.names if of is None else of), dict[str, Any](), list[Said]()
+        names, answers, others = list(self.names if of is None else of), dict[str, Any](), list[WorkerMessage]()
         while len(answers) < len(names):
             said = self._next(timeout_s, lambda: f"no {key!r} from {', '.join(n for n in names if n not in answers)}")
             if said.message is not None and key in said.message and said.name in names:
@@ -86,7 +86,7 @@ class Voices(ABC):
     def ask(self, name: str, message: dict[str, Any], key: str, timeout_s: float) -> tuple[Any, int]:
         """One worker's answer to a question, and when it came on our monotonic clock. What others say waits."""
         self.tell(name, message)
-        others: list[Said] = []
+        others: list[WorkerMessage] = []
         while True:
             said = self._next(timeout_s, lambda: f"no {key!r} from {name}")
             if said.name == name and said.message is not None and key in said.message:
@@ -97,7 +97,7 @@ class Voices(ABC):
                 raise self._root_cause(said.name, said.message)
             others.append(said)
 
-    def _next(self, timeout_s: float, missing: Callable[[], str]) -> Said:
+    def _next(self, timeout_s: float, missing: Callable[[], str]) -> WorkerMessage:
         """Warnings, which may come at any time, are told on the way."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -139,8 +139,8 @@ class _Worker(NamedTuple):
     orders: TextIO
 
 
-class Fleet(Voices):
-    """`with Fleet("atlas.runtime.process", names) as fleet:`; leaving the block leaves no process behind."""
+class WorkerProcesses(WorkerGroup):
+    """`with WorkerProcesses("atlas.runtime.process", names) as workers:`; ends all processes on exit."""
 
     def __init__(self, module: str, names: Sequence[str]) -> None:
         super().__init__(names)
@@ -179,7 +179,7 @@ class Fleet(Voices):
             listener.join(max(0.0, deadline - time.monotonic()))
         self._folder.cleanup()
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> WorkerProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -190,7 +190,7 @@ class Fleet(Voices):
         answers, their_answers = os.pipe()
         try:
             with (self.folder / f"{name}.log").open("w") as log:
-                child = nursery(module).start(their_orders, their_answers, log.fileno())
+                child = fork_server(module).start(their_orders, their_answers, log.fileno())
         except BaseException:
             os.close(orders)
             os.close(answers)
@@ -206,10 +206,10 @@ class Fleet(Voices):
     def _listen(self, name: str, answers: TextIO) -> None:
         with answers, contextlib.suppress(ValueError, OSError):
             for line in answers:
-                self._said.put(Said(name, json.loads(line), time.monotonic_ns()))
-        self._said.put(Said(name, None, time.monotonic_ns()))
+                self._said.put(WorkerMessage(name, json.loads(line), time.monotonic_ns()))
+        self._said.put(WorkerMessage(name, None, time.monotonic_ns()))
 
-    def next_said(self, timeout_s: float) -> Said | None:
+    def next_said(self, timeout_s: float) -> WorkerMessage | None:
         """What comes next, for whoever passes it on; None where nothing does."""
         with contextlib.suppress(queue.Empty):
             return self._said.get(timeout=timeout_s)

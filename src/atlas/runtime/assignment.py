@@ -53,7 +53,7 @@ SHIPPED = "shipped"
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSetup:
     """What is trained and how: the same for every worker of a run."""
 
     model: ModelChoice
@@ -83,11 +83,11 @@ def stand_in(
     microbatch: int = 4,
     optimizer: str = "sgd",
     learning_rate: float = 0.1,
-) -> Training:
+) -> TrainingSetup:
     """A GPT small enough for any machine, and a made-up task for it: what a rehearsal trains."""
     config = gpt(num_layers=num_layers, width=width, num_heads=num_heads, vocabulary=vocabulary, max_length=length)
     settings = OptimizerSettings(LearningRate(learning_rate), optimizer)
-    return Training(ModelChoice(config), DataChoice(length, microbatch), settings)
+    return TrainingSetup(ModelChoice(config), DataChoice(length, microbatch), settings)
 
 
 # ---- where and how a worker works ------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Assignment:
     """Within the Program of its cell."""
     program: str
     """As text: the iterations that are run over and over. Whether pipelines share the WAN is its word."""
-    training: Training
+    training: TrainingSetup
     num_steps: int
     first_step: int = 0
     cell: int = 0

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from atlas.errors import WorkerError
-from atlas.runtime.device import Copied, Running, Span, Upload
-from atlas.runtime.spans import Cover
+from atlas.runtime.device import Copied, PendingUpload, Running, Span
+from atlas.runtime.spans import SpanUnion
 
 T = TypeVar("T")
 log = logging.getLogger("atlas.cuda")
@@ -85,7 +85,7 @@ class Cuda:
         self._copied.append(_Timed(start, done, self._base))
         self._copies.put(done, host, then)
 
-    def upload(self, tensor: Tensor) -> Upload:
+    def upload(self, tensor: Tensor) -> PendingUpload:
         with torch.cuda.device(self.place), torch.cuda.stream(self._up):
             there = torch.empty_like(tensor, device=self.place)
             start, done = _event(), _event()
@@ -97,7 +97,7 @@ class Cuda:
 
     def copied(self) -> Copied:
         copies = [copy.span() for copy in list(self._copied)]
-        compute = Cover(self._computed)
+        compute = SpanUnion(self._computed)
         since_ns = self._computed[0].start_ns if self._computed else 0
         kept = [span for span in copies if span.start_ns >= since_ns]
         total_ns = sum(span.end_ns - span.start_ns for span in kept)

@@ -53,7 +53,7 @@ class Running(Protocol[T_co]):
         ...
 
 
-class Upload(Protocol):
+class PendingUpload(Protocol):
     """A copy to the device, under way."""
 
     def get(self) -> Tensor:
@@ -85,7 +85,7 @@ class Device(Protocol):
         """Calls `then` with a contiguous copy in host memory once it is there, on any thread. Never blocks."""
         ...
 
-    def upload(self, tensor: Tensor) -> Upload:
+    def upload(self, tensor: Tensor) -> PendingUpload:
         """Starts a copy of host memory, which must stay as it is until the copy is used; from any thread."""
         ...
 
@@ -113,7 +113,7 @@ class _Done(NamedTuple, Generic[T]):
         return self.span
 
 
-class _Here(NamedTuple):
+class _OnHost(NamedTuple):
     tensor: Tensor
 
     def get(self) -> Tensor:
@@ -141,8 +141,8 @@ class Cpu:
     def download(self, tensor: Tensor, then: Callable[[Tensor], None]) -> None:
         then(tensor.contiguous())
 
-    def upload(self, tensor: Tensor) -> Upload:
-        return _Here(tensor)
+    def upload(self, tensor: Tensor) -> PendingUpload:
+        return _OnHost(tensor)
 
     def copied(self) -> Copied:
         return Copied(0, 0, 0)

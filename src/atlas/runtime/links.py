@@ -13,7 +13,7 @@ from pathlib import Path
 
 from atlas.ir.program import BACKWARD, FORWARD
 from atlas.runtime.assignment import Assignment
-from atlas.runtime.wiring import AFTER, BEFORE, CONTROL, MAIN, Seat, is_along, lane_of
+from atlas.runtime.wiring import AFTER, BEFORE, CONTROL, MAIN, WorkerRole, is_along, lane_of
 from atlas.wan.cell_relay.relay import SLICE_BYTES, Cell
 from atlas.wan.cell_relay.slices import head_bytes
 from atlas.wan.security.credentials import Credentials, Security
@@ -35,34 +35,34 @@ SENDS = {AFTER: FORWARD, BEFORE: BACKWARD}
 WARM_UP = (-1, -1, -1, -1)
 """The tag of each channel's first message, which nobody reads."""
 
-Place = tuple[str, str, int, str, int]
+PeerAddress = tuple[str, str, int, str, int]
 """(end, peer, lane, host, port) of one wire."""
 
 
-class Links:
+class WorkerLinks:
     """Listens from the start; then `connect`, then use it."""
 
-    def __init__(self, seat: Seat, assignment: Assignment, *, direct: bool = False) -> None:
+    def __init__(self, role: WorkerRole, assignment: Assignment, *, direct: bool = False) -> None:
         """`direct`: whether activations of neighbours on this host are read by who waits for them, and not before."""
-        self.seat, self.patience_s = seat, assignment.patience_s
+        self.role, self.patience_s = role, assignment.patience_s
         settings = TransportSettings(deadline_s=assignment.patience_s + 5, heartbeat_s=HEARTBEAT_S)
         if assignment.streams:
             settings = replace(settings, max_streams=assignment.streams)
-        security = _security(assignment, seat.node)
+        security = _security(assignment, role.node)
         self._ends = {
             end: Endpoint(
-                seat.node, (assignment.listen, 0), epoch=assignment.epoch, security=security, settings=settings
+                role.node, (assignment.listen, 0), epoch=assignment.epoch, security=security, settings=settings
             )
-            for end in seat.ends
+            for end in role.ends
         }
         self._direct: DirectTransport | None = None
         if direct and not assignment.certificates:
             patience_s = settings.deadline_s
-            self._direct = DirectTransport(seat.node, self.main.address, epoch=assignment.epoch, patience_s=patience_s)
-        slice_bytes = slice_bytes_of(assignment.training.activation_bytes, seat.program.num_pipelines)
+            self._direct = DirectTransport(role.node, self.main.address, epoch=assignment.epoch, patience_s=patience_s)
+        slice_bytes = slice_bytes_of(assignment.training.activation_bytes, role.program.num_pipelines)
         self._relays = {
-            end: Cell(self._ends[end], seat.pairs(end), (FORWARD, BACKWARD), slice_bytes, (SENDS[end],))
-            for end in seat.ends
+            end: Cell(self._ends[end], role.pairs(end), (FORWARD, BACKWARD), slice_bytes, (SENDS[end],))
+            for end in role.ends
             if end != MAIN
         }
 
@@ -90,7 +90,7 @@ class Links:
         """By end: where this worker listens."""
         return {end: endpoint.address[1] for end, endpoint in self._ends.items()}
 
-    def connect(self, places: Iterable[Place]) -> None:
+    def connect(self, places: Iterable[PeerAddress]) -> None:
         """Opens every wire and uses it once: a first burst over a cold connection is several times slower.
 
         Nothing may be sent or received through a relay before all peers have returned from this.
@@ -109,14 +109,14 @@ class Links:
         for end, peers in relayed.items():
             self._relays[end].connect(peers, CONNECT_S)
         sent = [
-            main.send(Key(peer, lane, WARM_UP), b"0", what=f"{self.seat.name} greets {peer}") for peer, lane in greeted
+            main.send(Key(peer, lane, WARM_UP), b"0", what=f"{self.role.name} greets {peer}") for peer, lane in greeted
         ]
         for handle in sent:
             handle.wait(self.patience_s)
 
     def _is_direct(self, peer: str, lane: int, host: str, port: int) -> bool:
         """Whether a wire is a direct link now. Datacenters keep their distance, also those emulated on one host."""
-        if self._direct is None or peer.partition("/")[0] != self.seat.datacenter or not is_along(lane):
+        if self._direct is None or peer.partition("/")[0] != self.role.datacenter or not is_along(lane):
             return False
         return self._direct.dial(peer, lane, (host, port))
 
@@ -124,17 +124,17 @@ class Links:
     def send(self, direction: int, boundary: int, tag: Tag, buffer: Buffer, turn: int, what: str) -> Handle:
         """An activation or a gradient over a boundary; smallest turn first where it is shared."""
         transport, key = self._channel(direction, boundary, tag, sends=True)
-        return transport.send(key, buffer, turn if self.seat.shares(boundary) else 0, what)
+        return transport.send(key, buffer, turn if self.role.shares(boundary) else 0, what)
 
     def recv(self, direction: int, boundary: int, tag: Tag, buffer: Buffer, what: str) -> Handle:
         transport, key = self._channel(direction, boundary, tag, sends=False)
         return transport.recv(key, buffer, what)
 
     def _channel(self, direction: int, boundary: int, tag: Tag, *, sends: bool) -> tuple[Transport, Key]:
-        seat = self.seat
+        role = self.role
         ahead = (direction == FORWARD) == sends
-        peer = seat.node_of(seat.pipeline, seat.program.stage_rank[boundary + 1 if ahead else boundary])
-        end = seat.end_of(boundary)
+        peer = role.node_of(role.pipeline, role.program.stage_rank[boundary + 1 if ahead else boundary])
+        end = role.end_of(boundary)
         if end != MAIN:
             return self._relays[end], Key(peer, direction, tag)
         lane, direct = lane_of(direction, boundary), self._direct
@@ -144,10 +144,10 @@ class Links:
 
     # ---- across pipelines, and along the pipeline for what is not an activation --------------------------------------
     def send_to(self, lane: int, pipeline: int, rank: int, tag: Tag, buffer: Buffer, what: str) -> Handle:
-        return self._ends[MAIN].send(Key(self.seat.node_of(pipeline, rank), lane, tag), buffer, what=what)
+        return self._ends[MAIN].send(Key(self.role.node_of(pipeline, rank), lane, tag), buffer, what=what)
 
     def recv_from(self, lane: int, pipeline: int, rank: int, tag: Tag, buffer: Buffer | None, what: str) -> Handle:
-        return self._ends[MAIN].recv(Key(self.seat.node_of(pipeline, rank), lane, tag), buffer, what)
+        return self._ends[MAIN].recv(Key(self.role.node_of(pipeline, rank), lane, tag), buffer, what)
 
     def close(self) -> None:
         """Drops every connection, whatever state it is in."""

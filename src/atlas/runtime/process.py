@@ -56,11 +56,11 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, KEPT_BYTES = -1, -3, 1 << 30
 
 
 def main() -> int:
-    orders, talk = sys.stdin, Talk(_private_stdout())
+    orders, talk = sys.stdin, MessageWriter(_private_stdout())
     _keep_memory()
     torch.set_num_threads(1)
     sys.setswitchinterval(0.0005)  # the default lets a sender wait 5 ms for the thread that computes
-    logging.getLogger("atlas").addHandler(Warnings(talk))
+    logging.getLogger("atlas").addHandler(WarningForwarder(talk))
     try:
         result = _serve(orders, talk)
     except AtlasError as error:
@@ -78,7 +78,7 @@ def main() -> int:
     return 0
 
 
-class Talk:
+class MessageWriter:
     """Answers, whole lines from any thread."""
 
     def __init__(self, answers: TextIO) -> None:
@@ -97,10 +97,10 @@ class Talk:
             os._exit(1)
 
 
-class Warnings(logging.Handler):
+class WarningForwarder(logging.Handler):
     """What is worth a person's attention goes to whoever started us, not only into a file beside it."""
 
-    def __init__(self, talk: Talk) -> None:
+    def __init__(self, talk: MessageWriter) -> None:
         super().__init__(logging.WARNING)
         self._talk = talk
 
@@ -108,10 +108,10 @@ class Warnings(logging.Handler):
         self._talk.say({"warning": record.getMessage()})
 
 
-class Brake:
+class StopControl:
     """Between the orders and the worker's loop: lets it begin a step, or makes it wait for the decision to stop."""
 
-    def __init__(self, worker: Worker, talk: Talk) -> None:
+    def __init__(self, worker: Worker, talk: MessageWriter) -> None:
         self._worker, self._talk = worker, talk
         self._changed = threading.Condition()
         self._next_step = worker.next_step
@@ -139,7 +139,7 @@ class Brake:
             self._changed.notify_all()
 
 
-def _serve(orders: TextIO, talk: Talk) -> dict[str, Any]:
+def _serve(orders: TextIO, talk: MessageWriter) -> dict[str, Any]:
     assignment = Assignment.from_json(_order(orders)["assignment"])
     if assignment.tp == 1:
         return _work(assignment, orders, talk, None)
@@ -150,7 +150,7 @@ def _serve(orders: TextIO, talk: Talk) -> dict[str, Any]:
         return _work(assignment, orders, talk, followers)
 
 
-def _work(assignment: Assignment, orders: TextIO, talk: Talk, followers: Followers | None) -> dict[str, Any]:
+def _work(assignment: Assignment, orders: TextIO, talk: MessageWriter, followers: Followers | None) -> dict[str, Any]:
     skew_ns = assignment.skew_ns
 
     told = Faults()
@@ -172,7 +172,7 @@ def _work(assignment: Assignment, orders: TextIO, talk: Talk, followers: Followe
     talk.say({"listening": worker.links.ports})
     worker.connect([tuple(place) for place in _order(orders)["channels"]])
     talk.say({"ready": True})
-    brake = Brake(worker, talk)
+    brake = StopControl(worker, talk)
     while "start_ns" not in (order := _order(orders)):
         if "clock" in order:
             talk.say({"clock": time.monotonic_ns() + skew_ns})
@@ -182,14 +182,14 @@ def _work(assignment: Assignment, orders: TextIO, talk: Talk, followers: Followe
     threading.Thread(target=_heed, args=(orders, worker, brake, talk), daemon=True).start()
     worker.run(order["start_ns"] - skew_ns, brake.may_begin)
     if assignment.weights_file:
-        weights = worker.holding.weights()
+        weights = worker.stage_set.weights()
         arrays = {name: weight.detach().float().cpu().numpy() for name, weight in weights.items()}
         np.savez(assignment.weights_file, **arrays)  # type: ignore[arg-type]
-    worker.holding.end()
+    worker.stage_set.end()
     return {"steps": worker.next_step, "overrun_ns": device.overrun_ns, "copied": device.copied()}
 
 
-def _heed(orders: TextIO, worker: Worker, brake: Brake, talk: Talk) -> None:
+def _heed(orders: TextIO, worker: Worker, brake: StopControl, talk: MessageWriter) -> None:
     """Orders that come while it runs; the end of them ends the process, and so does one that cannot be obeyed."""
     try:
         while line := orders.readline():
@@ -199,7 +199,7 @@ def _heed(orders: TextIO, worker: Worker, brake: Brake, talk: Talk) -> None:
     os._exit(1)
 
 
-def _obey(order: dict[str, Any], worker: Worker, brake: Brake, talk: Talk) -> None:
+def _obey(order: dict[str, Any], worker: Worker, brake: StopControl, talk: MessageWriter) -> None:
     """What may be ordered at any time: a save of an earlier life may be complete before this one has started."""
     if "stop" in order:
         brake.stop()

@@ -20,7 +20,7 @@ LOOK_S = 0.001
 
 
 @dataclass
-class Sending:
+class PendingSend:
     """A transfer on its way; it has a handle from when its bytes are in host memory."""
 
     transfer: int
@@ -59,7 +59,7 @@ class StepRecord:
     """Global norms of the gradients, where they were taken."""
     tokens: int = 0
     """Trained on by this worker's pipeline; on the last stage."""
-    sendings: list[Sending] = field(default_factory=list)
+    sendings: list[PendingSend] = field(default_factory=list)
 
     def note_op(self, span: Span) -> None:
         self.op_start_ns.append(span.start_ns)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atlas.runtime.assignment import Training
+from atlas.runtime.assignment import TrainingSetup
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, loss_of
 from atlas.runtime.optimizer import make_optimizer
 from atlas.runtime.training import make_task
@@ -17,7 +17,7 @@ Weights = dict[str, NDArray[np.float32]]
 
 
 def train_alone(
-    training: Training, num_pipelines: int, num_microbatches: int, num_steps: int, place: str = "cpu"
+    training: TrainingSetup, num_pipelines: int, num_microbatches: int, num_steps: int, place: str = "cpu"
 ) -> tuple[list[float], Weights]:
     """Mean loss of each step, and the final weights by name."""
     task = make_task(

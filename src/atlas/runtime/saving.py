@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from atlas.runtime.assignment import Assignment, SaveChoice, Training
+from atlas.runtime.assignment import Assignment, SaveChoice, TrainingSetup
 from atlas.runtime.checkpoint import (
+    CheckpointClient,
     Checkpointer,
-    Line,
     LocalStore,
     Meta,
     RemoteStore,
@@ -24,32 +24,32 @@ from atlas.runtime.checkpoint import (
     restore,
     share,
 )
-from atlas.runtime.links import Links
+from atlas.runtime.links import WorkerLinks
 from atlas.runtime.models.decoder import layer_of
-from atlas.runtime.tensor_parallel.stage_set import Holding
+from atlas.runtime.tensor_parallel.stage_set import StageSet
 from atlas.runtime.training import data_digest, model_layers, run_config
-from atlas.runtime.wiring import Seat
+from atlas.runtime.wiring import WorkerRole
 
 COPY_S = 60.0
 """How long the end of a run waits for the last save to be across."""
 Written = Callable[[SaveId], None]
 
 
-def resume(training: Training, choice: SaveChoice, seat: Seat, holding: Holding) -> None:
+def resume(training: TrainingSetup, choice: SaveChoice, role: WorkerRole, stage_set: StageSet) -> None:
     """Takes weights and optimizer state from the step that the launcher chose, if it chose one."""
     if choice.resume is None:
         return
     checkpoint = choose([LocalStore(folder) for folder in choice.sources], step=choice.resume)
     assert checkpoint is not None, "`choose` finds a step or raises"
-    config = run_config(training, global_batch_of(training, seat))
+    config = run_config(training, global_batch_of(training, role))
     checkpoint.meta.require_same_run(config, data_digest(training.data))
-    states = {layer: holding.of_state(state) for layer, state in load_layers(checkpoint, holding.layers).items()}
-    restore(states, holding.parameters.items(), holding.optimizer, layer_of)
+    states = {layer: stage_set.of_state(state) for layer, state in load_layers(checkpoint, stage_set.layers).items()}
+    restore(states, stage_set.parameters.items(), stage_set.optimizer, layer_of)
 
 
-def global_batch_of(training: Training, seat: Seat) -> int:
+def global_batch_of(training: TrainingSetup, role: WorkerRole) -> int:
     """Sequences of a step."""
-    return training.data.microbatch * seat.num_pipelines * seat.program.num_microbatches
+    return training.data.microbatch * role.num_pipelines * role.program.num_microbatches
 
 
 class Saving:
@@ -63,45 +63,45 @@ class Saving:
         self,
         assignment: Assignment,
         choice: SaveChoice,
-        seat: Seat,
-        holding: Holding,
+        role: WorkerRole,
+        stage_set: StageSet,
         on_written: Written = lambda id: None,
     ) -> None:
-        self.training: Training = assignment.training
-        self.choice, self.seat, self.holding = choice, seat, holding
-        self.global_batch = global_batch_of(self.training, seat)
+        self.training: TrainingSetup = assignment.training
+        self.choice, self.role, self.stage_set = choice, role, stage_set
+        self.global_batch = global_batch_of(self.training, role)
         self.digest = data_digest(self.training.data)
         self.retention, self._copies = Retention(choice.keep), Retention(choice.keep)
         self._on_written = on_written
         self._replicator: Replicator | None = None
         self.checkpointer = Checkpointer(
             LocalStore(choice.folder),
-            seat.name,
+            role.name,
             model_layers(self.training.model.config),
             attempt=choice.attempt,
             retention=self.retention,
             on_written=self._written,
         )
-        self._mine = share(holding.layers, seat.pipeline, seat.num_pipelines)
+        self._mine = share(stage_set.layers, role.pipeline, role.num_pipelines)
 
-    def copy_over(self, links: Links, on_copied: Written) -> None:
+    def copy_over(self, links: WorkerLinks, on_copied: Written) -> None:
         """From now on, what is saved is copied to where the launcher said, and to nowhere else: a place that a plan of
         before had chosen may be lost."""
         copy, store = self.choice.copy, self.checkpointer.store
         if copy is None:
-            forget_targets(store, self.seat.name)
+            forget_targets(store, self.role.name)
             return
-        target = RemoteStore(Line(links.main, copy.peer, (copy.host, copy.port)), copy.shelf)
+        target = RemoteStore(CheckpointClient(links.main, copy.peer, (copy.host, copy.port)), copy.shelf)
         self._replicator = Replicator(
             store,
             target,
-            writer=self.seat.name,
+            writer=self.role.name,
             yield_way=behind(links),
             retention=self._copies,
             on_copied=on_copied,
         )
         self._replicator.start()
-        forget_targets(store, self.seat.name, but=str(target))
+        forget_targets(store, self.role.name, but=str(target))
 
     def confirm(self, *complete: SaveId) -> None:
         """These are written, and copied where they are to be, by everybody: older ones may go."""
@@ -122,7 +122,7 @@ class Saving:
             dataset=self.digest,
             config=run_config(self.training, self.global_batch),
         )
-        self.checkpointer.save(num_done, self.holding.states(self._mine), meta)
+        self.checkpointer.save(num_done, self.stage_set.states(self._mine), meta)
 
     def close(self) -> None:
         """Waits for the last write, and a while for its copy."""

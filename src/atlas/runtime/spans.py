@@ -10,7 +10,7 @@ from atlas.ir.program import Ints
 from atlas.runtime.device import Span
 
 
-class Cover:
+class SpanUnion:
     """What overlaps counts once."""
 
     def __init__(self, spans: Iterable[Span]) -> None:

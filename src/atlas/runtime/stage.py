@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atlas.runtime.models.decoder import TIED_HEAD, loss_of
 from atlas.runtime.models.linear import Linear, WeightWork, recording
-from atlas.runtime.models.task import Task
+from atlas.runtime.models.task import StageTask
 from atlas.runtime.models.tied import require_joinable
 
 
@@ -99,7 +99,7 @@ class Stage:
 
     def __init__(
         self,
-        task: Task,
+        task: StageTask,
         stage: int,
         num_stages: int,
         pipeline: int,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from atlas.errors import WorkerError
 from atlas.runtime.device import Device
-from atlas.runtime.links import Links
+from atlas.runtime.links import WorkerLinks
 from atlas.runtime.models.decoder import TIED_EMBEDDING
 from atlas.runtime.models.tied import joined
 from atlas.runtime.optimizer import global_norm
@@ -61,31 +61,31 @@ class _Sum:
 class GradientSync:
     """Of one worker: its stages' gradients over all pipelines."""
 
-    def __init__(self, links: Links, device: Device, who: str) -> None:
+    def __init__(self, links: WorkerLinks, device: Device, who: str) -> None:
         self.links, self.device, self.who = links, device, who
-        self.seat = links.seat
+        self.role = links.role
         self._sums: dict[tuple[int, int], _Sum] = {}
 
     def begin(self, step: int, stage: int, gradients: Sequence[Tensor]) -> None:
         """Posts the receives and sends everybody his slice of mine. Returns at once."""
-        if not self.seat.other_pipelines:
+        if not self.role.other_pipelines:
             return
         num_values = sum(gradient.numel() for gradient in gradients)
-        cut = slices(num_values, self.seat.num_pipelines)
+        cut = slices(num_values, self.role.num_pipelines)
         flat = self.device.buffer((num_values,), torch.float32)
-        mine = cut[self.seat.pipeline]
-        parts = {c: torch.empty(mine.stop - mine.start) for c in self.seat.other_pipelines}
+        mine = cut[self.role.pipeline]
+        parts = {c: torch.empty(mine.stop - mine.start) for c in self.role.other_pipelines}
         total = _Sum(flat, parts)
-        for c in self.seat.other_pipelines:
+        for c in self.role.other_pipelines:
             total.received.append(self._recv(c, (step, stage, c, PARTS), parts[c]))
             total.sums.append(self._recv(c, (step, stage, c, SUMS), flat[cut[c]]))
         self._sums[step, stage] = total
 
         def send_parts(host: Tensor) -> None:
             flat_of_mine = host.view(-1)
-            parts[self.seat.pipeline] = flat_of_mine[mine]
-            for c in self.seat.other_pipelines:
-                self._send(c, (step, stage, self.seat.pipeline, PARTS), flat_of_mine[cut[c]])
+            parts[self.role.pipeline] = flat_of_mine[mine]
+            for c in self.role.other_pipelines:
+                self._send(c, (step, stage, self.role.pipeline, PARTS), flat_of_mine[cut[c]])
             total.is_mine_here.set()
 
         all_of_mine = torch.cat([gradient.flatten() for gradient in gradients])
@@ -96,7 +96,7 @@ class GradientSync:
 
     def finish(self, step: int, stage: int, gradients: Sequence[Tensor], wait: Wait) -> tuple[list[Tensor], int]:
         """The sums over all pipelines, shaped as `gradients` and where they are, and when the last had arrived."""
-        if not self.seat.other_pipelines:
+        if not self.role.other_pipelines:
             return list(gradients), 0
         total = self._sums.pop((step, stage))
         wait(total.received)
@@ -105,13 +105,13 @@ class GradientSync:
                 f"SYNC of step {step} on {self.who}: its own gradients of stage {stage} did not come off the device "
                 f"within {self.links.patience_s:g} s"
             )
-        mine = slices(len(total.flat), self.seat.num_pipelines)[self.seat.pipeline]
+        mine = slices(len(total.flat), self.role.num_pipelines)[self.role.pipeline]
         added = total.flat[mine]
         added.zero_()
         for c in sorted(total.parts):
             added += total.parts[c]
-        tag = (step, stage, self.seat.pipeline, SUMS)
-        sent = [self._send(c, tag, added) for c in self.seat.other_pipelines]
+        tag = (step, stage, self.role.pipeline, SUMS)
+        sent = [self._send(c, tag, added) for c in self.role.other_pipelines]
         wait([*total.sums, *sent])  # what is sent is a part of the sums, which may be clipped in place from now on
         on_device = total.flat if is_on_host(gradients) else self.device.upload(total.flat).get()
         ends = list(itertools.accumulate(gradient.numel() for gradient in gradients))
@@ -120,77 +120,77 @@ class GradientSync:
 
     def _send(self, pipeline: int, tag: tuple[int, int, int, int], values: Tensor) -> Handle:
         what = f"{self.who} sends gradients of step {tag[0]} to pipeline {pipeline}"
-        return self.links.send_to(GRADIENTS, pipeline, self.seat.rank, tag, bytes_of(values), what)
+        return self.links.send_to(GRADIENTS, pipeline, self.role.rank, tag, bytes_of(values), what)
 
     def _recv(self, pipeline: int, tag: tuple[int, int, int, int], values: Tensor) -> Handle:
-        what = f"SYNC of step {tag[0]} on {self.who} waits for gradients of p{pipeline}.s{self.seat.rank}"
-        return self.links.recv_from(GRADIENTS, pipeline, self.seat.rank, tag, bytes_of(values), what)
+        what = f"SYNC of step {tag[0]} on {self.who} waits for gradients of p{pipeline}.s{self.role.rank}"
+        return self.links.recv_from(GRADIENTS, pipeline, self.role.rank, tag, bytes_of(values), what)
 
 
 class TiedEnds:
     """The matrix at both ends of the model, where they lie on two workers."""
 
-    def __init__(self, links: Links, who: str) -> None:
+    def __init__(self, links: WorkerLinks, who: str) -> None:
         self.links, self.who = links, who
-        self.seat = links.seat
+        self.role = links.role
 
     def join(self, step: int, name: str, gradient: Tensor, wait: Wait) -> tuple[Tensor, int]:
         """From that of the end that is here (`name`) to the gradient of both, in host memory; when all had arrived."""
-        seat = self.seat
-        assert seat.opposite_end is not None, "both ends are here"
+        role = self.role
+        assert role.opposite_end is not None, "both ends are here"
         mine = gradient.detach().to("cpu").contiguous().view(-1)
-        cut = slices(len(mine), seat.num_pipelines)
-        whole, theirs = torch.empty_like(mine), torch.empty(cut[seat.pipeline].stop - cut[seat.pipeline].start)
+        cut = slices(len(mine), role.num_pipelines)
+        whole, theirs = torch.empty_like(mine), torch.empty(cut[role.pipeline].stop - cut[role.pipeline].start)
         what = f"SYNC of step {step} on {self.who} waits for the other end of the tied embeddings"
-        tag = (step, 0, seat.pipeline, ENDS)
-        came = self.links.recv_from(TIED, seat.pipeline, seat.opposite_end, tag, bytes_of(theirs), what)
+        tag = (step, 0, role.pipeline, ENDS)
+        came = self.links.recv_from(TIED, role.pipeline, role.opposite_end, tag, bytes_of(theirs), what)
         others = [
-            self.links.recv_from(GRADIENTS, c, seat.rank, (step, 0, c, HALVES), bytes_of(whole[cut[c]]), what)
-            for c in seat.other_pipelines
+            self.links.recv_from(GRADIENTS, c, role.rank, (step, 0, c, HALVES), bytes_of(whole[cut[c]]), what)
+            for c in role.other_pipelines
         ]
-        own = mine[cut[seat.pipeline]]
-        sent = [self.links.send_to(TIED, seat.pipeline, seat.opposite_end, tag, bytes_of(own), what)]
+        own = mine[cut[role.pipeline]]
+        sent = [self.links.send_to(TIED, role.pipeline, role.opposite_end, tag, bytes_of(own), what)]
         wait([came])
         ends = (own, theirs) if name == TIED_EMBEDDING else (theirs, own)
         half = joined(*ends)
-        whole[cut[seat.pipeline]] = half
-        tag = (step, 0, seat.pipeline, HALVES)
-        sent += [self.links.send_to(GRADIENTS, c, seat.rank, tag, bytes_of(half), what) for c in seat.other_pipelines]
+        whole[cut[role.pipeline]] = half
+        tag = (step, 0, role.pipeline, HALVES)
+        sent += [self.links.send_to(GRADIENTS, c, role.rank, tag, bytes_of(half), what) for c in role.other_pipelines]
         wait([*others, *sent])
         return whole.view(gradient.shape), max(handle.end_ns for handle in (came, *others))
 
 
-class Norm:
+class GlobalNorm:
     """The global norm of the gradients: every stage's squares to the last stage, the norm back."""
 
-    def __init__(self, links: Links, who: str) -> None:
-        self.links, self.who, self.seat = links, who, links.seat
+    def __init__(self, links: WorkerLinks, who: str) -> None:
+        self.links, self.who, self.role = links, who, links.role
 
     def take(self, step: int, squares: Sequence[float], wait: Wait) -> tuple[float, int]:
         """The norm, and when it was here. The sum is exact, so no order matters."""
-        last, moments = self.seat.program.num_ranks - 1, [0]
+        last, moments = self.role.program.num_ranks - 1, [0]
         gathered = np.array(squares, np.float64)
-        if self.seat.rank > 0:
-            before, at_ns = self._recv(self.seat.rank - 1, (step, UP, 0, 0), wait)
+        if self.role.rank > 0:
+            before, at_ns = self._recv(self.role.rank - 1, (step, UP, 0, 0), wait)
             gathered = np.concatenate([before, gathered])
             moments.append(at_ns)
-        if self.seat.rank < last:
-            self._send(self.seat.rank + 1, (step, UP, 0, 0), gathered)
-            norm, at_ns = self._recv(self.seat.rank + 1, (step, DOWN, 0, 0), wait)
+        if self.role.rank < last:
+            self._send(self.role.rank + 1, (step, UP, 0, 0), gathered)
+            norm, at_ns = self._recv(self.role.rank + 1, (step, DOWN, 0, 0), wait)
             moments.append(at_ns)
         else:
             norm = np.array([global_norm([gathered.tolist()])])
-        if self.seat.rank > 0:
-            self._send(self.seat.rank - 1, (step, DOWN, 0, 0), norm)
+        if self.role.rank > 0:
+            self._send(self.role.rank - 1, (step, DOWN, 0, 0), norm)
         return float(norm[0]), max(moments)
 
     def _send(self, rank: int, tag: tuple[int, int, int, int], values: np.ndarray) -> None:
-        what = f"{self.who} sends the norm of step {tag[0]} to p{self.seat.pipeline}.s{rank}"
-        self.links.send_to(CONTROL, self.seat.pipeline, rank, tag, values.tobytes(), what)
+        what = f"{self.who} sends the norm of step {tag[0]} to p{self.role.pipeline}.s{rank}"
+        self.links.send_to(CONTROL, self.role.pipeline, rank, tag, values.tobytes(), what)
 
     def _recv(self, rank: int, tag: tuple[int, int, int, int], wait: Wait) -> tuple[np.ndarray, int]:
-        what = f"NORM of step {tag[0]} on {self.who} waits for p{self.seat.pipeline}.s{rank}"
-        handle = self.links.recv_from(CONTROL, self.seat.pipeline, rank, tag, None, what)
+        what = f"NORM of step {tag[0]} on {self.who} waits for p{self.role.pipeline}.s{rank}"
+        handle = self.links.recv_from(CONTROL, self.role.pipeline, rank, tag, None, what)
         wait([handle])
         assert handle.buffer is not None
         return np.frombuffer(handle.buffer, np.float64), handle.end_ns

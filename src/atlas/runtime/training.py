@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atlas.errors import ProgramError
-from atlas.runtime.assignment import SHIPPED, DataChoice, Training
+from atlas.runtime.assignment import SHIPPED, DataChoice, TrainingSetup
 from atlas.runtime.data.batches import Batches, Dataset
 from atlas.runtime.data.tokenize import sample_text, tokenize
 from atlas.runtime.data.tokenizers import ByteTokenizer
@@ -40,7 +40,7 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def make_task(
-    training: Training, *, num_stages: int, num_pipelines: int, num_microbatches: int, place: str = "cpu"
+    training: TrainingSetup, *, num_stages: int, num_pipelines: int, num_microbatches: int, place: str = "cpu"
 ) -> DecoderTask:
     """What every stage of a run is told; `num_pipelines` over all cells."""
     model, data = training.model, training.data
@@ -105,7 +105,7 @@ def data_digest(data: DataChoice) -> str:
     return open_dataset(data.folder).digest if data.folder else MADE_UP
 
 
-def run_config(training: Training, global_batch: int) -> dict[str, Any]:
+def run_config(training: TrainingSetup, global_batch: int) -> dict[str, Any]:
     """What must not change from one attempt of a run to the next, JSON-able; how it is cut may."""
     model = dataclasses.asdict(training.model)
     return {

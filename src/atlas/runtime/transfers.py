@@ -21,9 +21,9 @@ from torch import Tensor
 from atlas.errors import WorkerError
 from atlas.ir.ops import BACKWARDS, Kind, Op
 from atlas.ir.program import BACKWARD, FORWARD
-from atlas.runtime.device import Device, Upload
-from atlas.runtime.links import Links
-from atlas.runtime.record import Sending, StepRecord
+from atlas.runtime.device import Device, PendingUpload
+from atlas.runtime.links import WorkerLinks
+from atlas.runtime.record import PendingSend, StepRecord
 from atlas.wan.transport.base import Handle, Tag
 
 MAX_AHEAD = 16
@@ -31,7 +31,7 @@ AHEAD_BYTES = 256 << 20
 """Memory for receives that are posted and not yet needed."""
 
 
-class Need(NamedTuple):
+class StageInput(NamedTuple):
     """An input of an op that comes over a boundary; `slot` counts microbatches over all steps."""
 
     direction: int
@@ -44,14 +44,14 @@ class Need(NamedTuple):
         return self.stage - 1 if self.direction == FORWARD else self.stage
 
 
-class Arrival:
+class ReceivedTensor:
     """A receive. Its copy to the device starts when its last byte is here, whoever notices first."""
 
     def __init__(self, handle: Handle, buffer: Tensor, device: Device) -> None:
         self.handle = handle
         self._buffer, self._device = buffer, device
         self._lock = threading.Lock()
-        self._upload: Upload | None = None
+        self._upload: PendingUpload | None = None
         handle.on_done(self._start_early)
 
     @property
@@ -76,15 +76,20 @@ class Transfers:
     """Of one worker. `needs` is what its ops will receive over the network, in order, over all steps."""
 
     def __init__(
-        self, links: Links, device: Device, shape: tuple[int, ...], dtype: torch.dtype, needs: Iterator[Need]
+        self,
+        links: WorkerLinks,
+        device: Device,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        needs: Iterator[StageInput],
     ) -> None:
         self.links, self.device, self.shape, self.dtype = links, device, shape, dtype
-        self.seat, self.program = links.seat, links.seat.program
+        self.role, self.program = links.role, links.role.program
         num_bytes = int(np.prod(shape)) * dtype.itemsize
         self._num_ahead = max(2, min(MAX_AHEAD, AHEAD_BYTES // num_bytes))
         self._needs = needs
-        self._posted: dict[Need, Arrival] = {}
-        self._here: dict[Need, tuple[Tensor, int]] = {}
+        self._posted: dict[StageInput, ReceivedTensor] = {}
+        self._here: dict[StageInput, tuple[Tensor, int]] = {}
         """What stages of this worker hand to each other, and when."""
         self._failed: deque[WorkerError] = deque()
         self._later = int(self.program.turn.max(initial=0)) + 1
@@ -96,13 +101,13 @@ class Transfers:
             for need in itertools.islice(self._needs, self._num_ahead - len(self._posted)):
                 self._post(need)
 
-    def _post(self, need: Need) -> None:
+    def _post(self, need: StageInput) -> None:
         buffer = self.device.buffer(self.shape, self.dtype)
         what = f"{self._reader(need)} waits for {self._sender(need)}"
         handle = self.links.recv(need.direction, need.boundary, self._tag(need), bytes_of(buffer), what)
-        self._posted[need] = Arrival(handle, buffer, self.device)
+        self._posted[need] = ReceivedTensor(handle, buffer, self.device)
 
-    def arrival(self, need: Need) -> Handle | None:
+    def arrival(self, need: StageInput) -> Handle | None:
         """What to wait for; None where another stage of this worker has left it here."""
         if need in self._here:
             return None
@@ -110,7 +115,7 @@ class Transfers:
             self._post(need)
         return self._posted[need].handle
 
-    def take(self, need: Need, *, keep: bool = False) -> tuple[Tensor, int]:
+    def take(self, need: StageInput, *, keep: bool = False) -> tuple[Tensor, int]:
         """The tensor, on the device, and when it was there; after its `arrival` is done. `keep`: to be taken again."""
         if need in self._here:
             return self._here[need] if keep else self._here.pop(need)
@@ -121,16 +126,16 @@ class Transfers:
     def send(self, op: Op, slot: int, num_passes: int, tensor: Tensor, ready_ns: int, record: StepRecord) -> None:
         """The output of a forward or a backward; `num_passes` were made through the Program before this one."""
         direction = BACKWARD if op.kind in BACKWARDS else FORWARD
-        need = Need(direction, op.stage + 1 if direction == FORWARD else op.stage - 1, slot)
+        need = StageInput(direction, op.stage + 1 if direction == FORWARD else op.stage - 1, slot)
         transfer = self.transfer(direction, need.boundary, op.microbatch)
         record.ready_ns[transfer] = ready_ns
-        if self.program.stage_rank[need.stage] == self.seat.rank:
+        if self.program.stage_rank[need.stage] == self.role.rank:
             record.start_ns[transfer] = ready_ns
             self._here[need] = (tensor, time.monotonic_ns())
             return
         turn = int(self.program.turn[transfer]) + num_passes * self._later
-        what = f"{self.seat.name} sends {self.program.transfer_name(transfer)} (slot {slot}) to stage {need.stage}"
-        sending = Sending(transfer)
+        what = f"{self.role.name} sends {self.program.transfer_name(transfer)} (slot {slot}) to stage {need.stage}"
+        sending = PendingSend(transfer)
         record.sendings.append(sending)
 
         def post(host: Tensor) -> None:
@@ -147,21 +152,21 @@ class Transfers:
     def transfer(self, direction: int, boundary: int, microbatch: int) -> int:
         """As the Program of this worker's cell numbers it."""
         program = self.program
-        pipeline = direction * program.num_pipelines + self.seat.worker // program.num_ranks
+        pipeline = direction * program.num_pipelines + self.role.worker // program.num_ranks
         return (pipeline * (program.num_stages - 1) + boundary) * program.num_slots + microbatch
 
     # ---- names -------------------------------------------------------------------------------------------------------
-    def _tag(self, need: Need) -> Tag:
-        return (need.direction, self.seat.pipeline, need.stage, need.slot)
+    def _tag(self, need: StageInput) -> Tag:
+        return (need.direction, self.role.pipeline, need.stage, need.slot)
 
-    def _reader(self, need: Need) -> str:
+    def _reader(self, need: StageInput) -> str:
         kind = Kind.F if need.direction == FORWARD else Kind.B
-        return f"{Op(kind, need.stage, need.slot)} on {self.seat.name} ({self.seat.datacenter})"
+        return f"{Op(kind, need.stage, need.slot)} on {self.role.name} ({self.role.datacenter})"
 
-    def _sender(self, need: Need) -> str:
+    def _sender(self, need: StageInput) -> str:
         source = need.stage - 1 if need.direction == FORWARD else need.stage + 1
         letter = "F" if need.direction == FORWARD else "B"
-        return f"{source}SEND_{letter}{need.slot} of p{self.seat.pipeline}.s{self.program.stage_rank[source]}"
+        return f"{source}SEND_{letter}{need.slot} of p{self.role.pipeline}.s{self.program.stage_rank[source]}"
 
 
 def bytes_of(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

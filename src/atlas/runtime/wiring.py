@@ -21,7 +21,7 @@ RELAY = -1
 """The lanes of a cell's relay are its own affair."""
 
 
-class Wire(NamedTuple):
+class PeerLink(NamedTuple):
     """A connection that its owner opens."""
 
     end: str
@@ -35,7 +35,7 @@ class Wire(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Seat:
+class WorkerRole:
     """One worker's place among all: pipelines are numbered over the cells."""
 
     program: Program
@@ -112,15 +112,15 @@ class Seat:
         other = self.rank + 1 if end == AFTER else self.rank - 1
         return {self.node_of(c, self.rank): self.node_of(c, other) for c in self.cell_pipelines}
 
-    def wires(self, *, tied: bool) -> list[Wire]:
+    def wires(self, *, tied: bool) -> list[PeerLink]:
         """All that this worker opens. `tied`: the first and the last rank exchange the gradient of one matrix."""
         return [*self._along(), *self._relays(), *self._sums(), *self._controls(tied=tied)]
 
-    def _wire(self, end: str, pipeline: int, rank: int, peer_end: str, lane: int) -> Wire:
+    def _wire(self, end: str, pipeline: int, rank: int, peer_end: str, lane: int) -> PeerLink:
         far = self.program.rank_dc[rank] != self.datacenter
-        return Wire(end, self.node_of(pipeline, rank), peer_end, lane, far)
+        return PeerLink(end, self.node_of(pipeline, rank), peer_end, lane, far)
 
-    def _along(self) -> list[Wire]:
+    def _along(self) -> list[PeerLink]:
         """Activations forward, gradients back."""
         rank, wires = self.program.stage_rank, []
         for b in self.boundaries:
@@ -131,7 +131,7 @@ class Seat:
                     wires.append(self._wire(MAIN, self.pipeline, rank[b], MAIN, lane_of(BACKWARD, b)))
         return wires
 
-    def _relays(self) -> list[Wire]:
+    def _relays(self) -> list[PeerLink]:
         wires = []
         for end, other, theirs in ((AFTER, self.rank + 1, BEFORE), (BEFORE, self.rank - 1, AFTER)):
             if end in self.ends:
@@ -140,10 +140,10 @@ class Seat:
                 wires += [self._wire(end, c, self.rank, end, RELAY) for c in mates]
         return wires
 
-    def _sums(self) -> list[Wire]:
+    def _sums(self) -> list[PeerLink]:
         return [self._wire(MAIN, c, self.rank, MAIN, GRADIENTS) for c in self.other_pipelines]
 
-    def _controls(self, *, tied: bool) -> list[Wire]:
+    def _controls(self, *, tied: bool) -> list[PeerLink]:
         last = self.program.num_ranks - 1
         neighbours = [rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank <= last]
         wires = [self._wire(MAIN, self.pipeline, rank, MAIN, CONTROL) for rank in neighbours]

@@ -2,7 +2,7 @@
 started.
 
 It waits for inputs, runs ops on its device, hands outputs on and notes when what happened. It knows its own ops,
-stages and seat; not the cluster, not the costs of others, not who started it.
+stages and role; not the cluster, not the costs of others, not who started it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from atlas.ir.program import BACKWARD, FORWARD
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import SaveId
 from atlas.runtime.device import Device, Span
-from atlas.runtime.links import Links, Place
+from atlas.runtime.links import PeerAddress, WorkerLinks
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD
 from atlas.runtime.models.tied import is_split
 from atlas.runtime.record import Recorder, StepRecord
 from atlas.runtime.saving import Saving, resume
-from atlas.runtime.sync import GradientSync, Norm, TiedEnds
-from atlas.runtime.tensor_parallel.stage_set import Holding
-from atlas.runtime.transfers import Need, Transfers
+from atlas.runtime.sync import GlobalNorm, GradientSync, TiedEnds
+from atlas.runtime.tensor_parallel.stage_set import StageSet
+from atlas.runtime.transfers import StageInput, Transfers
 from atlas.runtime.waits import Filler, Position, Waits, WorkerFacts
-from atlas.runtime.wiring import Seat, require_runnable
+from atlas.runtime.wiring import WorkerRole, require_runnable
 from atlas.wan.transport.base import Handle
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Pass(NamedTuple):
+class ProgramPass(NamedTuple):
     """One way through the Program."""
 
     number: int
@@ -69,23 +69,23 @@ class Worker:
         self._on_copied = on_copied
         self.program = program = from_text(assignment.program)
         require_runnable(program)
-        self.seat = Seat(program, assignment.worker, assignment.cell, assignment.num_cells)
+        self.role = WorkerRole(program, assignment.worker, assignment.cell, assignment.num_cells)
         self.ops = program.ops(assignment.worker)
         self._require_norm()
         self.compute_ns = np.array(assignment.compute_ns, np.int64).reshape(-1, NUM_KINDS)
         if not len(self.compute_ns):
             self.compute_ns = np.zeros((program.num_stages, NUM_KINDS), np.int64)
-        self.holding = self._hold(followers)
-        self.task, self.stages = self.holding.task, self.holding.stages
+        self.stage_set = self._hold(followers)
+        self.task, self.stages = self.stage_set.task, self.stage_set.stages
         self.saving = None
         if assignment.save is not None:
-            resume(self.training, assignment.save, self.seat, self.holding)
-            self.saving = Saving(assignment, assignment.save, self.seat, self.holding, on_saved)
-        self.links = Links(self.seat, assignment, direct=device.is_thread and filler is None)
+            resume(self.training, assignment.save, self.role, self.stage_set)
+            self.saving = Saving(assignment, assignment.save, self.role, self.stage_set, on_saved)
+        self.links = WorkerLinks(self.role, assignment, direct=device.is_thread and filler is None)
         self.transfers = Transfers(self.links, device, self.task.activation_shape, self.task.dtype, self._needs())
         self.sync = GradientSync(self.links, device, self._me)
         self.tied = TiedEnds(self.links, self._me)
-        self.norm = Norm(self.links, self._me)
+        self.norm = GlobalNorm(self.links, self._me)
         self.waits = Waits(assignment.patience_s, filler)
         self.recorder = Recorder(tell)
         self.last_step = assignment.first_step + assignment.num_steps - 1
@@ -95,7 +95,7 @@ class Worker:
         self._outgoing: dict[int, list[Tensor]] = {}
         """Gradients that are being summed, by stage."""
         self._recomputed = {(op.stage, op.microbatch) for op in self.ops if op.kind == Kind.R}
-        self._dispatch: dict[Kind, Callable[[Op, int, Pass], Span]] = {
+        self._dispatch: dict[Kind, Callable[[Op, int, ProgramPass], Span]] = {
             Kind.F: self._forward,
             Kind.R: self._recompute,
             Kind.B: self._backward,
@@ -114,19 +114,19 @@ class Worker:
                 "NORM takes their norm: add one before each STEP (with_optimizer(..., norm=True)), or do not clip"
             )
 
-    def _hold(self, followers: Followers | None) -> Holding:
+    def _hold(self, followers: Followers | None) -> StageSet:
         if followers is None:
-            return Holding(self.assignment, self.seat, self.device.place)
+            return StageSet(self.assignment, self.role, self.device.place)
         from atlas.runtime.tensor_parallel.leader import (
-            LedHolding,  # brings DTensor, a second that most workers do not need
+            LeaderStageSet,  # brings DTensor, a second that most workers do not need
         )
 
-        return LedHolding(self.assignment, self.seat, self.device.place, followers)
+        return LeaderStageSet(self.assignment, self.role, self.device.place, followers)
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """What this process holds of them, by name."""
-        return self.holding.parameters
+        return self.stage_set.parameters
 
     # ---- life --------------------------------------------------------------------------------------------------------
     @property
@@ -135,13 +135,13 @@ class Worker:
         config = self.training.model.config
         return is_split(config, self.program.num_stages) and self.program.stage_rank[0] != self.program.stage_rank[-1]
 
-    def connect(self, places: Sequence[Place]) -> None:
+    def connect(self, places: Sequence[PeerAddress]) -> None:
         self.links.connect(places)
         if self.saving is not None:
             self.saving.copy_over(self.links, self._on_copied)
-        self.holding.warm_up()
+        self.stage_set.warm_up()
         facts = WorkerFacts(
-            self.seat.name, self.seat.datacenter, self.seat.worker, self.program, self.ops, self.compute_ns
+            self.role.name, self.role.datacenter, self.role.worker, self.program, self.ops, self.compute_ns
         )
         self.waits.attach(facts, self.device, lambda span: self.recorder.current.note_fill(span))
 
@@ -167,7 +167,7 @@ class Worker:
             self.saving.close()
 
     def _run_pass(self, number: int, start_ns: int) -> None:
-        now = Pass(number, self.next_step, start_ns, self.recorder.begin(self.next_step))
+        now = ProgramPass(number, self.next_step, start_ns, self.recorder.begin(self.next_step))
         self.next_step += self.program.num_iterations
         self._look_ahead(now)
         for index, op in enumerate(self.ops):
@@ -179,14 +179,14 @@ class Worker:
         self._note_losses(now)
         self.recorder.end()
 
-    def _look_ahead(self, now: Pass) -> None:
+    def _look_ahead(self, now: ProgramPass) -> None:
         """Who begins by waiting for another worker reads the first iteration's data meanwhile."""
         if self.ops and self.ops[0].stage > 0:
             first = now.first_step * self.program.num_microbatches
             for stage in self.stages.values():
                 stage.look_ahead(range(first, first + self.program.num_microbatches))
 
-    def _note_losses(self, now: Pass) -> None:
+    def _note_losses(self, now: ProgramPass) -> None:
         stage = self.stages.get(self.program.num_stages - 1)
         if stage is not None:
             now.record.losses = stage.pop_losses(self.next_step * self.program.num_microbatches - 1)
@@ -198,7 +198,7 @@ class Worker:
         self.device.close()
 
     # ---- ops: each waits for its input, runs, sends its output -------------------------------------------------------
-    def _forward(self, op: Op, index: int, now: Pass) -> Span:
+    def _forward(self, op: Op, index: int, now: ProgramPass) -> Span:
         stage, slot, x, ready_ns = self.stages[op.stage], self._slot(op, now), None, now.start_ns
         if op.stage > 0:
             x, ready_ns = self._receive(op, FORWARD, index, now)
@@ -208,13 +208,13 @@ class Worker:
             self.transfers.send(op, slot, now.number, y, span.end_ns, now.record)
         return span
 
-    def _recompute(self, op: Op, index: int, now: Pass) -> Span:
+    def _recompute(self, op: Op, index: int, now: ProgramPass) -> Span:
         stage, slot, ready_ns = self.stages[op.stage], self._slot(op, now), now.start_ns
         if self.program.recompute_on_arrival and not stage.is_last:
             _, ready_ns = self._receive(op, BACKWARD, index, now, keep=True)
         return self._on_device(op, ready_ns, lambda: stage.recompute(slot))[1]
 
-    def _backward(self, op: Op, index: int, now: Pass) -> Span:
+    def _backward(self, op: Op, index: int, now: ProgramPass) -> Span:
         stage, slot, gradient, ready_ns = self.stages[op.stage], self._slot(op, now), None, now.start_ns
         if not stage.is_last:
             gradient, ready_ns = self._receive(op, BACKWARD, index, now)
@@ -225,14 +225,14 @@ class Worker:
         self._begin_sync(op, now)
         return span
 
-    def _backward_weight(self, op: Op, index: int, now: Pass) -> Span:
+    def _backward_weight(self, op: Op, index: int, now: ProgramPass) -> Span:
         stage, slot = self.stages[op.stage], self._slot(op, now)
         span = self._on_device(op, now.start_ns, lambda: stage.backward_weight(slot))[1]
         self._begin_sync(op, now)
         return span
 
     # ---- the end of an iteration -------------------------------------------------------------------------------------
-    def _begin_sync(self, op: Op, now: Pass) -> None:
+    def _begin_sync(self, op: Op, now: ProgramPass) -> None:
         """A stage that has its last gradient starts to share its sum at once, whatever else is to do."""
         gradients = self.stages[op.stage].gradients
         if gradients.num_added == self.program.num_microbatches:
@@ -240,7 +240,7 @@ class Worker:
             outgoing = self._outgoing[op.stage] = self.stages[op.stage].outgoing()
             self.sync.begin(step, op.stage, outgoing)
 
-    def _sync(self, op: Op, index: int, now: Pass) -> Span:
+    def _sync(self, op: Op, index: int, now: ProgramPass) -> Span:
         step, wait, moments = now.first_step + op.microbatch, self._waiter(index, now), [now.start_ns]
         for number, stage in self.stages.items():
             if stage.gradients.num_added != self.program.num_microbatches:
@@ -255,33 +255,35 @@ class Worker:
     def _join_tied(self, step: int, wait: Callable[[Sequence[Handle]], None]) -> int:
         here = [name for name in (TIED_EMBEDDING, TIED_HEAD) if name in self.parameters]
         if len(here) == 2:
-            self.holding.join_tied()
+            self.stage_set.join_tied()
         if len(here) != 1:
             return 0
-        whole, arrived_ns = self.tied.join(step, here[0], self.holding.tied_gradient(here[0]), wait)
-        self.holding.adopt_tied(here[0], whole)
+        whole, arrived_ns = self.tied.join(step, here[0], self.stage_set.tied_gradient(here[0]), wait)
+        self.stage_set.adopt_tied(here[0], whole)
         return arrived_ns
 
-    def _norm(self, op: Op, index: int, now: Pass) -> Span:
+    def _norm(self, op: Op, index: int, now: ProgramPass) -> Span:
         step = now.first_step + op.microbatch
-        norm, arrived_ns = self.norm.take(step, self.holding.squares(), self._waiter(index, now))
+        norm, arrived_ns = self.norm.take(step, self.stage_set.squares(), self._waiter(index, now))
         now.record.norms.append(norm)
         limit = self.training.max_norm
-        work = (lambda: None) if limit is None else (lambda: self.holding.clip(norm, limit))
+        work = (lambda: None) if limit is None else (lambda: self.stage_set.clip(norm, limit))
         return self._on_device(op, max(now.start_ns, arrived_ns), work)[1]
 
-    def _step(self, op: Op, index: int, now: Pass) -> Span:
+    def _step(self, op: Op, index: int, now: ProgramPass) -> Span:
         if any(parameter.grad is None for parameter in self.parameters.values()):
             raise ProgramError(f"{self._who(op)}: no SYNC before it; every STEP needs one (see `with_optimizer`)")
         num_done = now.first_step + op.microbatch + 1
-        span = self._on_device(op, now.start_ns, lambda: self.holding.step(num_done))[1]
+        span = self._on_device(op, now.start_ns, lambda: self.stage_set.step(num_done))[1]
         if self.saving is not None:
             self.saving.after_step(num_done)
         return span
 
     # ---- inputs ------------------------------------------------------------------------------------------------------
-    def _receive(self, op: Op, direction: int, index: int, now: Pass, *, keep: bool = False) -> tuple[Tensor, int]:
-        need = Need(direction, op.stage, self._slot(op, now))
+    def _receive(
+        self, op: Op, direction: int, index: int, now: ProgramPass, *, keep: bool = False
+    ) -> tuple[Tensor, int]:
+        need = StageInput(direction, op.stage, self._slot(op, now))
         arrival = self.transfers.arrival(need)
         if arrival is not None:
             self.waits.until(Position(now.first_step, index), [arrival])
@@ -290,34 +292,34 @@ class Worker:
         now.record.arrive_ns[self.transfers.transfer(direction, need.boundary, op.microbatch)] = arrive_ns
         return tensor, max(now.start_ns, arrive_ns)
 
-    def _needs(self) -> Iterator[Need]:
+    def _needs(self) -> Iterator[StageInput]:
         """What will come over the network, in the order in which it is needed, step after step."""
         program, last = self.program, self.program.num_stages - 1
         step, end = self.assignment.first_step, self.assignment.first_step + self.assignment.num_steps
         while step < end:
             for op in self.ops:
                 slot = op.microbatch + step * program.num_microbatches
-                if op.kind == Kind.F and op.stage > 0 and program.stage_rank[op.stage - 1] != self.seat.rank:
-                    yield Need(FORWARD, op.stage, slot)
-                elif op.kind in BACKWARDS and op.stage < last and program.stage_rank[op.stage + 1] != self.seat.rank:
-                    yield Need(BACKWARD, op.stage, slot)
+                if op.kind == Kind.F and op.stage > 0 and program.stage_rank[op.stage - 1] != self.role.rank:
+                    yield StageInput(FORWARD, op.stage, slot)
+                elif op.kind in BACKWARDS and op.stage < last and program.stage_rank[op.stage + 1] != self.role.rank:
+                    yield StageInput(BACKWARD, op.stage, slot)
             step += program.num_iterations
 
-    def _waiter(self, index: int, now: Pass) -> Callable[[Sequence[Handle]], None]:
+    def _waiter(self, index: int, now: ProgramPass) -> Callable[[Sequence[Handle]], None]:
         return lambda handles: self.waits.until(Position(now.first_step, index), handles)
 
     # ---- small things ------------------------------------------------------------------------------------------------
     def _on_device(self, op: Op, ready_ns: int, work: Callable[[], T]) -> tuple[T, Span]:
         return self.device.run(work, int(self.compute_ns[op.stage, op.kind]), ready_ns)
 
-    def _slot(self, op: Op, now: Pass) -> int:
+    def _slot(self, op: Op, now: ProgramPass) -> int:
         """Microbatches are counted over all steps of the training."""
         assert op.kind in PER_MICROBATCH
         return op.microbatch + now.first_step * self.program.num_microbatches
 
     @property
     def _me(self) -> str:
-        return f"{self.seat.name} ({self.seat.datacenter})"
+        return f"{self.role.name} ({self.role.datacenter})"
 
     def _who(self, op: Op) -> str:
         return f"{op} on {self._me}"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from atlas.runtime.models.block import KvSlab
-from atlas.runtime.models.decoder import Cut, Decoder, build
+from atlas.runtime.models.decoder import Decoder, LayerRange, build
 from atlas.runtime.models.generate import run_cut
 from atlas.runtime.models.weights import load
 from bubbletea.handoff.sampling import Sampling, choose
@@ -122,7 +122,7 @@ class DecodeEngine:
 
 
 def load_whole(served: Served) -> Decoder:
-    cut = Cut.whole(served.config)
+    cut = LayerRange.whole(served.config)
     if served.folder is None:
         return build(served.config, cut, seed=served.seed, dtype=served.torch_dtype).eval()
     return load(served.config, cut, served.folder, dtype=served.torch_dtype).eval()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from atlas.runtime.device import Span
-from atlas.runtime.spans import Cover
+from atlas.runtime.spans import SpanUnion
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Idle:
 
 def attribute(within: Span, training: Sequence[Span], pieces: Sequence[Span], waits: Sequence[Wait]) -> Idle:
     """Of the time `within`, what no span covers. Waits do not overlap each other."""
-    found, busy, at_ns = Idle(), Cover([*training, *pieces]), within.start_ns
+    found, busy, at_ns = Idle(), SpanUnion([*training, *pieces]), within.start_ns
     for cause, until_ns in _causes(within, training, pieces, waits):
         end_ns = min(max(at_ns, until_ns), within.end_ns)
         setattr(found, cause, getattr(found, cause) + end_ns - at_ns - busy.within_ns(Span(at_ns, end_ns)))

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from atlas.runtime.models.block import KvSlab
 from atlas.runtime.models.config import DecoderConfig
-from atlas.runtime.models.decoder import TIED_HEAD, Cut, Decoder, cuts, initialize
+from atlas.runtime.models.decoder import TIED_HEAD, Decoder, LayerRange, cuts, initialize
 from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.models.weights import WeightsFolder, fill
 from bubbletea.handoff.identity import model_id
@@ -59,14 +59,14 @@ class Served:
     def kv_bytes_per_layer_token(self) -> int:
         return 2 * self.config.num_kv_heads * self.config.head_width * self.torch_dtype.itemsize
 
-    def cuts(self, layers_per_stage: tuple[int, ...]) -> list[Cut]:
+    def cuts(self, layers_per_stage: tuple[int, ...]) -> list[LayerRange]:
         return cuts(self.config, layers_per_stage)
 
 
 class Shard:
     """One cut, ready to run. `weights_bytes` of its arena are gone for good."""
 
-    def __init__(self, served: Served, cut: Cut, arena: Arena) -> None:
+    def __init__(self, served: Served, cut: LayerRange, arena: Arena) -> None:
         self.served, self.cut, self.arena = served, cut, arena
         self.config, self.dtype = served.config, served.torch_dtype
         with torch.device("meta"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from atlas.runtime.models.decoder import Cut
+from atlas.runtime.models.decoder import LayerRange
 from atlas.spec.model import Model
 from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
@@ -185,7 +185,7 @@ def calibrated(served: Served, chunk: int, device: str = "cpu") -> LayerTime:
     config = replace(served.config, num_layers=1)
     one = replace(served, config=config, folder=None)
     arena = Arena(_layer_bytes(one, chunk), 0, device)
-    shard = Shard(one, Cut(range(1), has_embedding=False, has_head=False), arena)
+    shard = Shard(one, LayerRange(range(1), has_embedding=False, has_head=False), arena)
     pace, threads = Pace(config), torch.get_num_threads()
     torch.set_num_threads(1)  # as workers do: on a busy host threads wait for each other, a hundred times over
     try:

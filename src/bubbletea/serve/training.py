@@ -27,8 +27,8 @@ from atlas.evaluate.job import build, find_schedule, prepare
 from atlas.ir.assemble import repeated
 from atlas.ir.program import Program
 from atlas.ir.timeline import Timeline
-from atlas.launch.emulate import Setup, emulate
-from atlas.launch.iterations import Progress
+from atlas.launch.emulate import EmulationSettings, emulate
+from atlas.launch.iterations import StepProgress
 from atlas.launch.paths import require_emulable
 from atlas.launch.rehearse import MAX_WORKERS
 from atlas.runtime.assignment import FillerChoice, stand_in
@@ -84,13 +84,13 @@ def rehearsed(source: Source) -> Rehearsed:
 
 
 def train(
-    what: Rehearsed, source: Source, filler: dict[str, Any] | None, on_step: Callable[[Progress], None]
+    what: Rehearsed, source: Source, filler: dict[str, Any] | None, on_step: Callable[[StepProgress], None]
 ) -> list[float]:
     """One run from the first step on; the losses."""
     program = what.program
     names = [program.worker_name(w) for w in range(program.num_workers)]
     fillers = dict.fromkeys(names, FillerChoice("bubbletea", filler)) if filler else {}
-    setup = Setup(
+    setup = EmulationSettings(
         source.steps,
         device=source.device,
         patience_s=20.0 + 2 * what.predicted.makespan_ns / 1e9,
@@ -165,7 +165,7 @@ def main() -> int:
     source = Source(**{**told["source"], "changes": tuple(told["source"]["changes"])})
     what = rehearsed(source)
 
-    def on_step(progress: Progress) -> None:
+    def on_step(progress: StepProgress) -> None:
         _say({"step": progress.num_done, "loss": progress.loss, "seconds": progress.seconds})
 
     while True:

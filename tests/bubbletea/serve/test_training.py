@@ -16,7 +16,7 @@ from serving import TINY
 
 from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Layout
-from atlas.launch.emulate import Emulation, Setup, emulate
+from atlas.launch.emulate import Emulation, EmulationSettings, emulate
 from atlas.launch.smoke import smoke_program
 from atlas.runtime.assignment import FillerChoice, stand_in
 from atlas.schedules.classic import one_f_one_b
@@ -44,7 +44,7 @@ class InThread(AbstractContextManager[object]):
         self.result: list[Emulation] = []
         names = [PROGRAM.worker_name(w) for w in range(PROGRAM.num_workers)]
         filler = FillerChoice("bubbletea", {"address": address, "token_file": token_file})
-        setup = Setup(STEPS, device=device, fillers=dict.fromkeys(names, filler))
+        setup = EmulationSettings(STEPS, device=device, fillers=dict.fromkeys(names, filler))
         self.thread = threading.Thread(target=lambda: self.result.append(train(setup)), daemon=True)
         self.thread.start()
 
@@ -52,7 +52,7 @@ class InThread(AbstractContextManager[object]):
         self.thread.join(120)
 
 
-def train(setup: Setup) -> Emulation:
+def train(setup: EmulationSettings) -> Emulation:
     return emulate(PROGRAM, smoke_program()[1], stand_in(), setup)
 
 
@@ -94,7 +94,7 @@ def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
             threading.Thread(target=what, args=(server,), daemon=True).start()
 
     asyncio.run(run(parts, Where(port=0, drain_s=1), workers, on_start))
-    filled, plain = made[0].result[0], train(Setup(STEPS, device=device))
+    filled, plain = made[0].result[0], train(EmulationSettings(STEPS, device=device))
     assert filled.losses == plain.losses
     assert texts
     expected = parts.service.text.decode(greedy_alone(whole(TINY.served), list(range(100)), 4))

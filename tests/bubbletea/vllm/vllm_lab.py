@@ -25,7 +25,7 @@ import torch
 from atlas.runtime.models import generate, weights
 from atlas.runtime.models.block import KvSlab
 from atlas.runtime.models.config import DecoderConfig
-from atlas.runtime.models.decoder import Cut, Decoder, build
+from atlas.runtime.models.decoder import Decoder, LayerRange, build
 from atlas.runtime.models.export import export_stage, finish_export
 from bubbletea.frames import Frame, write
 from bubbletea.handoff.blocks import KV, Block, pack_block
@@ -57,7 +57,7 @@ Fault = Literal["", "truncated", "digest", "silent", "shape"]
 
 
 def make_model(folder: Path, seed: int = 3, dtype: torch.dtype = torch.float32) -> Path:
-    export_stage(folder, build(TINY, Cut.whole(TINY), seed=seed, dtype=dtype), 0, 1)
+    export_stage(folder, build(TINY, LayerRange.whole(TINY), seed=seed, dtype=dtype), 0, 1)
     finish_export(folder, TINY, 1, dtype)
     return folder
 
@@ -106,7 +106,9 @@ class Prefiller:
 
     def __init__(self, folder: Path, dtype: str = "float32") -> None:
         served = Served.of_folder(folder, dtype)
-        self.decoder: Decoder = weights.load(served.config, Cut.whole(served.config), folder, dtype=served.torch_dtype)
+        self.decoder: Decoder = weights.load(
+            served.config, LayerRange.whole(served.config), folder, dtype=served.torch_dtype
+        )
         self.store = Store(served, 1 << 30)
         self.door = FaultyDoor(self.store, TOKEN, lambda ticket, num_blocks: self.fetched.append(ticket))
         self.fetched: list[str] = []

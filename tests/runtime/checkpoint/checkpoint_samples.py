@@ -8,7 +8,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor, nn
 
-from atlas.runtime.checkpoint import LayerState, LocalStore, Meta, Store
+from atlas.runtime.checkpoint import BlobStore, LayerState, LocalStore, Meta
 from atlas.runtime.checkpoint.store import Chunk
 
 NUM_LAYERS = 6
@@ -104,4 +104,4 @@ class Faulty:
         self.store.delete(name)
 
 
-_: type[Store] = Faulty
+_: type[BlobStore] = Faulty

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from checkpoint_samples import LAYERS, meta_at, numbered
 
-from atlas.runtime.checkpoint import Checkpointer, Line, LocalStore, RemoteStore, Replicator, shelf_of
+from atlas.runtime.checkpoint import CheckpointClient, Checkpointer, LocalStore, RemoteStore, Replicator, shelf_of
 from atlas.runtime.checkpoint.store import Chunk
 from atlas.wan.transport.endpoint import Endpoint
 
@@ -38,7 +38,7 @@ def main(port: int, root: Path) -> None:
     checkpointer.close()
     endpoint = Endpoint("east/w")
     print(endpoint.address[1], flush=True)
-    target = Told(Line(endpoint, "west/w", ("127.0.0.1", port)), shelf_of("east"))
+    target = Told(CheckpointClient(endpoint, "west/w", ("127.0.0.1", port)), shelf_of("east"))
     Replicator(source, target, rate_bps=80e6).start()
     threading.Event().wait()
 

@@ -14,15 +14,15 @@ from pathlib import Path
 import torch
 
 from atlas.runtime.checkpoint import (
+    BlobStore,
+    CheckpointClient,
     Checkpointer,
-    Keeper,
+    CheckpointServer,
     LayerState,
-    Line,
     LocalStore,
     Meta,
     RemoteStore,
     Replicator,
-    Store,
     choose,
     load_layers,
 )
@@ -48,7 +48,7 @@ def states(num_bytes: int, device: str) -> dict[str, LayerState]:
     }
 
 
-def replicate(source: Store, target: Store) -> float:
+def replicate(source: BlobStore, target: BlobStore) -> float:
     """Seconds for a byte."""
     began = time.perf_counter()
     with Replicator(source, target) as replicator:
@@ -75,9 +75,9 @@ def main(root: Path, num_mb: int, device: str) -> None:
     load_s = time.perf_counter() - began
     replicate_s = replicate(store, copy) * num_bytes
     with Endpoint("east/w") as east, Endpoint("west/w") as west:
-        keeper = Keeper(west, {"of-east": LocalStore(root / "of-east")})
+        keeper = CheckpointServer(west, {"of-east": LocalStore(root / "of-east")})
         keeper.admit({"east/w": east.address})
-        network_s = replicate(store, RemoteStore(Line(east, "west/w", west.address), "of-east")) * num_bytes
+        network_s = replicate(store, RemoteStore(CheckpointClient(east, "west/w", west.address), "of-east")) * num_bytes
         keeper.close()
     print(f"{num_mb} MB on {device}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {root}")
     for what, seconds in (

@@ -17,13 +17,13 @@ from checkpoint_samples import LAYERS, Faulty, meta_at, numbered, same
 
 from atlas.runtime.checkpoint import (
     OWN,
+    BlobStore,
+    CheckpointClient,
     Checkpointer,
-    Keeper,
-    Line,
+    CheckpointServer,
     LocalStore,
     RemoteStore,
     Replicator,
-    Store,
     behind,
     choose,
     load_layers,
@@ -41,16 +41,16 @@ HALF = {"east": LAYERS[:3], "west": LAYERS[3:]}
 class Site:
     """A datacenter: a node, its own disk, and what it keeps for the other."""
 
-    def __init__(self, root: Path, name: str, other: str, shelf: Store | None = None) -> None:
+    def __init__(self, root: Path, name: str, other: str, shelf: BlobStore | None = None) -> None:
         self.root, self.name, self.other = root / name, name, other
         self.own, self.kept = LocalStore(self.root / OWN), LocalStore(self.root / shelf_of(other))
         self.endpoint = Endpoint(f"{name}/w", settings=QUICK)
-        self.keeper = Keeper(self.endpoint, {OWN: self.own, shelf_of(other): shelf or self.kept}, idle_s=5)
+        self.keeper = CheckpointServer(self.endpoint, {OWN: self.own, shelf_of(other): shelf or self.kept}, idle_s=5)
 
     def meet(self, other: Site) -> None:
         peer = f"{self.other}/w"
         self.keeper.admit({peer: other.endpoint.address})
-        self.line = Line(self.endpoint, peer, other.endpoint.address, patience_s=5)
+        self.line = CheckpointClient(self.endpoint, peer, other.endpoint.address, patience_s=5)
         self.replica = RemoteStore(self.line, shelf_of(self.name))
 
     def save(self, step: int, size: int = 1000) -> None:
@@ -67,7 +67,7 @@ class Site:
 def sites(tmp_path: Path) -> Iterator[Callable[..., tuple[Site, Site]]]:
     made: list[Site] = []
 
-    def make(shelf: Store | None = None) -> tuple[Site, Site]:
+    def make(shelf: BlobStore | None = None) -> tuple[Site, Site]:
         """`shelf`: where west keeps east's."""
         made.extend((Site(tmp_path, "east", "west"), Site(tmp_path, "west", "east", shelf)))
         made[0].meet(made[1])
@@ -137,7 +137,7 @@ def test_a_third_place_reads_both_halves_over_the_network(sites: Make) -> None:
 def test_a_kill_in_the_middle_of_a_copy_leaves_nothing_that_is_believed(tmp_path: Path, victim: str) -> None:
     kept = LocalStore(tmp_path / "of-east")
     endpoint = Endpoint("west/w", settings=QUICK)
-    keeper = Keeper(endpoint, {shelf_of("east"): kept}, idle_s=1.0)
+    keeper = CheckpointServer(endpoint, {shelf_of("east"): kept}, idle_s=1.0)
     sender = Path(__file__).with_name("checkpoint_sender.py")
     command = [sys.executable, str(sender), str(endpoint.address[1]), str(tmp_path / "own")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from atlas.runtime.models.config import DecoderConfig, gpt
-from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, Cut, Decoder, build
+from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, Decoder, LayerRange, build
 from atlas.runtime.models.export import whole
 from atlas.runtime.models.generate import greedy
 from atlas.runtime.models.parallel import parallelize
@@ -83,8 +83,8 @@ def train(stages: list[Stage], tensor_parallel: bool) -> tuple[float, list[float
 def check(config: DecoderConfig) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tokens = microbatch(7, 0)[0]
-    alone = build(config, Cut.whole(config))
-    shared = parallelize(build(config, Cut.whole(config)), mesh)
+    alone = build(config, LayerRange.whole(config))
+    shared = parallelize(build(config, LayerRange.whole(config)), mesh)
     with torch.no_grad():
         assert torch.allclose(shared(tokens), alone(tokens), atol=1e-6), "logits"
     assert torch.equal(greedy(shared, tokens[:, :4], 3, chunk=3), greedy(alone, tokens[:, :4], 3)), "tokens"

@@ -7,7 +7,7 @@ import torch
 
 from atlas.errors import InfeasibleError, SpecError
 from atlas.runtime.models.config import DecoderConfig, from_spec, gpt
-from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, Cut, build, cuts, layer_of
+from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, LayerRange, build, cuts, layer_of
 from atlas.runtime.models.fit import require_fits, state_bytes
 from atlas.runtime.models.huggingface import parse_config
 from atlas.spec.model import Model
@@ -24,7 +24,7 @@ LLAMA_8B = parse_config(
 
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
 def test_any_cut_holds_the_weights_of_the_whole(config: DecoderConfig) -> None:
-    whole = dict(build(config, Cut.whole(config), seed=4).named_parameters())
+    whole = dict(build(config, LayerRange.whole(config), seed=4).named_parameters())
     assert not torch.equal(whole["layers.0.attention.q.weight"], whole["layers.1.attention.q.weight"])
     assert torch.equal(whole[TIED_EMBEDDING], whole[TIED_HEAD]) == config.tied
     for layers in ((4,), (1, 3), (0, 1, 2, 1, 0)):
@@ -35,13 +35,13 @@ def test_any_cut_holds_the_weights_of_the_whole(config: DecoderConfig) -> None:
                 seen[name] = parameter
         assert seen.keys() == whole.keys()
     assert not torch.equal(
-        whole[TIED_EMBEDDING], dict(build(config, Cut.whole(config)).named_parameters())[TIED_EMBEDDING]
+        whole[TIED_EMBEDDING], dict(build(config, LayerRange.whole(config)).named_parameters())[TIED_EMBEDDING]
     )
 
 
 def test_building_leaves_torchs_own_generator_alone() -> None:
     before = torch.get_rng_state()
-    build(CONFIG, Cut.whole(CONFIG))
+    build(CONFIG, LayerRange.whole(CONFIG))
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -55,13 +55,13 @@ def test_a_cut_that_does_not_work_out_is_refused(layers: tuple[int, ...], says: 
 
 
 def test_parameters_know_their_layer() -> None:
-    names = [name for name, _ in build(CONFIG, Cut.whole(CONFIG)).named_parameters()]
+    names = [name for name, _ in build(CONFIG, LayerRange.whole(CONFIG)).named_parameters()]
     assert sorted({layer_of(name) for name in names}) == ["embedding", "head", *(f"layers.{i}" for i in range(4))]
 
 
 def test_a_sequence_longer_than_the_model_knows_is_refused() -> None:
     with pytest.raises(SpecError, match=r"max_length = 8: a sequence has 9 tokens"):
-        build(CONFIG, Cut.whole(CONFIG))(torch.zeros(1, 9, dtype=torch.int64))
+        build(CONFIG, LayerRange.whole(CONFIG))(torch.zeros(1, 9, dtype=torch.int64))
 
 
 def test_a_jobs_dimensions_make_a_decoder() -> None:
@@ -85,14 +85,14 @@ def test_impossible_dimensions_name_their_key(key: str) -> None:
 
 
 def test_state_is_counted_from_the_modules() -> None:
-    whole = state_bytes(LLAMA_8B, Cut.whole(LLAMA_8B), torch.bfloat16)
+    whole = state_bytes(LLAMA_8B, LayerRange.whole(LLAMA_8B), torch.bfloat16)
     assert whole.weights == 2 * 8_030_261_248  # Llama 3 8B's own count
     assert whole.total == 18 * 8_030_261_248  # 2 weights, 4 gradients, 4 + 8 optimizer
     halves = [state_bytes(LLAMA_8B, cut, torch.bfloat16).total for cut in cuts(LLAMA_8B, (16, 16))]
     assert sum(halves) == whole.total
-    assert state_bytes(LLAMA_8B, Cut.whole(LLAMA_8B), torch.bfloat16, 8).weights < 1.01 * whole.weights / 8
-    one = state_bytes(TIED, Cut.whole(TIED), torch.float32)
-    assert state_bytes(CONFIG, Cut.whole(CONFIG), torch.float32).weights - one.weights == 4 * 32 * 16
+    assert state_bytes(LLAMA_8B, LayerRange.whole(LLAMA_8B), torch.bfloat16, 8).weights < 1.01 * whole.weights / 8
+    one = state_bytes(TIED, LayerRange.whole(TIED), torch.float32)
+    assert state_bytes(CONFIG, LayerRange.whole(CONFIG), torch.float32).weights - one.weights == 4 * 32 * 16
 
 
 def test_a_stage_that_does_not_fit_is_refused_with_figures() -> None:

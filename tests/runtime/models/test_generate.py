@@ -9,7 +9,7 @@ import torch
 from family_samples import FAMILIES, make, save, some_tokens
 
 from atlas.errors import ProgramError, SpecError
-from atlas.runtime.models.decoder import Cut, cuts
+from atlas.runtime.models.decoder import LayerRange, cuts
 from atlas.runtime.models.generate import Cache, greedy, make_slabs, prefill, run_cut
 from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.models.weights import load
@@ -19,7 +19,7 @@ from atlas.runtime.models.weights import load
 def test_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = make(name)
     config = read_config(save(theirs, tmp_path))
-    ours = load(config, Cut.whole(config), tmp_path)
+    ours = load(config, LayerRange.whole(config), tmp_path)
     for length, chunk in ((1, None), (9, 4), (33, None), (40, 7)):
         prompt = some_tokens(batch=2, length=length, seed=length)
         expected = theirs.generate(
@@ -33,7 +33,7 @@ def test_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("slabs", [False, True], ids=["growing", "slabs"])
 def test_chunks_and_cuts_equal_one_shot(name: str, slabs: bool, tmp_path: Path) -> None:
     config = read_config(save(make(name), tmp_path))
-    whole, tokens = load(config, Cut.whole(config), tmp_path), some_tokens(length=30)
+    whole, tokens = load(config, LayerRange.whole(config), tmp_path), some_tokens(length=30)
     with torch.no_grad():
         expected = whole(tokens)[:, -1]
     once: Cache = {}
@@ -58,7 +58,7 @@ def test_chunks_and_cuts_equal_one_shot(name: str, slabs: bool, tmp_path: Path) 
 
 def test_training_and_prefill_are_the_same_code(tmp_path: Path) -> None:
     config = read_config(save(make("llama 3"), tmp_path))
-    decoder, tokens = load(config, Cut.whole(config), tmp_path), some_tokens()
+    decoder, tokens = load(config, LayerRange.whole(config), tmp_path), some_tokens()
     prefill(decoder, tokens, {})  # what it caches must not be inference tensors: training goes on afterwards
     decoder(tokens).sum().backward()
     assert all(p.grad is not None for p in decoder.parameters())
@@ -66,7 +66,7 @@ def test_training_and_prefill_are_the_same_code(tmp_path: Path) -> None:
 
 def test_decoding_stops_where_every_row_has_stopped(tmp_path: Path) -> None:
     config = read_config(save(make("llama 2"), tmp_path))
-    decoder, prompt = load(config, Cut.whole(config), tmp_path), some_tokens(batch=1, length=5)
+    decoder, prompt = load(config, LayerRange.whole(config), tmp_path), some_tokens(batch=1, length=5)
     free = greedy(decoder, prompt, 10)
     stop = int(free[0, 7])
     stopped = greedy(decoder, prompt, 10, stop=stop)
@@ -76,7 +76,7 @@ def test_decoding_stops_where_every_row_has_stopped(tmp_path: Path) -> None:
 
 def test_too_long_a_prompt_and_too_short_a_slab_are_refused(tmp_path: Path) -> None:
     config = read_config(save(make("llama 2"), tmp_path))
-    decoder = load(config, Cut.whole(config), tmp_path)
+    decoder = load(config, LayerRange.whole(config), tmp_path)
     with pytest.raises(SpecError, match=r"max_length = 128: a sequence has 130 tokens"):
         greedy(decoder, some_tokens(length=120), 10)
     with pytest.raises(ProgramError, match="a KV slab of 8 tokens is asked for 9"):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from atlas.errors import SpecError, WorkerError
 from atlas.runtime.models import weights
 from atlas.runtime.models.config import gpt
-from atlas.runtime.models.decoder import Cut, build, cuts
+from atlas.runtime.models.decoder import LayerRange, build, cuts
 from atlas.runtime.models.export import export_stage, finish_export, shard_name
 from atlas.runtime.models.huggingface import parse_config, read_config, write_config
 from atlas.runtime.models.weights import WeightsFolder, load
@@ -30,7 +30,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs, tokens = make(name), some_tokens()
     folder = save(theirs, tmp_path)
     config = read_config(folder)
-    ours = load(config, Cut.whole(config), folder)
+    ours = load(config, LayerRange.whole(config), folder)
     with torch.no_grad():
         error = (ours(tokens) - logits_of(theirs, tokens)).abs().max().item()
     print(f"{name}: {error:.1e}")
@@ -53,7 +53,9 @@ def test_every_switch_of_the_config_shows_in_the_logits(name: str, tmp_path: Pat
                 wrong.append(replace(config, rope_scaling=replace(scaling, **change)))
     for other in wrong:
         with torch.no_grad():
-            error = (load(other, Cut.whole(other), tmp_path)(tokens) - logits_of(theirs, tokens)).abs().max().item()
+            error = (
+                (load(other, LayerRange.whole(other), tmp_path)(tokens) - logits_of(theirs, tokens)).abs().max().item()
+            )
         assert error >= 30 * MAX_ERROR, other
 
 
@@ -71,7 +73,7 @@ def test_what_we_export_transformers_loads(name: str, tmp_path: Path) -> None:
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert back.config.eos_token_id == 7
-    whole = build(config, Cut.whole(config), seed=5)
+    whole = build(config, LayerRange.whole(config), seed=5)
     with torch.no_grad():
         assert torch.allclose(whole(tokens), logits_of(back.eval(), tokens), rtol=0, atol=MAX_ERROR)
     assert read_config(folder) == config
@@ -79,7 +81,7 @@ def test_what_we_export_transformers_loads(name: str, tmp_path: Path) -> None:
 
 def test_a_model_of_our_own_goes_to_transformers_too(tmp_path: Path) -> None:
     config = gpt(num_layers=2, width=16, num_heads=2, vocabulary=96, max_length=48, dropout=0.1)
-    whole = build(config, Cut.whole(config))
+    whole = build(config, LayerRange.whole(config))
     export_stage(tmp_path, whole, 0, 1)
     finish_export(tmp_path, config, 1)
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -98,7 +100,7 @@ def test_bf16_weights_load_as_they_are(tmp_path: Path) -> None:
     theirs = make("llama 3").to(torch.bfloat16)
     folder = save(theirs, tmp_path)
     config = read_config(folder)
-    ours = load(config, Cut.whole(config), folder, dtype=torch.bfloat16)
+    ours = load(config, LayerRange.whole(config), folder, dtype=torch.bfloat16)
     tokens = some_tokens()
     with torch.no_grad():
         a, b = ours(tokens).float(), logits_of(theirs, tokens).float()
@@ -140,7 +142,9 @@ def test_shards_as_transformers_writes_them(tmp_path: Path) -> None:
     assert (folder / weights.INDEX).is_file()
     config = read_config(folder)
     with torch.no_grad():
-        assert torch.allclose(load(config, Cut.whole(config), folder)(tokens), logits_of(theirs, tokens), atol=1e-4)
+        assert torch.allclose(
+            load(config, LayerRange.whole(config), folder)(tokens), logits_of(theirs, tokens), atol=1e-4
+        )
 
 
 def test_a_file_without_the_name_of_the_trunk_is_read(tmp_path: Path) -> None:
@@ -151,7 +155,9 @@ def test_a_file_without_the_name_of_the_trunk_is_read(tmp_path: Path) -> None:
     save_file(tensors | {"h.0.attn.bias": torch.zeros(1)}, folder / weights.SINGLE)
     config = read_config(folder)
     with torch.no_grad():
-        assert torch.allclose(load(config, Cut.whole(config), folder)(tokens), logits_of(theirs, tokens), atol=1e-4)
+        assert torch.allclose(
+            load(config, LayerRange.whole(config), folder)(tokens), logits_of(theirs, tokens), atol=1e-4
+        )
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
@@ -208,7 +214,7 @@ def test_weights_that_do_not_belong_to_the_config_are_refused(change: Any, says:
     save_file(tensors, folder / weights.SINGLE)
     config = read_config(folder)
     with pytest.raises(SpecError, match=says):
-        load(config, Cut.whole(config), folder)
+        load(config, LayerRange.whole(config), folder)
 
 
 def test_a_folder_without_weights_or_with_a_broken_index_is_refused(tmp_path: Path) -> None:

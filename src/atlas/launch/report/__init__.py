@@ -1,5 +1,5 @@
 """A run as it is seen while it runs: on the terminal, in a file of JSON lines, for Prometheus, and as a Timeline that
-grows step by step. The launcher tells a `Report` of every step; training never waits for it, nor fails with it.
+grows step by step. The launcher tells a `RunReport` of every step; training never waits for it, nor fails with it.
 
 Loads no torch.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from atlas.ir.journal import AppendedLines, Journal
 from atlas.ir.timeline import Timeline
 from atlas.launch.report.events import StepEvent
-from atlas.launch.report.metrics import Metrics, MetricsServer
+from atlas.launch.report.metrics import MetricsServer, TrainingMetrics
 from atlas.launch.report.progress import ProgressBar
 
 log: Callable[[str], None] = logging.getLogger("atlas.report").warning
@@ -41,7 +41,7 @@ class ReportChoice:
     """Of the run, for Prometheus: job, schedule."""
 
 
-class Report:
+class RunReport:
     """`with Report(choice, num_steps) as report:`, then `report.step(event, timeline)` for every step.
 
     Opens everything at once, so that a file that cannot be written or a port in use is told before training starts.
@@ -54,7 +54,7 @@ class Report:
         first_step: int = 0,
         warn: Callable[[str], None] = log,
     ) -> None:
-        self.metrics = Metrics(choice.labels)
+        self.metrics = TrainingMetrics(choice.labels)
         self._warn, self._warned = warn, set[str]()
         self._bar = ProgressBar(num_steps, first_step) if choice.bar else None
         self._lines: AppendedLines | None = None
@@ -96,7 +96,7 @@ class Report:
             if part is not None:
                 self._try("end", part.close)
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> RunReport:
         return self
 
     def __exit__(self, *_: object) -> None:

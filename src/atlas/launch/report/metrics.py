@@ -33,7 +33,7 @@ HELP = {
 }
 
 
-class Metrics:
+class TrainingMetrics:
     """The figures; thread-safe."""
 
     def __init__(self, labels: Mapping[str, str] | None = None) -> None:
@@ -83,7 +83,7 @@ class Metrics:
 class MetricsServer:
     """`/metrics` on a port; 0: any free one (`port` says which)."""
 
-    def __init__(self, metrics: Metrics, port: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, metrics: TrainingMetrics, port: int, host: str = "127.0.0.1") -> None:
         handler = type("Handler", (_Handler,), {"metrics": metrics})
         try:
             self._server = ThreadingHTTPServer((host, port), handler)
@@ -102,7 +102,7 @@ class MetricsServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    metrics: Metrics
+    metrics: TrainingMetrics
     timeout = 10
     """Seconds that a silent client may hold a thread."""
 

@@ -5,23 +5,24 @@ docs/checkpoints.md has the format and the order of events. Nothing here is a pi
 
 from atlas.runtime.checkpoint.calls import OWN, shelf_of
 from atlas.runtime.checkpoint.checkpointer import Checkpointer, Pause
+from atlas.runtime.checkpoint.client import CheckpointClient, RemoteStore, behind
 from atlas.runtime.checkpoint.copied_parts import forget_targets
-from atlas.runtime.checkpoint.keeper import Keeper
 from atlas.runtime.checkpoint.load import Checkpoint, choose, iterate_layers, load_layers, verify
 from atlas.runtime.checkpoint.manifest import Meta, SaveId, complete_ids, next_attempt
-from atlas.runtime.checkpoint.remote import Line, RemoteStore, behind
 from atlas.runtime.checkpoint.replicate import Replicator
 from atlas.runtime.checkpoint.retention import Retention
+from atlas.runtime.checkpoint.server import CheckpointServer
 from atlas.runtime.checkpoint.state import LayerState, restore, share, states_of
-from atlas.runtime.checkpoint.store import LocalStore, Store
+from atlas.runtime.checkpoint.store import BlobStore, LocalStore
 
 __all__ = [
     "OWN",
+    "BlobStore",
     "Checkpoint",
+    "CheckpointClient",
+    "CheckpointServer",
     "Checkpointer",
-    "Keeper",
     "LayerState",
-    "Line",
     "LocalStore",
     "Meta",
     "Pause",
@@ -29,7 +30,6 @@ __all__ = [
     "Replicator",
     "Retention",
     "SaveId",
-    "Store",
     "behind",
     "choose",
     "complete_ids",

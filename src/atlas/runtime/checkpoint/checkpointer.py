@@ -20,7 +20,7 @@ from atlas.errors import AtlasError
 from atlas.runtime.checkpoint.manifest import Blob, Meta, Part, SaveId
 from atlas.runtime.checkpoint.retention import Retention
 from atlas.runtime.checkpoint.state import LayerState
-from atlas.runtime.checkpoint.store import Store
+from atlas.runtime.checkpoint.store import BlobStore
 from atlas.runtime.checkpoint.tensors import Tally, stream
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.+-]*")
@@ -47,7 +47,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        store: Store,
+        store: BlobStore,
         writer: str,
         layers: Sequence[str],
         *,

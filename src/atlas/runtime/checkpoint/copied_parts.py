@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 
 from atlas.errors import AtlasError
 from atlas.runtime.checkpoint.manifest import SUFFIX, SaveId, ids, part_name
-from atlas.runtime.checkpoint.store import Store
+from atlas.runtime.checkpoint.store import BlobStore
 
 RECORD_SUFFIX = ".replicated.json"
 
 
 @dataclass(frozen=True)
-class Record:
+class CopiedParts:
     """One Replicator's."""
 
     target: str
@@ -33,11 +33,11 @@ class Record:
         """Whether the part is one that it copies."""
         return self.writer is None or name == part_name(id, self.writer)
 
-    def save(self, store: Store) -> None:
+    def save(self, store: BlobStore) -> None:
         store.write(self.name, [json.dumps(asdict(self), indent=1).encode()])
 
 
-def read_records(store: Store) -> list[Record]:
+def read_records(store: BlobStore) -> list[CopiedParts]:
     """What the store's Replicators have noted."""
     records = []
     for name in store.names():
@@ -46,7 +46,7 @@ def read_records(store: Store) -> list[Record]:
         try:
             with store.open(name) as file:
                 data = json.loads(file.read())
-            records.append(Record(data["target"], data["writer"], tuple(data["parts"])))
+            records.append(CopiedParts(data["target"], data["writer"], tuple(data["parts"])))
         except FileNotFoundError:
             continue
         except (ValueError, KeyError, TypeError) as error:
@@ -54,14 +54,14 @@ def read_records(store: Store) -> list[Record]:
     return records
 
 
-def forget_targets(store: Store, writer: str, but: str | None = None) -> None:
+def forget_targets(store: BlobStore, writer: str, but: str | None = None) -> None:
     """Of a writer whose parts are copied nowhere any more, or only to one target: nothing waits for the others."""
     for record in read_records(store):
         if record.writer == writer and record.target != but:
             store.delete(record.name)
 
 
-def not_copied(store: Store) -> set[SaveId]:
+def not_copied(store: BlobStore) -> set[SaveId]:
     """Saves of which some part is still to be copied by some Replicator."""
     records = read_records(store)
     if not records:

@@ -18,7 +18,7 @@ from atlas.errors import AtlasError
 from atlas.runtime.checkpoint.load import Checkpoint, load_layers
 from atlas.runtime.checkpoint.state import restore
 from atlas.runtime.models.config import DecoderConfig, RopeScaling
-from atlas.runtime.models.decoder import Cut, cuts, empty, layer_of
+from atlas.runtime.models.decoder import LayerRange, cuts, empty, layer_of
 from atlas.runtime.models.export import export_stage, finish_export
 
 MAX_SHARD_BYTES = 4 << 30
@@ -67,7 +67,7 @@ def export_checkpoint(
     return len(shards)
 
 
-def _shards(checkpoint: Checkpoint, config: DecoderConfig, max_bytes: int) -> list[Cut]:
+def _shards(checkpoint: Checkpoint, config: DecoderConfig, max_bytes: int) -> list[LayerRange]:
     """Runs of layers, as even as can be."""
     blobs = {layer: part.weights[layer] for _, part in checkpoint.parts for layer in part.weights}
     total_bytes = sum(blob.num_bytes for blob in blobs.values())
@@ -77,7 +77,7 @@ def _shards(checkpoint: Checkpoint, config: DecoderConfig, max_bytes: int) -> li
 
 
 def _export(
-    checkpoint: Checkpoint, config: DecoderConfig, cut: Cut, folder: Path, number: int, num_shards: int
+    checkpoint: Checkpoint, config: DecoderConfig, cut: LayerRange, folder: Path, number: int, num_shards: int
 ) -> torch.dtype:
     """One shard; the type of its numbers, which is what was saved."""
     names = ["embedding"] * cut.has_embedding + [f"layers.{i}" for i in cut.layers] + ["head"] * cut.has_head

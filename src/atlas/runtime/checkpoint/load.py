@@ -16,7 +16,7 @@ from atlas.errors import AtlasError
 from atlas.runtime.checkpoint.checkpointer import Report, log
 from atlas.runtime.checkpoint.manifest import Blob, Meta, Part, SaveId, ids, missing_layers, parts_of
 from atlas.runtime.checkpoint.state import LayerState
-from atlas.runtime.checkpoint.store import Store
+from atlas.runtime.checkpoint.store import BlobStore
 from atlas.runtime.checkpoint.tensors import Tally, chunks_of, parse
 
 
@@ -27,19 +27,19 @@ class Checkpoint:
     id: SaveId
     meta: Meta
     layers: tuple[str, ...]
-    parts: tuple[tuple[Store, Part], ...]
+    parts: tuple[tuple[BlobStore, Part], ...]
 
     @property
     def step(self) -> int:
         return self.id.step
 
-    def holders(self, layer: str) -> list[tuple[Store, Part]]:
+    def holders(self, layer: str) -> list[tuple[BlobStore, Part]]:
         """Where a layer lies, own copies and replicas."""
         return [(store, part) for store, part in self.parts if layer in part.weights]
 
 
 def choose(
-    stores: Sequence[Store],
+    stores: Sequence[BlobStore],
     *,
     step: int | None = None,
     verified: bool = False,
@@ -75,7 +75,7 @@ def choose(
     raise AtlasError(f"{_named(stores)}: no complete checkpoint of step {step}. Saves found: {there}")
 
 
-def _assemble(stores: Sequence[Store], id: SaveId, report: Report) -> Checkpoint | None:
+def _assemble(stores: Sequence[BlobStore], id: SaveId, report: Report) -> Checkpoint | None:
     parts = parts_of(stores, id)
     if not parts:
         return None
@@ -125,7 +125,7 @@ def _load_layer(checkpoint: Checkpoint, layer: str, optimizer: bool, report: Rep
     return LayerState(weights, slots)
 
 
-def _load_blob(copies: Sequence[tuple[Store, Blob]], report: Report) -> dict[str, Tensor]:
+def _load_blob(copies: Sequence[tuple[BlobStore, Blob]], report: Report) -> dict[str, Tensor]:
     for number, (store, blob) in enumerate(copies):
         try:
             return parse(_read(store, blob), f"{store}/{blob.name}")
@@ -136,7 +136,7 @@ def _load_blob(copies: Sequence[tuple[Store, Blob]], report: Report) -> dict[str
     raise AssertionError("a layer without a holder")
 
 
-def _read(store: Store, blob: Blob, *, at_once: bool = True) -> bytes:
+def _read(store: BlobStore, blob: Blob, *, at_once: bool = True) -> bytes:
     """What was written, or an error that names the file. Not `at_once`: only looked at, a piece at a time."""
     where, tally, data = f"{store}/{blob.name}", Tally(), b""
     try:
@@ -171,7 +171,7 @@ def verify(checkpoint: Checkpoint) -> list[str]:
     return problems
 
 
-def _complaint(store: Store, blob: Blob) -> str | None:
+def _complaint(store: BlobStore, blob: Blob) -> str | None:
     try:
         _read(store, blob, at_once=False)
     except AtlasError as error:
@@ -179,5 +179,5 @@ def _complaint(store: Store, blob: Blob) -> str | None:
     return None
 
 
-def _named(stores: Sequence[Store]) -> str:
+def _named(stores: Sequence[BlobStore]) -> str:
     return ", ".join(map(str, stores)) or "no store"

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from atlas.errors import AtlasError
-from atlas.runtime.checkpoint.store import Store
+from atlas.runtime.checkpoint.store import BlobStore
 
 FORMAT, VERSION = "atlas-checkpoint-part", 1
 SUFFIX = ".part.json"
@@ -140,18 +140,18 @@ def _canonical(data: Any) -> bytes:
 
 
 # ---- what is there ---------------------------------------------------------------------------------------------------
-def ids(store: Store) -> set[SaveId]:
+def ids(store: BlobStore) -> set[SaveId]:
     """Every save that left anything whole in the store, finished or not."""
     found = (_FOLDER.match(name) for name in store.names("step-"))
     return {SaveId(int(match[2]), int(match[1])) for match in found if match}
 
 
-def read_part(store: Store, name: str) -> Part:
+def read_part(store: BlobStore, name: str) -> Part:
     with store.open(name) as file:
         return Part.from_json(file.read(), f"{store}/{name}")
 
 
-def parts_of(stores: Iterable[Store], id: SaveId) -> list[tuple[Store, Part]]:
+def parts_of(stores: Iterable[BlobStore], id: SaveId) -> list[tuple[BlobStore, Part]]:
     """The parts of one save; the same part in two stores counts twice (a replica)."""
     found = []
     for store in stores:
@@ -168,13 +168,13 @@ def missing_layers(parts: Sequence[Part]) -> list[str]:
     return [layer for layer in parts[0].model_layers if layer not in held]
 
 
-def complete_ids(stores: Sequence[Store]) -> list[SaveId]:
+def complete_ids(stores: Sequence[BlobStore]) -> list[SaveId]:
     """Every complete checkpoint over these stores, oldest first. Whoever sees all stores confirms them to the rest."""
     found = sorted(set().union(*(ids(store) for store in stores)))
     parts = {id: [part for _, part in parts_of(stores, id)] for id in found}
     return [id for id in found if parts[id] and not missing_layers(parts[id])]
 
 
-def next_attempt(stores: Sequence[Store]) -> int:
+def next_attempt(stores: Sequence[BlobStore]) -> int:
     """The number of a run that starts now: one above all that have left anything."""
     return max((id.attempt for store in stores for id in ids(store)), default=-1) + 1

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from atlas.errors import AtlasError
 from atlas.runtime.checkpoint.checkpointer import Report, log
-from atlas.runtime.checkpoint.copied_parts import Record, read_records
+from atlas.runtime.checkpoint.copied_parts import CopiedParts, read_records
 from atlas.runtime.checkpoint.manifest import SUFFIX, Blob, SaveId, ids, read_part
 from atlas.runtime.checkpoint.retention import Retention
-from atlas.runtime.checkpoint.store import Chunk, Store
+from atlas.runtime.checkpoint.store import BlobStore, Chunk
 from atlas.runtime.checkpoint.tensors import Tally, chunks_of
 
 RETRY_S = 5.0
@@ -34,8 +34,8 @@ class Replicator:
 
     def __init__(
         self,
-        source: Store,
-        target: Store,
+        source: BlobStore,
+        target: BlobStore,
         *,
         writer: str | None = None,
         rate_bps: float | None = None,
@@ -49,7 +49,7 @@ class Replicator:
         self.retention = retention or Retention()
         self.num_bytes = 0
         """Sent so far."""
-        self._record = Record(str(target), writer)
+        self._record = CopiedParts(str(target), writer)
         self._refused: set[str] = set()
         self._told = ""
         self._yield_way, self._on_copied, self._report = yield_way, on_copied, report

@@ -11,7 +11,7 @@ import threading
 
 from atlas.runtime.checkpoint.copied_parts import not_copied
 from atlas.runtime.checkpoint.manifest import SUFFIX, SaveId, complete_ids, ids
-from atlas.runtime.checkpoint.store import Store
+from atlas.runtime.checkpoint.store import BlobStore
 
 
 class Retention:
@@ -34,7 +34,7 @@ class Retention:
             known = sorted(self._confirmed)
         return len(known) >= self.keep and id < known[-self.keep]
 
-    def prune(self, store: Store) -> list[SaveId]:
+    def prune(self, store: BlobStore) -> list[SaveId]:
         """Delete what may go from `store`; what went."""
         present = ids(store)
         with self._lock:

@@ -16,7 +16,7 @@ from typing import BinaryIO, Protocol
 Chunk = bytes | memoryview
 
 
-class Store(Protocol):
+class BlobStore(Protocol):
     """Names are relative paths with `/`. Implementations may be called from several threads at once."""
 
     def write(self, name: str, chunks: Iterable[Chunk]) -> None:

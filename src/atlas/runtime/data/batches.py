@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from atlas.errors import AtlasError
 from atlas.runtime.data.order import Positions, SampleOrder
-from atlas.runtime.data.shard import SUFFIX, Shard, open_shard, verify_shard
+from atlas.runtime.data.shard import SUFFIX, TokenShard, open_shard, verify_shard
 
 Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Batch:
+class TokenBatch:
     """Sequences and what follows each of their tokens."""
 
     tokens: Ids
@@ -35,7 +35,7 @@ class Batch:
 class Dataset:
     """Shards of one tokenizer, in order."""
 
-    shards: tuple[Shard, ...]
+    shards: tuple[TokenShard, ...]
 
     @classmethod
     def open(cls, *paths: Path, verify: bool = False) -> Dataset:
@@ -72,7 +72,7 @@ class Dataset:
             )
 
 
-def _shards_at(path: Path) -> list[Shard]:
+def _shards_at(path: Path) -> list[TokenShard]:
     if not path.is_dir():
         return [open_shard(path)]
     found = [open_shard(file) for file in sorted(path.glob(f"*{SUFFIX}"))]
@@ -90,7 +90,7 @@ def _shards_at(path: Path) -> list[Shard]:
     return found
 
 
-def _require_alike(first: Shard, shard: Shard) -> None:
+def _require_alike(first: TokenShard, shard: TokenShard) -> None:
     for what in ("tokenizer", "vocabulary", "dtype"):
         ours, theirs = getattr(first.header, what), getattr(shard.header, what)
         if ours != theirs:
@@ -131,13 +131,13 @@ class Batches:
                 f"{self.global_batch}. Add data, or choose a smaller batch or shorter sequences"
             )
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TokenBatch:
         """All sequences of a step; steps count from 0."""
         return self.rows(step, 0, self.global_batch)
 
     def microbatch(
         self, step: int, pipeline: int, microbatch: int, *, num_pipelines: int, num_microbatches: int
-    ) -> Batch:
+    ) -> TokenBatch:
         """The rows of one microbatch; `pipeline` counts over all cells."""
         size, rest = divmod(self.global_batch, num_pipelines * num_microbatches)
         if rest:
@@ -148,12 +148,12 @@ class Batches:
         first = (pipeline * num_microbatches + microbatch) * size
         return self.rows(step, first, first + size)
 
-    def rows(self, step: int, first: int, last: int) -> Batch:
+    def rows(self, step: int, first: int, last: int) -> TokenBatch:
         """Rows `first` up to `last` of the step's global batch."""
         rows = np.empty((last - first, self.length + 1), np.int64)
         for row, sample in zip(rows, self._samples(step)[first:last], strict=True):
             self._read(int(sample), row)
-        return Batch(np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:]))
+        return TokenBatch(np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:]))
 
     def samples_seen(self, step: int) -> int:
         """Before `step` runs: the position that a checkpoint notes."""

@@ -32,7 +32,7 @@ Tokens = NDArray[np.unsignedinteger[Any]]
 
 
 @dataclass(frozen=True)
-class Header:
+class ShardHeader:
     """What a shard says of itself."""
 
     dtype: np.dtype[Any]
@@ -65,11 +65,11 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Shard:
+class TokenShard:
     """An open shard; `tokens` is a window on the file."""
 
     path: Path
-    header: Header
+    header: ShardHeader
     tokens: Tokens
 
 
@@ -78,7 +78,7 @@ def dtype_for(vocabulary: int) -> np.dtype[Any]:
     return DTYPES[b"u1" if vocabulary <= 1 << 8 else b"u2" if vocabulary <= 1 << 16 else b"u4"]
 
 
-def open_shard(path: Path) -> Shard:
+def open_shard(path: Path) -> TokenShard:
     """Map a shard; an AtlasError says what is wrong with any other file."""
     try:
         size = path.stat().st_size
@@ -92,10 +92,10 @@ def open_shard(path: Path) -> Shard:
         tokens = np.memmap(path, header.dtype, "r", HEADER_BYTES, (header.num_tokens,))
     except OSError as error:
         raise AtlasError(f"{path}: cannot be read: {error.strerror or error}. Check the path") from error
-    return Shard(path, header, tokens)
+    return TokenShard(path, header, tokens)
 
 
-def _header(path: Path, start: bytes) -> Header:
+def _header(path: Path, start: bytes) -> ShardHeader:
     if start[: len(MAGIC)] != MAGIC:
         raise _unusable(path, "not a shard of tokens: it does not begin with ATLASTOK")
     if len(start) < HEADER_BYTES:
@@ -110,10 +110,12 @@ def _header(path: Path, start: bytes) -> Header:
         raise _unusable(path, f"tokens of type {code.rstrip(bytes(1))!r}, allowed are u1, u2 and u4")
     if not num_tokens:
         raise _unusable(path, "it holds no tokens")
-    return Header(dtype, vocabulary, num_tokens, index, num_shards, sha256, name.rstrip(b"\0").decode(errors="replace"))
+    return ShardHeader(
+        dtype, vocabulary, num_tokens, index, num_shards, sha256, name.rstrip(b"\0").decode(errors="replace")
+    )
 
 
-def verify_shard(shard: Shard) -> None:
+def verify_shard(shard: TokenShard) -> None:
     """Read all of it: the checksum must fit and every token lie in the vocabulary."""
     digest, largest = hashlib.sha256(), 0
     for chunk in _chunks(shard.tokens):
@@ -152,9 +154,9 @@ class ShardWriter:
         self._digest.update(data)
         self.num_tokens += len(tokens)
 
-    def finish(self, index: int, num_shards: int) -> Header:
+    def finish(self, index: int, num_shards: int) -> ShardHeader:
         sha256 = self._digest.digest()
-        header = Header(self.dtype, self.vocabulary, self.num_tokens, index, num_shards, sha256, self.tokenizer)
+        header = ShardHeader(self.dtype, self.vocabulary, self.num_tokens, index, num_shards, sha256, self.tokenizer)
         with self.path.open("r+b") as file:
             file.write(header.pack())
         return header

@@ -136,7 +136,7 @@ class Mlp(nn.Module):
         return functional.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
 
 
-class Block(nn.Module):
+class DecoderLayer(nn.Module):
     """A layer of the decoder, pre-norm."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:

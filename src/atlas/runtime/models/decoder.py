@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from atlas.errors import SpecError
-from atlas.runtime.models.block import Block, make_norm
+from atlas.runtime.models.block import DecoderLayer, make_norm
 from atlas.runtime.models.config import DecoderConfig, wrong
 from atlas.runtime.models.dropout import EMBEDDING, Draw, seed_of
 
@@ -30,7 +30,7 @@ MANY = 100_000_000
 
 
 @dataclass(frozen=True)
-class Cut:
+class LayerRange:
     """One stage's share of the model."""
 
     layers: range
@@ -38,11 +38,11 @@ class Cut:
     has_head: bool
 
     @classmethod
-    def whole(cls, config: DecoderConfig) -> Cut:
+    def whole(cls, config: DecoderConfig) -> LayerRange:
         return cls(range(config.num_layers), True, True)
 
 
-def cuts(config: DecoderConfig, layers_per_stage: Sequence[int]) -> list[Cut]:
+def cuts(config: DecoderConfig, layers_per_stage: Sequence[int]) -> list[LayerRange]:
     """The stages of a model: the embedding goes with the first, the head with the last; both may be all it has."""
     if sum(layers_per_stage) != config.num_layers or not layers_per_stage or min(layers_per_stage) < 0:
         raise SpecError(
@@ -63,7 +63,7 @@ def cuts(config: DecoderConfig, layers_per_stage: Sequence[int]) -> list[Cut]:
     ends = [sum(layers_per_stage[: s + 1]) for s in range(len(layers_per_stage))]
     last = len(ends) - 1
     return [
-        Cut(range(end - n, end), s == 0, s == last)
+        LayerRange(range(end - n, end), s == 0, s == last)
         for s, (n, end) in enumerate(zip(layers_per_stage, ends, strict=True))
     ]
 
@@ -107,13 +107,13 @@ class Head(nn.Module):
 class Decoder(nn.Module):
     """The layers of one cut. Its memory is uninitialized: `build`, or `weights.load`, fills it."""
 
-    def __init__(self, config: DecoderConfig, cut: Cut) -> None:
+    def __init__(self, config: DecoderConfig, cut: LayerRange) -> None:
         super().__init__()
         self.config, self.cut = config, cut
         self.tensor_rank = 0
         """Among the tensor-parallel ranks that share this cut."""
         self.embedding = Embedding(config) if cut.has_embedding else None
-        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in cut.layers})
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(config, i) for i in cut.layers})
         self.head = Head(config) if cut.has_head else None
 
     def forward(self, x: Tensor, draw: Draw | None = None) -> Tensor:
@@ -154,7 +154,7 @@ def loss_of(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:  # noqa: N803
 
 def build(
     config: DecoderConfig,
-    cut: Cut,
+    cut: LayerRange,
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -175,7 +175,7 @@ def initialize(decoder: Decoder, seed: int) -> None:
         list(pool.map(lambda item: _draw(item[1], item[0], config, seed), named))
 
 
-def empty(config: DecoderConfig, cut: Cut, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+def empty(config: DecoderConfig, cut: LayerRange, dtype: torch.dtype, device: torch.device | str) -> Decoder:
     """A cut with memory but no numbers in it yet."""
     with torch.device("meta"):
         decoder = Decoder(config, cut).to(dtype)

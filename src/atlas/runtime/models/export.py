@@ -20,7 +20,7 @@ from atlas.errors import WorkerError
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import TIED_HEAD, Decoder
 from atlas.runtime.models.huggingface import write_config
-from atlas.runtime.models.names import Source, source_of
+from atlas.runtime.models.names import HfTensor, source_of
 from atlas.runtime.models.weights import INDEX, SINGLE
 
 
@@ -64,7 +64,7 @@ def shard_name(stage: int, num_stages: int) -> str:
 @torch.no_grad()
 def hf_tensors(decoder: Decoder) -> dict[str, Tensor]:
     """The tensors of a cut under their names and in their shapes of Hugging Face; a tied head is the embedding's."""
-    parts: dict[str, list[tuple[Source, Tensor]]] = {}
+    parts: dict[str, list[tuple[HfTensor, Tensor]]] = {}
     for name, parameter in decoder.named_parameters():
         if not (decoder.config.tied and name == TIED_HEAD):
             source = source_of(decoder.config, name)
@@ -78,7 +78,7 @@ def whole(parameter: Tensor) -> Tensor:
     return full.detach().cpu()
 
 
-def _joined(found: list[tuple[Source, Tensor]]) -> Tensor:
+def _joined(found: list[tuple[HfTensor, Tensor]]) -> Tensor:
     found = sorted(found, key=lambda pair: pair[0].part)
     assert [source.part for source, _ in found] == list(range(found[0][0].num_parts)), found[0][0].name
     tensor = torch.cat([tensor for _, tensor in found]) if len(found) > 1 else found[0][1]

@@ -10,7 +10,7 @@ import torch
 
 from atlas.errors import InfeasibleError
 from atlas.runtime.models.config import DecoderConfig
-from atlas.runtime.models.decoder import TIED_HEAD, Cut, Decoder
+from atlas.runtime.models.decoder import TIED_HEAD, Decoder, LayerRange
 
 GIB = 2**30
 SHARDED = ("attention.q.", "attention.k.", "attention.v.", "attention.o.weight", "mlp.gate.", "mlp.up.",
@@ -33,7 +33,7 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer
 
 
-def state_bytes(config: DecoderConfig, cut: Cut, dtype: torch.dtype, tensor_parallel: int = 1) -> StateBytes:
+def state_bytes(config: DecoderConfig, cut: LayerRange, dtype: torch.dtype, tensor_parallel: int = 1) -> StateBytes:
     with torch.device("meta"):
         decoder = Decoder(config, cut)
     stored = summed = 0
@@ -47,7 +47,13 @@ def state_bytes(config: DecoderConfig, cut: Cut, dtype: torch.dtype, tensor_para
 
 
 def require_fits(
-    config: DecoderConfig, cut: Cut, dtype: torch.dtype, available_bytes: int, *, where: str, tensor_parallel: int = 1
+    config: DecoderConfig,
+    cut: LayerRange,
+    dtype: torch.dtype,
+    available_bytes: int,
+    *,
+    where: str,
+    tensor_parallel: int = 1,
 ) -> StateBytes:
     """`where`: the device, in words."""
     needed = state_bytes(config, cut, dtype, tensor_parallel)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from atlas.runtime.models.block import Block, Kv, KvSlab
-from atlas.runtime.models.decoder import Cut, Decoder
+from atlas.runtime.models.block import DecoderLayer, Kv, KvSlab
+from atlas.runtime.models.decoder import Decoder, LayerRange
 
 Cache = dict[int, Kv | KvSlab]
 """By layer."""
@@ -30,7 +30,7 @@ def make_slabs(decoder: Decoder, batch: int, length: int) -> Cache:
 def _local_kv_heads(decoder: Decoder, index: int) -> int:
     """Fewer than the model's under tensor parallelism."""
     layer = decoder.layers[str(index)]
-    assert isinstance(layer, Block)
+    assert isinstance(layer, DecoderLayer)
     weight = layer.attention.k.weight
     local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
     return local.shape[0] // decoder.config.head_width
@@ -56,7 +56,7 @@ def run_cut(decoder: Decoder, x: Tensor, start: int, cache: Cache) -> Tensor:
 
 def prefill(decoder: Decoder, tokens_BL: Tensor, cache: Cache, chunk: int | None = None) -> Tensor:  # noqa: N803
     """The logits behind a prompt, `chunk` tokens at a time, on a decoder that is whole; fills `cache`."""
-    assert decoder.cut == Cut.whole(decoder.config), "a cut prefills through run_cut"
+    assert decoder.cut == LayerRange.whole(decoder.config), "a cut prefills through run_cut"
     start, logits = 0, None
     for piece in torch.split(tokens_BL, chunk or tokens_BL.shape[1], dim=1):
         logits = run_cut(decoder, piece, start, cache)

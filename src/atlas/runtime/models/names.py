@@ -13,7 +13,7 @@ from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD
 
 
 @dataclass(frozen=True)
-class Source:
+class HfTensor:
     """Where a tensor of ours lies: one of `num_parts` equal runs of rows of a tensor of theirs."""
 
     name: str
@@ -51,7 +51,7 @@ NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 """Buffers that older files carry."""
 
 
-def source_of(config: DecoderConfig, name: str) -> Source:
+def source_of(config: DecoderConfig, name: str) -> HfTensor:
     """`layers.3.mlp.up.weight` -> where Hugging Face has it. The head of a tied model lies with the embedding."""
     if config.tied and name == TIED_HEAD:
         name = TIED_EMBEDDING
@@ -61,11 +61,11 @@ def source_of(config: DecoderConfig, name: str) -> Source:
         _, index, place = place.split(".", 2)
         layer = layer_prefix(config, int(index))
     if config.family != "gpt2":
-        return Source(f"{layer}{LLAMA[place]}.{end}")
+        return HfTensor(f"{layer}{LLAMA[place]}.{end}")
     theirs = f"{layer}{GPT2[place]}.{end}"
     transposed = end == "weight" and place.startswith(("attention.", "mlp."))
     part = GPT2_PARTS.get(place)
-    return Source(theirs, transposed) if part is None else Source(theirs, transposed, part, 3)
+    return HfTensor(theirs, transposed) if part is None else HfTensor(theirs, transposed, part, 3)
 
 
 def layer_prefix(config: DecoderConfig, index: int) -> str:

@@ -21,7 +21,7 @@ Microbatches = Callable[[int, int], tuple[Tensor, Tensor]]
 """(slot, pipeline) -> tokens and targets, each [B, L]. A slot counts a pipeline's microbatches over all steps."""
 
 
-class Task(Protocol):
+class StageTask(Protocol):
     @property
     def activation_shape(self) -> tuple[int, int, int]:
         """Of what passes between stages: batch, length, width."""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from atlas.errors import SpecError
 from atlas.runtime.models.config import DecoderConfig
-from atlas.runtime.models.decoder import TIED_HEAD, Cut, Decoder, empty
-from atlas.runtime.models.names import NOT_WEIGHTS, Source, base_prefix, layer_prefix, source_of
+from atlas.runtime.models.decoder import TIED_HEAD, Decoder, LayerRange, empty
+from atlas.runtime.models.names import NOT_WEIGHTS, HfTensor, base_prefix, layer_prefix, source_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F32", "F16", "BF16")
@@ -95,7 +95,7 @@ class WeightsFolder:
 
 def load(
     config: DecoderConfig,
-    cut: Cut,
+    cut: LayerRange,
     path: Path,
     *,
     dtype: torch.dtype = torch.float32,
@@ -132,7 +132,7 @@ def _spelt(name: str, config: DecoderConfig, present: set[str]) -> str | None:
     return next((spelt for spelt in (name, short) if spelt in present), None)
 
 
-def _shaped(folder: WeightsFolder, theirs: str, source: Source, parameter: Tensor) -> Tensor:
+def _shaped(folder: WeightsFolder, theirs: str, source: HfTensor, parameter: Tensor) -> Tensor:
     tensor = folder.read(theirs, source.part, source.num_parts)
     tensor = tensor.t() if source.transposed else tensor
     if tensor.shape != parameter.shape:

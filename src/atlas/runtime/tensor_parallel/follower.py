@@ -21,8 +21,8 @@ from atlas.runtime.assignment import Assignment
 from atlas.runtime.device import make_device
 from atlas.runtime.saving import resume
 from atlas.runtime.tensor_parallel.group import TensorGroup
-from atlas.runtime.tensor_parallel.sharding import DividedHolding
-from atlas.runtime.wiring import Seat
+from atlas.runtime.tensor_parallel.sharding import ShardedStageSet
+from atlas.runtime.wiring import WorkerRole
 
 
 def follow(assignment: Assignment, rank: int, port: int, orders: TextIO, answers: TextIO) -> None:
@@ -49,48 +49,48 @@ class Follower:
     """`do` is called with one order after the other."""
 
     def __init__(self, assignment: Assignment, rank: int, port: int) -> None:
-        seat = Seat(from_text(assignment.program), assignment.worker, assignment.cell, assignment.num_cells)
+        role = WorkerRole(from_text(assignment.program), assignment.worker, assignment.cell, assignment.num_cells)
         place = make_device(assignment.device).place
         self.group = TensorGroup(rank, assignment.tp, port, place, assignment.patience_s)
-        self.holding = holding = DividedHolding(assignment, seat, place, self.group)
+        self.stage_set = stage_set = ShardedStageSet(assignment, role, place, self.group)
         if assignment.save is not None:
-            resume(assignment.training, assignment.save, seat, holding)
+            resume(assignment.training, assignment.save, role, stage_set)
         self._calls: dict[str, Callable[..., Any]] = {
-            "join_tied": holding.join_tied,
-            "gather_tied": holding.gather_tied,
-            "scatter_tied": holding.scatter_tied,
-            "gather_squares": holding.gather_squares,
-            "clip": holding.clip,
+            "join_tied": stage_set.join_tied,
+            "gather_tied": stage_set.gather_tied,
+            "scatter_tied": stage_set.scatter_tied,
+            "gather_squares": stage_set.gather_squares,
+            "clip": stage_set.clip,
             "step": self._step,
-            "states": holding.states,
-            "weights": holding.weights,
-            "gather_gradients": lambda stage: holding.gather_gradients(holding.stages[stage]),
-            "scatter_sums": lambda stage: holding.scatter_sums(holding.stages[stage]),
-            "adopt": lambda stage: holding.stages[stage].adopt(holding.stages[stage].outgoing()),
-            "warm_up": lambda stage: holding.stages[stage].warm_up(),
+            "states": stage_set.states,
+            "weights": stage_set.weights,
+            "gather_gradients": lambda stage: stage_set.gather_gradients(stage_set.stages[stage]),
+            "scatter_sums": lambda stage: stage_set.scatter_sums(stage_set.stages[stage]),
+            "adopt": lambda stage: stage_set.stages[stage].adopt(stage_set.stages[stage].outgoing()),
+            "warm_up": lambda stage: stage_set.stages[stage].warm_up(),
             "forward": self._forward,
-            "recompute": lambda stage, slot: holding.stages[stage].recompute(slot),
-            "backward": lambda stage, slot, has_input: holding.stages[stage].backward(slot, self._input(has_input)),
-            "backward_input": lambda stage, slot, has_input: holding.stages[stage].backward_input(
+            "recompute": lambda stage, slot: stage_set.stages[stage].recompute(slot),
+            "backward": lambda stage, slot, has_input: stage_set.stages[stage].backward(slot, self._input(has_input)),
+            "backward_input": lambda stage, slot, has_input: stage_set.stages[stage].backward_input(
                 slot, self._input(has_input)
             ),
-            "backward_weight": lambda stage, slot: holding.stages[stage].backward_weight(slot),
+            "backward_weight": lambda stage, slot: stage_set.stages[stage].backward_weight(slot),
         }
 
     def do(self, do: str, **details: Any) -> None:
         self._calls[do](**details)
 
     def _forward(self, stage: int, slot: int, keep: bool, has_input: bool) -> None:
-        self.holding.stages[stage].forward(slot, self._input(has_input), keep=keep)
+        self.stage_set.stages[stage].forward(slot, self._input(has_input), keep=keep)
 
     def _step(self, num_done: int) -> None:
-        self.holding.step(num_done)
-        for stage in self.holding.stages.values():
+        self.stage_set.step(num_done)
+        for stage in self.stage_set.stages.values():
             stage.forget_losses()
 
     def _input(self, has_input: bool) -> Tensor | None:
         """An activation or a gradient that came to the leader."""
         if not has_input:
             return None
-        task = self.holding.task
+        task = self.stage_set.task
         return self.group.share(torch.empty(task.activation_shape, dtype=task.dtype, device=self.group.place))

@@ -78,7 +78,7 @@ def listen() -> tuple[int, int]:
     return server.detach(), port
 
 
-class Shares:
+class ParameterShards:
     """Which part of each parameter a rank holds."""
 
     def __init__(self, rank: int, size: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
@@ -117,7 +117,7 @@ class Shares:
         )
 
 
-def gather_state(group: TensorGroup, shares: Shares, state: LayerState) -> LayerState:
+def gather_state(group: TensorGroup, shares: ParameterShards, state: LayerState) -> LayerState:
     """The whole layer in host memory, on the leader; an empty one elsewhere. Called by all ranks alike."""
     parameters = gathered(group, shares, state.parameters)
     optimizer: dict[str, dict[str, Tensor]] = {}
@@ -129,7 +129,7 @@ def gather_state(group: TensorGroup, shares: Shares, state: LayerState) -> Layer
     return LayerState(parameters, optimizer)
 
 
-def gathered(group: TensorGroup, shares: Shares, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gathered(group: TensorGroup, shares: ParameterShards, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameters, or what is kept for them, whole in host memory on the leader; nothing elsewhere."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

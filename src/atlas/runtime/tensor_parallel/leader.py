@@ -27,8 +27,8 @@ from atlas.runtime.checkpoint import LayerState
 from atlas.runtime.stage import Stage
 from atlas.runtime.tensor_parallel.follower import follow
 from atlas.runtime.tensor_parallel.group import LEADER, TensorGroup, listen, place_of
-from atlas.runtime.tensor_parallel.sharding import DividedHolding
-from atlas.runtime.wiring import Seat
+from atlas.runtime.tensor_parallel.sharding import ShardedStageSet
+from atlas.runtime.wiring import WorkerRole
 
 NEWS_S = 2.0
 """How long after a broken collective the news of a death may take."""
@@ -45,8 +45,8 @@ class Followers:
 
     def __init__(self, assignment: Assignment, lost: Callable[[AtlasError], None]) -> None:
         """`lost` is called, on another thread, when one of them has ended unasked."""
-        seat = Seat(from_text(assignment.program), assignment.worker, assignment.cell, assignment.num_cells)
-        self.name, self._lost = seat.name, lost
+        role = WorkerRole(from_text(assignment.program), assignment.worker, assignment.cell, assignment.num_cells)
+        self.name, self._lost = role.name, lost
         self._is_ending = False
         self._error: AtlasError | None = None
         self._has_news = threading.Event()
@@ -122,10 +122,10 @@ def _fork(assignment: Assignment, rank: int, port: int) -> _Process:
 
 
 # ---- what the worker asks, done by all -------------------------------------------------------------------------------
-class LedStage(Stage):
+class LeaderStage(Stage):
     """A stage of the leader's: each call is one of the whole group's."""
 
-    led: LedHolding
+    led: LeaderStageSet
     number: int
 
     def _order(self, what: str, **details: Any) -> None:
@@ -171,17 +171,17 @@ class LedStage(Stage):
             self.led.scatter_sums(self, sums)
 
 
-class LedHolding(DividedHolding):
+class LeaderStageSet(ShardedStageSet):
     """The leader's."""
 
-    stage_kind = LedStage
+    stage_kind = LeaderStage
 
-    def __init__(self, assignment: Assignment, seat: Seat, place: str, followers: Followers) -> None:
+    def __init__(self, assignment: Assignment, role: WorkerRole, place: str, followers: Followers) -> None:
         self._followers = followers
-        self.is_alone = not seat.other_pipelines
-        super().__init__(assignment, seat, place, followers.join(assignment, place))
+        self.is_alone = not role.other_pipelines
+        super().__init__(assignment, role, place, followers.join(assignment, place))
         for number, stage in self.stages.items():
-            assert isinstance(stage, LedStage)
+            assert isinstance(stage, LeaderStage)
             stage.led, stage.number = self, number
 
     def order(self, what: str, **details: Any) -> None:

@@ -17,13 +17,13 @@ from atlas.runtime.models.decoder import Decoder
 from atlas.runtime.models.parallel import parallelize
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.stage import Stage
-from atlas.runtime.tensor_parallel.group import LEADER, Shares, TensorGroup, gather_state, gathered
-from atlas.runtime.tensor_parallel.stage_set import Holding
-from atlas.runtime.wiring import Seat
+from atlas.runtime.tensor_parallel.group import LEADER, ParameterShards, TensorGroup, gather_state, gathered
+from atlas.runtime.tensor_parallel.stage_set import StageSet
+from atlas.runtime.wiring import WorkerRole
 
 
 @dataclass(frozen=True)
-class DividedTask(DecoderTask):
+class ShardedTask(DecoderTask):
     """The same task, its stages divided over a mesh."""
 
     mesh: DeviceMesh | None = None
@@ -33,17 +33,17 @@ class DividedTask(DecoderTask):
         return parallelize(super().build_stage(stage, num_stages), self.mesh)
 
 
-class DividedHolding(Holding):
+class ShardedStageSet(StageSet):
     """One rank's."""
 
-    def __init__(self, assignment: Assignment, seat: Seat, place: str, group: TensorGroup) -> None:
+    def __init__(self, assignment: Assignment, role: WorkerRole, place: str, group: TensorGroup) -> None:
         self.group = group
-        super().__init__(assignment, seat, place)
+        super().__init__(assignment, role, place)
         named = [item for stage in self.stages.values() for item in stage.module.named_parameters()]
-        self.shares = Shares(group.rank, group.size, named)
+        self.shares = ParameterShards(group.rank, group.size, named)
 
     def _built(self, task: DecoderTask) -> DecoderTask:
-        return DividedTask(**vars(task), mesh=self.group.mesh)
+        return ShardedTask(**vars(task), mesh=self.group.mesh)
 
     # ---- the end of an iteration -------------------------------------------------------------------------------------
     def gather_gradients(self, stage: Stage) -> list[Tensor]:

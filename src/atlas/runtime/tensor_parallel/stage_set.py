@@ -19,25 +19,25 @@ from atlas.runtime.models.tied import join
 from atlas.runtime.optimizer import clip, make_optimizer, squares
 from atlas.runtime.stage import Stage
 from atlas.runtime.training import make_task
-from atlas.runtime.wiring import Seat
+from atlas.runtime.wiring import WorkerRole
 
 
-class Holding:
+class StageSet:
     """Of a worker that is one process."""
 
     stage_kind = Stage
 
-    def __init__(self, assignment: Assignment, seat: Seat, place: str) -> None:
-        program, training = seat.program, assignment.training
-        self.seat = seat
+    def __init__(self, assignment: Assignment, role: WorkerRole, place: str) -> None:
+        program, training = role.program, assignment.training
+        self.role = role
         self.task = make_task(
             training,
             num_stages=program.num_stages,
-            num_pipelines=seat.num_pipelines,
+            num_pipelines=role.num_pipelines,
             num_microbatches=program.num_microbatches,
             place=place,
         )
-        self.stages = {stage: self._make_stage(self._built(self.task), stage) for stage in seat.stages}
+        self.stages = {stage: self._make_stage(self._built(self.task), stage) for stage in role.stages}
         self.begin(assignment.first_step)
         self.parameters: dict[str, Tensor] = {}
         for stage in self.stages.values():
@@ -50,12 +50,12 @@ class Holding:
         return task
 
     def _make_stage(self, task: DecoderTask, stage: int) -> Stage:
-        program, seat = self.seat.program, self.seat
+        program, role = self.role.program, self.role
         # The mean over the whole batch: every microbatch of every pipeline counts alike.
-        scale = 1.0 / (program.num_microbatches * seat.num_pipelines)
-        splits = any(op.kind == Kind.I for op in program.ops(seat.worker))
+        scale = 1.0 / (program.num_microbatches * role.num_pipelines)
+        splits = any(op.kind == Kind.I for op in program.ops(role.worker))
         return self.stage_kind(
-            task, stage, program.num_stages, seat.pipeline, scale, can_exchange_tied=True, splits=splits
+            task, stage, program.num_stages, role.pipeline, scale, can_exchange_tied=True, splits=splits
         )
 
     @property
@@ -66,7 +66,7 @@ class Holding:
     def begin(self, step: int) -> None:
         """Gradients of this step come next."""
         for stage in self.stages.values():
-            stage.gradients.begin(step * self.seat.program.num_microbatches)
+            stage.gradients.begin(step * self.role.program.num_microbatches)
 
     def warm_up(self) -> None:
         for stage in self.stages.values():

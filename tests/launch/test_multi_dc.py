@@ -15,21 +15,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from multi_dc_runs import LIMIT_S, OPTIONS, QUICK, Run, free_port, hashes, job_text, losses_alone, run_wide, write_job
 from process_trees import below, command_of, is_alive, require_gone
-from wide_runs import LIMIT_S, QUICK, WISHES, Run, free_port, hashes, job_text, losses_alone, run_wide, write_job
 
 from atlas.errors import AtlasError
 from atlas.launch import run_monitor
-from atlas.launch.agent import Site
-from atlas.launch.coordinator import Terms
-from atlas.launch.iterations import Progress
+from atlas.launch.agent import Agent
+from atlas.launch.coordinator import RunSettings
+from atlas.launch.iterations import StepProgress
 from atlas.launch.rehearse import rehearse
 from atlas.runtime.checkpoint import LocalStore, complete_ids
 from atlas.runtime.checkpoint.copied_parts import read_records
 from atlas.spec import Job
 
 NUM_STEPS = 8
-TERMS = Terms(NUM_STEPS, save_every=2, grace_s=1.5, patience_s=10, restarts=QUICK)
+TERMS = RunSettings(NUM_STEPS, save_every=2, grace_s=1.5, patience_s=10, restarts=QUICK)
 TWO, THREE = ("east", "west"), ("east", "west", "south")
 
 
@@ -141,13 +141,13 @@ def test_an_emulated_run_restarts_too(
 ) -> None:
     struck: list[int] = []
 
-    def strike(done: Progress, predicted_s: float) -> None:
+    def strike(done: StepProgress, predicted_s: float) -> None:
         if done.num_done >= 5 and not struck:
             struck.append(next(pid for pid in below(os.getpid()) if "runtime.process" in command_of(pid)))
             os.kill(struck[0], signal.SIGKILL)
 
-    wishes = replace(WISHES, steps=NUM_STEPS, checkpoints=tmp_path / "saves", save_every=2)
-    result = rehearse(small, wishes, on_step=strike)
+    options = replace(OPTIONS, steps=NUM_STEPS, checkpoints=tmp_path / "saves", save_every=2)
+    result = rehearse(small, options, on_step=strike)
     assert struck
     assert "was killed by SIGKILL. Restart 1 of 5 in a row" in caplog.text
     assert result.first_step + len(result.run.losses) == NUM_STEPS
@@ -326,7 +326,7 @@ def test_a_lost_datacenter_ends_the_run_where_nobody_allowed_more(small: Job, tm
     (tmp_path / "west" / "job.yaml").write_text(job_text(*TWO))
     west = Launcher("west", tmp_path / "west", port)
     strike = Strike(3, lambda pids: west.process.kill())
-    terms = Terms(100_000, save_every=2, grace_s=1.0, patience_s=10, restarts=QUICK)
+    terms = RunSettings(100_000, save_every=2, grace_s=1.0, patience_s=10, restarts=QUICK)
     try:
         run = run_wide(job, folders, terms, sites=["east"], port=port, on_start=strike.start, on_step=strike.step)
     finally:
@@ -345,10 +345,10 @@ def test_a_bug_in_the_first_datacenters_own_launcher_ends_the_run_and_is_told(
 ) -> None:
     """It runs on a thread there: nobody may wait for it, or go on without it as if that datacenter were lost."""
 
-    def broken(site: Site, message: object) -> None:
+    def broken(site: Agent, message: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(Site, "_begin", broken)
+    monkeypatch.setattr(Agent, "_begin", broken)
     run = run_wide(write_job(tmp_path, "east"), {"east": tmp_path / "east"}, TERMS)
     assert isinstance(run.errors["east"], RuntimeError)
     assert run.starts == 0

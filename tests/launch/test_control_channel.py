@@ -15,29 +15,29 @@ import pytest
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.launch import control_channel as courier_module
-from atlas.launch.agent import Site, SiteSettings, _Life
-from atlas.launch.control_channel import Courier, frame, unframed
-from atlas.launch.remote_workers import Spread
-from atlas.launch.rendezvous import Caller, Guest, Rendezvous, SiteName
-from atlas.launch.run_monitor import _Watch
-from atlas.launch.worker_processes import Said
+from atlas.launch.agent import Agent, AgentSettings, _Attempt
+from atlas.launch.control_channel import ControlChannel, frame, unframed
+from atlas.launch.remote_workers import RemoteWorkers
+from atlas.launch.rendezvous import AgentName, JoinedAgent, Rendezvous, RendezvousClient
+from atlas.launch.run_monitor import _StallWatch
+from atlas.launch.worker_processes import WorkerMessage
 from atlas.wan.security.credentials import Security
 
-EAST, WEST = SiteName("east"), SiteName("west")
+EAST, WEST = AgentName("east"), AgentName("west")
 
 
-def drain(courier: Courier, count: int) -> list[int]:
-    return [courier.inbox.get(timeout=5)["n"] for _ in range(count)]
+def drain(channel: ControlChannel, count: int) -> list[int]:
+    return [channel.inbox.get(timeout=5)["n"] for _ in range(count)]
 
 
-def joined(a: Courier, b: Courier) -> None:
+def joined(a: ControlChannel, b: ControlChannel) -> None:
     left, right = socket.socketpair()
     a.attach(left, b.num_received)
     b.attach(right, a.num_received)
 
 
 def test_messages_outlive_their_connections_in_order_and_once() -> None:
-    a, b = Courier(), Courier()
+    a, b = ControlChannel(), ControlChannel()
     for n in range(5):
         a.send({"n": n})  # before there is any
     for life in range(1, 6):
@@ -59,7 +59,7 @@ def test_messages_outlive_their_connections_in_order_and_once() -> None:
 
 def test_a_connection_that_falls_silent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(courier_module, "SILENCE_S", 0.6)
-    a = Courier()
+    a = ControlChannel()
     left, _silent = socket.socketpair()
     a.attach(left, 0)
     deadline = time.monotonic() + 5
@@ -74,7 +74,7 @@ def test_a_connection_that_falls_silent_is_noticed(monkeypatch: pytest.MonkeyPat
     [b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", 1 << 31), frame({"x": 1})[:-1] + b"]", struct.pack("!I", 2) + b"[]"],
 )
 def test_garbage_ends_the_connection_and_nothing_else(garbage: bytes) -> None:
-    a, b = Courier(), Courier()
+    a, b = ControlChannel(), ControlChannel()
     left, right = socket.socketpair()
     a.attach(left, 0)
     right.sendall(garbage)
@@ -100,35 +100,35 @@ def test_a_message_has_a_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_caller_comes_back_by_itself() -> None:
     rendezvous = Rendezvous(("127.0.0.1", 0), Security(), lambda site, plan: None)
-    caller = Caller(rendezvous.address, EAST, WEST, "plan", Security(), grace_s=5, patience_s=5)
+    caller = RendezvousClient(rendezvous.address, EAST, WEST, "plan", Security(), grace_s=5, patience_s=5)
     guest = rendezvous.guests["west", 0]
     for n in range(3):
-        guest.courier.detach()
-        guest.courier.send({"n": n})
-        assert drain(caller.courier, 1) == [n]
+        guest.channel.detach()
+        guest.channel.send({"n": n})
+        assert drain(caller.channel, 1) == [n]
     caller.close()
     rendezvous.close()
 
 
 def test_who_may_not_come_in_is_told_why() -> None:
-    def judge(site: SiteName, plan: str) -> str | None:
+    def judge(site: AgentName, plan: str) -> str | None:
         return None if plan == "ours" else "it holds another plan"
 
     rendezvous = Rendezvous(("127.0.0.1", 0), Security(), judge)
     with pytest.raises(AtlasError, match=r"rendezvous 127\.0\.0\.1:\d+ in east: refuses west: it holds another plan"):
-        Caller(rendezvous.address, EAST, WEST, "theirs", Security(), grace_s=1, patience_s=1)
+        RendezvousClient(rendezvous.address, EAST, WEST, "theirs", Security(), grace_s=1, patience_s=1)
     assert not rendezvous.guests
     with pytest.raises(AtlasError, match=r"cannot listen there.*Choose a port that is free"):
         Rendezvous(rendezvous.address, Security(), judge)
     rendezvous.close()
     with pytest.raises(WorkerError, match=r"not reached.*mend --rendezvous"):
-        Caller(rendezvous.address, EAST, WEST, "ours", Security(), grace_s=0.2, patience_s=0.2)
+        RendezvousClient(rendezvous.address, EAST, WEST, "ours", Security(), grace_s=0.2, patience_s=0.2)
 
 
 def test_a_message_that_is_refused_leaves_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(courier_module, "MAX_FRAME_BYTES", 200)
     monkeypatch.setattr(courier_module, "MAX_KEPT_BYTES", 360)
-    a, b = Courier(), Courier()
+    a, b = ControlChannel(), ControlChannel()
     a.send({"n": 0})
     with pytest.raises(WorkerError, match="more than the 200"):
         a.send({"n": "x" * 200})
@@ -153,7 +153,7 @@ def test_a_rendezvous_that_could_not_accept_once_lets_the_next_caller_in(monkeyp
 
     monkeypatch.setattr(socket.socket, "accept", flaky)
     rendezvous = Rendezvous(("127.0.0.1", 0), Security(), lambda site, plan: None)
-    caller = Caller(rendezvous.address, EAST, WEST, "plan", Security(), grace_s=5, patience_s=5)
+    caller = RendezvousClient(rendezvous.address, EAST, WEST, "plan", Security(), grace_s=5, patience_s=5)
     assert not failures
     caller.close()
     rendezvous.close()
@@ -174,7 +174,7 @@ def test_a_strange_greeting_ends_the_connection_and_nothing_else(hello: bytes) -
         stranger.settimeout(10)
         stranger.sendall(hello)
         assert stranger.recv(1) == b"", "it is hung up on"
-    caller = Caller(rendezvous.address, EAST, WEST, "plan", Security(), grace_s=5, patience_s=5)
+    caller = RendezvousClient(rendezvous.address, EAST, WEST, "plan", Security(), grace_s=5, patience_s=5)
     caller.close()
     rendezvous.close()
 
@@ -191,7 +191,7 @@ def test_who_calls_something_else_is_told_so() -> None:
         threading.Thread(target=answer, daemon=True).start()
         address = server.getsockname()
         with pytest.raises(WorkerError, match="not reached: not atlas"):
-            Caller(address, EAST, WEST, "plan", Security(), grace_s=0.2, patience_s=0.2)
+            RendezvousClient(address, EAST, WEST, "plan", Security(), grace_s=0.2, patience_s=0.2)
         server.shutdown(socket.SHUT_RDWR)
 
 
@@ -208,13 +208,13 @@ class FullCourier:
 
 
 def test_a_site_that_cannot_pass_on_what_workers_say_ends() -> None:
-    courier = FullCourier()
-    site = Site(SiteSettings(WEST), cast(Any, SimpleNamespace(courier=courier)), Security(), lambda line: None)
-    life = _Life(1, ["east", "west"])
-    life.fleet = cast(Any, SimpleNamespace(next_said=lambda s: Said("p0.s0", {"step": 1}, 0)))
+    channel = FullCourier()
+    site = Agent(AgentSettings(WEST), cast(Any, SimpleNamespace(channel=channel)), Security(), lambda line: None)
+    life = _Attempt(1, ["east", "west"])
+    life.fleet = cast(Any, SimpleNamespace(next_said=lambda s: WorkerMessage("p0.s0", {"step": 1}, 0)))
     thread = threading.Thread(target=site._pass_on, args=(life, life.fleet))
     thread.start()
-    assert "does not read them" in str(courier.inbox.get(timeout=10)["gone"])
+    assert "does not read them" in str(channel.inbox.get(timeout=10)["gone"])
     thread.join(10)
     assert not thread.is_alive()
 
@@ -228,15 +228,15 @@ def test_who_asks_what_all_wait_for_goes_on_where_one_cannot_be_asked() -> None:
         watch.note(name, "F waits for p0.s0")
 
     crew = SimpleNamespace(names=["p0.s0", "p0.s1"], tell=tell, title=lambda name: f"worker {name}")
-    watch = _Watch(cast(Any, SimpleNamespace(crew=crew, say=said.append)))
+    watch = _StallWatch(cast(Any, SimpleNamespace(crew=crew, say=said.append)))
     watch._ask(5.0)
     assert said == ["no step for 5 s; worker p0.s0 does not answer; F waits for p0.s0"]
 
 
 def test_a_site_that_says_nonsense_is_an_error_of_its_own() -> None:
-    guest = Guest(WEST, 1, lambda: None)
+    guest = JoinedAgent(WEST, 1, lambda: None)
     rendezvous = SimpleNamespace(guests={("west", 0): guest})
-    with Spread(7, cast(Any, rendezvous), [guest], {"p0.s0": guest}, grace_s=60) as crew:
-        guest.courier.inbox.put({"epoch": 7, "said": "p0.s0"})
+    with RemoteWorkers(7, cast(Any, rendezvous), [guest], {"p0.s0": guest}, grace_s=60) as crew:
+        guest.channel.inbox.put({"epoch": 7, "said": "p0.s0"})
         with pytest.raises(WorkerError, match=r"datacenter west failed: what its launcher says makes no sense"):
             crew.hear("ready", 10)

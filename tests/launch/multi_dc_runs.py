@@ -13,20 +13,20 @@ from typing import Any
 import yaml
 
 from atlas.commands.train_dc import site_name
-from atlas.launch.agent import SiteSettings
-from atlas.launch.coordinator import Terms
-from atlas.launch.multi_dc import Here, Hooks, train_here
-from atlas.launch.rehearse import Wishes
-from atlas.launch.supervisor import Restarts
-from atlas.launch.work import make_work
+from atlas.launch.agent import AgentSettings
+from atlas.launch.coordinator import RunSettings
+from atlas.launch.multi_dc import LauncherSettings, RunCallbacks, train_here
+from atlas.launch.prepared_job import prepare_job
+from atlas.launch.rehearse import TrainOptions
+from atlas.launch.supervisor import RestartPolicy
 from atlas.runtime.checkpoint import LocalStore, choose, load_layers
 from atlas.runtime.reference import train_alone
 from atlas.spec import Job, load_job
 
-WISHES = Wishes("1f1b", device="cpu", model="job", data="shipped", learning_rate=3e-3)
+OPTIONS = TrainOptions("1f1b", device="cpu", model="job", data="shipped", learning_rate=3e-3)
 LIMIT_S = 120.0
 """Seconds are enough on a machine that has nothing else to do."""
-QUICK = Restarts(max_in_a_row=3, first_wait_s=0.1)
+QUICK = RestartPolicy(max_in_a_row=3, first_wait_s=0.1)
 
 
 def job_text(*datacenters: str, num_microbatches: int = 4, pp: int | None = None, tight: bool = False) -> str:
@@ -76,11 +76,11 @@ class Run:
 def run_wide(
     job: Job,
     folders: Mapping[str, Path],
-    terms: Terms,
+    terms: RunSettings,
     *,
     on_start: Callable[[Run, Mapping[str, int]], None] = lambda run, pids: None,
     on_step: Callable[[Run, int], None] = lambda run, step: None,
-    wishes: Wishes = WISHES,
+    options: TrainOptions = OPTIONS,
     route: Callable[[str, str, tuple[str, int]], tuple[str, int]] = lambda src, dst, address: address,
     auto_replan: bool = False,
     sites: Sequence[str] | None = None,
@@ -102,11 +102,11 @@ def run_wide(
     def site(name: str) -> None:
         own = {"checkpoints": folders[name], "device": "cpu", **(settings or {}).get(name, {})}
         dc, _, node = name.partition(" ")
-        mine = SiteSettings(site_name(dc, node or None, {})[0], **own)
-        here = Here(mine, ("127.0.0.1", port), auto_replan=auto_replan)
+        mine = AgentSettings(site_name(dc, node or None, {})[0], **own)
+        here = LauncherSettings(mine, ("127.0.0.1", port), auto_replan=auto_replan)
         try:
-            hooks = Hooks(run.said.append, told, started, route)
-            run.codes[name] = train_here(job, wishes, terms, here, hooks)
+            hooks = RunCallbacks(run.said.append, told, started, route)
+            run.codes[name] = train_here(job, options, terms, here, hooks)
         except BaseException as error:
             run.errors[name] = error
 
@@ -121,7 +121,7 @@ def run_wide(
 
 def losses_alone(job: Job, num_steps: int) -> dict[int, float]:
     """Of one process that trains the same batches, by step."""
-    work = make_work(job, WISHES)
+    work = prepare_job(job, OPTIONS)
     program = work.program
     losses, _ = train_alone(work.training, program.num_pipelines, program.num_microbatches, num_steps)
     return dict(enumerate(losses, 1))

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from wide_runs import LIMIT_S, job_text, losses_alone, write_job
+from multi_dc_runs import LIMIT_S, job_text, losses_alone, write_job
 
 from atlas.errors import AtlasError
 from atlas.wan.emulator.paths import PathSpec

@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from wide_runs import QUICK, WISHES, Run, losses_alone, run_wide, write_job
+from multi_dc_runs import OPTIONS, QUICK, Run, losses_alone, run_wide, write_job
 
-from atlas.launch.coordinator import Terms
+from atlas.launch.coordinator import RunSettings
 from atlas.launch.rehearse import rehearse
 
 pytestmark = pytest.mark.gpu
 STEPS = 40
 """Enough that a worker is killed on the way, and not after it: on a GPU these are quick."""
-TERMS = Terms(STEPS, save_every=4, grace_s=5.0, patience_s=30, restarts=QUICK)
+TERMS = RunSettings(STEPS, save_every=4, grace_s=5.0, patience_s=30, restarts=QUICK)
 ON_GPU = {"device": "cuda:0"}
 
 
@@ -49,7 +49,7 @@ def test_datacenters_on_one_gpu_learn_as_one_process(tmp_path: Path, sites: tupl
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "atlas"])
 def test_a_rehearsal_on_one_gpu_learns_as_on_cpus(tmp_path: Path, schedule: str) -> None:
     job = write_job(tmp_path, "east", "west")
-    wishes = replace(WISHES, schedule=schedule, steps=4, clip=1.0)
-    on_gpu, on_cpu = (rehearse(job, replace(wishes, device=device)).run for device in ("cuda:0", "cpu"))
+    options = replace(OPTIONS, schedule=schedule, steps=4, clip=1.0)
+    on_gpu, on_cpu = (rehearse(job, replace(options, device=device)).run for device in ("cuda:0", "cpu"))
     assert on_gpu.losses == pytest.approx(on_cpu.losses, rel=1e-4)
     assert on_gpu.norms == pytest.approx(on_cpu.norms, rel=1e-3)

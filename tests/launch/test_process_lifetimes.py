@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from multi_dc_runs import LIMIT_S, free_port, job_text
 from process_trees import GONE_S, below, command_of, is_alive, require_gone
-from wide_runs import LIMIT_S, free_port, job_text
 
-from atlas.launch.forkserver import Child, Nursery
+from atlas.launch.forkserver import Child, ForkServer
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny.yaml"
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -174,7 +174,7 @@ def test_a_child_that_ends_at_once_is_handed_over_with_its_exit_code(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*sys.path, str(tmp_path)]))
     has_ended, end = threading.Event(), Child.end
     monkeypatch.setattr(Child, "end", lambda child, code: (end(child, code), has_ended.set()))
-    made = Nursery("brief")
+    made = ForkServer("brief")
     made._answered = Late(has_ended)
     try:
         with Path(os.devnull).open("r+b") as null:

@@ -1,7 +1,7 @@
 """Keeps other datacenters' checkpoints, and gives them back: answers the calls of their `RemoteStore`s.
 
 Stores lie on shelves by name. Anybody who got past the transport's door may read; a node writes and deletes only on
-the shelf of its own datacenter. What arrives goes through `Store.write`, so a copy that stops half-way, is cut by a
+the shelf of its own datacenter. What arrives goes through `BlobStore.write`, so a copy that stops half-way, is cut by a
 kill on either side or has another hash than it should was never there. Knows stores and calls, not checkpoints.
 """
 
@@ -26,7 +26,7 @@ from atlas.runtime.checkpoint.calls import (
     shelf_of,
     unpack,
 )
-from atlas.runtime.checkpoint.store import Chunk, Store
+from atlas.runtime.checkpoint.store import BlobStore, Chunk
 from atlas.wan.transport.base import Key
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.handshake import Address
@@ -37,7 +37,7 @@ MAX_UPLOADS = 8
 _log = logging.getLogger("atlas.checkpoint")
 
 
-class Request(NamedTuple):
+class StoreRequest(NamedTuple):
     """One call, taken apart."""
 
     number: int
@@ -49,12 +49,12 @@ class Request(NamedTuple):
         return str(self.header.get("verb"))
 
 
-class Keeper:
+class CheckpointServer:
     """Make it before the endpoint meets its peers; `admit` those that may call; `close` before the endpoint."""
 
-    def __init__(self, endpoint: Endpoint, shelves: Mapping[str, Store], *, idle_s: float = IDLE_S) -> None:
+    def __init__(self, endpoint: Endpoint, shelves: Mapping[str, BlobStore], *, idle_s: float = IDLE_S) -> None:
         self.endpoint, self.shelves, self.idle_s = endpoint, dict(shelves), idle_s
-        self._desks: dict[str, Desk] = {}
+        self._desks: dict[str, PeerSession] = {}
         self._lock = threading.Lock()
         self._closed = False
         endpoint.consume(CALL_LANE, self._arrived)
@@ -78,21 +78,21 @@ class Keeper:
             if self._closed:
                 return
             if key.peer not in self._desks:
-                self._desks[key.peer] = Desk(self, key.peer)
+                self._desks[key.peer] = PeerSession(self, key.peer)
             desk = self._desks[key.peer]
         desk.take(key.tag[0], message)
 
 
-class Desk:
+class PeerSession:
     """Serves one node, on a thread of its own, in the order of its calls."""
 
-    def __init__(self, keeper: Keeper, peer: str) -> None:
+    def __init__(self, keeper: CheckpointServer, peer: str) -> None:
         self.keeper, self.peer = keeper, peer
         self._lock = threading.Lock()
         self._next, self._early = 0, dict[int, memoryview]()
         self._queued_bytes = 0
-        self._line: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self._uploads: dict[int, Upload] = {}
+        self._line: queue.SimpleQueue[StoreRequest | None] = queue.SimpleQueue()
+        self._uploads: dict[int, IncomingBlob] = {}
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"checkpoints of {peer}")
         self._thread.start()
 
@@ -114,7 +114,7 @@ class Desk:
         for upload in self._uploads.values():
             upload.close()
 
-    def answer(self, request: Request, header: Mapping[str, Any], payload: Chunk = b"") -> None:
+    def answer(self, request: StoreRequest, header: Mapping[str, Any], payload: Chunk = b"") -> None:
         with self._lock:
             self._queued_bytes -= len(request.payload)
         key = Key(self.peer, ANSWER_LANE, (request.number, 0, 0, 0))
@@ -123,13 +123,13 @@ class Desk:
         except ValueError:
             _log.warning("%s calls, but is not among the peers that may", self.peer)
 
-    def _parsed(self, number: int, message: memoryview) -> Request:
+    def _parsed(self, number: int, message: memoryview) -> StoreRequest:
         try:
             header, payload = unpack(message)
         except ValueError as error:
             header, payload = {"verb": f"call that makes no sense ({error})"}, message[:0]
         self._queued_bytes -= len(message) - len(payload)
-        return Request(number, header, payload)
+        return StoreRequest(number, header, payload)
 
     def _run(self) -> None:
         while (request := self._line.get()) is not None:
@@ -140,7 +140,7 @@ class Desk:
             except Exception as error:  # a request that makes no sense must not end the service of this node
                 self.answer(request, {"errno": errno.EINVAL, "error": f"{request.verb}: {error!r}"})
 
-    def _serve(self, request: Request) -> None:
+    def _serve(self, request: StoreRequest) -> None:
         header, verb = request.header, request.verb
         if verb in ("piece", "end", "drop"):
             self._pass_on(request)
@@ -164,34 +164,34 @@ class Desk:
         else:
             raise ValueError("there is no such verb")
 
-    def _shelf(self, shelf: str, *, writes: bool) -> Store:
+    def _shelf(self, shelf: str, *, writes: bool) -> BlobStore:
         if shelf not in self.keeper.shelves:
             raise FileNotFoundError(errno.ENOENT, f"{self.keeper.endpoint.name} has no shelf {shelf!r}")
         if writes and shelf != shelf_of(self.peer.partition("/")[0]):
             raise PermissionError(errno.EACCES, f"shelf {shelf!r} is not for {self.peer} to write on")
         return self.keeper.shelves[shelf]
 
-    def _begin(self, request: Request, store: Store, name: str) -> None:
+    def _begin(self, request: StoreRequest, store: BlobStore, name: str) -> None:
         self._uploads = {number: upload for number, upload in self._uploads.items() if upload.alive}
         if len(self._uploads) >= MAX_UPLOADS:
             raise OSError(errno.EBUSY, f"{MAX_UPLOADS} files of {self.peer} are being written")
-        self._uploads[int(request.header["upload"])] = Upload(store, name, self.answer, self.keeper.idle_s)
+        self._uploads[int(request.header["upload"])] = IncomingBlob(store, name, self.answer, self.keeper.idle_s)
         self.answer(request, {})
 
-    def _pass_on(self, request: Request) -> None:
+    def _pass_on(self, request: StoreRequest) -> None:
         upload = self._uploads.get(int(request.header["upload"]))
         if upload is None or not upload.alive:
             raise TimeoutError(errno.ETIMEDOUT, "the copy was given up: nothing came for too long")
         upload.pieces.put(request)
 
 
-class Upload:
+class IncomingBlob:
     """One file on its way to a disk, on a thread of its own. Each piece is answered when it is written."""
 
-    def __init__(self, store: Store, name: str, answer: Callable[..., None], idle_s: float) -> None:
+    def __init__(self, store: BlobStore, name: str, answer: Callable[..., None], idle_s: float) -> None:
         self.store, self.name, self.idle_s, self._answer = store, name, idle_s, answer
-        self.pieces: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self._open: Request | None = None
+        self.pieces: queue.SimpleQueue[StoreRequest | None] = queue.SimpleQueue()
+        self._open: StoreRequest | None = None
         """Taken and not yet answered."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"copy of {name}")
@@ -234,7 +234,7 @@ class Upload:
         if (num_bytes, digest.hexdigest()) != (request.header.get("bytes"), request.header.get("sha256")):
             raise OSError(errno.EIO, "what arrived has another hash than what was sent")
 
-    def _next(self) -> Request | None:
+    def _next(self) -> StoreRequest | None:
         try:
             return self.pieces.get(timeout=self.idle_s)
         except queue.Empty:

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from atlas.errors import WorkerError
-from atlas.launch.worker_processes import Said, Voices
+from atlas.launch.worker_processes import WorkerGroup, WorkerMessage
 
 
-class Group(Voices):
+class Group(WorkerGroup):
     """Two workers at two sites; what they say is put in by the test."""
 
     def __init__(self) -> None:
         super().__init__(["p0.s0", "p0.s1"])
 
     def say(self, name: str, message: dict[str, Any] | None) -> None:
-        self._said.put(Said(name, message, time.monotonic_ns()))
+        self._said.put(WorkerMessage(name, message, time.monotonic_ns()))
 
     def tell(self, name: str, message: dict[str, Any]) -> None: ...
 

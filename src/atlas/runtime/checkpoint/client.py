@@ -28,7 +28,7 @@ PATIENCE_S = 60.0
 LOOK_S = 0.005
 
 
-class Line:
+class CheckpointClient:
     """The calls of this node to one keeper, for any number of shelves and threads."""
 
     def __init__(self, endpoint: Endpoint, peer: str, address: Address, *, patience_s: float = PATIENCE_S) -> None:
@@ -39,7 +39,7 @@ class Line:
         self._lock = threading.Lock()
         endpoint.open(peer, CALL_LANE, address, light=True)
 
-    def call(self, verb: str, payload: Chunk = b"", **arguments: Any) -> Call:
+    def call(self, verb: str, payload: Chunk = b"", **arguments: Any) -> StoreCall:
         """Under way; `wait` for its answer."""
         message = pack({"verb": verb, **arguments}, payload)
         what = f"{verb} of {arguments.get('name', 'checkpoints')} at {self.peer}"
@@ -47,10 +47,10 @@ class Line:
             tag = (next(self._calls), 0, 0, 0)
             answer = self.endpoint.recv(Key(self.peer, ANSWER_LANE, tag), what=what)
             sent = self.endpoint.send(Key(self.peer, CALL_LANE, tag), message, tag[0], what)
-        return Call(sent, answer, len(message), self.patience_s)
+        return StoreCall(sent, answer, len(message), self.patience_s)
 
 
-class Call:
+class StoreCall:
     """One question under way."""
 
     def __init__(self, sent: Handle, answer: Handle, num_bytes: int, patience_s: float) -> None:
@@ -76,7 +76,7 @@ class Call:
 class RemoteStore:
     """A shelf of a keeper: `own`, what that datacenter saved itself, or `of-DC`, what it keeps for another."""
 
-    def __init__(self, line: Line, shelf: str) -> None:
+    def __init__(self, line: CheckpointClient, shelf: str) -> None:
         self.line, self.shelf = line, shelf
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class RemoteStore:
 
     def write(self, name: str, chunks: Iterable[Chunk]) -> None:
         upload, digest, num_bytes = next(self.line.numbers), hashlib.sha256(), 0
-        window = Window()
+        window = CallWindow()
         window.add(self._call("begin", name, upload=upload))
         try:
             for piece in _pieces(chunks):
@@ -108,10 +108,10 @@ class RemoteStore:
     def delete(self, name: str) -> None:
         self._call("delete", name).wait()
 
-    def read(self, name: str, offset: int, num_bytes: int) -> Call:
+    def read(self, name: str, offset: int, num_bytes: int) -> StoreCall:
         return self._call("read", name, offset=offset, bytes=num_bytes)
 
-    def _call(self, verb: str, name: str, **arguments: Any) -> Call:
+    def _call(self, verb: str, name: str, **arguments: Any) -> StoreCall:
         return self.line.call(verb, shelf=self.shelf, name=name, **arguments)
 
 
@@ -134,7 +134,7 @@ class RemoteFile(io.RawIOBase):
         return len(data)
 
     def readall(self) -> bytes:
-        window = Window()
+        window = CallWindow()
         for offset in range(self._at, self.num_bytes, PIECE_BYTES):
             wanted = min(PIECE_BYTES, self.num_bytes - offset)
             window.add(self.store.read(self.blob, offset, wanted), wanted)
@@ -142,15 +142,15 @@ class RemoteFile(io.RawIOBase):
         return b"".join(window.drain())
 
 
-class Window:
+class CallWindow:
     """Calls under way, answered in order, at most WINDOW_BYTES of them."""
 
     def __init__(self) -> None:
-        self._open: deque[tuple[Call, int]] = deque()
+        self._open: deque[tuple[StoreCall, int]] = deque()
         self._open_bytes = 0
         self._answers: list[bytes] = []
 
-    def add(self, call: Call, num_bytes: int | None = None) -> None:
+    def add(self, call: StoreCall, num_bytes: int | None = None) -> None:
         """Waits for earlier ones where it is full; raises what went wrong with them."""
         size = num_bytes if num_bytes is not None else call.num_bytes
         self._open.append((call, size))
@@ -169,13 +169,13 @@ class Window:
         self._answers.append(bytes(call.wait()))
 
 
-class Sends(Protocol):
+class HasTraffic(Protocol):
     """An endpoint, or several."""
 
     def is_sending(self, besides: Collection[int] = ()) -> bool: ...
 
 
-def behind(endpoint: Sends, longest_s: float = 1.0) -> Callable[[], None]:
+def behind(endpoint: HasTraffic, longest_s: float = 1.0) -> Callable[[], None]:
     """For a Replicator's `yield_way`: waits while this node has anything else to send, though never longer than
     `longest_s` for a MiB, or a link that is always busy would never see a copy across."""
 

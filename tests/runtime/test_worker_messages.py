@@ -5,7 +5,7 @@ from __future__ import annotations
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
 from atlas.ir.text import to_text
-from atlas.launch.worker_processes import Fleet
+from atlas.launch.worker_processes import WorkerProcesses
 from atlas.runtime.assignment import Assignment, stand_in
 from atlas.schedules.classic import one_f_one_b
 
@@ -16,7 +16,7 @@ def test_what_is_ordered_before_the_start_is_not_taken_for_a_question() -> None:
     """A save of an earlier life may be complete by then."""
     program = with_optimizer(one_f_one_b(Layout(1, 1, 1, ("east",))))
     assignment = Assignment(0, to_text(program), stand_in(width=16, length=8, microbatch=2), num_steps=1)
-    with Fleet("atlas.runtime.process", [NAME]) as fleet:
+    with WorkerProcesses("atlas.runtime.process", [NAME]) as fleet:
         fleet.tell(NAME, {"assignment": assignment.to_json()})
         fleet.hear("listening", 60)
         fleet.tell(NAME, {"channels": []})
