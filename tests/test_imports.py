@@ -15,6 +15,7 @@ SRC = Path(__file__).parents[1] / "src"
 MAY_IMPORT = {
     "errors": set(),
     "lifetime": set(),
+    "console": set(),
     "ir": set(),
     "spec": set(),
     "cost": {"ir", "spec"},
@@ -31,7 +32,7 @@ MAY_IMPORT = {
 """`ir, spec <- cost <- sim <- schedules <- evaluate <- planner <- launch <- cli`; `planner <- sailor`;
 `ir, spec <- wan <- runtime <- launch`;
 `spec, cost <- runtime`; `ir <- view <- cli`. Everybody may import `errors` and `lifetime`; `cli` and `commands`
-may import all."""
+may import all. `console` is for command lines, BubbleTea's too."""
 FREE = {"cli", "commands", "__main__"}
 HEAVY = ("torch", "numba", "pydantic", "numpy", "rich")
 MAX_SECONDS = 0.3

@@ -34,7 +34,7 @@ PLUGINS = "atlas.commands"
 """Entry-point group in which other packages offer commands: modules with `configure(parser)` and `run(args)`."""
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Says what is wrong in one message, and names the nearest thing that would be right."""
 
     def __init__(self, **options: Any) -> None:
@@ -54,12 +54,12 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
-def top_parser() -> Parser:
+def top_parser() -> CommandParser:
     """What `atlas --help` shows."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
     lines += [f"  {name:{width}}  from {entry.value.partition('.')[0]}" for name, entry in sorted(_plugins().items())]
-    parser = Parser(
+    parser = CommandParser(
         prog="atlas",
         usage="atlas COMMAND [...]",
         description="Plan, simulate and run language-model training across datacenters.",
@@ -70,10 +70,10 @@ def top_parser() -> Parser:
     return parser
 
 
-def command_parser(name: str) -> tuple[Parser, Any]:
+def command_parser(name: str) -> tuple[CommandParser, Any]:
     """A command's parser and its module."""
     module: Any = import_module(f"atlas.commands.{name}") if name in COMMANDS else _plugins()[name].load()
-    parser = Parser(prog=f"atlas {name}", description=module.__doc__)
+    parser = CommandParser(prog=f"atlas {name}", description=module.__doc__)
     module.configure(parser)
     return parser, module
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from atlas import __version__
-from atlas.cli import Parser, guarded
+from atlas.cli import CommandParser, guarded
 from atlas.errors import AtlasError
 
 COMMANDS = {
@@ -22,11 +22,11 @@ COMMANDS = {
 }
 
 
-def top_parser() -> Parser:
+def top_parser() -> CommandParser:
     """What `bubbletea --help` shows."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
-    parser = Parser(
+    parser = CommandParser(
         prog="bubbletea",
         usage="bubbletea COMMAND [...]",
         description="Prefill of language models in the bubbles of training.",
@@ -37,10 +37,10 @@ def top_parser() -> Parser:
     return parser
 
 
-def command_parser(name: str) -> tuple[Parser, Any]:
+def command_parser(name: str) -> tuple[CommandParser, Any]:
     """A command's parser and its module."""
     module: Any = import_module(COMMANDS[name][0])
-    parser = Parser(prog=f"bubbletea {name}", description=module.__doc__)
+    parser = CommandParser(prog=f"bubbletea {name}", description=module.__doc__)
     module.configure(parser)
     return parser, module
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from atlas.commands.numbers import positive, share
+from atlas.console import positive, share
 
 
 def aim_flags(parser: argparse.ArgumentParser, limit: str) -> None:

@@ -18,8 +18,7 @@ from atlas.planner.report import front, rows, scene, verdict
 from atlas.planner.run import Planned, finished, make_plan, start
 from atlas.planner.runnable import runnable
 from atlas.spec.plan import Plan, load_job_or_plan, load_plan, plan_text
-from atlas.view.map import plan_page
-from atlas.view.place import positions
+from atlas.view.map import plan_page, positions
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from atlas.errors import AtlasError
-from atlas.view.chart import INK, SOFT, theme
-from atlas.view.curve import curves_svg, write_curves
-from atlas.view.palette import SERIES
+from atlas.view.chart import INK, SERIES, SOFT, curves_svg, theme, write_curves
 
 LINES = {"1F1B <many>": [(10, 2.0), (20, 4.0)], "Atlas": [(10, 1.0), (20, math.nan), (40, 1.5)]}
 

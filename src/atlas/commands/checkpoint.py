@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atlas.commands.terminal import Meter, as_json, say, show
+from atlas.console import Meter, as_json, say, show
 from atlas.errors import AtlasError
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from atlas.commands.files import Outputs, picture_flags
-from atlas.commands.simulate import job_flags, search_flags
-from atlas.commands.terminal import Meter, as_json, say, show
+from atlas.commands.view import Outputs, picture_flags
+from atlas.console import Meter, as_json, job_flags, say, search_flags, show
 from atlas.errors import AtlasError
 from atlas.evaluate.job import Progress, evaluate
 from atlas.ir.analysis import summary

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from atlas.commands.terminal import Meter, as_json
+from atlas.console import Meter, as_json
 from atlas.errors import AtlasError
 from atlas.runtime.data.batches import Dataset
 from atlas.runtime.data.tokenize import SHARD_TOKENS, sample_text, tokenize

@@ -12,11 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from atlas.commands.files import require_apart, require_drawable, require_writable
-from atlas.commands.numbers import whole
-from atlas.commands.simulate import job_flags
-from atlas.commands.terminal import Meter, as_json, say, show
-from atlas.commands.words import priced
+from atlas.commands.simulate import priced
+from atlas.console import Meter, as_json, job_flags, require_apart, require_drawable, require_writable, say, show, whole
 from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.cost.compute import pricing
 from atlas.errors import SpecError
@@ -29,7 +26,9 @@ from atlas.planner.run import Planned, make_plan
 from atlas.planner.space import KEEPABLE, batch_of
 from atlas.planner.strategies import STRATEGIES
 from atlas.spec.plan import load_job_or_plan, plan_text
-from atlas.view.table import seconds
+from atlas.view.chart import write_front
+from atlas.view.map import write_plan_page
+from atlas.view.table import plain_table, seconds
 
 SHOWN = 8
 """Rivals in the table."""
@@ -195,19 +194,9 @@ def _show(planned: Planned) -> None:
 
 
 def _table(planned: Planned, money: bool) -> Any:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     told = f"{compared(planned)} {priced(pricing(planned.job), planned.job.runtime)}"
     told += " * Pareto-optimal." if money else ""
-    table = Table(
-        padding=(0, 1, 0, 0),
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        caption=Text(told),
-        caption_justify="left",
-    )
+    table = plain_table(caption=told)
     on_front = {judged.candidate for judged in front(planned)} if money else set()
     table.add_column("stages in", overflow="fold", ratio=3)
     table.add_column("parallelism", overflow="fold", ratio=3)
@@ -232,14 +221,10 @@ def _write(args: argparse.Namespace, planned: Planned) -> None:
             file.write(plan_text(plan_of(planned)).encode())
         say(f"wrote {args.out}")
     if args.page is not None:
-        from atlas.view.map import write_plan_page
-
         notes = [f"Wanted: {planned.objective.words()}.", *verdict(planned)]
         write_plan_page(args.page, scene(planned), notes=notes)
         say(f"wrote {args.page}")
     if args.pareto is not None:
-        from atlas.view.pareto import write_front
-
         found = scene(planned)
         write_front(args.pareto, found["rows"], found["front"], title=f"{planned.job.name}: time and cost")
         say(f"wrote {args.pareto}")

@@ -14,9 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from atlas.commands.files import require_apart, require_writable
-from atlas.commands.numbers import whole
-from atlas.commands.simulate import job_flags
+from atlas.console import job_flags, require_apart, require_writable, whole
 from atlas.cost.profile import load_profile, shape_of
 from atlas.ir.replace import replacing
 from atlas.spec import Job

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from atlas.commands.simulate import job_flags, search_flags
-from atlas.commands.terminal import Meter, as_json, show
+from atlas.console import Meter, as_json, job_flags, search_flags, show
 from atlas.evaluate.job import build, find_schedule, prepare
 from atlas.ir.text import to_text, to_torch_csv
 from atlas.schedules import SCHEDULES
 from atlas.spec.plan import load_job_or_plan
+from atlas.view.table import plain_table
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,14 +41,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(in_json: bool) -> None:
-    from rich import box
-    from rich.table import Table
-
     if in_json:
         found = [{"schedule": s.name, "summary": s.summary, "shares": s.shares} for s in SCHEDULES.values()]
         sys.stdout.write(as_json(found))
         return
-    table = Table(padding=(0, 1, 0, 0), box=box.SIMPLE_HEAD, show_edge=False)
+    table = plain_table()
     table.add_column("schedule", style="bold", no_wrap=True)
     table.add_column("what it does")
     for schedule in SCHEDULES.values():

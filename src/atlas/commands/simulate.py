@@ -9,16 +9,29 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from atlas.commands.files import Outputs, make_folder, picture_flags, require_apart, require_folder
-from atlas.commands.numbers import whole
-from atlas.commands.terminal import Meter, as_json, say, show
-from atlas.commands.words import headline, more_table, notes, page_notes, why
+from rich.table import Table
+
+from atlas.commands.view import Outputs, picture_flags
+from atlas.console import (
+    Meter,
+    as_json,
+    job_flags,
+    make_folder,
+    require_apart,
+    require_folder,
+    say,
+    search_flags,
+    show,
+    whole,
+)
 from atlas.cost.cluster_arrays import cluster_arrays
+from atlas.cost.flops import model_params
 from atlas.evaluate.job import Choice, default_choices, evaluate_all, find_schedule
 from atlas.evaluate.result import Result, rows
 from atlas.ir.replace import replacing
@@ -27,7 +40,7 @@ from atlas.planner.whole import Whole, simulate_whole
 from atlas.schedules import SCHEDULES
 from atlas.spec.plan import Plan, load_job_or_plan
 from atlas.view import results_table
-from atlas.view.table import seconds
+from atlas.view.table import plain_table, seconds
 
 RESULTS = "results.json"
 
@@ -54,19 +67,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="write a timeline file for `atlas view` and `compare`, one per schedule",
-    )
-
-
-def job_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the job; may be repeated"
-    )
-
-
-def search_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="of the search (default 0)")
-    parser.add_argument(
-        "--tries", type=whole(1, 1_000_000), metavar="N", help="orders a search may try (default: by the job's size)"
     )
 
 
@@ -168,3 +168,112 @@ def _write(outputs: Outputs, results: Sequence[Result], inputs: Sequence[str]) -
     outputs.write(timelines, [result.timeline for result in drawn], title, page_notes(results, drawn), inputs)
     for path in outputs.written(timelines):
         say(f"wrote {path}")
+
+
+# ---- the words around the table ------------------------------------------------------------------------------
+Row = Mapping[str, Any]
+
+SPENT_ON = {
+    "compute": "compute",
+    "wire": "bytes on the wire",
+    "latency": "latency",
+    "queue": "waiting for busy links",
+    "sync": "gradient sync",
+    "wait": "other waiting",
+}
+"""A critical path's categories as a sentence names them."""
+
+
+def headline(result: Result) -> str:
+    """`three-dcs: gpt 13.1B on 48 GPUs: stages west 4 + central 4 + east 4, 4 pipelines, 24 microbatches`."""
+    return f"{result.case.job.name}: {setup(result)}"
+
+
+def setup(result: Result) -> str:
+    """What runs where."""
+    job, frame = result.case.job, result.case.layout
+    stages = " + ".join(f"{name} {count}" for name, count in Counter(frame.rank_dc).items())
+    gpus = job.tp * job.pp * frame.num_pipelines * job.cells
+    cells = f"{job.cells} cells of " if job.cells > 1 else ""
+    tp = f" x tp {job.tp}" if job.tp > 1 else ""
+    return (
+        f"{job.model.family} {_billions(model_params(job.model))} on {gpus:,} GPUs: "
+        f"stages {stages}{tp}, {cells}{frame.num_pipelines} pipelines, {job.num_microbatches} microbatches"
+    )
+
+
+def _billions(params: int) -> str:
+    return f"{params / 1e9:.1f}B" if params >= 1e9 else f"{params / 1e6:.0f}M"
+
+
+def called(row: Row) -> str:
+    """`1f1b on one connection`."""
+    return f"{row['schedule']} on {'one connection' if row['tcp'] == 'one' else 'many connections'}"
+
+
+def notes(found: Sequence[Row]) -> list[str]:
+    """What a reader of the table must know."""
+    lines = ["All times are simulated."]
+    if len(found) > 1:
+        lines[0] += f" Speedup is over {called(max(found, key=lambda row: float(row['iteration_s'])))}."
+    lines.append(priced(found[0]["pricing"], found[0]["runtime"]))
+    return lines + _too_big(found)
+
+
+def priced(pricing: str, runtime: str) -> str:
+    """`Compute: calibrated constants.`"""
+    other = "" if runtime == "atlas" else f" Runtime: {runtime}, which `atlas train` does not execute."
+    return f"Compute: {pricing}.{other}"
+
+
+def page_notes(results: Sequence[Result], drawn: Sequence[Result]) -> list[str]:
+    """What a page says under its title: its own table has the rest."""
+    left = [result.row() for result in results if result not in drawn]
+    times = ", ".join(f"{row['schedule']} {seconds(row['iteration_s'])}" for row in left)
+    beside = [f"Not drawn, on one TCP connection: {times}."] if left else []
+    return [f"{setup(results[0])}.", *beside, *_too_big([result.row() for result in drawn])]
+
+
+def _too_big(found: Sequence[Row]) -> list[str]:
+    too_big = {row["schedule"]: row for row in found if not row["fits"]}
+    return [
+        f"! {name} would not run: it needs {row['peak_gib']:.1f} GiB of a GPU's {row['memory_gib']:.1f} GiB."
+        for name, row in too_big.items()
+    ]
+
+
+def why(found: Sequence[Row]) -> str:
+    """What the fastest that fits spends its time on, and what is left to gain."""
+    row = min(found, key=lambda row: (not row["fits"], float(row["iteration_s"])))
+    path = {part: s for part, s in row["critical_path_s"].items() if s > 0.005 * row["iteration_s"]}
+    parts = sorted(path, key=lambda part: -path[part])
+    spent = ", ".join(f"{100 * path[part] / row['iteration_s']:.0f}% {SPENT_ON[part]}" for part in parts)
+    turns = ", pipelines taking turns on the WAN" if row["sharing"] else ""
+    best = "" if len(found) == 1 else "Fastest: "
+    return (
+        f"\n{best}{called(row)}{turns}: {seconds(row['iteration_s'])} an iteration, "
+        f"{row['tokens_per_s']:,.0f} tokens/s, MFU {100 * row['mfu']:.0f}%. "
+        f"Its critical path is {spent}. No order of this work on these links can take less than "
+        f"{seconds(row['lower_bound_s'])}: {row['lower_bound_reason']}."
+    )
+
+
+def more_table(found: Sequence[Row]) -> Table | None:
+    """The steady period over several iterations and the percentiles of runs with jitter, where they were asked for."""
+    columns: dict[str, list[float]] = {"one iteration": [row["iteration_s"] for row in found]}
+    if found[0]["steady_s"] is not None:
+        columns["steady"] = [row["steady_s"] for row in found]
+    if found[0]["spread"] is not None:
+        for name, key in (("5%", "p5_s"), ("median", "p50_s"), ("95%", "p95_s"), ("worst", "worst_s")):
+            columns[name] = [row["spread"][key] for row in found]
+    if len(columns) == 1:
+        return None
+    spread = found[0]["spread"]
+    table = plain_table(caption=f"Percentiles are of {spread['runs']} runs with the job's jitter." if spread else "")
+    table.add_column("schedule", style="bold")
+    table.add_column("TCP")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row, *times in zip(found, *columns.values(), strict=True):
+        table.add_row(row["schedule"], row["tcp"], *(seconds(value) for value in times))
+    return table

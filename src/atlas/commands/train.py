@@ -17,11 +17,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atlas.commands.files import require_apart, require_folder, require_writable
-from atlas.commands.numbers import number, whole
-from atlas.commands.simulate import job_flags
 from atlas.commands.train_dc import dc_flags, run_dc
 from atlas.commands.watching import watch_flags, watched
+from atlas.console import job_flags, number, require_apart, require_folder, require_writable, whole
 from atlas.errors import AtlasError
 from atlas.spec.plan import load_job_or_plan
 

@@ -15,9 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atlas.commands.numbers import number, whole
-from atlas.commands.terminal import say
 from atlas.commands.watching import watched
+from atlas.console import number, say, whole
 from atlas.errors import AtlasError, SpecError
 from atlas.spec import Job
 

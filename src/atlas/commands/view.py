@@ -6,17 +6,19 @@ Without a flag the page is written beside the first file. Several files share on
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from atlas.commands.files import Outputs, picture_flags
-from atlas.commands.terminal import say, show
-from atlas.errors import SpecError
+from atlas.console import require_apart, require_writable, say, show
+from atlas.errors import MissingExtraError, SpecError
 from atlas.ir.analysis import summary
-from atlas.ir.store import load_timeline
+from atlas.ir.store import load_timeline, save_timeline
 from atlas.ir.timeline import Timeline
-from atlas.view import results_table
+from atlas.view import results_table, write_page, write_png, write_svg, write_trace
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -56,3 +58,96 @@ def _row(timeline: Timeline) -> dict[str, Any]:
     if isinstance(bound, float) and bound > 0 and timeline.program.num_iterations == 1:
         row |= {"lower_bound_s": bound, "gap": row["iteration_s"] / bound}
     return row
+
+
+# ---- the files of a command with timelines -------------------------------------------------------------------
+@dataclass(frozen=True)
+class Outputs:
+    """Where to put what; None where it is not wanted."""
+
+    page: Path | None = None
+    trace: Path | None = None
+    svg: Path | None = None
+    png: Path | None = None
+    save: Path | None = None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Outputs:
+        """From a command's flags, those it has."""
+        return cls(**{name: getattr(args, name, None) for name in cls.__dataclass_fields__})
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """By flag."""
+        return {f"--{name}": path for name, path in vars(self).items() if path is not None}
+
+    def require_writable(self) -> None:
+        """Raise for the first file that could not be written. Asked before anything is read."""
+        for flag, path in self.paths.items():
+            require_writable(path, flag)
+        require_apart(self.paths)
+        if self.png is not None and find_spec("resvg_py") is None:
+            raise MissingExtraError("resvg-py", "png", "--png")
+
+    def require_apart(self, inputs: Iterable[str | Path]) -> None:
+        """Raise where one of them is among the command's `inputs`."""
+        require_apart(self.paths, inputs)
+
+    def write(
+        self,
+        timelines: Sequence[Timeline],
+        drawn: Sequence[Timeline],
+        title: str,
+        notes: Sequence[str],
+        inputs: Iterable[str | Path],
+    ) -> None:
+        """All of them: traces and timeline files hold `timelines`, pictures show `drawn`."""
+        require_apart({str(path): path for path in self.written(timelines)}, inputs)
+        if self.page is not None:
+            write_page(self.page, drawn, title=title, notes=notes)
+        if self.svg is not None:
+            write_svg(self.svg, drawn, title=title)
+        if self.png is not None:
+            write_png(self.png, drawn, title=title)
+        for path, timeline in zip(each(self.trace, timelines), timelines, strict=False):
+            write_trace(path, timeline)
+        for path, timeline in zip(each(self.save, timelines), timelines, strict=False):
+            save_timeline(path, timeline)
+
+    def written(self, timelines: Sequence[Timeline]) -> list[Path]:
+        """What `write` leaves behind."""
+        pictures = [path for path in (self.page, self.svg, self.png) if path is not None]
+        return pictures + each(self.trace, timelines) + each(self.save, timelines)
+
+
+def label(timeline: Timeline) -> str:
+    """`atlas-many`: a timeline's name in the name of a file. It may be a stranger's: what names no file is left out."""
+    tcp = timeline.meta.get("tcp")
+    name = f"{timeline.program.name}-{tcp}" if tcp else timeline.program.name
+    return re.sub(r"[^\w.+-]+", "_", name)[:60]
+
+
+def each(path: Path | None, timelines: Sequence[Timeline]) -> list[Path]:
+    """One file for each timeline: the name as given for one, with the schedule in it for several; none for None."""
+    if path is None:
+        return []
+    if len(timelines) == 1:
+        return [path]
+    stem, dot, rest = path.name.partition(".")
+    names = [label(timeline) for timeline in timelines]
+    if len(set(names)) < len(names):
+        names = [f"{name}-{k}" for k, name in enumerate(names)]
+    return [path.with_name(f"{stem}-{name}{dot}{rest}") for name in names]
+
+
+def picture_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that every command with timelines has."""
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page, schedules above each other")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a figure")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write a figure as pixels (needs the extra `png`)")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a trace for ui.perfetto.dev (.gz: compressed), one per schedule",
+    )

@@ -11,8 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from atlas.commands.numbers import whole
-from atlas.commands.terminal import as_json
+from atlas.console import as_json, whole
 from atlas.wan.security.certs import CA_DAYS, DEFAULT_DAYS, expires, make_ca, make_node
 
 

@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from atlas.commands.numbers import number, whole
+from atlas.console import number, whole
 from atlas.errors import AtlasError
 from atlas.spec.cluster import Cluster
 from atlas.spec.load import load_cluster, load_job

@@ -18,8 +18,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from atlas.commands.files import require_apart, require_folder, require_writable
-from atlas.commands.numbers import number, whole
+from atlas.console import number, require_apart, require_folder, require_writable, whole
 from atlas.errors import AtlasError
 from atlas.ir.replace import replacing
 from atlas.spec.cluster import Cluster, Link, Route

@@ -15,11 +15,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from atlas.commands.files import require_apart, require_drawable, require_writable
-from atlas.commands.numbers import number, whole
-from atlas.commands.simulate import job_flags
-from atlas.commands.terminal import Meter, as_json, say, show
-from atlas.commands.words import priced
+from atlas.commands.simulate import priced
+from atlas.console import (
+    Meter,
+    as_json,
+    job_flags,
+    number,
+    require_apart,
+    require_drawable,
+    require_writable,
+    say,
+    show,
+    whole,
+)
 from atlas.cost.compute import pricing
 from atlas.errors import SpecError
 from atlas.planner.change import Sweep, parse_sweep
@@ -28,8 +36,8 @@ from atlas.planner.whatif import Asked, Marginal, Point, marginals, percentiles,
 from atlas.schedules.eager import NAME
 from atlas.spec import Job
 from atlas.spec.plan import load_job_or_plan
-from atlas.view.curve import write_curves
-from atlas.view.table import seconds
+from atlas.view.chart import write_curves
+from atlas.view.table import plain_table, seconds
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -131,10 +139,7 @@ def _show(
 
 
 def _sweep_table(one: Sweep, points: list[Point], base: float) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(padding=(0, 1, 0, 0), box=box.SIMPLE_HEAD, show_edge=False)
+    table = plain_table()
     table.add_column(one.key, style="bold", justify="right" if one.numeric else "left", overflow="fold")
     for column in ("iteration", "tokens/s", "against now"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -160,10 +165,7 @@ def _bottleneck(more: list[Marginal]) -> str:
 
 
 def _marginal_table(more: list[Marginal]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(padding=(0, 1, 0, 0), box=box.SIMPLE_HEAD, show_edge=False)
+    table = plain_table()
     for column in ("resource", "from", "to", "saves", "per unit"):
         table.add_column(column, justify="left" if column == "resource" else "right")
     for one in more[:10]:

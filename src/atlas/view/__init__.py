@@ -1,9 +1,9 @@
 """Timeline -> Perfetto trace, HTML page, SVG/PNG figure, tables in the terminal; and line charts for sweeps.
 
-Reads Timelines through `atlas.ir` and nothing else. rich and resvg are imported only by what needs them.
+Reads Timelines through `atlas.ir` and nothing else. resvg is imported only where a PNG is written.
 """
 
-from atlas.view.curve import write_curves
+from atlas.view.chart import write_curves
 from atlas.view.page import write_page
 from atlas.view.perfetto import write_trace
 from atlas.view.svg import write_png, write_svg

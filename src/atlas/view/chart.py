@@ -1,7 +1,7 @@
-"""What every chart is drawn on: a frame with axes, ticks and labels, a few shapes of markers, and the file around it.
+"""Charts as SVG, or as an HTML page around it, from plain numbers: lines for sweeps and accuracy plots, and time
+against cost with the Pareto front. No dependency, no script.
 
-Plain numbers in, SVG out, or an HTML page that holds it; no dependency, no script. Knows neither lines nor dots: those
-are `curve` and `pareto`. `svg` borrows the letters.
+Knows nothing of Timelines and plans. `svg` draws its text with `text`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import html
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from atlas.errors import AtlasError
 from atlas.ir.replace import replacing
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 860, 460, 70, 54, 52
@@ -22,8 +23,15 @@ INK, SOFT = "#1c2126", "#5c6670"
 """Of what is read first, and of what explains it; `assets/theme.css` knows them by these values."""
 NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that no XML may hold: control characters, halves of a pair."""
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d1f", "#56b4e9", "#3a3f44", "#e69f00")
+"""Lines of a chart, in this order."""
+MARKERS = ("circle", "square", "diamond", "triangle")
+
+Points = Sequence[tuple[float, float]]
+Row = Mapping[str, Any]
 
 
+# ---- the frame -------------------------------------------------------------------------------------------------
 class Axis(NamedTuple):
     """From values to pixels."""
 
@@ -145,3 +153,132 @@ def text(
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{fill}" '
         f'font-weight="{weight}">{letters}</text>'
     )
+
+
+# ---- lines -----------------------------------------------------------------------------------------------------
+def write_curves(
+    path: str | os.PathLike[str],
+    series: Mapping[str, Points],
+    x_label: str,
+    y_label: str,
+    title: str,
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
+    note: str = "",
+    as_page: bool | None = None,
+) -> None:
+    """Write the chart: a name that ends in .html gives a page, any other an SVG, unless `as_page` says which."""
+    chart = curves_svg(series, x_label, y_label, title, log_x=log_x, log_y=log_y, note=note)
+    write_chart(path, chart, title, as_page=as_page)
+
+
+def curves_svg(
+    series: Mapping[str, Points],
+    x_label: str,
+    y_label: str,
+    title: str,
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
+    note: str = "",
+) -> str:
+    """The chart as text. Points that are not finite, or not positive on a log axis, leave a gap."""
+    lines = {name: [_shown(p, log_x, log_y) for p in points] for name, points in series.items()}
+    known = [p for points in lines.values() for p in points if p is not None]
+    if not known:
+        raise AtlasError(f"chart {title!r} has no point to draw: give at least one finite value per axis")
+    right = WIDTH - 24 - min(230, max(7 * len(name) for name in lines) + 14)
+    x = axis([p[0] for p in known], log_x, LEFT, right)
+    y = axis([p[1] for p in known], log_y, HEIGHT - BOTTOM, TOP)
+    body = frame(x, y, x_label, y_label)
+    for k, points in enumerate(lines.values()):
+        body += _line(points, x, y, SERIES[k % len(SERIES)], MARKERS[k // len(SERIES) % len(MARKERS)])
+    return chart_svg(title, note, body + _names(lines, x, y, right))
+
+
+def _shown(point: tuple[float, float], log_x: bool, log_y: bool) -> tuple[float, float] | None:
+    x, y = float(point[0]), float(point[1])
+    usable = math.isfinite(x) and math.isfinite(y) and (x > 0 or not log_x) and (y > 0 or not log_y)
+    return (x, y) if usable else None
+
+
+def _line(points: Sequence[tuple[float, float] | None], x: Axis, y: Axis, color: str, shape: str) -> list[str]:
+    path, pen, marks = "", "M", []
+    for point in points:
+        if point is None:
+            pen = "M"
+            continue
+        px, py = x.at(point[0]), y.at(point[1])
+        path, pen = path + f"{pen}{px:.1f} {py:.1f}", "L"
+        marks.append(marker(px, py, shape, color))
+    return [f'<path d="{path}" fill="none" stroke="{color}" stroke-width="2.2" stroke-linejoin="round"/>', *marks]
+
+
+def _names(lines: Mapping[str, Sequence[tuple[float, float] | None]], x: Axis, y: Axis, right: float) -> list[str]:
+    """Each line's name at the height of its last point, pushed apart where two would overlap."""
+    wanted: list[tuple[float, float, int, str]] = []
+    for k, (name, points) in enumerate(lines.items()):
+        last = next((p for p in reversed(points) if p is not None), None)
+        if last is not None:
+            wanted.append((y.at(last[1]), x.at(last[0]), k, name))
+    wanted.sort()
+    floor, parts = TOP - 4.0, []
+    for position, (py, px, k, name) in enumerate(wanted):
+        room = HEIGHT - BOTTOM - 14 * (len(wanted) - 1 - position)
+        at = min(max(py, floor), max(room, floor))
+        floor = at + 14
+        color = SERIES[k % len(SERIES)]
+        parts.append(
+            f'<path d="M{px + 4:.1f} {py:.1f}L{right + 6:.1f} {at:.1f}" stroke="{color}" stroke-opacity=".45"/>'
+        )
+        parts.append(text(right + 10, at + 4, name, size=12, fill=color, weight="bold"))
+    return parts
+
+
+# ---- time and cost ---------------------------------------------------------------------------------------------
+def write_front(path: str | os.PathLike[str], rows: Sequence[Row], front: Sequence[Row], *, title: str) -> None:
+    """Write the plot: a name that ends in .html gives a page, any other an SVG."""
+    write_chart(path, front_svg(rows, front, title=title), title)
+
+
+def front_svg(rows: Sequence[Row], front: Sequence[Row], *, title: str) -> str:
+    """Dots and a stepped line."""
+    points = [(float(row["iteration_s"]), float(row["usd_per_iteration"])) for row in rows]
+    if not any(usd > 0 for _, usd in points):
+        raise AtlasError("the front of time and cost needs prices: write usd_per_gpu_hour in the cluster")
+    right = WIDTH - 40
+    wide = max(s for s, _ in points) / min(s for s, _ in points) > 20
+    x = axis([s for s, _ in points], wide, LEFT, right)
+    low, high = min(usd for _, usd in points), max(usd for _, usd in points)
+    y = axis([usd for _, usd in points], low > 0 and high / low > 5, HEIGHT - BOTTOM, TOP)
+    note = f"{len(rows)} simulated plans; the line joins those that nobody beats in both"
+    body = frame(x, y, "seconds an iteration", "US dollars an iteration")
+    on_front = {(float(row["iteration_s"]), float(row["usd_per_iteration"])) for row in front}
+    path = ""
+    for k, (s, usd) in enumerate(sorted(on_front)):
+        px, py = x.at(s), y.at(usd)
+        path += f"M{px:.1f} {py:.1f}" if k == 0 else f"H{px:.1f}V{py:.1f}"
+    body.append(f'<path d="{path}" fill="none" stroke="{SERIES[0]}" stroke-width="2"/>')
+    for row, (s, usd) in zip(rows, points, strict=True):
+        color = SERIES[0] if (s, usd) in on_front else "#9aa3ab"
+        told = html.escape(f"{row['where']}: {row['how']}, {s:.4g} s, ${usd:.4g}")
+        body.append(f"<g><title>{told}</title>{marker(x.at(s), y.at(usd), 'circle', color)}</g>")
+    return chart_svg(title, note, body + _front_names(sorted(on_front), rows, x, y, right))
+
+
+def _front_names(
+    front: Sequence[tuple[float, float]], rows: Sequence[Row], x: Axis, y: Axis, right: float
+) -> list[str]:
+    """What lies on the front, named where there is room."""
+    parts, last = [], -math.inf
+    for s, usd in front:
+        row = next(r for r in rows if (float(r["iteration_s"]), float(r["usd_per_iteration"])) == (s, usd))
+        px, py = x.at(s), y.at(usd)
+        if py - last < 13:
+            continue
+        last = py
+        words = str(row["how"])
+        anchor = "end" if px + 6.2 * len(words) > right else "start"
+        parts.append(text(px + (8 if anchor == "start" else -8), py - 9, words, size=10.5, anchor=anchor))
+    return parts

@@ -27,8 +27,7 @@ from atlas.ir.critical_path import critical_path
 from atlas.ir.ops import COLLECTIVES, Kind
 from atlas.ir.replace import replacing
 from atlas.ir.timeline import Timeline
-from atlas.view.palette import LOOKS, SEND, WAIT
-from atlas.view.tracks import Group, groups
+from atlas.view.tracks import SEND, STYLES, WAIT, RowGroup, groups
 
 MAX_PATH = 20_000
 """A critical path of more segments than this is not drawn: nobody could follow it."""
@@ -54,7 +53,7 @@ def page_html(timelines: Sequence[Timeline], *, title: str = "Atlas timeline", n
     header = {
         "title": title,
         "notes": [notes] if isinstance(notes, str) else list(notes),
-        "looks": [look._asdict() for look in LOOKS],
+        "looks": [look._asdict() for look in STYLES],
         "kinds": [kind.name for kind in Kind],
         "schedules": [_describe(timeline) for timeline in timelines],
     }
@@ -97,7 +96,7 @@ def _describe(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _group(timeline: Timeline, group: Group) -> dict[str, Any]:
+def _group(timeline: Timeline, group: RowGroup) -> dict[str, Any]:
     program = timeline.program
     if group.workers:
         names = [program.worker_name(worker) for worker in group.workers]
@@ -151,7 +150,7 @@ def _packed(timeline: Timeline) -> str:
     return base64.b64encode(zlib.compress(raw, 3)).decode()
 
 
-def _all_spans(timeline: Timeline, rows: Sequence[Group]) -> list[_Spans]:
+def _all_spans(timeline: Timeline, rows: Sequence[RowGroup]) -> list[_Spans]:
     row_of_worker = np.zeros(timeline.program.num_workers, np.int64)
     parts: list[_Spans] = []
     row = 0

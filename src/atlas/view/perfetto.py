@@ -22,7 +22,7 @@ from atlas.ir.ops import Kind
 from atlas.ir.program import FORWARD
 from atlas.ir.replace import replacing
 from atlas.ir.timeline import Timeline
-from atlas.view.tracks import Group, groups
+from atlas.view.tracks import RowGroup, groups
 
 Chars = NDArray[np.uint8]
 """[span, column]; 0 is a blank that is dropped."""
@@ -120,7 +120,7 @@ def _joined(count: int, *columns: str | Chars) -> bytes:
 # ---- events ----------------------------------------------------------------------------------------------------
 
 
-def _places(timeline: Timeline, rows: Sequence[Group]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _places(timeline: Timeline, rows: Sequence[RowGroup]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """By worker: its process (datacenter) and its thread.
 
     No number is used twice: Perfetto takes a thread with its process's number for the main one and moves it up.
@@ -131,13 +131,13 @@ def _places(timeline: Timeline, rows: Sequence[Group]) -> tuple[NDArray[np.int64
     return pid, np.arange(timeline.program.num_workers) + len(rows) + 1
 
 
-def _link_threads(timeline: Timeline, rows: Sequence[Group]) -> list[int]:
+def _link_threads(timeline: Timeline, rows: Sequence[RowGroup]) -> list[int]:
     """By group: the thread of its first link lane, after those of the workers and of the lanes before."""
     lanes = np.cumsum([0] + [len(group.lanes) for group in rows])
     return [len(rows) + timeline.program.num_workers + 1 + int(before) for before in lanes]
 
 
-def _names(timeline: Timeline, rows: Sequence[Group]) -> list[dict[str, Any]]:
+def _names(timeline: Timeline, rows: Sequence[RowGroup]) -> list[dict[str, Any]]:
     """Metadata: what the processes and the threads are called, and in which order they appear."""
     events: list[dict[str, Any]] = []
 
@@ -181,7 +181,7 @@ def _op_events(timeline: Timeline, pid: NDArray[np.int64], tid: NDArray[np.int64
     )
 
 
-def _transfer_events(timeline: Timeline, rows: Sequence[Group]) -> list[bytes]:
+def _transfer_events(timeline: Timeline, rows: Sequence[RowGroup]) -> list[bytes]:
     program, zero = timeline.program, int(timeline.op_start_ns.min(initial=2**62))
     parts = []
     links = _link_threads(timeline, rows)

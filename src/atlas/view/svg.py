@@ -19,13 +19,12 @@ from atlas.ir.ops import USEFUL
 from atlas.ir.replace import replacing
 from atlas.ir.timeline import Timeline
 from atlas.view.chart import FONT, SOFT, text
-from atlas.view.palette import CAUSES, LOOKS, SEND, WAIT
-from atlas.view.tracks import Group, Lane, groups
+from atlas.view.tracks import CAUSES, SEND, STYLES, WAIT, LinkRow, RowGroup, groups
 
 WIDTH, GUTTER, MARGIN, LEGEND_ROW = 1000, 120, 12, 18
 
 Spans = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
-"""Start, end and code (an index into LOOKS) of the spans of one row."""
+"""Start, end and code (an index into STYLES) of the spans of one row."""
 
 
 def write_svg(
@@ -118,7 +117,7 @@ def _draw(body: list[str], used: set[int], timeline: Timeline, y: int, scale: fl
     return y
 
 
-def _rows(timeline: Timeline, waits: Bubbles, group: Group, each: int) -> tuple[list[_Row], int]:
+def _rows(timeline: Timeline, waits: Bubbles, group: RowGroup, each: int) -> tuple[list[_Row], int]:
     """The rows of a group that are drawn, and how many are not."""
     if group.workers:
         shown = group.workers[:each]
@@ -144,7 +143,7 @@ def _worker_spans(timeline: Timeline, found: Bubbles, worker: int) -> Spans:
     return start[order], end[order], code[order]
 
 
-def _lane_spans(timeline: Timeline, lane: Lane) -> Spans:
+def _lane_spans(timeline: Timeline, lane: LinkRow) -> Spans:
     half = max(1, timeline.program.num_transfers // 2)
     code = SEND + lane.transfers // half
     return timeline.transfer_start_ns[lane.transfers], timeline.transfer_sent_ns[lane.transfers], code
@@ -160,7 +159,7 @@ def _draw_row(body: list[str], used: set[int], row: _Row, y: int, zero: int, sca
         paths.setdefault(c, []).append(f"M{x:.2f} {y}h{width:.2f}v{row.height}h{-width:.2f}z")
     used.update(paths)
     for c, path in sorted(paths.items()):
-        fill = f"url(#wait{c - WAIT})" if WAIT <= c < SEND else LOOKS[c].light
+        fill = f"url(#wait{c - WAIT})" if WAIT <= c < SEND else STYLES[c].light
         body.append(f'<path fill="{fill}" d="{"".join(path)}"/>')
 
 
@@ -200,11 +199,11 @@ def _legend(body: list[str], used: set[int], y: int) -> int:
     x = float(GUTTER)
     for code in sorted(used):
         wait = WAIT <= code < SEND
-        label = ("waiting: " if wait else "") + LOOKS[code].label
+        label = ("waiting: " if wait else "") + STYLES[code].label
         width = 20 + 5.4 * len(label) + 12
         if x + width > WIDTH - MARGIN:
             x, y = float(GUTTER), y + LEGEND_ROW
-        fill = f"url(#wait{code - WAIT})" if wait else LOOKS[code].light
+        fill = f"url(#wait{code - WAIT})" if wait else STYLES[code].light
         body.append(f'<rect x="{x:.1f}" y="{y}" width="15" height="10" fill="{fill}"/>')
         body.append(text(x + 20, y + 9, label, size=9.5))
         x += width

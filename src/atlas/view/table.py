@@ -1,16 +1,17 @@
 """Tables for the terminal: the results of several schedules, and the difference of two timelines. Takes plain
-dicts and a Difference; computes nothing but ratios of what it is given. rich is imported when a table is made.
+dicts and a Difference; computes nothing but ratios of what it is given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from atlas.ir.difference import Difference
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 WAITS = {"wan": ("wan",), "peer": ("peer",), "sync": ("sync",), "ends": ("fill", "drain")}
 """Columns of the table, and the causes each adds up."""
@@ -33,25 +34,26 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f} %"
 
 
+def plain_table(title: str = "", caption: str = "", *, gap: int = 1) -> Table:
+    """An empty table without a frame; `gap` is the number of blanks between columns."""
+    return Table(
+        title=Text(title) if title else None,
+        caption=Text(caption) if caption else None,
+        title_justify="left",
+        caption_justify="left",
+        padding=(0, gap, 0, 0),
+        show_edge=False,
+        box=box.SIMPLE_HEAD,
+    )
+
+
 def results_table(rows: Sequence[Mapping[str, Any]], *, title: str = "", source: str = "simulated") -> Table:
     """One line per schedule, as `atlas simulate` prints it. Keys that a row lacks are shown as a dash.
 
     `busy` and the waits are shares of all accelerators' time and add up to 100 %; `ends` is fill and drain. A `!`
     marks what does not fit in memory. The table fits 80 columns.
     """
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(
-        title=Text(title) if title else None,
-        caption=Text(source),
-        title_justify="left",
-        caption_justify="left",
-        padding=0,
-        show_edge=False,
-        box=box.SIMPLE_HEAD,
-    )
+    table = plain_table(title, source, gap=0)
     table.add_column("schedule", style="bold")
     table.add_column("TCP", no_wrap=True)
     for name in ("iter-\nation", "speed-\nup", "lower\nbound", "gap", "in\nflight", "busy\n%"):
@@ -88,11 +90,7 @@ def _shares(row: Mapping[str, Any]) -> list[str]:
 
 def side_by_side(a: Mapping[str, Any], b: Mapping[str, Any]) -> Table:
     """Two summaries: where the time of each goes, and what changed. Waits are seconds per worker."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(padding=(0, 1, 0, 0), box=box.SIMPLE_HEAD, show_edge=False)
+    table = plain_table()
     table.add_column("", style="bold")
     for summary in (a, b):
         turns = " (turns)" if summary["sharing"] else ""
@@ -117,20 +115,9 @@ def side_by_side(a: Mapping[str, Any], b: Mapping[str, Any]) -> Table:
 
 def compare_table(difference: Difference) -> Table:
     """The second timeline against the first, kind by kind, with the worst op of each named. Fits 80 columns."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     (name_a, name_b), (source_a, source_b) = difference.names, difference.sources
-    table = Table(
-        title=Text(f"{name_b} ({source_b}) against {name_a} ({source_a}), op by op"),
-        title_justify="left",
-        caption=_verdict(difference),
-        caption_justify="left",
-        padding=0,
-        show_edge=False,
-        box=box.SIMPLE_HEAD,
-    )
+    title = f"{name_b} ({source_b}) against {name_a} ({source_a}), op by op"
+    table = plain_table(title, _verdict(difference), gap=0)
     table.add_column("kind", style="bold", no_wrap=True)
     for name in ("ops", "dura-\ntion", "off by\n(p95)", "\nworst", "starts\nlater by", "\nworst"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -149,13 +136,11 @@ def compare_table(difference: Difference) -> Table:
     return table
 
 
-def _verdict(difference: Difference) -> Any:
-    from rich.text import Text
-
+def _verdict(difference: Difference) -> str:
     common = f"{difference.num_common} ops in common"
     only_a, only_b = difference.num_only
     if only_a or only_b:
         common += f", {only_a} only in the first, {only_b} only in the second"
     if difference.first_divergence is None:
-        return Text(f"{common}; no op ends apart from its twin by more than the tolerance")
-    return Text(f"{common}; they part at {seconds(difference.first_divergence_at_s)}: {difference.first_divergence}")
+        return f"{common}; no op ends apart from its twin by more than the tolerance"
+    return f"{common}; they part at {seconds(difference.first_divergence_at_s)}: {difference.first_divergence}"

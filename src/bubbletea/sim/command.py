@@ -14,10 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from atlas.commands.files import require_apart, require_writable
-from atlas.commands.numbers import positive, whole
-from atlas.commands.simulate import job_flags
-from atlas.commands.terminal import Meter, as_json, say, show
+from atlas.console import Meter, as_json, job_flags, positive, require_apart, require_writable, say, show, whole
 from atlas.errors import AtlasError
 from atlas.view import write_curves
 from bubbletea.admit.aims import LATE_TOKENS, Aims

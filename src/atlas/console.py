@@ -1,0 +1,210 @@
+"""What the command lines share: types and flags for argparse, checks on the files that a command writes, and tables,
+remarks, JSON and progress on the terminal. Results go to stdout, everything else to stderr.
+
+Knows no command; `atlas.commands` and `bubbletea` use it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from atlas.errors import AtlasError, SpecError
+
+PATIENCE_S = 1.0
+"""What takes less than this needs no progress bar."""
+
+
+# ---- numbers and flags -------------------------------------------------------------------------------------
+def whole(low: int, high: int) -> Any:
+    """A whole number from `low` to `high`."""
+
+    def value_of(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+        return value
+
+    return value_of
+
+
+def number(low: float, high: float) -> Any:
+    """A number from `low` to `high`; NaN is not allowed."""
+
+    def value_of(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low:g} to {high:g}")
+        return value
+
+    return value_of
+
+
+def positive(text: str) -> float:
+    """A number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def share(text: str) -> float:
+    """A number between zero and one."""
+    value = positive(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be between 0 and 1, such as 0.05")
+    return value
+
+
+def job_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the job; may be repeated"
+    )
+
+
+def search_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="of the search (default 0)")
+    parser.add_argument(
+        "--tries", type=whole(1, 1_000_000), metavar="N", help="orders a search may try (default: by the job's size)"
+    )
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+def require_writable(path: Path, flag: str) -> None:
+    """Raise where a file of this name could not be written."""
+    folder = path.parent
+    if path.is_dir():
+        raise SpecError(where=flag, key="file", value=str(path), rule="is a folder", remedy="Name a file in it")
+    if path.exists() and not path.is_file() and os.access(path, os.W_OK):
+        return  # a device or a pipe, whatever may be done to its folder
+    if not folder.is_dir():
+        remedy = f"Create it first: mkdir -p {folder}"
+        raise SpecError(where=flag, key="file", value=str(path), rule=f"there is no folder {folder}", remedy=remedy)
+    if not os.access(folder, os.W_OK):
+        rule = f"folder {folder} cannot be written to"
+        raise SpecError(where=flag, key="file", value=str(path), rule=rule, remedy="Choose another place")
+
+
+def require_apart(paths: Mapping[str, Path], inputs: Iterable[str | Path] = ()) -> None:
+    """Raise where two flags name one file: the second would replace what the first wrote; and where one names a file
+    that the command reads, by whatever name: what it was made from would be lost."""
+    sources = [path for path in map(Path, inputs) if path.is_file()]
+    taken: dict[Path, str] = {}
+    for flag, path in paths.items():
+        rule = ""
+        if (other := taken.setdefault(path.absolute(), flag)) != flag:
+            rule = f"{other} writes to the same file"
+        elif path.is_file() and any(path.samefile(source) for source in sources):
+            rule = "is read by this command, and would be lost"
+        if rule:
+            raise SpecError(where=flag, key="file", value=str(path), rule=rule, remedy="Choose another name")
+
+
+def require_drawable(path: Path, flag: str) -> None:
+    """Raise where a chart of this name could not be written, or would not be what its name says."""
+    if path.suffix.lower() not in (".svg", ".html", ".htm"):
+        rule = "a chart is written as SVG, or as a page that holds it"
+        raise SpecError(where=flag, key="file", value=str(path), rule=rule, remedy="End its name in .svg or .html")
+    require_writable(path, flag)
+
+
+def require_folder(path: Path, flag: str) -> None:
+    """Raise where a folder of this name neither is there, writable, nor could be made."""
+    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        rule = f"{there} is no folder that can be written to"
+        raise SpecError(where=flag, key="folder", value=str(path), rule=rule, remedy="Choose another place")
+
+
+def make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise AtlasError(f"{path}: cannot be made: {error.strerror}. Choose another place") from error
+
+
+# ---- the terminal ------------------------------------------------------------------------------------------
+def show(*things: Any) -> None:
+    """Tables and sentences, as wide as the terminal, or 80 columns where there is none. What is indented stays so."""
+    console = Console(highlight=False)
+    with console.capture() as capture:
+        for thing in things:
+            console.print(_indented(thing) if isinstance(thing, str) else thing, markup=False)
+    sys.stdout.write(capture.get())
+
+
+def _indented(line: str) -> str | Padding:
+    words = line.lstrip(" ")
+    return line if words == line else Padding(Text(words), (0, 0, 0, len(line) - len(words)), expand=False)
+
+
+def as_json(data: Any) -> str:
+    """Strict JSON: what is not a number (an infinite ratio) becomes null."""
+    return json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def say(text: str) -> None:
+    """A remark that is no result."""
+    sys.stdout.flush()
+    print(text, file=sys.stderr)
+
+
+class Meter:
+    """A progress bar on stderr, once it is worth one, and only where somebody watches."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=None)
+        self._timer = threading.Timer(PATIENCE_S, self._bar.start) if console.is_terminal else None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        self._bar.update(self._task, description=what, completed=done, total=total or None)
+
+    def __enter__(self) -> Meter:
+        if self._timer is not None:
+            self._timer.daemon = True
+            self._timer.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
+            self._bar.stop()
