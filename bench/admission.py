@@ -19,12 +19,12 @@ from common.report import Report
 
 from bubbletea.admit.aims import Aims
 from bubbletea.admit.decide import admit, advance, complete
+from bubbletea.admit.records import Placement
 from bubbletea.admit.state import State
-from bubbletea.admit.words import Placement
 from bubbletea.bubbles import Forecast
 from bubbletea.sim.replay import Ours, arrivals, play
 from bubbletea.sim.scene import scene_of
-from bubbletea.traces import Trace, load_trace, synthetic
+from bubbletea.traces import RequestTrace, load_trace, synthetic
 
 CELLS, SPLIT, CHUNK = 42, 4, 4096
 WAITING, DECISIONS = 1000, 20_000
@@ -57,7 +57,7 @@ def main() -> int:
     return report.finish()
 
 
-def measured(state: State, trace: Trace, tokens_per_s: float) -> tuple[list[float], list[int]]:
+def measured(state: State, trace: RequestTrace, tokens_per_s: float) -> tuple[list[float], list[int]]:
     """Microseconds of each decision while so many wait, and how many waited."""
     times, waiting, ends = [], [], list[tuple[int, str]]()
     for request in arrivals(trace, tokens_per_s, 10**15, "online", 20.0, 1):

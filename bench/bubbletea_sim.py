@@ -27,10 +27,10 @@ from atlas.ir.timeline import Timeline
 from bubbletea.admit.aims import LATE_TOKENS, Aims
 from bubbletea.bubbles import Forecast
 from bubbletea.sim.noise import Noise
-from bubbletea.sim.replay import Ours, Played, play
+from bubbletea.sim.replay import Ours, ReplayResult, play
 from bubbletea.sim.rivals import Paper
 from bubbletea.sim.scene import Scene, dedicated, scene_of
-from bubbletea.traces import Trace, load_trace
+from bubbletea.traces import RequestTrace, load_trace
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "requests" / "AzureLLMInferenceTrace_conv.csv"
 TRACE = Path(os.environ.get("BUBBLETEA_TRACE", DATA))
@@ -106,7 +106,7 @@ KEPT = 0.25
 def played(
     scene: Scene,
     case: Case,
-    trace: Trace,
+    trace: RequestTrace,
     load: float,
     *,
     span: Span,
@@ -114,7 +114,7 @@ def played(
     patience_s: float | None = None,
     kept: float = 0.0,
     aims: Aims | None = None,
-) -> Played:
+) -> ReplayResult:
     """One replay; without patience everything is offline work."""
     stage = dedicated(scene) if policy == "dedicated" else scene
     split = (1,) if policy == "dedicated" else case.split[-1:] if policy == "paper" else case.split
@@ -134,7 +134,7 @@ def played(
     )
 
 
-def saturated(report: Report, case: Case, scene: Scene, trace: Trace) -> None:
+def saturated(report: Report, case: Case, scene: Scene, trace: RequestTrace) -> None:
     full = played(scene, case, trace, 1.4, span=case.full)
     figures = full.figures()
     report.figure(f"{case.name}: busy, training alone", 1 - scene.idle_share, "")
@@ -146,7 +146,7 @@ def saturated(report: Report, case: Case, scene: Scene, trace: Trace) -> None:
         against_the_rule(report, case, scene, trace, patience_s)
 
 
-def against_the_rule(report: Report, case: Case, scene: Scene, trace: Trace, patience_s: float) -> None:
+def against_the_rule(report: Report, case: Case, scene: Scene, trace: RequestTrace, patience_s: float) -> None:
     """At twice the load that saturates; our patience is the rule's p95, so that ours is no later."""
     span = case.full._replace(warm_up=max(case.full.warm_up, 1.2e9 * patience_s / scene.pattern.period_ns))
     rule = played(scene, case, trace, 2.0, span=span, policy="paper", patience_s=patience_s)
@@ -161,11 +161,11 @@ def against_the_rule(report: Report, case: Case, scene: Scene, trace: Trace, pat
     report.figure(f"{name}: requests then", _over(plain, rule, "goodput_per_s"), "x")
 
 
-def _over(one: Played, other: Played, key: str) -> float:
+def _over(one: ReplayResult, other: ReplayResult, key: str) -> float:
     return float(one.figures()[key] / other.figures()[key])
 
 
-def filled_tokens(found: Played) -> float:
+def filled_tokens(found: ReplayResult) -> float:
     """Prompt tokens by the share of their work that falls into the time that counts."""
     total = 0.0
     for one in found.placed.values():
@@ -175,7 +175,7 @@ def filled_tokens(found: Played) -> float:
     return total
 
 
-def relaxed(report: Report, case: Case, scene: Scene, trace: Trace) -> None:
+def relaxed(report: Report, case: Case, scene: Scene, trace: RequestTrace) -> None:
     """At 60 % of the load that saturates, i.e. of what is packed.
 
     The bars are the TTFT of accelerators that only prefill, plus a multiple of the time that a queue served in order of
@@ -277,13 +277,13 @@ def unavoidable(soonest: Curve, latest: Curve, wait_s: float, period_s: float) -
     return max(0.0, worst) / LOAD
 
 
-def longest(trace: Trace, scene: Scene, work: float) -> float:
+def longest(trace: RequestTrace, scene: Scene, work: float) -> float:
     """The least share of a trace's requests that make up so much of its work: the longest prompts."""
     ordered = np.sort([scene.some_costs.prompt_ns(int(n)) for n in trace.tokens])[::-1]
     return float(np.searchsorted(np.cumsum(ordered) / ordered.sum(), work)) / len(ordered)
 
 
-def slowed(report: Report, trace: Trace) -> None:
+def slowed(report: Report, trace: RequestTrace) -> None:
     """Ops and transfers spread by 2 %, learnt over 16 iterations, bubbles saturated."""
     scene = scene_of(Path(TESTBED.job), schedule="atlas", steady=False)
     assert scene.result is not None

@@ -32,10 +32,10 @@ from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate
 from bubbletea.costs import LayerTime
 from bubbletea.prefill.shard import Served
-from bubbletea.serve.assemble import Parts, Settings, assemble
+from bubbletea.serve.assemble import Parts, ServiceSettings, assemble
 from bubbletea.serve.auth import Keys
 from bubbletea.serve.dispatch import HandedBack, Prompt, Refused
-from bubbletea.serve.ground import of_training
+from bubbletea.serve.worker_windows import of_training
 
 MS = 1_000_000
 STEPS, QUICK_STEPS, SETTLED = 16, 10, 5
@@ -93,7 +93,7 @@ def train(setup: EmulationSettings, seconds: list[float]) -> Emulation:
 
 async def filled_run(tally: Tally, num_steps: int, seconds: list[float]) -> Emulation:
     ground = of_training(simulate(repeated(PROGRAM, 4), COSTS), 64 << 20, PIECE, 10 * MS)
-    settings = Settings("tiny", Served(MODEL), split=1, chunk=128, arena_bytes=64 << 20, budget=0.01)
+    settings = ServiceSettings("tiny", Served(MODEL), split=1, chunk=128, arena_bytes=64 << 20, budget=0.01)
     parts = assemble(settings, ground, Keys.nobody())
     tally.listen(parts)
     with tempfile.TemporaryDirectory() as folder:

@@ -27,7 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from common.report import Report
 
-from bubbletea.bench import Load, bench
+from bubbletea.bench import BenchLoad, bench
 
 ROOT = Path(__file__).parent.parent
 PROMISED = 0.005
@@ -114,7 +114,9 @@ def load(url: str, length: int, over: threading.Event) -> None:
     number = 0
     while not over.is_set():
         number += 1
-        asked = Load(url, "tiny-random", CLIENTS, CLIENTS, prompt_tokens=(length, length), max_tokens=4, seed=number)
+        asked = BenchLoad(
+            url, "tiny-random", CLIENTS, CLIENTS, prompt_tokens=(length, length), max_tokens=4, seed=number
+        )
         report = asyncio.run(bench(asked))
         refused = [outcome.retry_s for outcome in report.outcomes if outcome.retry_s is not None]
         over.wait(min([*refused, 1.0]) if len(refused) == CLIENTS else 0.0)

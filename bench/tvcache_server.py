@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "tvcache"))
 from common.report import Report
 from servers import Served
 
-from tvcache.keys import Call, Task, root
+from tvcache.keys import Task, ToolCall, root
 from tvcache.log import LogStore
 from tvcache.messages import asked
 from tvcache.stores import Ask
@@ -35,7 +35,7 @@ OUTPUT = "x" * 300
 
 def ask(number: int) -> Ask:
     task = Task(f"task {number // 1000}")
-    return Ask.of(task, root(task), Call("search", {"query": f"question {number}", "limit": 10}), False)
+    return Ask.of(task, root(task), ToolCall("search", {"query": f"question {number}", "limit": 10}), False)
 
 
 def filled(path: Path, count: int) -> None:

@@ -24,7 +24,7 @@ from servers import Served
 from tvcache_tau import DATA, effect
 
 from tvcache.client import Client
-from tvcache.endpoint import Endpoint
+from tvcache.endpoint import HttpEndpoint
 from tvcache.keys import root
 from tvcache.stores import Ask, Lease
 from tvcache.trajectories import Trajectory, read
@@ -131,7 +131,7 @@ def main() -> int:
 
 
 def _values(served: Served) -> int:
-    with Endpoint(served.url) as endpoint:
+    with HttpEndpoint(served.url) as endpoint:
         _, _, data = endpoint.request("GET", "/healthz", None, 10.0)
     return int(json.loads(data)["values"])
 

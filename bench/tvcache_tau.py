@@ -25,9 +25,9 @@ from servers import Served
 
 from tvcache import Cache, Tool
 from tvcache.client import Client
-from tvcache.keys import Call
+from tvcache.keys import ToolCall
 from tvcache.replay import KEYINGS, Durations, replay
-from tvcache.stores import Ask, Lease, MemoryStore, Store
+from tvcache.stores import Ask, CallStore, Lease, MemoryStore
 from tvcache.tools import Effect
 from tvcache.trajectories import Recorded, Trajectory, read
 from tvcache.values import Value, decode
@@ -62,7 +62,7 @@ class Recording:
         return Recording(self.outputs, self.before)
 
     def execute(self, name: str, arguments: Any) -> Any:
-        call = Call(name, arguments).canonical
+        call = ToolCall(name, arguments).canonical
         body, seconds = self.outputs[self.before, call]
         time.sleep(seconds)
         if name in MUTATING:
@@ -85,7 +85,7 @@ def outputs_of(steps: Trajectory, outputs: dict[Any, tuple[bytes, float]]) -> No
 class Waited:
     """A store that says how long each call waited for another in flight."""
 
-    def __init__(self, inner: Store) -> None:
+    def __init__(self, inner: CallStore) -> None:
         self.inner, self.local = inner, threading.local()
 
     def begin(self, ask: Ask, wait_s: float) -> Value | Lease:
@@ -103,7 +103,7 @@ class Waited:
         self.inner.close()
 
 
-def live(recorded: Recorded, store: Store | None) -> dict[str, float]:
+def live(recorded: Recorded, store: CallStore | None) -> dict[str, float]:
     """Eight rollouts at once, in the order of the file; None: no cache."""
     outputs: dict[Any, dict[Any, tuple[bytes, float]]] = {}
     for one in recorded.trajectories:

@@ -30,11 +30,11 @@ from atlas.runtime.models.config import DecoderConfig
 from atlas.sim import simulate
 from bubbletea.costs import LayerTime
 from bubbletea.prefill.shard import Served
-from bubbletea.serve.assemble import Parts, Settings, assemble
+from bubbletea.serve.assemble import Parts, ServiceSettings, assemble
 from bubbletea.serve.auth import Keys
-from bubbletea.serve.ground import of_training
-from bubbletea.serve.http import Server
+from bubbletea.serve.http import HttpServer
 from bubbletea.serve.run import Where, run
+from bubbletea.serve.worker_windows import of_training
 
 PROMPTS = ("The sea was calm, and", "Of all the machines in the hall,", "Tell me what waits between two datacenters:")
 WAITING = 6
@@ -113,7 +113,7 @@ def pour(
     ground = of_training(
         simulate(repeated(program, 4), costs), ARENA_BYTES, LayerTime(PIECE_NS, 0.0, 0.0, 0.0), PIECE_NS
     )
-    settings = Settings("tiny", Served(MODEL), split=2, chunk=128, arena_bytes=ARENA_BYTES)
+    settings = ServiceSettings("tiny", Served(MODEL), split=2, chunk=128, arena_bytes=ARENA_BYTES)
     parts = assemble(settings, ground, Keys.nobody())
     runs: list[_Training] = []
     asked = _Asked()
@@ -125,7 +125,7 @@ def pour(
         runs.append(_Training(lambda: train(filled)))
         return runs[0]
 
-    def on_start(server: Server) -> None:
+    def on_start(server: HttpServer) -> None:
         training = runs[0]
         beside(_converse, server, parts, training, asked, tea, console)
         for number in range(WAITING):
@@ -144,14 +144,14 @@ def beside(work: Callable[..., None], *args: object) -> None:
     threading.Thread(target=work, args=args, daemon=True).start()
 
 
-def _end(server: Server, training: _Training, asked: _Asked) -> None:
+def _end(server: HttpServer, training: _Training, asked: _Asked) -> None:
     """With its workers gone nobody answers what still waits, so it is taken back."""
     training.thread.join()
     asked.take_back()
     server.drain()
 
 
-def _converse(server: Server, parts: Parts, training: _Training, asked: _Asked, tea: Tea, console: Console) -> None:
+def _converse(server: HttpServer, parts: Parts, training: _Training, asked: _Asked, tea: Tea, console: Console) -> None:
     """One prompt after the other, as a person would."""
     while training.thread.is_alive() and not parts.dispatcher.planner.num_lanes:
         time.sleep(0.1)
@@ -166,7 +166,7 @@ def _converse(server: Server, parts: Parts, training: _Training, asked: _Asked, 
                 console.print(f"... not answered: {error}")
 
 
-def _fill(server: Server, training: _Training, asked: _Asked, number: int) -> None:
+def _fill(server: HttpServer, training: _Training, asked: _Asked, number: int) -> None:
     rng = random.Random(number)
     while training.thread.is_alive():
         tokens = [rng.randrange(256) for _ in range(rng.randrange(128, 768))]
@@ -177,7 +177,7 @@ def _fill(server: Server, training: _Training, asked: _Asked, number: int) -> No
             time.sleep(0.3)
 
 
-def _ask(server: Server, asked: _Asked, wish: dict[str, object], first_s: list[float]) -> Iterator[str]:
+def _ask(server: HttpServer, asked: _Asked, wish: dict[str, object], first_s: list[float]) -> Iterator[str]:
     """A completion as it streams; notes when its first token came."""
     began, has_begun = time.monotonic(), False
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)

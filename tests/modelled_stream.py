@@ -15,7 +15,7 @@ import pytest
 
 from atlas.runtime.device import Span
 from bubbletea.prefill import filling
-from bubbletea.prefill.job import HEAD, Piece
+from bubbletea.prefill.job import HEAD, PrefillPiece
 
 US, MS = 1_000, 1_000_000
 WAKE_NS = 60 * US
@@ -65,7 +65,7 @@ class Stream:
     """`piece_ns`: how long a piece keeps the device busy. As `SharedDevice` for a filling, and training's own."""
 
     clock: Clock
-    piece_ns: Callable[[Piece], int]
+    piece_ns: Callable[[PrefillPiece], int]
     free_ns: int = 0
     pieces: list[Span] = field(default_factory=list)
     ops: list[Span] = field(default_factory=list)
@@ -94,11 +94,11 @@ class Stream:
         return Span(start_ns, self.free_ns)
 
 
-def llama_on_h200(rng: random.Random, scale: int) -> Callable[[Piece], int]:
+def llama_on_h200(rng: random.Random, scale: int) -> Callable[[PrefillPiece], int]:
     """A layer of a Llama-3-8B over 2048 tokens: about 1.8 ms, behind others a third more. `scale`: tokens that one
     of ours stands for."""
 
-    def piece_ns(piece: Piece) -> int:
+    def piece_ns(piece: PrefillPiece) -> int:
         spread = 1 + abs(rng.gauss(0, 0.02))
         if piece.layer == HEAD:
             return round(300 * US * spread)

@@ -16,9 +16,9 @@ from atlas.runtime.models.decoder import Decoder, LayerRange, build
 from atlas.runtime.models.generate import run_cut
 from atlas.wan.transport.base import Loopback
 from bubbletea.prefill.arena import Arena
-from bubbletea.prefill.engine import Engine
-from bubbletea.prefill.job import Piece, Task, even_ends
-from bubbletea.prefill.shard import Served, Shard
+from bubbletea.prefill.engine import PrefillEngine
+from bubbletea.prefill.job import PrefillPiece, PrefillTask, even_ends
+from bubbletea.prefill.shard import ModelShard, Served
 from bubbletea.prefill.staging import Staged
 
 LLAMA = DecoderConfig(
@@ -48,44 +48,44 @@ class Collector:
     failures: list[str] = field(default_factory=list)
     is_full: bool = False
 
-    def kv(self, task: Task, piece: Piece, kv: Staged) -> None:
+    def kv(self, task: PrefillTask, piece: PrefillPiece, kv: Staged) -> None:
         self.spans.append((piece.layer, piece.first, piece.last))
         config = self.served.config
         shape = (2, config.num_kv_heads, self.length + 64, config.head_width)
         slab = self.slabs.setdefault(piece.layer, torch.zeros(shape))
         slab[:, :, piece.first : piece.last] = kv()
 
-    def logits(self, task: Task, logits: Staged) -> None:
+    def logits(self, task: PrefillTask, logits: Staged) -> None:
         self.logits_V = logits()
 
-    def ran(self, task: Task, piece: Piece, predicted_ns: int, took_ns: int) -> None:
+    def ran(self, task: PrefillTask, piece: PrefillPiece, predicted_ns: int, took_ns: int) -> None:
         self.ran_pieces += 1
 
-    def done(self, task: Task) -> None:
+    def done(self, task: PrefillTask) -> None:
         self.finished += 1
 
-    def failed(self, task: Task, why: str) -> None:
+    def failed(self, task: PrefillTask, why: str) -> None:
         self.failures.append(why)
 
 
 def make_stages(
     served: Served, split: Sequence[int], outlet: Collector, arena_bytes: int = 64 << 20, device: str = "cpu"
-) -> list[Engine]:
+) -> list[PrefillEngine]:
     nodes = Loopback.network(*(f"dc/{s}" for s in range(len(split))))
     return [
-        Engine(Shard(served, cut, Arena(arena_bytes, 1 << 30, device)), outlet, node)
+        PrefillEngine(ModelShard(served, cut, Arena(arena_bytes, 1 << 30, device)), outlet, node)
         for cut, node in zip(served.cuts(tuple(split)), nodes, strict=True)
     ]
 
 
-def offer_everywhere(stages: Sequence[Engine], tokens: Sequence[int], chunk: int, job: int = 1) -> None:
+def offer_everywhere(stages: Sequence[PrefillEngine], tokens: Sequence[int], chunk: int, job: int = 1) -> None:
     peers = tuple((f"dc/{s}", "127.0.0.1", 0) for s in range(len(stages)))
     ends = even_ends(0, len(tokens), chunk)
     for s, stage in enumerate(stages):
-        stage.offer(Task(job, 0, len(tokens), 0, ends, s, 0, peers), tokens if s == 0 else ())
+        stage.offer(PrefillTask(job, 0, len(tokens), 0, ends, s, 0, peers), tokens if s == 0 else ())
 
 
-def step(engine: Engine, fits: Callable[[Piece], bool] = lambda piece: True) -> bool:
+def step(engine: PrefillEngine, fits: Callable[[PrefillPiece], bool] = lambda piece: True) -> bool:
     """Runs one piece; whether there was one."""
     device = device_at(str(engine.shard.arena.device))
     flight = engine.step(lambda work, piece: device.begin(work, 0, 0), fits)
@@ -96,9 +96,9 @@ def step(engine: Engine, fits: Callable[[Piece], bool] = lambda piece: True) -> 
 
 
 def run_all(
-    stages: Sequence[Engine],
+    stages: Sequence[PrefillEngine],
     may_run: Callable[[int], bool] = lambda stage: True,
-    fits: Callable[[Piece], bool] = lambda piece: True,
+    fits: Callable[[PrefillPiece], bool] = lambda piece: True,
 ) -> None:
     """Steps the stages until no one has a task; `may_run` is asked before every step, as a bubble would be, and `fits`
     of every piece or part of one."""

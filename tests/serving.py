@@ -12,18 +12,18 @@ from dataclasses import dataclass
 import httpx2 as httpx
 from prefill_samples import LLAMA
 
-from bubbletea.prefill.host import Guest
+from bubbletea.prefill.dedicated_worker import DedicatedWorker
 from bubbletea.prefill.shard import Served
-from bubbletea.serve.assemble import Parts, Settings, assemble
+from bubbletea.serve.assemble import Parts, ServiceSettings, assemble
 from bubbletea.serve.auth import Keys
-from bubbletea.serve.ground import alone
-from bubbletea.serve.hosts import Hosts
-from bubbletea.serve.http import Server
+from bubbletea.serve.dedicated_workers import DedicatedWorkers
+from bubbletea.serve.http import HttpServer
 from bubbletea.serve.run import Where, run
+from bubbletea.serve.worker_windows import alone
 
 MIB = 1 << 20
 PERIOD_S = 0.2
-TINY = Settings(
+TINY = ServiceSettings(
     "tiny", Served(LLAMA, seed=1), split=2, chunk=128, arena_bytes=16 * MIB, workspace_bytes=64 * MIB,
     store_bytes=256 * MIB, prefix_bytes=32 * MIB, deadline_s=60.0,
 )  # fmt: skip
@@ -33,8 +33,8 @@ TINY = Settings(
 class Serving:
     url: str
     parts: Parts
-    server: Server
-    hosts: Hosts
+    server: HttpServer
+    hosts: DedicatedWorkers
 
     def wait_for_lanes(self, count: int, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -45,7 +45,7 @@ class Serving:
 
 @contextmanager
 def serving(
-    settings: Settings = TINY,
+    settings: ServiceSettings = TINY,
     num_workers: int = 2,
     *,
     keys: Keys | None = None,
@@ -55,13 +55,17 @@ def serving(
     ground = alone(num_workers, settings.arena_bytes, PERIOD_S, busy)
     parts = assemble(settings, ground, keys or Keys.nobody())
     started, found = threading.Event(), list[Serving]()
-    made = list[Hosts]()
+    made = list[DedicatedWorkers]()
 
-    def workers(address: str, token_file: str) -> Hosts:
-        made.append(Hosts([Guest(address, token_file, w, "here", PERIOD_S, busy) for w in range(num_workers)]))
+    def workers(address: str, token_file: str) -> DedicatedWorkers:
+        made.append(
+            DedicatedWorkers(
+                [DedicatedWorker(address, token_file, w, "here", PERIOD_S, busy) for w in range(num_workers)]
+            )
+        )
         return made[0]
 
-    def on_start(server: Server) -> None:
+    def on_start(server: HttpServer) -> None:
         found.append(Serving(f"http://127.0.0.1:{server.port}", parts, server, made[0]))
         started.set()
 

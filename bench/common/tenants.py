@@ -27,12 +27,12 @@ from atlas.runtime.stage import Stage
 from atlas.runtime.waits import SharedDevice
 from bubbletea.bubbles import MAX_RISK, SWITCH_NS
 from bubbletea.prefill.arena import Arena
-from bubbletea.prefill.engine import Engine
+from bubbletea.prefill.engine import PrefillEngine
 from bubbletea.prefill.filling import Filling
 from bubbletea.prefill.guard import Guard
-from bubbletea.prefill.job import Piece, Task, even_ends
-from bubbletea.prefill.pace import Pace
-from bubbletea.prefill.shard import Served, Shard
+from bubbletea.prefill.job import PrefillPiece, PrefillTask, even_ends
+from bubbletea.prefill.piece_times import PieceTimes
+from bubbletea.prefill.shard import ModelShard, Served
 from bubbletea.prefill.staging import Staged
 from bubbletea.prefill.throttle import Throttle
 from bubbletea.prefill.warming import warm_up
@@ -151,7 +151,7 @@ class Mouth:
     def is_full(self) -> bool:
         return False
 
-    def kv(self, task: Task, piece: Piece, kv: Staged) -> None:
+    def kv(self, task: PrefillTask, piece: PrefillPiece, kv: Staged) -> None:
         with self._lock:
             self._staged.append(kv)
             self._lock.notify()
@@ -165,14 +165,14 @@ class Mouth:
             for staged in batch:
                 self.kv_bytes += staged().nbytes
 
-    def logits(self, task: Task, logits: Staged) -> None: ...
+    def logits(self, task: PrefillTask, logits: Staged) -> None: ...
 
-    def ran(self, task: Task, piece: Piece, predicted_ns: int, took_ns: int) -> None: ...
+    def ran(self, task: PrefillTask, piece: PrefillPiece, predicted_ns: int, took_ns: int) -> None: ...
 
-    def done(self, task: Task) -> None:
+    def done(self, task: PrefillTask) -> None:
         self.prompts += 1
 
-    def failed(self, task: Task, why: str) -> None:
+    def failed(self, task: PrefillTask, why: str) -> None:
         raise AssertionError(why)
 
 
@@ -182,11 +182,11 @@ class Prefill:
     def __init__(self, scene: Scene, device: Device) -> None:
         served = scene.served
         arena = Arena(scene.arena_bytes, scene.workspace_bytes, device.place)
-        shard = Shard(served, served.cuts((served.config.num_layers,))[0], arena)
-        pace = Pace(served.config)
+        shard = ModelShard(served, served.cuts((served.config.num_layers,))[0], arena)
+        pace = PieceTimes(served.config)
         warm_up(shard, pace, scene.chunk)
         self.scene, self.mouth = scene, Mouth()
-        self.engine = Engine(shard, self.mouth, pace=pace)
+        self.engine = PrefillEngine(shard, self.mouth, pace=pace)
         self.spans: list[Span] = []
         self._shared = SharedDevice(device, self.spans.append)
         threading.Thread(target=self._offer, daemon=True).start()
@@ -207,5 +207,5 @@ class Prefill:
         for number in count():
             while self.engine.num_tasks >= QUEUED:
                 time.sleep(0.01)
-            task = Task(number, 0, length, 0, even_ends(0, length, chunk), 0, number)
+            task = PrefillTask(number, 0, length, 0, even_ends(0, length, chunk), 0, number)
             self.engine.offer(task, prompts[number % len(prompts)])

@@ -28,7 +28,7 @@ MAX_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Load:
+class BenchLoad:
     """What is asked for."""
 
     url: str
@@ -50,7 +50,7 @@ class Load:
 
 
 @dataclass
-class Outcome:
+class BenchOutcome:
     """Of one request."""
 
     status: int
@@ -63,9 +63,9 @@ class Outcome:
 
 
 @dataclass
-class Report:
+class BenchReport:
     seconds: float
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[BenchOutcome] = field(default_factory=list)
 
     @property
     def statuses(self) -> dict[str, int]:
@@ -95,13 +95,13 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 # ---- asking ------------------------------------------------------------------------------------------------------
-async def bench(load: Load) -> Report:
+async def bench(load: BenchLoad) -> BenchReport:
     """All of it."""
     rng = random.Random(load.seed)
     shared = [rng.randrange(load.vocabulary) for _ in range(load.shared_tokens)]
     lengths = [rng.randint(*load.prompt_tokens) for _ in range(load.num_requests)]
     prompts = [shared[:n] + [rng.randrange(load.vocabulary) for _ in range(n - len(shared[:n]))] for n in lengths]
-    outcomes: list[Outcome] = []
+    outcomes: list[BenchOutcome] = []
     began = time.monotonic()
     if load.rate_per_s:
         await _open_loop(load, prompts, outcomes, rng)
@@ -113,10 +113,12 @@ async def bench(load: Load) -> Report:
                 outcomes.append(await _ask(load, prompt))
 
         await asyncio.gather(*(client() for _ in range(load.num_clients)))
-    return Report(time.monotonic() - began, outcomes)
+    return BenchReport(time.monotonic() - began, outcomes)
 
 
-async def _open_loop(load: Load, prompts: list[list[int]], outcomes: list[Outcome], rng: random.Random) -> None:
+async def _open_loop(
+    load: BenchLoad, prompts: list[list[int]], outcomes: list[BenchOutcome], rng: random.Random
+) -> None:
     assert load.rate_per_s is not None
     at, running = time.monotonic(), list[asyncio.Task[None]]()
 
@@ -130,21 +132,21 @@ async def _open_loop(load: Load, prompts: list[list[int]], outcomes: list[Outcom
     await asyncio.gather(*running)
 
 
-async def _ask(load: Load, prompt: list[int]) -> Outcome:
-    began, outcome = time.monotonic(), Outcome(0)
+async def _ask(load: BenchLoad, prompt: list[int]) -> BenchOutcome:
+    began, outcome = time.monotonic(), BenchOutcome(0)
     for _ in range(load.retries + 1):
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 outcome = await _once(load, prompt, began)
         except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
-            outcome = Outcome(0, why=type(error).__name__)
+            outcome = BenchOutcome(0, why=type(error).__name__)
         if outcome.retry_s is None:
             break
         await asyncio.sleep(outcome.retry_s)
     return outcome
 
 
-async def _once(load: Load, prompt: list[int], began: float) -> Outcome:
+async def _once(load: BenchLoad, prompt: list[int], began: float) -> BenchOutcome:
     body = {
         "model": load.model,
         "prompt": prompt,
@@ -155,7 +157,7 @@ async def _once(load: Load, prompt: list[int], began: float) -> Outcome:
         "stream_options": {"include_usage": True},
         "priority": load.priority,
     }
-    outcome, ended = Outcome(0, prompt_tokens=len(prompt)), False
+    outcome, ended = BenchOutcome(0, prompt_tokens=len(prompt)), False
     async for kind, value in _post(f"{load.url}/v1/completions", body, load.key):
         if kind == "status":
             outcome.status = int(value)
@@ -171,7 +173,7 @@ async def _once(load: Load, prompt: list[int], began: float) -> Outcome:
                 outcome.num_tokens = event["usage"]["completion_tokens"]
     outcome.whole_s = time.monotonic() - began
     if outcome.status == 200 and not ended:
-        return Outcome(0, why="cut off")
+        return BenchOutcome(0, why="cut off")
     return outcome
 
 
@@ -221,7 +223,7 @@ def run(args: argparse.Namespace) -> int:
         raise AtlasError(f"--prompt {args.prompt}: give MIN:MAX, such as 64:1024")
     key = args.key_file.read_text(encoding="utf-8").strip() if args.key_file else ""
     url = args.url.rstrip("/")
-    load = Load(
+    load = BenchLoad(
         url=url,
         model=args.model or _served_model(url, key),
         num_requests=args.requests,

@@ -18,7 +18,7 @@ from atlas.errors import AtlasError
 from atlas.ir.ops import USEFUL
 from atlas.ir.program import Ints
 from atlas.ir.timeline import Timeline
-from bubbletea.admit.words import Window
+from bubbletea.admit.records import BubbleWindow
 from bubbletea.learn import Learner
 
 SWITCH_NS = 100_000
@@ -182,7 +182,7 @@ class Forecast:
         self.learner = Learner(len(pattern.start_ns))
         self.version += 1
 
-    def ahead(self, worker: int, now_ns: int, until_ns: int) -> Iterator[Window]:
+    def ahead(self, worker: int, now_ns: int, until_ns: int) -> Iterator[BubbleWindow]:
         """A worker's windows that end after `now_ns` and start before `until_ns`, in order."""
         start, end = self.spans()
         own = slice(int(self.pattern.ptr[worker]), int(self.pattern.ptr[worker + 1]))
@@ -190,6 +190,6 @@ class Forecast:
         memory = int(self.pattern.memory_bytes[worker])
         for k in range(math.floor((now_ns - origin) / self.period_ns), math.ceil((until_ns - origin) / self.period_ns)):
             for a, b in zip(start[own].tolist(), end[own].tolist(), strict=True):
-                window = Window(worker, origin + k * self.period_ns + a, origin + k * self.period_ns + b, memory)
+                window = BubbleWindow(worker, origin + k * self.period_ns + a, origin + k * self.period_ns + b, memory)
                 if window.length_ns > 0 and window.end_ns > now_ns and window.start_ns < until_ns:
                     yield window

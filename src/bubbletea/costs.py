@@ -65,7 +65,7 @@ class LayerTime:
 
 
 @dataclass(frozen=True)
-class Costs:
+class PrefillCosts:
     """One prefill model on one type of worker."""
 
     model: Model
@@ -112,7 +112,7 @@ class Costs:
 
 def price_prefill(
     gpu: Gpu, model: Model = LLAMA_3_8B, *, tp: int = 1, net_gbps: float = 100.0, net_latency_us: float = 20.0
-) -> Costs:
+) -> PrefillCosts:
     """Costs on one worker of `tp` GPUs."""
     calibration = (gpu.calibration or USUAL).model_copy(update={"fused_attention": True, "layer_floor_us": 0.0})
     at = rates(gpu, calibration)
@@ -120,7 +120,7 @@ def price_prefill(
     pair_s = 4 * flops.attention_width(model) / tp / at.attention_flop_per_s
     token_s = (two - one) / 1024
     head_s = head_seconds(model, tp, at)
-    return Costs(
+    return PrefillCosts(
         model=model,
         layer=LayerTime(KERNEL_FLOOR_US * 1e3, (one - 1024 * token_s) * 1e9, token_s * 1e9, pair_s * 1e9),
         head_ns=math.ceil(head_s * 1e9),
@@ -142,7 +142,7 @@ def head_seconds(model: Model, tp: int, at: Rates) -> float:
     return flops.head_params(model) * ELEMENT_BYTES / tp / at.bytes_per_s
 
 
-def measured(costs: Costs, points: Sequence[tuple[int, int, float]]) -> Costs:
+def measured(costs: PrefillCosts, points: Sequence[tuple[int, int, float]]) -> PrefillCosts:
     """The same costs with layer times fitted to measured (tokens, context, seconds); the smallest is the floor."""
     tokens, context, seconds = (np.array(column, float) for column in zip(*points, strict=True))
     terms = np.stack([np.ones_like(tokens), tokens, tokens * (context + tokens / 2)], axis=1)

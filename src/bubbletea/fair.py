@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 
-from bubbletea.admit.words import Request
+from bubbletea.admit.records import PrefillRequest
 
 
-class Shares:
+class TenantShares:
     """Counters of what tenants were served."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
@@ -41,21 +41,21 @@ class Shares:
 class Backlog:
     """Offline requests, one queue a tenant; the tenant who was served least is next, its earliest deadline first."""
 
-    def __init__(self, shares: Shares) -> None:
+    def __init__(self, shares: TenantShares) -> None:
         self._shares = shares
-        self._queues: dict[str, deque[Request]] = {}
+        self._queues: dict[str, deque[PrefillRequest]] = {}
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[PrefillRequest]:
         return chain.from_iterable(self._queues.values())
 
     def tenants(self) -> Iterable[str]:
         return self._queues.keys()
 
-    def push(self, request: Request) -> None:
+    def push(self, request: PrefillRequest) -> None:
         if request.tenant not in self._queues:
             self._shares.enter(request.tenant, self._queues)
             self._queues[request.tenant] = deque()
@@ -66,7 +66,7 @@ class Backlog:
         queue.insert(at, request)
         self._size += 1
 
-    def pop(self) -> Request | None:
+    def pop(self) -> PrefillRequest | None:
         if not self._size:
             return None
         tenant = min(self._queues, key=lambda name: (self._shares.served(name), name))
@@ -82,12 +82,12 @@ class Backlog:
                     return True
         return False
 
-    def _take(self, tenant: str, request: Request) -> Request:
+    def _take(self, tenant: str, request: PrefillRequest) -> PrefillRequest:
         if not self._queues[tenant]:
             del self._queues[tenant]
         self._size -= 1
         return request
 
 
-def _urgency(request: Request) -> float:
+def _urgency(request: PrefillRequest) -> float:
     return float("inf") if request.deadline_ns is None else float(request.deadline_ns)

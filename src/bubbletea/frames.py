@@ -39,7 +39,7 @@ class ClosedError(WorkerError):
     """The other side has ended the connection: nothing is wrong with what it said."""
 
 
-class Frame(NamedTuple):
+class WireFrame(NamedTuple):
     kind: int
     fields: dict[str, Any]
     payload: Payload = b""
@@ -81,10 +81,10 @@ def send(sock: socket.socket, kind: int, fields: Mapping[str, Any], payload: Pay
         sock.sendall(payload)
 
 
-def receive(sock: socket.socket, *, max_payload: int = MAX_PAYLOAD_BYTES) -> Frame:
+def receive(sock: socket.socket, *, max_payload: int = MAX_PAYLOAD_BYTES) -> WireFrame:
     kind, num_fields, num_payload = _sizes(bytes(_exactly(sock, _HEAD.size)), MAX_FIELDS_BYTES, max_payload)
     fields = _fields(bytes(_exactly(sock, num_fields)))
-    return Frame(kind, fields, _exactly(sock, num_payload))
+    return WireFrame(kind, fields, _exactly(sock, num_payload))
 
 
 def _exactly(sock: socket.socket, count: int) -> bytearray:
@@ -101,12 +101,12 @@ def _exactly(sock: socket.socket, count: int) -> bytearray:
 # ---- asyncio -----------------------------------------------------------------------------------------------------
 async def receive_async(
     reader: asyncio.StreamReader, *, max_fields: int = MAX_FIELDS_BYTES, max_payload: int = MAX_PAYLOAD_BYTES
-) -> Frame:
+) -> WireFrame:
     try:
         head = await reader.readexactly(_HEAD.size)
         kind, num_fields, num_payload = _sizes(head, max_fields, max_payload)
         fields = _fields(await reader.readexactly(num_fields))
-        return Frame(kind, fields, await reader.readexactly(num_payload) if num_payload else b"")
+        return WireFrame(kind, fields, await reader.readexactly(num_payload) if num_payload else b"")
     except asyncio.IncompleteReadError:
         raise ClosedError("the other side has closed the connection") from None
 

@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class Trace:
+class RequestTrace:
     """Arrivals in order."""
 
     name: str
@@ -44,10 +44,10 @@ class Trace:
     def tokens_per_s(self) -> float:
         return float(self.tokens.sum()) / self.span_s
 
-    def resized(self, tokens: int) -> Trace:
+    def resized(self, tokens: int) -> RequestTrace:
         """The same arrivals with every prompt scaled so that they are `tokens` long on average."""
         scaled = np.maximum(1, np.round(self.tokens * (tokens / self.tokens.mean()))).astype(np.int64)
-        return Trace(f"{self.name} at {tokens} tokens", self.at_s, scaled)
+        return RequestTrace(f"{self.name} at {tokens} tokens", self.at_s, scaled)
 
     def played(self, tokens_per_s: float, until_s: float) -> Iterator[tuple[float, int, tuple[int, ...]]]:
         """(second, tokens, blocks) at another rate, from the start again when it ends, until `until_s`.
@@ -66,7 +66,7 @@ class Trace:
             lap += 1
 
 
-def load_trace(path: str | Path) -> Trace:
+def load_trace(path: str | Path) -> RequestTrace:
     """A trace file, its format told by its first line."""
     path = Path(path)
     try:
@@ -91,7 +91,7 @@ def load_trace(path: str | Path) -> Trace:
     rows.sort(key=lambda row: row[0])
     at = np.array([row[0] for row in rows])
     blocks = tuple(row[2] for row in rows) if any(row[2] for row in rows) else ()
-    return Trace(path.stem, at - at[0], np.array([row[1] for row in rows], np.int64), blocks)
+    return RequestTrace(path.stem, at - at[0], np.array([row[1] for row in rows], np.int64), blocks)
 
 
 Row = tuple[float, int, tuple[int, ...]]
@@ -110,7 +110,7 @@ def _mooncake(file: Iterator[str]) -> Iterator[Row]:
             yield float(row["timestamp"]) / 1e3, max(1, int(row["input_length"])), tuple(row.get("hash_ids", ()))
 
 
-def synthetic(num_requests: int = 4000, *, mean_tokens: int = 1150, per_s: float = 5.0, seed: int = 0) -> Trace:
+def synthetic(num_requests: int = 4000, *, mean_tokens: int = 1150, per_s: float = 5.0, seed: int = 0) -> RequestTrace:
     """Poisson arrivals; prompt lengths log-normal like a chat's; every fourth continues an earlier conversation."""
     random = np.random.default_rng(seed)
     at = np.cumsum(random.exponential(1 / per_s, num_requests))
@@ -123,4 +123,4 @@ def synthetic(num_requests: int = 4000, *, mean_tokens: int = 1150, per_s: float
         own = old[:count] + tuple(range(fresh, fresh + max(0, count - len(old))))
         fresh += max(0, count - len(old))
         blocks.append(own)
-    return Trace("synthetic", at - at[0], tokens, tuple(blocks))
+    return RequestTrace("synthetic", at - at[0], tokens, tuple(blocks))

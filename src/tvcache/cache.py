@@ -19,7 +19,7 @@ from tvcache.keys import Task
 from tvcache.rebuild import Make, Rebuilder
 from tvcache.rollout import Rollout
 from tvcache.snapshots import Snapshots
-from tvcache.stores import Ask, MemoryStore, Store
+from tvcache.stores import Ask, CallStore, MemoryStore
 from tvcache.tools import Effect, Tool
 
 LOG = logging.getLogger("tvcache")
@@ -28,7 +28,7 @@ LOG = logging.getLogger("tvcache")
 class Cache:
     def __init__(
         self,
-        store: Store | None = None,
+        store: CallStore | None = None,
         tools: Iterable[Tool] = (),
         *,
         snapshots: Snapshots | None = None,
@@ -40,7 +40,7 @@ class Cache:
         being executed."""
         if not 0 <= audit <= 1:
             raise TvcacheError(f"audit {audit!r} is not a share: give a number from 0 to 1, such as 0.01")
-        self.store: Store = store if store is not None else MemoryStore()
+        self.store: CallStore = store if store is not None else MemoryStore()
         self.snapshots = snapshots if snapshots is not None else Snapshots()
         self.counters = Counters()
         self.wait_s = wait_s

@@ -24,7 +24,7 @@ COMMANDS = {
 }
 
 
-class Parser(argparse.ArgumentParser):
+class TvcacheParser(argparse.ArgumentParser):
     """Says what is wrong in one message, and names the nearest thing that would be right."""
 
     def __init__(self, **options: Any) -> None:
@@ -38,11 +38,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{hint}\n")
 
 
-def top_parser() -> Parser:
+def top_parser() -> TvcacheParser:
     """What `tvcache --help` shows."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
-    parser = Parser(
+    parser = TvcacheParser(
         prog="tvcache",
         usage="tvcache COMMAND [...]",
         description="A cache of tool calls for agents in post-training.",
@@ -81,7 +81,7 @@ def _run(words: list[str]) -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
         raise TvcacheError(f"no command {words[0]!r}: {hint}")
     module: Any = import_module(f"tvcache.commands.{words[0]}")
-    parser = Parser(prog=f"tvcache {words[0]}", description=module.__doc__)
+    parser = TvcacheParser(prog=f"tvcache {words[0]}", description=module.__doc__)
     module.configure(parser)
     return int(module.run(parser.parse_args(words[1:])))
 

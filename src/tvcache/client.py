@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from tvcache import messages
-from tvcache.endpoint import Certificates, Endpoint
+from tvcache.endpoint import Certificates, HttpEndpoint
 from tvcache.stores import Ask, Lease
 from tvcache.values import Value
 
@@ -27,7 +27,7 @@ class Client:
     """`Cache(Client("http://127.0.0.1:8765"))`."""
 
     def __init__(self, url: str, token: str = "", certificates: Certificates | None = None) -> None:
-        self.endpoint = Endpoint(url, token, certificates)
+        self.endpoint = HttpEndpoint(url, token, certificates)
         self.acknowledged = 0
         """Values that the server said are in its log."""
         self._lock = threading.Lock()

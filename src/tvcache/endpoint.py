@@ -41,7 +41,7 @@ class Certificates:
         return context
 
 
-class Endpoint:
+class HttpEndpoint:
     """`http://host:port`, or https. A token goes only to this machine or over https."""
 
     def __init__(self, url: str, token: str = "", certificates: Certificates | None = None) -> None:
@@ -92,7 +92,7 @@ class Endpoint:
         for connection in idle:
             connection.close()
 
-    def __enter__(self) -> Endpoint:
+    def __enter__(self) -> HttpEndpoint:
         return self
 
     def __exit__(self, *_: object) -> None:

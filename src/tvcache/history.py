@@ -3,7 +3,7 @@ remembers a state. Knows no environments."""
 
 from __future__ import annotations
 
-from tvcache.keys import Call, Task, root
+from tvcache.keys import Task, ToolCall, root
 
 
 class History:
@@ -12,7 +12,7 @@ class History:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.states: list[bytes] = [root(task)]
-        self.calls: list[Call] = []
+        self.calls: list[ToolCall] = []
         self.bodies: list[bytes] = []
         """The encoded output of each call."""
         self.until_s: list[float] = [0.0]
@@ -25,7 +25,7 @@ class History:
     def state(self) -> bytes:
         return self.states[-1]
 
-    def append(self, call: Call, state: bytes, body: bytes, seconds: float) -> None:
+    def append(self, call: ToolCall, state: bytes, body: bytes, seconds: float) -> None:
         self.calls.append(call)
         self.bodies.append(body)
         self.until_s.append(self.until_s[-1] + seconds)

@@ -29,7 +29,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """One call as the key sees it."""
 
     name: str
@@ -55,7 +55,7 @@ class Call:
         }
 
     @classmethod
-    def from_json(cls, found: Any) -> Call:
+    def from_json(cls, found: Any) -> ToolCall:
         """Of what `as_json` gave; raises ArgumentsError for anything else."""
         texts = ("image", "kind", "name", "version")
         if not isinstance(found, dict) or set(found) != {"arguments", *texts}:
@@ -70,7 +70,7 @@ def root(task: Task) -> bytes:
     return hashlib.sha256(b"tvcache 1\n" + canonical({"image": task.image, "task": task.name})).digest()
 
 
-def key(state: bytes, call: Call) -> bytes:
+def key(state: bytes, call: ToolCall) -> bytes:
     """The key of a call in a state. For a mutating call it is also the state after it."""
     return hashlib.sha256(state + call.canonical).digest()
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tvcache.errors import ArgumentsError, LogError
-from tvcache.keys import Call, Task
+from tvcache.keys import Task, ToolCall
 from tvcache.stores import Ask
 from tvcache.values import Value, require_body
 
@@ -310,7 +310,7 @@ def checked(record: dict[str, Any]) -> tuple[Ask, Value]:
     """A value's record that came from elsewhere; ArgumentsError if its key is not the key of what it says."""
     try:
         name, image = record["task"]
-        call, state = Call.from_json(record["call"]), bytes.fromhex(record["state"])
+        call, state = ToolCall.from_json(record["call"]), bytes.fromhex(record["state"])
         ask = Ask.of(Task(str(name), str(image)), state, call, bool(record["mutates"]))
         value = Value(require_body(record["body"]), float(record["seconds"]))
         same = ask.key.hex() == record["key"] and isinstance(record["id"], str)

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from tvcache.errors import ArgumentsError
-from tvcache.keys import Call, Task
+from tvcache.keys import Task, ToolCall
 from tvcache.stores import Ask
 from tvcache.values import Value, require_body
 
@@ -34,7 +34,7 @@ def ask_of(found: Any) -> Ask:
         state = b""
     if len(state) != 32:
         raise ArgumentsError("state is 64 hexadecimal digits")
-    return Ask.of(Task(*task), state, Call.from_json(field(found, "call", dict)), field(found, "mutates", bool))
+    return Ask.of(Task(*task), state, ToolCall.from_json(field(found, "call", dict)), field(found, "mutates", bool))
 
 
 def valued(value: Value) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 if TYPE_CHECKING:
-    from tvcache.server import Server
+    from tvcache.server import CacheServer
 
 SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5, 25)
 
 
-class Metrics:
-    def __init__(self, server: Server) -> None:
+class CacheMetrics:
+    def __init__(self, server: CacheServer) -> None:
         self.registry = registry = CollectorRegistry()
         self.hits = Counter("tvcache_hits", "Calls answered from the cache", registry=registry)
         self.misses = Counter("tvcache_misses", "Calls that a client was told to execute", registry=registry)

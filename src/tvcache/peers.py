@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from urllib.parse import quote
 
-from tvcache.endpoint import Endpoint, is_loopback
+from tvcache.endpoint import HttpEndpoint, is_loopback
 from tvcache.errors import ArgumentsError, TvcacheError
 from tvcache.log import LogStore, unframed
 
@@ -23,7 +23,7 @@ BATCH = 32
 
 
 class Peers:
-    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+    def __init__(self, endpoints: Sequence[HttpEndpoint]) -> None:
         for one in endpoints:
             if not one.tls and not is_loopback(one.host):
                 raise TvcacheError(f"{one.url}: sites talk over https. Give https://, and --ca, --cert and --key")
@@ -49,7 +49,7 @@ class Peers:
 
 class _Reader:
     def __init__(
-        self, endpoint: Endpoint, loop: asyncio.AbstractEventLoop, log: LogStore, grown: asyncio.Event, peers: Peers
+        self, endpoint: HttpEndpoint, loop: asyncio.AbstractEventLoop, log: LogStore, grown: asyncio.Event, peers: Peers
     ) -> None:
         self.endpoint, self.loop, self.log, self.grown, self.peers = endpoint, loop, log, grown, peers
         self.log_id, self.after = log.cursors.get(endpoint.url, ("", 0))

@@ -20,7 +20,7 @@ Make = Callable[[], Environment]
 
 
 @dataclass
-class Place:
+class Rebuilt:
     """An environment, and how many calls of the history it has seen."""
 
     environment: Environment
@@ -32,7 +32,7 @@ class Place:
 class DivergedError(Exception):
     """A replayed call gave another output than it gave before."""
 
-    def __init__(self, place: Place, index: int) -> None:
+    def __init__(self, place: Rebuilt, index: int) -> None:
         self.place, self.index = place, index
 
 
@@ -40,7 +40,7 @@ class Rebuilder:
     def __init__(self, snapshots: Snapshots, tools: Mapping[str, Tool], counters: Counters) -> None:
         self.snapshots, self.tools, self.counters = snapshots, tools, counters
 
-    def reach(self, history: History, length: int, make: Make | None, own: Place | None = None) -> Place:
+    def reach(self, history: History, length: int, make: Make | None, own: Rebuilt | None = None) -> Rebuilt:
         """`own` is closed if another environment is cheaper. Raises ReplayError, or DivergedError with the
         environment in it, which has then executed all of the history."""
         if own is not None and own.length == length:
@@ -54,7 +54,7 @@ class Rebuilder:
             place.environment.close()
             if make is None:
                 raise ReplayError(_failed(history, place, error)) from error
-        place = Place(make(), 0)  # a snapshot may have been damaged: once more, from nothing
+        place = Rebuilt(make(), 0)  # a snapshot may have been damaged: once more, from nothing
         try:
             return self._replay(history, length, place)
         except DivergedError:
@@ -63,7 +63,7 @@ class Rebuilder:
             place.environment.close()
             raise ReplayError(_failed(history, place, error)) from error
 
-    def _start(self, history: History, length: int, make: Make | None, own: Place | None) -> Place:
+    def _start(self, history: History, length: int, make: Make | None, own: Rebuilt | None) -> Rebuilt:
         while True:
             at = self.snapshots.nearest(history, own.length + 1 if own else 0, length)
             if at is None:
@@ -75,15 +75,15 @@ class Rebuilder:
             if forked is not None:
                 if own is not None:
                     own.environment.close()
-                return Place(forked, at)
+                return Rebuilt(forked, at)
         if own is not None:
             return own
         if make is None:
             raise ReplayError(f"task {history.task.name!r}: the rollout has no environment. Give it `make`")
         began_s = time.perf_counter()
-        return Place(make(), 0, time.perf_counter() - began_s)
+        return Rebuilt(make(), 0, time.perf_counter() - began_s)
 
-    def _replay(self, history: History, length: int, place: Place) -> Place:
+    def _replay(self, history: History, length: int, place: Rebuilt) -> Rebuilt:
         began_s, first, diverged = time.perf_counter(), place.length, None
         while place.length < length:
             index = place.length
@@ -109,7 +109,7 @@ class Rebuilder:
             return encode_error(error)
 
 
-def _failed(history: History, place: Place, error: Exception) -> str:
+def _failed(history: History, place: Rebuilt, error: Exception) -> str:
     name = history.calls[place.length].name if place.length < len(history) else "?"
     return (
         f"task {history.task.name!r}: call {place.length + 1} ({name}) failed when it was executed again: {error}. "

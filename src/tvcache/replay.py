@@ -26,7 +26,7 @@ QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 
 
 @dataclass
-class Outcome:
+class KeyingResult:
     """Of one key."""
 
     keying: Keying
@@ -58,9 +58,9 @@ class Durations:
 
 def replay(
     recorded: Recorded, effect: Callable[[str], Effect], keying: Keying, seconds: Callable[[Step], float]
-) -> Outcome:
+) -> KeyingResult:
     """In the order of the file, one tree a task."""
-    outcome, stored = Outcome(keying), dict[bytes, bytes]()
+    outcome, stored = KeyingResult(keying), dict[bytes, bytes]()
     for one in recorded.trajectories:
         outcome.waits_s.append(_play(one, effect, keying, seconds, stored, outcome))
     return outcome
@@ -72,7 +72,7 @@ def _play(
     keying: Keying,
     seconds: Callable[[Step], float],
     stored: dict[bytes, bytes],
-    outcome: Outcome,
+    outcome: KeyingResult,
 ) -> list[float]:
     state, private, waits, owed_s = root(trajectory.task), False, [], 0.0
     for step in trajectory.steps:

@@ -18,8 +18,8 @@ from tvcache.audit import Check
 from tvcache.environments import Environment
 from tvcache.errors import ArgumentsError, CannotForkError, ReplayError
 from tvcache.history import History
-from tvcache.keys import Call, Task
-from tvcache.rebuild import DivergedError, Make, Place
+from tvcache.keys import Task, ToolCall
+from tvcache.rebuild import DivergedError, Make, Rebuilt
 from tvcache.stores import Ask
 from tvcache.tools import Tool
 from tvcache.values import Value, decode, encode, encode_error
@@ -42,7 +42,7 @@ class Rollout:
         """The state no longer follows from the history: nothing is looked up or stored any more."""
         self.hits = 0
         self._make = make
-        self._place = Place(environment, 0) if environment is not None else None
+        self._place = Rebuilt(environment, 0) if environment is not None else None
         self._read: set[str] = set()
         """Tools declared `reads` that were executed in its environment."""
         self._lock = threading.Lock()
@@ -91,7 +91,7 @@ class Rollout:
     def _ask(self, tool: Tool, arguments: Any, kind: str = "call") -> Ask | None:
         """None: the call has no canonical form, so it is executed without a cache."""
         try:
-            call = Call(tool.name, copy.deepcopy(arguments), tool.version, self.task.image, kind)
+            call = ToolCall(tool.name, copy.deepcopy(arguments), tool.version, self.task.image, kind)
             return Ask.of(self.task, self.history.state, call, tool.mutates)
         except (ArgumentsError, RecursionError, TypeError) as error:
             self.cache.uncacheable(tool.name, error)

@@ -26,10 +26,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tvcache import messages
 from tvcache.errors import ArgumentsError
 from tvcache.fast_http import Headers, protocol
-from tvcache.flights import Flight, Flights
 from tvcache.keys import parse
+from tvcache.leases import CallLease, CallLeases
 from tvcache.log import LogStore
-from tvcache.metrics import Metrics
+from tvcache.metrics import CacheMetrics
 from tvcache.peers import Peers
 from tvcache.show import page, summary
 from tvcache.stores import Ask
@@ -41,13 +41,13 @@ Do = Callable[[Any], dict[str, Any] | Awaitable[dict[str, Any]]]
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
-class Server:
+class CacheServer:
     def __init__(self, log: LogStore, token: str = "", lease_s: float = 10.0, peers: Peers | None = None) -> None:
         """`lease_s`: a client that executes a call renews its lease before this ends, or others stop waiting."""
         self.log, self.token, self.lease_s = log, token, lease_s
         self.peers = peers or Peers([])
-        self.flights = Flights(lease_s, first=secrets.randbits(48))
-        self.metrics = Metrics(self)
+        self.flights = CallLeases(lease_s, first=secrets.randbits(48))
+        self.metrics = CacheMetrics(self)
         self._posts: dict[str, Do] = {
             "/v1/begin": self.begin,
             "/v1/finish": self.finish,
@@ -94,7 +94,7 @@ class Server:
             self.metrics.saved_s.inc(value.seconds)
             return {"value": messages.valued(value)}
         asked = self.flights.ask(ask.key, now_s)
-        if not isinstance(asked, Flight):
+        if not isinstance(asked, CallLease):
             return asked
         self.metrics.misses.inc()
         return {"lease": asked.lease, "lease_s": self.lease_s}

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tvcache.flights import Flight, Flights
-from tvcache.keys import Call, Task, key
+from tvcache.keys import Task, ToolCall, key
+from tvcache.leases import CallLease, CallLeases
 from tvcache.values import Value
 
 
@@ -22,12 +22,12 @@ class Ask:
 
     task: Task
     state: bytes
-    call: Call
+    call: ToolCall
     key: bytes
     mutates: bool
 
     @classmethod
-    def of(cls, task: Task, state: bytes, call: Call, mutates: bool) -> Ask:
+    def of(cls, task: Task, state: bytes, call: ToolCall, mutates: bool) -> Ask:
         return cls(task, state, call, key(state, call), mutates)
 
 
@@ -38,7 +38,7 @@ class Lease:
     number: int = 0
 
 
-class Store(Protocol):
+class CallStore(Protocol):
     def begin(self, ask: Ask, wait_s: float) -> Value | Lease:
         """The value; or leave to execute the call, at once or after `wait_s` of waiting for who does."""
 
@@ -57,7 +57,7 @@ class MemoryStore:
     def __init__(self, flight_s: float = 600.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._values: dict[bytes, Value] = {}
         self._children: dict[bytes, list[bytes]] = {}
-        self._flights = Flights(flight_s)
+        self._flights = CallLeases(flight_s)
         self._failed: dict[bytes, int] = {}
         self._changed = threading.Condition()
         self._clock = clock
@@ -79,7 +79,7 @@ class MemoryStore:
                 if self._failed.get(ask.key, 0) != failures:
                     return Lease()  # who executed it failed: everybody tries for themselves, at once
                 asked = self._flights.ask(ask.key, now_s)
-                if isinstance(asked, Flight):
+                if isinstance(asked, CallLease):
                     return Lease(asked.lease)
                 if now_s >= give_up_s:
                     return Lease()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tvcache.errors import ArgumentsError, TrajectoryError
-from tvcache.keys import Call, Task, parse
+from tvcache.keys import Task, ToolCall, parse
 from tvcache.values import encode
 
 
@@ -24,7 +24,7 @@ class Step:
     """One recorded call."""
 
     name: str
-    call: Call | None
+    call: ToolCall | None
     """None: its arguments have no canonical form."""
     body: bytes | None = None
     """None: no result was recorded."""
@@ -146,7 +146,7 @@ def _messages(made: Trajectory, where: str, messages: list[Any], oddities: Count
 
 def _step(name: str, arguments: Any, oddities: Counter[str], version: str = "") -> Step:
     try:
-        call = Call(name, parse(arguments) if isinstance(arguments, str) else arguments, version)
+        call = ToolCall(name, parse(arguments) if isinstance(arguments, str) else arguments, version)
         assert call.canonical
         return Step(name, call)
     except ArgumentsError:

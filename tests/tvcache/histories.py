@@ -15,7 +15,7 @@ from typing import Any
 
 from tvcache import Cache, Snapshots, Tool
 from tvcache.environments.memory import MemoryEnvironment
-from tvcache.stores import Store
+from tvcache.stores import CallStore
 
 Call = tuple[str, dict[str, Any]]
 SEAT = threading.local()
@@ -146,7 +146,7 @@ def cached(cache: Cache, task: str, seat: int, calls: Sequence[Call], make: Any)
         return outputs, rollout.environment().state  # type: ignore[attr-defined]
 
 
-def check_group(group: Sequence[Sequence[Call]], seed: int, store: Store | None = None, task: str = "t") -> Cache:
+def check_group(group: Sequence[Sequence[Call]], seed: int, store: CallStore | None = None, task: str = "t") -> Cache:
     """Play a group twice, eight at once, with a random policy, budget and failing copies; compare each rollout."""
     chance = random.Random(seed)
     share = chance.choice((0.0, 0.0, 0.3))

@@ -15,7 +15,7 @@ from tvcache.environments import Environment
 from tvcache.environments.live import LiveEnvironment
 from tvcache.environments.memory import MemoryEnvironment
 from tvcache.errors import ReplayError
-from tvcache.keys import Call
+from tvcache.keys import ToolCall
 from tvcache.stores import Ask, Lease, MemoryStore
 from tvcache.values import Value
 
@@ -223,7 +223,7 @@ def test_when_the_one_who_executes_fails_the_others_try_for_themselves() -> None
 def test_who_never_ends_a_call_blocks_nobody_beyond_the_deadline() -> None:
     now_s = [0.0]
     store = MemoryStore(flight_s=10.0, clock=lambda: now_s[0])
-    ask = Ask.of(Task("t"), b"", Call("f", {}), False)
+    ask = Ask.of(Task("t"), b"", ToolCall("f", {}), False)
     dead = store.begin(ask, 0.0)
     assert isinstance(dead, Lease)
     assert dead.number

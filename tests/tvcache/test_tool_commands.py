@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tvcache.cli import COMMANDS, main
-from tvcache.keys import Call, Task, root
+from tvcache.keys import Task, ToolCall, root
 from tvcache.log import LogStore
 from tvcache.stores import Ask
 from tvcache.values import Value
@@ -82,7 +82,7 @@ def test_a_port_in_use_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_show_writes_a_page_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = LogStore(tmp_path / "a.log")
-    one = Ask.of(Task("t", "sha256:1"), root(Task("t", "sha256:1")), Call("search", {"q": "x"}), False)
+    one = Ask.of(Task("t", "sha256:1"), root(Task("t", "sha256:1")), ToolCall("search", {"q": "x"}), False)
     log.put(one, Value(b'{"json":1}', 90.0))
     log.get(one.key)
     log.close()

@@ -9,7 +9,7 @@ from typing import Any
 from tvcache import Cache, Snapshots, Tool
 from tvcache.environments import Environment
 from tvcache.history import History
-from tvcache.keys import Call, Task, key
+from tvcache.keys import Task, ToolCall, key
 from tvcache.stores import Ask, Lease, MemoryStore
 from tvcache.values import Value
 
@@ -56,7 +56,7 @@ def test_3_a_reward_of_a_b_a_says_nothing_of_a(cache: Cache, make: Make) -> None
 
 def test_4_what_lies_on_the_way_to_a_value_is_not_a_value() -> None:
     store, task = MemoryStore(), Task("t")
-    x, y, z = (Call(name, {}) for name in "xyz")
+    x, y, z = (ToolCall(name, {}) for name in "xyz")
     at_x = key(History(task).state, x)
     at_y = key(at_x, y)
     store.finish(Ask.of(task, at_y, z, True), Lease(), Value(b'{"json":null}'))
@@ -86,7 +86,7 @@ class Slow:
 def grown(name: str, calls: int = 1, seconds: float = 1.0) -> History:
     history = History(Task(name))
     for number in range(calls):
-        call = Call("f", {"n": number})
+        call = ToolCall("f", {"n": number})
         history.append(call, key(history.state, call), b"", seconds)
     return history
 

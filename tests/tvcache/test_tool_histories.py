@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tvcache import keys
-from tvcache.keys import Call
+from tvcache.keys import ToolCall
 
 
 @pytest.fixture(autouse=True)
@@ -62,4 +62,4 @@ def test_a_key_without_the_history_is_found_out(monkeypatch: pytest.MonkeyPatch)
 def test_calls_of_the_generator_are_json() -> None:
     for group in (random_group(random.Random(seed)) for seed in range(5)):
         for name, arguments in (call for calls in group for call in calls):
-            assert Call(name, arguments).canonical
+            assert ToolCall(name, arguments).canonical

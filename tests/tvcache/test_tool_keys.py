@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tvcache.errors import ArgumentsError
 from tvcache.history import History
-from tvcache.keys import Call, Task, canonical, key, parse, root
+from tvcache.keys import Task, ToolCall, canonical, key, parse, root
 
 STATE = root(Task("t"))
 JSON = st.recursive(
@@ -19,8 +19,8 @@ JSON = st.recursive(
 
 
 def test_reordered_keys_have_the_same_key() -> None:
-    assert key(STATE, Call("f", {"a": 1, "b": [{"x": 1, "y": 2}]})) == key(
-        STATE, Call("f", {"b": [{"y": 2, "x": 1}], "a": 1})
+    assert key(STATE, ToolCall("f", {"a": 1, "b": [{"x": 1, "y": 2}]})) == key(
+        STATE, ToolCall("f", {"b": [{"y": 2, "x": 1}], "a": 1})
     )
 
 
@@ -38,7 +38,7 @@ def test_reordered_keys_have_the_same_key() -> None:
     ],
 )
 def test_arguments_that_only_look_alike_have_different_keys(one: object, other: object) -> None:
-    assert key(STATE, Call("f", one)) != key(STATE, Call("f", other))
+    assert key(STATE, ToolCall("f", one)) != key(STATE, ToolCall("f", other))
 
 
 @given(JSON, JSON)
@@ -97,12 +97,17 @@ def test_task_and_image_cannot_be_mistaken_for_each_other() -> None:
 
 
 def test_version_and_kind_are_part_of_the_key() -> None:
-    calls = [Call("f", {}), Call("f", {}, version="2"), Call("f", {}, image="2"), Call("f", {}, kind="reward")]
+    calls = [
+        ToolCall("f", {}),
+        ToolCall("f", {}, version="2"),
+        ToolCall("f", {}, image="2"),
+        ToolCall("f", {}, kind="reward"),
+    ]
     assert len({key(STATE, call) for call in calls}) == 4
 
 
 def test_a_history_of_100_000_calls_costs_a_hash_a_call() -> None:
-    history, call = History(Task("long")), Call("f", {"n": 1})
+    history, call = History(Task("long")), ToolCall("f", {"n": 1})
     for _ in range(100_000):
         history.append(call, key(history.state, call), b"", 0.0)
     assert len(history) == 100_000
@@ -110,8 +115,8 @@ def test_a_history_of_100_000_calls_costs_a_hash_a_call() -> None:
 
 
 def test_a_call_comes_back_from_json() -> None:
-    call = Call("f", {"a": [1]}, "2", "img", "reward")
-    assert Call.from_json(call.as_json()) == call
+    call = ToolCall("f", {"a": [1]}, "2", "img", "reward")
+    assert ToolCall.from_json(call.as_json()) == call
     for wrong in (None, [], {}, call.as_json() | {"extra": 1}, call.as_json() | {"name": 1}):
         with pytest.raises(ArgumentsError):
-            Call.from_json(wrong)
+            ToolCall.from_json(wrong)

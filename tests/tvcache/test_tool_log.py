@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tvcache.errors import ArgumentsError, LogError
-from tvcache.keys import Call, Task, key, root
+from tvcache.keys import Task, ToolCall, key, root
 from tvcache.log import LogStore, framed, unframed
 from tvcache.stores import Ask
 from tvcache.values import Value
@@ -26,8 +26,8 @@ def ask(*names: str, mutates: bool = True) -> Ask:
     """The last call after the others, all mutating."""
     state = root(TASK)
     for name in names[:-1]:
-        state = key(state, Call(name, {}))
-    return Ask.of(TASK, state, Call(names[-1], {}), mutates)
+        state = key(state, ToolCall(name, {}))
+    return Ask.of(TASK, state, ToolCall(names[-1], {}), mutates)
 
 
 def value(number: int) -> Value:

@@ -21,9 +21,9 @@ from servers import Served
 
 from tvcache import Cache, Task, Tool
 from tvcache.client import Client
-from tvcache.endpoint import Endpoint
+from tvcache.endpoint import HttpEndpoint
 from tvcache.environments.memory import MemoryEnvironment
-from tvcache.keys import Call, key, root
+from tvcache.keys import ToolCall, key, root
 from tvcache.messages import asked
 from tvcache.stores import Ask, Lease
 from tvcache.values import Value
@@ -36,11 +36,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def ask(task: str, name: str = "f", mutates: bool = False) -> Ask:
-    return Ask.of(Task(task), root(Task(task)), Call(name, {}), mutates)
+    return Ask.of(Task(task), root(Task(task)), ToolCall(name, {}), mutates)
 
 
 def sent(served: Served, path: str, body: bytes | None = None, token: str = "") -> tuple[int, Any, bytes]:
-    with Endpoint(served.url, token) as endpoint:
+    with HttpEndpoint(served.url, token) as endpoint:
         return endpoint.request("GET" if body is None else "POST", path, body, 30.0)
 
 
@@ -298,8 +298,8 @@ def test_beyond_this_machine_every_request_needs_the_token(tmp_path: Path, caplo
 
 def test_the_page_shows_the_tree_and_escapes_what_an_agent_wrote(served: Served) -> None:
     task = Task("<script>alert(1)</script>")
-    first = Ask.of(task, root(task), Call("write", {"text": "<img src=x>"}), True)
-    second = Ask.of(task, key(root(task), first.call), Call("read", {}), False)
+    first = Ask.of(task, root(task), ToolCall("write", {"text": "<img src=x>"}), True)
+    second = Ask.of(task, key(root(task), first.call), ToolCall("read", {}), False)
     client = Client(served.url)
     for one in (first, second):
         client.finish(one, Lease(), VALUE)

@@ -13,13 +13,13 @@ from servers import Served
 
 from tvcache.client import Client
 from tvcache.endpoint import Certificates
-from tvcache.keys import Call, Task, root
+from tvcache.keys import Task, ToolCall, root
 from tvcache.stores import Ask, Lease
 from tvcache.values import Value
 
 
 def ask(name: str) -> Ask:
-    return Ask.of(Task("t"), root(Task("t")), Call(name, {}), False)
+    return Ask.of(Task("t"), root(Task("t")), ToolCall(name, {}), False)
 
 
 def eventually(holds: Callable[[], bool], limit_s: float = 30.0) -> None:

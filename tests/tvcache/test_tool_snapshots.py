@@ -11,7 +11,7 @@ from conftest import Notebook
 
 from tvcache import Cache, Snapshots, Tool
 from tvcache.history import History
-from tvcache.keys import Call, Task, key
+from tvcache.keys import Task, ToolCall, key
 from tvcache.snapshots import Policy
 
 
@@ -39,7 +39,7 @@ class Box:
 def grown(seconds: list[float], task: str = "t") -> History:
     history = History(Task(task))
     for number, took_s in enumerate(seconds):
-        call = Call("f", {"n": number})
+        call = ToolCall("f", {"n": number})
         history.append(call, key(history.state, call), b"", took_s)
     return history
 

@@ -14,7 +14,7 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bubbletea.admit.words import Request
+from bubbletea.admit.records import PrefillRequest
 
 RETRY_NS = 20_000_000
 """Between two looks at whether those who are late have a place."""
@@ -43,7 +43,7 @@ class Postponed:
 
     def __init__(self, aims: Aims) -> None:
         self._aims = aims
-        self._waiting: list[tuple[int, int, str, Request]] = []
+        self._waiting: list[tuple[int, int, str, PrefillRequest]] = []
         """Shortest first, then by arrival."""
         self._let_in = self._late = 0
         self.look_ns = 0
@@ -52,17 +52,17 @@ class Postponed:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[PrefillRequest]:
         return (one[3] for one in self._waiting)
 
     def __contains__(self, request_id: str) -> bool:
         return any(one[2] == request_id for one in self._waiting)
 
-    def takes(self, request: Request) -> bool:
+    def takes(self, request: PrefillRequest) -> bool:
         """Whether this one may be late."""
         return request.prompt_tokens >= self._aims.late_tokens and self.may_take(request)
 
-    def may_take(self, request: Request) -> bool:
+    def may_take(self, request: PrefillRequest) -> bool:
         """Whether it might if it is long enough: where all that is known is the least it can be."""
         return request.deadline_ns is not None and self._late + 1 <= self._aims.late * (self._let_in + 1)
 
@@ -70,11 +70,11 @@ class Postponed:
         """One more was let in."""
         self._let_in += 1
 
-    def push(self, request: Request) -> None:
+    def push(self, request: PrefillRequest) -> None:
         self._late += 1
         insort(self._waiting, (request.prompt_tokens, request.arrival_ns, request.id, request))
 
-    def next(self, now_ns: int) -> tuple[Request, bool]:
+    def next(self, now_ns: int) -> tuple[PrefillRequest, bool]:
         """Whose turn it is, and whether it has waited for so long that it waits no more for plenty of bubbles."""
         eldest = min(self, key=lambda one: one.arrival_ns)
         due = now_ns >= eldest.arrival_ns + LATEST_NS

@@ -22,9 +22,9 @@ from atlas.ir.program import Ints
 from bubbletea.admit import fit
 from bubbletea.admit.aims import PLENTY, RETRY_NS
 from bubbletea.admit.fit import FREE
-from bubbletea.admit.queue import Cut, again, again_at_any_cost, cut_at, cut_for
-from bubbletea.admit.state import Entry, State, Wanted, urgency
-from bubbletea.admit.words import Placement, Refusal, Request
+from bubbletea.admit.queue import QueueCut, again, again_at_any_cost, cut_at, cut_for
+from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest
+from bubbletea.admit.state import QueueEntry, State, TokenRange, urgency
 
 TRIED = 3
 """Lanes on which a placement is worked out exactly, of those that look best."""
@@ -46,14 +46,14 @@ class Trial(NamedTuple):
     """A lane with the request on it: what it would hold then, and its Track."""
 
     lane: int
-    own: Entry
-    entries: list[Entry]
-    moved: list[Entry]
+    own: QueueEntry
+    entries: list[QueueEntry]
+    moved: list[QueueEntry]
     track: Ints
 
 
 # ---- requests ----------------------------------------------------------------------------------------------------
-def admit(state: State, request: Request, now_ns: int) -> Placement | Refusal | None:
+def admit(state: State, request: PrefillRequest, now_ns: int) -> Placement | AdmissionRefusal | None:
     """Place an online request or refuse it at once. None: it was offline and joined the backlog, or may be late and was
     postponed."""
     refusal = refused_by_length(state, request)
@@ -64,7 +64,7 @@ def admit(state: State, request: Request, now_ns: int) -> Placement | Refusal | 
         return None
     trial = quote(state, request, now_ns)
     if trial is None:
-        return Refusal(request, "too-long")
+        return AdmissionRefusal(request, "too-long")
     delivered, deadline = trial.own.delivered_ns, request.deadline_ns
     waits = trial.own.start_ns > now_ns + POUR_NS
     by = None if deadline is None else deadline - (_kept_ns(state, trial, deadline - now_ns) if waits else 0)
@@ -73,14 +73,14 @@ def admit(state: State, request: Request, now_ns: int) -> Placement | Refusal | 
             state.postponed.push(request)
             state.postponed.count()
             return None
-        return Refusal(request, "deadline", delivered, now_ns + delivered - by)
+        return AdmissionRefusal(request, "deadline", delivered, now_ns + delivered - by)
     if waits and state.shares.ahead(request.tenant, state.tenants()) > AHEAD_NS:
-        return Refusal(request, "share", delivered, trial.own.start_ns)
+        return AdmissionRefusal(request, "share", delivered, trial.own.start_ns)
     state.postponed.count()
     return _commit(state, trial)
 
 
-def restore(state: State, request: Request, now_ns: int, lane: int | None = None) -> Placement | None:
+def restore(state: State, request: PrefillRequest, now_ns: int, lane: int | None = None) -> Placement | None:
     """Place a request that was let in before, on a lane or where it is delivered first, whatever its deadline is by
     now: nobody pays for it twice. None when no window takes a layer of it."""
     if request.prompt_tokens > state.max_tokens:
@@ -101,14 +101,14 @@ def _kept_ns(state: State, trial: Trial, patience_ns: int) -> int:
     return max(0, round(state.kept * patience_ns) - runs_ns)
 
 
-def refused_by_length(state: State, request: Request) -> Refusal | None:
+def refused_by_length(state: State, request: PrefillRequest) -> AdmissionRefusal | None:
     """What the number of tokens alone decides."""
     if not state.lanes:
-        return Refusal(request, "no-lane")
-    return Refusal(request, "too-long") if request.prompt_tokens > state.max_tokens else None
+        return AdmissionRefusal(request, "no-lane")
+    return AdmissionRefusal(request, "too-long") if request.prompt_tokens > state.max_tokens else None
 
 
-def quote(state: State, request: Request, now_ns: int) -> Trial | None:
+def quote(state: State, request: PrefillRequest, now_ns: int) -> Trial | None:
     """The placement that delivers first, or by the goal; the state left as it is. None when no window takes even a
     layer of it."""
     best: Trial | None = None
@@ -130,7 +130,7 @@ Choice = tuple[int, Sequence[int]]
 """A lane, and sizes of chunks to try on it."""
 
 
-def _candidates(state: State, request: Request, now_ns: int) -> list[Choice]:
+def _candidates(state: State, request: PrefillRequest, now_ns: int) -> list[Choice]:
     """Lanes worth an exact look: those that would be done first, or what the goal says; and one with the longest
     prefix."""
     if state.aims.goal_s is not None:
@@ -145,7 +145,7 @@ def _candidates(state: State, request: Request, now_ns: int) -> list[Choice]:
     return chosen
 
 
-def _aimed(state: State, request: Request, now_ns: int) -> list[Choice]:
+def _aimed(state: State, request: PrefillRequest, now_ns: int) -> list[Choice]:
     """The lane that delivers first if that is within the goal. Where none is, but some are in time: the slowest that
     is. Lanes are taken as if nobody on them would make way."""
     assert state.aims.goal_s is not None
@@ -159,7 +159,7 @@ def _aimed(state: State, request: Request, now_ns: int) -> list[Choice]:
     return [(lane, (chunk,)) for lane, chunk, _ in found[:1]]
 
 
-def _delivered(state: State, request: Request, lanes: Ints, now_ns: int) -> list[list[int]]:
+def _delivered(state: State, request: PrefillRequest, lanes: Ints, now_ns: int) -> list[list[int]]:
     """(lane, chunk, when) exactly, first delivered first."""
     where = (state.tracks, state.workers, state.first_layer, lanes)
     out, chunks = np.empty((len(lanes), 3), np.int64), np.array(state.chunks, np.int64)
@@ -169,7 +169,7 @@ def _delivered(state: State, request: Request, lanes: Ints, now_ns: int) -> list
     return found
 
 
-def _ranked(state: State, request: Request, now_ns: int, count: int) -> tuple[Ints, NDArray[np.float64]]:
+def _ranked(state: State, request: PrefillRequest, now_ns: int, count: int) -> tuple[Ints, NDArray[np.float64]]:
     """So many of the lanes that would be done first, best first, and when by a quick estimate."""
     best, when = np.empty(count, np.int64), np.empty(count)
     where = (state.tracks, state.workers, state.first_layer, state.leaders)
@@ -178,13 +178,13 @@ def _ranked(state: State, request: Request, now_ns: int, count: int) -> tuple[In
     return best[:found], when[:found]
 
 
-def _tried(state: State, lane: int, request: Request, chunk: int, now_ns: int, in_turn: bool) -> Trial | None:
+def _tried(state: State, lane: int, request: PrefillRequest, chunk: int, now_ns: int, in_turn: bool) -> Trial | None:
     """The request on one lane, in its turn or behind all others; None where somebody would miss a deadline."""
     cached = state.cache.tokens(lane, request.block_hashes, request.prompt_tokens - 1)
-    wanted = Wanted(
+    wanted = TokenRange(
         request, cached, request.prompt_tokens, cached, _even(request.prompt_tokens - cached, chunk), now_ns
     )
-    behind = Cut(state.queues[lane], [], state.track(lane))
+    behind = QueueCut(state.queues[lane], [], state.track(lane))
     cut = cut_for(state, lane, urgency(request), now_ns) if in_turn else behind
     own, track = state.fitted(lane, wanted, cut.track, now_ns)
     if own is None:
@@ -212,7 +212,7 @@ def _commit(state: State, trial: Trial, *, charge: bool = True) -> Placement:
 # ---- events ------------------------------------------------------------------------------------------------------
 def advance(state: State, now_ns: int) -> Changes:
     """Take up those who are late where bubbles are plenty; pour offline work onto lanes that are about to run dry."""
-    poured, left = _taken_up(state, now_ns), list[Request]()
+    poured, left = _taken_up(state, now_ns), list[PrefillRequest]()
     while len(state.backlog) and (lane := state.emptiest(now_ns + POUR_NS)) is not None:
         request = state.backlog.pop()
         assert request is not None
@@ -287,7 +287,7 @@ def late(state: State, request_id: str, token: int, now_ns: int) -> Changes:
         done = [part] if part is not None else []
     if begun > at:
         track = queue[begun + 1].before if begun + 1 < len(queue) else state.track(lane)
-    rest = Wanted(entry.request, token, entry.end_token, 0, entry.chunk, now_ns)
+    rest = TokenRange(entry.request, token, entry.end_token, 0, entry.chunk, now_ns)
     head = [*queue[:at], *done, *queue[at + 1 : begun + 1]]
     own, track = state.fitted(lane, rest, track, now_ns)
     if own is None:
@@ -314,11 +314,11 @@ def reforecast(state: State, now_ns: int) -> Changes:
     for lane, queue in enumerate(state.queues):
         begun = max((k + 1 for k, entry in enumerate(queue) if entry.start_ns < now_ns), default=0)
         if begun < len(queue):
-            changes += _moved(state, lane, Cut(queue[:begun], queue[begun:], queue[begun].before), now_ns)
+            changes += _moved(state, lane, QueueCut(queue[:begun], queue[begun:], queue[begun].before), now_ns)
     return tuple(changes)
 
 
-def _moved(state: State, lane: int, cut: Cut, now_ns: int) -> Changes:
+def _moved(state: State, lane: int, cut: QueueCut, now_ns: int) -> Changes:
     """What comes behind a cut, placed anew."""
     moved = again_at_any_cost(state, lane, cut.rest, cut.track, now_ns)
     state.put(lane, [*cut.head, *moved.entries], moved.track)

@@ -24,7 +24,7 @@ COLUMNS = 7
 """Of a slice: worker, start, end, first layer, end layer, first token, end token."""
 
 
-class Ground(NamedTuple):
+class WorkerArrays(NamedTuple):
     """Windows, networks and costs of every worker, as flat arrays. Windows of worker w are `ptr[w] : ptr[w + 1]`."""
 
     anchor_ns: int
@@ -58,14 +58,14 @@ class Ground(NamedTuple):
 
 
 @njit
-def layer_ns(ground: Ground, worker: int, tokens: int, context: int) -> int:
+def layer_ns(ground: WorkerArrays, worker: int, tokens: int, context: int) -> int:
     rate = ground.rate[worker]
     pairs = tokens * (context + tokens / 2.0)
     return int(np.ceil(max(rate[0], rate[1] + rate[2] * tokens + rate[3] * pairs)))
 
 
 @njit
-def sent_ns(ground: Ground, worker: int, from_ns: int, count: float) -> int:
+def sent_ns(ground: WorkerArrays, worker: int, from_ns: int, count: float) -> int:
     """When the last of `count` bytes has left, with what training leaves of the network from `from_ns` on."""
     low, high = ground.net_ptr[worker], ground.net_ptr[worker + 1]
     at, left = ground.net_at_ns[low:high], ground.net_bytes[low:high]
@@ -88,7 +88,7 @@ def sent_ns(ground: Ground, worker: int, from_ns: int, count: float) -> int:
 
 
 @njit
-def cut_to(ground: Ground, worker: int, first: int, last: int, grain: int, room_ns: int) -> int:
+def cut_to(ground: WorkerArrays, worker: int, first: int, last: int, grain: int, room_ns: int) -> int:
     """Where a layer over tokens `[first, last)` ends that has so much time: at the last, or after a whole number of
     grains; at `first` where not one fits."""
     if layer_ns(ground, worker, last - first, first) <= room_ns:
@@ -101,7 +101,7 @@ def cut_to(ground: Ground, worker: int, first: int, last: int, grain: int, room_
 
 @njit
 def run_layers(
-    ground: Ground,
+    ground: WorkerArrays,
     worker: int,
     from_ns: int,
     one_ns: int,
@@ -160,7 +160,7 @@ def run_layers(
 
 @njit
 def place(
-    ground: Ground,
+    ground: WorkerArrays,
     track: Ints,
     workers: Ints,
     first_layer: Ints,
@@ -218,7 +218,7 @@ def place(
 
 
 @njit
-def idle_until(ground: Ground, worker: int, from_ns: int, need_ns: float) -> float:
+def idle_until(ground: WorkerArrays, worker: int, from_ns: int, need_ns: float) -> float:
     """When a worker's windows from `from_ns` on add up to `need_ns`; layers are not rounded."""
     low, high = ground.ptr[worker], ground.ptr[worker + 1]
     total = ground.idle_ns[worker]
@@ -239,7 +239,7 @@ def idle_until(ground: Ground, worker: int, from_ns: int, need_ns: float) -> flo
 
 @njit
 def best_lanes(
-    ground: Ground,
+    ground: WorkerArrays,
     tracks: Ints,
     workers: Ints,
     first_layer: Ints,
@@ -279,7 +279,7 @@ def best_lanes(
 
 @njit
 def delivered_on(
-    ground: Ground,
+    ground: WorkerArrays,
     tracks: Ints,
     workers: Ints,
     first_layer: Ints,

@@ -14,29 +14,29 @@ import numpy as np
 
 from atlas.errors import AtlasError
 from atlas.ir.program import Ints
-from bubbletea.admit.words import Lane
+from bubbletea.admit.records import PrefillLane
 from bubbletea.bubbles import Pattern
-from bubbletea.costs import Costs
+from bubbletea.costs import PrefillCosts
 
 GIB = 2**30
 KV_TOKENS = 16_384
 """The prompt that a lane must have room for, besides weights and workspace."""
 
 
-def weight_bytes(costs: Costs, layers: int, *, first: bool, last: bool) -> int:
+def weight_bytes(costs: PrefillCosts, layers: int, *, first: bool, last: bool) -> int:
     """Of a lane's worker: its layers, the embedding on the first and the LM head on the last."""
     return layers * costs.layer_weight_bytes + (int(first) + int(last)) * costs.end_weight_bytes
 
 
-def need_bytes(costs: Costs, layers: int, chunk: int, *, first: bool, last: bool) -> int:
+def need_bytes(costs: PrefillCosts, layers: int, chunk: int, *, first: bool, last: bool) -> int:
     """The least arena with which a worker can serve that many layers."""
     kv = KV_TOKENS * layers * costs.kv_bytes
     return weight_bytes(costs, layers, first=first, last=last) + kv + costs.workspace_bytes(chunk)
 
 
 def build_lanes(
-    pattern: Pattern, costs: Costs, *, split: int | Sequence[int] | None = None, num_ranks: int, chunk: int
-) -> list[Lane]:
+    pattern: Pattern, costs: PrefillCosts, *, split: int | Sequence[int] | None = None, num_ranks: int, chunk: int
+) -> list[PrefillLane]:
     """Every lane there is room for. `split` is the number of workers of each; left out, the fewest that have room.
 
     Given several, each gets as many of a datacenter's workers: narrow lanes waste nothing, wide ones are quick with
@@ -56,17 +56,19 @@ def build_lanes(
     )
 
 
-def _of_sizes(pattern: Pattern, costs: Costs, sizes: Sequence[int], num_ranks: int, chunk: int) -> list[Lane]:
+def _of_sizes(
+    pattern: Pattern, costs: PrefillCosts, sizes: Sequence[int], num_ranks: int, chunk: int
+) -> list[PrefillLane]:
     idle_ns = pattern.idle_ns.tolist()
     usable = [w for w in range(pattern.num_workers) if idle_ns[w] > 0]
     usable.sort(key=lambda w: (pattern.worker_dc[w], w % num_ranks, w // num_ranks))
-    lanes: list[Lane] = []
+    lanes: list[PrefillLane] = []
     for dc, members in groupby(usable, key=lambda w: pattern.worker_dc[w]):
         for workers in _groups(list(members), sizes):
             counts = deal(costs.model.layers, [idle_ns[w] for w in workers])
             if counts is not None and _fits(pattern, costs, workers, counts, chunk):
                 first = tuple(int(n) for n in np.cumsum([0, *counts[:-1]]))
-                lanes.append(Lane(len(lanes), dc, workers, first, costs.model.layers))
+                lanes.append(PrefillLane(len(lanes), dc, workers, first, costs.model.layers))
     return lanes
 
 
@@ -81,7 +83,7 @@ def _groups(ready: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, .
             return
 
 
-def _fits(pattern: Pattern, costs: Costs, workers: Sequence[int], counts: Sequence[int], chunk: int) -> bool:
+def _fits(pattern: Pattern, costs: PrefillCosts, workers: Sequence[int], counts: Sequence[int], chunk: int) -> bool:
     last = len(workers) - 1
     return all(
         need_bytes(costs, counts[j], chunk, first=j == 0, last=j == last) <= pattern.memory_bytes[w]
@@ -100,7 +102,7 @@ def deal(layers: int, weights: Sequence[int]) -> list[int] | None:
     return counts
 
 
-def kinds(lanes: Sequence[Lane], pattern: Pattern) -> Ints:
+def kinds(lanes: Sequence[PrefillLane], pattern: Pattern) -> Ints:
     """By lane: lanes with the same number have the same windows."""
     known: dict[tuple[object, ...], int] = {}
     found = []

@@ -10,23 +10,23 @@ from typing import NamedTuple
 
 from atlas.ir.program import Ints
 from bubbletea.admit.fit import NEVER
-from bubbletea.admit.state import LEAD_NS, Entry, State
+from bubbletea.admit.state import LEAD_NS, QueueEntry, State
 
 
-class Cut(NamedTuple):
+class QueueCut(NamedTuple):
     """What stays, what may move, and the lane's Track between them."""
 
-    head: list[Entry]
-    rest: list[Entry]
+    head: list[QueueEntry]
+    rest: list[QueueEntry]
     track: Ints
 
 
 class Again(NamedTuple):
-    entries: list[Entry]
+    entries: list[QueueEntry]
     track: Ints
 
 
-def cut_for(state: State, lane: int, urgency: tuple[int, int], now_ns: int) -> Cut:
+def cut_for(state: State, lane: int, urgency: tuple[int, int], now_ns: int) -> QueueCut:
     """In front of everything that has not begun and is less urgent."""
     queue, soon_ns = state.queues[lane], now_ns + LEAD_NS
     at = len(queue)
@@ -34,11 +34,11 @@ def cut_for(state: State, lane: int, urgency: tuple[int, int], now_ns: int) -> C
         at -= 1
     if at and queue[at - 1].urgency > urgency and (parts := _parted(state, lane, queue[at - 1], soon_ns, now_ns)):
         begun, rest, track = parts
-        return Cut([*queue[: at - 1], begun], [rest, *queue[at:]], track)
-    return Cut(queue[:at], queue[at:], queue[at].before if at < len(queue) else state.track(lane))
+        return QueueCut([*queue[: at - 1], begun], [rest, *queue[at:]], track)
+    return QueueCut(queue[:at], queue[at:], queue[at].before if at < len(queue) else state.track(lane))
 
 
-def cut_at(state: State, lane: int, request_id: str, now_ns: int) -> Cut:
+def cut_at(state: State, lane: int, request_id: str, now_ns: int) -> QueueCut:
     """The queue without what has not begun of one request; two parts that it had pushed apart are one again."""
     queue = state.queues[lane]
     at = next(k for k, entry in enumerate(queue) if entry.request.id == request_id)
@@ -47,11 +47,11 @@ def cut_at(state: State, lane: int, request_id: str, now_ns: int) -> Cut:
         return _healed(state, lane, queue[:at], others, entry.before)
     parts = _parted(state, lane, entry, now_ns, now_ns)
     if parts is None:  # all of it has begun
-        return Cut(queue, [], state.track(lane))
-    return Cut([*queue[:at], parts[0]], others, parts[2])
+        return QueueCut(queue, [], state.track(lane))
+    return QueueCut([*queue[:at], parts[0]], others, parts[2])
 
 
-def again(state: State, lane: int, rest: list[Entry], track: Ints, now_ns: int) -> Again | None:
+def again(state: State, lane: int, rest: list[QueueEntry], track: Ints, now_ns: int) -> Again | None:
     """Entries placed anew behind a Track, in their order; None where one misses a deadline for it."""
     entries = []
     for entry in rest:
@@ -62,7 +62,7 @@ def again(state: State, lane: int, rest: list[Entry], track: Ints, now_ns: int) 
     return Again(entries, track)
 
 
-def again_at_any_cost(state: State, lane: int, rest: list[Entry], track: Ints, now_ns: int) -> Again:
+def again_at_any_cost(state: State, lane: int, rest: list[QueueEntry], track: Ints, now_ns: int) -> Again:
     """The same whatever it does to deadlines.
 
     Windows move: those that took a layer of an entry when it was placed may all be too short for it now. It then stays
@@ -74,12 +74,12 @@ def again_at_any_cost(state: State, lane: int, rest: list[Entry], track: Ints, n
     return Again(entries, track)
 
 
-def _refitted(state: State, lane: int, entry: Entry, track: Ints, now_ns: int) -> tuple[Entry | None, Ints]:
+def _refitted(state: State, lane: int, entry: QueueEntry, track: Ints, now_ns: int) -> tuple[QueueEntry | None, Ints]:
     floor_ns = max(now_ns, entry.floor_ns) if entry.start_ns >= now_ns else entry.floor_ns
     return state.fitted(lane, entry.wanted, track, floor_ns)
 
 
-def _promised_ns(entry: Entry) -> int:
+def _promised_ns(entry: QueueEntry) -> int:
     """No newcomer may push it beyond this: its deadline; of an online request that is late already, where it stands."""
     deadline = entry.request.deadline_ns
     if deadline is None:
@@ -89,7 +89,9 @@ def _promised_ns(entry: Entry) -> int:
     return deadline
 
 
-def _parted(state: State, lane: int, entry: Entry, soon_ns: int, now_ns: int) -> tuple[Entry, Entry, Ints] | None:
+def _parted(
+    state: State, lane: int, entry: QueueEntry, soon_ns: int, now_ns: int
+) -> tuple[QueueEntry, QueueEntry, Ints] | None:
     """An entry at the end of the last chunk that has begun: (begun, rest, Track between); None where all has."""
     token = entry.kept(soon_ns)
     if not entry.first_token < token < entry.end_token:
@@ -101,9 +103,9 @@ def _parted(state: State, lane: int, entry: Entry, soon_ns: int, now_ns: int) ->
     return begun, rest, track
 
 
-def _healed(state: State, lane: int, head: list[Entry], rest: list[Entry], track: Ints) -> Cut:
+def _healed(state: State, lane: int, head: list[QueueEntry], rest: list[QueueEntry], track: Ints) -> QueueCut:
     """Neighbours that are parts of one request, made one."""
     if head and rest and head[-1].request.id == rest[0].request.id and head[-1].end_token == rest[0].first_token:
         whole = replace(head[-1], end_token=rest[0].end_token)
-        return Cut(head[:-1], [whole, *rest[1:]], head[-1].before)
-    return Cut(head, rest, track)
+        return QueueCut(head[:-1], [whole, *rest[1:]], head[-1].before)
+    return QueueCut(head, rest, track)

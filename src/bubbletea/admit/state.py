@@ -16,12 +16,12 @@ import numpy as np
 from atlas.ir.program import Ints
 from bubbletea.admit import fit
 from bubbletea.admit.aims import Aims, Postponed
-from bubbletea.admit.fit import COLUMNS, FREE, NEVER, Ground
+from bubbletea.admit.fit import COLUMNS, FREE, NEVER, WorkerArrays
 from bubbletea.admit.lanes import kinds, weight_bytes
-from bubbletea.admit.words import Lane, Placement, Request, Slice
+from bubbletea.admit.records import Placement, PrefillLane, PrefillRequest, PrefillSlice
 from bubbletea.bubbles import Forecast
-from bubbletea.costs import LEAST_TOKENS, PARTS, Costs
-from bubbletea.fair import Backlog, Shares
+from bubbletea.costs import LEAST_TOKENS, PARTS, PrefillCosts
+from bubbletea.fair import Backlog, TenantShares
 from bubbletea.free_network import Residual, free_network
 from bubbletea.prefix_index import PrefixCache
 
@@ -31,15 +31,15 @@ CACHE_BLOCKS = 4096
 """Of a lane's host memory: 512 tokens each, 64 MiB of a Llama-3-8B's KV over the whole lane."""
 
 
-def urgency(request: Request) -> tuple[int, int]:
+def urgency(request: PrefillRequest) -> tuple[int, int]:
     """Smaller goes first: online before offline, then the earlier deadline."""
     return (0 if request.kind == "online" else 1), NEVER if request.deadline_ns is None else request.deadline_ns
 
 
-class Wanted(NamedTuple):
+class TokenRange(NamedTuple):
     """A request, or a part of one, to be placed."""
 
-    request: Request
+    request: PrefillRequest
     first_token: int
     end_token: int
     cached: int
@@ -49,10 +49,10 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class QueueEntry:
     """A request, or a part of one, as placed on a lane."""
 
-    request: Request
+    request: PrefillRequest
     first_token: int
     end_token: int
     cached: int
@@ -71,8 +71,8 @@ class Entry:
         return int(self.slices[0, 1])
 
     @property
-    def wanted(self) -> Wanted:
-        return Wanted(self.request, self.first_token, self.end_token, self.cached, self.chunk, self.ready_ns)
+    def wanted(self) -> TokenRange:
+        return TokenRange(self.request, self.first_token, self.end_token, self.cached, self.chunk, self.ready_ns)
 
     @property
     def urgency(self) -> tuple[int, int]:
@@ -98,8 +98,8 @@ class State:
     def __init__(
         self,
         forecast: Forecast,
-        costs: Costs | Mapping[str, Costs],
-        lanes: Sequence[Lane],
+        costs: PrefillCosts | Mapping[str, PrefillCosts],
+        lanes: Sequence[PrefillLane],
         *,
         residual: Residual | None = None,
         chunks: Sequence[int] = (2048,),
@@ -107,7 +107,7 @@ class State:
         weights: Mapping[str, float] | None = None,
         kept: float = 0.0,
         aims: Aims | None = None,
-        shares: Shares | None = None,
+        shares: TenantShares | None = None,
     ) -> None:
         """`shares`: what tenants were served before; it then has the weights."""
         self.kept = kept
@@ -117,7 +117,7 @@ class State:
         self.postponed = Postponed(self.aims)
         self.forecast, self.lanes, self.chunks = forecast, tuple(lanes), tuple(chunks)
         names = set(forecast.pattern.worker_dc)
-        self.costs: dict[str, Costs] = dict(costs) if isinstance(costs, Mapping) else dict.fromkeys(names, costs)
+        self.costs: dict[str, PrefillCosts] = dict(costs) if isinstance(costs, Mapping) else dict.fromkeys(names, costs)
         any_costs = next(iter(self.costs.values()))
         rate = any_costs.nic_bytes_per_s
         self.residual = residual or free_network(forecast.pattern.num_workers, forecast.period_ns, rate)
@@ -132,14 +132,14 @@ class State:
             self.workers[lane.index, :size] = lane.workers
             self.first_layer[lane.index, : size + 1] = (*lane.first_layer, lane.num_layers)
         self.tracks = np.zeros((len(lanes), 4, widest), np.int64)
-        self.queues: list[list[Entry]] = [[] for _ in lanes]
+        self.queues: list[list[QueueEntry]] = [[] for _ in lanes]
         """By lane: what is placed on it, in order."""
         self.lane_of: dict[str, int] = {}
         """By request placed and not complete."""
         self.active: Counter[str] = Counter()
         """By tenant: how many of those."""
         self._tenant: dict[str, str] = {}
-        self.shares = shares or Shares(weights)
+        self.shares = shares or TenantShares(weights)
         self.backlog = Backlog(self.shares)
         self.cache = PrefixCache(len(lanes), cache_blocks)
         self.kind = kinds(lanes, forecast.pattern)
@@ -155,7 +155,7 @@ class State:
         self._out = np.empty((4096, COLUMNS), np.int64)
 
     # ---- placing ------------------------------------------------------------------------------------------------
-    def fitted(self, lane: int, wanted: Wanted, track: Ints, floor_ns: int) -> tuple[Entry | None, Ints]:
+    def fitted(self, lane: int, wanted: TokenRange, track: Ints, floor_ns: int) -> tuple[QueueEntry | None, Ints]:
         """What is wanted, behind `track` and not before `floor_ns`, and the Track after it; None where no window is
         long enough for a layer."""
         after = track.copy()
@@ -170,14 +170,14 @@ class State:
         if rows > len(self._out):
             self._out = np.empty((2 * rows, COLUMNS), np.int64)
             return self.fitted(lane, wanted, track, floor_ns)
-        return Entry(*wanted, floor_ns, track, self._out[:rows].copy(), computed, delivered), after
+        return QueueEntry(*wanted, floor_ns, track, self._out[:rows].copy(), computed, delivered), after
 
     def track(self, lane: int) -> Ints:
         """The lane's Track behind everything placed on it."""
         own: Ints = self.tracks[lane, :, : self.sizes[lane]].copy()
         return own
 
-    def put(self, lane: int, entries: list[Entry], track: Ints) -> None:
+    def put(self, lane: int, entries: list[QueueEntry], track: Ints) -> None:
         """The lane's queue and Track are now these."""
         self.queues[lane] = entries
         self.tracks[lane, :, : self.sizes[lane]] = track
@@ -202,12 +202,12 @@ class State:
         """A request's parts as one."""
         lane = self.lane_of[request_id]
         own = [entry for entry in self.queues[lane] if entry.request.id == request_id]
-        slices = tuple(Slice(*row) for entry in own for row in entry.slices.tolist())
+        slices = tuple(PrefillSlice(*row) for entry in own for row in entry.slices.tolist())
         ends, last = tuple(end for entry in own for end in entry.ends), own[-1]
         times = (last.computed_ns, last.delivered_ns)
         return Placement(last.request, self.lanes[lane], own[0].cached, slices, ends, *times)
 
-    def enter(self, request: Request, lane: int) -> None:
+    def enter(self, request: PrefillRequest, lane: int) -> None:
         self.lane_of[request.id] = lane
         self.active[request.tenant] += 1
         self._tenant[request.id] = request.tenant
@@ -248,7 +248,7 @@ class State:
         return int(most.min(axis=1).max())
 
 
-def build_ground(state: State) -> Ground:
+def build_ground(state: State) -> WorkerArrays:
     """Forecast, network and costs as the arrays that `fit` works on."""
     pattern, costs = state.forecast.pattern, state.costs
     start, end = state.forecast.spans()
@@ -263,7 +263,7 @@ def build_ground(state: State) -> Ground:
             ends = {"first": j == 0, "last": j == len(lane.workers) - 1}
             room[w] -= weight_bytes(costs[lane.dc], last - first, **ends)
             room[w] -= costs[lane.dc].workspace_bytes(max(state.chunks))
-    return Ground(
+    return WorkerArrays(
         anchor_ns=state.forecast.anchor_ns,
         period_ns=state.forecast.period_ns,
         phase_ns=pattern.phase_ns,

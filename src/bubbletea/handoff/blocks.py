@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from atlas.errors import WorkerError
-from bubbletea.frames import Frame, Payload
+from bubbletea.frames import Payload, WireFrame
 
 KV, FETCH, END, GONE, RELEASE = 16, 17, 18, 19, 20
 """Kinds of frames. A decode engine sends FETCH {ticket, start, stop, layers}, is sent KV ... and END {blocks}, or GONE
@@ -31,7 +31,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Block:
+class KvBlock:
     """Keys and values of tokens `start` to `stop`, exclusive, in one layer."""
 
     ticket: str
@@ -43,7 +43,7 @@ class Block:
     """[2, K, stop - start, E], in host memory."""
 
 
-def pack_block(block: Block) -> tuple[dict[str, Any], Payload]:
+def pack_block(block: KvBlock) -> tuple[dict[str, Any], Payload]:
     """The fields and the payload of its frame."""
     payload = bytes_of(block.kv)
     fields = {
@@ -60,7 +60,7 @@ def pack_block(block: Block) -> tuple[dict[str, Any], Payload]:
     return fields, payload
 
 
-def unpack_block(frame: Frame, *, model: str | None = None) -> Block:
+def unpack_block(frame: WireFrame, *, model: str | None = None) -> KvBlock:
     """Refuses what is damaged, of another version, or (where `model` is given) of another model."""
     fields = frame.fields
     try:
@@ -80,7 +80,7 @@ def unpack_block(frame: Frame, *, model: str | None = None) -> Block:
     if digest(frame.payload) != promised:
         raise WorkerError(f"keys and values of layer {layer}, tokens {start} to {stop}, were damaged on the way")
     data = frame.payload if isinstance(frame.payload, bytearray) else bytearray(frame.payload)
-    return Block(ticket, given, layer, start, stop, torch.frombuffer(data, dtype=dtype).view(shape))
+    return KvBlock(ticket, given, layer, start, stop, torch.frombuffer(data, dtype=dtype).view(shape))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

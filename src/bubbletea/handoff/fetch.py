@@ -11,7 +11,7 @@ from typing import Any
 
 from atlas.errors import WorkerError
 from bubbletea.frames import greet, receive, send
-from bubbletea.handoff.blocks import END, FETCH, GONE, KV, RELEASE, Block, unpack_block
+from bubbletea.handoff.blocks import END, FETCH, GONE, KV, RELEASE, KvBlock, unpack_block
 
 PATIENCE_S = 10.0
 """Longer than this the service may not be silent."""
@@ -58,7 +58,7 @@ class Fetcher:
 
     def fetch(
         self, ticket: Ticket, start: int = 0, stop: int | None = None, layers: Sequence[int] = ()
-    ) -> Iterator[Block]:
+    ) -> Iterator[KvBlock]:
         """Tokens `start` to `stop` of some layers (none named: all), layer by layer; raises if anything is amiss."""
         stop = ticket.num_tokens if stop is None else stop
         send(self._sock, FETCH, {"ticket": ticket.id, "start": start, "stop": stop, "layers": list(layers)})

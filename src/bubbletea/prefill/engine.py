@@ -18,9 +18,9 @@ from torch import Tensor
 from atlas.errors import AtlasError
 from atlas.runtime.device import Running
 from atlas.wan.transport.base import Handle, Key, Transport
-from bubbletea.prefill.job import HEAD, Job, Piece, Task, Yield
-from bubbletea.prefill.pace import Pace
-from bubbletea.prefill.shard import Shard
+from bubbletea.prefill.job import HEAD, PieceResult, PrefillJob, PrefillPiece, PrefillTask
+from bubbletea.prefill.piece_times import PieceTimes
+from bubbletea.prefill.shard import ModelShard
 from bubbletea.prefill.staging import Staged, Staging
 
 LANE = 0
@@ -33,57 +33,57 @@ class Outlet(Protocol):
     def is_full(self) -> bool:
         """So much is on its way out that no piece should be begun before some of it has left."""
 
-    def kv(self, task: Task, piece: Piece, kv: Staged) -> None:
+    def kv(self, task: PrefillTask, piece: PrefillPiece, kv: Staged) -> None:
         """[2, K, L, E] of one layer and one chunk."""
 
-    def logits(self, task: Task, logits: Staged) -> None: ...
+    def logits(self, task: PrefillTask, logits: Staged) -> None: ...
 
-    def ran(self, task: Task, piece: Piece, predicted_ns: int, took_ns: int) -> None: ...
+    def ran(self, task: PrefillTask, piece: PrefillPiece, predicted_ns: int, took_ns: int) -> None: ...
 
-    def done(self, task: Task) -> None:
+    def done(self, task: PrefillTask) -> None:
         """This worker has no more to do for it."""
 
-    def failed(self, task: Task, why: str) -> None: ...
+    def failed(self, task: PrefillTask, why: str) -> None: ...
 
 
 @dataclass
 class _Offer:
-    task: Task
+    task: PrefillTask
     tokens: Sequence[int]
     cached: Sequence[Tensor]
-    job: Job | None = None
+    job: PrefillJob | None = None
     inputs: list[Handle] = field(default_factory=list)
     """By chunk, where they come from the stage before."""
 
 
-class Flight(NamedTuple):
+class BegunPiece(NamedTuple):
     """A piece that was begun."""
 
-    task: Task
-    piece: Piece
+    task: PrefillTask
+    piece: PrefillPiece
     predicted_ns: int
-    running: Running[Yield]
+    running: Running[PieceResult]
     out: Staged | None
     """Activations for the next stage."""
 
 
-Begin = Callable[[Callable[[], Yield], Piece], Running[Yield]]
+Begin = Callable[[Callable[[], PieceResult], PrefillPiece], Running[PieceResult]]
 """Executes a piece on the device, or puts it into the device's queue."""
 
 
-class Engine:
+class PrefillEngine:
     """`reach(name, host, port)` opens the way to another stage before the first send to it."""
 
     def __init__(
         self,
-        shard: Shard,
+        shard: ModelShard,
         outlet: Outlet,
         transport: Transport | None = None,
         reach: Callable[[str, str, int], None] = lambda name, host, port: None,
-        pace: Pace | None = None,
+        pace: PieceTimes | None = None,
     ) -> None:
         self.shard, self.outlet, self.transport, self.reach = shard, outlet, transport, reach
-        self.pace = pace or Pace(shard.config)
+        self.pace = pace or PieceTimes(shard.config)
         self._staging = Staging(shard.arena.device)
         self._lock = threading.Lock()
         self._offers: dict[tuple[int, int], _Offer] = {}
@@ -92,7 +92,7 @@ class Engine:
         """Set when there may be something new to run."""
 
     # ---- from any thread ---------------------------------------------------------------------------------------
-    def offer(self, task: Task, tokens: Sequence[int] = (), cached: Sequence[Tensor] = ()) -> None:
+    def offer(self, task: PrefillTask, tokens: Sequence[int] = (), cached: Sequence[Tensor] = ()) -> None:
         """Takes a task on, or says at once that it can never run here."""
         why = self._impossible(task)
         if why:
@@ -126,7 +126,7 @@ class Engine:
         return len(self._offers)
 
     # ---- on the device's thread --------------------------------------------------------------------------------
-    def step(self, begin: Begin, fits: Callable[[Piece], bool] = lambda piece: True) -> Flight | None:
+    def step(self, begin: Begin, fits: Callable[[PrefillPiece], bool] = lambda piece: True) -> BegunPiece | None:
         """Begins the next piece, or as much of it as fits; to be settled once it is done, or at any later time."""
         offer = None if self.outlet.is_full else self._next()
         if offer is None or offer.job is None or offer.job.piece is None:
@@ -142,7 +142,7 @@ class Engine:
             self._end(offer)
         return flight
 
-    def predict_ns(self, piece: Piece) -> int:
+    def predict_ns(self, piece: PrefillPiece) -> int:
         """How long it is expected to take."""
         return self.pace.predict_ns(piece.last - piece.first, piece.last, is_head=piece.layer == HEAD)
 
@@ -157,7 +157,7 @@ class Engine:
         if fits(self.pace.hoped_ns(*sizes, is_head=is_head)):
             self.pace.doubt(*sizes, is_head=is_head)
 
-    def settle(self, flight: Flight, took_ns: int) -> None:
+    def settle(self, flight: BegunPiece, took_ns: int) -> None:
         """What it took is learnt from, and what it computed goes to the next stage."""
         task, piece = flight.task, flight.piece
         self.pace.observe(piece.last - piece.first, piece.last, took_ns, is_head=piece.layer == HEAD)
@@ -165,7 +165,7 @@ class Engine:
         if flight.out is not None:
             self._pass_on(task, piece, flight.out)
 
-    def _launch(self, offer: _Offer, piece: Piece, begin: Begin) -> Flight:
+    def _launch(self, offer: _Offer, piece: PrefillPiece, begin: Begin) -> BegunPiece:
         task, job = offer.task, offer.job
         assert job is not None
         if job.begins_chunk and task.stage:
@@ -178,9 +178,9 @@ class Engine:
             self.outlet.kv(task, piece, kv)
         elif out is not None:
             self.outlet.logits(task, out)
-        return Flight(task, piece, self.predict_ns(piece), running, out if piece.layer != HEAD else None)
+        return BegunPiece(task, piece, self.predict_ns(piece), running, out if piece.layer != HEAD else None)
 
-    def _pass_on(self, task: Task, piece: Piece, out: Staged) -> None:
+    def _pass_on(self, task: PrefillTask, piece: PrefillPiece, out: Staged) -> None:
         assert self.transport is not None, "a stage before another needs a transport"
         peer = task.peers[task.stage + 1]
         self.reach(*peer)
@@ -207,7 +207,7 @@ class Engine:
         room = self.shard.arena.take(self._job_bytes(task))
         if room is None:
             return False
-        offer.job = Job(self.shard, task, room, offer.tokens, offer.cached)
+        offer.job = PrefillJob(self.shard, task, room, offer.tokens, offer.cached)
         offer.tokens, offer.cached = (), ()
         return True
 
@@ -241,7 +241,7 @@ class Engine:
             if offer.job is not None:
                 self.shard.arena.free(offer.job.room)
 
-    def _impossible(self, task: Task) -> str:
+    def _impossible(self, task: PrefillTask) -> str:
         if not task.is_sound or task.length > self.shard.config.max_length:
             return f"a prompt of {task.length} tokens in chunks to {task.ends} cannot be run"
         if self._job_bytes(task) > self.shard.arena.num_bytes - self.shard.weights_bytes:
@@ -250,5 +250,5 @@ class Engine:
             return f"chunks of {task.widest} tokens need more workspace than was set aside: use smaller chunks"
         return ""
 
-    def _job_bytes(self, task: Task) -> int:
+    def _job_bytes(self, task: PrefillTask) -> int:
         return self.shard.job_bytes(task.length, task.widest)

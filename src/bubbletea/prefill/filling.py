@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from atlas.runtime.device import Running
 from atlas.runtime.waits import Position, SharedDevice
-from bubbletea.prefill.engine import Engine, Flight
+from bubbletea.prefill.engine import BegunPiece, PrefillEngine
 from bubbletea.prefill.guard import Guard
-from bubbletea.prefill.job import Piece, Yield
+from bubbletea.prefill.job import PieceResult, PrefillPiece
 from bubbletea.prefill.throttle import Throttle
 
 IDLE_S = 0.001
@@ -34,18 +34,18 @@ LAUNCHES = 8
 
 
 class _Begun(NamedTuple):
-    flight: Flight
+    flight: BegunPiece
     at_ns: int
 
 
 class Filling:
     def __init__(
         self,
-        engine: Engine,
+        engine: PrefillEngine,
         guard: Guard,
         device: SharedDevice,
         margin_ns: int,
-        paced_ns: Callable[[Piece], int] | None = None,
+        paced_ns: Callable[[PrefillPiece], int] | None = None,
         throttle: Throttle | None = None,
     ) -> None:
         """`paced_ns`: how long a piece keeps a paced device busy; None on a real one. Without a throttle, all of every
@@ -98,7 +98,7 @@ class Filling:
                 self.engine.changed.wait(min(LOOK_S if self._queue else IDLE_S, (self.stop_ns - now_ns) / 1e9))
         return begun
 
-    def _cost_ns(self, piece: Piece) -> int:
+    def _cost_ns(self, piece: PrefillPiece) -> int:
         """A paced device is busy for as long as it is told, and for longer where the host is."""
         predicted_ns = self.engine.predict_ns(piece)
         return predicted_ns if self._paced_ns is None else max(self._paced_ns(piece), predicted_ns)
@@ -106,10 +106,10 @@ class Filling:
     def _begin_one(self, now_ns: int) -> bool:
         free_ns, launched_ns = self._free_ns(now_ns), now_ns + self._launch_ns
 
-        def begin(work: Callable[[], Yield], piece: Piece) -> Running[Yield]:
+        def begin(work: Callable[[], PieceResult], piece: PrefillPiece) -> Running[PieceResult]:
             return self.device.begin(work, 0 if self._paced_ns is None else self._paced_ns(piece))
 
-        def fits(piece: Piece) -> bool:
+        def fits(piece: PrefillPiece) -> bool:
             return max(free_ns + self._cost_ns(piece), launched_ns) <= self.stop_ns
 
         flight = self.engine.step(begin, fits)

@@ -18,11 +18,11 @@ from torch import Tensor
 from atlas.runtime.models.block import KvSlab
 from bubbletea.costs import grain_of
 from bubbletea.prefill.arena import Room
-from bubbletea.prefill.shard import Shard
+from bubbletea.prefill.shard import ModelShard
 
 
 @dataclass(frozen=True)
-class Task:
+class PrefillTask:
     """What a worker is asked to do for one prompt."""
 
     job: int
@@ -62,7 +62,7 @@ def even_ends(start: int, length: int, chunk: int) -> tuple[int, ...]:
     return (*range(start + chunk, length, chunk), length)
 
 
-class Piece(NamedTuple):
+class PrefillPiece(NamedTuple):
     """One layer of one chunk, or of the part of it that fits where it runs; layer -1: the head."""
 
     chunk: int
@@ -75,7 +75,7 @@ class Piece(NamedTuple):
 HEAD = -1
 
 
-class Yield(NamedTuple):
+class PieceResult(NamedTuple):
     """What a piece leaves behind, copied out of the arena."""
 
     kv: Tensor | None
@@ -84,10 +84,12 @@ class Yield(NamedTuple):
     """What leaves this worker for the next stage, a chunk's activations; or the logits."""
 
 
-class Job:
+class PrefillJob:
     """`room` of the shard's arena is the job's until its owner frees it."""
 
-    def __init__(self, shard: Shard, task: Task, room: Room, tokens: Sequence[int], cached: Sequence[Tensor]) -> None:
+    def __init__(
+        self, shard: ModelShard, task: PrefillTask, room: Room, tokens: Sequence[int], cached: Sequence[Tensor]
+    ) -> None:
         """`cached`: keys and values of the tokens before `start`, [2, K, start, E] for every layer of the cut."""
         self.shard, self.task, self.room = shard, task, room
         self.slabs, self._x = shard.lay_out(room, task.length, task.widest)
@@ -95,7 +97,7 @@ class Job:
         if shard.arena.device.type == "cuda":
             self._tokens = self._tokens.pin_memory()  # or their copy to the device would wait for all that is queued
         self._pieces = [
-            Piece(index, first, last, layer)
+            PrefillPiece(index, first, last, layer)
             for index, (first, last) in enumerate(task.chunks)
             for layer in (*shard.cut.layers, *([HEAD] if shard.cut.has_head and last == task.length else []))
         ]
@@ -104,7 +106,7 @@ class Job:
             slab.extend(kv[0][None], kv[1][None])
 
     @property
-    def piece(self) -> Piece | None:
+    def piece(self) -> PrefillPiece | None:
         """What runs next; None once everything has."""
         return self._pieces[self._next] if self._next < len(self._pieces) else None
 
@@ -114,7 +116,7 @@ class Job:
         piece = self.piece
         return piece is not None and (self._next == 0 or self._pieces[self._next - 1].chunk != piece.chunk)
 
-    def shorten(self, fits: Callable[[Piece], bool]) -> bool:
+    def shorten(self, fits: Callable[[PrefillPiece], bool]) -> bool:
         """Cuts the next piece to as much as fits, what is left coming next; False where nothing does."""
         piece = self.piece
         if piece is None or piece.layer == HEAD:
@@ -130,7 +132,7 @@ class Job:
         """The activations of the chunk that begins, from the stage before."""
         self._x[:, : x.shape[1]].copy_(x, non_blocking=True)
 
-    def run(self) -> Yield:
+    def run(self) -> PieceResult:
         """The next piece."""
         piece = self.piece
         assert piece is not None, "the job is done"
@@ -140,12 +142,12 @@ class Job:
         self._next += 1
         chunk = self._x[:, : last - first]
         if piece.layer == HEAD:
-            return Yield(None, self.shard.logits(chunk).clone())
+            return PieceResult(None, self.shard.logits(chunk).clone())
         x = chunk[:, piece.first - first : piece.last - first]
         x.copy_(self.shard.layer(piece.layer, x, self.slabs[piece.layer]))
         ends = piece.layer == self.shard.cut.layers[-1] and piece.last == last
-        return Yield(self._kv(piece), chunk.clone() if ends and not self.shard.cut.has_head else None)
+        return PieceResult(self._kv(piece), chunk.clone() if ends and not self.shard.cut.has_head else None)
 
-    def _kv(self, piece: Piece) -> Tensor:
+    def _kv(self, piece: PrefillPiece) -> Tensor:
         slab: KvSlab = self.slabs[piece.layer]
         return torch.stack([t[0, :, piece.first : piece.last] for t in (slab.k_BKTE, slab.v_BKTE)])

@@ -19,7 +19,7 @@ import numpy as np
 from atlas.runtime.models.config import DecoderConfig, RopeScaling
 from bubbletea.costs import LayerTime
 from bubbletea.frames import Payload
-from bubbletea.prefill.job import HEAD, Piece, Task
+from bubbletea.prefill.job import HEAD, PrefillPiece, PrefillTask
 from bubbletea.prefill.shard import Served
 
 TASK, CANCEL, READY, LOGITS, DONE, FAILED, REPORT, SHARE = range(32, 40)
@@ -28,7 +28,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Order:
+class WorkerOrder:
     """What one worker is to hold and how it may use its waits."""
 
     served: Served
@@ -53,7 +53,7 @@ class Order:
     waits_ns: dict[int, int] = field(default_factory=dict)
     """By op: how long it is expected to wait, until enough waits were seen."""
 
-    def paced_ns(self, piece: Piece) -> int:
+    def paced_ns(self, piece: PrefillPiece) -> int:
         """How long a piece keeps a paced device busy."""
         assert self.pace is not None, "the device is not paced"
         return self.head_ns if piece.layer == HEAD else self.pace(piece.last - piece.first, piece.first)
@@ -65,7 +65,7 @@ class Order:
         return data
 
     @classmethod
-    def from_json(cls, data: Json) -> Order:
+    def from_json(cls, data: Json) -> WorkerOrder:
         served = data["served"]
         config = dict(served["config"])
         if config["rope_scaling"] is not None:
@@ -82,15 +82,15 @@ class Order:
         return cls(**fields)
 
 
-def ticket_of(task: Task) -> str:
+def ticket_of(task: PrefillTask) -> str:
     return f"{task.job}.{task.attempt}"
 
 
-def pack_task(task: Task, tokens: Sequence[int]) -> tuple[Json, Payload]:
+def pack_task(task: PrefillTask, tokens: Sequence[int]) -> tuple[Json, Payload]:
     return asdict(task), np.asarray(tokens, "<u4").tobytes()
 
 
-def unpack_task(fields: Json, payload: Payload) -> tuple[Task, list[int]]:
+def unpack_task(fields: Json, payload: Payload) -> tuple[PrefillTask, list[int]]:
     peers = tuple((str(name), str(host), int(port)) for name, host, port in fields["peers"])
-    task = Task(**{**fields, "ends": tuple(fields["ends"]), "peers": peers})
+    task = PrefillTask(**{**fields, "ends": tuple(fields["ends"]), "peers": peers})
     return task, np.frombuffer(payload, "<u4").tolist()

@@ -17,13 +17,13 @@ from atlas.runtime.waits import Position, SharedDevice, WorkerFacts
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.settings import TransportSettings
 from bubbletea.prefill.arena import Arena
-from bubbletea.prefill.engine import LANE, Engine
+from bubbletea.prefill.engine import LANE, PrefillEngine
 from bubbletea.prefill.filling import Filling
 from bubbletea.prefill.guard import Guard
-from bubbletea.prefill.messages import Order
-from bubbletea.prefill.pace import Pace
-from bubbletea.prefill.service_link import Link
-from bubbletea.prefill.shard import Shard
+from bubbletea.prefill.messages import WorkerOrder
+from bubbletea.prefill.piece_times import PieceTimes
+from bubbletea.prefill.service_link import ServiceLink
+from bubbletea.prefill.shard import ModelShard
 from bubbletea.prefill.throttle import Throttle
 from bubbletea.prefill.warming import warm_up
 
@@ -36,7 +36,7 @@ class BubbleTea:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
-        self._link: Link | None = None
+        self._link: ServiceLink | None = None
         self._transport: Endpoint | None = None
         self._throttle: Throttle | None = None
 
@@ -58,13 +58,13 @@ class BubbleTea:
             "pid": os.getpid(),
             "transport": [name, *self._transport.address],
         }
-        self._link = link = Link(str(self.settings["address"]), token, who)
-        order = Order.from_json(link.order)
+        self._link = link = ServiceLink(str(self.settings["address"]), token, who)
+        order = WorkerOrder.from_json(link.order)
         arena = Arena(order.arena_bytes, order.workspace_bytes, device.place)
-        shard = Shard(order.served, order.served.cuts(order.layers_per_stage)[order.stage], arena)
-        pace = Pace(order.served.config)
+        shard = ModelShard(order.served, order.served.cuts(order.layers_per_stage)[order.stage], arena)
+        pace = PieceTimes(order.served.config)
         warm_up(shard, pace, order.chunk)
-        self.engine = Engine(shard, link, self._transport, self._reach, pace)
+        self.engine = PrefillEngine(shard, link, self._transport, self._reach, pace)
         guard, paced_ns = Guard(order.risk, order.waits_ns), None if order.pace is None else order.paced_ns
         if trains:
             self._throttle = Throttle(order.budget, order.sensitivity)

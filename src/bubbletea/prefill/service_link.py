@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from atlas.errors import WorkerError
-from bubbletea.frames import Frame, Payload, greet, receive, send
-from bubbletea.handoff.blocks import KV, Block, bytes_of, pack_block, unpack_block
-from bubbletea.prefill.engine import Engine
-from bubbletea.prefill.job import Piece, Task
+from bubbletea.frames import Payload, WireFrame, greet, receive, send
+from bubbletea.handoff.blocks import KV, KvBlock, bytes_of, pack_block, unpack_block
+from bubbletea.prefill.engine import PrefillEngine
+from bubbletea.prefill.job import PrefillPiece, PrefillTask
 from bubbletea.prefill.messages import (
     CANCEL,
     DONE,
@@ -63,12 +63,12 @@ class _Outgoing(NamedTuple):
     """A frame that is made when it is its turn: keys and values may still be under way from the device."""
 
     make: Callable[[], tuple[int, Json, Payload]]
-    task: Task | None = None
+    task: PrefillTask | None = None
     """Fails with it."""
     kv_bytes: int = 0
 
 
-class Link:
+class ServiceLink:
     """`order` is what the service wants of this worker; then `serve(engine)`. Also the engine's outlet."""
 
     def __init__(self, address: str, token: str, who: Json) -> None:
@@ -80,7 +80,7 @@ class Link:
         self._lock = threading.Lock()
         self._ran: list[tuple[Any, ...]] = []
         self._waits: list[tuple[int, ...]] = []
-        self._engine: Engine | None = None
+        self._engine: PrefillEngine | None = None
         self._on_share: Callable[[float], None] = lambda share: None
         self._cached: dict[str, dict[int, Tensor]] = {}
         self._queued_bytes = self._sent_bytes = 0
@@ -94,7 +94,7 @@ class Link:
         order: Json = answer["order"]
         return order
 
-    def serve(self, engine: Engine, on_share: Callable[[float], None] = lambda share: None) -> None:
+    def serve(self, engine: PrefillEngine, on_share: Callable[[float], None] = lambda share: None) -> None:
         """Tells the service that all is ready, and starts the threads. `on_share`: of each wait, what may be used."""
         self._engine, self._on_share = engine, on_share
         self._out.put(_Outgoing(lambda: (READY, {}, b"")))
@@ -111,27 +111,27 @@ class Link:
     def is_full(self) -> bool:
         return self._queued_bytes - self._sent_bytes > MAX_PENDING_BYTES
 
-    def kv(self, task: Task, piece: Piece, kv: Staged) -> None:
+    def kv(self, task: PrefillTask, piece: PrefillPiece, kv: Staged) -> None:
         def frame() -> tuple[int, Json, Payload]:
-            block = Block(ticket_of(task), self._model, piece.layer, piece.first, piece.last, kv())
+            block = KvBlock(ticket_of(task), self._model, piece.layer, piece.first, piece.last, kv())
             return (KV, *pack_block(block))
 
         num_bytes = self._kv_bytes(piece)
         self._queued_bytes += num_bytes
         self._out.put(_Outgoing(frame, task, num_bytes))
 
-    def logits(self, task: Task, logits: Staged) -> None:
+    def logits(self, task: PrefillTask, logits: Staged) -> None:
         self._out.put(_Outgoing(lambda: (LOGITS, _name(task), bytes_of(logits())), task))
 
-    def ran(self, task: Task, piece: Piece, predicted_ns: int, took_ns: int) -> None:
+    def ran(self, task: PrefillTask, piece: PrefillPiece, predicted_ns: int, took_ns: int) -> None:
         row = (task.job, task.attempt, piece.layer, piece.first, piece.last, predicted_ns, took_ns)
         with self._lock:
             self._ran.append(row)
 
-    def done(self, task: Task) -> None:
+    def done(self, task: PrefillTask) -> None:
         self._out.put(_Outgoing(lambda: (DONE, _name(task), b"")))
 
-    def failed(self, task: Task, why: str) -> None:
+    def failed(self, task: PrefillTask, why: str) -> None:
         self._out.put(_Outgoing(lambda: (FAILED, {**_name(task), "why": why[:500]}, b"")))
 
     def waited(self, step: int, index: int, began_ns: int, ended_ns: int, filled_ns: int) -> None:
@@ -153,7 +153,7 @@ class Link:
                     log.exception("what the service sent could not be taken")
                 self._reconnect()
 
-    def _take(self, frame: Frame) -> None:
+    def _take(self, frame: WireFrame) -> None:
         assert self._engine is not None
         if frame.kind == KV:
             block = unpack_block(frame, model=self._model)
@@ -171,7 +171,7 @@ class Link:
         elif frame.kind == SHARE:
             self._on_share(float(frame.fields["share"]))
 
-    def _kv_bytes(self, piece: Piece) -> int:
+    def _kv_bytes(self, piece: PrefillPiece) -> int:
         assert self._engine is not None
         return (piece.last - piece.first) * self._engine.shard.served.kv_bytes_per_layer_token
 
@@ -224,7 +224,7 @@ class Link:
         self._sock.close()
 
 
-def _name(task: Task) -> Json:
+def _name(task: PrefillTask) -> Json:
     return {"job": task.job, "attempt": task.attempt}
 
 

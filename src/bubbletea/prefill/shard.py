@@ -63,7 +63,7 @@ class Served:
         return cuts(self.config, layers_per_stage)
 
 
-class Shard:
+class ModelShard:
     """One cut, ready to run. `weights_bytes` of its arena are gone for good."""
 
     def __init__(self, served: Served, cut: LayerRange, arena: Arena) -> None:

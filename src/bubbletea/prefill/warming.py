@@ -1,5 +1,5 @@
-"""Before the first prompt: pieces of nobody's prompt in every size that there will be, so that the device's kernels are
-loaded (each when it is first used, which can hold a device up for a second), and timed, so that `Pace` has a start.
+"""Runs pieces of a dummy prompt before the first request, in every size that will occur. This loads the kernels
+(the first use of one can block a device for a second), and the measured times calibrate `PieceTimes`.
 
 Knows a shard and its memory; not prompts.
 """
@@ -15,15 +15,15 @@ from torch import Tensor
 from atlas.errors import WorkerError
 from atlas.runtime.models.block import KvSlab
 from bubbletea.costs import grain_of
-from bubbletea.prefill.pace import Pace
-from bubbletea.prefill.shard import Shard
+from bubbletea.prefill.piece_times import PieceTimes
+from bubbletea.prefill.shard import ModelShard
 
 FEW, RUNS = 8, 5
 STAGED, PASSED = 8, 2
 """Keys and values on their way out at once; activations on their way from stage to stage."""
 
 
-def warm_up(shard: Shard, pace: Pace, chunk: int) -> None:
+def warm_up(shard: ModelShard, pace: PieceTimes, chunk: int) -> None:
     length = min(2 * chunk, max(chunk, shard.config.max_length))
     room = shard.arena.take(shard.job_bytes(length, chunk))
     if room is None:  # then no piece will ever stand behind a whole chunk either
@@ -52,7 +52,7 @@ def _sizes(chunk: int, length: int) -> Iterator[tuple[int, int]]:
         yield from ((num, past) for past in (0, grain, chunk) if past + num <= length)
 
 
-def _run_ends(shard: Shard, x: Tensor) -> None:
+def _run_ends(shard: ModelShard, x: Tensor) -> None:
     """What comes before the first layer and after the last."""
     if shard.cut.has_embedding:
         shard.embed(torch.zeros(x.shape[1], dtype=torch.int64), 0)
@@ -60,7 +60,7 @@ def _run_ends(shard: Shard, x: Tensor) -> None:
         shard.logits(x)
 
 
-def _load_host_memory(shard: Shard, chunk: int) -> None:
+def _load_host_memory(shard: ModelShard, chunk: int) -> None:
     """Pinned memory for keys and values, and for activations of other stages, in all their sizes: torch keeps what it
     was once given, and to be given more takes milliseconds."""
     if shard.arena.device.type == "cpu":
@@ -73,11 +73,11 @@ def _load_host_memory(shard: Shard, chunk: int) -> None:
     del held
 
 
-def _best_ns(shard: Shard, layer: int, x: Tensor, slab: KvSlab) -> int:
+def _best_ns(shard: ModelShard, layer: int, x: Tensor, slab: KvSlab) -> int:
     return min(_timed_ns(shard, layer, x, slab, 0) for _ in range(RUNS))
 
 
-def _timed_ns(shard: Shard, layer: int, x: Tensor, slab: KvSlab, past: int) -> int:
+def _timed_ns(shard: ModelShard, layer: int, x: Tensor, slab: KvSlab, past: int) -> int:
     slab.length = past
     began_ns = time.monotonic_ns()
     float(shard.layer(layer, x, slab)[0, 0, 0])

@@ -26,7 +26,7 @@ from bubbletea.handoff.sampling import Sampling
 from bubbletea.serve.auth import Keys
 from bubbletea.serve.errors import ApiError, of_validation
 from bubbletea.serve.schema import ChatRequest, CompletionRequest, openapi
-from bubbletea.serve.service import Asked, Delta, Service, chat_prompt
+from bubbletea.serve.service import Delta, Service, TextRequest, chat_prompt
 
 log = logging.getLogger("bubbletea.requests")
 """One line a request, at level INFO."""
@@ -138,12 +138,12 @@ class Api:
             message = f"no model {model[:80]!r} here: this service has {self.service.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def _asked(self, body: CompletionRequest | ChatRequest, tenant: str, prompt: str | Sequence[int]) -> Asked:
+    def _asked(self, body: CompletionRequest | ChatRequest, tenant: str, prompt: str | Sequence[int]) -> TextRequest:
         self._require_model(body.model)
         if body.hands_off and (body.asked_new != 1 or body.stream):
             raise ApiError(400, "a prefill that is handed off has max_tokens 1 and no stream", param="max_tokens")
         is_chat = isinstance(body, ChatRequest)
-        return Asked(
+        return TextRequest(
             tenant=tenant,
             prompt=prompt,
             sampling=self._sampling(body),
@@ -188,7 +188,7 @@ class Api:
 
     # ---- writing -----------------------------------------------------------------------------------------------
     async def _respond(
-        self, request: Request, asked: Asked, body: CompletionRequest | ChatRequest, kind: type[Completion]
+        self, request: Request, asked: TextRequest, body: CompletionRequest | ChatRequest, kind: type[Completion]
     ) -> Response:
         form = kind(self.service.name, body.request_id)
         user, new = body.user or body.safety_identifier, asked.sampling.max_tokens

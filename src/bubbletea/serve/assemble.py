@@ -15,28 +15,28 @@ from atlas.runtime.models.decoder import LayerRange
 from atlas.spec.model import Model
 from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
-from bubbletea.admit.words import Lane
+from bubbletea.admit.records import PrefillLane
 from bubbletea.bubbles import Forecast
-from bubbletea.costs import ELEMENT_BYTES, PCIE_BYTES_PER_S, Costs, LayerTime
+from bubbletea.costs import ELEMENT_BYTES, PCIE_BYTES_PER_S, LayerTime, PrefillCosts
 from bubbletea.handoff.decode import DecodeEngine
-from bubbletea.handoff.door import Door
-from bubbletea.handoff.store import Store
+from bubbletea.handoff.kv_server import KvServer
+from bubbletea.handoff.kv_store import KvStore
 from bubbletea.prefill.arena import Arena
-from bubbletea.prefill.messages import Order
-from bubbletea.prefill.pace import Pace
-from bubbletea.prefill.shard import Served, Shard
+from bubbletea.prefill.messages import WorkerOrder
+from bubbletea.prefill.piece_times import PieceTimes
+from bubbletea.prefill.shard import ModelShard, Served
 from bubbletea.prefill.warming import warm_up
 from bubbletea.serve.api import Api
 from bubbletea.serve.auth import Keys
-from bubbletea.serve.crew import Crew
+from bubbletea.serve.connections import WorkerConnections
 from bubbletea.serve.dispatch import Dispatcher
-from bubbletea.serve.ground import Ground
-from bubbletea.serve.metrics import Metrics
+from bubbletea.serve.metrics import ServiceMetrics
 from bubbletea.serve.planner import Planner
 from bubbletea.serve.prefix_store import Prefixes
 from bubbletea.serve.promise import Promise
 from bubbletea.serve.service import Service
 from bubbletea.serve.tokens import Text
+from bubbletea.serve.worker_windows import WorkerWindows
 
 MIB = 1 << 20
 LEAST_NS = 50_000
@@ -44,7 +44,7 @@ LEAST_NS = 50_000
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServiceSettings:
     """What an operator can set; memory in bytes."""
 
     name: str
@@ -73,12 +73,12 @@ class Settings:
 class Parts:
     """A service, ready to `start` on a running event loop."""
 
-    settings: Settings
+    settings: ServiceSettings
     token: str
-    lanes: list[Lane]
-    crew: Crew
+    lanes: list[PrefillLane]
+    crew: WorkerConnections
     dispatcher: Dispatcher
-    door: Door
+    door: KvServer
     service: Service
     api: Api
 
@@ -97,7 +97,7 @@ class Parts:
         self.service.decoder.close()
 
 
-def assemble(settings: Settings, ground: Ground, keys: Keys, token: str = "") -> Parts:
+def assemble(settings: ServiceSettings, ground: WorkerWindows, keys: Keys, token: str = "") -> Parts:
     served = settings.served
     token = token or secrets.token_hex(32)
     layer = ground.pace or ground.layer or calibrated(served, settings.chunk)
@@ -120,12 +120,12 @@ def assemble(settings: Settings, ground: Ground, keys: Keys, token: str = "") ->
     )
     planner.warm_up()
     orders = _orders(settings, ground, lanes, forecast.risk)
-    crew = Crew(token, orders.get, served.id)
-    store, metrics = Store(served, settings.store_bytes, keys.weights), Metrics(settings.name)
+    crew = WorkerConnections(token, orders.get, served.id)
+    store, metrics = KvStore(served, settings.store_bytes, keys.weights), ServiceMetrics(settings.name)
     prefixes = Prefixes(settings.prefix_bytes)
     promise = Promise(settings.budget) if ground.trains else None
     dispatcher = Dispatcher(crew, planner, store, prefixes, metrics, settings.patience_s, promise=promise)
-    door = Door(store, token)
+    door = KvServer(store, token)
     text = Text.of_folder(served.folder) if served.folder is not None else Text.of_bytes()
     service = Service(settings.name, served, text, dispatcher, DecodeEngine(served), door, metrics, settings.deadline_s)
     return Parts(settings, token, lanes, crew, dispatcher, door, service, Api(service, keys))
@@ -136,13 +136,15 @@ def _chunks(longest: int) -> tuple[int, ...]:
     return (longest, max(16, longest // 8)) if longest > 16 else (longest,)
 
 
-def _orders(settings: Settings, ground: Ground, lanes: list[Lane], risk: float) -> dict[int, Order]:
+def _orders(
+    settings: ServiceSettings, ground: WorkerWindows, lanes: list[PrefillLane], risk: float
+) -> dict[int, WorkerOrder]:
     """By worker: which layers it holds."""
-    orders: dict[int, Order] = {}
+    orders: dict[int, WorkerOrder] = {}
     for lane in lanes:
         split = tuple(end - first for first, end in map(lane.layers, range(len(lane.workers))))
         for stage, worker in enumerate(lane.workers):
-            orders[worker] = Order(
+            orders[worker] = WorkerOrder(
                 served=settings.served,
                 layers_per_stage=split,
                 stage=stage,
@@ -159,10 +161,10 @@ def _orders(settings: Settings, ground: Ground, lanes: list[Lane], risk: float) 
     return orders
 
 
-def costs_of(served: Served, layer: LayerTime, head_ns: int = 0) -> Costs:
+def costs_of(served: Served, layer: LayerTime, head_ns: int = 0) -> PrefillCosts:
     """What admission counts with; the network inside a datacenter is taken as fast until it is measured."""
     model, pcie, nic = model_of(served), PCIE_BYTES_PER_S, 12.5e9
-    return Costs(model, layer, head_ns, pcie_bytes_per_s=pcie, nic_bytes_per_s=nic, hop_latency_ns=1_000_000)
+    return PrefillCosts(model, layer, head_ns, pcie_bytes_per_s=pcie, nic_bytes_per_s=nic, hop_latency_ns=1_000_000)
 
 
 def model_of(served: Served) -> Model:
@@ -185,8 +187,8 @@ def calibrated(served: Served, chunk: int, device: str = "cpu") -> LayerTime:
     config = replace(served.config, num_layers=1)
     one = replace(served, config=config, folder=None)
     arena = Arena(_layer_bytes(one, chunk), 0, device)
-    shard = Shard(one, LayerRange(range(1), has_embedding=False, has_head=False), arena)
-    pace, threads = Pace(config), torch.get_num_threads()
+    shard = ModelShard(one, LayerRange(range(1), has_embedding=False, has_head=False), arena)
+    pace, threads = PieceTimes(config), torch.get_num_threads()
     torch.set_num_threads(1)  # as workers do: on a busy host threads wait for each other, a hundred times over
     try:
         warm_up(shard, pace, chunk)

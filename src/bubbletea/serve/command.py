@@ -23,8 +23,8 @@ from bubbletea.flags import aim_flags
 if TYPE_CHECKING:
     from atlas.runtime.models.config import DecoderConfig
     from bubbletea.prefill.shard import Served
-    from bubbletea.serve.ground import Ground
-    from bubbletea.serve.http import Server
+    from bubbletea.serve.http import HttpServer
+    from bubbletea.serve.worker_windows import WorkerWindows
 
 PIECE_NS = 10_000_000
 """On paced devices no piece is shorter: the host could not keep time."""
@@ -75,13 +75,13 @@ def run(args: argparse.Namespace) -> int:
     if (args.plan is None) == (args.alone is None):
         raise AtlasError("serve: give a plan whose training has bubbles, or --alone N for workers without training")
     _require_device(args)
-    from bubbletea.serve.assemble import Settings, assemble
+    from bubbletea.serve.assemble import ServiceSettings, assemble
     from bubbletea.serve.auth import Keys
     from bubbletea.serve.run import Where
     from bubbletea.serve.run import run as run_service
 
     served = _served(args)
-    settings = Settings(
+    settings = ServiceSettings(
         name=args.name or (args.model.resolve().name if args.model else "tiny-random"),
         served=served,
         split=args.stages,
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     parts = assemble(settings, ground, keys, token)
     where = Where(args.host, args.port, args.handoff_port, args.handoff_anywhere, args.drain)
 
-    def on_start(server: Server) -> None:
+    def on_start(server: HttpServer) -> None:
         lanes = ", ".join(f"{lane.dc} ({len(lane.workers)} workers)" for lane in parts.lanes)
         print(
             f"{settings.name} at http://{args.host}:{server.port}/v1, hand-off at {parts.door.address[0]}:"
@@ -145,14 +145,14 @@ class Workers(Protocol):
     ) -> AbstractContextManager[object]: ...
 
 
-Started = tuple["Ground", Workers]
+Started = tuple["WorkerWindows", Workers]
 
 
 def _alone(args: argparse.Namespace, arena_bytes: int) -> Started:
-    from bubbletea.prefill.host import Guest
+    from bubbletea.prefill.dedicated_worker import DedicatedWorker
     from bubbletea.serve.assemble import calibrated
-    from bubbletea.serve.ground import alone
-    from bubbletea.serve.hosts import Hosts
+    from bubbletea.serve.dedicated_workers import DedicatedWorkers
+    from bubbletea.serve.worker_windows import alone
 
     if args.alone < 1 or not 0 <= args.busy < 1:
         raise AtlasError(f"--alone {args.alone} --busy {args.busy}: give at least one worker, busy from 0 to below 1")
@@ -161,9 +161,12 @@ def _alone(args: argparse.Namespace, arena_bytes: int) -> Started:
         ground = dataclasses.replace(ground, layer=calibrated(_served(args), args.chunk, args.device))
     period_s = ground.pattern.period_ns / 1e9
 
-    def workers(address: str, token_file: str, *, on_step: Callable[[float], None]) -> Hosts:
-        return Hosts(
-            [Guest(address, token_file, w, "here", period_s, args.busy, args.device) for w in range(args.alone)]
+    def workers(address: str, token_file: str, *, on_step: Callable[[float], None]) -> DedicatedWorkers:
+        return DedicatedWorkers(
+            [
+                DedicatedWorker(address, token_file, w, "here", period_s, args.busy, args.device)
+                for w in range(args.alone)
+            ]
         )
 
     return ground, workers
@@ -172,10 +175,10 @@ def _alone(args: argparse.Namespace, arena_bytes: int) -> Started:
 def _training(args: argparse.Namespace, arena_bytes: int) -> Started:
     from bubbletea.costs import price_prefill
     from bubbletea.serve.assemble import model_of
-    from bubbletea.serve.ground import of_training, sensitivity
-    from bubbletea.serve.training import Source, Training, rehearsed
+    from bubbletea.serve.training import TrainingProcess, TrainingSource, rehearsed
+    from bubbletea.serve.worker_windows import of_training, sensitivity
 
-    source = Source(args.plan, tuple(args.set), args.schedule, slower=args.slower, device=args.device)
+    source = TrainingSource(args.plan, tuple(args.set), args.schedule, slower=args.slower, device=args.device)
     what = rehearsed(source)
     gpu = what.job.cluster.gpu(what.program.worker_dc(0))
     priced = price_prefill(gpu, model_of(_served(args)))
@@ -187,7 +190,7 @@ def _training(args: argparse.Namespace, arena_bytes: int) -> Started:
         ground = dataclasses.replace(ground, layer=None if args.device == "cpu" else priced.layer)
     ground = dataclasses.replace(ground, sensitivity=sensitivity(what.program, what.costs))
 
-    def workers(address: str, token_file: str, *, on_step: Callable[[float], None]) -> Training:
-        return Training(source, {"address": address, "token_file": token_file}, on_step)
+    def workers(address: str, token_file: str, *, on_step: Callable[[float], None]) -> TrainingProcess:
+        return TrainingProcess(source, {"address": address, "token_file": token_file}, on_step)
 
     return ground, workers

@@ -1,11 +1,11 @@
-"""Prefills from admission to delivery: a placement becomes tasks for the lane's workers, their blocks are put together,
-and who waits for it gets keys, values and logits. What was admitted is finished or handed back, never dropped: when a
-worker is lost, its prefills begin anew elsewhere, or wait for a lane; when none comes in time they are handed back.
+"""Prefills from admission to delivery. A placement becomes tasks for the workers of its lane; their KV blocks are put
+together, and the caller gets keys, values and logits. An admitted prefill is finished or handed back, never dropped:
+after the loss of a worker it starts again on another lane or waits for one, and is handed back if none comes in time.
 
-The planner says where a prefill should run. Which workers were sent its tasks is a fact of its own (`_Run.sent`): it
-says what is lost with a worker, and where tasks are cancelled when the plan moves a prefill to another lane.
+The planner decides where a prefill runs. `_PrefillRun.sent` records which workers got its tasks: it decides what is
+lost with a worker, and which workers get a cancel when the plan moves a prefill to another lane.
 
-Everything happens on the event loop. Knows workers, admission and memory; not HTTP, not text.
+Everything runs on the event loop. Knows workers, admission and memory; not HTTP, not text.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from atlas.errors import WorkerError
-from bubbletea.admit.words import Class, Lane, Placement, Refusal, Request
-from bubbletea.handoff.blocks import Block
-from bubbletea.handoff.store import Parcel, Store
-from bubbletea.prefill.job import HEAD, Task
-from bubbletea.serve.crew import Crew, Member
-from bubbletea.serve.metrics import Metrics
+from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillLane, PrefillRequest, RequestKind
+from bubbletea.handoff.blocks import KvBlock
+from bubbletea.handoff.kv_store import KvStore, Parcel
+from bubbletea.prefill.job import HEAD, PrefillTask
+from bubbletea.serve.connections import ConnectedWorker, WorkerConnections
+from bubbletea.serve.metrics import ServiceMetrics
 from bubbletea.serve.planner import Planner
 from bubbletea.serve.prefix_store import Prefixes
 from bubbletea.serve.promise import Promise
@@ -56,7 +56,7 @@ class Prompt:
     num_new: int
     """Tokens that will be decoded behind it."""
     deadline_ns: int | None = None
-    kind: Class = "online"
+    kind: RequestKind = "online"
     kept_s: float = 0.0
     """How long its keys and values are expected to be needed once they are there."""
     cache_salt: str = ""
@@ -91,16 +91,16 @@ class HandedBack(Exception):  # noqa: N818
 
 
 @dataclass(eq=False)
-class _Run:
+class _PrefillRun:
     job: int
     prompt: Prompt
-    request: Request
+    request: PrefillRequest
     parcel: Parcel
     future: asyncio.Future[Prefilled]
     admitted_ns: int
     attempt: int = 0
     """Rises whenever its tasks are recalled: what comes of earlier ones is not taken."""
-    sent: tuple[Member, ...] = ()
+    sent: tuple[ConnectedWorker, ...] = ()
     """The workers that have its tasks now, by stage."""
     due_ns: int = 0
     """As told to them."""
@@ -122,11 +122,11 @@ class Dispatcher:
 
     def __init__(
         self,
-        crew: Crew,
+        crew: WorkerConnections,
         planner: Planner,
-        store: Store,
+        store: KvStore,
         prefixes: Prefixes,
-        metrics: Metrics,
+        metrics: ServiceMetrics,
         patience_s: float = 30.0,
         lane_s: float = LANE_S,
         promise: Promise | None = None,
@@ -135,8 +135,8 @@ class Dispatcher:
         self.metrics, self.patience_s, self.lane_s = metrics, patience_s, lane_s
         self.promise, self._paused = promise, False
         self._jobs = itertools.count(1)
-        self._runs: dict[int, _Run] = {}
-        self._by_request: dict[str, _Run] = {}
+        self._runs: dict[int, _PrefillRun] = {}
+        self._by_request: dict[str, _PrefillRun] = {}
         self._ticker: asyncio.Task[None] | None = None
         crew.listener = self
 
@@ -162,7 +162,7 @@ class Dispatcher:
     # ---- requests ----------------------------------------------------------------------------------------------
     def check(self, tenant: str, num_tokens: int, num_new: int, deadline_ns: int | None) -> None:
         """Raises Refused where a prompt of at least this length would be, before anybody has tokenized it."""
-        request = Request(secrets.token_hex(8), tenant, num_tokens, time.monotonic_ns(), deadline_ns)
+        request = PrefillRequest(secrets.token_hex(8), tenant, num_tokens, time.monotonic_ns(), deadline_ns)
         self._require_room(num_tokens + num_new, tenant, "online")
         refusal = self.planner.quote(request, request.arrival_ns)
         if refusal is not None:
@@ -172,15 +172,17 @@ class Dispatcher:
         """Raises Refused or HandedBack. The parcel is the caller's to release."""
         now_ns, ticket = time.monotonic_ns(), secrets.token_hex(16)
         hashes = self.prefixes.hashes(prompt.tokens, prompt.tenant, prompt.cache_salt)
-        request = Request(ticket, prompt.tenant, len(prompt.tokens), now_ns, prompt.deadline_ns, prompt.kind, hashes)
+        request = PrefillRequest(
+            ticket, prompt.tenant, len(prompt.tokens), now_ns, prompt.deadline_ns, prompt.kind, hashes
+        )
         room = len(prompt.tokens) + prompt.num_new
         self._require_room(room, prompt.tenant, prompt.kind)
         found = self.planner.admit(request, now_ns)
-        if isinstance(found, Refusal):
+        if isinstance(found, AdmissionRefusal):
             raise self._refused(found)
         parcel = self.store.reserve(ticket, len(prompt.tokens), room, prompt.tenant)
         assert parcel is not None, "there was room a moment ago"
-        run = _Run(next(self._jobs), prompt, request, parcel, asyncio.get_running_loop().create_future(), now_ns)
+        run = _PrefillRun(next(self._jobs), prompt, request, parcel, asyncio.get_running_loop().create_future(), now_ns)
         run.since_ns = now_ns
         self._runs[run.job] = self._by_request[ticket] = run
         try:
@@ -193,7 +195,7 @@ class Dispatcher:
         finally:
             self._forget(run)
 
-    def _require_room(self, num_tokens: int, tenant: str, kind: Class) -> None:
+    def _require_room(self, num_tokens: int, tenant: str, kind: RequestKind) -> None:
         store = self.store
         if kind == "online" and self.promise is not None and self.promise.overcommitted:
             self.metrics.refused("overcommitted")
@@ -207,7 +209,7 @@ class Dispatcher:
         at_s = store.room_at_s(num_tokens, tenant)
         raise Refused("memory", UNKNOWN_S if math.isinf(at_s) else max(TICK_S, at_s - time.monotonic()), detail)
 
-    def _refused(self, refusal: Refusal) -> Refused:
+    def _refused(self, refusal: AdmissionRefusal) -> Refused:
         self.metrics.refused(refusal.reason)
         now_ns = time.monotonic_ns()
         if refusal.reason == "no-lane":
@@ -216,13 +218,13 @@ class Dispatcher:
         return Refused(refusal.reason, None if at_ns is None else max(0.0, (at_ns - now_ns) / SECOND))
 
     # ---- tasks -------------------------------------------------------------------------------------------------
-    def _send(self, run: _Run, placement: Placement) -> None:
+    def _send(self, run: _PrefillRun, placement: Placement) -> None:
         """The tasks of a placement, to the workers of its lane."""
         hashes, request, lane = run.request.block_hashes, placement.request, placement.lane
         run.cached = min(placement.cached_tokens, self.prefixes.longest(hashes, NEVER_DUE))
         cached = self.prefixes.take(hashes, run.cached) if run.cached else []
         for layer, kv in enumerate(cached):
-            run.parcel.put(Block(run.parcel.ticket, run.parcel.model, layer, 0, run.cached, kv))
+            run.parcel.put(KvBlock(run.parcel.ticket, run.parcel.model, layer, 0, run.cached, kv))
         # Who was postponed is placed as offline work.
         run.due_ns = request.deadline_ns or NEVER_DUE - 1 if request.kind == "online" else NEVER_DUE
         length = len(run.prompt.tokens)
@@ -233,25 +235,25 @@ class Dispatcher:
         if not run.attempt:
             self.metrics.cached(run.cached, length)
         for stage, member in enumerate(run.sent):
-            task = Task(run.job, run.attempt, length, run.cached, ends, stage, run.due_ns, peers)
+            task = PrefillTask(run.job, run.attempt, length, run.cached, ends, stage, run.due_ns, peers)
             first, end = lane.layers(stage)
             self.crew.send(member, task, run.prompt.tokens, cached[first:end])
 
-    def _recall(self, run: _Run) -> None:
+    def _recall(self, run: _PrefillRun) -> None:
         """Cancels its tasks where they were sent."""
         for member in run.sent:
             self.crew.cancel(member, run.job, run.attempt)
         run.attempt, run.logits, run.sent = run.attempt + 1, None, ()
 
-    def _members(self, lane: Lane) -> tuple[Member, ...]:
+    def _members(self, lane: PrefillLane) -> tuple[ConnectedWorker, ...]:
         return tuple(self.crew.members[worker] for worker in lane.workers)
 
-    def _expect(self, run: _Run, delivered_ns: int) -> None:
+    def _expect(self, run: _PrefillRun, delivered_ns: int) -> None:
         """And so when its memory will be back."""
         run.expected_ns = delivered_ns
         run.parcel.expected_s = delivered_ns / SECOND + run.prompt.kept_s
 
-    def _again(self, run: _Run, why: str, *, is_loss: bool = False) -> None:
+    def _again(self, run: _PrefillRun, why: str, *, is_loss: bool = False) -> None:
         """From the beginning, as soon as there is a lane; handed back when that has gone wrong too often."""
         if run.future.done():
             return
@@ -267,12 +269,12 @@ class Dispatcher:
         else:
             self.planner.again(run.request.id, now_ns)
 
-    def _hand_back(self, run: _Run, why: str) -> None:
+    def _hand_back(self, run: _PrefillRun, why: str) -> None:
         if not run.future.done():
             self.metrics.handed_back()
             run.future.set_exception(HandedBack(why))
 
-    def _forget(self, run: _Run) -> None:
+    def _forget(self, run: _PrefillRun) -> None:
         if self._runs.pop(run.job, None) is None:
             return
         del self._by_request[run.request.id]
@@ -281,11 +283,11 @@ class Dispatcher:
             self.planner.cancel(run.request.id, time.monotonic_ns())
 
     # ---- from the crew -----------------------------------------------------------------------------------------
-    def joined(self, member: Member) -> None:
+    def joined(self, member: ConnectedWorker) -> None:
         self.metrics.joined(member.name)
         self._update_lanes()
 
-    def left(self, member: Member) -> None:
+    def left(self, member: ConnectedWorker) -> None:
         for run in [run for run in self._runs.values() if member in run.sent]:
             self._again(run, f"worker {member.name} is gone", is_loss=True)
         self._update_lanes()
@@ -296,7 +298,7 @@ class Dispatcher:
         self.metrics.lanes(self.planner.num_lanes)
         self._follow(self.planner.advance(now_ns))
 
-    def block(self, job: int, attempt: int, block: Block) -> None:
+    def block(self, job: int, attempt: int, block: KvBlock) -> None:
         run = self._runs.get(job)
         if run is None or run.attempt != attempt:
             return
@@ -320,7 +322,7 @@ class Dispatcher:
         if run is not None and run.attempt == attempt:
             self._again(run, why)
 
-    def _finish(self, run: _Run) -> None:
+    def _finish(self, run: _PrefillRun) -> None:
         if run.logits is None or run.future.done() or not run.parcel.is_complete:
             return
         now_ns = time.monotonic_ns()
@@ -331,7 +333,7 @@ class Dispatcher:
             Prefilled(run.parcel, run.logits, run.cached, run.admitted_ns, run.first_ns or now_ns, now_ns)
         )
 
-    def reported(self, member: Member, ran: list[list[int]], waits: list[list[int]]) -> None:
+    def reported(self, member: ConnectedWorker, ran: list[list[int]], waits: list[list[int]]) -> None:
         for _, _, layer, first, last, predicted_ns, took_ns in ran:
             if layer != HEAD:
                 self.planner.ran(last - first, first, took_ns)
@@ -372,7 +374,7 @@ class Dispatcher:
             is_due = any(run.request.kind == "online" for run in self._runs.values())
             self._paused = self.promise.overcommitted and not is_due
             self.crew.share(0.0 if self._paused else self.promise.share)
-        urgent: dict[tuple[Member, ...], _Run] = {}
+        urgent: dict[tuple[ConnectedWorker, ...], _PrefillRun] = {}
         for run in self._runs.values():
             if run.sent and not run.future.done():
                 first = urgent.setdefault(run.sent, run)
@@ -383,7 +385,7 @@ class Dispatcher:
         self.store.drop_expired()
         self.metrics.gauges(self)
 
-    def _look_after(self, run: _Run, now_ns: int, *, is_first: bool) -> None:
+    def _look_after(self, run: _PrefillRun, now_ns: int, *, is_first: bool) -> None:
         """`is_first`: its workers have nothing more urgent, so that it should make progress."""
         waits = not run.sent and self.planner.is_waiting(run.request.id)
         if not waits and (self._paused or not is_first):

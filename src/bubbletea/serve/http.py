@@ -52,7 +52,7 @@ class Patient(H11Protocol):
             self.transport.close()
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """A first signal drains: new requests are turned away, admitted ones finish, within `drain_s`. A second ends it."""
 
     def __init__(self, app: Any, service: Service, drain_s: float) -> None:

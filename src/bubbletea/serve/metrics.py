@@ -21,7 +21,7 @@ RECENT = 512
 """Waits over which the fill ratio is taken."""
 
 
-class Metrics:
+class ServiceMetrics:
     def __init__(self, model: str) -> None:
         self.registry, self._model = CollectorRegistry(), model
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT)

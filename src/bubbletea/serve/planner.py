@@ -28,11 +28,11 @@ from bubbletea.admit.decide import (
     restore,
     withdraw,
 )
+from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillLane, PrefillRequest
 from bubbletea.admit.state import State, urgency
-from bubbletea.admit.words import Lane, Placement, Refusal, Request
 from bubbletea.bubbles import Forecast
-from bubbletea.costs import Costs, measured
-from bubbletea.fair import Shares
+from bubbletea.costs import PrefillCosts, measured
+from bubbletea.fair import TenantShares
 
 POINTS = 256
 """Measured pieces that costs are fitted to."""
@@ -55,8 +55,8 @@ class Planner:
     def __init__(
         self,
         forecast: Forecast,
-        costs: Costs,
-        lanes: Sequence[Lane],
+        costs: PrefillCosts,
+        lanes: Sequence[PrefillLane],
         slots: Sequence[Mapping[int, int]],
         chunks: Sequence[int],
         *,
@@ -71,14 +71,14 @@ class Planner:
         self.postponed = Postponed(self.aims)
         """Stays when states are made anew."""
         self.alive: frozenset[int] = frozenset()
-        self._admitted: dict[str, Request] = {}
-        self._waiting: dict[str, Request] = {}
+        self._admitted: dict[str, PrefillRequest] = {}
+        self._waiting: dict[str, PrefillRequest] = {}
         """Of the admitted, those that no lane has a place for now."""
         self._moved: set[str] = set()
         """Requests placed anew since `advance` told last."""
         self._retry_ns = self._doubted_ns = 0
         """When those that wait are next tried; when costs were last doubted for one of them."""
-        self._shares = Shares(weights)
+        self._shares = TenantShares(weights)
         self._points: deque[tuple[int, int, float]] = deque(maxlen=POINTS)
         self._open = np.full(len(forecast.pattern.start_ns), -1, np.int64)
         self._closed = self._open.copy()
@@ -96,7 +96,7 @@ class Planner:
         return len(self._live)
 
     @property
-    def _live(self) -> list[Lane]:
+    def _live(self) -> list[PrefillLane]:
         return [lane for lane in self.lanes if self.alive.issuperset(lane.workers)]
 
     @property
@@ -116,26 +116,26 @@ class Planner:
         return request_id in self._waiting or self._state is None
 
     # ---- decisions ---------------------------------------------------------------------------------------------
-    def admit(self, request: Request, now_ns: int) -> Placement | Refusal | None:
+    def admit(self, request: PrefillRequest, now_ns: int) -> Placement | AdmissionRefusal | None:
         state = self._ready(now_ns)
         if state is None:
-            return Refusal(request, "no-lane")
+            return AdmissionRefusal(request, "no-lane")
         if request.kind == "offline":
             refusal = self.quote(request, now_ns)
             if refusal is not None and refusal.reason != "deadline":
                 return refusal
         found = admit(state, request, now_ns)
-        if isinstance(found, Refusal) and found.reason == "too-long":
+        if isinstance(found, AdmissionRefusal) and found.reason == "too-long":
             return refused_by_length(state, request) or self._no_window(request, now_ns)
-        if not isinstance(found, Refusal):
+        if not isinstance(found, AdmissionRefusal):
             self._admitted[request.id] = request
         return self._placed(found) if isinstance(found, Placement) else found
 
-    def quote(self, request: Request, now_ns: int) -> Refusal | None:
+    def quote(self, request: PrefillRequest, now_ns: int) -> AdmissionRefusal | None:
         """What `admit` would refuse, also if the prompt is longer than that; nothing is promised."""
         state = self._ready(now_ns)
         if state is None:
-            return Refusal(request, "no-lane")
+            return AdmissionRefusal(request, "no-lane")
         refusal = refused_by_length(state, request)
         if refusal is not None:
             return refusal
@@ -144,15 +144,15 @@ class Planner:
             return self._no_window(request, now_ns)
         delivered_ns, deadline_ns = trial.own.delivered_ns, request.deadline_ns
         if deadline_ns is not None and delivered_ns > deadline_ns and not self.postponed.may_take(request):
-            return Refusal(request, "deadline", delivered_ns, now_ns + delivered_ns - deadline_ns)
+            return AdmissionRefusal(request, "deadline", delivered_ns, now_ns + delivered_ns - deadline_ns)
         return None
 
-    def _no_window(self, request: Request, now_ns: int) -> Refusal:
+    def _no_window(self, request: PrefillRequest, now_ns: int) -> AdmissionRefusal:
         """As windows and costs are believed today, none takes a layer. Windows are learnt all the time; costs only from
         what is let in, so those that let nothing in are doubted: the next who asks finds them halved."""
         self._doubt_costs()
         at_ns = now_ns + max(SECOND, self.forecast.period_ns)
-        return Refusal(request, "deadline", at_ns, at_ns)
+        return AdmissionRefusal(request, "deadline", at_ns, at_ns)
 
     def _doubt_costs(self) -> None:
         if self.learns_costs:
@@ -236,7 +236,7 @@ class Planner:
     def warm_up(self) -> None:
         """Compiles what admission runs, before anybody waits for it."""
         self.set_alive((w for lane in self.lanes for w in lane.workers), 0)
-        self.admit(Request("warm-up", "", 1, 0), 0)
+        self.admit(PrefillRequest("warm-up", "", 1, 0), 0)
         self.complete("warm-up", 0)
         self.advance(0)
         self.set_alive((), 0)
@@ -270,9 +270,9 @@ class Planner:
             self._restore(state, request, now_ns, index_of[workers])
         self._restore_waiting(state, now_ns)
 
-    def _set_free(self, state: State, now_ns: int, frees: bool) -> list[tuple[Request, tuple[int, ...]]]:
+    def _set_free(self, state: State, now_ns: int, frees: bool) -> list[tuple[PrefillRequest, tuple[int, ...]]]:
         """Those that stay on their lane, in its order. All others that are placed, and the backlog, wait for one."""
-        kept: dict[str, tuple[Request, tuple[int, ...]]] = {}
+        kept: dict[str, tuple[PrefillRequest, tuple[int, ...]]] = {}
         live = {lane.workers for lane in self._live}
         for lane, queue in zip(state.lanes, state.queues, strict=True):
             for entry in queue:
@@ -293,7 +293,7 @@ class Planner:
             elif request.kind == "online":
                 self._restore(state, request, now_ns)
 
-    def _restore(self, state: State, request: Request, now_ns: int, lane: int | None = None) -> None:
+    def _restore(self, state: State, request: PrefillRequest, now_ns: int, lane: int | None = None) -> None:
         self._waiting.pop(request.id, None)
         if restore(state, request, now_ns, lane) is not None:
             self._moved.add(request.id)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from atlas.errors import AtlasError
 from bubbletea.serve.assemble import Parts
 from bubbletea.serve.folder import private_folder
-from bubbletea.serve.http import Server
+from bubbletea.serve.http import HttpServer
 
 Workers = Callable[[str, str], AbstractContextManager[object]]
 """From the address and the token file that workers need, to the workers themselves."""
@@ -28,9 +28,9 @@ class Where:
     drain_s: float = 30.0
 
 
-async def run(parts: Parts, where: Where, workers: Workers, on_start: Callable[[Server], None]) -> None:
-    """Until a signal, or `Server.drain`; then what was admitted is finished or handed back."""
-    server = Server(parts.api.app, parts.service, where.drain_s)
+async def run(parts: Parts, where: Where, workers: Workers, on_start: Callable[[HttpServer], None]) -> None:
+    """Until a signal, or `HttpServer.drain`; then what was admitted is finished or handed back."""
+    server = HttpServer(parts.api.app, parts.service, where.drain_s)
     with _listening(where) as sock, private_folder() as folder, ExitStack() as stack:
         server.port = sock.getsockname()[1]
         handoff = (where.host if where.anywhere else "127.0.0.1", where.handoff_port)

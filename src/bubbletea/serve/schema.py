@@ -218,7 +218,7 @@ class TextPart(_Strict):
     text: Text
 
 
-class Message(_Strict):
+class ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256)]
     name: None = _not_here()
@@ -237,7 +237,7 @@ class Message(_Strict):
 
 
 class ChatRequest(_Common):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     add_generation_prompt: bool | None = None
     continue_final_message: Literal[False] | None = _not_here()
     chat_template: None = _not_here()
@@ -280,7 +280,7 @@ def _refusal(name: str, rule: str) -> PydanticCustomError:
 PARTS: dict[str, type[BaseModel]] = {
     "stream_options": StreamOptions,
     "kv_transfer_params": TransferParams,
-    "messages": Message,
+    "messages": ChatMessage,
 }
 """By field: what its objects are."""
 

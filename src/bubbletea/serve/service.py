@@ -15,16 +15,16 @@ from functools import partial
 from typing import Any
 
 from atlas.errors import AtlasError
-from bubbletea.admit.words import Class
+from bubbletea.admit.records import RequestKind
 from bubbletea.handoff.decode import FAILED, DecodeEngine
-from bubbletea.handoff.door import Door
+from bubbletea.handoff.kv_server import KvServer
+from bubbletea.handoff.kv_store import KEEP_S
 from bubbletea.handoff.sampling import Sampling, choose
-from bubbletea.handoff.store import KEEP_S
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.dispatch import Dispatcher, HandedBack, Prefilled, Prompt, Refused
 from bubbletea.serve.errors import ApiError, of_hand_back, of_refusal
-from bubbletea.serve.metrics import Metrics
-from bubbletea.serve.tokens import Stream, Text
+from bubbletea.serve.metrics import ServiceMetrics
+from bubbletea.serve.tokens import Text, TextStream
 
 DRAIN_RETRY_S = 5.0
 TOKEN_S, TOKENS_OVER = 0.02, 8
@@ -32,7 +32,7 @@ TOKEN_S, TOKENS_OVER = 0.02, 8
 
 
 @dataclass(frozen=True)
-class Asked:
+class TextRequest:
     """A request, read and checked."""
 
     tenant: str
@@ -41,7 +41,7 @@ class Asked:
     stops: Sequence[str] = ()
     shows_stop: bool = False
     """The stop string, or the stop token, is part of the answer."""
-    kind: Class = "online"
+    kind: RequestKind = "online"
     deadline_s: float | None = None
     hands_off: bool = False
     special: bool = True
@@ -80,8 +80,8 @@ class Service:
         text: Text,
         dispatcher: Dispatcher,
         decoder: DecodeEngine,
-        door: Door,
-        metrics: Metrics,
+        door: KvServer,
+        metrics: ServiceMetrics,
         deadline_s: float,
     ) -> None:
         self.name, self.served, self.text, self.dispatcher = name, served, text, dispatcher
@@ -91,7 +91,7 @@ class Service:
         self._token_s = TOKEN_S
         """From one token of an answer to the next, as the decoder is loaded."""
 
-    async def answer(self, asked: Asked) -> AsyncIterator[Delta]:
+    async def answer(self, asked: TextRequest) -> AsyncIterator[Delta]:
         """Raises ApiError before the first Delta, or never."""
         if self.draining:
             raise ApiError(503, "the service drains and takes nothing new", code="draining", retry_s=DRAIN_RETRY_S)
@@ -102,7 +102,7 @@ class Service:
         finally:
             self.num_active -= 1
 
-    async def _answer(self, asked: Asked) -> AsyncIterator[Delta]:
+    async def _answer(self, asked: TextRequest) -> AsyncIterator[Delta]:
         tokens = await self._tokens(asked)
         found = await self._prefill(asked, tokens)
         self.metrics.prefilled(found, len(tokens))
@@ -119,7 +119,7 @@ class Service:
                 self.dispatcher.store.release(found.parcel.ticket)
 
     # ---- before ------------------------------------------------------------------------------------------------
-    async def _tokens(self, asked: Asked) -> list[int]:
+    async def _tokens(self, asked: TextRequest) -> list[int]:
         """Refuses by length alone where that is enough; only then looks at the words."""
         is_text = isinstance(asked.prompt, str)
         at_least = self.text.at_least(asked.prompt) if isinstance(asked.prompt, str) else len(asked.prompt)
@@ -145,7 +145,7 @@ class Service:
         self._require_short(len(tokens), asked.num_new)
         return tokens
 
-    def _kept(self, asked: Asked) -> int:
+    def _kept(self, asked: TextRequest) -> int:
         """The most tokens of a prompt that are kept."""
         if asked.truncate is None:
             return sys.maxsize
@@ -162,10 +162,10 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    def _deadline_ns(self, asked: Asked) -> int:
+    def _deadline_ns(self, asked: TextRequest) -> int:
         return int((asked.arrived_s + (asked.deadline_s or self.deadline_s)) * 1e9)
 
-    async def _prefill(self, asked: Asked, tokens: list[int]) -> Prefilled:
+    async def _prefill(self, asked: TextRequest, tokens: list[int]) -> Prefilled:
         deadline_ns = self._deadline_ns(asked) if asked.kind == "online" else None
         try:
             kept_s = KEEP_S if asked.hands_off else asked.num_new * self._token_s
@@ -179,7 +179,7 @@ class Service:
             raise of_hand_back(error) from None
 
     # ---- after -------------------------------------------------------------------------------------------------
-    def _hand_off(self, asked: Asked, found: Prefilled, tokens: list[int]) -> Delta:
+    def _hand_off(self, asked: TextRequest, found: Prefilled, tokens: list[int]) -> Delta:
         """The first token, and where its keys and values wait for the decode engine."""
         first = choose(found.logits, asked.sampling, asked.sampling.generator(), tokens)
         self.dispatcher.store.keep(found.parcel.ticket)
@@ -189,7 +189,7 @@ class Service:
         params = self.door.params(found.parcel, tokens)
         return Delta(self.text.decode([first]), len(tokens), found.cached_tokens, 1, "length", params)
 
-    async def _decode(self, asked: Asked, found: Prefilled, tokens: list[int]) -> AsyncIterator[Delta]:
+    async def _decode(self, asked: TextRequest, found: Prefilled, tokens: list[int]) -> AsyncIterator[Delta]:
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str | None]]()
 
         def on_token(token: int, why: str | None) -> None:
@@ -209,9 +209,9 @@ class Service:
                 self._token_s += ((time.monotonic() - began_s) / count - self._token_s) / TOKENS_OVER
 
     async def _written(
-        self, asked: Asked, found: Prefilled, length: int, queue: asyncio.Queue[tuple[int, str | None]]
+        self, asked: TextRequest, found: Prefilled, length: int, queue: asyncio.Queue[tuple[int, str | None]]
     ) -> AsyncIterator[Delta]:
-        stream, stops = Stream(self.text), StopStrings(asked.stops, shown=asked.shows_stop)
+        stream, stops = TextStream(self.text), StopStrings(asked.stops, shown=asked.shows_stop)
         hidden = frozenset[int]() if asked.shows_stop else asked.sampling.stop_tokens
         count, first_s, finish = 0, 0.0, None
         while finish is None:

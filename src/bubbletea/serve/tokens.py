@@ -1,7 +1,7 @@
 """Text to tokens and back for the service: the tokenizer and the chat template of a model's folder, or plain bytes.
 
-Tokens to text one by one (`Stream`): a character that is not complete yet is held back. And the least number of tokens
-that a text can have, from its size alone. Knows no requests. Templates come with the model and run in a sandbox.
+`TextStream` turns tokens into text one by one and holds back an incomplete character. `at_least` gives the least number
+of tokens that a text can have, from its size alone. Knows no requests. Templates run in a sandbox.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Text:
         return found
 
 
-class Stream:
+class TextStream:
     """Tokens in, text out, as soon as it is certain."""
 
     def __init__(self, text: Text) -> None:

@@ -44,7 +44,7 @@ TOLD = 1024
 
 
 @dataclass(frozen=True)
-class Source:
+class TrainingSource:
     """Which training, and how it is rehearsed."""
 
     path: str
@@ -64,7 +64,7 @@ class Rehearsed:
     predicted: Timeline
 
 
-def rehearsed(source: Source) -> Rehearsed:
+def rehearsed(source: TrainingSource) -> Rehearsed:
     """The Program that a plan (or a job with a schedule) runs, and what the simulator says of it."""
     job, plan = load_job_or_plan(Path(source.path), list(source.changes))
     if plan is not None and plan.runnable != "yes":
@@ -84,7 +84,7 @@ def rehearsed(source: Source) -> Rehearsed:
 
 
 def train(
-    what: Rehearsed, source: Source, filler: dict[str, Any] | None, on_step: Callable[[StepProgress], None]
+    what: Rehearsed, source: TrainingSource, filler: dict[str, Any] | None, on_step: Callable[[StepProgress], None]
 ) -> list[float]:
     """One run from the first step on; the losses."""
     program = what.program
@@ -102,11 +102,11 @@ def train(
     return emulate(program, what.costs, training, setup, on_step=on_step).losses
 
 
-class Training:
+class TrainingProcess:
     """`with Training(source, filler):` trains next to us until the block is left."""
 
     def __init__(
-        self, source: Source, filler: dict[str, Any], on_step: Callable[[float], None] = lambda seconds: None
+        self, source: TrainingSource, filler: dict[str, Any], on_step: Callable[[float], None] = lambda seconds: None
     ) -> None:
         """`on_step`: hears how long each iteration took, on a thread of ours."""
         self._on_step = on_step
@@ -139,7 +139,7 @@ class Training:
             self._process.kill()
             self._process.wait()
 
-    def __enter__(self) -> Training:
+    def __enter__(self) -> TrainingProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -162,7 +162,7 @@ class Training:
 def main() -> int:
     told = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_stdin, daemon=True).start()
-    source = Source(**{**told["source"], "changes": tuple(told["source"]["changes"])})
+    source = TrainingSource(**{**told["source"], "changes": tuple(told["source"]["changes"])})
     what = rehearsed(source)
 
     def on_step(progress: StepProgress) -> None:

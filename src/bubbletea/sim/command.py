@@ -22,11 +22,11 @@ from bubbletea.bubbles import Forecast
 from bubbletea.flags import aim_flags
 from bubbletea.sim.figures import by_load, notes, table
 from bubbletea.sim.noise import Noise
-from bubbletea.sim.replay import Ours, Played, play
+from bubbletea.sim.replay import Ours, ReplayResult, play
 from bubbletea.sim.rivals import Paper
 from bubbletea.sim.scene import Scene, dedicated, scene_of
 from bubbletea.sim.waits import load_waits, waiting
-from bubbletea.traces import Trace, load_trace, synthetic
+from bubbletea.traces import RequestTrace, load_trace, synthetic
 
 POLICIES = ("ours", "paper", "dedicated")
 PATIENCE_S = 10.0
@@ -108,12 +108,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _traces(trace: Trace, prompts: Sequence[int] | None) -> list[Trace]:
+def _traces(trace: RequestTrace, prompts: Sequence[int] | None) -> list[RequestTrace]:
     return [trace.resized(tokens) for tokens in prompts] if prompts else [trace]
 
 
 def _rows(
-    scene: Scene, trace: Trace, load: float, args: argparse.Namespace, tick: Callable[[str, int, int], None]
+    scene: Scene, trace: RequestTrace, load: float, args: argparse.Namespace, tick: Callable[[str, int, int], None]
 ) -> list[dict[str, Any]]:
     rate = load * scene.capacity_tokens_per_s(trace)
     rows = []
@@ -123,7 +123,9 @@ def _rows(
     return rows
 
 
-def simulated(scene: Scene, policy: str, trace: Trace, tokens_per_s: float, args: argparse.Namespace) -> dict[str, Any]:
+def simulated(
+    scene: Scene, policy: str, trace: RequestTrace, tokens_per_s: float, args: argparse.Namespace
+) -> dict[str, Any]:
     """One policy at one load."""
     chunks = tuple(args.chunk or [scene.some_costs.efficient_tokens])
     noise, stage, split = None, scene, args.split
@@ -155,7 +157,7 @@ def simulated(scene: Scene, policy: str, trace: Trace, tokens_per_s: float, args
     return played.figures() | {"slowdown": _slowdown(noise, forecast, played, args)}
 
 
-def _slowdown(noise: Noise | None, forecast: Forecast, played: Played, args: argparse.Namespace) -> Any:
+def _slowdown(noise: Noise | None, forecast: Forecast, played: ReplayResult, args: argparse.Namespace) -> Any:
     if noise is None:
         return None
     periods = int(args.periods + max(1.0, args.periods / 4))

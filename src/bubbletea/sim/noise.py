@@ -21,7 +21,7 @@ from atlas.ir.timeline import Timeline
 from atlas.sim import Jitter, lower
 from atlas.sim.lower import Tables, noisy
 from atlas.sim.simulate import run, timeline
-from bubbletea.admit.words import Placement
+from bubbletea.admit.records import Placement
 from bubbletea.bubbles import Forecast, Pattern
 
 WARM_UP = 16

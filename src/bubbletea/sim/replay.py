@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from bubbletea.admit.decide import admit, advance, complete
+from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest, RequestKind
 from bubbletea.admit.state import State
-from bubbletea.admit.words import Class, Placement, Refusal, Request
 from bubbletea.sim.scene import Scene
-from bubbletea.traces import Trace
+from bubbletea.traces import RequestTrace
 
 SECOND = 1_000_000_000
 
@@ -24,7 +24,7 @@ SECOND = 1_000_000_000
 class Policy(Protocol):
     """Who decides: ours, or one it is compared with."""
 
-    def arrive(self, request: Request, now_ns: int) -> Sequence[Placement | Refusal]:
+    def arrive(self, request: PrefillRequest, now_ns: int) -> Sequence[Placement | AdmissionRefusal]:
         """What is decided when a request arrives; of offline requests perhaps others."""
 
     def pass_time(self, now_ns: int) -> Sequence[Placement]:
@@ -40,7 +40,7 @@ class Ours:
         """As it went in the end: somebody more urgent may have gone first."""
         self._ends: list[tuple[int, str]] = []
 
-    def arrive(self, request: Request, now_ns: int) -> Sequence[Placement | Refusal]:
+    def arrive(self, request: PrefillRequest, now_ns: int) -> Sequence[Placement | AdmissionRefusal]:
         self._complete(now_ns)
         found = admit(self.state, request, now_ns)
         if isinstance(found, Placement):
@@ -68,7 +68,7 @@ class Ours:
 
 
 @dataclass
-class Played:
+class ReplayResult:
     """What a replay leaves: counted over `[from_ns, until_ns)`."""
 
     scene: Scene
@@ -129,22 +129,22 @@ def play(
     scene: Scene,
     policy: Policy,
     name: str,
-    trace: Trace,
+    trace: RequestTrace,
     *,
     tokens_per_s: float,
     periods: float,
     warm_up: float,
-    kind: Class = "online",
+    kind: RequestKind = "online",
     patience_s: float | None = None,
     tenants: int = 1,
     cool_down: float = 0.0,
-) -> Played:
+) -> ReplayResult:
     """`warm_up` periods of training, then `periods` that count, then `cool_down` in which more arrive and those who
     were postponed get their turn. Prompts that arrive late in the last period that counts may be delivered after it;
     they count where a share of arrivals is told. Who never got a turn counts as refused."""
     from_ns = round(warm_up * scene.pattern.period_ns)
     until_ns = from_ns + round(periods * scene.pattern.period_ns)
-    played = Played(scene, name, tokens_per_s, from_ns, until_ns)
+    played = ReplayResult(scene, name, tokens_per_s, from_ns, until_ns)
     end_ns = until_ns + round(cool_down * scene.pattern.period_ns)
     for request in arrivals(trace, tokens_per_s, end_ns, kind, patience_s, tenants):
         now_ns = request.arrival_ns
@@ -154,7 +154,7 @@ def play(
         counts = from_ns <= now_ns < until_ns
         played.arrived += counts
         for one in (*found, *policy.pass_time(now_ns)):
-            if isinstance(one, Refusal):
+            if isinstance(one, AdmissionRefusal):
                 played.refused[one.reason] += counts
             else:
                 played.placed[one.request.id] = one
@@ -166,10 +166,10 @@ def play(
 
 
 def arrivals(
-    trace: Trace, tokens_per_s: float, until_ns: int, kind: Class, patience_s: float | None, tenants: int
-) -> Iterator[Request]:
+    trace: RequestTrace, tokens_per_s: float, until_ns: int, kind: RequestKind, patience_s: float | None, tenants: int
+) -> Iterator[PrefillRequest]:
     """The trace's requests at another rate; tenants take turns."""
     for k, (at_s, tokens, blocks) in enumerate(trace.played(tokens_per_s, until_ns / SECOND)):
         now_ns, tenant = round(at_s * SECOND), f"t{k % tenants}"
         deadline_ns = None if patience_s is None else now_ns + round(patience_s * SECOND)
-        yield Request(f"r{k}", tenant, tokens, now_ns, deadline_ns, kind, tuple((tenant, b) for b in blocks))
+        yield PrefillRequest(f"r{k}", tenant, tokens, now_ns, deadline_ns, kind, tuple((tenant, b) for b in blocks))

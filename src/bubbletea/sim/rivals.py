@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from atlas.ir.program import Ints
-from bubbletea.admit.fit import NEVER, Ground, layer_ns, sent_ns
-from bubbletea.admit.jit import njit_anew
+from bubbletea.admit.fit import NEVER, WorkerArrays, layer_ns, sent_ns
+from bubbletea.admit.jit import njit_uncached
+from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest, PrefillSlice
 from bubbletea.admit.state import State
-from bubbletea.admit.words import Placement, Refusal, Request, Slice
 
 TURNS = 8
 """Periods ahead that are looked at."""
@@ -29,7 +29,7 @@ class Paper:
         """By period (in a ring) and window: filled up to."""
         self._turn = 0
 
-    def arrive(self, request: Request, now_ns: int) -> Sequence[Placement | Refusal]:
+    def arrive(self, request: PrefillRequest, now_ns: int) -> Sequence[Placement | AdmissionRefusal]:
         state = self.state
         self._forget(now_ns)
         stages = state.sizes[0]
@@ -37,20 +37,20 @@ class Paper:
         where = (state.workers, state.first_layer)
         lane = first_fit(state.ground, self._used, *where, request.prompt_tokens, now_ns, spans)
         if lane < 0:
-            return (Refusal(request, "too-long"),)
+            return (AdmissionRefusal(request, "too-long"),)
         best = spans[0]
         layer_bytes = request.prompt_tokens * state.ground.kv_bytes
         delivered = max(
             sent_ns(state.ground, int(state.workers[lane, j]), int(best[j, 1]), layer_bytes) for j in range(stages)
         )
         if request.deadline_ns is not None and delivered > request.deadline_ns:
-            return (Refusal(request, "deadline", delivered, now_ns + delivered - request.deadline_ns),)
+            return (AdmissionRefusal(request, "deadline", delivered, now_ns + delivered - request.deadline_ns),)
         slices = []
         for j in range(stages):
             start, end, turn, window = (int(x) for x in best[j])
             self._used[turn % TURNS, window] = end
             layers = state.lanes[lane].layers(j)
-            slices.append(Slice(int(state.workers[lane, j]), start, end, *layers, 0, request.prompt_tokens))
+            slices.append(PrefillSlice(int(state.workers[lane, j]), start, end, *layers, 0, request.prompt_tokens))
         ends = (request.prompt_tokens,)
         return (Placement(request, state.lanes[lane], 0, tuple(slices), ends, slices[-1].end_ns, delivered),)
 
@@ -65,9 +65,9 @@ class Paper:
         self._turn = max(self._turn, turn)
 
 
-@njit_anew
+@njit_uncached
 def first_fit(
-    ground: Ground, used: Ints, workers: Ints, first_layer: Ints, tokens: int, now_ns: int, spans: Ints
+    ground: WorkerArrays, used: Ints, workers: Ints, first_layer: Ints, tokens: int, now_ns: int, spans: Ints
 ) -> int:
     """The lane on which it can begin first, or -1; `spans[0]` is by stage: start, end, period, window."""
     found = -1
@@ -90,8 +90,8 @@ def first_fit(
     return found
 
 
-@njit_anew
-def one_bubble(ground: Ground, used: Ints, worker: int, from_ns: int, need_ns: int) -> tuple[int, int, int]:
+@njit_uncached
+def one_bubble(ground: WorkerArrays, used: Ints, worker: int, from_ns: int, need_ns: int) -> tuple[int, int, int]:
     """(start, period, window) of the first bubble with room for all of it; NEVER where none is long enough."""
     low, high = ground.ptr[worker], ground.ptr[worker + 1]
     origin = ground.anchor_ns + ground.phase_ns[worker]

@@ -22,12 +22,12 @@ from atlas.spec.model import Model
 from atlas.spec.plan import load_job_or_plan
 from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
+from bubbletea.admit.records import PrefillLane
 from bubbletea.admit.state import State
-from bubbletea.admit.words import Lane
 from bubbletea.bubbles import Forecast, Pattern, pattern_of
-from bubbletea.costs import LLAMA_3_8B, Costs, price_prefill
+from bubbletea.costs import LLAMA_3_8B, PrefillCosts, price_prefill
 from bubbletea.free_network import Residual, free_network, residual_of
-from bubbletea.traces import Trace
+from bubbletea.traces import RequestTrace
 
 TOOL_WAITS = "tool waits"
 """In place of a schedule: the windows are not training's (`waits`)."""
@@ -43,7 +43,7 @@ class Scene:
     schedule: str
     pattern: Pattern
     residual: Residual
-    costs: dict[str, Costs]
+    costs: dict[str, PrefillCosts]
     """By datacenter."""
     num_ranks: int
     cells: int
@@ -70,16 +70,16 @@ class Scene:
         }
 
     @property
-    def some_costs(self) -> Costs:
+    def some_costs(self) -> PrefillCosts:
         return next(iter(self.costs.values()))
 
-    def lanes(self, split: int | Sequence[int] | None, chunk: int) -> list[Lane]:
+    def lanes(self, split: int | Sequence[int] | None, chunk: int) -> list[PrefillLane]:
         return build_lanes(self.pattern, self.some_costs, split=split, num_ranks=self.num_ranks, chunk=chunk)
 
     def state(
         self,
         forecast: Forecast,
-        lanes: Sequence[Lane],
+        lanes: Sequence[PrefillLane],
         chunks: Sequence[int],
         *,
         kept: float = 0.0,
@@ -87,14 +87,14 @@ class Scene:
     ) -> State:
         return State(forecast, self.costs, lanes, residual=self.residual, chunks=chunks, kept=kept, aims=aims)
 
-    def capacity_tokens_per_s(self, trace: Trace, lanes: Sequence[Lane] | None = None) -> float:
+    def capacity_tokens_per_s(self, trace: RequestTrace, lanes: Sequence[PrefillLane] | None = None) -> float:
         """Prefill of the trace's prompts if the windows (of the lanes' workers) could be filled without a gap: what no
         packing exceeds."""
         workers = sorted({w for lane in lanes for w in lane.workers}) if lanes is not None else slice(None)
         idle_s_per_s = float(self.pattern.idle_ns[workers].sum()) / self.pattern.period_ns
         return idle_s_per_s * 1e9 / self.ns_per_token(trace)
 
-    def ns_per_token(self, trace: Trace) -> float:
+    def ns_per_token(self, trace: RequestTrace) -> float:
         """Accelerator time of the trace's prompts at the most efficient chunk."""
         lengths, counts = np.unique(trace.tokens, return_counts=True)
         times = np.array([self.some_costs.prompt_ns(int(n)) for n in lengths])
@@ -141,7 +141,7 @@ def scene_from(found: Result, *, model: Model = LLAMA_3_8B, cells: int | None = 
     )
 
 
-def _costs(job: Job, dc: str, model: Model) -> Costs:
+def _costs(job: Job, dc: str, model: Model) -> PrefillCosts:
     place = job.cluster.dc(dc)
     return price_prefill(
         job.cluster.gpu(dc),

@@ -20,11 +20,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from bubbletea.handoff.fetch import Ticket
 from bubbletea.handoff.identity import model_id
 from bubbletea.vllm.cache import PagedCache, Share
-from bubbletea.vllm.fetching import Wanted, fetch
-from bubbletea.vllm.loader import Load, Loader, Outcome
-from bubbletea.vllm.metrics import Counts, Metrics
-from bubbletea.vllm.orders import Orders, Terms
-from bubbletea.vllm.settings import Settings
+from bubbletea.vllm.fetching import WantedTokens, fetch
+from bubbletea.vllm.loader import KvLoad, Loader, LoadOutcome
+from bubbletea.vllm.metrics import ConnectorMetrics, Counts
+from bubbletea.vllm.orders import EngineLayout, Orders
+from bubbletea.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class Loads(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler's side to the workers', once a step."""
 
-    loads: list[Load[Ticket]]
+    loads: list[KvLoad[Ticket]]
 
 
 class BubbleTeaConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -55,17 +55,17 @@ class BubbleTeaConnector(KVConnectorBase_V1):  # type: ignore[misc]
             raise ValueError('write "kv_load_failure_policy": "recompute" into --kv-transfer-config: a load may fail')
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ValueError("this model keeps more than one kind of cache: serve it without the connector")
-        self._settings = Settings.of(transfer.kv_connector_extra_config)
+        self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
         self._block_tokens: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._orders = Orders(self._terms()) if role == KVConnectorRole.SCHEDULER else None
         self._loader: Loader[Ticket] | None = None
-        self._outcome = Outcome()
+        self._outcome = LoadOutcome()
         self._is_idle = True
 
-    def _terms(self) -> Terms:
+    def _terms(self) -> EngineLayout:
         model = self._vllm_config.model_config
         ours = self._settings.model or model_id(Path(model.model), str(model.dtype).removeprefix("torch."))
-        return Terms(ours, self._settings.token, self._block_tokens, frozenset(self._settings.peers))
+        return EngineLayout(ours, self._settings.token, self._block_tokens, frozenset(self._settings.peers))
 
     def shutdown(self) -> None:
         for part in (self._orders, self._loader):
@@ -103,7 +103,7 @@ class BubbleTeaConnector(KVConnectorBase_V1):  # type: ignore[misc]
         layers = self._vllm_config.compilation_config.static_forward_context
         share = Share(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
         cache = PagedCache({name: layers[name] for name in kv_caches}, self._block_tokens, share)
-        wanted = Wanted(
+        wanted = WantedTokens(
             layers=tuple(cache.layers),
             num_kv_heads=model.get_total_num_kv_heads(),
             head_width=model.get_head_size(),
@@ -150,8 +150,8 @@ class BubbleTeaConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return Counts(data=dict(data or {}))
 
     @classmethod
-    def build_prom_metrics(cls, *args: Any) -> Metrics:
-        return Metrics(*args)
+    def build_prom_metrics(cls, *args: Any) -> ConnectorMetrics:
+        return ConnectorMetrics(*args)
 
 
 def _prompt(request: Request) -> Sequence[int] | None:

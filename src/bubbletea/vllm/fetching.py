@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from atlas.errors import WorkerError
-from bubbletea.handoff.blocks import Block
+from bubbletea.handoff.blocks import KvBlock
 from bubbletea.handoff.fetch import Fetcher, Ticket
-from bubbletea.vllm.loader import Load
+from bubbletea.vllm.loader import KvLoad
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedTokens:
     """What a worker expects to be sent."""
 
     layers: tuple[int, ...]
@@ -30,11 +30,11 @@ class Wanted:
     block_tokens: int
 
 
-def fetch(load: Load[Ticket], wanted: Wanted, token: str, timeout_s: float) -> dict[int, Tensor]:
+def fetch(load: KvLoad[Ticket], wanted: WantedTokens, token: str, timeout_s: float) -> dict[int, Tensor]:
     """[2, K, L, E] by layer, complete; raises otherwise."""
     until = time.monotonic() + timeout_s
     first, stop = load.first_token, load.first_token + len(load.block_ids) * wanted.block_tokens
-    pieces: dict[int, list[Block]] = {layer: [] for layer in wanted.layers}
+    pieces: dict[int, list[KvBlock]] = {layer: [] for layer in wanted.layers}
     with Fetcher(load.ticket.host, load.ticket.port, token, "vllm worker") as fetcher:
         for block in fetcher.fetch(load.ticket, first, stop, wanted.layers):
             _require_expected(block, pieces, first, stop, wanted)
@@ -44,7 +44,9 @@ def fetch(load: Load[Ticket], wanted: Wanted, token: str, timeout_s: float) -> d
     return {layer: _joined(layer, blocks, first, stop) for layer, blocks in pieces.items()}
 
 
-def _require_expected(block: Block, pieces: dict[int, list[Block]], first: int, stop: int, wanted: Wanted) -> None:
+def _require_expected(
+    block: KvBlock, pieces: dict[int, list[KvBlock]], first: int, stop: int, wanted: WantedTokens
+) -> None:
     shape = (2, wanted.num_kv_heads, block.stop - block.start, wanted.head_width)
     if tuple(block.kv.shape) != shape or block.kv.dtype != wanted.dtype:
         raise WorkerError(
@@ -58,7 +60,7 @@ def _require_expected(block: Block, pieces: dict[int, list[Block]], first: int, 
         raise WorkerError(f"tokens {block.start} to {block.stop} of layer {block.layer} where {reached} is next")
 
 
-def _joined(layer: int, blocks: Sequence[Block], first: int, stop: int) -> Tensor:
+def _joined(layer: int, blocks: Sequence[KvBlock], first: int, stop: int) -> Tensor:
     reached = blocks[-1].stop if blocks else first
     if reached != stop:
         raise WorkerError(f"layer {layer} ends at token {reached} instead of {stop}")

@@ -32,7 +32,7 @@ TicketT = TypeVar("TicketT")
 
 
 @dataclass(frozen=True)
-class Load(Generic[TicketT]):
+class KvLoad(Generic[TicketT]):
     """A run of whole blocks to be filled, as the scheduler's side asks for it."""
 
     request_id: str
@@ -44,7 +44,7 @@ class Load(Generic[TicketT]):
 
 
 @dataclass
-class Outcome:
+class LoadOutcome:
     """Of one step."""
 
     finished: set[str] = field(default_factory=set)
@@ -55,7 +55,7 @@ class Outcome:
 
 @dataclass
 class _Arrival:
-    load: Load[Any]
+    load: KvLoad[Any]
     kv: dict[int, Tensor]
     """By layer, [2, K, L, E]; emptied as it is written."""
     num_bytes: int = 0
@@ -66,7 +66,7 @@ class Loader(Generic[TicketT]):
     """`fetch` runs on several threads and raises AtlasError or OSError where a load cannot be had as promised."""
 
     def __init__(
-        self, cache: PagedCache, fetch: Callable[[Load[TicketT]], Mapping[int, Tensor]], num_threads: int = 4
+        self, cache: PagedCache, fetch: Callable[[KvLoad[TicketT]], Mapping[int, Tensor]], num_threads: int = 4
     ) -> None:
         self.cache, self._fetch = cache, fetch
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="bubbletea")
@@ -74,13 +74,13 @@ class Loader(Generic[TicketT]):
         self._wake = threading.Event()
         self._num_under_way = 0
 
-    def begin(self, load: Load[TicketT]) -> None:
+    def begin(self, load: KvLoad[TicketT]) -> None:
         self._num_under_way += 1
         self._threads.submit(self._run, load)
 
-    def step(self, is_idle: bool) -> Outcome:
+    def step(self, is_idle: bool) -> LoadOutcome:
         """Writes what has come, as far as one step's time goes; what has ended, well or not."""
-        outcome = Outcome()
+        outcome = LoadOutcome()
         if is_idle and self._num_under_way and not self._arrived:
             self._wake.wait(IDLE_S)
         self._wake.clear()
@@ -99,7 +99,7 @@ class Loader(Generic[TicketT]):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- on our threads ----------------------------------------------------------------------------------------
-    def _run(self, load: Load[TicketT]) -> None:
+    def _run(self, load: KvLoad[TicketT]) -> None:
         arrival = _Arrival(load, {})
         try:
             arrival.kv = dict(self._fetch(load))
@@ -122,7 +122,7 @@ class Loader(Generic[TicketT]):
         except (RuntimeError, ValueError) as error:
             arrival.error = f"layer {layer} could not be written: {error}"
 
-    def _end(self, arrival: _Arrival, outcome: Outcome) -> None:
+    def _end(self, arrival: _Arrival, outcome: LoadOutcome) -> None:
         load = arrival.load
         self._num_under_way -= 1
         outcome.finished.add(load.request_id)

@@ -37,7 +37,7 @@ class Counts(KVConnectorStats):  # type: ignore[misc]
         return not any(self.data.values())
 
 
-class Metrics(KVConnectorPromMetrics):  # type: ignore[misc]
+class ConnectorMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._counters = {name: self._make(name, text) for name, text in COUNTS.items()}

@@ -16,13 +16,13 @@ from typing import Any
 from atlas.errors import AtlasError, WorkerError
 from bubbletea.handoff.fetch import Fetcher, Ticket
 from bubbletea.handoff.signature import require_genuine, require_prompt
-from bubbletea.vllm.loader import Load
+from bubbletea.vllm.loader import KvLoad
 
 log = logging.getLogger("vllm.bubbletea")
 
 
 @dataclass(frozen=True)
-class Terms:
+class EngineLayout:
     """What a hand-off must agree with to be taken."""
 
     model: str
@@ -48,12 +48,12 @@ class Terms:
 class Orders:
     """Called by vLLM's scheduler, on its thread. Requests are told apart by their ids."""
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: EngineLayout) -> None:
         self.terms = terms
         self._verdicts: dict[str, Ticket | None] = {}
         """Of every request that came with parameters of ours, until it ends; None: nothing (more) to load."""
-        self._new: list[Load[Ticket]] = []
-        self._under_way: dict[str, Load[Ticket]] = {}
+        self._new: list[KvLoad[Ticket]] = []
+        self._under_way: dict[str, KvLoad[Ticket]] = {}
         self._releases = ThreadPoolExecutor(1, thread_name_prefix="bubbletea-release")
 
     def num_loadable(
@@ -80,11 +80,11 @@ class Orders:
             return
         end = self._end(ticket, prompt)
         first, size = end - num_tokens, self.terms.block_tokens
-        load = Load(request_id, ticket, first, tuple(block_ids[first // size : end // size]))
+        load = KvLoad(request_id, ticket, first, tuple(block_ids[first // size : end // size]))
         self._under_way[request_id] = load
         self._new.append(load)
 
-    def take(self) -> list[Load[Ticket]]:
+    def take(self) -> list[KvLoad[Ticket]]:
         """What is to be loaded from this step on."""
         taken, self._new = self._new, []
         return taken

@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Settings:
+class ConnectorSettings:
     """`kv_connector_extra_config`, each key by the name of a field."""
 
     token_file: str
@@ -24,7 +24,7 @@ class Settings:
     """A load that takes longer is given up and recomputed."""
 
     @classmethod
-    def of(cls, extra: Mapping[str, Any]) -> Settings:
+    def of(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
         known = cls.__dataclass_fields__
         if unknown := sorted(set(extra) - set(known)):
             raise ValueError(f"kv_connector_extra_config: {unknown[0]!r} is not one of {', '.join(known)}")

@@ -20,7 +20,7 @@ from tvcache.rollout import Rollout
 from tvcache.tools import Tool
 
 
-class Group(Protocol):
+class ToolGroup(Protocol):
     """What is used of `skyrl_gym.tools.core.ToolGroup`: `execute_tool` looks tools up by `get_tool`."""
 
     get_tool: Callable[[str], Callable[..., Any] | None]
@@ -29,7 +29,7 @@ class Group(Protocol):
 
 
 def wrap(
-    group: Group,
+    group: ToolGroup,
     cache: Cache,
     *,
     task: str,

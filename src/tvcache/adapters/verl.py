@@ -27,7 +27,7 @@ from tvcache.environments.live import LiveEnvironment
 from tvcache.errors import TvcacheError
 from tvcache.keys import canonical
 from tvcache.rollout import Rollout
-from tvcache.stores import Store
+from tvcache.stores import CallStore
 from tvcache.tools import Effect, Tool
 
 _numbers = itertools.count(1)
@@ -168,7 +168,7 @@ def task_of(agent_data: Any) -> str:
     return hashlib.sha256(canonical(given)).hexdigest()
 
 
-def _store() -> Store | None:
+def _store() -> CallStore | None:
     url = os.environ.get(URL_VARIABLE)
     return Client(url, os.environ.get(TOKEN_VARIABLE, "")) if url else None
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tvcache.commands import number
 from tvcache.errors import TvcacheError
-from tvcache.replay import KEYINGS, Durations, Outcome, quantiles, replay, waits_file, without
+from tvcache.replay import KEYINGS, Durations, KeyingResult, quantiles, replay, waits_file, without
 from tvcache.show import duration
 from tvcache.tools import Effect
 from tvcache.trajectories import Recorded, Step, read
@@ -88,7 +88,7 @@ def _effects(args: argparse.Namespace, recorded: Recorded) -> Callable[[str], Ef
 
 
 def _figures(
-    recorded: Recorded, outcomes: list[Outcome], before: list[list[float]], timed: bool, args: argparse.Namespace
+    recorded: Recorded, outcomes: list[KeyingResult], before: list[list[float]], timed: bool, args: argparse.Namespace
 ) -> dict[str, Any]:
     whole_s = sum(wait for waits in before for wait in waits)
     rows = []

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tvcache.commands import certificates_of, connection_flags, number, token_of
-from tvcache.endpoint import Certificates, Endpoint, is_loopback
+from tvcache.endpoint import Certificates, HttpEndpoint, is_loopback
 from tvcache.errors import TvcacheError
 from tvcache.log import LogStore
 from tvcache.peers import Peers
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import uvicorn
 
-        from tvcache.server import Server
+        from tvcache.server import CacheServer
     except ImportError as error:
         raise TvcacheError(f"`tvcache serve` needs {error.name}: pip install 'atlas-bubbletea[tvcache]'") from None
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             )
         if certificates.cert is None:
             print("tvcache: without --cert and --key the token travels unencrypted", file=sys.stderr)
-    peers = Peers([Endpoint(url, token, certificates) for url in args.peer])
+    peers = Peers([HttpEndpoint(url, token, certificates) for url in args.peer])
     log = LogStore(args.log, fsync=args.fsync)
     gc.collect()
     gc.freeze()  # millions of entries that stay: collecting garbage among them stops the server for 100 ms
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     except BaseException:
         log.close()
         raise
-    server = Server(log, token, args.lease, peers)
+    server = CacheServer(log, token, args.lease, peers)
     scheme = "http" if certificates.cert is None else "https"
     print(f"tvcache: {scheme}://{args.host}:{listener.getsockname()[1]}, {len(log):,} values in {args.log}", flush=True)
     config = uvicorn.Config(

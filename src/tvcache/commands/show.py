@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tvcache.commands import DEFAULT_URL, certificates_of, connection_flags, token_of
-from tvcache.endpoint import Endpoint
+from tvcache.endpoint import HttpEndpoint
 from tvcache.errors import TvcacheError
 from tvcache.log import LogStore
 from tvcache.show import duration, page, summary
@@ -52,7 +52,7 @@ def _summary(args: argparse.Namespace) -> dict[str, Any]:
             return summary(log.records(), log.num_dropped, path.name)
         finally:
             log.close()
-    endpoint = Endpoint(args.source, token_of(args), certificates_of(args))
+    endpoint = HttpEndpoint(args.source, token_of(args), certificates_of(args))
     try:
         status, _, data = endpoint.request("GET", "/v1/summary", None, 120.0)
         found: dict[str, Any] = json.loads(data)

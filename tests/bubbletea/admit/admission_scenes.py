@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from atlas.spec.model import Model
 from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
+from bubbletea.admit.records import PrefillRequest
 from bubbletea.admit.state import State
-from bubbletea.admit.words import Request
 from bubbletea.bubbles import Forecast, Pattern
-from bubbletea.costs import Costs, LayerTime
+from bubbletea.costs import LayerTime, PrefillCosts
 from bubbletea.free_network import Residual
 
 MS = 1_000_000
 MODEL = Model(family="llama", layers=6, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=256, seq_len=4096)
-COSTS = Costs(MODEL, LayerTime(50_000, 100_000, 2_000, 0.01), 200_000, 24e9, 12.5e9, 20_000)
+COSTS = PrefillCosts(MODEL, LayerTime(50_000, 100_000, 2_000, 0.01), 200_000, 24e9, 12.5e9, 20_000)
 
 
 def pattern(windows: list[list[tuple[int, int]]], period_ns: int, memory_bytes: int = 2**40, dcs: int = 1) -> Pattern:
@@ -63,7 +63,7 @@ def patterns(draw: st.DrawFn) -> Pattern:
     return pattern(windows, period)
 
 
-def requests(max_tokens: int = 1500) -> st.SearchStrategy[list[Request]]:
+def requests(max_tokens: int = 1500) -> st.SearchStrategy[list[PrefillRequest]]:
     """Arrivals in order, some with deadlines, some offline."""
     one = st.tuples(
         st.integers(0, 30),
@@ -73,13 +73,13 @@ def requests(max_tokens: int = 1500) -> st.SearchStrategy[list[Request]]:
         st.sampled_from(["a", "b"]),
     )
 
-    def arrive(rows: list[tuple[int, int, int | None, str, str]]) -> list[Request]:
+    def arrive(rows: list[tuple[int, int, int | None, str, str]]) -> list[PrefillRequest]:
         now, found = 0, []
         for k, (gap, tokens, patience, kind, tenant) in enumerate(rows):
             now += gap * MS
             deadline = None if patience is None else now + patience * MS
             hashes = tuple((tenant, tokens % 3, block) for block in range(tokens // 512))
-            found.append(Request(f"r{k}", tenant, tokens, now, deadline, kind, hashes))  # type: ignore[arg-type]
+            found.append(PrefillRequest(f"r{k}", tenant, tokens, now, deadline, kind, hashes))  # type: ignore[arg-type]
         return found
 
     return st.lists(one, min_size=1, max_size=12).map(arrive)

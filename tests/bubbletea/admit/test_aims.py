@@ -8,8 +8,8 @@ from admission_scenes import COSTS, MS, pattern, state_of
 from bubbletea.admit import decide
 from bubbletea.admit.aims import LATEST_NS, RETRY_NS, Aims
 from bubbletea.admit.decide import admit, advance, cancel
+from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest
 from bubbletea.admit.state import State
-from bubbletea.admit.words import Placement, Refusal, Request
 
 PERIOD = 100 * MS
 SLOW = decide.LOOKED + 6
@@ -28,11 +28,11 @@ def scarce(late: float) -> State:
     return state_of(pattern([[*drops, (500 * MS, 1000 * MS)]], 1000 * MS), 1, aims=Aims(late=late))
 
 
-def ask(name: str, tokens: int, now: int = 0, patience: int = 150 * MS) -> Request:
-    return Request(name, "t", tokens, now, now + patience)
+def ask(name: str, tokens: int, now: int = 0, patience: int = 150 * MS) -> PrefillRequest:
+    return PrefillRequest(name, "t", tokens, now, now + patience)
 
 
-def placed(found: Placement | Refusal | None) -> Placement:
+def placed(found: Placement | AdmissionRefusal | None) -> Placement:
     assert isinstance(found, Placement)
     return found
 
@@ -59,7 +59,7 @@ def test_as_many_are_late_as_may_be_and_the_others_refused() -> None:
         placed(admit(state, ask(f"short{k}", 10), k * MS))
     found = [admit(state, ask(f"long{k}", 4000, now=10 * MS), 10 * MS) for k in range(3)]
     assert found[0] is None
-    assert all(isinstance(one, Refusal) for one in found[1:])
+    assert all(isinstance(one, AdmissionRefusal) for one in found[1:])
     assert state.num_waiting == 4
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 from admission_scenes import COSTS, MS, pattern, state_of
 
 from atlas.errors import AtlasError
+from bubbletea.admit import fit
 from bubbletea.admit.decide import admit, advance, cancel, complete, late, reforecast
+from bubbletea.admit.jit import cache_folder
 from bubbletea.admit.lanes import build_lanes, deal, need_bytes
-from bubbletea.admit.words import Placement, Refusal, Request
+from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest
 from bubbletea.free_network import Residual
 
 OPEN = [[(0, 100 * MS)], [(0, 100 * MS)]]
@@ -17,11 +22,11 @@ OPEN = [[(0, 100 * MS)], [(0, 100 * MS)]]
 
 def ask(
     name: str, tokens: int, now: int = 0, deadline: int | None = None, tenant: str = "t", **more: object
-) -> Request:
-    return Request(name, tenant, tokens, now, deadline, **more)  # type: ignore[arg-type]
+) -> PrefillRequest:
+    return PrefillRequest(name, tenant, tokens, now, deadline, **more)  # type: ignore[arg-type]
 
 
-def placed(found: Placement | Refusal | None) -> Placement:
+def placed(found: Placement | AdmissionRefusal | None) -> Placement:
     assert isinstance(found, Placement)
     return found
 
@@ -77,7 +82,7 @@ def test_the_end_of_a_patience_is_kept_for_long_prompts() -> None:
         found[kept] = admit(state, ask("short", 50, deadline=100 * MS), 0)
     assert isinstance(found[0.0], Placement)
     refusal = found[0.2]
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, AdmissionRefusal)
     assert refusal.reason == "deadline"
     assert refusal.fits_at_ns == found[0.0].delivered_ns
 
@@ -87,7 +92,7 @@ def test_nobody_is_pushed_past_a_deadline() -> None:
     first = placed(admit(state, ask("first", 2000, deadline=30 * MS), 0))
     tight = placed(admit(state, ask("tight", 1000, deadline=first.delivered_ns + 25 * MS), 0))
     found = admit(state, ask("hurried", 2000, deadline=tight.request.deadline_ns - MS), 0)  # type: ignore[operator]
-    assert isinstance(found, Refusal)
+    assert isinstance(found, AdmissionRefusal)
     assert state.placement("tight").delivered_ns <= tight.request.deadline_ns  # type: ignore[operator]
 
 
@@ -152,7 +157,7 @@ def test_two_prompts_that_do_not_fit_together_take_turns_in_memory() -> None:
     ends = max(s.end_ns for s in first.slices if s.worker == worker)
     begins = min(s.start_ns for s in second.slices if s.worker == worker)
     assert begins > ends, "its KV is copied out first"
-    assert isinstance(admit(state, ask("c", most + 1), 0), Refusal)
+    assert isinstance(admit(state, ask("c", most + 1), 0), AdmissionRefusal)
 
 
 def test_what_is_late_is_placed_behind_what_has_begun() -> None:
@@ -190,3 +195,15 @@ def test_layers_are_dealt_by_the_length_of_windows() -> None:
 def test_no_room_anywhere_is_told() -> None:
     with pytest.raises(AtlasError, match="roomiest worker"):
         build_lanes(pattern(OPEN, 100 * MS, memory_bytes=1), COSTS, num_ranks=1, chunk=256)
+
+
+def test_machine_code_of_another_source_text_is_not_read(tmp_path: Path) -> None:
+    """An index that names a class which was renamed since cannot be unpickled."""
+    source = tmp_path / "fit.py"
+    folders = set()
+    for text in ("class Ground: ...", "class WorkerArrays: ..."):
+        source.write_text(text)
+        folders.add(cache_folder(source))
+    assert len(folders) == 2
+    kept = fit.place._cache.cache_path  # type: ignore[attr-defined]
+    assert Path(kept).is_relative_to(cache_folder(Path(fit.__file__))) or os.environ.get("NUMBA_CACHE_DIR")

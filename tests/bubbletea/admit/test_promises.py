@@ -17,8 +17,8 @@ from bubbletea.admit import lanes
 from bubbletea.admit.aims import Aims
 from bubbletea.admit.decide import admit, advance, cancel, complete, late, reforecast
 from bubbletea.admit.lanes import KV_TOKENS, need_bytes
+from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest, PrefillSlice
 from bubbletea.admit.state import State
-from bubbletea.admit.words import Placement, Refusal, Request, Slice
 from bubbletea.bubbles import Pattern
 from bubbletea.costs import grain_of
 
@@ -27,7 +27,7 @@ SHORTER = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 AIMS = st.sampled_from([Aims(), Aims(goal_s=0.02, late=0.5)])
 
 
-def play(state: State, arriving: list[Request]) -> list[Placement]:
+def play(state: State, arriving: list[PrefillRequest]) -> list[Placement]:
     """Everything let in, as finally placed."""
     for request in arriving:
         admit(state, request, request.arrival_ns)
@@ -35,7 +35,7 @@ def play(state: State, arriving: list[Request]) -> list[Placement]:
     return [state.placement(name) for name in state.lane_of]
 
 
-def fits(state: State, piece: Slice) -> bool:
+def fits(state: State, piece: PrefillSlice) -> bool:
     return any(
         w.start_ns <= piece.start_ns and piece.end_ns <= w.end_ns
         for w in state.forecast.ahead(piece.worker, piece.start_ns, piece.end_ns)
@@ -45,7 +45,7 @@ def fits(state: State, piece: Slice) -> bool:
 @settings(max_examples=30)
 @given(patterns(), SPLITS, requests(), AIMS)
 def test_no_slice_leaves_its_window_and_no_two_meet(
-    made: Pattern, split: int, arriving: list[Request], aims: Aims
+    made: Pattern, split: int, arriving: list[PrefillRequest], aims: Aims
 ) -> None:
     state = state_of(made, split, aims=aims)
     by_worker = defaultdict(list)
@@ -62,7 +62,7 @@ def test_no_slice_leaves_its_window_and_no_two_meet(
 @settings(max_examples=30)
 @given(patterns(), SPLITS, requests(), AIMS)
 def test_layers_and_chunks_come_in_order_and_all_of_them(
-    made: Pattern, split: int, arriving: list[Request], aims: Aims
+    made: Pattern, split: int, arriving: list[PrefillRequest], aims: Aims
 ) -> None:
     state = state_of(made, split, aims=aims)
     for placement in play(state, arriving):
@@ -92,7 +92,7 @@ def test_layers_and_chunks_come_in_order_and_all_of_them(
 
 @settings(max_examples=30)
 @given(patterns(), SPLITS, requests(), st.integers(1600, 4000))
-def test_memory_is_never_exceeded(made: Pattern, split: int, arriving: list[Request], tokens: int) -> None:
+def test_memory_is_never_exceeded(made: Pattern, split: int, arriving: list[PrefillRequest], tokens: int) -> None:
     share = MODEL.layers // split
     ends = need_bytes(COSTS, share, 256, first=True, last=split == 1)
     room = ends + (tokens - KV_TOKENS) * share * COSTS.kv_bytes
@@ -114,7 +114,7 @@ def test_memory_is_never_exceeded(made: Pattern, split: int, arriving: list[Requ
 @settings(max_examples=30)
 @given(patterns(), SPLITS, requests(), AIMS)
 def test_who_was_let_in_with_a_deadline_keeps_it(
-    made: Pattern, split: int, arriving: list[Request], aims: Aims
+    made: Pattern, split: int, arriving: list[PrefillRequest], aims: Aims
 ) -> None:
     for placement in play(state_of(made, split, aims=aims), arriving):
         if placement.request.deadline_ns is not None and placement.request.kind == "online":
@@ -124,14 +124,14 @@ def test_who_was_let_in_with_a_deadline_keeps_it(
 @settings(max_examples=30)
 @given(patterns(), SPLITS, requests(), st.integers(1, 1500), st.sampled_from([None, 40, 5000]))
 def test_a_request_cancelled_at_once_leaves_no_trace(
-    made: Pattern, split: int, arriving: list[Request], tokens: int, patience: int | None
+    made: Pattern, split: int, arriving: list[PrefillRequest], tokens: int, patience: int | None
 ) -> None:
     state = state_of(made, split)
     play(state, arriving)
     now = arriving[-1].arrival_ns + MS
     before = state.snapshot()
     deadline = None if patience is None else now + patience * MS
-    found = admit(state, Request("new", "c", tokens, now, deadline), now)
+    found = admit(state, PrefillRequest("new", "c", tokens, now, deadline), now)
     if isinstance(found, Placement):
         cancel(state, "new", now)
     assert state.snapshot() == before
@@ -140,17 +140,17 @@ def test_a_request_cancelled_at_once_leaves_no_trace(
 @settings(max_examples=30)
 @given(patterns(), SPLITS, requests(), st.integers(1, 1500))
 def test_a_refused_request_fits_when_it_was_told(
-    made: Pattern, split: int, arriving: list[Request], tokens: int
+    made: Pattern, split: int, arriving: list[PrefillRequest], tokens: int
 ) -> None:
     state = state_of(made, split)
     play(state, [r for r in arriving if r.kind == "online"])
     now = arriving[-1].arrival_ns
-    found = admit(state, Request("new", "a", tokens, now, now + MS), now)
-    if isinstance(found, Refusal) and found.reason == "deadline":
+    found = admit(state, PrefillRequest("new", "a", tokens, now, now + MS), now)
+    if isinstance(found, AdmissionRefusal) and found.reason == "deadline":
         assert found.fits_at_ns is not None
         assert found.retry_at_ns is not None
         assert found.fits_at_ns > now + MS
-        again = admit(state, Request("again", "a", tokens, now, found.fits_at_ns), now)
+        again = admit(state, PrefillRequest("again", "a", tokens, now, found.fits_at_ns), now)
         assert isinstance(again, Placement)
         assert again.delivered_ns <= found.fits_at_ns
 
@@ -158,7 +158,7 @@ def test_a_refused_request_fits_when_it_was_told(
 @settings(max_examples=30)
 @given(patterns(), SPLITS, requests(), st.integers(0, 40))
 def test_time_passes_and_what_is_late_is_placed_again(
-    made: Pattern, split: int, arriving: list[Request], when: int
+    made: Pattern, split: int, arriving: list[PrefillRequest], when: int
 ) -> None:
     state = state_of(made, split)
     play(state, arriving)
@@ -177,7 +177,7 @@ def test_time_passes_and_what_is_late_is_placed_again(
 @settings(max_examples=30)
 @given(patterns(), SPLITS, requests(6000), st.lists(st.tuples(st.integers(0, 60), SHORTER), min_size=1, max_size=4))
 def test_windows_that_shrink_lose_no_request(
-    made: Pattern, split: int, arriving: list[Request], periods: list[tuple[int, float]]
+    made: Pattern, split: int, arriving: list[PrefillRequest], periods: list[tuple[int, float]]
 ) -> None:
     """As when workers restart: waits that were learnt become too short for a layer, on some lanes or on all."""
     state = state_of(made, split)

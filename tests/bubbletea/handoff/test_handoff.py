@@ -17,31 +17,31 @@ import torch
 from prefill_samples import LLAMA
 
 from atlas.errors import AtlasError, WorkerError
-from bubbletea.frames import PROOF, Frame, greet, pack, receive, send
-from bubbletea.handoff.blocks import FETCH, KV, Block, bytes_of, pack_block, unpack_block
-from bubbletea.handoff.door import Door, own_address
+from bubbletea.frames import PROOF, WireFrame, greet, pack, receive, send
+from bubbletea.handoff.blocks import FETCH, KV, KvBlock, bytes_of, pack_block, unpack_block
 from bubbletea.handoff.fetch import Fetcher, Ticket
-from bubbletea.handoff.store import Parcel, Store
+from bubbletea.handoff.kv_server import KvServer, own_address
+from bubbletea.handoff.kv_store import KvStore, Parcel
 from bubbletea.prefill.shard import Served
 
 SERVED = Served(LLAMA)
 T = TypeVar("T")
 
 
-def filled(store: Store, ticket: str = "t1", length: int = 40) -> Parcel:
+def filled(store: KvStore, ticket: str = "t1", length: int = 40) -> Parcel:
     parcel = store.reserve(ticket, length, length + 8)
     assert parcel is not None
     for layer in range(4):
         for start, stop in ((0, 32), (32, length)):
-            parcel.put(Block(ticket, SERVED.id, layer, start, stop, torch.randn(2, 2, stop - start, 16)))
+            parcel.put(KvBlock(ticket, SERVED.id, layer, start, stop, torch.randn(2, 2, stop - start, 16)))
     return parcel
 
 
-def with_door(store: Store, talk: Callable[[Door], T]) -> T:
+def with_door(store: KvStore, talk: Callable[[KvServer], T]) -> T:
     """`talk` on a thread of its own, as a decode engine would be a process of its own."""
 
     async def main() -> T:
-        door = Door(store, "secret")
+        door = KvServer(store, "secret")
         await door.start("127.0.0.1", 0)
         try:
             return await asyncio.to_thread(talk, door)
@@ -52,11 +52,11 @@ def with_door(store: Store, talk: Callable[[Door], T]) -> T:
 
 
 def test_a_decode_engine_fetches_what_was_put_in() -> None:
-    store = Store(SERVED, 1 << 24)
+    store = KvStore(SERVED, 1 << 24)
     parcel = filled(store)
     assert parcel.is_complete
 
-    def talk(door: Door) -> None:
+    def talk(door: KvServer) -> None:
         ticket = Ticket.of(door.params(parcel))
         assert ticket is not None
         with Fetcher(ticket.host, ticket.port, "secret") as fetcher:
@@ -75,10 +75,10 @@ def test_a_decode_engine_fetches_what_was_put_in() -> None:
 
 
 def test_who_does_not_hold_the_token_gets_nothing() -> None:
-    store = Store(SERVED, 1 << 24)
+    store = KvStore(SERVED, 1 << 24)
     parcel = filled(store)
 
-    def talk(door: Door) -> None:
+    def talk(door: KvServer) -> None:
         with pytest.raises(WorkerError):
             Fetcher(*door.address, "guess")
         assert Ticket.of(door.params(parcel) | {"remote_engine_id": "other"}) is None
@@ -88,10 +88,10 @@ def test_who_does_not_hold_the_token_gets_nothing() -> None:
 
 @pytest.mark.parametrize("said", [{"proof": "\u00e9"}, {"proof": "\ud800", "nonce": "\ud800"}, {"proof": [1]}, {}])
 def test_strange_proofs_are_refused_and_the_door_stays_open(said: dict[str, object]) -> None:
-    store = Store(SERVED, 1 << 24)
+    store = KvStore(SERVED, 1 << 24)
     parcel = filled(store)
 
-    def talk(door: Door) -> None:
+    def talk(door: KvServer) -> None:
         with socket.create_connection(door.address, 5) as sock:
             receive(sock)
             send(sock, PROOF, said)
@@ -119,23 +119,23 @@ def frame(num_payload: int, text: bytes) -> bytes:
     ids=["1 GiB", "60,000 brackets", "4,000 brackets", "HTTP"],
 )
 def test_before_the_proof_only_little_is_read(said: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    def talk(door: Door) -> None:
+    def talk(door: KvServer) -> None:
         with socket.create_connection(door.address, 5) as sock:
             receive(sock)
             with contextlib.suppress(ConnectionError):
                 sock.sendall(said)
                 assert sock.recv(1) == b"", "closed at once: nothing of the payload was sent"
 
-    with_door(Store(SERVED, 1 << 24), talk)
+    with_door(KvStore(SERVED, 1 << 24), talk)
     assert [record.levelname for record in caplog.records] == ["WARNING"], "one line, no traceback"
 
 
 @pytest.mark.parametrize("fields", [b"[" * 60_000, b'{"ticket": "t", "start": 1e999}', b'{"ticket": "t", "layers": 5}'])
 def test_behind_the_proof_nonsense_ends_the_connection(fields: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    store = Store(SERVED, 1 << 24)
+    store = KvStore(SERVED, 1 << 24)
     ticket = filled(store).ticket
 
-    def talk(door: Door) -> None:
+    def talk(door: KvServer) -> None:
         with socket.create_connection(door.address, 5) as sock:
             greet(sock, "secret", {})
             sock.settimeout(5)
@@ -152,7 +152,7 @@ def test_behind_the_proof_nonsense_ends_the_connection(fields: bytes, caplog: py
 
 
 def test_a_door_beyond_loopback_must_be_wanted() -> None:
-    door = Door(Store(SERVED, 0), "secret")
+    door = KvServer(KvStore(SERVED, 0), "secret")
     with pytest.raises(AtlasError, match="others could listen in"):
         asyncio.run(door.start("0.0.0.0", 0))
 
@@ -163,29 +163,29 @@ def test_a_door_on_every_address_names_one_that_can_be_dialled() -> None:
 
 
 def test_a_damaged_block_is_an_error() -> None:
-    fields, payload = pack_block(Block("t", SERVED.id, 0, 0, 3, torch.randn(2, 2, 3, 16)))
-    good = unpack_block(Frame(KV, fields, bytes(payload)), model=SERVED.id)
+    fields, payload = pack_block(KvBlock("t", SERVED.id, 0, 0, 3, torch.randn(2, 2, 3, 16)))
+    good = unpack_block(WireFrame(KV, fields, bytes(payload)), model=SERVED.id)
     assert bytes_of(good.kv) == payload
     spoilt = bytearray(payload)
     spoilt[17] ^= 1
     with pytest.raises(WorkerError, match="damaged"):
-        unpack_block(Frame(KV, fields, spoilt))
+        unpack_block(WireFrame(KV, fields, spoilt))
     with pytest.raises(WorkerError, match="same model"):
-        unpack_block(Frame(KV, fields, payload), model="other")
+        unpack_block(WireFrame(KV, fields, payload), model="other")
     for change in ({"v": 2}, {"shape": [2, 2, 4, 16]}, {"dtype": "int8"}, {"layer": -1}, {"stop": "x"}, {"shape": 3}):
         with pytest.raises(WorkerError):
-            unpack_block(Frame(KV, fields | change, payload))
+            unpack_block(WireFrame(KV, fields | change, payload))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_every_dtype_travels(dtype: torch.dtype) -> None:
     kv = torch.randn(2, 2, 5, 16).to(dtype)
-    fields, payload = pack_block(Block("t", "m", 1, 2, 7, kv))
-    assert torch.equal(unpack_block(Frame(KV, fields, bytearray(payload))).kv, kv)
+    fields, payload = pack_block(KvBlock("t", "m", 1, 2, 7, kv))
+    assert torch.equal(unpack_block(WireFrame(KV, fields, bytearray(payload))).kv, kv)
 
 
 def test_the_store_keeps_its_budget() -> None:
-    store = Store(SERVED, 100 * 4 * 2 * 2 * 16 * 4)
+    store = KvStore(SERVED, 100 * 4 * 2 * 2 * 16 * 4)
     assert store.reserve("a", 60, 60) is not None
     assert store.reserve("b", 41, 41) is None
     assert store.reserve("b", 40, 40) is not None
@@ -196,7 +196,7 @@ def test_the_store_keeps_its_budget() -> None:
 
 
 def test_the_store_knows_when_enough_will_be_back() -> None:
-    store = Store(SERVED, 100 * 4 * 2 * 2 * 16 * 4)
+    store = KvStore(SERVED, 100 * 4 * 2 * 2 * 16 * 4)
     for ticket, expected_s in (("a", 7.0), ("b", 3.0), ("c", 5.0)):
         parcel = store.reserve(ticket, 30, 30)
         assert parcel is not None
@@ -210,7 +210,7 @@ def test_the_store_knows_when_enough_will_be_back() -> None:
 
 def test_no_tenant_takes_all_of_the_store() -> None:
     """A quarter is divided by weight: 5 tokens for each of four, 5 + 5 for the one who counts twice."""
-    store = Store(SERVED, 100 * 4 * 2 * 2 * 16 * 4, {"a": 1.0, "b": 1.0, "c": 2.0, "d": 1.0})
+    store = KvStore(SERVED, 100 * 4 * 2 * 2 * 16 * 4, {"a": 1.0, "b": 1.0, "c": 2.0, "d": 1.0})
     taken = sum(store.reserve(f"a{n}", 1, 1, "a") is not None for n in range(200))
     assert taken == 80, "all but what is set aside for the others"
     assert store.room_at_s(1, "a") == math.inf
@@ -227,20 +227,20 @@ def test_no_tenant_takes_all_of_the_store() -> None:
 
 def test_one_tenant_alone_may_use_all_of_the_store() -> None:
     for weights in (None, {"a": 2.0}):
-        store = Store(SERVED, 100 * 4 * 2 * 2 * 16 * 4, weights)
+        store = KvStore(SERVED, 100 * 4 * 2 * 2 * 16 * 4, weights)
         assert store.reserve("t", 100, 100, "a") is not None
 
 
 def test_a_parcel_with_a_hole_is_not_complete() -> None:
-    store = Store(SERVED, 1 << 24)
+    store = KvStore(SERVED, 1 << 24)
     parcel = store.reserve("t", 40, 40)
     assert parcel is not None
     for layer in range(4):
-        parcel.put(Block("t", SERVED.id, layer, 0, 16, torch.zeros(2, 2, 16, 16)))
-        parcel.put(Block("t", SERVED.id, layer, 24, 40, torch.zeros(2, 2, 16, 16)))
+        parcel.put(KvBlock("t", SERVED.id, layer, 0, 16, torch.zeros(2, 2, 16, 16)))
+        parcel.put(KvBlock("t", SERVED.id, layer, 24, 40, torch.zeros(2, 2, 16, 16)))
     assert parcel.num_complete == 16
     with pytest.raises(WorkerError, match="no place"):
-        parcel.put(Block("t", SERVED.id, 4, 0, 16, torch.zeros(2, 2, 16, 16)))
+        parcel.put(KvBlock("t", SERVED.id, 4, 0, 16, torch.zeros(2, 2, 16, 16)))
 
 
 def test_frames_are_bounded(tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from atlas.runtime.device import Span
 from atlas.runtime.models.block import KvSlab
 from atlas.runtime.waits import Position
 from bubbletea.prefill.arena import Arena
-from bubbletea.prefill.engine import Engine
+from bubbletea.prefill.engine import PrefillEngine
 from bubbletea.prefill.filling import Filling
 from bubbletea.prefill.guard import Guard
 from bubbletea.prefill.idle import Idle, Wait, attribute
-from bubbletea.prefill.job import Task, even_ends
-from bubbletea.prefill.pace import Pace
-from bubbletea.prefill.shard import Served, Shard
+from bubbletea.prefill.job import PrefillTask, even_ends
+from bubbletea.prefill.piece_times import PieceTimes
+from bubbletea.prefill.shard import ModelShard, Served
 
 MARGIN_NS = 100 * US
 TINY = Served(replace(LLAMA, width=16, num_heads=1, num_kv_heads=1, ffn_width=16))
@@ -32,7 +32,7 @@ ARRIVE_NS = (100 * MS, 250 * MS)
 """Two inputs a period; behind each, two ops of training."""
 
 
-class Idler(Shard):
+class Idler(ModelShard):
     """Its layers compute nothing: only how long they are said to take matters here."""
 
     def layer(self, index: int, x: Tensor, slab: KvSlab) -> Tensor:
@@ -43,23 +43,23 @@ class Idler(Shard):
 class Endless(Collector):
     """Prompts without end: one that is done is offered again."""
 
-    engine: Engine
+    engine: PrefillEngine
 
     def kv(self, *_: object) -> None: ...
 
-    def done(self, task: Task) -> None:
+    def done(self, task: PrefillTask) -> None:
         self.offer(task.job + 8)
 
     def offer(self, job: int) -> None:
         length = 2 * CHUNK
-        self.engine.offer(Task(job, 0, length, 0, even_ends(0, length, CHUNK), 0, job), [1] * length)
+        self.engine.offer(PrefillTask(job, 0, length, 0, even_ends(0, length, CHUNK), 0, job), [1] * length)
 
 
-def endless() -> Engine:
-    pace = Pace(TINY.config)
+def endless() -> PrefillEngine:
+    pace = PieceTimes(TINY.config)
     pace.calibrate((8, 280 * US), (CHUNK, 1800 * US))
     outlet = Endless(TINY, 2 * CHUNK)
-    outlet.engine = Engine(Idler(TINY, TINY.cuts((4,))[0], Arena(8 << 20, 64 << 20)), outlet, pace=pace)
+    outlet.engine = PrefillEngine(Idler(TINY, TINY.cuts((4,))[0], Arena(8 << 20, 64 << 20)), outlet, pace=pace)
     for job in range(8):
         outlet.offer(job)
     return outlet.engine

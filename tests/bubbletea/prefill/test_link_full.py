@@ -13,9 +13,9 @@ from prefill_samples import LLAMA
 
 from bubbletea.frames import receive
 from bubbletea.prefill import service_link as module
-from bubbletea.prefill.job import Piece, Task
+from bubbletea.prefill.job import PrefillPiece, PrefillTask
 from bubbletea.prefill.messages import DONE, FAILED, READY
-from bubbletea.prefill.service_link import Link
+from bubbletea.prefill.service_link import ServiceLink
 from bubbletea.prefill.shard import Served
 
 
@@ -24,15 +24,15 @@ def test_a_service_that_does_not_read_makes_the_link_full(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "dial", lambda address: here)
     monkeypatch.setattr(module, "greet", lambda sock, token, who: {"now_ns": time.monotonic_ns(), "order": {}})
     monkeypatch.setattr(module, "MAX_PENDING_BYTES", 1 << 20)
-    link, served = Link("unix:nobody", "token", {}), Served(LLAMA)
+    link, served = ServiceLink("unix:nobody", "token", {}), Served(LLAMA)
     shard, changed = SimpleNamespace(served=served), threading.Event()
     link.serve(SimpleNamespace(shard=shard, changed=changed, cancel_all=lambda: None))  # type: ignore[arg-type]
-    task, num = Task(1, 0, 4096, 0, (4096,), 0, 0), 4096
+    task, num = PrefillTask(1, 0, 4096, 0, (4096,), 0, 0), 4096
     kv = torch.zeros(2, LLAMA.num_kv_heads, num, LLAMA.head_width)
     assert kv.nbytes == num * served.kv_bytes_per_layer_token
     assert not link.is_full
     for layer in range(4):
-        link.kv(task, Piece(0, 0, num, layer), lambda: kv)
+        link.kv(task, PrefillPiece(0, 0, num, layer), lambda: kv)
     assert link.is_full
     read, deadline = 0, time.monotonic() + 10
     there.settimeout(0.2)
@@ -48,7 +48,7 @@ def test_a_frame_that_cannot_be_made_fails_its_task_and_the_next_one_leaves(monk
     here, there = socket.socketpair()
     monkeypatch.setattr(module, "dial", lambda address: here)
     monkeypatch.setattr(module, "greet", lambda sock, token, who: {"now_ns": time.monotonic_ns(), "order": {}})
-    link, cancelled = Link("unix:nobody", "token", {}), list[tuple[int, int]]()
+    link, cancelled = ServiceLink("unix:nobody", "token", {}), list[tuple[int, int]]()
     engine = SimpleNamespace(
         shard=SimpleNamespace(served=Served(LLAMA)),
         changed=threading.Event(),
@@ -56,12 +56,12 @@ def test_a_frame_that_cannot_be_made_fails_its_task_and_the_next_one_leaves(monk
         cancel=lambda job, attempt: cancelled.append((job, attempt)),
     )
     link.serve(engine)  # type: ignore[arg-type]
-    lost, kept = Task(1, 0, 16, 0, (16,), 0, 0), Task(2, 0, 16, 0, (16,), 0, 0)
+    lost, kept = PrefillTask(1, 0, 16, 0, (16,), 0, 0), PrefillTask(2, 0, 16, 0, (16,), 0, 0)
 
     def broken() -> torch.Tensor:
         raise RuntimeError("an illegal memory access was encountered")
 
-    link.kv(lost, Piece(0, 0, 16, 0), broken)
+    link.kv(lost, PrefillPiece(0, 0, 16, 0), broken)
     link.done(kept)
     there.settimeout(10)
     frames = [receive(there) for _ in range(3)]

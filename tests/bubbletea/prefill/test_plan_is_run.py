@@ -8,11 +8,11 @@ from prefill_samples import LLAMA, Collector, make_stages, step
 
 from bubbletea.admit.decide import admit
 from bubbletea.admit.lanes import build_lanes
+from bubbletea.admit.records import Placement, PrefillRequest
 from bubbletea.admit.state import State
-from bubbletea.admit.words import Placement, Request
 from bubbletea.bubbles import Forecast, Pattern
 from bubbletea.costs import LayerTime
-from bubbletea.prefill.job import HEAD, Piece, Task
+from bubbletea.prefill.job import HEAD, PrefillPiece, PrefillTask
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.assemble import costs_of
 
@@ -21,7 +21,7 @@ HEAD_NS = 200_000
 LENGTHS_NS = np.array([900_000, 350_000, 1_700_000, 640_000, 120_000, 2_300_000, 480_000])
 
 
-def took_ns(piece: Piece) -> int:
+def took_ns(piece: PrefillPiece) -> int:
     return HEAD_NS if piece.layer == HEAD else LAYER(piece.last - piece.first, piece.first)
 
 
@@ -43,7 +43,7 @@ def test_a_worker_cuts_layers_as_admission_has(length: int, chunk: int) -> None:
     )
     costs = costs_of(served, LAYER, HEAD_NS)
     lanes = build_lanes(forecast.pattern, costs, split=1, num_ranks=1, chunk=chunk)
-    plan = admit(State(forecast, costs, lanes, chunks=(chunk,)), Request("a", "t", length, 0), 0)
+    plan = admit(State(forecast, costs, lanes, chunks=(chunk,)), PrefillRequest("a", "t", length, 0), 0)
     assert isinstance(plan, Placement)
     planned = [
         (layer, piece.first_token, piece.end_token)
@@ -53,12 +53,12 @@ def test_a_worker_cuts_layers_as_admission_has(length: int, chunk: int) -> None:
 
     collector = Collector(served, length)
     engine = make_stages(served, (LLAMA.num_layers,), collector)[0]
-    engine.offer(Task(1, 0, length, 0, plan.ends, 0, 0), [1] * length)
+    engine.offer(PrefillTask(1, 0, length, 0, plan.ends, 0, 0), [1] * length)
     for window in forecast.ahead(0, 0, 4 * forecast.period_ns):
         now_ns = window.start_ns
         while step(engine, lambda piece: now_ns + took_ns(piece) <= window.end_ns):  # noqa: B023
             layer, first, last = collector.spans[-1]
-            now_ns += took_ns(Piece(0, first, last, layer))
+            now_ns += took_ns(PrefillPiece(0, first, last, layer))
     assert collector.logits_V is not None
     assert collector.spans == planned
     assert len({last - first for _, first, last in planned}) > 1, "some of them were cut"

@@ -22,10 +22,10 @@ from prefill_samples import (
 from atlas.errors import InfeasibleError
 from atlas.runtime.device import Cpu
 from bubbletea.prefill.arena import Arena
-from bubbletea.prefill.engine import Engine
-from bubbletea.prefill.job import Task, even_ends
-from bubbletea.prefill.pace import Pace
-from bubbletea.prefill.shard import Served, Shard
+from bubbletea.prefill.engine import PrefillEngine
+from bubbletea.prefill.job import PrefillTask, even_ends
+from bubbletea.prefill.piece_times import PieceTimes
+from bubbletea.prefill.shard import ModelShard, Served
 from bubbletea.prefill.warming import warm_up
 
 SPLITS = ((4,), (2, 2), (1, 1, 1, 1), (3, 1))
@@ -88,7 +88,7 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     run_all(stages)
     again = make_stages(served, (4,), second)
     cached = [first.slabs[i][:, :, :256].clone() for i in range(4)]
-    again[0].offer(Task(2, 0, 300, 256, (300,), 0, 0), tokens, cached)
+    again[0].offer(PrefillTask(2, 0, 300, 256, (300,), 0, 0), tokens, cached)
     run_all(again)
     assert second.ran_pieces == 4 + 1
     for i in range(4):
@@ -100,12 +100,12 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
 def test_jobs_wait_for_room_and_all_end() -> None:
     rng, served = random.Random(5), Served(LLAMA)
     collector = Collector(served, 300)
-    shard = Shard(served, served.cuts((4,))[0], Arena(2 << 20, 1 << 30))
-    engine = Engine(shard, collector)
+    shard = ModelShard(served, served.cuts((4,))[0], Arena(2 << 20, 1 << 30))
+    engine = PrefillEngine(shard, collector)
     alone = (shard.arena.free_bytes) // shard.job_bytes(300, 100)
     assert 0 < alone < 10
     for job in range(10):
-        engine.offer(Task(job, 0, 300, 0, even_ends(0, 300, 100), 0, 10 - job), prompt(rng, 300))
+        engine.offer(PrefillTask(job, 0, 300, 0, even_ends(0, 300, 100), 0, 10 - job), prompt(rng, 300))
     run_all([engine])
     assert collector.finished == 10
     assert not collector.failures
@@ -115,7 +115,7 @@ def test_the_earliest_due_goes_first() -> None:
     served = Served(LLAMA)
     engine = make_stages(served, (4,), Collector(served, 8))[0]
     for job, due_ns in ((1, 30), (2, 10), (3, 20)):
-        engine.offer(Task(job, 0, 8, 0, (8,), 0, due_ns), range(8))
+        engine.offer(PrefillTask(job, 0, 8, 0, (8,), 0, due_ns), range(8))
     flight = engine.step(lambda work, piece: Cpu().begin(work, 0, 0))
     assert flight is not None
     assert flight.task.job == 2
@@ -124,7 +124,7 @@ def test_the_earliest_due_goes_first() -> None:
 def test_a_piece_is_cut_to_what_fits() -> None:
     served, collector = Served(LLAMA), Collector(Served(LLAMA), 160)
     engine = make_stages(served, (4,), collector)[0]
-    engine.offer(Task(1, 0, 160, 0, (160,), 0, 0), [1] * 160)
+    engine.offer(PrefillTask(1, 0, 160, 0, (160,), 0, 0), [1] * 160)
     assert not step(engine, lambda piece: False)
     assert not step(engine, lambda piece: piece.last - piece.first < 20), "an eighth has 20 tokens"
     assert step(engine, lambda piece: piece.last - piece.first <= 70)
@@ -137,7 +137,7 @@ def test_a_piece_is_cut_to_what_fits() -> None:
 def test_nothing_begins_while_too_much_is_on_its_way_out() -> None:
     served, collector = Served(LLAMA), Collector(Served(LLAMA), 100)
     engine = make_stages(served, (4,), collector)[0]
-    engine.offer(Task(1, 0, 100, 0, (100,), 0, 0), [1] * 100)
+    engine.offer(PrefillTask(1, 0, 100, 0, (100,), 0, 0), [1] * 100)
     collector.is_full = True
     assert not step(engine)
     collector.is_full = False
@@ -146,16 +146,16 @@ def test_nothing_begins_while_too_much_is_on_its_way_out() -> None:
 
 def test_what_can_never_run_is_refused_at_once() -> None:
     served, collector = Served(LLAMA), Collector(Served(LLAMA), 500)
-    shard = Shard(served, served.cuts((4,))[0], Arena(2 << 20, 1 << 20))
-    engine = Engine(shard, collector)
-    engine.offer(Task(1, 0, 9000, 0, (9000,), 0, 0), [0] * 9000)
-    engine.offer(Task(2, 0, 8000, 0, (8000,), 0, 0), [0] * 8000)
-    engine.offer(Task(3, 0, 500, 0, (500,), 0, 0), [0] * 500)
+    shard = ModelShard(served, served.cuts((4,))[0], Arena(2 << 20, 1 << 20))
+    engine = PrefillEngine(shard, collector)
+    engine.offer(PrefillTask(1, 0, 9000, 0, (9000,), 0, 0), [0] * 9000)
+    engine.offer(PrefillTask(2, 0, 8000, 0, (8000,), 0, 0), [0] * 8000)
+    engine.offer(PrefillTask(3, 0, 500, 0, (500,), 0, 0), [0] * 500)
     assert len(collector.failures) == 3
     assert "cannot be run" in collector.failures[0]
     assert "whole arena" in collector.failures[1]
     assert "smaller chunks" in collector.failures[2]
-    engine.offer(Task(4, 0, 500, 0, even_ends(0, 500, 32), 0, 0), [0] * 500)
+    engine.offer(PrefillTask(4, 0, 500, 0, even_ends(0, 500, 32), 0, 0), [0] * 500)
     run_all([engine])
     assert collector.finished == 1
 
@@ -164,7 +164,7 @@ def test_a_cancelled_job_gives_its_memory_back() -> None:
     served, collector = Served(LLAMA), Collector(Served(LLAMA), 300)
     engine = make_stages(served, (4,), collector)[0]
     before = engine.shard.arena.free_bytes
-    engine.offer(Task(1, 0, 300, 0, (100, 300), 0, 0), [1] * 300)
+    engine.offer(PrefillTask(1, 0, 300, 0, (100, 300), 0, 0), [1] * 300)
     assert step(engine)
     assert engine.shard.arena.free_bytes < before
     engine.cancel(1, 0)
@@ -176,7 +176,7 @@ def test_a_cancelled_job_gives_its_memory_back() -> None:
 def test_an_arena_too_small_for_the_weights_says_so() -> None:
     served = Served(LLAMA)
     with pytest.raises(InfeasibleError, match=r"weights of 4 layers needs \d+ bytes"):
-        Shard(served, served.cuts((4,))[0], Arena(1 << 16, 0))
+        ModelShard(served, served.cuts((4,))[0], Arena(1 << 16, 0))
 
 
 def test_an_arena_joins_what_is_given_back() -> None:
@@ -192,8 +192,8 @@ def test_an_arena_joins_what_is_given_back() -> None:
 
 def test_the_pace_errs_upwards_and_learns() -> None:
     served = Served(LLAMA)
-    shard = Shard(served, served.cuts((4,))[0], Arena(8 << 20, 1 << 30))
-    pace = Pace(LLAMA)
+    shard = ModelShard(served, served.cuts((4,))[0], Arena(8 << 20, 1 << 30))
+    pace = PieceTimes(LLAMA)
     warm_up(shard, pace, 256)
     assert pace.predict_ns(256, 256) > pace.predict_ns(64, 64) > 0
     for took_ns in (5_000_000,) * 9 + (9_000_000,):
@@ -203,7 +203,7 @@ def test_the_pace_errs_upwards_and_learns() -> None:
 
 
 def test_the_pace_tells_kinds_of_pieces_apart() -> None:
-    pace = Pace(LLAMA)
+    pace = PieceTimes(LLAMA)
     for _ in range(9):
         pace.observe(64, 64, 5_000_000)
         pace.observe(64, 128, 9_000_000)
@@ -215,7 +215,7 @@ def test_the_pace_tells_kinds_of_pieces_apart() -> None:
 
 
 def test_one_piece_that_stood_still_says_nothing_of_the_next() -> None:
-    pace = Pace(LLAMA)
+    pace = PieceTimes(LLAMA)
     pace.calibrate((8, 1_000_000), (64, 5_000_000))
     for took_ns in (5_000_000, 1_000_000_000, 5_000_000, 900_000_000, 5_000_000):
         pace.observe(64, 64, took_ns)
@@ -227,11 +227,11 @@ def test_one_piece_that_stood_still_says_nothing_of_the_next() -> None:
 
 def test_every_size_of_piece_is_run_before_the_first_prompt() -> None:
     served = Served(LLAMA)
-    shard = Shard(served, served.cuts((4,))[0], Arena(8 << 20, 1 << 30))
+    shard = ModelShard(served, served.cuts((4,))[0], Arena(8 << 20, 1 << 30))
     ran, layer = list[tuple[int, int]](), shard.layer
     shard.layer = lambda index, x, slab: (ran.append((x.shape[1], slab.length)), layer(index, x, slab))[1]  # type: ignore[func-returns-value, method-assign]
     free_bytes = shard.arena.free_bytes
-    warm_up(shard, Pace(LLAMA), 256)
+    warm_up(shard, PieceTimes(LLAMA), 256)
     sizes = set(range(32, 257, 32))
     assert {num for num, past in ran if not past} >= sizes
     assert {num for num, past in ran if past} == sizes
@@ -240,8 +240,8 @@ def test_every_size_of_piece_is_run_before_the_first_prompt() -> None:
 
 def test_an_arena_of_one_chunk_is_warmed_up_with_one() -> None:
     served = Served(LLAMA)
-    weights = Shard(served, served.cuts((4,))[0], Arena(8 << 20, 1 << 30)).weights_bytes
-    one = Shard(served, served.cuts((4,))[0], Arena(8 << 20, 1 << 30)).job_bytes(256, 256)
-    shard = Shard(served, served.cuts((4,))[0], Arena(weights + one + 512, 1 << 30))
-    warm_up(shard, pace := Pace(LLAMA), 256)
+    weights = ModelShard(served, served.cuts((4,))[0], Arena(8 << 20, 1 << 30)).weights_bytes
+    one = ModelShard(served, served.cuts((4,))[0], Arena(8 << 20, 1 << 30)).job_bytes(256, 256)
+    shard = ModelShard(served, served.cuts((4,))[0], Arena(weights + one + 512, 1 << 30))
+    warm_up(shard, pace := PieceTimes(LLAMA), 256)
     assert pace.flops_per_ns != 1.0, "it was calibrated"

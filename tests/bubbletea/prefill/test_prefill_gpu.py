@@ -11,8 +11,8 @@ from prefill_samples import LLAMA
 from torch import Tensor
 
 from bubbletea.prefill.arena import Arena
-from bubbletea.prefill.pace import Pace
-from bubbletea.prefill.shard import Served, Shard
+from bubbletea.prefill.piece_times import PieceTimes
+from bubbletea.prefill.shard import ModelShard, Served
 from bubbletea.prefill.warming import warm_up
 
 pytestmark = pytest.mark.gpu
@@ -21,12 +21,12 @@ CHUNK = 512
 
 
 @pytest.fixture(scope="module")
-def shard() -> Shard:
+def shard() -> ModelShard:
     served = Served(WIDE, dtype="bfloat16")
-    return Shard(served, served.cuts((1,))[0], Arena(512 << 20, 256 << 20, "cuda:0"))
+    return ModelShard(served, served.cuts((1,))[0], Arena(512 << 20, 256 << 20, "cuda:0"))
 
 
-def run(shard: Shard, x: Tensor, cuts: list[int]) -> Tensor:
+def run(shard: ModelShard, x: Tensor, cuts: list[int]) -> Tensor:
     """One layer over the tokens, cut there."""
     room = shard.arena.require(shard.job_bytes(x.shape[1], x.shape[1]), "a prompt")
     slab = shard.lay_out(room, x.shape[1], x.shape[1])[0][0]
@@ -36,7 +36,7 @@ def run(shard: Shard, x: Tensor, cuts: list[int]) -> Tensor:
     return torch.cat(found, 1)
 
 
-def test_pieces_compute_what_the_whole_does(shard: Shard) -> None:
+def test_pieces_compute_what_the_whole_does(shard: ModelShard) -> None:
     x = torch.randn(1, 1000, WIDE.width, device="cuda:0").to(torch.bfloat16)
     whole = run(shard, x, [])
     for cuts in ([512], [64, 576], [1, 700], [999]):
@@ -44,9 +44,9 @@ def test_pieces_compute_what_the_whole_does(shard: Shard) -> None:
         assert error < 0.02, (cuts, error)
 
 
-def test_no_length_is_slow_the_first_time(shard: Shard) -> None:
+def test_no_length_is_slow_the_first_time(shard: ModelShard) -> None:
     """Kernels are loaded by the warm-up, and none is compiled for the lengths at hand."""
-    warm_up(shard, Pace(WIDE), CHUNK)
+    warm_up(shard, PieceTimes(WIDE), CHUNK)
     took = list[float]()
     for num in range(301, 512, 10):
         x = torch.randn(1, num, WIDE.width, device="cuda:0").to(torch.bfloat16)

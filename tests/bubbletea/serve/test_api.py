@@ -20,7 +20,7 @@ from bubbletea.admit.aims import Aims
 from bubbletea.handoff.fetch import Fetcher, Ticket
 from bubbletea.serve import http as http_module
 from bubbletea.serve.auth import Keys
-from bubbletea.serve.metrics import Metrics
+from bubbletea.serve.metrics import ServiceMetrics
 
 KEYS = {"red": "red-key", "blue": "blue-key"}
 ASK = {"model": "tiny", "prompt": "Tell me", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -117,7 +117,7 @@ def test_models_health_and_metrics(service: Serving) -> None:
 
 
 def test_counters_are_there_before_anything_is_counted(service: Serving) -> None:
-    text = Metrics("m").text().decode()
+    text = ServiceMetrics("m").text().decode()
     for reason in ("deadline", "share", "memory", "no-lane"):
         assert f'bubbletea:admission_rejections_total{{model_name="m",reason="{reason}"}} 0.0' in text
     for finish in ("stop", "length"):

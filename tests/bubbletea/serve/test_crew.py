@@ -11,13 +11,13 @@ import pytest
 from prefill_samples import LLAMA
 
 from bubbletea.frames import greet, send
-from bubbletea.prefill.job import Task
-from bubbletea.prefill.messages import READY, Order
+from bubbletea.prefill.job import PrefillTask
+from bubbletea.prefill.messages import READY, WorkerOrder
 from bubbletea.prefill.service_link import dial
 from bubbletea.prefill.shard import Served
-from bubbletea.serve.crew import Crew, Member
+from bubbletea.serve.connections import ConnectedWorker, WorkerConnections
 
-ORDER = Order(Served(LLAMA), (4,), 0, arena_bytes=1, workspace_bytes=1, chunk=1)
+ORDER = WorkerOrder(Served(LLAMA), (4,), 0, arena_bytes=1, workspace_bytes=1, chunk=1)
 
 
 class Heard:
@@ -27,11 +27,11 @@ class Heard:
         self.events: list[tuple[str, int]] = []
         self.changed = asyncio.Event()
 
-    def joined(self, member: Member) -> None:
+    def joined(self, member: ConnectedWorker) -> None:
         self.events.append(("joined", member.pid))
         self.changed.set()
 
-    def left(self, member: Member) -> None:
+    def left(self, member: ConnectedWorker) -> None:
         self.events.append(("left", member.pid))
         self.changed.set()
 
@@ -53,7 +53,7 @@ async def until(heard: Heard, event: tuple[str, int]) -> None:
 
 def test_a_second_life_of_a_worker_ends_the_first(tmp_path: Path) -> None:
     async def play() -> list[tuple[str, int]]:
-        crew, heard = Crew("token", lambda worker: ORDER, "model"), Heard()
+        crew, heard = WorkerConnections("token", lambda worker: ORDER, "model"), Heard()
         crew.listener = heard  # type: ignore[assignment]
         address = await crew.start(tmp_path / "door")
         sockets = []
@@ -73,7 +73,7 @@ def test_nothing_is_written_to_a_worker_that_is_gone(tmp_path: Path, caplog: pyt
     """A line of the log for every such write, after the fifth."""
 
     async def play() -> None:
-        crew, heard = Crew("token", lambda worker: ORDER, "model"), Heard()
+        crew, heard = WorkerConnections("token", lambda worker: ORDER, "model"), Heard()
         crew.listener = heard  # type: ignore[assignment]
         address = await crew.start(tmp_path / "door")
         sock = await asyncio.to_thread(call, address, 1)
@@ -81,7 +81,7 @@ def test_nothing_is_written_to_a_worker_that_is_gone(tmp_path: Path, caplog: pyt
         member = crew.members[0]
         sock.close()
         for job in range(20):  # before the event loop could notice
-            crew.send(member, Task(job, 0, 4, 0, (4,), 0, 0, (member.transport,)), [1, 2, 3, 4], ())
+            crew.send(member, PrefillTask(job, 0, 4, 0, (4,), 0, 0, (member.transport,)), [1, 2, 3, 4], ())
             crew.cancel(member, job, 0)
         await until(heard, ("left", 1))
         await crew.close()

@@ -17,7 +17,7 @@ import pytest
 from prefill_samples import greedy_alone, whole
 from serving import TINY, serving
 
-from bubbletea.bench import Load, bench
+from bubbletea.bench import BenchLoad, bench
 
 
 async def ask_many(url: str, num_requests: int, num_clients: int, found: Counter[str], *, retries: int = 8) -> None:
@@ -85,7 +85,7 @@ def test_memory_stays_flat() -> None:
     with serving(num_workers=2) as service:
         used = []
         for seed in range(4):
-            load = Load(service.url, "tiny", num_requests=400, num_clients=32, max_tokens=4, retries=20, seed=seed)
+            load = BenchLoad(service.url, "tiny", num_requests=400, num_clients=32, max_tokens=4, retries=20, seed=seed)
             report = asyncio.run(bench(load))
             assert report.statuses == {"200": 400}
             used.append(memory_mib([os.getpid(), *service.hosts.pids]))

@@ -17,13 +17,13 @@ from serving import TINY
 from torch import Tensor
 
 from bubbletea.costs import LayerTime
-from bubbletea.handoff.blocks import Block
-from bubbletea.prefill.job import Task
+from bubbletea.handoff.blocks import KvBlock
+from bubbletea.prefill.job import PrefillTask
 from bubbletea.serve.assemble import assemble
 from bubbletea.serve.auth import Keys
-from bubbletea.serve.crew import Crew, Member
+from bubbletea.serve.connections import ConnectedWorker, WorkerConnections
 from bubbletea.serve.dispatch import Dispatcher, HandedBack, Prefilled, Prompt
-from bubbletea.serve.ground import alone
+from bubbletea.serve.worker_windows import alone
 
 NUM_WORKERS, ARENA_BYTES = 3, 64 << 20
 LAYER = LayerTime(1e5, 1e5, 2e3, 0.0)
@@ -35,14 +35,14 @@ class Workers:
 
     def __init__(self) -> None:
         self.listener: Dispatcher
-        self.members: dict[int, Member] = {}
-        self.held: dict[Member, dict[tuple[int, int], Task]] = {}
+        self.members: dict[int, ConnectedWorker] = {}
+        self.held: dict[ConnectedWorker, dict[tuple[int, int], PrefillTask]] = {}
         """By worker: the tasks it has, by job and attempt."""
 
     def join(self, worker: int) -> None:
         transport = (f"w{worker}", "127.0.0.1", 1)
         fake: Any = SimpleNamespace()
-        member = Member(worker, f"w{worker}", "here", 1, transport, fake, fake, ready=True)
+        member = ConnectedWorker(worker, f"w{worker}", "here", 1, transport, fake, fake, ready=True)
         self.members[worker], self.held[member] = member, {}
         self.listener.joined(member)
 
@@ -51,11 +51,11 @@ class Workers:
         del self.held[member]
         self.listener.left(member)
 
-    def send(self, member: Member, task: Task, tokens: Sequence[int], cached: Sequence[Tensor]) -> None:
+    def send(self, member: ConnectedWorker, task: PrefillTask, tokens: Sequence[int], cached: Sequence[Tensor]) -> None:
         assert self.members[member.worker] is member
         self.held[member][task.job, task.attempt] = task
 
-    def cancel(self, member: Member, job: int, attempt: int) -> None:
+    def cancel(self, member: ConnectedWorker, job: int, attempt: int) -> None:
         if member in self.held:
             self.held[member].pop((job, attempt), None)
 
@@ -68,7 +68,7 @@ class Workers:
         task, config = held.pop((job, attempt)), TINY.served.config
         kv = torch.zeros(2, config.num_kv_heads, task.length, config.head_width)
         for layer in range(config.num_layers):
-            self.listener.block(job, attempt, Block("", TINY.served.id, layer, 0, task.length, kv))
+            self.listener.block(job, attempt, KvBlock("", TINY.served.id, layer, 0, task.length, kv))
         self.listener.logits(job, attempt, torch.zeros(config.vocabulary))
 
     @property
@@ -83,7 +83,7 @@ class Played:
         ground = replace(alone(NUM_WORKERS, ARENA_BYTES, 0.2), layer=LAYER)
         parts = assemble(replace(TINY, split=1, arena_bytes=ARENA_BYTES), ground, Keys.nobody())
         self.workers, old = Workers(), parts.dispatcher
-        crew, metrics = cast(Crew, self.workers), old.metrics
+        crew, metrics = cast(WorkerConnections, self.workers), old.metrics
         self.dispatcher = Dispatcher(crew, old.planner, old.store, old.prefixes, metrics, 30.0, lane_s)
         self.planner, self.tasks = old.planner, list[asyncio.Task[Prefilled]]()
 

@@ -13,10 +13,10 @@ from atlas.sim import simulate
 from bubbletea.bubbles import SWITCH_NS, Forecast
 from bubbletea.costs import LayerTime
 from bubbletea.prefill.shard import Served
-from bubbletea.serve.assemble import Settings, assemble
+from bubbletea.serve.assemble import ServiceSettings, assemble
 from bubbletea.serve.auth import Keys
-from bubbletea.serve.ground import Ground, of_training
 from bubbletea.serve.planner import Planner
+from bubbletea.serve.worker_windows import WorkerWindows, of_training
 
 MS = 1_000_000
 PROGRAM = with_optimizer(one_f_one_b(Layout(1, 3, 4, ("a", "b", "c"))))
@@ -26,14 +26,14 @@ COSTS = uniform_costs(
 )  # fmt: skip
 
 
-def ground_and_planner() -> tuple[Ground, Planner]:
+def ground_and_planner() -> tuple[WorkerWindows, Planner]:
     pace = LayerTime(10.0 * MS, 0.0, 0.0, 0.0)
     ground = of_training(simulate(repeated(PROGRAM, 4), COSTS), 64 << 20, pace, 10 * MS)
-    settings = Settings("tiny", Served(LLAMA), split=1, chunk=128, arena_bytes=64 << 20, budget=0.01)
+    settings = ServiceSettings("tiny", Served(LLAMA), split=1, chunk=128, arena_bytes=64 << 20, budget=0.01)
     return ground, assemble(settings, ground, Keys.nobody()).dispatcher.planner
 
 
-def report(planner: Planner, ground: Ground, step: int, period_ns: int) -> None:
+def report(planner: Planner, ground: WorkerWindows, step: int, period_ns: int) -> None:
     """One period as planned, but perhaps longer than that; a window that goes over the end of the period before is
     waited through at the first op of this one."""
     pattern = ground.pattern

@@ -16,24 +16,24 @@ from serving import TINY
 from atlas.errors import AtlasError
 from atlas.runtime.models.export import export_stage, finish_export
 from bubbletea.admit.aims import LATEST_NS, Aims
-from bubbletea.admit.words import Placement, Refusal, Request
+from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest
 from bubbletea.costs import LayerTime
 from bubbletea.handoff.sampling import Sampling, choose
-from bubbletea.prefill.messages import Order
+from bubbletea.prefill.messages import WorkerOrder
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.assemble import assemble
 from bubbletea.serve.auth import EVERYBODY, Keys
-from bubbletea.serve.ground import alone
 from bubbletea.serve.prefix_store import Prefixes
 from bubbletea.serve.service import StopStrings
-from bubbletea.serve.tokens import Stream, Text
+from bubbletea.serve.tokens import Text, TextStream
+from bubbletea.serve.worker_windows import alone
 
 
 # ---- text --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("said", ["plain", "naïve café", "日本語 🎉 ok", ""])
 def test_a_stream_gives_out_whole_characters_only(said: str) -> None:
     text = Text.of_bytes()
-    stream = Stream(text)
+    stream = TextStream(text)
     pieces = [stream.push(token) for token in said.encode()]
     assert "".join(pieces) + stream.flush() == said
     assert all("\ufffd" not in piece for piece in pieces)
@@ -43,7 +43,7 @@ def test_bytes_that_are_no_text_come_out_all_the_same() -> None:
     text, rng = Text.of_bytes(), random.Random(1)
     for _ in range(50):
         tokens = [rng.randrange(256) for _ in range(30)]
-        stream = Stream(text)
+        stream = TextStream(text)
         assert "".join(map(stream.push, tokens)) + stream.flush()
 
 
@@ -152,8 +152,8 @@ def test_a_folder_of_weights_is_served_as_it_is(tmp_path: Path) -> None:
 
 
 def test_an_order_survives_its_journey(tmp_path: Path) -> None:
-    order = Order(Served(LLAMA, seed=3), (1, 3), 1, 1 << 20, 1 << 20, 64, waits_ns={4: 5})
-    assert Order.from_json(json.loads(json.dumps(order.to_json()))) == order
+    order = WorkerOrder(Served(LLAMA, seed=3), (1, 3), 1, 1 << 20, 1 << 20, 64, waits_ns={4: 5})
+    assert WorkerOrder.from_json(json.loads(json.dumps(order.to_json()))) == order
 
 
 def test_sampling_stays_within_the_nucleus() -> None:
@@ -173,8 +173,8 @@ def test_costs_that_let_nothing_in_are_doubted_until_they_do() -> None:
     planner = assemble(TINY, alone(2, TINY.arena_bytes), Keys.nobody()).dispatcher.planner
     planner.costs = replace(planner.costs, layer=LayerTime(1e12, 0.0, 0.0, 0.0))
     planner.set_alive((0, 1), 0)
-    found = [planner.admit(Request(str(n), "", 10, n, None), n) for n in range(30)]
-    assert isinstance(found[0], Refusal)
+    found = [planner.admit(PrefillRequest(str(n), "", 10, n, None), n) for n in range(30)]
+    assert isinstance(found[0], AdmissionRefusal)
     assert isinstance(found[-1], Placement)
 
 
@@ -182,16 +182,16 @@ def test_who_may_be_late_waits_through_the_loss_of_a_worker() -> None:
     settings = replace(TINY, aims=Aims(late=0.9, late_tokens=2000))
     planner = assemble(settings, alone(2, TINY.arena_bytes), Keys.nobody()).dispatcher.planner
     planner.set_alive((0, 1), 0)
-    long = Request("long", "", 4000, 0, 1)
+    long = PrefillRequest("long", "", 4000, 0, 1)
     assert planner.quote(long, 0) is None
     assert planner.admit(long, 0) is None
-    assert isinstance(planner.admit(Request("short", "", 1000, 0, 1), 0), Refusal)
+    assert isinstance(planner.admit(PrefillRequest("short", "", 1000, 0, 1), 0), AdmissionRefusal)
     for alive in ((0,), (0, 1)):
         planner.set_alive(alive, 0)
         assert "long" in planner.postponed
     (found,) = planner.advance(LATEST_NS)
     assert (found.request.id, found.request.kind, found.ends[-1]) == ("long", "offline", 4000)
     assert "long" not in planner.postponed
-    assert planner.admit(Request("next", "", 4000, 0, 1), LATEST_NS) is None
+    assert planner.admit(PrefillRequest("next", "", 4000, 0, 1), LATEST_NS) is None
     planner.cancel("next", LATEST_NS)
     assert "next" not in planner.postponed

@@ -24,10 +24,10 @@ from atlas.sim import simulate
 from bubbletea.costs import LayerTime
 from bubbletea.serve.assemble import assemble
 from bubbletea.serve.auth import Keys
-from bubbletea.serve.ground import of_training
-from bubbletea.serve.http import Server
+from bubbletea.serve.http import HttpServer
 from bubbletea.serve.run import Where, run
-from bubbletea.serve.training import Source, Training, rehearsed
+from bubbletea.serve.training import TrainingProcess, TrainingSource, rehearsed
+from bubbletea.serve.worker_windows import of_training
 
 MS = 1_000_000
 PROGRAM = with_optimizer(one_f_one_b(Layout(2, 2, 4, ("us-east", "us-west"))))
@@ -69,7 +69,7 @@ def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
         made.append(InThread(address, token_file, device))
         return made[0]
 
-    def ask(server: Server) -> None:
+    def ask(server: HttpServer) -> None:
         """Prompts until training is over."""
         url = f"http://127.0.0.1:{server.port}"
         prompt = list(range(100))
@@ -84,12 +84,12 @@ def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
             else:
                 time.sleep(0.1)
 
-    def end(server: Server) -> None:
+    def end(server: HttpServer) -> None:
         """With training: what is not answered then has no worker to wait for."""
         made[0].thread.join()
         server.drain()
 
-    def on_start(server: Server) -> None:
+    def on_start(server: HttpServer) -> None:
         for what in (*[ask] * CLIENTS, end):
             threading.Thread(target=what, args=(server,), daemon=True).start()
 
@@ -112,9 +112,9 @@ def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
 
 def test_a_plan_is_trained_next_to_the_service_and_ends_with_it() -> None:
     job = Path(__file__).parents[3] / "examples" / "tiny.yaml"
-    source = Source(str(job), ("pp=2", "pipelines_per_cell=1", "num_microbatches=2"), steps=3)
+    source = TrainingSource(str(job), ("pp=2", "pipelines_per_cell=1", "num_microbatches=2"), steps=3)
     assert rehearsed(source).program.num_workers == 2
-    with Training(source, {}) as training:
+    with TrainingProcess(source, {}) as training:
         deadline = time.monotonic() + 60
         while len(training.steps) < 4:  # the run ends after three and begins again
             assert time.monotonic() < deadline

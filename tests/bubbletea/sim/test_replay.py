@@ -16,7 +16,7 @@ from bubbletea.admit.aims import Aims
 from bubbletea.bubbles import Forecast
 from bubbletea.cli import COMMANDS, command_parser, main
 from bubbletea.sim.noise import Noise
-from bubbletea.sim.replay import Ours, Played, play
+from bubbletea.sim.replay import Ours, ReplayResult, play
 from bubbletea.sim.rivals import Paper
 from bubbletea.sim.scene import Scene, dedicated, scene_of
 from bubbletea.traces import load_trace, synthetic
@@ -30,7 +30,7 @@ def scene() -> Scene:
     return scene_of(JOB, steady=False)
 
 
-def replayed(scene: Scene, load: float, *, policy: str = "ours", patience_s: float | None = 5.0) -> Played:
+def replayed(scene: Scene, load: float, *, policy: str = "ours", patience_s: float | None = 5.0) -> ReplayResult:
     trace = synthetic(2000)
     state = scene.state(Forecast(scene.pattern), scene.lanes(2 if policy != "dedicated" else 1, CHUNK), (CHUNK,))
     return play(

@@ -25,10 +25,10 @@ from bubbletea.handoff.fetch import Ticket
 from bubbletea.handoff.identity import model_id
 from bubbletea.handoff.signature import require_genuine, require_prompt, seal
 from bubbletea.vllm.cache import PagedCache, Share, layer_index
-from bubbletea.vllm.fetching import Wanted, fetch
-from bubbletea.vllm.loader import Load, Loader, Outcome
-from bubbletea.vllm.orders import Orders, Terms
-from bubbletea.vllm.settings import Settings
+from bubbletea.vllm.fetching import WantedTokens, fetch
+from bubbletea.vllm.loader import KvLoad, Loader, LoadOutcome
+from bubbletea.vllm.orders import EngineLayout, Orders
+from bubbletea.vllm.settings import ConnectorSettings
 
 SIZE = 16
 """Tokens of a block here."""
@@ -43,7 +43,7 @@ def prefiller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefiller]:
 
 @pytest.fixture
 def orders(prefiller: Prefiller) -> Iterator[Orders]:
-    orders = Orders(Terms(prefiller.store.served.id, TOKEN, SIZE))
+    orders = Orders(EngineLayout(prefiller.store.served.id, TOKEN, SIZE))
     yield orders
     orders.close()
 
@@ -113,7 +113,7 @@ def test_what_does_not_agree_is_refused_and_said(
 
 
 def test_a_peer_that_was_named_is_accepted(prefiller: Prefiller) -> None:
-    terms = Terms(prefiller.store.served.id, TOKEN, SIZE, frozenset({"10.0.0.7"}))
+    terms = EngineLayout(prefiller.store.served.id, TOKEN, SIZE, frozenset({"10.0.0.7"}))
     params = seal(prefiller.prefill(PROMPT, "named") | {"remote_host": "10.0.0.7"}, TOKEN, PROMPT)
     assert terms.ticket(params) is not None
 
@@ -150,19 +150,19 @@ def fake_layers(num_heads: int = TINY.num_kv_heads) -> dict[str, FakeLayer]:
     return {f"model.layers.{i}.self_attn.attn": FakeLayer(12, num_heads) for i in range(TINY.num_layers)}
 
 
-WANTED = Wanted(tuple(range(TINY.num_layers)), TINY.num_kv_heads, TINY.head_width, torch.float32, SIZE)
+WANTED = WantedTokens(tuple(range(TINY.num_layers)), TINY.num_kv_heads, TINY.head_width, torch.float32, SIZE)
 
 
-def load_of(params: dict[str, Any], first: int = 16, block_ids: tuple[int, ...] = (9, 2, 5)) -> Load[Ticket]:
+def load_of(params: dict[str, Any], first: int = 16, block_ids: tuple[int, ...] = (9, 2, 5)) -> KvLoad[Ticket]:
     ticket = Ticket.of(params)
     assert ticket is not None
-    return Load("r", ticket, first, block_ids)
+    return KvLoad("r", ticket, first, block_ids)
 
 
-def run(loader: Loader[Ticket], load: Load[Ticket]) -> Outcome:
+def run(loader: Loader[Ticket], load: KvLoad[Ticket]) -> LoadOutcome:
     """What came of the step in which the load ended."""
     loader.begin(load)
-    outcomes = list[Outcome]()
+    outcomes = list[LoadOutcome]()
 
     def has_ended() -> bool:
         outcomes.append(loader.step(is_idle=True))
@@ -220,23 +220,23 @@ def test_a_load_from_nowhere_or_of_nothing_fails(prefiller: Prefiller) -> None:
 
 
 def test_a_bug_of_ours_does_not_leave_a_request_waiting() -> None:
-    def broken(load: Load[Ticket]) -> dict[int, Tensor]:
+    def broken(load: KvLoad[Ticket]) -> dict[int, Tensor]:
         raise KeyError("a bug")
 
     loader: Loader[Ticket] = Loader(PagedCache(fake_layers(), SIZE, Share()), broken)
-    assert run(loader, Load("r", Ticket("t", "127.0.0.1", 1, "m", 70), 0, (1, 2))).bad_blocks == {1, 2}
+    assert run(loader, KvLoad("r", Ticket("t", "127.0.0.1", 1, "m", 70), 0, (1, 2))).bad_blocks == {1, 2}
 
 
 @pytest.mark.parametrize(
     "wanted",
     [
-        Wanted(WANTED.layers, 1, TINY.head_width, torch.float32, SIZE),
-        Wanted(WANTED.layers, TINY.num_kv_heads, 64, torch.float32, SIZE),
-        Wanted(WANTED.layers, TINY.num_kv_heads, TINY.head_width, torch.bfloat16, SIZE),
-        Wanted((*WANTED.layers, 4), TINY.num_kv_heads, TINY.head_width, torch.float32, SIZE),
+        WantedTokens(WANTED.layers, 1, TINY.head_width, torch.float32, SIZE),
+        WantedTokens(WANTED.layers, TINY.num_kv_heads, 64, torch.float32, SIZE),
+        WantedTokens(WANTED.layers, TINY.num_kv_heads, TINY.head_width, torch.bfloat16, SIZE),
+        WantedTokens((*WANTED.layers, 4), TINY.num_kv_heads, TINY.head_width, torch.float32, SIZE),
     ],
 )
-def test_what_the_cache_cannot_take_is_refused(prefiller: Prefiller, wanted: Wanted) -> None:
+def test_what_the_cache_cannot_take_is_refused(prefiller: Prefiller, wanted: WantedTokens) -> None:
     with pytest.raises(WorkerError):
         fetch(load_of(prefiller.prefill(PROMPT, f"{wanted}")), wanted, TOKEN, 10.0)
 
@@ -266,7 +266,7 @@ def test_a_step_of_the_engine_is_not_kept_for_long() -> None:
         written_by_step.append(len(written))
         return bool(outcome.finished)
 
-    loader.begin(Load("r", Ticket("t", "127.0.0.1", 1, "m", 70), 0, (1,)))
+    loader.begin(KvLoad("r", Ticket("t", "127.0.0.1", 1, "m", 70), 0, (1,)))
     assert within(5.0, has_ended)
     loader.close()
     assert written_by_step[-1] == 4
@@ -300,12 +300,12 @@ def test_a_models_id_is_that_of_its_weights_config_and_dtype(tmp_path: Path) -> 
 
 def test_settings_that_are_not_understood_are_refused(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(f"{TOKEN}\n")
-    settings = Settings.of({"token_file": str(tmp_path / "token"), "peers": ["10.0.0.7"]})
+    settings = ConnectorSettings.of({"token_file": str(tmp_path / "token"), "peers": ["10.0.0.7"]})
     assert (settings.token, settings.peers) == (TOKEN, ("10.0.0.7",))
     with pytest.raises(ValueError, match="'tokenfile' is not one of token_file"):
-        Settings.of({"tokenfile": "x"})
+        ConnectorSettings.of({"tokenfile": "x"})
     with pytest.raises(ValueError, match="name the token_file"):
-        Settings.of({})
+        ConnectorSettings.of({})
 
 
 def test_the_connector_imports_nothing_that_a_vllm_environment_lacks() -> None:

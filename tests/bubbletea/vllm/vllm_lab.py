@@ -27,11 +27,11 @@ from atlas.runtime.models.block import KvSlab
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import Decoder, LayerRange, build
 from atlas.runtime.models.export import export_stage, finish_export
-from bubbletea.frames import Frame, write
-from bubbletea.handoff.blocks import KV, Block, pack_block
-from bubbletea.handoff.door import Door
+from bubbletea.frames import WireFrame, write
+from bubbletea.handoff.blocks import KV, KvBlock, pack_block
+from bubbletea.handoff.kv_server import KvServer
+from bubbletea.handoff.kv_store import KvStore, Parcel
 from bubbletea.handoff.signature import seal
-from bubbletea.handoff.store import Parcel, Store
 from bubbletea.prefill.shard import Served
 
 LIBC = ctypes.CDLL(None)
@@ -77,12 +77,12 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
 
 
 # ---- BubbleTea's end ---------------------------------------------------------------------------------------------
-class FaultyDoor(Door):
+class FaultyDoor(KvServer):
     """A door that can be told to go wrong, in one of the ways that networks and other people's releases do."""
 
     fault: Fault = ""
 
-    async def _answer(self, frame: Frame, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, frame: WireFrame, writer: asyncio.StreamWriter) -> None:
         if not self.fault:
             await super()._answer(frame, writer)
             return
@@ -93,7 +93,7 @@ class FaultyDoor(Door):
             await asyncio.sleep(3600)
         for block in self._blocks(parcel, frame.fields)[:2]:
             kv = block.kv[:, :1] if self.fault == "shape" else block.kv
-            fields, payload = pack_block(Block(block.ticket, block.model, block.layer, block.start, block.stop, kv))
+            fields, payload = pack_block(KvBlock(block.ticket, block.model, block.layer, block.start, block.stop, kv))
             if self.fault == "digest":
                 fields["digest"] = "0" * 32
             write(writer, KV, fields, payload)
@@ -109,7 +109,7 @@ class Prefiller:
         self.decoder: Decoder = weights.load(
             served.config, LayerRange.whole(served.config), folder, dtype=served.torch_dtype
         )
-        self.store = Store(served, 1 << 30)
+        self.store = KvStore(served, 1 << 30)
         self.door = FaultyDoor(self.store, TOKEN, lambda ticket, num_blocks: self.fetched.append(ticket))
         self.fetched: list[str] = []
         self._loop = asyncio.new_event_loop()
@@ -140,7 +140,7 @@ class Prefiller:
         for layer, slab in cache.items():
             assert isinstance(slab, KvSlab)
             kv = torch.cat([slab.k_BKTE, slab.v_BKTE])
-            parcel.put(Block(ticket, parcel.model, layer, 0, len(prompt), kv))
+            parcel.put(KvBlock(ticket, parcel.model, layer, 0, len(prompt), kv))
         return self.door.params(parcel, prompt)
 
     def spoil(self, ticket: str) -> None:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from atlas.errors import AtlasError, WorkerError
-from bubbletea.frames import ClosedError, Frame, admit_caller, receive_async, write
-from bubbletea.handoff.blocks import END, FETCH, GONE, KV, RELEASE, Block, pack_block
+from bubbletea.frames import ClosedError, WireFrame, admit_caller, receive_async, write
+from bubbletea.handoff.blocks import END, FETCH, GONE, KV, RELEASE, KvBlock, pack_block
+from bubbletea.handoff.kv_store import KvStore, Parcel
 from bubbletea.handoff.signature import seal
-from bubbletea.handoff.store import Parcel, Store
 
 log = logging.getLogger("bubbletea.handoff")
 IDLE_S = 120.0
@@ -41,11 +41,11 @@ def own_address(bound: str) -> str:
         return str(probe.getsockname()[0])
 
 
-class Door:
+class KvServer:
     """`start` listens; `params(parcel)` is what a decode engine needs to find it."""
 
     def __init__(
-        self, store: Store, token: str, on_fetched: Callable[[str, int], None] = lambda ticket, n: None
+        self, store: KvStore, token: str, on_fetched: Callable[[str, int], None] = lambda ticket, n: None
     ) -> None:
         self.store, self.token, self.on_fetched = store, token, on_fetched
         self.address: tuple[str, int] = ("", 0)
@@ -106,7 +106,7 @@ class Door:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    async def _answer(self, frame: Frame, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, frame: WireFrame, writer: asyncio.StreamWriter) -> None:
         ticket = str(frame.fields.get("ticket", ""))
         if frame.kind == RELEASE:
             self.store.release(ticket)
@@ -126,7 +126,7 @@ class Door:
         await writer.drain()
         self.on_fetched(ticket, num_blocks)
 
-    def _blocks(self, parcel: Parcel, fields: dict[str, Any]) -> list[Block]:
+    def _blocks(self, parcel: Parcel, fields: dict[str, Any]) -> list[KvBlock]:
         try:
             start, stop = int(fields.get("start", 0)), int(fields.get("stop", parcel.length))
             layers = [int(i) for i in fields.get("layers") or range(len(parcel.slabs))]
@@ -135,7 +135,7 @@ class Door:
         start, stop = max(0, start), min(stop, parcel.length)
         step = max(1, BLOCK_BYTES // self.store.served.kv_bytes_per_layer_token)
         return [
-            Block(
+            KvBlock(
                 parcel.ticket,
                 parcel.model,
                 i,

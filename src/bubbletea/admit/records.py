@@ -11,10 +11,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Class = Literal["online", "offline"]
+RequestKind = Literal["online", "offline"]
 
 
-class Window(NamedTuple):
+class BubbleWindow(NamedTuple):
     """A span in which a worker's accelerator is expected to be free, margins already taken off."""
 
     worker: int
@@ -29,7 +29,7 @@ class Window(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PrefillRequest:
     """A prompt to be prefilled. Its tokens are somebody else's: admission needs their number and their hashes."""
 
     id: str
@@ -38,13 +38,13 @@ class Request:
     arrival_ns: int
     deadline_ns: int | None = None
     """Its KV should have been delivered by then; None for no hurry."""
-    kind: Class = "online"
+    kind: RequestKind = "online"
     """Offline requests wait in a backlog and get what online ones leave."""
     block_hashes: tuple[Hashable, ...] = ()
     """One for each whole block of the prompt, each covering all before it, salted by tenant (`prefix.block_hashes`)."""
 
 
-class Slice(NamedTuple):
+class PrefillSlice(NamedTuple):
     """One uninterrupted piece of work of one worker: some layers of one chunk of tokens, or a part of one of them."""
 
     worker: int
@@ -57,7 +57,7 @@ class Slice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class PrefillLane:
     """The workers of one datacenter that hold the prefill model between them, in the order of its layers."""
 
     index: int
@@ -77,11 +77,11 @@ class Lane:
 class Placement:
     """Where and when a request runs. Slices are chunk by chunk, within a chunk lane stage by lane stage."""
 
-    request: Request
-    lane: Lane
+    request: PrefillRequest
+    lane: PrefillLane
     cached_tokens: int
     """Prefix found in the lane's host memory: the first slice starts behind it."""
-    slices: tuple[Slice, ...]
+    slices: tuple[PrefillSlice, ...]
     ends: tuple[int, ...]
     """Where each chunk of tokens ends; the last one at the prompt's end."""
     computed_ns: int
@@ -98,11 +98,11 @@ Reason = Literal["deadline", "share", "too-long", "no-lane"]
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class AdmissionRefusal:
     """Not now. `fits_at_ns` is when its KV could be delivered at the earliest, had it been let in; with `retry_at_ns`
     the same request, sent again then with the same patience, fits. Both are None when it never will."""
 
-    request: Request
+    request: PrefillRequest
     reason: Reason
     """deadline: no lane is done in time; share: its tenant has its part of a full house; too-long: its KV fits in no
     lane's memory; no-lane: nobody has room for the model."""

@@ -1,7 +1,7 @@
-"""`python -m bubbletea.prefill.host`: a worker without training: busy for a part of every period, as if it trained, and
-open to prefill for the rest. To try the service out, to give it dedicated workers (busy 0), and for tests.
+"""`python -m bubbletea.prefill.dedicated_worker`: a worker that does not train. It is busy for a part of every period,
+as if it trained, and runs prefill in the rest. For trying the service, for dedicated workers (busy 0), and for tests.
 
-Reads one JSON object from stdin (`Guest`); ends when stdin does, or when it is killed.
+Reads one JSON object from stdin (`DedicatedWorker`); ends when stdin does, or when it is killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bubbletea.prefill.plugin import BubbleTea
 
 
 @dataclass(frozen=True)
-class Guest:
+class DedicatedWorker:
     """What one such worker is told."""
 
     address: str
@@ -39,7 +39,7 @@ class Guest:
 
 
 def main() -> int:
-    guest = Guest(**json.loads(sys.stdin.readline()))
+    guest = DedicatedWorker(**json.loads(sys.stdin.readline()))
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     torch.set_num_threads(1)
     sys.setswitchinterval(0.0005)
@@ -51,7 +51,7 @@ def main() -> int:
     return 0
 
 
-def run(filler: BubbleTea, guest: Guest, steps: int = 2**62) -> None:
+def run(filler: BubbleTea, guest: DedicatedWorker, steps: int = 2**62) -> None:
     """Periods on an absolute grid, so that all workers of one machine keep step."""
     period_ns = int(guest.period_s * 1e9)
     step = time.monotonic_ns() // period_ns

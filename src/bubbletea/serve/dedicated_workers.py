@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import bubbletea
-from bubbletea.prefill.host import Guest
+from bubbletea.prefill.dedicated_worker import DedicatedWorker
 
 AGAIN_S = 0.2
 
 
-class Hosts:
+class DedicatedWorkers:
     """`with Hosts(guests) as hosts:`; leaving the block leaves no process behind."""
 
-    def __init__(self, guests: Sequence[Guest]) -> None:
+    def __init__(self, guests: Sequence[DedicatedWorker]) -> None:
         self._guests = list(guests)
         self._closing = threading.Event()
         self._processes = [self._start(guest) for guest in self._guests]
@@ -43,7 +43,7 @@ class Hosts:
             with contextlib.suppress(OSError):
                 process.stdin.close()
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> DedicatedWorkers:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -57,11 +57,11 @@ class Hosts:
                         process.stdin.close()
                     self._processes[index] = self._start(self._guests[index])
 
-    def _start(self, guest: Guest) -> subprocess.Popen[str]:
+    def _start(self, guest: DedicatedWorker) -> subprocess.Popen[str]:
         source = str(Path(bubbletea.__file__).parent.parent)
         path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
-            [sys.executable, "-m", "bubbletea.prefill.host"],
+            [sys.executable, "-m", "bubbletea.prefill.dedicated_worker"],
             stdin=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},

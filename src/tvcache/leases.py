@@ -10,32 +10,32 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Flight:
+class CallLease:
     lease: int
     until_s: float
 
 
-class Flights:
+class CallLeases:
     """At most one unexpired lease for a key."""
 
     def __init__(self, limit_s: float, first: int = 1) -> None:
         """`first`: the first number of a lease. A server begins at random: leases of its last life mean nothing now."""
         self.limit_s = limit_s
-        self._by_key: dict[bytes, Flight] = {}
+        self._by_key: dict[bytes, CallLease] = {}
         self._by_lease: dict[int, bytes] = {}
         self._numbers = itertools.count(max(1, first))
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def ask(self, key: bytes, now_s: float) -> Flight | float:
+    def ask(self, key: bytes, now_s: float) -> CallLease | float:
         """A new flight, which is the asker's to carry out; or the moment at which the present one expires."""
         found = self._by_key.get(key)
         if found is not None:
             if now_s < found.until_s:
                 return found.until_s
             del self._by_lease[found.lease]
-        flight = Flight(next(self._numbers), now_s + self.limit_s)
+        flight = CallLease(next(self._numbers), now_s + self.limit_s)
         self._by_key[key] = flight
         self._by_lease[flight.lease] = key
         return flight

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from atlas.errors import WorkerError
 from atlas.runtime.models.block import KvSlab
-from bubbletea.handoff.blocks import Block
+from bubbletea.handoff.blocks import KvBlock
 from bubbletea.prefill.shard import Served
 
 KEEP_S = 60.0
@@ -44,7 +44,7 @@ class Parcel:
     """When it is expected to be released; `expires_s` is the latest."""
     _arrived: list[set[tuple[int, int]]] = field(default_factory=list)
 
-    def put(self, block: Block) -> None:
+    def put(self, block: KvBlock) -> None:
         """A block may come twice, after a prefill was begun again: the same bytes in the same place."""
         if not 0 <= block.layer < len(self.slabs) or block.stop > self.length:
             raise WorkerError(f"a block for layer {block.layer}, tokens to {block.stop}, has no place in its prompt")
@@ -77,7 +77,7 @@ def _reach(spans: set[tuple[int, int]]) -> int:
     return end
 
 
-class Store:
+class KvStore:
     def __init__(self, served: Served, budget_bytes: int, weights: Mapping[str, float] | None = None) -> None:
         """`weights`: of the tenants. One alone, or tenants that nobody has named, may use all of it."""
         self.served, self.budget_bytes = served, budget_bytes

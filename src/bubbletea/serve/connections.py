@@ -18,9 +18,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from atlas.errors import WorkerError
-from bubbletea.frames import ClosedError, Frame, admit_caller, receive_async, write
-from bubbletea.handoff.blocks import KV, Block, pack_block, unpack_block
-from bubbletea.prefill.job import Task
+from bubbletea.frames import ClosedError, WireFrame, admit_caller, receive_async, write
+from bubbletea.handoff.blocks import KV, KvBlock, pack_block, unpack_block
+from bubbletea.prefill.job import PrefillTask
 from bubbletea.prefill.messages import (
     CANCEL,
     DONE,
@@ -30,7 +30,7 @@ from bubbletea.prefill.messages import (
     REPORT,
     SHARE,
     TASK,
-    Order,
+    WorkerOrder,
     pack_task,
     ticket_of,
 )
@@ -40,7 +40,7 @@ log = logging.getLogger("bubbletea.serve")
 
 
 @dataclass(eq=False)
-class Member:
+class ConnectedWorker:
     """A worker that is connected; when it connects again it is another Member."""
 
     worker: int
@@ -48,7 +48,7 @@ class Member:
     datacenter: str
     pid: int
     transport: tuple[str, str, int]
-    order: Order
+    order: WorkerOrder
     writer: asyncio.StreamWriter
     ready: bool = False
     share: float = 1.0
@@ -58,27 +58,27 @@ class Member:
 class Listener(Protocol):
     """Called on the event loop."""
 
-    def joined(self, member: Member) -> None: ...
+    def joined(self, member: ConnectedWorker) -> None: ...
 
-    def left(self, member: Member) -> None: ...
+    def left(self, member: ConnectedWorker) -> None: ...
 
-    def block(self, job: int, attempt: int, block: Block) -> None: ...
+    def block(self, job: int, attempt: int, block: KvBlock) -> None: ...
 
     def logits(self, job: int, attempt: int, logits: Tensor) -> None: ...
 
     def failed(self, job: int, attempt: int, why: str) -> None: ...
 
-    def reported(self, member: Member, ran: list[list[int]], waits: list[list[int]]) -> None:
+    def reported(self, member: ConnectedWorker, ran: list[list[int]], waits: list[list[int]]) -> None:
         """Pieces [job, attempt, layer, first, last, predicted, took], waits [step, op, began, ended, filled]."""
 
 
-class Crew:
+class WorkerConnections:
     """`orders(worker)` says what a worker is to hold, or None if it has no part in this."""
 
-    def __init__(self, token: str, orders: Callable[[int], Order | None], model: str) -> None:
+    def __init__(self, token: str, orders: Callable[[int], WorkerOrder | None], model: str) -> None:
         self.token, self.orders, self.model = token, orders, model
         self.listener: Listener | None = None
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, ConnectedWorker] = {}
         self._server: asyncio.AbstractServer | None = None
         self._callers: set[asyncio.Task[None]] = set()
 
@@ -101,7 +101,7 @@ class Crew:
         await asyncio.gather(*self._callers, return_exceptions=True)
 
     # ---- out -----------------------------------------------------------------------------------------------------
-    def send(self, member: Member, task: Task, tokens: Sequence[int], cached: Sequence[Tensor]) -> None:
+    def send(self, member: ConnectedWorker, task: PrefillTask, tokens: Sequence[int], cached: Sequence[Tensor]) -> None:
         """A task, its tokens (to the first stage), and keys and values of the cached ones by layer of the worker.
         Nothing where the connection is lost: `left` is about to be called."""
         if member.writer.is_closing():
@@ -109,11 +109,11 @@ class Crew:
         order = member.order
         layers = order.served.cuts(order.layers_per_stage)[order.stage].layers
         for layer, kv in zip(layers, cached, strict=False):
-            block = Block(ticket_of(task), self.model, layer, 0, task.start, kv)
+            block = KvBlock(ticket_of(task), self.model, layer, 0, task.start, kv)
             write(member.writer, KV, *pack_block(block))
         write(member.writer, TASK, *pack_task(task, tokens if task.stage == 0 else ()))
 
-    def cancel(self, member: Member, job: int, attempt: int) -> None:
+    def cancel(self, member: ConnectedWorker, job: int, attempt: int) -> None:
         if not member.writer.is_closing():
             write(member.writer, CANCEL, {"job": job, "attempt": attempt})
 
@@ -129,7 +129,7 @@ class Crew:
         me = asyncio.current_task()
         assert me is not None
         self._callers.add(me)
-        member: Member | None = None
+        member: ConnectedWorker | None = None
         try:
             member = await self._welcome(reader, writer)
             while not writer.is_closing():  # what a lost worker has sent before may take a while to read
@@ -150,8 +150,8 @@ class Crew:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Member:
-        found: list[Order] = []
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> ConnectedWorker:
+        found: list[WorkerOrder] = []
 
         def answer(who: dict[str, Any]) -> dict[str, Any]:
             order = self.orders(int(who["worker"]))
@@ -164,13 +164,15 @@ class Crew:
         name, host, port = who["transport"]
         transport = (str(name), str(host), int(port))
         worker = int(who["worker"])
-        member = Member(worker, str(who["name"]), str(who["datacenter"]), int(who["pid"]), transport, found[0], writer)
+        member = ConnectedWorker(
+            worker, str(who["name"]), str(who["datacenter"]), int(who["pid"]), transport, found[0], writer
+        )
         before, self.members[worker] = self.members.get(worker), member
         if before is not None and before.ready and self.listener is not None:
             self.listener.left(before)  # a new life of the same worker: what the old one had begun is lost
         return member
 
-    def _take(self, member: Member, frame: Frame) -> None:
+    def _take(self, member: ConnectedWorker, frame: WireFrame) -> None:
         listener, fields = self.listener, frame.fields
         if listener is None:
             return

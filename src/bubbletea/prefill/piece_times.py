@@ -31,7 +31,7 @@ class _Kind(NamedTuple):
     is_head: bool
 
 
-class Pace:
+class PieceTimes:
     """`overhead_ns` for any piece, and `flops_per_ns`: from `calibrate`, or from what the operator knows."""
 
     def __init__(self, config: DecoderConfig, overhead_ns: int = 1_000_000, flops_per_ns: float = 1.0) -> None:

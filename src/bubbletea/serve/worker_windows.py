@@ -21,7 +21,7 @@ from bubbletea.costs import LayerTime
 
 
 @dataclass(frozen=True, eq=False)
-class Ground:
+class WorkerWindows:
     """`slots[worker][op]`: the Pattern's window that ends when that op's input arrives."""
 
     pattern: Pattern
@@ -43,12 +43,12 @@ class Ground:
         return {op: int(pattern.end_ns[slot] - pattern.start_ns[slot]) for op, slot in self.slots[worker].items()}
 
 
-def of_training(timeline: Timeline, arena_bytes: int, pace: LayerTime | None = None, head_ns: int = 0) -> Ground:
+def of_training(timeline: Timeline, arena_bytes: int, pace: LayerTime | None = None, head_ns: int = 0) -> WorkerWindows:
     """`timeline`: of the Program that the workers run over and over, as simulated."""
     program = timeline.program
     pattern = pattern_of(timeline, np.full(program.num_workers, arena_bytes, np.int64))
     slots = [_slots(timeline, pattern, worker) for worker in range(program.num_workers)]
-    return Ground(pattern, slots, program.num_ranks, pace, head_ns, trains=True)
+    return WorkerWindows(pattern, slots, program.num_ranks, pace, head_ns, trains=True)
 
 
 def sensitivity(program: Program, costs: Costs, longer: float = 0.1) -> float:
@@ -85,7 +85,7 @@ def _slots(timeline: Timeline, pattern: Pattern, worker: int) -> dict[int, int]:
     return found
 
 
-def alone(num_workers: int, arena_bytes: int, period_s: float = 1.0, busy: float = 0.0) -> Ground:
+def alone(num_workers: int, arena_bytes: int, period_s: float = 1.0, busy: float = 0.0) -> WorkerWindows:
     """Workers without training, each free for all but the first `busy` of every period (`prefill.host`)."""
     period_ns = int(period_s * 1e9)
     ptr = np.arange(num_workers + 1, dtype=np.int64)
@@ -99,4 +99,4 @@ def alone(num_workers: int, arena_bytes: int, period_s: float = 1.0, busy: float
         memory_bytes=np.full(num_workers, arena_bytes, np.int64),
         busy_ns=int(busy * period_ns) * num_workers,
     )
-    return Ground(pattern, [{0: worker} for worker in range(num_workers)], num_ranks=1)
+    return WorkerWindows(pattern, [{0: worker} for worker in range(num_workers)], num_ranks=1)
