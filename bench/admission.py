@@ -21,10 +21,10 @@ from bubbletea.admit.aims import Aims
 from bubbletea.admit.decide import admit, advance, complete
 from bubbletea.admit.records import Placement
 from bubbletea.admit.state import State
-from bubbletea.bubbles import Forecast
 from bubbletea.sim.replay import Ours, arrivals, play
 from bubbletea.sim.scene import scene_of
-from bubbletea.traces import RequestTrace, load_trace, synthetic
+from bubbletea.sim.traces import RequestTrace, load_trace, synthetic
+from bubbletea.windows.bubbles import Forecast
 
 CELLS, SPLIT, CHUNK = 42, 4, 4096
 WAITING, DECISIONS = 1000, 20_000

@@ -25,12 +25,12 @@ from atlas.ir.ops import USEFUL
 from atlas.ir.program import Ints
 from atlas.ir.timeline import Timeline
 from bubbletea.admit.aims import LATE_TOKENS, Aims
-from bubbletea.bubbles import Forecast
 from bubbletea.sim.noise import Noise
 from bubbletea.sim.replay import Ours, ReplayResult, play
 from bubbletea.sim.rivals import Paper
 from bubbletea.sim.scene import Scene, dedicated, scene_of
-from bubbletea.traces import RequestTrace, load_trace
+from bubbletea.sim.traces import RequestTrace, load_trace
+from bubbletea.windows.bubbles import Forecast
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "requests" / "AzureLLMInferenceTrace_conv.csv"
 TRACE = Path(os.environ.get("BUBBLETEA_TRACE", DATA))

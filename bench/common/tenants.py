@@ -25,7 +25,6 @@ from atlas.runtime.optimizer import make_optimizer
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.stage import Stage
 from atlas.runtime.waits import SharedDevice
-from bubbletea.bubbles import MAX_RISK, SWITCH_NS
 from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.engine import PrefillEngine
 from bubbletea.prefill.filling import Filling
@@ -36,6 +35,7 @@ from bubbletea.prefill.shard import ModelShard, Served
 from bubbletea.prefill.staging import Staged
 from bubbletea.prefill.throttle import Throttle
 from bubbletea.prefill.warming import warm_up
+from bubbletea.windows.bubbles import MAX_RISK, SWITCH_NS
 from common.rhythm import MICROBATCHES, MIDDLE, STAGES, Rhythm
 
 QUEUED = 8

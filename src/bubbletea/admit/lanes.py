@@ -15,8 +15,8 @@ import numpy as np
 from atlas.errors import AtlasError
 from atlas.ir.program import Ints
 from bubbletea.admit.records import PrefillLane
-from bubbletea.bubbles import Pattern
 from bubbletea.costs import PrefillCosts
+from bubbletea.windows.bubbles import Pattern
 
 GIB = 2**30
 KV_TOKENS = 16_384

@@ -14,20 +14,6 @@ from typing import Literal, NamedTuple
 RequestKind = Literal["online", "offline"]
 
 
-class BubbleWindow(NamedTuple):
-    """A span in which a worker's accelerator is expected to be free, margins already taken off."""
-
-    worker: int
-    start_ns: int
-    end_ns: int
-    memory_bytes: int
-    """What prefill may hold on the worker: weights, KV cache and workspace together."""
-
-    @property
-    def length_ns(self) -> int:
-        return self.end_ns - self.start_ns
-
-
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
     """A prompt to be prefilled. Its tokens are somebody else's: admission needs their number and their hashes."""

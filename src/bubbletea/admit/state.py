@@ -16,14 +16,14 @@ import numpy as np
 from atlas.ir.program import Ints
 from bubbletea.admit import fit
 from bubbletea.admit.aims import Aims, Postponed
+from bubbletea.admit.fair import Backlog, TenantShares
 from bubbletea.admit.fit import COLUMNS, FREE, NEVER, WorkerArrays
 from bubbletea.admit.lanes import kinds, weight_bytes
+from bubbletea.admit.prefix_index import PrefixCache
 from bubbletea.admit.records import Placement, PrefillLane, PrefillRequest, PrefillSlice
-from bubbletea.bubbles import Forecast
 from bubbletea.costs import LEAST_TOKENS, PARTS, PrefillCosts
-from bubbletea.fair import Backlog, TenantShares
-from bubbletea.free_network import Residual, free_network
-from bubbletea.prefix_index import PrefixCache
+from bubbletea.windows.bubbles import Forecast
+from bubbletea.windows.free_network import Residual, free_network
 
 LEAD_NS = 2_000_000
 """What starts within this is on its way to the worker and is moved no more."""

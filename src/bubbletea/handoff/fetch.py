@@ -11,7 +11,7 @@ from typing import Any
 
 from atlas.errors import WorkerError
 from bubbletea.frames import greet, receive, send
-from bubbletea.handoff.blocks import END, FETCH, GONE, KV, RELEASE, KvBlock, unpack_block
+from bubbletea.kv_blocks import END, FETCH, GONE, KV, RELEASE, KvBlock, unpack_block
 
 PATIENCE_S = 10.0
 """Longer than this the service may not be silent."""

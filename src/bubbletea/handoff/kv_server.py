@@ -16,9 +16,9 @@ from typing import Any
 
 from atlas.errors import AtlasError, WorkerError
 from bubbletea.frames import ClosedError, WireFrame, admit_caller, receive_async, write
-from bubbletea.handoff.blocks import END, FETCH, GONE, KV, RELEASE, KvBlock, pack_block
 from bubbletea.handoff.kv_store import KvStore, Parcel
 from bubbletea.handoff.signature import seal
+from bubbletea.kv_blocks import END, FETCH, GONE, KV, RELEASE, KvBlock, pack_block
 
 log = logging.getLogger("bubbletea.handoff")
 IDLE_S = 120.0

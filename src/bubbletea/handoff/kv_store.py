@@ -19,7 +19,7 @@ from torch import Tensor
 
 from atlas.errors import WorkerError
 from atlas.runtime.models.block import KvSlab
-from bubbletea.handoff.blocks import KvBlock
+from bubbletea.kv_blocks import KvBlock
 from bubbletea.prefill.shard import Served
 
 KEEP_S = 60.0

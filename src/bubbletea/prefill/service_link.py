@@ -20,7 +20,7 @@ from torch import Tensor
 
 from atlas.errors import WorkerError
 from bubbletea.frames import Payload, WireFrame, greet, receive, send
-from bubbletea.handoff.blocks import KV, KvBlock, bytes_of, pack_block, unpack_block
+from bubbletea.kv_blocks import KV, KvBlock, bytes_of, pack_block, unpack_block
 from bubbletea.prefill.engine import PrefillEngine
 from bubbletea.prefill.job import PrefillPiece, PrefillTask
 from bubbletea.prefill.messages import (

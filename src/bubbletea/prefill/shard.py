@@ -21,7 +21,7 @@ from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import TIED_HEAD, Decoder, LayerRange, cuts, initialize
 from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.models.weights import WeightsFolder, fill
-from bubbletea.handoff.identity import model_id
+from bubbletea.model_identity import model_id
 from bubbletea.prefill.arena import Arena, Room, aligned
 
 FOR_ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

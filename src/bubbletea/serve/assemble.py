@@ -16,7 +16,6 @@ from atlas.spec.model import Model
 from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
 from bubbletea.admit.records import PrefillLane
-from bubbletea.bubbles import Forecast
 from bubbletea.costs import ELEMENT_BYTES, PCIE_BYTES_PER_S, LayerTime, PrefillCosts
 from bubbletea.handoff.decode import DecodeEngine
 from bubbletea.handoff.kv_server import KvServer
@@ -37,6 +36,7 @@ from bubbletea.serve.promise import Promise
 from bubbletea.serve.service import Service
 from bubbletea.serve.tokens import Text
 from bubbletea.serve.worker_windows import WorkerWindows
+from bubbletea.windows.bubbles import Forecast
 
 MIB = 1 << 20
 LEAST_NS = 50_000

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from atlas.errors import WorkerError
 from bubbletea.frames import ClosedError, WireFrame, admit_caller, receive_async, write
-from bubbletea.handoff.blocks import KV, KvBlock, pack_block, unpack_block
+from bubbletea.kv_blocks import KV, KvBlock, pack_block, unpack_block
 from bubbletea.prefill.job import PrefillTask
 from bubbletea.prefill.messages import (
     CANCEL,
@@ -87,11 +87,6 @@ class WorkerConnections:
         self._server = await asyncio.start_unix_server(self._serve, path)
         path.chmod(0o600)
         return f"unix:{path}"
-
-    async def start_tcp(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        server = await asyncio.start_server(self._serve, host, port)
-        self._server = server
-        return "{}:{}".format(*server.sockets[0].getsockname()[:2])
 
     async def close(self) -> None:
         if self._server is not None:

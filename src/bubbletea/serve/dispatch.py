@@ -23,8 +23,8 @@ from torch import Tensor
 
 from atlas.errors import WorkerError
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillLane, PrefillRequest, RequestKind
-from bubbletea.handoff.blocks import KvBlock
 from bubbletea.handoff.kv_store import KvStore, Parcel
+from bubbletea.kv_blocks import KvBlock
 from bubbletea.prefill.job import HEAD, PrefillTask
 from bubbletea.serve.connections import ConnectedWorker, WorkerConnections
 from bubbletea.serve.metrics import ServiceMetrics

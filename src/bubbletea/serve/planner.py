@@ -28,11 +28,11 @@ from bubbletea.admit.decide import (
     restore,
     withdraw,
 )
+from bubbletea.admit.fair import TenantShares
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillLane, PrefillRequest
 from bubbletea.admit.state import State, urgency
-from bubbletea.bubbles import Forecast
 from bubbletea.costs import PrefillCosts, measured
-from bubbletea.fair import TenantShares
+from bubbletea.windows.bubbles import Forecast
 
 POINTS = 256
 """Measured pieces that costs are fitted to."""

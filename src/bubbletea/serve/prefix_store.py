@@ -1,5 +1,5 @@
 """Keys and values of prompts' beginnings, in the service's host memory: whole blocks by their salted hash
-(`bubbletea.prefix_index`), the least recently used forgotten first when the bytes run out.
+(`bubbletea.admit.prefix_index`), the least recently used forgotten first when the bytes run out.
 
 A tenant's blocks can be found by that tenant's hashes only: nobody learns of another's prompts by timing his own.
 """
@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from bubbletea.prefix_index import BLOCK_TOKENS, block_hashes
+from bubbletea.admit.prefix_index import BLOCK_TOKENS, block_hashes
 
 
 class Prefixes:

@@ -16,8 +16,8 @@ from atlas.ir.ops import USEFUL
 from atlas.ir.program import Program
 from atlas.ir.timeline import Timeline
 from atlas.sim import simulate
-from bubbletea.bubbles import Pattern, pattern_of, span
 from bubbletea.costs import LayerTime
+from bubbletea.windows.bubbles import Pattern, pattern_of, span
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,15 +18,15 @@ from atlas.console import Meter, as_json, job_flags, positive, require_apart, re
 from atlas.errors import AtlasError
 from atlas.view import write_curves
 from bubbletea.admit.aims import LATE_TOKENS, Aims
-from bubbletea.bubbles import Forecast
 from bubbletea.flags import aim_flags
 from bubbletea.sim.figures import by_load, notes, table
 from bubbletea.sim.noise import Noise
 from bubbletea.sim.replay import Ours, ReplayResult, play
 from bubbletea.sim.rivals import Paper
 from bubbletea.sim.scene import Scene, dedicated, scene_of
+from bubbletea.sim.traces import RequestTrace, load_trace, synthetic
 from bubbletea.sim.waits import load_waits, waiting
-from bubbletea.traces import RequestTrace, load_trace, synthetic
+from bubbletea.windows.bubbles import Forecast
 
 POLICIES = ("ours", "paper", "dedicated")
 PATIENCE_S = 10.0

@@ -22,7 +22,7 @@ from atlas.sim import Jitter, lower
 from atlas.sim.lower import Tables, noisy
 from atlas.sim.simulate import run, timeline
 from bubbletea.admit.records import Placement
-from bubbletea.bubbles import Forecast, Pattern
+from bubbletea.windows.bubbles import Forecast, Pattern
 
 WARM_UP = 16
 """Periods from which windows are learnt before anything is placed."""

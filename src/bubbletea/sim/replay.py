@@ -16,7 +16,7 @@ from bubbletea.admit.decide import admit, advance, complete
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest, RequestKind
 from bubbletea.admit.state import State
 from bubbletea.sim.scene import Scene
-from bubbletea.traces import RequestTrace
+from bubbletea.sim.traces import RequestTrace
 
 SECOND = 1_000_000_000
 

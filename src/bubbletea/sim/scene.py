@@ -24,10 +24,10 @@ from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
 from bubbletea.admit.records import PrefillLane
 from bubbletea.admit.state import State
-from bubbletea.bubbles import Forecast, Pattern, pattern_of
 from bubbletea.costs import LLAMA_3_8B, PrefillCosts, price_prefill
-from bubbletea.free_network import Residual, free_network, residual_of
-from bubbletea.traces import RequestTrace
+from bubbletea.sim.traces import RequestTrace
+from bubbletea.windows.bubbles import Forecast, Pattern, pattern_of
+from bubbletea.windows.free_network import Residual, free_network, residual_of
 
 TOOL_WAITS = "tool waits"
 """In place of a schedule: the windows are not training's (`waits`)."""

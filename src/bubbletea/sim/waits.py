@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from atlas.errors import SpecError
-from bubbletea.bubbles import Pattern
-from bubbletea.free_network import free_network
 from bubbletea.sim.scene import TOOL_WAITS, Scene
+from bubbletea.windows.bubbles import Pattern
+from bubbletea.windows.free_network import free_network
 
 FORMAT = "tvcache-waits-1"
 MAKE = "Make it by `tvcache replay TRAJECTORIES --waits FILE`"

@@ -18,7 +18,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from bubbletea.handoff.fetch import Ticket
-from bubbletea.handoff.identity import model_id
+from bubbletea.model_identity import model_id
 from bubbletea.vllm.cache import PagedCache, Share
 from bubbletea.vllm.fetching import WantedTokens, fetch
 from bubbletea.vllm.loader import KvLoad, Loader, LoadOutcome

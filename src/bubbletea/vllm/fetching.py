@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from atlas.errors import WorkerError
-from bubbletea.handoff.blocks import KvBlock
 from bubbletea.handoff.fetch import Fetcher, Ticket
+from bubbletea.kv_blocks import KvBlock
 from bubbletea.vllm.loader import KvLoad
 
 

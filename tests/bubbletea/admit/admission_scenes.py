@@ -10,9 +10,9 @@ from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
 from bubbletea.admit.records import PrefillRequest
 from bubbletea.admit.state import State
-from bubbletea.bubbles import Forecast, Pattern
 from bubbletea.costs import LayerTime, PrefillCosts
-from bubbletea.free_network import Residual
+from bubbletea.windows.bubbles import Forecast, Pattern
+from bubbletea.windows.free_network import Residual
 
 MS = 1_000_000
 MODEL = Model(family="llama", layers=6, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=256, seq_len=4096)

@@ -15,7 +15,7 @@ from bubbletea.admit.decide import admit, advance, cancel, complete, late, refor
 from bubbletea.admit.jit import cache_folder
 from bubbletea.admit.lanes import build_lanes, deal, need_bytes
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest
-from bubbletea.free_network import Residual
+from bubbletea.windows.free_network import Residual
 
 OPEN = [[(0, 100 * MS)], [(0, 100 * MS)]]
 

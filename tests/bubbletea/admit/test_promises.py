@@ -19,8 +19,8 @@ from bubbletea.admit.decide import admit, advance, cancel, complete, late, refor
 from bubbletea.admit.lanes import KV_TOKENS, need_bytes
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest, PrefillSlice
 from bubbletea.admit.state import State
-from bubbletea.bubbles import Pattern
 from bubbletea.costs import grain_of
+from bubbletea.windows.bubbles import Pattern
 
 SPLITS = st.sampled_from([1, 2])
 SHORTER = st.sampled_from([0.0, 0.5, 0.95, 1.0])

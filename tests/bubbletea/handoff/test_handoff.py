@@ -18,10 +18,10 @@ from prefill_samples import LLAMA
 
 from atlas.errors import AtlasError, WorkerError
 from bubbletea.frames import PROOF, WireFrame, greet, pack, receive, send
-from bubbletea.handoff.blocks import FETCH, KV, KvBlock, bytes_of, pack_block, unpack_block
 from bubbletea.handoff.fetch import Fetcher, Ticket
 from bubbletea.handoff.kv_server import KvServer, own_address
 from bubbletea.handoff.kv_store import KvStore, Parcel
+from bubbletea.kv_blocks import FETCH, KV, KvBlock, bytes_of, pack_block, unpack_block
 from bubbletea.prefill.shard import Served
 
 SERVED = Served(LLAMA)

@@ -10,11 +10,11 @@ from bubbletea.admit.decide import admit
 from bubbletea.admit.lanes import build_lanes
 from bubbletea.admit.records import Placement, PrefillRequest
 from bubbletea.admit.state import State
-from bubbletea.bubbles import Forecast, Pattern
 from bubbletea.costs import LayerTime
 from bubbletea.prefill.job import HEAD, PrefillPiece, PrefillTask
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.assemble import costs_of
+from bubbletea.windows.bubbles import Forecast, Pattern
 
 LAYER = LayerTime(50_000, 100_000, 2_000, 0.5)
 HEAD_NS = 200_000

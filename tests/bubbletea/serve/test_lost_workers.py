@@ -17,7 +17,7 @@ from serving import TINY
 from torch import Tensor
 
 from bubbletea.costs import LayerTime
-from bubbletea.handoff.blocks import KvBlock
+from bubbletea.kv_blocks import KvBlock
 from bubbletea.prefill.job import PrefillTask
 from bubbletea.serve.assemble import assemble
 from bubbletea.serve.auth import Keys

@@ -10,13 +10,13 @@ from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Layout
 from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate
-from bubbletea.bubbles import SWITCH_NS, Forecast
 from bubbletea.costs import LayerTime
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.assemble import ServiceSettings, assemble
 from bubbletea.serve.auth import Keys
 from bubbletea.serve.planner import Planner
 from bubbletea.serve.worker_windows import WorkerWindows, of_training
+from bubbletea.windows.bubbles import SWITCH_NS, Forecast
 
 MS = 1_000_000
 PROGRAM = with_optimizer(one_f_one_b(Layout(1, 3, 4, ("a", "b", "c"))))

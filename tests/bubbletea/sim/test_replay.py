@@ -13,13 +13,13 @@ import pytest
 
 from atlas.errors import AtlasError
 from bubbletea.admit.aims import Aims
-from bubbletea.bubbles import Forecast
 from bubbletea.cli import COMMANDS, command_parser, main
 from bubbletea.sim.noise import Noise
 from bubbletea.sim.replay import Ours, ReplayResult, play
 from bubbletea.sim.rivals import Paper
 from bubbletea.sim.scene import Scene, dedicated, scene_of
-from bubbletea.traces import load_trace, synthetic
+from bubbletea.sim.traces import load_trace, synthetic
+from bubbletea.windows.bubbles import Forecast
 
 JOB = Path("examples/testbed/gpt-a-40ms.yaml")
 CHUNK = 2048

@@ -22,8 +22,8 @@ from vllm_lab import SRC, TINY, TOKEN, Prefiller, closed_port, led_to, make_mode
 
 from atlas.errors import WorkerError
 from bubbletea.handoff.fetch import Ticket
-from bubbletea.handoff.identity import model_id
 from bubbletea.handoff.signature import require_genuine, require_prompt, seal
+from bubbletea.model_identity import model_id
 from bubbletea.vllm.cache import PagedCache, Share, layer_index
 from bubbletea.vllm.fetching import WantedTokens, fetch
 from bubbletea.vllm.loader import KvLoad, Loader, LoadOutcome

@@ -28,10 +28,10 @@ from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import Decoder, LayerRange, build
 from atlas.runtime.models.export import export_stage, finish_export
 from bubbletea.frames import WireFrame, write
-from bubbletea.handoff.blocks import KV, KvBlock, pack_block
 from bubbletea.handoff.kv_server import KvServer
 from bubbletea.handoff.kv_store import KvStore, Parcel
 from bubbletea.handoff.signature import seal
+from bubbletea.kv_blocks import KV, KvBlock, pack_block
 from bubbletea.prefill.shard import Served
 
 LIBC = ctypes.CDLL(None)

@@ -13,9 +13,9 @@ from atlas.evaluate.result import Result
 from atlas.ir.bubbles import bubbles
 from atlas.ir.timeline import Timeline
 from atlas.spec import load_job
-from bubbletea.bubbles import SWITCH_NS, Forecast, pattern_of
-from bubbletea.free_network import residual_of
-from bubbletea.learn import DRIFT_PERIODS, Learner
+from bubbletea.windows.bubbles import SWITCH_NS, Forecast, pattern_of
+from bubbletea.windows.free_network import residual_of
+from bubbletea.windows.learn import DRIFT_PERIODS, Learner
 
 MS = 1_000_000
 

@@ -18,7 +18,7 @@ from atlas.ir.ops import Kind
 from atlas.ir.program import FORWARD, Ints
 from atlas.ir.timeline import Timeline
 from atlas.spec.job import Job
-from bubbletea.bubbles import span
+from bubbletea.windows.bubbles import span
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,13 +18,26 @@ from atlas.errors import AtlasError
 from atlas.ir.ops import USEFUL
 from atlas.ir.program import Ints
 from atlas.ir.timeline import Timeline
-from bubbletea.admit.records import BubbleWindow
-from bubbletea.learn import Learner
+from bubbletea.windows.learn import Learner
 
 SWITCH_NS = 100_000
 """Taken off every window: from the end of an op to the first kernel of a slice, and back."""
 MAX_RISK = 0.25
 """However generous the budget, three windows in four are at least as long as forecast."""
+
+
+class BubbleWindow(NamedTuple):
+    """A span in which a worker's accelerator is expected to be free, margins already taken off."""
+
+    worker: int
+    start_ns: int
+    end_ns: int
+    memory_bytes: int
+    """What prefill may hold on the worker: weights, KV cache and workspace together."""
+
+    @property
+    def length_ns(self) -> int:
+        return self.end_ns - self.start_ns
 
 
 @dataclass(frozen=True, eq=False)
