@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import multiprocessing as mp
 import os
+import random
 import sys
 import tempfile
 import threading
@@ -25,8 +26,8 @@ from lab.lines import Lines
 from lab.net import Lab, Move, both
 
 from atlas.errors import WorkerError
-from atlas.wan.emulator.chaos import Chaos
 from atlas.wan.emulator.paths import PathSpec
+from atlas.wan.emulator.proxy_net import ProxyNet
 from atlas.wan.security.certs import make_ca, make_node
 from atlas.wan.security.credentials import Credentials, Security
 from atlas.wan.transport.base import Key
@@ -38,6 +39,8 @@ MESSAGE_BYTES = 10_000_000
 SEALED_BYTES = 2 << 20
 MID_FLIGHT = 8
 """Receives that are posted ahead of the one that is waited for."""
+STALL_SHARE = 0.1
+"""Of the faults: the connection falls silent instead of being reset."""
 CORPUS = Path(__file__).parent.parent / "tests" / "wan" / "corpus"
 BRISK = TransportSettings(max_streams=8, num_streams=8, stall_s=0.5, handshake_s=5.0, heartbeat_s=0.2, deadline_s=60)
 
@@ -68,32 +71,21 @@ def _send(count: int, pipe: Any) -> None:
         pipe.recv()
 
 
-def _break(target: Any, faults: int, mean_bytes: float, pipe: Any) -> None:
-    with Chaos(target, mean_bytes, stall_share=0.1, max_faults=faults, seed=7) as chaos:
-        pipe.send(chaos.address)
-        pipe.recv()
-        pipe.send((chaos.num_cut, chaos.num_stalled))
-
-
 def _num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def broken_connections(lines: Lines, gigabytes: float, faults: int) -> None:
+    """A proxy cuts or stalls a random connection after every so many messages, within the first four fifths of them."""
     context, count = mp.get_context("fork"), int(gigabytes * 1e9 / MESSAGE_BYTES)
     sender_pipe, theirs = context.Pipe()
     sender = context.Process(target=_send, args=(count, theirs), daemon=True)
     sender.start()
     threads, descriptors = threading.active_count(), _num_descriptors()
-    base = base_bytes()
-    with Endpoint(B, settings=BRISK) as b:
-        chaos_pipe, chaos_theirs = context.Pipe()
-        breaker = context.Process(
-            target=_break, args=(b.address, faults, 0.8 * gigabytes * 1e9 / faults, chaos_theirs), daemon=True
-        )
-        breaker.start()
+    base, draw, done = base_bytes(), random.Random(7), {"cut": 0, "stalled": 0}
+    with Endpoint(B, settings=BRISK) as b, ProxyNet({("a", "b"): PathSpec(window_bytes=None)}) as net:
         begin = time.monotonic()
-        sender_pipe.send(chaos_pipe.recv())
+        sender_pipe.send(net.listen("a", "b", b.address))
         wrong = 0
         waiting = [b.recv(Key(A, 0, (n, 0, 0, 0))) for n in range(min(8, count))]
         for n in range(count):
@@ -102,29 +94,21 @@ def broken_connections(lines: Lines, gigabytes: float, faults: int) -> None:
             got = waiting[n].wait(120)
             wrong += hashlib.sha256(got or b"").digest() != hashlib.sha256(message(n, base)).digest()
             waiting[n] = None  # type: ignore[call-overload]
+            while sum(done.values()) < min(faults, faults * (n + 1) / (0.8 * count)):
+                kind = "stalled" if draw.random() < STALL_SHARE else "cut"
+                done[kind] += (net.stall if kind == "stalled" else net.cut)(number=-1)
         seconds = time.monotonic() - begin
         duplicates = b._inbox(A, 0).num_duplicates
-        chaos_pipe.send("enough")
-        cut, stalled = chaos_pipe.recv()
         replaced, resent, hedged = sender_pipe.recv()
         sender_pipe.send("bye")
         sender.join(20)
-        breaker.join(20)
-        for pipe in (sender_pipe, theirs, chaos_pipe, chaos_theirs):
+        for pipe in (sender_pipe, theirs):
             pipe.close()
     time.sleep(0.5)
     sender.close()
-    breaker.close()
     leaked = threading.active_count() - threads, _num_descriptors() - descriptors
-    more = {
-        "cut": cut,
-        "stalled": stalled,
-        "replaced": replaced,
-        "resent": resent,
-        "hedged": hedged,
-        "duplicates": duplicates,
-    }
-    lines.at_least("connections cut or stalled", cut + stalled, "", faults, **more)
+    more = {**done, "replaced": replaced, "resent": resent, "hedged": hedged, "duplicates": duplicates}
+    lines.at_least("connections cut or stalled", sum(done.values()), "", faults, **more)
     lines.at_most("messages that were not what was sent", wrong, f"of {count}", 0, seconds=round(seconds))
     lines.at_most("threads and descriptors leaked", max(0, *leaked), "", 0)
 

@@ -40,12 +40,12 @@ def test_two_nodes_carry_each_others_turns() -> None:
 
 
 def test_a_path_that_is_cut_loses_its_slices_to_the_others() -> None:
-    with joined_cells(3, [40e6] * 3) as (here, there, proxies):
+    with joined_cells(3, [40e6] * 3) as (here, there, net):
         data = os.urandom(3 << 20)
         got = there[0].recv(Key("dc1/0"))
         sent = here[0].send(Key("dc2/0"), data)
         time.sleep(0.15)
-        proxies[1].close()
+        net.cut("dc1/1", "dc2/1", refuse=True)
         assert got.wait(20) == data
         sent.wait(20)
 

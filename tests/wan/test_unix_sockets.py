@@ -1,4 +1,4 @@
-"""Nodes on one host meet over a Unix socket, unless a proxy stands between them or somebody else took the name."""
+"""Nodes on one host connect over a Unix socket, except through a proxy or if another user has taken the name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from atlas.wan.emulator.delay_proxy import DelayProxy
+from atlas.wan.emulator.paths import PathSpec
+from atlas.wan.emulator.proxy_net import ProxyNet
 from atlas.wan.transport import unix_sockets
 from atlas.wan.transport.base import Key
 from atlas.wan.transport.endpoint import Endpoint
@@ -43,17 +44,17 @@ def test_a_proxy_is_not_bypassed() -> None:
     with (
         Endpoint("dc1/a", settings=ONE) as a,
         Endpoint("dc1/b", settings=ONE) as b,
-        DelayProxy(b.address, latency_s=0.005, rate_bps=200e6) as proxy,
+        ProxyNet({("a", "b"): PathSpec(latency_s=0.005)}) as net,
     ):
-        assert family(a, b, proxy.address) == socket.AF_INET
+        assert family(a, b, net.listen("a", "b", b.address)) == socket.AF_INET
 
 
-def test_a_twin_of_another_user_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unix_socket_of_another_user_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with Endpoint("dc1/a", settings=ONE) as a, Endpoint("dc1/b", settings=ONE) as b:
         assert family(a, b, b.address) == socket.AF_INET
 
 
 @pytest.mark.parametrize("host", ["10.1.0.4", "localhost", "2001:db8::1"])
-def test_only_loopback_addresses_have_a_twin(host: str) -> None:
+def test_only_loopback_addresses_have_a_unix_socket(host: str) -> None:
     assert unix_sockets.listen_unix((host, 7000)) is None

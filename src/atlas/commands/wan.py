@@ -1,8 +1,8 @@
-"""The network between datacenters: rehearse it, measure it, and make the certificates it is guarded with.
+"""The network between datacenters: emulate it, measure it, and make certificates for it.
 
-    atlas wan emulate CLUSTER.yaml     the cluster's paths on this machine, with their delays and caps
-    atlas wan probe                    round trips, rates, and whether a cap is the node pair's or the trunk's
-    atlas wan certs DC/WORKER...       a small CA and a certificate per node
+    atlas wan emulate CLUSTER.yaml     emulate the cluster's paths on this machine, with their delays and caps
+    atlas wan probe                    measure round trips, rates, and whether node pairs or trunks limit them
+    atlas wan certs DC/WORKER...       make a small CA and a certificate per node
 
 `atlas wan ACTION --help` explains an action.
 """
@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 ACTIONS = {
-    "emulate": "rehearse a cluster's paths on this machine",
+    "emulate": "emulate a cluster's paths on this machine",
     "probe": "measure the paths between hosts",
     "certs": "make certificates for nodes",
 }

@@ -1,8 +1,8 @@
 """Make certificates for the nodes of a group: a small CA in the folder, once, and a certificate and key per node, or
-one pair for all nodes of a datacenter (what `atlas train --dc` wants).
+one pair for all nodes of a datacenter (as `atlas train --dc` needs).
 
-Everything that leaves a datacenter is encrypted, and a node may speak only for the names in its certificate. Give
-each node its own pair and `ca.pem`; keep `ca.key` where no node runs.
+Everything that leaves a datacenter is encrypted, and a node may only use the names in its certificate. Give each node
+its own pair and `ca.pem`; keep `ca.key` on a machine where no node runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from atlas.wan.security.certs import CA_DAYS, DEFAULT_DAYS, expires, make_ca, ma
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("nodes", nargs="+", metavar="DATACENTER[/WORKER]",
-                        help="what to make certificates for: a node, or all nodes of a datacenter")  # fmt: skip
+                        help="a node, or all nodes of a datacenter")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("certs"), help="folder (default: certs)")
     parser.add_argument(
         "--days", type=whole(1, 36_500), default=DEFAULT_DAYS, help=f"validity (default: {DEFAULT_DAYS} days)"
@@ -26,8 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--ca-days", type=whole(1, 36_500), default=CA_DAYS, help=f"validity of a new CA (default: {CA_DAYS} days)"
     )
     parser.add_argument("--also", action="append", default=[], metavar="DATACENTER/WORKER",
-                        help="another name that each of these nodes may speak for (repeatable)")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print what was made as JSON")
+                        help="another name that each of these nodes may use (repeatable)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the files as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

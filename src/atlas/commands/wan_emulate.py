@@ -1,12 +1,12 @@
-"""Rehearse a cluster's WAN on this machine.
+"""Emulate a cluster's WAN on this machine.
 
-proxy (default): paths on loopback, for anybody. Each --forward SRC:DST=HOST:PORT opens an address at which SRC reaches
-the service that DST has at HOST:PORT; they are printed as JSON lines.
-namespace: real TCP between network namespaces, for root. Each --at NODE="COMMAND" runs a command on a node; $ATLAS_NODE
-is its name and $ATLAS_ADDRESS_<NODE> are all addresses.
+proxy (default): paths on loopback, without privileges. Each --forward SRC:DST=HOST:PORT opens an address at which SRC
+reaches the service that DST has at HOST:PORT; the addresses are printed as JSON lines.
+namespace: real TCP between network namespaces, needs root. Each --at NODE="COMMAND" runs a command on a node;
+$ATLAS_NODE is its name and $ATLAS_ADDRESS_<NODE> are the addresses of all nodes.
 
-Ends with its commands, after --for seconds, or when interrupted; then it says how exact it was, and exits with 4 if it
-was too late for the run to count.
+Ends with its commands, after --for seconds, or when interrupted. Then it prints how late the emulator was, and exits
+with 4 if it was too late for the measurements to count.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import re
 import sys
 import time
+from itertools import combinations
 from pathlib import Path
 
 from atlas.console import number, whole
@@ -26,22 +27,31 @@ from atlas.spec.cluster import Cluster
 from atlas.spec.load import load_cluster, load_job
 from atlas.wan.emulator.lateness import EmulatorLateError
 from atlas.wan.emulator.namespace_net import NamespaceNet
-from atlas.wan.emulator.paths import cluster_paths, scaled
+from atlas.wan.emulator.paths import MAX_NODES, PathSpec, Trunk, scaled
 from atlas.wan.emulator.proxy_net import ProxyNet
 
 LATE = 4
+"""Exit status if the emulator was late."""
+FOREVER_S = 1e9
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cluster", type=Path, metavar="CLUSTER.yaml", help="a cluster file, or a job")
-    parser.add_argument("--grade", choices=("proxy", "namespace"), default="proxy", help="how real (default proxy)")
     parser.add_argument(
-        "--nodes-per-dc", type=whole(1, 10**6), metavar="N", help="emulate only so many nodes of each datacenter"
+        "--grade",
+        choices=("proxy", "namespace"),
+        default="proxy",
+        help="proxy on loopback, or real TCP (default proxy)",
     )
     parser.add_argument(
-        "--scale", type=float, default=1.0, metavar="X", help="rates and windows times X, for small hosts"
+        "--nodes-per-dc", type=whole(1, 10**6), metavar="N", help="emulate at most N nodes of each datacenter"
     )
-    parser.add_argument("--jitter-ms", type=float, default=0.0, metavar="MS", help="extra one-way delay, 0 to this")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, metavar="X", help="multiply rates and windows by X, for small hosts"
+    )
+    parser.add_argument(
+        "--jitter-ms", type=float, default=0.0, metavar="MS", help="extra one-way delay, random from 0 to MS"
+    )
     parser.add_argument(
         "--forward",
         action="append",
@@ -49,10 +59,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SRC:DST=HOST:PORT",
         help="proxy: reach a service through a path",
     )
-    parser.add_argument("--at", action="append", default=[], metavar="NODE=COMMAND", help="namespace: run it on a node")
-    parser.add_argument("--no-gso", action="store_true", help="namespace: packets of 1500 bytes, for studies of loss")
-    parser.add_argument("--kernel", action="store_true", help="namespace: let the kernel's netem shape, where it is")
-    parser.add_argument("--for", dest="seconds", type=number(0, 1e9), metavar="S", help="end after so many seconds")
+    parser.add_argument(
+        "--at", action="append", default=[], metavar="NODE=COMMAND", help="namespace: run a command on a node"
+    )
+    parser.add_argument("--no-gso", action="store_true", help="namespace: packets of 1500 bytes, to study loss")
+    parser.add_argument("--kernel", action="store_true", help="namespace: shape with the kernel's netem, if available")
+    parser.add_argument("--for", dest="seconds", type=number(0, 1e9), metavar="S", help="end after S seconds")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,13 +89,13 @@ def run(args: argparse.Namespace) -> int:
             if late.num_pieces:
                 late.certify()
         except EmulatorLateError as error:
-            print(f"atlas: this run does not count: {error}", file=sys.stderr)
+            print(f"atlas: measurements of this run do not count: {error}", file=sys.stderr)
             return LATE
     return 0
 
 
 def _cluster(path: Path) -> Cluster:
-    """A job's file has a model, a cluster's has not."""
+    """Reads a cluster file, or the cluster of a job."""
     try:
         return load_cluster(path)
     except AtlasError as error:
@@ -91,6 +103,35 @@ def _cluster(path: Path) -> Cluster:
             return load_job(path).cluster
         except AtlasError:
             raise error from None
+
+
+def cluster_paths(
+    cluster: Cluster, *, nodes_per_dc: int | None = None, lan: bool = False, jitter_s: float = 0.0
+) -> dict[tuple[str, str], PathSpec]:
+    """The paths of a cluster file. Nodes are named after their datacenter: `east-0`, `east-1`.
+
+    With `lan`, nodes of one datacenter have paths too, with their latency and no cap.
+    """
+    nodes = {dc.name: [f"{dc.name}-{i}" for i in range(min(dc.nodes, nodes_per_dc or dc.nodes))]
+             for dc in cluster.datacenters}  # fmt: skip
+    if (total := sum(map(len, nodes.values()))) > MAX_NODES:
+        raise AtlasError(f"the cluster has {total} nodes: at most {MAX_NODES} are emulated. Lower --nodes-per-dc")
+    paths: dict[tuple[str, str], PathSpec] = {}
+    for a, b in combinations(nodes, 2):
+        if (route := cluster.route(a, b)) is None:
+            continue
+        path = PathSpec(
+            latency_s=route.latency_ms / 1e3,
+            window_bytes=route.window_bytes,
+            pair_bps=route.pair_gbps * 1e9,
+            trunk=Trunk(f"{a}~{b}", route.trunk_gbps * 1e9) if route.trunk_gbps is not None else None,
+            jitter_s=jitter_s,
+        )
+        paths |= {(x, y): path for x in nodes[a] for y in nodes[b]}
+    for dc in cluster.datacenters if lan else ():
+        near = PathSpec(latency_s=dc.net_latency_us / 1e6, window_bytes=None)
+        paths |= dict.fromkeys(combinations(nodes[dc.name], 2), near)
+    return paths
 
 
 def _through_proxy(net: ProxyNet, forwards: list[str], seconds: float | None) -> None:
@@ -105,7 +146,7 @@ def _through_proxy(net: ProxyNet, forwards: list[str], seconds: float | None) ->
         for (a, b), path in net.paths.items():
             print(json.dumps({"from": a, "to": b, **path.as_json()}), flush=True)
         return
-    time.sleep(seconds if seconds is not None else 10**9)
+    time.sleep(seconds if seconds is not None else FOREVER_S)
 
 
 def _on_nodes(net: NamespaceNet, commands: list[str], seconds: float | None) -> None:
@@ -119,6 +160,6 @@ def _on_nodes(net: NamespaceNet, commands: list[str], seconds: float | None) -> 
             raise AtlasError(f"--at {text!r}: write NODE=COMMAND, like east-0='iperf3 -s'")
         environment = {**os.environ, **addresses, "ATLAS_NODE": name}
         running.append(net.node(name).popen(["/bin/sh", "-c", command], env=environment))
-    deadline = time.monotonic() + (seconds if seconds is not None else 10**9)
+    deadline = time.monotonic() + (seconds if seconds is not None else FOREVER_S)
     while running and time.monotonic() < deadline and any(process.poll() is None for process in running):
         time.sleep(0.05)

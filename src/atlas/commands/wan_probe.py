@@ -1,11 +1,11 @@
-"""Measure the paths between datacenters: round trips, what 1 to K streams carry, and whether the cap is the node
-pair's or the trunk's.
+"""Measure the paths between datacenters: round trips, the goodput of 1 to K streams, and whether the node pair or the
+trunk limits it.
 
 On every host:   atlas wan probe --listen 10.0.0.5:7077 --token-file secret
 On one of them:  atlas wan probe --token-file secret --node east-0=10.0.0.5:7077 --node west-0=10.9.0.5:7077 ...
 
-Nodes are called after their datacenter and a number. With two nodes on each side the survey tells a pair cap from a
-trunk cap. The token is a shared secret of at least 16 characters, from a file or $ATLAS_PROBE_TOKEN.
+Nodes are named after their datacenter and a number. With two nodes on each side, a pair cap is told from a trunk cap.
+The token is a shared secret of at least 16 characters, from a file or $ATLAS_PROBE_TOKEN.
 """
 
 from __future__ import annotations
@@ -21,33 +21,40 @@ from pathlib import Path
 from atlas.console import number, require_apart, require_folder, require_writable, whole
 from atlas.errors import AtlasError
 from atlas.ir.replace import replacing
-from atlas.spec.cluster import Cluster, Link, Route
+from atlas.spec.cluster import Cluster
 from atlas.spec.load import load_cluster, load_job
+from atlas.spec.trace import TraceRow
 from atlas.wan.probe.agent import ProbeAgent
-from atlas.wan.probe.links import drift, links_yaml, write_links
-from atlas.wan.probe.recorded_path import Observation, recorded, write_series, write_trace
+from atlas.wan.probe.links import LinkFigures, drift, links_yaml, write_links
+from atlas.wan.probe.recorded_path import Observation, trace_rows, write_csv
 from atlas.wan.probe.survey import LinkMeasurement, Survey, survey
 from atlas.wan.probe.wire import require_token
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--listen", metavar="HOST:PORT", help="be an agent at this address, until interrupted")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="run an agent at this address, until interrupted")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="the shared secret (or $ATLAS_PROBE_TOKEN)")
     parser.add_argument(
-        "--node", action="append", default=[], metavar="NAME=HOST:PORT", help="an agent to ask; may be repeated"
+        "--node", action="append", default=[], metavar="NAME=HOST:PORT", help="an agent; repeat for each"
     )
-    parser.add_argument("--write", type=Path, metavar="CLUSTER.yaml", help="replace the links of this file, only those")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the links section to a file of its own")
-    parser.add_argument("--check", type=Path, metavar="FILE", help="warn where this job or cluster assumes otherwise")
-    parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
+    parser.add_argument("--write", type=Path, metavar="CLUSTER.yaml", help="replace the links section of this file")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the links section to a new file")
+    parser.add_argument("--check", type=Path, metavar="FILE", help="warn where this job or cluster file differs")
+    parser.add_argument("--json", action="store_true", help="print all measurements as JSON")
     parser.add_argument(
-        "--max-streams", type=whole(1, 1024), default=32, metavar="K", help="connections at most (default 32)"
+        "--max-streams", type=whole(1, 1024), default=32, metavar="K", help="most connections at once (default 32)"
     )
     parser.add_argument(
-        "--max-mb", type=number(0.001, 1e6), default=1000.0, metavar="MB", help="of one transfer (default 1000)"
+        "--max-mb",
+        type=number(0.001, 1e6),
+        default=1000.0,
+        metavar="MB",
+        help="most megabytes per transfer (default 1000)",
     )
     parser.add_argument("--repeat", type=whole(1, 10**6), default=1, metavar="N", help="probe N times, for --record")
-    parser.add_argument("--every", type=number(0, 1e6), default=60.0, metavar="S", help="seconds between two of them")
+    parser.add_argument(
+        "--every", type=number(0, 1e6), default=60.0, metavar="S", help="seconds from one probe to the next"
+    )
     parser.add_argument(
         "--record", type=Path, metavar="DIR", help="write each link's series and its trace for the simulator to DIR"
     )
@@ -62,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             agent.wait()
         return 0
     if not args.node:
-        raise AtlasError("nothing to do: give --listen HOST:PORT to be an agent, or --node NAME=HOST:PORT to ask some")
+        raise AtlasError("nothing to do: give --listen HOST:PORT to run an agent, or --node NAME=HOST:PORT to measure")
     _require_files(args)
     agents = dict(_node(text) for text in args.node)
     how = Survey(agents, token, max_streams=args.max_streams, max_bytes=round(args.max_mb * 1e6))
@@ -84,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_files(args: argparse.Namespace) -> None:
-    """Told before an hour of probing: what could not be written, or would replace what is read. --write is both."""
+    """Checks before the measurement that all files can be written, and that no output replaces an input."""
     inputs = [path for path in (args.token_file, args.check, args.write) if path is not None]
     if args.out is not None:
         require_writable(args.out, "--out")
@@ -96,17 +103,17 @@ def _require_files(args: argparse.Namespace) -> None:
 
 
 def check(cluster: Cluster, found: list[LinkMeasurement]) -> list[str]:
-    """Where a cluster file assumes what was not found."""
-    assumed: dict[frozenset[str], Route | Link] = {}
+    """Warnings where a cluster file differs from what was measured."""
+    assumed = {}
     for m in found:
-        route = cluster.route(*m.between)
-        if route is not None:
-            assumed[frozenset(m.between)] = route
+        if (route := cluster.route(*m.between)) is not None:
+            figures = LinkFigures(route.latency_ms, route.pair_gbps, route.window_bytes, route.trunk_gbps)
+            assumed[frozenset(m.between)] = figures
     return drift(assumed, found)
 
 
 def _warn(path: Path, found: list[LinkMeasurement]) -> int:
-    """A job has a model, a cluster file has not."""
+    """Compares with a cluster file, or with the cluster of a job."""
     try:
         cluster = load_cluster(path)
     except AtlasError:
@@ -131,8 +138,8 @@ def _record(folder: Path, rounds: list[list[LinkMeasurement]]) -> None:
     for i, link in enumerate(rounds[0]):
         name = "-".join(link.between)
         series = [Observation(r[i].at, r[i].rtt.median_s * 1e3, r[i].pair_bps / 1e9) for r in rounds]
-        write_series(folder / f"{name}.series.csv", series)
-        write_trace(folder / f"{name}.trace.csv", recorded(series).rows())
+        write_csv(folder / f"{name}.series.csv", Observation._fields, series)
+        write_csv(folder / f"{name}.trace.csv", TraceRow._fields, trace_rows(series))
 
 
 def _token(path: Path | None) -> str:

@@ -254,7 +254,7 @@ class _EmulatedRun:
         return weights
 
     def _sent_bytes(self) -> int:
-        return sum(self.net.stats.sent_bytes.values()) if self.net is not None else 0
+        return self.net.stats.sent_bytes if self.net is not None else 0
 
     def _longest_pass_s(self) -> float:
         """More than any order of events in one pass can take: everything one after the other."""

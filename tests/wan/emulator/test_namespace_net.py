@@ -80,8 +80,8 @@ def test_loss_is_about_what_was_asked_and_tcp_repairs_it() -> None:
         sent = pour(far.address, 1.0)
         assert far.ended.acquire(timeout=20)
         assert sum(count for _, count in far.arrivals) == sent
-        lane = net.stats.lanes[PAIR]
-        assert 0.004 < lane.lost / (lane.lost + lane.num_packets) < 0.05
+        there = net.stats.directions[PAIR]
+        assert 0.004 < there.lost / (there.lost + there.num_pieces) < 0.05
 
     on_path(PathSpec(latency_s=0.001, loss=0.02, pair_bps=100e6), use, gso=False)
 
@@ -122,7 +122,7 @@ def test_a_crash_leaves_nothing_behind() -> None:
         "from atlas.wan.emulator.namespace_net import NamespaceNet\n"
         "from atlas.wan.emulator.paths import PathSpec\n"
         "net = NamespaceNet({('a', 'b'): PathSpec()})\n"
-        "print(net._worker._process.pid, flush=True)\n"
+        "print(net._process.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

@@ -81,6 +81,23 @@ def test_pairs_share_a_trunk_fairly_whatever_their_number_of_connections() -> No
     pytest.fail(f"{rates} Mbit/s of a trunk of 40")
 
 
+def test_the_end_of_a_connection_is_delayed_like_its_bytes() -> None:
+    with peer() as far, ProxyNet({PAIR: PathSpec(latency_s=0.03)}) as net:
+        began = time.monotonic()
+        call(net.listen(*PAIR, far.address), b"s").close()
+        assert far.ended.acquire(timeout=10)
+        assert time.monotonic() - began >= 0.03
+
+
+def test_closing_the_net_ends_its_connections() -> None:
+    with peer() as far, ProxyNet({PAIR: PathSpec()}) as net, call(net.listen(*PAIR, far.address), b"e") as sock:
+        sock.sendall(b"x")
+        assert sock.recv(1) == b"x"
+        net.close()
+        assert sock.recv(1) == b""
+        assert far.ended.acquire(timeout=10)
+
+
 def test_jitter_delays_but_never_reorders_or_loses() -> None:
     with peer() as far, ProxyNet({PAIR: PathSpec(latency_s=0.005, jitter_s=0.01)}) as net:
         with call(net.listen(*PAIR, far.address), b"e") as sock:

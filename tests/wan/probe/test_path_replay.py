@@ -16,15 +16,7 @@ from atlas.schedules.classic import gpipe
 from atlas.sim import simulate
 from atlas.spec.cluster import Route
 from atlas.spec.trace import TraceRow, read_trace
-from atlas.wan.probe.recorded_path import (
-    Observation,
-    PathModel,
-    RecordedPath,
-    read_series,
-    recorded,
-    write_series,
-    write_trace,
-)
+from atlas.wan.probe.recorded_path import Observation, trace_rows, write_csv
 
 MS = 1_000_000
 SERIES = (
@@ -36,33 +28,22 @@ SERIES = (
 
 
 def test_the_best_of_a_series_is_nominal_and_rows_begin_at_zero() -> None:
-    path = recorded(SERIES)
-    assert (path.latency_ms, path.pair_gbps) == (20.0, 2.0)
-    rows = path.rows()
+    rows = [TraceRow(*row) for row in trace_rows(SERIES)]
     assert rows[0] == TraceRow(0.0, 1.0, 0.0)
     assert [row.rate for row in rows] == [1.0, 0.5, 0.35, 1.0]
     assert [row.extra_latency_ms for row in rows] == [0.0, 3.0, 0.25, 0.0]
 
 
-def test_files_read_back_bit_for_bit(tmp_path: Path) -> None:
-    write_series(tmp_path / "s.csv", SERIES)
-    assert read_series(tmp_path / "s.csv") == SERIES
-    rows = recorded(SERIES).rows()
-    write_trace(tmp_path / "t.csv", rows)
-    assert read_trace(tmp_path / "t.csv") == rows
-
-
-def test_a_series_may_begin_anew() -> None:
-    path = RecordedPath((Observation(0, 40, 1), Observation(1, 40, 2)), 20, 2, repeat=True)
-    assert [row.time_s for row in path.rows(5)] == [0, 1, 2, 3, 4]
-    assert [row.rate for row in path.rows(4)] == [0.5, 1, 0.5, 1]
-    assert len(RecordedPath(path.observations, 20, 2).rows(5)) == 2
+def test_a_trace_file_reads_back_bit_for_bit(tmp_path: Path) -> None:
+    rows = trace_rows(SERIES)
+    write_csv(tmp_path / "t.csv", TraceRow._fields, rows)
+    assert list(read_trace(tmp_path / "t.csv")) == rows
 
 
 def test_a_recorded_series_replays_exactly(tmp_path: Path) -> None:
     """Every transfer takes what the series says, worked out here by hand from the series alone."""
     file = tmp_path / "east-west.csv"
-    write_trace(file, recorded(SERIES).rows())
+    write_csv(file, TraceRow._fields, trace_rows(SERIES))
     route = Route(
         latency_ms=20.0, pair_gbps=2.0, window_bytes=1, trunk_gbps=None, egress_usd_per_gb=0.0, trace=str(file)
     )
@@ -115,26 +96,8 @@ def _work_ns(start_ns: int, work_ns: float) -> float:
     return now - start_ns
 
 
-def test_a_learnt_model_needs_one_method() -> None:
-    class Steady:
-        def rows(self, duration_s: float) -> tuple[TraceRow, ...]:
-            return (TraceRow(0.0, 1.0, 0.0),)
-
-    model: PathModel = Steady()
-    assert model.rows(10.0) == (TraceRow(0.0, 1.0, 0.0),)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "time_s,rtt_ms\n1,2\n", "time_s,rtt_ms,rate_gbps\n0,x,1\n", "time_s,rtt_ms,rate_gbps\n0,1,0\n"]
-)
-def test_a_wrong_series_is_one_message(tmp_path: Path, text: str) -> None:
-    (tmp_path / "s.csv").write_text(text)
-    with pytest.raises(AtlasError):
-        read_series(tmp_path / "s.csv")
-
-
-def test_times_that_do_not_ascend_are_refused() -> None:
+def test_times_that_do_not_ascend_are_rejected() -> None:
     with pytest.raises(AtlasError, match="must ascend"):
-        RecordedPath((SERIES[1], SERIES[0]), 20, 2)
+        trace_rows((SERIES[1], SERIES[0]))
     with pytest.raises(AtlasError, match="at least one"):
-        recorded(())
+        trace_rows(())

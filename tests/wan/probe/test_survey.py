@@ -12,15 +12,14 @@ import pytest
 from atlas.cli import main
 from atlas.commands import wan_probe
 from atlas.errors import AtlasError, SpecError
-from atlas.spec.cluster import Link, Route
 from atlas.spec.load import load_cluster
 from atlas.wan.emulator.paths import PathSpec, Trunk, nodes_of
 from atlas.wan.emulator.proxy_net import ProxyNet
 from atlas.wan.probe.agent import ProbeAgent
-from atlas.wan.probe.links import drift, links_yaml, to_link, with_links, write_links
+from atlas.wan.probe.links import LinkFigures, drift, links_yaml, to_figures, with_links, write_links
 from atlas.wan.probe.measure import Goodput, RoundTrips, round_trips
 from atlas.wan.probe.survey import LinkMeasurement, Survey, survey
-from atlas.wan.probe.wire import MAX_FRAME_BYTES, ProbeError, connect, send_json
+from atlas.wan.probe.wire import MAX_MESSAGE_BYTES, ProbeError, connect, send_json
 
 TOKEN = "only for the tests"
 
@@ -93,13 +92,13 @@ def test_a_survey_does_not_trust_a_server_that_cannot_prove_itself() -> None:
                 peer.sendall(bytes(32))
 
         threading.Thread(target=greet, daemon=True).start()
-        with pytest.raises(ProbeError, match="does not know the token"):
+        with pytest.raises(ProbeError, match="has another token"):
             connect(server.getsockname(), TOKEN)
 
 
 def test_oversized_and_senseless_messages_end_only_their_own_connection() -> None:
     with ProbeAgent("127.0.0.1", 0, TOKEN) as agent:
-        for nonsense in ((MAX_FRAME_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\2[]", b"\0\0\0\3abc"):
+        for nonsense in ((MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\2[]", b"\0\0\0\3abc"):
             with connect(agent.address, TOKEN) as sock:
                 sock.sendall(nonsense)
                 assert sock.recv(10) == b""
@@ -171,24 +170,21 @@ def test_a_file_that_cannot_be_edited_is_told(text: str) -> None:
 
 def test_dates_percentiles_and_the_verdict_are_written_beside_the_figures() -> None:
     text = links_yaml([measured()])
-    for words in ("measured 2023-11-14", "median 40.40", "p95 41.00", "1: 0.6, 8: 5", "the cap is of the trunk"):
+    for words in ("measured 2023-11-14", "median 40.40", "p95 41.00", "1: 0.6, 8: 5", "the trunk cap binds"):
         assert words in text
-    assert "the other way: 1: 0.6, 8: 5\n" in text
+    assert "other direction: 1: 0.6, 8: 5\n" in text
 
 
-def test_where_the_two_ways_differ_the_slower_one_counts_and_both_are_written() -> None:
+def test_the_slower_direction_counts_and_both_are_written() -> None:
     uneven = measured(back_bps=3e9)
-    assert to_link(uneven).pair_gbps == 3.0
+    assert to_figures(uneven).pair_gbps == 3.0
     text = links_yaml([uneven])
     assert "1: 0.6, 8: 5; 8 fill it" in text
-    assert "the other way: 1: 0.6, 8: 3, less than there" in text
+    assert "other direction: 1: 0.6, 8: 3, slower" in text
 
 
-def test_drift_is_told_and_only_drift() -> None:
-    route = Route(
-        latency_ms=20.0, pair_gbps=5.0, window_bytes=3_000_000, trunk_gbps=None, egress_usd_per_gb=0.0, trace=None
-    )
-    assumed: dict[frozenset[str], Route | Link] = {frozenset(("west", "east")): route}
+def test_only_assumptions_that_changed_are_reported() -> None:
+    assumed = {frozenset(("west", "east")): LinkFigures(20.0, 5.0, 3_000_000, None)}
     assert drift(assumed, [measured(trunk=False)]) == []
     found = drift(assumed, [measured(trunk=True, rtt_s=0.06, pair_bps=4.2e9)])
     assert [w.split(" ", 3)[3].split(" ")[0] for w in found] == ["latency", "a"]

@@ -1,8 +1,8 @@
-"""The state of the proxy emulator: trunks, the lanes of node pairs, connections and their two flows. Only state and
-arithmetic: when a piece leaves its link, when it is due, when its window opens again. `loop.py` moves the bytes.
+"""The state of the proxy emulator: trunks, links between node pairs, connections and their two flows.
 
-A byte's life: read from its sender when its link and its window have room, on the link until `depart`, delivered at
-`due` = depart + latency, out of the window one latency later, when its acknowledgement would be back.
+Only state and arithmetic: when bytes leave their link, when they are due, when the window opens again. `loop` moves the
+bytes. A byte is read from its sender when its link and its window have room, leaves the link at `depart`, is delivered
+at `due` = depart + latency, and leaves the window one latency later, when its acknowledgement would be back.
 """
 
 from __future__ import annotations
@@ -10,42 +10,50 @@ from __future__ import annotations
 import random
 import socket
 from collections import deque
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from atlas.wan.emulator.paths import LOOKAHEAD_S, STOCK_S, PathSpec
+from atlas.wan.emulator.paths import PathSpec
 
-LOOKAHEAD_NS = round(LOOKAHEAD_S * 1e9)
+LOOKAHEAD_NS = 1_000_000
+"""How far ahead of a link the proxy reads. All of it queues before what comes next, so it is short."""
 CATCH_UP_NS = 20_000_000
-"""A loop that wakes late still gives the link its due for this long back; a longer gap is lost, and told."""
+"""If the loop wakes late, links make up for at most this much; a longer gap is lost and counts as lateness."""
 CHUNK_S = 0.002
+"""Time on the link that one read may take, so that connections and pairs share it fairly."""
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1024, 128 * 1024
+RECEIVE_BUFFER_S = 0.01
+"""What the proxy buffers for a sender: the loop may be late by this and the link stays busy."""
+MIN_BUFFER_BYTES, MAX_BUFFER_BYTES = 64 * 1024, 512 * 1024
+UNLIMITED_BPS = 1e12
+"""Stands for the rate of a path without a cap."""
 
 
 class DelayedBytes(NamedTuple):
-    """Bytes on their way. No data: the sender closed its end."""
+    """Bytes in transit. Without data: the sender closed its end."""
 
     due_ns: int
     data: bytes | memoryview
     ack_ns: int
-    """When its window opens again, if the receiver takes it in time."""
+    """When the window opens again, if the receiver accepts them in time."""
     num_bytes: int
 
 
 class TrunkDirection:
-    """One way over a trunk; where a path has none, an unlimited one of its own."""
+    """One direction of a trunk. A path without a trunk has an unlimited one of its own."""
 
-    __slots__ = ("free_ns", "lanes", "ns_per_byte", "paused")
+    __slots__ = ("free_ns", "links", "ns_per_byte", "paused")
 
     def __init__(self, bps: float | None) -> None:
         self.ns_per_byte = 8e9 / bps if bps else 0.0
         self.free_ns = 0.0
-        self.lanes: deque[LinkDirection] = deque()
-        """Those with something to send: each in its turn sends one chunk, so that pairs share fairly."""
+        self.links: deque[LinkDirection] = deque()
+        """Links with something to send. They send one chunk in turn, so that node pairs share fairly."""
         self.paused = False
 
 
 class LinkDirection:
-    """One way between two nodes: what all its connections share."""
+    """One direction between two nodes: what all its connections share."""
 
     def __init__(self, path: PathSpec, trunk: TrunkDirection) -> None:
         self.trunk = trunk
@@ -53,86 +61,78 @@ class LinkDirection:
         self.ready: deque[Flow] = deque()
         """Flows with bytes to read, in turn."""
         self.queued = self.paused = False
-        self.num_bytes = 0
-        self.num_pieces = 0
+        self.num_bytes = self.num_pieces = 0
         self.shape(path)
 
     def shape(self, path: PathSpec) -> None:
-        """Takes on new figures; what is on its way keeps the old ones."""
+        """Applies new figures. Bytes in transit keep the old ones."""
         self.latency_ns = round(path.latency_s * 1e9)
         self.jitter_ns = path.jitter_s * 1e9
-        self.window_bytes = path.flight_bytes
         self.ns_per_byte = 8e9 / path.pair_bps if path.pair_bps else 0.0
-        rate = path.rate_bps or 1e12
-        self.chunk_bytes = max(MIN_CHUNK_BYTES, min(MAX_CHUNK_BYTES, round(rate / 8 * CHUNK_S)))
+        rate = path.rate_bps or UNLIMITED_BPS
+        self.receive_buffer_bytes = _within(rate / 8 * RECEIVE_BUFFER_S, MIN_BUFFER_BYTES, MAX_BUFFER_BYTES)
+        self.window_bytes = path.window_bytes or path.unlimited_window_bytes(2 * RECEIVE_BUFFER_S)
+        self.chunk_bytes = _within(rate / 8 * CHUNK_S, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)
         self.chunk_bytes = min(self.chunk_bytes, max(1, self.window_bytes // 4))
-        self.receive_buffer_bytes = max(64 * 1024, min(512 * 1024, round(rate / 8 * STOCK_S)))
 
 
+def _within(value: float, least: int, most: int) -> int:
+    return max(least, min(most, round(value)))
+
+
+@dataclass(eq=False, slots=True)
 class Flow:
     """One direction of one connection."""
 
-    __slots__ = (
-        "acks",
-        "armed",
-        "connection",
-        "ended",
-        "held",
-        "in_flight_bytes",
-        "lane",
-        "last_due_ns",
-        "out",
-        "peak_bytes",
-        "queued",
-        "readable",
-        "since_ns",
-        "sink",
-        "source",
-        "waiting",
-    )
+    connection: ProxiedConnection
+    link: LinkDirection
+    source: socket.socket
+    sink: socket.socket
+    out: deque[DelayedBytes] = field(default_factory=deque)
+    acks: deque[tuple[int, int]] = field(default_factory=deque)
+    """When bytes leave the window, and how many."""
+    in_flight_bytes: int = 0
+    peak_bytes: int = 0
+    last_due_ns: int = 0
+    since_ns: int = 0
+    readable: bool = False
+    queued: bool = False
+    ended: bool = False
+    waiting: bool = False
+    """The window is full."""
+    armed: bool = False
+    """The loop's heap has an entry for the head of `out`."""
+    held: bool = False
+    """The receiver does not accept what is due. This does not count as lateness of the emulator."""
 
-    def __init__(
-        self, connection: ProxiedConnection, lane: LinkDirection, source: socket.socket, sink: socket.socket
-    ) -> None:
-        self.connection, self.lane, self.source, self.sink = connection, lane, source, sink
-        self.out: deque[DelayedBytes] = deque()
-        self.acks: deque[tuple[int, int]] = deque()
-        self.in_flight_bytes = self.peak_bytes = self.last_due_ns = self.since_ns = 0
-        self.readable = self.queued = self.ended = self.waiting = False
-        self.armed = False
-        """The heap knows when the head of `out` is due."""
-        self.held = False
-        """The receiver does not take what is due: its fault, not our lateness."""
-
-    def room_bytes(self, now_ns: int) -> int:
-        """What the window still takes."""
+    def window_left_bytes(self, now_ns: int) -> int:
         acks = self.acks
         while acks and acks[0][0] <= now_ns:
             self.in_flight_bytes -= acks.popleft()[1]
-        return self.lane.window_bytes - self.in_flight_bytes
+        return self.link.window_bytes - self.in_flight_bytes
 
     def accept(self, data: bytes, now_ns: int) -> DelayedBytes:
-        """Puts bytes on the link; when they are due. A loop that comes late does not slow the link down."""
-        lane, num_bytes = self.lane, len(data)
+        """Puts bytes on the link and computes when they are due. A loop that is late does not slow the link down."""
+        link, num_bytes = self.link, len(data)
         earliest = max(self.since_ns, now_ns - CATCH_UP_NS)
-        trunk = lane.trunk
-        lane.free_ns = max(lane.free_ns, earliest) + num_bytes * lane.ns_per_byte
+        trunk = link.trunk
+        link.free_ns = max(link.free_ns, earliest) + num_bytes * link.ns_per_byte
         trunk.free_ns = max(trunk.free_ns, earliest) + num_bytes * trunk.ns_per_byte
-        depart_ns = max(lane.free_ns, trunk.free_ns)
-        jitter_ns = random.random() * lane.jitter_ns if lane.jitter_ns else 0.0
-        due_ns = max(self.last_due_ns, int(depart_ns + lane.latency_ns + jitter_ns))
+        depart_ns = max(link.free_ns, trunk.free_ns)
+        jitter_ns = random.random() * link.jitter_ns if link.jitter_ns else 0.0
+        due_ns = max(self.last_due_ns, int(depart_ns + link.latency_ns + jitter_ns))
         self.last_due_ns = due_ns
-        # A chunk stands for many packets: the first of them was acknowledged while the last was still on the link.
-        ack_ns = due_ns + lane.latency_ns - int(num_bytes * max(lane.ns_per_byte, trunk.ns_per_byte))
+        # A chunk stands for many packets: the first was acknowledged while the last was still on the link.
+        ack_ns = due_ns + link.latency_ns - int(num_bytes * max(link.ns_per_byte, trunk.ns_per_byte))
         self.in_flight_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.in_flight_bytes)
-        lane.num_bytes += num_bytes
-        lane.num_pieces += 1
+        link.num_bytes += num_bytes
+        link.num_pieces += 1
         return DelayedBytes(due_ns, data, ack_ns, num_bytes)
 
 
 class ProxiedConnection:
-    """Two sockets and what flows between them."""
+    """Two sockets and the flows between them."""
 
     def __init__(
         self, number: int, near: socket.socket, far: socket.socket, there: LinkDirection, back: LinkDirection

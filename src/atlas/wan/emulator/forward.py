@@ -1,8 +1,8 @@
-"""The namespace emulator's hot loop, compiled: packets from TUN devices, held in a ring per lane until they are due,
-written to the device of their destination. Two system calls and one copy a packet; nothing is allocated.
+"""The namespace emulator's compiled loop: reads packets from TUN devices, keeps them in a ring per link until they are
+due, and writes them to the device of their destination. Two system calls and one copy a packet, no allocation.
 
-A lane is one way between two nodes. Its link is a virtual clock: a packet leaves when those before it have left, and
-is dropped where they would fill the queue. Only payload counts on the link, so rates are goodput.
+A link is one direction between two nodes, kept as a virtual clock: a packet departs when those before it have departed,
+and is dropped when they fill the queue. Only payload counts on the link, so rates are goodput.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from numpy.typing import NDArray
 from atlas.wan.emulator.lateness import BIN_NS, NUM_BINS
 from atlas.wan.emulator.netdev import VNET_HDR_BYTES
 
-# Columns of the lanes' table of floats, and of their table of integers.
+# Columns of the links' table of floats and of their table of integers.
 LATENCY_NS, JITTER_NS, NS_PER_BYTE, FREE_NS, QUEUE_BYTES, LOSS, NUM_FLOATS = range(7)
 TRUNK, DST, BASE, SIZE, HEAD, TAIL, USED, LAST_DUE, OPEN, NUM_BYTES, NUM_PACKETS, DROPPED, LOST, NUM_INTS = range(14)
 # Columns of the trunks' table.
 TRUNK_NS_PER_BYTE, TRUNK_FREE_NS, TRUNK_QUEUE_BYTES, NUM_TRUNK_FLOATS = range(4)
 
 RECORD_BYTES = 16
-"""Before each packet in a ring: when it is due, how long it is (or that the ring starts over)."""
+"""Precedes each packet in a ring: when it is due, and its length (-1: the ring starts over)."""
 MAX_PACKET_BYTES = 65_536 + 64
+"""The largest GSO packet and its headers."""
 MIN_COST_BYTES = 40
-"""An acknowledgement is not quite free."""
+"""What an acknowledgement costs on the link: its TCP/IP header."""
 BATCH = 64
+"""Packets read from one node, or written to one, before the others have their turn."""
 PERIOD_NS, MAX_WAIT_NS = 100_000, 100_000_000
-"""How often it looks at most, and at least. Each look interrupts somebody; what is late by a look says so."""
+"""Shortest and longest time between two rounds. Each round interrupts a node; the lateness that results is counted."""
 NET = (10, 99)
 """Addresses are 10.99.x.y, inside the namespaces only; x.y is the node's number plus one."""
 
@@ -48,7 +50,7 @@ def _now_ns(spec: Any) -> Any:
 
 @njit(cache=True)
 def _cost_bytes(packet: Any, num_bytes: int) -> Any:
-    """What a packet weighs on its link: its payload."""
+    """What a packet costs on its link: its payload."""
     ip = VNET_HDR_BYTES
     header_bytes = (packet[ip] & 15) * 4
     if packet[ip + 9] == 6:
@@ -60,7 +62,7 @@ def _cost_bytes(packet: Any, num_bytes: int) -> Any:
 
 @njit(cache=True)
 def _destination(packet: Any, num_bytes: int, num_nodes: int) -> Any:
-    """The node a packet is for, or -1."""
+    """The node that a packet is addressed to, or -1."""
     ip = VNET_HDR_BYTES
     if num_bytes < ip + 40 or packet[ip] >> 4 != 4 or packet[ip + 16] != NET[0] or packet[ip + 17] != NET[1]:
         return -1
@@ -69,14 +71,14 @@ def _destination(packet: Any, num_bytes: int, num_nodes: int) -> Any:
 
 
 @njit(cache=True)
-def _due_ns(lane: int, floats: Any, ints: Any, trunks: Any, cost_bytes: int, now_ns: int) -> Any:
-    """Takes the link; when the packet is due, or -1 where the queue is full."""
-    row = floats[lane]
+def _due_ns(link: int, floats: Any, ints: Any, trunks: Any, cost_bytes: int, now_ns: int) -> Any:
+    """Occupies the link and returns when the packet is due, or -1 if the queue is full."""
+    row = floats[link]
     start_ns = max(row[FREE_NS], now_ns)
     depart_ns = start_ns + cost_bytes * row[NS_PER_BYTE]
     if row[NS_PER_BYTE] > 0 and (start_ns - now_ns) / row[NS_PER_BYTE] + cost_bytes > row[QUEUE_BYTES]:
         return -1
-    trunk = ints[lane, TRUNK]
+    trunk = ints[link, TRUNK]
     if trunk >= 0:
         shared = trunks[trunk]
         trunk_start_ns = max(shared[TRUNK_FREE_NS], now_ns)
@@ -90,18 +92,18 @@ def _due_ns(lane: int, floats: Any, ints: Any, trunks: Any, cost_bytes: int, now
     due_ns = depart_ns + row[LATENCY_NS]
     if row[JITTER_NS] > 0:
         due_ns += np.random.random() * row[JITTER_NS]
-    due = max(np.int64(due_ns), ints[lane, LAST_DUE])
-    ints[lane, LAST_DUE] = due
+    due = max(np.int64(due_ns), ints[link, LAST_DUE])
+    ints[link, LAST_DUE] = due
     return due
 
 
 @njit(cache=True)
-def _store(lane: int, ints: Any, memory: Any, words: Any, packet: Any, num_bytes: int, due_ns: int) -> bool:
-    """Puts a packet at the ring's tail, unless it is full."""
-    row = ints[lane]
+def _store(link: int, ints: Any, memory: Any, words: Any, packet: Any, num_bytes: int, due_ns: int) -> bool:
+    """Appends a packet to the ring. False if the ring is full."""
+    row = ints[link]
     need = RECORD_BYTES + (num_bytes + 15) // 16 * 16
     if row[USED] == 0:
-        row[HEAD] = row[TAIL] = 0  # memory that is warm
+        row[HEAD] = row[TAIL] = 0  # use memory that is in the cache
     skip = row[SIZE] - row[TAIL] if row[TAIL] + need > row[SIZE] else 0
     if row[USED] + skip + need > row[SIZE]:
         return False
@@ -119,10 +121,10 @@ def _store(lane: int, ints: Any, memory: Any, words: Any, packet: Any, num_bytes
 
 
 @njit(cache=True)
-def _take_in(
+def _read_packets(
     node: int,
     fd: int,
-    lane_of: Any,
+    link_of: Any,
     floats: Any,
     ints: Any,
     trunks: Any,
@@ -131,22 +133,22 @@ def _take_in(
     packet: Any,
     spec: Any,
 ) -> int:
-    """Reads what a node sends, a batch at most; how many packets."""
+    """Reads what a node sends, at most a batch, and returns the number of packets."""
     for count in range(BATCH):
         num_bytes = _read(fd, packet.ctypes.data, MAX_PACKET_BYTES)
         if num_bytes <= 0:
             return count
-        dst = _destination(packet, num_bytes, lane_of.shape[0])
-        lane = lane_of[node, dst] if dst >= 0 else -1
-        if lane < 0:
+        dst = _destination(packet, num_bytes, link_of.shape[0])
+        link = link_of[node, dst] if dst >= 0 else -1
+        if link < 0:
             continue
-        row = ints[lane]
-        if not row[OPEN] or (floats[lane, LOSS] > 0 and np.random.random() < floats[lane, LOSS]):
+        row = ints[link]
+        if not row[OPEN] or (floats[link, LOSS] > 0 and np.random.random() < floats[link, LOSS]):
             row[LOST] += 1
             continue
         cost_bytes = _cost_bytes(packet, num_bytes)
-        due_ns = _due_ns(lane, floats, ints, trunks, cost_bytes, _now_ns(spec))
-        if due_ns < 0 or not _store(lane, ints, memory, words, packet, num_bytes, due_ns):
+        due_ns = _due_ns(link, floats, ints, trunks, cost_bytes, _now_ns(spec))
+        if due_ns < 0 or not _store(link, ints, memory, words, packet, num_bytes, due_ns):
             row[DROPPED] += 1
             continue
         row[NUM_BYTES] += cost_bytes
@@ -155,11 +157,11 @@ def _take_in(
 
 
 @njit(cache=True)
-def _give_out(fds: Any, ints: Any, memory: Any, words: Any, bins: Any, totals: Any, spec: Any) -> Any:
-    """Writes what is due; when the next one is."""
+def _write_packets(fds: Any, ints: Any, memory: Any, words: Any, bins: Any, totals: Any, spec: Any) -> Any:
+    """Writes what is due and returns when the next packet is due."""
     next_ns = np.int64(1) << 62
-    for lane in range(ints.shape[0]):
-        row = ints[lane]
+    for link in range(ints.shape[0]):
+        row = ints[link]
         count = 0
         while row[USED] > 0:
             at = row[BASE] + row[HEAD]
@@ -188,7 +190,7 @@ def _give_out(fds: Any, ints: Any, memory: Any, words: Any, bins: Any, totals: A
 @njit(cache=True, nogil=True)
 def forward(
     fds: NDArray[np.int32],
-    lane_of: NDArray[np.int32],
+    link_of: NDArray[np.int32],
     floats: NDArray[np.float64],
     ints: NDArray[np.int64],
     trunks: NDArray[np.float64],
@@ -198,13 +200,13 @@ def forward(
     totals: NDArray[np.int64],
     polls: NDArray[np.int32],
 ) -> None:
-    """Forwards until the last of `polls`, the commander's socket, has something to say. polls: fd, events/revents."""
+    """Forwards until the last of `polls`, the command socket, is readable. `polls` has rows of fd, events/revents."""
     num_nodes = fds.shape[0]
     packet = np.empty(MAX_PACKET_BYTES + 64, np.uint8)
     spec = np.zeros(2, np.int64)
     while True:
         begin_ns = _now_ns(spec)
-        next_ns = _give_out(fds, ints, memory, words, bins, totals, spec)
+        next_ns = _write_packets(fds, ints, memory, words, bins, totals, spec)
         rest_ns = begin_ns + PERIOD_NS - _now_ns(spec)
         if rest_ns > 0:
             spec[0], spec[1] = 0, rest_ns
@@ -216,6 +218,6 @@ def forward(
         _ppoll(polls.ctypes.data, num_nodes + 1, spec.ctypes.data, 0)
         for node in range(num_nodes):
             if polls[node, 1] >> 16:
-                _take_in(node, fds[node], lane_of, floats, ints, trunks, memory, words, packet, spec)
+                _read_packets(node, fds[node], link_of, floats, ints, trunks, memory, words, packet, spec)
         if polls[num_nodes, 1] >> 16:
             return

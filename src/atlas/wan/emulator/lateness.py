@@ -1,6 +1,6 @@
-"""How late an emulator was: each piece that it delivers has a due time, and what comes after it is counted here.
+"""How late an emulator was: every packet or chunk has a due time, and deliveries after it are counted here.
 
-A run in which the emulator was late says nothing about the path, so `certify` refuses it.
+A measurement made while the emulator was late does not describe the path, so `certify` rejects it.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 from atlas.errors import AtlasError
 
-BIN_NS = 50_000
-NUM_BINS = 2000
-"""Lateness beyond 100 ms is all the same: ruinous. The worst is kept exactly."""
+BIN_NS, NUM_BINS = 50_000, 2000
+"""The histogram ends at 100 ms, far beyond any limit. The worst value is kept exactly."""
 P99_LIMIT_S, WORST_LIMIT_S = 0.001, 0.025
+"""Chosen for round trips of 20 ms and more: 5 % of the shortest at the 99th percentile, and a single stray delivery."""
 
 
 class EmulatorLateError(AtlasError):
-    """The emulator could not keep up: what was measured through it does not count."""
+    """The emulator was late: what was measured through it does not count."""
 
 
 @dataclass(frozen=True)
 class Lateness:
-    """A summary, in seconds."""
+    """A summary of lateness, in seconds."""
 
     num_pieces: int
     mean_s: float
@@ -35,7 +35,7 @@ class Lateness:
         return f"{self.num_pieces} pieces late by {ms}"
 
     def reason(self, p99_s: float = P99_LIMIT_S, worst_s: float = WORST_LIMIT_S) -> str | None:
-        """Why the run does not count, or None."""
+        """Why the measurement does not count; None if it counts."""
         if self.num_pieces == 0:
             return "nothing went through the emulator"
         for what, value, limit in (("p99", self.p99_s, p99_s), ("worst", self.worst_s, worst_s)):
@@ -47,14 +47,14 @@ class Lateness:
         return None
 
     def certify(self, p99_s: float = P99_LIMIT_S, worst_s: float = WORST_LIMIT_S) -> None:
-        """Raises EmulatorLateError where the run does not count."""
+        """Raises EmulatorLateError if the measurement does not count."""
         reason = self.reason(p99_s, worst_s)
         if reason is not None:
             raise EmulatorLateError(reason)
 
 
 class Histogram:
-    """Counts of lateness in bins; the hot path is `note`."""
+    """Counts lateness in bins. `note` is called for every delivery."""
 
     __slots__ = ("bins", "total_ns", "worst_ns")
 
@@ -74,7 +74,7 @@ class Histogram:
 
 
 def summarize(bins: Iterable[int], total_ns: int, worst_ns: int) -> Lateness:
-    """Percentiles are the upper edges of their bins, never better than the truth."""
+    """Percentiles are the upper edges of their bins, so they are never too small."""
     counts = [int(n) for n in bins]
     num = sum(counts)
 

@@ -1,7 +1,7 @@
-"""The proxy emulator's engine: one epoll loop that reads from senders when link and window have room, holds each
-piece until it is due, and hands it on. Everything that will happen lies in one heap of times.
+"""The proxy emulator's event loop: reads from senders when link and window have room, delays bytes until they are due,
+and forwards them. One epoll, and one heap of everything that is scheduled.
 
-Knows sockets, lanes and time; what paths there are and who commands is `proxy_server.py`'s.
+Knows sockets, links and time. Paths and commands are in `proxy_server`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any
 from atlas.wan.emulator.flows import LOOKAHEAD_NS, DelayedBytes, Flow, LinkDirection, ProxiedConnection, TrunkDirection
 from atlas.wan.emulator.lateness import Histogram
 
-ROUND = 64
-"""Chunks read before the due ones are looked at again."""
+CHUNKS_PER_ROUND = 64
+"""Chunks read before due deliveries are checked again."""
 RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER that turns close() into a reset: a broken path says no goodbye."""
+"""SO_LINGER with which close() sends a reset."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _now_ns = time.monotonic_ns
 
 
 class Timer:
-    """A timerfd: epoll itself only counts whole milliseconds."""
+    """A timerfd, because epoll's own timeout has a resolution of a millisecond."""
 
     def __init__(self) -> None:
         self.fd = _LIBC.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
@@ -46,8 +46,8 @@ class Timer:
             _LIBC.timerfd_settime(self.fd, 1, self._spec, None)
 
 
-class Loop:
-    """Runs until `stop`. Not thread-safe: commands come in through a socket that it watches like any other."""
+class ProxyLoop:
+    """Runs until `stop`. Not thread-safe: commands arrive on a socket that it watches like the others."""
 
     def __init__(self) -> None:
         self.lateness = Histogram()
@@ -60,18 +60,14 @@ class Loop:
         self._number = itertools.count()
         self._watched: dict[int, Callable[[], None]] = {}
         self._ends: dict[int, tuple[Flow, Flow]] = {}
-        """By descriptor: the flow that reads from it, the flow that writes to it."""
+        """By descriptor: the flow that reads from it and the flow that writes to it."""
         self._busy: set[TrunkDirection] = set()
         self._running = True
 
-    # ---- what others ask for ---------------------------------------------------------------------------------
+    # ---- called by the server ----------------------------------------------------------------------------------
     def watch(self, sock: socket.socket, on_readable: Callable[[], None]) -> None:
         self._watched[sock.fileno()] = on_readable
         self._epoll.register(sock.fileno(), select.EPOLLIN)
-
-    def unwatch(self, sock: socket.socket) -> None:
-        del self._watched[sock.fileno()]
-        self._epoll.unregister(sock.fileno())
 
     def at(self, due_ns: int, call: Callable[..., None], argument: Any) -> None:
         heapq.heappush(self._heap, (due_ns, next(self._number), call, argument))
@@ -79,15 +75,14 @@ class Loop:
     def stop(self) -> None:
         self._running = False
 
-    def open(self, connection: ProxiedConnection, target: tuple[str, int], *, handshake: bool) -> None:
-        """A caller was accepted. With `handshake` its first bytes wait for the round trip TCP would take."""
+    def open(self, connection: ProxiedConnection, target: tuple[str, int]) -> None:
+        """A connection was accepted. Its first bytes wait for the round trip of TCP's handshake."""
         self.connections.add(connection)
-        trip_ns = connection.there.lane.latency_ns if handshake else 0
-        now_ns = _now_ns()
-        # Until the far end is connected, whatever is due to it waits without being late.
+        latency_ns, now_ns = connection.there.link.latency_ns, _now_ns()
+        # Bytes that are due before the far end is connected wait, which is not lateness.
         connection.there.held = True
-        self.at(now_ns + 2 * trip_ns, self._listen_to_near, connection)
-        self.at(now_ns + 3 * trip_ns, lambda c: self._connect_far(c, target), connection)
+        self.at(now_ns + 2 * latency_ns, self._listen_to_near, connection)
+        self.at(now_ns + 3 * latency_ns, lambda c: self._connect_far(c, target), connection)
 
     def _listen_to_near(self, connection: ProxiedConnection) -> None:
         if not connection.dead:
@@ -104,7 +99,7 @@ class Loop:
         self._epoll.register(sock.fileno(), select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET)
 
     def cut(self, connection: ProxiedConnection) -> None:
-        """Both ends are reset at once; what was on its way is lost."""
+        """Resets both ends at once. Bytes in transit are lost."""
         if connection.dead:
             return
         for sock in (connection.near, connection.far):
@@ -112,11 +107,9 @@ class Loop:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         self._close(connection)
 
-    def stall(self, connection: ProxiedConnection, *, stalled: bool) -> None:
-        """Nothing moves, nothing is said, until it is resumed."""
-        connection.stalled = stalled
-        if stalled:
-            return
+    def resume(self, connection: ProxiedConnection) -> None:
+        """Lets a stalled connection continue."""
+        connection.stalled = False
         now_ns = _now_ns()
         for flow in connection.flows:
             flow.held = flow.held or bool(flow.out)
@@ -169,7 +162,7 @@ class Loop:
 
     def _on_connected(self, connection: ProxiedConnection, events: int) -> None:
         if connection.far.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self.at(_now_ns() + connection.back.lane.latency_ns, self.cut, connection)
+            self.at(_now_ns() + connection.back.link.latency_ns, self.cut, connection)
         elif events & select.EPOLLOUT:
             connection.connected = True
             self._deliver(connection.there)
@@ -178,27 +171,27 @@ class Loop:
 
     # ---- in ------------------------------------------------------------------------------------------------
     def _offer(self, flow: Flow, since_ns: int) -> None:
-        """A flow has something to read: it joins its lane's turn."""
+        """A flow has something to read: it joins the turns of its link."""
         if flow.queued or flow.waiting or flow.ended or not flow.readable:
             return
         flow.queued, flow.since_ns = True, since_ns
-        lane = flow.lane
-        # Who had nothing to send goes first: a small message does not wait for the bulk of others.
-        lane.ready.appendleft(flow)
-        self._enlist(lane)
+        link = flow.link
+        # A flow that was idle goes first, so that a small message does not wait for bulk traffic.
+        link.ready.appendleft(flow)
+        self._enlist(link)
 
-    def _enlist(self, lane: LinkDirection) -> None:
-        if lane.ready and not lane.queued and not lane.paused:
-            lane.queued = True
-            lane.trunk.lanes.append(lane)
-            if not lane.trunk.paused:
-                self._busy.add(lane.trunk)
+    def _enlist(self, link: LinkDirection) -> None:
+        if link.ready and not link.queued and not link.paused:
+            link.queued = True
+            link.trunk.links.append(link)
+            if not link.trunk.paused:
+                self._busy.add(link.trunk)
 
     def _serve(self, trunk: TrunkDirection) -> None:
-        """Reads from the lanes in turn until the links are `LOOKAHEAD_NS` ahead, or nothing is left to read."""
+        """Reads for the links in turn until they are `LOOKAHEAD_NS` ahead, or nothing is left to read."""
         horizon_ns = _now_ns() + LOOKAHEAD_NS
-        for _ in range(ROUND):
-            if not trunk.lanes:
+        for _ in range(CHUNKS_PER_ROUND):
+            if not trunk.links:
                 self._busy.discard(trunk)
                 return
             if trunk.free_ns > horizon_ns:
@@ -206,24 +199,24 @@ class Loop:
                 self._busy.discard(trunk)
                 self.at(int(trunk.free_ns) - LOOKAHEAD_NS, self._resume_trunk, trunk)
                 return
-            lane = trunk.lanes.popleft()
-            lane.queued = False
-            if lane.free_ns > horizon_ns:
-                lane.paused = True
-                self.at(int(lane.free_ns) - LOOKAHEAD_NS, self._resume_lane, lane)
+            link = trunk.links.popleft()
+            link.queued = False
+            if link.free_ns > horizon_ns:
+                link.paused = True
+                self.at(int(link.free_ns) - LOOKAHEAD_NS, self._resume_link, link)
                 continue
-            if lane.ready:
-                self._read(lane.ready.popleft())
-                self._enlist(lane)
+            if link.ready:
+                self._read(link.ready.popleft())
+                self._enlist(link)
 
     def _resume_trunk(self, trunk: TrunkDirection) -> None:
         trunk.paused = False
-        if trunk.lanes:
+        if trunk.links:
             self._busy.add(trunk)
 
-    def _resume_lane(self, lane: LinkDirection) -> None:
-        lane.paused = False
-        self._enlist(lane)
+    def _resume_link(self, link: LinkDirection) -> None:
+        link.paused = False
+        self._enlist(link)
 
     def _read(self, flow: Flow) -> None:
         flow.queued = False
@@ -231,26 +224,26 @@ class Loop:
         if connection.dead or connection.stalled:
             return
         now_ns = _now_ns()
-        room_bytes = flow.room_bytes(now_ns)
-        if room_bytes <= 0:
+        left_bytes = flow.window_left_bytes(now_ns)
+        if left_bytes <= 0:
             flow.waiting = True
             if flow.acks:
                 self.at(flow.acks[0][0], self._open_window, flow)
             return
         try:
-            data = flow.source.recv(min(room_bytes, flow.lane.chunk_bytes))
+            data = flow.source.recv(min(left_bytes, flow.link.chunk_bytes))
         except BlockingIOError:
             flow.readable = False
             return
         except OSError:
-            self.at(now_ns + flow.lane.latency_ns, self.cut, connection)
+            self.at(now_ns + flow.link.latency_ns, self.cut, connection)
             return
         piece = flow.accept(data, now_ns)
         flow.out.append(piece)
         self._arm(flow)
         if data:
             flow.queued = True
-            flow.lane.ready.append(flow)
+            flow.link.ready.append(flow)
         else:
             flow.ended = True
 
@@ -271,7 +264,7 @@ class Loop:
             self._deliver(flow)
 
     def _deliver(self, flow: Flow) -> None:
-        """Hands on what is due, as far as the receiver takes it."""
+        """Forwards what is due, as far as the receiver accepts it."""
         out, connection = flow.out, flow.connection
         if connection.dead or connection.stalled or (flow is connection.there and not connection.connected):
             return
@@ -290,7 +283,7 @@ class Loop:
                 flow.held = True
                 return
             except OSError:
-                self.at(now_ns + flow.lane.latency_ns, self.cut, connection)
+                self.at(now_ns + flow.link.latency_ns, self.cut, connection)
                 return
             if not done:
                 flow.held = True
@@ -300,7 +293,7 @@ class Loop:
         self._close_if_done(connection)
 
     def _hand_over(self, flow: Flow, piece: DelayedBytes) -> bool:
-        """Whether the whole piece went out; if not, what is left stays at the head."""
+        """Returns False if the receiver accepted only a part; the rest stays at the head of the queue."""
         if not piece.num_bytes:
             flow.sink.shutdown(socket.SHUT_WR)
             flow.out.popleft()
@@ -313,7 +306,7 @@ class Loop:
         return True
 
     def _acknowledge(self, flow: Flow, piece: DelayedBytes, now_ns: int) -> None:
-        ack_ns = now_ns + flow.lane.latency_ns if flow.held else piece.ack_ns
+        ack_ns = now_ns + flow.link.latency_ns if flow.held else piece.ack_ns
         flow.acks.append((ack_ns, piece.num_bytes))
         if flow.waiting and len(flow.acks) == 1:
             self.at(ack_ns, self._open_window, flow)

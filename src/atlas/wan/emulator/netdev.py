@@ -1,5 +1,5 @@
-"""Network namespaces and TUN devices by system call: no `ip`, no `unshare`, no daemon. What is made here lives as long
-as its descriptors, so that nothing is left behind, not even by a crash. Linux only; knows nothing of paths.
+"""Network namespaces and TUN devices by system call: needs no `ip`, no `unshare` and no daemon. Both exist as long as
+their descriptors are open, so nothing is left behind, even after a crash. Linux only; knows nothing of paths.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from atlas.errors import AtlasError
 
+# From <sched.h>, <linux/if.h>, <linux/if_tun.h>, <linux/sockios.h> and <linux/rtnetlink.h>.
 CLONE_NEWNET = 0x40000000
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR, IFF_UP = 0x1, 0x1000, 0x4000, 0x1
 TUNSETIFF, TUNSETOFFLOAD, TUNSETVNETHDRSZ = 0x400454CA, 0x400454D0, 0x400454D8
@@ -27,28 +28,28 @@ SIOCSIFMTU = 0x8922
 RTM_NEWLINK, IFLA_TXQLEN, NLM_F_REQUEST_ACK = 16, 13, 0x5
 VNET_HDR_BYTES = 10
 QUEUE_PACKETS = 20_000
-"""Of the device: a sender's burst waits here for the forwarder, never falls out."""
+"""Transmit queue of the device: long enough that no burst of a sender is dropped before the forwarder reads it."""
 DEVICE = "wan0"
-FALLBACK = "Run it as root, or inside `unshare --user --map-root-user --net`, or use the proxy grade, which needs none"
+FALLBACK = "Run it as root or inside `unshare --user --map-root-user --net`, or use the proxy grade"
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 T = TypeVar("T")
 
 
 class Namespace(NamedTuple):
-    """Descriptors of a network namespace and of the TUN device in it. Close both and they are gone."""
+    """Descriptors of a network namespace and of the TUN device in it. Closing both removes them."""
 
     fd: int
     tun_fd: int
 
 
 def make_namespace(address: str, *, gso: bool, mtu: int, sysctls: Mapping[str, str]) -> Namespace:
-    """A new namespace whose only way out is a TUN device with this address. This thread stays where it is."""
+    """Makes a namespace whose only device is a TUN device with this address. The calling thread does not enter it."""
     return in_thread(lambda: _make_here(address, gso=gso, mtu=mtu, sysctls=sysctls))
 
 
 def in_thread(call: Callable[[], T], namespace_fd: int | None = None) -> T:
-    """Runs it in a thread of its own, in a namespace: sockets and processes made there belong to it."""
+    """Calls it in a new thread, in a namespace: sockets and processes that it makes belong to the namespace."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -69,14 +70,14 @@ def in_thread(call: Callable[[], T], namespace_fd: int | None = None) -> T:
 
 
 def enter(namespace_fd: int) -> None:
-    """Moves this thread, and whatever it starts, to a namespace."""
+    """Moves the calling thread to a namespace, with everything that it starts."""
     if _LIBC.setns(namespace_fd, CLONE_NEWNET):
         raise _refused("enter a network namespace")
 
 
 @contextlib.contextmanager
 def entered(namespace_fd: int) -> Iterator[None]:
-    """This thread is in the namespace inside the block and back where it was after it."""
+    """The calling thread is in the namespace inside the block, and back in its own after it."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         enter(namespace_fd)
@@ -94,7 +95,8 @@ def _make_here(address: str, *, gso: bool, mtu: int, sysctls: Mapping[str, str])
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             _set(sock, SIOCSIFMTU, struct.pack("16si20x", DEVICE.encode(), mtu))
             _set_queue(QUEUE_PACKETS)
-            _set(sock, SIOCSIFADDR, struct.pack("16sHH4s16x", DEVICE.encode(), socket.AF_INET, 0, _packed(address)))
+            packed = socket.inet_aton(address)
+            _set(sock, SIOCSIFADDR, struct.pack("16sHH4s16x", DEVICE.encode(), socket.AF_INET, 0, packed))
             for device in ("lo", DEVICE):
                 flags = struct.unpack_from(
                     "H", fcntl.ioctl(sock, SIOCGIFFLAGS, struct.pack("16s24x", device.encode())), 16
@@ -127,7 +129,7 @@ def _open_tun(*, gso: bool) -> int:
 
 
 def _set_queue(num_packets: int) -> None:
-    """By netlink: the ioctl for it asks for rights over the whole machine, which a user namespace has not."""
+    """Uses netlink: the ioctl needs rights over the whole machine, which a user namespace does not have."""
     link = struct.pack("BxHiII", socket.AF_UNSPEC, 0, socket.if_nametoindex(DEVICE), 0, 0)
     body = link + struct.pack("HHI", 8, IFLA_TXQLEN, num_packets)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as sock:
@@ -138,7 +140,7 @@ def _set_queue(num_packets: int) -> None:
 
 
 def _add_default_route(sock: socket.socket) -> None:
-    """`struct rtentry` of <linux/route.h>: everything goes to the device."""
+    """Routes everything to the device (`struct rtentry` of <linux/route.h>)."""
     anywhere = struct.pack("HH4s8x", socket.AF_INET, 0, bytes(4))
     name = ctypes.create_string_buffer(DEVICE.encode())
     entry = struct.pack(
@@ -152,9 +154,7 @@ def _write_sysctl(name: str, value: str) -> None:
     try:
         path.write_text(value)
     except OSError as error:
-        raise AtlasError(
-            f"{path} = {value!r}: {error.strerror}. Ask for no sysctls, or mount /proc/sys writable"
-        ) from None
+        raise AtlasError(f"{path} = {value!r}: {error.strerror}. Set no sysctls, or mount /proc/sys writable") from None
 
 
 def _set(sock: socket.socket, request: int, argument: bytes) -> None:
@@ -164,11 +164,7 @@ def _set(sock: socket.socket, request: int, argument: bytes) -> None:
         raise _refused(f"configure a device (ioctl {request:#x})", error.errno) from None
 
 
-def _packed(address: str) -> bytes:
-    return socket.inet_aton(address)
-
-
 def _refused(what: str, code: int | None = None) -> AtlasError:
     code = ctypes.get_errno() if code is None else code
     name = errno.errorcode.get(code, str(code))
-    return AtlasError(f"the kernel does not let this process {what} ({name}): {os.strerror(code)}. {FALLBACK}")
+    return AtlasError(f"the kernel refused to {what} ({name}): {os.strerror(code)}. {FALLBACK}")

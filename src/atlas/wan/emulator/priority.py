@@ -1,6 +1,6 @@
-"""A link does not wait for a core: the emulators ask the kernel to go before ordinary processes.
+"""Scheduling priority for the emulators, so that they are on time while other processes use the cores.
 
-Root gets a real-time class. Anybody gets, from Linux 6.12 on, a short time slice, which brings an earlier turn.
+Root gets a real-time class. Other users get, from Linux 6.12 on, a short time slice, which brings an earlier turn.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import platform
 import struct
 
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
+"""Number of the system call."""
 SLICE_NS = 100_000
+"""The shortest time slice that the kernel grants."""
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
 
 
 def raise_priority(*, realtime: bool = True) -> str:
-    """What this process got: "realtime", "short slice" or "ordinary"."""
+    """Returns what the kernel granted: "realtime", "short slice" or "ordinary"."""
     if realtime:
         try:
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
@@ -29,5 +32,5 @@ def raise_priority(*, realtime: bool = True) -> str:
 
 
 def end_with_parent() -> None:
-    """A child that our commander forked may hold its socket open; its death must end us all the same."""
-    ctypes.CDLL(None).prctl(1, 9)
+    """Kills this process when its parent dies, even if a fork of the parent keeps the command socket open."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)

@@ -1,7 +1,6 @@
-"""A probe's agent on one host: echoes, swallows, and measures towards other agents on a survey's behalf.
+"""A probe's agent on one host: echoes, receives, and measures towards other agents when a survey asks it to.
 
-Listens where it is told, never on all addresses, and only to who proves to know the token. Every connection is
-bounded in time; there are at most `MAX_CONNECTIONS`.
+Listens on one explicit address and serves only clients that have the token. Every connection is bounded in time.
 """
 
 from __future__ import annotations
@@ -11,33 +10,40 @@ import ipaddress
 import socket
 import threading
 import time
+from dataclasses import asdict
 from typing import Any
 
 from atlas.errors import AtlasError
 from atlas.wan.probe import measure
-from atlas.wan.probe.wire import CONNECT_TIMEOUT_S, ProbeError, connect, read_json, require_token, send_json, welcome
+from atlas.wan.probe.wire import CONNECT_TIMEOUT_S, ProbeError, connect, has_token, read_json, require_token, send_json
 
 MAX_CONNECTIONS = 256
+"""Four surveys with the most streams each. Further connections are closed."""
 ECHO_S = 30.0
+"""The longest that one connection is echoed: 1000 round trips of 30 ms."""
+MAX_WAIT_S = 5.0
+"""The longest that a measurement may be asked to wait before it starts."""
+MEASURE_TIMEOUT_S = measure.MAX_SECONDS + 2 * measure.GRACE_S
 
 
 class ProbeAgent:
-    """Serves in threads until closed. `address` is where it really listens (port 0 takes a free one)."""
+    """Serves in threads until closed. `address` is where it listens (port 0 takes a free one)."""
 
     def __init__(self, host: str, port: int, token: str) -> None:
         self._token = require_token(token)
-        _require_explicit(host)
+        if not host or _is_unspecified(host):
+            raise AtlasError(f"--listen {host}: a probe listens on one address, not on all. Name the one to measure")
         try:
             self._server = socket.create_server((host, port), backlog=128)
         except OSError as error:
             raise AtlasError(f"--listen {host}:{port}: {error.strerror}. Choose an address of this host") from None
         self.address: tuple[str, int] = self._server.getsockname()[:2]
-        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Until closed, or interrupted."""
+        """Returns when the agent is closed, or when interrupted."""
         while self._thread.is_alive():
             self._thread.join(1.0)
 
@@ -59,7 +65,7 @@ class ProbeAgent:
                 sock, _ = self._server.accept()
             except OSError:
                 return
-            if not self._slots.acquire(blocking=False):
+            if not self._free.acquire(blocking=False):
                 sock.close()
                 continue
             threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
@@ -69,55 +75,48 @@ class ProbeAgent:
             with sock:
                 sock.settimeout(CONNECT_TIMEOUT_S)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if welcome(sock, self._token):
-                    self._obey(sock, read_json(sock))
+                if has_token(sock, self._token):
+                    self._answer(sock, read_json(sock))
         except (OSError, ProbeError):
-            pass  # a caller that goes away or talks nonsense is its own problem
+            pass  # the client went away or sent something else than a request: nothing to do here
         finally:
-            self._slots.release()
+            self._free.release()
 
-    def _obey(self, sock: socket.socket, request: dict[str, Any]) -> None:
+    def _answer(self, sock: socket.socket, request: dict[str, Any]) -> None:
         do = request.get("do")
         if do == "echo":
             _echo(sock)
         elif do == "sink":
             send_json(sock, measure.receive(sock, float(request.get("seconds", 1.0))))
         elif do in ("rtt", "goodput"):
-            sock.settimeout(measure.MAX_SECONDS + 2 * measure.GRACE_S)
+            sock.settimeout(MEASURE_TIMEOUT_S)
             try:
                 answer = self._measure(request)
             except (AtlasError, OSError, KeyError, TypeError, ValueError) as error:
                 answer = {"error": f"{error}"}
             send_json(sock, answer)
         else:
-            send_json(sock, {"error": f"a probe does not know {do!r}"})
+            send_json(sock, {"error": f"unknown request {do!r}: use the same release on both ends"})
 
     def _measure(self, request: dict[str, Any]) -> dict[str, Any]:
         host, port = request["address"]
         target = (str(host), int(port))
         if request["do"] == "rtt":
-            return measure.as_json(measure.round_trips(target, self._token, int(request["count"])))
-        return measure.as_json(
-            measure.goodput(
-                target,
-                self._token,
-                int(request["streams"]),
-                float(request["seconds"]),
-                max_bytes=int(request["max_bytes"]),
-                wait_s=min(5.0, float(request.get("wait_s", 0.0))),
-            )
-        )
+            return asdict(measure.round_trips(target, self._token, int(request["count"])))
+        streams, seconds, max_bytes = int(request["streams"]), float(request["seconds"]), int(request["max_bytes"])
+        wait_s = min(MAX_WAIT_S, float(request.get("wait_s", 0.0)))
+        return asdict(measure.goodput(target, self._token, streams, seconds, max_bytes=max_bytes, wait_s=wait_s))
 
 
 def ask(address: tuple[str, int], token: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Has an agent measure something; what it found."""
+    """Asks an agent to measure something and returns its answer."""
     with connect(address, token) as sock:
-        sock.settimeout(measure.MAX_SECONDS + 2 * measure.GRACE_S)
+        sock.settimeout(MEASURE_TIMEOUT_S)
         try:
             send_json(sock, request)
             answer = read_json(sock)
         except OSError as error:
-            raise ProbeError(f"the probe at {address[0]}:{address[1]} fell silent: {error}") from None
+            raise ProbeError(f"the probe at {address[0]}:{address[1]} stopped answering: {error}") from None
     if "error" in answer:
         raise ProbeError(f"the probe at {address[0]}:{address[1]}: {answer['error']}")
     return answer
@@ -125,16 +124,13 @@ def ask(address: tuple[str, int], token: str, request: dict[str, Any]) -> dict[s
 
 def _echo(sock: socket.socket) -> None:
     deadline = time.monotonic() + ECHO_S
-    while time.monotonic() < deadline:
-        data = sock.recv(4096)
-        if not data:
-            return
+    while time.monotonic() < deadline and (data := sock.recv(4096)):
         sock.sendall(data)
 
 
-def _require_explicit(host: str) -> None:
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_unspecified:
-            raise AtlasError(f"--listen {host}: a probe listens on one address, not on all. Name the one to measure")
-    if not host:
-        raise AtlasError("--listen: a probe listens on one address, not on all. Name the one to measure")
+def _is_unspecified(host: str) -> bool:
+    """Whether it is 0.0.0.0 or ::."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False

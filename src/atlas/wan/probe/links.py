@@ -1,5 +1,7 @@
-"""What was measured, as a cluster file says it: the `links:` section, with dates and percentiles in comments, put in
-the place of the old one without touching the rest of the file; and a warning where a plan's assumptions have gone.
+"""Measurements as the `links:` section of a cluster file, with dates and percentiles in comments. It replaces the old
+section without changing the rest of the file. And warnings where a cluster file differs from what was measured.
+
+Knows the text of a cluster file, not its classes: the caller passes plain figures.
 """
 
 from __future__ import annotations
@@ -7,49 +9,51 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
 from atlas.errors import SpecError
-from atlas.spec.cluster import WINDOW_BYTES, Link, Route
+from atlas.wan.emulator.paths import WINDOW_BYTES
 from atlas.wan.probe.survey import LinkMeasurement
 
-Pair = frozenset[str]
-TOLERANCE = 0.10
+TOLERANCE, WINDOW_TOLERANCE = 0.10, 0.25
+"""Relative differences that are no reason for a warning: repeated probes of one path differ by up to that."""
 LATENCY_SLACK_MS = 1.0
-WINDOW_TOLERANCE = 0.25
+"""Added to the tolerance of latencies, for short paths."""
+MAX_WINDOW_BYTES = 100_000_000
+"""A larger window is written as this: it never limits a path."""
 
 
-def to_link(found: LinkMeasurement) -> Link:
-    """The cluster file's view: median latency, caps that were reached, the slower way where the two differ."""
-    return Link(
-        between=found.between,
+class LinkFigures(NamedTuple):
+    """What a cluster file says of a link. None: not known, or not given."""
+
+    latency_ms: float
+    """One way."""
+    pair_gbps: float
+    window_bytes: int | None
+    trunk_gbps: float | None
+
+
+def to_figures(found: LinkMeasurement) -> LinkFigures:
+    """Median latency, the caps that were reached, and the slower direction where the two differ."""
+    # If one connection fills the path, its window is only known to be at least this.
+    is_known = found.window_limited or found.window_bytes > WINDOW_BYTES
+    return LinkFigures(
         latency_ms=_round(found.rtt.median_s * 500),
         pair_gbps=_round(found.pair_bps / 1e9),
-        window_bytes=min(found.window_bytes, 100_000_000) if _tells_window(found) else None,
+        window_bytes=min(found.window_bytes, MAX_WINDOW_BYTES) if is_known else None,
         trunk_gbps=_round(found.trunk_bps / 1e9) if found.trunk_bps is not None else None,
     )
 
 
-def _tells_window(found: LinkMeasurement) -> bool:
-    """Where one connection fills the path, its window is only known to be no smaller."""
-    return found.window_limited or found.window_bytes > WINDOW_BYTES
-
-
 def links_yaml(measurements: Iterable[LinkMeasurement], indent: int = 0) -> str:
-    """The `links:` section."""
+    """The text of the `links:` section."""
     lines = ["links:"]
     for found in measurements:
-        link = to_link(found)
         lines += [f"  {line}" for line in _comments(found)]
-        lines.append(f"  - between: [{', '.join(link.between)}]")
-        values = {
-            "latency_ms": link.latency_ms,
-            "pair_gbps": link.pair_gbps,
-            "window_bytes": link.window_bytes,
-            "trunk_gbps": link.trunk_gbps,
-        }
-        lines += [f"    {key}: {value}" for key, value in values.items() if value is not None]
+        lines.append(f"  - between: [{', '.join(found.between)}]")
+        lines += [f"    {key}: {value}" for key, value in to_figures(found)._asdict().items() if value is not None]
     return "".join(" " * indent + line + "\n" for line in lines)
 
 
@@ -62,20 +66,20 @@ def _comments(found: LinkMeasurement) -> list[str]:
         f"p95 {rtt.p95_s * 1e3:.2f}, jitter {rtt.jitter_s * 1e3:.2f}",
         f"# Gbit/s by streams: {there}; {found.streams} fill it"
         + ("" if found.window_limited else f"; the window is at least {found.window_bytes} bytes"),
-        f"# the other way: {back}" + (", less than there" if _less(found.back_bps, found.there_bps) else ""),
+        f"# other direction: {back}" + (", slower" if _less(found.back_bps, found.there_bps) else ""),
     ]
     if found.together_bps:
         alone, together = (
             " + ".join(f"{bps / 1e9:.3g}" for bps in rates) for rates in (found.alone_bps, found.together_bps)
         )
-        lines.append(f"# pairs alone {alone}, together {together}: the cap is of the {found.cap}")
+        lines.append(f"# pairs alone {alone}, together {together}: the {found.cap} cap binds")
     else:
-        lines.append("# one node pair only: whether a trunk caps several is not known")
+        lines.append("# only one node pair: a trunk cap cannot be seen")
     return lines
 
 
 def with_links(text: str, measurements: Sequence[LinkMeasurement], where: str = "cluster file") -> str:
-    """A cluster file (or a job with its cluster inline) with new links; every other character stays."""
+    """The text of a cluster file (or a job with an inline cluster) with new links. Every other character stays."""
     try:
         root = yaml.compose(text)
     except yaml.YAMLError as error:
@@ -84,7 +88,7 @@ def with_links(text: str, measurements: Sequence[LinkMeasurement], where: str = 
     if not isinstance(cluster, yaml.MappingNode):
         raise _bad(where, "holds no cluster", "Name the file that has `datacenters`")
     if cluster.flow_style:
-        raise _bad(where, "writes its cluster in one line, {...}", "Write one key a line, or use --out")
+        raise _bad(where, "has its cluster in one line, {...}", "Write one key a line, or use --out")
     indent = cluster.value[0][0].start_mark.column if cluster.value else 0
     section = links_yaml(measurements, indent)
     for key, value in cluster.value:
@@ -100,15 +104,14 @@ def write_links(path: Path, measurements: Sequence[LinkMeasurement]) -> None:
     path.write_text(with_links(path.read_text(), measurements, str(path)))
 
 
-def drift(assumed: Mapping[Pair, Route | Link], measured: Iterable[LinkMeasurement]) -> list[str]:
-    """Sentences for every assumption that no longer holds; nothing where all do."""
+def drift(assumed: Mapping[frozenset[str], LinkFigures], measured: Iterable[LinkMeasurement]) -> list[str]:
+    """One warning for every assumption that no longer holds. `assumed` is by pair of datacenters."""
     warnings: list[str] = []
     for found in measured:
-        now = to_link(found)
+        now, name = to_figures(found), " - ".join(found.between)
         if not found.window_limited:
-            now = now.model_copy(update={"window_bytes": None})
-        name = " - ".join(now.between)
-        then = assumed.get(frozenset(now.between))
+            now = now._replace(window_bytes=None)
+        then = assumed.get(frozenset(found.between))
         if then is None:
             warnings.append(f"{name}: measured, but the plan has no such link")
             continue
@@ -116,11 +119,9 @@ def drift(assumed: Mapping[Pair, Route | Link], measured: Iterable[LinkMeasureme
     return warnings
 
 
-def _changes(then: Route | Link, now: Link) -> Iterable[str]:
-    if then.latency_ms is not None and now.latency_ms is not None:
-        allowed_ms = TOLERANCE * then.latency_ms + LATENCY_SLACK_MS
-        if abs(now.latency_ms - then.latency_ms) > allowed_ms:
-            yield f"latency is {now.latency_ms:g} ms one way, {then.latency_ms:g} were assumed"
+def _changes(then: LinkFigures, now: LinkFigures) -> Iterable[str]:
+    if abs(now.latency_ms - then.latency_ms) > TOLERANCE * then.latency_ms + LATENCY_SLACK_MS:
+        yield f"latency is {now.latency_ms:g} ms one way, {then.latency_ms:g} were assumed"
     if _less(now.pair_gbps, then.pair_gbps) or _less(then.pair_gbps, now.pair_gbps):
         yield f"a node pair gets {now.pair_gbps:g} Gbit/s, {then.pair_gbps:g} were assumed"
     if now.trunk_gbps is not None and then.trunk_gbps is None:
@@ -144,7 +145,7 @@ def _value(node: yaml.Node | None, key: str) -> yaml.Node | None:
 
 
 def _end(text: str, node: yaml.Node) -> int:
-    """Where a block's own lines end: comments and blank lines after it belong to what follows."""
+    """The end of a block's own lines. Comments and blank lines after it belong to what follows."""
     end = node.end_mark.index
     if not getattr(node, "flow_style", False) and not isinstance(node, yaml.ScalarNode):
         body = text[node.start_mark.index : end].splitlines(keepends=True)

@@ -1,5 +1,5 @@
 """What one host measures towards another: round trips, and the goodput of K streams. Everything is bounded in time
-and bytes. The receiver counts, on its own clock, in bins; the sender's view would be that of its kernel's buffers.
+and bytes. The receiver counts bytes in bins of its own clock; the sender would only see its kernel's buffers fill.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -21,31 +21,37 @@ from atlas.wan.probe.wire import ProbeError, connect, read_json, send_json
 Address = tuple[str, int]
 
 BIN_NS = 2_000_000
+MIN_BINS = 8
+"""A steady part shorter than this (16 ms) is too short for a rate."""
 PING = b"atlas wan probe: are you there?\n"
 PING_GAP_S = 0.004
-MAX_STREAMS, MAX_SECONDS, MAX_BYTES = 64, 30.0, 4_000_000_000
+"""Between two pings, so that they do not queue behind each other."""
+MAX_PINGS, MAX_STREAMS, MAX_SECONDS, MAX_BYTES = 1000, 64, 30.0, 4_000_000_000
+"""What an agent does for one request at most."""
 BLOCK_BYTES = 256 * 1024
 NOTSENT_BYTES = 128 * 1024
-"""Kept in the kernel beyond the window: else a stream goes on for seconds after its time."""
+"""Unsent bytes in the kernel: without a bound, a stream continues for seconds after its time."""
+STEADY_UNTIL = 0.92
+"""The end of the steady part, as a share of the time: the streams do not stop at exactly the same moment."""
 GRACE_S = 15.0
 """What a measurement may take beyond its time before it is given up."""
 
 
 @dataclass(frozen=True)
 class RoundTrips:
-    """Seconds."""
+    """Round-trip times in seconds."""
 
     min_s: float
     median_s: float
     p95_s: float
     jitter_s: float
-    """Mean difference of one round trip and the next."""
+    """Mean absolute difference between consecutive round trips."""
     count: int
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """What `streams` connections carried at once, after their start and before their end."""
+    """What `streams` connections carried together in the steady part of a transfer."""
 
     streams: int
     bps: float
@@ -54,12 +60,12 @@ class Goodput:
 
 
 def round_trips(address: Address, token: str, count: int = 30) -> RoundTrips:
-    """Small messages there and back on one warm connection."""
+    """Sends small messages and waits for their echo, on one connection."""
     taken: list[float] = []
     with connect(address, token) as sock:
         send_json(sock, {"do": "echo"})
         buffer = bytearray(len(PING))
-        for i in range(max(3, min(count, 1000)) + 1):
+        for i in range(max(3, min(count, MAX_PINGS)) + 1):
             began = time.monotonic()
             sock.sendall(PING)
             got = 0
@@ -81,7 +87,7 @@ def round_trips(address: Address, token: str, count: int = 30) -> RoundTrips:
 def goodput(
     address: Address, token: str, streams: int, seconds: float, *, max_bytes: int = 1_000_000_000, wait_s: float = 0.0
 ) -> Goodput:
-    """Sends on `streams` connections at once for `seconds`, or until `max_bytes` are through."""
+    """Sends on `streams` connections at once for `seconds`, or until `max_bytes` are sent."""
     streams, seconds = max(1, min(streams, MAX_STREAMS)), max(0.1, min(seconds, MAX_SECONDS))
     max_bytes = min(max_bytes, MAX_BYTES)
     deadline = time.monotonic() + wait_s
@@ -113,7 +119,7 @@ def goodput(
 
 
 def _send(sock: socket.socket, seconds: float, max_bytes: int) -> dict[str, Any]:
-    block = memoryview(os.urandom(BLOCK_BYTES))  # what compresses on the way would flatter the path
+    block = memoryview(os.urandom(BLOCK_BYTES))  # random, because a middlebox could compress zeros
     sock.settimeout(seconds + GRACE_S)
     if lowat := getattr(socket, "TCP_NOTSENT_LOWAT", None):
         sock.setsockopt(socket.IPPROTO_TCP, lowat, NOTSENT_BYTES)
@@ -125,7 +131,7 @@ def _send(sock: socket.socket, seconds: float, max_bytes: int) -> dict[str, Any]
 
 
 def receive(sock: socket.socket, seconds: float) -> dict[str, Any]:
-    """The sink's side: bytes by bin of its clock, until the sender stops or has had its time."""
+    """The receiver's side: counts bytes by bin of its clock, until the sender stops or its time is over."""
     buffer = memoryview(bytearray(1 << 20))
     bins: Counter[int] = Counter()
     total, first_ns = 0, 0
@@ -143,7 +149,7 @@ def receive(sock: socket.socket, seconds: float) -> dict[str, Any]:
 
 
 def _steady(answers: list[dict[str, Any]], streams: int, seconds: float) -> Goodput:
-    """The rate in the middle: after half of the time (slow start is over), before any stream has stopped."""
+    """The rate in the second half of the time, after slow start and before any stream has stopped."""
     total: Counter[int] = Counter()
     for answer in answers:
         total.update({int(when): int(count) for when, count in answer["bins"]})
@@ -151,24 +157,20 @@ def _steady(answers: list[dict[str, Any]], streams: int, seconds: float) -> Good
     ends = [max(int(when) for when, _ in answer["bins"]) for answer in answers if answer["bins"]]
     if len(starts) < streams:
         raise ProbeError(f"{streams - len(starts)} of {streams} streams carried nothing")
-    last = min(*ends, max(starts) + round(seconds * 0.92e9 / BIN_NS)) if ends else 0
+    last = min(*ends, max(starts) + round(seconds * STEADY_UNTIL * 1e9 / BIN_NS)) if ends else 0
     first = max(starts) + (last - max(starts)) // 2
-    if last - first < 8:
+    if last - first < MIN_BINS:
         raise ProbeError(f"the transfer was over too soon to be timed ({seconds:g} s). Allow more time or more bytes")
     taken_s = (last - first) * BIN_NS / 1e9
     return Goodput(streams, _slope_bps(total, first, last), taken_s, sum(total.values()))
 
 
 def _slope_bps(total: Counter[int], first: int, last: int) -> float:
-    """Of the line through the bytes that had come by each moment.
+    """The slope of a line through the bytes received so far.
 
-    Bytes over time would do for a smooth stream. One that its window limits comes in a burst each round trip, and
-    whether 34 or 35 bursts fall between two edges says nothing of its rate.
+    A stream that its window limits arrives in one burst per round trip. Bytes divided by time would depend on whether
+    34 or 35 of the bursts fall into the interval.
     """
     when = np.arange(first, last, dtype=np.float64)
     seen = np.cumsum([total.get(int(i), 0) for i in when], dtype=np.float64)
     return float(np.polyfit((when - first) * BIN_NS / 1e9, seen, 1)[0]) * 8
-
-
-def as_json(result: RoundTrips | Goodput) -> dict[str, Any]:
-    return asdict(result)

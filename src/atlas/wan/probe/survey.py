@@ -1,6 +1,6 @@
-"""All paths between datacenters, measured through agents: round trips, one stream, more streams until they bring no
-more, the same the other way, then several node pairs at once: if together they get what each gets alone, the cap is
-the pair's; if not, it is the trunk's. Knows agents' addresses and rates; files are `links.py`'s.
+"""Measures all paths between datacenters through agents: round trips, the goodput of 1, 2, 4, ... streams until more
+bring no gain, the same in the other direction, and several node pairs at once. If pairs get together what they get
+alone, the cap is that of the pair; if not, that of the trunk. Knows agents' addresses and rates, no files (`links`).
 """
 
 from __future__ import annotations
@@ -17,39 +17,43 @@ from atlas.wan.probe.measure import Address, Goodput, RoundTrips
 
 STREAMS = (1, 2, 4, 8, 16, 32)
 GAIN = 1.05
-"""More streams that bring less than this are not worth opening."""
+"""More streams count as a gain if they carry at least this many times as much."""
 TOGETHER = 0.9
-"""Pairs that together get less than this share of what they get alone, share something."""
+"""Pairs share a trunk if together they get less than this share of the sum of what they get alone."""
 MAX_PAIRS = 4
+"""Node pairs that are measured at once."""
 LIMITED = 0.9
-"""One stream below this share of the cap is limited by its window."""
+"""One stream is limited by its window if it gets less than this share of what the best number of streams gets."""
 MIN_S, MAX_S, TRIPS = 0.8, 4.0, 25
-"""A transfer lasts so many round trips: slow start takes about ten of them."""
+"""A transfer takes 25 round trips, of which slow start takes about ten; in seconds, at least and at most."""
+OVERLAP, START_DELAY_S = 1.3, 0.5
+"""Transfers of several pairs take this much longer and start together after a delay, so that they overlap although the
+requests are sent one after the other."""
 
 Reach = Callable[[str, str], Address]
-"""Where one node reaches another."""
+"""(source, destination) -> the address at which the source reaches the destination's agent."""
 
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """Between two datacenters."""
+    """What was measured between two datacenters."""
 
     between: tuple[str, str]
     rtt: RoundTrips
     sweep: tuple[Goodput, ...]
-    """By number of streams, one pair alone, from the first datacenter to the second."""
+    """By number of streams: one pair alone, from the first datacenter to the second."""
     back: tuple[Goodput, ...]
-    """The other way: one stream, and as many as filled the way there."""
+    """In the other direction: one stream, and as many as filled the path."""
     alone_bps: tuple[float, ...]
     together_bps: tuple[float, ...]
-    """By node pair, at the number of streams that fills it. Empty where there is one pair only."""
+    """By node pair, with the number of streams that fills the path. Empty if there is only one pair."""
     taken_s: float
     at: float = field(default_factory=time.time)
-    """Seconds since 1970, when it was over."""
+    """Unix time at the end of the measurement."""
 
     @property
     def streams(self) -> int:
-        """The fewest that fill the path."""
+        """The smallest number that fills the path."""
         return next(g.streams for g in self.sweep if g.bps * GAIN >= self.sweep_bps)
 
     @property
@@ -58,7 +62,7 @@ class LinkMeasurement:
 
     @property
     def there_bps(self) -> float:
-        """What one pair reaches alone, from the first datacenter to the second."""
+        """What one pair gets alone, from the first datacenter to the second."""
         return max(self.sweep_bps, sum(self.alone_bps) / len(self.alone_bps)) if self.alone_bps else self.sweep_bps
 
     @property
@@ -67,7 +71,7 @@ class LinkMeasurement:
 
     @property
     def pair_bps(self) -> float:
-        """What one pair reaches alone, the slower way."""
+        """What one pair gets alone, in the slower direction."""
         return min(self.there_bps, self.back_bps)
 
     @property
@@ -76,12 +80,12 @@ class LinkMeasurement:
 
     @property
     def window_bytes(self) -> int:
-        """Of one connection, the slower way; where that fills the path, the window is at least this."""
+        """Of one connection, in the slower direction. If one connection fills the path, a lower bound."""
         return max(1, round(min(self.sweep[0].bps, self.back[0].bps) / 8 * self.rtt.min_s))
 
     @property
     def cap(self) -> str:
-        """ "pair", "trunk", or "unknown" where only one pair was there to measure."""
+        """Which cap binds: "pair", "trunk", or "unknown" if only one pair was measured."""
         if len(self.together_bps) < 2:
             return "unknown"
         return "trunk" if sum(self.together_bps) < TOGETHER * sum(self.alone_bps) else "pair"
@@ -93,19 +97,19 @@ class LinkMeasurement:
 
 @dataclass(frozen=True)
 class Survey:
-    """How to measure: who is where, and how much it may cost."""
+    """Where the agents are, and how long and how much to measure."""
 
     agents: Mapping[str, Address]
-    """By node (`east-0`): where this process reaches its agent."""
+    """By node (`east-0`): the address at which this process reaches its agent."""
     token: str
     reach: Reach | None = None
-    """Where one node reaches another's agent; left out, at the same address as we do."""
+    """The address at which one node reaches another's agent. None: the same as in `agents`."""
     max_streams: int = 32
     max_bytes: int = 1_000_000_000
-    """Of one transfer."""
+    """Per transfer."""
     pings: int = 40
     min_s: float = MIN_S
-    """A transfer lasts at least this."""
+    """The shortest transfer."""
 
     def rtt(self, src: str, dst: str) -> RoundTrips:
         found = ask(self.agents[src], self.token, {"do": "rtt", "address": self._at(src, dst), "count": self.pings})
@@ -123,7 +127,7 @@ class Survey:
         return Goodput(**ask(self.agents[src], self.token, request))
 
     def link(self, a: str, b: str) -> LinkMeasurement:
-        """Everything about one pair of datacenters."""
+        """Measures one pair of datacenters."""
         began = time.monotonic()
         pairs = list(zip(self._nodes(a), self._nodes(b), strict=False))[:MAX_PAIRS]
         rtt = self.rtt(*pairs[0])
@@ -144,15 +148,14 @@ class Survey:
         found: list[Goodput] = []
         for streams in (k for k in STREAMS if k <= self.max_streams):
             found.append(self.goodput(src, dst, streams, seconds))
-            # Twice no gain: once may be chance.
+            # Stop after two steps without a gain: one may be noise.
             if len(found) > 2 and max(g.bps for g in found[-2:]) < GAIN * max(g.bps for g in found[:-2]):
                 break
         return tuple(found)
 
     def _together(self, pairs: Sequence[tuple[str, str]], streams: int, seconds: float) -> list[float]:
-        """At once, and longer, so that they overlap although the order to start reaches them one after the other."""
         with ThreadPoolExecutor(len(pairs)) as pool:
-            jobs = [pool.submit(self.goodput, *pair, streams, 1.3 * seconds, 0.5) for pair in pairs]
+            jobs = [pool.submit(self.goodput, *pair, streams, OVERLAP * seconds, START_DELAY_S) for pair in pairs]
             return [job.result().bps for job in jobs]
 
     def _nodes(self, dc: str) -> list[str]:
@@ -163,7 +166,7 @@ class Survey:
 
 
 def survey(how: Survey, links: Sequence[tuple[str, str]] | None = None) -> list[LinkMeasurement]:
-    """Measures the named links, or every pair of datacenters that has agents, one after the other."""
+    """Measures the given links, or every pair of datacenters with agents, one after the other."""
     names = list(dict.fromkeys(datacenter(name) for name in how.agents))
     if len(names) < 2:
         raise AtlasError(
@@ -173,8 +176,8 @@ def survey(how: Survey, links: Sequence[tuple[str, str]] | None = None) -> list[
 
 
 def datacenter(node: str) -> str:
-    """`us-east-3` is in us-east."""
+    """The datacenter in a node's name: `us-east-3` is in us-east."""
     dc, _, number = node.rpartition("-")
     if not dc or not number.isdigit():
-        raise AtlasError(f"node {node!r}: is called after its datacenter and a number, like east-0. Rename it")
+        raise AtlasError(f"node {node!r}: the name must be a datacenter and a number, like east-0. Rename it")
     return dc

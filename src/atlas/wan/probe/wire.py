@@ -1,6 +1,6 @@
-"""How a probe's two ends speak: both prove that they know the token, then JSON in bounded frames, then raw bytes.
+"""The probe's protocol: both ends prove that they have the token, then exchange bounded JSON messages, then raw bytes.
 
-The token itself never travels, and nothing is unpickled. It is not encrypted: nothing secret is said.
+The token itself is never sent, and nothing is unpickled. It is not encrypted: no message holds a secret.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from typing import Any
 from atlas.errors import AtlasError
 
 HELLO = b"ATLP1"
-NONCE_BYTES, PROOF_BYTES = 16, 32
-MAX_FRAME_BYTES = 4 * 1024 * 1024
+NONCE_BYTES, PROOF_BYTES = 16, hashlib.sha256().digest_size
+MAX_MESSAGE_BYTES = 4 << 20
+"""A sink's answer at its longest: 64 streams of 30 s in bins of 2 ms."""
 CONNECT_TIMEOUT_S = 10.0
 MIN_TOKEN_CHARS = 16
+"""64 bits where the token is hexadecimal."""
 
 
 class ProbeError(AtlasError):
-    """A probe's peer is absent, foreign, or does not do what it should."""
+    """The other end of a probe is absent, is not a probe, or did not do what it should."""
 
 
 class HungUpError(ProbeError):
-    """The other end closed before it had said everything."""
+    """The other end closed the connection in the middle of a message."""
 
 
 def require_token(token: str) -> str:
@@ -40,7 +42,7 @@ def require_token(token: str) -> str:
 
 
 def connect(address: tuple[str, int], token: str) -> socket.socket:
-    """A connection to an agent that has proved to know the token."""
+    """Connects to an agent and checks that it has the token."""
     where = f"{address[0]}:{address[1]}"
     try:
         sock = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
@@ -50,22 +52,22 @@ def connect(address: tuple[str, int], token: str) -> socket.socket:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         greeting = read_exactly(sock, len(HELLO) + NONCE_BYTES)
         if not greeting.startswith(HELLO):
-            raise ProbeError(f"{where} is no probe of this release")
+            raise ProbeError(f"{where} is not a probe of this release")
         theirs, ours = greeting[len(HELLO) :], os.urandom(NONCE_BYTES)
         sock.sendall(ours + _proof(token, b"client", theirs, ours))
         if not hmac.compare_digest(read_exactly(sock, PROOF_BYTES), _proof(token, b"server", ours, theirs)):
-            raise ProbeError(f"{where} does not know the token. Give both ends the same one")
+            raise ProbeError(f"{where} has another token. Give both ends the same one")
     except HungUpError:
         sock.close()
-        raise ProbeError(f"the probe at {where} hung up on us: the token is another, or it is too busy") from None
+        raise ProbeError(f"the probe at {where} closed the connection: its token differs, or it is too busy") from None
     except (OSError, ProbeError) as error:
         sock.close()
         raise error if isinstance(error, ProbeError) else ProbeError(f"the probe at {where}: {error}") from None
     return sock
 
 
-def welcome(sock: socket.socket, token: str) -> bool:
-    """The agent's side: whether the caller knows the token."""
+def has_token(sock: socket.socket, token: str) -> bool:
+    """The agent's side of `connect`: whether the client has the token."""
     ours = os.urandom(NONCE_BYTES)
     sock.sendall(HELLO + ours)
     answer = read_exactly(sock, NONCE_BYTES + PROOF_BYTES)
@@ -87,11 +89,11 @@ def send_json(sock: socket.socket, message: dict[str, Any]) -> None:
 
 def read_json(sock: socket.socket) -> dict[str, Any]:
     (length,) = struct.unpack("!I", read_exactly(sock, 4))
-    if length > MAX_FRAME_BYTES:
-        raise ProbeError(f"a probe message of {length} bytes: at most {MAX_FRAME_BYTES} are allowed")
+    if length > MAX_MESSAGE_BYTES:
+        raise ProbeError(f"a probe message of {length} bytes: at most {MAX_MESSAGE_BYTES} are allowed")
     try:
         message = json.loads(read_exactly(sock, length))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ProbeError("a probe message is not JSON") from None
     if not isinstance(message, dict):
         raise ProbeError("a probe message is not an object")
@@ -103,6 +105,6 @@ def read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
     while len(data) < num_bytes:
         part = sock.recv(num_bytes - len(data))
         if not part:
-            raise HungUpError("the other end hung up")
+            raise HungUpError("the other end closed the connection")
         data += part
     return bytes(data)
