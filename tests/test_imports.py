@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "errors": set(),
     "lifetime": set(),
     "console": set(),
+    "api": {"ir", "spec", "cost", "schedules", "evaluate", "planner", "view", "launch"},
     "ir": set(),
     "spec": set(),
     "cost": {"ir", "spec"},

@@ -12,22 +12,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from atlas.api import PlanSearch, plan
 from atlas.commands.simulate import priced
 from atlas.console import Meter, as_json, job_flags, require_apart, require_drawable, require_writable, say, show, whole
 from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.cost.compute import pricing
 from atlas.errors import SpecError
 from atlas.ir.replace import replacing
-from atlas.planner.files import plan_of
-from atlas.planner.judge import as_dict
-from atlas.planner.objective import OBJECTIVES, Objective, amount, objective_of
+from atlas.planner.objective import OBJECTIVES, amount
 from atlas.planner.report import compared, front, has_prices, rows, scene, verdict
-from atlas.planner.run import Planned, make_plan
-from atlas.planner.space import KEEPABLE, batch_of
+from atlas.planner.run import Planned
+from atlas.planner.space import KEEPABLE
 from atlas.planner.strategies import STRATEGIES
-from atlas.spec.plan import load_job_or_plan, plan_text
+from atlas.spec.plan import load_job_or_plan
 from atlas.view.chart import write_front
-from atlas.view.map import write_plan_page
 from atlas.view.table import plain_table, seconds
 
 SHOWN = 8
@@ -91,27 +89,29 @@ def run(args: argparse.Namespace) -> int:
             rule="the front of time and cost (--pareto) needs prices, and no datacenter has one",
             remedy="Write usd_per_gpu_hour in the cluster",
         )
-    batch = args.global_batch or batch_of(job)
-    goal = _objective(args, batch * job.model.seq_len)
     with Meter() as meter:
-        planned = make_plan(
+        search = plan(
             job,
+            objective=args.objective,
+            budget=args.budget,
+            min_throughput=args.min_throughput,
+            tokens=args.tokens,
+            deadline=args.deadline,
             strategy=args.strategy,
-            objective=goal,
             keep=args.keep,
-            global_batch=batch,
+            global_batch=args.global_batch,
             tcp=args.tcp,
             tries=args.tries,
             seed=args.seed,
-            tick=meter,
+            progress=meter,
         )
     if args.json:
-        sys.stdout.write(as_json(as_data(planned)))
+        sys.stdout.write(as_json(search.as_dict()))
     else:
-        _show(planned)
-    if planned.interrupted:
+        _show(search)
+    if search.found.interrupted:
         say("atlas: interrupted: this is the best plan so far")
-    _write(args, planned)
+    _write(args, search)
     return 0
 
 
@@ -144,34 +144,9 @@ def _run_sailor(args: argparse.Namespace) -> int:
     return int(run_sailor(args))
 
 
-def _objective(args: argparse.Namespace, tokens_per_iteration: int) -> Objective:
-    """A limit on throughput without a goal asks for the cheapest plan that keeps it."""
-    wanted = "cost" if args.min_throughput is not None or args.deadline is not None else "throughput"
-    return objective_of(
-        args.objective or wanted,
-        budget=args.budget,
-        min_throughput=args.min_throughput,
-        tokens=args.tokens,
-        deadline=args.deadline,
-        tokens_per_iteration=tokens_per_iteration,
-    )
-
-
-def as_data(planned: Planned) -> dict[str, Any]:
-    """Everything, JSON-able."""
-    plan = plan_of(planned)
-    return {
-        "plan": plan.model_dump(mode="json", exclude_none=True, exclude={"job"}),
-        "candidates": rows(planned),
-        "pareto": [as_dict(judged) for judged in front(planned)],
-        "pricing": pricing(planned.job),
-        "runtime": planned.job.runtime,
-        "notes": verdict(planned),
-    }
-
-
 # ---- tables ------------------------------------------------------------------------------------------------
-def _show(planned: Planned) -> None:
+def _show(search: PlanSearch) -> None:
+    planned = search.found
     best, job = planned.figures, planned.job
     figures, candidate = best.figures, best.candidate
     money = has_prices(planned.cluster)
@@ -189,7 +164,7 @@ def _show(planned: Planned) -> None:
             f"  ${figures.usd_per_iteration:,.4g} an iteration (${figures.egress_usd:,.3g} of it egress), "
             f"${figures.usd_per_hour:,.2f} an hour, ${figures.usd_per_tera_token:,.0f} per trillion tokens"
         )
-    lines += ["", *(f"  {line}" for line in verdict(planned)), f"  Runnable: {plan_of(planned).runnable}.", ""]
+    lines += ["", *(f"  {line}" for line in verdict(planned)), f"  Runnable: {search.plan.runnable}.", ""]
     show(*lines, _table(planned, money))
 
 
@@ -215,16 +190,15 @@ def _table(planned: Planned, money: bool) -> Any:
 
 
 # ---- files -------------------------------------------------------------------------------------------------
-def _write(args: argparse.Namespace, planned: Planned) -> None:
+def _write(args: argparse.Namespace, search: PlanSearch) -> None:
     if args.out is not None:
-        with replacing(args.out) as file:
-            file.write(plan_text(plan_of(planned)).encode())
+        search.save(args.out)
         say(f"wrote {args.out}")
     if args.page is not None:
-        notes = [f"Wanted: {planned.objective.words()}.", *verdict(planned)]
-        write_plan_page(args.page, scene(planned), notes=notes)
+        with replacing(args.page) as file:
+            file.write(search.page().encode())
         say(f"wrote {args.page}")
     if args.pareto is not None:
-        found = scene(planned)
-        write_front(args.pareto, found["rows"], found["front"], title=f"{planned.job.name}: time and cost")
+        found = scene(search.found)
+        write_front(args.pareto, found["rows"], found["front"], title=f"{search.found.job.name}: time and cost")
         say(f"wrote {args.pareto}")

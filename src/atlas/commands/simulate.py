@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.table import Table
 
+from atlas.api import Simulation, simulate
 from atlas.commands.view import Outputs, picture_flags
 from atlas.console import (
     Meter,
@@ -30,19 +31,17 @@ from atlas.console import (
     show,
     whole,
 )
-from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.cost.flops import model_params
-from atlas.evaluate.job import Choice, default_choices, evaluate_all, find_schedule
-from atlas.evaluate.result import Result, rows
+from atlas.evaluate.job import find_schedule
+from atlas.evaluate.result import Result
 from atlas.ir.replace import replacing
-from atlas.planner.files import candidate_of
-from atlas.planner.whole import Whole, simulate_whole
 from atlas.schedules import SCHEDULES
-from atlas.spec.plan import Plan, load_job_or_plan
+from atlas.spec.plan import load_job_or_plan
 from atlas.view import results_table
 from atlas.view.table import plain_table, seconds
 
 RESULTS = "results.json"
+Row = Mapping[str, Any]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -75,79 +74,48 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         require_folder(args.out, "--out")
     outputs.require_writable()
-    choices = _choices(args.schedule, args.tcp)
+    for name in args.schedule or ():
+        find_schedule(name)
     job, plan = load_job_or_plan(args.job, args.set)
     if args.out is not None:
         outputs = _in_folder(args.out, outputs)
         require_apart({"--out": args.out / RESULTS}, job.files)
     outputs.require_apart(job.files)
-    as_planned = plan is not None and args.schedule is None and args.tcp is None
-    sharing = True
-    if plan is not None and as_planned:
-        how = plan.schedule
-        choices, sharing = [(how.name, how.tcp)], how.sharing
-        args.tries, args.seed = args.tries or how.tries or None, how.seed
     with Meter() as meter:
-        results, left_out = evaluate_all(
-            job,
-            choices,
-            skip=args.schedule is None,
-            sharing=sharing,
-            budget=args.tries,
+        simulation = simulate(
+            plan or job,
+            args.schedule,
+            tcp=args.tcp,
+            tries=args.tries,
             seed=args.seed,
             iterations=args.iterations,
             jitter_runs=args.monte_carlo,
             progress=meter,
         )
-        together = _whole(plan, args, meter) if plan is not None and as_planned and len(plan.groups) > 1 else None
-    found = rows(results)
-    if together is not None:
-        found[0]["all_groups_s"] = together.iteration_s
-    for name, reason in left_out.items():
+    found = simulation.table()
+    for name, reason in simulation.skipped.items():
         say(f"atlas: {name} skipped: {reason}")
     if args.json:
         sys.stdout.write(as_json(found))
     else:
-        _show(results, found)
-        if plan is not None and together is not None:
-            show(
-                f"This is the slowest of {len(plan.groups)} groups. All of them, their gradients meeting over the WAN: "
-                f"{seconds(together.iteration_s)} an iteration."
-            )
+        _show(simulation, found)
     if args.out is not None:
         make_folder(args.out)
         with replacing(args.out / RESULTS) as file:
             file.write(as_json(found).encode())
-    _write(outputs, results, job.files)
+    _write(outputs, simulation, job.files)
     return 0
 
 
-def _whole(plan: Plan, args: argparse.Namespace, progress: Meter) -> Whole:
-    """All groups of a plan, as it was predicted."""
-    how, candidate = plan.schedule, candidate_of(plan)
-    return simulate_whole(
-        plan.job,
-        cluster_arrays(plan.job),
-        candidate,
-        how.name,
-        sharing=how.sharing,
-        budget=args.tries,
-        seed=args.seed,
-        progress=progress,
-    )
-
-
-def _choices(schedules: Sequence[str] | None, tcp: Any) -> list[Choice]:
-    """What to simulate; each pair once, in the order given."""
-    if schedules is None:
-        return default_choices() if tcp is None else [(name, tcp) for name in SCHEDULES]
-    return list(dict.fromkeys((find_schedule(name).name, tcp or "many") for name in schedules))
-
-
-def _show(results: Sequence[Result], found: Sequence[dict[str, Any]]) -> None:
-    table = results_table(found, title=headline(results[0]), source="\n".join(notes(found)))
+def _show(simulation: Simulation, found: Sequence[Row]) -> None:
+    table = results_table(found, title=headline(simulation.results[0]), source="\n".join(notes(found)))
     more = more_table(found)
-    show(table, *([""] if more else []), *([more] if more else []), why(found))
+    show(table, *([""] if more else []), *([more] if more else []), why(simulation.best.row(), len(found) == 1))
+    if simulation.whole is not None:
+        show(
+            f"This is the slowest of {len(simulation.whole.results)} groups. All of them, their gradients meeting over "
+            f"the WAN: {seconds(simulation.whole.iteration_s)} an iteration."
+        )
 
 
 def _in_folder(folder: Path, outputs: Outputs) -> Outputs:
@@ -160,10 +128,9 @@ def _in_folder(folder: Path, outputs: Outputs) -> Outputs:
     )
 
 
-def _write(outputs: Outputs, results: Sequence[Result], inputs: Sequence[str]) -> None:
+def _write(outputs: Outputs, simulation: Simulation, inputs: Sequence[str]) -> None:
+    results, drawn = simulation.results, simulation.drawn
     timelines = [result.timeline for result in results]
-    # One connection can take twenty times as long: beside it the others would be too small to see.
-    drawn = [result for result in results if result.tcp == "many"] or results
     title = results[0].case.job.name
     outputs.write(timelines, [result.timeline for result in drawn], title, page_notes(results, drawn), inputs)
     for path in outputs.written(timelines):
@@ -171,8 +138,6 @@ def _write(outputs: Outputs, results: Sequence[Result], inputs: Sequence[str]) -
 
 
 # ---- the words around the table ------------------------------------------------------------------------------
-Row = Mapping[str, Any]
-
 SPENT_ON = {
     "compute": "compute",
     "wire": "bytes on the wire",
@@ -242,14 +207,13 @@ def _too_big(found: Sequence[Row]) -> list[str]:
     ]
 
 
-def why(found: Sequence[Row]) -> str:
+def why(row: Row, alone: bool) -> str:
     """What the fastest that fits spends its time on, and what is left to gain."""
-    row = min(found, key=lambda row: (not row["fits"], float(row["iteration_s"])))
     path = {part: s for part, s in row["critical_path_s"].items() if s > 0.005 * row["iteration_s"]}
     parts = sorted(path, key=lambda part: -path[part])
     spent = ", ".join(f"{100 * path[part] / row['iteration_s']:.0f}% {SPENT_ON[part]}" for part in parts)
     turns = ", pipelines taking turns on the WAN" if row["sharing"] else ""
-    best = "" if len(found) == 1 else "Fastest: "
+    best = "" if alone else "Fastest: "
     return (
         f"\n{best}{called(row)}{turns}: {seconds(row['iteration_s'])} an iteration, "
         f"{row['tokens_per_s']:,.0f} tokens/s, MFU {100 * row['mfu']:.0f}%. "

@@ -61,8 +61,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     job, plan = load_job_or_plan(args.plan, args.set)
-    if plan is not None and plan.runnable != "yes":
-        raise AtlasError(f"{args.plan}: runnable: {plan.runnable}")
     if args.emulate == (args.dc is not None):
         raise AtlasError("where? --emulate runs all of it on this machine, --dc NAME this datacenter's part of it")
     if args.dc is not None and args.page is not None:
@@ -73,17 +71,16 @@ def run(args: argparse.Namespace) -> int:
     require_apart(wanted, job.files)
     if args.checkpoints is not None:
         require_folder(args.checkpoints, "--checkpoints")
-    schedule = args.schedule or (plan.schedule.name if plan else "1f1b")
     args.device = args.device or ("paced" if args.emulate else "cuda")
     from atlas.launch.rehearse import TrainOptions, rehearse
     from atlas.launch.report import RunReport
 
-    options = TrainOptions(
-        schedule,
-        tcp=args.tcp or (plan.schedule.tcp if plan else "many"),
+    options = TrainOptions.of(
+        plan,
+        args.schedule,
+        args.tcp,
         steps=args.steps,
         slower=args.slower,
-        budget=plan.schedule.tries or None if plan else None,
         device=args.device,
         model=args.model or ("" if args.emulate else "job"),
         data=args.data,
@@ -95,14 +92,14 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.dc is not None:
         return run_dc(args, job, options)
-    choice = watched(args, {"job": job.name, "schedule": schedule})
+    choice = watched(args, {"job": job.name, "schedule": options.schedule})
     with RunReport(choice, args.steps) as report:
         result = rehearse(job, options, on_step=lambda done, predicted_s: _tell(report, done, predicted_s))
-    _print(job.name, schedule, args, result)
+    _print(job.name, options.schedule, args, result)
     if args.page is not None:
         from atlas.view import write_page
 
-        write_page(args.page, [result.predicted, result.run.timeline], title=f"{job.name}: prediction over measurement")
+        write_page(args.page, [result.predicted, result.measured], title=f"{job.name}: prediction over measurement")
         print(f"The timeline page: {args.page}")
     return 130 if result.run.stopped else 0
 
@@ -124,7 +121,7 @@ def _tell(report: RunReport, done: StepProgress, predicted_s: float) -> None:
 
 
 def _print(name: str, schedule: str, args: argparse.Namespace, result: Rehearsal) -> None:
-    predicted, measured, run = result.predicted, result.run.timeline, result.run
+    predicted, measured, run = result.predicted, result.measured, result.run
     shown = run.losses if len(run.losses) <= 6 else [*run.losses[:3], *run.losses[-3:]]
     words = [f"{loss:.4f}" for loss in shown]
     if len(shown) < len(run.losses):

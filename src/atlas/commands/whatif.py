@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from atlas.api import WhatIf, whatif
 from atlas.commands.simulate import priced
 from atlas.console import (
     Meter,
@@ -31,12 +33,10 @@ from atlas.console import (
 from atlas.cost.compute import pricing
 from atlas.errors import SpecError
 from atlas.planner.change import Sweep, parse_sweep
-from atlas.planner.judge import Judged, as_dict
-from atlas.planner.whatif import Asked, Marginal, Point, marginals, percentiles, spread, sweep
+from atlas.planner.whatif import Marginal, Point, percentiles
 from atlas.schedules.eager import NAME
-from atlas.spec import Job
 from atlas.spec.plan import load_job_or_plan
-from atlas.view.chart import write_curves
+from atlas.view.chart import write_chart
 from atlas.view.table import plain_table, seconds
 
 
@@ -63,8 +63,7 @@ def run(args: argparse.Namespace) -> int:
     for flag, path in wanted.items():
         (require_drawable if flag == "--out" else require_writable)(path, flag)
     require_apart(wanted)
-    sweeps = [parse_sweep(text) for text in args.sweep]
-    if (args.out or args.page) and not any(one.numeric for one in sweeps):
+    if wanted and not any(parse_sweep(text).numeric for text in args.sweep):
         raise SpecError(
             where="--out" if args.out else "--page",
             key="sweep",
@@ -74,19 +73,21 @@ def run(args: argparse.Namespace) -> int:
         )
     job, plan = load_job_or_plan(args.job, args.set)
     require_apart(wanted, job.files)
-    asked = Asked(job, plan, replan=args.replan)
     with Meter() as meter:
-        now = asked.judged(job)
-        found = [(one, sweep(asked, one, meter)) for one in sweeps]
-        more: list[Marginal] = [] if args.no_marginals or args.replan else marginals(asked, meter)[1]
-        sigma = args.wan_sigma if args.wan_sigma is not None else job.jitter.wan or 0.2
-        times: list[float] = []
-        if args.monte_carlo:
-            times = spread(asked, args.monte_carlo, wan=sigma, compute=job.jitter.compute, seed=args.seed, tick=meter)
+        found = whatif(
+            plan or job,
+            *args.sweep,
+            replan=args.replan,
+            bottleneck=not args.no_marginals,
+            monte_carlo=args.monte_carlo,
+            wan_sigma=args.wan_sigma,
+            seed=args.seed,
+            progress=meter,
+        )
     if args.json:
-        sys.stdout.write(as_json(_data(job, now, found, more, times)))
+        sys.stdout.write(as_json(found.as_dict()))
     else:
-        _show(job, now, found, more, times, sigma)
+        _show(found)
         if plan is not None and plan.schedule.name == "atlas":
             show(
                 f"All of this is simulated with {NAME}, so that figures differ only by what was changed. "
@@ -95,46 +96,26 @@ def run(args: argparse.Namespace) -> int:
             )
     for path, as_page in ((args.out, None), (args.page, True)):
         if path is not None:
-            _draw(path, next((one, points) for one, points in found if one.numeric), job.name, as_page)
+            write_chart(path, found.curve(), found.title, as_page=as_page)
             say(f"wrote {path}")
     return 0
 
 
-def _data(
-    job: Job, now: Judged, found: list[tuple[Sweep, list[Point]]], more: list[Marginal], times: list[float]
-) -> Any:
-    return {
-        "pricing": pricing(job),
-        "runtime": job.runtime,
-        "now": as_dict(now),
-        "sweeps": [{"key": one.key, "points": [vars(point) for point in points]} for one, points in found],
-        "marginals": [vars(one) for one in more],
-        "bottleneck": more[0].resource if more and more[0].saves_s > 0 else None,
-        "monte_carlo": {"runs": len(times), **percentiles(times)} if times else None,
-    }
-
-
-def _show(
-    job: Job,
-    now: Judged,
-    found: list[tuple[Sweep, list[Point]]],
-    more: list[Marginal],
-    times: list[float],
-    sigma: float,
-) -> None:
-    figures = now.figures
+def _show(found: WhatIf) -> None:
+    job, now, figures = found.job, found.now, found.now.figures
     show(
         f"{job.name}: {now.candidate.where()} ({now.candidate.how()}): {seconds(figures.iteration_s)} an iteration, "
         f"{figures.tokens_per_s:,.0f} tokens/s",
         "",
     )
-    for one, points in found:
+    for one, points in found.sweeps:
         show(_sweep_table(one, points, figures.tokens_per_s), "")
-    if more:
-        show(_bottleneck(more), "", _marginal_table(more), "")
-    if times:
+    if found.marginals:
+        show(_bottleneck(found.marginals), "", _marginal_table(found.marginals), "")
+    if times := found.times_s:
         said = ", ".join(f"{key.removesuffix('_s')} {seconds(value)}" for key, value in percentiles(times).items())
-        show(f"{len(times)} runs, bandwidth and latency of every link off by a factor (sigma {sigma:g}): {said}", "")
+        varied = f"bandwidth and latency of every link varied (sigma {found.wan_sigma:g})"
+        show(f"{len(times)} runs, {varied}: {said}", "")
     show("All times are simulated.", priced(pricing(job), job.runtime))
 
 
@@ -153,7 +134,7 @@ def _sweep_table(one: Sweep, points: list[Point], base: float) -> Any:
     return table
 
 
-def _bottleneck(more: list[Marginal]) -> str:
+def _bottleneck(more: Sequence[Marginal]) -> str:
     best = more[0]
     if best.saves_s <= 1e-4 * best.iteration_s:
         return "No bottleneck among these: 10 % more of any saves less than 0.01 %."
@@ -164,7 +145,7 @@ def _bottleneck(more: list[Marginal]) -> str:
     )
 
 
-def _marginal_table(more: list[Marginal]) -> Any:
+def _marginal_table(more: Sequence[Marginal]) -> Any:
     table = plain_table()
     for column in ("resource", "from", "to", "saves", "per unit"):
         table.add_column(column, justify="left" if column == "resource" else "right")
@@ -172,19 +153,3 @@ def _marginal_table(more: list[Marginal]) -> Any:
         unit = one.saves_s / abs(one.more - one.now) if one.more != one.now else 0.0
         table.add_row(one.resource, f"{one.now:g}", f"{one.more:g}", seconds(one.saves_s), seconds(unit))
     return table
-
-
-def _draw(path: Path, found: tuple[Sweep, list[Point]], name: str, as_page: bool | None) -> None:
-    """The curve; `as_page` None: as the file's name says."""
-    one, points = found
-    line = [(float(p.value), p.iteration_s) for p in points if p.iteration_s is not None]
-    wide = len(line) > 2 and min(x for x, _ in line) > 0 and max(x for x, _ in line) / min(x for x, _ in line) >= 50
-    write_curves(
-        path,
-        {"iteration": line},
-        one.key,
-        "seconds an iteration (simulated)",
-        f"{name}: what if {one.key} changes",
-        log_x=wide,
-        as_page=as_page,
-    )

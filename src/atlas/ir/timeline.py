@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.ir.ops import USEFUL, Kind
-from atlas.ir.program import Ints, Program
+from atlas.ir.program import FORWARD, Ints, Program
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +80,57 @@ class Timeline:
         """Share of all workers' time in which an accelerator computes."""
         total = self.makespan_ns * self.program.num_workers
         return float(self.busy_ns.sum()) / total if total else 0.0
+
+    def table(self) -> list[dict[str, Any]]:
+        """One dict for each op, worker by worker: `pandas.DataFrame(timeline.table())`."""
+        program = self.program
+        names = [(program.worker_name(w), program.worker_dc(w)) for w in range(program.num_workers)]
+        columns = (program.op_worker, program.kind, program.stage, program.microbatch)
+        times = (self.op_start_ns / 1e9, self.op_end_ns / 1e9)
+        return [
+            {
+                "worker": names[worker][0],
+                "datacenter": names[worker][1],
+                "kind": Kind(kind).name,
+                "stage": stage,
+                "microbatch": microbatch,
+                "start_s": start_s,
+                "end_s": end_s,
+            }
+            for worker, kind, stage, microbatch, start_s, end_s in zip(
+                *(column.tolist() for column in (*columns, *times)), strict=True
+            )
+        ]
+
+    def transfer_table(self) -> list[dict[str, Any]]:
+        """One dict for each transfer between two stages: ready to send, first and last byte sent, arrived."""
+        program = self.program
+        at = np.unravel_index(np.arange(program.num_transfers), program.transfer_shape)
+        times = (self.transfer_ready_ns, self.transfer_start_ns, self.transfer_sent_ns, self.transfer_arrive_ns)
+        columns: list[NDArray[Any]] = [
+            *at,
+            self.transfer_link,
+            program.transfer_crosses,
+            *(ns / 1e9 for ns in times),
+        ]
+        return [
+            {
+                "sends": "activation" if direction == FORWARD else "gradient",
+                "pipeline": pipeline,
+                "from_stage": boundary + (direction != FORWARD),
+                "to_stage": boundary + (direction == FORWARD),
+                "microbatch": microbatch,
+                "link": self.links[link],
+                "crosses_wan": crosses,
+                "ready_s": ready_s,
+                "start_s": start_s,
+                "sent_s": sent_s,
+                "arrive_s": arrive_s,
+            }
+            for direction, pipeline, boundary, microbatch, link, crosses, ready_s, start_s, sent_s, arrive_s in zip(
+                *(column.tolist() for column in columns), strict=True
+            )
+        ]
 
 
 _Found = TypeVar("_Found")

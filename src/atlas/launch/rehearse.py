@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from atlas.cost.table import Costs
 from atlas.errors import AtlasError, SpecError
@@ -33,6 +33,7 @@ from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.sim import simulate
 from atlas.spec import Job
+from atlas.spec.plan import Plan, PlanSchedule
 
 log = logging.getLogger("atlas.launch")
 MAX_WORKERS = 16
@@ -65,6 +66,16 @@ class TrainOptions:
     max_restarts: int = 5
     """In a row, without a step of progress; where the run is saved."""
 
+    @classmethod
+    def of(
+        cls, plan: Plan | None, schedule: str | None = None, tcp: Literal["one", "many"] | None = None, **others: Any
+    ) -> TrainOptions:
+        """As the plan has them where the user chose nothing. Raises AtlasError for a plan that cannot be executed."""
+        if plan is not None and plan.runnable != "yes":
+            raise AtlasError(f"{plan.job.where}: runnable: {plan.runnable}")
+        how = PlanSchedule(name="1f1b") if plan is None else plan.schedule
+        return cls(schedule or how.name, tcp or how.tcp, budget=how.tries or None, **others)
+
 
 @dataclass(frozen=True, eq=False)
 class Rehearsal:
@@ -76,9 +87,13 @@ class Rehearsal:
     """Where it began; not 0 where it resumed."""
 
     @property
+    def measured(self) -> Timeline:
+        return self.run.timeline
+
+    @property
     def error(self) -> float:
         """Predicted over measured iteration time, less one."""
-        return self.predicted.iteration_ns / self.run.timeline.iteration_ns - 1
+        return self.predicted.iteration_ns / self.measured.iteration_ns - 1
 
 
 def rehearse(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import html
 import math
-import os
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.ir.replace import replacing
 from atlas.view.chart import front_svg, page_text, theme
 from atlas.view.table import seconds
 
@@ -30,12 +28,6 @@ LOADS = ((0.1, "#56b4e9", "under 10 %"), (0.5, "#009e73", "under half"), (0.85, 
 FULL = ("#d55e00", "fuller")
 GROUPS = ("#0072b2", "#cc79a7", "#8c6d1f", "#009e73", "#d55e00", "#56b4e9")
 """Colours of groups of pipelines."""
-
-
-def write_plan_page(path: str | os.PathLike[str], scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> None:
-    """Write the page."""
-    with replacing(path) as file:
-        file.write(plan_page(scene, notes=notes).encode())
 
 
 def plan_page(scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,12 +20,36 @@ from atlas.ir.ops import USEFUL
 from atlas.ir.replace import replacing
 from atlas.ir.timeline import Timeline
 from atlas.view.chart import FONT, SOFT, text
+from atlas.view.page import write_page
 from atlas.view.tracks import CAUSES, SEND, STYLES, WAIT, LinkRow, RowGroup, groups
 
 WIDTH, GUTTER, MARGIN, LEGEND_ROW = 1000, 120, 12, 18
 
 Spans = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 """Start, end and code (an index into STYLES) of the spans of one row."""
+
+
+class Figure:
+    """Timelines above each other on one time axis. Jupyter shows it; `save` writes it to a file.
+
+    At most `max_rows` workers of each timeline are drawn.
+    """
+
+    def __init__(self, *timelines: Timeline, title: str = "", max_rows: int = 24) -> None:
+        self.timelines, self.title = timelines, title
+        self.svg = svg_text(timelines, title=title, max_rows=max_rows)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a page that can be zoomed (.html), a PNG (.png, needs the extra `png`) or an SVG (any other name)."""
+        suffix = Path(path).suffix.lower()
+        if suffix == ".html":
+            write_page(path, self.timelines, title=self.title or "Atlas timeline")
+            return
+        with replacing(path) as file:
+            file.write(png_bytes(self.svg) if suffix == ".png" else self.svg.encode())
+
+    def _repr_html_(self) -> str:
+        return f'<div style="overflow-x: auto">{self.svg}</div>'
 
 
 def write_svg(
@@ -37,26 +62,21 @@ def write_svg(
 
 
 def write_png(
-    path: str | os.PathLike[str],
-    timelines: Sequence[Timeline],
-    *,
-    title: str = "",
-    max_rows: int = 24,
-    pixels: int = 2000,
+    path: str | os.PathLike[str], timelines: Sequence[Timeline], *, title: str = "", max_rows: int = 24
 ) -> None:
-    """The same figure as a picture `pixels` wide."""
-    png = png_bytes(svg_text(timelines, title=title, max_rows=max_rows), pixels)
+    """The same figure as a PNG."""
+    png = png_bytes(svg_text(timelines, title=title, max_rows=max_rows))
     with replacing(path) as file:
         file.write(png)
 
 
-def png_bytes(figure: str, pixels: int) -> bytes:
+def png_bytes(figure: str, width_pixels: int = 2000) -> bytes:
     """Render an SVG."""
     try:
         import resvg_py
     except ImportError as error:
         raise MissingExtraError("resvg-py", "png", "writing a PNG") from error
-    return bytes(resvg_py.svg_to_bytes(svg_string=figure, width=pixels, background="white"))
+    return bytes(resvg_py.svg_to_bytes(svg_string=figure, width=width_pixels, background="white"))
 
 
 class _Row(NamedTuple):

@@ -1,0 +1,367 @@
+"""The public API, offered by `import atlas`: simulate, plan, what-if and train from Python, as the commands do. Each
+function takes a job or plan file, or what `load_job` or `plan` made of it. The commands print what these functions
+return; what they return can be read as a table (a list of dicts) and shows itself as a figure in Jupyter.
+
+Prints nothing, and writes only the files that it is told to.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atlas.cost.cluster_arrays import cluster_arrays
+from atlas.cost.compute import pricing
+from atlas.cost.price import Tcp
+from atlas.evaluate.job import Progress, default_choices, evaluate_all, find_schedule
+from atlas.evaluate.result import Result, rows
+from atlas.ir.replace import replacing
+from atlas.planner import report
+from atlas.planner.change import Sweep, parse_sweep
+from atlas.planner.files import candidate_of, plan_of
+from atlas.planner.judge import Judged, as_dict
+from atlas.planner.objective import objective_of
+from atlas.planner.run import Planned, make_plan
+from atlas.planner.space import batch_of
+from atlas.planner.whatif import Asked, Marginal, Point, marginals, percentiles, spread, sweep
+from atlas.planner.whole import Whole, simulate_whole
+from atlas.schedules import SCHEDULES
+from atlas.spec import Job
+from atlas.spec.plan import Plan, load_job_or_plan, plan_text
+from atlas.view.chart import curves_svg
+from atlas.view.map import plan_page
+from atlas.view.svg import Figure
+
+if TYPE_CHECKING:
+    from atlas.launch.iterations import StepProgress
+    from atlas.launch.rehearse import Rehearsal
+
+JobSource = Job | Plan | str | os.PathLike[str]
+"""A job, a plan, or the file of either."""
+WAN_SIGMA = 0.2
+"""Spread of bandwidth and latency in Monte-Carlo runs of a job whose `jitter` has none."""
+
+
+def opened(job: JobSource) -> tuple[Job, Plan | None]:
+    """The job, and the plan that it comes from, if any."""
+    if isinstance(job, Plan):
+        return job.job, job
+    return (job, None) if isinstance(job, Job) else load_job_or_plan(Path(job))
+
+
+# ---- simulate ----------------------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What `simulate` returns. In Jupyter it shows its timelines on one time axis."""
+
+    results: tuple[Result, ...]
+    """One for each schedule, in the order asked for."""
+    skipped: dict[str, str]
+    """By schedule that was not asked for by name and cannot run this job: the reason."""
+    whole: Whole | None = None
+    """Of a plan with several groups of pipelines: all of them together. `results` has the slowest group."""
+
+    def table(self) -> list[dict[str, Any]]:
+        """One dict for each schedule: iteration time, speedup, lower bound, utilization, memory and more."""
+        found = rows(self.results)
+        if self.whole is not None:
+            found[0]["all_groups_s"] = self.whole.iteration_s
+        return found
+
+    @property
+    def best(self) -> Result:
+        """The fastest result that fits in memory; its `timeline` has every op."""
+        return min(self.results, key=lambda result: (not result.row()["fits"], result.row()["iteration_s"]))
+
+    @property
+    def drawn(self) -> list[Result]:
+        """The results that a figure shows: one TCP connection can take twenty times as long as many, and the others
+        would be too small to see beside it."""
+        return [result for result in self.results if result.tcp == "many"] or list(self.results)
+
+    def figure(self) -> Figure:
+        return Figure(*(result.timeline for result in self.drawn), title=self.results[0].case.job.name)
+
+    def _repr_html_(self) -> str:
+        return self.figure()._repr_html_()
+
+
+def simulate(
+    job: JobSource,
+    schedule: str | Sequence[str] | None = None,
+    *,
+    tcp: Tcp | None = None,
+    tries: int | None = None,
+    seed: int = 0,
+    iterations: int = 1,
+    jitter_runs: int = 0,
+    progress: Progress | None = None,
+) -> Simulation:
+    """Simulate one iteration of a job under one or more schedules: `atlas simulate`.
+
+        >>> import atlas
+        >>> found = atlas.simulate("examples/tiny.yaml", ["varuna", "atlas"])
+        >>> [row["schedule"] for row in found.table()]
+        ['varuna', 'atlas']
+        >>> found.best.schedule
+        'atlas'
+
+    Without `schedule` and `tcp`, a job runs under the classic schedules on one TCP connection and under every schedule
+    on many, and a plan runs as it was planned. `tries` and `seed` are those of a searched order; `iterations` simulates
+    several in a row; `jitter_runs` repeats the run with the job's `jitter`.
+    """
+    job, plan = opened(job)
+    names = [schedule] if isinstance(schedule, str) else schedule
+    as_planned = plan if names is None and tcp is None else None
+    if as_planned is not None:
+        how = as_planned.schedule
+        choices, sharing = [(how.name, how.tcp)], how.sharing
+        tries, seed = tries or how.tries or None, how.seed
+    else:
+        choices, sharing = _choices(names, tcp), True
+    results, skipped = evaluate_all(
+        job,
+        choices,
+        skip=names is None,
+        sharing=sharing,
+        budget=tries,
+        seed=seed,
+        iterations=iterations,
+        jitter_runs=jitter_runs,
+        progress=progress,
+    )
+    whole = None
+    if as_planned is not None and len(as_planned.groups) > 1:
+        whole = simulate_whole(
+            job,
+            cluster_arrays(job),
+            candidate_of(as_planned),
+            as_planned.schedule.name,
+            sharing=sharing,
+            budget=tries,
+            seed=seed,
+            progress=progress,
+        )
+    return Simulation(tuple(results), skipped, whole)
+
+
+def _choices(names: Sequence[str] | None, tcp: Tcp | None) -> list[tuple[str, Tcp]]:
+    """What to simulate; each pair once, in the order given."""
+    if names is None:
+        return default_choices() if tcp is None else [(name, tcp) for name in SCHEDULES]
+    return list(dict.fromkeys((find_schedule(name).name, tcp or "many") for name in names))
+
+
+# ---- plan --------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class PlanSearch:
+    """What `plan` returns. In Jupyter it shows the placement on a map, and the plans that lost."""
+
+    found: Planned
+    """The winner and its rivals, as the planner has them."""
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The best plan: give it to `simulate`, `whatif` or `train`."""
+        return plan_of(self.found)
+
+    def table(self) -> list[dict[str, Any]]:
+        """One dict for each plan that was simulated, the best first: placement, seconds, dollars, why it lost."""
+        return report.rows(self.found)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, JSON-able."""
+        return {
+            "plan": self.plan.model_dump(mode="json", exclude_none=True, exclude={"job"}),
+            "candidates": self.table(),
+            "pareto": [as_dict(judged) for judged in report.front(self.found)],
+            "pricing": pricing(self.found.job),
+            "runtime": self.found.job.runtime,
+            "notes": report.verdict(self.found),
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the Plan file (YAML)."""
+        with replacing(path) as file:
+            file.write(plan_text(self.plan).encode())
+
+    def page(self) -> str:
+        """The map and the tables as one HTML page without scripts."""
+        notes = [f"Wanted: {self.found.objective.words()}.", *report.verdict(self.found)]
+        return plan_page(report.scene(self.found), notes=notes)
+
+    def _repr_html_(self) -> str:
+        return f'<iframe srcdoc="{html.escape(self.page())}" width="100%" height="700" frameborder="0"></iframe>'
+
+
+def plan(
+    job: JobSource,
+    *,
+    objective: str | None = None,
+    budget: str | None = None,
+    min_throughput: str | None = None,
+    tokens: str | None = None,
+    deadline: str | None = None,
+    strategy: str = "ours",
+    keep: Collection[str] = (),
+    global_batch: int | None = None,
+    tcp: Tcp = "many",
+    tries: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> PlanSearch:
+    """Find which datacenters, which parallelism and which schedule to run a job with: `atlas plan`.
+
+        >>> import atlas
+        >>> found = atlas.plan("examples/tiny.yaml", tries=0)
+        >>> found.plan.runnable
+        'yes'
+        >>> atlas.simulate(found.plan).best.row()["fits"]
+        True
+
+    `objective` is "throughput" or "cost"; the default is "cost" where `min_throughput` ("0.03it/s", "50000tok/s") or
+    `tokens` with a `deadline` ("300B", "30d") is given, else "throughput". `budget` limits dollars ("500/h", "2.5/it").
+    `keep` names the keys that stay as the job has them; `tries` are those of the winner's schedule search (0: none).
+    """
+    job, _ = opened(job)
+    batch = global_batch or batch_of(job)
+    cheapest = min_throughput is not None or deadline is not None
+    goal = objective_of(
+        objective or ("cost" if cheapest else "throughput"),
+        budget=budget,
+        min_throughput=min_throughput,
+        tokens=tokens,
+        deadline=deadline,
+        tokens_per_iteration=batch * job.model.seq_len,
+    )
+    return PlanSearch(
+        make_plan(
+            job,
+            strategy=strategy,
+            objective=goal,
+            keep=keep,
+            global_batch=batch,
+            tcp=tcp,
+            tries=tries,
+            seed=seed,
+            tick=progress,
+        )
+    )
+
+
+# ---- what-if -----------------------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class WhatIf:
+    """What `whatif` returns. In Jupyter it shows the curve of the first sweep over numbers."""
+
+    job: Job
+    now: Judged
+    """The job as it is."""
+    sweeps: tuple[tuple[Sweep, list[Point]], ...]
+    marginals: tuple[Marginal, ...]
+    """What a tenth more of each resource saves, the best first."""
+    times_s: tuple[float, ...]
+    """Iteration times of the Monte-Carlo runs."""
+    wan_sigma: float
+
+    def table(self) -> list[dict[str, Any]]:
+        """One dict for each value of each sweep. Where the job cannot run, `iteration_s` is None and `note` has why."""
+        return [{"key": one.key, **vars(point)} for one, points in self.sweeps for point in points]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, JSON-able."""
+        more = self.marginals
+        return {
+            "pricing": pricing(self.job),
+            "runtime": self.job.runtime,
+            "now": as_dict(self.now),
+            "sweeps": [{"key": one.key, "points": [vars(point) for point in points]} for one, points in self.sweeps],
+            "marginals": [vars(one) for one in more],
+            "bottleneck": more[0].resource if more and more[0].saves_s > 0 else None,
+            "monte_carlo": {"runs": len(self.times_s), **percentiles(self.times_s)} if self.times_s else None,
+        }
+
+    @property
+    def title(self) -> str:
+        """Of the curve."""
+        return f"{self.job.name}: what if {self._numeric[0].key} changes"
+
+    def curve(self) -> str:
+        """The first sweep over numbers as an SVG chart."""
+        one, points = self._numeric
+        line = [(float(p.value), p.iteration_s) for p in points if p.iteration_s is not None]
+        values = [x for x, _ in line]
+        wide = len(line) > 2 and min(values) > 0 and max(values) / min(values) >= 50
+        y_label = "seconds an iteration (simulated)"
+        return curves_svg({"iteration": line}, one.key, y_label, self.title, log_x=wide)
+
+    @property
+    def _numeric(self) -> tuple[Sweep, list[Point]]:
+        return next((one, points) for one, points in self.sweeps if one.numeric)
+
+    def _repr_html_(self) -> str | None:
+        return self.curve() if any(one.numeric for one, _ in self.sweeps) else None
+
+
+def whatif(
+    job: JobSource,
+    *sweeps: str,
+    replan: bool = False,
+    bottleneck: bool = True,
+    monte_carlo: int = 0,
+    wan_sigma: float | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> WhatIf:
+    """Simulate a job or a plan with something changed: `atlas whatif`.
+
+        >>> import atlas
+        >>> found = atlas.whatif("examples/tiny.yaml", "cluster.wan.latency_ms=10,40", bottleneck=False)
+        >>> [row["value"] for row in found.table()]
+        [10, 40]
+
+    A sweep is `KEY=VALUES`: values ("10,20,40"), a range ("10..100:10"), or a datacenter to lose or to add
+    ("lose=east"). `replan` runs the planner at every value. `bottleneck` asks what a tenth more of each resource would
+    save. `monte_carlo` repeats the run with other bandwidths and latencies, spread by `wan_sigma`.
+    """
+    parsed = [parse_sweep(text) for text in sweeps]
+    job, plan = opened(job)
+    asked = Asked(job, plan, replan=replan)
+    now = asked.judged(job)
+    found = tuple((one, sweep(asked, one, progress)) for one in parsed)
+    more = marginals(asked, progress)[1] if bottleneck and not replan else []
+    sigma = wan_sigma if wan_sigma is not None else job.jitter.wan or WAN_SIGMA
+    times: list[float] = []
+    if monte_carlo:
+        times = spread(asked, monte_carlo, wan=sigma, compute=job.jitter.compute, seed=seed, tick=progress)
+    return WhatIf(job, now, found, tuple(more), tuple(times), sigma)
+
+
+# ---- train -------------------------------------------------------------------------------------------------
+def train(
+    job: JobSource,
+    schedule: str | None = None,
+    *,
+    tcp: Tcp | None = None,
+    on_step: Callable[[StepProgress, float], None] | None = None,
+    **options: Any,
+) -> Rehearsal:
+    """Train on this machine, every worker a process, the datacenters apart by an emulated WAN: `atlas train --emulate`.
+
+        run = atlas.train("examples/tiny.yaml", "atlas", steps=3, slower=3)
+        run.error                                   # predicted over measured iteration time, less one
+        atlas.Figure(run.predicted, run.measured)   # the two timelines
+
+    `options` are those of `atlas.launch.rehearse.TrainOptions`: steps, slower, device, model, data, learning_rate,
+    clip, checkpoints, save_every. `on_step` is called after every step, with the seconds that one was predicted to
+    take. Needs the extra `runtime`. In a script, call it under `if __name__ == "__main__":`.
+    """
+    from atlas.launch.rehearse import TrainOptions, rehearse  # torch: seconds
+
+    job, plan = opened(job)
+    return rehearse(job, TrainOptions.of(plan, schedule, tcp, **options), on_step=on_step)
