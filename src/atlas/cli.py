@@ -1,7 +1,7 @@
-"""The `atlas` command. Knows the names of its commands and how errors are printed. A command's code is in
-`atlas.commands` and is loaded only when it runs, so that `atlas --help` is instant.
+"""The `atlas` command: picks the command to run and prints errors. A command's code is in `atlas.commands` and is
+loaded only when it runs, so that `atlas --help` is instant.
 
-Exit codes: 0 done; 1 a bug of ours, with its traceback; 2 a mistake of the user, in one message; 130 interrupted.
+Exit codes: 0 done; 1 a bug in Atlas, with its traceback; 2 a mistake in the input, in one message; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from atlas import __version__
 from atlas.errors import AtlasError, MissingExtraError
 
 COMMANDS = {
-    "simulate": "what a job does under each schedule: a table, pictures, files",
-    "schedules": "the schedules there are, and the Program that one writes for a job",
-    "view": "timeline files as a page, a trace or a figure",
-    "compare": "two timelines, op by op",
-    "plan": "which datacenters, which parallelism, which schedule: the best plan for a job, and what it costs",
-    "whatif": "a job or a plan with something changed: sweeps, the bottleneck, random networks",
-    "train": "run a plan: in each of its datacenters, or all of it emulated on this machine",
+    "simulate": "simulate a job under one or more schedules",
+    "schedules": "list the schedules, or print the Program of one",
+    "view": "draw timeline files as a page, a trace or a figure",
+    "compare": "compare two timelines op by op",
+    "plan": "find the best datacenters, parallelism and schedule for a job",
+    "whatif": "change a job or a plan and simulate again: sweeps, bottleneck, random networks",
+    "train": "train a plan across datacenters, or emulated on this machine",
     "profile": "measure a job's model on this machine's accelerator",
-    "wan": "rehearse, measure and secure the network between datacenters",
-    "data": "text to shards of tokens, and what shards hold",
-    "checkpoint": "what was saved, whether it is sound, and export for transformers",
+    "wan": "emulate, measure and secure the network between datacenters",
+    "data": "tokenize text into shards, and check shards",
+    "checkpoint": "list, verify and export checkpoints",
 }
 PLUGINS = "atlas.commands"
 """Entry-point group in which other packages offer commands: modules with `configure(parser)` and `run(args)`."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Says what is wrong in one message, and names the nearest thing that would be right."""
+    """Reports an error in one line and suggests the nearest option that exists."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
@@ -84,22 +84,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def guarded(run: Callable[[list[str]], int], name: str, argv: Sequence[str] | None = None) -> int:
-    """A command line's words to `run`, its failures told as this module says; the process's exit code."""
+    """Call `run` with the arguments and print its errors; the process's exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show µ must not fail the command
+            stream.reconfigure(errors="replace")  # or the command fails on a terminal that cannot show µ
     try:
         code = run(words)
         sys.stdout.flush()
         return code
     except AtlasError as error:
-        return _tell(name, error)
+        return _print_error(name, error)
     except ModuleNotFoundError as error:
         missing = MissingExtraError.of(error, f"{name} {words[0]}" if words else name)
         if missing is None:
             raise
-        return _tell(name, missing)
+        return _print_error(name, missing)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -107,7 +107,7 @@ def guarded(run: Callable[[list[str]], int], name: str, argv: Sequence[str] | No
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        return _tell(
+        return _print_error(
             name, f"{error.filename or 'output'}: {error.strerror or error}. Free some space or choose another place"
         )
 
@@ -132,7 +132,7 @@ def _plugins() -> dict[str, Any]:
     return {entry.name: entry for entry in entry_points(group=PLUGINS)}
 
 
-def _tell(name: str, error: object) -> int:
+def _print_error(name: str, error: object) -> int:
     print(f"{name}: {error}", file=sys.stderr)
     return 2
 

@@ -24,7 +24,7 @@ from rich.text import Text
 from atlas.errors import AtlasError, SpecError
 
 PATIENCE_S = 1.0
-"""What takes less than this needs no progress bar."""
+"""A progress bar appears after this time."""
 
 
 # ---- numbers and flags -------------------------------------------------------------------------------------
@@ -84,20 +84,25 @@ def job_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def search_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="of the search (default 0)")
     parser.add_argument(
-        "--tries", type=whole(1, 1_000_000), metavar="N", help="orders a search may try (default: by the job's size)"
+        "--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of the schedule search (default 0)"
+    )
+    parser.add_argument(
+        "--tries",
+        type=whole(1, 1_000_000),
+        metavar="N",
+        help="orders that the schedule search may try (default: by the job's size)",
     )
 
 
 # ---- files -------------------------------------------------------------------------------------------------
 def require_writable(path: Path, flag: str) -> None:
-    """Raise where a file of this name could not be written."""
+    """Raise SpecError where a file of this name cannot be written."""
     folder = path.parent
     if path.is_dir():
         raise SpecError(where=flag, key="file", value=str(path), rule="is a folder", remedy="Name a file in it")
     if path.exists() and not path.is_file() and os.access(path, os.W_OK):
-        return  # a device or a pipe, whatever may be done to its folder
+        return  # a device or a pipe: its folder need not be writable
     if not folder.is_dir():
         remedy = f"Create it first: mkdir -p {folder}"
         raise SpecError(where=flag, key="file", value=str(path), rule=f"there is no folder {folder}", remedy=remedy)
@@ -107,8 +112,8 @@ def require_writable(path: Path, flag: str) -> None:
 
 
 def require_apart(paths: Mapping[str, Path], inputs: Iterable[str | Path] = ()) -> None:
-    """Raise where two flags name one file: the second would replace what the first wrote; and where one names a file
-    that the command reads, by whatever name: what it was made from would be lost."""
+    """Raise SpecError where two flags name the same file, or where one names a file that the command reads (also by
+    another path): it would be overwritten."""
     sources = [path for path in map(Path, inputs) if path.is_file()]
     taken: dict[Path, str] = {}
     for flag, path in paths.items():
@@ -116,13 +121,13 @@ def require_apart(paths: Mapping[str, Path], inputs: Iterable[str | Path] = ()) 
         if (other := taken.setdefault(path.absolute(), flag)) != flag:
             rule = f"{other} writes to the same file"
         elif path.is_file() and any(path.samefile(source) for source in sources):
-            rule = "is read by this command, and would be lost"
+            rule = "is an input of this command, and would be overwritten"
         if rule:
             raise SpecError(where=flag, key="file", value=str(path), rule=rule, remedy="Choose another name")
 
 
 def require_drawable(path: Path, flag: str) -> None:
-    """Raise where a chart of this name could not be written, or would not be what its name says."""
+    """Raise SpecError where a chart of this name cannot be written, or its suffix is not that of a chart."""
     if path.suffix.lower() not in (".svg", ".html", ".htm"):
         rule = "a chart is written as SVG, or as a page that holds it"
         raise SpecError(where=flag, key="file", value=str(path), rule=rule, remedy="End its name in .svg or .html")
@@ -130,10 +135,10 @@ def require_drawable(path: Path, flag: str) -> None:
 
 
 def require_folder(path: Path, flag: str) -> None:
-    """Raise where a folder of this name neither is there, writable, nor could be made."""
+    """Raise SpecError where this folder is not writable and cannot be created."""
     there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        rule = f"{there} is no folder that can be written to"
+        rule = f"{there} is not a folder that can be written to"
         raise SpecError(where=flag, key="folder", value=str(path), rule=rule, remedy="Choose another place")
 
 
@@ -141,12 +146,12 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise AtlasError(f"{path}: cannot be made: {error.strerror}. Choose another place") from error
+        raise AtlasError(f"{path}: cannot be created: {error.strerror}. Choose another place") from error
 
 
 # ---- the terminal ------------------------------------------------------------------------------------------
 def show(*things: Any) -> None:
-    """Tables and sentences, as wide as the terminal, or 80 columns where there is none. What is indented stays so."""
+    """Print tables and text, as wide as the terminal (80 columns without one). Indented text stays indented."""
     console = Console(highlight=False)
     with console.capture() as capture:
         for thing in things:
@@ -160,7 +165,7 @@ def _indented(line: str) -> str | Padding:
 
 
 def as_json(data: Any) -> str:
-    """Strict JSON: what is not a number (an infinite ratio) becomes null."""
+    """Strict JSON: NaN and infinity become null."""
     return json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
 
 
@@ -173,13 +178,13 @@ def _finite(data: Any) -> Any:
 
 
 def say(text: str) -> None:
-    """A remark that is no result."""
+    """Print to stderr."""
     sys.stdout.flush()
     print(text, file=sys.stderr)
 
 
 class Meter:
-    """A progress bar on stderr, once it is worth one, and only where somebody watches."""
+    """A progress bar on stderr, shown after `PATIENCE_S`, and only on a terminal."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)

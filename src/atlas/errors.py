@@ -1,15 +1,15 @@
 """Every error a user can meet, in one tree.
 
-    AtlasError                 anything that is the user's to mend; the command line prints it and exits with 2
-    |-- SpecError              a file or a flag says something impossible (names file, key, value, rule, remedy)
-    |   `-- InfeasibleError    the job is well written but cannot run on what it was given
+    AtlasError                 a mistake that the user can fix; the command line prints it and exits with 2
+    |-- SpecError              a file or a flag is wrong (names file, key, value, rule, remedy)
+    |   `-- InfeasibleError    the job is valid but does not fit its hardware
     |-- ProgramError           a Program that cannot be executed (names the ops and why)
     |-- MissingExtraError      an optional dependency is needed and absent (names the extra to install)
     |-- WorkerError            a worker or a connection failed while a Program ran
-    |-- EmulatorLateError      an emulated network was too late for its run to count (wan.emulator.lateness)
-    `-- ProbeError             a probe could not measure a path, and says what is in its way (wan.probe)
+    |-- EmulatorLateError      the emulated network fell too far behind for a run to count (wan.emulator.lateness)
+    `-- ProbeError             a probe could not measure a path (wan.probe; names the reason)
 
-A bug of ours is never an AtlasError: it keeps its traceback.
+A bug in Atlas is never an AtlasError: it keeps its traceback.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ EXTRAS = {
     "prometheus_client": "serve",
     "jinja2": "serve",
 }
-"""By module that may be absent: the extra of pyproject.toml that brings it."""
+"""By optional module: the extra of pyproject.toml that installs it."""
 PACKAGES = {"resvg_py": "resvg-py", "prometheus_client": "prometheus-client"}
-"""Where a package has another name than its module."""
+"""By module: the name of its package, where it differs."""
 
 
 class AtlasError(Exception):
-    """Something the user can mend. The message says what was given, the rule, and what to change."""
+    """A mistake that the user can fix. The message has what was given, the rule, and what to change."""
 
 
 class SpecError(AtlasError):
@@ -45,11 +45,11 @@ class SpecError(AtlasError):
 
 
 class InfeasibleError(SpecError):
-    """The job is well formed, but it does not fit the hardware or the links it names."""
+    """The job is valid, but it does not fit the hardware or the links it names."""
 
 
 class ProgramError(AtlasError):
-    """A Program misses a dependency, deadlocks or holds too much in memory."""
+    """A Program lacks a dependency, deadlocks or needs too much memory."""
 
 
 class MissingExtraError(AtlasError):
@@ -60,7 +60,7 @@ class MissingExtraError(AtlasError):
 
     @classmethod
     def of(cls, error: ModuleNotFoundError, purpose: str) -> MissingExtraError | None:
-        """Of a module that an extra brings; None for any other: its absence is a bug of ours."""
+        """For a missing module that an extra installs; None for any other, which is a bug in Atlas."""
         module = (error.name or "").partition(".")[0]
         return cls(PACKAGES.get(module, module), EXTRAS[module], purpose) if module in EXTRAS else None
 

@@ -48,7 +48,7 @@ def test_a_run_that_takes_no_time_is_drawn_all_the_same() -> None:
 
 def test_png_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("resvg_py")
-    write_png(tmp_path / "a.png", [job(1, 2, 2, 2)], pixels=300)
+    write_png(tmp_path / "a.png", [job(1, 2, 2, 2)])
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,6 +1,6 @@
-"""Compare two timelines: what the second does differently, where it waits, and op by op.
+"""Compare two timelines: iteration time, idle time by cause, critical path, and every op.
 
-Each is a timeline file, or JOB.yaml:SCHEDULE to simulate it now.
+A and B are timeline files, or JOB.yaml:SCHEDULE to simulate now.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from atlas.view.table import side_by_side
 def configure(parser: argparse.ArgumentParser) -> None:
     for name in ("a", "b"):
         parser.add_argument(name, metavar=name.upper(), help="a timeline file, or JOB.yaml:SCHEDULE")
-    parser.add_argument("--tcp", choices=("one", "many"), default="many", help="connections, for JOB.yaml:SCHEDULE")
+    parser.add_argument(
+        "--tcp",
+        choices=("one", "many"),
+        default="many",
+        help="TCP connections between two nodes, for JOB.yaml:SCHEDULE",
+    )
     job_flags(parser)
     search_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
@@ -51,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _source(text: str, args: argparse.Namespace) -> tuple[Callable[[Progress], Timeline], tuple[str, ...]]:
-    """How to come by a timeline, and the files it is made from."""
+    """A function that makes the timeline, and the files it reads."""
     job, colon, schedule = text.rpartition(":")
     if Path(text).exists() or not colon:
         if Path(text).suffix in (".yaml", ".yml"):

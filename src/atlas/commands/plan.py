@@ -1,7 +1,7 @@
-"""Find what to run: which datacenters, which parallelism, which schedule, what it costs, and why the others lost.
+"""Find the best plan for a job: which datacenters, which parallelism, which schedule; its cost, and why others lost.
 
-Every candidate trains on the job's own global batch. Candidates are estimated in closed form, the best are simulated
-event by event, and the winner's schedule is searched. Interrupt it (Ctrl-C) to have the best plan so far.
+Every plan trains on the job's own global batch. The planner estimates candidates in closed form, simulates the best of
+them event by event, and searches the winner's schedule. Ctrl-C ends the search and prints the best plan so far.
 """
 
 from __future__ import annotations
@@ -29,31 +29,53 @@ from atlas.view.chart import write_front
 from atlas.view.table import plain_table, seconds
 
 SHOWN = 8
-"""Rivals in the table."""
+"""Other plans in the table."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", type=Path, nargs="?", metavar="JOB.yaml", help="the job: docs/jobs.md explains its keys")
-    parser.add_argument("--strategy", default="ours", metavar="NAME", help=f"one of {', '.join(STRATEGIES)}")
-    parser.add_argument("--objective", metavar="NAME", help=f"one of {', '.join(OBJECTIVES)}")
-    parser.add_argument("--budget", metavar="USD", help="at most so much: 500/h, or 2.5/it (an iteration)")
-    parser.add_argument("--min-throughput", metavar="RATE", help="at least so much: 0.03it/s, or 50000tok/s")
-    parser.add_argument("--tokens", metavar="N", help="with --deadline: tokens to train on, such as 300B or 1e12")
-    parser.add_argument("--deadline", metavar="TIME", help="with --tokens: when they must be done, such as 30d or 12h")
     parser.add_argument(
-        "--keep", action="append", default=[], metavar="KEY", help=f"leave to the job: {', '.join(KEEPABLE)}"
+        "--strategy", default="ours", metavar="NAME", help=f"how to search: {', '.join(STRATEGIES)} (default: ours)"
     )
-    parser.add_argument("--global-batch", type=whole(1, 10**9), metavar="N", help="sequences of one iteration")
-    parser.add_argument("--tcp", choices=("one", "many"), default="many", help="connections between two nodes")
+    parser.add_argument("--objective", metavar="NAME", help=f"what to optimise: {', '.join(OBJECTIVES)}")
+    parser.add_argument("--budget", metavar="USD", help="spend at most this: 500/h (an hour) or 2.5/it (an iteration)")
+    parser.add_argument("--min-throughput", metavar="RATE", help="reach at least this: 0.03it/s or 50000tok/s")
+    parser.add_argument("--tokens", metavar="N", help="tokens to train on by --deadline, such as 300B or 1e12")
+    parser.add_argument("--deadline", metavar="TIME", help="time in which to train --tokens, such as 30d or 12h")
     parser.add_argument(
-        "--tries", type=whole(0, 1_000_000), metavar="N", help="orders the winner's search may try; 0: no search"
+        "--keep",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help=f"keep this key as the job has it: {', '.join(KEEPABLE)}; may be repeated",
     )
-    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="of that search (default 0)")
+    parser.add_argument(
+        "--global-batch", type=whole(1, 10**9), metavar="N", help="sequences per iteration (default: the job's)"
+    )
+    parser.add_argument("--tcp", choices=("one", "many"), default="many", help="TCP connections between two nodes")
+    parser.add_argument(
+        "--tries",
+        type=whole(0, 1_000_000),
+        metavar="N",
+        help="orders that the winner's schedule search may try; 0: no search",
+    )
+    parser.add_argument(
+        "--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of that search (default 0)"
+    )
     job_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
-    parser.add_argument("--out", type=Path, metavar="PLAN.yaml", help="write the plan, for simulate, whatif and train")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write a page: the placement on a map, the rivals")
-    parser.add_argument("--pareto", type=Path, metavar="FILE", help="write the front of time and cost (.svg or .html)")
+    parser.add_argument(
+        "--out", type=Path, metavar="PLAN.yaml", help="write the plan for `atlas simulate`, `whatif` and `train`"
+    )
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="write an HTML page: the placement on a map, and the other plans"
+    )
+    parser.add_argument(
+        "--pareto",
+        type=Path,
+        metavar="FILE",
+        help="write a chart of time and cost with the Pareto front (.svg or .html)",
+    )
     _sailor_flags(parser)
 
 
@@ -120,7 +142,7 @@ OF_SAILOR = ("trace", "model", "gpu", "gpu_price", "max_usd", "judge", "no_simul
 
 
 def _require_one_kind(args: argparse.Namespace) -> None:
-    """Refuse what the kind of input at hand would leave unread: a file that was asked for and never written."""
+    """Raise SpecError for a flag that the given kind of input (a job, or Sailor's files) does not use."""
     theirs = args.from_sailor is not None
     for name in OF_A_JOB if theirs else OF_SAILOR:
         if getattr(args, name) not in (None, False, [], math.inf):

@@ -1,7 +1,7 @@
-"""List the schedules; or show the Program that one of them writes for a job, as text.
+"""List the schedules, or print the Program that one of them makes for a job.
 
-The text is what the simulator and the runtime take: one line per worker, its ops in order. Pipelines that do the
-same share a line; `docs/tour.md` reads one.
+A Program is what the simulator and the runtime take: one line per worker, its ops in order. Pipelines with the same ops
+share a line; docs/tour.md explains an example.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--show", nargs=2, metavar=("NAME", "JOB.yaml"), help="print the Program of this schedule for this job"
     )
-    parser.add_argument("--tcp", choices=("one", "many"), default="many", help="connections between two nodes")
+    parser.add_argument("--tcp", choices=("one", "many"), default="many", help="TCP connections between two nodes")
     job_flags(parser)
     search_flags(parser)
-    parser.add_argument("--torch", action="store_true", help="print it as a CSV for torch.distributed.pipelining")
+    parser.add_argument(
+        "--torch", action="store_true", help="print the Program as a CSV for torch.distributed.pipelining"
+    )
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
 
 

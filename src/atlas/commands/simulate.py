@@ -1,8 +1,8 @@
 """Simulate a training job across datacenters under one or more schedules.
 
-Without --schedule and --tcp: the classics on one TCP connection, and every schedule on many.
-Every time in the result is simulated; only `engine_s` is measured. Pictures leave out schedules on one connection if
-others ran on many: on the same axis the others would be too small to see.
+Without --schedule and --tcp: gpipe, 1f1b and varuna on one TCP connection, and every schedule on many connections.
+All times are simulated, except `engine_s`, which is measured. Pages and figures leave out the runs on one connection
+where others use many: they take so much longer that the others would be too small to see.
 """
 
 from __future__ import annotations
@@ -49,12 +49,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedule", action="append", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}; may be repeated"
     )
-    parser.add_argument("--tcp", choices=("one", "many"), help="connections between two nodes")
+    parser.add_argument("--tcp", choices=("one", "many"), help="TCP connections between two nodes")
     job_flags(parser)
     search_flags(parser)
-    parser.add_argument("--iterations", type=whole(1, 1000), default=1, metavar="N", help="simulate N of them in a row")
     parser.add_argument(
-        "--monte-carlo", type=whole(1, 100_000), default=0, metavar="N", help="N runs with the job's `jitter`"
+        "--iterations", type=whole(1, 1000), default=1, metavar="N", help="simulate N iterations in a row (default 1)"
+    )
+    parser.add_argument(
+        "--monte-carlo",
+        type=whole(1, 100_000),
+        default=0,
+        metavar="N",
+        help="repeat the run N times with the job's `jitter`",
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
     parser.add_argument(
@@ -65,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--save",
         type=Path,
         metavar="FILE",
-        help="write a timeline file for `atlas view` and `compare`, one per schedule",
+        help="write a timeline file for `atlas view` and `atlas compare`, one per schedule",
     )
 
 
@@ -113,13 +119,13 @@ def _show(simulation: Simulation, found: Sequence[Row]) -> None:
     show(table, *([""] if more else []), *([more] if more else []), why(simulation.best.row(), len(found) == 1))
     if simulation.whole is not None:
         show(
-            f"This is the slowest of {len(simulation.whole.results)} groups. All of them, their gradients meeting over "
-            f"the WAN: {seconds(simulation.whole.iteration_s)} an iteration."
+            f"This is the slowest of {len(simulation.whole.results)} groups of pipelines. With the all-reduce between "
+            f"all groups over the WAN, an iteration takes {seconds(simulation.whole.iteration_s)}."
         )
 
 
 def _in_folder(folder: Path, outputs: Outputs) -> Outputs:
-    """With the names of what goes into the folder beside the results."""
+    """The outputs, with default names in the folder for those that were not asked for by flag."""
     return replace(
         outputs,
         page=outputs.page or folder / "page.html",
@@ -146,7 +152,7 @@ SPENT_ON = {
     "sync": "gradient sync",
     "wait": "other waiting",
 }
-"""A critical path's categories as a sentence names them."""
+"""Names of a critical path's categories."""
 
 
 def headline(result: Result) -> str:
@@ -155,7 +161,7 @@ def headline(result: Result) -> str:
 
 
 def setup(result: Result) -> str:
-    """What runs where."""
+    """`gpt 13.1B on 48 GPUs: stages west 4 + central 4 + east 4, 4 pipelines, 24 microbatches`."""
     job, frame = result.case.job, result.case.layout
     stages = " + ".join(f"{name} {count}" for name, count in Counter(frame.rank_dc).items())
     gpus = job.tp * job.pp * frame.num_pipelines * job.cells
@@ -177,7 +183,7 @@ def called(row: Row) -> str:
 
 
 def notes(found: Sequence[Row]) -> list[str]:
-    """What a reader of the table must know."""
+    """The notes under the table."""
     lines = ["All times are simulated."]
     if len(found) > 1:
         lines[0] += f" Speedup is over {called(max(found, key=lambda row: float(row['iteration_s'])))}."
@@ -192,7 +198,7 @@ def priced(pricing: str, runtime: str) -> str:
 
 
 def page_notes(results: Sequence[Result], drawn: Sequence[Result]) -> list[str]:
-    """What a page says under its title: its own table has the rest."""
+    """The notes under the title of a page, which has a table of its own."""
     left = [result.row() for result in results if result not in drawn]
     times = ", ".join(f"{row['schedule']} {seconds(row['iteration_s'])}" for row in left)
     beside = [f"Not drawn, on one TCP connection: {times}."] if left else []
@@ -202,13 +208,13 @@ def page_notes(results: Sequence[Result], drawn: Sequence[Result]) -> list[str]:
 def _too_big(found: Sequence[Row]) -> list[str]:
     too_big = {row["schedule"]: row for row in found if not row["fits"]}
     return [
-        f"! {name} would not run: it needs {row['peak_gib']:.1f} GiB of a GPU's {row['memory_gib']:.1f} GiB."
+        f"! {name} does not fit in memory: it needs {row['peak_gib']:.1f} GiB of a GPU's {row['memory_gib']:.1f} GiB."
         for name, row in too_big.items()
     ]
 
 
 def why(row: Row, alone: bool) -> str:
-    """What the fastest that fits spends its time on, and what is left to gain."""
+    """The critical path of the fastest schedule that fits, and the lower bound."""
     path = {part: s for part, s in row["critical_path_s"].items() if s > 0.005 * row["iteration_s"]}
     parts = sorted(path, key=lambda part: -path[part])
     spent = ", ".join(f"{100 * path[part] / row['iteration_s']:.0f}% {SPENT_ON[part]}" for part in parts)
@@ -223,7 +229,7 @@ def why(row: Row, alone: bool) -> str:
 
 
 def more_table(found: Sequence[Row]) -> Table | None:
-    """The steady period over several iterations and the percentiles of runs with jitter, where they were asked for."""
+    """The time of an iteration in a row of several, and the percentiles of runs with jitter, if they were simulated."""
     columns: dict[str, list[float]] = {"one iteration": [row["iteration_s"] for row in found]}
     if found[0]["steady_s"] is not None:
         columns["steady"] = [row["steady_s"] for row in found]

@@ -1,6 +1,6 @@
-"""Draw timeline files: an HTML page, a Perfetto trace, a figure.
+"""Draw timeline files as an HTML page, a Perfetto trace or a figure.
 
-Without a flag the page is written beside the first file. Several files share one time axis.
+Without a flag, the page is written next to the first file. Several files share one time axis.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _beside(file: Path) -> Path:
-    """The page's name where none was given; never the file's own."""
+    """The default name of the page, which is never that of the timeline file."""
     if not file.name:
         raise SpecError(where="atlas view", key="FILE", value=str(file), rule="is a folder", remedy="Name a file in it")
     return file.with_name(f"{file.name}.html") if file.suffix == ".html" else file.with_suffix(".html")
 
 
 def _row(timeline: Timeline) -> dict[str, Any]:
-    """The figures of a file. Its notes are a stranger's: a bound that is no number is left out."""
+    """The figures of a timeline file. The file may be damaged: a lower bound that is not a number is left out."""
     row = {**summary(timeline), "tcp": timeline.meta.get("tcp")}
     bound = timeline.meta.get("lower_bound_s")
     if isinstance(bound, float) and bound > 0 and timeline.program.num_iterations == 1:
@@ -63,7 +63,7 @@ def _row(timeline: Timeline) -> dict[str, Any]:
 # ---- the files of a command with timelines -------------------------------------------------------------------
 @dataclass(frozen=True)
 class Outputs:
-    """Where to put what; None where it is not wanted."""
+    """The files to write; None for those that were not asked for."""
 
     page: Path | None = None
     trace: Path | None = None
@@ -73,7 +73,7 @@ class Outputs:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Outputs:
-        """From a command's flags, those it has."""
+        """From the flags of a command."""
         return cls(**{name: getattr(args, name, None) for name in cls.__dataclass_fields__})
 
     @property
@@ -82,7 +82,7 @@ class Outputs:
         return {f"--{name}": path for name, path in vars(self).items() if path is not None}
 
     def require_writable(self) -> None:
-        """Raise for the first file that could not be written. Asked before anything is read."""
+        """Raise SpecError for the first file that cannot be written, before anything is computed."""
         for flag, path in self.paths.items():
             require_writable(path, flag)
         require_apart(self.paths)
@@ -90,7 +90,7 @@ class Outputs:
             raise MissingExtraError("resvg-py", "png", "--png")
 
     def require_apart(self, inputs: Iterable[str | Path]) -> None:
-        """Raise where one of them is among the command's `inputs`."""
+        """Raise SpecError where one of them is among the command's `inputs`."""
         require_apart(self.paths, inputs)
 
     def write(
@@ -101,7 +101,7 @@ class Outputs:
         notes: Sequence[str],
         inputs: Iterable[str | Path],
     ) -> None:
-        """All of them: traces and timeline files hold `timelines`, pictures show `drawn`."""
+        """Write all of them: traces and timeline files of `timelines`, pages and figures of `drawn`."""
         require_apart({str(path): path for path in self.written(timelines)}, inputs)
         if self.page is not None:
             write_page(self.page, drawn, title=title, notes=notes)
@@ -115,20 +115,20 @@ class Outputs:
             save_timeline(path, timeline)
 
     def written(self, timelines: Sequence[Timeline]) -> list[Path]:
-        """What `write` leaves behind."""
+        """The files that `write` writes."""
         pictures = [path for path in (self.page, self.svg, self.png) if path is not None]
         return pictures + each(self.trace, timelines) + each(self.save, timelines)
 
 
 def label(timeline: Timeline) -> str:
-    """`atlas-many`: a timeline's name in the name of a file. It may be a stranger's: what names no file is left out."""
+    """`atlas-many`: a timeline's name as part of a file name, without characters that file names must not have."""
     tcp = timeline.meta.get("tcp")
     name = f"{timeline.program.name}-{tcp}" if tcp else timeline.program.name
     return re.sub(r"[^\w.+-]+", "_", name)[:60]
 
 
 def each(path: Path | None, timelines: Sequence[Timeline]) -> list[Path]:
-    """One file for each timeline: the name as given for one, with the schedule in it for several; none for None."""
+    """One path for each timeline: for several timelines, with the schedule in the name; none for None."""
     if path is None:
         return []
     if len(timelines) == 1:
@@ -141,13 +141,13 @@ def each(path: Path | None, timelines: Sequence[Timeline]) -> list[Path]:
 
 
 def picture_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that every command with timelines has."""
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page, schedules above each other")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a figure")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write a figure as pixels (needs the extra `png`)")
+    """The flags of every command with timelines."""
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page, all timelines on one time axis")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a figure (SVG)")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write a figure (PNG; needs the extra `png`)")
     parser.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
-        help="write a trace for ui.perfetto.dev (.gz: compressed), one per schedule",
+        help="write a trace for ui.perfetto.dev, one per schedule (.gz: compressed)",
     )

@@ -1,10 +1,12 @@
-"""Ask what would change the answer: sweep any key of a job or a plan, find the bottleneck, vary the network.
+"""Change a job or a plan and simulate it again: sweep any key, find the bottleneck, vary the network.
 
-    --sweep cluster.wan.latency_ms=10,20,40        values; or 10..100:10 for ten of them; or 1..1000:7log by factors
-    --sweep cluster.datacenters.east.nodes=8..32:4 any key that `--set` takes
-    --sweep lose=east,west                         without a datacenter;  add=east: with one more like it
+    --sweep cluster.wan.latency_ms=10,20,40         three values
+    --sweep cluster.wan.latency_ms=10..100:10       ten values, evenly spaced (1..1000:7log: by equal factors)
+    --sweep cluster.datacenters.east.nodes=8..32:4  any key that `--set` takes
+    --sweep lose=east,west                          without one datacenter
+    --sweep add=east                                with one more datacenter like east
 
-Without --replan a job is placed as its file says, and a plan keeps its placement. With --replan the planner runs again
+Without --replan, a job is placed as its file says and a plan keeps its placement. With --replan, the planner runs again
 at every value.
 """
 
@@ -42,20 +44,31 @@ from atlas.view.table import plain_table, seconds
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", type=Path, metavar="JOB|PLAN", help="a job file, or a plan of `atlas plan --out`")
-    parser.add_argument("--sweep", action="append", default=[], metavar="KEY=VALUES", help="may be repeated")
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="KEY=VALUES", help="a key and its values; may be repeated"
+    )
     parser.add_argument("--replan", action="store_true", help="run the planner again at every value")
     parser.add_argument(
-        "--monte-carlo", type=whole(1, 100_000), default=0, metavar="N", help="N runs with other networks"
+        "--monte-carlo",
+        type=whole(1, 100_000),
+        default=0,
+        metavar="N",
+        help="simulate N networks with random bandwidths and latencies",
     )
     parser.add_argument(
-        "--wan-sigma", type=number(0, 3), metavar="S", help="spread of bandwidth and latency (default 0.2)"
+        "--wan-sigma",
+        type=number(0, 3),
+        metavar="S",
+        help="spread of those (sigma; default: the job's `jitter.wan`, or 0.2)",
     )
-    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="of the Monte-Carlo runs")
+    parser.add_argument(
+        "--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of the random networks (default 0)"
+    )
     parser.add_argument("--no-marginals", action="store_true", help="skip the bottleneck table")
     job_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the first sweep's curve (.svg or .html)")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="the same curve as an HTML page")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the first sweep's curve as an HTML page")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,7 +135,7 @@ def _show(found: WhatIf) -> None:
 def _sweep_table(one: Sweep, points: list[Point], base: float) -> Any:
     table = plain_table()
     table.add_column(one.key, style="bold", justify="right" if one.numeric else "left", overflow="fold")
-    for column in ("iteration", "tokens/s", "against now"):
+    for column in ("iteration", "tokens/s", "change"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("where", overflow="fold")
     for point in points:
@@ -137,7 +150,7 @@ def _sweep_table(one: Sweep, points: list[Point], base: float) -> Any:
 def _bottleneck(more: Sequence[Marginal]) -> str:
     best = more[0]
     if best.saves_s <= 1e-4 * best.iteration_s:
-        return "No bottleneck among these: 10 % more of any saves less than 0.01 %."
+        return "No bottleneck: 10 % more of any resource saves less than 0.01 %."
     share = best.saves_s / (best.iteration_s + best.saves_s)
     return (
         f"Bottleneck: {best.resource} ({best.key}). From {best.now:g} to {best.more:g} saves "

@@ -20,9 +20,9 @@ from atlas.ir.replace import replacing
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 860, 460, 70, 54, 52
 FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 INK, SOFT = "#1c2126", "#5c6670"
-"""Of what is read first, and of what explains it; `assets/theme.css` knows them by these values."""
+"""Colours of main and of secondary text; `assets/theme.css` has rules for these values."""
 NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that no XML may hold: control characters, halves of a pair."""
+"""Characters that XML does not allow: control characters and single surrogates."""
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d1f", "#56b4e9", "#3a3f44", "#e69f00")
 """Lines of a chart, in this order."""
 MARKERS = ("circle", "square", "diamond", "triangle")
@@ -33,7 +33,7 @@ Row = Mapping[str, Any]
 
 # ---- the frame -------------------------------------------------------------------------------------------------
 class Axis(NamedTuple):
-    """From values to pixels."""
+    """Maps values to pixels."""
 
     low: float
     high: float
@@ -60,12 +60,12 @@ def write_chart(path: str | os.PathLike[str], chart: str, title: str, *, as_page
 
 
 def theme() -> str:
-    """The style that pages without scripts share: light and dark, and a chart in either."""
+    """The style of pages without scripts, for light and dark."""
     return (resources.files("atlas.view") / "assets" / "theme.css").read_text(encoding="utf-8")
 
 
 def page_text(title: str, style: str, body: str) -> str:
-    """A page that runs nothing and asks nothing of the network."""
+    """A page without scripts and without network requests."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width, initial-scale=1"><meta http-equiv="Content-Security-Policy" '
@@ -75,7 +75,7 @@ def page_text(title: str, style: str, body: str) -> str:
 
 
 def chart_svg(title: str, note: str, body: Sequence[str]) -> str:
-    """A title, a line of small print and what is drawn below them, as one SVG."""
+    """A title, a note and what is drawn below them, as one SVG."""
     head = [text(LEFT, 24, title, size=16, weight="bold"), text(LEFT, 42, note, size=11, fill=SOFT)]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" width="{WIDTH}" height="{HEIGHT}" '
@@ -85,7 +85,7 @@ def chart_svg(title: str, note: str, body: Sequence[str]) -> str:
 
 
 def axis(values: Sequence[float], log: bool, pixel_low: float, pixel_high: float) -> Axis:
-    """An axis on which all values have room."""
+    """An axis that spans all values."""
     low, high = min(values), max(values)
     if log:
         if high / low < 1.01:
@@ -93,7 +93,7 @@ def axis(values: Sequence[float], log: bool, pixel_low: float, pixel_high: float
         return Axis(low * 0.93, high * 1.07, True, pixel_low, pixel_high)
     if high == low:
         low, high = low - (abs(low) or 1), high + (abs(high) or 1)
-    # A linear axis starts at zero when the data come near it: ratios are then read off rightly.
+    # A linear axis starts at zero when the data come near it: ratios can then be read from lengths.
     low = 0.0 if 0 <= low < 0.6 * high else low - 0.05 * (high - low)
     return Axis(low, high + 0.05 * (high - low), False, pixel_low, pixel_high)
 
@@ -113,7 +113,7 @@ def _ticks(along: Axis) -> list[float]:
 
 
 def frame(x: Axis, y: Axis, x_label: str, y_label: str) -> list[str]:
-    """Ticks, their numbers, the lines of the grid and what the axes are called."""
+    """Ticks with their numbers, grid lines and the names of the axes."""
     parts = []
     for tick in _ticks(y):
         at = y.at(tick)
@@ -133,7 +133,7 @@ def frame(x: Axis, y: Axis, x_label: str, y_label: str) -> list[str]:
 
 
 def marker(x: float, y: float, shape: str, color: str) -> str:
-    """A dot; other shapes for those whose colour is taken."""
+    """A dot, or another shape for lines that share a colour."""
     if shape == "circle":
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{color}"/>'
     path = {
@@ -147,7 +147,7 @@ def marker(x: float, y: float, shape: str, color: str) -> str:
 def text(
     x: float, y: float, words: str, *, size: float, anchor: str = "start", fill: str = INK, weight: str = "normal"
 ) -> str:
-    """A line of letters; those that XML has no room for are shown as a question mark."""
+    """A line of text; characters that XML does not allow are shown as a question mark."""
     letters = html.escape(NO_XML.sub("\ufffd", words))
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{fill}" '
@@ -168,7 +168,7 @@ def write_curves(
     note: str = "",
     as_page: bool | None = None,
 ) -> None:
-    """Write the chart: a name that ends in .html gives a page, any other an SVG, unless `as_page` says which."""
+    """Write the chart as a page if the name ends in .html, else as SVG; `as_page` overrides this."""
     chart = curves_svg(series, x_label, y_label, title, log_x=log_x, log_y=log_y, note=note)
     write_chart(path, chart, title, as_page=as_page)
 
@@ -216,7 +216,7 @@ def _line(points: Sequence[tuple[float, float] | None], x: Axis, y: Axis, color:
 
 
 def _names(lines: Mapping[str, Sequence[tuple[float, float] | None]], x: Axis, y: Axis, right: float) -> list[str]:
-    """Each line's name at the height of its last point, pushed apart where two would overlap."""
+    """Each line's name at the height of its last point, moved where two would overlap."""
     wanted: list[tuple[float, float, int, str]] = []
     for k, (name, points) in enumerate(lines.items()):
         last = next((p for p in reversed(points) if p is not None), None)
@@ -238,12 +238,12 @@ def _names(lines: Mapping[str, Sequence[tuple[float, float] | None]], x: Axis, y
 
 # ---- time and cost ---------------------------------------------------------------------------------------------
 def write_front(path: str | os.PathLike[str], rows: Sequence[Row], front: Sequence[Row], *, title: str) -> None:
-    """Write the plot: a name that ends in .html gives a page, any other an SVG."""
+    """Write time against cost, as a page if the name ends in .html, else as SVG."""
     write_chart(path, front_svg(rows, front, title=title), title)
 
 
 def front_svg(rows: Sequence[Row], front: Sequence[Row], *, title: str) -> str:
-    """Dots and a stepped line."""
+    """One dot for each plan, and the Pareto front as a stepped line."""
     points = [(float(row["iteration_s"]), float(row["usd_per_iteration"])) for row in rows]
     if not any(usd > 0 for _, usd in points):
         raise AtlasError("the front of time and cost needs prices: write usd_per_gpu_hour in the cluster")
@@ -252,7 +252,7 @@ def front_svg(rows: Sequence[Row], front: Sequence[Row], *, title: str) -> str:
     x = axis([s for s, _ in points], wide, LEFT, right)
     low, high = min(usd for _, usd in points), max(usd for _, usd in points)
     y = axis([usd for _, usd in points], low > 0 and high / low > 5, HEIGHT - BOTTOM, TOP)
-    note = f"{len(rows)} simulated plans; the line joins those that nobody beats in both"
+    note = f"{len(rows)} simulated plans; the line joins the Pareto-optimal ones"
     body = frame(x, y, "seconds an iteration", "US dollars an iteration")
     on_front = {(float(row["iteration_s"]), float(row["usd_per_iteration"])) for row in front}
     path = ""
@@ -270,7 +270,7 @@ def front_svg(rows: Sequence[Row], front: Sequence[Row], *, title: str) -> str:
 def _front_names(
     front: Sequence[tuple[float, float]], rows: Sequence[Row], x: Axis, y: Axis, right: float
 ) -> list[str]:
-    """What lies on the front, named where there is room."""
+    """Names of the plans on the front, where there is room."""
     parts, last = [], -math.inf
     for s, usd in front:
         row = next(r for r in rows if (float(r["iteration_s"]), float(r["usd_per_iteration"])) == (s, usd))

@@ -1,8 +1,8 @@
 """A plan on a schematic map: datacenters laid out by distance, stages inside them, links coloured by load, beside the
-plans that lost and why. One HTML page without scripts that asks nothing of the network.
+plans that lost and why. One HTML page without scripts and without network requests.
 
 Takes the plain scene that `planner.report` makes. A datacenter is drawn by its `location` where every one has it, else
-by the latencies (classical scaling), so that what is near is drawn near.
+by the latencies (classical scaling), so that near datacenters are drawn near each other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from atlas.view.table import seconds
 
 WIDTH, HEIGHT, MARGIN = 900, 520, 90
 FEW = 8
-"""Up to so many datacenters there is room for every link and every number."""
+"""Up to this number of datacenters, every link and every number is drawn."""
 
 Floats = NDArray[np.float64]
 LOADS = ((0.1, "#56b4e9", "under 10 %"), (0.5, "#009e73", "under half"), (0.85, "#e69f00", "under 85 %"))
@@ -44,7 +44,7 @@ def plan_page(scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> str:
         f'<input type="radio" name="t" id="t{k}"{" checked" if k == 0 else ""}>' for k in range(len(plans))
     )
     tabs = "".join(
-        f'<label for="t{k}">{"winner" if k == 0 else f"rival {k}"} · {html.escape(seconds(row["iteration_s"]))}</label>'
+        f'<label for="t{k}">{f"plan {k + 1}" if k else "winner"} · {html.escape(seconds(row["iteration_s"]))}</label>'
         for k, row in enumerate(scene["rows"][: len(plans)])
     )
     maps = "".join(
@@ -60,7 +60,7 @@ def plan_page(scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> str:
     body = (
         f'<h1>{html.escape(title)} <span class="badge">simulated</span></h1><div class="notes">{said}</div>'
         f'<section>{inputs}<div class="tabs">{tabs}</div><div class="maps">{maps}</div></section>'
-        f'<h2>The winner and its rivals</h2><p class="soft">{html.escape(scene["told"])}</p>{_table(scene)}{front}'
+        f'<h2>The winner and the other plans</h2><p class="soft">{html.escape(scene["told"])}</p>{_table(scene)}{front}'
     )
     return page_text(title, style, body)
 
@@ -84,7 +84,7 @@ def map_svg(scene: Mapping[str, Any], plan: Mapping[str, Any], at: Sequence[tupl
 
 
 def _idle(scene: Mapping[str, Any], names: Sequence[str], at: Sequence[tuple[float, float]]) -> str:
-    """Links that exist and carry nothing, where they are few enough to see."""
+    """Links that carry nothing, where there are few enough datacenters."""
     if len(names) > FEW:
         return ""
     lines = ""
@@ -101,13 +101,13 @@ def _color(load: float) -> str:
 
 
 def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]], few: bool) -> str:
-    """Solid where pipelines cross, dashed where only gradients of groups meet."""
+    """Solid where pipelines cross, dashed where groups only exchange gradients."""
     (x1, y1), (x2, y2) = place[link["a"]], place[link["b"]]
     color = _color(link["load"])
     told = (
         f"{link['a']} - {link['b']}: {100 * link['load']:.0f} % of {link['gbps']:.3g} Gbit/s each way, "
         f"{link['gb']:.3g} GB an iteration, {link['latency_ms']:.3g} ms one way"
-        + ("" if link["pipeline"] else ", gradients of groups")
+        + ("" if link["pipeline"] else ", gradients between groups")
     )
     dash = "" if link["pipeline"] else ' stroke-dasharray="2 7"'
     width = 3 + 5 * min(1.0, link["load"]) if link["pipeline"] else 2.2
@@ -121,7 +121,7 @@ def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]], few
 
 
 def _dc(dc: Mapping[str, Any], plan: Mapping[str, Any], place: Mapping[str, tuple[float, float]], radius: float) -> str:
-    """A disc with its GPUs in use, a ring as long as their share, and its name on the side where no link leaves."""
+    """A disc with the GPUs in use, a ring for their share, and the name on the side that has no link."""
     (x, y), used = place[dc["name"]], int(plan["gpus"].get(dc["name"], 0))
     under = radius + 14 if not _leaves_downwards(dc["name"], plan, place) else -radius - 20
     share = used / dc["gpus"]
@@ -148,7 +148,7 @@ def _dc(dc: Mapping[str, Any], plan: Mapping[str, Any], place: Mapping[str, tupl
 
 
 def _leaves_downwards(name: str, plan: Mapping[str, Any], place: Mapping[str, tuple[float, float]]) -> bool:
-    """Whether a pipeline goes down from here, and none goes up: steeply enough to run through a name."""
+    """Whether a pipeline's link runs steeply downwards from here, through the place of the name, and none upwards."""
     links = [link for link in plan["links"] if link["pipeline"] and name in (link["a"], link["b"])]
     ends = [link["a"] if link["b"] == name else link["b"] for link in links]
     x, y = place[name]
@@ -183,18 +183,18 @@ def _legend(bottom: float) -> str:
     )
     ring = (
         f'<text class="key" x="{WIDTH - 12}" y="{bottom - 10:.0f}" text-anchor="end">'
-        "number: GPUs in use; ring: share, one colour a group; dashed: gradients of groups</text>"
+        "number: GPUs in use; ring: share, one colour a group; dashed: gradients between groups</text>"
     )
     return f'<text class="key" x="12" y="{bottom - 32:.0f}">load of a link, busier direction</text>{items}{ring}'
 
 
 # ---- words -----------------------------------------------------------------------------------------------------
 def _told(plan: Mapping[str, Any], compared: Mapping[str, Any]) -> str:
-    """What a plan is; of the winner also what it takes in the order that it was compared by."""
+    """The caption of a map; for the winner also its time with the schedule of the comparison."""
     row = plan["row"]
     plain = ""
     if seconds(row["iteration_s"]) != seconds(compared["iteration_s"]):
-        plain = f" ({seconds(compared['iteration_s'])} with 1f1b-eager, as its rivals)"
+        plain = f" ({seconds(compared['iteration_s'])} with 1f1b-eager, like the other plans)"
     money = f", ${row['usd_per_iteration']:,.4g} an iteration" if row["usd_per_iteration"] else ""
     lost = f" Lost: {row['lost']}." if row["lost"] else ""
     return (
@@ -207,11 +207,11 @@ def _told(plan: Mapping[str, Any], compared: Mapping[str, Any]) -> str:
 PARTS = {
     "compute": ("#0072b2", "computing"),
     "wan": ("#d55e00", "the WAN"),
-    "sync": ("#9a86c4", "the all-reduce of gradients"),
+    "sync": ("#9a86c4", "gradient all-reduce"),
     "step": ("#7b858f", "the optimizer"),
     "wait": ("#d3d8dc", "waiting"),
 }
-"""Where a critical path goes: colour and name."""
+"""By part of a critical path: colour and name."""
 LETTERS = (
     "tp: GPUs that share each layer · pp: stages of a pipeline · dp: pipelines, in brackets cells x pipelines of a "
     "cell that take turns on the WAN · b: sequences in a microbatch"
@@ -219,7 +219,7 @@ LETTERS = (
 
 
 def _table(scene: Mapping[str, Any]) -> str:
-    """One line a plan, with a bar of where its critical path goes."""
+    """One row for each plan, with its critical path as a bar."""
     longest = max(row["iteration_s"] for row in scene["rows"][:12])
     head = "<tr><th>stages in</th><th>parallelism</th><th class=n>GPUs</th><th class=n>iteration</th>"
     head += ("<th class=n>$/iteration</th>" if scene["priced"] else "") + "<th>critical path</th><th>lost by</th></tr>"
@@ -245,7 +245,7 @@ def _table(scene: Mapping[str, Any]) -> str:
 
 # ---- where each datacenter is drawn ----------------------------------------------------------------------------
 def positions(scene: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """A place on the picture for each datacenter."""
+    """By datacenter: x and y in pixels."""
     dcs = scene["datacenters"]
     if all(dc["location"] is not None for dc in dcs):
         raw = _on_the_globe(np.array([dc["location"] for dc in dcs], np.float64))
@@ -255,7 +255,7 @@ def positions(scene: Mapping[str, Any]) -> list[tuple[float, float]]:
 
 
 def _on_the_globe(location: Floats) -> Floats:
-    """Degrees on a flat map, cut open where the longest stretch without a datacenter is: no link goes around it."""
+    """Degrees on a flat map, cut at the longest stretch without a datacenter, so that no link crosses the cut."""
     latitude, longitude = location.T
     order = np.sort(longitude)
     gaps = np.diff(np.append(order, order[0] + 360))
@@ -265,7 +265,7 @@ def _on_the_globe(location: Floats) -> Floats:
 
 
 def _scaled(latency: Floats, joined: NDArray[np.bool_]) -> Floats:
-    """Classical scaling: the plane in which distances are as near as can be to the latencies."""
+    """Classical scaling: points in a plane whose distances approximate the latencies best."""
     n = len(latency)
     if n == 1:
         return np.zeros((1, 2))
@@ -278,16 +278,16 @@ def _scaled(latency: Floats, joined: NDArray[np.bool_]) -> Floats:
     centre = np.eye(n) - 1 / n
     values, vectors = np.linalg.eigh(-0.5 * centre @ distance**2 @ centre)
     found = vectors[:, -2:][:, ::-1] * np.sqrt(np.maximum(values[-2:][::-1], 0.0))
-    # An eigenvector has no sign of its own: let the first datacenter be on the left and above.
+    # The sign of an eigenvector is arbitrary: put the first datacenter at the upper left.
     return np.asarray(found * np.where(found[0] > 0, -1.0, 1.0), np.float64)
 
 
 def _fitted(raw: Floats) -> list[tuple[float, float]]:
-    """Into the frame, pushed apart where two would overlap."""
+    """Scaled to the picture, and moved apart where two would overlap."""
     size = np.ptp(raw, axis=0)
     room = np.array([WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN])
     scales = [room[k] / size[k] if size[k] > 1e-9 else np.inf for k in range(2)]
-    # Few are drawn to scale; many need the room.
+    # Few datacenters keep the aspect ratio; many fill the picture.
     scale = min(scales) if len(raw) <= FEW else np.array(scales)
     scale = np.where(np.isfinite(scale), scale, 1.0)
     place = (raw - raw.min(axis=0) - size / 2) * scale + np.array([WIDTH, HEIGHT]) / 2

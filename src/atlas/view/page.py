@@ -1,9 +1,8 @@
 """Timelines as one self-contained HTML page: workers by datacenter, WAN links between them, waits coloured by
-cause, several schedules above each other on one time axis. The page asks nothing of the network.
+cause, several schedules above each other on one time axis. The page makes no network requests.
 
-This side packs: spans become typed arrays, deflated and in base64, next to a JSON header. How they are drawn is
-in `assets/*.js`. What is written is deliberately redundant (gap and length instead of start and end): it deflates
-to a few bytes per span.
+This module packs the data: spans become typed arrays, deflated and in base64, next to a JSON header; `assets/*.js` draw
+them. Spans are written as gap and length instead of start and end: these deflate to a few bytes per span.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from atlas.ir.timeline import Timeline
 from atlas.view.tracks import SEND, STYLES, WAIT, RowGroup, groups
 
 MAX_PATH = 20_000
-"""A critical path of more segments than this is not drawn: nobody could follow it."""
+"""A critical path of more segments than this is not drawn."""
 
 
 def write_page(
@@ -43,7 +42,7 @@ def write_page(
     """Write one page that shows `timelines` above each other; `notes` are sentences put under the title."""
     page = page_html(timelines, title=title, notes=notes)
     with replacing(path) as file:
-        file.write(page.encode(errors="replace"))  # a name out of a file may be half a character
+        file.write(page.encode(errors="replace"))  # a name from a file may have a single surrogate
 
 
 def page_html(timelines: Sequence[Timeline], *, title: str = "Atlas timeline", notes: str | Sequence[str] = ()) -> str:
@@ -63,7 +62,7 @@ def page_html(timelines: Sequence[Timeline], *, title: str = "Atlas timeline", n
     parts = {
         "TITLE": html.escape(title),
         "STYLE": _asset("page.css"),
-        # "<" never appears in the JSON, so no name can close the script element.
+        # "<" never appears in the JSON, so that no name can close the script element.
         "HEADER": json.dumps(header).replace("<", "\\u003c"),
         "DATA": data,
         "SCRIPT": "\n".join(_asset(name) for name in ("data.js", "draw.js", "words.js", "main.js", "move.js")),
@@ -110,7 +109,7 @@ def _group(timeline: Timeline, group: RowGroup) -> dict[str, Any]:
 
 
 class _Spans(NamedTuple):
-    """Spans of many rows. For a transfer `stage` is the sender's and the last three fields say more."""
+    """Spans of many rows. The last two fields are for transfers; their `stage` is the sender's."""
 
     row: NDArray[np.int64]
     start_ns: NDArray[np.int64]
@@ -124,7 +123,7 @@ class _Spans(NamedTuple):
 
 
 def _packed(timeline: Timeline) -> str:
-    """Row by row, by start: number of spans of each row, then gaps, lengths, what they are. In base64."""
+    """All spans in base64, sorted by row and start."""
     rows = groups(timeline)
     num_rows = sum(len(group.workers) + len(group.lanes) for group in rows)
     spans = _Spans(*(np.concatenate(parts) for parts in zip(*_all_spans(timeline, rows), strict=True)))
@@ -181,7 +180,7 @@ def _op_spans(timeline: Timeline, row_of_worker: NDArray[np.int64]) -> _Spans:
 
 
 def _wait_spans(timeline: Timeline, row_of_worker: NDArray[np.int64]) -> _Spans:
-    """The bubbles, less the spans of collectives: those are drawn as the ops that they are."""
+    """The bubbles, without the spans of collectives, which are drawn as ops."""
     program, found = timeline.program, bubbles(timeline)
     collective = np.isin(program.kind[found.op], np.array(COLLECTIVES, np.int8)) & (found.op >= 0)
     own = collective & (found.start_ns >= timeline.op_start_ns[found.op])

@@ -2,8 +2,8 @@
 track per worker, and a process for the WAN with a track per link. Microseconds with three decimals: no
 nanosecond is lost.
 
-Half a million spans are written as one matrix of bytes, one row per span, blank where a number is shorter than
-its field; the blanks are dropped at the end. Knows nothing of why a span is there.
+Half a million spans are written as one matrix of bytes, one row per span, padded with zero bytes where a number is
+shorter than its field; the zero bytes are dropped at the end.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from atlas.ir.timeline import Timeline
 from atlas.view.tracks import RowGroup, groups
 
 Chars = NDArray[np.uint8]
-"""[span, column]; 0 is a blank that is dropped."""
+"""[span, column]; zero bytes are padding, dropped at the end."""
 
 MAX_ARROWS = 20_000
-"""Beyond so many transfers the arrows between workers are left out unless asked for."""
+"""With more transfers than this, arrows between workers are drawn only on request."""
 
 
 def write_trace(
@@ -65,7 +65,7 @@ def trace_bytes(timeline: Timeline, *, waits: bool = False, arrows: bool | None 
 
 
 def _number(values: NDArray[Any]) -> Chars:
-    """Non-negative integers in decimal, leading blanks where shorter than the longest."""
+    """Non-negative integers in decimal, padded on the left to the length of the longest."""
     left = values.astype(np.int64)
     width = len(str(int(left.max(initial=0))))
     digits = np.empty((len(left), width), np.uint8)
@@ -87,7 +87,7 @@ def _number(values: NDArray[Any]) -> Chars:
 
 
 def _micros(values_ns: NDArray[Any]) -> Chars:
-    """Nanoseconds as microseconds with three decimals; what clocks that disagree made negative is nought."""
+    """Nanoseconds as microseconds with three decimals; negative ones, from clocks that disagree, become 0."""
     whole, rest = np.divmod(np.maximum(values_ns.astype(np.int64), 0), 1000)
     decimals = np.empty((len(whole), 4), np.uint8)
     rest = rest.astype(np.uint16)
@@ -105,7 +105,7 @@ def _choice(table: Sequence[str], index: NDArray[Any]) -> Chars:
 
 
 def _joined(count: int, *columns: str | Chars) -> bytes:
-    """The columns side by side, constants repeated, blanks dropped, a comma between two spans."""
+    """The columns side by side, constants repeated, padding dropped, a comma between two spans."""
     if not count:
         return b""
     widths = [len(c.encode()) if isinstance(c, str) else c.shape[1] for c in columns]
@@ -123,7 +123,7 @@ def _joined(count: int, *columns: str | Chars) -> bytes:
 def _places(timeline: Timeline, rows: Sequence[RowGroup]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """By worker: its process (datacenter) and its thread.
 
-    No number is used twice: Perfetto takes a thread with its process's number for the main one and moves it up.
+    Process and thread numbers differ: Perfetto treats a thread with its process's number as the main one.
     """
     pid = np.zeros(timeline.program.num_workers, np.int64)
     for number, group in enumerate(rows):
@@ -138,7 +138,7 @@ def _link_threads(timeline: Timeline, rows: Sequence[RowGroup]) -> list[int]:
 
 
 def _names(timeline: Timeline, rows: Sequence[RowGroup]) -> list[dict[str, Any]]:
-    """Metadata: what the processes and the threads are called, and in which order they appear."""
+    """Metadata: names and order of processes and threads."""
     events: list[dict[str, Any]] = []
 
     def say(what: str, pid: int, tid: int, **value: Any) -> None:
@@ -237,7 +237,7 @@ def _wait_events(timeline: Timeline, pid: NDArray[np.int64], tid: NDArray[np.int
 def _arrow_events(
     timeline: Timeline, wan: NDArray[np.int64], pid: NDArray[np.int64], tid: NDArray[np.int64]
 ) -> list[bytes]:
-    """A flow from the end of the op that produced a tensor to the start of the op that took it."""
+    """A flow from the end of the op that produced a tensor to the start of the op that uses it."""
     program, zero = timeline.program, int(timeline.op_start_ns.min(initial=2**62))
     wan = wan[program.transfer_src[wan] >= 0]
     src, dst = program.transfer_src[wan], program.transfer_dst[wan]

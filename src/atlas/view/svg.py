@@ -1,7 +1,7 @@
 """Timelines as one figure of fixed width for papers and slides: SVG, or PNG through resvg. Rows, colours and causes
-are those of the page; beyond `max_rows` workers the rest is named, not drawn.
+are those of the page. At most `max_rows` workers are drawn.
 
-Knows nothing of zooming: what is too thin to see is merged with its neighbours before it is written.
+Spans that are too thin to see are merged with their neighbours.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def svg_text(timelines: Sequence[Timeline], *, title: str = "", max_rows: int = 
     """The figure as text."""
     if not timelines or any(not timeline.program.num_ops for timeline in timelines):
         raise AtlasError("a figure needs at least one timeline, and each needs at least one op")
-    extent = max(1, *(timeline.makespan_ns for timeline in timelines))  # of a run that takes no time, a nanosecond
+    extent = max(1, *(timeline.makespan_ns for timeline in timelines))  # 1 ns for an empty run
     scale = (WIDTH - GUTTER - MARGIN) / extent
     body: list[str] = []
     used: set[int] = set()
@@ -109,7 +109,7 @@ def svg_text(timelines: Sequence[Timeline], *, title: str = "", max_rows: int = 
 
 
 def _draw(body: list[str], used: set[int], timeline: Timeline, y: int, scale: float, max_rows: int) -> int:
-    """One timeline; returns where it ended."""
+    """Draw one timeline; returns the y coordinate of its end."""
     figures = f"{timeline.iteration_ns / 1e9:.3f} s, {100 * timeline.utilization:.0f} % busy, {timeline.source}"
     body.append(text(MARGIN, y + 11, timeline.program.name, size=12, weight="bold"))
     body.append(text(WIDTH - MARGIN, y + 11, figures, size=10, anchor="end", fill=SOFT))
@@ -138,12 +138,12 @@ def _draw(body: list[str], used: set[int], timeline: Timeline, y: int, scale: fl
 
 
 def _rows(timeline: Timeline, waits: Bubbles, group: RowGroup, each: int) -> tuple[list[_Row], int]:
-    """The rows of a group that are drawn, and how many are not."""
+    """The rows of a group that are drawn, and the number that is left out."""
     if group.workers:
         shown = group.workers[:each]
         rows = [_Row(timeline.program.worker_name(w), _worker_spans(timeline, waits, w), 11) for w in shown]
         return rows, len(group.workers) - len(shown)
-    # Evenly picked, so that both directions are seen.
+    # Evenly spaced, so that both directions are shown.
     count = min(len(group.lanes), max(2, each))
     lanes = [group.lanes[k] for k in np.linspace(0, len(group.lanes) - 1, count).round().astype(int)]
     names = [timeline.links[lane.link] if lane.lane == 0 else "" for lane in lanes]
@@ -175,7 +175,7 @@ def _draw_row(body: list[str], used: set[int], row: _Row, y: int, zero: int, sca
     for a, b, c in zip(start.tolist(), end.tolist(), code.tolist(), strict=True):
         x, width = GUTTER + (a - zero) * scale, (b - a) * scale
         solid = c < WAIT or c >= SEND
-        width -= 0.35 if solid and width > 1.5 else 0  # a hair between two boxes
+        width -= 0.35 if solid and width > 1.5 else 0  # a thin gap between two boxes
         paths.setdefault(c, []).append(f"M{x:.2f} {y}h{width:.2f}v{row.height}h{-width:.2f}z")
     used.update(paths)
     for c, path in sorted(paths.items()):
@@ -184,7 +184,7 @@ def _draw_row(body: list[str], used: set[int], row: _Row, y: int, zero: int, sca
 
 
 def _merged(spans: Spans, scale: float) -> Spans:
-    """Spans as they are while they can be seen; else what lies at the middle of each half pixel, in runs."""
+    """The spans, or where they are thinner than a pixel, what is at the middle of each half pixel."""
     start, end, code = spans
     keep = end > start
     start, end, code = start[keep], end[keep], code[keep]
@@ -231,7 +231,7 @@ def _legend(body: list[str], used: set[int], y: int) -> int:
 
 
 def _patterns(used: set[int]) -> str:
-    """Waits are hatched, so that print and colour-blind readers tell them from work."""
+    """Waits are hatched, so that they differ from work in print and for colour-blind readers."""
     return (
         "<defs>"
         + "".join(

@@ -14,7 +14,7 @@ from rich.text import Text
 from atlas.ir.difference import Difference
 
 WAITS = {"wan": ("wan",), "peer": ("peer",), "sync": ("sync",), "ends": ("fill", "drain")}
-"""Columns of the table, and the causes each adds up."""
+"""By column of the table: the causes of idle time that it adds up."""
 
 
 def seconds(value: float | None) -> str:
@@ -79,7 +79,7 @@ def results_table(rows: Sequence[Mapping[str, Any]], *, title: str = "", source:
 
 
 def _shares(row: Mapping[str, Any]) -> list[str]:
-    """What accelerators do with their time, in whole per cent."""
+    """Shares of the accelerators' time, in whole per cent."""
     busy, idle = row.get("utilization"), dict(row.get("bubbles_s") or {})
     total = sum(idle.values())
     if busy is None:
@@ -121,7 +121,7 @@ def compare_table(difference: Difference) -> Table:
     table.add_column("kind", style="bold", no_wrap=True)
     for name in ("ops", "dura-\ntion", "off by\n(p95)", "\nworst", "starts\nlater by", "\nworst"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("worst of all")
+    table.add_column("worst op")
     for kind in difference.kinds:
         table.add_row(
             kind.kind,
@@ -142,5 +142,5 @@ def _verdict(difference: Difference) -> str:
     if only_a or only_b:
         common += f", {only_a} only in the first, {only_b} only in the second"
     if difference.first_divergence is None:
-        return f"{common}; no op ends apart from its twin by more than the tolerance"
-    return f"{common}; they part at {seconds(difference.first_divergence_at_s)}: {difference.first_divergence}"
+        return f"{common}; every one of them ends at the same time in both"
+    return f"{common}; first difference at {seconds(difference.first_divergence_at_s)}: {difference.first_divergence}"

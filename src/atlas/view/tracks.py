@@ -22,7 +22,7 @@ from atlas.ir.timeline import Timeline, computed_once
 # ---- rows ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class LinkRow:
-    """Transfers of one link that do not overlap, by start. A link needs several when it serves several at once."""
+    """Transfers of one link that do not overlap, by start. A link that serves several at once has several rows."""
 
     link: int
     lane: int
@@ -69,7 +69,7 @@ def _ends(timeline: Timeline, link: int, dcs: list[str]) -> tuple[str, str]:
 
 
 def _lanes(timeline: Timeline) -> dict[int, list[LinkRow]]:
-    """By WAN link: its transfers dealt to as few lanes as keep them from overlapping."""
+    """By WAN link: its transfers, on as few rows as keep them from overlapping."""
     start, sent = timeline.transfer_start_ns, timeline.transfer_sent_ns
     wanted = np.isin(timeline.transfer_link, wan_links(timeline))
     known = np.flatnonzero(wanted & (timeline.program.transfer_src >= 0))
@@ -88,7 +88,7 @@ def _lanes(timeline: Timeline) -> dict[int, list[LinkRow]]:
 
 
 def _deal(start: Ints, end: Ints) -> Ints:
-    """The first lane that is free, for spans by start."""
+    """By span, sorted by start: the first row that is free."""
     free: list[int] = []
     dealt = np.zeros(len(start), np.int64)
     for i, (begin, until) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):

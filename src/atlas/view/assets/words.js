@@ -30,7 +30,7 @@ function fillTable(schedules) {
   const head = make("tr", "", null, make("thead", "", null, table));
   const several = schedules.length > 1, mixed = new Set(schedules.map(s => s.source)).size > 1;
   for (const [name, numeric] of [["schedule", 0], ...(mixed ? [["", 0]] : []), ["iteration", 1], ...(several ? [["speed-up", 1]] : []),
-    ["accelerators busy", 1], ["where all workers' time goes", 0], ["in flight", 1], ["busiest WAN link", 1], ["longest chain: compute / WAN", 1]])
+    ["accelerators busy", 1], ["time of all workers", 0], ["in flight", 1], ["busiest WAN link", 1], ["critical path: compute / WAN", 1]])
     make("th", numeric ? "n" : "", name, head);
   const body = make("tbody", "", null, table);
   for (const s of schedules) {
@@ -67,7 +67,7 @@ function fillCaption() {
   const say = (text, bold) => caption.append(bold ? make("b", "", text) : text);
   say("Each row is a worker: one accelerator (or a tensor-parallel group) that holds one stage of the model. Solid boxes are work: ");
   say("F", 1); say(" forward, "); say("B", 1); say(" backward (or its halves "); say("I", 1); say(" and "); say("W", 1);
-  say("); the number is the microbatch. Hatched spans are bubbles: the worker waits, and the colour says why. Rows between two datacenters are the WAN links that join them. Point at a box and its microbatch lights up along its way.");
+  say("); the number is the microbatch. Hatched spans are bubbles: the worker waits, and the colour says why. Rows between two datacenters are the WAN links that join them. Point at a box to highlight its microbatch on all workers.");
 }
 
 function fillLegend(schedules) {
@@ -115,5 +115,5 @@ function tipForShares(tip, s, group, shares, t) {
     make("dt", "", (c >= WAIT && c < SEND ? "waiting: " : "") + HEAD.looks[c].label, list);
     make("dd", "", percent(shares[c]), list);
   }
-  if (rest > 0.005) { make("dt", "", group.links ? "idle" : "run over", list); make("dd", "", percent(rest), list); }
+  if (rest > 0.005) { make("dt", "", group.links ? "idle" : "after the end", list); make("dd", "", percent(rest), list); }
 }
