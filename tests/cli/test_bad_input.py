@@ -144,7 +144,7 @@ def test_no_command_writes_over_what_it_reads(atlas: Atlas, tmp_path: Path) -> N
         "plan --from-sailor . --model x --trace x.csv --out-sailor run.timeline",
     ]
     for line in lines:
-        refused(atlas(*line.split()), ": file = ", "is read by this command, and would be lost", "another name")
+        refused(atlas(*line.split()), ": file = ", "is read by this command, and would be overwritten", "another name")
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -154,7 +154,7 @@ def test_the_files_that_a_job_names_are_read_too(atlas: Atlas, tmp_path: Path) -
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**document, "cluster": "cluster.yaml"}))
     (tmp_path / "bad.yaml").write_text("base: tiny.yaml\nname: child\n")
     for taken in ("bad.yaml", "tiny.yaml", "cluster.yaml"):
-        refused(atlas("simulate", "bad.yaml", "--page", taken), "--page", taken, "would be lost")
+        refused(atlas("simulate", "bad.yaml", "--page", taken), "--page", taken, "would be overwritten")
 
 
 def test_a_file_named_after_a_schedule_spares_what_is_read(atlas: Atlas, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_file_named_after_a_schedule_spares_what_is_read(atlas: Atlas, tmp_pat
     read.write_bytes((tmp_path / "run.timeline").read_bytes())
     said = atlas("view", str(read), "run.timeline", "--trace", "folder/run.timeline")
     assert (said.code, read.read_bytes()) == (2, (tmp_path / "run.timeline").read_bytes())
-    assert "would be lost" in said.err
+    assert "would be overwritten" in said.err
 
 
 def test_a_job_too_large_to_hold(atlas: Atlas) -> None:

@@ -134,7 +134,7 @@ def test_what_does_not_fit_in_memory_is_said_not_hidden(atlas: Atlas) -> None:
     assert not rows["gpipe"]["fits"]
     assert rows["gpipe"]["peak_gib"] > rows["gpipe"]["memory_gib"]
     table = atlas(*words[:-1])
-    assert "gpipe would not run: it needs" in table.out
+    assert "gpipe does not fit in memory: it needs" in table.out
 
 
 def test_interleaved_is_left_out_with_a_reason_and_refused_when_asked_for(atlas: Atlas) -> None:

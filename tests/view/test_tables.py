@@ -36,7 +36,7 @@ def test_a_row_that_lacks_figures_shows_dashes() -> None:
 def test_compare_names_the_op_where_two_timelines_part() -> None:
     text = printed(compare_table(difference(job(), job(sharing=True, name="atlas"))), 160)
     assert "atlas (simulated) against 1f1b (simulated)" in text
-    assert "they part at" in text
+    assert "first difference at" in text
     assert "SEND_F" in text
 
 
