@@ -1,10 +1,10 @@
-# Every target does its own set-up in .venv; nothing global is touched, except that `make test` installs
-# Debian's chromium where it is missing, apt is there and we are root (elsewhere the browser tests skip).
+# Every target installs what it needs into .venv and changes nothing else. One exception: as root on Debian,
+# `make test` installs chromium if it is missing. Without chromium the browser tests are skipped.
 PYTHON ?= python3
 BIN := .venv/bin
-# Many short-lived processes import torch: where the environment forbids keeping bytecode, each would compile it anew.
+# Many short-lived processes import torch. Without cached bytecode each of them would compile it again.
 export PYTHONDONTWRITEBYTECODE :=
-# Tests that only compute are dealt out one by one; those that keep time or start processes, a file at a time.
+# Tests that only compute are distributed one by one; tests that measure time or start processes, file by file.
 ROOMS := $(addprefix tests/,ir spec cost sim schedules evaluate planner sailor bubbletea/admit bubbletea/sim bubbletea/windows runtime/models)
 
 .PHONY: demo test smoke check bench bench-quick docs test-slow chromium clean

@@ -1,10 +1,10 @@
-"""How well `atlas simulate` predicts the iteration times of vTrain's A100 runs: 55 on 64 to 512 GPUs.
+"""Error of `atlas simulate` in iteration time, for 55 Megatron runs that vTrain measured on 64 to 512 A100.
 
-Every run becomes a job file (`runtime: megatron`, 800 Gbit/s a node) that is loaded and simulated as the command does.
-Four constants of the GPU type are fitted on the single-node rows and on one half of the 55, and scored on the other
-half; then the halves are swapped. A half is every second row in the order of the SHA-256 of its shape: nobody chose it.
-Prints the rows, the constants fitted on everything (what `A100-80` carries) and the figures. Reads
-../shared/data/vtrain, or the folder given; exits 77 where it is absent.
+Every run becomes a job file (`runtime: megatron`, 800 Gbit/s a node) that is loaded and simulated like the command
+does. Four constants of the GPU type are fitted on the single-node rows and on one half of the 55 rows, and scored on
+the other half; then the halves are swapped. A half is every second row in the order of the SHA-256 of its shape. Prints
+the rows, the constants fitted on everything (those of `A100-80`) and the figures. Reads ../shared/data/vtrain, or the
+folder given as an argument; exits with 77 if it is absent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DATA = Path(__file__).parents[2] / "shared" / "data" / "vtrain"
 BAR, BIAS_BAR = 0.07, 0.03
 OTHERS = "Calculon 10.5 %, vTrain 14.7 %"
 PER_NODE, NET_GBPS = 8, 800
-"""As vTrain's validation configs say; they also say 1F1B, recompute and no overlap of the gradients' reduction."""
+"""From vTrain's validation configs, like 1F1B, recompute and no overlap of the gradient reduction."""
 SINGLE_STEP = 17
 """Of the single-node rows every 17th is fitted on: rows that differ in microbatches alone are multiples of each
 other."""
@@ -48,19 +48,19 @@ class Measured:
     """One row."""
 
     data: dict[str, Any]
-    """The job, but for its GPU type."""
+    """The job without its GPU type."""
     seconds: float
 
     @property
     def key(self) -> str:
-        """Says which run this is, without its time."""
+        """Identifies the run, without its time."""
         d = self.data
         shape = f"H{d['model']['hidden']} layers {d['model']['layers']} b{d['microbatch']} M{d['num_microbatches']}"
         return f"{shape} tp{d['tp']} dp{d['cells']} pp{d['pp']}"
 
 
 def read(path: Path) -> list[Measured]:
-    """A table of vTrain's."""
+    """Read one of vTrain's tables."""
     rows = []
     with path.open(encoding="utf-8-sig", newline="") as file:
         for row in csv.DictReader(file):
@@ -100,7 +100,7 @@ def gpu_with(calibration: Calibration) -> dict[str, Any]:
 
 
 def simulated_s(run: Measured, calibration: Calibration, folder: Path) -> float | None:
-    """What `atlas simulate JOB.yaml --schedule 1f1b` says of the run's job file; None where it is refused."""
+    """The result of `atlas simulate JOB.yaml --schedule 1f1b` for the run's job file; None if it is refused."""
     cluster = {**run.data["cluster"], "gpus": {"A100-80": gpu_with(calibration)}}
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump({**run.data, "cluster": cluster}))
@@ -116,7 +116,7 @@ def simulated_s(run: Measured, calibration: Calibration, folder: Path) -> float 
 
 
 def closed_s(job: Job) -> float:
-    """1F1B in closed form, from the costs that the simulator takes: for the fit, which asks thousands of times."""
+    """1F1B in closed form, from the simulator's costs: for the fit, which needs thousands of evaluations."""
     stages = price(job).compute_ns[0]
     busy, closing = stages[:, [Kind.F, Kind.B]].sum(axis=1), stages[:, [Kind.SYNC, Kind.STEP]].sum(axis=1)
     return float(busy.sum() + (job.num_microbatches - 1) * busy.max() + closing.max()) / 1e9
@@ -132,7 +132,7 @@ def closed(jobs: Sequence[Job], calibration: Calibration) -> Floats:
 
 
 def to_point(c: Calibration) -> Floats:
-    """Log odds of the shares, log of the floor: any point of the space is a possible calibration."""
+    """Log odds of the shares, log of the floor: every point is a valid calibration."""
     shares = np.array([c.matrix_efficiency, c.memory_efficiency, c.peer_efficiency])
     return np.append(np.log(shares / (1 - shares)), np.log(c.layer_floor_us))
 
@@ -146,7 +146,7 @@ def from_point(point: Floats) -> Calibration:
 
 
 def fit(samples: Sequence[Sequence[Measured]]) -> Calibration:
-    """The constants that explain the samples best; every sample weighs the same, however many runs it has."""
+    """The constants with the least error; every sample has the same weight, whatever its number of runs."""
     jobs = [[parse_job(run.data) for run in sample] for sample in samples]
     seconds = [np.array([run.seconds for run in sample]) for sample in samples]
 
@@ -171,10 +171,10 @@ def constants(c: Calibration) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", nargs="?", type=Path, default=DATA)
-    parser.add_argument("--shipped", action="store_true", help="fit nothing: score the constants that A100-80 carries")
+    parser.add_argument("--shipped", action="store_true", help="fit nothing: score the built-in constants of A100-80")
     args = parser.parse_args()
     if not (args.data / "multi_node_a100.csv").exists():
-        print(f"skipped: no measurements in {args.data}")
+        print(f"not measured: no data in {args.data}")
         return 77
     began = time.perf_counter()
     runs = read(args.data / "multi_node_a100.csv")
@@ -209,7 +209,7 @@ def main() -> int:
     report.figure("a100 rows", len(runs), "rows")
     report.figure("a100 rows refused", refused, "rows", at_most=0)
     if not args.shipped:
-        print(f"fitted on everything, as A100-80 carries it: {constants(fit([single, runs]))}")
+        print(f"fitted on all rows (the constants of A100-80): {constants(fit([single, runs]))}")
     report.figure("a100 accuracy bench, wall time", time.perf_counter() - began, "s", at_most=900)
     return report.finish()
 

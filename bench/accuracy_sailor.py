@@ -1,10 +1,10 @@
-"""How well `atlas simulate` predicts iteration time and peak memory of runs that Sailor measured, on GH200 and on mixed
-GPU types.
+"""Error of `atlas simulate` in iteration time and peak memory, for runs that Sailor measured on GH200 and mixed GPU
+types.
 
-Every run becomes files: a profile (Sailor's per-layer tables), and a job or, where pipelines differ in GPU types, a
-plan of several groups. They are loaded and simulated as the command does. Nothing is fitted for time. GH200 runs are
-simulated with `runtime: torch`, mixed ones with `runtime: megatron`. Reads ../shared/data/sailor, or the folder given
-(runs in `measured/gh200-*` and `measured/mit`); exits 77 where it is absent.
+Every run becomes files: a profile (Sailor's per-layer tables), and a job or, if pipelines differ in GPU types, a plan
+of several groups. They are loaded and simulated like the command does. Nothing is fitted for time. GH200 runs use
+`runtime: torch`, mixed ones `runtime: megatron`. Reads ../shared/data/sailor, or the folder given as an argument (runs
+in `measured/gh200-*` and `measured/mit`); exits with 77 if it is absent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODELS = {
 }
 PER_NODE = {"GH-96": 4}
 MEMORY_GIB = {"GH-96": 95.6, "Titan-RTX": 24, "RTX-2080": 11, "RTX-3090": 24}
-"""As Sailor's cluster file has them."""
+"""From Sailor's cluster file."""
 BARS = {"gh200": (0.065, 0.05), "mixed": (0.10, None)}
 FLOAT_BYTES = 4
 
@@ -73,7 +73,7 @@ def read_runs(data: Path) -> list[Run]:
         stages = [[(vms[0][0], tp) for vms, tp in stage] for stage in plan["tmp_per_stage"]]
         pipelines = tuple(zip(*([gpu for gpu, _ in stage] for stage in stages), strict=True))
         dp = len(pipelines)
-        # The first number of a stage says where it begins: a list may repeat a number.
+        # The first number of a stage is its first layer: a list may repeat a number.
         model = "neo" if "neo" in folder.lower() else "opt"
         begins = [layers[0] for layers in plan["layers_per_stage"]]
         ends = [*begins[1:], MODELS[model][1]["layers"] + 2]
@@ -99,7 +99,7 @@ def read_runs(data: Path) -> list[Run]:
 
 
 class Tables:
-    """What Sailor measured of layers and networks."""
+    """Sailor's measurements of layers and networks."""
 
     def __init__(self, data: Path) -> None:
         self.times = load(data / "profiles_tmp.json")
@@ -107,7 +107,7 @@ class Tables:
         self.rates = load(data / "multizone_bandwidths_het.json")
 
     def profile(self, run: Run) -> dict[str, Any]:
-        """The file that `profile:` names."""
+        """The profile file of a run."""
         name, shape = MODELS[run.model]
         sizes = self.sizes[name][str(run.tp)]
         last = shape["layers"] + 1
@@ -143,12 +143,12 @@ class Tables:
         found = self.rates[ZONE][a].get(str(count), {}).get(ZONE, {}).get(b, {}).get(str(count))
         found = found or self.rates[ZONE][b][str(count)][ZONE][a][str(count)]
         (x2, x1, x0), most = found
-        x = max(0.0, math.log2(size_bytes / 1e6))  # below 1 MB the fit means nothing: hold its value there
+        x = max(0.0, math.log2(size_bytes / 1e6))  # below 1 MB the fit is invalid: keep its value at 1 MB
         return float(min(most, (x2 * x * x + x1 * x + x0) * 1e9))
 
 
 def files(run: Run, tables: Tables, folder: Path) -> Path:
-    """The job or plan file of a run, its profile beside it."""
+    """Write the job or plan file of a run, with its profile."""
     (folder / "profile.json").write_text(json.dumps(tables.profile(run)))
     shape = MODELS[run.model][1]
     sent = FLOAT_BYTES * run.microbatch * shape["seq_len"] * shape["hidden"]
@@ -156,7 +156,7 @@ def files(run: Run, tables: Tables, folder: Path) -> Path:
     used = Counter(gpu for one in run.pipelines for gpu in one)
 
     def gbps(a: str, b: str, per_node: int) -> float:
-        """Of a node: of all its GPUs, or of those of one tp group where the table ends there."""
+        """Rate of a node: of all its GPUs, or of one tp group if the table has no more."""
         count = min(per_node, 8)
         return tables.bytes_per_s(a, b, count, sent) * 8 / 1e9
 
@@ -238,7 +238,7 @@ def plan(run: Run, job: dict[str, Any], placements: Counter[tuple[str, ...]]) ->
 
 
 def simulate(path: Path) -> tuple[float, float]:
-    """(seconds, peak bytes of a GPU), as `atlas simulate FILE --schedule 1f1b` says."""
+    """(seconds, peak bytes of a GPU), from `atlas simulate FILE --schedule 1f1b`."""
     job, plan = load_job_or_plan(path)
     if plan is None:
         row = evaluate(job, "1f1b").row()
@@ -252,7 +252,7 @@ def main() -> int:
     parser.add_argument("data", nargs="?", type=Path, default=DATA)
     args = parser.parse_args()
     if not (args.data / "measured").exists():
-        print(f"skipped: no measurements in {args.data}")
+        print(f"not measured: no data in {args.data}")
         return 77
     tables, runs = Tables(args.data), read_runs(args.data)
     found = []

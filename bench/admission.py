@@ -1,8 +1,8 @@
-"""One admission decision with 10,000 accelerators and a thousand requests waiting, measured.
+"""Time of one admission decision with 10,000 accelerators and a thousand waiting requests (measured).
 
-The bubbles are those of the five datacenters under Atlas, 42 cells of 240 workers, 2,520 lanes of four; requests are
-Azure's where they are at hand, else synthetic, at a load that keeps the bubbles full. Only `admit` is timed: what the
-service does on its event loop when a request comes in.
+The bubbles are those of the five datacenters with Atlas: 42 cells of 240 workers, 2,520 lanes of four. Requests come
+from Azure's trace if it is available, else they are synthetic, at a load that keeps the bubbles full. Only `admit` is
+timed: the part that runs on the service's event loop when a request arrives.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> int:
     report.figure("accelerators", scene.pattern.num_workers, "")
     report.figure("lanes", len(lanes), "")
     gc.collect()
-    gc.freeze()  # as the service does once it is set up
+    gc.freeze()  # as in the service after its start
     for name, chunks, aims in (("", (CHUNK,), None), (" with a goal", (CHUNK, 1024, 512), Aims(GOAL_S, LATE))):
         state = scene.state(Forecast(scene.pattern), lanes, chunks, aims=aims)
         times, waiting = measured(state, trace, rate)
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def measured(state: State, trace: RequestTrace, tokens_per_s: float) -> tuple[list[float], list[int]]:
-    """Microseconds of each decision while so many wait, and how many waited."""
+    """Microseconds of each decision, and the number of waiting requests."""
     times, waiting, ends = [], [], list[tuple[int, str]]()
     for request in arrivals(trace, tokens_per_s, 10**15, "online", 20.0, 1):
         now = request.arrival_ns

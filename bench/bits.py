@@ -1,8 +1,8 @@
-"""Training semantics are those of one machine: 50 steps of a small Qwen3 shape (tied embeddings, clipped gradients,
-AdamW) on the shipped text, worker processes on plain CPUs over loopback, one torch thread each.
+"""Losses and weights of every schedule on every kind of network: equal to the bit, and within 1e-5 of one process.
 
-Every schedule on every kind of network: losses and final weights must be equal to the bit, and within 1e-5 of one
-process that trains the same batches in plain torch.
+50 steps of a small Qwen3 shape (tied embeddings, clipped gradients, AdamW) on the included text, worker processes on
+plain CPUs over loopback, one torch thread each. The reference is one process that trains the same batches in plain
+torch.
 
     python bench/bits.py [--steps 50]
     python bench/bits.py --quick        # 5 steps, without `many TCP`
@@ -44,14 +44,14 @@ TRAINING = TrainingSetup(
 
 
 def apart(a: Weights, b: Weights) -> float:
-    """Largest over the tensors, relative to the tensor's norm."""
+    """Largest difference over the tensors, relative to the tensor's norm."""
     return max(float(np.linalg.norm(a[name] - b[name]) / np.linalg.norm(b[name])) for name in b)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="default: 50")
-    parser.add_argument("--quick", action="store_true", help="5 steps, without `many TCP`: a minute")
+    parser.add_argument("--quick", action="store_true", help="5 steps, without `many TCP`: about a minute")
     args = parser.parse_args()
     num_steps = args.steps or (5 if args.quick else 50)
     networks = {name: streams for name, streams in NETWORKS.items() if not (args.quick and name == "many TCP")}

@@ -1,11 +1,11 @@
-"""Measure the GPU at hand with the kernels that the runtime uses, and print the constants that a GPU type carries.
+"""Measure this machine's GPU with the kernels that the runtime uses, and print the constants of its GPU type.
 
     python bench/calibrate_gpu.py --gpu H200 --out calibration.json
 
-Times whole layers of several widths, lengths and microbatch sizes with the runtime's own stage code (its fused
-attention included), and beside them bare products, attention and copies. Five constants are fitted on the layers;
-products, attention and copies show whether they are plausible. Everything measured is in the file, so that another
-form of the model can be fitted without the GPU. `peer_efficiency` takes several GPUs to measure: it is given.
+Times whole layers of several widths, lengths and microbatch sizes with the runtime's own stage code (including fused
+attention), and bare products, attention and copies. Five constants are fitted on the layers; the bare kernels show
+whether they are plausible. The file has all measurements, so that another form of the model can be fitted without the
+GPU. `peer_efficiency` needs several GPUs to measure: it is set by hand.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from atlas.spec.gpus import GPUS, Calibration
 from atlas.spec.model import Model
 
 PEER_EFFICIENCY = 0.75
-"""Of NVLink, by NCCL's ring all-reduce: not measured on one GPU; fitted on A100 nodes it is 0.67 to 0.78."""
+"""Share of NVLink that NCCL's ring all-reduce reaches. Not measurable on one GPU; 0.67 to 0.78 fitted on A100 nodes."""
 SHAPES = [
     ("gpt", 64, 1, 64, 1),
     ("gpt", 1024, 16, 1024, 1),
@@ -51,7 +51,7 @@ SHAPES = [
     ("gpt", 8192, 64, 2048, 1),
     ("gpt", 8192, 64, 6144, 1),
 ]
-"""Family, hidden, heads, tokens, microbatch. The first shows what launching a layer's kernels takes."""
+"""Family, hidden, heads, tokens, microbatch. The first one measures the launch time of a layer's kernels."""
 GRADIENT_BYTES = 4
 """The runtime sums gradients in fp32."""
 LLAMA = {"kv_heads": 8, "ffn": 14_336}
@@ -87,11 +87,11 @@ def _model(family: str, hidden: int, heads: int, seq_len: int) -> dict[str, Any]
 
 
 def measure_layers(device: str, repeats: int, until: float, shapes: list[tuple[str, int, int, int, int]]) -> list[Row]:
-    """As many shapes as there is time for; each one is printed as it comes."""
+    """As many shapes as the time allows; prints each one."""
     rows = []
     for family, hidden, heads, seq_len, microbatch in shapes:
         if time.monotonic() > until:
-            print(f"out of time: {family} {hidden} x {seq_len} is left out", flush=True)
+            print(f"time limit reached: {family} {hidden} x {seq_len} is left out", flush=True)
             continue
         cluster = {"datacenters": [{"name": "here", "nodes": 3, "gpus_per_node": 1}]}
         job = parse_job(
@@ -112,7 +112,7 @@ def measure_layers(device: str, repeats: int, until: float, shapes: list[tuple[s
 
 
 def seconds(device: str, work: Callable[[], object], repeats: int = 20) -> float:
-    """Median of single runs, warm."""
+    """Median of single runs after a warm-up."""
     found = []
     for k in range(repeats + 5):
         if device == "cuda":
@@ -133,7 +133,7 @@ def measure_kernels(device: str) -> list[dict[str, Any]]:
     def random(*shape: int, grad: bool = False) -> Tensor:
         return torch.randn(*shape, dtype=torch.bfloat16, device=device, requires_grad=grad)
 
-    many = slice(None) if device == "cuda" else slice(1)  # a CPU only shows that the script runs
+    many = slice(None) if device == "cuda" else slice(1)  # on a CPU the script only runs through
     for m, k, n in PRODUCTS[many]:
         a, b = random(m, k), random(k, n)
         rows.append({"kind": "product", "shape": [m, k, n], "s": seconds(device, lambda a=a, b=b: a @ b)})  # type: ignore[misc]
@@ -157,7 +157,7 @@ def measure_kernels(device: str) -> list[dict[str, Any]]:
 
 
 def fit(rows: list[Row], gpu: str) -> tuple[Calibration, float]:
-    """The constants that explain forward and backward of the layers best, and the mean error that is left."""
+    """The constants with the least error in forward and backward, and the remaining mean error."""
 
     def calibration(point: Floats) -> Calibration:
         matrix, memory, attention = (1 / (1 + np.exp(-point[:3]))).tolist()
@@ -186,15 +186,15 @@ def fit(rows: list[Row], gpu: str) -> tuple[Calibration, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gpu", required=True, choices=sorted(GPUS), help="whose peaks the shares are of")
+    parser.add_argument("--gpu", required=True, choices=sorted(GPUS), help="GPU type whose peaks are used")
     parser.add_argument("--out", type=Path, help="write constants and measurements to this JSON file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=270.0, help="start no further shape after this time")
+    parser.add_argument("--seconds", type=float, default=270.0, help="start no new shape after this many seconds")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="measure the first N shapes only")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("skipped: there is no CUDA device here")
+        print("not measured: no CUDA device")
         return 77
     until = time.monotonic() + args.seconds
     kernels = measure_kernels(args.device)

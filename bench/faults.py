@@ -1,18 +1,17 @@
-"""What a run over several datacenters survives: one random event in each run, and the weights at the end are those of
-the undisturbed run, to the bit.
+"""Final weights of runs across datacenters with one random fault each: equal to the bit to the undisturbed run.
 
     python bench/faults.py [--runs 40] [--seed 1] [--only EVENT]
     python bench/faults.py --quick      # one run of each event
 
     kill     kill -9 of a worker
-    cut      every stream between two datacenters cut, and none let through for 3 s
+    cut      every stream between two datacenters cut, and none accepted for 3 s
     freeze   a worker stopped for 5 s
-    disk     one datacenter's checkpoint disk full for some steps (a small tmpfs; without root: a folder that refuses)
+    disk     one datacenter's checkpoint disk full for some steps (a small tmpfs; without root: an unwritable folder)
     crash    everything killed while a checkpoint is written, and started again
 
-Launchers, rendezvous, workers, keepers and the transport are the real ones, on loopback; the path between the two
-datacenters is the emulator's proxy, so that it can be cut. A run that ended before its event is void; one that did not
-end is a failure. Each line is JSON; a table follows. Four of these runs are in tests/launch.
+Launchers, rendezvous, workers, checkpoint keepers and the transport are the real ones, on loopback. The path between
+the two datacenters goes through the emulator's proxy, so that it can be cut. A run that ended before its event is void;
+one that did not end is a failure. Each line is JSON; a table follows. tests/launch has four of these runs.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ def folders_of(base: Path) -> dict[str, Path]:
     return {dc: base / dc for dc in DATACENTERS}
 
 
-# ---- one life of all launchers, in a process of its own ------------------------------------------------------------
+# ---- one start of all launchers, in a separate process -------------------------------------------------------------
 class Striker:
-    """Strikes once, after a step that was drawn."""
+    """Causes one fault, after a randomly chosen step."""
 
     def __init__(self, event: str, seed: int, base: Path, net: ProxyNet) -> None:
         draw = random.Random(f"{event} {seed}")
@@ -110,7 +109,7 @@ class Striker:
 
 
 def child(event: str, seed: int, base: Path) -> int:
-    """Both datacenters' launchers, and what strikes them; ends with the process that started it."""
+    """The launchers of both datacenters and the fault; ends with the process that started it."""
     Lifeline(sys.stdin.fileno())
     job = write_job(base / "plan", *DATACENTERS)
     with ProxyNet({NODES: PathSpec(latency_s=0.002, window_bytes=None)}) as net:
@@ -135,7 +134,7 @@ def child(event: str, seed: int, base: Path) -> int:
 
 # ---- a run from outside ----------------------------------------------------------------------------------------------
 def run_case(event: str, seed: int, base: Path) -> dict[str, Any]:
-    """To the end, over as many lives as it takes; what it said last, and the hashes of its weights."""
+    """Run to the end, with as many restarts as needed; the last reply and the hashes of the weights."""
     base.mkdir(parents=True)
     began = time.monotonic()
     with _small_disk(event, seed, base):
@@ -160,7 +159,7 @@ def _launch(event: str, seed: int, base: Path, *, crash: bool = False) -> dict[s
                 last = json.loads(line)
                 if crash and last.get("step") == at_step:
                     time.sleep(delay_s)
-                    process.kill()  # its workers go with it
+                    process.kill()  # its workers end with it
             process.wait(LIMIT_S)
         finally:
             guard.cancel()
@@ -172,7 +171,7 @@ def _launch(event: str, seed: int, base: Path, *, crash: bool = False) -> dict[s
 
 @contextlib.contextmanager
 def _small_disk(event: str, seed: int, base: Path) -> Iterator[None]:
-    """A tmpfs where the victim keeps its checkpoints, if we may."""
+    """A tmpfs for the checkpoints of the affected datacenter, if root."""
     if event != "disk" or os.geteuid() != 0:
         yield
         return
@@ -208,7 +207,7 @@ def main() -> int:
 
 
 def judged(event: str, seed: int, base: Path, wanted: dict[str, str]) -> dict[str, Any]:
-    """One disturbed run: whether its weights are those of the undisturbed one; None where nothing struck it."""
+    """Whether a disturbed run has the weights of the undisturbed one; None if the fault came too late."""
     try:
         found = run_case(event, seed, base)
     except (RuntimeError, AtlasError) as error:

@@ -1,10 +1,10 @@
-"""A public load generator, GuideLLM, against `bubbletea serve`: is every request of many clients answered?
+"""GuideLLM, a public load generator, against `bubbletea serve`: the share of requests that are answered.
 
     BUBBLETEA_GUIDELLM=/path/to/env/bin/guidellm python bench/load_generator.py [--requests 2000] [--clients 64]
 
-Streamed chat completions of prompts from 1 to 60 words, answers of 4 tokens. GuideLLM sends a refused request never
-again, so that a single refusal shows. It has an environment of its own (`pip install guidellm`), because it brings many
-packages. Exits with 77 if it is not named. Not covered: workers that die (`tests/bubbletea/serve`).
+Streamed chat completions of prompts from 1 to 60 words, responses of 4 tokens. GuideLLM never retries a refused
+request, so a single refusal is visible. Install it in a separate environment (`pip install guidellm`), because it
+brings many packages. Exits with 77 if it is not named. Not covered: workers that die (`tests/bubbletea/serve`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def url_of(service: subprocess.Popen[str]) -> str:
-    """Once its workers are there."""
+    """The service's URL, once its workers have joined."""
     assert service.stdout is not None
     match = re.search(r"http://[\d.:]+", service.stdout.readline())
     assert match is not None, "the service names its address first"

@@ -1,9 +1,10 @@
-"""A Llama shape of 1.1 billion parameters in bf16 on one GPU: four stage processes share it, the transport between them
-on loopback, AdamW, clipped gradients. `one_gpu.py cuda:0`; needs 40 GB of GPU memory.
+"""Training on one GPU shared by four stage processes: a Llama shape of 1.1 billion parameters in bf16.
 
-Losses against one process that trains the same batches on the same GPU; how much of the transfers' time some stage
-computed; and, from CUDA events on the streams of each process, how much of its copies' time that process computed too.
-Then examples/tiny.yaml, its own model in bf16: eight workers in two emulated datacenters that take turns on the WAN.
+AdamW, clipped gradients, the transport between the processes on loopback. `one_gpu.py cuda:0`; needs 40 GB of GPU
+memory. Measures the losses against one process that trains the same batches on the same GPU; the share of the
+transfers' time in which some stage computed; and, from CUDA events, the share of each process's copies during which it
+computed. Then examples/tiny.yaml with its own model in bf16: eight workers in two emulated datacenters that take turns
+on the WAN.
 """
 
 from __future__ import annotations
@@ -63,19 +64,19 @@ def overlapped(timeline: Timeline) -> float:
 
 
 def copies(timeline: Timeline) -> Copied:
-    """Of all stages."""
+    """Copies of all stages."""
     each = [Copied(*found) for found in timeline.meta["copied"].values()]
     return Copied(*(sum(column) for column in zip(*each, strict=True)))
 
 
 def difference(losses: Sequence[float], alone: Sequence[float]) -> float:
-    """The worst step's, relative."""
+    """Largest relative difference of a step."""
     print("losses", [round(loss, 4) for loss in losses], "one process", [round(loss, 4) for loss in alone])
     return max(abs(a / b - 1) for a, b in zip(losses, alone, strict=True))
 
 
 def in_turns(place: str) -> float:
-    """Losses of four steps by workers that take turns on an emulated WAN, against one process."""
+    """Difference in the losses of four steps: workers with turns on an emulated WAN, and one process."""
     job = load_job(EXAMPLE)
     options = TrainOptions("atlas", steps=4, device=place, model=OWN, data=SHIPPED, clip=1.0)
     work = prepare_job(job, options)
@@ -106,7 +107,7 @@ def main() -> int:
     report.figure("copies between host and GPU", copied.num, "")
     report.figure("one copy, mean", copied.total_ns / copied.num / 1e6, "ms")
     report.figure("of copies' time, the same process computed", copied.under_compute_ns / copied.total_ns, "")
-    report.figure("eight workers in turns on the WAN, likewise", in_turns(place), "", at_most=1e-2)
+    report.figure("turns on the WAN: losses against one process, relative", in_turns(place), "", at_most=1e-2)
     return report.finish()
 
 

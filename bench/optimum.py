@@ -1,12 +1,11 @@
-"""Atlas against the exact optimum (CP-SAT) on small cases, and the lower bound against both.
+"""Atlas compared with the exact optimum (CP-SAT) on small cases, and the lower bound compared with both.
 
-First cells with equal stages, as in `bench/schedules.py`; then cells whose every duration is drawn at random, which
-no rule of thumb was made for. Transfers whole (no chunks), as the exact model has them; Atlas never lets a link idle
-while something waits, the exact optimum may.
+The cases are cells with equal stages, as in `bench/schedules.py`, and cells with random durations. Transfers are whole
+(no chunks), as in the exact model. Atlas never lets a link idle while a transfer is ready; the exact optimum may.
 
 Atlas is what `atlas simulate` runs, with its default tries. A case that the solver does not prove in time counts as not
-within 1.03. Beside it the search at the setting itself, without the grid that makes answers monotone: what that costs.
-`--quick`: 12 and 15 cases (about two minutes).
+within 1.03. The search at the setting itself, without the grid that makes results monotone, is shown too: the
+difference is the cost of the grid. `--quick`: 12 and 15 cases (about two minutes).
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ Compared = tuple[float, float, float]
 
 
 def compare(setting: Setting) -> Compared | None:
-    """The ratios, or None where the solver did not finish."""
+    """The ratios, or None if the solver did not finish."""
     assert setting.turns is not None
-    setting = replace(setting, apart=setting.turns)  # the exact model knows turns only
+    setting = replace(setting, apart=setting.turns)  # the exact model has only turns
     ours = setting.simulated_ns(atlas(setting))
     order = search(setting, Family(splits=(True,), sharings=(True,)))
     bound = lower_bound(

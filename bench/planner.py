@@ -1,12 +1,12 @@
-"""The planner against its bars: speed, exhaustive search, the paper's Algorithm 1.
+"""The planner: CPU time, and plans compared with an exhaustive search and the paper's Algorithm 1.
 
     python bench/planner.py                     about eight minutes
     python bench/planner.py --part algorithm1   one part of it: speed, exhaustive or algorithm1
     python bench/planner.py --quick             fewer clusters, no cold run
 
-CPU seconds are of a fresh process, imports included. "Cold" means an empty cache of compiled code, as on the first run
-after installing; the schedule search of the winner is the only thing that is ever compiled. Plans of all strategies are
-judged by the same event simulation under the same order, so ratios compare choices, not schedules.
+CPU seconds are of a fresh process, including imports. "Cold" means an empty cache of compiled code, as on the first run
+after installing; only the schedule search of the winner is compiled. The plans of all strategies are scored by the same
+event simulation with the same order, so ratios compare choices, not schedules.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GPT_27B = {"family": "gpt", "layers": 32, "hidden": 2560, "heads": 20, "vocab": 
 
 
 def regions(count: int, nodes: int, per_node: int, gpu: str, net_gbps: float, seed: int) -> dict[str, Any]:
-    """Datacenters thrown on a square, a link between each two, latency by distance."""
+    """Random datacenters on a square, a link between each two, latency by distance."""
     rng = np.random.default_rng(seed)
     at = rng.uniform(0, 1, (count, 2))
     dcs = [
@@ -82,7 +82,7 @@ JOBS = {"20x512": twenty, "10x32": ten}
 
 
 def medium_job(seed: int) -> Job:
-    """Two to eight datacenters of up to 64 GPUs, with degrees that somebody might have chosen."""
+    """Two to eight datacenters of up to 64 GPUs, with plausible degrees of parallelism."""
     rng = np.random.default_rng(1000 + seed)
     cluster = regions(int(rng.integers(2, 9)), 1, 8, "A100-80", 400.0, seed)
     for dc in cluster["datacenters"]:
@@ -103,7 +103,7 @@ def medium_job(seed: int) -> Job:
 
 # ---- measuring -----------------------------------------------------------------------------------------------
 def in_a_new_process(name: str, tries: int | None, cache: str | None) -> dict[str, Any]:
-    """Plan a job in a fresh interpreter: CPU seconds and peak memory of all of it."""
+    """Plan a job in a fresh interpreter; its CPU seconds and peak memory."""
     env = dict(os.environ) | ({"NUMBA_CACHE_DIR": cache} if cache else {})
     words = [sys.executable, __file__, "--child", name, *(["--tries", str(tries)] if tries is not None else [])]
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
@@ -126,10 +126,10 @@ def child(name: str, tries: int | None) -> None:
 
 
 def speed(report: Report, quick: bool) -> None:
-    """The bar of ten seconds holds for the first run after installing, too; that of ten regions is Sailor's
-    (`planner_sailor.py` has it on Sailor's inputs), and goes here for a run that compiles nothing."""
+    """The bar of ten seconds also holds for the first run after installing. The bar of ten regions is Sailor's
+    (`planner_sailor.py` has it on Sailor's inputs) and is applied to a run without compiling."""
     for name, bar in (("20x512", 10.0), ("10x32", 5.0)):
-        in_a_new_process(name, None, None)  # fills the cache of compiled code
+        in_a_new_process(name, None, None)  # fill the cache of compiled code
         warm = in_a_new_process(name, None, None)
         print(f"{name}: {warm['plan']}; {warm['estimated']:,} estimated, {warm['simulated']} simulated")
         report.figure(f"plan {name}, CPU", warm["cpu_s"], "s", at_most=bar)
@@ -164,7 +164,7 @@ def against_exhaustive(report: Report, count: int) -> None:
 
 
 def against_algorithm_1(report: Report, count: int) -> None:
-    """Both with the degrees free, and with them given to both: then only placement and cells are ours to choose."""
+    """With free degrees, and with given degrees: then only placement and cells are chosen."""
     given = ("tp", "pp", "microbatch", "pipelines_per_cell")
     ratios, same, refused, seed = [], [], 0, 0
     while len(ratios) < count:
@@ -188,7 +188,7 @@ def against_algorithm_1(report: Report, count: int) -> None:
             f"{count} random clusters of 2 to 8 datacenters: p5 {low:.2f}x, median {middle:.2f}x, p95 {high:.2f}x, "
             f"best {max(found):.2f}x; on {refused} more Algorithm 1 found no plan with the degrees it was given"
         )
-        # That ours is never worse holds by construction (its candidates are simulated too), and is a test.
+        # Ours is never worse by construction (it simulates these candidates too); a test checks that.
         report.figure(f"Algorithm 1 / ours{name}, worst for us", min(found), "ratio")
         mean = float(np.exp(np.mean(np.log(found))))
         report.figure(f"Algorithm 1 / ours{name}, geometric mean", mean, "ratio", at_least=1.02 if name else 1.5)

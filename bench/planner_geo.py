@@ -1,8 +1,8 @@
-"""Plans on random clusters of 2 to 8 AWS regions (common/geo.py): CPU seconds, and how good the plans are.
+"""Plans on random clusters of 2 to 8 AWS regions (common/geo.py): CPU seconds and quality.
 
-Each case is a fresh process with cold caches, as in planner_sailor.py. `geo_plans.json` has the iteration times that
-plans of seeds 0 to 59 had when the bounds were last changed: a plan may not be worse. Reads ../shared/data; without it
-there is nothing to measure.
+Each case is a fresh process with cold caches, as in planner_sailor.py. `geo_plans.json` has the iteration times of the
+plans of seeds 0 to 59 when the bounds were last changed: a plan may not be worse. Reads ../shared/data; without it
+nothing is measured.
 
     python bench/planner_geo.py            60 clusters, both models
     python bench/planner_geo.py --quick    6 clusters
@@ -31,11 +31,18 @@ WORSE = 1.0005
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="6 clusters")
-    parser.add_argument("--seeds", type=int, nargs=2, default=(0, 60), metavar=("FIRST", "END"), help="half open")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs=2,
+        default=(0, 60),
+        metavar=("FIRST", "END"),
+        help="END is excluded",
+    )
     args = parser.parse_args()
     if not DATA.is_dir() or not CLOUD.is_dir():
         return not_measured(
-            "planner_geo", f"{DATA} or {CLOUD} is not there; the clusters are made of what they measured"
+            "planner_geo", f"{DATA} or {CLOUD} is missing; the clusters are built from these measurements"
         )
     seeds = range(0, 60, 10) if args.quick else range(*args.seeds)
     report = Report("Plans on random geo clusters", "Sailor's own planner: 6 to 10 s CPU on such clusters")

@@ -1,15 +1,16 @@
-"""Our plans on Sailor's inputs, judged by Sailor's formula: 14 cases, ten regions, and the cost objective.
+"""Plans on Sailor's inputs, scored by Sailor's formula: 14 cases, ten regions, and the cost objective.
 
-Each case is a fresh process with cold caches (no bytecode); CPU is user + system of it, imports included; every plan
-written is read back, checked (GPUs of each zone, nodes, memory, layers, replicas) and judged again here. Reads
-../shared/data/sailor, or the folder in SAILOR_DATA; without it there is nothing to measure, and it says so.
+Each case is a fresh process with cold caches (no bytecode); CPU is its user + system time, including imports. Every
+plan written is read back, checked (GPUs of each zone, nodes, memory, layers, replicas) and scored again here. Reads
+../shared/data/sailor, or the folder in SAILOR_DATA; without it nothing is measured.
 
-Ten regions: names r0..r9 with 32 A100-40 each. Even ones have us-central1-a's bandwidth inside, odd ones us-west1-b's;
-between any two stands the measured pair us-central1-a / us-west1-b, and its egress price.
+Ten regions: r0 to r9 with 32 A100-40 each. Even ones have us-central1-a's bandwidth inside, odd ones us-west1-b's;
+between any two is the measured pair us-central1-a / us-west1-b, with its egress price. `--quick`: five cases.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common.report import Report
+from common.report import Report, not_measured
 
 from atlas.sailor.check import check
 from atlas.sailor.inputs import read_inputs
@@ -35,26 +36,29 @@ SAILOR_S = {
     "OPT-350": (12.13, 6.40, 3.56, 1.43, 3.19, 2.41, 1.37),
     "GPT-Neo-2.7": (63.0, 33.3, 18.6, 7.01, 17.5, 13.6, 6.84),
 }
-"""Its own plans, several of which use more GPUs than a zone has."""
+"""Sailor's own plans; several of them use more GPUs than a zone has."""
 REGIONS = 10
 NEAR, FAR = "us-central1-a", "us-west1-b"
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two traces of each model, and the cost objective")
+    quick = parser.parse_args().quick
     if not DATA.is_dir():
-        print(f"skipped: {DATA} is not there, and the bar is about the files in it")
-        return 77
-    report = Report("Plans on Sailor's inputs, by Sailor's judge", "the figures of Sailor's own planner on these files")
+        return not_measured("planner_sailor", f"{DATA} is missing")
+    report = Report("Plans on Sailor's inputs, by Sailor's formula", "the plans of Sailor's own planner on these files")
     lines = []
     with tempfile.TemporaryDirectory() as folder:
         for model, bars in BARS_S.items():
-            for trace, bar, theirs in zip(TRACES, bars, SAILOR_S[model], strict=True):
+            cases = list(zip(TRACES, bars, SAILOR_S[model], strict=True))
+            for trace, bar, theirs in cases[:2] if quick else cases:
                 ours = measure(DATA, DATA / "traces" / f"{trace}.csv", model, Path(folder))
                 report.figure(f"{model} {trace}", ours["seconds"], "s", at_most=bar)
                 report.figure(f"{model} {trace} CPU", ours["cpu_s"], "s CPU", at_most=5.0)
                 lines.append(f"{model:12} {trace:9} {told(ours)}   Sailor {theirs:6.2f} s {bar:6.2f} bar")
         wide = ten_regions(Path(folder))
-        for model in BARS_S:
+        for model in () if quick else BARS_S:
             ours = measure(wide, wide / "trace.csv", model, Path(folder))
             report.figure(f"{model} {REGIONS} regions CPU", ours["cpu_s"], "s CPU", at_most=5.0)
             report.figure(f"{model} {REGIONS} regions memory", ours["rss_gb"], "GB", at_most=1.0)
@@ -75,7 +79,7 @@ def told(ours: dict[str, float]) -> str:
 
 
 def measure(data: Path, trace: Path, model: str, folder: Path, *flags: str) -> dict[str, float]:
-    """Plan in a fresh process, then read the plan back, check and judge it here."""
+    """Plan in a fresh process, then read the plan back, check and score it here."""
     out = folder / "plan.json"
     words = ["--from-sailor", str(data), "--trace", str(trace), "--model", model, "--gpu", "A100-40", *flags]
     with tempfile.TemporaryDirectory() as cache:
@@ -103,7 +107,7 @@ def measure(data: Path, trace: Path, model: str, folder: Path, *flags: str) -> d
 
 
 def resource_unit() -> int:
-    """What ru_maxrss counts in: kilobytes on Linux, bytes on macOS."""
+    """The unit of ru_maxrss: kilobytes on Linux, bytes on macOS."""
     return 1 if sys.platform == "darwin" else 1024
 
 

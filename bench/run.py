@@ -1,15 +1,17 @@
-"""Run every bench, one after the other, and print one table: what `make bench` and `make bench-quick` call.
+"""Run every bench, one after another, and print one table: what `make bench` and `make bench-quick` call.
 
     python bench/run.py [--quick] [--only NAME ...] [--out FILE]
+    python bench/run.py --list
 
-A bench prints one JSON line per figure (bench/common/report.py). This script adds none of its own: it collects the
-lines, shows which bars were missed and which benches had nothing to measure here, and checks that every line that
-docs/claims.md names was printed. Exit status 1 if a bar was missed, a bench crashed or a claim has no line.
+A bench prints one JSON line per figure (bench/common/report.py). This script collects the lines, shows which bars were
+missed and what could not be measured here, and checks that every line named in docs/claims.md was printed. The exit
+status is 1 if a bar was missed, a bench crashed or a claim has no line.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import signal
@@ -30,12 +32,12 @@ ROOT = HERE.parent
 
 @dataclass(frozen=True)
 class Bench:
-    """How one script is run, and how long it may take."""
+    """The arguments and time limits of one script."""
 
     minutes: float
-    """Time limit of the full form: about twice what it takes on two cores."""
+    """Time limit of the full form: about twice its time on two idle cores."""
     quick: tuple[str, ...] | None = ("--quick",)
-    """Arguments of the quick form; None leaves the script out of it."""
+    """Arguments of the quick form; None: the script has no quick form."""
     quick_minutes: float = 3.0
 
 
@@ -55,7 +57,7 @@ BENCHES: dict[str, Bench] = {
     "optimum": Bench(15),
     "planner": Bench(15),
     "planner_geo": Bench(20),
-    "planner_sailor": Bench(6, None),
+    "planner_sailor": Bench(6),
     "schedules": Bench(12),
     "serve_emulated": Bench(8),
     "serve_kills": Bench(30),
@@ -80,7 +82,7 @@ BENCHES: dict[str, Bench] = {
 
 @dataclass
 class Outcome:
-    """What one bench printed, and how it ended."""
+    """The lines and the exit status of one bench."""
 
     name: str
     status: int
@@ -96,7 +98,7 @@ class Outcome:
 
 
 def run(name: str, arguments: tuple[str, ...], minutes: float) -> Outcome:
-    """One bench in a process group of its own, which ends with it."""
+    """Run one bench in its own process group, which ends with it."""
     began = time.monotonic()
     command = [sys.executable, str(HERE / f"{name}.py"), *arguments]
     outcome = Outcome(name, OK, 0.0)
@@ -142,17 +144,30 @@ def table(outcomes: list[Outcome]) -> None:
 
 
 def without_line(claims: list[Claim], outcomes: list[Outcome]) -> list[Claim]:
-    """Claims whose bench ran and measured, but did not print the line."""
+    """Claims whose bench ran but did not print the line."""
     printed = {one.name: [str(line["name"]) for line in one.lines] for one in outcomes if one.status in (OK, MISSED)}
     return [c for c in claims if c.bench in printed and not any(c.line in name for name in printed[c.bench])]
 
 
+def list_benches() -> None:
+    """One line per bench: its quick form and what it measures, from the first sentence of its docstring."""
+    for name, bench in BENCHES.items():
+        summary = (ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text())) or "").split("\n\n")[0]
+        first = " ".join(summary.split()).split(". ")[0].rstrip(".:")
+        quick = "no quick form" if bench.quick is None else " ".join(bench.quick) or "same as full"
+        print(f"{name:<18} {bench.minutes:>3.0f} min  quick: {quick:<32} {first}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="each claim once: at most 15 minutes on two cores")
-    parser.add_argument("--only", nargs="+", choices=tuple(BENCHES), help="these benches")
-    parser.add_argument("--out", type=Path, help="write every line there, as JSON lines")
+    parser.add_argument("--quick", action="store_true", help="run the short forms: at most 15 minutes on two cores")
+    parser.add_argument("--only", nargs="+", choices=tuple(BENCHES), help="run only these benches")
+    parser.add_argument("--out", type=Path, help="write every line to FILE, as JSON lines")
+    parser.add_argument("--list", action="store_true", help="list the benches and exit")
     args = parser.parse_args()
+    if args.list:
+        list_benches()
+        return 0
     wanted = args.only or [name for name, bench in BENCHES.items() if not (args.quick and bench.quick is None)]
     outcomes = []
     for number, name in enumerate(wanted, 1):

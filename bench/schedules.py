@@ -1,9 +1,9 @@
-"""Atlas against GPipe, 1F1B and Varuna over a grid of cells, all on many TCP connections, with equal memory.
+"""Atlas compared with GPipe, 1F1B and Varuna on a grid of cells, all with many TCP connections and equal memory.
 
 S stages over three datacenters, M microbatches, C pipelines whose WAN transfer takes C forwards on one node pair,
-memory for K microbatches (GPipe ignores it), recompute on every stage but the last, 40 ms one way. Simulated.
-That no cell is slower than a baseline holds by construction and is a test; the bars here are the mean gains and the
-gap to the lower bound. `--quick` leaves out the cells of 40 stages (about a minute).
+memory for K microbatches (GPipe ignores it), recompute on every stage but the last, 40 ms one way. Simulated. That no
+cell is slower than a baseline holds by construction and is a test; the bars here are the mean gains and the gap to the
+lower bound. `--quick` leaves out the cells of 40 stages (about a minute).
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""The testbed run, not simulated: three emulated datacenters, a process per worker, paced devices, real sockets and
-real gradients. The paper's ratios, every time divided by three, or by `--scale`; links priced by what a probe finds,
-not by what the emulator was set to. Speed-ups compare times in the paper's scale.
+"""The paper's testbed as an emulated run: predicted and measured iteration times of every schedule on every network.
+
+Three emulated datacenters, one process per worker, paced devices, real sockets and real gradients. The paper's ratios,
+with every time divided by three, or by `--scale`. Links are priced by a probe's results, not by the emulator's
+settings. Speed-ups compare times in the paper's scale.
 
     python bench/testbed.py                                     # everything: about half an hour on two cores
     python bench/testbed.py --quick                             # Atlas and Varuna, six workers: two minutes
-    python bench/testbed.py --workers 6 --schedules 1f1b --tcp many --device cpu   # unpaced, and the worker's overhead
+    python bench/testbed.py --workers 6 --schedules 1f1b --tcp many --device cpu   # unpaced, with the worker's overhead
 
-A run in which the host was busier than 70 %, or the emulator late, is repeated up to three times and then void: it is
-not measured, nor is any figure that needs it. Only runs of this call count; timelines of earlier ones are removed.
+A run in which the host was busier than 70 %, or the emulator late, is repeated up to three times and then void: neither
+it nor any figure that needs it is measured. Only runs of this call count; timelines of earlier ones are removed.
 """
 
 from __future__ import annotations
@@ -62,12 +64,12 @@ class Row:
     predicted_s: float
     measured_s: float
     compute_s: float
-    """Measured less predicted on the critical path of the run, an iteration; then the same of the WAN, and the rest."""
+    """Measured minus predicted compute on the run's critical path, per iteration; then WAN and the rest."""
     wan_s: float
     dispatch_s: float
     overhead_us: float
-    """Median over ops: from when device and input were both there to the start. A paced device starts by the clock, so
-    only unpaced ones tell."""
+    """Median over ops: from when device and input were both ready to the start. A paced device starts by the clock, so
+    this is measured on unpaced ones only."""
     busy: float
     late_s: float
     overrun_s: float
@@ -79,10 +81,10 @@ class Row:
 
 
 class Load:
-    """How busy the host is, from now until it is asked: by the time that every thread ran.
+    """How busy the host is, from now until it is read: by the run time of every thread.
 
-    Not by /proc/stat, which gives a whole tick to whoever runs when the clock ticks: timers fire then, and a host that
-    is 9 % busy with timers appears to be 38 % busy.
+    Not by /proc/stat, which charges a whole tick to the thread that runs when the clock ticks: timers fire then, and a
+    host that is 9 % busy with timers appears to be 38 % busy.
     """
 
     def __init__(self) -> None:
@@ -96,20 +98,20 @@ class Load:
     def _ran_ns() -> dict[Path, int]:
         found = {}
         for file in Path("/proc").glob("[0-9]*/task/[0-9]*/schedstat"):
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the thread has ended
                 found[file] = int(file.read_text().split()[0])
         return found
 
 
 def per_iteration(timeline: Timeline) -> tuple[float, float, float]:
-    """Seconds of the critical path: compute, WAN, all else."""
+    """Seconds of the critical path: compute, WAN, rest."""
     totals, n = path_totals_ns(critical_path(timeline)), timeline.program.num_iterations * 1e9
     wan = totals["queue"] + totals["wire"] + totals["latency"]
     return totals["compute"] / n, wan / n, (totals["sync"] + totals["wait"]) / n
 
 
 def overhead_us(timeline: Timeline) -> float:
-    """Between the moment in which the worker and the op's input were there, and the op's start."""
+    """From when the worker and the op's input were both ready to the op's start."""
     program, inputs = timeline.program, input_transfer(timeline.program)
     order = np.lexsort((timeline.op_start_ns, program.op_worker))
     free_ns = running_end(program.op_worker[order].astype(np.int64), timeline.op_end_ns[order], 0)
@@ -119,7 +121,7 @@ def overhead_us(timeline: Timeline) -> float:
 
 
 def timed(costs: Costs, run: Timeline) -> Costs:
-    """The costs with the median that each kind of op took on each stage."""
+    """The costs with the measured median of each kind of op on each stage."""
     compute_ns, program = costs.compute_ns.copy(), run.program
     length_ns = run.op_end_ns - run.op_start_ns
     for stage in range(program.num_stages):
@@ -171,7 +173,7 @@ def one_run(name: str, tcp: str, workers: int, found: world.Found, args: argpars
 
 
 def scale_of(workers: int, tcp: str, args: argparse.Namespace) -> int:
-    """Two cores do not carry twelve workers that relay for each other at a third of the paper's times."""
+    """Two cores are too few for twelve workers with relays at a third of the paper's times."""
     return int(args.scale or (1 if (workers, tcp) == (12, "turns") else 3))
 
 
@@ -201,7 +203,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def repeat(name: str, tcp: str, workers: int, found: world.Found, args: argparse.Namespace) -> Row:
-    """Until a run counts, or there were enough."""
+    """Repeat until a run counts, at most three times."""
     for _ in range(1 if args.quick else TRIES):
         began = time.monotonic()
         row = one_run(name, tcp, workers, found, args)
@@ -221,7 +223,7 @@ def describe(row: Row) -> str:
     )
 
 
-# ---- what is made of it ----------------------------------------------------------------------------------------------
+# ---- the report ------------------------------------------------------------------------------------------------------
 def report(rows: list[Row]) -> int:
     told = Report("The testbed (emulated)", "the simulator, links as probed; Atlas takes turns")
     for row in rows:
@@ -238,7 +240,7 @@ def report(rows: list[Row]) -> int:
 
 
 def speed_ups(rows: list[Row], told: Report) -> None:
-    """Of Atlas over each baseline, of one number of workers. A ratio of which one side is void is void."""
+    """Speed-ups of Atlas over each baseline, for one number of workers. If one side is void, the ratio is void."""
     ours = next((row for row in rows if (row.schedule, row.tcp) == ("atlas", "turns")), None)
     for row in rows:
         if ours is None or row.schedule not in BASELINES:

@@ -1,8 +1,8 @@
 """The paper's testbed, simulated: three datacenters with one stage each, four pipelines (12 GPUs), 12 microbatches.
 
-Forward, recompute and each half of the backward 60 ms; a WAN transfer four forwards on one node pair's many
-connections, 17.06 times that on one connection (40 ms one way); memory for 3 and for 6 microbatches.
-Then what the speed-up is made of, and its curves over latency, microbatches and the size of the cell.
+Forward, recompute and each half of the backward take 60 ms; a WAN transfer takes four forwards on one node pair's many
+connections, and 17.06 times that on one connection (40 ms one way); memory for 3 and for 6 microbatches. Also shows the
+parts of the speed-up, and its curves over latency, microbatches and the size of the cell.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ OUT = Path("out/testbed")
 
 
 def slower_at(latency_ms: int) -> float:
-    """One connection moves one 3 MB window a round trip: half the latency, twice the rate."""
+    """One connection moves one 3 MB window per round trip: half the latency, twice the rate."""
     return max(1.0, 17.06 * latency_ms / 40)
 
 
 def parts(setting: Setting) -> list[tuple[str, float]]:
-    """The way from Varuna on one connection to Atlas, one idea at a time, within the same memory."""
+    """The steps from Varuna on one connection to Atlas, with the same memory."""
     one = seconds("varuna", on_one_connection(setting))[0]
     many = seconds("varuna", setting)[0]
     order = search(setting, Family(splits=(False,), sharings=(False,))).makespan_ns / 1e9

@@ -1,9 +1,9 @@
-"""Our worker against torch.distributed.pipelining with Gloo: the same decoder, batches, order (1F1B) and optimizer, two
-stages on plain CPUs, one torch thread each, no WAN. Side by side in one run, in turns, each going first every other
-round, after a round that does not count. What counts is the median of the rounds' ratios: a shared host is faster and
-slower by a tenth from one minute to the next, and a round has both sides in the same one. A round in which others used
-the host is void and repeated, up to three times as many; where too few rounds count, the ratio was not measured. The
-losses must agree, or it is not the same training.
+"""Speed of our worker compared with torch.distributed.pipelining over Gloo, on two CPUs without a WAN.
+
+The same decoder, batches, order (1F1B) and optimizer, one torch thread per stage. Both run side by side in rounds; each
+goes first every other round, after a round that does not count. The result is the median of the rounds' ratios, because
+a shared host varies by a tenth from one minute to the next. A round in which others used the host is void and repeated,
+up to three times as many; if too few rounds count, nothing is measured. The losses must agree.
 
     python bench/torch_pipelining.py [--rounds 5] [--sizes small middle]
     python bench/torch_pipelining.py --quick        # two rounds of the small size, at most five tried
@@ -43,9 +43,9 @@ from atlas.schedules.classic import one_f_one_b
 NUM_STAGES, NUM_MICROBATCHES, NUM_COLD = 2, 8, 4
 RATE, QUICK_S = 0.05, 60.0
 MOST_OTHERS = 0.15
-"""Cores that others may keep busy in a round that counts."""
+"""Cores that other processes may use in a round that counts."""
 SIZES = {"small": (128, 32, 84), "middle": (256, 64, 24)}
-"""Width, length and steps: seconds of each, a step being the median of all but the first few."""
+"""Width, length and number of steps. The time of a step is the median of all but the first few."""
 
 
 def training(size: str) -> TrainingSetup:
@@ -101,7 +101,7 @@ def batch_of(task: DecoderTask, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rank_main(size: str) -> None:
-    """One rank of torch's pipeline; the last says how it went."""
+    """One rank of torch's pipeline; the last one prints the result."""
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -114,7 +114,7 @@ def rank_main(size: str) -> None:
     schedule = Schedule1F1B(
         PipelineStage(module, rank, NUM_STAGES, torch.device("cpu")), NUM_MICROBATCHES, loss_fn=loss_of
     )
-    batches = [batch_of(task, step) for step in range(SIZES[size][2])]  # ours reads its data within the steps
+    batches = [batch_of(task, step) for step in range(SIZES[size][2])]  # ours reads its data during the steps
     ends_s, losses = [], []
     for tokens, targets in batches:
         each: list[torch.Tensor] = []
@@ -142,9 +142,9 @@ class Round(NamedTuple):
     their_s: float
     our_s: float
     apart: float
-    """The losses, relative."""
+    """Relative difference of the losses."""
     others: float
-    """Cores that others kept busy, in the worse half."""
+    """Cores that other processes used, in the worse half."""
 
     @property
     def ratio(self) -> float:
@@ -171,7 +171,7 @@ def sound(rounds: list[Round]) -> list[Round]:
 
 
 def measure(size: str, num_rounds: int, max_rounds: int, report: Report, limit_s: float = float("inf")) -> None:
-    """No round begins after `limit_s`: on a busy host nothing is measured, and soon."""
+    """No round starts after `limit_s`, so a busy host ends the bench early."""
     began = time.monotonic()
     cold, rounds = one_round(size, ours_first=True), list[Round]()
     while len(sound(rounds)) < num_rounds and len(rounds) < max_rounds and time.monotonic() - began < limit_s:

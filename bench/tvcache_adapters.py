@@ -1,9 +1,9 @@
-"""The adapters against the real packages: SkyRL-gym's own SQLEnv, wrapped, and verl's own tool agent loop's call.
+"""The adapters against the real packages: SkyRL-gym's SQLEnv, and the tool call of verl's agent loop.
 
-Both live in an environment of their own: `--install DIR` makes one (skyrl-gym and its dependencies; verl without its
-dependencies and what its BaseTool imports) and runs this script in it. Without the packages nothing is measured (77).
-SQLEnv: 8 rollouts of one question, the same model outputs with and without the cache; observations and rewards have to
-be equal. verl: 8 rollouts with two calls a turn through `ToolAgentLoop._call_tool`.
+Both need a separate environment: `--install DIR` makes one (skyrl-gym and its dependencies; verl without its
+dependencies and with what its BaseTool imports) and runs this script in it. Without the packages nothing is measured
+(77). SQLEnv: 8 rollouts of one question, the same model outputs with and without the cache; observations and rewards
+must be equal. verl: 8 rollouts with two calls per turn through `ToolAgentLoop._call_tool`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VERL_NEEDS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--install", type=Path, metavar="DIR", help="make an environment there, and run in it")
+    parser.add_argument("--install", type=Path, metavar="DIR", help="make an environment in DIR and run in it")
     parser.add_argument("--quick", action="store_true", help="the same: it takes seconds")
     args = parser.parse_args()
     if args.install is not None:
@@ -71,7 +71,7 @@ def _installed(folder: Path) -> int:
 
 
 def actions(rollout: int) -> list[str]:
-    """What a model wrote: the beginning in common, then one of four ways on."""
+    """Model outputs: a common beginning, then one of four continuations."""
     ask = "<think>look</think><sql>{}</sql>".format
     way = rollout % 4
     return [
@@ -135,7 +135,7 @@ def verl_tool(report: Report) -> None:
     executed: list[str] = []
 
     class Ledger(BaseTool):
-        """Its state lies in `agent_data.extra_fields`, as verl recommends."""
+        """Its state is in `agent_data.extra_fields`, as verl recommends."""
 
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
             ledger = kwargs["agent_data"].extra_fields.setdefault("ledger", [])
@@ -164,7 +164,7 @@ def verl_tool(report: Report) -> None:
         return [(response.text, reward, metrics) for response, reward, metrics in found]
 
     def in_order(rollout: int) -> list[Any]:
-        """What calls one after the other give."""
+        """The outputs of the calls in order."""
         entries = ["slow 1", "2", "3", f"way {rollout % 2}"]
         return [(", ".join(entries[:n]), float(n), {"entries": n}) for n in range(1, 5)]
 
@@ -178,8 +178,8 @@ def verl_tool(report: Report) -> None:
 
 
 def _agent_loop() -> tuple[Any, Any]:
-    """Verl's own `_call_tool` and AgentData where its agent loop can be imported; otherwise the same few lines, which
-    need nothing of an engine."""
+    """The `_call_tool` and AgentData of verl if its agent loop can be imported; otherwise the same few lines, which
+    need no engine."""
     try:
         from verl.experimental.agent_loop.tool_agent_loop import AgentData, ToolAgentLoop
     except ImportError as error:

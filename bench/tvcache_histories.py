@@ -1,7 +1,7 @@
-"""10,000 random rollouts, eight at once, with a cache and without: outputs and final states have to be equal, always.
+"""10,000 random rollouts, eight at once, with and without a cache: outputs and final states must be equal.
 
-Reads, mutations, repeats, volatile tools, failures half way, errors that are values, outputs that are none, random
-budgets and policies of snapshots, copies that fail, audits (tests/tvcache/histories.py). A tenth goes through a server.
+Reads, mutations, repeats, volatile tools, failures half way, errors that are values, outputs that are not, random
+budgets and policies of snapshots, failing copies, audits (tests/tvcache/histories.py). A tenth goes through a server.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`kill -9` of the server at 50 random moments, while eight rollouts at once use it.
+"""`kill -9` of the tool cache's server at 50 random moments, while eight concurrent rollouts use it.
 
-Rollouts have to end with the outputs and states of uncached execution, whenever the server dies or comes back. After
-every start the values acknowledged since the last one have to be there, at the end all of them, unchanged. Also: 64
-equal calls of 64 clients are executed once.
+Rollouts must end with the outputs and states of uncached execution, whenever the server dies or comes back. After every
+start the values acknowledged since the last one must be there; at the end all of them, unchanged. Also: 64 equal calls
+of 64 clients are executed once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tvcache.values import Value
 
 
 class Remembering(Client):
-    """Keeps what the server acknowledged."""
+    """Records the acknowledged values."""
 
     kept: dict[bytes, tuple[Ask, Value]]
 
@@ -53,7 +53,7 @@ def killed(served: Served, kills: int, seed: int) -> tuple[int, int, int, int]:
 
     def play(numbers: range) -> int:
         bad = number = 0
-        while not stop.wait(0.005):  # leaves the server a core
+        while not stop.wait(0.005):  # leave the server a core
             number += 1
             group = random_group(random.Random(numbers.start * 100_000 + number // 3), num_rollouts=2)
             for seat, calls in enumerate(group):
@@ -82,7 +82,7 @@ def killed(served: Served, kills: int, seed: int) -> tuple[int, int, int, int]:
 
 
 def changed(url: str, known: list[tuple[Ask, Value]]) -> int:
-    """How many acknowledged values the server does not have, or has otherwise."""
+    """How many acknowledged values the server has lost or changed."""
     client = Client(url)
     found = sum(client.begin(ask, 0.0) != value for ask, value in known)
     client.close()

@@ -1,7 +1,7 @@
-"""The server under load on two cores: latency at 256 and at 2,000 requests a second, and memory with 10^6 values.
+"""The tool cache's server under load on two cores: latency at 256 and 2,000 requests/s, and memory with 10^6 values.
 
-The generator sends at fixed moments, whether earlier answers have come or not (an open loop), over kept connections:
-60 % hits, 20 % misses, 20 % stores of new values of 300 bytes. Latency counts from the moment a request was due.
+The generator is an open loop: it sends at fixed times over persistent connections, 60 % hits, 20 % misses, 20 % stores
+of new values of 300 bytes. Latency counts from the time at which a request was due.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def ask(number: int) -> Ask:
 
 
 def filled(path: Path, count: int) -> None:
-    """A log with `count` values, as a server writes it; all but the first few by a template, which is quicker."""
+    """A log with `count` values, as a server writes it; most of them from a template, which is faster."""
     log = LogStore(path)
     for number in range(1000):
         log.put(ask(number), Value(json.dumps({"json": f"{number} {OUTPUT}"}).encode(), 3.0))
@@ -72,7 +72,7 @@ def request(path: str, body: dict[str, object]) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """One request at a time; answers end where their Content-Length says."""
+    """One request at a time; responses have a Content-Length."""
 
     def __init__(self) -> None:
         self.buffer, self.done = b"", None

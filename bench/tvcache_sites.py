@@ -1,8 +1,8 @@
-"""Two sites 40 ms apart: the second replays what the first has seen, and no call of it waits for the WAN.
+"""Two sites 40 ms apart: hits at the second site, and proof that none of its calls waits for the WAN.
 
 Each site has its server; a proxy on loopback delays every byte between them by 20 ms in each direction. The first site
-plays half of the rollouts of the tau-bench recording (its recorded outputs, tools that take no time), then both play
-the rest of the trials at the same time, then the second plays the first's half. Compared with one site that sees all.
+runs half of the rollouts of the tau-bench recording (recorded outputs, tools that take no time), then both run the rest
+of the trials at the same time, then the second runs the first's half. Compared with one site that runs all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ONE_WAY_S = 0.020
 
 
 class Proxy:
-    """Carries bytes between loopback ports, each direction delayed; many messages may be on the way at once."""
+    """Forwards bytes between loopback ports with a delay per direction; many messages may be in flight."""
 
     def __init__(self, target: int) -> None:
         self.target, self.port = target, 0
@@ -50,7 +50,7 @@ class Proxy:
             await server.serve_forever()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(2 * ONE_WAY_S)  # a handshake is a round trip
+        await asyncio.sleep(2 * ONE_WAY_S)  # a handshake takes one round trip
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target)
         await asyncio.gather(self._carry(reader, far_writer), self._carry(far_reader, writer))
 

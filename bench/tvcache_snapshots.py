@@ -1,9 +1,10 @@
-"""When to copy an environment: our rule against always and never, on a directory with a real build of a C project.
+"""When to copy an environment: our rule compared with always and never, on a directory with a real build of a C
+project.
 
-A project of a few files is built with gcc, patched, built again and tested by rollouts that share beginnings. Two
+A project of a few files is built with gcc, patched, built again and tested by rollouts with common beginnings. Two
 mixes: builds (seconds, small directory: snapshots pay) and small edits of a large directory (milliseconds: they do
-not). Our rule has to come within 5 % of the better of the two in both, with its bytes within the budget. The three
-take turns, and the best of several rounds counts for each: what differs is the policy, not who else is on the machine.
+not). Our rule must be within 5 % of the better one in both, with its bytes within the budget. The three alternate, and
+the best of several rounds counts for each, so that other load on the machine affects all alike.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """200 recorded tau-bench airline rollouts: hits and wrong outputs by key, and the time that live rollouts save.
 
-Recorded: what `tvcache replay` counts. Live: the rollouts again, eight at once, with tools that give the recorded
+Recorded: the counts of `tvcache replay`. Live: the rollouts again, eight at once, with tools that return the recorded
 outputs and take 2 to 20 s, scaled down 100 times; in one process, and through a server. Overhead of a hit: the time of
-a call that hits, less waiting for an equal one in flight.
+a call that hits, minus the wait for an equal one in flight.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def effect(name: str) -> Effect:
 
 
 class Recording:
-    """An environment that gives what was recorded: outputs by the mutating calls before and the call."""
+    """An environment with recorded outputs, by the mutating calls before and the call."""
 
     outputs: dict[Any, tuple[bytes, float]]
 
@@ -83,7 +83,7 @@ def outputs_of(steps: Trajectory, outputs: dict[Any, tuple[bytes, float]]) -> No
 
 
 class Waited:
-    """A store that says how long each call waited for another in flight."""
+    """A store that measures how long each call waited for another in flight."""
 
     def __init__(self, inner: CallStore) -> None:
         self.inner, self.local = inner, threading.local()
@@ -104,7 +104,7 @@ class Waited:
 
 
 def live(recorded: Recorded, store: CallStore | None) -> dict[str, float]:
-    """Eight rollouts at once, in the order of the file; None: no cache."""
+    """Eight concurrent rollouts, in file order; None: no cache."""
     outputs: dict[Any, dict[Any, tuple[bytes, float]]] = {}
     for one in recorded.trajectories:
         outputs_of(one, outputs.setdefault(one.task, {}))

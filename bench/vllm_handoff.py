@@ -1,11 +1,11 @@
-"""The hand-off to a stock vLLM server on the CPU: are the tokens the same, and what does it save?
+"""Hand-off to an unmodified vLLM server on the CPU: equal tokens, and the time it saves.
 
     BUBBLETEA_VLLM_PYTHON=/path/to/vllm-env/bin/python python bench/vllm_handoff.py [--dtypes float32,bfloat16]
 
-Twenty prompts of 129 to 1,000 tokens, 24 greedy tokens each, with and without the hand-off, in one server for each
-dtype. In bfloat16 two correct engines already disagree on a random model's tokens, so there the figure is the distance
-of the first token's log-probabilities from vLLM's own: handed over, from our own prefill, and with spoilt keys.
-Exits with 77 if no vLLM is named.
+Twenty prompts of 129 to 1,000 tokens, 24 greedy tokens each, with and without the hand-off, in one server per dtype. In
+bfloat16 two correct engines already disagree on a random model's tokens, so there the figure is the distance of the
+first token's log-probabilities from vLLM's own: handed over, from our own prefill, and with corrupted keys. Exits with
+77 if no vLLM is named.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _log_probs(
 
 
 def _times(lines: Lines, server: VllmServer, prefiller: Prefiller, dtype: str) -> None:
-    """Of vLLM's answer with one token, best of five, each prompt new to it."""
+    """Time of vLLM's response with one token, best of five, each with a new prompt."""
     plain, handed = list[float](), list[float]()
     for i, prompt in enumerate(make_prompts([LONG] * 6, seed=7)):
         params = prefiller.prefill(prompt, f"long {i}")

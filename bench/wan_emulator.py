@@ -1,12 +1,12 @@
-"""How exact the emulators are, and whether the probe finds what they were told: JSON lines, then a table.
+"""Accuracy of the emulators, and of the probe on emulated paths.
 
-    proxy      twelve workers (processes) on this machine, eight node pairs at their cap both ways, meanwhile measured:
-               round trips and one window-limited connection on paths without traffic of their own, rates on the others
-    probe      twenty random set-ups, surveyed blind
+    proxy      twelve worker processes, eight node pairs at their cap in both directions; round trips and one
+               window-limited connection on paths without other traffic, rates on the others
+    probe      twenty random set-ups, measured without knowing their settings
     namespace  real TCP (needs root; otherwise not measured)
 
-A run in which the emulator was late says nothing of the other figures: there are three tries, then they are void. How
-late it was is a figure of its own, with a bar where the kernel grants real-time priority. `--quick` tries four set-ups.
+If the emulator was late, the other figures of that run are void; there are three tries. Its lateness is a separate
+figure, with a bar where the kernel grants real-time priority. `--quick` tries four set-ups.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def agents(names: list[str]) -> Iterator[dict[str, tuple[str, int]]]:
 
 
 class ProxyRun(NamedTuple):
-    """What one run with twelve workers gave; errors relative."""
+    """The results of one run with twelve workers; errors are relative."""
 
     rtt_error_s: float
     worst_rate_error: float
@@ -100,7 +100,7 @@ def proxy_run(realtime: bool) -> ProxyRun:
 
 
 def proxy_with_twelve_workers(lines: Lines, realtime: bool) -> None:
-    """The first run in which it was in time; how late it was in the last one tried."""
+    """The first run in which the emulator was on time, and its lateness in the last run."""
     asked = "real-time asked" if realtime else "no priority asked"
     for _ in range(TRIES):
         run = proxy_run(realtime)
@@ -136,19 +136,19 @@ class Case(NamedTuple):
 
 
 def random_paths(seed: int) -> Paths:
-    """Two pairs; half of the set-ups have a trunk that binds, a quarter one that does not."""
+    """Two pairs; half of the set-ups have a limiting trunk, a quarter one that does not limit."""
     draw = random.Random(seed)
     latency_s, pair_bps = draw.uniform(0.004, 0.02), draw.uniform(20e6, 60e6)
     share = draw.choice([draw.uniform(0.6, 0.85), draw.uniform(0.6, 0.85), draw.uniform(1.3, 3.0), 0.0])
     trunk = Trunk("trunk", 2 * pair_bps * share) if share else None
-    # One connection reaches a third to two thirds of the cap: a window to be found.
+    # One connection reaches a third to two thirds of the cap, so that the probe can find its window.
     window_bytes = round(pair_bps / 8 * 2 * latency_s * draw.uniform(0.35, 0.65))
     path = PathSpec(latency_s, window_bytes, pair_bps, trunk)
     return {(f"a-{i}", f"b-{i}"): path for i in range(2)}
 
 
 def probed(seed: int) -> Case | None:
-    """None if the emulator was late each time."""
+    """Results of the probe; None if the emulator was late each time."""
     return next((case for _ in range(TRIES) if (case := _probed(seed)) is not None), None)
 
 
@@ -225,7 +225,7 @@ def namespaces(lines: Lines) -> None:
         lines.at_most(f"{NAMESPACE}: rate of 500 Mbit/s off", 100 * abs(shaped_bps / 500e6 - 1), "%", 3)
 
     def one() -> None:
-        """A stock connection carries a window of its kernel per round trip, no more and not much less."""
+        """An ordinary connection carries about one kernel window per round trip."""
         _, one_bps = through_namespaces(PathSpec(0.02), 1, 3.0)
         off = abs(one_bps / (window_bytes() * 8 / 0.04) - 1)
         name = f"{NAMESPACE}: one stock connection, 40 ms, off a window per round trip"

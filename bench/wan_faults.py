@@ -1,8 +1,9 @@
-"""What the transport survives: connections cut and stalled, garbage at the door, certificates that are not right.
+"""The transport under faults: cut and stalled connections, garbage connections, invalid certificates, encrypted
+streams.
 
     python bench/wan_faults.py [--quick] [--gigabytes 10] [--faults 1000] [--garbage 10000] [--sealed 1000]
 
-Each line is JSON with its bar; a table follows. Scaled-down versions of all of it run in `tests/wan`.
+Each line is JSON with its bar; a table follows. Smaller versions of all of it are in `tests/wan`.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ A, B, STRANGER = "dc1/a", "dc2/b", "dc3/x"
 MESSAGE_BYTES = 10_000_000
 SEALED_BYTES = 2 << 20
 MID_FLIGHT = 8
-"""Receives that are posted ahead of the one that is waited for."""
+"""Receives posted ahead of the awaited one."""
 STALL_SHARE = 0.1
-"""Of the faults: the connection falls silent instead of being reset."""
+"""Share of the faults that silence a connection instead of resetting it."""
 CORPUS = Path(__file__).parent.parent / "tests" / "wan" / "corpus"
 BRISK = TransportSettings(max_streams=8, num_streams=8, stall_s=0.5, handshake_s=5.0, heartbeat_s=0.2, deadline_s=60)
 
 
 def message(number: int, base: np.ndarray) -> np.ndarray:
-    """Different for every number, and quick to make."""
+    """A message that differs for every number and is fast to generate."""
     data = np.roll(base, number * 7919)
     data[:8] = np.frombuffer(number.to_bytes(8, "big"), np.uint8)
     return data
@@ -114,11 +115,11 @@ def broken_connections(lines: Lines, gigabytes: float, faults: int) -> None:
 
 
 def sealed(lines: Lines, count: int, certs: str) -> None:
-    """Encrypted, four streams, receives posted while earlier messages arrive: nothing may break by itself, and it costs
-    what the same messages cost whose receives were posted before."""
+    """Encrypted, four streams, receives posted while earlier messages arrive: no stream may break, and the cost equals
+    that of the same messages with receives posted in advance."""
     found = {ahead: [] for ahead in (MID_FLIGHT, count)}
     for seed in range(3):
-        for ahead, runs in found.items():  # in turns, so that whatever else this machine does hits both alike
+        for ahead, runs in found.items():  # alternate, so that other load affects both alike
             runs.append(_sealed_run(count, certs, seed, ahead))
     mid, before = ([float(np.median([run[i] for run in runs])) for i in (4, 5)] for runs in found.values())
     name = f"sealed, 4 streams, {count} messages posted mid-flight"
@@ -178,7 +179,7 @@ def garbage(lines: Lines, count: int, certs: str) -> None:
 
 
 def certificates(lines: Lines, folder: Path) -> None:
-    """Each of these must be refused; the right one must not."""
+    """All of these must be refused, except the valid one."""
     late, early, foreign = folder / "late", folder / "early", folder / "foreign"
     for place, start in ((late, -10.0), (early, 10.0)):
         place.mkdir()

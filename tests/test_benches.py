@@ -32,7 +32,7 @@ def test_quick_form_is_an_option_of_the_script(name: str) -> None:
 
 
 def test_quick_forms_fit_into_their_time() -> None:
-    """The stated 15 minutes are checked by the run itself; no single script may ask for more than a third of them."""
+    """No single script may take more than a third of the 15 minutes."""
     assert all(bench.quick_minutes <= 5 for bench in BENCHES.values())
 
 

@@ -1,4 +1,4 @@
-"""The cell that the schedule benchmarks share: equal stages, a WAN whose transfer takes C forwards per node pair."""
+"""The cell of the schedule benchmarks: equal stages, a WAN whose transfer takes C forwards per node pair."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def cell(
 
 
 def on_one_connection(setting: Setting, slower: float = ONE_TCP_SLOWER) -> Setting:
-    """The same cell with every WAN transfer on a single TCP connection; turns are then not on offer."""
+    """The same cell with every WAN transfer on a single TCP connection, without turns."""
     costs = setting.apart
     crosses = costs.latency_ns > 0
     work = costs.work_ns.copy()

@@ -1,6 +1,6 @@
 """Least squares for the benches that fit constants: Levenberg-Marquardt with a numerical derivative, in numpy.
 
-Deterministic. Knows residuals and points; what they mean is the caller's.
+Deterministic. It has only residuals and points; their meaning is the caller's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 SOFT = 0.05
-"""Errors well below 5 % count by their square, errors well above by their size, as the score counts them."""
+"""Errors well below 5 % count by their square, errors well above by their size, as in the score."""
 
 
 def soften(log_error: Floats) -> Floats:
@@ -35,7 +35,7 @@ def least_squares(residuals: Callable[[Floats], Floats], start: Floats, *, max_s
                 break
             damping *= 4
         else:
-            return point  # no step helps any more
+            return point  # no step improves the fit
         point, value, damping = trial, trial_value, damping / 3
         if before - value @ value < 1e-10 * before:
             return point

@@ -1,8 +1,8 @@
-"""Random clusters of several AWS regions in Sailor's file formats, one for each seed.
+"""Random clusters of several AWS regions in Sailor's file formats, one per seed.
 
-Inside a region stand Sailor's measured curves of us-central1-a, -b and -c. Between regions a transfer takes half a
-round trip plus its bytes over a rate, fitted in Sailor's form from 1 to 512 MB. Round trips and the rate of one TCP
-stream are DT-FM's; the rate of many streams is Skyplane's. Knows nothing of planners.
+Inside a region it uses Sailor's measured curves of us-central1-a, -b and -c. Between regions a transfer takes half a
+round trip plus its bytes at a rate, fitted in Sailor's form from 1 to 512 MB. Round trips and the rate of one TCP
+stream are DT-FM's; the rate of many streams is Skyplane's. It does not use any planner.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ MEASURED = {
     ("eu-west-2", "eu-west-1"): (12, 1.09),
     ("eu-central-1", "eu-west-1"): (24, 1.08),
 }
-"""DT-FM's: round trip in ms, one TCP stream in Gbit/s. Other pairs follow the two lines below, which fit these."""
+"""DT-FM's round trip in ms and one TCP stream in Gbit/s. Other pairs use the two linear fits below."""
 RTT_MS, RTT_MS_PER_KM = 6.0, 0.0165
 STREAM_GBPS, STREAM_GBPS_MS = 1.1, 57.0
 WAN_SHARE = {"1": 0.57, "2": 0.81, "4": 1.0}
 """The share of a node pair's rate that 1, 2 and 4 GPUs reach in Sailor's us-central1-a to us-west1-b."""
 BAD_RATE, BAD_RTT = 0.1, 2.0
-"""A badly connected region has a tenth of the rate and twice the round trip to everybody."""
+"""A badly connected region has a tenth of the rate and twice the round trip to all others."""
 Fit = list[object]
 
 
@@ -96,7 +96,7 @@ def random_geo(seed: int) -> Geo:
 
 
 def write_geo(geo: Geo, folder: Path, sailor: Path, cloud: Path) -> Path:
-    """The cluster's files in a folder: profiles and jobs are links to Sailor's. Gives the trace."""
+    """Write the cluster's files to a folder (profiles and jobs are links to Sailor's); the path of the trace."""
     folder.mkdir(parents=True)
     for name in ("profiles_tmp.json", "llm_info.json", "basic_cluster_config.json"):
         (folder / name).symlink_to(sailor.resolve() / name)
@@ -150,7 +150,7 @@ def _measured(a: str, b: str) -> tuple[float, float]:
 
 
 def _skyplane_gbps(cloud: Path) -> dict[tuple[str, str], float]:
-    """What arrived, by pair of regions; a pair that was not measured gets the slowest of its source."""
+    """Measured rates by pair of regions; an unmeasured pair gets the slowest of its source."""
     found: dict[tuple[str, str], float] = {}
     with (cloud / "skyplane_throughput.csv").open() as file:
         for row in csv.DictReader(file):

@@ -1,4 +1,4 @@
-"""What others do on this host while we measure: a run that had to share its cores says nothing. Linux only."""
+"""CPU time of other processes during a measurement: a run that shared its cores is void. Linux only."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 class Others:
-    """From when it is made: the processor time of everybody but this process and its descendants."""
+    """CPU time, since its creation, of all processes but this one and its descendants."""
 
     def __init__(self) -> None:
         self._began_s, self._busy_s, self._own_s = time.monotonic(), _busy_s(), _own_s()
 
     @property
     def cores(self) -> float:
-        """How many they kept busy, on average."""
+        """The average number of cores that they used."""
         others_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
         return max(0.0, others_s / (time.monotonic() - self._began_s))
 
 
 def _busy_s() -> float:
-    """Of all cores, since the host started."""
+    """Busy seconds of all cores since the host started."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) * TICK_S
 
 
 def _own_s() -> float:
-    """Of this process and all that came of it; those that have ended are in the account of whoever waited for them."""
+    """CPU seconds of this process and its descendants, including those that have ended and were waited for."""
     parent, spent = dict[int, int](), dict[int, int]()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

@@ -1,4 +1,4 @@
-"""What every bench prints: one JSON line per figure, and a table for people at the end.
+"""The output of every bench: one JSON line per figure, and a table at the end.
 
 Exit status of a bench: 0 if every bar holds, 1 if a bar is missed, 77 if nothing could be measured.
 """
@@ -13,7 +13,7 @@ OK, MISSED, NOT_MEASURED = 0, 1, 77
 
 
 def not_measured(name: str, reason: str) -> int:
-    """For a bench that has nothing to measure here: says why, and gives the exit status."""
+    """Report that a bench has nothing to measure here; its exit status."""
     print(json.dumps({"name": name, "skipped": reason, "ok": None}), flush=True)
     return NOT_MEASURED
 
@@ -29,7 +29,7 @@ class Report:
     def figure(
         self, name: str, value: float, unit: str, *, at_most: float | None = None, at_least: float | None = None
     ) -> bool:
-        """One figure against its bar; without a bar it is only reported."""
+        """Report one figure and check its bar, if it has one."""
         held = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
         limit = at_most if at_most is not None else at_least
         bar = "" if limit is None else ("<= " if at_most is not None else ">= ") + f"{limit:g}"
@@ -53,7 +53,7 @@ class Report:
 
 
 def shown(row: dict[str, Any]) -> str:
-    """A figure, its bar and the verdict, for people."""
+    """A figure, its bar and the verdict, as text."""
     if "skipped" in row:
         return f"not measured: {row['skipped']}"
     verdict = {True: "ok", False: "MISSED", None: ""}[row["ok"]]
@@ -61,7 +61,7 @@ def shown(row: dict[str, Any]) -> str:
 
 
 def status(rows: list[dict[str, Any]]) -> int:
-    """The exit status of what was measured."""
+    """The exit status for these rows."""
     if any(row["ok"] is False for row in rows):
         return MISSED
     return OK if any("value" in row for row in rows) else NOT_MEASURED

@@ -1,7 +1,7 @@
-"""The cell around one stage, simulated: what the middle stage of three does in an iteration and when the WAN delivers
-its inputs, for a WAN as slow as keeps the stage busy a given share of the time.
+"""The simulated cell around one stage: the ops of the middle stage of three in an iteration, and when the WAN delivers
+its inputs, for a WAN so slow that the stage is busy a given share of the time.
 
-Knows durations of ops; not who measured them.
+It takes op durations; it does not measure them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LATENCY_NS = 40_000_000
 
 @dataclass(frozen=True)
 class Rhythm:
-    """What the middle stage does in one iteration, and when its inputs come, from the iteration's start."""
+    """The ops of the middle stage in one iteration, and when its inputs arrive, from the iteration's start."""
 
     program: Program
     ops: list[Op]
@@ -46,7 +46,7 @@ def costs_for(op_ns: dict[Kind, int], wan_ns: int, sharing: bool) -> Costs:
 
 
 def rhythm_for(op_ns: dict[Kind, int], busy: float) -> Rhythm:
-    """The WAN that makes the stage as busy as this, by bisection."""
+    """The WAN that makes the stage this busy, by bisection."""
     low, high = 0, 200 * op_ns[Kind.F]
     for _ in range(12):
         middle = (low + high) // 2
@@ -72,7 +72,7 @@ def rhythm(op_ns: dict[Kind, int], wan_ns: int) -> Rhythm:
 
 
 def _num_waits(ops: list[Op], arrive_ns: list[int], op_ns: dict[Kind, int]) -> int:
-    """Ops that find their input not there yet."""
+    """Ops whose input has not arrived yet."""
     found = free_ns = 0
     for op, ready_ns in zip(ops, arrive_ns, strict=True):
         found += ready_ns > free_ns
@@ -81,7 +81,7 @@ def _num_waits(ops: list[Op], arrive_ns: list[int], op_ns: dict[Kind, int]) -> i
 
 
 def _arrival(program: Program, arrive_ns: Any, op: Op) -> int:
-    """When the input of one of pipeline 0's ops comes; 0 where it needs none."""
+    """When the input of one of pipeline 0's ops arrives; 0 if it needs none."""
     shape = (2, program.num_pipelines, program.num_stages - 1, program.num_slots)
     if op.kind == Kind.F:
         return int(arrive_ns[np.ravel_multi_index((FORWARD, 0, MIDDLE - 1, op.microbatch), shape)])

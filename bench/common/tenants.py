@@ -1,7 +1,7 @@
-"""The two that share one device: a stage of GPT-B that trains, and prefill of a Llama-3-8B without end. The same tiny,
-for a rehearsal on the CPU.
+"""The two users of one device: a stage of GPT-B that trains, and unlimited prefill of a Llama-3-8B. Tiny versions of
+both for a trial on the CPU.
 
-Knows models and memory; not when who runs.
+It has models and memory, not the times at which they run.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from common.rhythm import MICROBATCHES, MIDDLE, STAGES, Rhythm
 
 QUEUED = 8
 BUDGET, PIECE_NS = 0.005, 5_000_000
-"""By which training may become slower, and what a wait that ends too early costs at most."""
+"""The share by which training may become slower, and the most that a wait that ends early can cost."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What trains and what is served."""
+    """The models that are trained and served."""
 
     device: str
     trained: DecoderConfig
     length: int
-    """Of the sequences trained on."""
+    """Length of the training sequences."""
     dtype: torch.dtype
     served: Served
     prompt: int
@@ -82,7 +82,7 @@ TINY = Scene(
 
 
 class Trainer:
-    """The middle stage. Inputs are the same few random tensors over and over: their numbers do not matter here."""
+    """The middle stage. Its inputs are a few random tensors, reused: their values do not matter."""
 
     def __init__(self, scene: Scene, device: Device) -> None:
         self.device = device
@@ -139,7 +139,7 @@ def measure_ops(trainer: Trainer, repeats: int = 3) -> dict[Kind, int]:
 
 
 class Mouth:
-    """Takes the results: waits for every copy of keys and values, as the thread that sends them would, and counts."""
+    """Receives the results: waits for every copy of keys and values, like the sending thread, and counts."""
 
     def __init__(self) -> None:
         self.kv_bytes = self.prompts = 0
@@ -177,7 +177,7 @@ class Mouth:
 
 
 class Prefill:
-    """Prompts without end."""
+    """Unlimited prompts."""
 
     def __init__(self, scene: Scene, device: Device) -> None:
         served = scene.served
@@ -192,7 +192,7 @@ class Prefill:
         threading.Thread(target=self._offer, daemon=True).start()
 
     def filling(self, rhythm: Rhythm, throttle: Throttle | None) -> Filling:
-        """A guard that knows nothing yet, as cautious as the service would make it."""
+        """A new guard, as cautious as in the service."""
         risk = min(MAX_RISK, BUDGET * rhythm.period_ns / (rhythm.num_waits * PIECE_NS))
         return Filling(self.engine, Guard(risk), self._shared, SWITCH_NS, throttle=throttle)
 
@@ -201,7 +201,7 @@ class Prefill:
         return self.scene.served.config.num_layers * self.scene.served.kv_bytes_per_layer_token
 
     def _offer(self) -> None:
-        """As the service would, from another thread."""
+        """Offer prompts from another thread, like the service."""
         length, chunk = self.scene.prompt, self.scene.chunk
         prompts = np.random.default_rng(0).integers(0, self.scene.served.config.vocabulary, (16, length)).tolist()
         for number in count():

@@ -1,11 +1,10 @@
-"""The emulated testbed: three datacenters on loopback, the paper's ratios, every time divided by a scale.
+"""The emulated testbed: three datacenters on loopback with the paper's ratios, every time divided by a scale.
 
-Knows the paths, how a probe finds out what they give, and what the simulator is told of it: never the emulator's own
-settings. Many connections are stood for by two without a window: eighteen that are held to a window each, on sixteen
-lanes, are more pieces than one proxy moves. Where pipelines take turns the simulator is told what the transport does
-with a transfer: slices with heads of their own, none of which is interrupted, and hops inside the datacenters that
-take what a transfer was found to take longer than its slices are on the paths. It has its direction to itself; the
-other one is busy, as it is in training.
+It has the paths, a probe that measures them, and the costs for the simulator, which come from the probe and never from
+the emulator's settings. Two connections without a window stand for many connections: eighteen with a window each, on
+sixteen lanes, are more pieces than one proxy can forward. With turns, the costs describe what the transport does with a
+transfer: slices with their own heads that are not interrupted, and hops inside the datacenters that take the measured
+extra time. The transfer is alone in its direction; the other direction is busy, as in training.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ STAGES, MICROBATCHES = 3, 12
 PROBE_S = 1.5
 NUM_LONE = 12
 NAMES = ("dc0/p0.s0", "dc0/p1.s0", "dc1/p1.s1", "dc1/p0.s1")
-"""Of the nodes that a slice passes."""
+"""Names of the nodes on the way of a slice."""
 
 
 def training() -> TrainingSetup:
-    """As little arithmetic as 64 KiB of activations can have: a layer a stage, sixteen numbers a token."""
+    """The least arithmetic for 64 KiB of activations: one layer per stage, sixteen numbers per token."""
     small = stand_in(num_layers=STAGES, width=16, num_heads=1, length=64, microbatch=16, vocabulary=32)
     return replace(small, model=replace(small.model, layers_per_stage=(1,) * STAGES))
 
 
 def setting(num_pipelines: int, in_flight: int, scale: int) -> Setting:
-    """The cell of `testbed_sim.py`, so many times as fast."""
+    """The cell of `testbed_sim.py`, `scale` times as fast."""
     whole = cell(STAGES, MICROBATCHES, num_pipelines, in_flight)
     assert whole.turns is not None
     return replace(whole, apart=faster(whole.apart, scale), turns=faster(whole.turns, scale))
@@ -71,21 +70,21 @@ def faster(costs: Costs, scale: int) -> Costs:
 
 @dataclass(frozen=True)
 class Found:
-    """What a probe says of the paths."""
+    """The results of a probe."""
 
     latency_ns: int
     transfer_ns: int
-    """Of one activation over one node pair."""
+    """Time of one activation over one node pair."""
     lone_ns: int = 0
     """What one takes from end to end through a cell that carries nothing else that way; known where pipelines take
     turns."""
 
     def apart(self, costs: Costs) -> Costs:
-        """The same costs with these figures wherever something crosses the WAN."""
+        """The same costs with these figures for all WAN transfers."""
         return self._price(costs, self.transfer_ns, 0)
 
     def turns(self, costs: Costs, num_pipelines: int) -> Costs:
-        """The same for a cell that shares its paths."""
+        """The same for a cell with turns."""
         num_bytes, byte_ns = training().activation_bytes, self.transfer_ns / transfer_bytes()
         work_ns = round(byte_ns * sliced_bytes(num_bytes, num_pipelines, NAMES) / num_pipelines)
         hops_ns = max(0, self.lone_ns - work_ns - self.latency_ns)
@@ -104,14 +103,14 @@ class Found:
 
 
 def probed(of: Setting, found: Found, tcp: str) -> Setting:
-    """What schedules and the simulator are given."""
+    """The setting for schedules and simulator."""
     assert of.turns is not None
     turns = found.turns(of.turns, of.layout.num_pipelines) if tcp == "turns" else None
     return replace(of, apart=found.apart(of.apart), turns=turns)
 
 
 def path(of: Setting, tcp: str) -> PathSpec:
-    """Between two nodes of neighbouring datacenters; on one connection a window holds it to its share."""
+    """A path between two nodes of neighbouring datacenters; with one connection its window limits the rate."""
     work_ns, latency_ns = int(of.apart.work_ns.max()), int(of.apart.latency_ns.max())
     pair_bps = transfer_bytes() * 8e9 / work_ns
     window = round(pair_bps / ONE_TCP_SLOWER / 8 * 2 * latency_ns / 1e9) if tcp == "one" else None
@@ -133,7 +132,7 @@ def node_paths(program: Program, spec: PathSpec) -> NodePaths:
 
 
 def probe(spec: PathSpec, tcp: str, num_pipelines: int) -> Found:
-    """Asks two agents on an emulator with this path, as `atlas wan probe` does."""
+    """Probe two agents on an emulator with this path, like `atlas wan probe`."""
     token = secrets.token_hex(16)
     with ExitStack() as stack:
         agents = {name: stack.enter_context(ProbeAgent("127.0.0.1", 0, token)) for name in ("east-0", "west-0")}
@@ -156,7 +155,7 @@ def read(link: LinkMeasurement, tcp: str) -> Found:
 
 
 def probe_cell(spec: PathSpec, num_pipelines: int) -> int:
-    """What single transfers take through a cell on such paths while it is busy the other way: the median, in ns."""
+    """Median time in ns of single transfers through a cell that is busy in the other direction."""
     took_ns = []
     with joined_cells(spec, num_pipelines) as (here, there):
         back = [sent(there, here, BACKWARD, number) for number in range(2 * num_pipelines)]
@@ -173,7 +172,7 @@ def probe_cell(spec: PathSpec, num_pipelines: int) -> int:
 
 
 def sent(side: list[Cell], other: list[Cell], lane: int, number: int) -> Handle:
-    """One transfer in the turn of its number, by the nodes one after the other; its arrival."""
+    """Send one transfer in the turn of its number, from each node in order; its arrival."""
     a, b = (cells[number % len(cells)] for cells in (side, other))
     got = b.recv(Key(a.name, lane, (number, 0, 0, 0)))
     a.send(Key(b.name, lane, (number, 0, 0, 0)), bytes(training().activation_bytes), turn=number)

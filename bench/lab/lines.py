@@ -16,7 +16,7 @@ OTHERS_CORES = 0.25
 
 
 class HostBusyError(Exception):
-    """Other processes had the cores that the nodes of a bench need: what was measured is their load."""
+    """Other processes used the cores that the nodes of a bench need."""
 
 
 def require_quiet(others: Others) -> None:
@@ -25,13 +25,13 @@ def require_quiet(others: Others) -> None:
 
 
 class Lines:
-    """Collects what was measured against what was promised."""
+    """Collects figures and their bars."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
     def add(self, name: str, value: float, unit: str, bar: str, ok: bool | None, **more: Any) -> None:
-        """`ok` None: reported, not promised."""
+        """`ok` None: reported without a bar."""
         row = {"name": name, "value": round(value, 3), "unit": unit, "bar": bar, "ok": ok, **more}
         self.rows.append(row)
         print(json.dumps(row), flush=True)
@@ -43,14 +43,14 @@ class Lines:
         self.add(name, value, unit, f"<= {bar:g}", value <= bar, **more)
 
     def skip(self, name: str, reason: str) -> None:
-        """Not measured: it neither holds its bar nor misses it."""
+        """Not measured: neither ok nor missed."""
         row = {"name": name, "skipped": reason, "ok": None}
         self.rows.append(row)
         print(json.dumps(row), flush=True)
 
     def attempt(self, name: str, measure: Callable[[], None], tries: int = TRIES) -> bool:
-        """A run in which the emulator was late, or the host busy, says nothing of the transport: it is made again, so
-        many times, and is void otherwise. Any other failure ends the bench. True if it was measured."""
+        """Repeat a run in which the emulator was late or the host busy, at most `tries` times; then it is void. Any
+        other failure ends the bench. True if it was measured."""
         for left in reversed(range(tries)):
             try:
                 measure()
@@ -62,7 +62,7 @@ class Lines:
         return False
 
     def table(self) -> int:
-        """Prints it; the exit status (see `common.report`)."""
+        """Print the table; the exit status (see `common.report`)."""
         width = max((len(row["name"]) for row in self.rows), default=0)
         print()
         for row in self.rows:

@@ -70,7 +70,7 @@ class Lab:
             self.addresses[name] = node.open(name=name, host=self.hosts[name], certs=certs, settings=settings)
 
     def connect(self, pairs: list[tuple[str, str]], lanes: list[int] | None = None, order: str = "connect") -> None:
-        """Each first of a pair to its second, all at once; `join`: as cells."""
+        """Connect the first of each pair to its second, all at once; `join`: as cells."""
         peers: dict[str, dict[str, Any]] = {}
         for source, target in pairs:
             peers.setdefault(source, {})[target] = self.addresses[target]
@@ -96,13 +96,13 @@ class Lab:
 
 
 class Move:
-    """Transfers from one node to another, timed on the machine's clock."""
+    """Transfers from one node to another, timed by the machine's clock."""
 
     def __init__(self, lab: Lab, source: str, target: str) -> None:
         self.lab, self.source, self.target, self.number = lab, source, target, 0
 
     def run(self, count: int, num_bytes: int, turns: list[int] | None = None) -> tuple[int, list[int], list[int]]:
-        """When it began, when each had arrived, when each was acknowledged."""
+        """The start, the arrival and the acknowledgement of each."""
         a, b = self.lab.nodes[self.source], self.lab.nodes[self.target]
         numbers = list(range(self.number, self.number + count))
         self.number += count

@@ -30,12 +30,12 @@ def _pattern(which: int, num_bytes: int) -> np.ndarray:
 
 
 def pattern(number: int, num_bytes: int) -> np.ndarray:
-    """Of four, by the message's number."""
+    """One of four patterns, by the message's number."""
     return _pattern(number % 4, num_bytes)
 
 
 class Actor:
-    """Methods are orders; what they return is the answer."""
+    """Its methods are the commands of a node; return values are the replies."""
 
     def __init__(self) -> None:
         self.endpoint: Endpoint | None = None
@@ -72,7 +72,7 @@ class Actor:
         ]
 
     def prepare(self, num_bytes: int) -> None:
-        """Memory that was never touched would count as the network's delay."""
+        """Touch the memory first: page faults would count as network delay."""
         if len(self.buffers) != 1 or len(self.buffers[0]) != num_bytes:
             self.buffers = [np.ones(num_bytes, np.uint8)]
 
@@ -85,7 +85,7 @@ class Actor:
         ]
 
     def wait(self, which: str, timeout_s: float) -> Any:
-        """When each began and ended, on the machine's monotonic clock."""
+        """Start and end of each, on the machine's monotonic clock."""
         handles = self.waiting.pop(which)
         for handle in handles:
             handle.wait(timeout_s)
@@ -110,12 +110,12 @@ class Actor:
         }
 
     def prepare_many(self, num_bytes: int) -> None:
-        """Making the messages is no work of the transport."""
+        """Generate the messages in advance, so that it is not timed."""
         for n in range(4):
             pattern(n, num_bytes)
 
     def send_many(self, peer: str, count: int, num_bytes: int) -> list[int]:
-        """At most 64 at once. What the transport counted of broken streams (`Faults`)."""
+        """Send with at most 64 in flight; the transport's counts of broken streams (`Faults`)."""
         handles: list[Handle] = []
         for n in range(count):
             handles.append(self.transport.send(Key(peer, 0, (n, 0, 0, 0)), pattern(n, num_bytes), n))
@@ -126,8 +126,8 @@ class Actor:
         return list(self.endpoint.faults)
 
     def recv_many(self, peer: str, count: int, num_bytes: int, seed: int, ahead: int) -> tuple[int, int]:
-        """Receives are posted in small groups while earlier messages arrive, as training does, some `ahead` of those
-        that are waited for. How many messages were not what was sent, and when the last had arrived."""
+        """Post receives in small groups while earlier messages arrive, like training, some `ahead` of the awaited ones.
+        The number of wrong messages, and the arrival of the last one."""
         draw, wrong = random.Random(seed), 0
         waiting: deque[tuple[int, Handle]] = deque()
         posted = 0
@@ -192,7 +192,7 @@ class Actor:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
     def gloo_move(self, rank: int, num_bytes: int, count: int) -> tuple[float, float]:
-        """When it began and ended, on the machine's monotonic clock."""
+        """Start and end, on the machine's monotonic clock."""
         import torch
         import torch.distributed as dist
 
@@ -206,9 +206,9 @@ class Actor:
                 dist.recv(tensor, 0)
         return begin, time.monotonic()
 
-    # ---- somebody who should not be here ------------------------------------------------------------------------
+    # ---- garbage connections ------------------------------------------------------------------------------------
     def flood(self, address: list[Any], count: int, corpus: str, per_s: float) -> int:
-        """Garbage connections in the background; every tenth stays half-open. `flooded` tells how many there were."""
+        """Open garbage connections in the background; every tenth stays half-open. `flooded` returns their number."""
         blobs = [file.read_bytes() for file in sorted(Path(corpus).iterdir())]
         self.num_flooded = 0
 
