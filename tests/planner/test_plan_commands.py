@@ -39,7 +39,7 @@ def test_plan_writes_what_it_is_asked_to(tmp_path: Path, capsys: pytest.CaptureF
     assert data["pareto"]
     assert all(path.stat().st_size > 500 for path in names.values())
     assert cli.main(["whatif", str(names["out"]), "--sweep", "cluster.links[0].latency_ms=5,50", "--no-marginals"]) == 0
-    assert "against now" in capsys.readouterr().out
+    assert "vs now" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("strategy", ["algorithm1", "exhaustive"])

@@ -135,7 +135,7 @@ def _show(found: WhatIf) -> None:
 def _sweep_table(one: Sweep, points: list[Point], base: float) -> Any:
     table = plain_table()
     table.add_column(one.key, style="bold", justify="right" if one.numeric else "left", overflow="fold")
-    for column in ("iteration", "tokens/s", "change"):
+    for column in ("iteration", "tokens/s", "vs now"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("where", overflow="fold")
     for point in points:
