@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,8 @@ from serving import TINY
 
 from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Layout
-from atlas.launch.emulate import Emulation, EmulationSettings, emulate
+from atlas.launch.emulate import EmulationSettings, emulate
+from atlas.launch.iterations import StepProgress
 from atlas.launch.smoke import smoke_program
 from atlas.runtime.assignment import FillerChoice, stand_in
 from atlas.schedules.classic import one_f_one_b
@@ -31,29 +34,41 @@ from bubbletea.serve.worker_windows import of_training
 
 MS = 1_000_000
 PROGRAM = with_optimizer(one_f_one_b(Layout(2, 2, 4, ("us-east", "us-west"))))
-STEPS = 6
+MIN_STEPS, MAX_STEPS = 6, 200
+"""Training runs until every worker has prefilled and a request was answered. How many steps that takes depends on how
+busy the host is; the first three steps are always without prefill."""
 CLIENTS = 3
-"""More than one lane answers at a time: on a busy host, too, every worker is asked for something while it trains."""
+"""More than one lane can answer at a time, so every lane is used."""
 DEVICES = ["paced", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
-class InThread(AbstractContextManager[object]):
-    """A training run whose workers know where the service is."""
+class _EnoughError(Exception):
+    """Ends a training run from `on_step`."""
 
-    def __init__(self, address: str, token_file: str, device: str) -> None:
-        self.result: list[Emulation] = []
+
+class InThread(AbstractContextManager[object]):
+    """A training run whose workers use the service; ends when `is_enough()`, or after MAX_STEPS."""
+
+    def __init__(self, address: str, token_file: str, device: str, is_enough: Callable[[], bool]) -> None:
+        self.losses: list[float] = []
         names = [PROGRAM.worker_name(w) for w in range(PROGRAM.num_workers)]
         filler = FillerChoice("bubbletea", {"address": address, "token_file": token_file})
-        setup = EmulationSettings(STEPS, device=device, fillers=dict.fromkeys(names, filler))
-        self.thread = threading.Thread(target=lambda: self.result.append(train(setup)), daemon=True)
+        setup = EmulationSettings(MAX_STEPS, device=device, fillers=dict.fromkeys(names, filler))
+
+        def on_step(progress: StepProgress) -> None:
+            self.losses.append(progress.loss)
+            if len(self.losses) >= MIN_STEPS and is_enough():
+                raise _EnoughError
+
+        def train() -> None:
+            with contextlib.suppress(_EnoughError):
+                emulate(PROGRAM, smoke_program()[1], stand_in(), setup, on_step=on_step)
+
+        self.thread = threading.Thread(target=train, daemon=True)
         self.thread.start()
 
     def __exit__(self, *_: object) -> None:
         self.thread.join(120)
-
-
-def train(setup: EmulationSettings) -> Emulation:
-    return emulate(PROGRAM, smoke_program()[1], stand_in(), setup)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -64,20 +79,31 @@ def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
     assert all(ground.slots), "every worker has windows and knows at which op"
     parts = assemble(replace(TINY, budget=0.05), ground, Keys.nobody())
     made, texts = list[InThread](), list[str]()
+    names = {PROGRAM.worker_name(w) for w in range(PROGRAM.num_workers)}
+    # A GPU is so quick that one lane may answer every request.
+    least_used = len(names) if device == "paced" else 2
+
+    def used() -> set[str]:
+        registry = parts.service.metrics.registry
+        labels = [{"model_name": "tiny", "worker": worker} for worker in names]
+        return {one["worker"] for one in labels if registry.get_sample_value("bubbletea:slices_total", one)}
+
+    def is_enough() -> bool:
+        return bool(texts) and len(used()) >= least_used and parts.dispatcher.planner.forecast.learner.seen > 2
 
     def workers(address: str, token_file: str) -> InThread:
-        made.append(InThread(address, token_file, device))
+        made.append(InThread(address, token_file, device, is_enough))
         return made[0]
 
     def ask(server: HttpServer) -> None:
         """Prompts until training is over."""
         url = f"http://127.0.0.1:{server.port}"
         prompt = list(range(100))
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         while made[0].thread.is_alive():
             if parts.dispatcher.planner.num_lanes < 2:
                 time.sleep(0.1)
                 continue
-            body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
             answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
             if answer.status_code == 200:
                 texts.append(answer.json()["choices"][0]["text"])
@@ -94,20 +120,12 @@ def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
             threading.Thread(target=what, args=(server,), daemon=True).start()
 
     asyncio.run(run(parts, Where(port=0, drain_s=1), workers, on_start))
-    filled, plain = made[0].result[0], train(EmulationSettings(STEPS, device=device))
-    assert filled.losses == plain.losses
-    assert texts
+    filled = made[0].losses
+    plain = emulate(PROGRAM, smoke_program()[1], stand_in(), EmulationSettings(len(filled), device=device))
+    assert filled == plain.losses
+    assert is_enough(), f"after {len(filled)} steps: {len(texts)} answers, prefill on {used()}"
     expected = parts.service.text.decode(greedy_alone(whole(TINY.served), list(range(100)), 4))
     assert set(texts) == {expected}
-    metrics = parts.service.metrics.registry
-    names = {PROGRAM.worker_name(w) for w in range(PROGRAM.num_workers)}
-    used = {
-        worker
-        for worker in names
-        if metrics.get_sample_value("bubbletea:slices_total", {"model_name": "tiny", "worker": worker})
-    }
-    assert used == names if device == "paced" else len(used) >= 2, "a GPU is so quick that one lane may do it all"
-    assert parts.dispatcher.planner.forecast.learner.seen > 2
 
 
 def test_a_plan_is_trained_next_to_the_service_and_ends_with_it() -> None:
