@@ -77,11 +77,17 @@ def _reach(spans: set[tuple[int, int]]) -> int:
     return end
 
 
+def reserved_bytes(budget_bytes: int, weights: Mapping[str, float]) -> dict[str, int]:
+    """By tenant: the part of the budget that no other tenant can use. A tenant without a weight has none."""
+    whole = sum(weights.values())
+    return {tenant: int(DIVIDED * budget_bytes * weight / whole) for tenant, weight in weights.items()}
+
+
 class KvStore:
     def __init__(self, served: Served, budget_bytes: int, weights: Mapping[str, float] | None = None) -> None:
-        """`weights`: of the tenants. One alone, or tenants that nobody has named, may use all of it."""
+        """`weights`: of the tenants. A single tenant, or tenants without a weight, may use all of it."""
         self.served, self.budget_bytes = served, budget_bytes
-        self._weights = dict(weights or {})
+        self._reserved = reserved_bytes(budget_bytes, weights or {})
         self._used: Counter[str] = Counter()
         self._parcels: dict[str, Parcel] = {}
 
@@ -97,14 +103,9 @@ class KvStore:
         return self._left(tenant, Counter())
 
     def _left(self, tenant: str, used: Counter[str]) -> int:
-        """What it may take now: not what is in use, and not what is set aside for others who hold less than theirs."""
-        whole = sum(self._weights.values())
-        aside = sum(
-            max(0, int(DIVIDED * self.budget_bytes * weight / whole) - used[other])
-            for other, weight in self._weights.items()
-            if other != tenant
-        )
-        return self.budget_bytes - used.total() - aside
+        """What it may take now: neither in use, nor reserved for other tenants that hold less than their part."""
+        others = sum(max(0, size - used[other]) for other, size in self._reserved.items() if other != tenant)
+        return self.budget_bytes - used.total() - others
 
     def has_room(self, num_tokens: int, tenant: str = "") -> bool:
         return self.bytes_of(num_tokens) <= self._left(tenant, self._used)

@@ -122,7 +122,7 @@ def assemble(settings: ServiceSettings, ground: WorkerWindows, keys: Keys, token
     orders = _orders(settings, ground, lanes, forecast.risk)
     crew = WorkerConnections(token, orders.get, served.id)
     store, metrics = KvStore(served, settings.store_bytes, keys.weights), ServiceMetrics(settings.name)
-    prefixes = Prefixes(settings.prefix_bytes)
+    prefixes = Prefixes(settings.prefix_bytes, keys.weights)
     promise = Promise(settings.budget) if ground.trains else None
     dispatcher = Dispatcher(crew, planner, store, prefixes, metrics, settings.patience_s, promise=promise)
     door = KvServer(store, token)

@@ -328,7 +328,7 @@ class Dispatcher:
         now_ns = time.monotonic_ns()
         self._expect(run, now_ns)
         self.planner.complete(run.request.id, now_ns)
-        self.prefixes.add(run.request.block_hashes, run.parcel.slabs)
+        self.prefixes.add(run.request.block_hashes, run.parcel.slabs, run.prompt.tenant)
         run.future.set_result(
             Prefilled(run.parcel, run.logits, run.cached, run.admitted_ns, run.first_ns or now_ns, now_ns)
         )
@@ -373,7 +373,7 @@ class Dispatcher:
         if self.promise is not None:  # on an overcommitted host what was let in is finished, and offline requests wait
             is_due = any(run.request.kind == "online" for run in self._runs.values())
             self._paused = self.promise.overcommitted and not is_due
-            self.crew.share(0.0 if self._paused else self.promise.share)
+            self.crew.share(0.0 if self._paused else self.promise.allowed)
         urgent: dict[tuple[ConnectedWorker, ...], _PrefillRun] = {}
         for run in self._runs.values():
             if run.sent and not run.future.done():

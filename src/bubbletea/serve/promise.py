@@ -1,10 +1,11 @@
-"""The operator's promise to training: with prefill, an iteration is longer by at most `budget`. Watches just that: the
-time of iterations with filling against that of iterations without. Says which share of every wait may be used.
+"""The operator's promise to training: prefill makes an iteration longer by at most `budget`. This module measures just
+that, iterations with prefill against iterations without, and sets the share of every wait that prefill may use.
 
-Iterations without filling are those that all workers leave alone (`throttle.is_alone`) and those in which nothing was
-asked of us. A share is judged by the iterations that had it. Where even the least share breaks the promise, the host is
-overcommitted: nothing new is let in for a while, the iterations of that pause are the new baseline, and then filling is
-tried again. Knows steps and times; not workers' devices, not requests.
+Iterations without prefill, the baseline, are those that all workers leave alone (`throttle.is_alone`), those without
+requests, and those of a probe: before a share is cut, the baseline is measured again unless it is recent, because other
+load on the host makes iterations longer too. A share is judged by the iterations that used it. Where even the smallest
+share breaks the promise, the host is overcommitted: new requests are refused for a while, and then prefill is tried
+again. Knows steps and times; not devices, not requests.
 """
 
 from __future__ import annotations
@@ -17,65 +18,81 @@ from statistics import median
 from bubbletea.prefill.throttle import is_alone
 
 log = logging.getLogger("bubbletea.serve")
-ALONE, FEW_ALONE = 12, 2
-"""Iterations without filling that are remembered, and how many of them there must be to judge by."""
-FEW, MANY = 4, 12
-"""Iterations by which a share is cut when it is clearly too much, and by which it is judged in any case."""
-LEAST = 0.15
-"""Of a wait: less than this is no use to anybody."""
+MAX_ALONE, MIN_ALONE = 12, 2
+"""Iterations without prefill: the most that are kept, and the fewest to judge by."""
+FEW, MANY, LONG = 4, 12, 48
+"""Iterations with prefill that are judged: a breach by two standard errors needs few, one by one standard error needs
+many. After a long series the median alone decides."""
+PROBE = 2
+"""Iterations of a probe that count. The one before them may still be affected by prefill."""
+RECENT, MAX_RECENT = 4, 64
+"""Age of the baseline, in iterations with prefill, above which it is measured again before a cut. Doubled by every
+probe, so that probes take at most 5 % of the iterations."""
+MIN_SHARE = 0.15
+"""Of a wait. A smaller share is too short for a piece of prefill."""
 LOW, AIM = 0.5, 0.7
-"""Of the budget: where less than the one is used, more is tried; the other is aimed at."""
+"""Of the budget: the share is raised below LOW, and a cut aims at AIM."""
 CUT, RISE = 0.3, 1.25
-"""The most that one judgement changes."""
+"""The largest change by one judgement."""
 NOISE = 0.001
-"""No iteration's time is known better than to this share."""
+"""Of an iteration's time: the smallest spread that is assumed."""
 PAUSE, LONGEST_PAUSE = 24, 384
-"""Iterations without anything new after the host was found overcommitted; doubled each time it still is."""
+"""Iterations without new requests after the host was found overcommitted; doubled each time."""
 
 
 class Promise:
-    """`waited` hears every wait of every worker. `share` is what the workers may use of each wait."""
+    """Call `waited` for every wait of every worker; workers may use `allowed` of each wait."""
 
     def __init__(self, budget: float) -> None:
         self.budget = budget
         self.share = 1.0
         self.slowdown = 0.0
-        """Of iterations, by filling, when a share was last judged."""
+        """Of iterations by prefill, when a share was last judged."""
         self.overcommitted = False
         self.num_overcommitted = 0
-        """How often that was found."""
         self._starts: dict[int, tuple[int, int]] = {}
-        """By worker: the step that it is in, and when that began."""
+        """By worker: its current step, and when that began."""
         self._lengths: dict[int, list[int]] = {}
-        """By step: how long it was, as each worker saw it."""
+        """By step: its length as measured by each worker."""
         self._filled: dict[int, bool] = {}
-        self._alone: deque[int] = deque(maxlen=ALONE)
-        self._judged: list[int] = []
+        self._alone: deque[int] = deque(maxlen=MAX_ALONE)
+        self._judged: deque[int] = deque(maxlen=LONG)
         self._first = 0
-        """The step that training began with, or began again with."""
+        """The first step since training started or restarted."""
         self._skip = 1
-        """Iterations to come that count for nothing: the share has just changed."""
+        """Iterations that do not count because the share has just changed."""
         self._pause, self._left = PAUSE, 0
+        self._age, self._recent = 0, RECENT
+        """Iterations with prefill since the baseline was measured; from which age on a cut needs a probe."""
+        self._probed: list[int] | None = None
+        """Iterations of the probe so far; None outside a probe."""
+        self._was_filled = False
+        """The iteration before."""
+
+    @property
+    def allowed(self) -> float:
+        """The share of each wait that may be used now: none during a probe."""
+        return self.share if self._probed is None else 0.0
 
     @property
     def iteration_s(self) -> float:
-        """As long as they are without filling; 0 where nobody knows."""
+        """Without prefill; 0 if it was not measured yet."""
         return median(self._alone) / 1e9 if self._alone else 0.0
 
     @property
     def retry_s(self) -> float:
-        """When it is tried again."""
+        """Until prefill is tried again."""
         return max(1.0, self._left * self.iteration_s)
 
     def waited(self, worker: int, step: int, began_ns: int, filled_ns: int, num_workers: int) -> None:
-        """One wait; `num_workers` are there in all."""
+        """One wait of one of `num_workers` workers."""
         self._filled[step] = self._filled.get(step, False) or filled_ns > 0
         known = self._starts.get(worker)
         if known is not None and step == known[0]:
             return
         self._starts[worker] = (step, began_ns)
         if known is None or step != known[0] + 1:
-            self._first = step  # a new life of the worker, and so of all training
+            self._first = step  # the worker, and with it all training, was started again
             self._lengths.clear()
             return
         lengths = self._lengths.setdefault(known[0], [])
@@ -88,41 +105,64 @@ class Promise:
 
     def _iterated(self, step: int, took_ns: int) -> None:
         if step == self._first:
-            return  # it has a beginning of its own
-        if not self._filled.get(step, False):
+            return  # the first step includes the start
+        filled, was_filled = self._filled.get(step, False), self._was_filled
+        self._was_filled = filled
+        if not filled:
             self._left = max(0, self._left - 1)
-            # Of several left alone the first still has to do with what came before.
-            if not is_alone(step, self._first) or is_alone(step - 1, self._first):
-                self._alone.append(took_ns)
+            if not was_filled or not (self._probed is not None or is_alone(step, self._first)):
+                self._measured_alone(took_ns)
             if self.overcommitted and not self._left:
-                self._try_again()
+                self.overcommitted, self._skip = False, 1
             return
+        self._age += 1
         if self.overcommitted:
-            self._left = max(1, self._left - 1)  # what was let in before is being finished
+            self._left = max(1, self._left - 1)  # requests admitted before are being finished
         elif self._skip:
             self._skip -= 1
-        else:
+        elif self._probed is None:
             self._judged.append(took_ns)
             self._judge()
 
+    def _measured_alone(self, took_ns: int) -> None:
+        self._age = 0
+        if self._probed is None:
+            self._alone.append(took_ns)
+            return
+        self._probed.append(took_ns)
+        if len(self._probed) < PROBE:
+            return
+        probed, self._probed, self._recent = self._probed, None, min(MAX_RECENT, 2 * self._recent)
+        if abs(median(probed) - median(self._alone)) > 2 * (_error(probed) ** 2 + _error(self._alone) ** 2) ** 0.5:
+            self._alone.clear()  # the host is busier or less busy than before
+        self._alone.extend(probed)
+        self._judge()
+        if len(self._alone) == PROBE:
+            self._judged.clear()
+        self._skip = 1
+
     def _judge(self) -> None:
-        if len(self._judged) < FEW or len(self._alone) < FEW_ALONE:
+        num = len(self._judged)
+        if num < FEW or len(self._alone) < MIN_ALONE:
             return
         base = median(self._alone)
         cost = median(self._judged) / base - 1
         error = (_error(self._judged) ** 2 + _error(self._alone) ** 2) ** 0.5 / base
-        if cost - 2 * error > self.budget or (len(self._judged) >= MANY and cost > self.budget):
-            self._change(cost, max(CUT, AIM * self.budget / cost))
-        elif len(self._judged) >= MANY:
+        if cost - (1 if num >= MANY else 2) * error > self.budget or (num >= LONG and cost > self.budget):
+            if self._age > self._recent:
+                self._probed = []
+            else:
+                self._change(cost, max(CUT, AIM * self.budget / cost))
+        elif num >= MANY and cost <= self.budget:
             self._change(cost, RISE if cost < LOW * self.budget else 1.0)
 
     def _change(self, cost: float, factor: float) -> None:
         self.slowdown = cost
         self._judged.clear()
-        if factor < 1 and self.share <= LEAST:
+        if factor < 1 and self.share <= MIN_SHARE:
             self._stop(cost)
             return
-        before, self.share = self.share, min(1.0, max(LEAST, self.share * factor))
+        before, self.share = self.share, min(1.0, max(MIN_SHARE, self.share * factor))
         self._skip = int(self.share != before)
         if factor > 1 and self.share == 1.0:
             self._pause = PAUSE
@@ -130,20 +170,17 @@ class Promise:
     def _stop(self, cost: float) -> None:
         if not self.num_overcommitted:
             log.warning(
-                "the host is overcommitted: with prefill in %.0f %% of every wait, iterations are %.1f %% longer, and "
-                "%.1f %% were promised. New requests are refused for %d iterations. Use a host with more cores, or "
-                "raise --slowdown",
-                *(100 * LEAST, 100 * cost, 100 * self.budget, self._pause),
+                "the host is overcommitted: with prefill in %.0f %% of every wait, iterations are %.1f %% longer; the "
+                "limit is %.1f %%. New requests are refused for %d iterations. Use a host with more cores, or raise "
+                "--slowdown",
+                *(100 * MIN_SHARE, 100 * cost, 100 * self.budget, self._pause),
             )
         self.overcommitted, self.num_overcommitted = True, self.num_overcommitted + 1
         self._left, self._pause = self._pause, min(LONGEST_PAUSE, 2 * self._pause)
 
-    def _try_again(self) -> None:
-        self.overcommitted, self._skip = False, 1
-
 
 def _error(lengths_ns: Sequence[int]) -> float:
-    """Of their median: the standard error, from how far they lie from it; a few may lie close by chance."""
+    """The standard error of their median, from the median deviation; larger for few, which may agree by chance."""
     middle, num = median(lengths_ns), len(lengths_ns)
     spread = 1.48 * median(abs(length - middle) for length in lengths_ns)
     return float(1.25 * max(spread, NOISE * middle) * (1 + 3 / num) / num**0.5)

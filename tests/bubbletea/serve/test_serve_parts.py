@@ -137,6 +137,21 @@ def test_prefixes_are_kept_by_tenant_and_forgotten_from_their_ends() -> None:
     assert prefixes.used_bytes <= prefixes.budget_bytes
 
 
+def test_a_tenant_cannot_push_out_the_reserved_part_of_another() -> None:
+    slabs = [torch.zeros(2, 1, 4, 8)]
+    prefixes = Prefixes(8 * 2 * 4 * 8 * 4, {"a": 1.0, "b": 1.0}, block=4)
+    for number in range(20):
+        prefixes.add(prefixes.hashes([number] * 4, "a"), slabs, "a")
+    assert len(prefixes) == 8, "one tenant alone may use all of it"
+    quiet = [prefixes.hashes([number] * 4, "b") for number in range(2)]
+    for one in quiet:
+        prefixes.add(one, slabs, "b")
+    for number in range(20, 60):
+        prefixes.add(prefixes.hashes([number] * 4, "a"), slabs, "a")
+    assert [prefixes.longest(one, 4) for one in quiet] == [0, 4], "an eighth of the budget is reserved for each"
+    assert len(prefixes) == 8
+
+
 # ---- models ------------------------------------------------------------------------------------------------------
 def test_a_folder_of_weights_is_served_as_it_is(tmp_path: Path) -> None:
     source = Served(LLAMA, seed=5)
