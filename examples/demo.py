@@ -1,8 +1,9 @@
-"""`make demo`: three emulated datacenters 40 ms apart on this machine. A small GPT learns the shipped text on paced
-devices, over real sockets, with Varuna on one TCP connection, Varuna on many, and Atlas; then Atlas again while
-BubbleTea answers prompts in its bubbles. The same steps each time: the losses are the same to the bit.
+"""`make demo`: three emulated datacenters 40 ms apart on this machine.
 
-No root, no network. Durations are chosen so that it is over in three minutes on two cores. Writes out/demo/.
+A small GPT trains on the included text, on paced devices and over real sockets, with Varuna on one TCP connection,
+Varuna on many, and Atlas; then with Atlas again while BubbleTea answers prompts in its bubbles. The steps and the
+losses are the same each time, to the bit. Needs no root and no network; takes about three minutes on two cores. Writes
+out/demo/.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ MS = 1_000_000
 LAYOUT = Layout(2, 3, 8, ("east", "middle", "west"))
 FORWARD_NS, WAN_NS, LATENCY_NS = 30 * MS, 60 * MS, 40 * MS
 ONE_SLOWER = 17.06
-"""One connection moves a window a round trip: 293 Mbit/s at 40 ms, where many get 5 Gbit/s."""
+"""One connection moves one window per round trip: 293 Mbit/s at 40 ms, where many reach 5 Gbit/s."""
 STEPS, TEA_STEPS = 3, 12
 MAX_BUSY = 0.70
 TRAINING = TrainingSetup(
@@ -59,11 +60,11 @@ class Act:
     predicted: Timeline
     run: Emulation
     seconds: list[float]
-    """Of each step."""
+    """Time of each step."""
     used: list[float]
-    """Of each step: the share of all workers' time in which an accelerator computes."""
+    """Share of all workers' time in which an accelerator computes, for each step."""
     busy: float
-    """Of the host's cores."""
+    """Share of the host's cores in use."""
 
     @property
     def iteration_s(self) -> float:
@@ -76,7 +77,7 @@ class Act:
 
     @property
     def flag(self) -> str:
-        """Why its figures say little, or nothing."""
+        """Why its figures are unreliable, or empty."""
         if self.busy > MAX_BUSY:
             return f"the machine was {self.busy:.0%} busy"
         return f"the emulator was {self.run.late_s * 1e3:.0f} ms late" if self.run.late_s > WORST_LIMIT_S else ""
@@ -100,7 +101,7 @@ def program_of(name: str, apart: Costs) -> Program:
 
 
 def windowed(paths: NodePaths) -> NodePaths:
-    """The same paths for who opens one connection: a window a round trip is all that it carries."""
+    """The same paths for one connection, which carries one window per round trip."""
     return {
         pair: replace(
             path,
@@ -113,7 +114,7 @@ def windowed(paths: NodePaths) -> NodePaths:
 
 
 def host_ticks() -> tuple[int, int]:
-    """(all, idle) of the host's cores since boot; nothing where the kernel does not tell."""
+    """(all, idle) ticks of the host's cores since boot; zeros if /proc/stat is missing."""
     try:
         ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     except OSError:
@@ -122,7 +123,7 @@ def host_ticks() -> tuple[int, int]:
 
 
 def act(title: str, name: str, tcp: str, tea: Tea | None = None) -> Act:
-    """Simulated, then run."""
+    """Simulate, then run."""
     console.print(f"\n[bold]{title}[/bold]")
     apart = costs(slower=ONE_SLOWER if tcp == "one" else 1.0)
     program = program_of(name, apart)
@@ -159,7 +160,7 @@ def act(title: str, name: str, tcp: str, tea: Tea | None = None) -> Act:
 
 
 def table(acts: list[Act]) -> Table:
-    shown = Table(title="Emulated: the same training, to the bit", title_justify="left")
+    shown = Table(title="The same training under emulation; losses are compared bit by bit", title_justify="left")
     for heading in ("", "iteration", "speed-up", "busy", "predicted", "off by", "losses"):
         shown.add_column(heading, justify="left" if not heading else "right")
     for one in acts:
@@ -185,13 +186,13 @@ def with_tea(plain: Act, filled: Act, tea: Tea) -> str:
     )
     return (
         f"BubbleTea: utilization {plain.utilization:.0%} without, {filled.utilization:.0%} with (from step "
-        f"{ALONE_FIRST + 1} on); {first}; training {slower:+.1%} an iteration"
+        f"{ALONE_FIRST + 1} on); {first}; iteration time {slower:+.1%}"
     )
 
 
 def main() -> int:
     OUT.mkdir(parents=True, exist_ok=True)
-    console.print("Three datacenters 40 ms apart, emulated; two pipelines, a stage in each; 8 microbatches")
+    console.print("Three emulated datacenters, 40 ms apart; two pipelines, one stage per datacenter; 8 microbatches")
     acts = [
         act("Varuna, one TCP", "varuna", "one"),
         act("Varuna, many TCP", "varuna", "many"),
@@ -204,7 +205,7 @@ def main() -> int:
     console.print(with_tea(acts[2], acts[3], tea), soft_wrap=True)
     for one in acts:
         if one.flag:
-            console.print(f"* {one.flag}, so such times say little: try again on a quiet machine", soft_wrap=True)
+            console.print(f"Timings marked * are unreliable: {one.flag}. Run again on an idle machine", soft_wrap=True)
             break
     page = OUT / "prediction-over-measurement.html"
     write_page(page, [acts[2].predicted, acts[2].run.timeline], title="Atlas: prediction over measurement")
@@ -221,7 +222,7 @@ def guarded(run: Callable[[], int]) -> int:
         print(f"atlas: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped; nothing is left running", file=sys.stderr)
+        print("stopped; all processes have ended", file=sys.stderr)
         return 130
 
 

@@ -1,7 +1,7 @@
-"""The demo's last act: BubbleTea in the workers of a training run. A client asks over HTTP and prints what streams
-back; behind it, prompts that nobody waits for take the bubbles that are left.
+"""The last part of the demo: BubbleTea in the workers of a training run. A client sends prompts over HTTP and prints
+the streamed responses; background prompts use the remaining bubbles.
 
-The model it serves is tiny and random: its words mean nothing, that they come is the point.
+The model is tiny and random: its text has no meaning.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from bubbletea.serve.worker_windows import of_training
 
 PROMPTS = ("The sea was calm, and", "Of all the machines in the hall,", "Tell me what waits between two datacenters:")
 WAITING = 6
-"""Prompts in the background that are always waiting."""
+"""Background prompts that are always queued."""
 PIECE_NS = 10_000_000
 ARENA_BYTES = 64 << 20
 MODEL = DecoderConfig(
@@ -49,16 +49,16 @@ MODEL = DecoderConfig(
 
 @dataclass
 class Tea:
-    """What the client saw."""
+    """The client's measurements."""
 
     first_s: list[float] = field(default_factory=list)
-    """Of each prompt: seconds to the first token."""
+    """Seconds to the first token of each prompt."""
     speaking: threading.Lock = field(default_factory=threading.Lock)
-    """Held while an answer streams onto the screen; who else prints waits for its end."""
+    """Held while a response is printed; other output waits for it."""
 
 
 class _Asked:
-    """Connections on which something is asked."""
+    """Open requests."""
 
     def __init__(self) -> None:
         self._lock, self._over = threading.Lock(), False
@@ -83,7 +83,7 @@ class _Asked:
 
 
 class _Training(AbstractContextManager[object]):
-    """A run in a thread, whose workers know where the service is."""
+    """A run in a thread whose workers connect to the service."""
 
     def __init__(self, train: Callable[[], Emulation]) -> None:
         self.result: list[Emulation] = []
@@ -98,7 +98,7 @@ class _Training(AbstractContextManager[object]):
             self.error.append(error)
 
     def __exit__(self, *_: object) -> None:
-        pass  # when we are interrupted, its workers end with us
+        pass  # on an interrupt its workers end with this process
 
 
 def pour(
@@ -109,7 +109,7 @@ def pour(
     train: Callable[[EmulationSettings], Emulation],
     console: Console,
 ) -> Emulation:
-    """Trains with the service beside it, and asks it until training is over."""
+    """Train with the service beside it, and send prompts until training ends."""
     ground = of_training(
         simulate(repeated(program, 4), costs), ARENA_BYTES, LayerTime(PIECE_NS, 0.0, 0.0, 0.0), PIECE_NS
     )
@@ -134,7 +134,7 @@ def pour(
 
     asyncio.run(run(parts, Where(port=0, drain_s=5), workers, on_start))
     if runs[0].thread.is_alive():
-        raise KeyboardInterrupt  # the service was told to end before training did
+        raise KeyboardInterrupt  # the service was stopped before training ended
     if runs[0].error:
         raise runs[0].error[0]
     return runs[0].result[0]
@@ -145,14 +145,14 @@ def beside(work: Callable[..., None], *args: object) -> None:
 
 
 def _end(server: HttpServer, training: _Training, asked: _Asked) -> None:
-    """With its workers gone nobody answers what still waits, so it is taken back."""
+    """Cancel open requests: the workers that would answer them have ended."""
     training.thread.join()
     asked.take_back()
     server.drain()
 
 
 def _converse(server: HttpServer, parts: Parts, training: _Training, asked: _Asked, tea: Tea, console: Console) -> None:
-    """One prompt after the other, as a person would."""
+    """Send one prompt after another, like a user."""
     while training.thread.is_alive() and not parts.dispatcher.planner.num_lanes:
         time.sleep(0.1)
     for prompt in PROMPTS:
@@ -178,11 +178,11 @@ def _fill(server: HttpServer, training: _Training, asked: _Asked, number: int) -
 
 
 def _ask(server: HttpServer, asked: _Asked, wish: dict[str, object], first_s: list[float]) -> Iterator[str]:
-    """A completion as it streams; notes when its first token came."""
+    """Print a completion as it streams; records the time of its first token."""
     began, has_begun = time.monotonic(), False
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.connect()
-    sock = connection.sock  # it lets go of it when the answer ends
+    sock = connection.sock  # released when the response ends
     try:
         asked.begin(sock)
         body = json.dumps({"model": "tiny", "temperature": 0, "ignore_eos": True, "stream": True, **wish})

@@ -1,5 +1,5 @@
-"""One hypothesis profile for every test: no deadline (the first example may compile numba), the same examples on
-every run, so that a red test is red for everybody. `HYPOTHESIS_PROFILE=explore` draws new ones each time.
+"""One hypothesis profile for all tests: no deadline (the first example may compile numba) and the same examples on
+every run, so that a failing test fails for everyone. `HYPOTHESIS_PROFILE=explore` draws new examples.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""A worker's device as a model of a GPU's stream, on a clock of its own: what is begun waits its turn and takes as long
-as the model says, while the host goes on. The real guard, engine and filling run on it, in no time and the same on
-every machine.
+"""A model of a GPU's stream with its own clock: queued pieces run in order and take the modelled time, while the host
+continues. The real guard, engine and filling run on it, without waiting and with the same result on every machine.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from bubbletea.prefill.job import HEAD, PrefillPiece
 
 US, MS = 1_000, 1_000_000
 WAKE_NS = 60 * US
-"""By which a sleeping thread wakes up late."""
+"""How late a sleeping thread wakes up."""
 LAUNCH_NS = 500 * US
 """The host's time to put a piece into the queue."""
 
 
 class Clock:
-    """Stands for the module `time`, and for an event that nobody sets."""
+    """Replaces the module `time`, and an event that is never set."""
 
     def __init__(self) -> None:
         self.now_ns = 1_000 * MS
@@ -62,7 +61,7 @@ class Queued(NamedTuple):
 
 @dataclass
 class Stream:
-    """`piece_ns`: how long a piece keeps the device busy. As `SharedDevice` for a filling, and training's own."""
+    """The device of a filling (a `SharedDevice`) and of training. `piece_ns`: the time of a piece."""
 
     clock: Clock
     piece_ns: Callable[[PrefillPiece], int]
@@ -95,8 +94,8 @@ class Stream:
 
 
 def llama_on_h200(rng: random.Random, scale: int) -> Callable[[PrefillPiece], int]:
-    """A layer of a Llama-3-8B over 2048 tokens: about 1.8 ms, behind others a third more. `scale`: tokens that one
-    of ours stands for."""
+    """A layer of a Llama-3-8B over 2048 tokens: about 1.8 ms, a third more after earlier chunks. `scale`: real tokens
+    per token of the test."""
 
     def piece_ns(piece: PrefillPiece) -> int:
         spread = 1 + abs(rng.gauss(0, 0.02))

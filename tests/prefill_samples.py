@@ -1,4 +1,4 @@
-"""Small models and in-memory stages that the tests of prefill and service share."""
+"""Small models and in-memory stages for the tests of prefill and service."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ FAMILIES = {"llama": LLAMA, "qwen3": QWEN, "gpt2": GPT}
 
 @dataclass
 class Collector:
-    """An outlet that puts the pieces together, as the service does."""
+    """An outlet that assembles the pieces, like the service."""
 
     served: Served
     length: int
     slabs: dict[int, Tensor] = field(default_factory=dict)
     logits_V: Tensor | None = None  # noqa: N815
     spans: list[tuple[int, int, int]] = field(default_factory=list)
-    """(layer, first, last) as they came."""
+    """(layer, first, last) in order of arrival."""
     ran_pieces: int = 0
     finished: int = 0
     failures: list[str] = field(default_factory=list)
@@ -86,7 +86,7 @@ def offer_everywhere(stages: Sequence[PrefillEngine], tokens: Sequence[int], chu
 
 
 def step(engine: PrefillEngine, fits: Callable[[PrefillPiece], bool] = lambda piece: True) -> bool:
-    """Runs one piece; whether there was one."""
+    """Run one piece; False if there was none."""
     device = device_at(str(engine.shard.arena.device))
     flight = engine.step(lambda work, piece: device.begin(work, 0, 0), fits)
     if flight is not None:
@@ -100,8 +100,8 @@ def run_all(
     may_run: Callable[[int], bool] = lambda stage: True,
     fits: Callable[[PrefillPiece], bool] = lambda piece: True,
 ) -> None:
-    """Steps the stages until no one has a task; `may_run` is asked before every step, as a bubble would be, and `fits`
-    of every piece or part of one."""
+    """Step the stages until no stage has a task. `may_run` is called before every step, `fits` for every piece or part
+    of one."""
     for _ in range(100_000):
         if not any(stage.num_tasks for stage in stages):
             return
@@ -119,7 +119,7 @@ def greedy_alone(decoder: Decoder, tokens: Sequence[int], num_tokens: int) -> li
 
 
 def greedy_after(collector: Collector, decoder: Decoder, num_tokens: int) -> list[int]:
-    """Decodes from what was handed over."""
+    """Decode from the handed-over keys and values."""
     assert collector.logits_V is not None
     cache = {i: KvSlab(kv[0][None], kv[1][None], collector.length) for i, kv in collector.slabs.items()}
     found = [int(collector.logits_V.argmax())]

@@ -1,4 +1,4 @@
-"""Processes of a run for tests: who is below whom, who lives, and waiting until all are gone. Reads /proc."""
+"""The process tree of a run: descendants, which of them are alive, and waiting for their end. Reads /proc."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 GONE_S = 20.0
-"""docs/operating.md promises 2 s on a host with a core to spare; a busy one takes longer."""
+"""docs/operating.md says 2 s on a host with a free core; a busy one takes longer."""
 
 
 def _state(pid: int | str) -> tuple[str, int] | None:
@@ -25,7 +25,7 @@ def is_alive(pid: int) -> bool:
 
 
 def below(*parents: int) -> list[int]:
-    """The living processes that these have started, and theirs, however deep."""
+    """All living descendants of these processes."""
     above: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (found := _state(entry.name)) is not None and found[0] != "Z":
@@ -43,7 +43,7 @@ def command_of(pid: int) -> str:
 
 
 def require_gone(pids: Iterable[int], within_s: float = GONE_S) -> float:
-    """Waits until none of them lives; how long that took."""
+    """Wait until all of them have ended; the seconds it took."""
     began, pids = time.monotonic(), list(pids)
     while left := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < began + within_s, f"left running: {[(pid, command_of(pid)) for pid in left]}"

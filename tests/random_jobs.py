@@ -1,6 +1,6 @@
-"""Random small Programs and Costs for property tests: anything the checker must accept, priced by anything.
+"""Random small Programs and Costs for property tests: any Program that the checker must accept, with any prices.
 
-An order is made by doing, again and again, any op that could be done now: so it can be run, whatever it is.
+An order is made by repeatedly running any op that is ready, so every order can be executed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def programs(draw: st.DrawFn, max_iterations: int = 3) -> Program:
 
 
 def dependencies(layout: Layout, rng: random.Random, *, split: float, recompute: bool) -> dict[Node, list[Node]]:
-    """Every op of one iteration, and what must come before it wherever that is done."""
+    """Every op of one iteration, and the ops that must come before it on any worker."""
     needs: dict[Node, list[Node]] = {}
     for c in range(layout.num_pipelines):
         gradient: dict[tuple[int, int], Node] = {}
@@ -60,7 +60,7 @@ def dependencies(layout: Layout, rng: random.Random, *, split: float, recompute:
                 after = [forward]
                 if recompute and rng.random() < 0.7:
                     again = (c, Op(Kind.R, s, m))
-                    # A recompute may wait for its gradient (`recompute_on_arrival`): an order with both must do.
+                    # A recompute may wait for its gradient (`recompute_on_arrival`): support both.
                     needs[again] = [forward, *([gradient[s + 1, m]] if (s + 1, m) in gradient else [])]
                     after = [again]
                 whole = rng.random() >= split
@@ -75,7 +75,7 @@ def dependencies(layout: Layout, rng: random.Random, *, split: float, recompute:
 
 
 def any_order(layout: Layout, needs: dict[Node, list[Node]], rng: random.Random) -> list[list[Op]]:
-    """One list of ops per worker, read off one random order of everything."""
+    """One list of ops per worker, from one random order of all ops."""
     orders: list[list[Op]] = [[] for _ in range(layout.num_pipelines * layout.num_ranks)]
     users: dict[Node, list[Node]] = {node: [] for node in needs}
     waits = {node: len(sources) for node, sources in needs.items()}
@@ -105,7 +105,7 @@ def costs_for(
     max_servers: int = 4,
     longest_ns: tuple[int, ...] = (1, 4, 1000, 10**9),
 ) -> Costs:
-    """Random durations, zeros and ties among them, and channels dealt to links of the given policies.
+    """Random durations, including zeros and ties, and channels assigned to links of the given policies.
 
     A PRIVATE link has one channel; the others may be shared by any channels, of either direction.
     """
@@ -160,7 +160,7 @@ def _trace(rng: np.random.Generator, longest: int) -> Trace:
 
 
 def with_orders(program: Program, orders: list[list[Op]]) -> Program:
-    """The same Program with other ops, or the same in another order."""
+    """The same Program with other ops or another order."""
     layout = Layout(
         program.num_pipelines, program.num_stages, program.num_microbatches, program.rank_dc, program.stage_rank
     )

@@ -1,4 +1,4 @@
-"""A whole service in a thread, with worker processes that train nothing, for tests."""
+"""A whole service in a thread, with worker processes that do not train, for tests."""
 
 from __future__ import annotations
 

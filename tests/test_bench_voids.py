@@ -1,4 +1,4 @@
-"""What a bench could not measure counts for nothing, and what an earlier call has left does not count either."""
+"""A void run, and results of an earlier call, do not count in a bench."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_speed_up_over_a_void_run_is_void_and_the_others_count(capsys: pytest.
     assert testbed.report([ours, row("gpipe", "many", 1.1)]) == MISSED
 
 
-def test_where_ours_is_void_no_speed_up_is_claimed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_speed_up_is_reported_if_our_run_is_void(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row("atlas", "turns", 3.0, LATE), row("gpipe", "many", 0.5)]
     assert testbed.report(rows) == OK, "the prediction of gpipe was measured"
     assert '"name": "12 workers: Atlas over gpipe, many", "skipped"' in capsys.readouterr().out
@@ -55,7 +55,7 @@ def test_runs_of_an_earlier_call_do_not_count(tmp_path: Path, monkeypatch: pytes
     assert not list(tmp_path.glob("*.html"))
 
 
-def test_a_run_that_no_event_struck_is_void_and_one_that_failed_is_a_failure() -> None:
+def test_a_run_without_its_fault_is_void_and_a_failed_run_is_a_failure() -> None:
     struck = {"event": "cut", "same": True, "starts": 1}
     missed = {"event": "kill", "same": None, "starts": 1}
     assert faults.told([missed]) == NOT_MEASURED
@@ -63,7 +63,7 @@ def test_a_run_that_no_event_struck_is_void_and_one_that_failed_is_a_failure() -
     assert faults.told([struck, {**struck, "same": False}]) == MISSED
 
 
-def test_where_others_used_the_host_no_speed_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_speed_is_reported_if_others_used_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     others = iter([0.0, 0.9, 0.9, 0.9, 0.0, 0.0, 0.0])
     monkeypatch.setattr(torch_pipelining, "one_round", lambda size, **_: torch_pipelining.Round(1, 1, 0, next(others)))
     void, counted = Report("void", ""), Report("counted", "")
@@ -73,8 +73,8 @@ def test_where_others_used_the_host_no_speed_is_claimed(monkeypatch: pytest.Monk
     assert [row["ok"] for row in counted.rows if row["name"] == "small: our speed over torch's"] == [True]
 
 
-def test_no_round_begins_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_round_starts_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_pipelining, "one_round", lambda size, **_: torch_pipelining.Round(1, 1, 0, 0.9))
     late = Report("late", "")
     torch_pipelining.measure("small", 2, 10**6, late, limit_s=0.0)
-    assert [row["ok"] for row in late.rows] == [True, None], "the losses of the first round agree; no speed is claimed"
+    assert [row["ok"] for row in late.rows] == [True, None], "the losses of the first round agree; no speed is reported"

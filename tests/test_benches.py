@@ -1,4 +1,4 @@
-"""The benches as a set: each script is run by `make bench`, and each claim names a script that exists."""
+"""`make bench` runs every script, and each claim names a script that exists."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_claim_without_a_line_is_found() -> None:
     assert without_line(claims[:1], [Outcome(claims[0].bench, OK, 1.0, [line])]) == []
 
 
-def test_exit_status_tells_held_missed_and_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_status_is_ok_missed_or_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
     held, missed, void = (Report("title", "nothing") for _ in range(3))
     held.figure("a", 1.0, "s", at_most=2.0)
     missed.figure("a", 3.0, "s", at_most=2.0)

@@ -1,4 +1,4 @@
-"""What `make demo` shows is what it says it is; the whole of it runs among the slow tests."""
+"""The parts of `make demo`; the whole demo is a slow test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 demo = pytest.importorskip("demo")
 
 
-def test_one_connection_gets_its_window_a_round_trip_of_the_same_path() -> None:
+def test_one_connection_carries_one_window_per_round_trip() -> None:
     slow, fast = (demo.costs(slower=slower) for slower in (demo.ONE_SLOWER, 1.0))
     program = demo.program_of("varuna", slow)
     one = demo.windowed(demo.paths_of(program, slow, 1 << 16))
@@ -59,7 +59,7 @@ def children(pid: int) -> set[int]:
 
 
 @pytest.mark.slow
-def test_the_whole_demo_learns_the_same_four_times(tmp_path: Path) -> None:
+def test_all_four_trainings_of_the_demo_have_equal_losses(tmp_path: Path) -> None:
     process = start(tmp_path)
     told, _ = process.communicate(timeout=600)
     assert process.returncode == 0, told

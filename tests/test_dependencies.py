@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OURS = {path.name for path in (ROOT / "src").iterdir()} | {"bench"}
 ELSEWHERE = {"vllm", "guidellm", "skyrl_gym", "verl"}
-"""Packages with an environment of their own: the code that imports them runs there (docs/vllm.md, docs/tvcache.md)."""
+"""Packages in separate environments, where the code that imports them runs (docs/vllm.md, docs/tvcache.md)."""
 DISTRIBUTION = {"yaml": "pyyaml", "resvg_py": "resvg-py", "prometheus_client": "prometheus-client"}
 
 
@@ -25,7 +25,7 @@ def _name(requirement: str) -> str:
 
 
 def declared(*extras: str) -> set[str]:
-    """Distributions that the core and these extras ask for by name."""
+    """Distributions that the core and these extras require."""
     asked = list(PROJECT["dependencies"])
     for extra in extras:
         asked += PROJECT["optional-dependencies"][extra]
@@ -34,13 +34,13 @@ def declared(*extras: str) -> set[str]:
 
 @cache
 def _local(folder: str) -> set[str]:
-    """Modules that lie in a tree of scripts and are imported by their bare name."""
+    """Modules in a folder of scripts that are imported by their bare name."""
     paths = list((ROOT / folder).rglob("*.py"))
     return {path.stem for path in paths} | {path.parent.name for path in paths}
 
 
 def third_party(folder: str) -> dict[str, str]:
-    """Top-level packages that files below a folder import, each with one file that does."""
+    """Top-level packages that the files of a folder import, each with one example file."""
     found: dict[str, str] = {}
     local = set() if folder == "src" else _local("tests") | _local("bench")
     for path in sorted((ROOT / folder).rglob("*.py")):
@@ -75,7 +75,7 @@ def test_every_import_is_declared(folder: str, extras: tuple[str, ...]) -> None:
     assert not missing
 
 
-def test_users_get_a_range_of_torch_and_make_gets_one_version() -> None:
+def test_the_extra_allows_a_range_of_torch_and_make_pins_one() -> None:
     (torch,) = (r for r in PROJECT["optional-dependencies"]["runtime"] if _name(r) == "torch")
     assert "==" not in torch
     assert re.search(r"^torch==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)

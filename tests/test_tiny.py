@@ -1,4 +1,4 @@
-"""The whole story, end to end: write a Program, read it, simulate it, execute it, lay one over the other."""
+"""End to end: write a Program, parse it, simulate it, execute it, and compare the two Timelines."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def test_one_program_is_read_simulated_and_executed() -> None:
     assert "p0-p1.s0 @us-east: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0" in text
     assert to_text(from_text(text)) == text
 
-    # The simulator takes it, here three iterations of it, and returns a Timeline.
+    # The simulator runs three iterations of it and returns a Timeline.
     whole = repeated(program, NUM_STEPS)
     predicted = simulate(whole, costs)
     assert predicted.source == "simulated"
 
-    # Worker processes take the same Program, over real sockets and an emulated WAN, and return a Timeline.
+    # Worker processes execute the same Program over real sockets and an emulated WAN, and return a Timeline.
     training = stand_in()
     losses, weights = train_alone(training, program.num_pipelines, program.num_microbatches, NUM_STEPS)
     for _ in range(ATTEMPTS):
         run = emulate(program, costs, training, EmulationSettings(NUM_STEPS))
         assert run.timeline.source == "emulated"
 
-        # What ran learnt what a single process learns ...
+        # The losses and weights are those of a single process ...
         result = compare(predicted, run, losses, weights)
         assert result.learns_the_same, result
         assert run.losses[-1] < run.losses[0]
 
-        # ... every op lasted what it costs, none began before it could ...
+        # ... every op took at least its cost and started after its input arrived ...
         measured = run.timeline
         assert measured.op_end_ns.shape == predicted.op_end_ns.shape
         costs_ns = costs.compute_ns[whole.op_worker // whole.num_ranks, whole.stage, whole.kind]
@@ -47,7 +47,7 @@ def test_one_program_is_read_simulated_and_executed() -> None:
         wire_ns = np.repeat((costs.work_ns + costs.latency_ns).ravel(), whole.num_slots)
         assert (measured.transfer_arrive_ns - measured.transfer_ready_ns >= 0.9 * wire_ns).all()
 
-        # ... and it took as long as predicted, give or take a busy machine.
+        # ... and the iteration took as long as predicted (repeated if the machine is busy).
         if result.is_predicted:
             return
     raise AssertionError(f"the prediction was off {ATTEMPTS} times: {result}")
