@@ -24,8 +24,8 @@ FEW = 8
 """Up to this number of datacenters, every link and every number is drawn."""
 
 Floats = NDArray[np.float64]
-LOADS = ((0.1, "#56b4e9", "under 10 %"), (0.5, "#009e73", "under half"), (0.85, "#e69f00", "under 85 %"))
-FULL = ("#d55e00", "fuller")
+LOADS = ((0.1, "#56b4e9", "under 10 %"), (0.5, "#009e73", "under 50 %"), (0.85, "#e69f00", "under 85 %"))
+FULL = ("#d55e00", "85 % or more")
 GROUPS = ("#0072b2", "#cc79a7", "#8c6d1f", "#009e73", "#d55e00", "#56b4e9")
 """Colours of groups of pipelines."""
 
@@ -182,8 +182,8 @@ def _legend(bottom: float) -> str:
         for k, (color, text) in enumerate(parts)
     )
     ring = (
-        f'<text class="key" x="{WIDTH - 12}" y="{bottom - 10:.0f}" text-anchor="end">'
-        "number: GPUs in use; ring: share, one colour a group; dashed: gradients between groups</text>"
+        f'<text class="key" x="{WIDTH - 12}" y="{bottom - 32:.0f}" text-anchor="end">'
+        "number: GPUs in use · ring: their share, one colour per group · dashed: gradients between groups</text>"
     )
     return f'<text class="key" x="12" y="{bottom - 32:.0f}">load of a link, busier direction</text>{items}{ring}'
 
