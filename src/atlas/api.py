@@ -20,7 +20,7 @@ from atlas.cost.compute import pricing
 from atlas.cost.price import Tcp
 from atlas.evaluate.job import Progress, default_choices, evaluate_all, find_schedule
 from atlas.evaluate.result import Result, rows
-from atlas.ir.replace import replacing
+from atlas.ir.replace import write_whole
 from atlas.planner import report
 from atlas.planner.change import Sweep, parse_sweep
 from atlas.planner.files import candidate_of, plan_of
@@ -187,8 +187,7 @@ class PlanSearch:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the Plan file (YAML)."""
-        with replacing(path) as file:
-            file.write(plan_text(self.plan).encode())
+        write_whole(path, plan_text(self.plan).encode())
 
     def page(self) -> str:
         """The map and the tables as one HTML page without scripts."""

@@ -11,8 +11,8 @@ import pytest
 from view_samples import job
 
 from atlas.errors import AtlasError
-from atlas.ir.bubbles import bubbles
 from atlas.ir.ops import Kind
+from atlas.view import perfetto
 from atlas.view.perfetto import trace_bytes, write_trace
 
 
@@ -53,7 +53,7 @@ def test_workers_are_grouped_by_datacenter_and_links_are_tracks() -> None:
 def test_spans_of_one_track_never_overlap(trunk_pairs: float | None) -> None:
     timeline = job(4, sharing=trunk_pairs is None, trunk_pairs=trunk_pairs)
     by_track: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for e in json.loads(trace_bytes(timeline, waits=False))["traceEvents"]:
+    for e in json.loads(trace_bytes(timeline))["traceEvents"]:
         if e["ph"] == "X":
             by_track.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
     for found in by_track.values():
@@ -61,15 +61,13 @@ def test_spans_of_one_track_never_overlap(trunk_pairs: float | None) -> None:
         assert all(b[0] >= a[1] - 1e-6 for a, b in pairwise(found))
 
 
-def test_waits_and_arrows_are_added_on_request() -> None:
+def test_arrows_join_sender_and_receiver_where_there_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = job()
-    plain = json.loads(trace_bytes(timeline, arrows=False))["traceEvents"]
-    assert not [e for e in plain if e["ph"] in "sf"]
-    assert not [e for e in plain if e.get("cat") == "bubble"]
-    full = json.loads(trace_bytes(timeline, waits=True, arrows=True))["traceEvents"]
-    assert len([e for e in full if e.get("cat") == "bubble"]) == len(bubbles(timeline))
     crossing = int(timeline.program.transfer_crosses.sum())
+    full = json.loads(trace_bytes(timeline))["traceEvents"]
     assert [len([e for e in full if e["ph"] == ph]) for ph in "sf"] == [crossing, crossing]
+    monkeypatch.setattr(perfetto, "MAX_ARROWS", crossing - 1)
+    assert not [e for e in json.loads(trace_bytes(timeline))["traceEvents"] if e["ph"] in "sf"]
 
 
 def test_clocks_that_disagree_leave_a_trace_that_can_be_read() -> None:

@@ -9,12 +9,12 @@ import pytest
 from view_samples import job
 
 from atlas.errors import AtlasError, MissingExtraError
-from atlas.view.svg import svg_text, write_png, write_svg
+from atlas.view.svg import Figure, svg_text
 
 
 def test_the_figure_is_valid_xml_whatever_the_names(tmp_path: Path) -> None:
     odd = job(name="\x1b[31m \x01 \ud800")  # out of a stranger's file
-    write_svg(tmp_path / "a.svg", [job(name='<b>"x"&'), job(sharing=True, name="turns"), odd], title="a < b & c")
+    Figure(job(name='<b>"x"&'), job(sharing=True, name="turns"), odd, title="a < b & c").save(tmp_path / "a.svg")
     root = ET.parse(tmp_path / "a.svg").getroot()
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "a < b & c" in texts
@@ -48,12 +48,12 @@ def test_a_run_that_takes_no_time_is_drawn_all_the_same() -> None:
 
 def test_png_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("resvg_py")
-    write_png(tmp_path / "a.png", [job(1, 2, 2, 2)])
+    Figure(job(1, 2, 2, 2)).save(tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_resvg_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "resvg_py", None)
     with pytest.raises(MissingExtraError, match=r"\[png\]"):
-        write_png(tmp_path / "a.png", [job(1, 2, 2, 2)])
+        Figure(job(1, 2, 2, 2)).save(tmp_path / "a.png")
     assert not list(tmp_path.iterdir())

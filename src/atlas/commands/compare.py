@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
+from atlas.api import simulate
 from atlas.commands.view import Outputs, picture_flags
-from atlas.console import Meter, as_json, job_flags, say, search_flags, show
+from atlas.console import Meter, as_json, job_flags, search_flags, show
 from atlas.errors import AtlasError
-from atlas.evaluate.job import Progress, evaluate
+from atlas.evaluate.job import Progress
 from atlas.ir.analysis import summary
 from atlas.ir.difference import difference
 from atlas.ir.store import load_timeline
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(as_json({"a": summary(a), "b": summary(b), "difference": found.as_dict()}))
     else:
         show(side_by_side(summary(a), summary(b)), "", compare_table(found))
-    _write(outputs, [a, b], inputs)
+    outputs.write([a, b], [a, b], f"{a.program.name} and {b.program.name}", [], inputs)
     return 0
 
 
@@ -64,15 +65,8 @@ def _source(text: str, args: argparse.Namespace) -> tuple[Callable[[Progress], T
         return (lambda progress: load_timeline(text)), (text,)
     loaded, _ = load_job_or_plan(job, args.set)
 
-    def simulate(progress: Progress) -> Timeline:
-        found = evaluate(loaded, schedule, tcp=args.tcp, budget=args.tries, seed=args.seed, progress=progress)
-        return found.timeline
+    def simulated(progress: Progress) -> Timeline:
+        options = {"tcp": args.tcp, "tries": args.tries, "seed": args.seed, "progress": progress}
+        return simulate(loaded, schedule, **options).best.timeline
 
-    return simulate, loaded.files
-
-
-def _write(outputs: Outputs, timelines: Sequence[Timeline], inputs: Sequence[str]) -> None:
-    names = [timeline.program.name for timeline in timelines]
-    outputs.write(timelines, timelines, " and ".join(names), [], inputs)
-    for path in outputs.written(timelines):
-        say(f"wrote {path}")
+    return simulated, loaded.files

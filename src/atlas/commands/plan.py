@@ -18,14 +18,14 @@ from atlas.console import Meter, as_json, job_flags, require_apart, require_draw
 from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.cost.compute import pricing
 from atlas.errors import SpecError
-from atlas.ir.replace import replacing
+from atlas.ir.replace import write_whole
 from atlas.planner.objective import OBJECTIVES, amount
-from atlas.planner.report import compared, front, has_prices, rows, scene, verdict
+from atlas.planner.report import compared, front, has_prices, rows, verdict
 from atlas.planner.run import Planned
 from atlas.planner.space import KEEPABLE
 from atlas.planner.strategies import STRATEGIES
 from atlas.spec.plan import load_job_or_plan
-from atlas.view.chart import write_front
+from atlas.view.chart import front_svg, write_chart
 from atlas.view.table import plain_table, seconds
 
 SHOWN = 8
@@ -217,10 +217,9 @@ def _write(args: argparse.Namespace, search: PlanSearch) -> None:
         search.save(args.out)
         say(f"wrote {args.out}")
     if args.page is not None:
-        with replacing(args.page) as file:
-            file.write(search.page().encode())
+        write_whole(args.page, search.page().encode())
         say(f"wrote {args.page}")
     if args.pareto is not None:
-        found = scene(search.found)
-        write_front(args.pareto, found["rows"], found["front"], title=f"{search.found.job.name}: time and cost")
+        title = f"{search.found.job.name}: time and cost"
+        write_chart(args.pareto, front_svg(search.table(), search.as_dict()["pareto"], title=title), title)
         say(f"wrote {args.pareto}")

@@ -34,7 +34,7 @@ from atlas.console import (
 from atlas.cost.flops import model_params
 from atlas.evaluate.job import find_schedule
 from atlas.evaluate.result import Result
-from atlas.ir.replace import replacing
+from atlas.ir.replace import write_whole
 from atlas.schedules import SCHEDULES
 from atlas.spec.plan import load_job_or_plan
 from atlas.view import results_table
@@ -107,9 +107,11 @@ def run(args: argparse.Namespace) -> int:
         _show(simulation, found)
     if args.out is not None:
         make_folder(args.out)
-        with replacing(args.out / RESULTS) as file:
-            file.write(as_json(found).encode())
-    _write(outputs, simulation, job.files)
+        write_whole(args.out / RESULTS, as_json(found).encode())
+    drawn = [result.timeline for result in simulation.drawn]
+    outputs.write(
+        [result.timeline for result in simulation.results], drawn, job.name, page_notes(simulation), job.files
+    )
     return 0
 
 
@@ -132,15 +134,6 @@ def _in_folder(folder: Path, outputs: Outputs) -> Outputs:
         svg=outputs.svg or folder / "figure.svg",
         save=outputs.save or folder / "run.timeline",
     )
-
-
-def _write(outputs: Outputs, simulation: Simulation, inputs: Sequence[str]) -> None:
-    results, drawn = simulation.results, simulation.drawn
-    timelines = [result.timeline for result in results]
-    title = results[0].case.job.name
-    outputs.write(timelines, [result.timeline for result in drawn], title, page_notes(results, drawn), inputs)
-    for path in outputs.written(timelines):
-        say(f"wrote {path}")
 
 
 # ---- the words around the table ------------------------------------------------------------------------------
@@ -197,12 +190,13 @@ def priced(pricing: str, runtime: str) -> str:
     return f"Compute: {pricing}.{other}"
 
 
-def page_notes(results: Sequence[Result], drawn: Sequence[Result]) -> list[str]:
+def page_notes(simulation: Simulation) -> list[str]:
     """The notes under the title of a page, which has a table of its own."""
-    left = [result.row() for result in results if result not in drawn]
+    drawn = simulation.drawn
+    left = [result.row() for result in simulation.results if result not in drawn]
     times = ", ".join(f"{row['schedule']} {seconds(row['iteration_s'])}" for row in left)
     beside = [f"Not drawn, on one TCP connection: {times}."] if left else []
-    return [f"{setup(results[0])}.", *beside, *_too_big([result.row() for result in drawn])]
+    return [f"{setup(drawn[0])}.", *beside, *_too_big([result.row() for result in drawn])]
 
 
 def _too_big(found: Sequence[Row]) -> list[str]:

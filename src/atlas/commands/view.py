@@ -16,9 +16,10 @@ from typing import Any
 from atlas.console import require_apart, require_writable, say, show
 from atlas.errors import MissingExtraError, SpecError
 from atlas.ir.analysis import summary
+from atlas.ir.replace import write_whole
 from atlas.ir.store import load_timeline, save_timeline
 from atlas.ir.timeline import Timeline
-from atlas.view import results_table, write_page, write_png, write_svg, write_trace
+from atlas.view import Figure, results_table, write_page, write_trace
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +40,6 @@ def run(args: argparse.Namespace) -> int:
     sources = ", ".join(dict.fromkeys(timeline.source for timeline in timelines))
     show(results_table([_row(timeline) for timeline in timelines], title=title, source=f"Times are {sources}."))
     outputs.write(timelines, timelines, title, [f"Times are {sources}."], args.files)
-    for path in outputs.written(timelines):
-        say(f"wrote {path}")
     return 0
 
 
@@ -105,14 +104,18 @@ class Outputs:
         require_apart({str(path): path for path in self.written(timelines)}, inputs)
         if self.page is not None:
             write_page(self.page, drawn, title=title, notes=notes)
-        if self.svg is not None:
-            write_svg(self.svg, drawn, title=title)
-        if self.png is not None:
-            write_png(self.png, drawn, title=title)
+        if self.svg is not None or self.png is not None:
+            figure = Figure(*drawn, title=title)
+            if self.svg is not None:
+                write_whole(self.svg, figure.svg.encode())
+            if self.png is not None:
+                write_whole(self.png, figure.png())
         for path, timeline in zip(each(self.trace, timelines), timelines, strict=False):
             write_trace(path, timeline)
         for path, timeline in zip(each(self.save, timelines), timelines, strict=False):
             save_timeline(path, timeline)
+        for path in self.written(timelines):
+            say(f"wrote {path}")
 
     def written(self, timelines: Sequence[Timeline]) -> list[Path]:
         """The files that `write` writes."""

@@ -35,6 +35,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
                 temporary.unlink(missing_ok=True)
 
 
+def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write the file whole or not at all."""
+    with replacing(path) as file:
+        file.write(data)
+
+
 def _is_special(path: Path) -> bool:
     """Whether there is something of this name that is no plain file."""
     try:

@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from atlas.errors import AtlasError
-from atlas.ir.replace import replacing
+from atlas.ir.replace import write_whole
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 860, 460, 70, 54, 52
 FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
@@ -55,8 +55,7 @@ def write_chart(path: str | os.PathLike[str], chart: str, title: str, *, as_page
     if as_page:
         style = f"{theme()}body {{ max-width: {WIDTH + 40}px; }}"
         chart = page_text(title, style, f'<div class="wide">{chart}</div>')
-    with replacing(path) as file:
-        file.write(chart.encode())
+    write_whole(path, chart.encode())
 
 
 def theme() -> str:
@@ -157,20 +156,10 @@ def text(
 
 # ---- lines -----------------------------------------------------------------------------------------------------
 def write_curves(
-    path: str | os.PathLike[str],
-    series: Mapping[str, Points],
-    x_label: str,
-    y_label: str,
-    title: str,
-    *,
-    log_x: bool = False,
-    log_y: bool = False,
-    note: str = "",
-    as_page: bool | None = None,
+    path: str | os.PathLike[str], series: Mapping[str, Points], x_label: str, y_label: str, title: str, **scales: bool
 ) -> None:
-    """Write the chart as a page if the name ends in .html, else as SVG; `as_page` overrides this."""
-    chart = curves_svg(series, x_label, y_label, title, log_x=log_x, log_y=log_y, note=note)
-    write_chart(path, chart, title, as_page=as_page)
+    """Write a line chart; `scales` are `log_x` and `log_y`."""
+    write_chart(path, curves_svg(series, x_label, y_label, title, **scales), title)
 
 
 def curves_svg(
@@ -181,7 +170,6 @@ def curves_svg(
     *,
     log_x: bool = False,
     log_y: bool = False,
-    note: str = "",
 ) -> str:
     """The chart as text. Points that are not finite, or not positive on a log axis, leave a gap."""
     lines = {name: [_shown(p, log_x, log_y) for p in points] for name, points in series.items()}
@@ -194,7 +182,7 @@ def curves_svg(
     body = frame(x, y, x_label, y_label)
     for k, points in enumerate(lines.values()):
         body += _line(points, x, y, SERIES[k % len(SERIES)], MARKERS[k // len(SERIES) % len(MARKERS)])
-    return chart_svg(title, note, body + _names(lines, x, y, right))
+    return chart_svg(title, "", body + _names(lines, x, y, right))
 
 
 def _shown(point: tuple[float, float], log_x: bool, log_y: bool) -> tuple[float, float] | None:
@@ -237,11 +225,6 @@ def _names(lines: Mapping[str, Sequence[tuple[float, float] | None]], x: Axis, y
 
 
 # ---- time and cost ---------------------------------------------------------------------------------------------
-def write_front(path: str | os.PathLike[str], rows: Sequence[Row], front: Sequence[Row], *, title: str) -> None:
-    """Write time against cost, as a page if the name ends in .html, else as SVG."""
-    write_chart(path, front_svg(rows, front, title=title), title)
-
-
 def front_svg(rows: Sequence[Row], front: Sequence[Row], *, title: str) -> str:
     """One dot for each plan, and the Pareto front as a stepped line."""
     points = [(float(row["iteration_s"]), float(row["usd_per_iteration"])) for row in rows]

@@ -24,7 +24,7 @@ from atlas.ir.analysis import summary
 from atlas.ir.bubbles import bubbles
 from atlas.ir.critical_path import critical_path
 from atlas.ir.ops import COLLECTIVES, Kind
-from atlas.ir.replace import replacing
+from atlas.ir.replace import write_whole
 from atlas.ir.timeline import Timeline
 from atlas.view.tracks import SEND, STYLES, WAIT, RowGroup, groups
 
@@ -41,8 +41,7 @@ def write_page(
 ) -> None:
     """Write one page that shows `timelines` above each other; `notes` are sentences put under the title."""
     page = page_html(timelines, title=title, notes=notes)
-    with replacing(path) as file:
-        file.write(page.encode(errors="replace"))  # a name from a file may have a single surrogate
+    write_whole(path, page.encode(errors="replace"))  # a name from a file may have a single surrogate
 
 
 def page_html(timelines: Sequence[Timeline], *, title: str = "Atlas timeline", notes: str | Sequence[str] = ()) -> str:

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.ir.bubbles import Cause, bubbles
 from atlas.ir.ops import Kind
 from atlas.ir.program import FORWARD
-from atlas.ir.replace import replacing
+from atlas.ir.replace import write_whole
 from atlas.ir.timeline import Timeline
 from atlas.view.tracks import RowGroup, groups
 
@@ -28,32 +27,22 @@ Chars = NDArray[np.uint8]
 """[span, column]; zero bytes are padding, dropped at the end."""
 
 MAX_ARROWS = 20_000
-"""With more transfers than this, arrows between workers are drawn only on request."""
+"""With more WAN transfers than this, no arrows are drawn."""
 
 
-def write_trace(
-    path: str | os.PathLike[str], timeline: Timeline, *, waits: bool = False, arrows: bool | None = None
-) -> None:
-    """Write the trace; a name that ends in .gz is compressed.
-
-    `waits` adds each bubble as a span named after its cause; `arrows` joins sender and receiver over the WAN.
-    """
-    body = trace_bytes(timeline, waits=waits, arrows=arrows)
-    with replacing(path) as file:
-        if os.fspath(path).endswith(".gz"):
-            body = gzip.compress(body, compresslevel=1, mtime=0)
-        file.write(body)
+def write_trace(path: str | os.PathLike[str], timeline: Timeline) -> None:
+    """Write the trace; a name that ends in .gz is compressed."""
+    body = trace_bytes(timeline)
+    write_whole(path, gzip.compress(body, compresslevel=1, mtime=0) if os.fspath(path).endswith(".gz") else body)
 
 
-def trace_bytes(timeline: Timeline, *, waits: bool = False, arrows: bool | None = None) -> bytes:
-    """The trace as JSON."""
+def trace_bytes(timeline: Timeline) -> bytes:
+    """The trace as JSON, with an arrow from sender to receiver over the WAN where there are not too many."""
     rows = groups(timeline)
     pid, tid = _places(timeline, rows)
     parts = [_op_events(timeline, pid, tid), *_transfer_events(timeline, rows)]
-    if waits:
-        parts.append(_wait_events(timeline, pid, tid))
     wan = np.flatnonzero(timeline.program.transfer_crosses & (timeline.program.transfer_dst >= 0))
-    if arrows or (arrows is None and len(wan) <= MAX_ARROWS):
+    if len(wan) <= MAX_ARROWS:
         parts += _arrow_events(timeline, wan, pid, tid)
     names = json.dumps(_names(timeline, rows))[1:-1].encode()
     about = json.dumps({"source": timeline.source, "schedule": timeline.program.name}).encode()
@@ -214,24 +203,6 @@ def _transfer_events(timeline: Timeline, rows: Sequence[RowGroup]) -> list[bytes
             )
         )
     return parts
-
-
-def _wait_events(timeline: Timeline, pid: NDArray[np.int64], tid: NDArray[np.int64]) -> bytes:
-    found, zero = bubbles(timeline), int(timeline.op_start_ns.min(initial=2**62))
-    return _joined(
-        len(found),
-        '{"ph":"X","name":"wait: ',
-        _choice([cause.name.lower() for cause in Cause], found.cause),
-        '","cat":"bubble","pid":',
-        _number(pid[found.worker]),
-        ',"tid":',
-        _number(tid[found.worker]),
-        ',"ts":',
-        _micros(found.start_ns - zero),
-        ',"dur":',
-        _micros(found.end_ns - found.start_ns),
-        "},\n",
-    )
 
 
 def _arrow_events(

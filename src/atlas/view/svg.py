@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 from atlas.errors import AtlasError, MissingExtraError
 from atlas.ir.bubbles import Bubbles, bubbles
 from atlas.ir.ops import USEFUL
-from atlas.ir.replace import replacing
+from atlas.ir.replace import write_whole
 from atlas.ir.timeline import Timeline
 from atlas.view.chart import FONT, SOFT, text
 from atlas.view.page import write_page
 from atlas.view.tracks import CAUSES, SEND, STYLES, WAIT, LinkRow, RowGroup, groups
 
 WIDTH, GUTTER, MARGIN, LEGEND_ROW = 1000, 120, 12, 18
+PNG_WIDTH = 2000
+"""Pixels."""
 
 Spans = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 """Start, end and code (an index into STYLES) of the spans of one row."""
@@ -44,39 +46,18 @@ class Figure:
         suffix = Path(path).suffix.lower()
         if suffix == ".html":
             write_page(path, self.timelines, title=self.title or "Atlas timeline")
-            return
-        with replacing(path) as file:
-            file.write(png_bytes(self.svg) if suffix == ".png" else self.svg.encode())
+        else:
+            write_whole(path, self.png() if suffix == ".png" else self.svg.encode())
+
+    def png(self) -> bytes:
+        try:
+            import resvg_py
+        except ImportError as error:
+            raise MissingExtraError("resvg-py", "png", "writing a PNG") from error
+        return bytes(resvg_py.svg_to_bytes(svg_string=self.svg, width=PNG_WIDTH, background="white"))
 
     def _repr_html_(self) -> str:
         return f'<div style="overflow-x: auto">{self.svg}</div>'
-
-
-def write_svg(
-    path: str | os.PathLike[str], timelines: Sequence[Timeline], *, title: str = "", max_rows: int = 24
-) -> None:
-    """Write the figure; at most `max_rows` workers of each timeline are drawn."""
-    figure = svg_text(timelines, title=title, max_rows=max_rows)
-    with replacing(path) as file:
-        file.write(figure.encode())
-
-
-def write_png(
-    path: str | os.PathLike[str], timelines: Sequence[Timeline], *, title: str = "", max_rows: int = 24
-) -> None:
-    """The same figure as a PNG."""
-    png = png_bytes(svg_text(timelines, title=title, max_rows=max_rows))
-    with replacing(path) as file:
-        file.write(png)
-
-
-def png_bytes(figure: str, width_pixels: int = 2000) -> bytes:
-    """Render an SVG."""
-    try:
-        import resvg_py
-    except ImportError as error:
-        raise MissingExtraError("resvg-py", "png", "writing a PNG") from error
-    return bytes(resvg_py.svg_to_bytes(svg_string=figure, width=width_pixels, background="white"))
 
 
 class _Row(NamedTuple):
