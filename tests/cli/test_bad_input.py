@@ -53,7 +53,7 @@ def test_a_job_file_with_a_mistake(atlas: Atlas, tmp_path: Path, old: str, new: 
 
 def test_a_datacenter_without_a_path_to_its_neighbour(atlas: Atlas, tmp_path: Path) -> None:
     north = "    - { name: north, nodes: 4, gpus_per_node: 1, gpu: A100-40 }\n  links:\n"
-    changed(tmp_path, "  # no `links`", north + "    - { between: [east, west] }\n  # no `links`")
+    changed(tmp_path, "  # without `links`", north + "    - { between: [east, west] }\n  # without `links`")
     refused(atlas("simulate", "bad.yaml", *OUTPUTS), "bad.yaml", "cluster.links", "west to north", "Add {between:")
 
 
