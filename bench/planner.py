@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from common.report import Report
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "plan"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "planner"))
 
 from plan_jobs import random_job
 

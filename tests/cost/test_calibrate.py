@@ -143,10 +143,13 @@ def test_a_misspelt_constant_names_the_nearest() -> None:
 
 
 def test_the_network_of_a_node_follows_its_gpus() -> None:
-    net = {name: job(name).cluster.datacenters[0].node_gbps for name in ("A100-80", "H200", "L4")}
+    def net_gbps(job: Job) -> float:
+        return job.cluster.node_gbps(job.cluster.datacenters[0])
+
+    net = {name: net_gbps(job(name)) for name in ("A100-80", "H200", "L4")}
     assert net == {"A100-80": 800, "H200": 3200, "L4": 100}
     told = job(cluster={"datacenters": [{"name": "a", "nodes": 4, "net_gbps": 25}]})
-    assert told.cluster.datacenters[0].node_gbps == 25
+    assert net_gbps(told) == 25
 
 
 # ---- the fit ---------------------------------------------------------------------------------------------------

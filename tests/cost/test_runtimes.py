@@ -10,7 +10,8 @@ import pytest
 
 from atlas.cost.arrange import arrange
 from atlas.cost.memory import worker_memory
-from atlas.cost.price import price, ring_bps
+from atlas.cost.price import price
+from atlas.cost.rates import ring_bps
 from atlas.errors import SpecError
 from atlas.evaluate.job import evaluate
 from atlas.ir.ops import Kind

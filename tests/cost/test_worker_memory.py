@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from atlas.cost.memory import GIB, in_flight_cap, memory_rule, peak_memory, require_fits, worker_memory
+from atlas.cost.cluster_arrays import GIB
+from atlas.cost.memory import in_flight_cap, memory_rule, peak_memory, require_fits, worker_memory
 from atlas.errors import InfeasibleError
 from atlas.ir.assemble import assemble
 from atlas.ir.ops import Kind, Op

@@ -11,14 +11,15 @@ Knows times and room, not schedules: which of these choices trains fastest is fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from atlas.cost.compute import ModelTime, PieceTime, model_times, total
+from atlas.cost.cluster_arrays import ClusterArrays, Floats, Ints, cluster_arrays, tp_groups
+from atlas.cost.compute import PieceTime
+from atlas.cost.model_arrays import ModelArrays, microbatch_s, model_arrays, sums_from_zero
 from atlas.cost.runtimes import RUNTIMES
 from atlas.errors import InfeasibleError, SpecError
 from atlas.spec.cluster import DataCenter, Route
@@ -35,35 +36,54 @@ class Arrangement:
     """The datacenter of each worker of a pipeline."""
     layers_per_stage: tuple[int, ...]
     stage_times: tuple[PieceTime, ...]
+    cluster: ClusterArrays = field(repr=False, compare=False)
+    model: ModelArrays = field(repr=False, compare=False)
 
-    def stage_dc(self, stage: int) -> str:
-        return self.rank_dc[stage % len(self.rank_dc)]
+    @cached_property
+    def stage_dc(self) -> Ints:
+        """[1, s]: the number of each stage's datacenter."""
+        return stage_numbers(self.cluster, self.rank_dc, len(self.layers_per_stage))
+
+    @cached_property
+    def stage_params(self) -> Ints:
+        """[s]: parameters of each stage, over its whole tp group."""
+        end = np.cumsum([self.layers_per_stage], axis=1)
+        one_worker = len(self.rank_dc) == 1
+        start = end - np.array(self.layers_per_stage)
+        found = self.model.stage_params(self.stage_dc, start, end, one_worker=one_worker)
+        return np.asarray(np.rint(found[0]), np.int64)
+
+
+def stage_numbers(cluster: ClusterArrays, rank_dc: tuple[str, ...], num_stages: int) -> Ints:
+    """[1, s]: the number of each stage's datacenter; virtual stages go around the workers."""
+    return np.resize([cluster.index[name] for name in rank_dc], (1, num_stages))
 
 
 def arrange(job: Job) -> Arrangement:
     """Every open choice made, or InfeasibleError with what is short."""
-    rank_dc = _ranks(job, job.pipelines_per_cell or 1)
+    if job.pipelines_per_cell is not None:
+        return _arranged(job, job.pipelines_per_cell)
+    one = _arranged(job, 1)
+    num_pipelines = _derived_pipelines(job, one)
+    return one if num_pipelines == 1 else _arranged(job, num_pipelines)
+
+
+def _arranged(job: Job, num_pipelines: int) -> Arrangement:
+    rank_dc = _ranks(job, num_pipelines)
     require_paths(job, rank_dc)
-    split, times = _split(job, rank_dc)
-    num_pipelines = job.pipelines_per_cell
-    if num_pipelines is None:
-        num_pipelines = _derived_pipelines(job, rank_dc, times)
-        rank_dc = _ranks(job, num_pipelines)
-        require_paths(job, rank_dc)
-        split, times = _split(job, rank_dc)
-    return Arrangement(num_pipelines, rank_dc, split, times)
+    cluster = cluster_arrays(job)
+    model = model_arrays(job, cluster, required=rank_dc)
+    dc = stage_numbers(cluster, rank_dc, job.num_stages)
+    split = job.layers_per_stage or _even(job) or _balanced(model, dc[0])
+    seconds = model.stage_seconds(dc, np.array([split]))[:, 0]
+    times = tuple(PieceTime(*column) for column in seconds.T.tolist())
+    return Arrangement(num_pipelines, rank_dc, split, times, cluster, model)
 
 
 # ---- placement ---------------------------------------------------------------------------------------------
 def num_workers(job: Job, dc: DataCenter) -> int:
     """Tensor-parallel groups a datacenter has room for."""
     return int(tp_groups(dc.nodes, dc.gpus_per_node, job.tp))
-
-
-def tp_groups(nodes: Any, gpus_per_node: Any, tp: int) -> Any:
-    """Groups in nodes, numbers or arrays of them: several in a node, or several whole nodes a group."""
-    wide = np.where(tp % gpus_per_node == 0, nodes // np.maximum(1, tp // gpus_per_node), 0)
-    return np.where(gpus_per_node >= tp, nodes * (gpus_per_node // tp), wide)
 
 
 def _ranks(job: Job, num_pipelines: int) -> tuple[str, ...]:
@@ -167,21 +187,6 @@ def route_between(job: Job, a: str, b: str) -> Route:
 
 
 # ---- layers per stage --------------------------------------------------------------------------------------
-def _split(job: Job, rank_dc: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[PieceTime, ...]]:
-    of_dc = model_times(job)
-    models = [of_dc(rank_dc[s % len(rank_dc)]) for s in range(job.num_stages)]
-    split = job.layers_per_stage or _even(job) or balanced_split(models)
-    first = np.concatenate([[0], np.cumsum(split)])
-    last = job.num_stages - 1
-    times = []
-    for s, model in enumerate(models):
-        pieces = [*model.layers[first[s] : first[s + 1]]]
-        pieces += [model.embedding] if s == 0 else []
-        pieces += [model.head] if s == last else []
-        times.append(total(pieces))
-    return split, tuple(times)
-
-
 def _even(job: Job) -> tuple[int, ...] | None:
     """Equal stages, where the runtime wants them and the layers allow them."""
     if not RUNTIMES[job.runtime].splits_evenly or job.model.layers % job.num_stages:
@@ -189,22 +194,33 @@ def _even(job: Job) -> tuple[int, ...] | None:
     return (job.model.layers // job.num_stages,) * job.num_stages
 
 
-def balanced_split(models: list[ModelTime]) -> tuple[int, ...]:
+def _balanced(model: ModelArrays, dc: Ints) -> tuple[int, ...]:
+    """By the seconds of one microbatch on each stage's GPUs."""
+    fixed_s = np.zeros(len(dc))
+    fixed_s[0] += microbatch_s(model.first_s)[dc[0]]
+    fixed_s[-1] += microbatch_s(model.last_s)[dc[-1]]
+    return balanced_split(sums_from_zero(microbatch_s(model.layers_s))[dc], fixed_s)
+
+
+def balanced_split(layer_sums_s: Floats, fixed_s: Floats) -> tuple[int, ...]:
     """Layers of each stage such that the slowest stage is fastest, and among those splits the most even one.
 
-    `models` is by stage, because stages may run on different GPUs. Two passes of the same dynamic programme: the
-    least possible maximum, then the least sum of squares under it.
+    `layer_sums_s` [s, L + 1] is what the first 0, 1, ... layers take on each stage's GPUs, `fixed_s` [s] what the stage
+    has to do besides. Two passes of the same dynamic programme: the least possible maximum, then the least sum of
+    squares under it.
     """
-    num_layers = len(models[0].layers)
+    num_layers = layer_sums_s.shape[1] - 1
+    # [s, i, j]: of a stage that holds layers i to j - 1; infinite where it holds none.
+    costs = layer_sums_s[:, None, :] - layer_sums_s[:, :, None] + fixed_s[:, None, None]
+    costs[:, *np.tril_indices(num_layers + 1)] = np.inf
     slowest = np.concatenate([[0.0], np.full(num_layers, np.inf)])
-    for stage in range(len(models)):
-        slowest = np.maximum(slowest[:, None], _run_costs(models, stage)).min(axis=0)
+    for cost in costs:
+        slowest = np.maximum(slowest[:, None], cost).min(axis=0)
     limit = slowest[-1] * (1 + 1e-9)
     best = np.concatenate([[0.0], np.full(num_layers, np.inf)])
     choices = []
-    for stage in range(len(models)):
-        cost = _run_costs(models, stage)
-        with np.errstate(over="ignore"):  # seconds beyond all reason: whoever prices them says so
+    for cost in costs:
+        with np.errstate(over="ignore"):  # `to_ns` reports seconds beyond all reason
             sums = best[:, None] + np.where(cost <= limit, cost, np.inf) ** 2
         choices.append(sums.argmin(axis=0))
         best = sums.min(axis=0)
@@ -215,24 +231,11 @@ def balanced_split(models: list[ModelTime]) -> tuple[int, ...]:
     return tuple(reversed(split))
 
 
-def _run_costs(models: list[ModelTime], stage: int) -> NDArray[np.float64]:
-    """[i, j]: seconds per microbatch of a stage that holds layers i to j - 1; infinite where it holds none."""
-    model = models[stage]
-    prefix = np.concatenate([[0.0], np.cumsum([layer.microbatch_s for layer in model.layers])])
-    cost = np.asarray(prefix[None, :] - prefix[:, None], np.float64)
-    if stage == 0:
-        cost += model.embedding.microbatch_s
-    if stage == len(models) - 1:
-        cost += model.head.microbatch_s
-    cost[np.tril_indices(len(prefix))] = np.inf
-    return cost
-
-
 # ---- pipelines per cell ------------------------------------------------------------------------------------
-def _derived_pipelines(job: Job, rank_dc: tuple[str, ...], times: tuple[PieceTime, ...]) -> int:
+def _derived_pipelines(job: Job, one: Arrangement) -> int:
     """C by its definition at the top, then less until the GPUs suffice."""
-    forward_s = max(time.forward_s for time in times)
-    hops = {(a, b) for a, b in pairwise(rank_dc) if a != b}
+    forward_s = max(time.forward_s for time in one.stage_times)
+    hops = {(a, b) for a, b in pairwise(one.rank_dc) if a != b}
     wan_s = max((job.activation_bytes * 8 / (route_between(job, a, b).pair_gbps * 1e9) for a, b in hops), default=0.0)
     wanted = min(4096, max(1, round(wan_s / forward_s))) if forward_s > 0 else 1
     for num_pipelines in range(wanted, 1, -1):

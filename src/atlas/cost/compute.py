@@ -8,8 +8,9 @@ job asks `kernels` instead. Knows one piece at a time: which stage holds it is `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from atlas.cost import flops
 from atlas.cost.kernels import Pass, head_pass, layer_pass, rates
@@ -21,8 +22,7 @@ from atlas.spec.gpus import Gpu
 from atlas.spec.job import Job
 
 
-@dataclass(frozen=True)
-class PieceTime:
+class PieceTime(NamedTuple):
     """Seconds for one microbatch; `update_s` once per iteration."""
 
     forward_s: float = 0.0
@@ -42,12 +42,6 @@ class PieceTime:
     def microbatch_s(self) -> float:
         """What one microbatch costs in all: what a balanced split balances."""
         return self.forward_s + self.recompute_s + self.backward_s
-
-
-def total(pieces: Iterable[PieceTime]) -> PieceTime:
-    """Pieces that one worker runs one after the other."""
-    rows = [(p.forward_s, p.recompute_s, p.input_s, p.weight_s, p.update_s) for p in pieces]
-    return PieceTime(*(sum(column) for column in zip(*rows, strict=True))) if rows else PieceTime()
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,7 @@ def pricing(job: Job) -> str:
 def peer_bps(job: Job, dc: DataCenter) -> float:
     """What one GPU sends to the rest of its tp group: a group wider than a node goes over the nodes' network."""
     inside = job.cluster.gpu(dc.name).peer_gbps * 1e9
-    return inside if job.tp <= dc.gpus_per_node else min(inside, dc.node_gbps * 1e9)
+    return inside if job.tp <= dc.gpus_per_node else min(inside, job.cluster.node_gbps(dc) * 1e9)
 
 
 def _each(pieces: tuple[PieceTime, ...], change: Callable[[PieceTime], PieceTime]) -> tuple[PieceTime, ...]:
@@ -107,12 +101,12 @@ def _each(pieces: tuple[PieceTime, ...], change: Callable[[PieceTime], PieceTime
 
 def _recomputed_in_backward(piece: PieceTime) -> PieceTime:
     """No op of its own: the gradient is there before the recompute starts, on every stage."""
-    return replace(piece, recompute_s=0.0, input_s=piece.recompute_s + piece.input_s)
+    return piece._replace(recompute_s=0.0, input_s=piece.recompute_s + piece.input_s)
 
 
 def _head_at_once(head: PieceTime) -> PieceTime:
     """The head's weight gradient is done with its input gradient: put off, it would hold the gradient of the logits."""
-    return replace(head, input_s=head.backward_s, weight_s=0.0)
+    return head._replace(input_s=head.backward_s, weight_s=0.0)
 
 
 def analytic(job: Job, gpu: Gpu, peer_bps: float | None = None) -> ModelTime:

@@ -14,122 +14,128 @@ has measured more writes `memory_gib` or `reserved_gib`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from atlas.cost.arrange import Arrangement, arrange
+from atlas.cost.cluster_arrays import GIB, ClusterArrays, Flags, Floats, Ints
+from atlas.cost.model_arrays import ModelArrays
 from atlas.cost.runtimes import RUNTIMES
-from atlas.cost.sizes import model_size
 from atlas.errors import InfeasibleError
 from atlas.ir.ops import NUM_KINDS, Kind
 from atlas.ir.program import Memory, Program
 from atlas.spec.job import Job
 
-GIB = 2**30
 KIB = 2**10
 
 
-@dataclass(frozen=True)
-class WorkerMemory:
-    """Bytes on one GPU of one worker (a rank of the pipeline)."""
+class WorkerMemory(NamedTuple):
+    """Bytes on one GPU of a worker, whole numbers: of one worker, or arrays [n, s] for a batch of n pipelines."""
 
-    dc: str
-    weights: int
-    gradients: int
-    optimizer: int
-    logits: int
+    weights: Any
+    gradients: Any
+    optimizer: Any
+    logits: Any
     """What the loss holds of one microbatch, on the worker with the LM head."""
-    overhead: int
+    overhead: Any
     """What the runtime holds besides: context, NCCL, temporaries of a backward."""
-    reserved: int
-    stash: int
+    reserved: Any
+    stash: Any
     """Input of a stage (or of each of its layers), per microbatch."""
-    activations: int
+    activations: Any
     """All activations of a stage (the largest one of the worker; or of one layer), per microbatch."""
-    kept: int
+    kept: Any
     """All activations of a stage that is not recomputed, per microbatch."""
-    cap: int
+    cap: Any
+    """Memory of the GPU that the job may use."""
 
     @property
-    def static(self) -> int:
+    def static(self) -> Any:
         """What is there whatever is in flight."""
         return self.weights + self.gradients + self.optimizer + self.logits + self.overhead + self.reserved
 
     @property
-    def free(self) -> int:
+    def free(self) -> Any:
         """What is left for microbatches in flight; negative where the rest does not fit."""
         return self.cap - self.static
 
-    def per_microbatch(self, recompute: bool) -> tuple[int, int]:
+    def per_microbatch(self, recompute: bool) -> tuple[Any, Any]:
         """Bytes that a forward and a recompute take."""
-        return (self.stash, self.activations) if recompute else (self.kept, 0)
+        return (self.stash, self.activations) if recompute else (self.kept, 0 * self.kept)
 
 
-def stage_params(job: Job, arrangement: Arrangement, stage: int) -> int:
-    """Parameters of one stage, over its whole tp group."""
-    size = model_size(job, job.cluster.dc(arrangement.stage_dc(stage)).gpu)
-    first, last = sum(arrangement.layers_per_stage[:stage]), job.num_stages - 1
-    params = sum(piece.params for piece in size.layers[first : first + arrangement.layers_per_stage[stage]])
-    params += size.embedding.params if stage == 0 else 0
-    params += size.head.params if stage == last else 0
-    if job.model.tied_embeddings and job.pp == 1 and stage == last and job.profile is None:
-        params -= job.model.vocab * job.model.hidden  # both ends on one worker: the matrix is there once
-    return round(params)
-
-
-def worker_memory(job: Job, arrangement: Arrangement | None = None) -> tuple[WorkerMemory, ...]:
-    """By rank of a pipeline."""
-    arrangement = arrangement or arrange(job)
-    return tuple(_worker(job, arrangement, rank) for rank in range(job.pp))
-
-
-def cap_bytes(job: Job, dc: str) -> int:
-    """Memory of one GPU that the job may use."""
-    share = RUNTIMES[job.runtime].usable_share
-    return math.floor((job.memory_gib or share * job.cluster.gpu(dc).memory_gib) * GIB)
-
-
-def _worker(job: Job, arrangement: Arrangement, rank: int) -> WorkerMemory:
-    stages = range(rank, job.num_stages, job.pp)
-    params = math.ceil(sum(stage_params(job, arrangement, s) for s in stages) / job.tp)
-    dc = arrangement.rank_dc[rank]
-    layer, temporary, head = activation_parts(job, job.cluster.dc(dc).gpu)
-    layers = max(arrangement.layers_per_stage[s] for s in stages)
-    by_layer = RUNTIMES[job.runtime].recomputes_by_layer
-    logits = head if rank == job.pp - 1 else 0.0
+def batch_memory(cluster: ClusterArrays, model: ModelArrays, dc: Ints, params: Floats, layers: Ints) -> WorkerMemory:
+    """The memory rule, for workers in datacenters `dc` [n, s] that hold `params` parameters over their tp groups and at
+    most `layers` layers in one stage. The last column has the LM head."""
+    job, runtime = model.job, RUNTIMES[model.job.runtime]
+    layer = model.layer_bytes[dc]
+    head, temporary = np.zeros(dc.shape), np.zeros(dc.shape)
+    if runtime.head_copies:
+        temporary = runtime.layer_copies * layer
+        head[:, -1] = runtime.head_copies * model.head_bytes[dc[:, -1]]
+        if job.recompute and runtime.recomputes_by_layer:
+            # The loss is done before the first layer is recomputed: its bytes serve that layer.
+            head[:, -1] -= np.minimum(head[:, -1], layer[:, -1])
+    else:
+        head[:, -1] = job.microbatch * job.model.seq_len * job.model.vocab * (job.element_bytes + 4) / job.tp
+    on_gpu = np.ceil(params / job.tp)
+    stash = job.activation_bytes / (job.tp if runtime.sequence_parallel else 1)
+    layers_kept, layers_at_once = (layers, 1) if runtime.recomputes_by_layer else (np.ones_like(layers), layers)
     return WorkerMemory(
-        dc=dc,
-        weights=params * job.element_bytes,
-        gradients=params * job.gradient_bytes,
-        optimizer=params * job.optimizer_bytes,
-        logits=math.ceil(logits),
+        weights=on_gpu * job.element_bytes,
+        gradients=on_gpu * job.gradient_bytes,
+        optimizer=on_gpu * job.optimizer_bytes,
+        logits=np.ceil(head),
         # The temporaries of a layer's backward and of the loss exist one after the other.
-        overhead=math.ceil(RUNTIMES[job.runtime].fixed_bytes + max(0.0, temporary - logits)),
-        reserved=math.ceil(job.reserved_gib * GIB),
-        stash=math.ceil(stash_bytes(job) * (layers if by_layer else 1)),
-        activations=math.ceil(layer * (1 if by_layer else layers)),
-        kept=math.ceil(layer * layers),
-        cap=cap_bytes(job, dc),
+        overhead=np.ceil(runtime.fixed_bytes + np.maximum(0.0, temporary - head)),
+        reserved=np.full(dc.shape, math.ceil(job.reserved_gib * GIB)),
+        stash=np.ceil(stash * layers_kept),
+        activations=np.ceil(layer * layers_at_once),
+        kept=np.ceil(layer * layers),
+        cap=cluster.cap_bytes[dc],
     )
 
 
-def activation_parts(job: Job, gpu: str) -> tuple[float, float, float]:
-    """Bytes on one GPU, of one microbatch: a layer's activations, a backward's temporaries, what the loss holds."""
-    runtime, size = RUNTIMES[job.runtime], model_size(job, gpu)
-    layer = sum(piece.activation_bytes for piece in size.layers) / len(size.layers)
-    if runtime.head_copies:
-        head = runtime.head_copies * size.head.activation_bytes
-        # The loss is done before the first layer is recomputed: its bytes serve that layer.
-        head -= min(head, layer) if job.recompute and runtime.recomputes_by_layer else 0.0
-        return layer, runtime.layer_copies * layer, head
-    logits = job.microbatch * job.model.seq_len * job.model.vocab * (job.element_bytes + 4) / job.tp
-    return layer, 0.0, logits
+def worker_memory(job: Job, arrangement: Arrangement | None = None) -> tuple[WorkerMemory, ...]:
+    """By rank of a pipeline: the memory rule for a batch of one."""
+    arrangement = arrangement or arrange(job)
+    stages = [slice(rank, None, job.pp) for rank in range(job.pp)]
+    params = np.array([[arrangement.stage_params[own].sum() for own in stages]], np.float64)
+    layers = np.array([[max(arrangement.layers_per_stage[own]) for own in stages]])
+    dc = arrangement.stage_dc[:, : job.pp]
+    found = batch_memory(arrangement.cluster, arrangement.model, dc, params, layers)
+    return tuple(WorkerMemory._make(int(part[0, rank]) for part in found) for rank in range(job.pp))
 
 
-def stash_bytes(job: Job) -> float:
-    """Input of a stage or a layer on one GPU, per microbatch."""
-    return job.activation_bytes / (job.tp if RUNTIMES[job.runtime].sequence_parallel else 1)
+class InFlight(NamedTuple):
+    """[n], in KiB of the tightest worker of each pipeline."""
+
+    cap: Ints
+    forward: Ints
+    recompute: Ints
+    fits: Flags
+    """Whether one microbatch fits on every worker."""
+
+    @property
+    def most(self) -> Ints:
+        """Microbatches that every worker has room for at once."""
+        return np.where(self.fits, (self.cap - self.recompute) // self.forward, 0)
+
+
+def in_flight(free: Floats, forward: Floats, recompute: Floats) -> InFlight:
+    """One rule for all workers of a pipeline, from what each has free and what a microbatch takes there, all [n, s].
+
+    Each worker's needs are scaled by how much room it has compared with the tightest, and the largest counts, rounded
+    up: safe everywhere, exact on the worker that decides.
+    """
+    fits = np.asarray((free - forward - recompute >= 0).all(axis=1))
+    tightest = np.maximum(free.min(axis=1), 1)
+    scale = tightest[:, None] / np.maximum(free, 1) / KIB
+    held, again = (np.ceil((scale * part).max(axis=1)).astype(np.int64) for part in (forward, recompute))
+    held = np.maximum(1, held)
+    # Rounding up may cost the last KiB; where one microbatch fits, the rule must allow it too.
+    return InFlight(np.maximum(tightest.astype(np.int64) // KIB, held + again), held, again, fits)
 
 
 def in_flight_cap(job: Job, *, recompute: bool | None = None, arrangement: Arrangement | None = None) -> int:
@@ -141,24 +147,20 @@ def in_flight_cap(job: Job, *, recompute: bool | None = None, arrangement: Arran
 def memory_rule(job: Job, *, recompute: bool | None = None, arrangement: Arrangement | None = None) -> Memory:
     """What ops take and give back, in KiB of the tightest worker; raises where not one microbatch fits.
 
-    One rule holds for all workers, so each one's needs are scaled by how much room it has compared with the
-    tightest, and the largest counts, rounded up: safe everywhere, exact on the worker that decides. A forward takes
-    the stash and a recompute the activations (without recompute: the forward all of it); the end of the backward,
-    or of its weight half where it is split, gives both back; the input half gives nothing back.
+    A forward takes the stash and a recompute the activations (without recompute: the forward all of it); the end of
+    the backward, or of its weight half where it is split, gives both back; the input half gives nothing back.
     """
     with_recompute = job.recompute if recompute is None else recompute
+    arrangement = arrangement or arrange(job)
     workers = worker_memory(job, arrangement)
-    _require_room(job, workers, with_recompute)
-    cap_bytes = min(worker.free for worker in workers)
-    needs = [(cap_bytes / w.free / KIB, *w.per_microbatch(with_recompute)) for w in workers]
-    forward = max(1, math.ceil(max(scale * stash for scale, stash, _ in needs)))
-    again = math.ceil(max(scale * activations for scale, _, activations in needs))
+    _require_room(job, arrangement, workers, with_recompute)
+    rows = [(worker.free, *worker.per_microbatch(with_recompute)) for worker in workers]
+    rule = in_flight(*(np.array([column], np.float64) for column in zip(*rows, strict=True)))
+    forward, again = int(rule.forward[0]), int(rule.recompute[0])
     acquire, release = [0] * NUM_KINDS, [0] * NUM_KINDS
     acquire[Kind.F], acquire[Kind.R] = forward, again
     release[Kind.B] = release[Kind.W] = forward + again
-    # Rounding up may cost the last KiB; one microbatch was shown to fit above, so the rule must allow it too.
-    cap = max(cap_bytes // KIB, forward + again)
-    return Memory(cap=cap, acquire=tuple(acquire), release=tuple(release))
+    return Memory(cap=int(rule.cap[0]), acquire=tuple(acquire), release=tuple(release))
 
 
 def peak_memory(
@@ -190,17 +192,19 @@ def peak_memory(
 
 def require_fits(job: Job, program: Program | None = None, *, arrangement: Arrangement | None = None) -> None:
     """Raises InfeasibleError where the model and one microbatch do not fit, or a Program holds more than there is."""
+    arrangement = arrangement or arrange(job)
     if program is None:
-        _require_room(job, worker_memory(job, arrangement), job.recompute)
+        _require_room(job, arrangement, worker_memory(job, arrangement), job.recompute)
         return
     for rank, (worker, need) in enumerate(peak_memory(job, program, arrangement=arrangement)):
         if need > worker.cap:
             holds = f"schedule {program.name!r} holds up to {program.peak_in_flight} microbatches in flight"
             remedy = _remedy(job, bool((program.kind == Kind.R).any()))
-            raise _too_big(job, rank, worker, need, holds, f"Choose a schedule that respects memory, or {remedy}")
+            dc = arrangement.rank_dc[rank]
+            raise _too_big(job, dc, rank, worker, need, holds, f"Choose a schedule that respects memory, or {remedy}")
 
 
-def _require_room(job: Job, workers: tuple[WorkerMemory, ...], recompute: bool) -> None:
+def _require_room(job: Job, arrangement: Arrangement, workers: tuple[WorkerMemory, ...], recompute: bool) -> None:
     """Static bytes and one microbatch, on every worker."""
     for rank, worker in enumerate(workers):
         need = worker.static + sum(worker.per_microbatch(recompute))
@@ -212,15 +216,15 @@ def _require_room(job: Job, workers: tuple[WorkerMemory, ...], recompute: bool) 
                 f"reserved {worker.reserved / GIB:.1f}, one microbatch {(need - worker.static) / GIB:.1f}"
             )
             remedy = _remedy(job, recompute)
-            raise _too_big(job, rank, worker, need, parts, remedy[0].upper() + remedy[1:])
+            raise _too_big(job, arrangement.rank_dc[rank], rank, worker, need, parts, remedy[0].upper() + remedy[1:])
 
 
-def _too_big(job: Job, rank: int, worker: WorkerMemory, need: int, why: str, remedy: str) -> InfeasibleError:
+def _too_big(job: Job, dc: str, rank: int, worker: WorkerMemory, need: int, why: str, remedy: str) -> InfeasibleError:
     return InfeasibleError(
         where=job.where,
         key="memory_gib",
         value=round(worker.cap / GIB, 1),
-        rule=f"worker {rank} of each pipeline ({worker.dc}) needs {need / GIB:.1f} GiB per GPU "
+        rule=f"worker {rank} of each pipeline ({dc}) needs {need / GIB:.1f} GiB per GPU "
         f"of {worker.cap / GIB:.1f} ({why})",
         remedy=remedy,
     )

@@ -7,15 +7,15 @@ SYNC, NORM and STEP. Knows no schedule: every kind of op is priced, whether or n
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from atlas.cost.arrange import Arrangement, arrange, route_between
-from atlas.cost.memory import stage_params
+from atlas.cost.rates import ring_s, worker_bps
 from atlas.cost.runtimes import RUNTIMES
 from atlas.cost.table import FAIR, PRIVATE, Costs, LinkCost, kind_costs
-from atlas.cost.wan import Links, build_links, share_of_node, to_ns, worker_bps
+from atlas.cost.wan import Links, build_links, to_ns
 from atlas.errors import SpecError
 from atlas.ir.ops import Kind
 from atlas.ir.program import Ints, Layout
@@ -110,41 +110,20 @@ def _stage_ns(job: Job, arrangement: Arrangement, stage: int) -> Ints:
 def sync_s(job: Job, arrangement: Arrangement, rank: int) -> float:
     """Ring all-reduce of a worker's gradients over its C x D replicas in the datacenter; the two ends of a model
     with tied embeddings also exchange that matrix's gradient over the WAN."""
-    dc = job.cluster.dc(arrangement.rank_dc[rank])
-    params = sum(stage_params(job, arrangement, s) for s in range(rank, job.num_stages, job.pp))
+    gradient_bytes = int(arrangement.stage_params[rank :: job.pp].sum()) * job.gradient_bytes
     replicas = arrangement.num_pipelines * job.cells
-    peer_bps = job.cluster.gpu(dc.name).peer_gbps * 1e9
-    packed = RUNTIMES[job.runtime].packs_replicas
-    rate_bps, is_inside = ring_bps(
-        replicas, job.tp, dc.nodes, dc.gpus_per_node, dc.node_gbps * 1e9, peer_bps, packed=packed
-    )
-    ring_s = 2 * (replicas - 1) / replicas * params * job.gradient_bytes * 8 / float(rate_bps)
-    if not is_inside:
-        ring_s += 2 * (replicas - 1) * dc.net_latency_us / 1e6
+    dc = arrangement.stage_dc[0, rank]
+    seconds = float(ring_s(arrangement.cluster, job.tp, dc, replicas, gradient_bytes))
     if job.model.tied_embeddings and job.pp > 1 and rank in (0, job.pp - 1):
-        ring_s += _tied_s(job, arrangement, replicas)
-    return ring_s
-
-
-def ring_bps(
-    replicas: Any, tp: int, nodes: Any, gpus_per_node: Any, net_bps: Any, peer_bps: Any, *, packed: bool = False
-) -> tuple[Any, Any]:
-    """(rate of one stage's ring, whether it stays inside one node); numbers or arrays of them.
-
-    Replicas are spread over all nodes, or `packed` node after node. Those that share a node hand gradients on at the
-    speed of its GPUs and leave it once, so together they have the shares of the node's network that each of them has.
-    """
-    per_node = np.maximum(1, gpus_per_node // tp)
-    together = np.minimum(replicas if packed else -(-replicas // nodes), per_node)
-    is_inside = together >= replicas
-    outside_bps = together * share_of_node(tp, gpus_per_node, net_bps)
-    return np.minimum(np.where(is_inside, np.inf, outside_bps), tp * peer_bps), is_inside
+        seconds += _tied_s(job, arrangement, replicas)
+    return seconds
 
 
 def _tied_s(job: Job, arrangement: Arrangement, replicas: int) -> float:
     """Each replica sends its slice of the matrix to the other end, along the pipeline's path, both ways at once."""
     slice_bits = job.model.vocab * job.model.hidden * job.gradient_bytes * 8 / replicas
-    rates = [worker_bps(job, job.cluster.dc(name)) for name in arrangement.rank_dc]
+    net_bps = worker_bps(arrangement.cluster, job.tp)
+    rates = [float(net_bps[dc]) for dc in arrangement.stage_dc[0]]
     for a, b in _wan_hops(arrangement):
         route = route_between(job, a, b)
         rates += [route.pair_gbps * 1e9, (route.trunk_gbps or route.pair_gbps * replicas) * 1e9 / replicas]

@@ -1,4 +1,4 @@
-"""The links of one DP-cell: who competes for what, at which rate, from a job's cluster.
+"""The links of one DP-cell: which channels share a link, and the nanoseconds of each transfer, at the rates of `rates`.
 
 Inside a datacenter every channel has its worker's share of the node's network. Between datacenters:
 
@@ -7,24 +7,21 @@ Inside a datacenter every channel has its worker's share of the node's network. 
     sharing    the cell's pipelines take turns with the paths of all C nodes: slices go to the peers over the
                intra-DC network, cross, and are gathered, chunk after chunk
 
-D identical cells run the same timeline at the same moment, so each has exactly 1/D of a trunk. Where more workers
-than nodes sit at a boundary, they divide their node's pair cap. Knows bytes and rates, not order.
+Knows bytes and rates, not order.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from atlas.cost.arrange import Arrangement, route_between
+from atlas.cost.rates import WanRate, lan_bps, wan_rate
 from atlas.cost.runtimes import RUNTIMES
 from atlas.cost.table import FAIR, MAX_NS, PRIVATE, TURNS, LinkCost, Trace
-from atlas.cost.tcp import many_bps, stream_bps
 from atlas.errors import InfeasibleError
 from atlas.ir.dispatch import QUANTUM_NS
 from atlas.ir.program import Ints
@@ -73,18 +70,18 @@ def build_links(job: Job, arrangement: Arrangement, *, tcp: str, sharing: bool, 
     shape = (2, arrangement.num_pipelines, job.num_stages - 1)
     work_ns, before_ns, latency_ns = np.zeros((3, *shape), np.int64)
     links = Links(np.zeros(shape, np.int32), work_ns, before_ns, latency_ns)
-    lanes: dict[tuple[str, str], list[Hop]] = {}
+    pairs: dict[tuple[str, str], list[Hop]] = {}
     for hop in _hops(job, arrangement):
         if hop.src.name == hop.dst.name:
-            _add_lan(job, links, hop, overlap_servers)
+            _add_lan(job, arrangement, links, hop, overlap_servers)
         else:
-            lanes.setdefault((hop.src.name, hop.dst.name), []).append(hop)
-    for (src, dst), hops in lanes.items():
-        lane = Lane(job, arrangement.num_pipelines, route_between(job, src, dst), hops, tcp)
+            pairs.setdefault((hop.src.name, hop.dst.name), []).append(hop)
+    for (src, dst), hops in pairs.items():
+        traffic = WanTraffic(job, arrangement, route_between(job, src, dst), hops, tcp)
         if sharing:
-            lane.add_turns(links)
+            traffic.add_turns(links)
         else:
-            lane.add_own_paths(links, overlap_servers)
+            traffic.add_own_paths(links, overlap_servers)
     return links
 
 
@@ -100,26 +97,14 @@ def _hops(job: Job, arrangement: Arrangement) -> list[Hop]:
 
 
 # ---- inside a datacenter -----------------------------------------------------------------------------------
-def worker_bps(job: Job, dc: DataCenter) -> float:
-    """A worker's share of its node's network; all of it of several nodes, where its tp group fills them."""
-    return float(share_of_node(job.tp, dc.gpus_per_node, dc.node_gbps * 1e9))
-
-
-def share_of_node(tp: int, gpus_per_node: Any, net_bps: Any) -> Any:
-    """Numbers or arrays of them."""
-    return net_bps * np.maximum(1, tp // gpus_per_node) / np.maximum(1, gpus_per_node // tp)
-
-
 def sent_bytes(job: Job) -> int:
     """What a worker sends for one microbatch: the activation, once or from every GPU of its tp group."""
     return job.activation_bytes * (job.tp if RUNTIMES[job.runtime].sends_whole else 1)
 
 
-def _add_lan(job: Job, links: Links, hop: Hop, servers: int) -> None:
+def _add_lan(job: Job, arrangement: Arrangement, links: Links, hop: Hop, servers: int) -> None:
     same_worker = hop.src_rank == hop.dst_rank
-    rate_bps = worker_bps(job, hop.src)
-    if RUNTIMES[job.runtime].uses_peer_links and hop.src.nodes == 1:
-        rate_bps = job.tp * job.cluster.gpu(hop.src.name).peer_gbps * 1e9
+    rate_bps = float(lan_bps(arrangement.cluster, job.tp)[arrangement.cluster.index[hop.src.name]])
     seconds = 0.0 if same_worker else sent_bytes(job) * 8 / rate_bps
     for c in range(links.channel.shape[1]):
         at = (hop.direction, c, hop.boundary)
@@ -130,45 +115,46 @@ def _add_lan(job: Job, links: Links, hop: Hop, servers: int) -> None:
 
 # ---- between two datacenters, one way ------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Lane:
+class WanTraffic:
     """All of a cell's traffic from one datacenter to another: the boundaries that share a trunk."""
 
     job: Job
-    num_pipelines: int
+    arrangement: Arrangement
     route: Route
     hops: list[Hop]
     tcp: str
+
+    @property
+    def num_pipelines(self) -> int:
+        return self.arrangement.num_pipelines
 
     @property
     def rank_pairs(self) -> list[tuple[int, int]]:
         """Boundaries of an interleaved pipeline come back to the same two workers."""
         return list(dict.fromkeys(hop.ranks for hop in self.hops))
 
-    @property
-    def trunk_bps(self) -> float:
-        """This cell's part of the trunk."""
-        return math.inf if self.route.trunk_gbps is None else self.route.trunk_gbps * 1e9 / self.job.cells
-
-    @property
-    def net_bps(self) -> float:
-        """The slower end's network."""
-        return min(worker_bps(self.job, self.hops[0].src), worker_bps(self.job, self.hops[0].dst))
-
-    @property
-    def pair_bps(self) -> float:
-        """What one worker reaches over its own node's path."""
-        src, dst = self.hops[0].src, self.hops[0].dst
-        crowd = math.ceil(self.num_pipelines * self.job.cells / min(src.nodes, dst.nodes))
-        cap_bps = min(self.route.pair_gbps * 1e9 / crowd, self.net_bps)
-        rate = stream_bps if self.tcp == "one" else many_bps
-        return rate(self.route.window_bytes, self.route.latency_ms / 1e3, cap_bps)
+    def rate(self, turns: int) -> WanRate:
+        """By the one rule of `rates`, as plain numbers."""
+        cluster, job = self.arrangement.cluster, self.job
+        found = wan_rate(
+            cluster,
+            job.tp,
+            cluster.index[self.hops[0].src.name],
+            cluster.index[self.hops[0].dst.name],
+            sent_bytes(job) * 8,
+            replicas=self.num_pipelines * job.cells,
+            cells=job.cells,
+            turns=turns,
+            tcp=self.tcp,
+        )
+        return WanRate._make(map(float, found))
 
     def add_own_paths(self, links: Links, servers: int) -> None:
         """No coordination: every pipeline on its own node pair, or all on a trunk that binds."""
-        rate_bps = min(self.pair_bps, self.trunk_bps)
-        self._time(links, rate_bps, before_s=0.0, after_s=0.0)
-        if self.trunk_bps < self.pair_bps * self.num_pipelines * len(self.rank_pairs):
-            link = links.add(self._link("trunk", FAIR, capacity=self.trunk_bps / rate_bps))
+        rate = self.rate(turns=1)
+        self._time(links, rate)
+        if rate.trunk_bps < rate.pair_bps * self.num_pipelines * len(self.rank_pairs):
+            link = links.add(self._link("trunk", FAIR, capacity=rate.trunk_bps / rate.rate_bps))
             for hop in self.hops:
                 links.channel[hop.direction, :, hop.boundary] = link
             return
@@ -184,14 +170,9 @@ class Lane:
 
     def add_turns(self, links: Links) -> None:
         """The cell takes turns with the capacity of all its nodes."""
-        num = self.num_pipelines
-        # The sender keeps its own slice: (C - 1)/C of every byte goes over its network, and comes in likewise.
-        spread_bps = self.net_bps * num / (num - 1) if num > 1 else self.net_bps
-        rate_bps = min(num * self.pair_bps, self.trunk_bps, spread_bps)
-        chunk_bytes = min(self.job.activation_bytes, rate_bps * QUANTUM_NS / 1e9 / 8)
-        scatter_s, gather_s = (self._spread_s(chunk_bytes, dc) for dc in (self.hops[0].src, self.hops[0].dst))
-        self._time(links, rate_bps, before_s=scatter_s, after_s=gather_s)
-        if self.trunk_bps < rate_bps * len(self.rank_pairs):
+        rate = self.rate(turns=self.num_pipelines)
+        self._time(links, rate)
+        if rate.trunk_bps < rate.rate_bps * len(self.rank_pairs):
             groups = [self.hops]
         else:
             groups = [[hop for hop in self.hops if hop.ranks == ranks] for ranks in self.rank_pairs]
@@ -200,20 +181,13 @@ class Lane:
             for hop in hops:
                 links.channel[hop.direction, :, hop.boundary] = link
 
-    def _spread_s(self, chunk_bytes: float, dc: DataCenter) -> float:
-        """One chunk's slices to or from the cell peers."""
-        if self.num_pipelines == 1:
-            return 0.0
-        slices_bytes = chunk_bytes * (self.num_pipelines - 1) / self.num_pipelines
-        return slices_bytes * 8 / worker_bps(self.job, dc) + dc.net_latency_us / 1e6
-
-    def _time(self, links: Links, rate_bps: float, *, before_s: float, after_s: float) -> None:
-        work_ns = to_ns(self.job, sent_bytes(self.job) * 8 / rate_bps, f"transfer {self.hops[0].arrow}")
+    def _time(self, links: Links, rate: WanRate) -> None:
+        work_ns = to_ns(self.job, sent_bytes(self.job) * 8 / rate.rate_bps, f"transfer {self.hops[0].arrow}")
+        before_ns = to_ns(self.job, rate.before_s, "scatter")
+        latency_ns = to_ns(self.job, self.route.latency_ms / 1e3 + rate.after_s, "latency")
         for hop in self.hops:
             at = (hop.direction, slice(None), hop.boundary)
-            links.work_ns[at] = work_ns
-            links.before_ns[at] = to_ns(self.job, before_s, "scatter")
-            links.latency_ns[at] = to_ns(self.job, self.route.latency_ms / 1e3 + after_s, "latency")
+            links.work_ns[at], links.before_ns[at], links.latency_ns[at] = work_ns, before_ns, latency_ns
 
     def _link(self, name: str, policy: int, **settings: float) -> LinkCost:
         src, dst = self.hops[0].src.name, self.hops[0].dst.name

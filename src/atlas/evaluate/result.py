@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from atlas.cost import flops
 from atlas.cost.arrange import Arrangement
+from atlas.cost.cluster_arrays import GIB
 from atlas.cost.compute import pricing
-from atlas.cost.memory import GIB, peak_memory
+from atlas.cost.memory import peak_memory
 from atlas.cost.price import Tcp
 from atlas.cost.table import Costs
 from atlas.ir.analysis import summary

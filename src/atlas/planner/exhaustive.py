@@ -13,6 +13,7 @@ from itertools import combinations, pairwise, permutations, product
 import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays
+from atlas.cost.model_arrays import microbatch_s
 from atlas.errors import SpecError
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.estimate import Batch, estimate
@@ -21,6 +22,7 @@ from atlas.planner.pool import Frame, cell_sizes, depths, frames
 from atlas.planner.regions import deal
 from atlas.planner.shapes import Shape, compositions
 from atlas.planner.space import Space
+from atlas.planner.split import busy_seconds
 
 MAX_CANDIDATES = 100_000
 
@@ -48,7 +50,7 @@ def _of_depth(
     number = {shape: k for k, shape in enumerate(shapes)}
     rows = np.array([(number[shape], replicas, cell) for shape, replicas, cell in single], np.int64)
     batch = Batch(frame.tp, frame.microbatch, depth, shapes, rows[:, 0], rows[:, 1], rows[:, 2])
-    known = estimate(space, cluster, frame.speeds, frame.sizes, batch)
+    known = estimate(space, cluster, frame.model, batch)
     fitting = [v for v in range(len(single)) if known.fits[v]]
     slots = space.slots(frame.microbatch)
     for members in _sets(space, cluster, single, fitting, limit):
@@ -67,7 +69,7 @@ def _of_depth(
 
 def _variants(space: Space, cluster: ClusterArrays, frame: Frame, depth: int, limit: int) -> Iterator[Variant]:
     count = 0
-    workers = np.where(frame.speeds.usable, frame.shapes.workers, 0)
+    workers = np.where(frame.usable, frame.shapes.workers, 0)
     for replicas in range(1, min(int(workers.max()), space.slots(frame.microbatch)) + 1):
         room = workers // replicas
         cells = cell_sizes(space, replicas)
@@ -125,16 +127,12 @@ def _group(cluster: ClusterArrays, variant: Variant, layers: tuple[int, ...], nu
 
 def _floor(space: Space, cluster: ClusterArrays, frame: Frame, candidate: Candidate) -> Floor:
     """No order is faster than the slowest stage without a pause, and no cheaper than its rent for so long."""
-    speeds = frame.speeds
-    at = {name: i for i, name in enumerate(cluster.names)}
     floor_s = 0.0
     for group in candidate.groups:
-        layers = np.array(group.layers_per_stage)
-        dc = np.array([at[name] for name in group.stage_dc])
-        work = layers * (speeds.forward_s + speeds.again_s + speeds.backward_s)[dc]
-        work[-1] -= layers[-1] * speeds.again_s[dc[-1]]
-        floor_s = max(floor_s, group.num_microbatches * float(work.max()))
-    rent = sum(gpus * float(cluster.usd_per_gpu_s[at[name]]) for name, gpus in candidate.gpus.items())
+        dc = np.array([[cluster.index[name] for name in group.stage_dc]])
+        work_s = microbatch_s(busy_seconds(frame.model, dc, np.array([group.layers_per_stage])))
+        floor_s = max(floor_s, group.num_microbatches * float(work_s.max()))
+    rent = sum(gpus * float(cluster.usd_per_gpu_s[cluster.index[name]]) for name, gpus in candidate.gpus.items())
 
     def floor(objective: Objective) -> float:
         value = floor_s if objective.minimise == "throughput" else floor_s * rent

@@ -8,12 +8,12 @@ from __future__ import annotations
 import numpy as np
 
 from atlas import __version__
+from atlas.cost.model_arrays import model_arrays
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.meet import meeting_s
 from atlas.planner.run import Planned
 from atlas.planner.runnable import runnable
 from atlas.planner.space import Space, space_of
-from atlas.planner.split import sizes_of
 from atlas.spec.job import Place
 from atlas.spec.plan import VERSION, Origin, Plan, PlanGroup, PlanSchedule, Predicted
 
@@ -62,8 +62,8 @@ def plan_of(planned: Planned) -> Plan:
 
 def _between_s(planned: Planned) -> float:
     candidate = planned.winner.candidate
-    sizes = sizes_of(planned.job, candidate.tp, candidate.microbatch)
-    found = meeting_s(planned.cluster, sizes, candidate)
+    model = model_arrays(candidate.job(planned.job), planned.cluster)
+    found = meeting_s(planned.cluster, model.gradient_bytes, candidate)
     return max((float(np.max(one)) for one in found or ()), default=0.0)
 
 

@@ -12,12 +12,11 @@ from dataclasses import replace
 import numpy as np
 
 from atlas.cost import flops
-from atlas.cost.cluster_arrays import ClusterArrays, cluster_arrays
-from atlas.cost.memory import GIB
+from atlas.cost.cluster_arrays import GIB, ClusterArrays, cluster_arrays
 from atlas.errors import InfeasibleError
 from atlas.planner.pool import depths, frames
 from atlas.planner.space import Space, space_of
-from atlas.planner.split import in_flight, split_layers
+from atlas.planner.split import split_layers
 from atlas.spec import Job, Link
 
 
@@ -29,9 +28,7 @@ def feasible(space: Space, cluster: ClusterArrays) -> bool:
             if not shapes:
                 continue
             dc = np.array([[i for i, stages in shape for _ in range(stages)] for shape in shapes], np.int64)
-            layers, fits = split_layers(space.job, cluster, frame.speeds, frame.sizes, dc)
-            held = in_flight(space.job, cluster, frame.sizes, dc, layers)
-            if (fits & (held >= 1)).any():
+            if split_layers(cluster, frame.model, dc).held.any():
                 return True
     return False
 

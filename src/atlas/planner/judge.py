@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from atlas.cost.arrange import Arrangement, arrange
-from atlas.cost.cluster_arrays import ClusterArrays, Floats
-from atlas.cost.memory import GIB, memory_rule, peak_memory
+from atlas.cost.cluster_arrays import GIB, ClusterArrays, Floats
+from atlas.cost.memory import memory_rule, peak_memory
 from atlas.cost.price import can_share, layout, price, sync_s
 from atlas.cost.table import Costs
 from atlas.errors import InfeasibleError
@@ -27,7 +27,6 @@ from atlas.ir.timeline import Timeline
 from atlas.planner.candidate import Candidate
 from atlas.planner.meet import meeting_s, meeting_usd, started_s
 from atlas.planner.space import Space
-from atlas.planner.split import sizes_of
 from atlas.schedules.eager import ahead_of, eager
 from atlas.sim import simulate
 from atlas.sim.extrapolate import extrapolate
@@ -95,11 +94,10 @@ class Played:
 
 def judge(space: Space, cluster: ClusterArrays, candidate: Candidate, *, exact: bool = False) -> Judged:
     """Simulate a candidate; InfeasibleError says why it cannot run. `exact`: long runs too, where that is feasible."""
-    require_gpus(cluster, candidate)
+    require_gpus(space.job, cluster, candidate)
     _require_playable(space.job, candidate)
-    sizes = sizes_of(space.job, candidate.tp, candidate.microbatch)
     played = [play(candidate.job(space.job, k), candidate, exact=exact) for k in range(len(candidate.groups))]
-    between_s = meeting_s(cluster, sizes, candidate)
+    between_s = meeting_s(cluster, played[0].arrangement.model.gradient_bytes, candidate)
     if between_s is None:
         raise InfeasibleError(
             where=space.job.where,
@@ -171,13 +169,13 @@ def period_s(timeline: Timeline) -> float:
     return float(ends[last] - ends[first]) / (last - first)
 
 
-def require_gpus(cluster: ClusterArrays, candidate: Candidate) -> None:
+def require_gpus(job: Job, cluster: ClusterArrays, candidate: Candidate) -> None:
     """No datacenter gives more tensor-parallel groups than it has room for."""
     room = dict(zip(cluster.names, cluster.workers(candidate.tp).tolist(), strict=True))
     for name, gpus in candidate.gpus.items():
         if gpus > room[name] * candidate.tp:
             raise InfeasibleError(
-                where=cluster.job.where,
+                where=job.where,
                 key=f"cluster.datacenters.{name}.nodes",
                 value=None,
                 rule=f"{candidate.where()} needs {gpus} GPUs there, it has {room[name] * candidate.tp} in groups of "
@@ -218,7 +216,8 @@ def _figures(
 ) -> Figures:
     price_s = dict(zip(cluster.names, cluster.usd_per_gpu_s.tolist(), strict=True))
     rent = iteration_s * sum(gpus * price_s[name] for name, gpus in candidate.gpus.items())
-    egress, link_bytes = wan_traffic(space, cluster, candidate)
+    piece_bytes = played[0].arrangement.model.gradient_bytes
+    egress, link_bytes = wan_traffic(space, cluster, piece_bytes, candidate)
     tightest = [
         min(
             peak_memory(group.job, group.timeline.program, arrangement=group.arrangement), key=lambda f: f[0].cap - f[1]
@@ -243,13 +242,12 @@ def _figures(
 
 
 def wan_traffic(
-    space: Space, cluster: ClusterArrays, candidate: Candidate
+    space: Space, cluster: ClusterArrays, piece_bytes: Floats, candidate: Candidate
 ) -> tuple[float, dict[tuple[str, str], float]]:
     """(dollars, bytes by direction between two datacenters) of one iteration: activations and gradients of every
     microbatch, the groups' meeting, and the two ends of a tied embedding."""
     at = {name: i for i, name in enumerate(cluster.names)}
-    sizes = sizes_of(space.job, candidate.tp, candidate.microbatch)
-    usd, sent = meeting_usd(cluster, sizes, candidate)
+    usd, sent = meeting_usd(cluster, piece_bytes, candidate)
     model, job = space.job.model, space.job
     activation = candidate.microbatch * model.seq_len * model.hidden * job.element_bytes
     tied = model.vocab * model.hidden * job.gradient_bytes if model.tied_embeddings else 0

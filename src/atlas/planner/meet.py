@@ -13,13 +13,8 @@ from itertools import pairwise
 import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Floats
+from atlas.cost.rates import all_nodes_bps
 from atlas.planner.candidate import Candidate, Group
-from atlas.planner.split import Sizes
-
-
-def piece_bytes(sizes: Sizes, num_layers: int) -> Floats:
-    """Gradient of each piece of the model: embedding, layers, LM head."""
-    return np.array([sizes.gradient_first, *([sizes.gradient_per_layer] * num_layers), sizes.gradient_last])
 
 
 def ring(cluster: ClusterArrays, groups: tuple[Group, ...]) -> tuple[Group, ...]:
@@ -38,21 +33,21 @@ def _away_s(cluster: ClusterArrays, i: int, j: int) -> float:
     return float(cluster.latency_s[i, j]) if cluster.joined[i, j] else np.inf
 
 
-def meeting_s(cluster: ClusterArrays, sizes: Sizes, candidate: Candidate) -> list[Floats] | None:
-    """By group and stage: seconds that the ring takes; None where two neighbours of it have no path."""
+def meeting_s(cluster: ClusterArrays, piece_bytes: Floats, candidate: Candidate) -> list[Floats] | None:
+    """By group and stage: seconds that the ring takes; None where two neighbours of it have no path. `piece_bytes`: the
+    gradient of each piece of the model (`ModelArrays.gradient_bytes`)."""
     count = len(candidate.groups)
     found = [np.zeros(group.pp) for group in candidate.groups]
     if count == 1:
         return found
     at = {name: i for i, name in enumerate(cluster.names)}
     tour = ring(cluster, candidate.groups)
-    bytes_of = piece_bytes(sizes, sum(tour[0].layers_per_stage))
     share = 2 * (count - 1) / count
-    piece_s, latency_s = np.zeros(len(bytes_of)), np.zeros(len(bytes_of))
+    piece_s, latency_s = np.zeros((2, len(piece_bytes)))
     for one, other in list(pairwise(tour)) + ([(tour[-1], tour[0])] if count > 2 else []):
         ends = [(at[a], at[b]) for a, b in zip(_piece_dc(one), _piece_dc(other), strict=True)]
         load: dict[tuple[int, int], float] = {}
-        for pair, n in zip(ends, bytes_of.tolist(), strict=True):
+        for pair, n in zip(ends, piece_bytes.tolist(), strict=True):
             load[pair] = load.get(pair, 0.0) + n
         if not all(pair[0] == pair[1] or cluster.joined[pair] for pair in load):
             return None
@@ -84,14 +79,8 @@ def started_s(candidate: Candidate, done_s: list[Floats]) -> list[Floats]:
 
 def lane_bps(cluster: ClusterArrays, candidate: Candidate, pair: tuple[int, int]) -> float:
     """What all nodes in use of two datacenters get together, one way."""
-    i, j = pair
-    nodes = min(_nodes(cluster, candidate, i), _nodes(cluster, candidate, j))
-    if i == j:  # two groups with a stage in one datacenter: its own network joins them
-        return nodes * float(cluster.net_bps[i])
-    one = min(float(cluster.pair_bps[pair]), float(cluster.net_bps[i]), float(cluster.net_bps[j]))
-    if candidate.tcp == "one":
-        one = min(one, float(cluster.stream_bps[pair]))
-    return min(nodes * one, float(cluster.trunk_bps[pair]))
+    nodes = min(_nodes(cluster, candidate, i) for i in pair)
+    return float(all_nodes_bps(cluster, *pair, nodes, candidate.tcp))
 
 
 def _nodes(cluster: ClusterArrays, candidate: Candidate, i: int) -> int:
@@ -102,7 +91,7 @@ def _nodes(cluster: ClusterArrays, candidate: Candidate, i: int) -> int:
 
 
 def meeting_usd(
-    cluster: ClusterArrays, sizes: Sizes, candidate: Candidate
+    cluster: ClusterArrays, piece_bytes: Floats, candidate: Candidate
 ) -> tuple[float, dict[tuple[str, str], float]]:
     """(dollars, bytes by link) that the ring sends over the WAN in one iteration."""
     count = len(candidate.groups)
@@ -110,11 +99,10 @@ def meeting_usd(
         return 0.0, {}
     at = {name: i for i, name in enumerate(cluster.names)}
     tour = ring(cluster, candidate.groups)
-    bytes_of = piece_bytes(sizes, sum(tour[0].layers_per_stage)).tolist()
     sent: dict[tuple[str, str], float] = {}
     # Every group sends 2 (G - 1) / G of each piece to its successor; a ring of two has both directions.
     for one, other in [*pairwise(tour), (tour[-1], tour[0])]:
-        for pair, n in zip(zip(_piece_dc(one), _piece_dc(other), strict=True), bytes_of, strict=True):
+        for pair, n in zip(zip(_piece_dc(one), _piece_dc(other), strict=True), piece_bytes.tolist(), strict=True):
             sent[pair] = sent.get(pair, 0.0) + 2 * (count - 1) / count * n
     usd = sum(n * float(cluster.usd_per_byte[at[a], at[b]]) for (a, b), n in sent.items())
     return usd, sent

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atlas.cost.cluster_arrays import ClusterArrays, Floats, Ints, Speeds, speeds_of
+from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints
+from atlas.cost.model_arrays import FORWARD, ModelArrays, model_arrays
 from atlas.planner.candidate import Candidate, Group, kind_of
 from atlas.planner.estimate import Batch, Estimate, estimate
 from atlas.planner.objective import Objective
 from atlas.planner.shapes import Shape, Shapes
 from atlas.planner.space import Space
-from atlas.planner.split import Sizes, max_layers, sizes_of
+from atlas.planner.split import max_layers
 
 SLACK = 0.03
 """Share of a limit that an estimate may miss without being dropped: the simulator decides."""
@@ -48,36 +49,38 @@ class Frame:
 
     tp: int
     microbatch: int
-    speeds: Speeds
-    sizes: Sizes
+    model: ModelArrays
+    usable: Flags
+    """[i]: where a tp group fits, and a profile has measured it."""
     shapes: Shapes
 
 
 def frames(space: Space, cluster: ClusterArrays) -> Iterator[Frame]:
     """Every tp and microbatch size; shapes are shared where the same datacenters take part."""
-    model = space.job.model
     for tp in space.tps:
+        workers = cluster.workers(tp)
         known: dict[bytes, Shapes] = {}
         for microbatch in space.microbatches:
-            speeds = speeds_of(space.job, cluster, tp, microbatch)
-            key = speeds.usable.tobytes()
+            model = model_arrays(space.job.model_copy(update={"tp": tp, "microbatch": microbatch}), cluster)
+            usable = model.priced & (workers > 0)
+            key = usable.tobytes()
             if key not in known:
-                bits = 8.0 * microbatch * model.seq_len * model.hidden * space.job.element_bytes
-                transfer_s = bits / np.where(cluster.joined, cluster.pair_bps, 1.0)
-                known[key] = Shapes(cluster, cluster.workers(tp), speeds.forward_s, transfer_s, space.datacenters)
-            yield Frame(tp, microbatch, speeds, sizes_of(space.job, tp, microbatch), known[key])
+                transfer_s = 8.0 * model.job.activation_bytes / np.where(cluster.joined, cluster.pair_bps, 1.0)
+                layer_s = np.where(usable, model.layers_s[FORWARD].mean(axis=1), np.inf)
+                known[key] = Shapes(cluster, workers, layer_s, transfer_s, space.datacenters)
+            yield Frame(tp, microbatch, model, usable, known[key])
 
 
 def depths(space: Space, cluster: ClusterArrays, frame: Frame) -> list[int]:
     """The depths at which the model could fit at all: every stage on the roomiest GPU there is."""
-    if not frame.speeds.usable.any():
+    if not frame.usable.any():
         return []
-    usable = np.flatnonzero(frame.speeds.usable)
+    usable = np.flatnonzero(frame.usable)
     roomiest = int(usable[np.argmax(cluster.cap_bytes[usable])])
     workers = int(frame.shapes.workers[usable].sum())
     found = []
     for depth in space.depths:
-        most = max_layers(space.job, cluster, frame.sizes, np.full((1, depth), roomiest))
+        most = max_layers(cluster, frame.model, np.full((1, depth), roomiest))
         if depth <= workers and most.min() >= 1 and most.sum() >= space.job.model.layers:
             found.append(depth)
     return found
@@ -113,10 +116,10 @@ def single_groups(
         for depth in depths(space, cluster, frame):
             batch = variants(space, frame, depth)
             if batch is not None:
-                values = estimate(space, cluster, frame.speeds, frame.sizes, batch)
+                values = estimate(space, cluster, frame.model, batch)
                 found += kept(space, cluster, objective, batch, values, PER_BATCH)
                 count += len(batch.shape)
-        if not frame.speeds.usable.any():
+        if not frame.usable.any():
             continue
         if not _is_better(found, frame.tp, best):
             ended.add(frame.tp)

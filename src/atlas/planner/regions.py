@@ -16,6 +16,7 @@ from itertools import permutations
 import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays
+from atlas.cost.rates import all_nodes_bps
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.estimate import Batch, Estimate, estimate
 from atlas.planner.judge import wan_traffic
@@ -35,6 +36,18 @@ Team = tuple[Shape, int, int]
 """Shape, replicas, pipelines per cell."""
 
 
+Lanes = list[list[tuple[float, float]]]
+"""[i][j]: bits a second that all nodes of two datacenters get together, 0 without a path; and the latency."""
+
+
+def _lanes(space: Space, cluster: ClusterArrays) -> Lanes:
+    """Plain numbers: they are read one by one."""
+    i, j = np.indices((cluster.num_dcs, cluster.num_dcs))
+    nodes = np.minimum(cluster.nodes[i], cluster.nodes[j])
+    bps = np.where(cluster.joined, all_nodes_bps(cluster, i, j, nodes, space.tcp), 0.0)
+    return [list(zip(*pair, strict=True)) for pair in zip(bps.tolist(), cluster.latency_s.tolist(), strict=True)]
+
+
 @dataclass(frozen=True, eq=False)
 class _Scene:
     """One frame and depth with every team of it estimated."""
@@ -43,6 +56,7 @@ class _Scene:
     batch: Batch
     found: Estimate
     at: dict[Team, int]
+    lanes: Lanes
 
     @cached_property
     def figures(self) -> list[tuple[float, ...]]:
@@ -58,11 +72,12 @@ def several_groups(
     if cluster.num_dcs == 1 or space.num_cells is not None:
         return [], 0
     quick: list[tuple[float, int, _Scene, tuple[Team, ...]]] = []
+    lanes = _lanes(space, cluster)
     for k, frame in enumerate(worth):
         if tick is not None:
             tick("estimating regions", k, len(worth))
         for depth in depths(space, cluster, frame):
-            scene, lines = _scene(space, cluster, frame, depth)
+            scene, lines = _scene(space, cluster, frame, depth, lanes)
             if scene is None:
                 continue
             unique: dict[frozenset[Team], tuple[float, tuple[Team, ...]]] = {}
@@ -76,7 +91,7 @@ def several_groups(
 
 
 def _scene(
-    space: Space, cluster: ClusterArrays, frame: Frame, depth: int
+    space: Space, cluster: ClusterArrays, frame: Frame, depth: int, lanes: Lanes
 ) -> tuple[_Scene | None, list[tuple[Team, ...]]]:
     workers = [n if space.can_use(name) else 0 for n, name in zip(_room(frame), cluster.names, strict=True)]
     lines = dict.fromkeys(
@@ -91,8 +106,8 @@ def _scene(
     shapes = {shape: k for k, shape in enumerate(dict.fromkeys(shape for shape, _, _ in every))}
     rows = np.array([(shapes[shape], replicas, cell) for shape, replicas, cell in every], np.int64)
     batch = Batch(frame.tp, frame.microbatch, depth, list(shapes), rows[:, 0], rows[:, 1], rows[:, 2])
-    found = estimate(space, cluster, frame.speeds, frame.sizes, batch)
-    return _Scene(frame, batch, found, {team: v for v, team in enumerate(every)}), kept
+    found = estimate(space, cluster, frame.model, batch)
+    return _Scene(frame, batch, found, {team: v for v, team in enumerate(every)}, lanes), kept
 
 
 def _levels(space: Space, frame: Frame, depth: int) -> list[int]:
@@ -113,7 +128,7 @@ def tours(cluster: ClusterArrays, frame: Frame) -> list[tuple[int, ...]]:
 
 def _room(frame: Frame) -> list[int]:
     """Workers by datacenter, none where it takes no part."""
-    return list(np.where(frame.speeds.usable, frame.shapes.workers, 0).tolist())
+    return list(np.where(frame.usable, frame.shapes.workers, 0).tolist())
 
 
 def teams(cluster: ClusterArrays, workers: list[int], tour: Sequence[int], depth: int, replicas: int) -> list[Team]:
@@ -179,9 +194,8 @@ def _prefixes(
     space: Space, cluster: ClusterArrays, scene: _Scene, line: Sequence[Team]
 ) -> Iterator[tuple[int, float, float]]:
     """(teams, seconds, dollars): they finish together, then each datacenter's gradients pass the slowest lane."""
-    sizes, model = scene.frame.sizes, space.job.model
     slots, depth = space.slots(scene.frame.microbatch), scene.batch.depth
-    total = (sizes.gradient_per_layer * model.layers + sizes.gradient_first + sizes.gradient_last) * 8 / depth
+    total = float(scene.frame.model.gradient_bytes.sum()) * 8 / depth
     rate, busy, rent, closing, lane_s, worst_s = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for k, team in enumerate(line):
         period_s, fill_s, usd_per_s, closing_s = scene.figures[scene.at[team]]
@@ -192,7 +206,7 @@ def _prefixes(
         if k == 0:
             continue
         i, j = line[k - 1][0][0][0], team[0][0][0]
-        lane_bps, latency_s = cluster.lanes[i][j]
+        lane_bps, latency_s = scene.lanes[i][j]
         if not lane_bps:
             return
         lane_s = max(lane_s, total * max(stages for _, stages in team[0]) / lane_bps)
@@ -241,11 +255,11 @@ def entry_of(
     )
     sharing = any(group.pipelines_per_cell > 1 for group in groups)
     candidate = Candidate(frame.tp, frame.microbatch, groups, sharing, space.tcp)
-    between = meeting_s(cluster, frame.sizes, candidate)
+    between = meeting_s(cluster, frame.model.gradient_bytes, candidate)
     if between is None:
         return None
     ends = [f + (n - 1) * p for f, p, n in zip(fill, period, counts, strict=True)]
     iteration_s = max(ends) + max(float(found.closing_s[v]) for v in members) + max(float(one.max()) for one in between)
     rent = iteration_s * sum(float(found.usd_per_s[v]) for v in members)
-    usd = rent + wan_traffic(space, cluster, candidate)[0]
+    usd = rent + wan_traffic(space, cluster, frame.model.gradient_bytes, candidate)[0]
     return Entry(candidate, float(objective.score(iteration_s, usd, space.tokens, SLACK)), iteration_s, usd)

@@ -66,6 +66,14 @@ def space_of(job: Job, *, keep: Collection[str] = (), global_batch: int | None =
         if key not in KEEPABLE:
             remedy = f"One of {', '.join(KEEPABLE)}"
             raise SpecError(where="--keep", key=key, value=None, rule="is nothing the planner chooses", remedy=remedy)
+    if len(job.cluster.datacenters) > 1 and job.cluster.links is None and job.cluster.wan.latency_ms is None:
+        raise SpecError(
+            where=job.where,
+            key="cluster.wan.latency_ms",
+            value=None,
+            rule="is needed to plan over several datacenters",
+            remedy="Write it, or list cluster.links",
+        )
     sequences = global_batch or batch_of(job)
     tps = (job.tp,) if "tp" in keep else _tps(job)
     sizes = (job.microbatch,) if "microbatch" in keep else _microbatches(job, sequences)

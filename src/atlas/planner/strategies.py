@@ -183,7 +183,7 @@ def _entries(
         return []
     table = np.array(rows, np.int64)
     batch = Batch(frame.tp, frame.microbatch, depth, shapes, table[:, 0], table[:, 1], table[:, 2])
-    found = estimate(search.space, search.cluster, frame.speeds, frame.sizes, batch)
+    found = estimate(search.space, search.cluster, frame.model, batch)
     score = search.objective.score(found.iteration_s, found.usd, search.space.tokens, SLACK)
     order = [v for v in np.argsort(score, kind="stable").tolist() if found.fits[v]]
     return [entry_of(search.space, search.cluster, batch, found, v, float(score[v])) for v in order]
@@ -241,7 +241,7 @@ def _largest_first(
     shape: list[tuple[int, int]] = []
     left = depth
     for i in largest:
-        stages = min(left, int(frame.shapes.workers[i]) // replicas) if frame.speeds.usable[i] else 0
+        stages = min(left, int(frame.shapes.workers[i]) // replicas) if frame.usable[i] else 0
         if stages:
             shape.append((i, stages))
             left -= stages

@@ -183,9 +183,9 @@ def _trials(job: Job, candidate: Candidate) -> Iterator[tuple[str, str, float, f
                 if set(link.between) <= used:
                     yield from _link_trials(job, k, " - ".join(link.between))
     for name in candidate.gpus:
-        dc = job.cluster.dc(name)
+        now_gbps = job.cluster.node_gbps(job.cluster.dc(name))
         key = f"cluster.datacenters.{name}.net_gbps"
-        yield _share(f"network inside {name}", key, dc.node_gbps, 1.1 * dc.node_gbps)
+        yield _share(f"network inside {name}", key, now_gbps, 1.1 * now_gbps)
     gib = job.memory_gib
     if gib is not None:
         yield _share("memory of a GPU", "memory_gib", gib, 1.1 * gib)

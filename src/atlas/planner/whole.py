@@ -19,7 +19,6 @@ from atlas.evaluate.result import Case, Result
 from atlas.ir.ops import Kind
 from atlas.planner.candidate import Candidate
 from atlas.planner.meet import meeting_s, started_s
-from atlas.planner.split import sizes_of
 from atlas.spec import Job
 
 
@@ -64,7 +63,7 @@ def simulate_whole(
                 one, schedule, tcp=candidate.tcp, sharing=sharing, budget=budget, seed=seed, progress=progress
             )
         results.append(known[key])
-    return _together(job, cluster, candidate, tuple(results))
+    return _together(cluster, candidate, tuple(results))
 
 
 def _priced(case: Case) -> tuple[Any, ...]:
@@ -82,7 +81,7 @@ def _prices(costs: Costs) -> tuple[Any, ...]:
     return (links, *(array.tobytes() for array in arrays))
 
 
-def _together(job: Job, cluster: ClusterArrays, candidate: Candidate, results: tuple[Result, ...]) -> Whole:
+def _together(cluster: ClusterArrays, candidate: Candidate, results: tuple[Result, ...]) -> Whole:
     """The iteration of all groups, and which of them is last: as `judge` has it, with each group's own order."""
     ends, closings = [], []
     for result in results:
@@ -92,7 +91,7 @@ def _together(job: Job, cluster: ClusterArrays, candidate: Candidate, results: t
         np.maximum.at(done, program.op_worker[work] % program.num_ranks, timeline.op_end_ns[work])
         ends.append(done / 1e9)
         closings.append(result.case.apart.compute_ns[0][:, [Kind.SYNC, Kind.STEP]].sum(axis=1) / 1e9)
-    between = meeting_s(cluster, sizes_of(job, candidate.tp, candidate.microbatch), candidate)
+    between = meeting_s(cluster, results[0].case.arrangement.model.gradient_bytes, candidate)
     assert between is not None, "the judge let it pass"
     starts = started_s(candidate, ends)
     total = [float((s + c + b).max()) for s, c, b in zip(starts, closings, between, strict=True)]

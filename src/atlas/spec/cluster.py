@@ -8,7 +8,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from atlas.spec.fields import Count, Frozen, Latitude, Longitude, Name, NonNegative, Positive, Size, Text
-from atlas.spec.gpus import GPUS, NET_GBPS, OTHER_NET_GBPS, Gpu
+from atlas.spec.gpus import GPUS, Gpu
 
 WINDOW_BYTES = 3_000_000
 """Window of one TCP connection: the papers' 1220 / 600 / 396 / 293 Mbit/s at 10 / 20 / 30 / 40 ms are about 3 MB
@@ -28,18 +28,13 @@ class DataCenter(Frozen):
     """A built-in type, or one defined under `cluster.gpus`."""
     net_gbps: Positive | None = None
     """Network of one node inside the datacenter, Gbit/s each way; its workers divide it evenly. Left out: what nodes
-    of this GPU type usually have, by GPU (`spec.gpus.NET_GBPS`)."""
+    of this GPU type usually have (`net_gbps_per_gpu` of the type)."""
     net_latency_us: NonNegative = 20.0
     """One-way latency inside the datacenter, microseconds."""
     usd_per_gpu_hour: NonNegative = 0.0
     """Rent of one GPU, US dollars an hour."""
     location: tuple[Latitude, Longitude] | None = None
     """`[latitude, longitude]` in degrees, north and east positive: where the map of a plan draws it. Nothing else."""
-
-    @property
-    def node_gbps(self) -> float:
-        """`net_gbps`, or what is usual."""
-        return self.net_gbps or NET_GBPS.get(self.gpu, OTHER_NET_GBPS) * self.gpus_per_node
 
 
 class Wan(Frozen):
@@ -104,6 +99,10 @@ class Cluster(Frozen):
     gpus: dict[Name, Gpu] = Field(default_factory=dict, max_length=1000)
     """The user's own GPU types; they hide built-in ones of the same name."""
 
+    def __hash__(self) -> int:
+        """`gpus` is a dict, which pydantic's own hash refuses."""
+        return hash((self.datacenters, self.wan, self.links, tuple(self.gpus.items())))
+
     def dc(self, name: str) -> DataCenter:
         return next(dc for dc in self.datacenters if dc.name == name)
 
@@ -112,6 +111,10 @@ class Cluster(Frozen):
 
     def gpu_type(self, name: str) -> Gpu:
         return self.gpus.get(name) or GPUS[name]
+
+    def node_gbps(self, dc: DataCenter) -> float:
+        """`net_gbps` of a datacenter, or what is usual for its GPU type."""
+        return dc.net_gbps or self.gpu_type(dc.gpu).net_gbps_per_gpu * dc.gpus_per_node
 
     def route(self, a: str, b: str) -> Route | None:
         """The path between two datacenters, or None where there is none."""

@@ -28,6 +28,11 @@ class Calibration(Frozen):
     """Whether attention is one kernel. If not, its L x L scores go through memory. Left out: as the runtime has it."""
 
 
+OTHER_NET_GBPS = 12.5
+"""Network of a node by GPU where nothing is known of its type: 100 Gbit/s for 8 GPUs (AWS p3dn, g5.48xlarge, Google's
+g2-standard-96)."""
+
+
 class Gpu(Frozen):
     """One type of accelerator."""
 
@@ -42,6 +47,8 @@ class Gpu(Frozen):
     peer_gbps: Positive = 256.0
     """What one GPU sends to the others of its node (NVLink, PCIe), Gbit/s in one direction; tensor parallelism
     uses it."""
+    net_gbps_per_gpu: Positive = OTHER_NET_GBPS
+    """Network of a node inside its datacenter, Gbit/s by GPU, where the datacenter has no `net_gbps`."""
     calibration: Calibration | None = None
     """Measured constants; jobs are priced by them unless they say otherwise."""
 
@@ -67,6 +74,7 @@ def _gpu(
     gib: float,
     gbytes_per_s: float,
     peer_gbps: float,
+    net_gbps_per_gpu: float = OTHER_NET_GBPS,
     calibration: Calibration | None = None,
 ) -> Gpu:
     return Gpu(
@@ -75,34 +83,23 @@ def _gpu(
         memory_gib=gib,
         memory_gbytes_per_s=gbytes_per_s,
         peer_gbps=peer_gbps,
+        net_gbps_per_gpu=net_gbps_per_gpu,
         calibration=calibration,
     )
 
 
 GPUS: dict[str, Gpu] = {
-    "A100-40": _gpu(312, 19.5, 40, 1555, 2400),
-    "A100-80": _gpu(312, 19.5, 80, 2039, 2400, A100_MEASURED),
-    "H100": _gpu(989, 67, 80, 3350, 3600),
-    "H200": _gpu(989, 67, 139, 4800, 3600, H200_MEASURED),
-    "GH200-96": _gpu(989, 67, 96, 4000, 3600),
-    "B200": _gpu(2250, 80, 180, 8000, 7200),
+    "A100-40": _gpu(312, 19.5, 40, 1555, 2400, 50),  # AWS p4d.24xlarge: 400 Gbit/s, 8 GPUs
+    # The A100 cluster of vTrain's validation: 800 Gbit/s, 8 GPUs (DGX A100: 1,600; p4de: 400)
+    "A100-80": _gpu(312, 19.5, 80, 2039, 2400, 100, A100_MEASURED),
+    "H100": _gpu(989, 67, 80, 3350, 3600, 400),  # DGX H100, AWS p5, Azure ND H100 v5: 3,200 Gbit/s, 8 GPUs
+    "H200": _gpu(989, 67, 139, 4800, 3600, 400, H200_MEASURED),  # DGX H200, AWS p5e: 3,200 Gbit/s, 8 GPUs
+    "GH200-96": _gpu(989, 67, 96, 4000, 3600, 200),  # CSCS Alps: one Slingshot port of 200 Gbit/s a GPU
+    "B200": _gpu(2250, 80, 180, 8000, 7200, 400),  # DGX B200: 3,200 Gbit/s, 8 GPUs
     "L4": _gpu(121, 30.3, 22.5, 300, 128),
-    "L40S": _gpu(362, 91.6, 45, 864, 256),
+    "L40S": _gpu(362, 91.6, 45, 864, 256, 50),  # AWS g6e.48xlarge: 400 Gbit/s, 8 GPUs
     "A10": _gpu(125, 31.2, 22.5, 600, 256),
     "V100-16": _gpu(125, 15.7, 16, 900, 1200),
     "RTX-3090": _gpu(71, 35.6, 24, 936, 256),
 }
-"""The types a file may name without defining them."""
-
-NET_GBPS = {
-    "A100-40": 50.0,  # AWS p4d.24xlarge: 400 Gbit/s, 8 GPUs
-    "A100-80": 100.0,  # the A100 cluster of vTrain's validation: 800 Gbit/s, 8 GPUs (DGX A100: 1,600; p4de: 400)
-    "H100": 400.0,  # DGX H100, AWS p5, Azure ND H100 v5: 3,200 Gbit/s, 8 GPUs
-    "H200": 400.0,  # DGX H200, AWS p5e: 3,200 Gbit/s, 8 GPUs
-    "GH200-96": 200.0,  # CSCS Alps: one Slingshot port of 200 Gbit/s a GPU
-    "B200": 400.0,  # DGX B200: 3,200 Gbit/s, 8 GPUs
-    "L40S": 50.0,  # AWS g6e.48xlarge: 400 Gbit/s, 8 GPUs
-}
-"""Network of a node inside its datacenter, Gbit/s by GPU, where a file does not say: as common nodes have it."""
-OTHER_NET_GBPS = 12.5
-"""Of any other type: 100 Gbit/s for 8 GPUs (AWS p3dn, g5.48xlarge, Google's g2-standard-96)."""
+"""The types a file may name without defining them. After each the common node that its network is taken from."""

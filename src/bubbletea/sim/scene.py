@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from atlas.cost.memory import peak_memory
-from atlas.cost.wan import worker_bps
+from atlas.cost.rates import share_of_node
 from atlas.evaluate.job import Progress, evaluate
 from atlas.evaluate.result import Result
 from atlas.ir.ops import USEFUL
@@ -147,7 +147,7 @@ def _costs(job: Job, dc: str, model: Model) -> PrefillCosts:
         job.cluster.gpu(dc),
         model,
         tp=job.tp,
-        net_gbps=worker_bps(job, place) / 1e9,
+        net_gbps=float(share_of_node(job.tp, place.gpus_per_node, job.cluster.node_gbps(place))),
         net_latency_us=place.net_latency_us,
     )
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.cost.arrange import Arrangement
-from atlas.cost.wan import worker_bps
+from atlas.cost.rates import worker_bps
 from atlas.ir.ops import Kind
 from atlas.ir.program import FORWARD, Ints
 from atlas.ir.timeline import Timeline
@@ -58,7 +58,8 @@ def residual_of(timeline: Timeline, job: Job, arrangement: Arrangement) -> Resid
     sync = np.flatnonzero(program.kind == Kind.SYNC)
     uses.add(program.op_worker[sync], timeline.op_start_ns[sync], timeline.op_end_ns[sync], 1.0)
     _add_transfers(uses, timeline, job, arrangement)
-    return _cumulated(uses, low_ns, high_ns, [worker_bps(job, job.cluster.dc(dc)) / 8 for dc in _dcs(timeline)])
+    net_bps, index = worker_bps(arrangement.cluster, job.tp), arrangement.cluster.index
+    return _cumulated(uses, low_ns, high_ns, [float(net_bps[index[dc]]) / 8 for dc in _dcs(timeline)])
 
 
 def _dcs(timeline: Timeline) -> list[str]:
@@ -91,7 +92,7 @@ def _add_transfers(uses: _Uses, timeline: Timeline, job: Job, arrangement: Arran
     local = known[~program.transfer_crosses[known]]
     uses.add(pipeline[local] * program.num_ranks + src[local], start[local], end[local], 1.0)
     wan = known[program.transfer_crosses[known]]
-    net_bps = np.array([worker_bps(job, job.cluster.dc(dc)) for dc in arrangement.rank_dc])
+    net_bps = worker_bps(arrangement.cluster, job.tp)[arrangement.stage_dc[0, : job.pp]]
     for peer in range(program.num_pipelines) if program.sharing else ():
         rate = job.activation_bytes * 8e9 / np.maximum(1, end[wan] - start[wan]) / program.num_pipelines
         own = pipeline[wan] == peer
