@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import yaml
 from common.fit import Floats, least_squares, soften
-from common.report import Report
+from common.report import Report, not_measured
 
 from atlas.cost.price import price
 from atlas.errors import AtlasError
@@ -174,8 +174,7 @@ def main() -> int:
     parser.add_argument("--shipped", action="store_true", help="fit nothing: score the built-in constants of A100-80")
     args = parser.parse_args()
     if not (args.data / "multi_node_a100.csv").exists():
-        print(f"not measured: no data in {args.data}")
-        return 77
+        return not_measured("accuracy_a100", f"no data in {args.data}")
     began = time.perf_counter()
     runs = read(args.data / "multi_node_a100.csv")
     report = Report("A100 iteration times, atlas simulate with runtime: megatron", OTHERS)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from common.report import Report
+from common.report import Report, not_measured
 
 from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.evaluate.job import evaluate
@@ -252,8 +252,7 @@ def main() -> int:
     parser.add_argument("data", nargs="?", type=Path, default=DATA)
     args = parser.parse_args()
     if not (args.data / "measured").exists():
-        print(f"not measured: no data in {args.data}")
-        return 77
+        return not_measured("accuracy_sailor", f"no data in {args.data}")
     tables, runs = Tables(args.data), read_runs(args.data)
     found = []
     with tempfile.TemporaryDirectory() as folder:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from common.fit import Floats, least_squares, soften
+from common.report import not_measured
 from torch import Tensor
 from torch.nn import functional
 
@@ -194,8 +195,7 @@ def main() -> int:
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="measure the first N shapes only")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("not measured: no CUDA device")
-        return 77
+        return not_measured("calibrate_gpu", "no CUDA device")
     until = time.monotonic() + args.seconds
     kernels = measure_kernels(args.device)
     rows = measure_layers(args.device, args.repeats, until, SHAPES[: args.shapes])

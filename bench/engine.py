@@ -7,14 +7,13 @@ checked to give the same makespan.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import simpy
+from common.host import median_s
 from common.report import Report
 
 from atlas.cost.table import TURNS, Costs, kind_costs, uniform_costs
@@ -43,15 +42,6 @@ def case(num_pipelines: int, num_stages: int = 64) -> tuple[Program, Costs]:
         quantum_ns=0,  # whole transfers: simpy's resources cannot switch between chunks
     )
     return program, costs
-
-
-def cpu_seconds(job: Callable[[], object], repeats: int) -> float:
-    took = []
-    for _ in range(repeats):
-        began = time.process_time()
-        job()
-        took.append(time.process_time() - began)
-    return statistics.median(took)
 
 
 def with_simpy(t: Tables) -> int:
@@ -97,11 +87,11 @@ def main() -> int:
     fixed = fix_order(tables, events)
 
     report.figure("events", program.num_events, "events")
-    ours = cpu_seconds(lambda: compiled.run(tables), 15)
+    ours = median_s(lambda: compiled.run(tables), 15)
     report.figure("compiled engine", ours, "s", at_most=0.080)
-    plain = cpu_seconds(lambda: simulate(program, costs, engine="reference"), 3)
+    plain = median_s(lambda: simulate(program, costs, engine="reference"), 3)
     report.figure("reference engine with its Timeline", plain, "s", at_most=2.5)
-    report.figure("re-pricing a fixed order", cpu_seconds(lambda: fixed.price(tables), 15), "s", at_most=0.020)
+    report.figure("re-pricing a fixed order", median_s(lambda: fixed.price(tables), 15), "s", at_most=0.020)
 
     began = time.process_time()
     their_makespan = with_simpy(tables)
@@ -125,7 +115,7 @@ def main() -> int:
 
     big = lower(*case(16))
     compiled.run(big)
-    report.figure("compiled engine, 16 pipelines (8,192 GPUs at TP 8)", cpu_seconds(lambda: compiled.run(big), 5), "s",
+    report.figure("compiled engine, 16 pipelines (8,192 GPUs at TP 8)", median_s(lambda: compiled.run(big), 5), "s",
                   at_most=0.4)  # fmt: skip
     return report.finish()
 

@@ -79,7 +79,7 @@ def drawn(rng: np.random.Generator) -> Setting:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     report = Report("Atlas against the exact optimum, small cases (simulated)", "OR-tools CP-SAT, proven optimal")

@@ -202,7 +202,7 @@ PARTS: dict[str, Callable[[Report, bool], None]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--part", choices=tuple(PARTS))
     parser.add_argument("--child", choices=tuple(JOBS))

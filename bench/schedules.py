@@ -28,7 +28,7 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="cells of 6 and 12 stages only")
     depths = (6, 12) if parser.parse_args().quick else (6, 12, 40)
     report = Report(

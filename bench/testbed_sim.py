@@ -72,7 +72,7 @@ def curves() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="no curves")
     quick = parser.parse_args().quick
     report = Report("The paper's testbed (simulated)", "GPipe, 1F1B, Varuna on one and on many TCP connections")

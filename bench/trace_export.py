@@ -7,14 +7,13 @@ Reference case: 4 pipelines of 64 stages, 512 microbatches, 1F1B, four datacente
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from common.host import median_s
 from common.report import Report
 
 from atlas.cost.table import kind_costs, uniform_costs
@@ -71,21 +70,12 @@ def with_json_dumps(path: Path, timeline: Timeline) -> None:
     path.write_text(json.dumps({"traceEvents": events}))
 
 
-def seconds(write: Callable[[], None], repeats: int) -> float:
-    took = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        write()
-        took.append(time.perf_counter() - began)
-    return statistics.median(took)
-
-
 def main() -> int:
     timeline = reference_case()
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = Path(folder) / "ours.json", Path(folder) / "theirs.json"
-        fast = seconds(lambda: write_trace(ours, timeline), 5)
-        slow = seconds(lambda: with_json_dumps(theirs, timeline), 3)
+        fast = median_s(lambda: write_trace(ours, timeline), 5, time.perf_counter)
+        slow = median_s(lambda: with_json_dumps(theirs, timeline), 3, time.perf_counter)
         num_spans = sum(e.get("cat") in ("F", "B") for e in json.loads(ours.read_bytes())["traceEvents"])
         size_mb = ours.stat().st_size / 1e6
     report = Report("A trace to a file, seconds, medians", "json.dumps of one dict per span, ops only, same run")

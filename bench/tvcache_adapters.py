@@ -38,7 +38,7 @@ VERL_NEEDS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--install", type=Path, metavar="DIR", help="make an environment in DIR and run in it")
     parser.add_argument("--quick", action="store_true", help="the same: it takes seconds")
     args = parser.parse_args()

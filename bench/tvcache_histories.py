@@ -24,7 +24,7 @@ from tvcache.client import Client
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="400 rollouts")
     args = parser.parse_args()
     logging.disable(logging.WARNING)  # copies fail on purpose

@@ -109,7 +109,7 @@ def equal_calls(url: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="5 kills")
     args = parser.parse_args()
     logging.disable(logging.WARNING)

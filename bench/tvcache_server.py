@@ -143,7 +143,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="10,000 values, two seconds a rate")
     args = parser.parse_args()
     count, seconds = (10_000, 2.0) if args.quick else (1_000_000, 12.0)

@@ -90,7 +90,7 @@ def play(trajectories: list[Trajectory], client: Client) -> tuple[int, list[floa
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the same: it takes seconds")
     parser.parse_args()
     if not DATA.is_file():

@@ -129,7 +129,7 @@ def play(source: Path, place: Path, policy: Policy, calls: list[list[Call]]) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three rounds, fewer rollouts")
     args = parser.parse_args()
     if shutil.which("gcc") is None or shutil.which("make") is None:

@@ -142,7 +142,7 @@ def live(recorded: Recorded, store: CallStore | None) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a quarter of the live rollouts, in one process only")
     args = parser.parse_args()
     if not DATA.is_file():

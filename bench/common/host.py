@@ -1,12 +1,24 @@
-"""CPU time of other processes during a measurement: a run that shared its cores is void. Linux only."""
+"""Timing on this host: medians of repeated runs, and the CPU time of other processes meanwhile. Linux only."""
 
 from __future__ import annotations
 
 import os
+import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+
+
+def median_s(job: Callable[[], object], repeats: int, clock: Callable[[], float] = time.process_time) -> float:
+    """Median seconds of a job, by CPU time unless another clock is given."""
+    took = []
+    for _ in range(repeats):
+        began = clock()
+        job()
+        took.append(clock() - began)
+    return statistics.median(took)
 
 
 class Others:
