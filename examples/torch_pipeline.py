@@ -1,11 +1,11 @@
-"""A pipeline by torch's own means (PipelineStage and Schedule1F1B), which knows nothing of datacenters. Its backend has
-a name; with `--backend atlas` the same script crosses a WAN on many connections, and nothing else changes.
+"""A pipeline written with torch alone (PipelineStage and Schedule1F1B), without code for datacenters. With `--backend
+atlas` the same script uses many connections across a WAN.
 
     torchrun --nproc-per-node 2 examples/torch_pipeline.py --backend gloo
     torchrun --nproc-per-node 2 examples/torch_pipeline.py --backend atlas
     python examples/torch_pipeline_wan.py                   # both, between two emulated datacenters
 
-With `--csv FILE` torch runs an order of ours in place of its own: `atlas schedules --show zero-bubble JOB --torch`.
+With `--csv FILE` torch runs a schedule of Atlas: `atlas schedules --show zero-bubble JOB --torch` writes it.
 """
 
 from __future__ import annotations

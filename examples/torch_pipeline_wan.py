@@ -1,5 +1,5 @@
-"""`examples/torch_pipeline.py`, unchanged, between two emulated datacenters: each rank in a network namespace, real TCP
-over a path with delay, one window per connection and a cap. First by Gloo, then by the backend `atlas`. Needs root.
+"""Run `examples/torch_pipeline.py` unchanged between two emulated datacenters: each rank in a network namespace, real TCP
+over a path with a delay, a window limit and a rate limit; first with Gloo, then with the backend `atlas`. Needs root.
 
     python examples/torch_pipeline_wan.py --latency-ms 20 --pair-mbps 400 --window-kb 500
 """
@@ -23,7 +23,7 @@ NODES = ("east-0", "west-0")
 
 
 def run(backend: str, path: PathSpec, words: list[str], timeout_s: float) -> float:
-    """Prints what the last rank says; its median iteration, in ms."""
+    """Print the output of the last rank; returns its median iteration time in ms."""
     with NamespaceNet({NODES: path}) as net:
         ranks = []
         for rank, node in enumerate(NODES):

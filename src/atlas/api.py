@@ -2,7 +2,7 @@
 function takes a job or plan file, or what `load_job` or `plan` made of it. The commands print what these functions
 return; what they return can be read as a table (a list of dicts) and shows itself as a figure in Jupyter.
 
-Prints nothing, and writes only the files that it is told to.
+Prints nothing, and writes only where `save` is called.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def test_an_unknown_command_or_flag_names_the_nearest(atlas: Atlas) -> None:
 
 
 @pytest.mark.parametrize("number", ["nan", "inf", "-1", "1e400", "ten", ""])
-def test_a_number_that_is_none(atlas: Atlas, number: str) -> None:
+def test_a_flag_that_is_not_a_number(atlas: Atlas, number: str) -> None:
     probe = ("wan", "probe", "--node", "a-0=127.0.0.1:9", "--node", "b-0=127.0.0.1:9")
     for words in (
         ("train", "tiny.yaml", "--emulate", "--learning-rate"),
@@ -97,7 +97,7 @@ def test_a_number_that_is_none(atlas: Atlas, number: str) -> None:
         refused(atlas(*words, number), words[-1], repr(number), "number from")
 
 
-def test_a_run_that_could_not_begin_or_end(atlas: Atlas, tmp_path: Path) -> None:
+def test_a_run_that_cannot_start_or_finish(atlas: Atlas, tmp_path: Path) -> None:
     train = ("train", "tiny.yaml", "--dc", "east")
     refused(atlas(*train, "--listen", "192.0.2.1"), "--listen 192.0.2.1", "not an address of this host", "ip addr")
     refused(atlas(*train, "--page", "p.html"), "--page is for --emulate", "--timeline")
@@ -105,7 +105,7 @@ def test_a_run_that_could_not_begin_or_end(atlas: Atlas, tmp_path: Path) -> None
     refused(atlas("plan", "tiny.yaml", "--pareto", "front.svg", "--out", "plan.yaml"), "--pareto", "usd_per_gpu_hour")
 
 
-def test_a_set_that_is_wrong(atlas: Atlas) -> None:
+def test_a_wrong_set(atlas: Atlas) -> None:
     refused(atlas("simulate", "tiny.yaml", "--set", "pp", *OUTPUTS), "--set", "key=value")
     refused(atlas("simulate", "tiny.yaml", "--set", "cluster.wan.latncy_ms=3", *OUTPUTS), "latncy_ms", "'latency_ms'")
     refused(atlas("simulate", "tiny.yaml", "--set", "cluster.datacenters.nort.nodes=3", *OUTPUTS), "nort", "east")
@@ -125,7 +125,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed
     refused(atlas("train", "tiny.yaml", "--emulate", "--log", "same", "--page", "same"), "same file")
 
 
-def test_no_command_writes_over_what_it_reads(atlas: Atlas, tmp_path: Path) -> None:
+def test_no_command_overwrites_its_input(atlas: Atlas, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("tiny.yaml")
     atlas("simulate", "tiny.yaml", "--schedule", "1f1b", "--save", "run.timeline")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -148,7 +148,7 @@ def test_no_command_writes_over_what_it_reads(atlas: Atlas, tmp_path: Path) -> N
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_the_files_that_a_job_names_are_read_too(atlas: Atlas, tmp_path: Path) -> None:
+def test_no_command_overwrites_a_file_that_its_job_names(atlas: Atlas, tmp_path: Path) -> None:
     document = yaml.safe_load((tmp_path / "tiny.yaml").read_text())
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(document.pop("cluster")))
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**document, "cluster": "cluster.yaml"}))
@@ -157,7 +157,7 @@ def test_the_files_that_a_job_names_are_read_too(atlas: Atlas, tmp_path: Path) -
         refused(atlas("simulate", "bad.yaml", "--page", taken), "--page", taken, "would be overwritten")
 
 
-def test_a_file_named_after_a_schedule_spares_what_is_read(atlas: Atlas, tmp_path: Path) -> None:
+def test_a_file_named_after_a_schedule_does_not_overwrite_an_input(atlas: Atlas, tmp_path: Path) -> None:
     """Which names `--trace` makes of one for several timelines is known only when they are."""
     atlas("simulate", "tiny.yaml", "--schedule", "1f1b", "--save", "run.timeline")
     (tmp_path / "folder").mkdir()
@@ -168,12 +168,12 @@ def test_a_file_named_after_a_schedule_spares_what_is_read(atlas: Atlas, tmp_pat
     assert "would be overwritten" in said.err
 
 
-def test_a_job_too_large_to_hold(atlas: Atlas) -> None:
+def test_a_job_with_too_many_events(atlas: Atlas) -> None:
     said = atlas("simulate", "tiny.yaml", "--set", "num_microbatches=100000", "--iterations", "9", "--json")
     refused(said, "num_microbatches = 100000", "events", "Fewer microbatches")
 
 
-def test_files_that_are_no_timelines(atlas: Atlas, tmp_path: Path) -> None:
+def test_files_that_are_not_timelines(atlas: Atlas, tmp_path: Path) -> None:
     refused(atlas("view", "tiny.yaml"), "tiny.yaml", "not a whole timeline file", "atlas simulate --save")
     refused(atlas("view", "gone.timeline"), "gone.timeline", "cannot be read")
     refused(atlas("view", "."), "is a folder")

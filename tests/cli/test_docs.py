@@ -18,7 +18,7 @@ BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/tour.md"])
-def test_the_commands_in_the_docs_answer_as_recorded(atlas: Atlas, tmp_path: Path, name: str) -> None:
+def test_the_commands_in_the_docs_print_what_is_recorded(atlas: Atlas, tmp_path: Path, name: str) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
 
     def answered(block: re.Match[str]) -> str:

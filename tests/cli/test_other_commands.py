@@ -44,7 +44,7 @@ def test_a_schedule_shows_its_program_for_torch(atlas: Atlas) -> None:
     assert said.out.splitlines()[3].startswith("3F0,3B0,3F1,3B1")
 
 
-def test_view_draws_a_page_beside_the_file_and_says_where(atlas: Atlas, tmp_path: Path) -> None:
+def test_view_writes_a_page_next_to_the_file(atlas: Atlas, tmp_path: Path) -> None:
     atlas("simulate", "tiny.yaml", "--schedule", "1f1b", "--save", "run.timeline")
     said = atlas("view", "run.timeline")
     assert said.code == 0
@@ -53,7 +53,7 @@ def test_view_draws_a_page_beside_the_file_and_says_where(atlas: Atlas, tmp_path
     assert "1f1b" in said.out
 
 
-def test_a_timeline_of_an_odd_name_has_files_of_a_plain_one(atlas: Atlas, tmp_path: Path) -> None:
+def test_file_names_leave_out_special_characters_of_a_timeline_name(atlas: Atlas, tmp_path: Path) -> None:
     atlas("simulate", "tiny.yaml", "--schedule", "1f1b", "--save", "a.timeline")
     odd = load_timeline(tmp_path / "a.timeline")
     save_timeline(tmp_path / "b.timeline", replace(odd, program=odd.program.renamed("../x/\ny")))
@@ -61,7 +61,7 @@ def test_a_timeline_of_an_odd_name_has_files_of_a_plain_one(atlas: Atlas, tmp_pa
     assert said.err.splitlines() == ["wrote t-1f1b-many.json", "wrote t-.._x_y-many.json"]
 
 
-def test_the_page_of_a_timeline_never_takes_the_place_of_it(atlas: Atlas, tmp_path: Path) -> None:
+def test_the_page_never_overwrites_its_timeline_file(atlas: Atlas, tmp_path: Path) -> None:
     atlas("simulate", "tiny.yaml", "--schedule", "1f1b", "--save", "run.html")
     assert "wrote run.html.html" in atlas("view", "run.html").err
 
@@ -84,7 +84,7 @@ def test_a_timeline_against_itself_shows_no_difference(atlas: Atlas) -> None:
     assert found["difference"]["first_divergence"] is None
 
 
-def test_a_plan_is_a_job_to_compare_and_schedules(atlas: Atlas) -> None:
+def test_compare_and_schedules_accept_a_plan(atlas: Atlas) -> None:
     assert atlas("plan", "tiny.yaml", "--tries", "0", "--out", "plan.yaml").code == 0
     found = json.loads(atlas("compare", "plan.yaml:1f1b", "plan.yaml:gpipe", "--json").out)
     assert found["a"]["schedule"] == "1f1b"

@@ -26,7 +26,7 @@ PROMISED = {
 }
 
 
-def test_the_default_shows_every_schedule_on_many_connections_and_the_classics_on_one(atlas: Atlas) -> None:
+def test_the_default_is_every_schedule_on_many_connections_and_three_on_one(atlas: Atlas) -> None:
     said = atlas("simulate", "tiny.yaml", "--json", "--tries", "30")
     assert said.code == 0
     rows = json.loads(said.out)
@@ -74,7 +74,7 @@ def test_one_connection_never_takes_turns_and_is_slower(atlas: Atlas) -> None:
     assert one["iteration_s"] > many["iteration_s"]  # type: ignore[operator]
 
 
-def test_a_set_changes_the_job(atlas: Atlas) -> None:
+def test_set_changes_a_key_of_the_job(atlas: Atlas) -> None:
     near, far = (
         json.loads(atlas("simulate", "tiny.yaml", *FAST, "--json", "--set", f"cluster.wan.latency_ms={ms}").out)
         for ms in (1, 80)
@@ -82,7 +82,7 @@ def test_a_set_changes_the_job(atlas: Atlas) -> None:
     assert all(a["iteration_s"] < b["iteration_s"] for a, b in zip(near, far, strict=True))
 
 
-def test_every_kind_of_file_is_written_and_named(atlas: Atlas, tmp_path: Path) -> None:
+def test_every_kind_of_file_is_written_and_listed(atlas: Atlas, tmp_path: Path) -> None:
     said = atlas(
         "simulate", "tiny.yaml", "--schedule", "1f1b", "--page", "p.html", "--svg", "f.svg", "--png", "f.png",
         "--trace", "t.json", "--save", "run.timeline",
@@ -99,7 +99,7 @@ def test_several_schedules_get_a_file_each(atlas: Atlas, tmp_path: Path) -> None
     assert sorted(p.name for p in tmp_path.glob("*.timeline")) == ["run-1f1b-many.timeline", "run-gpipe-many.timeline"]
 
 
-def test_a_folder_takes_everything(atlas: Atlas, tmp_path: Path) -> None:
+def test_out_writes_all_files_into_a_folder(atlas: Atlas, tmp_path: Path) -> None:
     said = atlas("simulate", "tiny.yaml", *FAST, "--out", "new/folder", "--json")
     assert said.code == 0
     names = {p.name for p in (tmp_path / "new/folder").iterdir()}
@@ -107,7 +107,7 @@ def test_a_folder_takes_everything(atlas: Atlas, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "new/folder/results.json").read_text()) == json.loads(said.out)
 
 
-def test_several_iterations_give_a_steady_period(atlas: Atlas) -> None:
+def test_several_iterations_report_the_steady_iteration_time(atlas: Atlas) -> None:
     row = json.loads(atlas("simulate", "tiny.yaml", "--schedule", "1f1b", "--iterations", "4", "--json").out)[0]
     assert 0 < row["steady_s"] <= row["iteration_s"]
     assert "steady" in atlas("simulate", "tiny.yaml", "--schedule", "1f1b", "--iterations", "4").out
@@ -127,7 +127,7 @@ def test_monte_carlo_without_jitter_is_refused(atlas: Atlas) -> None:
     assert "jitter" in said.err
 
 
-def test_what_does_not_fit_in_memory_is_said_not_hidden(atlas: Atlas) -> None:
+def test_a_schedule_that_does_not_fit_in_memory_is_marked(atlas: Atlas) -> None:
     # Without recompute GPipe keeps the activations of all microbatches; 1F1B of as many as there are stages.
     words = ("simulate", "tiny.yaml", *FAST, "--set", "recompute=false", "--set", "memory_gib=4.5", "--json")
     rows = {row["schedule"]: row for row in json.loads(atlas(*words).out)}
@@ -137,7 +137,7 @@ def test_what_does_not_fit_in_memory_is_said_not_hidden(atlas: Atlas) -> None:
     assert "gpipe does not fit in memory: it needs" in table.out
 
 
-def test_interleaved_is_left_out_with_a_reason_and_refused_when_asked_for(atlas: Atlas) -> None:
+def test_interleaved_is_skipped_with_a_reason_and_an_error_when_named(atlas: Atlas) -> None:
     change = ("--set", "model.layers=5", "--tries", "10")
     said = atlas("simulate", "tiny.yaml", "--json", *change)
     assert said.code == 0

@@ -1,4 +1,4 @@
-"""The surface of the command line, frozen: a flag appears, goes or is renamed only on purpose. And its manners."""
+"""The flags of every command, so that none is added, removed or renamed by accident; and how commands end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SURFACE = {
 }
 
 
-def test_the_commands_and_their_flags_are_these() -> None:
+def test_the_commands_have_exactly_these_flags() -> None:
     assert set(COMMANDS) == set(SURFACE)
     for name, wanted in SURFACE.items():
         parser, _ = command_parser(name)
@@ -46,7 +46,7 @@ def test_the_commands_and_their_flags_are_these() -> None:
         assert found - {"-h", "--help"} == wanted, name
 
 
-def test_every_flag_is_explained() -> None:
+def test_every_flag_has_a_help_text() -> None:
     for name in SURFACE:
         parser, _ = command_parser(name)
         assert all(action.help for action in parser._actions), name
@@ -73,7 +73,7 @@ sys.exit(cli.main(["simulate", "examples/paper-5-dcs.yaml"]))
 """
 
 
-def test_an_interrupt_ends_quietly_with_130() -> None:
+def test_an_interrupt_exits_with_130_and_prints_nothing() -> None:
     """Sent when the first of several schedules has been simulated: everything is imported and compiled by then."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", AFTER_THE_FIRST_RUN], cwd=ROOT, **pipes) as job:  # type: ignore[call-overload]
@@ -83,7 +83,7 @@ def test_an_interrupt_ends_quietly_with_130() -> None:
     assert (job.returncode, out.replace(b"ready\n", b""), err) == (130, b"", b"")
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     job = started("schedules", "--show", "gpipe", "examples/three-dcs.yaml", stdout=writer)
@@ -93,7 +93,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_told_in_one_message() -> None:
+def test_a_full_disk_is_reported_in_one_message() -> None:
     with Path("/dev/full").open("wb") as full:
         job = started("schedules", stdout=full)
         _, err = job.communicate(timeout=30)

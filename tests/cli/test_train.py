@@ -43,9 +43,7 @@ def test_the_jobs_own_model_learns_the_shipped_text_and_goes_on_from_its_checkpo
     assert "step 4 is done already" in capsys.readouterr().err
 
 
-def test_a_plan_that_cannot_run_is_refused_with_its_own_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_that_cannot_run_is_refused_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plan.yaml"
     assert main(["plan", str(TINY), "--tries", "0", "--out", str(plan)]) == 0
     text = plan.read_text()
@@ -64,7 +62,7 @@ def test_a_plan_that_cannot_run_is_refused_with_its_own_sentence(
         (["--emulate", "--set=pp=8", "--set=pipelines_per_cell=4"], "16"),
     ],
 )
-def test_what_is_out_of_reach_is_said(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flags_are_refused(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(
             [

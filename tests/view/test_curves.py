@@ -28,7 +28,7 @@ def test_names_of_close_lines_do_not_overlap() -> None:
     assert all(b - a >= 13 for a, b in pairwise(heights))
 
 
-def test_html_or_svg_by_name_and_nothing_to_draw_is_an_error_for_users(tmp_path: Path) -> None:
+def test_the_suffix_chooses_html_or_svg_and_an_empty_chart_is_an_atlas_error(tmp_path: Path) -> None:
     write_curves(tmp_path / "c.html", LINES, "x", "y", "a title")
     write_curves(tmp_path / "c.svg", LINES, "x", "y", "a title")
     assert (tmp_path / "c.html").read_text().startswith("<!doctype html>")
@@ -37,7 +37,7 @@ def test_html_or_svg_by_name_and_nothing_to_draw_is_an_error_for_users(tmp_path:
         curves_svg({"a": [(-1, 2)]}, "x", "y", "t", log_x=True)
 
 
-def test_a_page_has_a_dark_side_that_knows_the_colours_of_a_chart(tmp_path: Path) -> None:
+def test_a_page_has_dark_colours_for_those_of_a_chart(tmp_path: Path) -> None:
     write_curves(tmp_path / "c.html", LINES, "x", "y", "a <title>")
     page = (tmp_path / "c.html").read_text()
     assert theme() in page

@@ -35,7 +35,7 @@ SMOOTH_MS = 33.0
 """A frame at thirty pictures a second."""
 
 
-def test_the_page_needs_no_network_and_no_name_can_break_out(tmp_path: Path) -> None:
+def test_the_page_needs_no_network_and_escapes_names(tmp_path: Path) -> None:
     nasty = "</script><img src=x onerror=alert(1)>"
     write_page(tmp_path / "half.html", [job()], title="\ud800")
     write_page(tmp_path / "p.html", [job(name=nasty)], title=nasty, notes=[nasty])
@@ -48,12 +48,12 @@ def test_the_page_needs_no_network_and_no_name_can_break_out(tmp_path: Path) -> 
     assert json.loads(header.group(1))["schedules"][0]["name"] == nasty
 
 
-def test_an_empty_page_is_an_error_for_users() -> None:
+def test_a_page_without_timelines_is_an_atlas_error() -> None:
     with pytest.raises(AtlasError, match="at least one timeline"):
         page_html([])
 
 
-def test_a_page_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_made_leaves_the_old_file(tmp_path: Path) -> None:
     (tmp_path / "p.html").write_text("old")
     with pytest.raises(AtlasError):
         write_page(tmp_path / "p.html", [])
@@ -91,7 +91,7 @@ def opened(browser: Any, path: Path, scheme: str = "light") -> tuple[Any, list[s
 
 
 def shot(page: Any, name: str) -> None:
-    """Kept where somebody wants to look: ATLAS_SHOTS=/some/folder."""
+    """Set ATLAS_SHOTS=/some/folder to keep the screenshots."""
     folder = os.environ.get("ATLAS_SHOTS")
     if folder:
         page.screenshot(path=str(Path(folder) / name))
@@ -115,7 +115,7 @@ def test_the_testbed_page_opens_with_both_schedules_on_one_axis(browser: Any, tm
 
 
 @pytest.mark.browser
-def test_pointing_at_an_op_names_it_and_at_a_bubble_gives_the_cause(browser: Any, tmp_path: Path) -> None:
+def test_the_tooltip_names_an_op_and_the_cause_of_a_bubble(browser: Any, tmp_path: Path) -> None:
     timeline = job(4, 3, 12)
     write_page(tmp_path / "p.html", [timeline])
     page, complaints = opened(browser, tmp_path / "p.html")
@@ -203,7 +203,7 @@ def test_512_workers_zoom_smoothly(browser: Any, tmp_path: Path, record_property
 
 
 @pytest.mark.browser
-def test_a_plan_fits_a_narrow_screen_and_follows_its_colours(browser: Any, tmp_path: Path) -> None:
+def test_a_plan_page_fits_a_narrow_screen_in_light_and_dark(browser: Any, tmp_path: Path) -> None:
     job_file = Path(__file__).parents[2] / "examples" / "three-dcs.yaml"
     assert main(["plan", str(job_file), "--tries", "0", "--page", str(tmp_path / "plan.html")]) == 0
     backgrounds = set()

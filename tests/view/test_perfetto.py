@@ -28,7 +28,7 @@ def test_every_op_is_a_span_with_its_name_and_its_times_to_the_nanosecond() -> N
     assert [round(e["dur"] * 1000) for e in found] == (timeline.op_end_ns - timeline.op_start_ns).tolist()
 
 
-def test_odd_nanoseconds_survive() -> None:
+def test_times_are_exact_to_the_nanosecond() -> None:
     timeline = job(1, 2, 1, 1, optimizer=False)
     timeline.op_end_ns[:] = [7, 1_000_000_000_001, 12, 10**12 + 999]
     timeline.op_start_ns[:] = [0, 10, 10, 10**12]
@@ -42,7 +42,7 @@ def test_workers_are_grouped_by_datacenter_and_links_are_tracks() -> None:
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert list(processes.values()) == ["dc0", "WAN dc0 ↔ dc1", "dc1", "WAN dc1 ↔ dc2", "dc2"]
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert len({tid for _, tid in threads}) == len(threads), "Perfetto tells threads apart by number"
+    assert len({tid for _, tid in threads}) == len(threads), "Perfetto identifies threads by number"
     for event in events:
         if event["ph"] == "X" and event["cat"] == "F":
             assert threads[event["pid"], event["tid"]].endswith(f".s{event['name'][0]}")
@@ -70,14 +70,14 @@ def test_arrows_join_sender_and_receiver_where_there_are_not_too_many(monkeypatc
     assert not [e for e in json.loads(trace_bytes(timeline))["traceEvents"] if e["ph"] in "sf"]
 
 
-def test_clocks_that_disagree_leave_a_trace_that_can_be_read() -> None:
+def test_negative_spans_of_clocks_that_disagree_become_zero() -> None:
     timeline = job()
     early = replace(timeline, transfer_start_ns=timeline.transfer_start_ns * 0 - 5, op_end_ns=timeline.op_start_ns - 7)
     spans = [e for e in json.loads(trace_bytes(early))["traceEvents"] if e["ph"] == "X"]
     assert min(min(e["ts"], e["dur"]) for e in spans) == 0
 
 
-def test_a_name_in_gz_is_compressed_and_a_bad_place_is_an_error_for_users(tmp_path: Path) -> None:
+def test_a_name_in_gz_is_compressed_and_a_missing_folder_is_an_atlas_error(tmp_path: Path) -> None:
     timeline = job(1, 2, 2, 1)
     write_trace(tmp_path / "t.json.gz", timeline)
     write_trace(tmp_path / "t.json", timeline)

@@ -12,8 +12,8 @@ from atlas.errors import AtlasError, MissingExtraError
 from atlas.view.svg import Figure, svg_text
 
 
-def test_the_figure_is_valid_xml_whatever_the_names(tmp_path: Path) -> None:
-    odd = job(name="\x1b[31m \x01 \ud800")  # out of a stranger's file
+def test_a_figure_is_valid_xml_with_any_names(tmp_path: Path) -> None:
+    odd = job(name="\x1b[31m \x01 \ud800")  # names from a damaged file
     Figure(job(name='<b>"x"&'), job(sharing=True, name="turns"), odd, title="a < b & c").save(tmp_path / "a.svg")
     root = ET.parse(tmp_path / "a.svg").getroot()
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -23,36 +23,36 @@ def test_the_figure_is_valid_xml_whatever_the_names(tmp_path: Path) -> None:
     assert "waiting: WAN" in texts
 
 
-def test_workers_beyond_the_cap_are_named_not_drawn() -> None:
+def test_workers_beyond_max_rows_are_counted_not_drawn() -> None:
     figure = svg_text([job(8, 4, 4, 2)], max_rows=4)
     assert "… 14 more" in figure
     assert figure.count(">p0.s0<") == 1
     assert ">p7.s3<" not in figure
 
 
-def test_a_long_run_stays_a_small_file() -> None:
+def test_the_figure_of_a_long_run_is_a_small_file() -> None:
     assert len(svg_text([job(1, 4, 600, 2)])) < 400_000
 
 
-def test_an_empty_list_is_an_error_for_users() -> None:
+def test_a_figure_without_timelines_is_an_atlas_error() -> None:
     with pytest.raises(AtlasError, match="at least one timeline"):
         svg_text([])
 
 
-def test_a_run_that_takes_no_time_is_drawn_all_the_same() -> None:
+def test_a_run_of_zero_seconds_is_drawn() -> None:
     timeline = job(1, 2, 2, 2)
     assert "0.000 s" in svg_text(
         [replace(timeline, op_start_ns=timeline.op_start_ns * 0, op_end_ns=timeline.op_end_ns * 0)]
     )
 
 
-def test_png_is_a_picture(tmp_path: Path) -> None:
+def test_a_name_in_png_gives_a_png(tmp_path: Path) -> None:
     pytest.importorskip("resvg_py")
     Figure(job(1, 2, 2, 2)).save(tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_resvg_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_resvg_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "resvg_py", None)
     with pytest.raises(MissingExtraError, match=r"\[png\]"):
         Figure(job(1, 2, 2, 2)).save(tmp_path / "a.png")

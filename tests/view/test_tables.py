@@ -33,7 +33,7 @@ def test_a_row_that_lacks_figures_shows_dashes() -> None:
     assert "[red]x" in printed(results_table([{"schedule": "[red]x"}]), 100)
 
 
-def test_compare_names_the_op_where_two_timelines_part() -> None:
+def test_compare_names_the_first_op_that_differs() -> None:
     text = printed(compare_table(difference(job(), job(sharing=True, name="atlas"))), 160)
     assert "atlas (simulated) against 1f1b (simulated)" in text
     assert "first difference at" in text

@@ -15,7 +15,7 @@ def test_each_worker_has_one_row_under_its_datacenter() -> None:
         assert all(timeline.program.worker_dc(w) == group.name for w in group.workers)
 
 
-def test_every_wan_transfer_lies_on_one_lane_and_lanes_do_not_overlap() -> None:
+def test_every_wan_transfer_is_on_one_row_without_overlap() -> None:
     timeline = job(4, trunk_pairs=1.0)  # the trunk serves all four at once
     lanes = [lane for group in groups(timeline) for lane in group.lanes]
     dealt = np.concatenate([lane.transfers for lane in lanes])

@@ -191,9 +191,9 @@ def _show(search: PlanSearch) -> None:
 
 
 def _table(planned: Planned, money: bool) -> Any:
-    told = f"{compared(planned)} {priced(pricing(planned.job), planned.job.runtime)}"
-    told += " * Pareto-optimal." if money else ""
-    table = plain_table(caption=told)
+    caption = f"{compared(planned)} {priced(pricing(planned.job), planned.job.runtime)}"
+    caption += " * Pareto-optimal." if money else ""
+    table = plain_table(caption=caption)
     on_front = {judged.candidate for judged in front(planned)} if money else set()
     table.add_column("stages in", overflow="fold", ratio=3)
     table.add_column("parallelism", overflow="fold", ratio=3)

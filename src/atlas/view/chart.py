@@ -245,8 +245,8 @@ def front_svg(rows: Sequence[Row], front: Sequence[Row], *, title: str) -> str:
     body.append(f'<path d="{path}" fill="none" stroke="{SERIES[0]}" stroke-width="2"/>')
     for row, (s, usd) in zip(rows, points, strict=True):
         color = SERIES[0] if (s, usd) in on_front else "#9aa3ab"
-        told = html.escape(f"{row['where']}: {row['how']}, {s:.4g} s, ${usd:.4g}")
-        body.append(f"<g><title>{told}</title>{marker(x.at(s), y.at(usd), 'circle', color)}</g>")
+        hint = html.escape(f"{row['where']}: {row['how']}, {s:.4g} s, ${usd:.4g}")
+        body.append(f"<g><title>{hint}</title>{marker(x.at(s), y.at(usd), 'circle', color)}</g>")
     return chart_svg(title, note, body + _front_names(sorted(on_front), rows, x, y, right))
 
 

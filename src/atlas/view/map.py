@@ -48,7 +48,7 @@ def plan_page(scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> str:
         for k, row in enumerate(scene["rows"][: len(plans)])
     )
     maps = "".join(
-        f'<figure id="m{k}"><div class="wide">{map_svg(scene, plan, at)}</div>{_told(plan, row)}</figure>'
+        f'<figure id="m{k}"><div class="wide">{map_svg(scene, plan, at)}</div>{_caption(plan, row)}</figure>'
         for k, (plan, row) in enumerate(zip(plans, scene["rows"], strict=False))
     )
     front = ""
@@ -104,7 +104,7 @@ def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]], few
     """Solid where pipelines cross, dashed where groups only exchange gradients."""
     (x1, y1), (x2, y2) = place[link["a"]], place[link["b"]]
     color = _color(link["load"])
-    told = (
+    hint = (
         f"{link['a']} - {link['b']}: {100 * link['load']:.0f} % of {link['gbps']:.3g} Gbit/s each way, "
         f"{link['gb']:.3g} GB an iteration, {link['latency_ms']:.3g} ms one way"
         + ("" if link["pipeline"] else ", gradients between groups")
@@ -114,7 +114,7 @@ def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]], few
     label = f"{100 * link['load']:.0f}%" if few or link["pipeline"] else ""
     x, y = (x1 + x2) / 2, (y1 + y2) / 2
     return (
-        f'<g><title>{html.escape(told)}</title><path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="{color}" '
+        f'<g><title>{html.escape(hint)}</title><path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="{color}" '
         f'stroke-width="{width:.1f}" stroke-linecap="round"{dash}/>'
         f'<text class="load" x="{x:.1f}" y="{y + 4:.1f}">{label}</text></g>'
     )
@@ -136,10 +136,10 @@ def _dc(dc: Mapping[str, Any], plan: Mapping[str, Any], place: Mapping[str, tupl
             f'{x + radius * math.sin(turn):.1f} {y - radius * math.cos(turn):.1f}" stroke="{color}"/>'
         )
     stages = _stages(dc["name"], plan)
-    told = f"{dc['name']}: {used:,} of {dc['gpus']:,} {dc['gpu']}, ${dc['usd_per_gpu_hour']:g} an hour each. {stages}"
+    hint = f"{dc['name']}: {used:,} of {dc['gpus']:,} {dc['gpu']}, ${dc['usd_per_gpu_hour']:g} an hour each. {stages}"
     label = stages or "not used"
     return (
-        f'<g class="{"dc" if used else "dc off"}"><title>{html.escape(told)}</title>'
+        f'<g class="{"dc" if used else "dc off"}"><title>{html.escape(hint)}</title>'
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>{ring}'
         f'<text class="count" x="{x:.1f}" y="{y + 4:.1f}">{used:,}</text>'
         f'<text class="name" x="{x:.1f}" y="{y + under:.1f}">{html.escape(dc["name"])}</text>'
@@ -189,7 +189,7 @@ def _legend(bottom: float) -> str:
 
 
 # ---- words -----------------------------------------------------------------------------------------------------
-def _told(plan: Mapping[str, Any], compared: Mapping[str, Any]) -> str:
+def _caption(plan: Mapping[str, Any], compared: Mapping[str, Any]) -> str:
     """The caption of a map; for the winner also its time with the schedule of the comparison."""
     row = plan["row"]
     plain = ""

@@ -64,7 +64,7 @@ def page_html(timelines: Sequence[Timeline], *, title: str = "Atlas timeline", n
         # "<" never appears in the JSON, so that no name can close the script element.
         "HEADER": json.dumps(header).replace("<", "\\u003c"),
         "DATA": data,
-        "SCRIPT": "\n".join(_asset(name) for name in ("data.js", "draw.js", "words.js", "main.js", "move.js")),
+        "SCRIPT": "\n".join(_asset(name) for name in ("data.js", "draw.js", "text.js", "main.js", "move.js")),
     }
     pieces = _asset("page.html").split("%%")
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))

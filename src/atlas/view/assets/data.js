@@ -86,7 +86,7 @@ function measureShares(s, first, last, t0, t1, bins) {
   return out;
 }
 
-/** Shares per pixel of a window: read off a table made once while it is fine enough, measured anew when not. */
+/** Shares per pixel of a window: from a table made once if it is fine enough, else computed again. */
 function groupShares(s, group, t0, t1, pixels) {
   if (!group.shares) group.shares = cumulative(measureShares(s, group.first, group.last, 0, s.makespan, OVERVIEW_BINS));
   const perPixel = (t1 - t0) / pixels / s.makespan * OVERVIEW_BINS;
@@ -112,7 +112,7 @@ function reach(table, bin, code) {
   return part ? at + part * (table[(i + 1) * NUM_CODES + code] - at) : at;
 }
 
-// ---- words ---------------------------------------------------------------------------------------------------
+// ---- text ----------------------------------------------------------------------------------------------------
 
 function duration(ns) {
   const a = Math.abs(ns);

@@ -34,7 +34,7 @@ class Raster {
   }
   clear() { this.pixels.fill(Paint.bg); }
 
-  /** One row of spans between the pixel rows y0 and y1. `wide(i, x0, x1)` is told of spans that can hold a label. */
+  /** One row of spans between the pixel rows y0 and y1. `wide(i, x0, x1)` is called for spans that can hold a label. */
   row(s, row, t0, scale, y0, y1, wide, labelWidth) {
     const { line, width } = this, { rgb, u32, edge, bgRgb } = Paint;
     const begin = s.ptr[row], stop = s.ptr[row + 1];

@@ -125,7 +125,7 @@ function drawLabels(ctx, labels) {
     if (wanted !== font) { ctx.font = font = wanted; letter = ctx.measureText("0").width; }
     const wait = s.code[i] >= WAIT && s.code[i] < SEND;
     if (text.length * letter + 3 > w) continue;
-    if (wait) {  // a plate under the word, or the hatching would cut through it
+    if (wait) {  // without hatching under the label
       const half = text.length * 3.2 + 3;
       ctx.fillStyle = look(s.code[i]);
       ctx.fillRect(GUTTER + x + w / 2 - half, RULER + y - h / 2 + 2, 2 * half, h - 6);
@@ -188,7 +188,7 @@ function drawRuler(ctx, w, h) {
   ctx.fillStyle = Paint.soft; ctx.fillText("showing " + duration(view.t1 - view.t0), 12, RULER / 2 + 1);
 }
 
-/** Where each schedule's run ends: the figure that everything is about, on the axis itself. */
+/** Marks the end of each schedule's run. */
 function drawEnds(ctx, h) {
   ctx.font = "600 11px system-ui, 'DejaVu Sans', sans-serif";
   for (const s of view.schedules) {

@@ -1,4 +1,4 @@
-// Pointing and moving: the hovered span and its microbatch's way, the critical path, wheel, drag and keys. Draws only
+// Pointing and moving: the hovered span and the path of its microbatch, the critical path, wheel, drag and keys. Draws only
 // on the transparent canvas; changes `view` and asks for a redraw.
 
 function itemAt(y) {
@@ -53,7 +53,7 @@ function drawOver() {
   }
 }
 
-/** The way of one microbatch through the visible rows of its pipeline. */
+/** Outlines one microbatch on the visible rows of its pipeline. */
 function drawMicrobatch(ctx, at, h) {
   const { s } = at.item, mb = s.mb[at.i], pipeline = s.pipeline[at.i], code = s.code[at.i];
   const follows = code < 5 || code >= SEND;
@@ -226,7 +226,7 @@ function setTheme(theme) {
   loadPaint(); fillHeader(view.schedules); redraw();
 }
 
-/** Everything on one screen if it can be: rows as tall as fit, the links folded before rows get too thin to read. */
+/** Fits everything on one screen where possible: rows as tall as fit, links folded before rows get too thin to read. */
 function fitRows(many) {
   const tallest = many ? 6 : 22, fits = () => { layOut(); return view.total <= size(plot).h - RULER; };
   for (const limit of many ? [Infinity] : [Infinity, 4]) {
@@ -247,7 +247,7 @@ async function start() {
   overview.style.height = 10 + 18 * view.schedules.length + "px";
   setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   fitRows(many); listen(); redraw();
-  // For tests and for the console of the curious.
+  // For tests and for the browser's console.
   window.atlas = { view, frames, toX, rowBox, spanName, zoomAt, show, foldAll, setRowHeight, drawAll, setTheme };
   document.documentElement.dataset.ready = "yes";
 }

@@ -1,5 +1,5 @@
-// Words around the picture: the table of figures, the caption, the legend, the tooltip. All text goes in through
-// textContent: a name can contain anything.
+// The text of the page: table, caption, legend, tooltip. All of it is set through textContent, so that a name cannot
+// inject HTML.
 
 function make(tag, className, text, parent) {
   const element = document.createElement(tag);
