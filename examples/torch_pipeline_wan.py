@@ -1,5 +1,5 @@
-"""Run `examples/torch_pipeline.py` unchanged between two emulated datacenters: each rank in a network namespace, real TCP
-over a path with a delay, a window limit and a rate limit; first with Gloo, then with the backend `atlas`. Needs root.
+"""Run `examples/torch_pipeline.py` unchanged between two emulated datacenters: each rank in a network namespace, with
+real TCP over a path with a delay, a window limit and a rate limit; first with Gloo, then with `atlas`. Needs root.
 
     python examples/torch_pipeline_wan.py --latency-ms 20 --pair-mbps 400 --window-kb 500
 """
