@@ -183,12 +183,12 @@ def test_a_bad_set_names_itself(text: str, words: str) -> None:
         ("microbatch: 1", "placement: []", ["should have at least 1 item, not 0"]),
         ("microbatch: 1", "precision: fp8", ["'bf16', 'fp16' or 'fp32'"]),
         ("model:\n", "model: gpt\nm:\n", ["m: unknown key"]),
-        ("  # no `links`", "  links: [{between: [east, mars]}]\n  #", ["no such datacenter"]),
-        ("  # no `links`", "  links: [{between: [east, east]}]\n  #", ["joins two datacenters"]),
-        ("  # no `links`", "  links: [{between: [east]}]\n  #", ["cluster.links[0].between[1]", "Write one more"]),
-        ("  # no `links`", "  links: [{between: [east, west]}, {between: [west, east]}]\n  #", ["a link already"]),
-        ("  # no `links`", "  links: [{between: [east, west], trace: no.csv}]\n  #", ["no.csv", "no such file"]),
-        ("  # no `links`", "  gpus: {x: {bf16_tflops: 3}}\n  #", ["cluster.gpus.x.fp32_tflops", "missing"]),
+        ("  # without `links`", "  links: [{between: [east, mars]}]\n  #", ["no such datacenter"]),
+        ("  # without `links`", "  links: [{between: [east, east]}]\n  #", ["joins two datacenters"]),
+        ("  # without `links`", "  links: [{between: [east]}]\n  #", ["cluster.links[0].between[1]", "Write one more"]),
+        ("  # without `links`", "  links: [{between: [east, west]}, {between: [west, east]}]\n  #", ["a link already"]),
+        ("  # without `links`", "  links: [{between: [east, west], trace: no.csv}]\n  #", ["no.csv", "no such file"]),
+        ("  # without `links`", "  gpus: {x: {bf16_tflops: 3}}\n  #", ["cluster.gpus.x.fp32_tflops", "missing"]),
     ],
 )  # fmt: skip
 def test_a_wrong_value_names_file_key_rule_and_remedy(tmp_path: Path, old: str, new: str, words: list[str]) -> None:

@@ -47,7 +47,12 @@ M = TypeVar("M", bound=Frozen)
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """The job in a YAML file, with each `key.path=value` of `overrides` applied. Raises SpecError."""
     path = Path(path)
-    return finished(_with_bases(path), overrides, str(path))
+    return job_of(read_yaml(path, key="job file"), path, overrides)
+
+
+def job_of(document: Document, path: Path, overrides: Sequence[str]) -> Job:
+    """The job in a file that has been read already."""
+    return finished(_with_bases(document, path), overrides, str(path))
 
 
 def override(job: Job, overrides: Sequence[str]) -> Job:
@@ -91,9 +96,9 @@ def finished(document: Document, overrides: Sequence[str], where: str) -> Job:
 
 
 # ---- files that name other files ---------------------------------------------------------------------------
-def _with_bases(path: Path) -> Document:
+def _with_bases(document: Document, path: Path) -> Document:
     """A job file merged over the file that its `base` names, and so on down."""
-    chain, seen = [_read(path, "job file")], [os.path.realpath(path)]
+    chain, seen = [_anchored(document, path, "job file")], [os.path.realpath(path)]
     while isinstance(chain[-1].data, dict) and "base" in chain[-1].data:
         base = chain[-1].data.pop("base")
         at = chain[-1].origin(("base",), str(path))
@@ -117,7 +122,10 @@ def _merged(base: Any, change: Any) -> Any:
 
 
 def _read(path: Path, key: str, at: Keys = ()) -> Document:
-    document = read_yaml(path, key=key)
+    return _anchored(read_yaml(path, key=key), path, key, at)
+
+
+def _anchored(document: Document, path: Path, key: str, at: Keys = ()) -> Document:
     if not isinstance(document.data, dict):
         rule = f"a {key} is a mapping of keys, this is {'empty' if document.data is None else 'not one'}"
         raise SpecError(where=str(path), key=key, value=None, rule=rule, remedy="Start from a file in examples/")

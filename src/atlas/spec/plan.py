@@ -18,7 +18,7 @@ from atlas.errors import SpecError
 from atlas.spec.document import Document, Keys, dotted, read_yaml
 from atlas.spec.fields import Count, Flag, Frozen, Name, NonNegative, Text
 from atlas.spec.job import MAX_RANKS, Job, Place
-from atlas.spec.load import finished, load_job
+from atlas.spec.load import finished, job_of
 from atlas.spec.refusal import refusal
 
 VERSION: Literal[1] = 1
@@ -143,7 +143,7 @@ def load_job_or_plan(path: str | Path, overrides: Sequence[str] = ()) -> tuple[J
     path = Path(path)
     document = read_yaml(path, key="job file")
     if not isinstance(document.data, dict) or "plan" not in document.data:
-        return load_job(path, overrides), None
+        return job_of(document, path, overrides), None
     plan = _plan(document, path, overrides)
     return plan.job, plan
 
