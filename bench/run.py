@@ -30,53 +30,60 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 
 
+QUICK_S = 900.0
+"""`make bench-quick` starts no bench that would end later than this, by its expected time."""
+README = ("accuracy_a100", "accuracy_sailor", "testbed", "schedules", "wan", "gpu_fill")
+"""The benches behind the figures of the README: the quick run starts with them."""
+
+
 @dataclass(frozen=True)
 class Bench:
-    """The arguments and time limits of one script."""
+    """The arguments and times of one script."""
 
     minutes: float
     """Time limit of the full form: about twice its time on two idle cores."""
+    quick_s: float
+    """Expected time of the quick form on two idle cores; its limit is three times that, at least a minute."""
     quick: tuple[str, ...] | None = ("--quick",)
     """Arguments of the quick form; None: the script has no quick form."""
-    quick_minutes: float = 3.0
 
 
 BENCHES: dict[str, Bench] = {
-    "accuracy_a100": Bench(8, ("--shipped",)),
-    "accuracy_sailor": Bench(3, ()),
-    "calibrate_gpu": Bench(6, None),
-    "admission": Bench(4, ()),
-    "bits": Bench(8),
-    "bubbletea_sim": Bench(30, ("--case", "c4", "--case", "slowdown")),
-    "engine": Bench(4, ()),
-    "faults": Bench(20),
-    "gpu_fill": Bench(15, ()),
-    "load_generator": Bench(12, None),
-    "monotone": Bench(60),
-    "one_gpu": Bench(10, ()),
-    "optimum": Bench(15),
-    "planner": Bench(15),
-    "planner_geo": Bench(20),
-    "planner_sailor": Bench(6),
-    "schedules": Bench(12),
-    "serve_emulated": Bench(8),
-    "serve_kills": Bench(30),
-    "serve_slowdown": Bench(16, ("--quick",), 5),
-    "testbed": Bench(45),
-    "testbed_sim": Bench(5),
-    "torch_pipelining": Bench(8),
-    "trace_export": Bench(2, ()),
-    "tvcache_adapters": Bench(2),
-    "tvcache_histories": Bench(8),
-    "tvcache_kills": Bench(8),
-    "tvcache_server": Bench(8),
-    "tvcache_sites": Bench(3),
-    "tvcache_snapshots": Bench(8),
-    "tvcache_tau": Bench(5),
-    "vllm_handoff": Bench(15, None),
-    "wan": Bench(30),
-    "wan_emulator": Bench(10),
-    "wan_faults": Bench(15),
+    "accuracy_a100": Bench(8, 5, ("--shipped",)),
+    "accuracy_sailor": Bench(3, 2, ()),
+    "calibrate_gpu": Bench(6, 0, None),
+    "admission": Bench(4, 45, ()),
+    "bits": Bench(8, 60),
+    "bubbletea_sim": Bench(30, 150, ("--case", "c4", "--case", "slowdown")),
+    "engine": Bench(4, 30, ()),
+    "faults": Bench(20, 60),
+    "gpu_fill": Bench(15, 300, ()),
+    "load_generator": Bench(12, 0, None),
+    "monotone": Bench(60, 120),
+    "one_gpu": Bench(10, 120, ()),
+    "optimum": Bench(15, 90),
+    "planner": Bench(15, 60),
+    "planner_geo": Bench(20, 20),
+    "planner_sailor": Bench(6, 10),
+    "schedules": Bench(12, 30),
+    "serve_emulated": Bench(8, 45),
+    "serve_kills": Bench(30, 60),
+    "serve_slowdown": Bench(16, 120),
+    "testbed": Bench(45, 120),
+    "testbed_sim": Bench(5, 15),
+    "torch_pipelining": Bench(8, 120),
+    "trace_export": Bench(2, 10, ()),
+    "tvcache_adapters": Bench(2, 5),
+    "tvcache_histories": Bench(8, 5),
+    "tvcache_kills": Bench(8, 25),
+    "tvcache_server": Bench(8, 10),
+    "tvcache_sites": Bench(3, 5),
+    "tvcache_snapshots": Bench(8, 60),
+    "tvcache_tau": Bench(5, 10),
+    "vllm_handoff": Bench(15, 0, None),
+    "wan": Bench(30, 110),
+    "wan_emulator": Bench(10, 110),
+    "wan_faults": Bench(15, 100),
 }
 
 
@@ -150,17 +157,40 @@ def without_line(claims: list[Claim], outcomes: list[Outcome]) -> list[Claim]:
 
 
 def list_benches() -> None:
-    """One line per bench: its quick form and what it measures, from the first sentence of its docstring."""
+    """One line per bench: the time of its quick form, and the first sentence of its docstring."""
     for name, bench in BENCHES.items():
         summary = (ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text())) or "").split("\n\n")[0]
         first = " ".join(summary.split()).split(". ")[0].rstrip(".:")
-        quick = "no quick form" if bench.quick is None else " ".join(bench.quick) or "same as full"
-        print(f"{name:<18} {bench.minutes:>3.0f} min  quick: {quick:<32} {first}")
+        quick = "-" if bench.quick is None else f"{bench.quick_s:.0f} s"
+        print(f"{name:<18} {quick:>6}  {first}")
+
+
+def quick_order() -> list[str]:
+    """Benches with a quick form: those of the README first, then the shortest."""
+    names = [name for name, bench in BENCHES.items() if bench.quick is not None]
+    return sorted(names, key=lambda name: (name not in README, BENCHES[name].quick_s))
+
+
+def run_all(names: list[str], quick: bool, budget_s: float) -> list[Outcome]:
+    """Run benches in order. A bench that would end after the budget is left out, and named."""
+    began, outcomes, left_out = time.monotonic(), list[Outcome](), list[str]()
+    for number, name in enumerate(names, 1):
+        bench = BENCHES[name]
+        if quick and time.monotonic() - began + bench.quick_s > budget_s:
+            left_out.append(name)
+            continue
+        arguments = (bench.quick or ()) if quick else ()
+        print(f"[{number}/{len(names)}] bench/{name}.py {' '.join(arguments)}", flush=True)
+        outcomes.append(run(name, arguments, max(1.0, bench.quick_s / 20) if quick else bench.minutes))
+    table(outcomes)
+    if left_out:
+        print(f"left out, no time within {budget_s / 60:.0f} minutes: {', '.join(left_out)}")
+    return outcomes
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="run the short forms: at most 15 minutes on two cores")
+    parser.add_argument("--quick", action="store_true", help="run the short forms, for at most 15 minutes")
     parser.add_argument("--only", nargs="+", choices=tuple(BENCHES), help="run only these benches")
     parser.add_argument("--out", type=Path, help="write every line to FILE, as JSON lines")
     parser.add_argument("--list", action="store_true", help="list the benches and exit")
@@ -168,14 +198,8 @@ def main() -> int:
     if args.list:
         list_benches()
         return 0
-    wanted = args.only or [name for name, bench in BENCHES.items() if not (args.quick and bench.quick is None)]
-    outcomes = []
-    for number, name in enumerate(wanted, 1):
-        bench = BENCHES[name]
-        arguments = (bench.quick or ()) if args.quick else ()
-        print(f"[{number}/{len(wanted)}] bench/{name}.py {' '.join(arguments)}", flush=True)
-        outcomes.append(run(name, arguments, bench.quick_minutes if args.quick else bench.minutes))
-    table(outcomes)
+    names = args.only or (quick_order() if args.quick else list(BENCHES))
+    outcomes = run_all(names, args.quick, float("inf") if args.only else QUICK_S)
     if args.out is not None:
         rows = [{"bench": one.name, **line} for one in outcomes for line in one.lines]
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ sys.path.insert(0, str(BENCH))
 
 from common.claims import read_claims  # noqa: E402
 from common.report import MISSED, NOT_MEASURED, OK, Report, not_measured  # noqa: E402
-from run import BENCHES, Outcome, run, without_line  # noqa: E402
+from run import BENCHES, QUICK_S, README, Outcome, quick_order, run, run_all, without_line  # noqa: E402
 
 SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem != "run")
 
@@ -31,9 +31,14 @@ def test_quick_form_is_an_option_of_the_script(name: str) -> None:
     assert set(wanted) <= strings
 
 
-def test_quick_forms_fit_into_their_time() -> None:
-    """No single script may take more than a third of the 15 minutes."""
-    assert all(bench.quick_minutes <= 5 for bench in BENCHES.values())
+def test_the_figures_of_the_readme_fit_into_the_quick_run() -> None:
+    assert quick_order()[: len(README)] == sorted(README, key=lambda name: BENCHES[name].quick_s)
+    assert sum(BENCHES[name].quick_s for name in README) <= QUICK_S
+
+
+def test_a_bench_that_would_end_after_the_budget_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_all(["wan", "testbed"], quick=True, budget_s=1.0) == []
+    assert "left out" in capsys.readouterr().out
 
 
 def test_every_claim_names_a_bench() -> None:
