@@ -18,6 +18,7 @@ from atlas.errors import AtlasError
 from atlas.ir.replace import write_whole
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 860, 460, 70, 54, 52
+"""Of a chart and its margins, in pixels."""
 FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 INK, SOFT = "#1c2126", "#5c6670"
 """Colours of main and of secondary text; `assets/theme.css` has rules for these values."""

@@ -20,11 +20,15 @@ from atlas.view.chart import front_svg, page_text, theme
 from atlas.view.table import seconds
 
 WIDTH, HEIGHT, MARGIN = 900, 520, 90
+"""Of a map, in pixels."""
 FEW = 8
 """Up to this number of datacenters, every link and every number is drawn."""
 
 Floats = NDArray[np.float64]
+SHOWN = 12
+"""Plans in the table."""
 LOADS = ((0.1, "#56b4e9", "under 10 %"), (0.5, "#009e73", "under 50 %"), (0.85, "#e69f00", "under 85 %"))
+"""By load of a link: the share below which it has this colour, and the text of the legend."""
 FULL = ("#d55e00", "85 % or more")
 GROUPS = ("#0072b2", "#cc79a7", "#8c6d1f", "#009e73", "#d55e00", "#56b4e9")
 """Colours of groups of pipelines."""
@@ -220,11 +224,11 @@ LETTERS = (
 
 def _table(scene: Mapping[str, Any]) -> str:
     """One row for each plan, with its critical path as a bar."""
-    longest = max(row["iteration_s"] for row in scene["rows"][:12])
+    longest = max(row["iteration_s"] for row in scene["rows"][:SHOWN])
     head = "<tr><th>stages in</th><th>parallelism</th><th class=n>GPUs</th><th class=n>iteration</th>"
     head += ("<th class=n>$/iteration</th>" if scene["priced"] else "") + "<th>critical path</th><th>lost by</th></tr>"
     lines = ""
-    for k, row in enumerate(scene["rows"][:12]):
+    for k, row in enumerate(scene["rows"][:SHOWN]):
         bar = "".join(
             f'<i style="width:{100 * row["parts_s"].get(part, 0.0) / longest:.2f}%;background:{color}" '
             f'title="{name} {row["parts_s"].get(part, 0.0):.3g} s"></i>'
@@ -291,7 +295,7 @@ def _fitted(raw: Floats) -> list[tuple[float, float]]:
     scale = min(scales) if len(raw) <= FEW else np.array(scales)
     scale = np.where(np.isfinite(scale), scale, 1.0)
     place = (raw - raw.min(axis=0) - size / 2) * scale + np.array([WIDTH, HEIGHT]) / 2
-    least = 118.0 if len(raw) <= FEW else 84.0
+    least = 118.0 if len(raw) <= FEW else 84.0  # pixels between two datacenters
     for _ in range(80):
         for i in range(len(place)):
             for j in range(i):

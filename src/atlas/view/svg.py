@@ -24,6 +24,7 @@ from atlas.view.page import write_page
 from atlas.view.tracks import CAUSES, SEND, STYLES, WAIT, LinkRow, RowGroup, groups
 
 WIDTH, GUTTER, MARGIN, LEGEND_ROW = 1000, 120, 12, 18
+"""Of a figure, in pixels; the gutter holds the names of rows."""
 PNG_WIDTH = 2000
 """Pixels."""
 
