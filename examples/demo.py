@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 
-from demo_tea import Tea, pour
+from demo_serving import Client, train_and_serve
 from rich.console import Console
 from rich.table import Table
 
@@ -42,7 +42,7 @@ LAYOUT = Layout(2, 3, 8, ("east", "middle", "west"))
 FORWARD_NS, WAN_NS, LATENCY_NS = 30 * MS, 60 * MS, 40 * MS
 ONE_SLOWER = 17.06
 """One connection moves one window per round trip: 293 Mbit/s at 40 ms, where many reach 5 Gbit/s."""
-STEPS, TEA_STEPS = 3, 12
+STEPS, SERVING_STEPS = 3, 12
 MAX_BUSY = 0.70
 TRAINING = TrainingSetup(
     ModelChoice(gpt(num_layers=3, width=32, num_heads=2, vocabulary=256, max_length=64), layers_per_stage=(1, 1, 1)),
@@ -53,7 +53,7 @@ console = Console(highlight=False)
 
 
 @dataclass(frozen=True)
-class Act:
+class DemoRun:
     """One training of the same steps."""
 
     title: str
@@ -122,13 +122,13 @@ def host_ticks() -> tuple[int, int]:
     return sum(ticks), ticks[3] + ticks[4]
 
 
-def act(title: str, name: str, tcp: str, tea: Tea | None = None) -> Act:
+def train_once(title: str, name: str, tcp: str, client: Client | None = None) -> DemoRun:
     """Simulate, then run."""
     console.print(f"\n[bold]{title}[/bold]")
     apart = costs(slower=ONE_SLOWER if tcp == "one" else 1.0)
     program = program_of(name, apart)
     used = costs(sharing=True) if program.sharing else apart
-    steps = STEPS if tea is None else TEA_STEPS
+    steps = STEPS if client is None else SERVING_STEPS
     predicted = simulate(repeated(program, steps), used)
     paths = paths_of(program, used, TRAINING.activation_bytes)
     setup = EmulationSettings(
@@ -147,28 +147,28 @@ def act(title: str, name: str, tcp: str, tea: Tea | None = None) -> Act:
             f"  step {done.num_done}/{steps}  loss {done.loss:.4f}  {done.seconds:6.2f} s "
             f"(predicted {predicted.iteration_ns / 1e9:.2f})  WAN {done.wan_bytes * 8e-6 / done.seconds:.1f} Mbit/s"
         )
-        with tea.speaking if tea is not None else nullcontext():
+        with client.printing if client is not None else nullcontext():
             console.print(line)
 
     def train(setup: EmulationSettings) -> Emulation:
         return emulate(program, used, TRAINING, setup, on_start=lambda _: before.append(host_ticks()), on_step=on_step)
 
-    run = train(setup) if tea is None else pour(tea, program, used, setup, train, console)
+    run = train(setup) if client is None else train_and_serve(client, program, used, setup, train, console)
     after = host_ticks()
     busy = 1 - (after[1] - before[0][1]) / max(1, after[0] - before[0][0]) if after[0] else 0.0
-    return Act(title, predicted, run, seconds, busy_shares, busy)
+    return DemoRun(title, predicted, run, seconds, busy_shares, busy)
 
 
-def table(acts: list[Act]) -> Table:
+def table(runs: list[DemoRun]) -> Table:
     shown = Table(title="The same training under emulation; losses are compared bit by bit", title_justify="left")
     for heading in ("", "iteration", "speed-up", "busy", "predicted", "off by", "losses"):
         shown.add_column(heading, justify="left" if not heading else "right")
-    for one in acts:
-        same = one.run.losses[:STEPS] == acts[0].run.losses[:STEPS]
+    for one in runs:
+        same = one.run.losses[:STEPS] == runs[0].run.losses[:STEPS]
         shown.add_row(
             one.title + (" *" if one.flag else ""),
             f"{one.iteration_s:.2f} s",
-            f"{acts[0].iteration_s / one.iteration_s:.1f}x",
+            f"{runs[0].iteration_s / one.iteration_s:.1f}x",
             f"{one.utilization:.0%}",
             f"{one.predicted.iteration_ns / 1e9:.2f} s",
             f"{one.predicted.iteration_ns / one.run.timeline.iteration_ns - 1:+.1%}",
@@ -177,12 +177,14 @@ def table(acts: list[Act]) -> Table:
     return shown
 
 
-def with_tea(plain: Act, filled: Act, tea: Tea) -> str:
+def prefill_summary(plain: DemoRun, filled: DemoRun, client: Client) -> str:
     # The first steps with BubbleTea are left without prefill: they are a baseline measured in the same run.
     without = [*plain.seconds[1:], *filled.seconds[1:ALONE_FIRST]]
     slower = median(filled.seconds[ALONE_FIRST:]) / median(without) - 1
     first = (
-        f"first token after {median(tea.first_s):.2f} s (median)" if tea.first_s else "no prompt was answered in time"
+        f"first token after {median(client.first_s):.2f} s (median)"
+        if client.first_s
+        else "no prompt was answered in time"
     )
     return (
         f"BubbleTea: utilization {plain.utilization:.0%} without, {filled.utilization:.0%} with (from step "
@@ -193,26 +195,26 @@ def with_tea(plain: Act, filled: Act, tea: Tea) -> str:
 def main() -> int:
     OUT.mkdir(parents=True, exist_ok=True)
     console.print("Three emulated datacenters, 40 ms apart; two pipelines, one stage per datacenter; 8 microbatches")
-    acts = [
-        act("Varuna, one TCP", "varuna", "one"),
-        act("Varuna, many TCP", "varuna", "many"),
-        act("Atlas (turns)", "atlas", "many"),
+    runs = [
+        train_once("Varuna, one TCP", "varuna", "one"),
+        train_once("Varuna, many TCP", "varuna", "many"),
+        train_once("Atlas (turns)", "atlas", "many"),
     ]
-    tea = Tea()
-    acts.append(act("Atlas, BubbleTea", "atlas", "many", tea))
+    client = Client()
+    runs.append(train_once("Atlas, BubbleTea", "atlas", "many", client))
     console.print()
-    console.print(table(acts))
-    console.print(with_tea(acts[2], acts[3], tea), soft_wrap=True)
-    for one in acts:
+    console.print(table(runs))
+    console.print(prefill_summary(runs[2], runs[3], client), soft_wrap=True)
+    for one in runs:
         if one.flag:
             console.print(f"Timings marked * are unreliable: {one.flag}. Run again on an idle machine", soft_wrap=True)
             break
     page = OUT / "prediction-over-measurement.html"
-    write_page(page, [acts[2].predicted, acts[2].run.timeline], title="Atlas: prediction over measurement")
+    write_page(page, [runs[2].predicted, runs[2].run.timeline], title="Atlas: prediction over measurement")
     filled = OUT / "bubbletea.html"
-    write_page(filled, [acts[3].run.timeline], title="Atlas with BubbleTea, as it ran")
+    write_page(filled, [runs[3].run.timeline], title="Atlas with BubbleTea, as it ran")
     console.print(f"Timelines: {page.absolute().as_uri()}\n           {filled.absolute().as_uri()}", soft_wrap=True)
-    return 0 if all(one.run.losses[:STEPS] == acts[0].run.losses[:STEPS] for one in acts) else 1
+    return 0 if all(one.run.losses[:STEPS] == runs[0].run.losses[:STEPS] for one in runs) else 1
 
 
 def guarded(run: Callable[[], int]) -> int:

@@ -191,7 +191,7 @@ class PlanSearch:
 
     def page(self) -> str:
         """The map and the tables as one HTML page without scripts."""
-        notes = [f"Wanted: {self.found.objective.words()}.", *report.verdict(self.found)]
+        notes = [f"Objective: {self.found.objective.words()}.", *report.verdict(self.found)]
         return plan_page(report.scene(self.found), notes=notes)
 
     def _repr_html_(self) -> str:

@@ -48,16 +48,16 @@ MODEL = DecoderConfig(
 
 
 @dataclass
-class Tea:
-    """The client's measurements."""
+class Client:
+    """What the client measures."""
 
     first_s: list[float] = field(default_factory=list)
     """Seconds to the first token of each prompt."""
-    speaking: threading.Lock = field(default_factory=threading.Lock)
+    printing: threading.Lock = field(default_factory=threading.Lock)
     """Held while a response is printed; other output waits for it."""
 
 
-class _Asked:
+class _OpenRequests:
     """Open requests."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class _Asked:
         with self._lock:
             self._sockets.discard(sock)
 
-    def take_back(self) -> None:
+    def cancel(self) -> None:
         with self._lock:
             self._over = True
             for sock in self._sockets:
@@ -101,8 +101,8 @@ class _Training(AbstractContextManager[object]):
         pass  # on an interrupt its workers end with this process
 
 
-def pour(
-    tea: Tea,
+def train_and_serve(
+    client: Client,
     program: Program,
     costs: Costs,
     setup: EmulationSettings,
@@ -116,7 +116,7 @@ def pour(
     settings = ServiceSettings("tiny", Served(MODEL), split=2, chunk=128, arena_bytes=ARENA_BYTES)
     parts = assemble(settings, ground, Keys.nobody())
     runs: list[_Training] = []
-    asked = _Asked()
+    requests = _OpenRequests()
 
     def workers(address: str, token_file: str) -> _Training:
         filler = FillerChoice("bubbletea", {"address": address, "token_file": token_file})
@@ -127,10 +127,10 @@ def pour(
 
     def on_start(server: HttpServer) -> None:
         training = runs[0]
-        beside(_converse, server, parts, training, asked, tea, console)
+        in_background(_send_prompts, server, parts, training, requests, client, console)
         for number in range(WAITING):
-            beside(_fill, server, training, asked, number)
-        beside(_end, server, training, asked)
+            in_background(_fill, server, training, requests, number)
+        in_background(_end, server, training, requests)
 
     asyncio.run(run(parts, Where(port=0, drain_s=5), workers, on_start))
     if runs[0].thread.is_alive():
@@ -140,52 +140,54 @@ def pour(
     return runs[0].result[0]
 
 
-def beside(work: Callable[..., None], *args: object) -> None:
+def in_background(work: Callable[..., None], *args: object) -> None:
     threading.Thread(target=work, args=args, daemon=True).start()
 
 
-def _end(server: HttpServer, training: _Training, asked: _Asked) -> None:
+def _end(server: HttpServer, training: _Training, requests: _OpenRequests) -> None:
     """Cancel open requests: the workers that would answer them have ended."""
     training.thread.join()
-    asked.take_back()
+    requests.cancel()
     server.drain()
 
 
-def _converse(server: HttpServer, parts: Parts, training: _Training, asked: _Asked, tea: Tea, console: Console) -> None:
+def _send_prompts(
+    server: HttpServer, parts: Parts, training: _Training, requests: _OpenRequests, client: Client, console: Console
+) -> None:
     """Send one prompt after another, like a user."""
     while training.thread.is_alive() and not parts.dispatcher.planner.num_lanes:
         time.sleep(0.1)
     for prompt in PROMPTS:
-        with tea.speaking:
+        with client.printing:
             console.print(f"  [cyan]{prompt}[/cyan] ", end="")
             try:
-                for text in _ask(server, asked, {"prompt": prompt, "max_tokens": 16}, tea.first_s):
+                for text in _ask(server, requests, {"prompt": prompt, "max_tokens": 16}, client.first_s):
                     console.print("".join(c if c.isprintable() else "·" for c in text), end="", markup=False)
                 console.print()
             except (OSError, http.client.HTTPException, AtlasError) as error:
                 console.print(f"... not answered: {error}")
 
 
-def _fill(server: HttpServer, training: _Training, asked: _Asked, number: int) -> None:
+def _fill(server: HttpServer, training: _Training, requests: _OpenRequests, number: int) -> None:
     rng = random.Random(number)
     while training.thread.is_alive():
         tokens = [rng.randrange(256) for _ in range(rng.randrange(128, 768))]
         try:
-            for _ in _ask(server, asked, {"prompt": tokens, "max_tokens": 1, "priority": "offline"}, []):
+            for _ in _ask(server, requests, {"prompt": tokens, "max_tokens": 1, "priority": "offline"}, []):
                 pass
         except (OSError, http.client.HTTPException, AtlasError):
             time.sleep(0.3)
 
 
-def _ask(server: HttpServer, asked: _Asked, wish: dict[str, object], first_s: list[float]) -> Iterator[str]:
+def _ask(server: HttpServer, requests: _OpenRequests, body: dict[str, object], first_s: list[float]) -> Iterator[str]:
     """Print a completion as it streams; records the time of its first token."""
     began, has_begun = time.monotonic(), False
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.connect()
     sock = connection.sock  # released when the response ends
     try:
-        asked.begin(sock)
-        body = json.dumps({"model": "tiny", "temperature": 0, "ignore_eos": True, "stream": True, **wish})
+        requests.begin(sock)
+        body = json.dumps({"model": "tiny", "temperature": 0, "ignore_eos": True, "stream": True, **body})
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         answer = connection.getresponse()
         if answer.status != 200:
@@ -199,5 +201,5 @@ def _ask(server: HttpServer, asked: _Asked, wish: dict[str, object], first_s: li
             for choice in json.loads(line[6:]).get("choices", []):
                 yield choice.get("text", "")
     finally:
-        asked.end(sock)
+        requests.end(sock)
         connection.close()
