@@ -179,7 +179,7 @@ def _fill(server: HttpServer, training: _Training, requests: _OpenRequests, numb
             time.sleep(0.3)
 
 
-def _ask(server: HttpServer, requests: _OpenRequests, body: dict[str, object], first_s: list[float]) -> Iterator[str]:
+def _ask(server: HttpServer, requests: _OpenRequests, more: dict[str, object], first_s: list[float]) -> Iterator[str]:
     """Print a completion as it streams; records the time of its first token."""
     began, has_begun = time.monotonic(), False
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
@@ -187,7 +187,7 @@ def _ask(server: HttpServer, requests: _OpenRequests, body: dict[str, object], f
     sock = connection.sock  # released when the response ends
     try:
         requests.begin(sock)
-        body = json.dumps({"model": "tiny", "temperature": 0, "ignore_eos": True, "stream": True, **body})
+        body = json.dumps({"model": "tiny", "temperature": 0, "ignore_eos": True, "stream": True, **more})
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         answer = connection.getresponse()
         if answer.status != 200:
