@@ -17,14 +17,14 @@ def test_each_worker_has_one_row_under_its_datacenter() -> None:
 
 def test_every_wan_transfer_is_on_one_row_without_overlap() -> None:
     timeline = job(4, trunk_pairs=1.0)  # the trunk serves all four at once
-    lanes = [lane for group in groups(timeline) for lane in group.lanes]
-    dealt = np.concatenate([lane.transfers for lane in lanes])
-    assert sorted(dealt.tolist()) == np.flatnonzero(timeline.program.transfer_crosses).tolist()
-    assert max(lane.lane for lane in lanes) == 3
-    for lane in lanes:
-        start, sent = timeline.transfer_start_ns[lane.transfers], timeline.transfer_sent_ns[lane.transfers]
+    rows = [row for group in groups(timeline) for row in group.link_rows]
+    drawn = np.concatenate([row.transfers for row in rows])
+    assert sorted(drawn.tolist()) == np.flatnonzero(timeline.program.transfer_crosses).tolist()
+    assert max(row.number for row in rows) == 3
+    for row in rows:
+        start, sent = timeline.transfer_start_ns[row.transfers], timeline.transfer_sent_ns[row.transfers]
         assert (start[1:] >= sent[:-1]).all()
 
 
 def test_one_datacenter_has_no_links() -> None:
-    assert [(g.name, len(g.lanes)) for g in groups(job(2, 4, 4, 1))] == [("dc0", 0)]
+    assert [(g.name, len(g.link_rows)) for g in groups(job(2, 4, 4, 1))] == [("dc0", 0)]

@@ -51,7 +51,7 @@ def page_html(timelines: Sequence[Timeline], *, title: str = "Atlas timeline", n
     header = {
         "title": title,
         "notes": [notes] if isinstance(notes, str) else list(notes),
-        "looks": [look._asdict() for look in STYLES],
+        "styles": [style._asdict() for style in STYLES],
         "kinds": [kind.name for kind in Kind],
         "schedules": [_describe(timeline) for timeline in timelines],
     }
@@ -100,7 +100,7 @@ def _group(timeline: Timeline, group: RowGroup) -> dict[str, Any]:
         names = [program.worker_name(worker) for worker in group.workers]
         pipelines = [worker // program.num_ranks for worker in group.workers]
         return {"name": group.name, "links": False, "rows": names, "pipelines": pipelines, "workers": group.workers}
-    names = [timeline.links[lane.link] if lane.lane == 0 else "" for lane in group.lanes]
+    names = [timeline.links[row.link] if row.number == 0 else "" for row in group.link_rows]
     return {"name": group.name, "links": True, "rows": names}
 
 
@@ -124,7 +124,7 @@ class _Spans(NamedTuple):
 def _packed(timeline: Timeline) -> str:
     """All spans in base64, sorted by row and start."""
     rows = groups(timeline)
-    num_rows = sum(len(group.workers) + len(group.lanes) for group in rows)
+    num_rows = sum(len(group.workers) + len(group.link_rows) for group in rows)
     spans = _Spans(*(np.concatenate(parts) for parts in zip(*_all_spans(timeline, rows), strict=True)))
     keep = np.flatnonzero(spans.end_ns > spans.start_ns)
     keep = keep[np.lexsort((spans.start_ns[keep], spans.row[keep]))]
@@ -156,8 +156,8 @@ def _all_spans(timeline: Timeline, rows: Sequence[RowGroup]) -> list[_Spans]:
         for worker in group.workers:
             row_of_worker[worker] = row
             row += 1
-        for lane in group.lanes:
-            parts.append(_transfer_spans(timeline, lane.transfers, row))
+        for link_row in group.link_rows:
+            parts.append(_transfer_spans(timeline, link_row.transfers, row))
             row += 1
     return [_op_spans(timeline, row_of_worker), _wait_spans(timeline, row_of_worker), *parts]
 

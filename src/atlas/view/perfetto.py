@@ -121,9 +121,9 @@ def _places(timeline: Timeline, rows: Sequence[RowGroup]) -> tuple[NDArray[np.in
 
 
 def _link_threads(timeline: Timeline, rows: Sequence[RowGroup]) -> list[int]:
-    """By group: the thread of its first link lane, after those of the workers and of the lanes before."""
-    lanes = np.cumsum([0] + [len(group.lanes) for group in rows])
-    return [len(rows) + timeline.program.num_workers + 1 + int(before) for before in lanes]
+    """By group: the thread of its first link row, after those of the workers and of the link rows before."""
+    before = np.cumsum([0] + [len(group.link_rows) for group in rows])
+    return [len(rows) + timeline.program.num_workers + 1 + int(count) for count in before]
 
 
 def _names(timeline: Timeline, rows: Sequence[RowGroup]) -> list[dict[str, Any]]:
@@ -142,8 +142,8 @@ def _names(timeline: Timeline, rows: Sequence[RowGroup]) -> list[dict[str, Any]]
         for worker in group.workers:
             say("thread_name", pid, int(thread[worker]), name=timeline.program.worker_name(worker))
             say("thread_sort_index", pid, int(thread[worker]), sort_index=worker)
-        for k, lane in enumerate(group.lanes):
-            say("thread_name", pid, links[number] + k, name=timeline.links[lane.link])
+        for k, row in enumerate(group.link_rows):
+            say("thread_name", pid, links[number] + k, name=timeline.links[row.link])
             say("thread_sort_index", pid, links[number] + k, sort_index=k)
     return events
 
@@ -175,10 +175,11 @@ def _transfer_events(timeline: Timeline, rows: Sequence[RowGroup]) -> list[bytes
     parts = []
     links = _link_threads(timeline, rows)
     for number, group in enumerate(rows):
-        if not group.lanes:
+        if not group.link_rows:
             continue
-        of = np.concatenate([lane.transfers for lane in group.lanes])
-        track = links[number] + np.repeat(np.arange(len(group.lanes)), [len(lane.transfers) for lane in group.lanes])
+        of = np.concatenate([row.transfers for row in group.link_rows])
+        counts = [len(row.transfers) for row in group.link_rows]
+        track = links[number] + np.repeat(np.arange(len(counts)), counts)
         direction, pipeline, boundary, slot = np.unravel_index(of, program.transfer_shape)
         parts.append(
             _joined(

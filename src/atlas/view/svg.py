@@ -126,11 +126,11 @@ def _rows(timeline: Timeline, waits: Bubbles, group: RowGroup, each: int) -> tup
         rows = [_Row(timeline.program.worker_name(w), _worker_spans(timeline, waits, w), 11) for w in shown]
         return rows, len(group.workers) - len(shown)
     # Evenly spaced, so that both directions are shown.
-    count = min(len(group.lanes), max(2, each))
-    lanes = [group.lanes[k] for k in np.linspace(0, len(group.lanes) - 1, count).round().astype(int)]
-    names = [timeline.links[lane.link] if lane.lane == 0 else "" for lane in lanes]
-    found = [_Row(name, _lane_spans(timeline, lane), 7) for name, lane in zip(names, lanes, strict=True)]
-    return found, len(group.lanes) - len(lanes)
+    count = min(len(group.link_rows), max(2, each))
+    drawn = [group.link_rows[k] for k in np.linspace(0, len(group.link_rows) - 1, count).round().astype(int)]
+    names = [timeline.links[row.link] if row.number == 0 else "" for row in drawn]
+    rows = [_Row(name, _link_spans(timeline, row), 7) for name, row in zip(names, drawn, strict=True)]
+    return rows, len(group.link_rows) - count
 
 
 def _worker_spans(timeline: Timeline, found: Bubbles, worker: int) -> Spans:
@@ -145,10 +145,10 @@ def _worker_spans(timeline: Timeline, found: Bubbles, worker: int) -> Spans:
     return start[order], end[order], code[order]
 
 
-def _lane_spans(timeline: Timeline, lane: LinkRow) -> Spans:
+def _link_spans(timeline: Timeline, row: LinkRow) -> Spans:
     half = max(1, timeline.program.num_transfers // 2)
-    code = SEND + lane.transfers // half
-    return timeline.transfer_start_ns[lane.transfers], timeline.transfer_sent_ns[lane.transfers], code
+    code = SEND + row.transfers // half
+    return timeline.transfer_start_ns[row.transfers], timeline.transfer_sent_ns[row.transfers], code
 
 
 def _draw_row(body: list[str], used: set[int], row: _Row, y: int, zero: int, scale: float) -> None:
@@ -218,9 +218,9 @@ def _patterns(used: set[int]) -> str:
         "<defs>"
         + "".join(
             f'<pattern id="wait{cause}" width="5" height="5" patternUnits="userSpaceOnUse" '
-            f'patternTransform="rotate(45)"><rect width="5" height="5" fill="{look.light}"/>'
+            f'patternTransform="rotate(45)"><rect width="5" height="5" fill="{style.light}"/>'
             f'<path d="M0 0V5" stroke="#000" stroke-opacity=".28" stroke-width="1"/></pattern>'
-            for cause, look in CAUSES.items()
+            for cause, style in CAUSES.items()
             if WAIT + cause in used
         )
         + "</defs>"

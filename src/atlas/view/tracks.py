@@ -25,7 +25,8 @@ class LinkRow:
     """Transfers of one link that do not overlap, by start. A link that serves several at once has several rows."""
 
     link: int
-    lane: int
+    number: int
+    """Among the rows of this link."""
     transfers: Ints
 
 
@@ -35,7 +36,7 @@ class RowGroup:
 
     name: str
     workers: tuple[int, ...] = ()
-    lanes: tuple[LinkRow, ...] = ()
+    link_rows: tuple[LinkRow, ...] = ()
 
 
 @computed_once
@@ -46,13 +47,13 @@ def groups(timeline: Timeline) -> list[RowGroup]:
     joined: dict[tuple[str, str], list[int]] = {}
     for link in wan_links(timeline).tolist():
         joined.setdefault(_ends(timeline, link, dcs), []).append(link)
-    lanes = _lanes(timeline)
+    by_link = _link_rows(timeline)
     found: list[RowGroup] = []
     for dc in dcs:
         for ends, links in joined.items():
             if ends[1] == dc:
-                rows = tuple(lane for link in links for lane in lanes[link])
-                found.append(RowGroup(f"WAN {ends[0]} ↔ {ends[1]}", lanes=rows))
+                rows = tuple(row for link in links for row in by_link[link])
+                found.append(RowGroup(f"WAN {ends[0]} ↔ {ends[1]}", link_rows=rows))
         workers = tuple(w for w in range(program.num_workers) if program.worker_dc(w) == dc)
         found.append(RowGroup(dc, workers=workers))
     return found
@@ -68,7 +69,7 @@ def _ends(timeline: Timeline, link: int, dcs: list[str]) -> tuple[str, str]:
     return first, second
 
 
-def _lanes(timeline: Timeline) -> dict[int, list[LinkRow]]:
+def _link_rows(timeline: Timeline) -> dict[int, list[LinkRow]]:
     """By WAN link: its transfers, on as few rows as keep them from overlapping."""
     start, sent = timeline.transfer_start_ns, timeline.transfer_sent_ns
     wanted = np.isin(timeline.transfer_link, wan_links(timeline))
@@ -82,23 +83,23 @@ def _lanes(timeline: Timeline) -> dict[int, list[LinkRow]]:
     bounds = np.flatnonzero(np.diff(link, prepend=-1, append=-1))
     for lo, hi in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         of, number = order[lo:hi], int(link[lo])
-        lane = _deal(start[of], sent[of]) if overlaps[lo:hi].any() else np.zeros(hi - lo, np.int64)
-        found[number] = [LinkRow(number, k, of[lane == k]) for k in range(int(lane.max()) + 1)]
+        row = _first_free(start[of], sent[of]) if overlaps[lo:hi].any() else np.zeros(hi - lo, np.int64)
+        found[number] = [LinkRow(number, k, of[row == k]) for k in range(int(row.max()) + 1)]
     return found
 
 
-def _deal(start: Ints, end: Ints) -> Ints:
+def _first_free(start: Ints, end: Ints) -> Ints:
     """By span, sorted by start: the first row that is free."""
     free: list[int] = []
-    dealt = np.zeros(len(start), np.int64)
+    rows = np.zeros(len(start), np.int64)
     for i, (begin, until) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
-        lane = next((k for k, busy_until in enumerate(free) if busy_until <= begin), len(free))
-        if lane == len(free):
+        row = next((k for k, busy_until in enumerate(free) if busy_until <= begin), len(free))
+        if row == len(free):
             free.append(until)
         else:
-            free[lane] = until
-        dealt[i] = lane
-    return dealt
+            free[row] = until
+        rows[i] = row
+    return rows
 
 
 # ---- colours and words ---------------------------------------------------------------------------------------

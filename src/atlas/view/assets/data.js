@@ -127,7 +127,7 @@ const percent = x => (100 * x).toFixed(x < 0.0995 ? 1 : 0) + " %";
 function spanName(s, i) {
   const c = s.code[i];
   if (c < WAIT) return `${s.stage[i]}${HEAD.kinds[c]}${s.mb[i]}`;
-  if (c < SEND) return `waiting: ${HEAD.looks[c].label}`;
+  if (c < SEND) return `waiting: ${HEAD.styles[c].label}`;
   return `${s.stage[i]}${c === SEND ? "SEND_F" : "SEND_B"}${s.mb[i]}`;
 }
 

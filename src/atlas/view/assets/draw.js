@@ -13,7 +13,7 @@ function loadPaint() {
   const dark = document.documentElement.dataset.theme === "dark";
   const strong = dark ? [255, 255, 255] : [0, 0, 0];
   Paint.bgRgb = parseHex(css("--bg")); Paint.bg = pack(...Paint.bgRgb);
-  Paint.rgb = HEAD.looks.map(look => parseHex(dark ? look.dark : look.light));
+  Paint.rgb = HEAD.styles.map(style => parseHex(dark ? style.dark : style.light));
   Paint.u32 = Uint32Array.from(Paint.rgb, c => pack(...c));
   Paint.edge = Uint32Array.from(Paint.rgb, c => pack(...mix(c, Paint.bgRgb, 0.55)));
   Paint.hatch = Uint32Array.from(Paint.rgb, c => pack(...mix(c, strong, 0.2)));
@@ -134,7 +134,7 @@ function clipText(ctx, text, width) {
 /** The label inside a span: as much of it as fits. */
 function spanLabel(s, i, width) {
   const c = s.code[i];
-  if (c >= WAIT && c < SEND) return width > 52 ? HEAD.looks[c].label : "";
+  if (c >= WAIT && c < SEND) return width > 52 ? HEAD.styles[c].label : "";
   if (c >= SEND) return width > 34 ? `p${s.pipeline[i]}·${s.mb[i]}` : String(s.mb[i]);
   return width > 30 || c >= 5 ? `${HEAD.kinds[c]}${c >= 5 && c <= 7 ? "" : s.mb[i]}` : String(s.mb[i]);
 }

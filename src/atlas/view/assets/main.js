@@ -127,7 +127,7 @@ function drawLabels(ctx, labels) {
     if (text.length * letter + 3 > w) continue;
     if (wait) {  // without hatching under the label
       const half = text.length * 3.2 + 3;
-      ctx.fillStyle = look(s.code[i]);
+      ctx.fillStyle = colorOf(s.code[i]);
       ctx.fillRect(GUTTER + x + w / 2 - half, RULER + y - h / 2 + 2, 2 * half, h - 6);
     }
     ctx.fillStyle = wait ? Paint.soft : Paint.ink[s.code[i]];

@@ -9,7 +9,7 @@ function make(tag, className, text, parent) {
   return element;
 }
 
-const look = code => document.documentElement.dataset.theme === "dark" ? HEAD.looks[code].dark : HEAD.looks[code].light;
+const colorOf = code => document.documentElement.dataset.theme === "dark" ? HEAD.styles[code].dark : HEAD.styles[code].light;
 
 function fillHeader(schedules) {
   document.getElementById("title").textContent = HEAD.title;
@@ -57,8 +57,8 @@ function fillSplit(bar, s) {
     piece.style.cssText = `width:${100 * share}%;background-color:${color};border-radius:0`;
     piece.title = `${text}: ${percent(share)}`;
   };
-  part(busy, look(0), "computing");
-  [2, 3, 4, 0, 1].forEach(c => part(causes[c], look(WAIT + c), "waiting, " + HEAD.looks[WAIT + c].label, true));
+  part(busy, colorOf(0), "computing");
+  [2, 3, 4, 0, 1].forEach(c => part(causes[c], colorOf(WAIT + c), "waiting, " + HEAD.styles[WAIT + c].label, true));
 }
 
 function fillCaption() {
@@ -77,16 +77,16 @@ function fillLegend(schedules) {
   for (let code = 0; code < NUM_CODES; code++) {
     if (!used.has(code)) continue;
     const item = make("span", "", null, legend), wait = code >= WAIT && code < SEND;
-    make("i", wait ? "chip wait" : "chip", null, item).style.backgroundColor = look(code);
-    item.append((wait ? "waiting: " : "") + HEAD.looks[code].label);
-    item.title = HEAD.looks[code].meaning;
+    make("i", wait ? "chip wait" : "chip", null, item).style.backgroundColor = colorOf(code);
+    item.append((wait ? "waiting: " : "") + HEAD.styles[code].label);
+    item.title = HEAD.styles[code].meaning;
   }
 }
 
 function tipForSpan(tip, s, row, i) {
   const group = s.rowGroup[row], c = s.code[i], wait = c >= WAIT && c < SEND;
   make("h2", "", spanName(s, i), tip);
-  make("p", "", HEAD.looks[c].meaning, tip);
+  make("p", "", HEAD.styles[c].meaning, tip);
   const place = group.links ? `${s.rowName[row] || "same link"} · ${group.name}` : `${s.rowName[row]} in ${group.name}`;
   make("p", "", `${place} · ${s.name} (${s.source})`, tip);
   const list = make("dl", "", null, tip);
@@ -112,7 +112,7 @@ function tipForShares(tip, s, group, shares, t) {
   let rest = 1;
   for (const c of STACK_ORDER) if (shares[c] > 0.0005) {
     rest -= shares[c];
-    make("dt", "", (c >= WAIT && c < SEND ? "waiting: " : "") + HEAD.looks[c].label, list);
+    make("dt", "", (c >= WAIT && c < SEND ? "waiting: " : "") + HEAD.styles[c].label, list);
     make("dd", "", percent(shares[c]), list);
   }
   if (rest > 0.005) { make("dt", "", group.links ? "idle" : "after the end", list); make("dd", "", percent(rest), list); }
