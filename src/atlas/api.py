@@ -1,6 +1,6 @@
 """The public API, offered by `import atlas`: simulate, plan, what-if and train from Python, as the commands do. Each
 function takes a job or plan file, or what `load_job` or `plan` made of it. The commands print what these functions
-return; what they return can be read as a table (a list of dicts) and shows itself as a figure in Jupyter.
+return. A result has a table (a list of dicts), and Jupyter shows it as a figure.
 
 Prints nothing, and writes only where `save` is called.
 """
@@ -80,8 +80,8 @@ class Simulation:
 
     @property
     def drawn(self) -> list[Result]:
-        """The results that a figure shows: one TCP connection can take twenty times as long as many, and the others
-        would be too small to see beside it."""
+        """The results that a figure shows: those on many connections where there are some. One connection can take
+        twenty times as long, and the others would be too small to see."""
         return [result for result in self.results if result.tcp == "many"] or list(self.results)
 
     def figure(self) -> Figure:
@@ -111,12 +111,13 @@ def simulate(
         >>> found.best.schedule
         'atlas'
 
-    Without `schedule` and `tcp`, a job runs under the classic schedules on one TCP connection and under every schedule
-    on many, and a plan runs as it was planned. `tries` and `seed` are those of a searched order; `iterations` simulates
-    several in a row; `jitter_runs` repeats the run with the job's `jitter`.
+    Without `schedule` and `tcp`, a job runs under gpipe, 1f1b and varuna on one TCP connection and under every schedule
+    on many, and a plan runs as it was planned. `tries` and `seed` are those of the schedule search; `iterations`
+    simulates several in a row; `jitter_runs` repeats the run with the job's `jitter`. `progress(what, done, total)` is
+    called during a search.
     """
     job, plan = opened(job)
-    names = [schedule] if isinstance(schedule, str) else schedule
+    names = [schedule] if isinstance(schedule, str) else schedule or None
     as_planned = plan if names is None and tcp is None else None
     if as_planned is not None:
         how = as_planned.schedule
