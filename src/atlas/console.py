@@ -84,10 +84,9 @@ def job_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def search_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of the schedule search (default 0)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of the schedule search (default 0)")
+    add(
         "--tries",
         type=whole(1, 1_000_000),
         metavar="N",

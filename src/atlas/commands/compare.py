@@ -25,9 +25,10 @@ from atlas.view.table import side_by_side
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     for name in ("a", "b"):
-        parser.add_argument(name, metavar=name.upper(), help="a timeline file, or JOB.yaml:SCHEDULE")
-    parser.add_argument(
+        add(name, metavar=name.upper(), help="a timeline file, or JOB.yaml:SCHEDULE")
+    add(
         "--tcp",
         choices=("one", "many"),
         default="many",
@@ -35,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     job_flags(parser)
     search_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    add("--json", action="store_true", help="print the comparison as JSON")
     picture_flags(parser)
 
 

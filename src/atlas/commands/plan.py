@@ -33,44 +33,35 @@ SHOWN = 8
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", type=Path, nargs="?", metavar="JOB.yaml", help="the job: docs/jobs.md explains its keys")
-    parser.add_argument(
-        "--strategy", default="ours", metavar="NAME", help=f"how to search: {', '.join(STRATEGIES)} (default: ours)"
-    )
-    parser.add_argument("--objective", metavar="NAME", help=f"what to optimise: {', '.join(OBJECTIVES)}")
-    parser.add_argument("--budget", metavar="USD", help="spend at most this: 500/h (an hour) or 2.5/it (an iteration)")
-    parser.add_argument("--min-throughput", metavar="RATE", help="reach at least this: 0.03it/s or 50000tok/s")
-    parser.add_argument("--tokens", metavar="N", help="tokens to train on by --deadline, such as 300B or 1e12")
-    parser.add_argument("--deadline", metavar="TIME", help="time in which to train --tokens, such as 30d or 12h")
-    parser.add_argument(
+    add = parser.add_argument
+    add("job", type=Path, nargs="?", metavar="JOB.yaml", help="the job: docs/jobs.md explains its keys")
+    add("--strategy", default="ours", metavar="NAME", help=f"how to search: {', '.join(STRATEGIES)} (default: ours)")
+    add("--objective", metavar="NAME", help=f"what to optimise: {', '.join(OBJECTIVES)}")
+    add("--budget", metavar="USD", help="spend at most this: 500/h (an hour) or 2.5/it (an iteration)")
+    add("--min-throughput", metavar="RATE", help="reach at least this: 0.03it/s or 50000tok/s")
+    add("--tokens", metavar="N", help="tokens to train on by --deadline, such as 300B or 1e12")
+    add("--deadline", metavar="TIME", help="time in which to train --tokens, such as 30d or 12h")
+    add(
         "--keep",
         action="append",
         default=[],
         metavar="KEY",
         help=f"keep this key as the job has it: {', '.join(KEEPABLE)}; may be repeated",
     )
-    parser.add_argument(
-        "--global-batch", type=whole(1, 10**9), metavar="N", help="sequences per iteration (default: the job's)"
-    )
-    parser.add_argument("--tcp", choices=("one", "many"), default="many", help="TCP connections between two nodes")
-    parser.add_argument(
+    add("--global-batch", type=whole(1, 10**9), metavar="N", help="sequences per iteration (default: the job's)")
+    add("--tcp", choices=("one", "many"), default="many", help="TCP connections between two nodes")
+    add(
         "--tries",
         type=whole(0, 1_000_000),
         metavar="N",
         help="orders that the winner's schedule search may try; 0: no search",
     )
-    parser.add_argument(
-        "--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of that search (default 0)"
-    )
+    add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of that search (default 0)")
     job_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
-    parser.add_argument(
-        "--out", type=Path, metavar="PLAN.yaml", help="write the plan for `atlas simulate`, `whatif` and `train`"
-    )
-    parser.add_argument(
-        "--page", type=Path, metavar="FILE", help="write an HTML page: the placement on a map, and the other plans"
-    )
-    parser.add_argument(
+    add("--json", action="store_true", help="print the result as JSON instead of tables")
+    add("--out", type=Path, metavar="PLAN.yaml", help="write the plan for `atlas simulate`, `whatif` and `train`")
+    add("--page", type=Path, metavar="FILE", help="write an HTML page: the placement on a map, and the other plans")
+    add(
         "--pareto",
         type=Path,
         metavar="FILE",

@@ -18,16 +18,13 @@ from atlas.view.table import plain_table
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--show", nargs=2, metavar=("NAME", "JOB.yaml"), help="print the Program of this schedule for this job"
-    )
-    parser.add_argument("--tcp", choices=("one", "many"), default="many", help="TCP connections between two nodes")
+    add = parser.add_argument
+    add("--show", nargs=2, metavar=("NAME", "JOB.yaml"), help="print the Program of this schedule for this job")
+    add("--tcp", choices=("one", "many"), default="many", help="TCP connections between two nodes")
     job_flags(parser)
     search_flags(parser)
-    parser.add_argument(
-        "--torch", action="store_true", help="print the Program as a CSV for torch.distributed.pipelining"
-    )
-    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+    add("--torch", action="store_true", help="print the Program as a CSV for torch.distributed.pipelining")
+    add("--json", action="store_true", help="print the list as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -45,29 +45,24 @@ Row = Mapping[str, Any]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", type=Path, metavar="JOB.yaml", help="the job: docs/jobs.md explains its keys")
-    parser.add_argument(
-        "--schedule", action="append", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}; may be repeated"
-    )
-    parser.add_argument("--tcp", choices=("one", "many"), help="TCP connections between two nodes")
+    add = parser.add_argument
+    add("job", type=Path, metavar="JOB.yaml", help="the job: docs/jobs.md explains its keys")
+    add("--schedule", action="append", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}; may be repeated")
+    add("--tcp", choices=("one", "many"), help="TCP connections between two nodes")
     job_flags(parser)
     search_flags(parser)
-    parser.add_argument(
-        "--iterations", type=whole(1, 1000), default=1, metavar="N", help="simulate N iterations in a row (default 1)"
-    )
-    parser.add_argument(
+    add("--iterations", type=whole(1, 1000), default=1, metavar="N", help="simulate N iterations in a row (default 1)")
+    add(
         "--monte-carlo",
         type=whole(1, 100_000),
         default=0,
         metavar="N",
         help="repeat the run N times with the job's `jitter`",
     )
-    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write results.json, page.html, figure.svg and timeline files to DIR"
-    )
+    add("--json", action="store_true", help="print the results as JSON instead of a table")
+    add("--out", type=Path, metavar="DIR", help="write results.json, page.html, figure.svg and timeline files to DIR")
     picture_flags(parser)
-    parser.add_argument(
+    add(
         "--save",
         type=Path,
         metavar="FILE",

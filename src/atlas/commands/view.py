@@ -145,10 +145,11 @@ def each(path: Path | None, timelines: Sequence[Timeline]) -> list[Path]:
 
 def picture_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of every command with timelines."""
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page, all timelines on one time axis")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a figure (SVG)")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write a figure (PNG; needs the extra `png`)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--page", type=Path, metavar="FILE", help="write an HTML page, all timelines on one time axis")
+    add("--svg", type=Path, metavar="FILE", help="write a figure (SVG)")
+    add("--png", type=Path, metavar="FILE", help="write a figure (PNG; needs the extra `png`)")
+    add(
         "--trace",
         type=Path,
         metavar="FILE",

@@ -43,32 +43,29 @@ from atlas.view.table import plain_table, seconds
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", type=Path, metavar="JOB|PLAN", help="a job file, or a plan of `atlas plan --out`")
-    parser.add_argument(
-        "--sweep", action="append", default=[], metavar="KEY=VALUES", help="a key and its values; may be repeated"
-    )
-    parser.add_argument("--replan", action="store_true", help="run the planner again at every value")
-    parser.add_argument(
+    add = parser.add_argument
+    add("job", type=Path, metavar="JOB|PLAN", help="a job file, or a plan of `atlas plan --out`")
+    add("--sweep", action="append", default=[], metavar="KEY=VALUES", help="a key and its values; may be repeated")
+    add("--replan", action="store_true", help="run the planner again at every value")
+    add(
         "--monte-carlo",
         type=whole(1, 100_000),
         default=0,
         metavar="N",
         help="simulate N networks with random bandwidths and latencies",
     )
-    parser.add_argument(
+    add(
         "--wan-sigma",
         type=number(0, 3),
         metavar="S",
         help="spread of those (sigma; default: the job's `jitter.wan`, or 0.2)",
     )
-    parser.add_argument(
-        "--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of the random networks (default 0)"
-    )
-    parser.add_argument("--no-marginals", action="store_true", help="skip the bottleneck table")
+    add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of the random networks (default 0)")
+    add("--no-marginals", action="store_true", help="skip the bottleneck table")
     job_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the first sweep's curve (.svg or .html)")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write the first sweep's curve as an HTML page")
+    add("--json", action="store_true", help="print the results as JSON instead of tables")
+    add("--out", type=Path, metavar="FILE", help="write the first sweep's curve (.svg or .html)")
+    add("--page", type=Path, metavar="FILE", help="write the first sweep's curve as an HTML page")
 
 
 def run(args: argparse.Namespace) -> int:
