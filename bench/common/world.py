@@ -32,9 +32,8 @@ from atlas.wan.emulator.paths import PathSpec
 from atlas.wan.emulator.proxy_net import ProxyNet
 from atlas.wan.probe.agent import ProbeAgent
 from atlas.wan.probe.survey import LinkMeasurement, Survey
-from atlas.wan.transport.base import Handle, Key
+from atlas.wan.transport.base import Address, Handle, Key
 from atlas.wan.transport.endpoint import Endpoint
-from atlas.wan.transport.handshake import Address
 from atlas.wan.transport.settings import TransportSettings
 from atlas.wan.transport.wire import HEADER_BYTES
 from common.cases import ONE_TCP_SLOWER, cell

@@ -98,7 +98,7 @@ class Actor:
             "rtt_ms": round(channel.rtt_s * 1e3, 2),
             "rate_mbps": round((channel.meter.rate_bps or 0) / 1e6),
             "choice": str(channel._choice),
-            "flight_kb": channel.outbox.flight and channel.outbox.flight.limit_bytes >> 10,
+            "inflight_kb": channel.outbox.inflight and channel.outbox.inflight.limit_bytes >> 10,
             "retransmits": [f.num_retransmits for f in facts if f],
             "cwnd_kb": [f.window_bytes >> 10 for f in facts if f],
             "control": [

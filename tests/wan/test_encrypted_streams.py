@@ -118,7 +118,7 @@ def test_a_stream_is_not_closed_while_somebody_tells_the_peer_something() -> Non
     told: list[bool] = []
 
     def tell_until_it_is_gone() -> None:
-        while inbound.tell(RecordKind.FREED, 1):
+        while inbound.send_record(RecordKind.FREED, 1):
             told.append(far.sock.fileno() >= 0)
 
     teller = threading.Thread(target=tell_until_it_is_gone, daemon=True)
@@ -128,5 +128,5 @@ def test_a_stream_is_not_closed_while_somebody_tells_the_peer_something() -> Non
     teller.join(10)
     assert not teller.is_alive()
     assert all(told)
-    assert not inbound.tell(RecordKind.FREED, 2)
+    assert not inbound.send_record(RecordKind.FREED, 2)
     near.close()

@@ -126,23 +126,23 @@ def test_a_chunk_held_too_long_goes_another_way_once() -> None:
     assert box.lost("slow") == 0
 
 
-def test_what_a_halted_stream_holds_goes_another_way_soon_but_once() -> None:
+def test_chunks_of_a_paused_stream_are_sent_once_on_another() -> None:
     box = outbox()
     put(box, 0, 64 * KB)
     put(box, 1, 64 * KB)
-    stuck, other = pull(box, "halted"), pull(box, "busy")
+    stuck, other = pull(box, "paused"), pull(box, "busy")
     assert stuck is not None
     assert other is not None
     assert box.steal("free", 10.0) is None
-    assert box.steal("halted", 10.0, halted=["halted"]) is None, "it holds that itself"
-    assert box.steal("free", 10.0, halted=["halted"], halted_s=5.0) is None
-    assert box.steal("free", 10.0, halted=["halted"]) == stuck
-    assert box.steal("third", 10.0, halted=["halted"]) is None, "one is enough"
+    assert box.steal("paused", 10.0, paused=["paused"]) is None, "it holds that itself"
+    assert box.steal("free", 10.0, paused=["paused"], paused_s=5.0) is None
+    assert box.steal("free", 10.0, paused=["paused"]) == stuck
+    assert box.steal("third", 10.0, paused=["paused"]) is None, "one is enough"
 
 
-def test_the_flight_stops_what_would_only_queue() -> None:
+def test_the_limit_holds_back_what_would_only_queue() -> None:
     box = outbox()
-    box.flight = InflightLimit(0.04)
+    box.inflight = InflightLimit(0.04)
     put(box, 0, 1 << 20)
     pulled = [c for _ in range(20) if (c := pull(box))]
     assert sum(c.num_bytes for c in pulled) == max(FIRST_BYTES, box.least_chunk_bytes)
@@ -159,7 +159,7 @@ def test_a_narrow_path_has_a_second_chunk_under_way() -> None:
     assert narrow.limit_bytes == int(1e9 / 8 * (1.25 * 0.04 + 0.012)), "a wide path is bounded as before"
 
 
-def test_the_flight_finds_what_a_path_holds() -> None:
+def test_the_limit_finds_what_a_path_holds() -> None:
     """A path of 500 Mbit/s and 40 ms holds 2.5 MB; a queue behind it would hold anything."""
     path, now = InflightLimit(0.04), 0.0
     for _ in range(200):
@@ -244,8 +244,8 @@ def _slices_of(*turns: int) -> Outbox:
     """Slices of 1 MB on a path of 60 Mbit/s: a seventh of a second each."""
     outbox = Outbox()
     outbox.freed(0, 1 << 30)
-    outbox.flight = InflightLimit(0.04)
-    outbox.flight.learn(60e6, chunk_bytes=4 << 20)
+    outbox.inflight = InflightLimit(0.04)
+    outbox.inflight.learn(60e6, chunk_bytes=4 << 20)
     for turn in turns:
         outbox.put((turn, 0, 0, 0), memoryview(bytes(1 << 20)), turn, Handle("slice"), whole=True)
     return outbox
@@ -286,3 +286,12 @@ def test_the_turn_after_the_last_does_not_wait_after_a_rest() -> None:
     outbox.acknowledged("stream", done.message.number, done.offset)
     outbox.put((7, 0, 0, 0), memoryview(bytes(1 << 20)), 7, Handle("slice"), whole=True)
     assert outbox.pull("stream", 0, 0.0) is not None
+
+
+def test_the_turn_after_the_last_slice_is_next() -> None:
+    outbox = Outbox()
+    outbox.freed(0, 1 << 30)
+    assert not outbox.is_next(7), "nothing was sent yet"
+    outbox.put((0, 0, 0, 0), memoryview(bytes(10)), 7, Handle(), whole=True)
+    assert outbox.pull("stream", 0, 1.0) is not None
+    assert [turn for turn in range(12) if outbox.is_next(turn)] == list(range(9))

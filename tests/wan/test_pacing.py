@@ -21,75 +21,75 @@ SLOW_BPS = 8e6
 
 
 def paced(rate_bps: float = SLOW_BPS) -> InflightLimit:
-    flight = InflightLimit(0.02)
-    flight.learn(rate_bps, 16 * KB)
-    return flight
+    limit = InflightLimit(0.02)
+    limit.learn(rate_bps, 16 * KB)
+    return limit
 
 
 def test_chunks_of_a_slow_path_leave_one_after_the_other() -> None:
-    flight, took_s = paced(), 16 * KB * 8 / SLOW_BPS / PACE
-    assert flight.pause_s(100.0) <= 0
-    flight.left(16 * KB, 100.0)
-    assert flight.pause_s(100.0) == pytest.approx(took_s - LEAD_S)
-    assert flight.pause_s(100.0 + took_s) <= 0
-    flight.left(16 * KB, 100.0 + took_s - LEAD_S)  # ahead of the first by the lead: it counts from the first's end
-    assert flight.pause_s(100.0 + took_s) == pytest.approx(took_s - LEAD_S)
+    limit, took_s = paced(), 16 * KB * 8 / SLOW_BPS / PACE
+    assert limit.pause_s(100.0) <= 0
+    limit.left(16 * KB, 100.0)
+    assert limit.pause_s(100.0) == pytest.approx(took_s - LEAD_S)
+    assert limit.pause_s(100.0 + took_s) <= 0
+    limit.left(16 * KB, 100.0 + took_s - LEAD_S)  # ahead of the first by the lead: it counts from the first's end
+    assert limit.pause_s(100.0 + took_s) == pytest.approx(took_s - LEAD_S)
 
 
 def test_a_fast_path_is_not_paced() -> None:
-    flight = paced(500e6)
-    flight.left(1 << 20, 100.0)
-    assert flight.pause_s(100.0) <= 0
+    limit = paced(500e6)
+    limit.left(1 << 20, 100.0)
+    assert limit.pause_s(100.0) <= 0
 
 
 def test_a_chunk_that_came_quickly_raises_a_pace_that_was_too_slow() -> None:
-    flight = paced(2e6)
-    flight.came_back(0.02 + 16 * KB * 8 / SLOW_BPS, 100.0, 16 * KB)
-    assert flight.pace_bps == pytest.approx(PACE * SLOW_BPS, rel=0.01)
+    limit = paced(2e6)
+    limit.came_back(0.02 + 16 * KB * 8 / SLOW_BPS, 100.0, 16 * KB)
+    assert limit.pace_bps == pytest.approx(PACE * SLOW_BPS, rel=0.01)
 
 
 def test_what_a_chunk_showed_is_remembered_for_a_while_and_counts_on_slow_paths_only() -> None:
-    flight, fast = paced(2e6), paced(500e6)
-    flight.came_back(0.02 + 16 * KB * 8 / SLOW_BPS, 100.0, 16 * KB)
+    limit, fast = paced(2e6), paced(500e6)
+    limit.came_back(0.02 + 16 * KB * 8 / SLOW_BPS, 100.0, 16 * KB)
     for at in (105.0, 111.0, 112.0):
-        flight.came_back(0.2, at, 16 * KB)
-        assert flight.rate_bps == pytest.approx(SLOW_BPS, rel=0.01)
+        limit.came_back(0.2, at, 16 * KB)
+        assert limit.rate_bps == pytest.approx(SLOW_BPS, rel=0.01)
     for at in (122.0, 133.0):
-        flight.came_back(0.2, at, 16 * KB)
-    assert flight.rate_bps == 2e6
+        limit.came_back(0.2, at, 16 * KB)
+    assert limit.rate_bps == 2e6
     fast.came_back(0.0201, 100.0, 1 << 20)
     assert fast.rate_bps == 500e6
 
 
 def test_a_path_that_has_become_slower_is_found_by_what_comes_back_while_everything_is_late() -> None:
-    flight, now = InflightLimit(0.04), 0.0
-    flight.learn(100e6)
+    limit, now = InflightLimit(0.04), 0.0
+    limit.learn(100e6)
 
     def carry(rate_bps: float, took_s: float, seconds: float) -> None:
         nonlocal now
         end = now + seconds
         while now < end:
-            flight.came_back(took_s, now := now + 62_500 * 8 / rate_bps, 62_500)
+            limit.came_back(took_s, now := now + 62_500 * 8 / rate_bps, 62_500)
 
     carry(100e6, 0.05, 1.0)
     carry(100e6, 0.09, 2.0)
-    assert flight.fallen_bps() is None, "late by its own queue, at its full rate"
+    assert limit.fallen_bps() is None, "late by its own queue, at its full rate"
     carry(25e6, 0.05, 1.0)
-    assert flight.fallen_bps() is None, "not late: there was no more to send"
+    assert limit.fallen_bps() is None, "not late: there was no more to send"
     carry(25e6, 0.2, 0.3)
-    assert flight.fallen_bps() is None, "not for long enough"
+    assert limit.fallen_bps() is None, "not for long enough"
     carry(25e6, 0.2, 0.4)
-    assert flight.fallen_bps() == pytest.approx(25e6, rel=0.25)
-    assert flight.fallen_bps() is None, "told once"
+    assert limit.fallen_bps() == pytest.approx(25e6, rel=0.25)
+    assert limit.fallen_bps() is None, "told once"
     now += 10.0
     carry(25e6, 0.2, 0.3)
-    assert flight.fallen_bps() is None, "nothing was under way for ten seconds"
+    assert limit.fallen_bps() is None, "nothing was under way for ten seconds"
 
 
 def test_the_outbox_waits_for_the_pace() -> None:
     box = Outbox(chunk_bytes=16 * KB, num_streams=1)
     box.freed(0, 1 << 20)
-    box.flight = paced()
+    box.inflight = paced()
     box.put((0, 0, 0, 0), memoryview(bytes(64 * KB)), 0, Handle())
     began = time.monotonic()
     assert box.pull("s", 0, 0.0) is not None
@@ -166,7 +166,7 @@ def test_a_slice_that_waits_for_its_turn_is_not_sent_again_and_one_that_is_lost_
         source.departed(source.paths[0], [(1, handed[1][1])])
         until(handed, 4)
         assert set(handed[2:4]) == {(0, handed[0][1]), (1, handed[1][1])}
-        source.heed(Note(NoteKind.ACK, ("a", "c"), 0, ((1, handed[0][1], 0), (1, handed[1][1], 0))))
+        source.handle(Note(NoteKind.ACK, ("a", "c"), 0, ((1, handed[0][1], 0), (1, handed[1][1], 0))))
         assert source.outbox.is_empty
     finally:
         source.close()

@@ -137,7 +137,7 @@ def test_no_more_connections_than_max_inbound() -> None:
         assert until(lambda: a.channel(B).num_live == 2)
         with (
             Endpoint(C, settings=two) as c,
-            pytest.raises(WorkerError, match=r"dc2/b refuses: it holds as many connections as its setting max_inbound"),
+            pytest.raises(WorkerError, match=r"dc2/b refuses: it has as many connections as its setting max_inbound"),
         ):
             c.connect({B: b.address}, timeout_s=1.0)
         a.send(Key(B), b"still here").wait(10)

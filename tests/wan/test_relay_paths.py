@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from atlas.wan.cell_relay.paths import MOST_HOLD_S, RelayPath, SliceSender
 from atlas.wan.cell_relay.slices import Note, NoteKind, RelaySlice
 from atlas.wan.transport.base import Handle
@@ -34,7 +36,7 @@ class Ways:
     def _later(self, at: float, path: RelayPath, one: RelaySlice, kind: NoteKind) -> None:
         def tell() -> None:
             assert self.sender is not None
-            self.sender.heed(Note(kind, path.hops, 0, ((one.number, one.offset, path.index),)))
+            self.sender.handle(Note(kind, path.hops, 0, ((one.number, one.offset, path.index),)))
 
         timer = threading.Timer(max(0.0, at - time.monotonic()), tell)
         timer.daemon = True
@@ -57,6 +59,22 @@ def test_the_last_slices_go_where_they_arrive_first() -> None:
     chosen = list(ways.first_way.values())
     assert len(chosen) == 40
     assert 4 < chosen.count(1) < 16, "both carry as much; ten fewer on the later one, and both finish together"
+
+
+@pytest.mark.parametrize("is_next", [True, False])
+def test_a_transfer_begins_with_full_slices_if_no_smaller_turn_is_expected(is_next: bool) -> None:
+    handed = list[int]()
+    outbox = Outbox(SLICE_BYTES, 2, SLICE_BYTES // 4, SLICE_BYTES // 2)
+    outbox.freed(0, 1 << 30)
+    sender = SliceSender(outbox, 0, HOPS, lambda _, one, __: handed.append(one.num_bytes), is_next=lambda turn: is_next)
+    try:
+        outbox.put((0, 0, 0, 0), memoryview(bytes(40 * SLICE_BYTES)), 0, Handle("transfer"))
+        deadline = time.monotonic() + 10.0
+        while len(handed) < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    finally:
+        sender.close()
+    assert handed[:2] == [SLICE_BYTES if is_next else SLICE_BYTES // 2] * 2
 
 
 def test_our_own_path_waits_a_moment_for_what_others_sent_with_a_smaller_turn() -> None:

@@ -17,7 +17,7 @@ from atlas.wan.security.credentials import Credentials, Security
 from atlas.wan.transport.base import Key
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.settings import TransportSettings
-from atlas.wan.transport.wire import SEALED, Greeting, pack_greeting, preamble
+from atlas.wan.transport.wire import ENCRYPTED, Greeting, pack_greeting, preamble
 
 pytest.importorskip("cryptography")
 
@@ -113,19 +113,19 @@ def test_certificates_that_are_wrong_expired_early_or_foreign_are_refused(certs:
             refused(a, b, "CERTIFICATE_VERIFY_FAILED")
         for folder in (late, early):
             with endpoint("dc1/a", Credentials.of_folder(folder, "dc1/a")) as a:
-                refused(a, b, "EXPIRED|expired|BAD_CERTIFICATE|ended|reset")
+                refused(a, b, "EXPIRED|expired|BAD_CERTIFICATE|closed|reset")
         with endpoint("dc1/a", Credentials.of_folder(certs, "dc2/c")) as a:
-            refused(a, b, "ended|reset")  # its certificate is for dc2/c, so b turns it away without a word
+            refused(a, b, "closed|reset")  # its certificate is for dc2/c, so b turns it away without a word
     with (
         endpoint("dc2/b", Credentials.of_folder(certs, "dc2/c")) as b,
         endpoint("dc1/a", Credentials.of_folder(certs, "dc1/a")) as a,
     ):
-        refused(a, b, "says it is dc2/b, but its certificate is for dc2/c")
+        refused(a, b, "claims to be dc2/b, but its certificate is for dc2/c")
 
 
 def test_a_plain_connection_to_a_sealed_door_is_refused(certs: Path) -> None:
     with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b, Endpoint("dc1/a", settings=QUICK) as a:
-        refused(a, b, "ended|reset")
+        refused(a, b, "closed|reset")
 
 
 def test_a_tls_connection_without_a_certificate_is_refused(certs: Path) -> None:
@@ -136,12 +136,12 @@ def test_a_tls_connection_without_a_certificate_is_refused(certs: Path) -> None:
     lines: list[str] = []
     here = Credentials.of_folder(certs, "dc2/b")
     with endpoint("dc2/b", here, log=lines.append) as b, socket.create_connection(b.address) as sock:
-        sock.sendall(preamble(SEALED))
+        sock.sendall(preamble(ENCRYPTED))
         sock.settimeout(5)
         with context.wrap_socket(sock) as tls, contextlib.suppress(OSError):
             tls.sendall(b"x" * 32 + pack_greeting(Greeting("dc1/a", "dc2/b", 0, 0, 1)))
             assert not tls.recv(1)
-    assert any("turned a connection away" in line for line in lines)
+    assert any("refused a connection" in line for line in lines)
 
 
 def test_a_key_that_others_can_read_is_refused(certs: Path) -> None:

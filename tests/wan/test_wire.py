@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from atlas.errors import WorkerError
 from atlas.wan.cell_relay.slices import Note, NoteKind, RelaySlice, pack_note, pack_slice, unpack_note, unpack_slice
 from atlas.wan.transport.wire import (
+    ENCRYPTED,
     GREETING_BYTES,
     HEADER_BYTES,
     MAX_CHUNK_BYTES,
     PLAIN,
     RECORD_BYTES,
-    SEALED,
     ControlRecord,
     FrameHeader,
     FrameKind,
@@ -134,6 +134,6 @@ def test_the_corpus_is_refused() -> None:
 
 def test_a_preamble_says_how_it_goes_on() -> None:
     assert read_preamble(preamble(PLAIN)) == PLAIN
-    assert read_preamble(preamble(SEALED)) == SEALED
+    assert read_preamble(preamble(ENCRYPTED)) == ENCRYPTED
     with pytest.raises(WorkerError, match="the same release"):
         read_preamble(preamble(PLAIN)[:8] + b"\xee" + preamble(PLAIN)[9:])

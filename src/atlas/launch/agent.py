@@ -32,7 +32,7 @@ from atlas.launch.worker_processes import WorkerProcesses
 from atlas.runtime.assignment import SHIPPED, Assignment, SaveChoice, TrainingSetup, read
 from atlas.runtime.wiring import WorkerRole
 from atlas.wan.security.credentials import Security
-from atlas.wan.transport.handshake import Address
+from atlas.wan.transport.base import Address
 
 LISTEN_S = 0.2
 

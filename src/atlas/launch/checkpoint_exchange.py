@@ -33,8 +33,8 @@ from atlas.runtime.checkpoint.load import Checkpoint
 from atlas.runtime.checkpoint.manifest import Blob
 from atlas.runtime.checkpoint.tensors import Tally, chunks_of
 from atlas.wan.security.credentials import Security
+from atlas.wan.transport.base import Address
 from atlas.wan.transport.endpoint import Endpoint
-from atlas.wan.transport.handshake import Address
 
 
 class CheckpointExchange:

@@ -23,7 +23,7 @@ from atlas.launch.run_monitor import OnStep, RunMonitor, RunOutcome
 from atlas.launch.supervisor import RestartPolicy, run_with_restarts
 from atlas.runtime.wiring import MAIN
 from atlas.wan.security.credentials import Security
-from atlas.wan.transport.handshake import Address
+from atlas.wan.transport.base import Address
 
 MEET_S, FETCH_S = 30.0, 600.0
 """Workers read a checkpoint before they listen, and it may be large: one that dies is heard of at once in any case."""

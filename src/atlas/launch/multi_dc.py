@@ -23,7 +23,7 @@ from atlas.launch.replan import replan
 from atlas.launch.run_monitor import OnStep
 from atlas.spec import Job
 from atlas.wan.security.credentials import Credentials, Security
-from atlas.wan.transport.handshake import Address
+from atlas.wan.transport.base import Address
 
 Say = Callable[[str], None]
 OWN_SITE_S = 30.0

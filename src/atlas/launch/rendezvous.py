@@ -22,7 +22,7 @@ from typing import NamedTuple
 from atlas.errors import AtlasError, WorkerError
 from atlas.launch.control_channel import ControlChannel, Message, frame, unframed
 from atlas.wan.security.credentials import Security, require_name
-from atlas.wan.transport.handshake import Address
+from atlas.wan.transport.base import Address
 
 log = logging.getLogger("atlas.launch")
 VERSION = 1

@@ -138,7 +138,7 @@ class WorkerLinks:
         if end != MAIN:
             return self._relays[end], Key(peer, direction, tag)
         lane, direct = lane_of(direction, boundary), self._direct
-        if direct is not None and (direct.sends_to(peer, lane) if sends else direct.hears_from(peer, lane)):
+        if direct is not None and (direct.sends_to(peer, lane) if sends else direct.receives_from(peer, lane)):
             return direct, Key(peer, lane, tag)
         return self._ends[MAIN], Key(peer, lane, tag)
 

@@ -28,9 +28,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, Work
 
 from atlas.errors import WorkerError
 from atlas.wan.security.credentials import Credentials, Security
-from atlas.wan.transport.base import Handle, Key
+from atlas.wan.transport.base import Address, Handle, Key
 from atlas.wan.transport.endpoint import Endpoint
-from atlas.wan.transport.handshake import Address
 from atlas.wan.transport.settings import TransportSettings
 
 NAME = "atlas"

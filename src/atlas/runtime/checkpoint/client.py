@@ -19,9 +19,8 @@ from typing import Any, BinaryIO, Protocol, cast
 from atlas.errors import WorkerError
 from atlas.runtime.checkpoint.calls import ANSWER_LANE, CALL_LANE, PIECE_BYTES, WINDOW_BYTES, pack, unpack
 from atlas.runtime.checkpoint.store import Chunk
-from atlas.wan.transport.base import Handle, Key
+from atlas.wan.transport.base import Address, Handle, Key
 from atlas.wan.transport.endpoint import Endpoint
-from atlas.wan.transport.handshake import Address
 
 PATIENCE_S = 60.0
 """For an answer: a large file takes its time to reach a disk."""

@@ -27,9 +27,8 @@ from atlas.runtime.checkpoint.calls import (
     unpack,
 )
 from atlas.runtime.checkpoint.store import BlobStore, Chunk
-from atlas.wan.transport.base import Key
+from atlas.wan.transport.base import Address, Key
 from atlas.wan.transport.endpoint import Endpoint
-from atlas.wan.transport.handshake import Address
 
 IDLE_S = 60.0
 """A copy of which nothing comes for so long is given up."""

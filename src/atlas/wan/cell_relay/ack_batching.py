@@ -1,5 +1,5 @@
-"""Notes about slices wait a moment before they leave, so that what happens meanwhile goes in one: a note per slice
-costs more than the slice. Knows slices and hops, no sockets and no cells.
+"""Delays notes about slices for a moment, so that several are sent as one: a note per slice would cost more than the
+slice. Knows slices and hops, no sockets and no cells.
 """
 
 from __future__ import annotations
@@ -12,23 +12,26 @@ from dataclasses import dataclass, field
 from atlas.wan.cell_relay.slices import MAX_DONE, Done, Note, NoteKind, RelaySlice
 from atlas.wan.transport.base import guarded
 
-MOMENT_S = {NoteKind.DEPARTED: 0.02, NoteKind.ACK: 0.01}
-"""Unless it is urgent: the last room at a relay, a message's last acknowledgement."""
+DELAY_S = {NoteKind.DEPARTED: 0.02, NoteKind.ACK: 0.01}
+"""About one slice at 100 Mbit/s, and two. Urgent notes are not delayed: the sender has few slices at the relay, or the
+message is complete."""
+IDLE_S = 1.0
+"""How long the thread sleeps without notes."""
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _Batch:
     due: float
     hops: tuple[str, ...]
     slices: list[Done] = field(default_factory=list)
 
 
 class AckBatcher:
-    """Thread-safe. `send` is called on a thread of the desk, until it is closed."""
+    """Thread-safe. Calls `send` on a thread of its own until it is closed."""
 
     def __init__(self, name: str, send: Callable[[Note], None]) -> None:
         self._send = send
-        self._waiting: dict[tuple[NoteKind, str, str, int], _Waiting] = {}
+        self._waiting: dict[tuple[NoteKind, str, str, int], _Batch] = {}
         self._wakes_at = 0.0
         self._closed = False
         self._changed = threading.Condition()
@@ -36,13 +39,12 @@ class AckBatcher:
         self._thread.start()
 
     def add(self, kind: NoteKind, one: RelaySlice, *, at_once: bool = False) -> None:
-        """`one` departed or arrived; its source hears of it soon, over the shortest way of those that brought something
-        in the same moment."""
+        """`one` departed or arrived. The note returns over the shortest path of the slices in its batch."""
         now = time.monotonic()
-        due = now if at_once else now + MOMENT_S[kind]
+        due = now if at_once else now + DELAY_S[kind]
         with self._changed:
             key = (kind, one.hops[0], one.hops[-1], one.lane)
-            entry = self._waiting.setdefault(key, _Waiting(due, one.hops))
+            entry = self._waiting.setdefault(key, _Batch(due, one.hops))
             entry.slices.append(one.done)
             entry.due = min(entry.due, due)
             entry.hops = min(entry.hops, one.hops, key=len)
@@ -60,11 +62,11 @@ class AckBatcher:
             with self._changed:
                 now = time.monotonic()
                 due = [key for key, entry in self._waiting.items() if entry.due <= now]
-                ripe = [(*key, self._waiting.pop(key)) for key in due]
-                if not ripe:
-                    self._wakes_at = min((entry.due for entry in self._waiting.values()), default=now + 1.0)
+                batches = [(*key, self._waiting.pop(key)) for key in due]
+                if not batches:
+                    self._wakes_at = min((entry.due for entry in self._waiting.values()), default=now + IDLE_S)
                     self._changed.wait(self._wakes_at - now)
                     self._wakes_at = 0.0
-            for kind, _, _, lane, entry in ripe:
+            for kind, _, _, lane, entry in batches:
                 for at in range(0, len(entry.slices), MAX_DONE):
                     guarded(self._send, Note(kind, entry.hops, lane, tuple(entry.slices[at : at + MAX_DONE])))

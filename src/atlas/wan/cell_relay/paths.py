@@ -1,7 +1,7 @@
-"""A sender's paths through its cell: those with room take slices in turn, so each carries what it delivers now.
+"""A sender's paths through its cell. Paths with room take slices in turn, so each carries what it delivers now.
 
-Slices that a path has had on the WAN too long are sent again over a path with nothing better to do. Knows hops and
-slices; how they travel is the cell's affair.
+Slices that a path has had on the WAN for too long are sent again on a path that has nothing else to send. Knows hops
+and slices; the cell sends them.
 """
 
 from __future__ import annotations
@@ -18,28 +18,36 @@ from atlas.wan.transport.outbox import Outbox
 from atlas.wan.transport.wire import refusal_text
 
 FIRST_STAGED, STAGED_SLICES, STAGED_S = 1, 3, 0.03
-"""How many slices wait at a relay, and for how long in all: enough that it never idles, little enough that a slow one
-does not hoard. At first just one, and one more for each that departs: those of all senders arrive together, and the
-fewer there are, the sooner does a relay know whose turn it is."""
+"""Slices of one sender at a relay: at first, at most, and the time that they may take there. Enough that the relay does
+not idle, few enough that a slow relay does not collect slices that others could send. At first only one, and one more
+for each that departs: slices of all senders arrive at the same time, and the fewer there are, the sooner the relay
+knows which turn is first."""
 OVERDUE = 2.0
-"""A slice is overdue when it took so many times what others need, from when it left for the WAN."""
+"""A slice is overdue after this many times the latency of the path that would send it again."""
+IDLE_OVERDUE = 1.3
+"""The same if nothing else is to be sent."""
 LEAST_TURN_S, TURN = 0.25, 3.0
-"""How long one may wait for its turn at a relay before that counts as having left; or so many times what slices need
-from there."""
+"""How long a slice may wait for its turn at a relay before it counts as departed: so many times the latency from there,
+at least this long."""
 TICK_S, IDLE_S = 0.02, 0.1
+"""How often overdue slices are looked for, and how often an idle sender wakes up."""
 HOLD, LEAST_HOLD_S, MOST_HOLD_S = 0.1, 0.002, 0.006
-"""Over what a slice takes on a slow path: so long we wait before we carry one of our own. What others sent at the same
-moment, with a smaller turn, takes that long to reach us; the relays' own wait (`flight.py`) comes too late for those
-which were slow to set out."""
+"""On a slow own path, a slice waits so many times what it takes there: slices of a smaller turn that others sent at the
+same moment take that long to arrive. The relay's own wait (`inflight_limit`) ends too early for those that left
+late."""
 SPAN_S = 0.05
-"""Over which it is counted how fast slices leave."""
+"""Time over which the rate of departing slices is measured."""
+FIRST_LATENCY_S, LATENCY_GAIN = 0.25, 0.2
+"""The latency of a path before it is measured, and the weight of a new sample."""
+NUM_GAPS, MIN_GAP_S = 3, 0.001
+"""Departures by whose median gap a path's staging is chosen. One longer gap, for other turns, does not count."""
 
 Hops = tuple[str, ...]
 
 
 def hops_of(source: str, destination: str, pairs: Mapping[str, str]) -> list[Hops]:
-    """The paths from source to destination, one through each node of the source's cell: `pairs` maps every one of
-    them to its counterpart beyond the WAN. The source's own comes first."""
+    """The paths from source to destination, one through each node of the source's cell. `pairs` maps these nodes to
+    their counterparts on the other side of the WAN. The source's own path is first."""
     nodes = sorted(pairs, key=lambda node: node != source)
     paths = []
     for node in nodes:
@@ -49,35 +57,31 @@ def hops_of(source: str, destination: str, pairs: Mapping[str, str]) -> list[Hop
 
 
 class RelayPath:
-    """One way to the destination. `latency_s` is from a slice's departure to its acknowledgement, smoothed."""
+    """One path to the destination. `latency_s` is from a slice's departure to its acknowledgement, smoothed."""
 
     def __init__(self, index: int, hops: Hops) -> None:
         self.index, self.hops = index, hops
         self.num_staged, self._most_staged = 0, FIRST_STAGED
-        self.latency_s, self._is_known = 0.25, False
+        self.latency_s, self._is_known = FIRST_LATENCY_S, False
         self.delivered_bytes = self.num_handed = 0
-        self._gaps_s = deque[float](maxlen=3)
+        self._gaps_s = deque[float](maxlen=NUM_GAPS)
         self._departed_at = 0.0
         self.left_at: dict[tuple[int, int], float] = {}
-        """Of what it was handed and has not acknowledged: when it departed, or will have at the latest."""
-
-    @property
-    def has_room(self) -> bool:
-        return self.num_staged < self.num_allowed
+        """By unacknowledged slice: when it departed, or the latest time at which it will have."""
 
     @property
     def num_allowed(self) -> int:
-        """By how far apart its last slices departed; one longer gap, when others had their turn, does not count."""
-        if len(self._gaps_s) < 3:
+        """Slices that may be at its relay."""
+        if len(self._gaps_s) < NUM_GAPS:
             return self._most_staged
-        return max(1, min(self._most_staged, round(STAGED_S / max(sorted(self._gaps_s)[1], 0.001))))
+        median_s = max(sorted(self._gaps_s)[NUM_GAPS // 2], MIN_GAP_S)
+        return max(1, min(self._most_staged, round(STAGED_S / median_s)))
 
     def rest(self) -> None:
         """There is nothing to send: the next transfer begins as the first one did."""
         self._most_staged = FIRST_STAGED
 
     def departed(self, slice_ids: list[tuple[int, int]], now: float) -> None:
-        """These have, since the last ones did."""
         num = len(slice_ids)
         self._gaps_s.extend([(now - self._departed_at) / num] * num)
         self._departed_at = now
@@ -87,17 +91,18 @@ class RelayPath:
             if slice_id in self.left_at:
                 self.left_at[slice_id] = now
 
-    def note_latency(self, slice_id: tuple[int, int], now: float) -> None:
+    def acknowledged(self, slice_id: tuple[int, int], now: float) -> None:
         begin = self.left_at.pop(slice_id, None)
         if begin is not None:
-            gain = 0.2 if self._is_known else 1.0
+            gain = LATENCY_GAIN if self._is_known else 1.0
             self.latency_s += gain * (max(0.0, now - begin) - self.latency_s)
             self._is_known = True
 
 
 class SliceSender:
-    """All slices for one destination and lane; `hand_over` sends them on their way. The first path is our own;
-    `slice_s` says what a slice takes on it, zero where it is too fast to wait for others' turns."""
+    """All slices for one destination and lane; `hand_over` sends them. The first path is the node's own. `slice_s`:
+    what a slice takes on it, zero if it is too fast to wait for other turns. `is_next`: whether no smaller turn is
+    expected, so that a transfer can begin with full slices."""
 
     def __init__(
         self,
@@ -106,12 +111,14 @@ class SliceSender:
         paths: list[Hops],
         hand_over: Callable[[RelayPath, RelaySlice, memoryview], None],
         slice_s: Callable[[], float] = lambda: 0.0,
+        is_next: Callable[[int], bool] = lambda turn: False,
     ) -> None:
-        self.outbox, self.lane, self._hand_over, self._slice_s = outbox, lane, hand_over, slice_s
+        self.outbox, self.lane, self._hand_over = outbox, lane, hand_over
+        self._slice_s, self._is_next, self._first_slice_bytes = slice_s, is_next, outbox.first_chunk_bytes
         self.paths = [RelayPath(i, hops) for i, hops in enumerate(paths)]
         self.closing = False
         self._handed = deque[tuple[float, int]]()
-        """When slices were handed over lately, and how long they were."""
+        """Recent slices: when they were handed over, and their bytes."""
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"atlas wan slices of {paths[0]}")
         self._thread.start()
@@ -119,7 +126,7 @@ class SliceSender:
     def _run(self) -> None:
         try:
             self._share_out()
-        except Exception as error:  # a bug, or a path that was never connected: without this thread nothing leaves
+        except Exception as error:  # a bug, or a path that was never connected: without this thread nothing is sent
             self.outbox.fail(WorkerError(f"slices to {self.paths[0].hops[-1]} stopped: {error}"))
             raise
 
@@ -127,11 +134,11 @@ class SliceSender:
         has_stolen = False
         while not self.closing:
             is_idle = self.outbox.is_empty
-            for path in self.paths if is_idle else ():
-                path.rest()
             is_ready = self.outbox.wait_ready(0.0 if has_stolen else IDLE_S if is_idle else TICK_S)
+            if is_idle:
+                self._begin()
             with self._changed:
-                free = sorted((path for path in self.paths if path.has_room), key=self._order)
+                free = sorted((path for path in self.paths if path.num_staged < path.num_allowed), key=self._order)
                 if not free:
                     self._changed.wait(IDLE_S)
                     continue
@@ -140,52 +147,68 @@ class SliceSender:
                     if not free:
                         self._changed.wait(TICK_S)
                         continue
-            if is_ready and free[0] is self.paths[0] and (slice_s := self._slice_s()):
-                hold_s = max(LEAST_HOLD_S, min(MOST_HOLD_S, HOLD * slice_s))
-                time.sleep(max(0.0, self.outbox.head_since + hold_s - time.monotonic()))
+            if is_ready and free[0] is self.paths[0]:
+                self._hold()
             found = ((path, chunk) for path in free if (chunk := self._next(path, is_ready=is_ready)) is not None)
             if (first := next(found, None)) is not None:
-                self._set_out(*first)
+                self._send(*first)
             has_stolen = first is not None and not is_ready
 
+    def _begin(self) -> None:
+        """Before a transfer that follows a rest."""
+        for path in self.paths:
+            path.rest()
+        head = self.outbox.head
+        is_next = head is not None and self._is_next(head.turn)
+        self.outbox.first_chunk_bytes = self.outbox.chunk_bytes if is_next else self._first_slice_bytes
+
+    def _hold(self) -> None:
+        """Before a slice for the node's own path, if it is slow."""
+        if (slice_s := self._slice_s()) and (head := self.outbox.head) is not None:
+            hold_s = max(LEAST_HOLD_S, min(MOST_HOLD_S, HOLD * slice_s))
+            time.sleep(max(0.0, head.put_at + hold_s - time.monotonic()))
+
     def _late_s(self) -> float:
-        """The latency of paths on which the rest of a transfer would arrive later than on the others; zero: of none.
-        They differ by what queues on them."""
+        """The latency from which on a path would deliver the rest of a transfer later than the others; zero: none
+        would. Latencies differ by what is queued on the paths."""
         begin = time.monotonic() - SPAN_S
         while self._handed and self._handed[0][0] < begin:
             self._handed.popleft()
         bytes_per_s = sum(num_bytes for _, num_bytes in self._handed) / SPAN_S
-        left_bytes = self.outbox.head_bytes
-        return min(path.latency_s for path in self.paths) + left_bytes / bytes_per_s if bytes_per_s else 0.0
+        head = self.outbox.head
+        if not bytes_per_s or head is None:
+            return 0.0
+        return min(path.latency_s for path in self.paths) + head.left_bytes / bytes_per_s
 
     def _order(self, path: RelayPath) -> tuple[int, bool]:
-        """Who was given least comes first, our own path after the others."""
+        """The path with the fewest slices so far first, and the node's own path after the others."""
         return path.num_handed, path is self.paths[0]
 
     def _next(self, path: RelayPath, *, is_ready: bool) -> Chunk | None:
-        """What is overdue and comes first; else what comes first; else what somebody else has held too long."""
+        """An overdue slice of a turn that is not later than the head's, else the next slice; if nothing is ready, one
+        that another path has had for too long."""
         if not is_ready:
-            return self.outbox.steal(path, 1.3 * path.latency_s)
-        head = self.outbox.head_turn
-        if head is not None and (chunk := self.outbox.steal(path, OVERDUE * path.latency_s, below_turn=head + 1)):
+            return self.outbox.steal(path, IDLE_OVERDUE * path.latency_s)
+        head = self.outbox.head
+        if head and (chunk := self.outbox.steal(path, OVERDUE * path.latency_s, below_turn=head.turn + 1)):
             return chunk
         return self.outbox.pull(path, path.index, 0.0)
 
-    def _set_out(self, path: RelayPath, chunk: Chunk) -> None:
-        message = chunk.message
-        fields = (message.number, len(message.view), chunk.offset, chunk.num_bytes, message.tag, message.eager)
-        at = time.monotonic() + max(LEAST_TURN_S, TURN * path.latency_s)
+    def _send(self, path: RelayPath, chunk: Chunk) -> None:
+        number, now = chunk.message.number, time.monotonic()
+        at = now + max(LEAST_TURN_S, TURN * path.latency_s)
         with self._changed:
             path.num_staged += 1
-            # One that had no room for long does not get all that it missed.
+            # A path that could take nothing for long does not get all that it missed.
             path.num_handed = max(path.num_handed + 1, max(other.num_handed for other in self.paths) - 1)
-            path.left_at[message.number, chunk.offset] = at
-            self._handed.append((time.monotonic(), chunk.num_bytes))
-        self.outbox.count_from(message.number, chunk.offset, at)
-        self._hand_over(path, RelaySlice(path.hops, self.lane, message.turn, *fields, path.index), chunk.payload)
+            path.left_at[number, chunk.offset] = at
+            self._handed.append((now, chunk.num_bytes))
+        self.outbox.count_from(number, chunk.offset, at)
+        one = RelaySlice(path.hops, self.lane, chunk.message.turn, *chunk.fields, path.index)
+        self._hand_over(path, one, chunk.payload)
 
     def departed(self, path: RelayPath, slice_ids: list[tuple[int, int]]) -> None:
-        """They are on the WAN: there is room for others, and from now on it is the path that takes its time."""
+        """The slices are on the WAN: the path may take others, and their latency is counted from now on."""
         now = time.monotonic()
         with self._changed:
             path.departed(slice_ids, now)
@@ -193,7 +216,7 @@ class SliceSender:
         for number, offset in slice_ids:
             self.outbox.count_from(number, offset, now)
 
-    def heed(self, note: Note) -> None:
+    def handle(self, note: Note) -> None:
         if note.kind == NoteKind.POSTED:
             self.outbox.posted(note.tag)
         elif note.kind == NoteKind.FREED:
@@ -211,17 +234,18 @@ class SliceSender:
                 continue
             path = self.paths[index]
             with self._changed:
-                path.note_latency((number, offset), now)
+                path.acknowledged((number, offset), now)
             chunk = self.outbox.acknowledged(path, number, offset)
             path.delivered_bytes += chunk.num_bytes if chunk else 0
         for index, slice_ids in departed.items():
             self.departed(self.paths[index], slice_ids)
 
     def watch(self, deadline_s: float) -> None:
+        """Fails everything if nothing was delivered until the deadline."""
         silent_s = (time.monotonic_ns() - self.outbox.last_progress_ns) / 1e9
         if self.outbox.has_unacked and not self.outbox.is_empty and silent_s > deadline_s:
-            ways = ", ".join(" > ".join(path.hops) for path in self.paths)
-            self.outbox.fail(WorkerError(f"no slice got through for {silent_s:.1f} s on any of {ways}"))
+            paths = ", ".join(" > ".join(path.hops) for path in self.paths)
+            self.outbox.fail(WorkerError(f"no slice was delivered for {silent_s:.1f} s on any of {paths}"))
 
     def close(self) -> None:
         self.closing = True

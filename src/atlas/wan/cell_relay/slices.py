@@ -1,8 +1,7 @@
-"""Slices of a transfer on their way through a cell, and the notes that come back: names of hops, numbers, bytes.
+"""Slices of a transfer that are sent through a cell, and the notes about them, as bytes.
 
-A slice goes from the source to a node of its cell, over the WAN to that node's counterpart, and on to the
-destination; notes about slices return over the hops of one of them, so a path that delivers also acknowledges. Knows
-no sockets.
+A slice goes from the source to a node of its cell, over the WAN to that node's counterpart, and on to the destination.
+Notes about slices return over the hops of one of them, so a path that delivers also acknowledges. Knows no sockets.
 """
 
 from __future__ import annotations
@@ -12,33 +11,35 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from atlas.errors import WorkerError
-from atlas.wan.transport.base import Tag
-from atlas.wan.transport.wire import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES, ZERO_TAG
+from atlas.wan.transport.base import ZERO_TAG, Tag
+from atlas.wan.transport.wire import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES, MAX_NAME_BYTES
 
 _SLICE = struct.Struct("!HBBqQQQI4qB")
 _NOTE = struct.Struct("!HBQ4qBH")
 _DONE = struct.Struct("!QQB")
 MAX_DONE = 1024
-MAX_HOPS, MAX_HOP_BYTES = 4, 200
+"""Slices in one note."""
+MAX_HOPS = 4
+"""Source, relay, its counterpart, destination."""
 
 
 Done = tuple[int, int, int]
-"""A slice that got somewhere: message, offset, path."""
+"""A slice in a note: message, offset, path."""
 
 
 class NoteKind(IntEnum):
     ACK = 1
     DEPARTED = 2
-    """The slice has left the relay's WAN queue: there is room for another."""
+    """The slice has left the relay's WAN queue: the sender may send another there."""
     POSTED = 3
     FREED = 4
     FAILED = 5
-    """The destination will never take the message of these slices; `amount` is a Refusal."""
+    """The destination does not accept the message of these slices; `amount` is a RefusalReason."""
 
 
 class RelaySlice(NamedTuple):
     hops: tuple[str, ...]
-    """Source first, destination last, no name twice in a row."""
+    """From the source to the destination, no name twice in a row."""
     lane: int
     turn: int
     number: int
@@ -48,16 +49,16 @@ class RelaySlice(NamedTuple):
     tag: Tag
     eager: bool
     path: int = 0
-    """Which of its sender's paths this is."""
+    """The index of the path in its sender's list."""
 
     @property
     def done(self) -> Done:
-        """What a note says of it."""
+        """The slice as it appears in a note."""
         return self.number, self.offset, self.path
 
 
 class Note(NamedTuple):
-    """About slices, or a tag, or `amount` bytes; travels `hops` from the last to the first."""
+    """About slices, or a tag, or `amount` bytes. Sent along `hops` from the last to the first."""
 
     kind: int
     hops: tuple[str, ...]
@@ -73,20 +74,20 @@ def _pack_hops(hops: tuple[str, ...]) -> bytes:
 
 
 def _unpack_hops(data: memoryview, num_hops: int) -> tuple[tuple[str, ...], int]:
-    """The names, and where they end."""
+    """The names, and the number of bytes that they take."""
     if not 2 <= num_hops <= MAX_HOPS:
-        raise WorkerError(f"a slice of {num_hops} hops")
+        raise WorkerError(f"a slice with {num_hops} hops: 2 to {MAX_HOPS} are allowed")
     names, at = [], 0
     for _ in range(num_hops):
-        if at >= len(data) or data[at] > MAX_HOP_BYTES or at + 1 + data[at] > len(data):
-            raise WorkerError("a slice's hops break off")
+        if at >= len(data) or data[at] > MAX_NAME_BYTES or at + 1 + data[at] > len(data):
+            raise WorkerError("the hops of a slice are incomplete")
         names.append(bytes(data[at + 1 : at + 1 + data[at]]).decode("utf-8", "replace"))
         at += 1 + data[at]
     return tuple(names), at
 
 
 def head_bytes(hops: tuple[str, ...]) -> int:
-    """What a slice is longer than its payload."""
+    """The bytes of a slice before its payload."""
     return _SLICE.size + len(_pack_hops(hops))
 
 
@@ -97,12 +98,12 @@ def pack_slice(one: RelaySlice, payload: memoryview) -> bytes:
 
 def unpack_slice(data: memoryview) -> tuple[RelaySlice, memoryview]:
     if len(data) < _SLICE.size:
-        raise WorkerError("a slice breaks off")
+        raise WorkerError("a slice is incomplete")
     lane, eager, path, turn, number, total, offset, num_bytes, *tag, num_hops = _SLICE.unpack_from(data)
     hops, end = _unpack_hops(data[_SLICE.size :], num_hops)
     payload = data[_SLICE.size + end :]
     if len(payload) != num_bytes or num_bytes > MAX_CHUNK_BYTES or total > MAX_MESSAGE_BYTES:
-        raise WorkerError(f"a slice of {num_bytes} bytes brings {len(payload)}")
+        raise WorkerError(f"a slice of {num_bytes} bytes has a payload of {len(payload)}")
     if offset + num_bytes > total:
         raise WorkerError(f"a slice ends at byte {offset + num_bytes} of a message of {total}")
     a, b, c, d = tag
@@ -116,7 +117,7 @@ def pack_note(note: Note) -> bytes:
 
 def unpack_note(data: memoryview) -> Note:
     if len(data) < _NOTE.size:
-        raise WorkerError("a note breaks off")
+        raise WorkerError("a note is incomplete")
     lane, kind, amount, *tag, num_hops, num_slices = _NOTE.unpack_from(data)
     end = _NOTE.size + num_slices * _DONE.size
     if not 1 <= kind <= NoteKind.FAILED or num_slices > MAX_DONE or end > len(data):

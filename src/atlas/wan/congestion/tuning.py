@@ -1,7 +1,7 @@
-"""How many streams, how fast each, how long a chunk: chosen from what was measured, by plain functions.
+"""How many streams, the pace of each, and the size of chunks, chosen from measurements.
 
-A stream carries a window per round trip, so a long fat path needs several; more than needed hurts bursts. The pace
-keeps the sum of the streams near what the path delivers. Knows numbers only.
+A stream carries one window per round trip, so a long fast path needs several; more than needed slows bursts down. The
+pace keeps the sum of the streams near what the path delivers. Knows numbers only.
 """
 
 from __future__ import annotations
@@ -14,34 +14,45 @@ from functools import cache
 from pathlib import Path
 
 from atlas.ir.dispatch import chunk_bytes
-from atlas.wan.transport.wire import MAX_CHUNK_BYTES
 
 NEAR_RTT_S = 0.002
-"""Below it, the peer is in the same datacenter: nothing needs to be paced or kept short."""
+"""With a shorter round trip, the peer is in the same datacenter: nothing is paced, and chunks are long."""
 NEAR_STREAMS, LOSSY_STREAMS = 2, 6
+"""On a near path two streams fill loopback. On a lossy path, while one recovers from a loss, the others send."""
+SPARE = 1.5
+"""Windows of streams over what fills the path."""
 LOSSY = 3e-4
-"""Retransmitted bytes over delivered ones, from which on a path counts as lossy."""
-MIN_CHUNK_BYTES, FAR_CHUNK_BYTES, NEAR_LEAST_BYTES = 16 * 1024, 1 << 20, 1 << 20
+"""A path is lossy if this share of its bytes is retransmitted (the bench's path loses 5e-4)."""
+NEAR_CHUNK_BYTES, NEAR_LEAST_BYTES = 4 << 20, 1 << 20
+"""Chunks on a near path, and at the end of a message there: fewer system calls."""
+MIN_CHUNK_BYTES, FAR_CHUNK_BYTES = 16 * 1024, 1 << 20
+"""Bounds of a chunk on a long path, where it is one quantum of the link."""
 LEAST_CHUNK_BYTES, FREE_CHUNK_BYTES = 64 * 1024, 256 * 1024
+"""Chunks at the end of a message, and while the rate is not known."""
 MIN_LOWAT_BYTES, MAX_LOWAT_BYTES, NEAR_LOWAT_BYTES = 32 * 1024, 256 * 1024, 512 * 1024
+"""Unsent bytes in the kernel (TCP_NOTSENT_LOWAT). Without a bound, send buffers take everything and turns have no
+effect; 128 to 256 KB were measured to suffice at 100 Mbit/s."""
 HEADROOM, HEADROOM_ALONE = 2.0, 1.25
-"""The pace of all streams, over what the path was seen to deliver: one stream alone must not be held back, and what is
-under way is bounded anyway. It only keeps a burst from leaving all at once."""
+"""The pace of all streams together, or of a single one, over the known rate. One of several must not be held back; what
+is in flight is bounded anyway. The pace only keeps a burst from leaving at once."""
 LOSS_SPAN_S, ENOUGH_BYTES = 20.0, 16 << 20
+"""Time over which losses are counted, and the bytes that are needed to judge."""
 SAMPLE_S, NUM_SPANS = 0.05, 4
+"""A rate is the mean of so many spans of this length: acknowledgements come in bunches."""
 MEMORY_S = 20.0
+"""How long the best rate counts."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`pacing_bps` of each stream; None: as fast as the kernel likes."""
+    """`pacing_bps` is per stream; None: not paced."""
 
     num_streams: int
     chunk_bytes: int
     lowat_bytes: int
     pacing_bps: float | None
     least_chunk_bytes: int = LEAST_CHUNK_BYTES
-    """Towards the end of a message, chunks shrink to this."""
+    """Chunks shrink to this towards the end of a message."""
 
     def with_streams(self, num_streams: int) -> Choice:
         pacing_bps = self.pacing_bps and self.pacing_bps * self.num_streams / num_streams
@@ -50,7 +61,7 @@ class Choice:
 
 @cache
 def window_bytes() -> int:
-    """What one stream can have under way, by this kernel's limits; the peer's are taken to be the same."""
+    """What one stream can have in flight by this kernel's limits. The peer's are assumed to be the same."""
     try:
         rmem = int(Path("/proc/sys/net/ipv4/tcp_rmem").read_text().split()[2])
         wmem = int(Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()[2])
@@ -60,15 +71,14 @@ def window_bytes() -> int:
 
 
 def choose(rtt_s: float, rate_bps: float | None, max_streams: int, window: int, *, lossy: bool = False) -> Choice:
-    """Until a rate is known, all streams run freely: that is how it becomes known."""
+    """While no rate is known, all streams run unpaced, to find it."""
     if rtt_s < NEAR_RTT_S:
-        return Choice(min(NEAR_STREAMS, max_streams), MAX_CHUNK_BYTES, NEAR_LOWAT_BYTES, None, NEAR_LEAST_BYTES)
+        return Choice(min(NEAR_STREAMS, max_streams), NEAR_CHUNK_BYTES, NEAR_LOWAT_BYTES, None, NEAR_LEAST_BYTES)
     if rate_bps is None:
         return Choice(max_streams, FREE_CHUNK_BYTES, MAX_LOWAT_BYTES, None)
-    needed = math.ceil(1.5 * rate_bps / 8 * rtt_s / window)
-    # Where packets get lost, a stream that waits for a repair leaves the path to the others.
+    needed = math.ceil(SPARE * rate_bps / 8 * rtt_s / window)
     num_streams = min(max_streams, max(LOSSY_STREAMS if lossy else 1, needed))
-    # The quantum is the link's; several streams put several chunks on it at once, each of which takes longer.
+    # The quantum is the link's. Chunks of several streams share the link, so each takes longer.
     chunk = chunk_bytes(rate_bps * min(1.0, 2 / num_streams), MIN_CHUNK_BYTES, FAR_CHUNK_BYTES)
     lowat = max(MIN_LOWAT_BYTES, min(MAX_LOWAT_BYTES, chunk // num_streams))
     headroom = HEADROOM_ALONE if num_streams == 1 else HEADROOM
@@ -76,8 +86,8 @@ def choose(rtt_s: float, rate_bps: float | None, max_streams: int, window: int, 
 
 
 class LossWatch:
-    """Whether a path loses packets: by what the kernel sent twice in the last seconds. A warm-up overflows queues, so
-    what is lost meanwhile does not count."""
+    """Whether a path loses packets, by what the kernel retransmitted in the last seconds. A warm-up overflows queues,
+    so its losses do not count."""
 
     def __init__(self) -> None:
         self._lossy, self._seen = False, (0.0, 0, 0)
@@ -95,10 +105,10 @@ class LossWatch:
 
 
 class RateMeter:
-    """What a path delivers while something waits: the best of the last seconds, from acknowledged bytes.
+    """What a path delivers while something waits for it: the best rate of the last seconds, from acknowledged bytes.
 
-    Acknowledgements bunch up, after a loss or when this host is busy, so what counts is the mean of several spans in a
-    row; a short burst counts only where nothing better is known.
+    After a loss, or on a busy host, acknowledgements come in bunches. So the rate is the mean of several consecutive
+    spans; a shorter burst counts only if no rate is known.
     """
 
     def __init__(self) -> None:
@@ -107,29 +117,29 @@ class RateMeter:
         self._since: float | None = None
         self._num_bytes = 0
         self._spans: deque[float] = deque(maxlen=NUM_SPANS)
-        self._has_told = False
+        self._has_measured = False
 
     def pause(self) -> None:
-        """Nothing waits: what comes next says nothing about the time until it comes."""
+        """Nothing waits for the path any more: the time until the next acknowledgement does not count."""
         with self._lock:
             self._since = None
             self._spans.clear()
 
     def learn(self, rate_bps: float, now: float) -> None:
-        """From a warm-up, or because the path has become slower: what it brought before is forgotten."""
+        """Sets the rate, after a warm-up or because the path has become slower. Earlier rates are forgotten."""
         with self._lock:
             self._samples = deque([(now, rate_bps)] if rate_bps else [])
 
     def raise_by(self, factor: float) -> None:
-        """What is known is too little; unless there was time to see that for ourselves."""
+        """Raises the known rate, unless the last burst was long enough to measure it."""
         with self._lock:
-            if not self._has_told:
+            if not self._has_measured:
                 self._samples = deque((when, factor * bps) for when, bps in self._samples)
 
     def acknowledged(self, num_bytes: int, now: float) -> None:
         with self._lock:
             if self._since is None:
-                self._since, self._num_bytes, self._has_told = now, 0, False
+                self._since, self._num_bytes, self._has_measured = now, 0, False
                 return
             self._num_bytes += num_bytes
             if now - self._since < SAMPLE_S:
@@ -140,7 +150,7 @@ class RateMeter:
                 self._samples.popleft()
             if len(self._spans) < NUM_SPANS and self._samples:
                 return
-            self._has_told = len(self._spans) == NUM_SPANS
+            self._has_measured = len(self._spans) == NUM_SPANS
             mean_bps = sum(self._spans) / len(self._spans)
             while self._samples and self._samples[-1][1] <= mean_bps:
                 self._samples.pop()

@@ -1,9 +1,8 @@
-"""AES-256-GCM for what travels on a connection, with keys that both ends agreed on inside TLS.
+"""AES-256-GCM for the traffic of a connection, with keys that both ends exchange inside TLS.
 
-The ssl module carries 4 to 6 Gbit/s here, AES-GCM on whole chunks ten times that. Key agreement, certificates and
-forward secrecy stay TLS's: each side draws 32 random bytes, tells them inside the TLS channel, and the keys are
-HKDF-SHA256 of both, one per direction and connection. The nonce counts from zero under its key and never repeats;
-a connection ends long before a key wears out. Knows no sockets and no certificates.
+The ssl module carries 4 to 6 Gbit/s, AES-GCM on whole chunks ten times that. Key agreement, certificates and forward
+secrecy are TLS's: each side sends 32 random bytes inside TLS, and the keys are HKDF-SHA256 of both, one per direction
+and connection. The nonce counts from zero for each key and never repeats. Knows no sockets and no certificates.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from atlas.errors import MissingExtraError, WorkerError
 
 TAG_BYTES = 16
 SECRET_BYTES = 32
-MAX_SEALED_BYTES = 1 << 42
-"""4 TB under one key: then the stream is replaced by a new one, with new keys."""
+MAX_KEY_BYTES = 1 << 42
+"""4 TB with one key, far below the limits of AES-GCM. Then the stream is replaced by one with new keys."""
 _NONCE = struct.Struct("!4xQ")
 
 
@@ -32,19 +31,19 @@ def _library() -> tuple[Any, type[Exception]]:
 
 
 class AeadCipher:
-    """Both directions of a connection. One thread writes and one reads at a time."""
+    """Encrypts one direction of a connection and decrypts the other. One thread may write while another reads."""
 
     def __init__(self, write_key: bytes, read_key: bytes) -> None:
         aes_gcm, self._forged = _library()
         self._writer, self._reader = aes_gcm(write_key), aes_gcm(read_key)
         self._num_written = self._num_read = 0
-        self._sealed_bytes = 0
+        self._encrypted_bytes = 0
 
     def encrypt(self, data: bytes | memoryview, out: memoryview) -> None:
         """`out` is longer than `data` by TAG_BYTES."""
-        self._sealed_bytes += len(data)
-        if self._sealed_bytes > MAX_SEALED_BYTES:
-            raise WorkerError("this connection's key has sealed enough: it is replaced")
+        self._encrypted_bytes += len(data)
+        if self._encrypted_bytes > MAX_KEY_BYTES:
+            raise WorkerError("the key of this connection has encrypted as much as it may")
         self._writer.encrypt_into(_NONCE.pack(self._num_written), data, None, out)
         self._num_written += 1
 
@@ -52,7 +51,7 @@ class AeadCipher:
         try:
             self._reader.decrypt_into(_NONCE.pack(self._num_read), data, None, out)
         except self._forged:
-            raise WorkerError("sealed bytes do not match their tag: the stream is damaged or forged") from None
+            raise WorkerError("encrypted bytes do not match their tag: the stream is damaged or forged") from None
         self._num_read += 1
 
 

@@ -1,9 +1,8 @@
 """A small certificate authority for a group of nodes: one CA, one certificate and key per node.
 
-A node's certificate carries the names it may speak for, `atlas://datacenter/worker`, and is good for both ends of a
-connection. One for a whole datacenter carries `atlas://datacenter/*`. Keys are P-256, written with mode 0600; the
-CA's key is needed only here and can be kept elsewhere. Needs the `cryptography` package (extra `wan`). Knows files and
-names, no connections.
+A node's certificate has the names that the node may use, `atlas://datacenter/worker`, and is valid for both ends of a
+connection. One for a whole datacenter has `atlas://datacenter/*`. Keys are P-256, written with mode 0600; the CA's key
+is needed only here and can be kept elsewhere. Needs the `cryptography` package (extra `wan`). Knows no connections.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import Any
 from atlas.errors import AtlasError, MissingExtraError
 from atlas.wan.security.credentials import URI, Credentials
 
-DEFAULT_DAYS = 90
-CA_DAYS = 3650
+DEFAULT_DAYS, CA_DAYS = 90, 3650
+"""Validity of a node's certificate and of the CA's, unless the user says otherwise."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]+/([A-Za-z0-9_.-]+|\*)")
 
 
@@ -34,7 +33,7 @@ def _x509() -> tuple[Any, Any, Any, Any]:
 
 
 def make_ca(folder: Path, *, days: int = CA_DAYS, name: str = "atlas") -> None:
-    """Writes ca.pem and ca.key; leaves a CA that is there alone."""
+    """Writes ca.pem and ca.key, unless the folder has a CA."""
     if (folder / "ca.key").exists() and (folder / "ca.pem").exists():
         return
     x509, _, _, ec = _x509()
@@ -49,22 +48,22 @@ def make_ca(folder: Path, *, days: int = CA_DAYS, name: str = "atlas") -> None:
 def make_node(
     folder: Path, name: str, *, days: int = DEFAULT_DAYS, also: Sequence[str] = (), starts_in_days: float = 0.0
 ) -> Credentials:
-    """Writes the certificate and key of node `datacenter/worker`, signed by the folder's CA. `datacenter` alone: of all
-    its nodes."""
+    """Writes the certificate and key of node `datacenter/worker`, or of all nodes of `datacenter`, signed by the
+    folder's CA."""
     x509, _, serialization, ec = _x509()
     stem = name.removesuffix("/*").replace("/", ".")
     name = name if "/" in name else f"{name}/*"
     for each in (name, *also):
         if not _NAME.fullmatch(each):
             raise AtlasError(
-                f"node {each!r}: a node is called datacenter/worker, of letters, digits, dots, - and _; "
-                "datacenter alone stands for all its nodes"
+                f"node {each!r}: write datacenter/worker, with letters, digits, dots, - and _; "
+                "a datacenter alone stands for all its nodes"
             )
     try:
         issuer_key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
         issuer = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
     except OSError as error:
-        raise AtlasError(f"{error.filename}: {error.strerror}. Make the CA first: `atlas wan certs` does") from None
+        raise AtlasError(f"{error.filename}: {error.strerror}. Make the CA first with `atlas wan certs`") from None
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name[:64])])
     uris = [x509.UniformResourceIdentifier(URI + each) for each in (name, *also)]
@@ -104,7 +103,7 @@ def _certificate(
     subject: Any, issuer: Any, key: Any, issuer_key: Any, days: int, extensions: list[Any], starts_in_days: float = 0.0
 ) -> Any:
     x509, hashes, _, _ = _x509()
-    # Clocks differ: an hour's grace at the start.
+    # An hour earlier than now, because clocks differ.
     start = dt.datetime.now(dt.UTC) + dt.timedelta(days=starts_in_days) - dt.timedelta(hours=1)
     builder = (
         x509.CertificateBuilder()

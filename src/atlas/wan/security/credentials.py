@@ -1,8 +1,8 @@
-"""Who may speak to us, and how: plain inside networks that are trusted, mutual TLS 1.3 everywhere else.
+"""Which peers may connect, and how: plain inside trusted networks, mutual TLS 1.3 everywhere else.
 
-A certificate names the nodes it may speak for, as URIs `atlas://datacenter/worker` among its alternative names, or a
-whole datacenter's as `atlas://datacenter/*`; the greeting inside the connection must match it. Knows certificates and
-addresses; makes none (see `certs`).
+A certificate lists the names that its node may use, as URIs `atlas://datacenter/worker` among its alternative names, or
+`atlas://datacenter/*` for all nodes of a datacenter. The greeting inside the connection must match it. Knows
+certificates and addresses; `certs` makes certificates.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from atlas.errors import AtlasError, WorkerError
 
 URI = "atlas://"
 LOOPBACK = ("127.0.0.0/8", "::1/128")
-MAX_TLS_RECORD_BYTES = 16384 + 256
+TLS_HEAD_BYTES, MAX_TLS_RECORD_BYTES = 5, 16384 + 256
+"""RFC 8446, section 5."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """The files that `atlas wan certs` writes for a node."""
+    """The files that `atlas wan certs` makes for a node."""
 
     ca_file: Path
     cert_file: Path
@@ -38,7 +39,7 @@ class Credentials:
 
     @classmethod
     def of_folder(cls, folder: Path, name: str) -> Credentials:
-        """`name` is `datacenter/worker`: the node's own pair, or that of its datacenter where it has none."""
+        """The files of node `datacenter/worker`, or those of its datacenter if it has none of its own."""
         stem, datacenter = name.replace("/", "."), name.partition("/")[0]
         if not (folder / f"{stem}.pem").exists() and (folder / f"{datacenter}.pem").exists():
             stem = datacenter
@@ -46,7 +47,7 @@ class Credentials:
 
 
 class Security:
-    """With credentials, everything is encrypted but what stays in `trusted_networks`. Without, only loopback works."""
+    """With credentials, all traffic outside `trusted_networks` is encrypted. Without, only loopback works."""
 
     def __init__(self, credentials: Credentials | None = None, trusted_networks: Sequence[str] | None = None) -> None:
         if trusted_networks is None:
@@ -55,20 +56,20 @@ class Security:
         self.trusted_networks = [ipaddress.ip_network(network) for network in trusted_networks]
 
     def trusts(self, host: str) -> bool:
-        """Whether bytes to and from this address may travel plain."""
+        """Whether traffic with this IP address may be unencrypted."""
         address = ipaddress.ip_address(host)
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
             address = address.ipv4_mapped
         return any(address in network for network in self.trusted_networks)
 
     def require(self, host: str, peer: str) -> bool:
-        """True: speak TLS. Raises where that is needed and cannot be had."""
+        """Whether the connection needs TLS. Raises AtlasError if it does and there are no certificates."""
         if self.trusts(host):
             return False
         if self.credentials is None:
             raise AtlasError(
                 f"{peer} at {host} is outside the trusted networks {[str(n) for n in self.trusted_networks]}, and "
-                "there are no certificates: make some with `atlas wan certs`, or name the network as trusted"
+                "there are no certificates: make some with `atlas wan certs`, or add the network to the trusted ones"
             )
         return True
 
@@ -85,7 +86,7 @@ class Security:
         _check_key_file(self.credentials.key_file)
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # the names are ours, checked in `require_name`
+        context.check_hostname = False  # names are checked by `require_name`
         context.verify_mode = ssl.CERT_REQUIRED
         context.verify_flags |= ssl.VERIFY_X509_STRICT
         try:
@@ -94,7 +95,7 @@ class Security:
         except (OSError, ssl.SSLError) as error:
             raise AtlasError(f"{self.credentials.cert_file}: cannot be used: {error}") from None
         if protocol == ssl.PROTOCOL_TLS_SERVER:
-            context.num_tickets = 0  # nobody resumes, and no bytes come after the greeting
+            context.num_tickets = 0  # sessions are never resumed, and no bytes may follow the greeting
         return context
 
 
@@ -104,22 +105,49 @@ def _check_key_file(path: Path) -> None:
     except OSError as error:
         raise AtlasError(f"{path}: {error.strerror}. Make certificates with `atlas wan certs`") from None
     if os.name == "posix" and mode & 0o077:
-        raise AtlasError(f"{path} can be read by others (mode {mode:o}): run chmod 600 on it")
+        raise AtlasError(f"{path} is readable by other users (mode {mode:o}): run chmod 600 on it")
 
 
 def require_name(certificate: object, name: str) -> None:
-    """Raises unless the certificate may speak for `name`."""
+    """Raises WorkerError unless the certificate has `name`."""
     alternatives = certificate.get("subjectAltName", ()) if isinstance(certificate, dict) else ()
     names = [value.removeprefix(URI) for kind, value in alternatives if kind == "URI" and value.startswith(URI)]
     if name not in names and f"{name.partition('/')[0]}/*" not in names:
-        raise WorkerError(f"the peer says it is {name}, but its certificate is for {', '.join(names) or 'nobody'}")
+        raise WorkerError(f"the peer claims to be {name}, but its certificate is for {', '.join(names) or 'no node'}")
 
 
-class TlsExchange:
-    """A short talk inside TLS on a connected socket, reading no byte beyond it, all before a deadline."""
+class PlainExchange:
+    """A short exchange of messages on a connected socket, all before a deadline."""
 
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext, deadline: float, *, server_side: bool) -> None:
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
         self._sock, self._deadline = sock, deadline
+
+    def write(self, data: bytes) -> None:
+        self._set_timeout()
+        self._sock.sendall(data)
+
+    def read(self, num_bytes: int) -> bytes:
+        """Reads exactly so many bytes."""
+        data = bytearray()
+        while len(data) < num_bytes:
+            self._set_timeout()
+            more = self._sock.recv(num_bytes - len(data))
+            if not more:
+                raise ConnectionResetError("the peer closed the connection during the handshake")
+            data += more
+        return bytes(data)
+
+    def _set_timeout(self) -> None:
+        if (left_s := self._deadline - time.monotonic()) <= 0:
+            raise TimeoutError("the handshake took too long")
+        self._sock.settimeout(left_s)
+
+
+class TlsExchange(PlainExchange):
+    """The same inside TLS. Reads no byte beyond it, so that the socket can be used without TLS afterwards."""
+
+    def __init__(self, plain: PlainExchange, context: ssl.SSLContext, *, server_side: bool) -> None:
+        self._plain = plain
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
         self._pump(self._tls.do_handshake)
@@ -137,7 +165,7 @@ class TlsExchange:
             left = num_bytes - len(data)
             more = self._pump(lambda left=left: self._tls.read(left))  # type: ignore[misc]
             if not more:
-                raise WorkerError("the peer ended the connection inside its greeting")
+                raise WorkerError("the peer closed the connection during the handshake")
             data += more
         return data
 
@@ -149,39 +177,16 @@ class TlsExchange:
                 return result
             except ssl.SSLWantReadError:
                 self._flush()
-                head = read_by(self._sock, 5, self._deadline)
+                head = self._plain.read(TLS_HEAD_BYTES)
                 size = int.from_bytes(head[3:5], "big")
                 if size > MAX_TLS_RECORD_BYTES:
                     raise WorkerError("a TLS record is longer than allowed") from None
-                self._incoming.write(head + read_by(self._sock, size, self._deadline))
+                self._incoming.write(head + self._plain.read(size))
             except ssl.SSLError as error:
                 with contextlib.suppress(OSError):
-                    self._flush()  # the alert tells the peer why
+                    self._flush()  # sends the alert with the reason
                 raise WorkerError(f"TLS refused: {error.reason or error}") from None
 
     def _flush(self) -> None:
         if data := self._outgoing.read():
-            write_by(self._sock, data, self._deadline)
-
-
-def _time_left(sock: socket.socket, deadline: float) -> None:
-    if (left_s := deadline - time.monotonic()) <= 0:
-        raise TimeoutError("the greeting took too long")
-    sock.settimeout(left_s)
-
-
-def read_by(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """Exactly so many bytes, before the deadline."""
-    data = bytearray()
-    while len(data) < num_bytes:
-        _time_left(sock, deadline)
-        more = sock.recv(num_bytes - len(data))
-        if not more:
-            raise ConnectionResetError("the peer ended the connection inside its greeting")
-        data += more
-    return bytes(data)
-
-
-def write_by(sock: socket.socket, data: bytes, deadline: float) -> None:
-    _time_left(sock, deadline)
-    sock.sendall(data)
+            self._plain.write(data)

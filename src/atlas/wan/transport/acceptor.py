@@ -1,8 +1,8 @@
-"""The door: accepts connections, lets in those that say the right first bytes, and is not impressed by floods.
+"""Accepts connections, checks their first bytes, and limits what floods of connections can cost.
 
-One thread watches all that have not spoken yet: their number, their time and the rate of accepting are bounded, and
-the oldest silent one makes room for the newest. Only who says our preamble gets a thread, and of those only so
-many at once, each with a deadline. Knows nothing of what is said afterwards.
+One thread watches all connections that have not sent a preamble: their number, their time and the rate of accepting are
+bounded, and the oldest is closed to make room for a new one. Only a connection with a valid preamble gets a thread, at
+most `max_handshakes` of them at once, each with a deadline. Does not know what follows the preamble.
 """
 
 from __future__ import annotations
@@ -20,131 +20,135 @@ from atlas.wan.transport.settings import TransportSettings
 from atlas.wan.transport.unix_sockets import is_other_user
 from atlas.wan.transport.wire import PREAMBLE, read_preamble
 
-ACCEPTS_AT_ONCE = 16
+BURST_ACCEPTS = 16
+"""Connections accepted at once after an idle time."""
+SELECT_S = 0.25
+"""How often connections that sent no preamble are checked for their deadline."""
+NO_DESCRIPTOR_S = 0.05
+"""Pause after a failed accept: most likely no file descriptor is left."""
 
 
 @dataclass(eq=False)
 class PendingConnection:
-    """A connection that has not said its preamble yet."""
+    """A connection that has not sent its whole preamble."""
 
     sock: socket.socket
     deadline: float
-    said: bytes = b""
+    preamble: bytes = b""
 
 
 class Acceptor:
-    """`admit(sock, mode)` runs on a thread of its own and owns the socket, for as long as it likes."""
+    """Calls `admit(sock, mode)` on a new thread for each connection with a valid preamble. `admit` owns the socket."""
 
     def __init__(
-        self, doors: list[socket.socket], settings: TransportSettings, admit: Callable[[socket.socket, int], None]
+        self,
+        listeners: list[socket.socket],
+        settings: TransportSettings,
+        admit: Callable[[socket.socket, int], None],
     ) -> None:
         self.settings, self.admit = settings, admit
-        self.num_accepted = self.num_turned_away = 0
-        self._doors = doors
+        self._listeners = listeners
         self._selector = selectors.DefaultSelector()
-        for door in doors:
-            door.setblocking(False)
-            self._selector.register(door, selectors.EVENT_READ)
         self._wake_in, self._wake_out = socket.socketpair()
-        self._selector.register(self._wake_out, selectors.EVENT_READ)
-        self._strangers: dict[socket.socket, PendingConnection] = {}
-        self._places = threading.BoundedSemaphore(settings.max_handshakes)
+        for listener in listeners:
+            listener.setblocking(False)
+        for sock in [*listeners, self._wake_out]:
+            self._selector.register(sock, selectors.EVENT_READ)
+        self._pending: dict[socket.socket, PendingConnection] = {}
+        self._handshakes = threading.BoundedSemaphore(settings.max_handshakes)
         self._closing = False
-        self._allowance, self._allowance_at = float(ACCEPTS_AT_ONCE), time.monotonic()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="atlas wan porter")
+        self._allowance, self._allowance_at = float(BURST_ACCEPTS), time.monotonic()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="atlas wan acceptor")
         self._thread.start()
 
-    def greeted(self) -> None:
-        """Called by `admit` when its handshake is over: its place is free for another."""
-        self._places.release()
+    def handshake_done(self) -> None:
+        """Called by `admit` when its handshake has ended."""
+        self._handshakes.release()
 
     def close(self) -> None:
         self._closing = True
         self._wake_in.send(b"x")
         self._thread.join()
-        for sock in [*self._strangers, *self._doors, self._wake_in, self._wake_out]:
+        for sock in [*self._pending, *self._listeners, self._wake_in, self._wake_out]:
             sock.close()
         self._selector.close()
 
     def _run(self) -> None:
         while not self._closing:
-            for key, _ in self._selector.select(0.25):
+            for key, _ in self._selector.select(SELECT_S):
                 if not isinstance(key.fileobj, socket.socket):
                     continue
-                if key.fileobj in self._doors:
+                if key.fileobj in self._listeners:
                     self._accept(key.fileobj)
-                elif key.fileobj in self._strangers:
-                    self._hear(self._strangers[key.fileobj])
+                elif key.fileobj in self._pending:
+                    self._read(self._pending[key.fileobj])
             self._drop_late()
 
-    def _accept(self, door: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         now = time.monotonic()
         rate = self.settings.accepts_per_s
-        self._allowance = min(ACCEPTS_AT_ONCE, self._allowance + (now - self._allowance_at) * rate)
+        self._allowance = min(BURST_ACCEPTS, self._allowance + (now - self._allowance_at) * rate)
         self._allowance_at = now
         if self._allowance < 1:
-            time.sleep(1 / rate)  # the kernel's backlog waits for us; what runs is not disturbed
+            time.sleep(1 / rate)  # connections wait in the kernel's backlog, and running transfers are not disturbed
             return
         while self._allowance >= 1:
             self._allowance -= 1
             try:
-                sock, _ = door.accept()
+                sock, _ = listener.accept()
             except BlockingIOError:
                 return
             except OSError:
-                time.sleep(0.05)  # out of descriptors, most likely: some will come back
+                time.sleep(NO_DESCRIPTOR_S)
                 return
-            self.num_accepted += 1
             if is_other_user(sock):
                 sock.close()
                 continue
             sock.setblocking(False)
-            if len(self._strangers) >= self.settings.max_pending:
-                self._turn_away(next(iter(self._strangers.values())))
+            if len(self._pending) >= self.settings.max_pending:
+                self._drop(next(iter(self._pending.values())))
             try:
                 self._selector.register(sock, selectors.EVENT_READ)
-            except OSError:  # the system watches no more descriptors for us
+            except OSError:  # the kernel's limit of watched descriptors
                 sock.close()
                 continue
-            self._strangers[sock] = PendingConnection(sock, now + self.settings.handshake_s)
+            self._pending[sock] = PendingConnection(sock, now + self.settings.handshake_s)
 
-    def _hear(self, stranger: PendingConnection) -> None:
+    def _read(self, pending: PendingConnection) -> None:
         try:
-            said = stranger.sock.recv(PREAMBLE.size - len(stranger.said))
-            stranger.said += said
-            if not said:
-                raise WorkerError("gone")
-            if len(stranger.said) < PREAMBLE.size:
+            data = pending.sock.recv(PREAMBLE.size - len(pending.preamble))
+            pending.preamble += data
+            if not data:
+                raise WorkerError("closed before its preamble")
+            if len(pending.preamble) < PREAMBLE.size:
                 return
-            mode = read_preamble(stranger.said)
+            mode = read_preamble(pending.preamble)
         except (OSError, WorkerError):
-            self._turn_away(stranger)
+            self._drop(pending)
             return
-        if not self._places.acquire(blocking=False):
-            self._turn_away(stranger)
+        if not self._handshakes.acquire(blocking=False):
+            self._drop(pending)
             return
-        thread = threading.Thread(target=self.admit, args=(stranger.sock, mode), daemon=True, name="atlas wan inbound")
-        self._forget(stranger)
+        thread = threading.Thread(target=self.admit, args=(pending.sock, mode), daemon=True, name="atlas wan inbound")
+        self._forget(pending)
         try:
             thread.start()
-        except RuntimeError:  # the system has no more threads: it may have some later, and the door stays open
-            self._places.release()
-            self.num_turned_away += 1
-            stranger.sock.close()
+        except RuntimeError:  # the system's limit of threads: there may be some later
+            self._handshakes.release()
+            pending.sock.close()
 
     def _drop_late(self) -> None:
         now = time.monotonic()
-        for stranger in list(self._strangers.values()):
-            if stranger.deadline > now:
+        for pending in list(self._pending.values()):
+            if pending.deadline > now:
                 return  # they are in order of arrival
-            self._turn_away(stranger)
+            self._drop(pending)
 
-    def _turn_away(self, stranger: PendingConnection) -> None:
-        self.num_turned_away += 1
-        self._forget(stranger)
+    def _drop(self, pending: PendingConnection) -> None:
+        self._forget(pending)
         with contextlib.suppress(OSError):
-            stranger.sock.close()
+            pending.sock.close()
 
-    def _forget(self, stranger: PendingConnection) -> None:
-        del self._strangers[stranger.sock]
-        self._selector.unregister(stranger.sock)
+    def _forget(self, pending: PendingConnection) -> None:
+        del self._pending[pending.sock]
+        self._selector.unregister(pending.sock)

@@ -1,6 +1,6 @@
-"""What every transport offers: `send`, `recv`, `close`, and a handle to wait on. And `Loopback`, one in memory.
+"""The interface of every transport: `send`, `recv`, `close`, and a handle to wait on. And `Loopback`, one in memory.
 
-Knows bytes under keys, and turns. Does not know tensors, Programs, sockets or how the bytes travel.
+Knows bytes with keys, and turns. Does not know tensors, Programs, sockets or how the bytes are carried.
 """
 
 from __future__ import annotations
@@ -13,58 +13,59 @@ from typing import Any, NamedTuple
 
 from atlas.errors import WorkerError
 
-TAG_INTS = 4
-
 Tag = tuple[int, int, int, int]
+ZERO_TAG: Tag = (0, 0, 0, 0)
+Address = tuple[str, int]
+"""Host and port."""
 Buffer = Any
 """Anything with a contiguous buffer: bytes, bytearray, memoryview, a numpy array."""
 
 
 class Key(NamedTuple):
-    """What a message is. The sender names the receiver as `peer`, the receiver the sender. Used once in an epoch."""
+    """Identifies a message. The sender names the receiver as `peer`, the receiver the sender. Used once per epoch."""
 
     peer: str
     """`datacenter/worker` of the other end."""
     lane: int = 0
-    """Kinds of traffic that never share a connection: forward, backward, ..."""
-    tag: Tag = (0, 0, 0, 0)
+    """Kind of traffic (forward, backward, ...). Lanes never share a connection."""
+    tag: Tag = ZERO_TAG
 
     def __str__(self) -> str:
         return f"lane {self.lane} {self.tag}"
 
 
 class Handle:
-    """A transfer under way. Done means: the receiver has every byte. `buffer` is where a receive lies."""
+    """A transfer. Done means that the receiver has every byte. `buffer` holds what was received."""
 
     def __init__(self, what: str = "") -> None:
         self.what = what
         self.buffer: memoryview | None = None
         self.error: WorkerError | None = None
         self.start_ns = 0
-        """When the first byte left the queue (a send), on the monotonic clock."""
+        """When the first byte of a send left the queue, on the monotonic clock."""
         self.end_ns = 0
         self.on_start: Callable[[], None] | None = None
         """Called when the first byte leaves the queue, on the thread that takes it."""
-        self.progress: Callable[[], str] = lambda: "no progress is known"
+        self.progress: Callable[[], str] = lambda: "progress is not known"
         self.done = False
         self._lock = threading.Lock()
         self._finished: threading.Event | None = None
-        """Made by who waits first: most handles are never waited on."""
+        """Made by the first `wait`: most handles are never waited on."""
         self._callbacks: list[Callable[[Handle], None]] = []
 
     def wait(self, timeout_s: float | None = None) -> memoryview | None:
-        """Returns once it is done; raises what went wrong, or a WorkerError after `timeout_s`."""
+        """Returns when the transfer is done. Raises its error, or a WorkerError after `timeout_s`."""
         with self._lock:
             if not self.done and self._finished is None:
                 self._finished = threading.Event()
         if self._finished is not None and not self._finished.wait(timeout_s):
-            raise WorkerError(f"{self.what}: nothing came within {timeout_s:g} s; {self.progress()}")
+            raise WorkerError(f"{self.what}: not done within {timeout_s:g} s; {self.progress()}")
         if self.error is not None:
             raise self.error
         return self.buffer
 
     def finish(self, error: WorkerError | None = None, buffer: memoryview | None = None) -> None:
-        """Ends it once; a second end changes nothing."""
+        """Ends the transfer. A second call changes nothing."""
         with self._lock:
             if self.done:
                 return
@@ -77,8 +78,12 @@ class Handle:
         for callback in callbacks:
             guarded(callback, self)
 
+    def fail(self, error: object) -> None:
+        """Ends the transfer with an error that begins with what it was."""
+        self.finish(WorkerError(f"{self.what}: {error}"))
+
     def on_done(self, callback: Callable[[Handle], None]) -> None:
-        """Called with this handle when it ends, or now if it has; on whichever thread ends it, so keep it short."""
+        """Calls `callback` with this handle when it is done, or now if it is. Must be short: any thread may run it."""
         with self._lock:
             if not self.done:
                 self._callbacks.append(callback)
@@ -87,41 +92,46 @@ class Handle:
 
 
 def guarded(callback: Callable[..., None], *arguments: object) -> None:
-    """Calls it. What it raises is shown as a thread's uncaught exception is, and ends nothing else: a thread of the
-    transport serves many transfers, and the others must still finish."""
+    """Calls it and reports what it raises: a thread of the transport serves many transfers, and the others must still
+    finish."""
     try:
         callback(*arguments)
     except Exception as error:
-        threading.excepthook(
-            threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
-        )
+        report(error)
+
+
+def report(error: Exception) -> None:
+    """Shows an exception like one that a thread did not catch."""
+    threading.excepthook(
+        threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
+    )
 
 
 class Transport(ABC):
-    """Bytes from node to node. Nothing blocks but `Handle.wait` and `close`."""
+    """Carries bytes from node to node. Only `Handle.wait` and `close` block."""
 
     @abstractmethod
     def send(self, key: Key, buffer: Buffer, turn: int = 0, what: str = "") -> Handle:
-        """Sends `buffer`, smallest turn first; it must not change until the handle is done. `what` names the op."""
+        """Sends `buffer`, smallest turn first. Do not change it until the handle is done. `what` names the op."""
 
     @abstractmethod
     def recv(self, key: Key, buffer: Buffer | None = None, what: str = "") -> Handle:
-        """Receives into `buffer`, whose size must fit; without one, into memory of its own (`handle.buffer`)."""
+        """Receives into `buffer`, which must have the message's size, or without one into new memory."""
 
     @abstractmethod
     def close(self, timeout_s: float = 5.0) -> None:
-        """Delivers what was sent, within the time-out, and ends every wait."""
+        """Delivers what was sent, within the timeout, and ends every wait."""
 
 
 def view_of(buffer: Buffer) -> memoryview:
-    """The bytes of a contiguous buffer, flat."""
+    """The bytes of a contiguous buffer as a flat view."""
     view = memoryview(buffer)
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def writable_view_of(buffer: Buffer) -> memoryview:
-    view = view_of(buffer)
-    if view.readonly and view.nbytes:
+def writable_view_of(buffer: Buffer | None) -> memoryview | None:
+    view = None if buffer is None else view_of(buffer)
+    if view is not None and view.readonly and view.nbytes:
         raise ValueError("a buffer to receive into must be writable")
     return view
 
@@ -130,16 +140,69 @@ def size_error(key: Key, given: int, expected: int) -> WorkerError:
     return WorkerError(f"{key} from {key.peer} has {given} bytes, but the buffer for it has {expected}")
 
 
+class Mailbox:
+    """Whole messages of one peer and lane, and the receives posted for them, in any order. Thread-safe."""
+
+    def __init__(self, peer: str, lane: int) -> None:
+        self.peer, self.lane = peer, lane
+        self._lock = threading.Lock()
+        self._posted: dict[Tag, tuple[Handle, memoryview | None]] = {}
+        self._early: dict[Tag, memoryview] = {}
+        """Messages that came before their receive was posted."""
+        self._failure: WorkerError | None = None
+
+    def post(self, tag: Tag, view: memoryview | None, handle: Handle) -> None:
+        with self._lock:
+            if tag in self._posted:
+                raise ValueError(f"{handle.what}: it is already being received")
+            early = self._early.pop(tag, None)
+            if early is None and self._failure is None:
+                self._posted[tag] = (handle, view)
+                return
+        if early is None:
+            handle.fail(self._failure)
+        else:
+            self._hand_over(tag, early, handle, view)
+
+    def buffer_for(self, tag: Tag, num_bytes: int) -> memoryview:
+        """Where to put the message: the posted buffer if its size fits, else new memory."""
+        wanted = self._posted.get(tag, (None, None))[1]
+        return wanted if wanted is not None and len(wanted) == num_bytes else memoryview(bytearray(num_bytes))
+
+    def deliver(self, tag: Tag, data: memoryview) -> None:
+        with self._lock:
+            entry = self._posted.pop(tag, None)
+            if entry is None:
+                self._early[tag] = data
+                return
+        self._hand_over(tag, data, *entry)
+
+    def fail(self, error: WorkerError) -> None:
+        """Ends every receive. Messages that have arrived can still be received."""
+        with self._lock:
+            self._failure = self._failure or error
+            lost, self._posted = self._posted, {}
+        for handle, _ in lost.values():
+            handle.fail(self._failure)
+
+    def _hand_over(self, tag: Tag, data: memoryview, handle: Handle, wanted: memoryview | None) -> None:
+        if wanted is not None and len(wanted) != len(data):
+            handle.finish(size_error(Key(self.peer, self.lane, tag), len(data), len(wanted)))
+            return
+        if wanted is not None and wanted is not data:
+            wanted[:] = data
+        handle.finish(buffer=data if wanted is None else wanted)
+
+
 class Loopback(Transport):
-    """Nodes of one process, for tests: `a, b = Loopback.network("a", "b")`. Delivers at once, in order of sends."""
+    """Nodes of one process, for tests: `a, b = Loopback.network("a", "b")`. Delivers at once, in the order of sends."""
 
     def __init__(self, name: str, nodes: dict[str, Loopback]) -> None:
         self.name, self._nodes, self._closed = name, nodes, False
         self._lock = threading.Lock()
-        self._arrived: dict[Key, bytes] = {}
-        self._posted: dict[Key, tuple[Handle, memoryview | None]] = {}
+        self._boxes: dict[tuple[str, int], Mailbox] = {}
         self.sent: list[tuple[Key, int]] = []
-        """Keys and turns in the order of sends, for a test to look at."""
+        """Keys and turns in the order of sends, for assertions."""
 
     @staticmethod
     def network(*names: str) -> tuple[Loopback, ...]:
@@ -152,46 +215,27 @@ class Loopback(Transport):
         handle.start_ns = time.monotonic_ns()
         self.sent.append((key, turn))
         if peer is None or peer._closed:
-            handle.finish(WorkerError(f"{handle.what}: {self.name} has no open peer {key.peer}"))
-            return handle
-        peer._arrive(Key(self.name, key.lane, key.tag), bytes(view_of(buffer)))
-        handle.finish()
+            handle.fail(f"{self.name} has no open peer {key.peer}")
+        else:
+            peer._box(self.name, key.lane).deliver(key.tag, memoryview(bytearray(view_of(buffer))))
+            handle.finish()
         return handle
 
     def recv(self, key: Key, buffer: Buffer | None = None, what: str = "") -> Handle:
         handle = Handle(what or f"{key} from {key.peer}")
-        view = None if buffer is None else writable_view_of(buffer)
-        with self._lock:
-            if key in self._posted:
-                raise ValueError(f"{key} is already being received")
-            if self._closed:
-                handle.finish(WorkerError(f"{handle.what}: {self.name} is closed"))
-            elif key in self._arrived:
-                self._deliver(key, handle, view, self._arrived.pop(key))
-            else:
-                self._posted[key] = (handle, view)
+        self._box(key.peer, key.lane).post(key.tag, writable_view_of(buffer), handle)
         return handle
 
     def close(self, timeout_s: float = 5.0) -> None:
-        with self._lock:
-            self._closed = True
-            for handle, _ in self._posted.values():
-                handle.finish(WorkerError(f"{handle.what}: {self.name} was closed"))
-            self._posted.clear()
+        self._closed = True
+        for box in list(self._boxes.values()):
+            box.fail(WorkerError(f"{self.name} was closed"))
 
-    def _arrive(self, key: Key, data: bytes) -> None:
+    def _box(self, peer: str, lane: int) -> Mailbox:
         with self._lock:
-            if key in self._posted:
-                self._deliver(key, *self._posted.pop(key), data)
-            else:
-                self._arrived[key] = data
-
-    @staticmethod
-    def _deliver(key: Key, handle: Handle, view: memoryview | None, data: bytes) -> None:
-        if view is None:
-            handle.finish(buffer=memoryview(bytearray(data)))
-        elif len(view) != len(data):
-            handle.finish(size_error(key, len(data), len(view)))
-        else:
-            view[:] = data
-            handle.finish(buffer=view)
+            if (peer, lane) not in self._boxes:
+                self._boxes[peer, lane] = Mailbox(peer, lane)
+            box = self._boxes[peer, lane]
+        if self._closed:
+            box.fail(WorkerError(f"{self.name} is closed"))
+        return box

@@ -1,10 +1,10 @@
-"""Two nodes on one host, without a thread between them: who sends writes, who waits reads. For nodes that compute on
-the processor, where every thread that wakes takes a core, and the interpreter, from one that computes.
+"""Two nodes on one host, without threads between them: the sender writes, and the thread that waits reads. For nodes
+that compute on the CPU, where every thread that wakes up takes a core and the interpreter lock from one that computes.
 
-A link is a Unix socket, one way, for one peer and lane, named after the listener's TCP address as its twin is
-(`nearby`). What was sent lies in the kernel until the receiver waits for something on the link: a send is done when
-the kernel has it all, a receive when it is read. Nothing is acknowledged and nothing sent again: a link that breaks
-has lost its peer, and everything on it fails. Turns do not count: first come, first served.
+A link is a Unix socket, one way, for one peer and lane, named after the listener's TCP address (`unix_sockets`). Sent
+bytes stay in the kernel until the receiver waits for something on the link. A send is done when the kernel has all of
+it, a receive when it is read. Nothing is acknowledged or sent again: if a link breaks, everything on it fails. Turns
+are ignored: messages are sent in the order of the calls.
 """
 
 from __future__ import annotations
@@ -17,10 +17,20 @@ from collections import deque
 from typing import NamedTuple
 
 from atlas.errors import WorkerError
-from atlas.wan.security.credentials import read_by, write_by
-from atlas.wan.transport.base import Buffer, Handle, Key, Tag, Transport, size_error, view_of, writable_view_of
+from atlas.wan.security.credentials import PlainExchange
+from atlas.wan.transport.base import (
+    Address,
+    Buffer,
+    Handle,
+    Key,
+    Mailbox,
+    Tag,
+    Transport,
+    view_of,
+    writable_view_of,
+)
 from atlas.wan.transport.stream import SocketStream, broken
-from atlas.wan.transport.unix_sockets import Address, dial_unix, is_other_user, listen_unix
+from atlas.wan.transport.unix_sockets import dial_unix, is_other_user, listen_unix
 from atlas.wan.transport.wire import (
     GREETING_BYTES,
     HEADER_BYTES,
@@ -33,116 +43,124 @@ from atlas.wan.transport.wire import (
     unpack_header,
 )
 
-MEET_S = 10.0
-RETRY_S = 0.05
-"""Between two tries to accept a connection."""
+HANDSHAKE_S = 10.0
+ACCEPT_RETRY_S = 0.05
+"""After a failed accept, for example because no file descriptor is left."""
 SEND_BUFFER_BYTES = 4 << 20
-"""What the kernel is asked to hold of a link, so that a sender need not wait for a receiver that computes."""
-WELCOME, NO = b"\1", b"\0"
+"""What the kernel is asked to buffer per link, so that a sender need not wait while the receiver computes."""
+ACCEPTED, REFUSED = b"\1", b"\0"
 
 
 class DirectTransport(Transport):
-    """Listens from the start beside `address`; `dial` the peers, then send and receive, each link one way."""
+    """Listens from the start beside `address`. `dial` the peers, then send and receive; each link is one way."""
 
     def __init__(self, name: str, address: Address, *, epoch: int = 0, patience_s: float = 30.0) -> None:
-        """`patience_s`: how long a peer may not take, or not finish, what it was sent."""
+        """`patience_s`: how long a peer may stop reading, or stop in the middle of a message, before its link fails."""
         self.name, self.epoch, self.patience_s = name, epoch, patience_s
-        self._outward: dict[tuple[str, int], DirectSender] = {}
-        self._inward: dict[tuple[str, int], DirectReceiver] = {}
+        self._senders: dict[tuple[str, int], DirectSender] = {}
+        self._receivers: dict[tuple[str, int], DirectReceiver] = {}
         self._closing = threading.Event()
-        self._door = listen_unix(address, "direct")
-        if self._door is not None:
-            threading.Thread(target=self._admit, args=(self._door,), daemon=True, name=f"{name} direct").start()
+        self._listener = listen_unix(address, "direct")
+        self._acceptor: threading.Thread | None = None
+        if self._listener is not None:
+            self._acceptor = threading.Thread(
+                target=self._accept, args=(self._listener,), daemon=True, name=f"{name} direct"
+            )
+            self._acceptor.start()
 
     def dial(self, peer: str, lane: int, address: Address) -> bool:
-        """Whether there is a link now: not where the peer is elsewhere, or has no door of this kind."""
+        """Opens a link. False if the peer is on another host or does not accept direct links."""
         sock = dial_unix(address, "direct")
         if sock is None:
             return False
-        mine, deadline = Greeting(self.name, peer, lane, self.epoch, 0), time.monotonic() + MEET_S
+        mine, exchange = Greeting(self.name, peer, lane, self.epoch, 0), _exchange(sock)
         try:
-            write_by(sock, pack_greeting(mine), deadline)
-            agreed = read_by(sock, 1, deadline) == WELCOME
+            exchange.write(pack_greeting(mine))
+            is_accepted = exchange.read(1) == ACCEPTED
         except OSError:
-            agreed = False
-        if not agreed:
+            is_accepted = False
+        if not is_accepted:
             sock.close()
             return False
-        self._outward[peer, lane] = DirectSender(mine, sock, self.patience_s)
+        self._senders[peer, lane] = DirectSender(mine, sock, self.patience_s)
         return True
 
     @property
     def has_links(self) -> bool:
-        return bool(self._outward or self._inward)
+        return bool(self._senders or self._receivers)
 
     def sends_to(self, peer: str, lane: int) -> bool:
-        return (peer, lane) in self._outward
+        return (peer, lane) in self._senders
 
-    def hears_from(self, peer: str, lane: int) -> bool:
-        """To be asked when all peers have dialled."""
-        return (peer, lane) in self._inward
+    def receives_from(self, peer: str, lane: int) -> bool:
+        """Only known when all peers have dialled."""
+        return (peer, lane) in self._receivers
 
     def send(self, key: Key, buffer: Buffer, turn: int = 0, what: str = "") -> Handle:
         handle = Handle(what or f"{key} to {key.peer}")
-        self._outward[key.peer, key.lane].send(key.tag, view_of(buffer), handle)
+        self._senders[key.peer, key.lane].send(key.tag, view_of(buffer), handle)
         return handle
 
     def recv(self, key: Key, buffer: Buffer | None = None, what: str = "") -> Handle:
-        inward = self._inward[key.peer, key.lane]
-        handle = ReadOnWaitHandle(what or f"{key} from {key.peer}", inward)
-        inward.post(key.tag, None if buffer is None else writable_view_of(buffer), handle)
+        receiver = self._receivers[key.peer, key.lane]
+        handle = ReadOnWaitHandle(what or f"{key} from {key.peer}", receiver)
+        receiver.mailbox.post(key.tag, writable_view_of(buffer), handle)
         return handle
 
     @property
     def is_sending(self) -> bool:
-        return any(link.is_busy for link in self._outward.values())
+        return any(link.is_busy for link in self._senders.values())
 
     def close(self, timeout_s: float = 5.0) -> None:
         deadline = time.monotonic() + timeout_s
         self._closing.set()
-        if self._door is not None:
+        if self._listener is not None and self._acceptor is not None:
             with contextlib.suppress(OSError):
-                self._door.shutdown(socket.SHUT_RDWR)
-            self._door.close()
-        for outward in self._outward.values():
-            outward.close(max(0.0, deadline - time.monotonic()))
-        for inward in self._inward.values():
-            inward.close()
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._acceptor.join(HANDSHAKE_S)  # while it accepts, the name stays taken
+            self._listener.close()
+        for sender in self._senders.values():
+            sender.close(max(0.0, deadline - time.monotonic()))
+        for receiver in self._receivers.values():
+            receiver.close()
 
-    def _admit(self, door: socket.socket) -> None:
-        """Until the door is closed."""
+    def _accept(self, listener: socket.socket) -> None:
         while not self._closing.is_set():
             try:
-                sock, _ = door.accept()
-            except OSError:  # closed; or no descriptor is left, and some will come back
-                self._closing.wait(RETRY_S)
+                sock, _ = listener.accept()
+            except OSError:
+                self._closing.wait(ACCEPT_RETRY_S)
                 continue
             try:
-                if not self._is_let_in(sock):
+                if not self._is_accepted(sock):
                     sock.close()
             except (OSError, WorkerError):
                 sock.close()
 
-    def _is_let_in(self, sock: socket.socket) -> bool:
-        deadline = time.monotonic() + MEET_S
+    def _is_accepted(self, sock: socket.socket) -> bool:
+        exchange = _exchange(sock)
         if is_other_user(sock):
             return False
-        theirs = unpack_greeting(read_by(sock, GREETING_BYTES, deadline))
+        theirs = unpack_greeting(exchange.read(GREETING_BYTES))
         place = (theirs.name, theirs.lane)
-        if theirs.peer != self.name or theirs.epoch != self.epoch or place in self._inward:
-            write_by(sock, NO, deadline)
+        if theirs.peer != self.name or theirs.epoch != self.epoch or place in self._receivers:
+            exchange.write(REFUSED)
             return False
-        self._inward[place] = DirectReceiver(theirs, sock, self.patience_s)
-        sock.sendall(WELCOME)
+        self._receivers[place] = DirectReceiver(theirs, sock, self.patience_s)
+        sock.sendall(ACCEPTED)
         return True
 
 
+def _exchange(sock: socket.socket) -> PlainExchange:
+    return PlainExchange(sock, time.monotonic() + HANDSHAKE_S)
+
+
 class ReadOnWaitHandle(Handle):
-    """A receive. Whoever waits for it reads what comes, of others too, until it is done."""
+    """A receive. The thread that waits for it reads the link, also messages for others, until it is done."""
 
     def __init__(self, what: str, link: DirectReceiver) -> None:
         super().__init__(what)
-        self._link = link
+        self._link, self.progress = link, link.progress
 
     def wait(self, timeout_s: float | None = None) -> memoryview | None:
         if not self.done:
@@ -151,31 +169,14 @@ class ReadOnWaitHandle(Handle):
 
 
 class DirectReceiver:
-    """What comes from one peer on one lane, in the order in which it was sent."""
+    """Receives from one peer on one lane, in the order of the sends."""
 
     def __init__(self, greeting: Greeting, sock: socket.socket, patience_s: float) -> None:
         self.peer, self.lane, self.epoch = greeting.name, greeting.lane, greeting.epoch
+        self.mailbox = Mailbox(greeting.name, greeting.lane)
         self._stream = SocketStream(sock, patience_s=patience_s)
-        self._posted: dict[Tag, tuple[Handle, memoryview | None]] = {}
-        self._early: dict[Tag, memoryview] = {}
-        """What came while others were waited for, and was not expected yet."""
-        self._failure: WorkerError | None = None
         self._num_bytes = 0
-        self._reading, self._lock = threading.Lock(), threading.Lock()
-
-    def post(self, tag: Tag, view: memoryview | None, handle: Handle) -> None:
-        handle.progress = self._progress
-        with self._lock:
-            if tag in self._posted:
-                raise ValueError(f"{handle.what}: it is already being received")
-            early = self._early.pop(tag, None)
-            if early is None and self._failure is None:
-                self._posted[tag] = (handle, view)
-                return
-        if early is None:
-            handle.finish(WorkerError(f"{handle.what}: {self._failure}"))
-        else:
-            self._deliver(tag, early, handle, view)
+        self._reading = threading.Lock()
 
     def read_until(self, handle: Handle, timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -184,62 +185,43 @@ class DirectReceiver:
                 try:
                     self._read(None if deadline is None else max(0.0, deadline - time.monotonic()))
                 except TimeoutError:
-                    self._fail(WorkerError(f"nothing came within {timeout_s:g} s; {self._progress()}"))
+                    self._fail(f"nothing came within {timeout_s:g} s; {self.progress()}")
                 except (OSError, WorkerError) as error:
-                    self._fail(WorkerError(f"the connection from {self.peer} was lost: {broken(error)}"))
+                    self._fail(f"the connection from {self.peer} was lost: {broken(error)}")
 
     def _read(self, patience_s: float | None) -> None:
-        """One message: a header, then all of it, straight into the buffer that was posted for it."""
+        """Reads one message: a header, then the payload, directly into the posted buffer."""
         header = unpack_header(self._stream.read_head(HEADER_BYTES, patience_s))
         if header.kind != FrameKind.CHUNK or header.epoch != self.epoch or header.lane != self.lane:
             raise WorkerError(f"a frame of epoch {header.epoch}, lane {header.lane} on a link of another")
-        wanted = self._posted.get(header.tag, (None, None))[1]
-        fits = wanted is not None and len(wanted) == header.total_bytes
-        view = wanted if wanted is not None and fits else memoryview(bytearray(header.total_bytes))
+        view = self.mailbox.buffer_for(header.tag, header.total_bytes)
         self._stream.read_into(view)
         self._num_bytes += len(view)
-        with self._lock:
-            entry = self._posted.pop(header.tag, None)
-            if entry is None:
-                self._early[header.tag] = view
-        if entry is not None:
-            self._deliver(header.tag, view, *entry)
+        self.mailbox.deliver(header.tag, view)
 
-    def _deliver(self, tag: Tag, came: memoryview, handle: Handle, wanted: memoryview | None) -> None:
-        if wanted is not None and len(wanted) != len(came):
-            handle.finish(size_error(Key(self.peer, self.lane, tag), len(came), len(wanted)))
-            return
-        if wanted is not None and wanted is not came:
-            wanted[:] = came
-        handle.finish(buffer=came if wanted is None else wanted)
-
-    def _fail(self, error: WorkerError) -> None:
-        with self._lock:
-            self._failure = self._failure or error
-            lost, self._posted = self._posted, {}
+    def _fail(self, reason: str) -> None:
+        self.mailbox.fail(WorkerError(reason))
         self._stream.abort()
-        for handle, _ in lost.values():
-            handle.finish(WorkerError(f"{handle.what}: {self._failure}"))
 
-    def _progress(self) -> str:
+    def progress(self) -> str:
         return f"{self._num_bytes} bytes came from {self.peer} so far"
 
     def close(self) -> None:
-        self._fail(WorkerError("it was closed"))
+        self._fail("it was closed")
         with self._reading:
             self._stream.close()
 
 
 class _UnsentMessage(NamedTuple):
-    """What the kernel has not taken yet of a message."""
+    """What the kernel has not accepted yet of a message."""
 
     parts: list[memoryview]
     handle: Handle
 
 
 class DirectSender:
-    """What goes to one peer on one lane. Who sends it writes it; what the kernel has no room for waits for a thread,
-    which is started when that first happens."""
+    """Sends to one peer on one lane. The caller writes; if the kernel's buffer is full, a thread writes the rest. The
+    thread is started when that first happens."""
 
     def __init__(self, mine: Greeting, sock: socket.socket, patience_s: float) -> None:
         self.mine = mine
@@ -260,27 +242,17 @@ class DirectSender:
         handle.start_ns = time.monotonic_ns()
         with self._changed:
             try:
-                left = parts if self._waiting or self._failure else self._sent_at_once(parts)
+                left = parts if self._waiting or self._failure else self._stream.send_now(parts)
             except OSError as error:
                 self._failure, left = WorkerError(f"the connection was lost: {broken(error)}"), parts
             if left and self._failure is None:
                 self._waiting.append(_UnsentMessage(left, handle))
                 self._wake_writer()
                 return
-        handle.finish(WorkerError(f"{handle.what}: {self._failure}") if left else None)
-
-    def _sent_at_once(self, parts: list[memoryview]) -> list[memoryview]:
-        """What is left of it."""
-        try:
-            sent = self._stream.sock.sendmsg(parts, (), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return parts
-        left = []
-        for part in parts:
-            if sent < len(part):
-                left.append(part[sent:])
-            sent = max(0, sent - len(part))
-        return left
+        if left:
+            handle.fail(self._failure)
+        else:
+            handle.finish()
 
     def _wake_writer(self) -> None:
         if self._writer is None:
@@ -290,32 +262,32 @@ class DirectSender:
         self._changed.notify_all()
 
     def _write(self) -> None:
-        """Until the link fails or is closed."""
+        """Runs until the link fails or is closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._failure is not None)
                 if self._failure is not None:
                     return
-                rest = self._waiting[0]
+                unsent = self._waiting[0]
             try:
-                for part in rest.parts:
+                for part in unsent.parts:
                     self._stream.write(b"", part)
             except (OSError, WorkerError) as error:
-                self._fail(WorkerError(f"{self.mine.peer} does not take it: {broken(error)}"))
+                self._fail(WorkerError(f"{self.mine.peer} does not receive: {broken(error)}"))
                 return
             with self._changed:
                 if self._waiting:
                     self._waiting.popleft()
                 self._changed.notify_all()
-            rest.handle.finish()
+            unsent.handle.finish()
 
     def _fail(self, error: WorkerError) -> None:
         with self._changed:
             self._failure = self._failure or error
             lost, self._waiting = self._waiting, deque()
             self._changed.notify_all()
-        for rest in lost:
-            rest.handle.finish(WorkerError(f"{rest.handle.what}: {self._failure}"))
+        for unsent in lost:
+            unsent.handle.fail(self._failure)
 
     def close(self, timeout_s: float) -> None:
         with self._changed:

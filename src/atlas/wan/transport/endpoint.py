@@ -1,8 +1,8 @@
 """A node's end of the WAN: sends to and receives from other nodes by key. The `Transport` that uses sockets.
 
-Whoever sends dials: to every peer and lane a channel of several streams; acknowledgements come back on them. Names
-are `datacenter/worker`. An epoch is one life of the whole group; an endpoint lives in exactly one, and nothing of
-another epoch, or of another process of the same name, gets in. Knows no tensors, no Programs.
+The sender connects: a channel of several streams to every peer and lane; acknowledgements return on them. Names are
+`datacenter/worker`. An epoch ends when the group restarts; an endpoint belongs to one epoch, and refuses connections of
+other epochs and of other processes with the same name. Knows no tensors and no Programs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Iterable
 from atlas.errors import AtlasError, WorkerError
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.acceptor import Acceptor
-from atlas.wan.transport.base import Buffer, Handle, Key, Tag, Transport, view_of, writable_view_of
+from atlas.wan.transport.base import ZERO_TAG, Address, Buffer, Handle, Key, Tag, Transport, view_of, writable_view_of
 from atlas.wan.transport.channel import Channel
-from atlas.wan.transport.handshake import Address, Answer, receive
+from atlas.wan.transport.handshake import Answer, receive
 from atlas.wan.transport.inbound import Inbound
 from atlas.wan.transport.inbox import Inbox
 from atlas.wan.transport.settings import TransportSettings
@@ -28,11 +28,13 @@ from atlas.wan.transport.unix_sockets import listen_unix
 from atlas.wan.transport.wire import MAX_CHUNK_BYTES, Greeting, RecordKind
 
 WATCH_S = 0.2
+"""How often channels and inboxes are checked for their deadlines."""
+BACKLOG = 1024
 Consumer = Callable[[Key, memoryview], None]
 
 
 class Endpoint(Transport):
-    """Listens from the start at `address`; then `connect` to peers, `send`, `recv`, `close`."""
+    """Listens from the start, at `address`. Then `connect` to peers, `send`, `recv`, `close`."""
 
     def __init__(
         self,
@@ -52,16 +54,16 @@ class Endpoint(Transport):
         self._inboxes: dict[tuple[str, int], Inbox] = {}
         self._inbound: dict[tuple[str, int], list[Inbound]] = {}
         self._gone_since: dict[tuple[str, int], float] = {}
-        self._lives: dict[str, int] = {}
+        self._instances: dict[str, int] = {}
         self._consumers: dict[int, Consumer] = {}
         self._threads: dict[threading.Thread, bool] = {}
-        """Of connections to us, and whether their peer was let in: those count against `max_inbound`."""
+        """Threads of connections to this node, and whether the peer was accepted: those count against `max_inbound`."""
         self._closing = threading.Event()
         family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
-        server = socket.create_server(listen, family=family, backlog=1024)
+        server = socket.create_server(listen, family=family, backlog=BACKLOG)
         self.address: Address = server.getsockname()[:2]
-        doors = [door for door in (server, listen_unix(self.address)) if door is not None]
-        self._porter = Acceptor(doors, self.settings, self._admit)
+        listeners = [sock for sock in (server, listen_unix(self.address)) if sock is not None]
+        self._acceptor = Acceptor(listeners, self.settings, self._admit)
         self._watcher = threading.Thread(target=self._watch, daemon=True, name=f"atlas wan {name} watch")
         self._watcher.start()
 
@@ -69,13 +71,14 @@ class Endpoint(Transport):
     def connect(
         self, peers: dict[str, Address], lanes: Iterable[int] = (0,), timeout_s: float = 30.0, *, light: bool = False
     ) -> None:
-        """Opens channels to all peers at once and warms them: a first burst on a cold path is far slower."""
+        """Opens channels to all peers and warms them up: the first burst on a cold path is two to three times
+        slower."""
         lanes = list(lanes)
         places = [(peer, lane, address) for peer, address in peers.items() for lane in lanes]
         self.warm_up([self.open(*place, light=light) for place in places], timeout_s)
 
     def warm_up(self, channels: Iterable[Channel], timeout_s: float = 30.0) -> None:
-        """Returns when all are connected and open wide; raises if one cannot be reached in time."""
+        """Returns when all are connected and warmed up. Raises WorkerError if one cannot be reached in time."""
         deadline, errors = time.monotonic() + timeout_s, list[WorkerError]()
 
         def warm(channel: Channel) -> None:
@@ -102,7 +105,7 @@ class Endpoint(Transport):
         *,
         whole: bool = False,
     ) -> Handle:
-        """`on_start` is called when it leaves the queue; `whole`: in one chunk, at most MAX_CHUNK_BYTES."""
+        """`on_start` is called when it leaves the queue. `whole`: send one chunk, if MAX_CHUNK_BYTES allow it."""
         handle = Handle(what or f"{key} to {key.peer}")
         handle.on_start = on_start
         channel = self._channels.get((key.peer, key.lane))
@@ -114,16 +117,15 @@ class Endpoint(Transport):
 
     def recv(self, key: Key, buffer: Buffer | None = None, what: str = "") -> Handle:
         handle = Handle(what or f"{key} from {key.peer}")
-        view = None if buffer is None else writable_view_of(buffer)
-        self._inbox(key.peer, key.lane).post(key.tag, view, handle)
+        self._inbox(key.peer, key.lane).post(key.tag, writable_view_of(buffer), handle)
         return handle
 
     def consume(self, lane: int, consumer: Consumer) -> None:
-        """Everything that comes on this lane goes to `consumer`, on the thread that received it. Before `connect`."""
+        """Passes all messages of a lane to `consumer`, on the thread that received them. Call it before `connect`."""
         self._consumers[lane] = consumer
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Says goodbye to every peer. Raises nothing: what was not delivered has failed its handle."""
+        """Ends all connections. Raises nothing: the handles of what was not delivered have failed."""
         if self._closing.is_set():
             return
         deadline = time.monotonic() + timeout_s
@@ -131,7 +133,7 @@ class Endpoint(Transport):
             channel.close(max(0.0, deadline - time.monotonic()))
         self._closing.set()
         self._watcher.join()
-        self._porter.close()
+        self._acceptor.close()
         with self._lock:
             threads = list(self._threads)
             inbound = [i for streams in self._inbound.values() for i in streams]
@@ -149,21 +151,21 @@ class Endpoint(Transport):
         self.close()
 
     def is_sending(self, besides: Collection[int] = ()) -> bool:
-        """Whether anything waits to leave, or to be acknowledged, on other lanes than these."""
+        """Whether anything is to be sent or acknowledged on lanes other than these."""
         return any(not c.outbox.is_empty for (_, lane), c in list(self._channels.items()) if lane not in besides)
 
     def channel(self, peer: str, lane: int = 0) -> Channel:
-        """For measurements and for tests that break things."""
+        """For measurements and tests."""
         return self._channels[peer, lane]
 
     @property
     def faults(self) -> Faults:
-        """Of all channels since they were opened. All zero in a run that nothing disturbs."""
+        """Of all channels since they were opened."""
         return Faults.sum(channel.faults for channel in list(self._channels.values()))
 
     # ---- sending side ------------------------------------------------------------------------------------------
     def open(self, peer: str, lane: int, address: Address, *, light: bool = False) -> Channel:
-        """A channel that connects in the background; what is sent meanwhile waits. `light`: for small notes only."""
+        """Opens a channel that connects in the background. `light`: for small messages only."""
         with self._lock:
             if self._closing.is_set():
                 raise WorkerError(f"{self.name} is closed")
@@ -177,69 +179,72 @@ class Endpoint(Transport):
         with self._lock:
             if (peer, lane) not in self._inboxes:
                 inbox = Inbox(peer, lane, self.settings.staging_bytes, self._consumers.get(lane))
-                inbox.on_posted = lambda tag: self._tell(peer, lane, RecordKind.POSTED, tag=tag)
-                inbox.on_freed = lambda total: self._tell(peer, lane, RecordKind.FREED, a=total)
+                inbox.on_posted = lambda tag: self._send_record(peer, lane, RecordKind.POSTED, tag=tag)
+                inbox.on_freed = lambda total: self._send_record(peer, lane, RecordKind.FREED, total)
                 inbox.on_consumer_error = lambda line: self.log(f"{self.name}: {line}")
                 self._inbound[peer, lane] = []
                 self._gone_since[peer, lane] = time.monotonic()
-                self._inboxes[peer, lane] = inbox  # last: the watcher goes through these without the lock
+                self._inboxes[peer, lane] = inbox  # last, because the watcher reads it without the lock
                 if self._closing.is_set():
                     inbox.fail(WorkerError(f"{self.name} is closed"))
             return self._inboxes[peer, lane]
 
-    def _tell(self, peer: str, lane: int, kind: RecordKind, a: int = 0, tag: Tag = (0, 0, 0, 0)) -> None:
+    def _send_record(self, peer: str, lane: int, kind: RecordKind, a: int = 0, tag: Tag = ZERO_TAG) -> None:
+        """On the first stream of the peer that works."""
         for inbound in list(self._inbound[peer, lane]):
-            if inbound.tell(kind, a, tag=tag):
+            if inbound.send_record(kind, a, tag=tag):
                 return
 
-    def _judge(self, theirs: Greeting) -> tuple[Answer, Greeting]:
+    def _answer(self, theirs: Greeting) -> tuple[Answer, Greeting]:
         mine = Greeting(self.name, theirs.name, theirs.lane, self.epoch, self.instance, self.settings.staging_bytes)
         if theirs.peer != self.name:
             return Answer.OTHER_NODE, mine
         if theirs.epoch != self.epoch:
             return (Answer.OLD_EPOCH if theirs.epoch < self.epoch else Answer.NEW_EPOCH), mine
         with self._lock:
-            if self._lives.get(theirs.name, theirs.instance) != theirs.instance:
+            if self._instances.get(theirs.name, theirs.instance) != theirs.instance:
                 return Answer.OTHER_LIFE, mine
             if sum(self._threads.values()) >= self.settings.max_inbound:
                 return Answer.FULL, mine
-            self._lives[theirs.name] = theirs.instance
+            self._instances[theirs.name] = theirs.instance
             self._threads[threading.current_thread()] = True
         return Answer.WELCOME, mine
 
     def _admit(self, sock: socket.socket, mode: int) -> None:
-        """On a thread of its own, from the preamble to the end of the stream."""
+        """Runs on a thread of its own, from the preamble to the end of the stream."""
         me = threading.current_thread()
         with self._lock:
             self._threads[me] = False
         try:
-            greeted = self._greet(sock, mode)
-            if greeted is not None:
-                self._serve(Inbound(*greeted, self._inbox(greeted[1].name, greeted[1].lane), self.settings))
+            accepted = self._shake_hands(sock, mode)
+            if accepted is not None:
+                stream, theirs = accepted
+                self._serve(Inbound(stream, theirs, self._inbox(theirs.name, theirs.lane), self.settings))
         finally:
             sock.close()
             with self._lock:
                 del self._threads[me]
 
-    def _greet(self, sock: socket.socket, mode: int) -> tuple[SocketStream, Greeting] | None:
-        """None where this side does not agree, or the other one failed to prove itself."""
+    def _shake_hands(self, sock: socket.socket, mode: int) -> tuple[SocketStream, Greeting] | None:
+        """None if the peer was refused, or did not prove its name."""
         try:
             if not self._closing.is_set():
-                return receive(sock, mode, self.security, self._judge, self.settings.handshake_s)
+                return receive(sock, mode, self.security, self._answer, self.settings.handshake_s)
         except (OSError, AtlasError, ValueError) as error:
-            self.log(f"{self.name}: turned a connection away: {broken(error)}")
+            self.log(f"{self.name}: refused a connection: {broken(error)}")
         finally:
-            self._porter.greeted()
+            self._acceptor.handshake_done()
         return None
 
     def _serve(self, inbound: Inbound) -> None:
         place = (inbound.greeting.name, inbound.greeting.lane)
         with self._lock:
             self._inbound[place].append(inbound)
-        meant = False
+        ended_by_peer = False
         try:
             if not self._closing.is_set():
-                meant = inbound.serve()
+                inbound.serve()
+                ended_by_peer = True
         except (OSError, WorkerError) as error:
             if not self._closing.is_set():
                 self.log(f"{self.name}: a stream from {place[0]} ended: {broken(error)}")
@@ -249,7 +254,7 @@ class Endpoint(Transport):
                 self._inbound[place].remove(inbound)
                 self._gone_since[place] = time.monotonic()
                 left = len(self._inbound[place])
-        if meant and not left:
+        if ended_by_peer and not left:
             self._inboxes[place].fail(WorkerError(f"{place[0]} has closed its side"))
 
     def _watch(self) -> None:

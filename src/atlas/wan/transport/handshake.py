@@ -1,7 +1,7 @@
-"""How two nodes meet on a fresh connection: preamble, TLS where it must be, one greeting each way, then a Stream.
+"""How two nodes set up a connection: preamble, TLS if required, one greeting each way, then a SocketStream.
 
-The listener's answer begins with one byte that says whether it agrees, told only to peers that proved who they are.
-Knows the order of these steps; what a node agrees to is decided by the `accept` it is given.
+The listener's answer begins with one byte that accepts or refuses. Peers without a valid certificate get no answer.
+Knows the order of these steps; the caller's `accept` decides which greetings are accepted.
 """
 
 from __future__ import annotations
@@ -13,39 +13,46 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from atlas.errors import WorkerError
-from atlas.wan.security.aead import SECRET_BYTES, AeadCipher, cipher_of
-from atlas.wan.security.credentials import Security, TlsExchange, read_by, require_name, write_by
+from atlas.wan.security.aead import SECRET_BYTES, cipher_of
+from atlas.wan.security.credentials import PlainExchange, Security, TlsExchange, require_name
+from atlas.wan.transport.base import Address
 from atlas.wan.transport.stream import SocketStream
-from atlas.wan.transport.unix_sockets import dial_unix, has_twin, peer_host
-from atlas.wan.transport.wire import GREETING_BYTES, PLAIN, SEALED, Greeting, pack_greeting, preamble, unpack_greeting
-
-Address = tuple[str, int]
+from atlas.wan.transport.unix_sockets import can_be_unix, dial_unix, peer_host
+from atlas.wan.transport.wire import (
+    ENCRYPTED,
+    GREETING_BYTES,
+    PLAIN,
+    Greeting,
+    pack_greeting,
+    preamble,
+    unpack_greeting,
+)
 
 
 class Answer(IntEnum):
-    """What a listener says to a greeting."""
+    """The listener's answer to a greeting."""
 
     WELCOME = 0
     OLD_EPOCH = 1
     NEW_EPOCH = 2
-    """The dialer is ahead of us; it should come again."""
+    """The dialer is in a later epoch than the listener. It should try again."""
     OTHER_LIFE = 3
     OTHER_NODE = 4
     FULL = 5
 
 
-REASONS = {
-    Answer.OLD_EPOCH: "it is in a later epoch: this side was replaced and must not go on",
+REASONS: dict[int, str] = {
+    Answer.OLD_EPOCH: "it is in a later epoch: this side was replaced and must stop",
     Answer.NEW_EPOCH: "it is still in an earlier epoch",
-    Answer.OTHER_LIFE: "it knows another process of our name in this epoch: a restart needs a new epoch",
-    Answer.OTHER_NODE: "it is another node than the one we wanted",
-    Answer.FULL: "it holds as many connections as its setting max_inbound allows",
+    Answer.OTHER_LIFE: "another process of our name is connected in this epoch: a restart needs a new epoch",
+    Answer.OTHER_NODE: "it is another node than the one addressed",
+    Answer.FULL: "it has as many connections as its setting max_inbound allows",
 }
-COME_AGAIN = (Answer.NEW_EPOCH, Answer.FULL)
+RETRY = (Answer.NEW_EPOCH, Answer.FULL)
 
 
 class RefusedError(WorkerError):
-    """A peer that will not talk to us. `final`: nor will it later."""
+    """A peer refused the connection. `final`: trying again will not help."""
 
     def __init__(self, message: str, *, final: bool) -> None:
         super().__init__(message)
@@ -57,55 +64,46 @@ def dial(
     mine: Greeting,
     security: Security,
     timeout_s: float,
-    began: Callable[[socket.socket], None] = lambda sock: None,
+    on_socket: Callable[[socket.socket], None] = lambda sock: None,
 ) -> tuple[SocketStream, Greeting]:
-    """Connects, greets, and returns the stream with the listener's greeting. Raises OSError or WorkerError.
+    """Connects and returns the stream with the listener's greeting. Raises OSError or WorkerError.
 
-    `began` hears of the socket first, so that somebody else can shut it down.
+    `on_socket` gets the socket before it connects, so that another thread can shut it down.
     """
     deadline = time.monotonic() + timeout_s
-    # What is sealed gains nothing from a twin.
-    twin = dial_unix(address) if has_twin(address) and security.trusts(address[0]) else None
-    sock = twin or socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+    # An encrypted connection gains nothing from a Unix socket.
+    unix = dial_unix(address) if can_be_unix(address) and security.trusts(address[0]) else None
+    sock = unix or socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        began(sock)
+        on_socket(sock)
         sock.settimeout(timeout_s)
-        if twin is None:
+        if unix is None:
             sock.connect(address)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sealed = security.require(peer_host(sock), mine.peer)
-        write_by(sock, preamble(SEALED if sealed else PLAIN), deadline)
-        if not sealed:
-            begin = time.monotonic()
-            write_by(sock, pack_greeting(mine), deadline)
-            theirs = _judge(read_by(sock, 1 + GREETING_BYTES, deadline), mine)
-            return _stream(sock, None, time.monotonic() - begin), theirs
-        talk = TlsExchange(sock, security.client_context, deadline, server_side=False)
-        require_name(talk.certificate, mine.peer)
-        secret = os.urandom(SECRET_BYTES)
+        encrypted, exchange = security.require(peer_host(sock), mine.peer), PlainExchange(sock, deadline)
+        exchange.write(preamble(ENCRYPTED if encrypted else PLAIN))
+        secret = b""
+        if encrypted:
+            exchange = TlsExchange(exchange, security.client_context, server_side=False)
+            require_name(exchange.certificate, mine.peer)
+            secret = os.urandom(SECRET_BYTES)
         begin = time.monotonic()
-        talk.write(secret + pack_greeting(mine))
-        answer = talk.read(SECRET_BYTES + 1 + GREETING_BYTES)
-        rtt_s = time.monotonic() - begin
-        theirs = _judge(answer[SECRET_BYTES:], mine)
-        return _stream(sock, cipher_of(secret, answer[:SECRET_BYTES], is_dialer=True), rtt_s), theirs
+        exchange.write(secret + pack_greeting(mine))
+        answer = exchange.read(len(secret) + 1 + GREETING_BYTES)
+        rtt_s = time.monotonic() - begin  # the kernel's own estimate would end at the nearest proxy
+        theirs = _accepted(answer[len(secret) :], mine)
+        cipher = cipher_of(secret, answer[: len(secret)], is_dialer=True) if encrypted else None
+        return SocketStream(sock, cipher, rtt_s=rtt_s), theirs
     except BaseException:
         sock.close()
         raise
 
 
-def _stream(sock: socket.socket, seal: AeadCipher | None, rtt_s: float) -> SocketStream:
-    """The round trip is that of the greetings: the kernel's own ends at the nearest proxy."""
-    stream = SocketStream(sock, seal)
-    stream.rtt_s = rtt_s
-    return stream
-
-
-def _judge(answer: bytes, mine: Greeting) -> Greeting:
+def _accepted(answer: bytes, mine: Greeting) -> Greeting:
     theirs = unpack_greeting(answer[1:])
     if answer[0] != Answer.WELCOME:
-        reason = {int(kind): text for kind, text in REASONS.items()}.get(answer[0], "no reason given")
-        raise RefusedError(f"{mine.peer} refuses: {reason}", final=answer[0] not in COME_AGAIN)
+        reason = REASONS.get(answer[0], "no reason given")
+        raise RefusedError(f"{mine.peer} refuses: {reason}", final=answer[0] not in RETRY)
     if theirs.name != mine.peer or theirs.epoch != mine.epoch:
         raise RefusedError(f"{mine.peer} answers as {theirs.name} of epoch {theirs.epoch}", final=True)
     return theirs
@@ -118,23 +116,20 @@ def receive(
     accept: Callable[[Greeting], tuple[Answer, Greeting]],
     timeout_s: float,
 ) -> tuple[SocketStream, Greeting] | None:
-    """The listener's side, after the preamble. None where the answer was no. Leaves closing to the caller."""
-    deadline = time.monotonic() + timeout_s
-    if mode == PLAIN:
-        if not security.trusts(peer_host(sock)):
-            raise WorkerError("a plain connection from outside the trusted networks")
-        theirs = unpack_greeting(read_by(sock, GREETING_BYTES, deadline))
-        answer, mine = accept(theirs)
-        write_by(sock, bytes([answer]) + pack_greeting(mine), deadline)
-        return (SocketStream(sock), theirs) if answer == Answer.WELCOME else None
-    if security.credentials is None:
-        raise WorkerError("a TLS connection, but this node has no certificate")
-    talk = TlsExchange(sock, security.server_context, deadline, server_side=True)
-    message = talk.read(SECRET_BYTES + GREETING_BYTES)
-    theirs = unpack_greeting(message[SECRET_BYTES:])
-    require_name(talk.certificate, theirs.name)
+    """The listener's side, after the preamble. None if the greeting was refused. The caller closes the socket."""
+    exchange, secret, encrypted = PlainExchange(sock, time.monotonic() + timeout_s), b"", mode == ENCRYPTED
+    if not encrypted and not security.trusts(peer_host(sock)):
+        raise WorkerError("a plain connection from outside the trusted networks")
+    if encrypted:
+        if security.credentials is None:
+            raise WorkerError("a TLS connection, but this node has no certificate")
+        exchange, secret = TlsExchange(exchange, security.server_context, server_side=True), os.urandom(SECRET_BYTES)
+    message = exchange.read(len(secret) + GREETING_BYTES)
+    theirs = unpack_greeting(message[len(secret) :])
+    if isinstance(exchange, TlsExchange):
+        require_name(exchange.certificate, theirs.name)
     answer, mine = accept(theirs)
-    secret = os.urandom(SECRET_BYTES)
-    talk.write(secret + bytes([answer]) + pack_greeting(mine))
-    seal = cipher_of(message[:SECRET_BYTES], secret, is_dialer=False)
-    return (SocketStream(sock, seal), theirs) if answer == Answer.WELCOME else None
+    exchange.write(secret + bytes([answer]) + pack_greeting(mine))
+    if answer != Answer.WELCOME:
+        return None
+    return SocketStream(sock, cipher_of(message[: len(secret)], secret, is_dialer=False) if secret else None), theirs

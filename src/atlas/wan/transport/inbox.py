@@ -1,8 +1,8 @@
-"""What arrives from one peer on one lane: every byte once, straight into the caller's buffer where one is posted,
-else into bounded staging.
+"""What arrives from one peer on one lane: every byte once, directly into the posted buffer, or else into bounded
+staging.
 
-Chunks come in any order, on any stream, perhaps twice. A stream claims a chunk before it writes; a second
-claim ends the stream that made the first (its sender has given it up) and waits until it has let go, so nobody
+Chunks arrive in any order, on any stream, perhaps twice. A stream claims a chunk before it writes. A second claim
+aborts the stream that made the first (its sender has replaced it) and waits until that stream has settled, so no stream
 writes into memory that was handed over. Knows no sockets: streams claim, fill and settle.
 """
 
@@ -17,23 +17,25 @@ from typing import Protocol
 import numpy as np
 
 from atlas.errors import WorkerError
-from atlas.wan.transport.base import Handle, Key, Tag, guarded, size_error
+from atlas.wan.transport.base import Handle, Key, Tag, report, size_error
 from atlas.wan.transport.wire import MAX_POSTED, FrameHeader, RefusalReason
 
 CLAIM_TIMEOUT_S = 10.0
-SMALL, FULL, LUMP = 1 / 64, 1 / 4, 1 / 16
-"""Parts of the staging. While less than FULL of it is taken, receives of SMALL messages are not announced, since
-credit brings them; what becomes free is told in LUMPs. A word costs as much as a small message."""
+"""The longest that an aborted stream may take to settle."""
+SMALL, FULL, REPORT = 1 / 64, 1 / 4, 1 / 16
+"""Shares of the staging. While less than FULL is used, receives of SMALL messages are not announced, because the
+messages are sent on credit. Freed bytes are reported when they make up REPORT. A record costs as much as a small
+message."""
 
 
 class Abortable(Protocol):
-    """What an inbox knows of the stream that fills it."""
+    """The stream that fills a chunk, as far as an inbox knows it."""
 
     def abort(self) -> None: ...
 
 
 class MessageRefusedError(Exception):
-    """A chunk of a message that is never taken. The sender must hear of it; the stream is sound."""
+    """A chunk of a message that is not accepted. The sender gets a record; the stream goes on."""
 
     def __init__(self, why: RefusalReason) -> None:
         super().__init__(why.name)
@@ -42,22 +44,22 @@ class MessageRefusedError(Exception):
 
 @dataclass(eq=False)
 class IncomingMessage:
-    """A message of which something has come."""
+    """A message of which at least one chunk has arrived."""
 
     header: FrameHeader
     view: memoryview
     counted: bool
-    """It takes room in the staging: nobody waited for it when it began to come."""
+    """It counts against the staging: no receive was posted when it began to arrive."""
     handle: Handle | None = None
     into: memoryview | None = None
-    """The caller's buffer, if it was posted too late to receive into."""
+    """The caller's buffer, if it was posted after the message began to arrive."""
     filled: set[int] = field(default_factory=set)
     filled_bytes: int = 0
     claims: dict[int, Abortable] = field(default_factory=dict)
 
 
 class Inbox:
-    """Thread-safe. `on_posted` and `on_freed` tell the peer. A `consumer` takes whatever comes, unasked."""
+    """Thread-safe. `on_posted` and `on_freed` notify the peer. A `consumer` gets every message without a receive."""
 
     def __init__(self, peer: str, lane: int, staging_bytes: int, consumer: Callable[[Key, memoryview], None] | None):
         self.peer, self.lane, self.staging_bytes, self.consumer = peer, lane, staging_bytes, consumer
@@ -75,38 +77,38 @@ class Inbox:
         self._arrived: dict[Tag, IncomingMessage] = {}
         self._done_below, self._done = 1, set[int]()
         self._refused: dict[int, RefusalReason] = {}
-        self._staged_bytes = self._told_bytes = 0
+        self._staged_bytes = self._reported_bytes = 0
         self._unannounced: list[Tag] = []
-        """Receives that credit was to bring, which has become scarce."""
+        """Receives to announce now, because credit has become scarce."""
 
     # ---- the user's side ---------------------------------------------------------------------------------------
     def post(self, tag: Tag, view: memoryview | None, handle: Handle) -> None:
         handle.progress = self.progress
         with self._changed:
-            if tag in self._posted or (tag in self._by_tag and self._by_tag[tag].handle is not None):
+            arriving = self._by_tag.get(tag)
+            if tag in self._posted or (arriving is not None and arriving.handle is not None):
                 raise ValueError(f"{handle.what}: it is already being received")
-            arrival = self._arrived.pop(tag, None)
-            if arrival is None and self.failure is not None:
-                handle.finish(WorkerError(f"{handle.what}: {self.progress()}; {self.failure}"))
-                return
-            if arrival is None and tag in self._by_tag:
-                self._by_tag[tag].handle, self._by_tag[tag].into = handle, view
-                return
-            if arrival is None and len(self._posted) >= MAX_POSTED:
-                raise ValueError(
-                    f"{handle.what}: {MAX_POSTED} receives from {self.peer} are posted on lane {self.lane}, and no "
-                    "more are allowed: wait for some of them first"
-                )
-            if arrival is None:
+            arrived = self._arrived.pop(tag, None)
+            if arrived is None:
+                if self.failure is not None:
+                    handle.fail(f"{self.progress()}; {self.failure}")
+                    return
+                if arriving is not None:
+                    arriving.handle, arriving.into = handle, view
+                    return
+                if len(self._posted) >= MAX_POSTED:
+                    raise ValueError(
+                        f"{handle.what}: {MAX_POSTED} receives from {self.peer} are posted on lane {self.lane}, and no "
+                        "more are allowed: wait for some of them first"
+                    )
                 self._posted[tag] = (handle, view)
                 is_small = view is not None and len(view) <= SMALL * self.staging_bytes
                 announce = not is_small or self._staged_bytes > FULL * self.staging_bytes
-        if arrival is None:
-            if announce:
-                self.on_posted(tag)
-            return
-        arrival.handle, arrival.into = handle, view
-        self._hand_over(arrival)
+        if arrived is not None:
+            arrived.handle, arrived.into = handle, view
+            self._hand_over(arrived)
+        elif announce:
+            self.on_posted(tag)
 
     @property
     def posted_tags(self) -> list[Tag]:
@@ -118,7 +120,7 @@ class Inbox:
         return bool(self._posted) or any(a.handle is not None for a in list(self._arriving.values()))
 
     def fail(self, error: WorkerError) -> None:
-        """Ends every wait. What has arrived whole can still be fetched."""
+        """Ends every receive. Messages that have arrived can still be received."""
         with self._changed:
             self.failure = self.failure or error
             handles = [handle for handle, _ in self._posted.values()]
@@ -126,7 +128,7 @@ class Inbox:
             self._posted.clear()
             self._changed.notify_all()
         for handle in handles:
-            handle.finish(WorkerError(f"{handle.what}: {self.progress()}; {self.failure}"))
+            handle.fail(f"{self.progress()}; {self.failure}")
 
     def progress(self) -> str:
         ago_s = (time.monotonic_ns() - self.last_progress_ns) / 1e9
@@ -134,7 +136,8 @@ class Inbox:
 
     # ---- the streams' side -------------------------------------------------------------------------------------
     def claim(self, source: Abortable, header: FrameHeader) -> memoryview | None:
-        """Where to put the chunk; None where it has come before. Raises MessageRefusedError where it is never taken."""
+        """Where to put the chunk; None if it arrived before. Raises MessageRefusedError if its message is not
+        accepted."""
         with self._changed:
             while True:
                 arrival = self._find(header)
@@ -149,10 +152,10 @@ class Inbox:
                     return arrival.view[header.offset : header.offset + header.num_bytes]
                 other.abort()
                 if not self._changed.wait(CLAIM_TIMEOUT_S):
-                    raise WorkerError(f"a former stream of {self.peer} does not let go of a chunk")
+                    raise WorkerError(f"an earlier stream of {self.peer} did not stop writing a chunk in time")
 
     def settle(self, header: FrameHeader, *, filled: bool) -> bool:
-        """The end of a claim. True if that completed the message: then call `complete`."""
+        """Ends a claim. True if the message is complete: then call `complete`."""
         with self._changed:
             arrival = self._arriving.get(header.number)
             self._changed.notify_all()
@@ -183,24 +186,20 @@ class Inbox:
 
     # ---- inside ------------------------------------------------------------------------------------------------
     def _consume(self, arrival: IncomingMessage) -> None:
-        """Its room is free again whatever the consumer does. What it raises is the message's fault or the consumer's,
-        not the stream's: it is counted and told to `on_consumer_error`, a bug is shown, and the stream goes on."""
+        """Frees the staging whatever the consumer does. An error of the consumer does not end the stream: it is counted
+        and passed to `on_consumer_error`. If it is not a WorkerError, its traceback is shown too."""
         assert self.consumer is not None
         tag = arrival.header.tag
         try:
             self.consumer(Key(self.peer, self.lane, tag), arrival.view)
-        except WorkerError as error:
-            self._note_consumer_error(tag, error)
         except Exception as error:
-            self._note_consumer_error(tag, error)
-            guarded(_raise, error)
+            with self._changed:
+                self.num_consumer_errors += 1
+            self.on_consumer_error(f"lane {self.lane} {tag} from {self.peer} could not be used: {error}")
+            if not isinstance(error, WorkerError):
+                report(error)
         finally:
             self._free(arrival)
-
-    def _note_consumer_error(self, tag: Tag, error: Exception) -> None:
-        with self._changed:
-            self.num_consumer_errors += 1
-        self.on_consumer_error(f"lane {self.lane} {tag} from {self.peer} could not be used: {error}")
 
     def _note_done(self, number: int) -> None:
         """With the lock held."""
@@ -210,7 +209,7 @@ class Inbox:
             self._done_below += 1
 
     def _refuse(self, header: FrameHeader, why: RefusalReason) -> MessageRefusedError:
-        """Remembered, because any chunk of it may come again on another stream. With the lock held."""
+        """Remembers it, because chunks of it may arrive on other streams. With the lock held."""
         self._refused[header.number] = why
         self._note_done(header.number)
         if header.eager:
@@ -218,7 +217,7 @@ class Inbox:
         return MessageRefusedError(why)
 
     def _find(self, header: FrameHeader) -> IncomingMessage | None:
-        """The message a chunk belongs to, begun if it is new; None if it is complete. With the lock held."""
+        """The message that a chunk belongs to, made if it is new; None if it is complete. With the lock held."""
         number, tag = header.number, header.tag
         if number in self._refused:
             raise MessageRefusedError(self._refused[number])
@@ -233,9 +232,9 @@ class Inbox:
             handle.finish(size_error(Key(self.peer, self.lane, tag), header.total_bytes, len(buffer)))
             raise self._refuse(header, RefusalReason.SIZE)
         if handle is None:
-            # Twice, because a receive that was announced and has failed since needs room that no credit stands for.
+            # Twice, because a message whose announced receive has failed since then was sent without credit.
             if self._staged_bytes + header.total_bytes > 2 * self.staging_bytes:
-                raise WorkerError(f"{self.peer} sends more than the {self.staging_bytes} bytes it was allowed to")
+                raise WorkerError(f"{self.peer} sends more than the {self.staging_bytes} bytes that are allowed")
             if self._staged_bytes <= FULL * self.staging_bytes < self._staged_bytes + header.total_bytes:
                 self._unannounced = list(self._posted)
             self._staged_bytes += header.total_bytes
@@ -251,7 +250,8 @@ class Inbox:
             key = Key(self.peer, self.lane, arrival.header.tag)
             handle.finish(size_error(key, len(arrival.view), len(into)))
         elif into is not None:
-            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(arrival.view, np.uint8))  # lets other threads run
+            # numpy copies without the interpreter lock
+            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(arrival.view, np.uint8))
             handle.finish(buffer=into)
         else:
             handle.finish(buffer=arrival.view)
@@ -265,11 +265,7 @@ class Inbox:
                 return
             self.freed_bytes += arrival.header.total_bytes
             total = self.freed_bytes
-            if total - self._told_bytes < LUMP * self.staging_bytes:
+            if total - self._reported_bytes < REPORT * self.staging_bytes:
                 return
-            self._told_bytes = total
+            self._reported_bytes = total
         self.on_freed(total)
-
-
-def _raise(error: Exception) -> None:
-    raise error

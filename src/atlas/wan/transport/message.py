@@ -1,6 +1,6 @@
-"""A message on its way out, the chunks it is cut into, and the tags that the receiver has announced.
+"""A message that is being sent, its chunks, and the tags that the receiver has announced.
 
-Plain state of an `Outbox`, changed under its lock. Knows no queue, no streams and no sockets.
+State of an `Outbox`, changed under its lock. Knows no queue, no streams and no sockets.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from atlas.wan.transport.base import Handle, Tag
 from atlas.wan.transport.wire import MAX_POSTED
 
 MAX_REMEMBERED = 1 << 14
-"""Tags of finished messages. An announcement can arrive after its message has finished, on another stream; it is then
-at most as old as the records that were under way."""
+"""Tags of finished messages. An announcement can arrive, on another stream, after its message has finished; it is then
+at most as old as the records in flight."""
 
 
 @dataclass(eq=False)
 class OutgoingMessage:
-    """One send. `again` holds chunks whose stream was lost; `unacked` what is on its way, by offset."""
+    """One send. `again` has chunks whose stream was lost; `unacked` has the chunks in flight, by offset."""
 
     number: int
     tag: Tag
@@ -28,7 +28,7 @@ class OutgoingMessage:
     turn: int
     handle: Handle
     whole: bool
-    """It is a slice already: one chunk."""
+    """Send it as one chunk: it is a slice of a transfer."""
     eager: bool = False
     put_at: float = field(default_factory=time.monotonic)
     next_offset: int = 0
@@ -55,10 +55,16 @@ class Chunk(NamedTuple):
     def payload(self) -> memoryview:
         return self.message.view[self.offset : self.offset + self.num_bytes]
 
+    @property
+    def fields(self) -> tuple[int, int, int, int, Tag, bool]:
+        """The fields that headers of frames and of slices share, from `number` on."""
+        message = self.message
+        return message.number, len(message.view), self.offset, self.num_bytes, message.tag, message.eager
+
 
 class Announced:
-    """Tags whose receive is posted. A key is used once, so an announcement for a finished message is late: without
-    that rule each such tag would stay here for ever."""
+    """Tags whose receive is posted. A key is used once, so an announcement for a finished message is late and is
+    ignored; otherwise its tag would stay here forever."""
 
     def __init__(self) -> None:
         self._tags: set[Tag] = set()
@@ -71,8 +77,7 @@ class Announced:
         return len(self._tags)
 
     def add(self, tag: Tag) -> bool:
-        """False if the peer has announced more than it may: twice its own limit, since messages under way count here
-        and no longer there."""
+        """False if the peer has announced more than twice its limit: messages in flight count here, but not there."""
         if tag not in self._finished:
             self._tags.add(tag)
         return len(self._tags) <= 2 * MAX_POSTED

@@ -1,4 +1,5 @@
-"""One place for a stream of a channel: who is in it, and what the peer still owes it. And what went wrong, counted.
+"""One of the streams of a channel: its current connection, and the answers that the peer still owes. And fault
+counters.
 
 Thread-safe. Knows no frames and no messages.
 """
@@ -15,14 +16,14 @@ from atlas.wan.transport.stream import SocketStream
 
 
 class Faults(NamedTuple):
-    """What a sender counts. All zero where nothing disturbs it."""
+    """Counters of a sender. In an undisturbed run, the first two are zero."""
 
     num_replaced: int = 0
-    """Streams that took the place of one that broke or fell silent."""
+    """Streams that replaced one that broke or stopped answering."""
     num_resent: int = 0
     """Chunks sent again because their stream was lost."""
     num_hedged: int = 0
-    """Chunks sent a second time over another stream because their answer was late: a busy host is enough for that."""
+    """Chunks sent a second time on another stream because their answer was late. A busy host causes some."""
 
     def since(self, before: Faults) -> Faults:
         return Faults(*(now - then for now, then in zip(self, before, strict=True)))
@@ -33,42 +34,42 @@ class Faults(NamedTuple):
 
 
 class StreamSlot:
-    """A place for a stream."""
+    """The place of one stream in a channel. A stream that breaks is replaced by another in the same slot."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.stream: SocketStream | None = None
         self.dialing: socket.socket | None = None
-        self.num_lives = self.num_answers = 0
+        self.num_connections = self.num_answers = 0
         self.warm_bytes = 0
-        """Of a warm-up, under way on this stream."""
-        self._num_out, self._quiet_since = 0, 0.0
-        """Frames that the peer has not answered yet, and since when we wait for an answer and hear nothing."""
+        """Warm-up bytes in flight on this stream."""
+        self._num_unanswered, self._quiet_since = 0, 0.0
+        """Frames without an answer so far, and since when nothing was received."""
         self._lock = threading.Lock()
 
     def begin(self, stream: SocketStream) -> None:
         with self._lock:
-            self._num_out = self.num_answers = self.warm_bytes = 0
+            self._num_unanswered = self.num_answers = self.warm_bytes = 0
             self._quiet_since = time.monotonic()
         self.stream = stream
 
-    def wrote(self, now: float, warm_bytes: int = 0) -> None:
-        """A frame that the peer will answer."""
+    def sent(self, now: float, warm_bytes: int = 0) -> None:
+        """Records a frame that the peer will answer."""
         with self._lock:
             self.warm_bytes += warm_bytes
-            if not self._num_out:
+            if not self._num_unanswered:
                 self._quiet_since = now
-            self._num_out += 1
+            self._num_unanswered += 1
 
-    def heard(self, now: float, *, answers: bool, warm_bytes: int = 0) -> None:
-        """A record, which may answer a frame."""
+    def received(self, now: float, *, answers: bool, warm_bytes: int = 0) -> None:
+        """Records a record of the peer, and whether it answers a frame."""
         with self._lock:
             self._quiet_since = now
-            self._num_out -= answers
+            self._num_unanswered -= answers
             self.num_answers += answers
             self.warm_bytes -= warm_bytes
 
     def silent_s(self) -> float:
-        """How long the peer has owed an answer and said nothing."""
+        """How long an answer is due and nothing was received."""
         with self._lock:
-            return time.monotonic() - self._quiet_since if self._num_out else 0.0
+            return time.monotonic() - self._quiet_since if self._num_unanswered else 0.0

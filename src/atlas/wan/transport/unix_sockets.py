@@ -1,9 +1,9 @@
-"""Two nodes on one host need no TCP: a listener on a loopback address has a twin, a Unix socket named after it, and who
-dials the address tries the twin first. Half the cost of TCP's loopback.
+"""Connections on one host without TCP: a listener on a loopback address also listens on a Unix socket named after the
+address, and whoever connects to the address tries the Unix socket first. It costs half of TCP's loopback.
 
-The name is in the abstract namespace: of this network namespace only, nothing on disk, gone with its process. Both ends
-make sure that the other belongs to the same user, since anybody may take such a name. A proxy listens at an address of
-its own, which has no twin, so what it emulates is not bypassed. Linux only; elsewhere there is TCP.
+The name is in the abstract namespace: visible in this network namespace only, nothing on disk, gone with its process.
+Both ends check that the other belongs to the same user, because any user may take such a name. A proxy listens at an
+address of its own, without a Unix socket, so emulated paths are not bypassed. Linux only; TCP elsewhere.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ import socket
 import struct
 import sys
 
-Address = tuple[str, int]
+from atlas.wan.transport.base import Address
+
+BACKLOG = 1024
 
 
 def listen_unix(address: Address, kind: str = "wan") -> socket.socket | None:
-    """The twin of a listener at `address`; None where there is none to be had. `kind`: of what is spoken there."""
-    if not has_twin(address):
+    """Listens on the Unix socket of `address`. None if it cannot have one. `kind` names the protocol."""
+    if not can_be_unix(address):
         return None
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         server.bind(_name(address, kind))
-        server.listen(1024)
+        server.listen(BACKLOG)
     except OSError:
         server.close()
         return None
@@ -32,8 +34,8 @@ def listen_unix(address: Address, kind: str = "wan") -> socket.socket | None:
 
 
 def dial_unix(address: Address, kind: str = "wan") -> socket.socket | None:
-    """A connection to the twin of `address`, if it is there and ours."""
-    if not has_twin(address):
+    """Connects to the Unix socket of `address`. None if there is none, or if it belongs to another user."""
+    if not can_be_unix(address):
         return None
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -51,7 +53,7 @@ def is_unix(sock: socket.socket) -> bool:
 
 
 def is_other_user(sock: socket.socket) -> bool:
-    """Whether the process at the other end of a twin belongs to another user than this one."""
+    """Whether the process at the other end of a Unix socket belongs to another user. False for TCP."""
     if not is_unix(sock):
         return False
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -59,12 +61,12 @@ def is_other_user(sock: socket.socket) -> bool:
 
 
 def peer_host(sock: socket.socket) -> str:
-    """Where the other end is; a twin is on this host."""
+    """The address of the other end; for a Unix socket, that of this host."""
     return "127.0.0.1" if is_unix(sock) else str(sock.getpeername()[0])
 
 
-def has_twin(address: Address) -> bool:
-    """Whether a listener at `address` has one, if it is of our release."""
+def can_be_unix(address: Address) -> bool:
+    """Whether a listener at `address` has a Unix socket too."""
     try:
         return sys.platform == "linux" and ipaddress.ip_address(address[0]).is_loopback
     except ValueError:

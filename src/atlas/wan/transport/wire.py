@@ -1,8 +1,8 @@
-"""What travels on a connection: a preamble, two greetings, then frames one way and records the other way.
+"""What is sent on a connection: a preamble, two greetings, then frames one way and records the other way.
 
-A frame is a fixed header and a payload, self-describing, so that any chunk may come first on any connection; a
-record (acknowledgement, posted receive, freed room, pong) is of fixed size. No pickle, everything bounded before it
-is allocated, every header carries its checksum and its epoch. Knows no sockets; the payload is opaque.
+A frame is a fixed header and a payload. Headers are complete, so any chunk may be the first on any connection. A record
+(acknowledgement, posted receive, freed staging, pong) has a fixed size. No pickle; every size is checked before memory
+is allocated; every header has a checksum and the epoch. Knows no sockets, and does not look into payloads.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from atlas.errors import WorkerError
-from atlas.wan.transport.base import Tag
+from atlas.wan.congestion.tuning import NEAR_CHUNK_BYTES
+from atlas.wan.transport.base import ZERO_TAG, Tag
 
 VERSION = 2
 PREAMBLE = struct.Struct("!8sBB")
-PREAMBLE_MAGIC = b"ATLASWAN"
-PLAIN, SEALED = 0x50, 0x53
-MAX_CHUNK_BYTES = 4 << 20
+PREAMBLE_MAGIC, HEADER_MAGIC, RECORD_MAGIC, GREETING_MAGIC = b"ATLASWAN", b"AF", b"AR", b"ATLG"
+PLAIN, ENCRYPTED = 0x50, 0x53
+"""Modes of a connection."""
+MAX_CHUNK_BYTES = NEAR_CHUNK_BYTES
+"""The longest that is ever chosen."""
 MAX_MESSAGE_BYTES = 1 << 36
 MAX_NAME_BYTES = 200
 MAX_POSTED = 1 << 17
 """Receives that one node may have posted from one peer on one lane. The sender keeps a list of them."""
 
-_HEADER = struct.Struct("!2sBBHIQQQI4qI")
-_RECORD = struct.Struct("!2sBBHIQQ4qI")
-HEADER_BYTES, RECORD_BYTES = _HEADER.size, _RECORD.size
-_GREETING = struct.Struct("!4sBHIQQBBI")
-GREETING_BYTES = _GREETING.size + 2 * MAX_NAME_BYTES
 _CHECKSUM = struct.Struct("!I")
-ZERO_TAG: Tag = (0, 0, 0, 0)
+_HEADER = struct.Struct("!2sBBHIQQQI4q")
+_RECORD = struct.Struct("!2sBBHIQQ4q")
+_GREETING = struct.Struct(f"!4sBHIQQBB{MAX_NAME_BYTES}s{MAX_NAME_BYTES}s")
+HEADER_BYTES, RECORD_BYTES, GREETING_BYTES = (each.size + _CHECKSUM.size for each in (_HEADER, _RECORD, _GREETING))
 
 
 class FrameKind(IntEnum):
@@ -40,7 +41,7 @@ class FrameKind(IntEnum):
     CHUNK = 1
     PING = 2
     WARM = 3
-    """Bytes that only open the window; thrown away and answered with a PONG."""
+    """Bytes that only open the congestion window. The receiver discards them and answers with a PONG."""
     BYE = 4
 
 
@@ -49,32 +50,32 @@ class RecordKind(IntEnum):
 
     ACK = 1
     POSTED = 2
-    """A receive of this tag waits: its bytes need no room in the staging."""
+    """A receive with this tag is posted: its bytes need no staging."""
     FREED = 3
     PONG = 4
     FAILED = 5
-    """The receiver will never take this message; `b` is a Refusal. It answers a chunk, in place of an ACK."""
+    """The receiver will never accept this message; `b` is a RefusalReason. Answers a chunk in place of an ACK."""
 
 
 class RefusalReason(IntEnum):
-    """Why a receiver will not take a message."""
+    """Why a receiver does not accept a message."""
 
     KEY_USED = 1
     SIZE = 2
 
 
-REFUSALS = {
+REFUSALS: dict[int, str] = {
     RefusalReason.KEY_USED: "a message of the same key is there already; use each key once in an epoch",
     RefusalReason.SIZE: "the buffer posted for it has another size; send as many bytes as the receiver expects",
 }
 
 
 def refusal_text(why: int) -> str:
-    return {int(kind): text for kind, text in REFUSALS.items()}.get(why, "no reason given")
+    return REFUSALS.get(why, "no reason given")
 
 
 class FrameHeader(NamedTuple):
-    """Of a frame. `number` counts the sender's messages of a lane; of a PING it is the sender's clock."""
+    """`number` counts the sender's messages of a lane; in a PING it is the sender's clock."""
 
     kind: int
     lane: int = 0
@@ -85,12 +86,11 @@ class FrameHeader(NamedTuple):
     num_bytes: int = 0
     tag: Tag = ZERO_TAG
     eager: bool = False
-    """Sent without knowing whether its receive is posted: counts against the receiver's staging."""
+    """Sent without knowing of a posted receive: counts against the receiver's staging."""
 
 
 class ControlRecord(NamedTuple):
-    """`a` and `b`: message and offset of an ACK; message and reason of a FAILED; bytes freed since the beginning; clock
-    of a PONG."""
+    """`a` and `b`: message and offset (ACK), message and reason (FAILED), total bytes freed (FREED), clock (PONG)."""
 
     kind: int
     lane: int = 0
@@ -101,15 +101,16 @@ class ControlRecord(NamedTuple):
 
 
 class Greeting(NamedTuple):
-    """Who speaks (`name`), to whom (`peer`), and in which life: `instance` is drawn anew by every process."""
+    """Sent by both ends. `instance` is a random number of the process: a restarted process has another one."""
 
     name: str
     peer: str
+    """The node that the greeting is for."""
     lane: int
     epoch: int
     instance: int
     staging_bytes: int = 0
-    """How much the receiver (a WELCOME) stages for this lane."""
+    """How much the receiver stages for this lane, in the listener's greeting."""
 
 
 def preamble(mode: int) -> bytes:
@@ -117,73 +118,72 @@ def preamble(mode: int) -> bytes:
 
 
 def read_preamble(data: bytes) -> int:
-    """The mode: PLAIN or SEALED."""
+    """The mode: PLAIN or ENCRYPTED."""
     magic, version, mode = PREAMBLE.unpack(data)
-    if magic != PREAMBLE_MAGIC or mode not in (PLAIN, SEALED):
-        raise WorkerError("these bytes are no greeting of ours")
+    if magic != PREAMBLE_MAGIC or mode not in (PLAIN, ENCRYPTED):
+        raise WorkerError("the first bytes are not an Atlas preamble")
     if version != VERSION:
-        raise WorkerError(f"the peer speaks version {version}, this side {VERSION}: run the same release on both")
+        raise WorkerError(f"the peer has protocol version {version}, this side {VERSION}: run the same release on both")
     return int(mode)
+
+
+def _with_checksum(body: bytes) -> bytes:
+    return body + _CHECKSUM.pack(zlib.crc32(body))
+
+
+def _require_checksum(data: bytes | bytearray | memoryview, magic: bytes, what: str) -> None:
+    view = memoryview(data)
+    if view[: len(magic)] != magic or zlib.crc32(view[:-4]) != _CHECKSUM.unpack_from(view, len(view) - 4)[0]:
+        raise WorkerError(f"a {what} does not match its checksum: the stream is damaged")
 
 
 def pack_header(header: FrameHeader) -> bytes:
     kind, lane, epoch, number, total, offset, num_bytes, tag, eager = header
-    body = _HEADER.pack(b"AF", kind, eager, lane, epoch, number, total, offset, num_bytes, *tag, 0)[:-4]
-    return body + _CHECKSUM.pack(zlib.crc32(body))
+    return _with_checksum(_HEADER.pack(HEADER_MAGIC, kind, eager, lane, epoch, number, total, offset, num_bytes, *tag))
 
 
 def unpack_header(data: bytes | bytearray, max_message_bytes: int = MAX_MESSAGE_BYTES) -> FrameHeader:
-    magic, kind, eager, lane, epoch, number, total, offset, num_bytes, *tag, checksum = _HEADER.unpack(data)
-    if magic != b"AF" or zlib.crc32(memoryview(data)[:-4]) != checksum:
-        raise WorkerError("a frame's header does not match its checksum: the stream is damaged")
+    _require_checksum(data, HEADER_MAGIC, "frame header")
+    _, kind, eager, lane, epoch, number, total, offset, num_bytes, *tag = _HEADER.unpack_from(data)
     if not 1 <= kind <= FrameKind.BYE or eager > 1:
-        raise WorkerError(f"a frame of kind {kind}: no release of ours writes that")
+        raise WorkerError(f"unknown frame kind {kind}: run the same release on both ends")
     if num_bytes > MAX_CHUNK_BYTES or total > max_message_bytes:
         raise WorkerError(f"a frame of {num_bytes} bytes in a message of {total}: that is more than allowed")
     if kind == FrameKind.CHUNK and offset + num_bytes > total:
         raise WorkerError(f"a chunk ends at byte {offset + num_bytes} of a message of {total}")
-    return FrameHeader(
-        kind, lane, epoch, number, total, offset, num_bytes, (tag[0], tag[1], tag[2], tag[3]), bool(eager)
-    )
+    a, b, c, d = tag
+    return FrameHeader(kind, lane, epoch, number, total, offset, num_bytes, (a, b, c, d), bool(eager))
 
 
 def pack_record(record: ControlRecord) -> bytes:
     kind, lane, epoch, a, b, tag = record
-    body = _RECORD.pack(b"AR", kind, 0, lane, epoch, a, b, *tag, 0)[:-4]
-    return body + _CHECKSUM.pack(zlib.crc32(body))
+    return _with_checksum(_RECORD.pack(RECORD_MAGIC, kind, 0, lane, epoch, a, b, *tag))
 
 
 def unpack_record(data: bytes | bytearray | memoryview) -> ControlRecord:
-    magic, kind, zero, lane, epoch, a, b, *tag, checksum = _RECORD.unpack(data)
-    if magic != b"AR" or zlib.crc32(memoryview(data)[:-4]) != checksum or zero:
-        raise WorkerError("a record does not match its checksum: the stream is damaged")
-    if not 1 <= kind <= RecordKind.FAILED:
-        raise WorkerError(f"a record of kind {kind}: no release of ours writes that")
-    return ControlRecord(kind, lane, epoch, a, b, (tag[0], tag[1], tag[2], tag[3]))
+    _require_checksum(data, RECORD_MAGIC, "record")
+    _, kind, zero, lane, epoch, first, second, *tag = _RECORD.unpack_from(data)
+    if not 1 <= kind <= RecordKind.FAILED or zero:
+        raise WorkerError(f"unknown record kind {kind}: run the same release on both ends")
+    a, b, c, d = tag
+    return ControlRecord(kind, lane, epoch, first, second, (a, b, c, d))
 
 
 def pack_greeting(greeting: Greeting) -> bytes:
-    """Of fixed size, so that its reader knows what to expect."""
     name, peer = greeting.name.encode(), greeting.peer.encode()
     if not (0 < len(name) <= MAX_NAME_BYTES and 0 < len(peer) <= MAX_NAME_BYTES):
         raise WorkerError(f"names {greeting.name!r}, {greeting.peer!r}: give 1 to {MAX_NAME_BYTES} bytes each")
-    _, _, lane, epoch, instance, staging = greeting
-    names = name.ljust(MAX_NAME_BYTES, b"\0") + peer.ljust(MAX_NAME_BYTES, b"\0")
-    fields = (b"ATLG", VERSION, lane, epoch, instance, staging, len(name), len(peer))
-    body = _GREETING.pack(*fields, 0)[:-4] + names
-    return body + _CHECKSUM.pack(zlib.crc32(body))
+    return _with_checksum(_GREETING.pack(GREETING_MAGIC, VERSION, *greeting[2:], len(name), len(peer), name, peer))
 
 
 def unpack_greeting(data: bytes | bytearray) -> Greeting:
-    if len(data) != GREETING_BYTES or zlib.crc32(memoryview(data)[:-4]) != _CHECKSUM.unpack(data[-4:])[0]:
-        raise WorkerError("a greeting does not match its checksum")
-    fixed = _GREETING.size - 4
-    magic, version, lane, epoch, instance, staging, a, b = struct.unpack("!4sBHIQQBB", data[:fixed])
-    if magic != b"ATLG" or version != VERSION or not (0 < a <= MAX_NAME_BYTES and 0 < b <= MAX_NAME_BYTES):
-        raise WorkerError("this is no greeting of our release")
+    if len(data) != GREETING_BYTES:
+        raise WorkerError(f"a greeting has {len(data)} bytes, not {GREETING_BYTES}")
+    _require_checksum(data, GREETING_MAGIC, "greeting")
+    _, version, lane, epoch, instance, staging, name_bytes, peer_bytes, name, peer = _GREETING.unpack_from(data)
+    if version != VERSION or not (0 < name_bytes <= MAX_NAME_BYTES and 0 < peer_bytes <= MAX_NAME_BYTES):
+        raise WorkerError("a greeting of another release, or without names")
     try:
-        name = bytes(data[fixed : fixed + a]).decode()
-        peer = bytes(data[fixed + MAX_NAME_BYTES : fixed + MAX_NAME_BYTES + b]).decode()
+        return Greeting(name[:name_bytes].decode(), peer[:peer_bytes].decode(), lane, epoch, instance, staging)
     except UnicodeDecodeError:
         raise WorkerError("a greeting's names are not UTF-8") from None
-    return Greeting(name, peer, lane, epoch, instance, staging)
