@@ -26,13 +26,13 @@ MAY_IMPORT = {
     "evaluate": {"ir", "spec", "cost", "sim", "schedules"},
     "planner": {"ir", "spec", "cost", "sim", "schedules", "evaluate"},
     "sailor": {"ir", "spec", "cost", "sim", "schedules", "evaluate", "planner"},
-    "wan": {"ir", "spec"},
+    "wan": {"ir"},
     "runtime": {"ir", "wan", "spec", "cost"},
     "view": {"ir"},
     "launch": {"ir", "spec", "cost", "sim", "schedules", "evaluate", "planner", "wan", "runtime"},
 }
 """`ir, spec <- cost <- sim <- schedules <- evaluate <- planner <- launch <- cli`; `planner <- sailor`;
-`ir, spec <- wan <- runtime <- launch`;
+`ir <- wan <- runtime <- launch`; `spec <- runtime`;
 `spec, cost <- runtime`; `ir <- view <- cli`. Everybody may import `errors` and `lifetime`; `cli` and `commands`
 may import all. `console` is for command lines, BubbleTea's too."""
 FREE = {"cli", "commands", "__main__"}
@@ -63,7 +63,6 @@ Nobody imports Atlas's commands, planner or page. Everybody may import `atlas.er
 BUBBLETEA_TORCH = {"kv_blocks", "prefill", "handoff", "serve", "vllm"}
 KNOWN_CYCLES = {
     "atlas.runtime": "cuda, device and spans; saving and tensor_parallel",
-    "atlas.wan": "congestion and transport",
 }
 """By package: import cycles between its parts that still have to be removed."""
 HEAVY = ("torch", "numba", "pydantic", "numpy", "rich")
