@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,31 +28,25 @@ PATIENCE_S = 1.0
 
 
 # ---- numbers and flags -------------------------------------------------------------------------------------
-def whole(low: int, high: int) -> Any:
+def whole(low: int, high: int) -> Callable[[str], Any]:
     """A whole number from `low` to `high`."""
-
-    def value_of(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
-        return value
-
-    return value_of
+    return _within(int, "a whole number", low, high)
 
 
-def number(low: float, high: float) -> Any:
+def number(low: float, high: float) -> Callable[[str], Any]:
     """A number from `low` to `high`; NaN is not allowed."""
+    return _within(float, "a number", low, high)
 
+
+def _within(kind: type[int] | type[float], what: str, low: float, high: float) -> Callable[[str], Any]:
     def value_of(text: str) -> float:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
             value = math.nan
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low:g} to {high:g}")
+            span = f"{low} to {high}" if kind is int else f"{low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {span}")
         return value
 
     return value_of
