@@ -69,7 +69,7 @@ BENCHES: dict[str, Bench] = {
     "serve_emulated": Bench(8, 50),
     "serve_kills": Bench(30, 60),
     "serve_slowdown": Bench(16, 120),
-    "testbed": Bench(45, 120),
+    "testbed": Bench(45, 70),
     "testbed_sim": Bench(5, 15),
     "torch_pipelining": Bench(8, 120),
     "trace_export": Bench(2, 10, ()),
