@@ -71,7 +71,7 @@ BENCHES: dict[str, Bench] = {
     "serve_slowdown": Bench(16, 120),
     "testbed": Bench(45, 70),
     "testbed_sim": Bench(5, 15),
-    "torch_pipelining": Bench(8, 120),
+    "torch_pipelining": Bench(8, 90),
     "trace_export": Bench(2, 10, ()),
     "tvcache_adapters": Bench(2, 5),
     "tvcache_histories": Bench(8, 5),
