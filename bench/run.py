@@ -67,7 +67,7 @@ BENCHES: dict[str, Bench] = {
     "planner_sailor": Bench(6, 10),
     "schedules": Bench(12, 30),
     "serve_emulated": Bench(8, 50),
-    "serve_kills": Bench(30, 60),
+    "serve_kills": Bench(60, 60),
     "serve_slowdown": Bench(16, 120),
     "testbed": Bench(45, 70),
     "testbed_sim": Bench(5, 15),

@@ -1,18 +1,20 @@
-"""Workers of `bubbletea serve` are killed under load: is every admitted request answered, once, and how soon?
+"""Kills a worker of `bubbletea serve` under load: is every admitted request answered, once, and how soon?
 
-    python bench/serve_kills.py               50 runs, about 12 minutes
-    python bench/serve_kills.py --runs 12     fewer
-    python bench/serve_kills.py --quick       3 runs, one of each kind
-    python bench/serve_kills.py --only training --seed 7
+    python bench/serve_kills.py                      50 runs of 500 requests, about 25 minutes
+    python bench/serve_kills.py --first 10 --runs 5  runs 10 to 14: parts of the 50 for several machines
+    python bench/serve_kills.py --quick              3 runs of 120 requests, one of each kind
+    python bench/serve_kills.py --only training --runs 4
 
 Three kinds of runs take turns: two workers without training; training under emulation (examples/tiny.yaml, three times
-slower), where one lost worker restarts all; and two workers with half of the requests offline. In each run 32 clients
-(beside training: 12) send prompts of 50 to 600 tokens over HTTP for some seconds, and one worker gets SIGKILL at a
-random moment. Runs of one kind use one service, one after the other, each begun when all lanes are back.
+slower), where one lost worker restarts all; and two workers with half of the requests offline. In each run 64 clients
+(--quick: 24) send 500 prompts of 50 to 600 tokens over HTTP, and one worker gets SIGKILL at a random moment. Runs of
+one kind use one service, one after the other; each starts when all lanes are back.
 
-Refused (429, or 503 while there are no workers) is not admitted: the client sends it again after the time it was told.
-Everything else but the right answer is a lost request. A request is affected if it was open when the worker was killed;
-its time counts from the kill, or from when there was a lane again if there was none.
+A refused request (429, or 503 while there are no workers) is not admitted: the client sends it again. Everything else
+but the right answer is a lost request. A request is affected if it was open when the worker was killed. The bar counts
+from when its worker was back, that is, when all lanes were there again: until then it may be queued behind the requests
+of the other lane, which is not recovery. The time from the kill, or from the end of a time without any lane, is
+reported beside it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from common.report import Report
 
@@ -40,8 +43,12 @@ ROOT = Path(__file__).parents[1]
 START_S, REQUEST_S, BACK_S = 120.0, 90.0, 90.0
 BAR_S = 5.0
 NUM_PROMPTS, NEW_TOKENS = 40, 4
-REFUSED = ("deadline", "share", "memory", "no-lane")
-"""Codes of those that were not let in."""
+FULL, QUICK = (64, 500), (24, 120)
+"""Clients and requests of a run."""
+FIRST_CLIENTS = 8
+"""While the right answers are collected."""
+REFUSED = ("deadline", "share", "memory", "no-lane", "overcommitted")
+"""Error codes of requests that were not admitted."""
 NOISE = "socket.send() raised exception"
 
 
@@ -52,8 +59,6 @@ class Kind:
     name: str
     arguments: tuple[str, ...]
     num_lanes: int
-    clients: int = 32
-    load_s: float = 6.0
     offline: float = 0.0
     """The share of offline requests."""
 
@@ -61,7 +66,7 @@ class Kind:
 ALONE, TRAINING = ("--alone", "2"), (str(ROOT / "examples" / "tiny.yaml"), "--slower", "3")
 KINDS = (
     Kind("alone", ALONE, 2),
-    Kind("training", TRAINING, 8, clients=12, load_s=8.0),
+    Kind("training", TRAINING, 8),
     Kind("offline", ALONE, 2, offline=0.5),
 )
 
@@ -94,24 +99,27 @@ class Outcome:
     def affected(self) -> list[Asked]:
         return [one for one in self.asked if one.sent_s < self.killed_s < one.answered_s]
 
-    @property
-    def lane_again_s(self) -> float:
-        """When the clock of the affected starts: the kill, or the end of the last time without a lane."""
-        none_before = False
-        found = self.killed_s
-        for at_s, count in self.lanes:
-            if none_before and count and at_s > self.killed_s:
-                found = at_s
-            none_before = not count
-        return found
+    def back_s(self, num_lanes: int) -> float:
+        """When all lanes were there again after the kill; the end of the run where they were not."""
+        after = [(at_s, count) for at_s, count in self.lanes if at_s > self.killed_s]
+        fell = next((n for n, (_, count) in enumerate(after) if count < num_lanes), len(after))
+        ended_s = max((one.answered_s for one in self.asked), default=self.killed_s)
+        return next((at_s for at_s, count in after[fell:] if count >= num_lanes), ended_s)
 
     @property
-    def slowest_s(self) -> float:
-        """Who was answered before the lanes were lost waited from the kill on."""
-        starts = (self.killed_s, self.lane_again_s)
-        return max(
-            (one.answered_s - max(s for s in starts if s < one.answered_s) for one in self.affected), default=0.0
-        )
+    def lane_s(self) -> float:
+        """The kill, or the end of the last time without any lane after it."""
+        pairs = zip(self.lanes, self.lanes[1:], strict=False)
+        ends = [at_s for (_, before), (at_s, count) in pairs if not before and count and at_s > self.killed_s]
+        return ends[-1] if ends else self.killed_s
+
+    def slowest_s(self, *starts_s: float) -> float:
+        """Of the affected: the longest time since the last of `starts_s` before its answer; 0 where there is none."""
+        found = 0.0
+        for one in self.affected:
+            starts = [start_s for start_s in starts_s if start_s < one.answered_s]
+            found = max(found, one.answered_s - max(starts)) if starts else found
+        return found
 
 
 class Service:
@@ -192,14 +200,15 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 class Load:
-    """Clients that ask again when they are answered, until the time is over; all share `texts`, the first answers."""
+    """Clients that send the next request when one is answered; all compare with `texts`, the first answers."""
 
-    def __init__(self, service: Service, texts: dict[int, str]) -> None:
+    def __init__(self, service: Service, texts: dict[int, str], num_requests: int) -> None:
         self.service, self.texts, self.outcome = service, texts, Outcome()
-        self.prompts, self.until_s = prompts(0), 0.0
+        self.prompts, self._left, self.num_requests = prompts(0), num_requests, num_requests
 
     async def client(self, draw: random.Random) -> None:
-        while time.monotonic() < self.until_s:
+        while self._left > 0:
+            self._left -= 1
             await self.ask(draw.randrange(NUM_PROMPTS), offline=draw.random() < self.service.kind.offline)
 
     async def ask(self, number: int, *, offline: bool = False) -> None:
@@ -234,18 +243,21 @@ class Load:
             await asyncio.sleep(0.05)
 
     async def kill(self, draw: random.Random) -> None:
-        await asyncio.sleep(draw.uniform(0.15, 0.75) * self.service.kind.load_s)
+        """When a random share of the requests was answered."""
+        answered = draw.uniform(0.1, 0.6) * self.num_requests
+        while len(self.outcome.asked) < answered:
+            await asyncio.sleep(0.01)
         victim = draw.choice(self.service.workers)
         self.outcome.killed_s = time.monotonic()
         os.kill(victim, signal.SIGKILL)
 
 
-async def run(service: Service, seed: int, texts: dict[int, str]) -> Outcome:
-    load, kind = Load(service, texts), service.kind
+async def run(service: Service, seed: int, texts: dict[int, str], size: tuple[int, int]) -> Outcome:
+    num_clients, num_requests = size
+    load = Load(service, texts, num_requests)
     await service.wait_for_lanes(BACK_S)
     watcher = asyncio.create_task(load.watch())
-    load.until_s = time.monotonic() + kind.load_s
-    clients = [load.client(random.Random(1000 * seed + number)) for number in range(kind.clients)]
+    clients = [load.client(random.Random(1000 * seed + number)) for number in range(num_clients)]
     await asyncio.gather(load.kill(random.Random(seed)), *clients)
     watcher.cancel()
     await asyncio.gather(watcher, return_exceptions=True)
@@ -253,53 +265,72 @@ async def run(service: Service, seed: int, texts: dict[int, str]) -> Outcome:
 
 
 async def first_answers(service: Service, texts: dict[int, str]) -> None:
-    """Of every prompt, before any worker is killed: what all later answers must be."""
+    """Of every prompt, before any worker is killed: all later answers must be the same."""
     await service.wait_for_lanes(START_S)
-    load = Load(service, texts)
-    for number in range(NUM_PROMPTS):
-        await load.ask(number)
+    load = Load(service, texts, NUM_PROMPTS)
+    numbers = iter(range(NUM_PROMPTS))
+
+    async def client() -> None:
+        for number in numbers:
+            await load.ask(number)
+
+    await asyncio.gather(*(client() for _ in range(FIRST_CLIENTS)))
     assert not load.outcome.lost, load.outcome.lost
 
 
-def runs(kind: Kind, seeds: list[int], num_noise: list[int]) -> Iterator[Outcome]:
+def runs(kind: Kind, seeds: list[int], size: tuple[int, int], num_noise: list[int]) -> Iterator[Outcome]:
     texts = dict[int, str]()
     with tempfile.TemporaryDirectory() as folder:
         service = Service(kind, Path(folder) / "log")
         try:
             asyncio.run(first_answers(service, texts))
             for seed in seeds:
-                outcome = asyncio.run(run(service, seed, texts))
-                print(
-                    f"# {kind.name}, seed {seed}: {len(outcome.asked)} requests, {len(outcome.affected)} affected, "
-                    f"slowest {outcome.slowest_s:.2f} s after {outcome.lane_again_s - outcome.killed_s:.2f} s without "
-                    f"a lane, {outcome.num_refused} refusals, lost: {dict(outcome.lost)}",
-                    flush=True,
-                )
+                outcome = asyncio.run(run(service, seed, texts, size))
+                print(json.dumps({"run": seed, "kind": kind.name} | row(outcome, kind)), flush=True)
                 yield outcome
             num_noise.append(service.noise)
         finally:
             service.close()
 
 
+def row(one: Outcome, kind: Kind) -> dict[str, Any]:
+    """The figures of one run; seconds."""
+    back_s = one.back_s(kind.num_lanes)
+    figures = {
+        "worker_back_s": back_s - one.killed_s,
+        "lane_after_s": one.lane_s - one.killed_s,
+        "slowest_s": one.slowest_s(back_s),
+        "slowest_since_lane_s": one.slowest_s(one.killed_s, one.lane_s),
+    }
+    counts = {"requests": len(one.asked), "affected": len(one.affected), "refusals": one.num_refused}
+    return counts | {"lost": dict(one.lost)} | {name: round(value, 3) for name, value in figures.items()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=50, help="workers to kill (default 50)")
-    parser.add_argument("--quick", action="store_true", help="3 runs, one of each kind")
+    parser.add_argument("--runs", type=int, default=50, help="number of runs, one kill each (default 50)")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first run (default 0)")
+    parser.add_argument("--quick", action="store_true", help="3 short runs, one of each kind")
     parser.add_argument("--only", choices=[kind.name for kind in KINDS], help="runs of one kind")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run")
     args = parser.parse_args()
     kinds = [kind for kind in KINDS if args.only in (None, kind.name)]
-    seeds = [args.seed + number for number in range(len(kinds) if args.quick else args.runs)]
-    outcomes, noise = list[Outcome](), list[int]()
+    numbers = range(args.first, args.first + (len(kinds) if args.quick else args.runs))
+    outcomes, noise = list[tuple[Outcome, Kind]](), list[int]()
     for index, kind in enumerate(kinds):
-        if own := seeds[index :: len(kinds)]:
-            outcomes += runs(kind, own, noise)
+        own = [number for number in numbers if number % len(kinds) == index]
+        if own:
+            outcomes += [(one, kind) for one in runs(kind, own, QUICK if args.quick else FULL, noise)]
+    rows = [row(one, kind) for one, kind in outcomes]
     told = Report("A worker of bubbletea serve is killed under load", "every admitted request answered once")
-    told.figure("runs", len(outcomes), "kills")
-    told.figure("admitted requests", sum(len(one.asked) for one in outcomes), "requests")
-    told.figure("affected requests", sum(len(one.affected) for one in outcomes), "requests", at_least=len(outcomes))
-    told.figure("admitted requests lost", sum(one.lost.total() for one in outcomes), "requests", at_most=0)
-    told.figure("slowest affected request", max(one.slowest_s for one in outcomes), "s", at_most=BAR_S)
+    told.figure("runs", len(rows), "kills")
+    told.figure("admitted requests", sum(one["requests"] for one in rows), "requests")
+    told.figure("affected requests", sum(one["affected"] for one in rows), "requests", at_least=len(rows))
+    told.figure("admitted requests lost", sum(one.lost.total() for one, _ in outcomes), "requests", at_most=0)
+    told.figure(
+        "slowest affected, since its worker was back", max(one["slowest_s"] for one in rows), "s", at_most=BAR_S
+    )
+    told.figure("slowest affected, since there was a lane", max(one["slowest_since_lane_s"] for one in rows), "s")
+    told.figure("longest until the worker was back", max(one["worker_back_s"] for one in rows), "s")
     told.figure("log lines of writes to lost workers", sum(noise), "lines", at_most=0)
     return told.finish()
 

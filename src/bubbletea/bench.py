@@ -1,8 +1,8 @@
-"""Load a service and say how it answered: `bubbletea bench URL`. Streams completions from many clients at once and
-counts every request exactly once: answered, refused (with the Retry-After it was given) or failed.
+"""Load a service and measure its responses: `bubbletea bench URL`. Streams completions for many concurrent clients and
+counts every request exactly once: answered, refused (with its Retry-After) or failed.
 
-A client of its own over asyncio's sockets, so that it needs nothing installed and costs the machine it measures little.
-Knows HTTP and the shape of the answers; nothing of the service behind them.
+Uses asyncio's sockets directly: no dependencies, and little load on the measured machine. Knows HTTP and the format of
+the responses; nothing of the service.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ MAX_LINE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class BenchLoad:
-    """What is asked for."""
+    """The requests to send."""
 
     url: str
     model: str
     num_requests: int = 200
     num_clients: int = 16
     rate_per_s: float | None = None
-    """Arrivals at random with this mean, however long answers take; None: each client asks again when answered."""
+    """Random arrivals with this mean rate; None: each client sends the next request after a response."""
     prompt_tokens: tuple[int, int] = (64, 1024)
     shared_tokens: int = 0
-    """Of every prompt, the same beginning."""
+    """The number of first tokens that all prompts share."""
     max_tokens: int = 16
     retries: int = 0
-    """How often a refused request is sent again after the time it was told."""
+    """How often a refused request is sent again, after its Retry-After."""
     key: str = ""
     priority: str = "online"
     vocabulary: int = 256
@@ -203,17 +203,25 @@ async def _post(url: str, body: dict[str, Any], key: str) -> AsyncIterator[tuple
 # ---- the command -------------------------------------------------------------------------------------------------
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="of the service, such as http://127.0.0.1:8000")
-    parser.add_argument("--model", metavar="NAME", help="default: the one the service has")
-    parser.add_argument("--requests", type=int, default=200, metavar="N", help="how many (default 200)")
-    parser.add_argument("--clients", type=int, default=16, metavar="N", help="at once (default 16)")
-    parser.add_argument("--rate", type=float, metavar="R", help="arrivals a second at random, instead of clients")
+    parser.add_argument("--model", metavar="NAME", help="model name (default: the one the service has)")
+    parser.add_argument("--requests", type=int, default=200, metavar="N", help="number of requests (default 200)")
+    parser.add_argument("--clients", type=int, default=16, metavar="N", help="concurrent clients (default 16)")
+    parser.add_argument("--rate", type=float, metavar="R", help="random arrivals per second, instead of clients")
     parser.add_argument("--prompt", default="64:1024", metavar="MIN:MAX", help="tokens of a prompt (default 64:1024)")
-    parser.add_argument("--shared", type=int, default=0, metavar="N", help="tokens that all prompts begin with")
-    parser.add_argument("--max-tokens", type=int, default=16, metavar="N", help="tokens of an answer (default 16)")
-    parser.add_argument("--retries", type=int, default=0, metavar="N", help="send refused ones again when told to")
-    parser.add_argument("--offline", action="store_true", help="as offline requests")
+    parser.add_argument(
+        "--shared", type=int, default=0, metavar="N", help="number of first tokens that all prompts share (default 0)"
+    )
+    parser.add_argument("--max-tokens", type=int, default=16, metavar="N", help="tokens of a response (default 16)")
+    parser.add_argument(
+        "--retries",
+        type=int,
+        default=0,
+        metavar="N",
+        help="retries of a refused request, after its Retry-After (default 0)",
+    )
+    parser.add_argument("--offline", action="store_true", help="send offline requests")
     parser.add_argument("--key-file", type=Path, metavar="FILE", help="a file with the API key")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (default 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the prompts (default 0)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -251,7 +259,7 @@ def _served_model(url: str, key: str) -> str:
         with urlopen(request, timeout=10) as response:
             return str(json.load(response)["data"][0]["id"])
     except (URLError, OSError, ValueError, KeyError, IndexError) as error:
-        raise AtlasError(f"{url}: no service answers there ({error}). Start one with `bubbletea serve`") from None
+        raise AtlasError(f"{url}: no service responds there ({error}). Start one with `bubbletea serve`") from None
 
 
 def _table(report: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
 """The `bubbletea` command. Knows the names of its commands; each is a module with `configure(parser)` and `run(args)`,
-loaded only when it is the one that runs. Exit codes and manners are those of `atlas`.
+imported only when it runs. Error format and exit codes are those of `atlas`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from atlas.errors import AtlasError
 COMMANDS = {
     "simulate": ("bubbletea.sim.command", "replay requests against the bubbles of a training job"),
     "serve": ("bubbletea.serve.command", "an OpenAI-compatible service in the bubbles of a training job"),
-    "bench": ("bubbletea.bench", "load a service and say how it answered"),
+    "bench": ("bubbletea.bench", "load a service and measure its responses"),
 }
 
 
 def top_parser() -> CommandParser:
-    """What `bubbletea --help` shows."""
+    """The parser of `bubbletea --help`."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
     parser = CommandParser(

@@ -1,4 +1,4 @@
-"""Flags that several commands share. Who reads them knows what they mean."""
+"""Flags that several commands share."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from atlas.console import positive, share
 
 
 def aim_flags(parser: argparse.ArgumentParser, limit: str) -> None:
-    """What `admit.aims` knows; `limit` is what the command calls a request's deadline."""
+    """The flags of `admit.aims`; `limit` is the command's word for a request's deadline."""
     parser.add_argument(
-        "--goal", type=positive, metavar="S", help="who cannot be delivered in S seconds leaves quick lanes to who can"
+        "--goal",
+        type=positive,
+        metavar="S",
+        help="requests that cannot be delivered within S seconds leave fast lanes to those that can",
     )
     parser.add_argument(
-        "--late", type=share, default=0.0, metavar="X", help=f"of those let in, who may miss the {limit} (default 0)"
+        "--late",
+        type=share,
+        default=0.0,
+        metavar="X",
+        help=f"share of admitted requests that may miss their {limit} (default 0)",
     )

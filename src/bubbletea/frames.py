@@ -57,7 +57,7 @@ def pack(kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> bytes:
 def _sizes(head: bytes, max_fields: int, max_payload: int) -> tuple[int, int, int]:
     magic, kind, num_fields, num_payload, checksum = _HEAD.unpack(head)
     if magic != MAGIC or zlib.crc32(head[:-4]) != checksum:
-        raise WorkerError("these bytes are no frame of ours: check that both ends run the same release")
+        raise WorkerError("not a BubbleTea frame: check that both ends run the same release")
     if num_fields > max_fields or num_payload > max_payload:
         given, allowed = f"{num_fields} and {num_payload}", f"{max_fields} and {max_payload}"
         raise WorkerError(f"a frame of {given} bytes is more than the {allowed} allowed")
@@ -70,7 +70,7 @@ def _fields(text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        raise WorkerError("a frame's fields are no JSON object")
+        raise WorkerError("the fields of a frame are not a JSON object")
     return fields
 
 
@@ -137,7 +137,7 @@ def greet(sock: socket.socket, token: str, who: Mapping[str, Any]) -> dict[str, 
     welcome = receive(sock, max_payload=0)
     expected = _proof(token, "service", mine, theirs)
     if welcome.kind != WELCOME or not _equal(welcome.fields.get("proof"), expected):
-        raise WorkerError("the service does not hold our token: give both sides the same")
+        raise WorkerError("the service has another token: give both sides the same")
     sock.settimeout(None)
     return welcome.fields
 
@@ -156,7 +156,7 @@ async def admit_caller(
         proof = await receive_async(reader, max_fields=MAX_GREETING_BYTES, max_payload=0)
         theirs = str(proof.fields.get("nonce", ""))
         if proof.kind != PROOF or not _equal(proof.fields.get("proof"), _proof(token, "caller", mine, theirs)):
-            raise WorkerError("a caller does not hold our token")
+            raise WorkerError("a caller has another token")
         write(writer, WELCOME, {**answer(proof.fields), "proof": _proof(token, "service", theirs, mine)})
         await writer.drain()
         return proof.fields

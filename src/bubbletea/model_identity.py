@@ -41,14 +41,14 @@ def _samples(folder: Path) -> dict[str, bytes]:
         with path.open("rb") as file:
             samples |= _samples_of(path, file)
     if not samples:
-        raise WorkerError(f"{folder} has no *.safetensors: the model cannot be told from others by its weights")
+        raise WorkerError(f"{folder} has no *.safetensors: a model is identified by its weights")
     return samples
 
 
 def _samples_of(path: Path, file: BinaryIO) -> dict[str, bytes]:
     (length,) = struct.unpack("<Q", file.read(8))
     if length > MAX_HEADER_BYTES:
-        raise WorkerError(f"{path} is no safetensors file: its header would have {length} bytes")
+        raise WorkerError(f"{path} is not a safetensors file: its header would have {length} bytes")
     header = _json(path, file.read(length))
     samples: dict[str, bytes] = {}
     for name, entry in header.items():

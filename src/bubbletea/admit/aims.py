@@ -1,11 +1,11 @@
-"""What an operator wants of many requests together, beside every one's own deadline.
+"""The operator's aims for all requests together, beside each request's own deadline.
 
-    goal    where bubbles are scarce some lanes are quick and most are slow. A request that no lane delivers within the
-            goal takes the slowest that is in time, and leaves the quick ones to those who reach it
-    late    the share of those let in that may miss their deadline: who does not fit in time is postponed instead of
-            refused, shortest first, until bubbles are plenty, and anybody who is in time goes before
+    goal    where bubbles are scarce, few lanes are fast and most are slow. A request that no lane delivers within the
+            goal takes the slowest lane that meets its deadline, and leaves the fast ones to requests that reach it
+    late    the share of admitted requests that may miss their deadline. A request that cannot meet it is postponed
+            instead of refused, shortest first, until windows are ample; requests that are in time go first
 
-Knows no lanes and no windows; `decide` asks.
+Knows no lanes and no windows.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from dataclasses import dataclass
 from bubbletea.admit.records import PrefillRequest
 
 RETRY_NS = 20_000_000
-"""Between two looks at whether those who are late have a place."""
+"""Between two attempts to place postponed requests."""
 LATEST_NS = 15_000_000_000
-"""Who has waited for so long is placed where it is done first, whatever the bubbles are."""
+"""A request postponed for this long is placed where it finishes first, even if windows are scarce."""
 LATE_TOKENS = 2000
-"""What commands take for `Aims.late_tokens`: shorter prompts are refused rather than late."""
+"""`Aims.late_tokens` of the commands: shorter prompts are refused, not postponed."""
 PLENTY = 2.5
-"""Bubbles are plenty for a prompt that takes no longer than this times its accelerator time over the lane's workers."""
+"""Windows are ample if a prompt takes at most this many times its accelerator time divided by the lane's workers."""
 
 
 @dataclass(frozen=True)
 class Aims:
-    """None and 0: every request for itself."""
+    """None and 0: no aims, only deadlines."""
 
     goal_s: float | None = None
-    """Within which as many as can be should be delivered."""
+    """As many requests as possible are delivered within this time."""
     late: float = 0.0
-    """Of those let in."""
+    """Share of the admitted requests."""
     late_tokens: int = 0
-    """Only prompts of so many tokens are postponed; shorter ones are refused."""
+    """Only prompts with at least this many tokens are postponed; shorter ones are refused."""
 
 
 class Postponed:
-    """Requests let in that will be late, and the account of how many may be."""
+    """Admitted requests that will be late, and the count of how many may be."""
 
     def __init__(self, aims: Aims) -> None:
         self._aims = aims
@@ -47,7 +47,7 @@ class Postponed:
         """Shortest first, then by arrival."""
         self._let_in = self._late = 0
         self.look_ns = 0
-        """When it is next worth a look."""
+        """When to try again."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -59,15 +59,15 @@ class Postponed:
         return any(one[2] == request_id for one in self._waiting)
 
     def takes(self, request: PrefillRequest) -> bool:
-        """Whether this one may be late."""
+        """Whether this request may be late."""
         return request.prompt_tokens >= self._aims.late_tokens and self.may_take(request)
 
     def may_take(self, request: PrefillRequest) -> bool:
-        """Whether it might if it is long enough: where all that is known is the least it can be."""
+        """Whether it may be late if it is long enough: for requests of which only a minimum length is known."""
         return request.deadline_ns is not None and self._late + 1 <= self._aims.late * (self._let_in + 1)
 
     def count(self) -> None:
-        """One more was let in."""
+        """One more request was admitted."""
         self._let_in += 1
 
     def push(self, request: PrefillRequest) -> None:
@@ -75,10 +75,10 @@ class Postponed:
         insort(self._waiting, (request.prompt_tokens, request.arrival_ns, request.id, request))
 
     def next(self, now_ns: int) -> tuple[PrefillRequest, bool]:
-        """Whose turn it is, and whether it has waited for so long that it waits no more for plenty of bubbles."""
-        eldest = min(self, key=lambda one: one.arrival_ns)
-        due = now_ns >= eldest.arrival_ns + LATEST_NS
-        return (eldest if due else self._waiting[0][3]), due
+        """The next request, and whether it has waited so long that it is placed even if windows are scarce."""
+        oldest = min(self, key=lambda one: one.arrival_ns)
+        due = now_ns >= oldest.arrival_ns + LATEST_NS
+        return (oldest if due else self._waiting[0][3]), due
 
     def remove(self, request_id: str) -> bool:
         """Whether it was there."""

@@ -1,12 +1,12 @@
-"""The decisions: let a request in or say when it would fit; and what an event does to what was promised.
+"""The decisions: admit a request or return when it would fit; and how events change the placements.
 
-    online     tried on the lanes that would be done first, and on one that holds its longest prefix; on each it goes
-               behind everything more urgent (earliest deadline first), at a chunk's end if need be, and only if all
-               that it pushes back still makes its own deadline
-    offline    waits in the backlog; poured in when a lane is about to run dry, least served tenant first
-    late       online, but does not fit in time: where the operator's `Aims` allow it, taken up when bubbles are plenty
+    online     tried on the lanes that would finish first, and on one with its longest prefix. On each it is placed
+               after all more urgent requests (earliest deadline first), if need be at the end of a chunk, and only if
+               all requests that it delays still meet their deadlines
+    offline    waits in the backlog; placed when a lane is about to become idle, least served tenant first
+    late       online, but cannot meet its deadline: if the operator's `Aims` allow it, placed when windows are ample
 
-What was let in keeps its deadline unless a window breaks its word (`late`).
+An admitted request keeps its deadline unless windows turn out shorter than forecast (`late`).
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest
 from bubbletea.admit.state import QueueEntry, State, TokenRange, urgency
 
 TRIED = 3
-"""Lanes on which a placement is worked out exactly, of those that look best."""
+"""Lanes on which a placement is computed exactly, best estimates first."""
 LOOKED = 6
-"""Where there is a goal: lanes looked at exactly before one is chosen, of the quick and of the slow."""
+"""With a goal: lanes computed exactly before one is chosen, among the fastest and among the slowest."""
 LOOSE = 0.9
-"""Of what is left until a deadline: a lane whose estimate is longer is not in time, since estimates are short."""
+"""Of the time to a deadline: a lane with a longer estimate is not tried, since estimates are too short."""
 POUR_NS = 50_000_000
-"""Offline work is placed on a lane that runs dry within this: early enough to reach the worker, late enough not to
-stand in anybody's way."""
+"""Offline work is placed on a lane that becomes idle within this: early enough to reach the worker, late enough not to
+delay online requests."""
 AHEAD_NS = 10_000_000_000
-"""Of accelerator time: a tenant that had this much more than another who waits gets no further ahead."""
+"""Of accelerator time: a tenant that was served this much more than a waiting one is refused when it would queue."""
 
 Changes = tuple[Placement, ...]
 """Placements that replace the earlier ones of their requests."""
 
 
 class Trial(NamedTuple):
-    """A lane with the request on it: what it would hold then, and its Track."""
+    """A request placed on a lane on trial: the lane's queue and Track with it."""
 
     lane: int
     own: QueueEntry
@@ -54,8 +54,8 @@ class Trial(NamedTuple):
 
 # ---- requests ----------------------------------------------------------------------------------------------------
 def admit(state: State, request: PrefillRequest, now_ns: int) -> Placement | AdmissionRefusal | None:
-    """Place an online request or refuse it at once. None: it was offline and joined the backlog, or may be late and was
-    postponed."""
+    """Place an online request or refuse it at once. None: it is offline and joined the backlog, or it may be late and
+    was postponed."""
     refusal = refused_by_length(state, request)
     if refusal is not None:
         return refusal
@@ -81,8 +81,8 @@ def admit(state: State, request: PrefillRequest, now_ns: int) -> Placement | Adm
 
 
 def restore(state: State, request: PrefillRequest, now_ns: int, lane: int | None = None) -> Placement | None:
-    """Place a request that was let in before, on a lane or where it is delivered first, whatever its deadline is by
-    now: nobody pays for it twice. None when no window takes a layer of it."""
+    """Place an admitted request again, on `lane` or where it is delivered first, even if it misses its deadline. It is
+    not charged again. None if no window is long enough for a layer of it."""
     if request.prompt_tokens > state.max_tokens:
         return None
     if lane is None:
@@ -95,22 +95,22 @@ def restore(state: State, request: PrefillRequest, now_ns: int, lane: int | None
 
 
 def _kept_ns(state: State, trial: Trial, patience_ns: int) -> int:
-    """How long before its deadline a request that waits must be done: a prompt that runs for longer than what is kept
-    has all of its patience, a short one leaves the end of it to those."""
+    """How long before its deadline a queued request must be done. Short prompts leave the end of the time to their
+    deadline to long ones; a prompt that runs longer than that part may use all of it."""
     runs_ns = trial.own.delivered_ns - trial.own.start_ns
     return max(0, round(state.kept * patience_ns) - runs_ns)
 
 
 def refused_by_length(state: State, request: PrefillRequest) -> AdmissionRefusal | None:
-    """What the number of tokens alone decides."""
+    """Refusals that follow from the number of tokens alone."""
     if not state.lanes:
         return AdmissionRefusal(request, "no-lane")
     return AdmissionRefusal(request, "too-long") if request.prompt_tokens > state.max_tokens else None
 
 
 def quote(state: State, request: PrefillRequest, now_ns: int) -> Trial | None:
-    """The placement that delivers first, or by the goal; the state left as it is. None when no window takes even a
-    layer of it."""
+    """The placement that delivers first, or within the goal; does not change the state. None if no window is long
+    enough for a layer of it."""
     best: Trial | None = None
     choices = _candidates(state, request, now_ns)
     for in_turn in (True, False):
@@ -120,7 +120,7 @@ def quote(state: State, request: PrefillRequest, now_ns: int) -> Trial | None:
                 if found is not None and (best is None or found.own.delivered_ns < best.own.delivered_ns):
                     best = found
                 if found is not None and found.own.start_ns > now_ns + POUR_NS:
-                    break  # where there is a queue, smaller chunks would only waste time
+                    break  # in a queue, smaller chunks only add overhead
         if best is not None:
             return best
     return None
@@ -131,7 +131,7 @@ Choice = tuple[int, Sequence[int]]
 
 
 def _candidates(state: State, request: PrefillRequest, now_ns: int) -> list[Choice]:
-    """Lanes worth an exact look: those that would be done first, or what the goal says; and one with the longest
+    """Lanes to compute exactly: those that would finish first, or those the goal selects; and one with the longest
     prefix."""
     if state.aims.goal_s is not None:
         chosen = _aimed(state, request, now_ns)
@@ -146,8 +146,8 @@ def _candidates(state: State, request: PrefillRequest, now_ns: int) -> list[Choi
 
 
 def _aimed(state: State, request: PrefillRequest, now_ns: int) -> list[Choice]:
-    """The lane that delivers first if that is within the goal. Where none is, but some are in time: the slowest that
-    is. Lanes are taken as if nobody on them would make way."""
+    """The lane that delivers first, if that is within the goal. If none is but some meet the deadline: the slowest of
+    those. Assumes that the request is placed at the end of each lane's queue."""
     assert state.aims.goal_s is not None
     lanes, when = _ranked(state, request, now_ns, len(state.leaders))
     found = _delivered(state, request, lanes[:LOOKED], now_ns)
@@ -160,7 +160,7 @@ def _aimed(state: State, request: PrefillRequest, now_ns: int) -> list[Choice]:
 
 
 def _delivered(state: State, request: PrefillRequest, lanes: Ints, now_ns: int) -> list[list[int]]:
-    """(lane, chunk, when) exactly, first delivered first."""
+    """(lane, chunk, time), computed exactly, earliest delivery first."""
     where = (state.tracks, state.workers, state.first_layer, lanes)
     out, chunks = np.empty((len(lanes), 3), np.int64), np.array(state.chunks, np.int64)
     times = (now_ns, now_ns + POUR_NS)
@@ -170,7 +170,7 @@ def _delivered(state: State, request: PrefillRequest, lanes: Ints, now_ns: int) 
 
 
 def _ranked(state: State, request: PrefillRequest, now_ns: int, count: int) -> tuple[Ints, NDArray[np.float64]]:
-    """So many of the lanes that would be done first, best first, and when by a quick estimate."""
+    """The `count` lanes that would finish first, best first, and estimates of when."""
     best, when = np.empty(count, np.int64), np.empty(count)
     where = (state.tracks, state.workers, state.first_layer, state.leaders)
     tokens = (0, request.prompt_tokens)
@@ -179,7 +179,7 @@ def _ranked(state: State, request: PrefillRequest, now_ns: int, count: int) -> t
 
 
 def _tried(state: State, lane: int, request: PrefillRequest, chunk: int, now_ns: int, in_turn: bool) -> Trial | None:
-    """The request on one lane, in its turn or behind all others; None where somebody would miss a deadline."""
+    """The request on one lane, by urgency or after all others; None if another request would miss its deadline."""
     cached = state.cache.tokens(lane, request.block_hashes, request.prompt_tokens - 1)
     wanted = TokenRange(
         request, cached, request.prompt_tokens, cached, _even(request.prompt_tokens - cached, chunk), now_ns
@@ -211,7 +211,7 @@ def _commit(state: State, trial: Trial, *, charge: bool = True) -> Placement:
 
 # ---- events ------------------------------------------------------------------------------------------------------
 def advance(state: State, now_ns: int) -> Changes:
-    """Take up those who are late where bubbles are plenty; pour offline work onto lanes that are about to run dry."""
+    """Place postponed requests where windows are ample, and offline requests on lanes that are about to become idle."""
     poured, left = _taken_up(state, now_ns), list[PrefillRequest]()
     while len(state.backlog) and (lane := state.emptiest(now_ns + POUR_NS)) is not None:
         request = state.backlog.pop()
@@ -222,13 +222,13 @@ def advance(state: State, now_ns: int) -> Changes:
             left.append(request)
         else:
             poured.append(_commit(state, trial))
-    for request in left:  # no window takes a layer of it now: windows move
+    for request in left:  # no window is long enough now; windows change
         state.backlog.push(request)
     return tuple(poured)
 
 
 def _taken_up(state: State, now_ns: int) -> list[Placement]:
-    """As offline work: everybody else goes before."""
+    """Placed as offline work: all other requests go first."""
     taken, postponed = [], state.postponed
     while len(postponed) and now_ns >= postponed.look_ns:
         request, due = postponed.next(now_ns)
@@ -242,14 +242,14 @@ def _taken_up(state: State, now_ns: int) -> list[Placement]:
 
 
 def _plenty(state: State, trial: Trial, now_ns: int) -> bool:
-    """Whether a lane runs a prompt at nearly the speed it would have without training."""
+    """Whether a lane runs a prompt nearly as fast as without training."""
     lane = state.lanes[trial.lane]
     alone_ns = state.costs[lane.dc].prompt_ns(trial.own.request.prompt_tokens) / len(lane.workers)
     return trial.own.delivered_ns <= now_ns + PLENTY * alone_ns
 
 
 def cancel(state: State, request_id: str, now_ns: int) -> Changes:
-    """Release what has not begun; what has begun stays until it is complete. Others move up."""
+    """Release the part that has not started; the rest stays until it is complete. Later requests move up."""
     if request_id not in state.lane_of:
         if not state.postponed.remove(request_id):
             state.backlog.remove(request_id)
@@ -266,7 +266,7 @@ def cancel(state: State, request_id: str, now_ns: int) -> Changes:
 
 
 def withdraw(state: State, request_id: str, now_ns: int) -> None:
-    """Take a request out, begun or not: nothing of it runs any more."""
+    """Remove a request that no worker runs any more."""
     cancel(state, request_id, now_ns)
     lane = state.lane_of.get(request_id)
     if lane is not None:
@@ -275,8 +275,8 @@ def withdraw(state: State, request_id: str, now_ns: int) -> None:
 
 
 def late(state: State, request_id: str, token: int, now_ns: int) -> Changes:
-    """A request got no further than `token`: the rest of it is placed anew, behind whatever has begun. Nothing changes
-    where no window is long enough for it."""
+    """A request got only as far as `token`: its rest is placed again, after everything that has started. Nothing
+    changes if no window is long enough for it."""
     lane = state.lane_of[request_id]
     queue = state.queues[lane]
     at = next(k for k, entry in enumerate(queue) if entry.request.id == request_id and token < entry.end_token)
@@ -291,14 +291,14 @@ def late(state: State, request_id: str, token: int, now_ns: int) -> Changes:
     head = [*queue[:at], *done, *queue[at + 1 : begun + 1]]
     own, track = state.fitted(lane, rest, track, now_ns)
     if own is None:
-        return ()  # no window takes a layer of it any more: it stays until one does
+        return ()  # no window is long enough any more: it stays until one is
     moved = again_at_any_cost(state, lane, queue[max(at, begun) + 1 :], track, now_ns)
     state.put(lane, [*head, own, *moved.entries], moved.track)
     return tuple(state.placement(name) for name in dict.fromkeys(e.request.id for e in (own, *moved.entries)))
 
 
 def complete(state: State, request_id: str, now_ns: int) -> Changes:
-    """Its KV was delivered: it leaves, and its blocks may be reused."""
+    """Its KV was delivered: remove it; later requests may reuse its blocks."""
     lane = state.lane_of[request_id]
     request = next(entry.request for entry in state.queues[lane] if entry.request.id == request_id)
     state.queues[lane] = [entry for entry in state.queues[lane] if entry.request.id != request_id]
@@ -308,7 +308,7 @@ def complete(state: State, request_id: str, now_ns: int) -> Changes:
 
 
 def reforecast(state: State, now_ns: int) -> Changes:
-    """The forecast has moved: everything that has not begun is placed anew in the windows as they are now."""
+    """The forecast has changed: everything that has not started is placed again in the current windows."""
     state.rebuild()
     changes: list[Placement] = []
     for lane, queue in enumerate(state.queues):
@@ -319,7 +319,7 @@ def reforecast(state: State, now_ns: int) -> Changes:
 
 
 def _moved(state: State, lane: int, cut: QueueCut, now_ns: int) -> Changes:
-    """What comes behind a cut, placed anew."""
+    """Places the entries after a cut again."""
     moved = again_at_any_cost(state, lane, cut.rest, cut.track, now_ns)
     state.put(lane, [*cut.head, *moved.entries], moved.track)
     return tuple(state.placement(name) for name in dict.fromkeys(entry.request.id for entry in cut.rest))

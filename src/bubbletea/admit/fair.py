@@ -1,7 +1,7 @@
 """Fairness between tenants: virtual token counters, as in VTC (Sheng et al., OSDI'24).
 
-Every tenant is charged the accelerator time it was served, divided by its weight; whoever has the smallest counter is
-next. A tenant that comes back starts no lower than the least of those who are waiting, so idling earns no credit.
+Every tenant is charged its accelerator time, divided by its weight; the tenant with the smallest counter is next. A
+tenant that returns starts no lower than the smallest counter of the waiting tenants, so idling earns no credit.
 Knows no windows.
 """
 
@@ -25,7 +25,7 @@ class TenantShares:
         return self._served.get(tenant, 0.0)
 
     def enter(self, tenant: str, waiting: Iterable[str]) -> None:
-        """A tenant with nothing waiting sends something."""
+        """A tenant without waiting requests sends one."""
         least = min((self.served(other) for other in waiting), default=0.0)
         self._served[tenant] = max(self.served(tenant), least)
 
@@ -33,13 +33,13 @@ class TenantShares:
         self._served[tenant] = self.served(tenant) + amount / self._weights.get(tenant, 1.0)
 
     def ahead(self, tenant: str, waiting: Iterable[str]) -> float:
-        """By how much a tenant was served more than the least of the others who wait."""
+        """By how much a tenant was served more than the least served other tenant that waits."""
         others = [self.served(other) for other in waiting if other != tenant]
         return self.served(tenant) - min(others) if others else 0.0
 
 
 class Backlog:
-    """Offline requests, one queue a tenant; the tenant who was served least is next, its earliest deadline first."""
+    """Offline requests, one queue per tenant. The least served tenant is next, its earliest deadline first."""
 
     def __init__(self, shares: TenantShares) -> None:
         self._shares = shares

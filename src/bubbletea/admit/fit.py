@@ -1,9 +1,9 @@
-"""The arithmetic of placing: layers of a chunk into windows, stage after stage of a lane, and KV onto the network.
-Compiled, because one decision looks at thousands of windows.
+"""The arithmetic of a placement: layers of a chunk into windows, stage by stage of a lane, and KV onto the network.
+Compiled, because one decision reads thousands of windows.
 
-A lane is a flow shop: what was placed first goes first on each of its workers. So all that a lane needs to remember is
-one Track: when each worker is free, how much KV it holds and until when, and when its network is clear of KV. Knows
-arrays only; requests, deadlines and queues are `state`.
+A lane is a flow shop: requests keep their order on each of its workers. So the state of a lane is one Track: when each
+worker is free, how much KV it holds and until when, and when its network has sent all KV. Knows arrays only; requests,
+deadlines and queues are in `state`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class WorkerArrays(NamedTuple):
     start_ns: Ints
     end_ns: Ints
     before_ns: Ints
-    """By window: what the worker's windows before it add up to."""
+    """By window: the sum of the worker's earlier windows."""
     idle_ns: Ints
-    """By worker: all its windows."""
+    """By worker: the sum of its windows."""
     net_ptr: Ints
     net_at_ns: Ints
     net_bytes: NDArray[np.float64]
@@ -45,15 +45,15 @@ class WorkerArrays(NamedTuple):
     head_ns: Ints
     """By worker."""
     room_bytes: Ints
-    """By worker: for KV, weights and workspace already taken off."""
+    """By worker: memory for KV, without weights and workspace."""
     pcie_bytes_per_ns: float
     kv_bytes: float
     """Of one token in one layer."""
     hop_ns: float
-    """A chunk's way to the lane's next worker: this, and by token the next."""
+    """Time of a chunk to the lane's next worker: this, plus the next value per token."""
     hop_token_ns: float
     parts: int
-    """A layer may be cut at these parts of its chunk, but not below so many tokens: `costs.grain_of`."""
+    """A layer may be cut into this many parts of its chunk, of at least `least_tokens`: `costs.grain_of`."""
     least_tokens: int
 
 
@@ -66,7 +66,7 @@ def layer_ns(ground: WorkerArrays, worker: int, tokens: int, context: int) -> in
 
 @njit
 def sent_ns(ground: WorkerArrays, worker: int, from_ns: int, count: float) -> int:
-    """When the last of `count` bytes has left, with what training leaves of the network from `from_ns` on."""
+    """When the last of `count` bytes has been sent, from `from_ns` on, with the bandwidth that training leaves."""
     low, high = ground.net_ptr[worker], ground.net_ptr[worker + 1]
     at, left = ground.net_at_ns[low:high], ground.net_bytes[low:high]
     total = left[-1]
@@ -89,8 +89,8 @@ def sent_ns(ground: WorkerArrays, worker: int, from_ns: int, count: float) -> in
 
 @njit
 def cut_to(ground: WorkerArrays, worker: int, first: int, last: int, grain: int, room_ns: int) -> int:
-    """Where a layer over tokens `[first, last)` ends that has so much time: at the last, or after a whole number of
-    grains; at `first` where not one fits."""
+    """The end of the part of a layer over tokens `[first, last)` that fits into `room_ns`: `last`, or a whole number of
+    grains; `first` if none fits."""
     if layer_ns(ground, worker, last - first, first) <= room_ns:
         return last
     cut = first + (last - first - 1) // grain * grain
@@ -113,8 +113,8 @@ def run_layers(
     row: int,
 ) -> tuple[int, int]:
     """Layers of `one_ns` over a chunk of tokens, into the worker's windows from `from_ns` on: (end, rows written);
-    (NEVER, row) when nothing ever fits. Whole layers, and before a window ends as many grains of the next one as it has
-    time for, the rest of which comes first in the next window; without a grain none is cut.
+    (NEVER, row) if nothing ever fits. Whole layers, then as many grains of the next layer as fit before the end of the
+    window; its rest is first in the next window. With grain 0 no layer is cut.
 
     The KV of every slice is copied out and sent while the next one runs: `ways` (when the host has everything, when the
     network is clear) is moved on."""
@@ -219,7 +219,7 @@ def place(
 
 @njit
 def idle_until(ground: WorkerArrays, worker: int, from_ns: int, need_ns: float) -> float:
-    """When a worker's windows from `from_ns` on add up to `need_ns`; layers are not rounded."""
+    """When a worker's windows from `from_ns` on add up to `need_ns`, without rounding to layers."""
     low, high = ground.ptr[worker], ground.ptr[worker + 1]
     total = ground.idle_ns[worker]
     if total <= 0:
@@ -250,7 +250,7 @@ def best_lanes(
     best: Ints,
     when: NDArray[np.float64],
 ) -> int:
-    """The lanes among `lanes` that would be done first, best first, and when, by adding windows up without rounding to
+    """The lanes among `lanes` that would finish first, best first, and when: windows are added up without rounding to
     layers."""
     found = 0
     size = min(chunk, tokens[1] - tokens[0])
@@ -290,8 +290,8 @@ def delivered_on(
     soon_ns: int,
     out: Ints,
 ) -> int:
-    """A whole prompt behind all that is on each of `lanes`: rows of (lane, chunk, delivered), first delivered first.
-    Chunks as given, the one that delivers first; where it would start after `soon_ns`, only the first that fits."""
+    """A whole prompt at the end of each of `lanes`: rows of (lane, chunk, delivered), earliest first. Of the chunk
+    sizes the one that delivers first; if it would start after `soon_ns`, the first that fits."""
     found, row = 0, np.empty((1, COLUMNS), np.int64)
     for n in range(len(lanes)):
         lane, size = lanes[n], workers.shape[1]

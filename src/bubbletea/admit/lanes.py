@@ -1,8 +1,9 @@
-"""Which workers hold the prefill model between them: lanes, within one datacenter, each with room for its share.
+"""Which workers form a lane: workers of one datacenter that share one copy of the prefill model, each with memory for
+its part.
 
-Neighbours go together: the same stage of the pipelines of one cell, whose windows open at nearly the same time. Layers
-are dealt in proportion to the workers' windows, so that no worker of a lane is the one that all wait for. Lanes of one
-kind differ only in what is promised on them; admission looks at the emptiest of each kind.
+Neighbours form a lane: the same stage of the pipelines of one cell, whose windows open at nearly the same time. Layers
+are distributed in proportion to the workers' windows, so that no worker of a lane is the bottleneck. Lanes of one kind
+differ only in what is placed on them; admission considers the emptiest of each kind.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from bubbletea.windows.bubbles import Pattern
 
 GIB = 2**30
 KV_TOKENS = 16_384
-"""The prompt that a lane must have room for, besides weights and workspace."""
+"""Length of the prompt whose KV must fit on a lane beside weights and workspace."""
 
 
 def weight_bytes(costs: PrefillCosts, layers: int, *, first: bool, last: bool) -> int:
-    """Of a lane's worker: its layers, the embedding on the first and the LM head on the last."""
+    """Of one worker of a lane: its layers, the embedding on the first and the LM head on the last."""
     return layers * costs.layer_weight_bytes + (int(first) + int(last)) * costs.end_weight_bytes
 
 
 def need_bytes(costs: PrefillCosts, layers: int, chunk: int, *, first: bool, last: bool) -> int:
-    """The least arena with which a worker can serve that many layers."""
+    """The smallest arena with which a worker can serve that many layers."""
     kv = KV_TOKENS * layers * costs.kv_bytes
     return weight_bytes(costs, layers, first=first, last=last) + kv + costs.workspace_bytes(chunk)
 
@@ -37,10 +38,10 @@ def need_bytes(costs: PrefillCosts, layers: int, chunk: int, *, first: bool, las
 def build_lanes(
     pattern: Pattern, costs: PrefillCosts, *, split: int | Sequence[int] | None = None, num_ranks: int, chunk: int
 ) -> list[PrefillLane]:
-    """Every lane there is room for. `split` is the number of workers of each; left out, the fewest that have room.
+    """Every lane with enough memory. `split`: the number of workers of each; None: the fewest that have enough memory.
 
-    Given several, each gets as many of a datacenter's workers: narrow lanes waste nothing, wide ones are quick with
-    long prompts.
+    With several sizes, each gets the same number of a datacenter's workers: narrow lanes waste least, wide ones are
+    fast with long prompts.
     """
     choices = [[split]] if isinstance(split, int) else [list(split)] if split else [[1], [2], [4], [8], [16]]
     for sizes in choices:
@@ -73,7 +74,7 @@ def _of_sizes(
 
 
 def _groups(ready: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Workers in their order, as many as the widest lane has to each size in turn; who is left over goes idle."""
+    """Workers in order, the same number for each size in turn; the rest stays unused."""
     widest, at = max(sizes), 0
     for size in cycle(sizes):
         block, at = ready[at : at + widest], at + widest
@@ -92,12 +93,12 @@ def _fits(pattern: Pattern, costs: PrefillCosts, workers: Sequence[int], counts:
 
 
 def deal(layers: int, weights: Sequence[int]) -> list[int] | None:
-    """Layers by weight, at least one each, as even as whole ones can be; None when there are too few."""
+    """Distributes layers by weight, at least one each, as evenly as possible; None if there are too few."""
     if layers < len(weights):
         return None
     counts = [1] * len(weights)
     for _ in range(layers - len(weights)):
-        # The one that is least burdened after getting another.
+        # The one with the least load after getting another layer.
         counts[min(range(len(weights)), key=lambda j: (counts[j] + 1) / weights[j])] += 1
     return counts
 

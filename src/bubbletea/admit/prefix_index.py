@@ -1,8 +1,9 @@
-"""The prefix cache: which lane's hosts hold the KV of which blocks of tokens. Blocks are known by hash only.
+"""The prefix cache of the lanes: which lane's hosts hold the KV of which blocks of tokens. Blocks are identified by
+hash.
 
-A block's hash covers everything before it, so one lookup answers for a whole prefix; it is salted by tenant, so that
-nobody's timing tells of another's prompts. Each lane keeps its least recently used blocks no longer than its memory
-lasts, and drops the end of a prefix before its start. Knows no KV bytes: the worker that computed them keeps them.
+A hash covers all tokens up to the end of its block, so one lookup finds a whole prefix. It is salted by tenant, so that
+timing reveals nothing about other tenants' prompts. When a lane's memory is full, the least recently used block is
+dropped, the end of a prefix before its start. Knows no KV bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class PrefixCache:
         self._where: dict[Hashable, set[int]] = {}
 
     def longest(self, hashes: Sequence[Hashable], limit: int) -> tuple[int, frozenset[int]]:
-        """(tokens, lanes): the longest prefix of at most `limit` tokens that any lane holds, and who holds it."""
+        """(tokens, lanes): the longest prefix of at most `limit` tokens that any lane holds, and the lanes that hold
+        it."""
         depth, lanes = 0, frozenset[int]()
         for k, name in enumerate(hashes[: limit // self.block]):
             at = self._where.get(name)
@@ -55,7 +57,7 @@ class PrefixCache:
     def add(self, lane: int, hashes: Sequence[Hashable]) -> None:
         """A lane's hosts now hold these blocks."""
         held = self._held[lane]
-        for name in reversed(hashes):  # the start of a prefix is used by everything behind it: it must leave last
+        for name in reversed(hashes):  # all later blocks need the start of a prefix: it is dropped last
             held[name] = None
             held.move_to_end(name)
             self._where.setdefault(name, set()).add(lane)

@@ -1,6 +1,6 @@
-"""A lane's queue, cut where something goes in or out, and what comes behind the cut placed anew.
+"""Cuts a lane's queue where a request is inserted or removed, and places the entries after the cut again.
 
-Cuts fall between requests, or at a chunk's end inside the one that runs. Pure: everything is returned, nothing changed.
+Cuts are between requests, or at the end of a chunk of the running one. Pure functions: nothing is changed in place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Again(NamedTuple):
 
 
 def cut_for(state: State, lane: int, urgency: tuple[int, int], now_ns: int) -> QueueCut:
-    """In front of everything that has not begun and is less urgent."""
+    """Before everything that has not started and is less urgent."""
     queue, soon_ns = state.queues[lane], now_ns + LEAD_NS
     at = len(queue)
     while at and queue[at - 1].start_ns >= soon_ns and queue[at - 1].urgency > urgency:
@@ -39,20 +39,21 @@ def cut_for(state: State, lane: int, urgency: tuple[int, int], now_ns: int) -> Q
 
 
 def cut_at(state: State, lane: int, request_id: str, now_ns: int) -> QueueCut:
-    """The queue without what has not begun of one request; two parts that it had pushed apart are one again."""
+    """The queue without the part of one request that has not started. Two parts of another request that it had
+    separated are joined."""
     queue = state.queues[lane]
     at = next(k for k, entry in enumerate(queue) if entry.request.id == request_id)
     entry, others = queue[at], [entry for entry in queue[at + 1 :] if entry.request.id != request_id]
     if entry.start_ns >= now_ns:
-        return _healed(state, lane, queue[:at], others, entry.before)
+        return _joined(state, lane, queue[:at], others, entry.before)
     parts = _parted(state, lane, entry, now_ns, now_ns)
-    if parts is None:  # all of it has begun
+    if parts is None:  # all of it has started
         return QueueCut(queue, [], state.track(lane))
     return QueueCut([*queue[:at], parts[0]], others, parts[2])
 
 
 def again(state: State, lane: int, rest: list[QueueEntry], track: Ints, now_ns: int) -> Again | None:
-    """Entries placed anew behind a Track, in their order; None where one misses a deadline for it."""
+    """Places entries again after a Track, in their order; None if one would miss its deadline."""
     entries = []
     for entry in rest:
         moved, track = _refitted(state, lane, entry, track, now_ns)
@@ -63,10 +64,10 @@ def again(state: State, lane: int, rest: list[QueueEntry], track: Ints, now_ns: 
 
 
 def again_at_any_cost(state: State, lane: int, rest: list[QueueEntry], track: Ints, now_ns: int) -> Again:
-    """The same whatever it does to deadlines.
+    """As `again`, but deadlines may be missed.
 
-    Windows move: those that took a layer of an entry when it was placed may all be too short for it now. It then stays
-    as it was placed, and is tried again whenever its lane is placed anew."""
+    Windows change: all of them may now be too short for a layer of an entry. It then keeps its placement, and is tried
+    again whenever its lane is."""
     entries = []
     for entry in rest:
         moved, track = _refitted(state, lane, entry, track, now_ns)
@@ -80,7 +81,7 @@ def _refitted(state: State, lane: int, entry: QueueEntry, track: Ints, now_ns: i
 
 
 def _promised_ns(entry: QueueEntry) -> int:
-    """No newcomer may push it beyond this: its deadline; of an online request that is late already, where it stands."""
+    """A new request must not delay it beyond this: its deadline, or its current placement if it is late already."""
     deadline = entry.request.deadline_ns
     if deadline is None:
         return NEVER
@@ -92,7 +93,7 @@ def _promised_ns(entry: QueueEntry) -> int:
 def _parted(
     state: State, lane: int, entry: QueueEntry, soon_ns: int, now_ns: int
 ) -> tuple[QueueEntry, QueueEntry, Ints] | None:
-    """An entry at the end of the last chunk that has begun: (begun, rest, Track between); None where all has."""
+    """Splits an entry after the last chunk that has started: (started, rest, Track between); None if all has."""
     token = entry.kept(soon_ns)
     if not entry.first_token < token < entry.end_token:
         return None
@@ -103,8 +104,8 @@ def _parted(
     return begun, rest, track
 
 
-def _healed(state: State, lane: int, head: list[QueueEntry], rest: list[QueueEntry], track: Ints) -> QueueCut:
-    """Neighbours that are parts of one request, made one."""
+def _joined(state: State, lane: int, head: list[QueueEntry], rest: list[QueueEntry], track: Ints) -> QueueCut:
+    """Joins neighbours that are parts of one request."""
     if head and rest and head[-1].request.id == rest[0].request.id and head[-1].end_token == rest[0].first_token:
         whole = replace(head[-1], end_token=rest[0].end_token)
         return QueueCut(head[:-1], [whole, *rest[1:]], head[-1].before)

@@ -1,4 +1,4 @@
-"""The words that windows, admission, simulator and service share: a Window, a Request, where it was placed, or why not.
+"""The values that admission, simulator and service share: a request, its placement, or why it was refused.
 
 Plain values. Times are integer nanoseconds on one clock (the simulator's, or the service's monotonic one); ranges of
 layers and tokens are half-open. A worker's number is `cell * workers of a cell + the Program's worker`. Knows no torch,
@@ -16,22 +16,23 @@ RequestKind = Literal["online", "offline"]
 
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
-    """A prompt to be prefilled. Its tokens are somebody else's: admission needs their number and their hashes."""
+    """A prompt to be prefilled. Admission needs the number and the hashes of its tokens, not the tokens."""
 
     id: str
     tenant: str
     prompt_tokens: int
     arrival_ns: int
     deadline_ns: int | None = None
-    """Its KV should have been delivered by then; None for no hurry."""
+    """When its KV should have been delivered; None: no deadline."""
     kind: RequestKind = "online"
-    """Offline requests wait in a backlog and get what online ones leave."""
+    """Offline requests wait in a backlog and use the windows that online requests leave."""
     block_hashes: tuple[Hashable, ...] = ()
-    """One for each whole block of the prompt, each covering all before it, salted by tenant (`prefix.block_hashes`)."""
+    """One for each whole block of the prompt, over all tokens up to its end and a salt
+    (`prefix_index.block_hashes`)."""
 
 
 class PrefillSlice(NamedTuple):
-    """One uninterrupted piece of work of one worker: some layers of one chunk of tokens, or a part of one of them."""
+    """Uninterrupted work of one worker: some layers of one chunk of tokens, or of a part of it."""
 
     worker: int
     start_ns: int
@@ -44,7 +45,7 @@ class PrefillSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefillLane:
-    """The workers of one datacenter that hold the prefill model between them, in the order of its layers."""
+    """The workers of one datacenter that share one copy of the prefill model, in the order of its layers."""
 
     index: int
     dc: str
@@ -54,26 +55,26 @@ class PrefillLane:
     num_layers: int
 
     def layers(self, stage: int) -> tuple[int, int]:
-        """Half-open range of the layers that the lane's `stage`-th worker holds."""
+        """Half-open range of the layers of the lane's `stage`-th worker."""
         end = self.first_layer[stage + 1] if stage + 1 < len(self.first_layer) else self.num_layers
         return self.first_layer[stage], end
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where and when a request runs. Slices are chunk by chunk, within a chunk lane stage by lane stage."""
+    """Where and when a request runs. Slices are ordered by chunk, then by stage of the lane."""
 
     request: PrefillRequest
     lane: PrefillLane
     cached_tokens: int
-    """Prefix found in the lane's host memory: the first slice starts behind it."""
+    """Prefix found in the lane's host memory: the first slice starts after it."""
     slices: tuple[PrefillSlice, ...]
     ends: tuple[int, ...]
     """Where each chunk of tokens ends; the last one at the prompt's end."""
     computed_ns: int
     """End of the last slice."""
     delivered_ns: int
-    """When the last byte of KV has left the lane's hosts: what counts as time to first token."""
+    """When the last byte of KV has left the lane's hosts: the time to first token."""
 
     @property
     def start_ns(self) -> int:
@@ -85,12 +86,12 @@ Reason = Literal["deadline", "share", "too-long", "no-lane"]
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRefusal:
-    """Not now. `fits_at_ns` is when its KV could be delivered at the earliest, had it been let in; with `retry_at_ns`
-    the same request, sent again then with the same patience, fits. Both are None when it never will."""
+    """Refused for now. `fits_at_ns`: the earliest time at which its KV could have been delivered. `retry_at_ns`: when
+    the same request, sent again with the same time to its deadline, fits. Both are None if it never fits."""
 
     request: PrefillRequest
     reason: Reason
-    """deadline: no lane is done in time; share: its tenant has its part of a full house; too-long: its KV fits in no
-    lane's memory; no-lane: nobody has room for the model."""
+    """deadline: no lane finishes in time; share: its tenant has used its share of busy lanes; too-long: its KV fits in
+    no lane's memory; no-lane: there is no lane."""
     fits_at_ns: int | None = None
     retry_at_ns: int | None = None

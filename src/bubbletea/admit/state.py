@@ -1,6 +1,6 @@
-"""What is promised so far: for every lane the requests placed on it, in order, and its Track after each.
+"""The placements so far: for every lane the requests placed on it, in order, and its Track after each.
 
-The only thing that admission changes. Everything in it follows from the calls made on it: no clock, no randomness.
+The only thing that admission changes. It depends only on the calls made on it: no clock, no randomness.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from bubbletea.windows.bubbles import Forecast
 from bubbletea.windows.free_network import Residual, free_network
 
 LEAD_NS = 2_000_000
-"""What starts within this is on its way to the worker and is moved no more."""
+"""Work that starts within this is on its way to the worker and is not moved."""
 CACHE_BLOCKS = 4096
-"""Of a lane's host memory: 512 tokens each, 64 MiB of a Llama-3-8B's KV over the whole lane."""
+"""Blocks of 512 tokens in a lane's host memory; one is 64 MiB of KV for Llama-3-8B over the whole lane."""
 
 
 def urgency(request: PrefillRequest) -> tuple[int, int]:
@@ -59,7 +59,7 @@ class QueueEntry:
     chunk: int
     ready_ns: int
     floor_ns: int
-    """Nothing of it may start before."""
+    """Its earliest start."""
     before: Ints
     """The lane's Track before it."""
     slices: Ints
@@ -79,7 +79,7 @@ class QueueEntry:
         return urgency(self.request)
 
     def kept(self, now_ns: int) -> int:
-        """The first token of the chunks that have not begun by `now_ns`."""
+        """The first token of the chunks that have not started by `now_ns`."""
         begun = self.slices[self.slices[:, 1] < now_ns]
         if not len(begun):
             return self.first_token
@@ -93,7 +93,7 @@ class QueueEntry:
 
 
 class State:
-    """Lanes, what is promised on them, and who waits."""
+    """Lanes, their placements, and waiting requests."""
 
     def __init__(
         self,
@@ -109,10 +109,10 @@ class State:
         aims: Aims | None = None,
         shares: TenantShares | None = None,
     ) -> None:
-        """`shares`: what tenants were served before; it then has the weights."""
+        """`shares`: counters of an earlier state, used instead of `weights`."""
         self.kept = kept
-        """Of a patience, the share at its end that is kept for long prompts when lanes are full: without it short ones
-        take what is left before every deadline, and more requests but fewer tokens are served."""
+        """The last share of the time to a deadline that is kept for long prompts when lanes are full. Without it, short
+        prompts fill the time before every deadline: more requests are served, but fewer tokens."""
         self.aims = aims or Aims()
         self.postponed = Postponed(self.aims)
         self.forecast, self.lanes, self.chunks = forecast, tuple(lanes), tuple(chunks)
@@ -126,18 +126,18 @@ class State:
         self.workers = np.full((len(lanes), widest), -1, np.int64)
         """[lane, stage]; -1 where a lane has fewer workers than the widest."""
         self.first_layer = np.zeros((len(lanes), widest + 1), np.int64)
-        """[lane, stage], and behind the last stage the number of layers."""
+        """[lane, stage]; after the last stage, the number of layers."""
         for lane in lanes:
             size = len(lane.workers)
             self.workers[lane.index, :size] = lane.workers
             self.first_layer[lane.index, : size + 1] = (*lane.first_layer, lane.num_layers)
         self.tracks = np.zeros((len(lanes), 4, widest), np.int64)
         self.queues: list[list[QueueEntry]] = [[] for _ in lanes]
-        """By lane: what is placed on it, in order."""
+        """By lane: its entries, in order."""
         self.lane_of: dict[str, int] = {}
-        """By request placed and not complete."""
+        """By id of a placed, not completed request."""
         self.active: Counter[str] = Counter()
-        """By tenant: how many of those."""
+        """By tenant: the number of those."""
         self._tenant: dict[str, str] = {}
         self.shares = shares or TenantShares(weights)
         self.backlog = Backlog(self.shares)
@@ -149,14 +149,14 @@ class State:
             self._heaps[self.kind[index]].append((0, index))
         self._tails: list[tuple[int, int]] = [(0, index) for index in range(len(lanes))]
         self.leaders = np.array([heap[0][1] for heap in self._heaps], np.int64)
-        """By kind of lane: the one that is free first."""
+        """By kind of lane: the one that becomes free first."""
         self.ground = build_ground(self)
         self.max_tokens = self._max_tokens()
         self._out = np.empty((4096, COLUMNS), np.int64)
 
     # ---- placing ------------------------------------------------------------------------------------------------
     def fitted(self, lane: int, wanted: TokenRange, track: Ints, floor_ns: int) -> tuple[QueueEntry | None, Ints]:
-        """What is wanted, behind `track` and not before `floor_ns`, and the Track after it; None where no window is
+        """Places `wanted` after `track` and not before `floor_ns`; returns the Track after it too. None if no window is
         long enough for a layer."""
         after = track.copy()
         tokens = (wanted.first_token, wanted.end_token, wanted.request.prompt_tokens)
@@ -173,12 +173,12 @@ class State:
         return QueueEntry(*wanted, floor_ns, track, self._out[:rows].copy(), computed, delivered), after
 
     def track(self, lane: int) -> Ints:
-        """The lane's Track behind everything placed on it."""
+        """The lane's Track after everything placed on it."""
         own: Ints = self.tracks[lane, :, : self.sizes[lane]].copy()
         return own
 
     def put(self, lane: int, entries: list[QueueEntry], track: Ints) -> None:
-        """The lane's queue and Track are now these."""
+        """Replaces the lane's queue and Track."""
         self.queues[lane] = entries
         self.tracks[lane, :, : self.sizes[lane]] = track
         kind, tail = int(self.kind[lane]), int(track[FREE, 0])
@@ -188,18 +188,18 @@ class State:
         self.leaders[kind] = self._heaps[kind][0][1]
 
     def emptiest(self, until_ns: int) -> int | None:
-        """The lane whose first worker is free first, if that is before `until_ns`."""
+        """The lane whose first worker becomes free first, if that is before `until_ns`."""
         self._settle(self._tails)
         tail, lane = self._tails[0]
         return lane if tail < until_ns else None
 
     def _settle(self, heap: list[tuple[int, int]]) -> None:
-        """Drop what a later Track has overtaken from a heap's top; what it has pulled ahead was pushed anew."""
+        """Drops outdated entries from the top of a heap; every change has pushed a new entry."""
         while heap[0][0] != self.tracks[heap[0][1], FREE, 0]:
             heapq.heappop(heap)
 
     def placement(self, request_id: str) -> Placement:
-        """A request's parts as one."""
+        """All parts of a request as one Placement."""
         lane = self.lane_of[request_id]
         own = [entry for entry in self.queues[lane] if entry.request.id == request_id]
         slices = tuple(PrefillSlice(*row) for entry in own for row in entry.slices.tolist())
@@ -220,16 +220,16 @@ class State:
             del self.active[tenant]
 
     def tenants(self) -> set[str]:
-        """Who has something placed or waiting."""
+        """Tenants with placed or waiting requests."""
         return {*self.active, *self.backlog.tenants(), *self.postponed.tenants()}
 
     def rebuild(self) -> None:
-        """Take the forecast's windows as they are now."""
+        """Reads the forecast's current windows."""
         self.ground = build_ground(self)
 
     # ---- whole --------------------------------------------------------------------------------------------------
     def snapshot(self) -> tuple[object, ...]:
-        """Everything promised, comparable with ==."""
+        """All placements, comparable with ==."""
         queues = tuple(
             tuple((e.request.id, e.first_token, e.end_token, e.slices.tobytes(), e.delivered_ns) for e in queue)
             for queue in self.queues

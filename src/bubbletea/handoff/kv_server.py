@@ -55,7 +55,9 @@ class KvServer:
     async def start(self, host: str, port: int, *, anywhere: bool = False) -> None:
         """On loopback unless `anywhere`: keys and values travel in the clear here, behind a token."""
         if not anywhere and not ipaddress.ip_address(host).is_loopback:
-            raise AtlasError(f"hand-off on {host}: others could listen in. Use 127.0.0.1, or allow it expressly")
+            raise AtlasError(
+                f"hand-off on {host}: the connection is not encrypted. Use 127.0.0.1, or allow it explicitly"
+            )
         self._server = await asyncio.start_server(self._serve, host, port)
         bound, port = self._server.sockets[0].getsockname()[:2]
         self.address = (own_address(bound), port)

@@ -87,7 +87,7 @@ class KvStore:
     def __init__(self, served: Served, budget_bytes: int, weights: Mapping[str, float] | None = None) -> None:
         """`weights`: of the tenants. A single tenant, or tenants without a weight, may use all of it."""
         self.served, self.budget_bytes = served, budget_bytes
-        self._reserved = reserved_bytes(budget_bytes, weights or {})
+        self._weights = dict(weights or {})
         self._used: Counter[str] = Counter()
         self._parcels: dict[str, Parcel] = {}
 
@@ -104,7 +104,8 @@ class KvStore:
 
     def _left(self, tenant: str, used: Counter[str]) -> int:
         """What it may take now: neither in use, nor reserved for other tenants that hold less than their part."""
-        others = sum(max(0, size - used[other]) for other, size in self._reserved.items() if other != tenant)
+        reserved = reserved_bytes(self.budget_bytes, self._weights)
+        others = sum(max(0, size - used[other]) for other, size in reserved.items() if other != tenant)
         return self.budget_bytes - used.total() - others
 
     def has_room(self, num_tokens: int, tenant: str = "") -> bool:

@@ -1,7 +1,7 @@
-"""`python -m bubbletea.prefill.dedicated_worker`: a worker that does not train. It is busy for a part of every period,
-as if it trained, and runs prefill in the rest. For trying the service, for dedicated workers (busy 0), and for tests.
+"""A worker process that does not train. It is busy for a part of every period, as if it trained, and prefills in the
+rest. For trying the service, for dedicated workers (busy 0), and for tests.
 
-Reads one JSON object from stdin (`DedicatedWorker`); ends when stdin does, or when it is killed.
+`main` reads one JSON object from stdin (`DedicatedWorker`) and ends when stdin is closed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,3 @@ def _end_with_stdin() -> None:
     while sys.stdin.readline():
         pass
     os._exit(0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -24,7 +24,7 @@ from bubbletea.prefill.messages import WorkerOrder
 from bubbletea.prefill.piece_times import PieceTimes
 from bubbletea.prefill.service_link import ServiceLink
 from bubbletea.prefill.shard import ModelShard
-from bubbletea.prefill.throttle import Throttle
+from bubbletea.prefill.throttle import ALONE_FIRST, Throttle
 from bubbletea.prefill.warming import warm_up
 
 STREAMS = TransportSettings(max_streams=1)
@@ -67,7 +67,8 @@ class BubbleTea:
         self.engine = PrefillEngine(shard, link, self._transport, self._reach, pace)
         guard, paced_ns = Guard(order.risk, order.waits_ns), None if order.pace is None else order.paced_ns
         if trains:
-            self._throttle = Throttle(order.budget, order.sensitivity)
+            # A restarted training does not keep admitted requests waiting for three iterations without prefill.
+            self._throttle = Throttle(order.budget, order.sensitivity, 0 if link.has_baseline else ALONE_FIRST)
         self._filling = Filling(self.engine, guard, device, order.margin_ns, paced_ns, self._throttle)
         link.serve(self.engine, self._set_share)
 

@@ -91,6 +91,8 @@ class ServiceLink:
         answer = greet(sock, self.token, self.who)
         self.offset_ns = int(answer["now_ns"]) - (before + time.monotonic_ns()) // 2
         """Added to this host's clock, it gives the service's, within half a round trip."""
+        self.has_baseline = bool(answer.get("has_baseline"))
+        """The service has measured training's iterations without prefill."""
         order: Json = answer["order"]
         return order
 

@@ -26,18 +26,18 @@ CUT, RISE = 0.4, 1.3
 """The most that one judgement changes."""
 
 
-def is_alone(step: int, first: int) -> bool:
+def is_alone(step: int, first: int, alone_first: int = ALONE_FIRST) -> bool:
     """Whether all workers of a training that began with step `first` leave this one without prefill. They agree because
     they count the same steps; the service does, too (`serve.promise`)."""
-    return step - first < ALONE_FIRST or (step - first) % ALONE_EVERY >= ALONE_EVERY - ALONE_TIMES
+    return step - first < alone_first or (step - first) % ALONE_EVERY >= ALONE_EVERY - ALONE_TIMES
 
 
 class Throttle:
     """`sensitivity`: by how much an iteration becomes longer where all ops of this worker do, each by 1; the simulator
     knows. Little where the WAN binds, 1 where compute does."""
 
-    def __init__(self, budget: float, sensitivity: float = 1.0) -> None:
-        self.budget, self.sensitivity = budget, sensitivity
+    def __init__(self, budget: float, sensitivity: float = 1.0, alone_first: int = ALONE_FIRST) -> None:
+        self.budget, self.sensitivity, self.alone_first = budget, sensitivity, alone_first
         self.share = 1.0
         """Of each wait."""
         self.slowdown = 0.0
@@ -52,7 +52,7 @@ class Throttle:
     def may_fill(self, step: int) -> bool:
         if self._first is None:
             self._first = step
-        return not is_alone(step, self._first)
+        return not is_alone(step, self._first, self.alone_first)
 
     def ran(self, step: int, index: int, took_ns: int) -> None:
         """An op of training has run."""

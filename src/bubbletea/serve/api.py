@@ -33,7 +33,7 @@ log = logging.getLogger("bubbletea.requests")
 MAX_BODY_BYTES = 4 << 20
 BODY_S = 10.0
 """A body takes no longer than this, however slowly it drips."""
-FAILURE = ApiError(500, "the service failed to answer; its log says why", code="internal_error")
+FAILURE = ApiError(500, "the service failed to answer; see its log", code="internal_error")
 ModelT = TypeVar("ModelT", bound=BaseModel)
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -102,9 +102,7 @@ class Api:
     def _tenant(self, request: Request) -> str:
         tenant = self.keys.tenant(request.headers.get("authorization"))
         if tenant is None:
-            raise ApiError(
-                401, "no API key that is known here: send it as Authorization: Bearer KEY", code="invalid_key"
-            )
+            raise ApiError(401, "missing or unknown API key: send it as Authorization: Bearer KEY", code="invalid_key")
         return tenant
 
     async def _body(self, request: Request, model: type[ModelT]) -> ModelT:

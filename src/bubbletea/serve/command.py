@@ -1,8 +1,8 @@
-"""Serve a model in the bubbles of a training job: starts the training (under emulation, on this machine) with BubbleTea
-in every worker, and an OpenAI-compatible service in front of them.
+"""Serve a model in the bubbles of a training job: starts the training (emulated, on this machine) with BubbleTea in
+every worker, and an OpenAI-compatible service for them.
 
-Without PLAN there is no training: `--alone N` workers do nothing but prefill. Without --model a tiny random model is
-served, to try things out. Ctrl-C drains: what was admitted is finished, nothing new is let in; a second one ends it.
+Without PLAN there is no training: `--alone N` workers only prefill. Without --model a tiny random model is served.
+Ctrl-C drains the service: admitted requests are finished, new ones refused; a second Ctrl-C stops it at once.
 """
 
 from __future__ import annotations
@@ -27,53 +27,75 @@ if TYPE_CHECKING:
     from bubbletea.serve.worker_windows import WorkerWindows
 
 PIECE_NS = 10_000_000
-"""On paced devices no piece is shorter: the host could not keep time."""
+"""Shortest piece on a paced device: the host cannot time shorter ones."""
 MIB = 1 << 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", nargs="?", metavar="PLAN.yaml", help="the plan or job to train (emulated)")
+    parser.add_argument("--alone", type=int, metavar="N", help="no training: start N workers that only prefill")
     parser.add_argument(
-        "plan", nargs="?", metavar="PLAN.yaml", help="a plan, or a job, whose training is rehearsed here"
+        "--busy",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="with --alone: share of time that workers are busy, as if they trained",
     )
-    parser.add_argument("--alone", type=int, metavar="N", help="no training: N workers that only prefill")
     parser.add_argument(
-        "--busy", type=float, default=0.0, metavar="X", help="with --alone: pretend to train that share"
-    )
-    parser.add_argument(
-        "--device", metavar="NAME", help="of the workers: paced, cpu or cuda:N (default: paced; with --alone: cpu)"
+        "--device",
+        metavar="NAME",
+        help="device of the workers: paced, cpu or cuda:N (default: paced; with --alone: cpu)",
     )
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="a Hugging Face folder (default: a tiny random model)"
     )
-    parser.add_argument("--name", metavar="NAME", help="the model's name in the API (default: the folder's)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the weights")
-    parser.add_argument("--stages", type=int, metavar="N", help="workers that hold the model between them")
+    parser.add_argument("--name", metavar="NAME", help="model name in the API (default: the folder's name)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="type of the weights"
+    )
+    parser.add_argument("--stages", type=int, metavar="N", help="number of workers that share one copy of the model")
     parser.add_argument("--chunk", type=int, default=512, metavar="N", help="longest chunk of a prompt (default 512)")
-    parser.add_argument("--arena-mib", type=int, default=256, metavar="N", help="memory of each worker (default 256)")
-    parser.add_argument("--store-mib", type=int, default=1024, metavar="N", help="host memory for KV (default 1024)")
-    parser.add_argument("--prefix-mib", type=int, default=256, metavar="N", help="of the prefix cache (default 256)")
-    parser.add_argument("--slowdown", type=float, default=0.005, metavar="X", help="training's budget (default 0.005)")
-    parser.add_argument("--deadline", type=float, default=30.0, metavar="S", help="for requests without (default 30)")
+    parser.add_argument(
+        "--arena-mib", type=int, default=256, metavar="N", help="memory per worker for prefill (default 256)"
+    )
+    parser.add_argument(
+        "--store-mib", type=int, default=1024, metavar="N", help="host memory for keys and values (default 1024)"
+    )
+    parser.add_argument(
+        "--prefix-mib", type=int, default=256, metavar="N", help="size of the prefix cache (default 256)"
+    )
+    parser.add_argument(
+        "--slowdown", type=float, default=0.005, metavar="X", help="most that prefill may slow training (default 0.005)"
+    )
+    parser.add_argument(
+        "--deadline", type=float, default=30.0, metavar="S", help="deadline of requests that set none (default 30)"
+    )
     aim_flags(parser, "deadline")
-    parser.add_argument("--host", default="127.0.0.1", help="to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="to listen on (default 8000)")
-    parser.add_argument("--handoff-port", type=int, default=0, metavar="PORT", help="for decode engines (default: any)")
-    parser.add_argument("--handoff-anywhere", action="store_true", help="let decode engines in from beyond loopback")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000)")
     parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="what decode engines prove (default: a new one)"
+        "--handoff-port", type=int, default=0, metavar="PORT", help="port for decode engines (default: any)"
     )
-    parser.add_argument("--keys", type=Path, metavar="FILE", help="API keys by tenant (default: nobody is asked)")
+    parser.add_argument("--handoff-anywhere", action="store_true", help="accept decode engines from other hosts")
     parser.add_argument(
-        "--drain", type=float, default=30.0, metavar="S", help="longest wait for the admitted at the end"
+        "--token-file", type=Path, metavar="FILE", help="token of the decode engines (default: a new one)"
     )
-    parser.add_argument("--schedule", default="", metavar="NAME", help="for a job: how to train it (default: 1f1b)")
-    parser.add_argument("--slower", type=int, default=1, metavar="X", help="training's durations times X")
+    parser.add_argument("--keys", type=Path, metavar="FILE", help="API keys by tenant (default: no key needed)")
+    parser.add_argument(
+        "--drain",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds to finish admitted requests at the end (default 30)",
+    )
+    parser.add_argument("--schedule", default="", metavar="NAME", help="schedule of a job (default: 1f1b)")
+    parser.add_argument("--slower", type=int, default=1, metavar="X", help="run training X times slower")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the job (repeatable)")
 
 
 def run(args: argparse.Namespace) -> int:
     if (args.plan is None) == (args.alone is None):
-        raise AtlasError("serve: give a plan whose training has bubbles, or --alone N for workers without training")
+        raise AtlasError("serve: give either a PLAN to train or --alone N for workers without training")
     _require_device(args)
     from bubbletea.serve.assemble import ServiceSettings, assemble
     from bubbletea.serve.auth import Keys
@@ -103,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         lanes = ", ".join(f"{lane.dc} ({len(lane.workers)} workers)" for lane in parts.lanes)
         print(
             f"{settings.name} at http://{args.host}:{server.port}/v1, hand-off at {parts.door.address[0]}:"
-            f"{parts.door.address[1]}; lanes in {lanes}. /health tells when the workers are there",
+            f"{parts.door.address[1]}; lanes in {lanes}. /health reports when the workers are ready",
             flush=True,
         )
 
@@ -112,12 +134,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_device(args: argparse.Namespace) -> None:
-    """Here, since a worker that finds no device would be started again and again."""
+    """Checked here, because a worker without its device would be restarted forever."""
     from atlas.runtime.hardware import require_device
 
     args.device = args.device or ("paced" if args.plan else "cpu")
     if args.device == "paced" and args.alone is not None:
-        raise AtlasError("--device paced: workers without training keep no pace. Say cpu or cuda:N")
+        raise AtlasError("--device paced: only training workers can be paced. Use cpu or cuda:N")
     require_device(args.device)
 
 
@@ -128,7 +150,7 @@ def _served(args: argparse.Namespace) -> Served:
 
 
 def tiny() -> DecoderConfig:
-    """What is served when nobody names a model."""
+    """The model that is served without --model."""
     from atlas.runtime.models.config import DecoderConfig
 
     return DecoderConfig(
@@ -138,7 +160,7 @@ def tiny() -> DecoderConfig:
 
 
 class Workers(Protocol):
-    """Starts the workers; `on_step` hears how long each iteration of training took, where there is training."""
+    """Starts the workers; `on_step` is called with the seconds of each training iteration."""
 
     def __call__(
         self, address: str, token_file: str, *, on_step: Callable[[float], None]
@@ -155,7 +177,9 @@ def _alone(args: argparse.Namespace, arena_bytes: int) -> Started:
     from bubbletea.serve.worker_windows import alone
 
     if args.alone < 1 or not 0 <= args.busy < 1:
-        raise AtlasError(f"--alone {args.alone} --busy {args.busy}: give at least one worker, busy from 0 to below 1")
+        raise AtlasError(
+            f"--alone {args.alone} --busy {args.busy}: give at least one worker, and a busy share from 0 to below 1"
+        )
     ground = alone(args.alone, arena_bytes, busy=args.busy)
     if args.device != "cpu":
         ground = dataclasses.replace(ground, layer=calibrated(_served(args), args.chunk, args.device))

@@ -58,6 +58,10 @@ class ConnectedWorker:
 class Listener(Protocol):
     """Called on the event loop."""
 
+    @property
+    def has_baseline(self) -> bool:
+        """Iterations of training without prefill were measured: workers need not leave their first steps alone."""
+
     def joined(self, member: ConnectedWorker) -> None: ...
 
     def left(self, member: ConnectedWorker) -> None: ...
@@ -153,7 +157,8 @@ class WorkerConnections:
             if order is None:
                 raise WorkerError(f"worker {who['worker']} has no part in this prefill")
             found.append(order)
-            return {"order": order.to_json(), "now_ns": time.monotonic_ns()}
+            has_baseline = self.listener is not None and self.listener.has_baseline
+            return {"order": order.to_json(), "now_ns": time.monotonic_ns(), "has_baseline": has_baseline}
 
         who = await admit_caller(reader, writer, self.token, answer)
         name, host, port = who["transport"]

@@ -1,47 +1,51 @@
-"""Workers without training, as processes of this machine (`prefill.host`): started together, begun again when one dies,
-ended together. What `bubbletea serve` runs when it is given no plan.
+"""Workers that do not train, as processes of this machine (`prefill.dedicated_worker`): started together, restarted
+when one ends, ended together. `bubbletea serve --alone N` runs them. They are forked from a process that has imported
+torch, so a lost worker is back without the two seconds that the import takes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
+from typing import NamedTuple
 
-import bubbletea
+from atlas.launch.forkserver import Child, fork_server
 from bubbletea.prefill.dedicated_worker import DedicatedWorker
 
-AGAIN_S = 0.2
+WATCH_S = 0.1
+"""Between two looks at whether a worker has ended."""
+
+
+class _Started(NamedTuple):
+    process: Child
+    stdin: int
+    """Our end of it: the worker ends when it is closed."""
 
 
 class DedicatedWorkers:
-    """`with Hosts(guests) as hosts:`; leaving the block leaves no process behind."""
+    """`with DedicatedWorkers(workers):`; leaving the block leaves no process behind."""
 
-    def __init__(self, guests: Sequence[DedicatedWorker]) -> None:
-        self._guests = list(guests)
+    def __init__(self, workers: Sequence[DedicatedWorker]) -> None:
+        self._workers = list(workers)
         self._closing = threading.Event()
-        self._processes = [self._start(guest) for guest in self._guests]
-        self._watcher = threading.Thread(target=self._watch, daemon=True, name="bubbletea hosts")
+        self._started = [_start(worker) for worker in self._workers]
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="bubbletea workers")
         self._watcher.start()
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+        return [one.process.pid for one in self._started]
 
     def close(self) -> None:
         self._closing.set()
         self._watcher.join()
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
-            assert process.stdin is not None
-            with contextlib.suppress(OSError):
-                process.stdin.close()
+        for one in self._started:
+            one.process.kill()
+        for one in self._started:
+            one.process.wait()
+            os.close(one.stdin)
 
     def __enter__(self) -> DedicatedWorkers:
         return self
@@ -50,25 +54,19 @@ class DedicatedWorkers:
         self.close()
 
     def _watch(self) -> None:
-        while not self._closing.wait(AGAIN_S):
-            for index, process in enumerate(self._processes):
-                if process.poll() is not None and process.stdin is not None:
-                    with contextlib.suppress(OSError):
-                        process.stdin.close()
-                    self._processes[index] = self._start(self._guests[index])
+        while not self._closing.wait(WATCH_S):
+            for index, one in enumerate(self._started):
+                if one.process.wait(0) is not None:
+                    os.close(one.stdin)
+                    self._started[index] = _start(self._workers[index])
 
-    def _start(self, guest: DedicatedWorker) -> subprocess.Popen[str]:
-        source = str(Path(bubbletea.__file__).parent.parent)
-        path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bubbletea.prefill.dedicated_worker"],
-            stdin=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C is the service's to hear
-        )
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):
-            process.stdin.write(guest.to_json() + "\n")
-            process.stdin.flush()
-        return process
+
+def _start(worker: DedicatedWorker) -> _Started:
+    theirs, ours = os.pipe()
+    try:
+        process = fork_server("bubbletea.prefill.dedicated_worker").start(theirs, 1, 2)
+    finally:
+        os.close(theirs)
+    with contextlib.suppress(OSError):
+        os.write(ours, worker.to_json().encode() + b"\n")
+    return _Started(process, ours)

@@ -152,6 +152,10 @@ class Dispatcher:
             self._hand_back(run, "the service is closing")
 
     @property
+    def has_baseline(self) -> bool:
+        return self.promise is not None and self.promise.iteration_s > 0
+
+    @property
     def num_running(self) -> int:
         return sum(run.first_ns > 0 for run in self._runs.values())
 

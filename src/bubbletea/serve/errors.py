@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API tells them: a status and {"error": {message, type, param, code}}."""
+"""Errors in OpenAI's format: a status and {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ TYPES = {
 }
 REASONS = {
     "deadline": "no bubble of training fits this prompt before its deadline",
-    "share": "other tenants wait and have had less",
+    "share": "other tenants are waiting that were served less",
     "memory": "the memory for keys and values is in use",
     "no-lane": "no workers are connected",
-    "overcommitted": "beside prefill, training on this host is slower than was promised",
+    "overcommitted": "prefill on this host slows training by more than --slowdown",
 }
 
 
 class ApiError(Exception):
-    """What a client is told; `retry_s` goes into Retry-After."""
+    """An error response; `retry_s` goes into Retry-After."""
 
     def __init__(
         self,
@@ -61,16 +61,16 @@ class ApiError(Exception):
 
 
 def of_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
-    """The first of what is wrong with a body, by the name of its field."""
+    """The first error in a body, with the name of its field."""
     first = error.errors(include_url=False, include_input=False)[0]
     kind, path = first["type"], [str(part) for part in first["loc"]]
     if kind == "disagrees":
         path = [first["ctx"]["field"]]
     top = model.model_fields.get(path[0]) if path else None
     if top is not None and top.description == NOT_HERE:
-        path = path[:1]  # no object of its kind is taken, whatever is in it
+        path = path[:1]  # the whole object is not supported
     known = PARTS[path[0]] if len(path) > 1 and path[0] in PARTS else model
-    # Behind the first name there are also pydantic's words for the members of a union.
+    # After the first name, the path also has pydantic's names of union members.
     where = ".".join(part for i, part in enumerate(path) if not i or part.isdigit() or part in known.model_fields)
     field = known.model_fields.get(where.rpartition(".")[2])
     if kind == "extra_forbidden" and (field is None or field.description != NOT_HERE):
@@ -78,7 +78,7 @@ def of_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
     if field is not None and field.description == NOT_HERE:
         said = "not supported here. Leave it out"
     else:
-        # A message may quote the request, and a request may hold what no header or log should repeat.
+        # A message may quote the request, with characters that are not allowed in a header or log.
         said = first["msg"].encode(errors="replace").decode()[:300]
     return ApiError(400, f"{where}: {said}" if where else said, param=where or None, code="invalid_value")
 
@@ -86,7 +86,7 @@ def of_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
 def _unknown(name: str, where: str, known: type[BaseModel]) -> ApiError:
     shown, where = (text.encode(errors="replace").decode()[:80] for text in (name, where))
     nearest = difflib.get_close_matches(name[:80], known.model_fields, n=1, cutoff=0.0)
-    message = f"{shown}: there is no such field. Leave it out" + (f", or write {nearest[0]}" if nearest else "")
+    message = f"{shown}: no such field. Leave it out" + (f", or write {nearest[0]}" if nearest else "")
     return ApiError(400, message, param=where, code="unknown_parameter")
 
 
@@ -97,8 +97,7 @@ def of_refusal(refused: Refused, length: int) -> ApiError:
         return ApiError(400, message, param="prompt", code="context_length_exceeded")
     status = 503 if refused.reason in ("no-lane", "overcommitted") else 429
     why = REASONS.get(refused.reason, refused.reason) + (f" ({refused.detail})" if refused.detail else "")
-    then = "it is tried again" if refused.reason == "overcommitted" else "it would fit"
-    message = f"{why}; {then} in {refused.retry_s:.3f} s"
+    message = f"{why}; retry in {refused.retry_s:.3f} s"
     return ApiError(status, message, code=refused.reason, retry_s=refused.retry_s)
 
 

@@ -94,7 +94,9 @@ class Service:
     async def answer(self, asked: TextRequest) -> AsyncIterator[Delta]:
         """Raises ApiError before the first Delta, or never."""
         if self.draining:
-            raise ApiError(503, "the service drains and takes nothing new", code="draining", retry_s=DRAIN_RETRY_S)
+            raise ApiError(
+                503, "the service is shutting down and takes no new requests", code="draining", retry_s=DRAIN_RETRY_S
+            )
         self.num_active += 1
         try:
             async for delta in self._answer(asked):
@@ -141,7 +143,7 @@ class Service:
             tokens = tokens[:kept] if asked.keeps_start else tokens[-kept:]
         if max(tokens) >= self.served.config.vocabulary:
             what = "the tokenizer's vocabulary is larger than the model's" if is_text else f"token {max(tokens)}"
-            raise ApiError(400, f"{what}: the model knows {self.served.config.vocabulary} tokens", param="prompt")
+            raise ApiError(400, f"{what}: the model has {self.served.config.vocabulary} tokens", param="prompt")
         self._require_short(len(tokens), asked.num_new)
         return tokens
 

@@ -75,7 +75,7 @@ def rehearsed(source: TrainingSource) -> Rehearsed:
     program = build(case, chosen, budget=plan.schedule.tries or None if plan else None)
     if program.num_workers > MAX_WORKERS:
         raise AtlasError(
-            f"{program.num_workers} workers are more than the {MAX_WORKERS} that one machine rehearses: "
+            f"{program.num_workers} workers exceed the limit of {MAX_WORKERS} on one machine: "
             "lower pp or pipelines_per_cell with --set"
         )
     costs = case.apart.scaled(source.slower)
@@ -151,7 +151,7 @@ class TrainingProcess:
             for line in lines:
                 told = json.loads(line)
                 if "error" in told:
-                    then = "it has ended: mend that, and start again" if told["mend"] else "it begins again"
+                    then = "it has ended: fix this and start again" if told["mend"] else "it begins again"
                     print(f"bubbletea: training: {told['error']}; {then}", file=sys.stderr)
                 else:
                     self.steps.append(told)

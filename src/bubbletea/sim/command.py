@@ -1,9 +1,9 @@
 """Replay requests against the bubbles of a training job, and compare admission policies.
 
 JOB is a job or a plan file; its training is simulated. TRACE is an Azure LLM inference CSV, a Mooncake JSON-lines file,
-or `synthetic`. With --waits the windows are not training's but those of rollouts that wait for tools, on as many of the
-job's accelerators. The load is a share of what the bubbles could prefill if they were filled without a gap; time is
-compressed to reach it. Every second is simulated; only the times of decisions are measured.
+or `synthetic`. With --waits the windows are not training's but those of rollouts that wait for tools, on as many
+accelerators. The load is a share of the tokens that the bubbles could prefill without gaps; the trace is compressed in
+time to reach it. All times are simulated except those of decisions, which are measured.
 """
 
 from __future__ import annotations
@@ -41,32 +41,55 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt", type=whole(1, 1_000_000), action="append", metavar="N", help="scale prompts to N tokens on average"
     )
-    parser.add_argument("--offline", action="store_true", help="no request has a deadline: fill what there is")
+    parser.add_argument("--offline", action="store_true", help="requests have no deadline: fill all bubbles")
     parser.add_argument(
-        "--patience", type=positive, default=PATIENCE_S, metavar="S", help="seconds to deliver in (default 10)"
+        "--patience",
+        type=positive,
+        default=PATIENCE_S,
+        metavar="S",
+        help="deadline of a request, in seconds (default 10)",
     )
     aim_flags(parser, "patience")
     parser.add_argument(
-        "--split", type=whole(1, 64), action="append", metavar="N", help="workers that share the model; may be repeated"
+        "--split",
+        type=whole(1, 64),
+        action="append",
+        metavar="N",
+        help="workers that share one copy of the model; may be repeated",
     )
     parser.add_argument(
-        "--chunk", type=whole(16, 65_536), action="append", metavar="N", help="tokens of a chunk; smaller ones after it"
+        "--chunk",
+        type=whole(16, 65_536),
+        action="append",
+        metavar="N",
+        help="tokens of a chunk; repeat for smaller ones",
     )
     parser.add_argument(
         "--cells", type=whole(1, 100_000), default=1, metavar="N", help="DP-cells to replay (default 1)"
     )
-    parser.add_argument("--periods", type=positive, default=4.0, metavar="N", help="training iterations that count")
-    parser.add_argument("--tenants", type=whole(1, 1000), default=1, metavar="N", help="who take turns in the trace")
     parser.add_argument(
-        "--jitter", type=positive, metavar="X", help="spread of op and WAN times: learn, and tell the slow-down"
+        "--periods", type=positive, default=4.0, metavar="N", help="training iterations to measure (default 4)"
     )
     parser.add_argument(
-        "--slowdown", type=positive, default=0.005, metavar="X", help="what training may lose (default 0.005)"
+        "--tenants", type=whole(1, 1000), default=1, metavar="N", help="number of tenants, assigned in turn (default 1)"
     )
     parser.add_argument(
-        "--waits", type=Path, metavar="FILE", help="a post-training fleet's tool waits, from `tvcache replay --waits`"
+        "--jitter",
+        type=positive,
+        metavar="X",
+        help="spread of op and WAN times; windows are learnt and the slowdown is reported",
     )
-    parser.add_argument("--without-cache", action="store_true", help="with --waits: what they were without a cache")
+    parser.add_argument(
+        "--slowdown",
+        type=positive,
+        default=0.005,
+        metavar="X",
+        help="most that prefill may slow training (default 0.005)",
+    )
+    parser.add_argument(
+        "--waits", type=Path, metavar="FILE", help="tool waits of rollouts, from `tvcache replay --waits`"
+    )
+    parser.add_argument("--without-cache", action="store_true", help="with --waits: the waits without a cache")
     job_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="TTFT over load or prompt length, as a page or .svg")
@@ -77,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         require_writable(args.html, "--html")
         require_apart({"--html": args.html}, [args.job, args.requests])
     if args.waits is not None and args.jitter is not None:
-        raise AtlasError("--jitter is about training's ops: it does not go with --waits. Leave one out")
+        raise AtlasError("--jitter and --waits exclude each other: jitter applies to training's ops. Leave one out")
     waits = None if args.waits is None else load_waits(args.waits, cached=not args.without_cache)
     trace = synthetic() if args.requests == "synthetic" else load_trace(args.requests)
     with Meter() as meter:

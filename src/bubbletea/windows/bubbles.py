@@ -156,7 +156,7 @@ class Forecast:
         self, pattern: Pattern, *, anchor_ns: int = 0, budget: float = 0.005, slice_ns: int = 5_000_000
     ) -> None:
         if not 0 < budget < 1:
-            raise AtlasError(f"a training slow-down budget of {budget!r} is no share: give one such as 0.005")
+            raise AtlasError(f"a training slow-down budget of {budget!r} is not a share: give a number such as 0.005")
         self.pattern, self.anchor_ns, self.period_ns = pattern, anchor_ns, pattern.period_ns
         self.budget, self.slice_ns = budget, slice_ns
         self.learner = Learner(len(pattern.start_ns))

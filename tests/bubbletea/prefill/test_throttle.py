@@ -20,6 +20,10 @@ def test_some_steps_are_left_alone() -> None:
     assert alone == [*range(100, 100 + ALONE_FIRST), *pairs]
 
 
+def test_a_restarted_training_is_filled_from_its_first_step() -> None:
+    assert Throttle(0.005, alone_first=0).may_fill(7)
+
+
 def test_harmless_prefill_has_all_of_every_wait() -> None:
     throttle = Throttle(0.005)
     train(throttle, 0.004, 50)

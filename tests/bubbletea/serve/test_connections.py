@@ -27,6 +27,8 @@ class Heard:
         self.events: list[tuple[str, int]] = []
         self.changed = asyncio.Event()
 
+    has_baseline = False
+
     def joined(self, member: ConnectedWorker) -> None:
         self.events.append(("joined", member.pid))
         self.changed.set()

@@ -16,9 +16,9 @@ def test_no_admitted_request_is_lost_with_a_killed_worker(monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(BENCH))
     bench = importlib.import_module("serve_kills")
     arguments = (*bench.TRAINING, *SMALL) if beside == "training" else bench.ALONE
-    kind = bench.Kind(beside, arguments, num_lanes=2, clients=12, load_s=3.0, offline=0.5)
+    kind = bench.Kind(beside, arguments, num_lanes=2, offline=0.5)
     noise = list[int]()
-    (outcome,) = bench.runs(kind, [3], noise)
-    assert len(outcome.asked) >= kind.clients
+    (outcome,) = bench.runs(kind, [3], (12, 40), noise)
+    assert len(outcome.asked) == 40
     assert not outcome.lost
     assert noise == [0]

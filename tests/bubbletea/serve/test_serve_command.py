@@ -27,9 +27,9 @@ with private_folder() as folder:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ([], "give a plan whose training has bubbles"),
+        ([], "give either a PLAN to train"),
         (["--alone", "0"], "give at least one worker"),
-        (["--alone", "1", "--device", "paced"], "workers without training keep no pace"),
+        (["--alone", "1", "--device", "paced"], "only training workers can be paced"),
         (["--alone", "1", "--device", "tpu"], "must be paced, cpu or cuda:N"),
         (["--alone", "1", "--device", "cuda:99"], "device 'cuda:99': there are"),
     ],
