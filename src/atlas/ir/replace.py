@@ -1,4 +1,4 @@
-"""How a file is written whole or not at all. Imports nothing heavy: the commands that must be quick use it too."""
+"""Write a file whole or not at all. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from atlas.errors import AtlasError
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A file to write to that takes the place of `path` when all went well, and vanishes when not.
+    """A temporary file that replaces `path` at the end, or is removed after an error.
 
-    A link stays one, and what it points to is replaced. A device or a pipe is nobody's to replace: it is written to.
+    Of a symbolic link, the target is replaced. A device or a pipe is written to directly.
     """
     is_special = _is_special(Path(path))
     target = Path(path) if is_special else Path(os.path.realpath(path))
@@ -31,7 +31,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         ) from error
     finally:
         if not is_special:
-            with contextlib.suppress(OSError):  # where it could not even be made, the reason is told already
+            with contextlib.suppress(OSError):  # if it could not be created, that error is raised already
                 temporary.unlink(missing_ok=True)
 
 
@@ -42,8 +42,8 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether there is something of this name that is no plain file."""
+    """Whether the path exists and is not a regular file."""
     try:
         return path.exists() and not path.is_file()
-    except OSError:  # whoever opens it will hear why
+    except OSError:  # opening it raises the same error
         return False
