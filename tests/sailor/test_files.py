@@ -10,12 +10,13 @@ import pytest
 from sailor_samples import write_inputs
 
 from atlas.errors import InfeasibleError, SpecError
+from atlas.planner.objective import Objective
 from atlas.sailor.candidates import Candidate
 from atlas.sailor.check import check, fits_nodes
 from atlas.sailor.inputs import read_inputs
 from atlas.sailor.plan_file import Replica, SailorPlan, as_document, read_plan, write_plan
 from atlas.sailor.run import main
-from atlas.sailor.search import Goal, Search, search
+from atlas.sailor.search import SailorSearch, search
 
 COUNTS = {"X-40_east-a": 4, "X-40_west-a": 4}
 FILES = (
@@ -136,26 +137,26 @@ def test_a_goal_out_of_reach_is_infeasible_and_a_price_is_never_guessed(tmp_path
     trace = write_inputs(tmp_path, COUNTS)
     inputs = read_inputs(tmp_path, trace, "toy")
     with pytest.raises(InfeasibleError, match="no plan on these GPUs meets the goal"):
-        search(inputs, Goal("cost", min_throughput=1e6))
+        search(inputs, Objective("cost", min_tokens_per_s=1e6))
     cluster = json.loads((tmp_path / "basic_cluster_config.json").read_text())
     del cluster["X-40"]["usd_per_gpu_hour"]
     (tmp_path / "basic_cluster_config.json").write_text(json.dumps(cluster))
     with pytest.raises(InfeasibleError, match=r"no price.*--gpu-price X-40"):
-        search(read_inputs(tmp_path, trace, "toy"), Goal("cost"))
-    assert search(read_inputs(tmp_path, trace, "toy", (), {"X-40": 2.0}), Goal("cost")).score > 0
+        search(read_inputs(tmp_path, trace, "toy"), Objective("cost"))
+    assert search(read_inputs(tmp_path, trace, "toy", (), {"X-40": 2.0}), Objective("cost")).score > 0
 
 
 def test_an_interrupted_search_gives_the_best_plan_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = read_inputs(tmp_path, write_inputs(tmp_path, COUNTS), "toy")
-    whole, calls = Search._keep, []
+    whole, calls = SailorSearch._keep, []
 
-    def impatient(self: Search, candidate: Candidate) -> None:
+    def impatient(self: SailorSearch, candidate: Candidate) -> None:
         calls.append(candidate)
         if len(calls) > 3:
             raise KeyboardInterrupt
         whole(self, candidate)
 
-    monkeypatch.setattr(Search, "_keep", impatient)
+    monkeypatch.setattr(SailorSearch, "_keep", impatient)
     found = search(inputs)
     assert found.interrupted
     check(inputs, found.plan)

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from sailor_samples import write_inputs
 
+from atlas.planner.objective import Objective
 from atlas.sailor.candidates import Candidate, Expansion
 from atlas.sailor.check import check
 from atlas.sailor.inputs import Inputs, read_inputs
 from atlas.sailor.outlines import Sketch
-from atlas.sailor.search import Goal, Search, search
+from atlas.sailor.search import SailorSearch, search
 from atlas.sailor.shapes import team_structures
 from atlas.sailor.tables import Floats, Tables
 
@@ -68,7 +69,7 @@ def every_candidate(tables: Tables) -> list[tuple[float, Candidate]]:
 @pytest.mark.parametrize("seed", range(8))
 def test_no_placement_is_faster_than_the_bound_of_its_outline(seed: int, tmp_path: Path) -> None:
     inputs = toy(tmp_path, seed)
-    tables = Search(inputs, Goal())._tables(1)
+    tables = SailorSearch(inputs, Objective())._tables(1)
     found = every_candidate(tables)
     assert len(found) > 15
     for bound_s, candidate in found:
@@ -76,7 +77,7 @@ def test_no_placement_is_faster_than_the_bound_of_its_outline(seed: int, tmp_pat
 
 
 def test_placements_keep_within_the_room_of_their_clusters(tmp_path: Path) -> None:
-    tables = Search(toy(tmp_path, 1), Goal())._tables(1)
+    tables = SailorSearch(toy(tmp_path, 1), Objective())._tables(1)
     for _, candidate in every_candidate(tables):
         tps = candidate.outline.tps["X-40"]
         used = dict.fromkeys(range(len(tables.clusters)), 0)
@@ -92,7 +93,7 @@ def test_placements_keep_within_the_room_of_their_clusters(tmp_path: Path) -> No
 def test_what_is_left_of_a_node_holds_no_larger_group(tmp_path: Path) -> None:
     """Seven GPUs in nodes of two hold three groups of two."""
     trace = write_inputs(tmp_path, {"X-40_east-a": 7, "X-40_west-a": 5}, num_layers=4)
-    tables = Search(read_inputs(tmp_path, trace, "toy"), Goal())._tables(1)
+    tables = SailorSearch(read_inputs(tmp_path, trace, "toy"), Objective())._tables(1)
     groups = {0: 3, 1: 2}
     for _, candidate in every_candidate(tables):
         tps = candidate.outline.tps["X-40"]

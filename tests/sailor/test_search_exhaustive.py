@@ -11,12 +11,13 @@ import pytest
 from sailor_samples import write_inputs
 
 from atlas.errors import InfeasibleError
+from atlas.planner.objective import Objective
 from atlas.sailor.check import check
 from atlas.sailor.inputs import Inputs, read_inputs
 from atlas.sailor.judge import judge
 from atlas.sailor.money import money
 from atlas.sailor.plan_file import Replica, SailorPlan
-from atlas.sailor.search import Goal, search
+from atlas.sailor.search import search
 
 CASES = {
     "two equal regions": {"counts": {"X-40_east-a": 4, "X-40_west-a": 4}},
@@ -32,7 +33,7 @@ CASES = {
 }
 
 
-GOALS = (Goal(), Goal("cost"))
+GOALS = (Objective(), Objective("cost"))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,7 +7,6 @@ them event by event, and searches the winner's schedule. Ctrl-C ends the search 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,12 @@ from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.cost.compute import pricing
 from atlas.errors import SpecError
 from atlas.ir.replace import write_whole
-from atlas.planner.objective import OBJECTIVES, amount
+from atlas.planner.objective import OBJECTIVES
 from atlas.planner.report import compared, front, has_prices, rows, verdict
 from atlas.planner.run import Planned
 from atlas.planner.space import KEEPABLE
 from atlas.planner.strategies import STRATEGIES
+from atlas.sailor.run import FLAGS, run_sailor
 from atlas.spec.plan import load_job_or_plan
 from atlas.view.chart import front_svg, write_chart
 from atlas.view.table import plain_table, seconds
@@ -67,19 +67,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a chart of time and cost with the Pareto front (.svg or .html)",
     )
-    _sailor_flags(parser)
-
-
-def _sailor_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags for Sailor's files; those that both kinds of input have are the ones above."""
-    from atlas.commands.plan_sailor import add_arguments
-
-    theirs = argparse.ArgumentParser(add_help=False)
-    add_arguments(theirs)
     group = parser.add_argument_group("from Sailor's files instead of a job")
-    for action in theirs._actions:
-        if not set(action.option_strings) & set(parser._option_string_actions):
-            group._add_action(action)
+    for flag, settings in FLAGS.items():
+        group.add_argument(flag, **settings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -136,25 +126,18 @@ def _require_one_kind(args: argparse.Namespace) -> None:
     """Raise SpecError for a flag that the given kind of input (a job, or Sailor's files) does not use."""
     theirs = args.from_sailor is not None
     for name in OF_A_JOB if theirs else OF_SAILOR:
-        if getattr(args, name) not in (None, False, [], math.inf):
+        if getattr(args, name) not in (None, False, []):
             flag = "JOB.yaml" if name == "job" else f"--{name.replace('_', '-')}"
             rule = "does not go with --from-sailor" if theirs else "is for --from-sailor DIR"
             raise SpecError(where="atlas plan", key=flag, value=None, rule=rule, remedy="Leave one of the two out")
 
 
 def _run_sailor(args: argparse.Namespace) -> int:
-    from atlas.commands.plan_sailor import run_sailor
-
     if args.out_sailor is not None:
         require_writable(args.out_sailor, "--out-sailor")
         files = args.from_sailor.rglob("*") if args.from_sailor.is_dir() else ()
         require_apart({"--out-sailor": args.out_sailor}, [*files, *filter(None, (args.trace, args.judge))])
-    args.objective = args.objective or "throughput"
-    limit = args.min_throughput
-    args.min_throughput = 0.0
-    if limit is not None:
-        args.min_throughput, _ = amount(limit, "--min-throughput", {"": 1, "it/s": 1}, "0.03it/s")
-    return int(run_sailor(args))
+    return run_sailor(args)
 
 
 # ---- tables ------------------------------------------------------------------------------------------------

@@ -7,12 +7,14 @@ less it misses the sooner. Works on single figures and on arrays of estimates al
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from atlas.errors import SpecError
-from atlas.spec import Job
+
+if TYPE_CHECKING:
+    from atlas.spec import Job
 
 OBJECTIVES = {
     "throughput": "most tokens per second (the default)",
@@ -38,6 +40,11 @@ class Objective:
     @property
     def needs_prices(self) -> bool:
         return self.minimise == "cost" or self.max_usd_per_hour is not None or self.max_usd_per_iteration is not None
+
+    @property
+    def has_limits(self) -> bool:
+        limits = (self.max_usd_per_hour, self.max_usd_per_iteration, self.min_tokens_per_s)
+        return any(limit is not None for limit in limits)
 
     def score(self, iteration_s: Any, usd: Any, tokens: int, slack: float = 0.0) -> Any:
         """Lower is better. `slack` forgives that share of a limit, for figures that are estimates."""

@@ -7,5 +7,5 @@
     read_plan, write_plan  its plan format                            plan_file
     simulated(...)         what our event simulation says of it       events
 
-Plain Python on purpose: a plan comes in a second or two of CPU, with nothing to import and nothing to compile.
+A plan takes a second or two of CPU: nothing but numpy to import, nothing to compile.
 """

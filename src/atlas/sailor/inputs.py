@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atlas.sailor.documents import Document, bad, nearest, read_text
+from atlas.sailor.documents import MAX_BYTES, SailorFile, bad
 from atlas.sailor.links import Egress, End, Network
+from atlas.spec.document import nearest, read_text
 
 GIB = 1024**3
 LIST_PRICES_USD_PER_HOUR = {"A100-40": 3.673385, "V100-16": 2.859998, "GH-96": 11.06}
@@ -104,10 +105,10 @@ def read_inputs(
     notes: list[str] = []
     pools = _pools(trace, gpus, notes)
     kinds = tuple(dict.fromkeys(pool.gpu for pool in pools))
-    sizes_file = Document(folder / "llm_info.json")
+    sizes_file = SailorFile(folder / "llm_info.json")
     training = _training_config(folder, model)
     num_layers = training.whole("num_all_layers", high=10_000)
-    network = Network(Document(folder / "multizone_bandwidths_het.json"))
+    network = Network(SailorFile(folder / "multizone_bandwidths_het.json"))
     for pool in pools:
         network.require_zone(pool.zone, pool.gpu)
     zones = tuple(dict.fromkeys(pool.zone for pool in pools))
@@ -118,11 +119,11 @@ def read_inputs(
         num_layers=num_layers,
         global_batch=training.whole("global_batch_size"),
         pools=pools,
-        gpus=_gpus(Document(folder / "basic_cluster_config.json"), kinds, prices_usd_per_hour or {}),
-        times=_times(Document(folder / "profiles_tmp.json"), model, kinds, num_layers),
+        gpus=_gpus(SailorFile(folder / "basic_cluster_config.json"), kinds, prices_usd_per_hour or {}),
+        times=_times(SailorFile(folder / "profiles_tmp.json"), model, kinds, num_layers),
         sizes=_sizes(sizes_file, model, num_layers),
         network=network,
-        egress=Egress(Document(folder / "egress_usd_per_gb.json"), zones),
+        egress=Egress(SailorFile(folder / "egress_usd_per_gb.json"), zones),
         notes=tuple(notes),
     )
 
@@ -138,7 +139,7 @@ def find_trace(folder: Path, trace: str) -> Path:
 
 
 def _pools(trace: Path, gpus: Sequence[str], notes: list[str]) -> tuple[Pool, ...]:
-    rows = list(csv.reader(read_text(trace, "Give a path, or the name of a file in DIR/traces").splitlines()))
+    rows = list(csv.reader(read_text(trace, key="--trace", max_bytes=MAX_BYTES).splitlines()))
     rows = [row for row in rows if any(cell.strip() for cell in row)]
     if len(rows) < 2 or "Timestamp" not in rows[0]:
         rule = "a trace has a header with Timestamp and GPUTYPE_ZONE columns, and a row of counts"
@@ -183,11 +184,11 @@ def _chosen(trace: Path, pools: list[Pool], gpus: Sequence[str], notes: list[str
 
 
 # ---- the model and the GPUs --------------------------------------------------------------------------------
-def _training_config(folder: Path, model: str) -> Document:
+def _training_config(folder: Path, model: str) -> SailorFile:
     """The training_config_*.json of the model."""
     found = {}
     for path in sorted(folder.glob("training_config_*.json")):
-        document = Document(path)
+        document = SailorFile(path)
         found[str(document.at("model"))] = document
     if model not in found:
         rule = "no training_config_*.json of the folder is for this model"
@@ -195,7 +196,7 @@ def _training_config(folder: Path, model: str) -> Document:
     return found[model]
 
 
-def _gpus(cluster: Document, kinds: tuple[str, ...], prices: Mapping[str, float]) -> dict[str, Gpu]:
+def _gpus(cluster: SailorFile, kinds: tuple[str, ...], prices: Mapping[str, float]) -> dict[str, Gpu]:
     found = {}
     for kind in kinds:
         memory = cluster.number(kind, "mem_per_gpu", low=1)
@@ -210,7 +211,7 @@ def _gpus(cluster: Document, kinds: tuple[str, ...], prices: Mapping[str, float]
 
 
 def _times(
-    profiles: Document, model: str, kinds: tuple[str, ...], num_layers: int
+    profiles: SailorFile, model: str, kinds: tuple[str, ...], num_layers: int
 ) -> dict[tuple[str, int, int], LayerTimes]:
     found = {}
     profiles.keys(model)
@@ -228,19 +229,19 @@ def _times(
     return found
 
 
-def _require_row(profiles: Document, where: tuple[str, ...], row: object) -> None:
+def _require_row(profiles: SailorFile, where: tuple[str, ...], row: object) -> None:
     good = isinstance(row, list) and len(row) == 3
     if not good or not all(isinstance(x, (int, float)) and 0 <= x < 1e6 for x in row):  # type: ignore[attr-defined]
         raise profiles.bad(where, row, "must be [forward, backward, update] in seconds", "Fetch the file again")
 
 
-def _int(document: Document, where: tuple[str, ...]) -> int:
+def _int(document: SailorFile, where: tuple[str, ...]) -> int:
     if not where[-1].isdigit() or int(where[-1]) < 1:
         raise document.bad(where, where[-1], "must be a positive whole number", "Fetch the file again")
     return int(where[-1])
 
 
-def _sizes(info: Document, model: str, num_layers: int) -> dict[int, LayerSizes]:
+def _sizes(info: SailorFile, model: str, num_layers: int) -> dict[int, LayerSizes]:
     found = {}
     for tp in info.keys(model):
         columns = {

@@ -13,6 +13,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from atlas.sailor.inputs import Inputs
 from atlas.sailor.links import Fit
@@ -67,8 +70,12 @@ def stage_memory_bytes(inputs: Inputs, layers: tuple[int, ...], tp: int, mbs: in
     sizes = inputs.sizes[tp]
     params = sum(sizes.params[layer] for layer in layers)
     acts = sum(sizes.act_memory[layer] for layer in layers)
-    reserved = 2_000_000_000 if tp == 1 else 3_000_000_000
-    return STATE_BYTES_PER_PARAM * params + FLOAT_BYTES * acts * mbs * stages_after + reserved
+    return STATE_BYTES_PER_PARAM * params + FLOAT_BYTES * acts * mbs * stages_after + reserved_bytes(tp)
+
+
+def reserved_bytes(tp: int) -> int:
+    """CUDA context and NCCL's buffers, more of them with tensor parallelism: the constants of Sailor's simulator."""
+    return 2_000_000_000 if tp == 1 else 3_000_000_000
 
 
 def activation_bytes(inputs: Inputs, layer: int, mbs: int) -> int:
@@ -102,7 +109,7 @@ def _send_s(inputs: Inputs, a: Replica, b: Replica, num_bytes: int, clamps: dict
         fit = inputs.network.fit(a.end, a.sending_gpus, b.end, b.sending_gpus)
         noted: dict[str, None] = {}
         _note_clamp(fit, a, b, num_bytes, noted)
-        inputs.memo[key] = fit.seconds(num_bytes), tuple(noted)
+        inputs.memo[key] = float(fit.seconds(num_bytes)), tuple(noted)
     seconds, notes = inputs.memo[key]
     if notes:
         clamps.update(dict.fromkeys(notes))
@@ -130,20 +137,18 @@ def _ring_s(
         noted: dict[str, None] = {}
         for bucket in {min(BUCKET_BYTES, stage_bytes), stage_bytes % BUCKET_BYTES}:
             _note_clamp(fit, a, b, bucket / num_replicas, noted)
-        inputs.memo[key] = all_reduce_s(fit, stage_bytes, num_replicas), tuple(noted)
+        inputs.memo[key] = float(all_reduce_s(fit, stage_bytes, num_replicas)), tuple(noted)
     seconds, notes = inputs.memo[key]
     if notes:
         clamps.update(dict.fromkeys(notes))
     return seconds
 
 
-def all_reduce_s(fit: Fit, stage_bytes: float, num_replicas: int) -> float:
-    """A ring over the slowest pair, bucket after bucket."""
-    if num_replicas < 2:
-        return 0.0
-    whole, rest = divmod(stage_bytes, BUCKET_BYTES)
-    one = fit.seconds(BUCKET_BYTES / num_replicas) if whole else 0.0
-    return 2 * (num_replicas - 1) * (whole * one + fit.seconds(rest / num_replicas))
+def all_reduce_s(fit: Fit, stage_bytes: Any, num_replicas: Any) -> Any:
+    """A ring over the slowest pair, bucket after bucket; of numbers or of arrays of them."""
+    whole, rest = np.divmod(stage_bytes, BUCKET_BYTES)
+    buckets_s = whole * fit.seconds(BUCKET_BYTES / num_replicas) if np.any(whole) else 0.0
+    return 2 * (num_replicas - 1) * (buckets_s + fit.seconds(rest / num_replicas))
 
 
 def _note_clamp(fit: Fit, a: Replica, b: Replica, num_bytes: float, clamps: dict[str, None]) -> None:

@@ -8,11 +8,13 @@ we take that 1 % (`clamped` says when), where Sailor's own code returns a negati
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from atlas.sailor.documents import Document, is_number, nearest
+import numpy as np
+
+from atlas.sailor.documents import SailorFile, is_number
+from atlas.spec.document import nearest
 
 CLAMP_SHARE = 0.01
 
@@ -32,15 +34,14 @@ class Fit(NamedTuple):
     c: float
     floor_gb_per_s: float
 
-    def raw_gb_per_s(self, num_bytes: float) -> float:
-        """The fit as it is, negative where it goes negative."""
-        x = math.log2(num_bytes / 1e6)
+    def raw_gb_per_s(self, num_bytes: Any) -> Any:
+        """The fit as it is, negative where it goes negative; of one size or of an array of them."""
+        x = np.log2(np.maximum(num_bytes, 1e-300) / 1e6)
         return (self.a * x + self.b) * x + self.c
 
-    def seconds(self, num_bytes: float) -> float:
-        if num_bytes <= 0:
-            return 0.0
-        return num_bytes / 1e9 / max(self.raw_gb_per_s(num_bytes), self.floor_gb_per_s)
+    def seconds(self, num_bytes: Any) -> Any:
+        """Of one message or of an array of them; 0 for no bytes."""
+        return np.maximum(num_bytes, 0.0) / 1e9 / np.maximum(self.raw_gb_per_s(num_bytes), self.floor_gb_per_s)
 
     def clamped(self, num_bytes: float) -> bool:
         return num_bytes > 0 and self.raw_gb_per_s(num_bytes) < self.floor_gb_per_s
@@ -49,7 +50,7 @@ class Fit(NamedTuple):
 class Network:
     """`multizone_bandwidths_het.json`, read pair by pair as asked for."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: SailorFile) -> None:
         self.document = document
         self._fits: dict[tuple[End, int, End, int], Fit | None] = {}
 
@@ -98,7 +99,7 @@ class Network:
 class Egress:
     """`egress_usd_per_gb.json`: what 10^9 bytes from one zone to another cost."""
 
-    def __init__(self, document: Document, zones: tuple[str, ...]) -> None:
+    def __init__(self, document: SailorFile, zones: tuple[str, ...]) -> None:
         self.document = document
         self._usd: Mapping[tuple[str, str], float] = {
             (a, b): document.number(a, b, high=1e6) for a in zones for b in zones

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atlas.ir.replace import replacing
-from atlas.sailor.documents import Document, bad
+from atlas.sailor.documents import SailorFile, bad
 from atlas.sailor.links import End
 
 
@@ -87,7 +87,7 @@ def write_plan(plan: SailorPlan, path: Path) -> None:
 
 def read_plan(path: Path) -> SailorPlan:
     """A plan file of Sailor's or ours. Extra keys are Sailor's to have."""
-    document = Document(path)
+    document = SailorFile(path)
     pipelines = document.at("pipeline_list")
     if not isinstance(pipelines, list) or len(pipelines) != 1:
         raise document.bad(["pipeline_list"], pipelines, "must hold exactly one pipeline", "Split the plan")

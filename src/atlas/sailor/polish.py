@@ -105,7 +105,7 @@ class _Stages:
         update = max(inputs.times[gpu, mbs, tp].update_s[start] for gpu, tp in self._kinds[stage])
         num_bytes = sum(inputs.sizes[1].params[layer] for layer in layers) * FLOAT_BYTES
         tp = min(4, *(tp for _, tp in self._kinds[stage]))
-        sync = max((all_reduce_s(fit, num_bytes / tp, num) for fit in self._rings[stage]), default=0.0)
+        sync = max((float(all_reduce_s(fit, num_bytes / tp, num)) for fit in self._rings[stage]), default=0.0)
         return compute, update, sync, self._ring_usd[stage] * num_bytes * 2 * (num - 1) / num
 
     def _one_border(self, stage: int, end: int) -> tuple[float, float, float]:
@@ -113,4 +113,7 @@ class _Stages:
         onward, back = (activation_bytes(self.inputs, layer, self.plan.mbs) for layer in (end - 1, end))
         forward, backward = self._fits[stage]
         usd = self._usd[stage] * onward * self.num_microbatches
-        return max(fit.seconds(onward) for fit in forward), max(fit.seconds(back) for fit in backward), usd
+        onward_s, back_s = (
+            max(float(fit.seconds(size)) for fit in fits) for fits, size in ((forward, onward), (backward, back))
+        )
+        return onward_s, back_s, usd

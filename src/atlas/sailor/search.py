@@ -1,22 +1,25 @@
 """The search: the best plan by Sailor's judge for a goal. Bounds first, placements and splits for what survives them,
 zones and a polish by the judge itself for the best few. Deterministic; asks no clock.
 
-A Goal turns (seconds, USD) into a score; lower is better and infinite is out of the question.
+An Objective turns (seconds, USD) into a score; lower is better, and infinite misses a limit. An iteration counts as one
+token: Sailor's files have iterations only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
 
 from atlas.errors import InfeasibleError
+from atlas.planner.objective import Objective
 from atlas.sailor.candidates import Candidate, Expansion, Shortlist
 from atlas.sailor.check import check
 from atlas.sailor.inputs import GIB, Inputs
-from atlas.sailor.judge import Verdict, judge
+from atlas.sailor.judge import Verdict, judge, stage_memory_bytes
 from atlas.sailor.money import egress_usd, usd_per_gpu_s, usd_per_s
 from atlas.sailor.outlines import Outlines, Sketch
 from atlas.sailor.place import plans
@@ -37,35 +40,9 @@ SLACK = 1.03
 """How far a bound may lie above the best score so far, where the choice of zones will still change that score."""
 FIRST, AT_ONCE = 64, 1024
 """Outlines that are placed together, at first and at most, best bounds first: each batch may lower the limit."""
+TIGHTER = (0.95, 0.9, 0.8, 0.7, 0.6)
+"""Shares of a limit on money that candidates must keep, where zones make all others too expensive."""
 INFINITE = float("inf")
-
-
-@dataclass(frozen=True)
-class Goal:
-    """What to minimise, and what must hold."""
-
-    objective: str = "throughput"
-    """`throughput`: least seconds. `cost`: least USD an iteration."""
-    min_throughput: float = 0.0
-    """Iterations a second that a plan must reach."""
-    max_usd: float = INFINITE
-    """USD an iteration that a plan may cost."""
-
-    @property
-    def needs_money(self) -> bool:
-        return self.objective == "cost" or self.max_usd < INFINITE
-
-    def score(self, seconds: float, usd: float) -> float:
-        if seconds * self.min_throughput > 1 or usd > self.max_usd:
-            return INFINITE
-        return usd if self.objective == "cost" else seconds
-
-    def scores(self, seconds: Floats, usd_per_s: Floats, egress_usd: Floats) -> Floats:
-        """Of many plans."""
-        finite = np.minimum(seconds, 1e300)
-        usd = usd_per_s * finite + egress_usd
-        bad = (finite == 1e300) | (finite * self.min_throughput > 1) | (usd > self.max_usd)
-        return np.where(bad, INFINITE, usd if self.objective == "cost" else seconds)
 
 
 @dataclass(frozen=True)
@@ -83,13 +60,16 @@ class Found:
     """Whether the search was cut short: the plan is the best so far."""
 
 
-class Search:
+class SailorSearch:
     """One run of the search."""
 
-    def __init__(self, inputs: Inputs, goal: Goal) -> None:
-        self.inputs, self.goal = inputs, goal
+    def __init__(self, inputs: Inputs, objective: Objective, candidates: Objective | None = None) -> None:
+        self.inputs, self.objective = inputs, objective
+        self.candidates = candidates or objective
+        """For what has no zones yet."""
         self.clusters = find_clusters(inputs)
-        self.usd_per_gpu_s = {c.gpu: usd_per_gpu_s(inputs, c.gpu) if goal.needs_money else 0.0 for c in self.clusters}
+        priced = objective.needs_prices
+        self.usd_per_gpu_s = {c.gpu: usd_per_gpu_s(inputs, c.gpu) if priced else 0.0 for c in self.clusters}
         self.shortlist = Shortlist(SHORTLIST)
         self.slack = POLISH_SLACK if all(len(c.pools) == 1 for c in self.clusters) else SLACK
         self.limit = INFINITE
@@ -107,7 +87,7 @@ class Search:
         if not self.finalists:
             if self.interrupted:
                 raise KeyboardInterrupt
-            raise self._nothing()
+            raise self.nothing()
         return self._found()
 
     def _look(self, tables: dict[int, Tables]) -> None:
@@ -147,12 +127,20 @@ class Search:
 
     # ---- scores ------------------------------------------------------------------------------------------
     def _scores(self, seconds: Floats, usd_per_s: Floats, egress_usd: Floats) -> Floats:
-        return self.goal.scores(seconds, usd_per_s, egress_usd)
+        """Of many plans."""
+        finite = np.minimum(seconds, 1e300)
+        usd = usd_per_s * finite + egress_usd
+        bad = (finite == 1e300) | (self.candidates.missed(finite, usd, 1) > 0)
+        return np.where(bad, INFINITE, usd if self.candidates.minimise == "cost" else seconds)
+
+    def _score(self, seconds: float, usd: float) -> float:
+        return _score_of(self.objective, seconds, usd)
 
     def _keep(self, candidate: Candidate) -> None:
         self.num_priced += 1
-        egress_usd = candidate.egress_usd if self.goal.needs_money else 0.0
-        score = self.goal.score(candidate.about_s, candidate.usd_per_s * candidate.about_s + egress_usd)
+        egress_usd = candidate.egress_usd if self.objective.needs_prices else 0.0
+        usd = candidate.usd_per_s * candidate.about_s + egress_usd
+        score = _score_of(self.candidates, candidate.about_s, usd)
         if score < INFINITE:
             self.shortlist.add(score, candidate)
             self.limit = min(self.limit, score * self.slack)
@@ -162,15 +150,15 @@ class Search:
         self.num_judged += 1
         verdict = judge(self.inputs, plan)
         usd = 0.0
-        if self.goal.needs_money:
+        if self.objective.needs_prices:
             usd = usd_per_s(self.inputs, plan) * verdict.iteration_s
             usd += egress_usd(self.inputs, plan, verdict.num_microbatches)
-        return self.goal.score(verdict.iteration_s, usd), verdict
+        return self._score(verdict.iteration_s, usd), verdict
 
     def _polished(self, plan: SailorPlan) -> SailorPlan:
-        gpus_usd = usd_per_s(self.inputs, plan) if self.goal.needs_money else 0.0
-        counts = 1.0 if self.goal.needs_money else 0.0
-        return polished(self.inputs, plan, lambda s, usd: self.goal.score(s, gpus_usd * s + counts * usd))
+        gpus_usd = usd_per_s(self.inputs, plan) if self.objective.needs_prices else 0.0
+        counts = 1.0 if self.objective.needs_prices else 0.0
+        return polished(self.inputs, plan, lambda s, usd: self._score(s, gpus_usd * s + counts * usd))
 
     # ---- the best few ------------------------------------------------------------------------------------
     def _settle(self, tables: dict[int, Tables]) -> None:
@@ -185,8 +173,8 @@ class Search:
                 tried.append((scored, ways))
                 least = min(least, scored[0][0])
         tried.sort(key=lambda entry: entry[0][0][0])
-        best = [sorted([*scored, *self._scored(ways)], key=_score) for scored, ways in tried[: 2 * POLISHED]]
-        chosen = sorted((entry for scored in best for entry in scored), key=_score)[:POLISHED]
+        best = [sorted([*scored, *self._scored(ways)], key=_by_score) for scored, ways in tried[: 2 * POLISHED]]
+        chosen = sorted((entry for scored in best for entry in scored), key=_by_score)[:POLISHED]
         chosen += [scored[0] for scored in best]
         polishes = [self._polished(plan) for plan in dict.fromkeys(plan for _, plan in chosen)]
         found = [(*self.judged(plan), plan) for plan in dict.fromkeys(polishes)]
@@ -196,15 +184,17 @@ class Search:
 
     def _scored(self, found: Iterable[SailorPlan]) -> list[tuple[float, SailorPlan]]:
         """Best first."""
-        return sorted(((self.judged(plan)[0], plan) for plan in found), key=_score)
+        return sorted(((self.judged(plan)[0], plan) for plan in found), key=_by_score)
 
-    def _nothing(self) -> InfeasibleError:
-        goal = self.goal
-        if goal.min_throughput or goal.max_usd < INFINITE:
+    def nothing(self) -> InfeasibleError:
+        """The error that no plan was found."""
+        if self.objective.has_limits:
             rule = "no plan on these GPUs meets the goal"
             remedy = "Lower --min-throughput, raise --max-usd, or add GPUs"
             return InfeasibleError(where=str(self.inputs.trace), key="goal", value=None, rule=rule, remedy=remedy)
-        need = min(24 * max(sizes.params) + 3_000_000_000 for sizes in self.inputs.sizes.values())
+        layers = range(self.inputs.num_layers)
+        tps = sorted(self.inputs.sizes)
+        need = min(max(stage_memory_bytes(self.inputs, (layer,), tp, 1, 1) for layer in layers) for tp in tps)
         return InfeasibleError(
             where=str(self.inputs.trace),
             key="counts",
@@ -214,10 +204,36 @@ class Search:
         )
 
 
-def _score(entry: tuple[float, SailorPlan]) -> float:
+def _score_of(objective: Objective, seconds: float, usd: float) -> float:
+    """Of one plan."""
+    if objective.has_limits and objective.missed(seconds, usd, 1) > 0:
+        return INFINITE
+    return usd if objective.minimise == "cost" else seconds
+
+
+def _by_score(entry: tuple[float, SailorPlan]) -> float:
     return entry[0]
 
 
-def search(inputs: Inputs, goal: Goal | None = None) -> Found:
-    """The best plan found."""
-    return Search(inputs, goal or Goal()).run()
+def search(inputs: Inputs, objective: Objective | None = None) -> Found:
+    """The best plan found.
+
+    A candidate's USD leave out egress between zones of a cluster. So every candidate that seems to keep a limit on
+    money may miss it once it has zones. Then the search is repeated with tighter limits for candidates, and for the
+    cheapest ones.
+    """
+    objective = objective or Objective()
+    most_usd = objective.max_usd_per_iteration
+    try:
+        return SailorSearch(inputs, objective).run()
+    except InfeasibleError:
+        if objective.minimise == "cost" or most_usd is None:
+            raise
+    attempts = [replace(objective, max_usd_per_iteration=share * most_usd) for share in TIGHTER]
+    found = []
+    for candidates in [*attempts, replace(objective, minimise="cost")]:
+        with suppress(InfeasibleError):
+            found.append(SailorSearch(inputs, objective, candidates).run())
+    if not found:
+        raise SailorSearch(inputs, objective).nothing()
+    return min(found, key=lambda one: one.score)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.sailor.inputs import Inputs, Pool
-from atlas.sailor.judge import BUCKET_BYTES, FLOAT_BYTES, STATE_BYTES_PER_PARAM, all_reduce_s
+from atlas.sailor.judge import FLOAT_BYTES, STATE_BYTES_PER_PARAM, all_reduce_s, reserved_bytes
 from atlas.sailor.links import Fit
 
 NEAR = 0.5
@@ -59,7 +59,7 @@ def _near(inputs: Inputs, a: Pool, b: Pool) -> bool:
     fits = [inputs.network.find(x.end, 1, y.end, 1) for x, y in ((a, b), (b, a), (a, a), (b, b))]
     if any(fit is None for fit in fits):
         return False
-    there, back, own_a, own_b = (fit.seconds(PROBE_BYTES) for fit in fits if fit is not None)
+    there, back, own_a, own_b = (float(fit.seconds(PROBE_BYTES)) for fit in fits if fit is not None)
     return max(there, back) * NEAR <= min(own_a, own_b)
 
 
@@ -139,7 +139,7 @@ class Tables:
             STATE_BYTES_PER_PARAM * p + FLOAT_BYTES * act * self.mbs * stages_after
             for p, act in zip(sizes.params, sizes.act_memory, strict=True)
         ]
-        room = self.inputs.gpus[gpu].memory_bytes - (2_000_000_000 if tp == 1 else 3_000_000_000)
+        room = self.inputs.gpus[gpu].memory_bytes - reserved_bytes(tp)
         prefix = list(accumulate(held, initial=0))
         return [bisect_right(prefix, before + room) - 1 for before in prefix]
 
@@ -160,7 +160,7 @@ class Tables:
             key = (a, b, int(self.run_tp[here, self.type_of[a]]), int(self.run_tp[there, self.type_of[b]]))
             if key not in seconds:
                 fits = self._fits(a, key[2], b, key[3])
-                seconds[key] = min((fit.seconds(num_bytes) for fit in fits), default=float("inf"))
+                seconds[key] = min((float(fit.seconds(num_bytes)) for fit in fits), default=float("inf"))
             table[a, b, here, there] = seconds[key]
         return table
 
@@ -173,7 +173,7 @@ class Tables:
         """The gradient ring over a pair of clusters, at best."""
         key = (a, b, num_bytes, num_replicas)
         if key not in self._sync:
-            found = (all_reduce_s(fit, num_bytes, num_replicas) for fit in self._ring_fits[a][b])
+            found = (float(all_reduce_s(fit, num_bytes, num_replicas)) for fit in self._ring_fits[a][b])
             self._sync[key] = min(found, default=float("inf"))
         return self._sync[key]
 
@@ -186,14 +186,9 @@ class Tables:
         """(a, b, case): the gradient ring over each pair of clusters at best, for many sizes and replicas."""
         num = len(self.clusters)
         table = np.full((num, num, len(num_bytes)), np.inf)
-        whole, rest = np.divmod(num_bytes, BUCKET_BYTES)
-        times = 2 * (num_replicas - 1)
         for a, b in product(range(num), repeat=2):
             for fit in self._ring_fits[a][b]:
-                seconds = _seconds(fit, rest / num_replicas)
-                if whole.any():
-                    seconds = seconds + whole * _seconds(fit, BUCKET_BYTES / num_replicas)
-                np.minimum(table[a, b], times * seconds, out=table[a, b])
+                np.minimum(table[a, b], all_reduce_s(fit, num_bytes, num_replicas), out=table[a, b])
         return table
 
     def _fits(self, a: int, gpus_a: int, b: int, gpus_b: int) -> list[Fit]:
@@ -208,14 +203,6 @@ class Tables:
             pairs = [(x.zone, y.zone) for x in self.clusters[a].pools for y in self.clusters[b].pools]
             self._usd[a, b] = min(self.inputs.egress.usd_per_byte(*pair) for pair in pairs)
         return self._usd[a, b]
-
-
-def _seconds(fit: Fit, num_bytes: Floats) -> Floats:
-    """`Fit.seconds` of many sizes."""
-    size = np.maximum(num_bytes, 1e-300)
-    x = np.log2(size / 1e6)
-    rate = np.maximum((fit.a * x + fit.b) * x + fit.c, fit.floor_gb_per_s)
-    return np.where(num_bytes > 0, num_bytes / 1e9 / rate, 0.0)
 
 
 def _prefix(values: Sequence[float]) -> list[float]:

@@ -1,15 +1,30 @@
 """What a user writes: clusters, models and jobs in YAML, read by `load_job` and validated.
 
-Knows shapes and rules, no prices: `atlas.cost` reads a Job and says what it costs.
+Knows shapes and rules, no prices: `atlas.cost` reads a Job and says what it costs. Names are imported when they are
+first used (pydantic: 0.4 s without bytecode), so that `document` can be had alone.
 """
 
-from atlas.spec.cluster import Cluster, DataCenter, Link, Route, Wan
-from atlas.spec.gpus import GPUS, Calibration, Gpu
-from atlas.spec.job import Jitter, Job, Place
-from atlas.spec.load import load_cluster, load_job, override, parse_job
-from atlas.spec.model import Model
-from atlas.spec.trace import TraceRow, read_trace
+from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atlas.spec.cluster import Cluster, DataCenter, Link, Route, Wan
+    from atlas.spec.gpus import GPUS, Calibration, Gpu
+    from atlas.spec.job import Jitter, Job, Place
+    from atlas.spec.load import load_cluster, load_job, override, parse_job
+    from atlas.spec.model import Model
+    from atlas.spec.trace import TraceRow, read_trace
+
+_MODULES = {
+    "cluster": ("Cluster", "DataCenter", "Link", "Route", "Wan"),
+    "gpus": ("GPUS", "Calibration", "Gpu"),
+    "job": ("Jitter", "Job", "Place"),
+    "load": ("load_cluster", "load_job", "override", "parse_job"),
+    "model": ("Model",),
+    "trace": ("TraceRow", "read_trace"),
+}
 __all__ = [
     "GPUS",
     "Calibration",
@@ -30,3 +45,10 @@ __all__ = [
     "parse_job",
     "read_trace",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,24 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 
 from atlas.errors import InfeasibleError, SpecError
 from atlas.spec.cluster import Cluster
-from atlas.spec.document import Keys, dotted
+from atlas.spec.document import Keys, dotted, nearest
 from atlas.spec.gpus import GPUS
 from atlas.spec.job import Job
 from atlas.spec.trace import read_trace
 
 Where = Callable[[Keys], str]
 """The file and line of a key."""
-
-
-def nearest(word: str, known: list[str]) -> str:
-    """ "Did you mean X?", or the list of what there is."""
-    close = get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(sorted(known))}"
 
 
 def check_job(job: Job, where: Where) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,13 @@ def shown(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**30:
         return "a number of more than 30 digits"
     return value[:60] + "..." if isinstance(value, str) and len(value) > 60 else value
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """ "Did you mean X?", or the list of what there is."""
+    names = list(known)
+    close = get_close_matches(word, names, n=1, cutoff=0.5)
+    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(sorted(names))}"
 
 
 def read_text(path: Path, *, key: str, max_bytes: int = MAX_BYTES) -> str:

@@ -12,8 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from atlas.errors import SpecError
-from atlas.spec.checks import nearest
-from atlas.spec.document import Keys, dotted, shown
+from atlas.spec.document import Keys, dotted, nearest, shown
 from atlas.spec.fields import NAME
 
 MAPPINGS = ("model_type", "model_attributes_type", "dict_type")
