@@ -1,7 +1,7 @@
-"""What prefill costs: time of one layer over a chunk of tokens, bytes of KV, and the way of both to the next worker and
-to the decode engine. Analytic from a GPU type's data sheet and calibration, or fitted to measured layer times.
+"""What prefill costs: time of one layer over a chunk of tokens, bytes of KV, and their transfer to the next worker and
+to the decode engine. From a GPU type's data sheet and calibration, or fitted to measured layer times.
 
-A layer over n tokens behind c cached ones takes `max(floor, base + token * n + pair * n * (c + n / 2))`: weights once,
+A layer over n tokens after c cached ones takes `max(floor, base + token * n + pair * n * (c + n / 2))`: weights once,
 products by token, causal attention by pair of tokens. Knows no windows and no requests.
 """
 
@@ -21,7 +21,7 @@ from atlas.spec.model import Model
 LLAMA_3_8B = Model(
     family="llama", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocab=128_256, seq_len=8192
 )
-"""What is prefilled when nobody says otherwise."""
+"""The default prefill model."""
 USUAL = Calibration(
     matrix_efficiency=0.76, memory_efficiency=0.7, peer_efficiency=0.8, layer_floor_us=500, fused_attention=True
 )
@@ -29,12 +29,12 @@ USUAL = Calibration(
 tokens."""
 ELEMENT_BYTES = 2
 PCIE_BYTES_PER_S = 24e9
-"""Device to host, gen 4 x16, as copies reach it."""
+"""Device to host, PCIe gen 4 x16, as copies reach it."""
 KERNEL_FLOOR_US = 150.0
 """Launching one layer's kernels for a prefill without autograd; a calibration's floor is that of training."""
 PARTS, LEAST_TOKENS = 8, 16
-"""A layer that a window is too short for is cut to eighths of the widest chunk: few sizes, whose kernels a warm-up has
-loaded."""
+"""A layer that is too long for a window is cut to eighths of the widest chunk: few sizes, whose kernels the warm-up
+loads."""
 
 
 def grain_of(chunk: int) -> int:
@@ -52,7 +52,7 @@ class LayerTime:
     pair_ns: float
 
     def __call__(self, tokens: int, context: int) -> int:
-        """Of a chunk of `tokens` behind `context` tokens whose KV is there."""
+        """For a chunk of `tokens` after `context` tokens whose KV is computed."""
         pairs = tokens * (context + tokens / 2)
         return math.ceil(max(self.floor_ns, self.base_ns + self.token_ns * tokens + self.pair_ns * pairs))
 
@@ -138,7 +138,7 @@ def _layer_s(model: Model, tokens: int, tp: int, at: Rates) -> float:
 
 
 def head_seconds(model: Model, tp: int, at: Rates) -> float:
-    """Logits of one token: reading the matrix is all of it."""
+    """Logits of one token: the time to read the matrix."""
     return flops.head_params(model) * ELEMENT_BYTES / tp / at.bytes_per_s
 
 
@@ -146,7 +146,7 @@ def measured(costs: PrefillCosts, points: Sequence[tuple[int, int, float]]) -> P
     """The same costs with layer times fitted to measured (tokens, context, seconds); the smallest is the floor."""
     tokens, context, seconds = (np.array(column, float) for column in zip(*points, strict=True))
     terms = np.stack([np.ones_like(tokens), tokens, tokens * (context + tokens / 2)], axis=1)
-    weights = 1 / seconds  # relative errors count alike
+    weights = 1 / seconds  # minimizes relative errors
     solution, *_ = np.linalg.lstsq(terms * weights[:, None], seconds * weights, rcond=None)
     base, token, pair = (max(0.0, float(value) * 1e9) for value in solution)
     return replace(costs, layer=LayerTime(float(seconds.min()) * 1e9, base, token, pair))

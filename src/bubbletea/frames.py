@@ -1,7 +1,7 @@
 """Frames on a stream between a service, its workers and a decode engine: a fixed head, a small JSON object, raw bytes.
-And the greeting that opens such a stream: both sides prove that they hold the same token without sending it.
+And the handshake that opens such a stream: both sides prove that they have the same token without sending it.
 
-No pickle; every size is checked before anything is allocated. Knows no sockets' owners and no tensors. Blocking sockets
+No pickle; every size is checked before anything is allocated. Knows no tensors. Blocking sockets
 (workers, decode engines) and asyncio streams (the service) read and write the same bytes.
 """
 
@@ -25,18 +25,18 @@ MAGIC = b"BTF1"
 MAX_FIELDS_BYTES = (1 << 16) - 1
 MAX_PAYLOAD_BYTES = 1 << 30
 MAX_GREETING_BYTES = 4096
-"""Of the fields of a caller who has not proved the token yet; he sends no payload."""
+"""Largest fields of a caller before the token is proved; a payload is not accepted."""
 GREETING_S = 10.0
-"""Longer than this nobody may take to say who he is."""
+"""Time limit of the handshake."""
 
 CHALLENGE, PROOF, WELCOME = 1, 2, 3
-"""Kinds of the greeting; `control` and `handoff` number theirs from 16."""
+"""Kinds of the handshake; other modules number theirs from 16."""
 
 Payload = bytes | bytearray | memoryview
 
 
 class ClosedError(WorkerError):
-    """The other side has ended the connection: nothing is wrong with what it said."""
+    """The other side has closed the connection; not a protocol error."""
 
 
 class WireFrame(NamedTuple):
@@ -46,7 +46,7 @@ class WireFrame(NamedTuple):
 
 
 def pack(kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> bytes:
-    """Head and fields; the payload is sent behind them as it is."""
+    """Head and fields; the payload is sent after them unchanged."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     if len(text) > MAX_FIELDS_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
         raise WorkerError(f"a frame of {len(text)} and {len(payload)} bytes is more than its reader takes")
@@ -119,7 +119,7 @@ def write(writer: asyncio.StreamWriter, kind: int, fields: Mapping[str, Any], pa
 
 # ---- greeting ----------------------------------------------------------------------------------------------------
 def _equal(given: object, expected: str) -> bool:
-    """In constant time, whatever was given."""
+    """Compares in constant time."""
     return hmac.compare_digest(str(given).encode(errors="replace"), expected.encode())
 
 
@@ -129,7 +129,7 @@ def _proof(token: str, role: str, first: str, second: str) -> str:
 
 
 def greet(sock: socket.socket, token: str, who: Mapping[str, Any]) -> dict[str, Any]:
-    """As the one who dialled: say who we are; what the other side answers."""
+    """The connecting side of the handshake; returns the other side's answer."""
     sock.settimeout(GREETING_S)
     challenge = receive(sock, max_payload=0)
     theirs, mine = str(challenge.fields.get("nonce", "")), secrets.token_hex(16)
@@ -148,7 +148,8 @@ async def admit_caller(
     token: str,
     answer: Callable[[dict[str, Any]], dict[str, Any]] = lambda who: {},
 ) -> dict[str, Any]:
-    """As the one who was dialled: who calls, once he has proved the token. `answer` is what he is told."""
+    """The accepting side of the handshake; returns the caller's fields once the token is proved. `answer` is sent
+    back."""
     async with asyncio.timeout(GREETING_S):
         mine = secrets.token_hex(16)
         write(writer, CHALLENGE, {"nonce": mine})

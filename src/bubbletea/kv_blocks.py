@@ -3,10 +3,9 @@
     fields    v 1, ticket, model, layer, start, stop, dtype, shape [2, K, stop - start, E], digest
     payload   the keys, then the values: C order, little endian, keys as attention uses them (rotated)
 
-`model` is a digest of the model's config: a decode engine with another refuses the block. `digest` is the first half of
-SHA-256 over the payload (processors compute it twice as fast as BLAKE2b): a block that was damaged is an error, never
-wrong tokens. Knows torch and nothing of requests or sockets.
-Shape letters: K heads of keys and values (of the whole model), E head width.
+`model` identifies the model: a decode engine with another one refuses the block. `digest` is the first half of SHA-256
+over the payload (twice as fast as BLAKE2b on current processors): a damaged block is an error, never wrong tokens.
+Knows torch; not requests or sockets. Shape letters: K heads of keys and values (of the whole model), E head width.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from atlas.errors import WorkerError
 from bubbletea.frames import Payload, WireFrame
 
 KV, FETCH, END, GONE, RELEASE = 16, 17, 18, 19, 20
-"""Kinds of frames. A decode engine sends FETCH {ticket, start, stop, layers}, is sent KV ... and END {blocks}, or GONE
-{why}; RELEASE {ticket} says that nobody will fetch it any more."""
+"""Kinds of frames. A decode engine sends FETCH {ticket, start, stop, layers} and receives KV ... and END {blocks}, or
+GONE {why}; after RELEASE {ticket} the service may drop it."""
 VERSION = 1
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -61,7 +60,7 @@ def pack_block(block: KvBlock) -> tuple[dict[str, Any], Payload]:
 
 
 def unpack_block(frame: WireFrame, *, model: str | None = None) -> KvBlock:
-    """Refuses what is damaged, of another version, or (where `model` is given) of another model."""
+    """Refuses a block that is damaged, of another version, or (if `model` is given) of another model."""
     fields = frame.fields
     try:
         if fields["v"] != VERSION:
@@ -84,7 +83,7 @@ def unpack_block(frame: WireFrame, *, model: str | None = None) -> KvBlock:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in host memory, without a copy where it is contiguous."""
+    """The bytes of a tensor in host memory, without a copy if it is contiguous."""
     flat: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 

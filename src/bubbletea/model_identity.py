@@ -1,6 +1,5 @@
-"""Which model: an id that a service and a decode engine find for themselves, each from its own copy of the folder, and
-that differs where a config, a dtype or the weights do. Keys and values of another fine-tuning would give wrong tokens
-without an error.
+"""A model's id, computed by service and decode engine from their own copies of the folder. It differs if config, dtype
+or weights differ: keys and values of another fine-tuning would give wrong tokens without an error.
 
 Reads headers and a few bytes of every tensor, not the weights: milliseconds for any size. Standard library only.
 """
@@ -16,26 +15,26 @@ from typing import Any, BinaryIO
 
 from atlas.errors import WorkerError
 
-BESIDE_THE_POINT = ("torch_dtype", "dtype", "transformers_version", "_name_or_path", "use_cache", "architectures")
+IRRELEVANT_KEYS = ("torch_dtype", "dtype", "transformers_version", "_name_or_path", "use_cache", "architectures")
 """Keys of a config that do not change what is computed."""
 MAX_HEADER_BYTES = 100 << 20
 SAMPLE_BYTES = 256
-"""Of the beginning, the middle and the end of each tensor."""
+"""Bytes read at the beginning, the middle and the end of each tensor."""
 
 
 @functools.lru_cache(maxsize=16)
 def model_id(folder: Path, dtype: str) -> str:
-    """`dtype`: in which the model is run, whatever its file has."""
+    """`dtype`: in which the model runs, not that of its file."""
     found = hashlib.blake2b(dtype.encode(), digest_size=12)
     config = _json(folder / "config.json", (folder / "config.json").read_bytes())
-    found.update(json.dumps({k: v for k, v in config.items() if k not in BESIDE_THE_POINT}, sort_keys=True).encode())
+    found.update(json.dumps({k: v for k, v in config.items() if k not in IRRELEVANT_KEYS}, sort_keys=True).encode())
     for name, sample in sorted(_samples(folder).items()):
         found.update(name.encode() + sample)
     return found.hexdigest()
 
 
 def _samples(folder: Path) -> dict[str, bytes]:
-    """By tensor, whichever file it is in."""
+    """By name of the tensor, over all files."""
     samples: dict[str, bytes] = {}
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:

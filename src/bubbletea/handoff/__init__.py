@@ -1,1 +1,1 @@
-"""A finished prefill's keys and values on their way to whoever decodes."""
+"""Keys and values of finished prefills: kept, decoded here, or handed off to another decode engine."""

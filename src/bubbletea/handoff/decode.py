@@ -1,7 +1,7 @@
-"""The embedded decode engine: the served model whole, in the service's process, on a thread of its own. It goes on from
-the keys and values that prefill delivered, one token of each running request in turn, so that all of them stream.
+"""The embedded decode engine: the whole served model in the service's process, on its own thread. It continues from the
+keys and values of prefill and computes one token of each running request in turn, so that all of them stream.
 
-Good for trying things out and for small models; for large ones a decode engine of its own fetches them (`door`).
+For demos, tests and small models; a separate decode engine fetches keys and values from `kv_server`.
 Knows parcels and logits; not requests, text or HTTP.
 """
 
@@ -28,8 +28,8 @@ OnToken = Callable[[int, str | None], None]
 """The next token, and why it was the last: "stop", "length" or, if there are more, None. FAILED if none came."""
 FAILED = (-1, "failed")
 NARROW = 1024
-"""A model of no more width is decoded by one thread of the CPU: several would wait for each other, on a busy host many
-times longer than they compute."""
+"""Models up to this width are decoded with one CPU thread: several threads would mostly wait for each other on a busy
+host."""
 log = logging.getLogger("bubbletea.decode")
 
 
@@ -38,7 +38,7 @@ class _Running:
     cache: dict[int, KvSlab]
     prompt: Sequence[int]
     length: int
-    """Tokens whose keys and values are there."""
+    """Tokens with computed keys and values."""
     logits_V: Tensor  # noqa: N815
     sampling: Sampling
     on_token: OnToken
@@ -70,7 +70,7 @@ class DecodeEngine:
         sampling: Sampling,
         on_token: OnToken,
     ) -> Callable[[], None]:
-        """Decodes behind a prompt whose last logits are given. What is returned cancels it: no more tokens."""
+        """Decodes after a prompt whose last logits are given. Returns a function that cancels it."""
         running = _Running(cache, prompt, len(prompt), logits_V, sampling, on_token, sampling.generator())
         self._new.put(running)
         return running.cancelled.set
@@ -93,7 +93,7 @@ class DecodeEngine:
                 self._running.append(running)
 
     def _stepped(self, running: _Running) -> bool:
-        """One request's trouble must not end the thread that all others wait for."""
+        """An error of one request must not end the thread."""
         try:
             return self._step(running)
         except Exception:
@@ -102,7 +102,7 @@ class DecodeEngine:
             return False
 
     def _step(self, running: _Running) -> bool:
-        """One token; whether there are more."""
+        """Computes one token; returns whether there are more."""
         if running.output:
             token = torch.tensor([[running.output[-1]]])
             running.logits_V = run_cut(self._decoder, token, running.length, dict(running.cache))[0]

@@ -1,5 +1,5 @@
-"""The other end of the door: a decode engine's side, on a blocking socket. Needs torch and nothing else of ours but the
-frames, so that it can be imported into a decode engine's process.
+"""The decode engine's side of a hand-off, on a blocking socket: fetches keys and values from `kv_server`. Imports only
+torch and the frames, because it runs in the decode engine's process.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from bubbletea.frames import greet, receive, send
 from bubbletea.kv_blocks import END, FETCH, GONE, KV, RELEASE, KvBlock, unpack_block
 
 PATIENCE_S = 10.0
-"""Longer than this the service may not be silent."""
+"""Longest time without data from the service."""
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """What `kv_transfer_params` says about a prefill."""
+    """The `kv_transfer_params` of a prefill."""
 
     id: str
     host: str
@@ -29,7 +29,7 @@ class Ticket:
 
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> Ticket | None:
-        """None where the parameters are not a hand-off of ours."""
+        """None if the parameters are not a BubbleTea hand-off."""
         if not params.get("do_remote_prefill") or params.get("remote_engine_id") != "bubbletea":
             return None
         try:
@@ -45,7 +45,7 @@ class Ticket:
 
 
 class Fetcher:
-    """A connection to one service; not to be shared between threads."""
+    """A connection to one service; not thread-safe."""
 
     def __init__(self, host: str, port: int, token: str, who: str = "decoder") -> None:
         self._sock = socket.create_connection((host, port), timeout=PATIENCE_S)
@@ -59,7 +59,8 @@ class Fetcher:
     def fetch(
         self, ticket: Ticket, start: int = 0, stop: int | None = None, layers: Sequence[int] = ()
     ) -> Iterator[KvBlock]:
-        """Tokens `start` to `stop` of some layers (none named: all), layer by layer; raises if anything is amiss."""
+        """Tokens `start` to `stop` of the given layers (default: all), layer by layer; raises WorkerError on any
+        error."""
         stop = ticket.num_tokens if stop is None else stop
         send(self._sock, FETCH, {"ticket": ticket.id, "start": start, "stop": stop, "layers": list(layers)})
         num_blocks = 0
@@ -76,7 +77,7 @@ class Fetcher:
                 raise WorkerError(f"hand-off {ticket.id}: a frame of kind {frame.kind} after {num_blocks} blocks")
 
     def release(self, ticket: Ticket) -> None:
-        """Nobody will fetch it any more."""
+        """Allows the service to drop it."""
         send(self._sock, RELEASE, {"ticket": ticket.id})
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Where decode engines in other processes fetch keys and values: a socket of the service that answers FETCH (`blocks`).
+"""Serves keys and values to decode engines in other processes: answers FETCH frames (`kv_blocks`).
 
-And `params`: what goes to the engine through the router, in `kv_transfer_params`, unchanged. The names are those of
-vLLM's own connectors where they have one.
+`params` are the `kv_transfer_params` that reach the engine through the router. The names are those of vLLM's own
+connectors where they exist.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from bubbletea.kv_blocks import END, FETCH, GONE, KV, RELEASE, KvBlock, pack_blo
 
 log = logging.getLogger("bubbletea.handoff")
 IDLE_S = 120.0
-"""A decode engine may keep its connection this long between two fetches."""
+"""A connection without a fetch for this long is closed."""
 BLOCK_BYTES = 8 << 20
-"""About as many bytes go into one frame."""
+"""Approximate size of one frame."""
 
 
 def own_address(bound: str) -> str:
-    """What others dial: of a socket bound to every address, the one that this host reaches the world from."""
+    """The address that others connect to: for a socket bound to all addresses, that of the default route."""
     address = ipaddress.ip_address(bound)
     if not address.is_unspecified:
         return bound
     family, far = (socket.AF_INET, "192.0.2.1") if address.version == 4 else (socket.AF_INET6, "2001:db8::1")
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((far, 9))  # of a datagram socket: sends nothing, asks the routes
+            probe.connect((far, 9))  # a datagram socket: sends nothing, only looks up the route
         except OSError:
             return socket.gethostname()
         return str(probe.getsockname()[0])
 
 
 class KvServer:
-    """`start` listens; `params(parcel)` is what a decode engine needs to find it."""
+    """`start` listens; `params(parcel)` is what a decode engine needs to fetch it."""
 
     def __init__(
         self, store: KvStore, token: str, on_fetched: Callable[[str, int], None] = lambda ticket, n: None
@@ -53,7 +53,7 @@ class KvServer:
         self._callers: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int, *, anywhere: bool = False) -> None:
-        """On loopback unless `anywhere`: keys and values travel in the clear here, behind a token."""
+        """On loopback unless `anywhere`: the connection is authenticated by a token, but not encrypted."""
         if not anywhere and not ipaddress.ip_address(host).is_loopback:
             raise AtlasError(
                 f"hand-off on {host}: the connection is not encrypted. Use 127.0.0.1, or allow it explicitly"
@@ -71,7 +71,7 @@ class KvServer:
         await asyncio.gather(*self._callers, return_exceptions=True)
 
     def params(self, parcel: Parcel, prompt: Sequence[int] = ()) -> dict[str, Any]:
-        """Sealed for `prompt`: an engine takes the parcel for no other."""
+        """Signed for `prompt`: an engine refuses the parcel for any other prompt."""
         host, port = self.address
         named = {
             "do_remote_prefill": True,
@@ -97,11 +97,11 @@ class KvServer:
                     frame = await receive_async(reader)
                 await self._answer(frame, writer)
         except (ClosedError, OSError, TimeoutError):
-            pass  # gone or silent: nothing here depends on it
+            pass  # the engine has disconnected or is silent
         except WorkerError as error:
             log.warning("a caller of the hand-off is dropped: %s", error)
         except asyncio.CancelledError:
-            pass  # by `close`, which waits for us
+            pass  # cancelled by `close`
         finally:
             self._callers.discard(me)
             writer.close()

@@ -1,9 +1,9 @@
-"""Keys and values of finished and half-finished prefills in host memory, within a budget of bytes.
+"""Keys and values of finished and unfinished prefills in host memory, within a budget of bytes.
 
-A parcel is reserved whole, before its prefill is admitted, with room for the tokens that will be decoded behind it:
-what was admitted can always be kept. Handed-off parcels are kept for a while and then dropped. A part of the budget is
-divided among the known tenants, and nobody takes another's part; the rest is for whoever comes first. Not thread-safe:
-the service's event loop owns it. Shape letters as in `blocks`.
+A parcel is reserved as a whole before its prefill is admitted, with room for the tokens that will be decoded after it,
+so an admitted request never runs out of memory. Handed-off parcels expire. A part of the budget is divided among the
+known tenants and reserved for each; the rest is first come, first served. Not thread-safe: used on the service's event
+loop. Shape letters as in `kv_blocks`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from bubbletea.kv_blocks import KvBlock
 from bubbletea.prefill.shard import Served
 
 KEEP_S = 60.0
-"""How long a parcel waits to be fetched."""
+"""A handed-off parcel that is not fetched within this time is dropped."""
 MIB = 1 << 20
 DIVIDED = 0.25
-"""Of the budget: what is divided among the tenants by weight, so that each gets in whatever the others hold."""
+"""The share of the budget that is divided among the tenants by weight and reserved for each."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Parcel:
     _arrived: list[set[tuple[int, int]]] = field(default_factory=list)
 
     def put(self, block: KvBlock) -> None:
-        """A block may come twice, after a prefill was begun again: the same bytes in the same place."""
+        """A block may arrive twice after a prefill was restarted: the same bytes in the same place."""
         if not 0 <= block.layer < len(self.slabs) or block.stop > self.length:
             raise WorkerError(f"a block for layer {block.layer}, tokens to {block.stop}, has no place in its prompt")
         into = self.slabs[block.layer][:, :, block.start : block.stop]
@@ -56,7 +56,7 @@ class Parcel:
 
     @property
     def num_complete(self) -> int:
-        """Tokens from the first on that every layer has."""
+        """The number of first tokens that all layers have."""
         return min(map(_reach, self._arrived), default=0)
 
     @property
@@ -64,7 +64,7 @@ class Parcel:
         return self.num_complete >= self.length
 
     def cache(self) -> dict[int, KvSlab]:
-        """For a decoder in this process, which goes on writing behind the prompt."""
+        """For a decoder in this process, which appends to the prompt."""
         return {i: KvSlab(slab[0][None], slab[1][None], self.length) for i, slab in enumerate(self.slabs)}
 
 
@@ -99,7 +99,7 @@ class KvStore:
         return num_tokens * self.served.config.num_layers * self.served.kv_bytes_per_layer_token
 
     def limit_bytes(self, tenant: str) -> int:
-        """The most that it may hold, while the others hold nothing."""
+        """The most that it may hold while the others hold nothing."""
         return self._left(tenant, Counter())
 
     def _left(self, tenant: str, used: Counter[str]) -> int:
@@ -112,7 +112,7 @@ class KvStore:
         return self.bytes_of(num_tokens) <= self._left(tenant, self._used)
 
     def explain(self, num_tokens: int, tenant: str) -> str:
-        """Why there is no room, in words."""
+        """The reason for missing memory, as text."""
         sizes = (self.bytes_of(num_tokens), self.used_bytes, self.budget_bytes, self._used[tenant])
         needed, used, whole, own = (f"{size / MIB:.1f}" for size in sizes)
         return (
@@ -121,7 +121,7 @@ class KvStore:
         )
 
     def room_at_s(self, num_tokens: int, tenant: str = "") -> float:
-        """When what is missing now will be back, as far as anybody knows; infinite where nobody does."""
+        """When enough memory is expected to be free; infinite if unknown."""
         needed, used = self.bytes_of(num_tokens), self._used.copy()
         for parcel in sorted(self._parcels.values(), key=lambda parcel: min(parcel.expected_s, parcel.expires_s)):
             used[parcel.tenant] -= parcel.num_bytes
@@ -130,7 +130,7 @@ class KvStore:
         return math.inf
 
     def reserve(self, ticket: str, length: int, room: int, tenant: str = "") -> Parcel | None:
-        """For a prompt of `length` tokens, `room` in all; None when the budget is used up."""
+        """For a prompt of `length` tokens and `room` tokens in all; None if there is not enough memory."""
         if not self.has_room(room, tenant):
             return None
         config, size = self.served.config, self.bytes_of(room)
@@ -145,7 +145,7 @@ class KvStore:
         return self._parcels.get(ticket)
 
     def keep(self, ticket: str, seconds: float = KEEP_S) -> None:
-        """Until it is released, but no longer than this."""
+        """Keeps it until it is released, but at most for this long."""
         self._parcels[ticket].expires_s = time.monotonic() + seconds
 
     def release(self, ticket: str) -> None:

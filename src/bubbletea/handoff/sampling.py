@@ -1,6 +1,6 @@
 """How the next token is chosen from logits: OpenAI's and vLLM's sampling fields, one request at a time.
 
-Penalties and bans first, then temperature, then top-k, top-p and min-p over what is left. Knows logits and tokens; not
+Penalties and bans first, then temperature, then top-k, top-p and min-p. Knows logits and tokens; not
 text, not requests.
 """
 
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 LEAST_TEMPERATURE = 1e-4
-"""Below it the likeliest token is as good as certain, and dividing by it would overflow."""
+"""Below it the most likely token is practically certain, and the division would overflow."""
 BANNED = -1e9
-"""Added to a logit. Finite: where everything is banned, the likeliest is still a token."""
+"""Added to a logit. Finite: if all tokens are banned, the most likely one is still chosen."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """A temperature of 0 takes the likeliest; every other default changes nothing."""
+    """Temperature 0 selects the most likely token; all other defaults have no effect."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -36,9 +36,9 @@ class Sampling:
     bias: Mapping[int, float] = field(default_factory=dict)
     allowed: frozenset[int] | None = None
     bad: Sequence[Sequence[int]] = ()
-    """Runs of tokens that must not appear."""
+    """Sequences of tokens that must not appear."""
     min_tokens: int = 0
-    """No stop token before so many."""
+    """No stop token before this many tokens."""
 
     def generator(self) -> torch.Generator:
         made = torch.Generator()
@@ -58,7 +58,7 @@ def choose(
     prompt: Sequence[int] = (),
     output: Sequence[int] = (),
 ) -> int:
-    """The token behind `prompt` and `output`."""
+    """The token after `prompt` and `output`."""
     adjusted_V = logits_V if sampling._is_plain else _adjusted(logits_V, sampling, prompt, output)
     if sampling.temperature < LEAST_TEMPERATURE:
         return int(adjusted_V.argmax())
@@ -92,14 +92,14 @@ def _adjusted(logits_V: Tensor, sampling: Sampling, prompt: Sequence[int], outpu
     if sampling.allowed is not None:
         others = torch.ones(len(found_V), dtype=torch.bool)
         others[torch.tensor(sorted(sampling.allowed))] = False
-        found_V[others] += 2 * BANNED  # where all that is allowed is banned, one of those it is
+        found_V[others] += 2 * BANNED  # if all allowed tokens are banned, one of them is chosen
     for token in _banned(sampling, output):
         found_V[token] += BANNED
     return found_V
 
 
 def _banned(sampling: Sampling, output: Sequence[int]) -> set[int]:
-    """Tokens that would complete a bad run, and stop tokens while it is too early for them."""
+    """Tokens that would complete a bad sequence, and stop tokens before `min_tokens`."""
     found = {run[-1] for run in sampling.bad if len(output) >= len(run) - 1 and _ends_with(output, run[:-1])}
     return found | (sampling.stop_tokens if len(output) < sampling.min_tokens else frozenset())
 

@@ -1,8 +1,8 @@
-"""What makes `kv_transfer_params` trustworthy on their way through a router and a client's hands: a digest of the
-prompt and a seal over everything that matters, by the token that service and decode engine share.
+"""Authenticates `kv_transfer_params`, which pass through a router and a client: a digest of the prompt, and a signature
+(HMAC) over all relevant fields with the token that service and decode engine share.
 
-Without it a client could send a decode engine to any address, or pair somebody else's keys and values with a prompt of
-his own and so fill the engine's prefix cache with wrong ones. Standard library only.
+Without it a client could direct a decode engine to any address, or combine another prompt's keys and values with its
+own prompt and so put wrong ones into the engine's prefix cache. Standard library only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SEALED = (
 
 
 def seal(params: Mapping[str, Any], token: str, prompt: Sequence[int]) -> dict[str, Any]:
-    """The parameters with the prompt's digest and a seal."""
+    """The parameters with the prompt's digest and a signature."""
     named = {**params, "remote_prompt_digest": prompt_digest(prompt)}
     return {**named, "remote_seal": _sealed(named, token)}
 
@@ -37,11 +37,11 @@ def seal(params: Mapping[str, Any], token: str, prompt: Sequence[int]) -> dict[s
 def require_genuine(params: Mapping[str, Any], token: str) -> None:
     given = str(params.get("remote_seal", "")).encode(errors="replace")
     if not hmac.compare_digest(given, _sealed(params, token).encode()):
-        raise WorkerError("kv_transfer_params are not as the service sealed them: give both sides the same token")
+        raise WorkerError("the signature of kv_transfer_params is wrong: give both sides the same token")
 
 
 def require_prompt(params: Mapping[str, Any], prompt: Sequence[int]) -> None:
-    """The prompt that was prefilled is the one to be decoded, or its beginning."""
+    """The prefilled prompt must be the prompt to be decoded, or its beginning."""
     num_tokens = int(params["remote_num_tokens"])
     if params.get("remote_prompt_digest") != prompt_digest(prompt[:num_tokens]):
         raise WorkerError(

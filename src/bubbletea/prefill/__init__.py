@@ -1,1 +1,1 @@
-"""The prefill itself: a prompt layer by layer and chunk by chunk, inside a training worker's waits."""
+"""Prefill inside a training worker's waits: a prompt layer by layer and chunk by chunk."""

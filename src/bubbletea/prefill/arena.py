@@ -1,9 +1,9 @@
-"""The memory that prefill may use, all of it, taken once at the start: weights, keys and values, activations between
-slices. Training's memory cap already counts it, so prefill can be refused memory but never takes training's.
+"""All memory that prefill may use, allocated once at the start: weights, keys and values, activations between slices.
+Training's memory limit includes it, so prefill never takes memory from training.
 
-The temporaries of a running slice (`workspace`) are bounded: on CUDA they come from a memory pool of their own, filled
-once; on the CPU, where nobody hands out memory by the pool, a slice that would need more than was set aside is refused
-beforehand. Knows bytes and tensors; not prompts, not layers.
+The temporaries of a running slice (`workspace`) are bounded: on CUDA they come from a separate memory pool, filled
+once; on the CPU, which has no such pools, a slice that would need more is refused before it runs. Knows bytes and
+tensors; not prompts, not layers.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ ALIGN = 256
 
 @dataclass(frozen=True)
 class Room:
-    """A run of an arena's bytes; given back with `Arena.free`."""
+    """A contiguous part of an arena; returned with `Arena.free`."""
 
     start: int
     num_bytes: int
 
 
 class Arena:
-    """`num_bytes` for what stays between slices, `workspace_bytes` for what a slice needs while it runs."""
+    """`num_bytes` for data that stays between slices, `workspace_bytes` for temporaries of a running slice."""
 
     def __init__(self, num_bytes: int, workspace_bytes: int, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self.num_bytes, self.workspace_bytes = num_bytes, workspace_bytes
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self._free: list[tuple[int, int]] = [(0, num_bytes)]
-        """(start, end) of what is free, in order, no two of them adjacent."""
+        """(start, end) of the free parts, in order; no two are adjacent."""
         self._pool = self._make_pool()
 
     @property
@@ -46,7 +46,7 @@ class Arena:
         return sum(end - start for start, end in self._free)
 
     def take(self, num_bytes: int) -> Room | None:
-        """The first run that is long enough; None if there is none now."""
+        """The first free part that is long enough; None if there is none."""
         needed = aligned(num_bytes)
         for index, (start, end) in enumerate(self._free):
             if end - start >= needed:
@@ -78,7 +78,7 @@ class Arena:
         self._free = merged
 
     def tensors(self, room: Room, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
-        """Views of a room, one behind the other."""
+        """Views of a room, one after the other."""
         found, at = list[Tensor](), room.start
         for shape in shapes:
             size = math.prod(shape) * dtype.itemsize
@@ -89,7 +89,7 @@ class Arena:
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[None]:
-        """Where a slice runs: its temporaries come from our own pool."""
+        """Context in which a slice runs: its temporaries come from the arena's pool."""
         if self._pool is None:
             yield
             return
@@ -102,7 +102,7 @@ class Arena:
         pool = torch.cuda.MemPool()
         with torch.cuda.use_mem_pool(pool, device=self.device):
             del_me = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.device)
-        del del_me  # stays the pool's: its first and only block
+        del del_me  # stays in the pool as its only block
         return pool
 
 

@@ -23,7 +23,7 @@ from bubbletea.prefill.plugin import BubbleTea
 
 @dataclass(frozen=True)
 class DedicatedWorker:
-    """What one such worker is told."""
+    """The settings of one such worker."""
 
     address: str
     token_file: str
@@ -31,7 +31,7 @@ class DedicatedWorker:
     datacenter: str = "here"
     period_s: float = 1.0
     busy: float = 0.0
-    """The share of the period that pretended training takes, at its start."""
+    """The share of the period, at its start, in which the worker is busy."""
     device: str = "cpu"
 
     def to_json(self) -> str:
@@ -46,13 +46,13 @@ def main() -> int:
     filler = BubbleTea({"address": guest.address, "token_file": guest.token_file})
     device = SharedDevice(make_device(guest.device), lambda span: None)
     filler.open(f"w{guest.worker}", guest.datacenter, guest.worker, device)
-    gc.freeze()  # what is here stays: no collection walks it in the middle of a piece
+    gc.freeze()  # excluded from garbage collection, which could otherwise delay a piece
     run(filler, guest)
     return 0
 
 
 def run(filler: BubbleTea, guest: DedicatedWorker, steps: int = 2**62) -> None:
-    """Periods on an absolute grid, so that all workers of one machine keep step."""
+    """Periods start at multiples of their length, so that all workers of one machine are in step."""
     period_ns = int(guest.period_s * 1e9)
     step = time.monotonic_ns() // period_ns
     for number in range(step, step + steps):

@@ -1,8 +1,9 @@
-"""The prefills of one worker: which piece runs next, run it, hand on what comes of it.
+"""The prefills of one worker: selects the next piece, runs it and passes on its results.
 
-Tasks come from another thread at any time; `step` and `settle` are called on the thread that owns the device, whenever
-that is free for prefill. Earliest due first among the jobs whose input is here; a job that finds no room in the arena
-waits for one that ends. Knows jobs, the arena and a transport to the stages beside it; not bubbles, not the service.
+Tasks arrive from another thread at any time; `step` and `settle` are called on the thread that owns the device, when it
+is free for prefill. Among the jobs whose input has arrived, the earliest due goes first; a job that does not fit into
+the arena waits until another ends. Knows jobs, the arena and the transport to neighbouring stages; not bubbles, not the
+service.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ LANE = 0
 
 
 class Outlet(Protocol):
-    """Where results go; called on the device's thread, must not block."""
+    """Receives results; called on the device's thread, must not block."""
 
     @property
     def is_full(self) -> bool:
-        """So much is on its way out that no piece should be begun before some of it has left."""
+        """Too many results are waiting to be sent: no piece should start now."""
 
     def kv(self, task: PrefillTask, piece: PrefillPiece, kv: Staged) -> None:
         """[2, K, L, E] of one layer and one chunk."""
@@ -41,7 +42,7 @@ class Outlet(Protocol):
     def ran(self, task: PrefillTask, piece: PrefillPiece, predicted_ns: int, took_ns: int) -> None: ...
 
     def done(self, task: PrefillTask) -> None:
-        """This worker has no more to do for it."""
+        """This worker has finished the task."""
 
     def failed(self, task: PrefillTask, why: str) -> None: ...
 
@@ -53,11 +54,11 @@ class _Offer:
     cached: Sequence[Tensor]
     job: PrefillJob | None = None
     inputs: list[Handle] = field(default_factory=list)
-    """By chunk, where they come from the stage before."""
+    """By chunk, if they come from an earlier stage."""
 
 
 class BegunPiece(NamedTuple):
-    """A piece that was begun."""
+    """A started piece."""
 
     task: PrefillTask
     piece: PrefillPiece
@@ -72,7 +73,7 @@ Begin = Callable[[Callable[[], PieceResult], PrefillPiece], Running[PieceResult]
 
 
 class PrefillEngine:
-    """`reach(name, host, port)` opens the way to another stage before the first send to it."""
+    """`reach(name, host, port)` opens a connection to another stage before the first send to it."""
 
     def __init__(
         self,
@@ -89,11 +90,11 @@ class PrefillEngine:
         self._offers: dict[tuple[int, int], _Offer] = {}
         self._dropped: set[tuple[int, int]] = set()
         self.changed = threading.Event()
-        """Set when there may be something new to run."""
+        """Set when there may be a new piece to run."""
 
     # ---- from any thread ---------------------------------------------------------------------------------------
     def offer(self, task: PrefillTask, tokens: Sequence[int] = (), cached: Sequence[Tensor] = ()) -> None:
-        """Takes a task on, or says at once that it can never run here."""
+        """Accepts a task, or reports at once that it can never run here."""
         why = self._impossible(task)
         if why:
             self.outlet.failed(task, why)
@@ -111,7 +112,7 @@ class PrefillEngine:
         self.changed.set()
 
     def cancel(self, job: int, attempt: int) -> None:
-        """Forgets a task; its memory comes back before the next piece runs."""
+        """Drops a task; its memory is freed before the next piece runs."""
         with self._lock:
             self._dropped.add((job, attempt))
         self.changed.set()
@@ -127,7 +128,7 @@ class PrefillEngine:
 
     # ---- on the device's thread --------------------------------------------------------------------------------
     def step(self, begin: Begin, fits: Callable[[PrefillPiece], bool] = lambda piece: True) -> BegunPiece | None:
-        """Begins the next piece, or as much of it as fits; to be settled once it is done, or at any later time."""
+        """Starts the next piece, or as much of it as fits; call `settle` when it is done, or later."""
         offer = None if self.outlet.is_full else self._next()
         if offer is None or offer.job is None or offer.job.piece is None:
             return None
@@ -143,22 +144,22 @@ class PrefillEngine:
         return flight
 
     def predict_ns(self, piece: PrefillPiece) -> int:
-        """How long it is expected to take."""
+        """Its expected duration."""
         return self.pace.predict_ns(piece.last - piece.first, piece.last, is_head=piece.layer == HEAD)
 
     def reconsider(self, fits: Callable[[int], bool]) -> None:
-        """Nothing was run where something might have been: where the next piece would have fitted at its best, what is
-        believed of it is doubted."""
+        """No piece ran in a wait. If the next one would have fitted at its fastest, its slowest measurement is dropped:
+        a prediction that is too long would never be measured again."""
         offer = None if self.outlet.is_full else self._next()
         if offer is None or offer.job is None or offer.job.piece is None:
             return
         piece = offer.job.piece
         sizes, is_head = (piece.last - piece.first, piece.last), piece.layer == HEAD
-        if fits(self.pace.hoped_ns(*sizes, is_head=is_head)):
-            self.pace.doubt(*sizes, is_head=is_head)
+        if fits(self.pace.fastest_ns(*sizes, is_head=is_head)):
+            self.pace.drop_slowest(*sizes, is_head=is_head)
 
     def settle(self, flight: BegunPiece, took_ns: int) -> None:
-        """What it took is learnt from, and what it computed goes to the next stage."""
+        """Learns from its duration and sends its result to the next stage."""
         task, piece = flight.task, flight.piece
         self.pace.observe(piece.last - piece.first, piece.last, took_ns, is_head=piece.layer == HEAD)
         self.outlet.ran(task, piece, flight.predicted_ns, took_ns)
@@ -189,7 +190,7 @@ class PrefillEngine:
         self.transport.send(key, data, what=f"activations of prefill {task.job}")
 
     def _next(self) -> _Offer | None:
-        """The earliest due of those that have memory and input."""
+        """The earliest due task that has memory and input."""
         self._forget_dropped()
         self.changed.clear()
         with self._lock:
@@ -197,7 +198,7 @@ class PrefillEngine:
         is_full = False
         for offer in offers:
             if offer.job is None and not is_full:
-                is_full = not self._begin(offer)  # those behind it may not take the room it waits for
+                is_full = not self._begin(offer)  # later tasks must not take the memory it waits for
             if offer.job is not None and self._ready(offer):
                 return offer
         return None

@@ -1,9 +1,8 @@
-"""Filling one wait: pieces of prefill for as long as each one's predicted end, plus a margin, lies before the end that
-the guard believes in, the last one cut to what is left; none once the input has arrived. Training always wins the
-device.
+"""Fills one wait: runs pieces of prefill as long as the predicted end of each, plus a margin, is before the end of the
+wait that the guard predicts. The last piece is cut to the remaining time; no piece starts after the input has arrived.
 
-On a device with a queue the next pieces are begun before the last one ends, so that none of the wait is lost between
-them. Knows pieces, the guard and the clock; not who asked for the prefill.
+On a device with a queue the next pieces are queued before the last one ends, so that the device does not idle between
+them. Knows pieces, the guard and the clock; not requests.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from bubbletea.prefill.job import PieceResult, PrefillPiece
 from bubbletea.prefill.throttle import Throttle
 
 IDLE_S = 0.001
-"""How often a wait without work looks for some, and for its end."""
+"""Polling interval of a wait without work."""
 LOOK_S = 0.0001
-"""How often a full queue is looked at."""
+"""Polling interval while the device's queue is full."""
 AHEAD, MOST = 2, 4
-"""Pieces on the device at once: the one that runs and the one behind it, and more where they are short."""
+"""Pieces on the device at once: the running one and the next, and more if they are short."""
 RESERVE_NS = 2_000_000
-"""What must be on the device for the host to take its time: to wake up and to launch the next."""
+"""Work that must be queued on the device to cover the time in which the host wakes up and launches the next piece."""
 
 LAUNCHES = 8
-"""Over which their average runs."""
+"""Number of launches in the moving average of their duration."""
 
 
 class _Begun(NamedTuple):
@@ -48,25 +47,25 @@ class Filling:
         paced_ns: Callable[[PrefillPiece], int] | None = None,
         throttle: Throttle | None = None,
     ) -> None:
-        """`paced_ns`: how long a piece keeps a paced device busy; None on a real one. Without a throttle, all of every
+        """`paced_ns`: how long a piece occupies a paced device; None on a real one. Without a throttle, all of every
         wait is used."""
         self.throttle = throttle
         self.engine, self.guard, self.device, self.margin_ns = engine, guard, device, margin_ns
         self._paced_ns = paced_ns
         self.share = 1.0
-        """Of each wait: what the service lets us use."""
+        """The share of each wait that the service allows."""
         self._queue: deque[_Begun] = deque()
         self._ended_ns = 0
-        """When the last piece that was settled did."""
+        """End of the last settled piece."""
         self._launch_ns = 0
-        """How long the host takes to put a piece into the device's queue; 0 where there is none."""
+        """How long the host takes to queue a piece; 0 for a device without a queue."""
         self.filled_ns = 0
-        """Of the device's time, since the last wait was over."""
+        """Device time of the pieces since the end of the last wait."""
         self.stop_ns = 0
-        """Until when pieces might run in the last wait."""
+        """When pieces had to end in the last wait."""
 
     def fill(self, position: Position, arrived: Callable[[], bool]) -> None:
-        """Pieces as long as they fit; then, as there may be more work before the end, looks out for both."""
+        """Runs pieces as long as they fit; without work, polls for work and for the input until the end."""
         if self.throttle is not None and not self.throttle.may_fill(position.step):
             return
         share = min(self.share, 1.0 if self.throttle is None else self.throttle.share)
@@ -76,14 +75,14 @@ class Filling:
             self.engine.reconsider(lambda cost_ns: began_ns + cost_ns <= self.stop_ns)
 
     def over(self, position: Position, began_ns: int, ended_ns: int) -> int:
-        """The wait is over; how much of it prefill has had."""
+        """The wait is over; returns the time that prefill used."""
         self.guard.observe(position.index, began_ns, ended_ns)
         self._settle()
         filled_ns, self.filled_ns = self.filled_ns, 0
         return filled_ns
 
     def _fill_until(self, arrived: Callable[[], bool]) -> bool:
-        """Whether any piece was begun."""
+        """Returns whether any piece was started."""
         begun = False
         while not arrived():
             self._settle()
@@ -99,7 +98,7 @@ class Filling:
         return begun
 
     def _cost_ns(self, piece: PrefillPiece) -> int:
-        """A paced device is busy for as long as it is told, and for longer where the host is."""
+        """A paced device is busy for the given time, or longer if the host needs longer."""
         predicted_ns = self.engine.predict_ns(piece)
         return predicted_ns if self._paced_ns is None else max(self._paced_ns(piece), predicted_ns)
 
@@ -121,13 +120,13 @@ class Filling:
         return True
 
     def _is_full(self, now_ns: int) -> bool:
-        """What is queued cannot be taken back, and holds training up where the input comes early."""
+        """A queued piece cannot be withdrawn, and delays training if the input arrives early."""
         num = len(self._queue)
         return num >= AHEAD and (num >= MOST or self._free_ns(now_ns) - now_ns >= RESERVE_NS)
 
     def _free_ns(self, now_ns: int) -> int:
-        """When the device is expected to be done with what was begun: counted anew from the last end that is known,
-        or what every prediction has too much would add up."""
+        """When the device is expected to finish all started pieces. Counted from the last known end, so that prediction
+        errors do not add up."""
         at_ns = self._ended_ns
         for flight, begun_ns in self._queue:
             at_ns = max(at_ns, begun_ns) + flight.predicted_ns
@@ -136,7 +135,7 @@ class Filling:
         return max(at_ns, now_ns)
 
     def _settle(self) -> None:
-        """Takes note of the pieces that are done."""
+        """Records the pieces that have ended."""
         while self._queue and self._queue[0].flight.running.done:
             flight = self._queue.popleft().flight
             span = self.device.settle(flight.running)

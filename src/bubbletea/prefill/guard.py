@@ -1,12 +1,12 @@
-"""How long a wait of training lasts, learnt op by op: the guard that keeps prefill out of training's way.
+"""Predicts how long a wait of training lasts, learnt op by op, so that prefill does not delay training.
 
-A piece may start only if its predicted end plus a margin lies before the end that this believes in: of the last waits
-of the same op, a short one. Waits are measured by two rulers. One starts with the wait itself; but where the WAN sets
-the pace an input comes when it comes, and the wait is shorter by whatever the ops before it were slower. The other
-starts when the input before came. Of the two, the one that would have wasted less is believed.
+A piece may start only if its predicted end plus a margin is before the predicted end of the wait: a short one among the
+last waits of the same op. Waits are measured in two ways: from their own start, and from the arrival of the previous
+input. Where the WAN is the bottleneck, inputs arrive at fixed times and the wait is shorter when earlier ops were
+slower, so the second is more exact. The one that would have wasted less time is used.
 
-An op that has hardly been seen is believed to wait as long as the schedule says and as it was seen to, less a tenth;
-one whose waits suddenly become shorter is believed at once. Knows waits; not pieces.
+For an op with few observations the prediction is the shortest of its waits and the schedule's value, less a tenth. If
+waits suddenly become shorter, older ones are dropped at once. Knows waits; not pieces.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import NamedTuple
 RECENT = 24
 FEW = 3
 DOUBT = 0.9
-"""What the schedule promises, and the first waits, are believed to this share until a few waits were seen."""
+"""Share of the schedule's value, and of the first waits, that is used until FEW waits were observed."""
 
 
 class _Anchor(NamedTuple):
-    """The last input that was waited for."""
+    """The last input that training waited for."""
 
     op: int
     at_ns: int
@@ -31,13 +31,13 @@ class _Anchor(NamedTuple):
 class _Wait(NamedTuple):
     waited_ns: int
     anchor: int
-    """The op whose input came before."""
+    """The op of the previous input."""
     apart_ns: int
-    """From that input to this one; 0 where this one did not have to be waited for, and nobody knows."""
+    """From that input to this one; 0 if training did not wait for this one, so that its arrival is unknown."""
 
 
 class Guard:
-    """`risk`: the share of waits that may turn out shorter than believed."""
+    """`risk`: the share of waits that may be shorter than predicted."""
 
     def __init__(self, risk: float, expected_ns: Mapping[int, int] | None = None) -> None:
         self.risk = risk
@@ -46,7 +46,7 @@ class Guard:
         self._anchor = _Anchor(-1, 0)
 
     def wait_ns(self, index: int, began_ns: int) -> int:
-        """How long the wait of op `index` that began then may be counted on to last."""
+        """The predicted length of the wait of op `index` that started at `began_ns`."""
         seen = self._seen.get(index) or deque[_Wait]()
         if len(seen) < FEW:
             promised = [self._expected_ns[index]] if index in self._expected_ns else []
@@ -60,20 +60,20 @@ class Guard:
         return short_ns
 
     def observe(self, index: int, began_ns: int, ended_ns: int) -> None:
-        """A wait; one of no length where the input was there."""
+        """Records a wait; its length is 0 if the input was there."""
         seen = self._seen.setdefault(index, deque(maxlen=RECENT))
         waited_ns = ended_ns - began_ns
         if len(seen) >= FEW and waited_ns < self.wait_ns(index, began_ns) * DOUBT:
-            seen.clear()  # a new plan, or a new rhythm: what came before says nothing of what comes
+            seen.clear()  # a new plan or a new rhythm: earlier waits do not apply
         seen.append(_Wait(waited_ns, self._anchor.op, ended_ns - self._anchor.at_ns if waited_ns else 0))
         lately = list(seen)[-FEW:]
         if len(seen) > FEW and min(wait.waited_ns for wait in lately) * DOUBT > self.wait_ns(index, began_ns):
-            self._seen[index] = deque(lately, maxlen=RECENT)  # the same the other way: longer ones, time after time
+            self._seen[index] = deque(lately, maxlen=RECENT)  # likewise if several waits in a row are longer
         if waited_ns:
             self._anchor = _Anchor(index, ended_ns)
 
     def _short(self, lengths_ns: Iterable[int]) -> tuple[int, int]:
-        """One that only the share `risk` falls short of, and by how much most are longer."""
+        """The length that only the share `risk` falls below, and how much longer the median is."""
         ordered = sorted(lengths_ns)
         short_ns = ordered[int(self.risk * len(ordered))]
         return short_ns, ordered[len(ordered) // 2] - short_ns

@@ -1,8 +1,7 @@
-"""Where a worker's idle time went, to the nanosecond: between training's ops, and in a wait before the first piece of
-prefill, between pieces and behind the last one; there, what the guard's margin took, what it did not believe in, and
-what was too short for a piece. For whoever wants more of each wait used.
+"""A worker's idle time by cause: between training's ops; in a wait before the first piece of prefill, between pieces
+and after the last one (too short for a piece, the guard's margin, a wait longer than predicted). Used by benches.
 
-Knows spans. What a device did within one, launching or computing, it cannot tell.
+Knows spans, not what a device does within one.
 """
 
 from __future__ import annotations
@@ -18,34 +17,34 @@ from atlas.runtime.spans import SpanUnion
 
 @dataclass(frozen=True)
 class Wait:
-    """Of one op of training."""
+    """A wait of one op of training."""
 
     began_ns: int
     ended_ns: int
-    """The input was there."""
+    """When the input had arrived."""
     stop_ns: int
-    """Until when pieces might run; 0 where none might."""
+    """When pieces had to end; 0 if none could run."""
     believed_ns: int
-    """Until when the guard believed in the wait: `stop_ns` and the margin."""
+    """The end that the guard predicted: `stop_ns` plus the margin."""
 
 
 @dataclass
 class Idle:
-    """Nanoseconds by cause; with what the device was busy they are all of the time."""
+    """Nanoseconds by cause; together with the busy time they are all of the time."""
 
     between_ops: int = 0
-    """Of training, where none waited: the host on its way from one to the next."""
+    """Between two ops of training without a wait: host overhead."""
     after_wait: int = 0
-    """The input was there, and its op had not begun."""
+    """The input had arrived, and its op had not started."""
     unused_wait: int = 0
     """Waits in which no piece ran."""
     before_first: int = 0
     between_pieces: int = 0
     no_fit: int = 0
-    """Behind the last piece, while another might have run: it was too long, or there was none."""
+    """After the last piece, while another was allowed: it was too long, or there was none."""
     margin: int = 0
     doubt: int = 0
-    """The wait went on for longer than the guard believed."""
+    """The wait was longer than the guard predicted."""
 
     @property
     def total(self) -> int:
@@ -56,7 +55,7 @@ class Idle:
 
 
 def attribute(within: Span, training: Sequence[Span], pieces: Sequence[Span], waits: Sequence[Wait]) -> Idle:
-    """Of the time `within`, what no span covers. Waits do not overlap each other."""
+    """The time `within` that no span covers, by cause. Waits must not overlap."""
     found, busy, at_ns = Idle(), SpanUnion([*training, *pieces]), within.start_ns
     for cause, until_ns in _causes(within, training, pieces, waits):
         end_ns = min(max(at_ns, until_ns), within.end_ns)
@@ -68,7 +67,7 @@ def attribute(within: Span, training: Sequence[Span], pieces: Sequence[Span], wa
 def _causes(
     within: Span, training: Sequence[Span], pieces: Sequence[Span], waits: Sequence[Wait]
 ) -> Iterator[tuple[str, int]]:
-    """What idle time is put down to, and until when, in order of time."""
+    """The causes of idle time and when each ends, in order of time."""
     ops, starts = (np.sort(np.array([span.start_ns for span in spans], np.int64)) for spans in (training, pieces))
     for wait in sorted(waits, key=lambda wait: wait.began_ns):
         yield "between_ops", wait.began_ns

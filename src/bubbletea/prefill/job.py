@@ -1,7 +1,7 @@
-"""One prompt's prefill on one worker: chunk after chunk, within a chunk layer after layer, one *piece* at a time. What
-has been done stays in the arena, so it can stop after any piece, at the end of a bubble, and go on in the next.
+"""One prompt's prefill on one worker: chunk by chunk, within a chunk layer by layer, one *piece* at a time. Results
+stay in the arena, so it can stop after any piece, at the end of a bubble, and resume in the next.
 
-Knows its own cursor and memory. Does not know time, other jobs or how tensors travel.
+Knows its position and memory; not time, other jobs or the transport of tensors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from bubbletea.prefill.shard import ModelShard
 
 @dataclass(frozen=True)
 class PrefillTask:
-    """What a worker is asked to do for one prompt."""
+    """The work of one worker for one prompt."""
 
     job: int
-    """Numbered by the service; with `attempt` never used twice."""
+    """Number given by the service; a pair (job, attempt) is used once."""
     attempt: int
     length: int
     """Tokens of the prompt."""
@@ -35,9 +35,9 @@ class PrefillTask:
     ends: tuple[int, ...]
     """Where each chunk of tokens ends; the last one at `length`."""
     stage: int
-    """Which of the stages of this prefill the worker is."""
+    """The worker's stage of this prefill."""
     due_ns: int
-    """Earlier ones first, on the service's monotonic clock."""
+    """Deadline on the service's monotonic clock; earlier ones run first."""
     peers: tuple[tuple[str, str, int], ...] = ()
     """(name, host, port) of the transport of each stage, in order."""
 
@@ -58,12 +58,12 @@ class PrefillTask:
 
 
 def even_ends(start: int, length: int, chunk: int) -> tuple[int, ...]:
-    """Chunks of `chunk` tokens, the last one perhaps shorter."""
+    """Chunks of `chunk` tokens; the last one may be shorter."""
     return (*range(start + chunk, length, chunk), length)
 
 
 class PrefillPiece(NamedTuple):
-    """One layer of one chunk, or of the part of it that fits where it runs; layer -1: the head."""
+    """One layer of one chunk, or of the part of it that fits into the wait; layer -1: the head."""
 
     chunk: int
     first: int
@@ -76,16 +76,16 @@ HEAD = -1
 
 
 class PieceResult(NamedTuple):
-    """What a piece leaves behind, copied out of the arena."""
+    """The result of a piece, copied out of the arena."""
 
     kv: Tensor | None
     """The new keys and values, [2, K, L, E]; None for the head."""
     out: Tensor | None
-    """What leaves this worker for the next stage, a chunk's activations; or the logits."""
+    """Activations of a chunk for the next stage, or the logits."""
 
 
 class PrefillJob:
-    """`room` of the shard's arena is the job's until its owner frees it."""
+    """Uses `room` of the shard's arena until its owner frees it."""
 
     def __init__(
         self, shard: ModelShard, task: PrefillTask, room: Room, tokens: Sequence[int], cached: Sequence[Tensor]
@@ -95,7 +95,7 @@ class PrefillJob:
         self.slabs, self._x = shard.lay_out(room, task.length, task.widest)
         self._tokens = torch.from_numpy(np.asarray(tokens, np.int64))
         if shard.arena.device.type == "cuda":
-            self._tokens = self._tokens.pin_memory()  # or their copy to the device would wait for all that is queued
+            self._tokens = self._tokens.pin_memory()  # a copy from pageable memory would wait for all queued work
         self._pieces = [
             PrefillPiece(index, first, last, layer)
             for index, (first, last) in enumerate(task.chunks)
@@ -107,7 +107,7 @@ class PrefillJob:
 
     @property
     def piece(self) -> PrefillPiece | None:
-        """What runs next; None once everything has."""
+        """The next piece; None at the end."""
         return self._pieces[self._next] if self._next < len(self._pieces) else None
 
     @property
@@ -117,7 +117,7 @@ class PrefillJob:
         return piece is not None and (self._next == 0 or self._pieces[self._next - 1].chunk != piece.chunk)
 
     def shorten(self, fits: Callable[[PrefillPiece], bool]) -> bool:
-        """Cuts the next piece to as much as fits, what is left coming next; False where nothing does."""
+        """Cuts the next piece to the part that fits; the rest is next. False if no part fits."""
         piece = self.piece
         if piece is None or piece.layer == HEAD:
             return False
@@ -129,11 +129,11 @@ class PrefillJob:
         return False
 
     def feed(self, x: Tensor) -> None:
-        """The activations of the chunk that begins, from the stage before."""
+        """Sets the activations of the next chunk, from the previous stage."""
         self._x[:, : x.shape[1]].copy_(x, non_blocking=True)
 
     def run(self) -> PieceResult:
-        """The next piece."""
+        """Runs the next piece."""
         piece = self.piece
         assert piece is not None, "the job is done"
         first, last = self.task.chunks[piece.chunk]

@@ -1,10 +1,10 @@
-"""What a worker and the service say to each other, as frames (`bubbletea.frames`). Both ends import this.
+"""Messages between a worker and the service, as frames (`bubbletea.frames`). Both ends import this.
 
-    worker dials, greets {name, datacenter, worker, transport}; the service answers with an Order as JSON
-    service -> worker    KV (cached tokens, ticket "job.attempt"), TASK, CANCEL, SHARE (of each wait, to be used)
+    the worker connects with {name, datacenter, worker, transport}; the service answers with a WorkerOrder as JSON
+    service -> worker    KV (cached tokens, ticket "job.attempt"), TASK, CANCEL, SHARE (of each wait that may be used)
     worker -> service    READY, KV, LOGITS, DONE, FAILED, REPORT
 
-Times are the sender's monotonic clock; the greeting tells the worker how far the two are apart.
+Times are on the service's monotonic clock; the worker learns its offset when it connects.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class WorkerOrder:
-    """What one worker is to hold and how it may use its waits."""
+    """The part of the model that one worker holds, and how it may use its waits."""
 
     served: Served
     layers_per_stage: tuple[int, ...]
@@ -37,24 +37,24 @@ class WorkerOrder:
     arena_bytes: int
     workspace_bytes: int
     chunk: int
-    """The longest that will be asked for: the warm-up runs one."""
+    """The longest chunk of any task; the warm-up runs one."""
     risk: float = 0.05
-    """The share of waits that may turn out shorter than the guard believes."""
+    """The share of waits that may be shorter than the guard predicts."""
     margin_ns: int = 500_000
-    """Kept between a piece's predicted end and the guard's end of the wait."""
+    """Between a piece's predicted end and the predicted end of the wait."""
     pace: LayerTime | None = None
-    """On a paced device: how long a layer keeps it busy."""
+    """On a paced device: the time of a layer."""
     head_ns: int = 0
-    """Likewise the head."""
+    """On a paced device: the time of the head."""
     budget: float = 0.005
-    """The share by which training may become slower."""
+    """The share by which prefill may slow training."""
     sensitivity: float = 1.0
-    """By how much an iteration becomes longer where this worker's ops do (`throttle`)."""
+    """How much longer an iteration becomes if this worker's ops do (`throttle`)."""
     waits_ns: dict[int, int] = field(default_factory=dict)
-    """By op: how long it is expected to wait, until enough waits were seen."""
+    """By op: its expected wait, used until enough waits were observed."""
 
     def paced_ns(self, piece: PrefillPiece) -> int:
-        """How long a piece keeps a paced device busy."""
+        """How long a piece occupies a paced device."""
         assert self.pace is not None, "the device is not paced"
         return self.head_ns if piece.layer == HEAD else self.pace(piece.last - piece.first, piece.first)
 

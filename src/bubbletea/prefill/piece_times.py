@@ -1,12 +1,12 @@
-"""How long a piece of prefill takes on this worker: from its arithmetic, corrected by what was measured.
+"""Predicts how long a piece of prefill takes on this worker: from its flops, corrected by measured durations.
 
-The first pieces are judged by the flops and a warm-up; from then on by the slow ones among the last of their kind: a
-prediction is there to keep training on time, so it errs upwards. Kinds are told apart because kernels are: a chunk
-behind others takes another way through attention than the first one.
+The first pieces are predicted from the flops and a warm-up, later ones by the slowest of the recent pieces of their
+kind: predictions protect training, so they err on the long side. Kinds are distinguished because they use different
+kernels: the first chunk of a prompt and later ones differ in attention.
 
-A device stands still now and then: a kernel is loaded when it is first used, a host is busy. One piece that took many
-times what was expected says nothing of the next; and a pace so slow that nothing fits any wait would never be measured
-again, so it is doubted. Knows durations; not bubbles.
+A device sometimes stalls: a kernel is loaded on first use, or the host is busy. So a single piece that took many times
+its prediction is ignored. A prediction so long that no piece fits any wait would never be corrected, so the slowest
+measurement is then dropped (`drop_slowest`). Knows durations; not bubbles.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ RECENT, FEW = 64, 8
 CAUTION = 0.95
 """The share of recent pieces that took no longer than predicted."""
 SURPRISE = 3.0
-"""A piece slower than predicted by this factor counts only if the one before was, too."""
+"""A piece slower than predicted by this factor counts only if the previous one was too."""
 
 
 class _Kind(NamedTuple):
-    """Pieces that the same kernels run: the size by powers of two."""
+    """Pieces that use the same kernels; sizes are grouped by powers of two."""
 
     num_new: int
     is_behind: bool
@@ -32,7 +32,7 @@ class _Kind(NamedTuple):
 
 
 class PieceTimes:
-    """`overhead_ns` for any piece, and `flops_per_ns`: from `calibrate`, or from what the operator knows."""
+    """`overhead_ns` of any piece, and `flops_per_ns`: set by `calibrate`."""
 
     def __init__(self, config: DecoderConfig, overhead_ns: int = 1_000_000, flops_per_ns: float = 1.0) -> None:
         self.config = config
@@ -43,16 +43,16 @@ class PieceTimes:
     def predict_ns(self, num_new: int, num_all: int, *, is_head: bool = False) -> int:
         return int(self._plain_ns(num_new, num_all) * self._ratios(num_new, num_all, is_head).slow)
 
-    def hoped_ns(self, num_new: int, num_all: int, *, is_head: bool = False) -> int:
-        """As fast as it has been of late."""
+    def fastest_ns(self, num_new: int, num_all: int, *, is_head: bool = False) -> int:
+        """The shortest recent time."""
         return int(self._plain_ns(num_new, num_all) * self._ratios(num_new, num_all, is_head).fast)
 
-    def doubt(self, num_new: int, num_all: int, *, is_head: bool = False) -> None:
-        """Forgets the slowest of what this prediction rests on."""
+    def drop_slowest(self, num_new: int, num_all: int, *, is_head: bool = False) -> None:
+        """Drops the slowest measurement behind this prediction."""
         self._ratios(num_new, num_all, is_head).forget_slowest()
 
     def _ratios(self, num_new: int, num_all: int, is_head: bool) -> _Ratios:
-        """A kind that has hardly been seen is judged by all layers."""
+        """For a kind with few measurements, those of all layers."""
         found = self._kinds.get(_kind(num_new, num_all, is_head))
         return found if found is not None and len(found.recent) >= FEW else self._layers
 
@@ -63,15 +63,15 @@ class PieceTimes:
             self._layers.add(ratio)
 
     def calibrate(self, small: tuple[int, int], large: tuple[int, int]) -> None:
-        """From two measured pieces, each (new tokens, nanoseconds), of prompts that begin with them."""
+        """From two measured first chunks, each (tokens, nanoseconds)."""
         (few, few_ns), (many, many_ns) = small, large
         more_flops = self.flops(many, many) - self.flops(few, few)
-        more_ns = max(many_ns - few_ns, many_ns // 10, 1)  # a few may have been held up as long as many take
+        more_ns = max(many_ns - few_ns, many_ns // 10, 1)  # the small one may have been delayed
         self.flops_per_ns = more_flops / more_ns
         self.overhead_ns = max(0, few_ns - int(self.flops(few, few) / self.flops_per_ns))
 
     def flops(self, num_new: int, num_all: int) -> float:
-        """Of one layer: its matrices, and attention over all tokens so far."""
+        """Flops of one layer: its matrices, and attention over all tokens so far."""
         config = self.config
         heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_width
         matrices = config.width * (heads + (3 if config.gated else 2) * config.ffn_width)
@@ -86,7 +86,7 @@ def _kind(num_new: int, num_all: int, is_head: bool) -> _Kind:
 
 
 class _Ratios:
-    """Of measured to plain durations."""
+    """Ratios of measured durations to those from the flops alone."""
 
     def __init__(self) -> None:
         self.recent: deque[float] = deque(maxlen=RECENT)

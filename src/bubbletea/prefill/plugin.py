@@ -1,7 +1,7 @@
-"""BubbleTea inside a training worker: what `atlas.fillers` calls "bubbletea". Holds a share of the served model, takes
-tasks from the service, and fills the worker's waits with them (`filling`).
+"""BubbleTea inside a training worker: the entry point "bubbletea" of `atlas.fillers`. Holds a part of the served model,
+receives tasks from the service, and runs them in the worker's waits (`filling`).
 
-Settings: {"address": where the service listens, "token_file": a file with the token both share}.
+Settings: {"address": of the service, "token_file": a file with the shared token}.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bubbletea.prefill.throttle import ALONE_FIRST, Throttle
 from bubbletea.prefill.warming import warm_up
 
 STREAMS = TransportSettings(max_streams=1)
-"""Activations of a chunk between hosts of one datacenter."""
+"""For activations of a chunk between hosts of one datacenter."""
 
 
 class BubbleTea:
@@ -46,9 +46,9 @@ class BubbleTea:
     def open(
         self, worker_name: str, datacenter: str, worker: int, device: SharedDevice, *, trains: bool = False
     ) -> None:
-        """Asks the service what to hold, and gets ready for it. Training has not begun: this may take its time."""
+        """Gets its part of the model from the service and loads it. Runs before training starts."""
         token = Path(self.settings["token_file"]).read_text().strip()
-        # Another life of the same worker is another node: its half-done transfers are nobody's.
+        # A restarted worker is another node: unfinished transfers of the old one are dropped.
         name = f"{datacenter}/{worker_name}.{os.getpid()}.{secrets.token_hex(4)}"
         self._transport = Endpoint(name, settings=STREAMS)
         who = {

@@ -1,7 +1,7 @@
-"""A worker's connection to the service: tasks in, keys and values and reports out, on threads of its own, so that the
-thread that trains never waits for a socket. Reconnects when the service was restarted; meanwhile there is no prefill.
+"""A worker's connection to the service: receives tasks, sends keys and values and reports. It has its own threads, so
+that the training thread never waits for a socket. Reconnects after a restart of the service.
 
-Knows messages and the engine's inbox. Does not know bubbles.
+Knows messages and the engine's interface; not bubbles.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ CONNECT_S = 5.0
 AGAIN_S = 0.5
 REPORT_S = 0.05
 MAX_REPORTS = 256
-"""Of pieces and of waits, in one frame."""
+"""Most pieces, and most waits, in one frame."""
 MAX_PENDING_BYTES = 256 << 20
-"""Of keys and values that have not left yet: where the service is slower than prefill, prefill waits."""
+"""Most bytes of keys and values that are not sent yet: if the service is slower than prefill, prefill waits."""
 
 
 def dial(address: str) -> socket.socket:
@@ -60,16 +60,16 @@ def dial(address: str) -> socket.socket:
 
 
 class _Outgoing(NamedTuple):
-    """A frame that is made when it is its turn: keys and values may still be under way from the device."""
+    """A frame that is built just before it is sent: its keys and values may still be copied from the device."""
 
     make: Callable[[], tuple[int, Json, Payload]]
     task: PrefillTask | None = None
-    """Fails with it."""
+    """The task that fails if the frame cannot be built."""
     kv_bytes: int = 0
 
 
 class ServiceLink:
-    """`order` is what the service wants of this worker; then `serve(engine)`. Also the engine's outlet."""
+    """`order` is the service's WorkerOrder for this worker; then call `serve(engine)`. Also the engine's outlet."""
 
     def __init__(self, address: str, token: str, who: Json) -> None:
         self.address, self.token, self.who = address, token, who
@@ -84,20 +84,21 @@ class ServiceLink:
         self._on_share: Callable[[float], None] = lambda share: None
         self._cached: dict[str, dict[int, Tensor]] = {}
         self._queued_bytes = self._sent_bytes = 0
-        """Of keys and values; the one written by the engine's thread, the other by the sender."""
+        """Of keys and values; the first is written by the engine's thread, the second by the sending thread."""
 
     def _greet(self, sock: socket.socket) -> Json:
         before = time.monotonic_ns()
         answer = greet(sock, self.token, self.who)
         self.offset_ns = int(answer["now_ns"]) - (before + time.monotonic_ns()) // 2
-        """Added to this host's clock, it gives the service's, within half a round trip."""
+        """Offset of the service's clock from this host's, within half a round trip."""
         self.has_baseline = bool(answer.get("has_baseline"))
         """The service has measured training's iterations without prefill."""
         order: Json = answer["order"]
         return order
 
     def serve(self, engine: PrefillEngine, on_share: Callable[[float], None] = lambda share: None) -> None:
-        """Tells the service that all is ready, and starts the threads. `on_share`: of each wait, what may be used."""
+        """Reports this worker as ready and starts the threads. `on_share` gets the share of each wait that may be
+        used."""
         self._engine, self._on_share = engine, on_share
         self._out.put(_Outgoing(lambda: (READY, {}, b"")))
         for target in (self._read, self._write, self._tick):
@@ -150,7 +151,7 @@ class ServiceLink:
         while not self._closed.is_set():
             try:
                 self._take(receive(self._sock))
-            except Exception as error:  # broken, or what came makes no sense: the thread must live, or no task comes
+            except Exception as error:  # a broken connection or an invalid message must not end this thread
                 if not isinstance(error, OSError | WorkerError):
                     log.exception("what the service sent could not be taken")
                 self._reconnect()
@@ -182,9 +183,11 @@ class ServiceLink:
         while (out := self._out.get()) is not None:
             try:
                 frame = out.make()
-                with contextlib.suppress(OSError):  # the reader notices, and what was meant for the old service is void
+                with contextlib.suppress(
+                    OSError
+                ):  # the reading thread reconnects; frames for the old connection are void
                     send(self._sock, *frame)
-            except Exception as error:  # of one frame: others must still leave
+            except Exception as error:  # only this frame fails
                 log.exception("a frame for the service could not be made")
                 if out.task is not None:
                     self._engine.cancel(out.task.job, out.task.attempt)
@@ -214,7 +217,7 @@ class ServiceLink:
                 sock = dial(self.address)
                 if self._greet(sock) != self.order:
                     sock.close()
-                    self.close()  # another service: this worker holds the wrong layers for it
+                    self.close()  # another service: this worker has other layers
                     return
                 self._sock = sock
                 self._out.put(_Outgoing(lambda: (READY, {}, b"")))

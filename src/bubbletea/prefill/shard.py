@@ -1,6 +1,6 @@
-"""A worker's share of the served model: a cut of its layers with the weights in the arena, one layer at a time.
+"""A worker's part of the served model: a range of its layers with the weights in the arena, run one layer at a time.
 
-Knows the model and where its memory is. Does not know prompts, bubbles or other workers. Shape letters as in
+Knows the model and its memory; not prompts, bubbles or other workers. Shape letters as in
 `atlas.runtime.models.block`: L new tokens, T all tokens, D width, K heads of keys and values, E head width.
 """
 
@@ -25,13 +25,13 @@ from bubbletea.model_identity import model_id
 from bubbletea.prefill.arena import Arena, Room, aligned
 
 FOR_ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Attention for prompts of any length: without the library that compiles a kernel for every shape it meets."""
+"""Attention for prompts of any length: without cuDNN, which compiles a kernel for every new shape."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Served:
-    """Which model: its config, and a folder with its weights or the seed of random ones."""
+    """The served model: its config, and a folder with its weights or the seed of random weights."""
 
     config: DecoderConfig
     folder: Path | None = None
@@ -48,8 +48,8 @@ class Served:
 
     @property
     def id(self) -> str:
-        """The same on every worker and in a decode engine with a copy of the folder; another where a dimension, the
-        dtype or the weights are."""
+        """Equal on every worker and in a decode engine with a copy of the folder; differs with dimensions, dtype or
+        weights."""
         if self.folder is not None:
             return model_id(self.folder, self.dtype)
         shape = json.dumps(asdict(self.config), sort_keys=True, default=str)
@@ -64,7 +64,7 @@ class Served:
 
 
 class ModelShard:
-    """One cut, ready to run. `weights_bytes` of its arena are gone for good."""
+    """One range of layers, loaded. Uses `weights_bytes` of its arena permanently."""
 
     def __init__(self, served: Served, cut: LayerRange, arena: Arena) -> None:
         self.served, self.cut, self.arena = served, cut, arena
@@ -102,7 +102,7 @@ class ModelShard:
 
     @torch.inference_mode()
     def layer(self, index: int, x: Tensor, slab: KvSlab) -> Tensor:
-        """One layer of one chunk; the slab grows by the chunk's keys and values."""
+        """One layer of one chunk; appends the chunk's keys and values to the slab."""
         positions = torch.arange(slab.length, slab.length + x.shape[1], device=self.arena.device)
         with self.arena.workspace(), sdpa_kernel(FOR_ANY_SHAPE):
             y: Tensor = self.decoder.layers[str(index)](x, positions, slab)[0]
@@ -118,11 +118,11 @@ class ModelShard:
 
     # ---- memory ------------------------------------------------------------------------------------------------
     def job_bytes(self, length: int, chunk: int) -> int:
-        """What one prompt takes of the arena here: keys and values of all its tokens, activations of a chunk."""
+        """Arena memory of one prompt: keys and values of all its tokens, activations of a chunk."""
         return sum(aligned(math.prod(shape) * self.dtype.itemsize) for shape in self._shapes(length, chunk))
 
     def lay_out(self, room: Room, length: int, chunk: int) -> tuple[dict[int, KvSlab], Tensor]:
-        """The slabs by layer and the place of a chunk's activations [1, chunk, D], in a room of `job_bytes`."""
+        """The slabs by layer and a chunk's activations [1, chunk, D], in a room of `job_bytes`."""
         kv, x = self.arena.tensors(room, self.dtype, *self._shapes(length, chunk))
         return {layer: KvSlab(k, v) for layer, (k, v) in zip(self.cut.layers, kv, strict=True)}, x
 
@@ -132,8 +132,8 @@ class ModelShard:
         return kv, (1, chunk, config.width)
 
     def workspace_bytes(self, num_new: int, num_all: int) -> int:
-        """More than a layer's temporaries take for this chunk: projections, MLP, mask, and attention's scores where
-        no fused kernel is at hand (the CPU)."""
+        """An upper bound of a layer's temporaries for this chunk: projections, MLP, mask, and attention scores without
+        a fused kernel (on the CPU)."""
         config, size = self.config, self.dtype.itemsize
         heads = (2 * config.num_heads + 6 * config.num_kv_heads) * config.head_width
         scores = num_new * num_all * (config.num_heads * 4 if self.arena.device.type == "cpu" else 0)

@@ -1,6 +1,6 @@
-"""Out of the accelerator and into it while it goes on: a finished layer's keys and values copied to host memory next to
-the layer that runs, and what the stage before has sent put where a copy to the device does not wait for what is queued
-there. On the CPU nothing is copied.
+"""Copies to and from the accelerator while it computes: keys and values of a finished layer are copied to host memory
+beside the running layer, and activations of the previous stage go through pinned memory, so that their copy does not
+wait for queued work. On the CPU nothing is copied.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Staged = Callable[[], Tensor]
-"""The tensor in host memory; waits for the copy where it is still under way. To be called on the sending thread."""
+"""Returns the tensor in host memory; waits for the copy if needed. Called on the sending thread."""
 
 
 class Staging:
@@ -21,11 +21,11 @@ class Staging:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def into(self, tensor: Tensor) -> Tensor:
-        """`tensor`, of any host memory, in such that goes to the device by itself."""
+        """`tensor` in pinned host memory, from which the device copies asynchronously."""
         return tensor if self._stream is None else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
     def out(self, tensor: Tensor) -> Staged:
-        """`tensor` is a copy of its own: nobody else writes into it."""
+        """`tensor` must not be written to afterwards."""
         if self._stream is None:
             return lambda: tensor
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))

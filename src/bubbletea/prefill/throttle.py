@@ -1,10 +1,9 @@
-"""Less prefill where it slows training down. A GPU that never rests may have to lower its clock: training's ops take a
-few per cent longer although none starts late. Time is no guard against that; this is.
+"""Reduces prefill where it slows training's ops. A GPU that never idles may lower its clock: ops then take a few per
+cent longer although none starts late, which the guard cannot see.
 
-Some steps are left without prefill, to know what training's ops take alone. Where the others are slower by more than
-the operator's budget pays for, a smaller share of every wait is used, its beginning, so that the device rests before
-the next op. A share is judged by the steps that had it, and by no others: those before would have it cut again and
-again for what it no longer does. Knows durations of ops; not pieces.
+Some steps are left without prefill to measure training's ops alone. If ops in other steps are slower by more than the
+operator's budget, only the first part of every wait is used, so that the device idles before the next op. A share is
+judged only by the steps that used it. Knows durations of ops; not pieces.
 """
 
 from __future__ import annotations
@@ -13,41 +12,41 @@ from collections import deque
 from statistics import median
 
 ALONE_FIRST, ALONE_EVERY, ALONE_TIMES = 3, 512, 2
-"""Steps without prefill: the first ones, and then two of so many, one behind the other."""
+"""Steps without prefill: the first three, and then two in a row of every 512."""
 RECENT = 9
-"""Steps without prefill that are remembered."""
+"""Steps without prefill whose durations are kept."""
 JUDGED = 3
 """Steps by which a share is judged."""
 LEAST = 0.1
-"""However slow training becomes, this share of its waits is used: the service must be seen to live."""
+"""Smallest share of a wait: the service always makes some progress."""
 LOW, AIM = 0.7, 0.85
-"""Of the budget: where less than the one is used, the other is aimed at."""
+"""Of the budget: below LOW the share is raised; changes aim at AIM."""
 CUT, RISE = 0.4, 1.3
-"""The most that one judgement changes."""
+"""The largest change by one judgement."""
 
 
 def is_alone(step: int, first: int, alone_first: int = ALONE_FIRST) -> bool:
-    """Whether all workers of a training that began with step `first` leave this one without prefill. They agree because
-    they count the same steps; the service does, too (`serve.promise`)."""
+    """Whether all workers of a training that started with step `first` leave this step without prefill. Workers and
+    service (`serve.promise`) agree because they count the same steps."""
     return step - first < alone_first or (step - first) % ALONE_EVERY >= ALONE_EVERY - ALONE_TIMES
 
 
 class Throttle:
-    """`sensitivity`: by how much an iteration becomes longer where all ops of this worker do, each by 1; the simulator
-    knows. Little where the WAN binds, 1 where compute does."""
+    """`sensitivity`: relative increase of an iteration per relative increase of this worker's ops, from the simulator:
+    near 0 if the WAN is the bottleneck, 1 if compute is."""
 
     def __init__(self, budget: float, sensitivity: float = 1.0, alone_first: int = ALONE_FIRST) -> None:
         self.budget, self.sensitivity, self.alone_first = budget, sensitivity, alone_first
         self.share = 1.0
-        """Of each wait."""
+        """The share of each wait that is used."""
         self.slowdown = 0.0
-        """Of this worker's ops, by prefill, when the share was last judged."""
+        """Of this worker's ops by prefill, at the last judgement."""
         self._step = -1
         self._first: int | None = None
         self._num_filled = 0
-        """Steps that had prefill since the share was last judged."""
+        """Steps with prefill since the last judgement."""
         self._took: dict[bool, dict[int, deque[int]]] = {True: {}, False: {}}
-        """By whether the step had prefill, by op."""
+        """Durations: whether the step had prefill -> op -> recent ones."""
 
     def may_fill(self, step: int) -> bool:
         if self._first is None:

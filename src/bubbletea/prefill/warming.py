@@ -20,13 +20,13 @@ from bubbletea.prefill.shard import ModelShard
 
 FEW, RUNS = 8, 5
 STAGED, PASSED = 8, 2
-"""Keys and values on their way out at once; activations on their way from stage to stage."""
+"""Blocks of keys and values, and of activations, that are in transfer at once."""
 
 
 def warm_up(shard: ModelShard, pace: PieceTimes, chunk: int) -> None:
     length = min(2 * chunk, max(chunk, shard.config.max_length))
     room = shard.arena.take(shard.job_bytes(length, chunk))
-    if room is None:  # then no piece will ever stand behind a whole chunk either
+    if room is None:  # then no piece will ever follow a whole chunk
         length, room = chunk, shard.arena.take(shard.job_bytes(chunk, chunk))
     if room is None:
         raise WorkerError(f"the arena has no room for one chunk of {chunk} tokens beside the weights: enlarge it")
@@ -46,14 +46,14 @@ def warm_up(shard: ModelShard, pace: PieceTimes, chunk: int) -> None:
 
 
 def _sizes(chunk: int, length: int) -> Iterator[tuple[int, int]]:
-    """Tokens of a piece, and those before it: none, a few, many."""
+    """Tokens of a piece, and tokens before it: none, a few, many."""
     grain = grain_of(chunk)
     for num in range(grain, chunk + 1, grain):
         yield from ((num, past) for past in (0, grain, chunk) if past + num <= length)
 
 
 def _run_ends(shard: ModelShard, x: Tensor) -> None:
-    """What comes before the first layer and after the last."""
+    """Runs the embedding and the head."""
     if shard.cut.has_embedding:
         shard.embed(torch.zeros(x.shape[1], dtype=torch.int64), 0)
     if shard.cut.has_head:
@@ -61,8 +61,8 @@ def _run_ends(shard: ModelShard, x: Tensor) -> None:
 
 
 def _load_host_memory(shard: ModelShard, chunk: int) -> None:
-    """Pinned memory for keys and values, and for activations of other stages, in all their sizes: torch keeps what it
-    was once given, and to be given more takes milliseconds."""
+    """Allocates pinned memory for keys and values and for activations, in all their sizes: torch caches it, and a new
+    allocation takes milliseconds."""
     if shard.arena.device.type == "cpu":
         return
     wanted = [shard.served.kv_bytes_per_layer_token] * STAGED

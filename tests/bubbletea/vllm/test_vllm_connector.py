@@ -91,14 +91,14 @@ def test_a_prompt_that_is_more_than_tokens_is_computed(orders: Orders, prefiller
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda p: p | {"remote_port": 1}, "not as the service sealed them"),
-        (lambda p: {k: v for k, v in p.items() if k != "remote_seal"}, "not as the service sealed them"),
+        (lambda p: p | {"remote_port": 1}, "signature of kv_transfer_params is wrong"),
+        (lambda p: {k: v for k, v in p.items() if k != "remote_seal"}, "signature of kv_transfer_params is wrong"),
         (lambda p: p | {"remote_num_tokens": "many"}, "without a proper"),
         (lambda p: seal(p, "another token", PROMPT), "same token"),
         (lambda p: seal(p | {"remote_host": "10.0.0.7"}, TOKEN, PROMPT), "not among the connector's peers"),
         (lambda p: seal(p | {"remote_model_id": "0" * 24}, TOKEN, PROMPT), "serve the same on both"),
         (lambda p: seal(p, TOKEN, PROMPT[1:]), "are not the prompt's"),
-        (lambda p: p | {"remote_seal": "\udcff"}, "not as the service sealed them"),
+        (lambda p: p | {"remote_seal": "\udcff"}, "signature of kv_transfer_params is wrong"),
     ],
 )
 def test_what_does_not_agree_is_refused_and_said(

@@ -150,7 +150,7 @@ def test_a_hand_off_that_is_not_this_prompts_is_not_even_fetched(
     foreign = led_to(prefiller.prefill(prompts[9], "foreign") | {"remote_model_id": "0" * 24}, 1, prompts[9])
     assert server.complete(prompts[9], NUM_TOKENS, "foreign", foreign) == plain[9]
     assert server.metrics()["bubbletea:handoff_loads_total"] == loads
-    for said in ("are not the prompt's", "not as the service sealed them", "serve the same on both"):
+    for said in ("are not the prompt's", "signature of kv_transfer_params is wrong", "serve the same on both"):
         assert said in server.log
 
 
