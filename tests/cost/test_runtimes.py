@@ -158,6 +158,15 @@ def test_a_slower_gpu_type_never_makes_it_faster(runtime: str) -> None:
     assert mixed == pytest.approx(turned, rel=0.15), "the order of the types matters little on equal networks"
 
 
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_the_default_split_on_mixed_gpu_types_is_faster_than_the_slow_type_alone(runtime: str) -> None:
+    mixed = two("H100", "A100-80", runtime).model_copy(update={"layers_per_stage": None})
+    slow = two("A100-80", "A100-80", runtime).model_copy(update={"layers_per_stage": None})
+    split = arrange(mixed).layers_per_stage
+    assert sum(split[:2]) > sum(split[2:])
+    assert seconds(mixed) < 0.95 * seconds(slow)
+
+
 # ---- executing -------------------------------------------------------------------------------------------------
 def test_only_our_own_runtime_is_executed() -> None:
     require_executable(job())

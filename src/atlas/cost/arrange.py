@@ -74,7 +74,7 @@ def _arranged(job: Job, num_pipelines: int) -> Arrangement:
     cluster = cluster_arrays(job)
     model = model_arrays(job, cluster, required=rank_dc)
     dc = stage_numbers(cluster, rank_dc, job.num_stages)
-    split = job.layers_per_stage or _even(job) or _balanced(model, dc[0])
+    split = job.layers_per_stage or _even(job, rank_dc) or _balanced(model, dc[0])
     seconds = model.stage_seconds(dc, np.array([split]))[:, 0]
     times = tuple(PieceTime(*column) for column in seconds.T.tolist())
     return Arrangement(num_pipelines, rank_dc, split, times, cluster, model)
@@ -187,9 +187,11 @@ def route_between(job: Job, a: str, b: str) -> Route:
 
 
 # ---- layers per stage --------------------------------------------------------------------------------------
-def _even(job: Job) -> tuple[int, ...] | None:
-    """Equal stages, where the runtime wants them and the layers allow them."""
-    if not RUNTIMES[job.runtime].splits_evenly or job.model.layers % job.num_stages:
+def _even(job: Job, rank_dc: tuple[str, ...]) -> tuple[int, ...] | None:
+    """Equal stages, where the runtime has them, the layers divide and all GPUs are alike: on mixed types an equal split
+    is as slow as the slowest type alone."""
+    gpu_types = {job.cluster.dc(name).gpu for name in rank_dc}
+    if not RUNTIMES[job.runtime].splits_evenly or job.model.layers % job.num_stages or len(gpu_types) > 1:
         return None
     return (job.model.layers // job.num_stages,) * job.num_stages
 
