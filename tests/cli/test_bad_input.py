@@ -174,11 +174,11 @@ def test_a_job_with_too_many_events(atlas: Atlas) -> None:
 
 
 def test_files_that_are_not_timelines(atlas: Atlas, tmp_path: Path) -> None:
-    refused(atlas("view", "tiny.yaml"), "tiny.yaml", "not a whole timeline file", "atlas simulate --save")
+    refused(atlas("view", "tiny.yaml"), "tiny.yaml", "not a complete timeline file", "atlas simulate --save")
     refused(atlas("view", "gone.timeline"), "gone.timeline", "cannot be read")
     refused(atlas("view", "."), "is a folder")
     refused(atlas("compare", "tiny.yaml", "tiny.yaml"), "is a job", "tiny.yaml:atlas")
     atlas("simulate", "tiny.yaml", "--schedule", "1f1b", "--save", "run.timeline")
     whole = (tmp_path / "run.timeline").read_bytes()
     (tmp_path / "run.timeline").write_bytes(whole[: len(whole) // 2])
-    refused(atlas("view", "run.timeline"), "run.timeline", "cut short")
+    refused(atlas("view", "run.timeline"), "run.timeline", "truncated")

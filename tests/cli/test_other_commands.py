@@ -56,7 +56,7 @@ def test_view_writes_a_page_next_to_the_file(atlas: Atlas, tmp_path: Path) -> No
 def test_file_names_leave_out_special_characters_of_a_timeline_name(atlas: Atlas, tmp_path: Path) -> None:
     atlas("simulate", "tiny.yaml", "--schedule", "1f1b", "--save", "a.timeline")
     odd = load_timeline(tmp_path / "a.timeline")
-    save_timeline(tmp_path / "b.timeline", replace(odd, program=odd.program.renamed("../x/\ny")))
+    save_timeline(tmp_path / "b.timeline", replace(odd, program=replace(odd.program, name="../x/\ny")))
     said = atlas("view", "a.timeline", "b.timeline", "--trace", "t.json")
     assert said.err.splitlines() == ["wrote t-1f1b-many.json", "wrote t-.._x_y-many.json"]
 

@@ -153,8 +153,8 @@ def test_a_program_that_does_an_op_twice_is_rejected(program: Program, data: st.
         ("0F0 0F1 0B0 0B1 0F1", "1F0 1B0 1F1 1B1", r"0F1 on p0.s0 \(a\) occurs more than once"),
         ("0F0 0F1 0B0 0B1 1F0", "1B0 1F1 1B1", r"1F0 on p0.s0 \(a\) is on the wrong worker"),
         ("0F0 0F1 0B0 0B1", "1B0 1F0 1F1 1B1", r"1B0 on p0.s1 \(b\) comes before 1F0, which it needs"),
-        ("0F0 0R0 0F1 0R1 0B0 0B1", "1F0 1F1 1B1 1B0", r"1B1 on p0.s1 \(b\) comes before 1B0: weight gradients add up"),
-        ("0F0 0F1 0I0 0B1 0W0", "1F0 1F1 1B0 1B1", r"0B1 on p0.s0 \(a\) comes before 0W0: weight gradients add up"),
+        ("0F0 0R0 0F1 0R1 0B0 0B1", "1F0 1F1 1B1 1B0", r"1B1 on p0.s1 \(b\) comes before 1B0: weight gradients are"),
+        ("0F0 0F1 0I0 0B1 0W0", "1F0 1F1 1B0 1B1", r"0B1 on p0.s0 \(a\) comes before 0W0: weight gradients are added"),
         ("0F0 0F1 0W0 0I0 0B1", "1F0 1F1 1B0 1B1", r"0W0 on p0.s0 \(a\) comes before 0I0"),
         ("0F0 0F1 0B0 0R0 0B1", "1F0 1F1 1B0 1B1", r"0B0 on p0.s0 \(a\) comes before 0R0"),
     ],
@@ -210,7 +210,7 @@ def test_the_cap_of_memory_is_the_peak_and_not_one_less(make, peak: int):
     assert program.peak_in_flight == peak
     assert peak_memory(program, Memory(99)) == peak
     check(replace(program, memory=Memory(peak)))
-    with pytest.raises(ProgramError, match=f"brings its worker to {peak} held, but the cap is {peak - 1}"):
+    with pytest.raises(ProgramError, match=f"makes its worker hold {peak}, but the cap is {peak - 1}"):
         check(replace(program, memory=Memory(peak - 1)))
 
 

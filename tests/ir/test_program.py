@@ -99,7 +99,7 @@ def test_interleaved_workers_meet_once_not_once_per_stage():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Layout(1, 5, 1, ("a", "b")), "5 stages cannot be dealt evenly to 2 workers"),
+        (lambda: Layout(1, 5, 1, ("a", "b")), "5 stages cannot be distributed evenly over 2 workers"),
         (lambda: assemble("x", Layout(2, 2, 1, ("a", "b")), [[]] * 3), "3 lists of ops for 2 pipelines of 2 workers"),
         (lambda: assemble("x", Layout(1, 1, 1, ("a",)), [[Op(Kind.F, 1, 0)]]), "outside"),
         (lambda: assemble("x", Layout(1, 1, 1, ("a",)), [[Op(Kind.F, 0, 1)]]), "outside"),

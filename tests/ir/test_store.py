@@ -88,7 +88,7 @@ def test_foreign_files_are_turned_away(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "plain.zip", "w") as archive:
         archive.writestr("readme", "hello")
     for name in ("text", "one.npy", "other.npz", "plain.zip"):
-        with pytest.raises(AtlasError, match="not a whole timeline file"):
+        with pytest.raises(AtlasError, match="not a complete timeline file"):
             load_timeline(tmp_path / name)
     with pytest.raises(AtlasError, match="cannot be read"):
         load_timeline(tmp_path / "absent.npz")
@@ -97,7 +97,7 @@ def test_foreign_files_are_turned_away(tmp_path: Path) -> None:
 def test_a_pickle_is_never_opened(tmp_path: Path, timeline: Timeline) -> None:
     save_timeline(tmp_path / "t.npz", timeline)
     bad = rewritten(tmp_path / "t.npz", op_start_ns=np.array([{"a": 1}], object))
-    with pytest.raises(AtlasError, match="not a whole timeline file"):
+    with pytest.raises(AtlasError, match="not a complete timeline file"):
         load_timeline(bad)
 
 
@@ -127,7 +127,7 @@ def test_arrays_that_contradict_each_other_are_an_error(
     tmp_path: Path, timeline: Timeline, changes: dict[str, Any]
 ) -> None:
     save_timeline(tmp_path / "t.npz", timeline)
-    with pytest.raises(AtlasError, match="not a whole timeline file"):
+    with pytest.raises(AtlasError, match="not a complete timeline file"):
         load_timeline(rewritten(tmp_path / "t.npz", **changes))
 
 
@@ -142,7 +142,7 @@ def test_a_program_that_its_arrays_do_not_fill_is_an_error(tmp_path: Path) -> No
     one_stage = one_f_one_b(Layout.even(1, 1, 2))
     save_timeline(tmp_path / "t.npz", simulate(one_stage, uniform_costs(1, 1, kind_costs(forward_ns=1, backward_ns=2))))
     for changes in ({"rank_dc": []}, {"num_microbatches": 10**12}):  # the second would want terabytes for a table
-        with pytest.raises(AtlasError, match="not a whole timeline file"):
+        with pytest.raises(AtlasError, match="not a complete timeline file"):
             load_timeline(in_program(tmp_path / "t.npz", **changes))
     assert load_timeline(in_program(tmp_path / "t.npz", name=5)).program.name == "5"
 

@@ -150,7 +150,7 @@ def test_stages_on_one_worker_hand_over_without_a_send() -> None:
         ("pipelines: 2", "pipelines: two", "line 3: got 'pipelines: two', expected a whole number"),
         ("pipelines: 2", "pipelnes: 2", "line 3: .*did you mean 'pipelines'"),
         ("pipelines: 2", "", "the header has no 'pipelines'"),
-        ("stages: 2", "stages: 3", "3 stages cannot be dealt evenly"),
+        ("stages: 2", "stages: 3", "3 stages cannot be distributed evenly"),
         ("sharing: no", "sharing: maybe", "line 8: got 'sharing: maybe', expected yes or no"),
         ("acquire F=1", "acquire Q=1", "line 9: got 'Q=1', expected a kind"),
         ("memory: 2", "memory: lots", "line 9: got 'lots acquire"),
@@ -167,7 +167,7 @@ def test_errors_name_line_given_and_expected(old: str, new: str, says: str) -> N
 
 def test_torch_csv_is_compute_only() -> None:
     assert to_torch_csv(with_optimizer(two_stages())) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
-    with pytest.raises(ProgramError, match="holds 2 iterations"):
+    with pytest.raises(ProgramError, match="has 2 iterations"):
         to_torch_csv(repeated(two_stages(), 2))
     with pytest.raises(ProgramError, match="pipeline 5 of 2"):
         to_torch_csv(two_stages(), 5)

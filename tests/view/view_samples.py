@@ -27,7 +27,8 @@ def job(
     optimizer: bool = True,
     name: str = "1f1b",
 ) -> Timeline:
-    program = one_f_one_b(Layout.even(num_pipelines, num_stages, num_microbatches, num_dcs)).renamed(name)
+    layout = Layout.even(num_pipelines, num_stages, num_microbatches, num_dcs)
+    program = replace(one_f_one_b(layout), name=name)
     program = replace(program, sharing=sharing)
     if optimizer:
         program = with_optimizer(program, norm=True)

@@ -1,5 +1,6 @@
-"""The figures of a Timeline in one place: how busy workers and links are, the bubbles by cause, the critical path by
-category. How two Timelines differ is `difference`.
+"""The figures of a Timeline: how busy workers and links are, bubbles by cause, the critical path by category.
+
+`difference` compares two Timelines.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def wan_links(timeline: Timeline) -> Ints:
 
 @computed_once
 def link_utilization(timeline: Timeline) -> dict[str, float]:
-    """By WAN link: the share of the run in which it serves something."""
+    """By WAN link: the share of the run in which it sends."""
     links, makespan = wan_links(timeline), timeline.makespan_ns
     of = np.flatnonzero(np.isin(timeline.transfer_link, links))
     of = of[np.lexsort((timeline.transfer_start_ns[of], timeline.transfer_link[of]))]
@@ -34,7 +35,7 @@ def link_utilization(timeline: Timeline) -> dict[str, float]:
 
 @computed_once
 def summary(timeline: Timeline) -> dict[str, Any]:
-    """The figures of a Timeline, JSON-able."""
+    """The figures of a Timeline, as JSON values."""
     found, path = bubbles(timeline), path_totals_ns(critical_path(timeline))
     return {
         "schedule": timeline.program.name,

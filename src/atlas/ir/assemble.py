@@ -1,5 +1,6 @@
-"""Making Programs: from one list of ops per worker, and from another Program, its iteration closed by the optimizer or
-repeated. Who puts the ops in order is `atlas.schedules`; whether the result can finish is for `ir.check` to say.
+"""Makes Programs: from one list of ops per worker, or from another Program, with the optimizer's ops or repeated.
+
+`atlas.schedules` orders the ops; `ir.check` checks whether the result can finish.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ def assemble(
     num_iterations: int = 1,
     recompute_on_arrival: bool = False,
 ) -> Program:
-    """A Program from one list of ops per worker, or per rank when every pipeline does the same.
+    """Makes a Program from one list of ops per worker, or per rank if every pipeline does the same.
 
-    `turn` is by transfer; without it the dispatch rule's order (oldest microbatch first) holds.
+    `turn` is by transfer; without it the order of the dispatch rule (oldest microbatch first) is used.
     """
     if len(orders) == layout.num_ranks and layout.num_pipelines > 1:
         orders = list(orders) * layout.num_pipelines
@@ -74,17 +75,17 @@ def default_turns(layout: Layout, num_iterations: int = 1) -> Ints:
 
 
 def with_optimizer(program: Program, *, norm: bool = False) -> Program:
-    """The same Program with SYNC, (NORM,) and STEP closing each worker's iteration."""
+    """The same Program with SYNC, (NORM,) and STEP at the end of each worker's iteration."""
     if program.num_iterations != 1:
         raise ProgramError(
-            f"program {program.name!r} already holds {program.num_iterations} iterations: close one, then repeat it"
+            f"program {program.name!r} has {program.num_iterations} iterations: add the optimizer first, then repeat"
         )
     closing = [Kind.SYNC, Kind.NORM, Kind.STEP] if norm else [Kind.SYNC, Kind.STEP]
     return _per_worker(program, program.num_iterations, lambda ops: [*ops, *_closing(ops, closing, 0)])
 
 
 def repeated(program: Program, times: int) -> Program:
-    """The same iterations `times` times over, each worker going on as soon as its own work allows."""
+    """The same iterations `times` times. Each worker continues as soon as its own work allows."""
 
     def unroll(ops: list[Op]) -> list[Op]:
         return [

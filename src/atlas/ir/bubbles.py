@@ -1,7 +1,7 @@
-"""Why each worker idles: every span of a Timeline in which its accelerator has nothing to do, and the cause. A measured
-Timeline is read like a simulated one, so clocks that disagree a little only shift a border, they never break a sum.
+"""Why workers idle: every span of a Timeline in which an accelerator has nothing to do, and the cause. Measured and
+simulated Timelines are treated alike: clocks that differ a little shift a border, but totals stay right.
 
-Knows no costs and no policies: a wait is explained by what was still missing at that moment, nothing else.
+Knows no costs and no policies: a wait is explained only by what was missing at that moment.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from atlas.ir.timeline import Timeline, computed_once
 
 
 class Cause(IntEnum):
-    """Why an accelerator has nothing to do. The integer values are what the arrays hold."""
+    """Why an accelerator has nothing to do. Arrays hold the integer values."""
 
     FILL = 0
-    """The run has begun, the worker's first op has not."""
+    """Before the worker's first op."""
     DRAIN = 1
-    """The worker has done its last op, the run goes on."""
+    """After the worker's last op."""
     WAN = 2
-    """The input exists, but is queued for or travelling between datacenters."""
+    """The input exists, but is queued or in transit between datacenters."""
     PEER = 3
-    """The input is not produced yet, travels inside the datacenter, or the op waits for memory or for its order."""
+    """The input is not produced yet, is in transit inside the datacenter, or the op waits for memory or its order."""
     SYNC = 4
-    """All-reduce and global norm, and the wait until everybody has come to them."""
+    """All-reduce and global norm, and the wait for all workers that take part."""
 
 
 class Bubble(NamedTuple):
@@ -75,7 +75,7 @@ class Bubbles:
 
 
 class Laid(NamedTuple):
-    """The ops in the order in which each worker really did them."""
+    """The ops in the order in which each worker did them."""
 
     order: Ints
     first: NDArray[np.bool_]
@@ -83,14 +83,14 @@ class Laid(NamedTuple):
     """When the worker had ended everything before this op; the run's start for its first op."""
     start_ns: Ints
     end_ns: Ints
-    """Start and end, cut so that the spans of a worker never overlap."""
+    """Start and end, cut so that spans of a worker do not overlap."""
 
 
 def running_end(group: Ints, end_ns: Ints, floor_ns: int) -> Ints:
-    """The latest end before each span among the spans of its group, which are given group by group."""
+    """By span: the latest end of the spans before it in its group. Spans are given group by group."""
     if not len(group):
         return np.zeros(0, np.int64)
-    # One accumulate over all groups: each is lifted above everything that its predecessors can reach.
+    # One accumulate over all groups: each is shifted above all values of the groups before it.
     lift = group.astype(np.int64) * (int(end_ns.max()) - floor_ns + 1)
     reached = np.maximum.accumulate(end_ns - floor_ns + lift)
     before = np.concatenate([np.zeros(1, np.int64), reached[:-1]])
@@ -108,7 +108,7 @@ def lay_out(timeline: Timeline) -> Laid:
 
 
 def input_transfer(program: Program) -> Ints:
-    """By op: the transfer it cannot start without, or -1."""
+    """By op: the transfer that it needs to start, or -1."""
     table = np.full(program.num_ops, -1, np.int64)
     dst = program.transfer_dst
     known = np.flatnonzero((dst >= 0) & (program.transfer_src >= 0))
@@ -120,8 +120,8 @@ def input_transfer(program: Program) -> Ints:
 def bubbles(timeline: Timeline) -> Bubbles:
     """Every span in which a worker's accelerator has nothing to do, and why.
 
-    A wait for an input over the WAN counts as PEER until the sender has produced it and as WAN from then until
-    it has arrived. A slice of prefill fills a part of a bubble and leaves the cause of the rest as it was.
+    A wait for an input over the WAN counts as PEER until the sender has produced it, and as WAN from then until it has
+    arrived. A slice of prefill fills a part of a bubble; the rest keeps its cause.
     """
     program = timeline.program
     if not program.num_ops:
@@ -161,7 +161,7 @@ def bubbles(timeline: Timeline) -> Bubbles:
 
 
 def _awaited(worker: Ints, kind: NDArray[np.int8], first: NDArray[np.bool_]) -> tuple[Ints, NDArray[np.bool_]]:
-    """By op in laid-out order: itself or the next training op of its worker (-1: none); whether one came before."""
+    """By op in laid-out order: the next training op of its worker, or itself (-1: none); whether one came before."""
     training = kind != Kind.P
     at = np.where(training, np.arange(len(kind)), len(kind))
     following = np.minimum.accumulate(at[::-1])[::-1]
@@ -173,7 +173,7 @@ def _awaited(worker: Ints, kind: NDArray[np.int8], first: NDArray[np.bool_]) -> 
 
 
 def _wan_wait(timeline: Timeline, laid: Laid, awaited: Ints, splittable: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-    """By op: the borders between which its wait is for the WAN; both at the op's start when it is not."""
+    """By op: start and end of its wait for the WAN; both are the op's start if there is none."""
     transfer = input_transfer(timeline.program)[laid.order[awaited]]
     wan = np.flatnonzero(splittable & (transfer >= 0))
     wan = wan[timeline.program.transfer_crosses[transfer[wan]]]
@@ -185,7 +185,7 @@ def _wan_wait(timeline: Timeline, laid: Laid, awaited: Ints, splittable: NDArray
 
 
 def _tails(timeline: Timeline) -> Ints:
-    """By worker: the end of its last op; the run's start for a worker that does nothing."""
+    """By worker: the end of its last op, or the start of the run if it has none."""
     last = np.full(timeline.program.num_workers, int(timeline.op_start_ns.min()), np.int64)
     np.maximum.at(last, timeline.program.op_worker, timeline.op_end_ns)
     return last

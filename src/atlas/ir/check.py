@@ -1,7 +1,7 @@
-"""The checker: rejects a Program that could never run, and says which ops and why.
+"""The checker: rejects a Program that cannot finish, and names the ops and the reason.
 
-It accepts exactly what the engine finishes (a property test holds it to that): every stage has its ops, each once
-and in an order that can be; nobody waits for somebody who waits for him; nobody holds more than his memory.
+It accepts exactly what the engine finishes (a property test compares them): every stage has its ops, each once and in a
+possible order; no worker waits in a circle; no worker holds more than its memory.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from atlas.errors import ProgramError
 from atlas.ir.ops import COLLECTIVES, Kind
-from atlas.ir.program import Ints, Memory, Program
+from atlas.ir.program import Memory, Program
 
 
 def check(program: Program) -> None:
-    """Raise ProgramError at the first fault."""
+    """Raises ProgramError at the first fault."""
     _require_complete(program)
     _require_local_order(program)
     _require_no_circle(program)
@@ -26,15 +26,15 @@ def check(program: Program) -> None:
 
 
 def peak_memory(program: Program, memory: Memory) -> int:
-    """The most any worker holds at once under a memory rule."""
-    return int(_held(program, memory).max(initial=0))
+    """The most that any worker holds at once under a memory rule."""
+    return int(program.held(memory).max(initial=0))
 
 
 def _fault(program: Program, what: str) -> ProgramError:
     return ProgramError(f"program {program.name!r}: {what}")
 
 
-# ---- every op there, once, on the right worker ------------------------------------------------------------
+# ---- every op exists once, on the right worker --------------------------------------------------------------
 def _require_complete(program: Program) -> None:
     rank = program.op_worker % program.num_ranks
     misplaced = np.flatnonzero(np.array(program.stage_rank)[program.stage] != rank)
@@ -59,7 +59,7 @@ def _require_complete(program: Program) -> None:
 
 
 def _require_everybody(program: Program, kind: Kind) -> None:
-    """Who is left out of a collective that others join leaves them waiting for ever."""
+    """If a worker does not take part in a collective that others join, they wait forever."""
     mine = program.kind == kind
     joins = np.zeros((program.num_slots, program.num_pipelines, program.num_ranks), np.bool_)
     joins[program.microbatch[mine], *np.divmod(program.op_worker[mine], program.num_ranks)] = True
@@ -106,11 +106,11 @@ def _require_local_order(program: Program) -> None:
         raise _fault(
             program,
             f"{program.describe(int(places[c, s, m + 1]))} comes before {program.op(int(places[c, s, m]))}: "
-            "weight gradients add up in ascending order of microbatches, or the sum would depend on the schedule",
+            "weight gradients are added in ascending order of microbatches; otherwise the sum depends on the schedule",
         )
 
 
-# ---- nobody waits in a circle ------------------------------------------------------------------------------
+# ---- no worker waits in a circle ----------------------------------------------------------------------------
 def _require_no_circle(program: Program) -> None:
     needs = _needs(program)
     waiting = np.array([len(n) for n in needs])
@@ -134,7 +134,7 @@ def _require_no_circle(program: Program) -> None:
 
 
 def _needs(program: Program) -> list[list[int]]:
-    """By op: what must end before it can start. A collective's members need a node of its own, numbered after."""
+    """By op: what must end before it can start. Each collective is a further node that its members need."""
     needs: list[list[int]] = [[] for _ in range(program.num_ops)]
     first = set(program.worker_ptr[:-1].tolist())
     for i in range(program.num_ops):
@@ -142,20 +142,20 @@ def _needs(program: Program) -> list[list[int]]:
             needs[i].append(i - 1)
     for src, dst in zip(program.transfer_src.tolist(), program.transfer_dst.tolist(), strict=True):
         needs[dst].append(src)
-    meetings: dict[tuple[int, int, int], int] = {}
+    collectives: dict[tuple[int, int, int], int] = {}
     for i in np.flatnonzero(np.isin(program.kind, np.array(COLLECTIVES, np.int8))).tolist():
         rank = int(program.op_worker[i]) % program.num_ranks if program.kind[i] == Kind.SYNC else -1
         key = (int(program.kind[i]), rank, int(program.microbatch[i]))
-        if key not in meetings:
-            meetings[key] = len(needs)
+        if key not in collectives:
+            collectives[key] = len(needs)
             needs.append([])
-        needs[meetings[key]] += needs[i]
-        needs[i] = [meetings[key]]
+        needs[collectives[key]] += needs[i]
+        needs[i] = [collectives[key]]
     return needs
 
 
 def _circle(needs: Sequence[Sequence[int]], done: NDArray[np.bool_]) -> list[int]:
-    """Follow what is not done from one to the next until one comes again."""
+    """Follows ops that are not done from one to the next until one repeats."""
     at = int(np.flatnonzero(~done)[0])
     path: list[int] = []
     while at not in path:
@@ -165,29 +165,14 @@ def _circle(needs: Sequence[Sequence[int]], done: NDArray[np.bool_]) -> list[int
 
 
 # ---- memory ------------------------------------------------------------------------------------------------
-def _held(program: Program, memory: Memory) -> Ints:
-    """What a worker holds while each op runs."""
-    acquire = np.array(memory.acquire, np.int64)[program.kind]
-    release = np.array(memory.release, np.int64)[program.kind]
-    if memory.acquire[Kind.R]:
-        # A backward straight after its forward skips the recompute: the forward takes what that would have taken.
-        skipped = (program.op_index[Kind.R] < 0) & (program.op_index[Kind.F] >= 0)
-        if (program.op_index[Kind.R] >= 0).any():
-            acquire[program.op_index[Kind.F][skipped]] += memory.acquire[Kind.R]
-    total = np.cumsum(acquire) - np.cumsum(release) + release
-    before = np.concatenate([[0], np.cumsum(acquire - release)])[program.worker_ptr[:-1]]
-    held: Ints = total - np.repeat(before, np.diff(program.worker_ptr))
-    return held
-
-
 def _require_memory(program: Program) -> None:
     if program.memory is None:
         return
-    held = _held(program, program.memory)
+    held = program.held(program.memory)
     over = np.flatnonzero(held > program.memory.cap)
     if over.size:
         raise _fault(
             program,
-            f"{program.describe(int(over[0]))} brings its worker to {held[over[0]]} held, but the cap is "
+            f"{program.describe(int(over[0]))} makes its worker hold {held[over[0]]}, but the cap is "
             f"{program.memory.cap}: do a backward first, or raise the cap",
         )

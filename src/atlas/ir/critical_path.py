@@ -1,5 +1,6 @@
-"""The chain of events that sets the iteration time of a Timeline, from its start to the op that ends last: what each
-moment was spent on. A pure function of the recorded times, simulated or measured.
+"""The chain of events that determines the iteration time of a Timeline, from its start to the op that ends last.
+
+A pure function of the recorded times, simulated or measured.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from atlas.ir.timeline import Timeline, computed_once
 
 
 class Segment(NamedTuple):
-    """One link of the chain that sets the makespan."""
+    """One part of the chain that determines the makespan."""
 
     start_ns: int
     end_ns: int
     category: str
-    """compute, sync, queue (a transfer waits for its link), wire, latency, or wait (nothing recorded explains it)."""
+    """compute, sync, queue (a transfer waits for its link), wire, latency, or wait (no recorded event explains it)."""
     label: str
     worker: int
     """The worker that computes, or that sends."""
@@ -33,7 +34,7 @@ class Segment(NamedTuple):
 
 @computed_once
 def critical_path(timeline: Timeline) -> list[Segment]:
-    """From the start of the run to the op that ends last, without a hole: what each moment was spent on."""
+    """From the start of the run to the op that ends last, without gaps."""
     program, end = timeline.program, timeline.op_end_ns
     if not program.num_ops:
         return []
@@ -50,11 +51,11 @@ def critical_path(timeline: Timeline) -> list[Segment]:
             now = until_ns
 
     while op >= 0 and op not in seen:
-        seen.add(op)  # clocks that disagree can turn the chain into a ring
+        seen.add(op)  # clocks that disagree can make the chain circular
         worker, name = int(program.op_worker[op]), str(program.op(op))
         before, transfer = int(previous[op]), int(transfers[op])
         if program.kind[op] in COLLECTIVES:
-            before = _last_to_come(timeline, op, previous)
+            before = _last_to_join(timeline, op, previous)
             spend(int(end[before]) if before >= 0 else int(timeline.op_start_ns[op]), "sync", name, worker)
         else:
             spend(int(timeline.op_start_ns[op]), "compute", name, worker)
@@ -81,15 +82,15 @@ def path_totals_ns(path: Iterable[Segment]) -> dict[str, int]:
 
 
 def _previous(timeline: Timeline) -> Ints:
-    """By op: what its worker did before, or -1."""
+    """By op: the op that its worker did before, or -1."""
     laid = lay_out(timeline)
     previous = np.full(timeline.program.num_ops, -1, np.int64)
     previous[laid.order[1:]] = np.where(laid.first[1:], -1, laid.order[:-1])
     return previous
 
 
-def _last_to_come(timeline: Timeline, op: int, previous: Ints) -> int:
-    """What the last participant of a collective did before it: the others waited for that."""
+def _last_to_join(timeline: Timeline, op: int, previous: Ints) -> int:
+    """The op before a collective on the worker that joined it last: the others waited for it."""
     program = timeline.program
     together = (program.kind == program.kind[op]) & (program.microbatch == program.microbatch[op])
     if program.kind[op] == Kind.SYNC:

@@ -1,7 +1,6 @@
 """How two Timelines differ, op by op: simulated against measured, or two schedules of one job.
 
-Compares what both have, kind by kind, each counted from its own start of the run. Knows no reasons: those are in
-`analysis`.
+Compares the ops that both have, by kind, with times from the start of each run. `analysis` has the reasons.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ class KindDifference:
     duration_ratio: float
     """Median of second / first."""
     duration_error_p95: float
-    """Of |second / first - 1|, as the worst below."""
+    """Of |second / first - 1|. The same for the worst below."""
     duration_error_worst: float
     worst_duration: str
     start_error_s: float
-    """Median of second - first, each counted from its own start of the run."""
+    """Median of second - first, with times from the start of each run."""
     start_error_p95_s: float
-    """Of the absolute value, as the worst below."""
+    """Of the absolute value. The same for the worst below."""
     start_error_worst_s: float
     worst_start: str
 
@@ -48,7 +47,7 @@ class Difference:
     """Iteration time of the second / of the first."""
     num_common: int
     num_only: tuple[int, int]
-    """Ops that only the first, only the second has."""
+    """Ops that only the first has, and that only the second has."""
     kinds: tuple[KindDifference, ...]
     first_divergence: str | None
     """The earliest op that ends more than `tolerance` of an iteration apart, with its worker and datacenter."""
@@ -60,7 +59,7 @@ class Difference:
 
 
 def difference(a: Timeline, b: Timeline, *, tolerance: float = 0.01) -> Difference:
-    """Simulated against measured, or two schedules of one job: then only the ops that both have are compared."""
+    """Compares simulated with measured, or two schedules of one job: then only the ops that both have."""
     shape = tuple(np.maximum(_op_shape(a.program), _op_shape(b.program)))
     both, in_a, in_b = np.intersect1d(
         _op_keys(a.program, shape), _op_keys(b.program, shape), assume_unique=True, return_indices=True
@@ -122,12 +121,12 @@ def _kind_difference(program: Program, kind: str, index: Ints, start: Ints, leng
 
 
 def _p95(values: NDArray[Any]) -> float:
-    """The value that 95 % do not exceed; one of them, so that an infinite error stays one."""
+    """The value that 95 % do not exceed. It is one of the values, so an infinite error stays infinite."""
     return float(np.percentile(values, 95, method="inverted_cdf"))
 
 
 def _transfer_differences(a: Timeline, b: Timeline, zero_a: int, zero_b: int) -> list[KindDifference]:
-    """The WAN transfers, from the start of service to arrival, where both Programs have the same ones."""
+    """WAN transfers, from the start of service to arrival, if both Programs have the same ones."""
     if _op_shape(a.program) != _op_shape(b.program) or not a.program.num_transfers:
         return []
     wan = a.program.transfer_crosses & b.program.transfer_crosses

@@ -1,8 +1,7 @@
-"""A Timeline written while it happens: a file of JSON lines, one for each step, that can be opened whenever the run was
-killed. `load_timeline` reads it like any other. Also the one place that knows how a line is appended so that a kill or
-a full disk costs at most that line.
+"""A Timeline that is written during the run: a file of JSON lines, one per step, readable after a kill at any time.
+`load_timeline` reads it. `AppendedLines` appends lines so that a kill or a full disk costs at most one line.
 
-A run that was restarted, or goes on by another plan, goes on in the same file with a new head; what is read are the
+A run that is restarted, or continues with another plan, continues in the same file with a new head. Reading returns the
 last steps after the last head. Knows the format, not what the numbers mean.
 """
 
@@ -29,7 +28,7 @@ from atlas.ir.timeline import Timeline
 
 FORMAT, VERSION = "atlas-timeline-journal", 1
 LAST_STEPS = 20
-"""What is read back: enough to look at, whatever the length of the run."""
+"""Steps that are read back: enough to look at, for a run of any length."""
 
 _OPS = ("op_start_ns", "op_end_ns")
 _TRANSFERS = ("transfer_ready_ns", "transfer_start_ns", "transfer_sent_ns", "transfer_arrive_ns")
@@ -37,7 +36,7 @@ _TRANSFERS = ("transfer_ready_ns", "transfer_start_ns", "transfer_sent_ns", "tra
 
 # ---- writing -----------------------------------------------------------------------------------------------------
 class AppendedLines:
-    """A file of JSON lines that only grows. Each line is in the kernel's hands when `append` returns."""
+    """A file of JSON lines that only grows. When `append` returns, the kernel has the line."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -50,7 +49,7 @@ class AppendedLines:
             raise AtlasError(f"{path}: cannot be written: {error.strerror}. Choose another place") from error
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """An OSError leaves at most a torn line, which the next one does not continue."""
+        """After an OSError the file ends in at most one partial line; the next `append` starts a new one."""
         line = (b"\n" if self._torn else b"") + json.dumps(record, separators=(",", ":")).encode() + b"\n"
         self._torn = True
         while line:
@@ -62,15 +61,15 @@ class AppendedLines:
 
 
 class Journal:
-    """The Timelines of a run, step by step; each is one pass of its Program."""
+    """The Timelines of a run, step by step. Each is one pass of its Program."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._lines = AppendedLines(path)
         self._program: Program | None = None
 
     def append(self, step: int, timeline: Timeline) -> None:
-        """`step`: the last that the pass has done. Times count from the start of this life of the run."""
-        if timeline.program is not self._program:  # the first, or training goes on by another plan
+        """`step`: the last step of the pass. Times are from the last start of the run."""
+        if timeline.program is not self._program:  # the first one, or training continues with another plan
             self._lines.append(_head(timeline))
             self._program = timeline.program
         arrays = {name: _packed(getattr(timeline, name)) for name in (*_OPS, *_TRANSFERS)}
@@ -103,7 +102,7 @@ def is_journal(path: str | os.PathLike[str]) -> bool:
 
 
 def load_journal(path: str | os.PathLike[str], last: int = LAST_STEPS) -> Timeline:
-    """The last `last` passes of the last life, as one Timeline that begins at nought. Torn lines are passed over."""
+    """The last `last` passes since the last start, as one Timeline that begins at 0. Partial lines are skipped."""
     head: dict[str, Any] | None = None
     steps: deque[dict[str, Any]] = deque(maxlen=last)
     with Path(path).open("rb") as file:
@@ -115,14 +114,14 @@ def load_journal(path: str | os.PathLike[str], last: int = LAST_STEPS) -> Timeli
             elif "step" in record:
                 steps.append(record)
     if head is None or not steps:
-        raise AtlasError(f"{path}: not a journal of a run, or of one that ended before its first step. Run it again")
+        raise AtlasError(f"{path}: not a journal, or the run ended before its first step. Run it again")
     if head.get("version") != VERSION:
         raise AtlasError(f"{path}: journal version {head.get('version')!r}, but this atlas reads {VERSION}: upgrade")
     try:
         program = from_text(str(head["program"]))
         return joined([_pass(program, head, record) for record in steps])
     except (KeyError, TypeError, ValueError, zlib.error, ProgramError) as error:
-        raise AtlasError(f"{path}: not a whole journal: {type(error).__name__}: {error}. Run it again") from error
+        raise AtlasError(f"{path}: not a complete journal: {type(error).__name__}: {error}. Run it again") from error
 
 
 def _record(line: bytes) -> dict[str, Any]:
@@ -137,7 +136,7 @@ def _pass(program: Program, head: dict[str, Any], record: dict[str, Any]) -> Tim
     links = _unpacked(head["transfer_link"], program.num_transfers).astype(np.int32)
     names = tuple(map(str, head["links"]))
     if len(links) and not 0 <= links.min() <= links.max() < len(names):
-        raise ValueError("a transfer is on a link that is not there")
+        raise ValueError("a transfer is on a link that does not exist")
     return Timeline(
         program=program,
         source=str(head["source"]),
@@ -150,16 +149,16 @@ def _pass(program: Program, head: dict[str, Any], record: dict[str, Any]) -> Tim
 
 
 def _unpacked(text: str, length: int) -> Ints:
-    # A line from a stranger may claim to be small: no more is unpacked than belongs there.
+    # The file may be untrusted: no more is unpacked than the array needs.
     data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), 8 * length + 1)
     if len(data) != 8 * length:
-        raise ValueError(f"an array should have {length} numbers and has not")
+        raise ValueError(f"an array does not have {length} numbers")
     return np.frombuffer(data, "<i8").astype(np.int64)
 
 
 # ---- several into one --------------------------------------------------------------------------------------------
 def joined(timelines: Sequence[Timeline]) -> Timeline:
-    """Passes of one Program, one after the other, as the Timeline of one longer Program that begins at nought."""
+    """Joins consecutive passes of one Program to the Timeline of one longer Program that begins at 0."""
     first = timelines[0]
     program = repeated(first.program, len(timelines))
     zero_ns = int(first.op_start_ns.min()) if first.program.num_ops else 0

@@ -1,6 +1,6 @@
-"""The kinds of op, and their text form `3F17` (stage, kind, microbatch) after torch's pipelining actions.
+"""The kinds of op, and their text form `3F17` (stage, kind, microbatch), like torch's pipelining actions.
 
-Knows no order, no time, no place: those are Program, Timeline and cost.
+Knows no order (Program), no times (Timeline) and no durations (cost).
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from atlas.errors import ProgramError
 
 
 class Kind(IntEnum):
-    """What a worker can be told to do. The integer values are what the engines' arrays hold."""
+    """The kinds of op. The engines' arrays hold the integer values."""
 
     F = 0
     """Forward of one microbatch through one stage."""
     R = 1
-    """Recompute of the activations that the forward threw away."""
+    """Recompute of the activations that the forward discarded."""
     B = 2
     """Backward in one piece: input gradient and weight gradient."""
     I = 3  # noqa: E741 - the letter that the zero-bubble papers and torch use
-    """Backward, the part the previous stage waits for: gradient of the stage's input."""
+    """The part of the backward that the previous stage waits for: gradient of the stage's input."""
     W = 4
-    """Backward, the part nobody waits for: gradient of the weights."""
+    """The part of the backward that no other worker waits for: gradient of the weights."""
     SYNC = 5
     """All-reduce of the stage's gradients over every pipeline."""
     NORM = 6
-    """Global gradient norm: every worker meets every other."""
+    """Global gradient norm over all workers."""
     STEP = 7
     """Optimizer step."""
     P = 8
-    """A slice of somebody's prefill, put into a bubble."""
+    """A slice of prefill in a bubble."""
 
 
 NUM_KINDS = len(Kind)
@@ -42,7 +42,7 @@ BACKWARDS = (Kind.B, Kind.I)
 PER_MICROBATCH = (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W)
 COLLECTIVES = (Kind.SYNC, Kind.NORM)
 USEFUL = (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.STEP, Kind.P)
-"""The kinds that keep the accelerator itself busy; the rest is waiting for a network."""
+"""The kinds that keep the accelerator busy; the others wait for a network."""
 
 _TEXT = re.compile(r"(\d+)(SEND_F|SEND_B|RECV_F|RECV_B|SYNC|NORM|STEP|F|R|B|I|W|P)(\d*)")
 
@@ -59,7 +59,7 @@ class Op(NamedTuple):
 
 
 def parse_action(text: str) -> tuple[int, str, int]:
-    """`3F17` -> (3, "F", 17). A microbatch left out is 0, as torch writes REDUCE_GRAD."""
+    """`3F17` -> (3, "F", 17). A missing microbatch is 0, as torch writes REDUCE_GRAD."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ProgramError(

@@ -1,7 +1,7 @@
-"""From text back to a Program: the exact inverse of `ir.text.to_text`, for text that people may have edited.
+"""Reads a Program from text: the exact inverse of `ir.text.to_text`, also for text that a person edited.
 
-Judges only whether text is well formed, and names the line where it is not: whether the Program can finish is the
-checker's business.
+Checks only that the text is well formed, and names the line that is not. Whether the Program can finish is checked by
+`ir.check`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from atlas.ir.program import BACKWARD, FORWARD, Ints, Layout, Memory, Program
 from atlas.ir.text import PLAIN, Action, quoted, with_transfers
 
 MAX_TRANSFERS, MAX_WORKERS = 1 << 28, 1 << 20
-"""A header that claims more than this is a slip of the keyboard, not a job."""
+"""A header with more than this is a typing error."""
 
 _REQUIRED = ("name", "pipelines", "stages", "microbatches", "datacenters")
 _KEYS = (*_REQUIRED, "iterations", "stage_rank", "sharing", "recompute_on_arrival", "memory")
@@ -31,7 +31,7 @@ _DIRECTION = {"F": FORWARD, "B": BACKWARD}
 
 @dataclass
 class _Draft:
-    """What has been read so far, with the line each part stood on."""
+    """What has been read so far, with line numbers."""
 
     header: dict[str, tuple[int, str]] = field(default_factory=dict)
     workers: list[tuple[int, re.Match[str]]] = field(default_factory=list)
@@ -39,7 +39,7 @@ class _Draft:
 
 
 def from_text(text: str) -> Program:
-    """The Program of `to_text`. A line without any SEND or RECV is taken as compute only; they are implied."""
+    """Reads the output of `to_text`. In a line without any SEND or RECV, they are implied."""
     draft = _read(text)
     if missing := [key for key in _REQUIRED if key not in draft.header]:
         raise ProgramError(f"the header has no {missing[0]!r}: it needs {', '.join(_REQUIRED)}")
@@ -55,13 +55,13 @@ def from_text(text: str) -> Program:
     if transfers > MAX_TRANSFERS or num_workers > MAX_WORKERS:
         raise ProgramError(
             f"the header makes {num_workers} workers and {transfers} transfers: at most {MAX_WORKERS} and "
-            f"{MAX_TRANSFERS} can be held; mend pipelines, stages, microbatches or iterations"
+            f"{MAX_TRANSFERS} are allowed; lower pipelines, stages, microbatches or iterations"
         )
     if "stage_rank" in draft.header:
         layout = _with_stage_rank(layout, *draft.header["stage_rank"])
     name = _names(*draft.header["name"])
     if len(name) != 1:
-        raise _wrong(draft.header["name"][0], draft.header["name"][1], 'one name, in "quotes" if it has blanks')
+        raise _wrong(draft.header["name"][0], draft.header["name"][1], 'one name, in "quotes" if it has spaces')
     arrival = _flag(draft, "recompute_on_arrival")
     orders = _orders(draft, layout, layout.num_microbatches * iterations, arrival)
     return assemble(
@@ -115,7 +115,7 @@ def _orders(draft: _Draft, layout: Layout, num_slots: int, arrival: bool) -> lis
                 raise _wrong(number, who, f"each worker once; p{pipeline}.s{rank} has a line already")
     if len(orders) < num_workers:
         pipeline, rank = divmod(next(w for w in range(num_workers) if w not in orders), layout.num_ranks)
-        raise ProgramError(f"there is no line for p{pipeline}.s{rank}: every one of {num_workers} workers needs one")
+        raise ProgramError(f"there is no line for p{pipeline}.s{rank}: each of {num_workers} workers needs one")
     return [orders[w] for w in range(num_workers)]
 
 
@@ -132,7 +132,7 @@ def _ops(number: int, tokens: list[str], layout: Layout, num_slots: int, arrival
 
 
 def _require_implied(number: int, tokens: list[str], actions: list[Action], implied: list[Action]) -> None:
-    """Sends and receives carry no choice of their own: they must stand where the ops put them."""
+    """Sends and receives follow from the ops: they must be exactly where the ops require them."""
     for place in range(max(len(actions), len(implied))):
         given = actions[place] if place < len(actions) else None
         wanted = implied[place] if place < len(implied) else None
@@ -192,7 +192,9 @@ def _memory(number: int, value: str) -> Memory:
             row[Kind[kind]] = int(amount)
         amounts.append(tuple(row))
     if match is None:
-        raise _wrong(number, value, "the cap, then what each kind takes and gives: '4 acquire F=1 release B=1 W=1'")
+        raise _wrong(
+            number, value, "the cap, then what each kind takes and gives back: '4 acquire F=1 release B=1 W=1'"
+        )
     return Memory(int(match[1]), *amounts)
 
 
@@ -221,7 +223,11 @@ def _flag(draft: _Draft, key: str) -> bool:
 
 def _names(number: int, value: str) -> list[str]:
     if not re.fullmatch(rf"(?:{_TOKEN})(?: +(?:{_TOKEN}))*", value):
-        raise _wrong(number, value, 'names apart by blanks, in "quotes" if they hold anything but letters and _.+/=-')
+        raise _wrong(
+            number,
+            value,
+            'names separated by spaces, in "quotes" if they have other characters than letters, digits and _.+/=-',
+        )
     return [_unquoted(number, token) for token in re.findall(_TOKEN, value)]
 
 

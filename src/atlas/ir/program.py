@@ -1,8 +1,8 @@
-"""The Program: what every worker of one DP-cell does, in order. The simulator and the runtime both take it.
+"""The Program: what every worker of one DP-cell does, in order. The simulator and the runtime both execute it.
 
-Held as flat arrays, because a real job has half a million ops; `Program.ops(worker)` and `atlas.ir.text` give
-the readable view. It knows who does what, in which datacenter, and whose turn it is on the WAN. It does not
-know how long anything takes (`cost`), nor how bytes travel (`sim`, `wan`).
+It is stored as flat arrays, because a real job has half a million ops; `Program.ops(worker)` and `atlas.ir.text` are
+the readable view. It knows which worker does what, in which datacenter, and the turns on the WAN. It does not know how
+long anything takes (`cost`) or how bytes are sent (`sim`, `wan`).
 
 Index legend: c pipeline of the cell, s stage, m microbatch (over all iterations), w worker, i op, t transfer.
 """
@@ -10,7 +10,7 @@ Index legend: c pipeline of the cell, s stage, m microbatch (over all iterations
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -27,13 +27,13 @@ FORWARD, BACKWARD = 0, 1
 
 @dataclass(frozen=True)
 class Memory:
-    """What an op takes from a worker's budget when it starts and gives back when it ends, in any one unit.
+    """What an op takes from a worker's memory when it starts and gives back when it ends, in any unit.
 
-    The default counts microbatches: a forward takes one, the end of its backward gives it back.
+    The default counts microbatches: a forward takes one, and the end of its backward gives it back.
     """
 
     cap: int
-    """The most a worker may hold at once."""
+    """The most that a worker may hold at once."""
     acquire: tuple[int, ...] = (1, 0, 0, 0, 0, 0, 0, 0, 0)
     """By `Kind`, taken at the op's start."""
     release: tuple[int, ...] = (0, 0, 1, 0, 1, 0, 0, 0, 0)
@@ -51,7 +51,7 @@ class Program:
     """Per iteration and pipeline."""
     num_iterations: int
     stage_rank: tuple[int, ...]
-    """Which worker of its pipeline holds a stage; several stages share a worker when interleaved."""
+    """By stage: the rank of its worker in the pipeline. Interleaved schedules have several stages per worker."""
     rank_dc: tuple[str, ...]
     """The datacenter of each rank of a pipeline."""
     worker_ptr: Ints
@@ -60,7 +60,7 @@ class Program:
     stage: NDArray[np.int32]
     microbatch: NDArray[np.int32]
     turn: Ints
-    """By transfer: the smaller goes first where transfers share a link."""
+    """By transfer: the smallest is served first where transfers share a link."""
     sharing: bool = False
     """Whether the pipelines take turns on the WAN with the capacity of all their nodes (Atlas)."""
     recompute_on_arrival: bool = False
@@ -91,12 +91,12 @@ class Program:
 
     @property
     def num_events(self) -> int:
-        """Ops and transfers: what an engine has to time."""
+        """Ops and transfers."""
         return self.num_ops + self.num_transfers
 
     @property
     def layout(self) -> Layout:
-        """The frame alone."""
+        """The sizes and places, without the ops."""
         return Layout(self.num_pipelines, self.num_stages, self.num_microbatches, self.rank_dc, self.stage_rank)
 
     # ---- workers -----------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Program:
 
     @cached_property
     def transfer_src(self) -> Ints:
-        """The op whose end makes a transfer ready, or -1 where the Program forgot it."""
+        """The op whose end makes a transfer ready, or -1 if the Program does not have it."""
         forward, backward = self.op_index[Kind.F][:, :-1], self._backward[:, 1:]
         return np.concatenate([forward.ravel(), backward.ravel()])
 
@@ -165,7 +165,7 @@ class Program:
         return int(direction), int(pipeline), int(boundary), int(slot)
 
     def transfer_name(self, index: int) -> str:
-        """`0SEND_F3` as the sender's text has it."""
+        """`0SEND_F3`, as in the text form of the sender."""
         direction, _, boundary, slot = self.transfer(index)
         return f"{boundary}SEND_F{slot}" if direction == FORWARD else f"{boundary + 1}SEND_B{slot}"
 
@@ -180,34 +180,35 @@ class Program:
         """By transfer: whether it crosses the WAN."""
         return np.broadcast_to(self.boundary_crosses[None, None, :, None], self.transfer_shape).ravel()
 
+    # ---- memory --------------------------------------------------------------------------------------------
+    def held(self, memory: Memory) -> Ints:
+        """By op: what its worker holds while it runs."""
+        acquire = np.array(memory.acquire, np.int64)[self.kind]
+        release = np.array(memory.release, np.int64)[self.kind]
+        if memory.acquire[Kind.R] and (recomputes := self.op_index[Kind.R] >= 0).any():
+            # A backward right after its forward has no recompute: the forward takes its memory.
+            acquire[self.op_index[Kind.F][~recomputes & (self.op_index[Kind.F] >= 0)]] += memory.acquire[Kind.R]
+        total = np.cumsum(acquire) - np.cumsum(release) + release
+        before = np.concatenate([[0], np.cumsum(acquire - release)])[self.worker_ptr[:-1]]
+        held: Ints = total - np.repeat(before, np.diff(self.worker_ptr))
+        return held
+
     @cached_property
     def peak_in_flight(self) -> int:
-        """The most microbatches any worker holds between a forward's start and its backward's end."""
-        delta = np.zeros(self.num_ops, np.int64)
-        delta[self.kind == Kind.F] = 1
-        split = self.op_index[Kind.W] >= 0
-        delta[self.op_index[Kind.W][split]] = -1
-        whole = (self.op_index[Kind.B] >= 0) & ~split
-        delta[self.op_index[Kind.B][whole]] = -1
-        # What ends at op i is still held while i runs: count it only from the next op on.
-        held = np.cumsum(np.maximum(delta, 0)) + np.cumsum(np.minimum(delta, 0)) - np.minimum(delta, 0)
-        before = np.concatenate([[0], np.cumsum(delta)])[self.worker_ptr[:-1]]
-        return int((held - np.repeat(before, np.diff(self.worker_ptr))).max(initial=0))
-
-    def renamed(self, name: str) -> Program:
-        return replace(self, name=name)
+        """The most microbatches that any worker holds between the start of a forward and the end of its backward."""
+        return int(self.held(Memory(cap=0)).max(initial=0))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The frame of a Program: how many of what, and where. What a schedule fills with ops."""
+    """The sizes and places of a Program. A schedule fills it with ops."""
 
     num_pipelines: int
     num_stages: int
     num_microbatches: int
     rank_dc: tuple[str, ...]
     stage_rank: tuple[int, ...] = field(default=())
-    """Default: stage s sits on rank s, or on s modulo the number of ranks when there are fewer ranks."""
+    """Default: stage s is on rank s, modulo the number of ranks."""
 
     def __post_init__(self) -> None:
         if not self.stage_rank:
@@ -215,13 +216,13 @@ class Layout:
             object.__setattr__(self, "stage_rank", tuple(s % ranks for s in range(self.num_stages)))
         if self.num_stages % len(self.rank_dc):
             raise ProgramError(
-                f"{self.num_stages} stages cannot be dealt evenly to {len(self.rank_dc)} workers of a pipeline: "
+                f"{self.num_stages} stages cannot be distributed evenly over {len(self.rank_dc)} workers: "
                 "make the number of stages a multiple of the number of workers"
             )
 
     @classmethod
     def even(cls, num_pipelines: int, num_stages: int, num_microbatches: int, num_dcs: int = 1) -> Layout:
-        """Stages dealt to `num_dcs` datacenters in consecutive, nearly equal runs."""
+        """Distributes stages over `num_dcs` datacenters in consecutive, nearly equal runs."""
         dcs = tuple(f"dc{s * num_dcs // num_stages}" for s in range(num_stages))
         return cls(num_pipelines, num_stages, num_microbatches, dcs)
 

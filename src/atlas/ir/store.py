@@ -1,5 +1,5 @@
-"""A Timeline in one file: numpy arrays and a JSON header in a zip, no pickle, so that a file from a stranger can
-be opened. Written whole or not at all.
+"""A Timeline in one file: numpy arrays and a JSON header in a zip. Without pickle, so untrusted files can be opened.
+Written completely or not at all.
 
 Knows the format and its version, not what the numbers mean.
 """
@@ -37,7 +37,7 @@ _TRANSFER_ARRAYS = (
 
 
 def save_timeline(path: str | os.PathLike[str], timeline: Timeline) -> None:
-    """Write `timeline`, its Program included, to one file."""
+    """Writes `timeline` with its Program to one file."""
     arrays: dict[str, NDArray[Any]] = {}
     program: dict[str, Any] = {}
     for field in fields(Program):
@@ -62,12 +62,12 @@ def save_timeline(path: str | os.PathLike[str], timeline: Timeline) -> None:
 
 
 def load_timeline(path: str | os.PathLike[str]) -> Timeline:
-    """Read what `save_timeline` wrote, or a run's `journal`; an AtlasError says what is wrong with any other file."""
+    """Reads a file of `save_timeline`, or a `journal` of a run. Raises AtlasError for any other file."""
     try:
         if is_journal(path):
             return load_journal(path)
         with zipfile.ZipFile(path) as archive:
-            # A zip's own directory, read first, turns away foreign zips before numpy unpacks anything.
+            # The zip's directory is checked first, so that numpy does not unpack other zip files.
             if "header.npy" not in archive.namelist():
                 raise AtlasError(_foreign(path, "it has no header"))
         with np.load(path, allow_pickle=False) as archive:
@@ -78,7 +78,7 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
     except OSError as error:
         raise AtlasError(f"{path}: cannot be read: {error.strerror or error}. Check the path") from error
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise AtlasError(_foreign(path, f"{error}; it is cut short or of another format")) from error
+        raise AtlasError(_foreign(path, f"{error}; it is truncated or of another format")) from error
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, MemoryError, ArithmeticError) as error:
         raise AtlasError(_foreign(path, f"{type(error).__name__}: {error}")) from error
     problem = _problem(timeline)
@@ -88,7 +88,7 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
 
 
 def _foreign(path: object, why: str) -> str:
-    return f"{path}: not a whole timeline file: {why}. Write it again with `atlas simulate --save`"
+    return f"{path}: not a complete timeline file: {why}. Write it again with `atlas simulate --save`"
 
 
 def _check_version(path: object, header: Any) -> None:
@@ -121,7 +121,7 @@ def _timeline(header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Timeli
 
 
 def _problem(timeline: Timeline) -> str | None:
-    """What makes the arrays contradict each other or the header, if anything."""
+    """How the arrays contradict each other or the header; None if they do not."""
     program = timeline.program
     counts = (program.num_pipelines, program.num_stages, program.num_microbatches, program.num_iterations)
     if not all(isinstance(count, int) and count >= 1 for count in counts):

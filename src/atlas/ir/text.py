@@ -1,8 +1,7 @@
-"""A Program as text that people read and diff: a short header, then one line per worker in the grammar of torch's
-pipelining actions, `0F0 0SEND_F0 0RECV_B0 0B0`. Sends follow their producer, receives precede their consumer.
+"""A Program as text to read and to diff: a short header, then one line per worker in the grammar of torch's pipelining
+actions, `0F0 0SEND_F0 0RECV_B0 0B0`. Sends follow their producer, receives precede their consumer.
 
-`to_text` writes it, and `from_text` of `ir.parse` is its exact inverse; `to_torch_csv` is the bridge to torch's own
-runtime.
+`to_text` writes it, and `from_text` of `ir.parse` is its exact inverse. `to_torch_csv` exports to torch's runtime.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ def to_text(program: Program) -> str:
 
 
 def to_torch_csv(program: Program, pipeline: int = 0) -> str:
-    """One row per rank, as torch's `_PipelineScheduleRuntime._load_csv(..., "compute_only")` takes it.
+    """One row per rank, as torch's `_PipelineScheduleRuntime._load_csv(..., "compute_only")` reads it.
 
     Only F, B, I and W: torch adds its own sends and receives, has no recompute op, and leaves SYNC, NORM, STEP to
     the training loop. R, P and the turn order on the WAN are lost.
     """
     if program.num_iterations != 1:
         raise ProgramError(
-            f"program {program.name!r} holds {program.num_iterations} iterations, but a torch schedule is one: "
+            f"program {program.name!r} has {program.num_iterations} iterations, but a torch schedule has one: "
             "export the Program before it is repeated"
         )
     if not 0 <= pipeline < program.num_pipelines:
@@ -88,7 +87,7 @@ def _header(program: Program) -> list[str]:
 
 
 def _turn_lines(program: Program) -> list[str]:
-    """A line per channel whose turns are not the dispatch rule's: the key of every microbatch, in order."""
+    """One line per channel whose turns differ from the dispatch rule's: the key of every microbatch, in order."""
     turns = program.turn.reshape(program.transfer_shape)
     default = default_turns(program.layout, program.num_iterations).reshape(program.transfer_shape)
     differs = (turns != default).any(axis=3)
@@ -103,7 +102,7 @@ def _turn_lines(program: Program) -> list[str]:
 def with_transfers(
     ops: Sequence[Op], num_stages: int, stage_rank: Sequence[int], recompute_on_arrival: bool
 ) -> list[Action]:
-    """A worker's ops with the sends and receives they imply. Stages on one worker hand over without either."""
+    """A worker's ops with the sends and receives that they imply. Stages on the same worker need neither."""
     recomputed = {op[1:] for op in ops if op.kind == Kind.R} if recompute_on_arrival else set()
     from_left = [s > 0 and stage_rank[s - 1] != stage_rank[s] for s in range(num_stages)]
     from_right = [s + 1 < num_stages and stage_rank[s + 1] != stage_rank[s] for s in range(num_stages)]
@@ -124,7 +123,7 @@ def with_transfers(
 
 
 def quoted(name: str) -> str:
-    """A name as it stands in the text."""
+    """A name as it is written in the text."""
     return name if re.fullmatch(PLAIN, name) else json.dumps(name)
 
 

@@ -1,7 +1,7 @@
-"""The Timeline: when every op and every transfer of a Program began and ended. Simulated or measured, it is the
-same object, so that one can be laid over the other op by op. `analysis` reads it; `view` draws it.
+"""The Timeline: when every op and every transfer of a Program began and ended. Simulated and measured Timelines are the
+same class, so they can be compared op by op. `analysis` reads it; `view` draws it.
 
-Times are integer nanoseconds from the start of the run. Knows nothing of why an op took as long as it did.
+Times are integer nanoseconds from the start of the run. Knows no reasons for durations.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Timeline:
     transfer_ready_ns: Ints
     """When the sender had produced the bytes."""
     transfer_start_ns: Ints
-    """When the link began to serve them; later than ready when it was busy."""
+    """When the link began to send them: later than ready if it was busy."""
     transfer_sent_ns: Ints
-    """When the link was free of them."""
+    """When the link had sent them."""
     transfer_arrive_ns: Ints
     """When the receiver had all of them."""
     transfer_link: NDArray[np.int32]
     """Index into `links`."""
     links: tuple[str, ...]
     meta: dict[str, Any] = field(default_factory=dict)
-    """What else is known: tcp, costs, engine seconds, host. Free form, JSON-able."""
+    """Other facts: tcp, costs, engine seconds, host. Any JSON values."""
     _known: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     """What `computed_once` has computed from these arrays."""
 
@@ -52,7 +52,7 @@ class Timeline:
 
     @property
     def iteration_ns(self) -> int:
-        """Time of one iteration: the makespan, or over several iterations the steady period between them."""
+        """Time of one iteration: the makespan, or with several iterations the steady period."""
         n = self.program.num_iterations
         if n == 1:
             return self.makespan_ns
