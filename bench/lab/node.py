@@ -95,9 +95,9 @@ class Actor:
         channel = self.endpoint.channel(peer, lane)
         facts = [s.stream.facts() for s in channel._slots if s.stream]
         return {
-            "rtt_ms": round(channel.rtt_s * 1e3, 2),
-            "rate_mbps": round((channel.meter.rate_bps or 0) / 1e6),
-            "choice": str(channel._choice),
+            "rtt_ms": round(channel.tuner.rtt_s * 1e3, 2),
+            "rate_mbps": round((channel.tuner.meter.rate_bps or 0) / 1e6),
+            "choice": str(channel.tuner.choice),
             "inflight_kb": channel.outbox.inflight and channel.outbox.inflight.limit_bytes >> 10,
             "retransmits": [f.num_retransmits for f in facts if f],
             "cwnd_kb": [f.window_bytes >> 10 for f in facts if f],

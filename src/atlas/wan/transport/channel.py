@@ -16,17 +16,14 @@ import time
 from collections.abc import Callable
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.wan.congestion.inflight_limit import InflightLimit
-from atlas.wan.congestion.stream_rotation import SHIFTS, StreamRotation
-from atlas.wan.congestion.tuning import HEADROOM, NEAR_RTT_S, Choice, LossWatch, RateMeter, choose, window_bytes
-from atlas.wan.congestion.warm_up import MAX_PIECE_BYTES, KernelStats, WarmUp
+from atlas.wan.congestion.warm_up import MAX_PIECE_BYTES
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address
+from atlas.wan.transport.channel_tuner import ChannelTuner
 from atlas.wan.transport.handshake import RefusedError, dial
-from atlas.wan.transport.message import Chunk
 from atlas.wan.transport.outbox import Outbox
 from atlas.wan.transport.settings import TransportSettings
-from atlas.wan.transport.stream import SocketStream, TcpFacts, broken
+from atlas.wan.transport.stream import SocketStream, broken
 from atlas.wan.transport.stream_slot import Faults, StreamSlot
 from atlas.wan.transport.wire import (
     RECORD_BYTES,
@@ -44,22 +41,10 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 0.02, 2.0
 """Pause before a stream connects again. It doubles with each failure."""
 IDLE_S = 0.5
 """How often an idle stream checks whether to ping, to warm up or to end."""
-CONFIRMED = 0.85
-"""A later warm-up replaces the rate of an earlier one if it finds at least this share of it; else the host was busy."""
-QUEUED = 1.25
-"""The path has a queue if round trips take this many times the shortest."""
-RAISED = 1.5
-"""Factor by which the known rate is raised if only the in-flight limit held a burst back."""
-PAUSED_TRIPS = 0.25
-"""Round trips after which the chunks of a paused stream are sent on another."""
-HEDGE_S, HEDGE_TRIPS = 0.15, 3
-"""An answer is late after this time plus so many usual ones. Sending again sooner aborted healthy streams."""
 STALL_TRIPS = 8
 """On a long path, a stream is stalled after so many round trips at the earliest."""
-PONG_WAIT_S, PONG_TRIPS = 0.05, 3
-"""Wait for the first pongs, which give a better round trip than the greetings: so many round trips, at most so long."""
-POLL_S, DRAIN_POLL_S, WARM_POLL_S = 0.05, 0.005, 0.05
-"""How often to check whether a stream is connected, whether a warm-up has drained, and whether it may send."""
+CONNECT_POLL_S, WARM_POLL_S = 0.05, 0.05
+"""How often to check whether a stream is connected, and whether a warm-up may send."""
 CLOSE_S = 1.0
 """How long streams may take to end by themselves when a channel is closed."""
 WARM_ZEROS = memoryview(bytes(MAX_PIECE_BYTES))
@@ -82,22 +67,16 @@ class Channel:
         self.mine, self.address, self.security, self.settings, self.log = mine, address, security, settings, log
         self.name = f"{mine.name} -> {mine.peer} (lane {mine.lane})"
         self.outbox = Outbox()
-        self.rtt_s = 0.0
-        self.meter = RateMeter()
         self.faults = Faults()
         self.last_error = "never connected"
         self._lock = threading.Lock()
         self._peer_instance: int | None = None
         self._light = light
         self._slots = [StreamSlot(i) for i in range(1 if light else settings.max_streams)]
-        self._rotation = StreamRotation[StreamSlot](time.monotonic())
+        self.tuner = ChannelTuner(self._slots, self.outbox, settings, light=light)
         self._down_since = time.monotonic()
-        self._warm_up: WarmUp | None = None
         self._closing = threading.Event()
         self._connected = threading.Event()
-        self._choice: Choice | None = None
-        self._losses = LossWatch()
-        self._tuned_bytes = 0
         self._threads = [threading.Thread(target=self._run, args=(slot,), daemon=True) for slot in self._slots]
         for slot, thread in zip(self._slots, self._threads, strict=True):
             thread.name = f"atlas wan {self.name} {slot.index}"
@@ -106,105 +85,22 @@ class Channel:
     # ---- called by the endpoint --------------------------------------------------------------------------------
     def warm(self, deadline: float) -> None:
         """Waits for the first stream and, on a long path, sends until its rate is known."""
-        while not self._connected.wait(POLL_S):
+        while not self._connected.wait(CONNECT_POLL_S):
             if self.outbox.failure is not None or time.monotonic() > deadline:
                 raise WorkerError(f"{self.name} at {self.address}: {self.outbox.failure or self.last_error}")
         if self._light:
             return
-        time.sleep(min(PONG_WAIT_S, PONG_TRIPS * self.rtt_s))
-        self.retune()
-        # First all streams measure the path together, then each shift warms up the streams it will use.
-        for shift in range(1 + SHIFTS):
-            if self.outbox.inflight is None:  # the first pongs may have shown that the peer is near
-                return
-            known_bps, rate_bps = self.meter.rate_bps or 0.0, self._fill(deadline)
-            # Later warm-ups start from a known rate and lose less, so their result is better, unless the host was busy.
-            self.meter.learn(rate_bps if rate_bps > CONFIRMED * known_bps else known_bps, time.monotonic())
-            self.retune()
-            if shift and not self._rotation.apply(self.outbox.num_streams):
-                return
-            if shift:
-                self._rotation.change(self.outbox.num_streams)
-                self.outbox.wake()
-
-    def _fill(self, deadline: float) -> float:
-        """Runs one warm-up and returns the rate that it found."""
-        now, known_bps = time.monotonic(), self.meter.rate_bps or 0.0
-        if self._choice is not None and self._choice.pacing_bps:
-            self._set_pace(HEADROOM * known_bps / self._choice.num_streams)  # at the known pace it could not find more
-        self._warm_up = warm_up = WarmUp(
-            self.rtt_s, known_bps, now, self.settings.warm_s, self._kernel_stats, self.outbox.num_streams
-        )
-        self.outbox.wake()
-        while not (warm_up.over and not warm_up.out_bytes) and self.num_live and time.monotonic() < deadline:
-            time.sleep(DRAIN_POLL_S)
-        self._warm_up = None
-        self._losses.warmed(is_lossy=warm_up.is_lossy)
-        return warm_up.rate_bps
+        self.tuner.warm(deadline)
 
     def watch(self) -> None:
         """Called a few times a second: tunes the streams, and fails what has made no progress until the deadline."""
         now, outbox = time.monotonic(), self.outbox
-        if outbox.delivered_bytes != self._tuned_bytes:
-            self._tuned_bytes = outbox.delivered_bytes
-            self.retune()
-        if outbox.inflight is not None and self._rotation.watch(outbox.num_streams, now):
-            outbox.wake()
+        self.tuner.watch(now)
         if outbox.is_empty or outbox.failure is not None:
             return
         stuck_s = now - max(outbox.last_progress_ns / 1e9, 0.0 if self.num_live else self._down_since)
         if (not self.num_live or outbox.has_unacked) and stuck_s > self.settings.deadline_s:
             self.fail(f"nothing was delivered for {stuck_s:.1f} s; the last error was: {self.last_error}")
-
-    def retune(self) -> None:
-        if not self.rtt_s or self._warm_up is not None:
-            return
-        if (limit := self.outbox.inflight) is not None and self.outbox.is_empty and limit.had_room():
-            self.meter.raise_by(RAISED)
-        if limit is not None and (fallen_bps := limit.fallen_bps()) is not None:
-            self.meter.learn(fallen_bps, time.monotonic())
-        rate_bps = None if self._light else self.meter.rate_bps
-        if rate_bps and limit is not None and limit.is_slow:
-            rate_bps = max(rate_bps, limit.rate_bps)
-        choice = choose(self.rtt_s, rate_bps, len(self._slots), window_bytes(), lossy=self._is_lossy())
-        if self.settings.num_streams is not None:
-            choice = choice.with_streams(self.settings.num_streams)
-        self._choice = choice
-        self.outbox.tune(choice.chunk_bytes, choice.num_streams, choice.least_chunk_bytes)
-        if self._light or self.rtt_s < NEAR_RTT_S:
-            self.outbox.inflight = None
-        elif self.outbox.inflight is None:
-            self.outbox.inflight = InflightLimit(self.rtt_s)
-        if (limit := self.outbox.inflight) is not None and (rate_bps := self.meter.rate_bps):
-            limit.learn(rate_bps, choice.chunk_bytes, self.rtt_s)
-        self._set_pace(choice.pacing_bps)
-
-    def _set_pace(self, pacing_bps: float | None) -> None:
-        assert self._choice is not None
-        for slot in self._slots:
-            if (stream := slot.stream) is not None:
-                stream.tune(self._choice.lowat_bytes, pacing_bps, near=self.rtt_s < NEAR_RTT_S)
-
-    def _kernel_stats(self) -> KernelStats | None:
-        """Of all streams together. If they end at a proxy nearby, the kernel cannot see a queue: one is assumed."""
-        facts = self._facts()
-        if len(facts) < self.num_live:
-            return None
-        is_late = any(f.rtt_s > QUEUED * f.min_rtt_s or f.min_rtt_s < 0.5 * self.rtt_s for f in facts)
-        return KernelStats(sum(f.delivered_bytes for f in facts), sum(f.num_retransmits for f in facts), is_late)
-
-    def _facts(self) -> list[TcpFacts]:
-        return [facts for slot in self._slots if slot.stream and (facts := slot.stream.facts())]
-
-    def _is_lossy(self) -> bool:
-        if self._light or self.rtt_s < NEAR_RTT_S:
-            return False
-        sent_twice = sum(f.retransmitted_bytes for f in self._facts())
-        return self._losses.is_lossy(time.monotonic(), self.outbox.delivered_bytes, sent_twice)
-
-    def paced_s(self, num_bytes: int) -> float:
-        """How long so many bytes take at our pace; zero without one."""
-        return num_bytes * 8 / self.outbox.inflight.pace_bps if self.outbox.inflight is not None else 0.0
 
     @property
     def num_live(self) -> int:
@@ -285,7 +181,7 @@ class Channel:
             if theirs.instance != self._peer_instance:
                 stream.close()
                 raise RefusedError(f"{theirs.name} has restarted: a restart needs a new epoch", final=True)
-        self.rtt_s = min(self.rtt_s or stream.rtt_s, stream.rtt_s)
+        self.tuner.note_rtt(stream.rtt_s)
         self.outbox.freed(0, theirs.staging_bytes)
         stream.patience_s = self.settings.stall_s
         slot.num_connections += 1
@@ -297,8 +193,8 @@ class Channel:
         """Runs until the stream ends. Returns whether it got any answer."""
         slot.begin(stream)
         stream.on_tick = lambda: self._check_silence(slot)
-        self._rotation.join(slot)
-        self.retune()
+        self.tuner.rotation.join(slot)
+        self.tuner.retune()
         self._connected.set()
         reader = threading.Thread(target=self._read, args=(slot, stream), daemon=True, name=f"{self.name} records")
         reader.start()
@@ -314,8 +210,8 @@ class Channel:
 
     def _leave(self, slot: StreamSlot, stream: SocketStream) -> None:
         """The stream has ended: what it carried is sent again on another."""
-        self._rotation.leave(slot)
-        if (warm_up := self._warm_up) is not None:
+        self.tuner.rotation.leave(slot)
+        if (warm_up := self.tuner.warm_up) is not None:
             warm_up.lost(slot.warm_bytes)
         self._count(Faults(num_resent=self.outbox.lost(stream)))
         slot.stream = None
@@ -328,7 +224,7 @@ class Channel:
         last_write = 0.0
         while not stream.aborted:
             now = time.monotonic()
-            place, warm_up = self._rotation.place(slot), self._warm_up
+            place, warm_up = self.tuner.rotation.place(slot), self.tuner.warm_up
             if warm_up is not None and not warm_up.over and place < outbox.num_streams:
                 if num_bytes := warm_up.await_turn(place, WARM_POLL_S, now):
                     slot.sent(now, num_bytes)
@@ -337,10 +233,10 @@ class Channel:
                 continue
             if outbox.inflight is not None:
                 stream.await_writable()
-            place = self._rotation.place(slot)
-            wait_s = min(IDLE_S, heartbeat_s) if outbox.is_empty else self._check_s(place)
+            place = self.tuner.rotation.place(slot)
+            wait_s = min(IDLE_S, heartbeat_s) if outbox.is_empty else self.tuner.check_s(place)
             chunk = outbox.pull(stream, place, wait_s)
-            if chunk is None and not outbox.is_empty and (chunk := self._steal(stream)) is not None:
+            if chunk is None and not outbox.is_empty and (chunk := self.tuner.steal(stream)) is not None:
                 self._count(Faults(num_hedged=1))
             if chunk is not None:
                 slot.sent(time.monotonic())
@@ -350,34 +246,17 @@ class Channel:
             elif self._closing.is_set() and (outbox.is_empty or outbox.failure is not None):
                 stream.write(pack_header(FrameHeader(FrameKind.BYE, lane, epoch)))
                 return
-            elif now - last_write >= (silence_s := self._rotation.silence_s(slot, outbox.num_streams, heartbeat_s)):
+            elif now - last_write >= (
+                silence_s := self.tuner.rotation.silence_s(slot, outbox.num_streams, heartbeat_s)
+            ):
                 if not silence_s:
                     stream.wake()
                 slot.sent(now)
                 stream.write(pack_header(FrameHeader(FrameKind.PING, lane, epoch, time.monotonic_ns())))
                 last_write = now
 
-    def _check_s(self, place: int) -> float:
-        """How often a stream without work checks whether others are late."""
-        return self.rtt_s * PAUSED_TRIPS if self._may_pause and place < self.outbox.num_streams else self._late_s / 4
-
-    def _steal(self, stream: SocketStream) -> Chunk | None:
-        others = [slot.stream for slot in self._slots if slot.stream is not None] if self._may_pause else []
-        paused = [other for other in others if other.has_paused]
-        return self.outbox.steal(stream, self._late_s, paused=paused, paused_s=self.rtt_s * PAUSED_TRIPS)
-
-    @property
-    def _may_pause(self) -> bool:
-        """Whether all streams are needed, so that none can rest when bbr would pause."""
-        return self.outbox.inflight is not None and not self._rotation.apply(self.outbox.num_streams)
-
-    @property
-    def _late_s(self) -> float:
-        """How late an answer must be before an idle stream sends the chunk too."""
-        return HEDGE_S + HEDGE_TRIPS * max(self.rtt_s, self.outbox.usual_s)
-
     def _check_silence(self, slot: StreamSlot) -> None:
-        stall_s = max(self.settings.stall_s, STALL_TRIPS * self.rtt_s)
+        stall_s = max(self.settings.stall_s, STALL_TRIPS * self.tuner.rtt_s)
         if slot.silent_s() > stall_s:
             raise TimeoutError(f"no answer from {self.mine.peer} for {stall_s:g} s")
 
@@ -404,12 +283,12 @@ class Channel:
             if chunk is not None:
                 # The rate of acknowledgements is the path's rate only while something waits for the path.
                 if self.outbox.has_ready:
-                    self.meter.acknowledged(chunk.num_bytes, now)
+                    self.tuner.meter.acknowledged(chunk.num_bytes, now)
                 else:
-                    self.meter.pause()
+                    self.tuner.meter.pause()
         elif record.kind == RecordKind.PONG:
-            self.rtt_s = min(self.rtt_s, (time.monotonic_ns() - record.a) / 1e9)
-            if record.b and (warm_up := self._warm_up) is not None:
+            self.tuner.note_rtt((time.monotonic_ns() - record.a) / 1e9)
+            if record.b and (warm_up := self.tuner.warm_up) is not None:
                 warm_up.came_back(record.b, now)
         elif record.kind == RecordKind.POSTED:
             self.outbox.posted(record.tag)
