@@ -79,7 +79,7 @@ def test_busy_and_bubbles_fill_every_worker_exactly(timeline: Timeline) -> None:
 
 @given(jobs())
 @settings(max_examples=120, deadline=None)
-def test_the_critical_path_has_no_hole_and_explains_every_simulated_moment(timeline: Timeline) -> None:
+def test_the_critical_path_has_no_gap_and_explains_every_simulated_moment(timeline: Timeline) -> None:
     path = critical_path(timeline)
     assert path[0].start_ns == timeline.op_start_ns.min()
     assert path[-1].end_ns == timeline.op_end_ns.max()
@@ -91,7 +91,7 @@ def test_the_critical_path_has_no_hole_and_explains_every_simulated_moment(timel
 
 @given(jobs(), st.integers(0, 2**32 - 1))
 @settings(max_examples=60, deadline=None)
-def test_clocks_that_disagree_shift_borders_but_break_no_sum(timeline: Timeline, seed: int) -> None:
+def test_clocks_that_disagree_shift_borders_but_keep_totals(timeline: Timeline, seed: int) -> None:
     rng = np.random.default_rng(seed)
 
     def shaken(times: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The checker accepts exactly what the engine finishes, and names the fault of everything else."""
+"""The checker accepts exactly the Programs that the engine finishes, and names the fault of the others."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def accepts(program: Program) -> bool:
 # ---- exactly what the engine finishes -----------------------------------------------------------------------
 @given(programs())
 @settings(max_examples=100)
-def test_it_accepts_every_order_that_something_could_do_now(program: Program):
+def test_it_accepts_every_order_made_of_ready_ops(program: Program):
     check(program)
     assert finishes(program)
 
 
 @given(programs(max_iterations=1), st.data())
 @settings(max_examples=40)
-def test_acceptance_does_not_depend_on_what_anything_costs(program: Program, data: st.DataObject):
+def test_acceptance_does_not_depend_on_costs(program: Program, data: st.DataObject):
     reference.run(lower(program, data.draw(costs_for(program))))
     check(program)
 
@@ -105,7 +105,7 @@ def test_a_complete_program_is_a_deadlock_to_the_checker_if_and_only_if_the_engi
         assert finishes(program)
 
 
-def test_the_random_orders_hold_both_deadlocks_and_runnable_programs():
+def test_the_random_orders_include_deadlocks_and_runnable_programs():
     seen = {True: 0, False: 0}
 
     @given(locally_ordered())
@@ -173,7 +173,7 @@ def test_a_deadlock_names_the_circle():
     assert not finishes(program)
 
 
-def test_a_recompute_that_waits_for_its_gradient_can_deadlock_where_a_free_one_does_not():
+def test_a_recompute_that_waits_for_its_gradient_can_deadlock():
     first, second = "0F0 0R0 0F1 0B0 0R1 0B1", "1F0 1F1 1B0 1B1"
     check(two_stages(first, second))
     with pytest.raises(ProgramError, match="deadlock"):
@@ -190,7 +190,7 @@ def test_a_collective_that_one_member_never_joins_is_rejected():
             check(with_orders(program, orders))
 
 
-def test_workers_that_meet_in_opposite_orders_deadlock():
+def test_collectives_in_opposite_orders_deadlock():
     layout = Layout(2, 1, 1, ("a",))
     body = ops("0F0 0B0")
     sync, norm = Op(Kind.SYNC, 0, 0), Op(Kind.NORM, 0, 0)
@@ -231,7 +231,7 @@ def held_by_hand(program: Program, memory: Memory) -> int:
 def test_memory_is_taken_at_the_start_of_an_op_and_given_back_at_its_end(program: Program, data: st.DataObject):
     split = (program.kind == Kind.I).any()
     half = Memory(99, (2, 0, 0, 0, 0, 0, 0, 0, 0), (0, 0, 2, 1, 1, 0, 0, 0, 0))
-    # A backward that also needs room while it runs: it holds its microbatch and its workspace at once.
+    # The backward also takes memory while it runs: its microbatch and its workspace are held at once.
     roomy = Memory(99, (1, 0, 3, 2, 0, 0, 0, 0, 0), (0, 0, 4, 2, 1, 0, 0, 0, 0))
     for memory in (Memory(99), half, roomy):
         peak = held_by_hand(program, memory)
@@ -242,7 +242,7 @@ def test_memory_is_taken_at_the_start_of_an_op_and_given_back_at_its_end(program
     assert split or peak_memory(program, half) == 2 * program.peak_in_flight
 
 
-def test_where_recomputes_take_memory_a_backward_without_one_still_needs_it():
+def test_a_backward_without_recompute_needs_the_recomputes_memory():
     # Where some recompute, a stage that does not keeps its activations from the forward on.
     memory = Memory(99, (1, 5, 0, 0, 0, 0, 0, 0, 0), (0, 0, 6, 0, 0, 0, 0, 0, 0))
     program = two_stages("0F0 0F1 0R0 0B0 0R1 0B1", "1F0 1B0 1F1 1B1")

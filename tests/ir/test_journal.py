@@ -1,4 +1,4 @@
-"""A run's Timeline, written step by step: it opens whenever the run was cut short."""
+"""A Timeline that is written step by step can be read after a kill at any time."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _iteration(whole: Timeline, k: int) -> Timeline:
     return replace(whole, program=PROGRAM, **arrays)
 
 
-def test_a_run_killed_while_it_wrote_opens_without_its_last_step(tmp_path: Path) -> None:
+def test_a_run_killed_during_a_write_opens_without_its_last_step(tmp_path: Path) -> None:
     path = written(tmp_path / "run.jsonl", passes(3))
     whole = path.read_bytes()
     line = whole.rindex(b"\n", 0, -1) + 1
@@ -90,14 +90,14 @@ def test_a_run_killed_while_it_wrote_opens_without_its_last_step(tmp_path: Path)
         assert load_timeline(path).program.num_iterations == 2
 
 
-def test_a_run_that_is_restarted_goes_on_in_the_same_file(tmp_path: Path) -> None:
+def test_a_restarted_run_continues_in_the_same_file(tmp_path: Path) -> None:
     path = written(tmp_path / "run.jsonl", passes(3))
     path.write_bytes(path.read_bytes()[:-20])  # torn by a kill
     found = load_timeline(written(path, passes(2)))
     assert (found.program.num_iterations, found.meta["last_step"]) == (2, 2)
 
 
-def test_of_a_long_run_the_last_steps_are_read(tmp_path: Path) -> None:
+def test_only_the_last_steps_of_a_long_run_are_read(tmp_path: Path) -> None:
     path = written(tmp_path / "run.jsonl", passes(30))
     found = load_journal(path, last=4)
     assert (found.program.num_iterations, found.meta["last_step"]) == (4, 30)
@@ -157,6 +157,6 @@ def test_a_full_disk_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "x").read_text().splitlines() == ['{"n":1}', '{"n', '{"n":3}']
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(AtlasError, match="cannot be written: No such file or directory"):
         Journal(tmp_path / "nowhere" / "x")

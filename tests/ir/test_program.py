@@ -1,4 +1,4 @@
-"""The Program: what a list of ops per worker means, who sends what to whom, and what repeats."""
+"""The Program: ops per worker, transfers between them, and repeated iterations."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_optimizer_closes_one_iteration_and_is_repeated_with_it():
         with_optimizer(repeated(plain, 2))
 
 
-def test_interleaved_workers_meet_once_not_once_per_stage():
+def test_interleaved_workers_join_a_collective_once():
     program = with_optimizer(interleaved(Layout(1, 4, 2, ("a", "b"))))
     for w in (0, 1):
         assert [str(op) for op in program.ops(w) if op.kind == Kind.SYNC] == [f"{w}SYNC0"]
@@ -108,6 +108,6 @@ def test_interleaved_workers_meet_once_not_once_per_stage():
         (lambda: gpipe(Layout(1, 4, 2, ("a", "b"))), "use the schedule 'interleaved'"),
     ],
 )
-def test_a_frame_that_cannot_be_filled_is_refused_with_the_rule(make, message: str):
+def test_an_impossible_layout_is_refused_with_the_rule(make, message: str):
     with pytest.raises(ProgramError, match=message):
         make()

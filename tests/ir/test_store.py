@@ -73,7 +73,7 @@ def test_a_truncated_file_is_an_error_for_users_wherever_it_is_cut(tmp_path: Pat
         (tmp_path / "cut.npz").write_bytes(whole[:length])
         with pytest.raises(AtlasError, match=r"cut\.npz"):
             load_timeline(tmp_path / "cut.npz")
-    for at in range(0, len(whole), 97):  # a flipped byte: an error, or a byte that nobody reads
+    for at in range(0, len(whole), 97):  # a flipped byte is an error, unless the byte is not used
         spoilt = bytearray(whole)
         spoilt[at] ^= 0xFF
         (tmp_path / "cut.npz").write_bytes(spoilt)
@@ -81,7 +81,7 @@ def test_a_truncated_file_is_an_error_for_users_wherever_it_is_cut(tmp_path: Pat
             load_timeline(tmp_path / "cut.npz")
 
 
-def test_foreign_files_are_turned_away(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
     np.save(tmp_path / "one.npy", np.arange(3))
     np.savez(tmp_path / "other.npz", a=np.arange(3))
@@ -101,7 +101,7 @@ def test_a_pickle_is_never_opened(tmp_path: Path, timeline: Timeline) -> None:
         load_timeline(bad)
 
 
-def test_a_file_of_the_future_says_so(tmp_path: Path, timeline: Timeline) -> None:
+def test_a_newer_format_is_refused(tmp_path: Path, timeline: Timeline) -> None:
     save_timeline(tmp_path / "t.npz", timeline)
     with pytest.raises(AtlasError, match="version 1"):
         load_timeline(rewritten(tmp_path / "t.npz", header=header(tmp_path / "t.npz", version=2)))
@@ -147,7 +147,7 @@ def test_a_program_that_its_arrays_do_not_fill_is_an_error(tmp_path: Path) -> No
     assert load_timeline(in_program(tmp_path / "t.npz", name=5)).program.name == "5"
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_rubbish(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_file_and_no_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("old")
 
     def break_off() -> None:
@@ -161,7 +161,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_rubbish(tmp_path: Path) -
     assert [p.name for p in tmp_path.iterdir()] == ["f"]
 
 
-def test_a_name_may_be_as_long_as_a_name_may_be(tmp_path: Path) -> None:
+def test_a_file_name_may_have_the_maximum_length(tmp_path: Path) -> None:
     with replacing(tmp_path / ("a" * 255)) as file:
         file.write(b"whole")
     with pytest.raises(AtlasError, match="too long"), replacing(tmp_path / ("a" * 256)) as file:
@@ -169,7 +169,7 @@ def test_a_name_may_be_as_long_as_a_name_may_be(tmp_path: Path) -> None:
     assert [p.read_bytes() for p in tmp_path.iterdir()] == [b"whole"]
 
 
-def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path: Path) -> None:
+def test_symbolic_links_and_pipes_are_kept(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")
     with replacing(tmp_path / "link") as file:

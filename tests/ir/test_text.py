@@ -1,4 +1,4 @@
-"""The text form of a Program: exact both ways, readable, and plain about what is wrong with a file."""
+"""The text form of a Program: exact in both directions, readable, with clear errors."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_turns_appear_only_where_they_differ() -> None:
     assert "turn" not in to_text(repeated(with_optimizer(program), 3))
 
 
-def test_stages_on_one_worker_hand_over_without_a_send() -> None:
+def test_stages_on_one_worker_need_no_send() -> None:
     layout = Layout(1, 4, 1, ("a", "b"), (0, 1, 1, 0))
     orders = [[Op(Kind.F, 0, 0), Op(Kind.F, 3, 0)], [Op(Kind.F, 1, 0), Op(Kind.F, 2, 0)]]
     text = to_text(assemble("v", layout, orders))

@@ -116,7 +116,7 @@ def test_torchs_own_reader_takes_our_csv(program: Program, tmp_path: Path) -> No
 
 def _may_make_namespaces() -> bool:
     try:
-        namespace = make_namespace("10.99.0.1", gso=True, mtu=1500, sysctls={})
+        namespace = make_namespace("10.99.0.1", gso=True, sysctls={})
     except AtlasError:
         return False
     os.close(namespace.fd)

@@ -36,7 +36,7 @@ def joined_cells(
                 peers[source][target] = net.listen(source, target, ends[target].address)
         with ThreadPoolExecutor(len(cells)) as pool:
             list(pool.map(lambda name: cells[name].connect(peers[name]), cells))
-        # The nodes are closed before the paths, so that they can tell their peers.
+        # The nodes are closed before the paths, so that they can notify their peers.
         for node in [*ends.values(), *cells.values()]:
             stack.callback(node.close, 0.5)
         yield [cells[name] for name in here], [cells[name] for name in there], net

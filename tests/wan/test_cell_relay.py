@@ -1,4 +1,4 @@
-"""Temporal sharing through cells: every byte arrives, turns are kept, and a path that fails is worked around."""
+"""Cells: every byte arrives, in turn order, and slices of a broken path are sent on the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_paths_go_through_every_node_and_no_name_comes_twice_in_a_row() -> None:
     assert hops_of("e/1", "w/0", pairs) == [("e/1", "w/1", "w/0"), ("e/1", "e/0", "w/0")]
 
 
-def test_two_nodes_carry_each_others_turns() -> None:
+def test_nodes_of_a_cell_send_each_others_slices() -> None:
     with joined_cells(2, [40e6, 40e6]) as (here, there, _):
         data = [os.urandom(2 << 20) for _ in range(2)]
         alone_s, in_time = (2 << 20) * 8 / 40e6, False
@@ -39,7 +39,7 @@ def test_two_nodes_carry_each_others_turns() -> None:
         assert all(path.delivered_bytes > 0.2 * (2 << 20) for path in here[0].paths("dc2/0"))
 
 
-def test_a_path_that_is_cut_loses_its_slices_to_the_others() -> None:
+def test_slices_of_a_cut_path_are_sent_on_the_others() -> None:
     with joined_cells(3, [40e6] * 3) as (here, there, net):
         data = os.urandom(3 << 20)
         got = there[0].recv(Key("dc1/0"))
@@ -50,7 +50,7 @@ def test_a_path_that_is_cut_loses_its_slices_to_the_others() -> None:
         sent.wait(20)
 
 
-def test_what_nobody_waits_for_is_staged_within_bounds() -> None:
+def test_messages_without_a_receive_are_staged_within_bounds() -> None:
     with joined_cells(2, [200e6] * 2) as (here, there, _):
         data = os.urandom(500_000)
         for i in range(4):

@@ -81,7 +81,7 @@ def test_a_thread_may_write_records_while_another_reads_payloads() -> None:
 
 
 @pytest.mark.parametrize(("num_streams", "count", "num_bytes"), [(2, 16, 8 << 20), (4, 60, 1 << 20)])
-def test_receives_posted_while_earlier_messages_arrive_cost_no_stream(
+def test_receives_posted_while_messages_arrive_break_no_stream(
     tmp_path: Path, num_streams: int, count: int, num_bytes: int
 ) -> None:
     make_ca(tmp_path)
@@ -111,22 +111,22 @@ def test_receives_posted_while_earlier_messages_arrive_cost_no_stream(
         assert a.faults._replace(num_hedged=0) == Faults()
 
 
-def test_a_stream_is_not_closed_while_somebody_tells_the_peer_something() -> None:
+def test_a_stream_is_not_closed_while_a_record_is_sent() -> None:
     """The descriptor would then be another connection's."""
     near, far = sealed_streams()
     inbound = Inbound(far, Greeting("dc1/a", "dc2/b", 0, 0, 1), Inbox("dc1/a", 0, 1 << 20, None), TransportSettings())
-    told: list[bool] = []
+    sent: list[bool] = []
 
     def tell_until_it_is_gone() -> None:
         while inbound.send_record(RecordKind.FREED, 1):
-            told.append(far.sock.fileno() >= 0)
+            sent.append(far.sock.fileno() >= 0)
 
     teller = threading.Thread(target=tell_until_it_is_gone, daemon=True)
     teller.start()
-    near.read_head(RECORD_BYTES)  # it tells
+    near.read_head(RECORD_BYTES)  # records are being sent
     inbound.close()
     teller.join(10)
     assert not teller.is_alive()
-    assert all(told)
+    assert all(sent)
     assert not inbound.send_record(RecordKind.FREED, 2)
     near.close()

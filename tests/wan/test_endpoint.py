@@ -57,7 +57,7 @@ def test_a_posted_receive_gets_every_byte(pair: tuple[Endpoint, Endpoint], num_b
     assert sent.start_ns <= got.end_ns
 
 
-def test_a_message_that_nobody_waits_for_is_staged_and_handed_over_later(pair: tuple[Endpoint, Endpoint]) -> None:
+def test_a_message_without_a_receive_is_staged_and_delivered_later(pair: tuple[Endpoint, Endpoint]) -> None:
     a, b = pair
     data = os.urandom(300_000)
     a.send(Key("dc2/b", 0, tag(1)), data).wait(5)
@@ -80,7 +80,7 @@ def test_both_directions_and_lanes_at_once(pair: tuple[Endpoint, Endpoint]) -> N
     assert [g.wait(10) for g in gets] == data + [data[-i] for i in range(30)]
 
 
-def test_later_turns_never_fill_the_room_that_an_earlier_one_needs() -> None:
+def test_later_turns_never_use_the_credit_reserved_for_an_earlier_one() -> None:
     """Turns 1.. fill the staging unasked; turn 0 is sent last, waited for first, and must get through."""
     small = TransportSettings(max_streams=2, staging_bytes=1 << 20, deadline_s=5)
     with Endpoint("dc1/a", settings=small) as a, Endpoint("dc2/b", settings=small) as b:
@@ -90,7 +90,7 @@ def test_later_turns_never_fill_the_room_that_an_earlier_one_needs() -> None:
         time.sleep(0.3)
         assert sum(handle.done for handle in late) <= 5
         urgent = a.send(Key("dc2/b", 0, tag(0)), data, 0)
-        urgent.wait(2)  # in the reserve: nobody has even asked for it
+        urgent.wait(2)  # uses the reserved credit: its receive is not posted
         for turn in range(20):
             assert b.recv(Key("dc1/a", 0, tag(turn))).wait(5) == data
 
@@ -106,7 +106,7 @@ def test_a_message_larger_than_the_staging_waits_for_its_receive() -> None:
         assert b.recv(Key("dc1/a", 0, tag(0))).wait(5) == data
 
 
-def test_a_cut_stream_is_replaced_and_nothing_is_lost_or_doubled(pair: tuple[Endpoint, Endpoint]) -> None:
+def test_a_cut_stream_is_replaced_and_nothing_is_lost_or_duplicated(pair: tuple[Endpoint, Endpoint]) -> None:
     a, b = pair
     data = [os.urandom(2_000_000) for _ in range(20)]
     gets = [b.recv(Key("dc1/a", 0, tag(i))) for i in range(20)]
@@ -118,7 +118,7 @@ def test_a_cut_stream_is_replaced_and_nothing_is_lost_or_doubled(pair: tuple[End
     assert a.faults.num_replaced > 0
 
 
-def test_a_size_that_does_not_fit_is_an_error_at_the_receiver(pair: tuple[Endpoint, Endpoint]) -> None:
+def test_a_wrong_size_is_an_error_at_the_receiver(pair: tuple[Endpoint, Endpoint]) -> None:
     a, b = pair
     got = b.recv(Key("dc1/a", 0, tag(0)), bytearray(10))
     a.send(Key("dc2/b", 0, tag(0)), b"x" * 11)
@@ -126,7 +126,7 @@ def test_a_size_that_does_not_fit_is_an_error_at_the_receiver(pair: tuple[Endpoi
         got.wait(5)
 
 
-def test_a_peer_that_closes_ends_every_wait_for_it(pair: tuple[Endpoint, Endpoint]) -> None:
+def test_waits_end_when_the_peer_closes(pair: tuple[Endpoint, Endpoint]) -> None:
     a, b = pair
     got = b.recv(Key("dc1/a", 0, tag(0)), what="3F17 on dc2/b")
     a.close()
@@ -134,7 +134,7 @@ def test_a_peer_that_closes_ends_every_wait_for_it(pair: tuple[Endpoint, Endpoin
         got.wait(5)
 
 
-def test_a_peer_that_vanishes_is_an_error_with_names_op_and_progress_after_the_deadline() -> None:
+def test_a_lost_peer_is_an_error_with_names_op_and_progress_after_the_deadline() -> None:
     b = Endpoint("dc2/b", settings=HASTY)
     with Endpoint("dc1/a", settings=HASTY) as a:
         a.connect({"dc2/b": b.address})
@@ -147,12 +147,12 @@ def test_a_peer_that_vanishes_is_an_error_with_names_op_and_progress_after_the_d
             a.send(Key("dc2/b", 0, tag(1)), b"12345").wait(1)
 
 
-def test_nobody_there_is_an_error_that_says_so() -> None:
+def test_an_address_without_a_listener_is_an_error() -> None:
     with Endpoint("dc1/a", settings=QUICK) as a, pytest.raises(WorkerError, match=r"dc1/a -> dc2/b .* refused"):
         a.connect({"dc2/b": ("127.0.0.1", 1)}, timeout_s=2.0)
 
 
-def test_a_receive_from_somebody_who_never_comes_ends_at_the_deadline() -> None:
+def test_a_receive_from_a_peer_that_never_connects_fails_at_the_deadline() -> None:
     with Endpoint("dc2/b", settings=HASTY) as b, pytest.raises(WorkerError, match="no connection from dc1/a"):
         b.recv(Key("dc1/a", 0, tag(0))).wait(10)
 
@@ -167,7 +167,7 @@ def test_epochs_never_mix(mine: int, theirs: int, match: str) -> None:
         a.connect({"dc2/b": b.address}, timeout_s=2.0)
 
 
-def test_a_second_life_in_the_same_epoch_is_refused() -> None:
+def test_a_restarted_sender_in_the_same_epoch_is_refused() -> None:
     with Endpoint("dc2/b", settings=QUICK) as b:
         with Endpoint("dc1/a", settings=QUICK) as a:
             a.connect({"dc2/b": b.address})
@@ -178,7 +178,7 @@ def test_a_second_life_in_the_same_epoch_is_refused() -> None:
             again.connect({"dc2/b": b.address})
 
 
-def test_a_restarted_receiver_is_not_taken_for_its_former_self() -> None:
+def test_a_restarted_receiver_in_the_same_epoch_is_an_error() -> None:
     b = Endpoint("dc2/b", settings=QUICK)
     with Endpoint("dc1/a", settings=QUICK) as a:
         a.connect({"dc2/b": b.address})
@@ -197,7 +197,7 @@ def test_the_wrong_node_is_refused() -> None:
         a.connect({"dc2/b": c.address})
 
 
-def test_outside_trusted_networks_nothing_is_plain() -> None:
+def test_connections_outside_trusted_networks_need_certificates() -> None:
     from atlas.wan.security.credentials import Security
 
     with (

@@ -39,8 +39,8 @@ def test_every_byte_arrives_once_whatever_breaks(stall_share: float) -> None:
             got.append(handle.wait(60))
         for handle in sends:
             handle.wait(30)
-        assert num_faults > NUM_FAULTS / 2
-        assert a.faults.num_replaced > NUM_FAULTS / 4
+        assert num_faults > NUM_FAULTS / 4, "some find no connection that is open"
+        assert a.faults.num_replaced > NUM_FAULTS / 8
         a.close()
     expected = [hashlib.sha256(d).digest() for d in data[::2] + data[1::2]]
     assert [hashlib.sha256(g or b"").digest() for g in got] == expected

@@ -1,4 +1,4 @@
-"""The WAN queue by itself: order, credit, resending; and that it serves as the simulator's link does."""
+"""The WAN queue: order, credit, resending; and that it sends in the order of the simulator's links."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pull(box: Outbox, stream: object = "s") -> Chunk | None:
     return box.pull(stream, 0, 0.0)
 
 
-def test_the_smallest_turn_goes_first_and_overtakes_at_a_chunk_boundary() -> None:
+def test_the_smallest_turn_is_first_and_overtakes_at_a_chunk_boundary() -> None:
     box = outbox()
     put(box, 5, 256 * KB, turn=5)
     first = pull(box)
@@ -63,7 +63,7 @@ def test_chunks_grow_at_the_beginning_of_a_message_and_shrink_towards_its_end() 
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 300)), min_size=1, max_size=12), st.integers())
-def test_it_serves_in_the_simulators_order_and_loses_nothing(messages, seed: int) -> None:  # type: ignore[no-untyped-def]
+def test_it_sends_in_the_simulators_order_and_loses_nothing(messages, seed: int) -> None:  # type: ignore[no-untyped-def]
     """Whatever is lost or acknowledged in between, every byte of every message is acknowledged once."""
     random, box, handles, out = Random(seed), outbox(), [], []
     for i, (turn, kilobytes) in enumerate(messages):
@@ -90,7 +90,7 @@ def test_it_serves_in_the_simulators_order_and_loses_nothing(messages, seed: int
     assert box._unacked_bytes == 0
 
 
-def test_what_has_no_credit_waits_and_does_not_stop_what_has() -> None:
+def test_a_message_without_credit_does_not_block_one_with_credit() -> None:
     box = outbox(staging_bytes=400 * KB)
     put(box, 0, 250 * KB, turn=0)
     put(box, 1, 200 * KB, turn=1)
@@ -103,7 +103,7 @@ def test_what_has_no_credit_waits_and_does_not_stop_what_has() -> None:
     assert not chunk.message.eager
 
 
-def test_the_reserve_is_for_who_overtakes() -> None:
+def test_reserved_credit_is_for_turns_that_overtake() -> None:
     box = outbox(staging_bytes=400 * KB)
     put(box, 9, 290 * KB, turn=9)
     put(box, 10, 50 * KB, turn=10)
@@ -111,7 +111,7 @@ def test_the_reserve_is_for_who_overtakes() -> None:
     assert {c.message.tag[0] for _ in range(9) if (c := pull(box))} == {9, 1}
 
 
-def test_a_chunk_held_too_long_goes_another_way_once() -> None:
+def test_a_late_chunk_is_sent_once_on_another_stream() -> None:
     box = outbox()
     handle = put(box, 0, 64 * KB)
     chunk = pull(box, "slow")
@@ -150,7 +150,7 @@ def test_the_limit_holds_back_what_would_only_queue() -> None:
     assert pull(box) is not None
 
 
-def test_a_narrow_path_has_a_second_chunk_under_way() -> None:
+def test_a_slow_path_has_a_second_chunk_in_flight() -> None:
     """One that holds less than a chunk would else idle a round trip after each."""
     narrow = InflightLimit(0.04)
     narrow.learn(200_000, chunk_bytes=16_384)
@@ -172,7 +172,7 @@ def test_the_limit_finds_what_a_path_holds() -> None:
 
 
 @pytest.mark.parametrize("queue_s", [0.0, 0.03])
-def test_a_limit_that_makes_nothing_late_is_too_low(queue_s: float) -> None:
+def test_a_limit_at_which_nothing_is_late_is_too_low(queue_s: float) -> None:
     """The first of a burst is never late; if the last is not either, the path would take more."""
     path = InflightLimit(0.04)
     path.learn(29e6)
@@ -192,7 +192,7 @@ class Cable:
         self.aborted = True
 
 
-def test_a_second_claim_ends_the_first_stream_and_waits_until_it_has_let_go() -> None:
+def test_a_second_claim_aborts_the_first_stream_and_waits_until_it_settles() -> None:
     box = Inbox("dc1/a", 0, 1 << 20, None)
     header = FrameHeader(FrameKind.CHUNK, number=1, total_bytes=4, num_bytes=4)
     old, new, views = Cable(), Cable(), []
@@ -214,14 +214,14 @@ def test_a_second_claim_ends_the_first_stream_and_waits_until_it_has_let_go() ->
     assert handle.wait(1) == b"abcd"
 
 
-def test_who_sends_more_than_allowed_is_cut_off() -> None:
+def test_a_peer_that_sends_more_than_allowed_is_disconnected() -> None:
     box = Inbox("dc1/a", 0, 1000, None)
     box.claim(Cable(), FrameHeader(FrameKind.CHUNK, number=1, total_bytes=1900, num_bytes=4))
     with pytest.raises(WorkerError, match="more than the 1000 bytes"):
         box.claim(Cable(), FrameHeader(FrameKind.CHUNK, number=2, total_bytes=1900, num_bytes=4, tag=(1, 0, 0, 0)))
 
 
-def test_the_loopback_is_a_transport() -> None:
+def test_loopback_is_a_transport() -> None:
     a, b = Loopback.network("a", "b")
     tag: Tag = (1, 2, 3, 4)
     got = b.recv(Key("a", 0, tag))
@@ -262,7 +262,7 @@ def test_after_a_rest_a_slice_waits_a_moment_for_a_smaller_turn() -> None:
 
 
 @pytest.mark.usefixtures("_patient")
-def test_a_larger_turn_goes_only_when_the_path_would_run_dry() -> None:
+def test_a_larger_turn_is_sent_only_before_the_path_runs_empty() -> None:
     outbox = _slices_of(3, 7)
     assert outbox.pull("stream", 0, 1.0) is not None
     assert outbox.pull("stream", 0, 0.0) is None  # more of the smaller turn may be on its way
@@ -279,7 +279,7 @@ def test_the_same_turn_does_not_wait_for_itself() -> None:
 
 
 @pytest.mark.usefixtures("_patient")
-def test_the_turn_after_the_last_does_not_wait_after_a_rest() -> None:
+def test_the_next_turn_does_not_wait_after_a_rest() -> None:
     outbox = _slices_of(6)
     done = outbox.pull("stream", 0, 1.0)
     assert done is not None

@@ -42,13 +42,13 @@ def test_a_fast_path_is_not_paced() -> None:
     assert limit.pause_s(100.0) <= 0
 
 
-def test_a_chunk_that_came_quickly_raises_a_pace_that_was_too_slow() -> None:
+def test_a_quick_chunk_raises_a_pace_that_is_too_slow() -> None:
     limit = paced(2e6)
     limit.came_back(0.02 + 16 * KB * 8 / SLOW_BPS, 100.0, 16 * KB)
     assert limit.pace_bps == pytest.approx(PACE * SLOW_BPS, rel=0.01)
 
 
-def test_what_a_chunk_showed_is_remembered_for_a_while_and_counts_on_slow_paths_only() -> None:
+def test_a_quick_chunk_counts_for_a_while_and_on_slow_paths_only() -> None:
     limit, fast = paced(2e6), paced(500e6)
     limit.came_back(0.02 + 16 * KB * 8 / SLOW_BPS, 100.0, 16 * KB)
     for at in (105.0, 111.0, 112.0):
@@ -61,7 +61,7 @@ def test_what_a_chunk_showed_is_remembered_for_a_while_and_counts_on_slow_paths_
     assert fast.rate_bps == 500e6
 
 
-def test_a_path_that_has_become_slower_is_found_by_what_comes_back_while_everything_is_late() -> None:
+def test_a_slower_path_is_found_by_its_acknowledgements_while_everything_is_late() -> None:
     limit, now = InflightLimit(0.04), 0.0
     limit.learn(100e6)
 
@@ -80,13 +80,13 @@ def test_a_path_that_has_become_slower_is_found_by_what_comes_back_while_everyth
     assert limit.fallen_bps() is None, "not for long enough"
     carry(25e6, 0.2, 0.4)
     assert limit.fallen_bps() == pytest.approx(25e6, rel=0.25)
-    assert limit.fallen_bps() is None, "told once"
+    assert limit.fallen_bps() is None, "returned once"
     now += 10.0
     carry(25e6, 0.2, 0.3)
-    assert limit.fallen_bps() is None, "nothing was under way for ten seconds"
+    assert limit.fallen_bps() is None, "nothing was in flight for ten seconds"
 
 
-def test_the_outbox_waits_for_the_pace() -> None:
+def test_the_outbox_keeps_the_pace() -> None:
     box = Outbox(chunk_bytes=16 * KB, num_streams=1)
     box.freed(0, 1 << 20)
     box.inflight = paced()
@@ -116,7 +116,7 @@ def until(handed: list[tuple[int, int]], count: int) -> None:
         time.sleep(0.002)
 
 
-def test_paths_with_room_take_slices_in_turn_and_a_full_one_is_passed_over() -> None:
+def test_paths_take_slices_in_turn_and_a_full_path_is_skipped() -> None:
     handed: list[tuple[int, int]] = []
     source = sender(handed)
     try:
@@ -132,7 +132,7 @@ def test_paths_with_room_take_slices_in_turn_and_a_full_one_is_passed_over() -> 
         source.close()
 
 
-def test_a_slow_path_hoards_no_slices() -> None:
+def test_a_slow_path_gets_few_slices() -> None:
     path, now = RelayPath(0, ("a", "b")), 1.0
     assert path.num_allowed == 1
     path.departed([(9, 0)], now)
@@ -143,12 +143,12 @@ def test_a_slow_path_hoards_no_slices() -> None:
         path.departed([(9, 0)], now := now + 1.0)
         assert path.num_allowed == allowed, "others had their turn for a second"
     path.departed([(10, 0), (11, 0), (12, 0)], now + 0.03)
-    assert path.num_allowed == STAGED_SLICES, "told of three at once"
+    assert path.num_allowed == STAGED_SLICES, "one note about three"
     path.rest()
     assert path.num_allowed == 1
 
 
-def test_a_slice_that_waits_for_its_turn_is_not_sent_again_and_one_that_is_lost_is(
+def test_a_lost_slice_is_sent_again_but_not_one_that_waits_for_its_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(paths, "LEAST_TURN_S", 60.0)  # a busy host may take a quarter of a second by itself

@@ -1,4 +1,4 @@
-"""What a path delivers, by what comes back over it."""
+"""The rate of a path, measured from acknowledgements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def meter_after(num_spans: int) -> RateMeter:
 
 
 @pytest.mark.parametrize("num_spans", [1, NUM_SPANS])
-def test_a_rate_is_raised_only_after_bursts_too_short_to_tell_it(num_spans: int) -> None:
+def test_a_rate_is_raised_only_after_bursts_too_short_to_measure(num_spans: int) -> None:
     meter = meter_after(num_spans)
     seen_bps = 100e6 if num_spans == NUM_SPANS else BEFORE_BPS
     assert meter.rate_bps == pytest.approx(seen_bps, rel=1e-3)

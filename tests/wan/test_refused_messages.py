@@ -1,4 +1,4 @@
-"""What a receiver will not take, and who hears of it: one message fails at once, by name, and no stream breaks."""
+"""Messages that a receiver does not accept: the send fails at once with a reason, and no stream breaks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_key_that_is_used_twice_fails_the_second_send_at_once(pair: tuple[Endp
     assert a.faults == Faults()
 
 
-def test_a_size_that_does_not_fit_fails_both_ends_and_takes_no_room(pair: tuple[Endpoint, Endpoint]) -> None:
+def test_a_wrong_size_fails_both_ends_and_uses_no_staging(pair: tuple[Endpoint, Endpoint]) -> None:
     a, b = pair
     a.connect({B: b.address})
     for number in range(8):  # six would fill the staging
@@ -65,7 +65,7 @@ def test_a_size_that_does_not_fit_fails_both_ends_and_takes_no_room(pair: tuple[
     assert a.faults == Faults()
 
 
-def test_a_refused_message_leaves_others_their_deadline() -> None:
+def test_a_refused_message_does_not_extend_the_deadline_of_others() -> None:
     """Nothing of it may count as unanswered: a send that waits for its receive would be given up."""
     outbox, first, second = Outbox(), Handle("first"), Handle("second")
     outbox.freed(0, 1000)
@@ -86,7 +86,7 @@ def test_a_refused_message_leaves_others_their_deadline() -> None:
 
 
 @pytest.mark.parametrize("error", [WorkerError("this makes no sense"), ValueError("a bug")])
-def test_a_consumer_that_raises_keeps_neither_room_nor_stream(
+def test_a_consumer_that_raises_leaks_no_staging_and_breaks_no_stream(
     pair: tuple[Endpoint, Endpoint], error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = pair
@@ -111,14 +111,14 @@ def test_a_consumer_that_raises_keeps_neither_room_nor_stream(
     assert a.faults == Faults()
 
 
-def test_a_callback_that_raises_does_not_keep_other_sends_waiting(
+def test_a_callback_that_raises_does_not_delay_other_sends(
     pair: tuple[Endpoint, Endpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = pair
     shown = list[object]()
     monkeypatch.setattr(threading, "excepthook", lambda hook: shown.append(hook.exc_type))
     a.connect({B: b.address})
-    sends = [a.send(Key(B, 0, tag(number)), bytes(2 << 20)) for number in range(3)]  # none has room
+    sends = [a.send(Key(B, 0, tag(number)), bytes(2 << 20)) for number in range(3)]  # none has credit
     called: list[Handle] = []
     sends[0].on_done(lambda handle: 1 / 0)  # type: ignore[arg-type, return-value]
     sends[0].on_done(called.append)
@@ -130,7 +130,7 @@ def test_a_callback_that_raises_does_not_keep_other_sends_waiting(
     assert shown == [ZeroDivisionError]
 
 
-def test_no_more_connections_than_max_inbound() -> None:
+def test_connections_beyond_max_inbound_are_refused() -> None:
     two = TransportSettings(max_streams=2, max_inbound=2, handshake_s=5.0)
     with Endpoint(B, settings=two) as b, Endpoint(A, settings=two) as a:
         a.connect({B: b.address})
@@ -144,10 +144,10 @@ def test_no_more_connections_than_max_inbound() -> None:
         assert a.faults == Faults()
         a.close()
         with Endpoint(C, settings=two) as c:
-            c.connect({B: b.address}, timeout_s=10.0)  # there is room again
+            c.connect({B: b.address}, timeout_s=10.0)  # a connection is free again
 
 
-def test_receives_beyond_the_limit_are_refused_where_they_are_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receives_beyond_the_limit_raise_when_they_are_posted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inbox_module, "MAX_POSTED", 3)
     inbox = Inbox(A, 0, 1 << 20, None)
     for number in range(3):
@@ -156,7 +156,7 @@ def test_receives_beyond_the_limit_are_refused_where_they_are_posted(monkeypatch
         inbox.post(tag(3), None, Handle("3F17"))
 
 
-def test_a_sender_forgets_no_receive_and_fails_loudly_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sender_fails_when_too_many_receives_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(message_module, "MAX_POSTED", 4)
     outbox, handle = Outbox(), Handle("3F17")
     for number in range(8):
@@ -168,7 +168,7 @@ def test_a_sender_forgets_no_receive_and_fails_loudly_when_there_are_too_many(mo
         handle.wait(0)
 
 
-def test_an_announcement_that_comes_after_its_message_is_dropped() -> None:
+def test_an_announcement_after_its_message_is_ignored() -> None:
     outbox = Outbox()
     outbox.freed(0, 1000)
     for number in range(20):

@@ -1,4 +1,4 @@
-"""Which path of a cell takes which slice, with paths that are a few lines of arithmetic."""
+"""Which path of a cell gets which slice, with simulated paths."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class Ways:
         self._later(start + self.slice_s + self.latencies_s[path.index], path, one, NoteKind.ACK)
 
     def _later(self, at: float, path: RelayPath, one: RelaySlice, kind: NoteKind) -> None:
-        def tell() -> None:
+        def notify() -> None:
             assert self.sender is not None
             self.sender.handle(Note(kind, path.hops, 0, ((one.number, one.offset, path.index),)))
 
-        timer = threading.Timer(max(0.0, at - time.monotonic()), tell)
+        timer = threading.Timer(max(0.0, at - time.monotonic()), notify)
         timer.daemon = True
         timer.start()
 
 
-def test_the_last_slices_go_where_they_arrive_first() -> None:
+def test_the_last_slices_are_sent_on_the_path_where_they_arrive_first() -> None:
     ways = Ways(0.01, [0.05, 0.25])
     outbox = Outbox(SLICE_BYTES, 2, SLICE_BYTES)
     outbox.freed(0, 1 << 30)
     ways.sender = sender = SliceSender(outbox, 0, HOPS, ways.hand_over)
     try:
-        for number in range(2):  # the first tells how late each path is
+        for number in range(2):  # the first measures the latency of each path
             ways.first_way.clear()
             handle = Handle("transfer")
             outbox.put((number, 0, 0, 0), memoryview(bytes(40 * SLICE_BYTES)), number, handle)
@@ -77,7 +77,7 @@ def test_a_transfer_begins_with_full_slices_if_no_smaller_turn_is_expected(is_ne
     assert handed[:2] == [SLICE_BYTES if is_next else SLICE_BYTES // 2] * 2
 
 
-def test_our_own_path_waits_a_moment_for_what_others_sent_with_a_smaller_turn() -> None:
+def test_the_own_path_waits_a_moment_for_a_smaller_turn_of_others() -> None:
     handed: list[tuple[int, float]] = []
     outbox = Outbox(SLICE_BYTES, 2, SLICE_BYTES)
     outbox.freed(0, 1 << 30)

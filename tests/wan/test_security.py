@@ -1,4 +1,4 @@
-"""Who gets in and who does not; a flood at the door disturbs nobody inside."""
+"""Which peers may connect; and floods of connections do not disturb transfers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def endpoint(name: str, credentials: Credentials, **options: object) -> Endpoint
     return Endpoint(name, security=Security(credentials), settings=QUICK, **options)  # type: ignore[arg-type]
 
 
-def test_sealed_bytes_arrive(certs: Path) -> None:
+def test_encrypted_bytes_arrive(certs: Path) -> None:
     with (
         endpoint("dc1/a", Credentials.of_folder(certs, "dc1/a")) as a,
         endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b,
@@ -54,7 +54,7 @@ def test_sealed_bytes_arrive(certs: Path) -> None:
         a.close()
 
 
-def test_nothing_readable_is_on_the_wire(certs: Path) -> None:
+def test_the_payload_is_not_readable_on_the_wire(certs: Path) -> None:
     seen, server = bytearray(), socket.create_server(("127.0.0.1", 0))
     with (
         endpoint("dc1/a", Credentials.of_folder(certs, "dc1/a")) as a,
@@ -89,7 +89,7 @@ def test_nothing_readable_is_on_the_wire(certs: Path) -> None:
 
 
 def refused(a: Endpoint, b: Endpoint, match: str) -> None:
-    """By the first error of the channel: who waits for a time-out learns no more, and waits long on a busy host."""
+    """Checks the first error of the channel. Waiting for a timeout shows no more, and takes long on a busy host."""
     channel = a.open(b.name, 0, b.address)
     end = time.monotonic() + 20
     while channel.last_error == "never connected" and time.monotonic() < end:
@@ -98,10 +98,10 @@ def refused(a: Endpoint, b: Endpoint, match: str) -> None:
     assert not channel.num_live
 
 
-def test_certificates_that_are_wrong_expired_early_or_foreign_are_refused(certs: Path, tmp_path: Path) -> None:
+def test_expired_early_foreign_and_misnamed_certificates_are_refused(certs: Path, tmp_path: Path) -> None:
     foreign = tmp_path / "foreign"
     make_ca(foreign)
-    stranger = make_node(foreign, "dc1/a")
+    other_ca = make_node(foreign, "dc1/a")
     late, early = tmp_path / "late", tmp_path / "early"
     for folder, start in ((late, -10.0), (early, 10.0)):
         folder.mkdir()
@@ -109,7 +109,7 @@ def test_certificates_that_are_wrong_expired_early_or_foreign_are_refused(certs:
             (folder / name).write_bytes((certs / name).read_bytes())
         make_node(folder, "dc1/a", days=5, starts_in_days=start)
     with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b:
-        with endpoint("dc1/a", stranger) as a:
+        with endpoint("dc1/a", other_ca) as a:
             refused(a, b, "CERTIFICATE_VERIFY_FAILED")
         for folder in (late, early):
             with endpoint("dc1/a", Credentials.of_folder(folder, "dc1/a")) as a:
@@ -123,7 +123,7 @@ def test_certificates_that_are_wrong_expired_early_or_foreign_are_refused(certs:
         refused(a, b, "claims to be dc2/b, but its certificate is for dc2/c")
 
 
-def test_a_plain_connection_to_a_sealed_door_is_refused(certs: Path) -> None:
+def test_a_plain_connection_to_an_endpoint_with_certificates_is_refused(certs: Path) -> None:
     with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b, Endpoint("dc1/a", settings=QUICK) as a:
         refused(a, b, "closed|reset")
 
@@ -144,7 +144,7 @@ def test_a_tls_connection_without_a_certificate_is_refused(certs: Path) -> None:
     assert any("refused a connection" in line for line in lines)
 
 
-def test_a_key_that_others_can_read_is_refused(certs: Path) -> None:
+def test_a_key_file_readable_by_other_users_is_refused(certs: Path) -> None:
     credentials = Credentials.of_folder(certs, "dc1/a")
     assert credentials.key_file.stat().st_mode & 0o777 == 0o600
     credentials.key_file.chmod(0o644)
@@ -152,12 +152,12 @@ def test_a_key_that_others_can_read_is_refused(certs: Path) -> None:
         _ = Security(credentials).client_context
 
 
-def test_a_node_has_a_proper_name(certs: Path) -> None:
+def test_a_node_needs_a_valid_name(certs: Path) -> None:
     with pytest.raises(AtlasError, match="datacenter/worker"):
         make_node(certs, "no/body/here")
 
 
-def test_one_certificate_may_speak_for_all_nodes_of_a_datacenter_and_no_other(certs: Path) -> None:
+def test_a_datacenters_certificate_is_valid_for_its_nodes_only(certs: Path) -> None:
     make_node(certs, "dc3")
     theirs = Credentials.of_folder(certs, "dc3/any")
     assert theirs.cert_file.name == "dc3.pem"
@@ -185,7 +185,7 @@ def _garbage(address: tuple[str, int], count: int, held: list[socket.socket]) ->
             sock.close()
 
 
-def test_garbage_at_the_door_does_not_stop_what_runs(certs: Path) -> None:
+def test_garbage_connections_do_not_stop_transfers(certs: Path) -> None:
     held: list[socket.socket] = []
     with (
         endpoint("dc1/a", Credentials.of_folder(certs, "dc1/a")) as a,
@@ -203,7 +203,7 @@ def test_garbage_at_the_door_does_not_stop_what_runs(certs: Path) -> None:
             number += 1
         flood.join()
         late = endpoint("dc2/c", Credentials.of_folder(certs, "dc2/c"))
-        late.connect({"dc2/b": b.address}, timeout_s=5)  # the door still opens
+        late.connect({"dc2/b": b.address}, timeout_s=5)  # new connections are still accepted
         late.close()
         end = time.monotonic() + 20
         while time.monotonic() < end and any("inbound" in t.name for t in threading.enumerate()):

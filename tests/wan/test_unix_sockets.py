@@ -23,7 +23,7 @@ ONE = TransportSettings(max_streams=1, warm_s=0.2)
 
 
 def family(a: Endpoint, b: Endpoint, address: tuple[str, int]) -> socket.AddressFamily:
-    """Sends something from a to b, and tells over what."""
+    """Sends a message from a to b and returns the address family that was used."""
     a.connect({b.name: address})
     data = os.urandom(3_000_000)
     a.send(Key(b.name), data).wait(10)

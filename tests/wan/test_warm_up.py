@@ -1,4 +1,4 @@
-"""What a warm-up finds, on a path that is a few lines of arithmetic."""
+"""What a warm-up finds on a simulated path."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PathOfNumbers:
 
 
 @pytest.mark.parametrize("rate_bps", [5e6, 100e6, 2e9])
-def test_it_finds_what_the_path_gives(rate_bps: float) -> None:
+def test_it_finds_the_rate_of_the_path(rate_bps: float) -> None:
     path = PathOfNumbers(rate_bps)
     warm_up = WarmUp(RTT_S, 0.0, 0.0, 5.0, path.look, STREAMS)
     assert path.play(warm_up) < 2.5
@@ -51,7 +51,7 @@ def test_it_finds_what_the_path_gives(rate_bps: float) -> None:
     assert not warm_up.is_lossy
 
 
-def test_streams_that_lost_packets_and_stopped_growing_are_joined_by_others() -> None:
+def test_more_streams_take_part_after_losses() -> None:
     path = PathOfNumbers(300e6, stream_bps=70e6, loses=True)
     warm_up = WarmUp(RTT_S, 0.0, 0.0, 5.0, path.look, STREAMS)
     path.play(warm_up)
@@ -61,7 +61,7 @@ def test_streams_that_lost_packets_and_stopped_growing_are_joined_by_others() ->
 
 
 @pytest.mark.parametrize(("num_streams", "found_bps"), [(12, 300e6), (2, 120e6)])
-def test_without_loss_and_queue_it_was_windows_and_others_join(num_streams: int, found_bps: float) -> None:
+def test_more_streams_take_part_if_windows_limit_the_rate(num_streams: int, found_bps: float) -> None:
     path = PathOfNumbers(300e6, stream_bps=60e6)
     warm_up = WarmUp(RTT_S, 0.0, 0.0, 5.0, path.look, num_streams)
     path.play(warm_up)
@@ -70,7 +70,7 @@ def test_without_loss_and_queue_it_was_windows_and_others_join(num_streams: int,
     assert warm_up.rate_bps == pytest.approx(found_bps, rel=0.1)
 
 
-def test_what_is_known_may_be_under_way_from_the_beginning() -> None:
+def test_a_known_rate_may_be_in_flight_from_the_start() -> None:
     known = WarmUp(RTT_S, 100e6, 0.0, 5.0, lambda: None, STREAMS)
     assert (
         known.limit_bytes
@@ -80,7 +80,7 @@ def test_what_is_known_may_be_under_way_from_the_beginning() -> None:
     )
 
 
-def test_a_stream_without_room_waits_until_something_comes_back() -> None:
+def test_a_stream_at_the_limit_waits_for_an_answer() -> None:
     warm_up = WarmUp(RTT_S, 0.0, time.monotonic(), 60.0, lambda: None, STREAMS)
     while num_bytes := warm_up.await_turn(0, 0.0, time.monotonic()):
         pass
@@ -96,7 +96,7 @@ def test_a_stream_without_room_waits_until_something_comes_back() -> None:
     assert got[0] > 0
 
 
-def test_it_ends_in_time_where_nothing_comes_back() -> None:
+def test_it_ends_in_time_without_answers() -> None:
     warm_up = WarmUp(RTT_S, 0.0, 0.0, 1.0, lambda: None, STREAMS)
     assert warm_up.await_turn(0, 0.0, 0.5) > 0
     assert warm_up.await_turn(0, 0.0, 1.5) == 0

@@ -1,4 +1,4 @@
-"""Frames, records, greetings, slices: what goes in comes out; anything else is refused, never executed or allocated."""
+"""Frames, records, greetings and slices survive packing; anything else is refused before memory is allocated."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_slice_survives(hops, turn: int, number: int, tag, payload: bytes, eag
     ],
     ids=["kind", "chunk too large", "message too large", "beyond the end", "wraps around"],
 )
-def test_a_header_that_cannot_be_is_refused(header: FrameHeader) -> None:
+def test_an_impossible_header_is_refused(header: FrameHeader) -> None:
     with pytest.raises(WorkerError):
         unpack_header(pack_header(header))
 
@@ -95,7 +95,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_any_flipped_bit_is_noticed(reader: str) -> None:
+def test_any_flipped_bit_is_detected(reader: str) -> None:
     _, unpack, good = READERS[reader]
     unpack(good)
     rng = random.Random(1)
@@ -107,7 +107,7 @@ def test_any_flipped_bit_is_noticed(reader: str) -> None:
 
 
 @given(st.binary(max_size=700))
-def test_garbage_only_ever_raises_our_error(data: bytes) -> None:
+def test_garbage_raises_nothing_but_worker_errors(data: bytes) -> None:
     for size, unpack, _ in READERS.values():
         with pytest.raises(WorkerError):
             unpack(data[:size].ljust(size, b"\0"))
@@ -124,7 +124,7 @@ def _read_start(data: bytes) -> None:
 
 
 def test_the_corpus_is_refused() -> None:
-    """Inputs that once mattered, or that a scanner sends: the file's name says what it is."""
+    """Inputs that caused errors once, or that port scanners send. File names describe them."""
     files = sorted(CORPUS.iterdir())
     assert len(files) >= 10
     for file in files:
@@ -132,7 +132,7 @@ def test_the_corpus_is_refused() -> None:
             _read_start(file.read_bytes())
 
 
-def test_a_preamble_says_how_it_goes_on() -> None:
+def test_a_preamble_has_the_mode() -> None:
     assert read_preamble(preamble(PLAIN)) == PLAIN
     assert read_preamble(preamble(ENCRYPTED)) == ENCRYPTED
     with pytest.raises(WorkerError, match="the same release"):

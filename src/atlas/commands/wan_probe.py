@@ -4,7 +4,7 @@ trunk limits it.
 On every host:   atlas wan probe --listen 10.0.0.5:7077 --token-file secret
 On one of them:  atlas wan probe --token-file secret --node east-0=10.0.0.5:7077 --node west-0=10.9.0.5:7077 ...
 
-Nodes are named after their datacenter and a number. With two nodes on each side, a pair cap is told from a trunk cap.
+Nodes are named after their datacenter and a number. Two nodes on each side are needed to see a trunk cap.
 The token is a shared secret of at least 16 characters, from a file or $ATLAS_PROBE_TOKEN.
 """
 

@@ -1,4 +1,4 @@
-"""Ends for emulated paths: a server that echoes or swallows, and callers that time it."""
+"""Servers and clients for emulated paths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 
 class Peer:
-    """Echoes to who says `e` first, swallows from who says `s` and notes when bytes came."""
+    """Echoes a connection that begins with `e`; of one that begins with `s`, records when bytes arrive."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self.server = socket.create_server((host, port))

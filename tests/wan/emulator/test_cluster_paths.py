@@ -1,4 +1,4 @@
-"""From a cluster file to paths, and what kernel shaping makes of them."""
+"""Paths from a cluster file, and their arguments for netem."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_nodes_of_one_datacenter_have_paths_where_asked_for() -> None:
     assert nodes_of(paths) == ["east-0", "west-0", "west-1", "east-1", "far-0"]
 
 
-def test_a_scaled_world_takes_as_many_round_trips() -> None:
+def test_scaled_paths_take_as_many_round_trips() -> None:
     before, after = (p["east-0", "west-0"] for p in (cluster_paths(CLUSTER), scaled(cluster_paths(CLUSTER), 0.01)))
     assert after.pair_bps == pytest.approx(50e6)
     assert after.trunk == Trunk("east~west", 8e7)
@@ -62,7 +62,7 @@ def test_too_many_nodes_are_refused() -> None:
         cluster_paths(many)
 
 
-def test_percentiles_are_never_better_than_the_truth() -> None:
+def test_percentiles_are_never_too_small() -> None:
     late = Histogram()
     for late_us in range(1, 1001):
         late.note(late_us * 1000)
@@ -73,7 +73,7 @@ def test_percentiles_are_never_better_than_the_truth() -> None:
     assert found.reason(p99_s=0.002) is None
 
 
-def test_netem_is_told_the_path_and_refuses_what_it_cannot_do() -> None:
+def test_netem_gets_the_path_or_an_error_is_raised() -> None:
     path = PathSpec(0.02, pair_bps=300e6, loss=0.0005, queue_bytes=1_500_000)
     assert netem_arguments(path) == (
         ["netem", "delay", "20000us", "loss", "0.05%", "rate", "300000000bit", "limit", "1500"]
@@ -84,7 +84,7 @@ def test_netem_is_told_the_path_and_refuses_what_it_cannot_do() -> None:
         path_of_node({("a", "b"): path, ("a", "c"): path}, "a")
 
 
-def test_the_command_says_what_it_would_emulate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import argparse
 
     from atlas.commands import wan_emulate

@@ -1,4 +1,4 @@
-"""Real TCP between namespaces, where this process may make them; elsewhere the refusal names the fallback."""
+"""Real TCP between namespaces, if this process may make them; otherwise the error names the alternatives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAIR = ("east-0", "west-0")
 
 def _may_make_namespaces() -> bool:
     try:
-        namespace = make_namespace("10.99.0.1", gso=True, mtu=1500, sysctls={})
+        namespace = make_namespace("10.99.0.1", gso=True, sysctls={})
     except AtlasError:
         return False
     import os
@@ -48,7 +48,7 @@ def on_path(path: PathSpec, use: Callable[[NamespaceNet, Peer], None], **options
 
 
 @needs_root
-def test_real_tcp_meets_the_delay() -> None:
+def test_real_tcp_has_the_delay() -> None:
     def use(net: NamespaceNet, far: Peer) -> None:
         taken = round_trips_s(far.address)
         assert min(taken) >= 0.04
@@ -75,7 +75,7 @@ def test_the_rate_is_goodput(gso: bool) -> None:
 
 
 @needs_root
-def test_loss_is_about_what_was_asked_and_tcp_repairs_it() -> None:
+def test_loss_is_about_as_configured_and_tcp_recovers() -> None:
     def use(net: NamespaceNet, far: Peer) -> None:
         sent = pour(far.address, 1.0)
         assert far.ended.acquire(timeout=20)
@@ -135,7 +135,7 @@ def test_a_crash_leaves_nothing_behind() -> None:
 
 
 @needs_root
-def test_kernel_shaping_works_or_says_that_the_kernel_cannot() -> None:
+def test_kernel_shaping_works_or_raises_an_error() -> None:
     problem = ""
     try:
         on_path(PathSpec(latency_s=0.02), lambda net, far: _is_delayed(far), kernel=True)
@@ -160,10 +160,10 @@ def test_without_privileges_the_error_names_the_fallback(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(netdev, "_LIBC", Refusing())
     with pytest.raises(AtlasError, match="proxy grade"):
-        make_namespace("10.99.0.1", gso=True, mtu=1500, sysctls={})
+        make_namespace("10.99.0.1", gso=True, sysctls={})
 
 
-def test_a_call_in_a_thread_brings_back_its_error() -> None:
+def test_a_call_in_a_thread_raises_its_error() -> None:
     def fail() -> None:
         raise ValueError("inside")
 

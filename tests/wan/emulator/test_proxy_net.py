@@ -1,4 +1,4 @@
-"""The proxy grade keeps what its paths promise. Bounds are wider than the bench's: the machines of others are busy."""
+"""The proxy emulates its paths. Bounds are wider than in the bench, because test machines are busy."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_jitter_delays_but_never_reorders_or_loses() -> None:
         assert got == sent
 
 
-def test_a_sender_whose_receiver_sleeps_is_stopped_after_a_window() -> None:
+def test_a_sender_stops_after_a_window_if_the_receiver_does_not_read() -> None:
     server = socket.socket()
     server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
     server.bind(("127.0.0.1", 0))
@@ -127,7 +127,7 @@ def test_a_sender_whose_receiver_sleeps_is_stopped_after_a_window() -> None:
         assert max(net.stats.connections[0]["peak_bytes"]) <= 200_000
 
 
-def test_a_cut_resets_both_ends_and_may_refuse_new_callers() -> None:
+def test_a_cut_resets_both_ends_and_can_refuse_new_connections() -> None:
     with peer() as far, ProxyNet({PAIR: PathSpec(latency_s=0.002)}) as net:
         address = net.listen(*PAIR, far.address)
         with call(address, b"e") as sock:
@@ -157,7 +157,7 @@ def test_a_stalled_connection_is_silent_until_it_is_resumed_and_loses_nothing() 
         assert sock.recv(1) == b"b"
 
 
-def test_a_path_takes_on_new_figures_while_it_runs() -> None:
+def test_a_path_can_be_changed_while_it_is_used() -> None:
     with peer() as far, ProxyNet({PAIR: PathSpec(latency_s=0.002)}) as net:
         address = net.listen(*PAIR, far.address)
         assert min(round_trips_s(address, 5)) < 0.02
@@ -165,7 +165,7 @@ def test_a_path_takes_on_new_figures_while_it_runs() -> None:
         assert min(round_trips_s(address, 5)) >= 0.06
 
 
-def test_a_late_run_is_not_certified_and_neither_is_none() -> None:
+def test_a_late_run_and_an_unused_net_are_not_certified() -> None:
     with peer() as far, ProxyNet({PAIR: PathSpec(latency_s=0.002)}) as net:
         with pytest.raises(EmulatorLateError, match="nothing went through"):
             net.certify()
@@ -176,7 +176,7 @@ def test_a_late_run_is_not_certified_and_neither_is_none() -> None:
         net.certify(p99_s=10.0, worst_s=10.0)
 
 
-def test_mistakes_are_one_message() -> None:
+def test_wrong_arguments_raise_an_error() -> None:
     with ProxyNet({PAIR: PathSpec()}) as net:
         with pytest.raises(AtlasError, match="no path between 'east-0' and 'mars-0'"):
             net.listen("east-0", "mars-0", ("127.0.0.1", 1))

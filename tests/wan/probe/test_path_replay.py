@@ -1,4 +1,4 @@
-"""A recorded series is simulated as it was: the same rates and delays, at the same moments."""
+"""The simulator replays a recorded series: the same rates and delays at the same times."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_trace_file_reads_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_recorded_series_replays_exactly(tmp_path: Path) -> None:
-    """Every transfer takes what the series says, worked out here by hand from the series alone."""
+    """Every transfer takes the time that is computed here from the series alone."""
     file = tmp_path / "east-west.csv"
     write_csv(file, TraceRow._fields, trace_rows(SERIES))
     route = Route(

@@ -1,4 +1,4 @@
-"""The probe finds what the emulator was told, speaks to friends only, and leaves the rest of a file alone."""
+"""The probe finds the emulator's figures, needs the token, and changes only the links of a file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKEN = "only for the tests"
         pytest.param(0.008, 50e6, 60_000, 30e6, marks=pytest.mark.slow),
     ],
 )
-def test_a_survey_finds_latency_window_cap_and_whose_cap_it_is(
+def test_a_survey_finds_latency_window_and_which_cap_binds(
     latency_s: float, pair_bps: float, window_bytes: int, trunk_bps: float | None
 ) -> None:
     trunk = Trunk("t", trunk_bps) if trunk_bps else None
@@ -64,23 +64,23 @@ def _surveyed(truth: PathSpec) -> LinkMeasurement:
         return survey(how)[0]
 
 
-# ---- who may ask -------------------------------------------------------------------------------------------
-def test_an_agent_answers_only_who_knows_the_token() -> None:
+# ---- authentication ----------------------------------------------------------------------------------------
+def test_an_agent_answers_only_clients_with_the_token() -> None:
     with ProbeAgent("127.0.0.1", 0, TOKEN) as agent:
         assert round_trips(agent.address, TOKEN, 5).count == 5
         with pytest.raises(ProbeError, match="token"):
             connect(agent.address, "another token of size")
-        with socket.create_connection(agent.address) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1\r\n".ljust(48))
-            stranger.settimeout(5)
+        with socket.create_connection(agent.address) as client:
+            client.sendall(b"GET / HTTP/1.1\r\n".ljust(48))
+            client.settimeout(5)
             received = b""
-            while data := stranger.recv(100):
+            while data := client.recv(100):
                 received += data
             assert len(received) == 21, "the greeting and no more"
         assert round_trips(agent.address, TOKEN, 3).count == 3
 
 
-def test_a_survey_does_not_trust_a_server_that_cannot_prove_itself() -> None:
+def test_a_server_without_the_token_is_rejected() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         import threading
 
@@ -96,7 +96,7 @@ def test_a_survey_does_not_trust_a_server_that_cannot_prove_itself() -> None:
             connect(server.getsockname(), TOKEN)
 
 
-def test_oversized_and_senseless_messages_end_only_their_own_connection() -> None:
+def test_invalid_messages_end_only_their_own_connection() -> None:
     with ProbeAgent("127.0.0.1", 0, TOKEN) as agent:
         for nonsense in ((MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\2[]", b"\0\0\0\3abc"):
             with connect(agent.address, TOKEN) as sock:
@@ -109,7 +109,7 @@ def test_oversized_and_senseless_messages_end_only_their_own_connection() -> Non
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
-def test_an_agent_never_listens_everywhere(host: str) -> None:
+def test_an_agent_never_listens_on_all_addresses(host: str) -> None:
     with pytest.raises(AtlasError, match="one address, not on all"):
         ProbeAgent(host, 0, TOKEN)
 
@@ -163,12 +163,12 @@ def test_the_links_of_a_job_with_its_cluster_inside_change_too() -> None:
 
 
 @pytest.mark.parametrize("text", ["cluster: {wan: {latency_ms: 1}}\n", "[1]\n", "a: [\n", ""])
-def test_a_file_that_cannot_be_edited_is_told(text: str) -> None:
+def test_a_file_that_cannot_be_edited_is_an_error(text: str) -> None:
     with pytest.raises(SpecError):
         with_links(text, [measured()])
 
 
-def test_dates_percentiles_and_the_verdict_are_written_beside_the_figures() -> None:
+def test_dates_percentiles_and_the_cap_are_written_as_comments() -> None:
     text = links_yaml([measured()])
     for words in ("measured 2023-11-14", "median 40.40", "p95 41.00", "1: 0.6, 8: 5", "the trunk cap binds"):
         assert words in text
@@ -199,20 +199,20 @@ PATHS = {("east-0", "west-0"): PathSpec(latency_s=0.01, window_bytes=None, pair_
 CLUSTER = "datacenters:\n  - {name: east, nodes: 1}\n  - {name: west, nodes: 1}\nwan: {latency_ms: 10, pair_gbps: %g}\n"
 
 
-def test_the_command_says_where_a_files_assumptions_no_longer_hold(
+def test_the_command_warns_where_a_file_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the shell's side, over an emulated path: 40 Mbit/s are found, one file says so and another says 80."""
+    """The command over an emulated path of 40 Mbit/s: one file has this rate, another has 80."""
     monkeypatch.setenv("ATLAS_PROBE_TOKEN", TOKEN)
     monkeypatch.setattr(wan_probe, "Survey", partial(Survey, min_s=0.3, pings=8))
     with ProbeAgent("127.0.0.1", 0, TOKEN) as east, ProbeAgent("127.0.0.1", 0, TOKEN) as west, ProxyNet(PATHS) as net:
-        doors = {"east-0": net.listen("west-0", "east-0", east.address)}
-        doors["west-0"] = net.listen("east-0", "west-0", west.address)
-        nodes = [word for name, (host, port) in doors.items() for word in ("--node", f"{name}={host}:{port}")]
+        addresses = {"east-0": net.listen("west-0", "east-0", east.address)}
+        addresses["west-0"] = net.listen("east-0", "west-0", west.address)
+        nodes = [word for name, (host, port) in addresses.items() for word in ("--node", f"{name}={host}:{port}")]
         for pair_gbps, code in ((0.04, 0), (0.08, 3)):
             file = tmp_path / f"{code}.yaml"
             file.write_text(CLUSTER % pair_gbps)
             assert main(["wan", "probe", *nodes, "--max-streams", "1", "--check", str(file)]) == code
-            told = capsys.readouterr().err
-    assert "east - west: a node pair gets 0.0" in told
-    assert "0.08 were assumed" in told
+            printed = capsys.readouterr().err
+    assert "east - west: a node pair gets 0.0" in printed
+    assert "0.08 were assumed" in printed

@@ -52,9 +52,7 @@ class ForwardServer:
             tables = self._link_of, self._floats, self._ints, self._trunks, self._memory, words
             f.forward(self._fds, *tables, self._bins, self._totals, self._polls)
 
-    def do_paths(
-        self, nodes: list[str], paths: list[tuple[str, str, dict[str, Any]]], seed: int, realtime: bool
-    ) -> dict[str, Any]:
+    def do_paths(self, nodes: list[str], paths: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
         self._nodes = {name: i for i, name in enumerate(nodes)}
         links = [(a, b, PathSpec.from_json(path), True) for a, b, path in paths]
         links += [(b, a, path, False) for a, b, path, _ in links]
@@ -72,9 +70,9 @@ class ForwardServer:
             base += size
         self._memory = np.empty(base, np.uint8)
         self._memory[:MAX_TOUCHED_BYTES:PAGE_BYTES] = 0
-        _seed(seed)
+        _seed(0)
         self._compile()
-        return {"priority": raise_priority(realtime=realtime)}
+        return {"priority": raise_priority()}
 
     def do_change(self, a: str, b: str, path: dict[str, Any]) -> None:
         spec = PathSpec.from_json(path)

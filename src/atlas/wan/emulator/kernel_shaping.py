@@ -55,5 +55,7 @@ def shape_in_kernel(namespace_fd: int, path: PathSpec) -> None:
     command = [tc, "qdisc", "add", "dev", DEVICE, "root", *netem_arguments(path)]
     done = in_thread(lambda: subprocess.run(command, capture_output=True, text=True, timeout=10), namespace_fd)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()[:1]
-        raise AtlasError(f"this kernel has no netem ({' '.join(said)}): leave kernel shaping off, the forwarder shapes")
+        output = (done.stderr or done.stdout).strip().splitlines()[:1]
+        raise AtlasError(
+            f"this kernel has no netem ({' '.join(output)}): leave kernel shaping off, the forwarder shapes"
+        )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from atlas.errors import AtlasError
@@ -59,22 +59,12 @@ class Node:
 
 
 class NamespaceNet(EmulatedNet):
-    """Named nodes and the paths between them. `sysctls` are of net.ipv4; None: a stock kernel's TCP buffers.
+    """Named nodes and the paths between them, with the TCP buffers of a stock kernel.
 
     `kernel` leaves delay, rate and loss to the kernel's netem; lateness is then that of the kernel.
     """
 
-    def __init__(
-        self,
-        paths: Paths,
-        *,
-        gso: bool = True,
-        mtu: int = 1500,
-        sysctls: Mapping[str, str] | None = None,
-        seed: int = 0,
-        realtime: bool = True,
-        kernel: bool = False,
-    ) -> None:
+    def __init__(self, paths: Paths, *, gso: bool = True, kernel: bool = False) -> None:
         super().__init__(paths)
         if not 0 < len(self.nodes) <= MAX_NODES:
             raise AtlasError(
@@ -85,14 +75,13 @@ class NamespaceNet(EmulatedNet):
         try:
             for i, name in enumerate(self.nodes):
                 address = f"10.99.{(i + 1) >> 8}.{(i + 1) & 255}"
-                own = stock_sysctls(self._window_bytes(name)) if sysctls is None else sysctls
-                namespace = make_namespace(address, gso=gso, mtu=mtu, sysctls=own)
+                namespace = make_namespace(address, gso=gso, sysctls=stock_sysctls(self._window_bytes(name)))
                 tun_fds.append(namespace.tun_fd)
                 self._nodes[name] = Node(name, address, namespace)
                 if kernel:
                     shape_in_kernel(namespace.fd, path_of_node(self.paths, name))
             shaped = dict.fromkeys(self.paths, PathSpec(window_bytes=None)) if kernel else self.paths
-            self._start("atlas.wan.emulator.forward_server", shaped, tun_fds, seed=seed, realtime=realtime)
+            self._start("atlas.wan.emulator.forward_server", shaped, tun_fds)
         except BaseException:
             self.close()
             raise

@@ -29,7 +29,7 @@ RTM_NEWLINK, IFLA_TXQLEN, NLM_F_REQUEST_ACK = 16, 13, 0x5
 VNET_HDR_BYTES = 10
 QUEUE_PACKETS = 20_000
 """Transmit queue of the device: long enough that no burst of a sender is dropped before the forwarder reads it."""
-DEVICE = "wan0"
+DEVICE, MTU_BYTES = "wan0", 1500
 FALLBACK = "Run it as root or inside `unshare --user --map-root-user --net`, or use the proxy grade"
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -43,9 +43,9 @@ class Namespace(NamedTuple):
     tun_fd: int
 
 
-def make_namespace(address: str, *, gso: bool, mtu: int, sysctls: Mapping[str, str]) -> Namespace:
+def make_namespace(address: str, *, gso: bool, sysctls: Mapping[str, str]) -> Namespace:
     """Makes a namespace whose only device is a TUN device with this address. The calling thread does not enter it."""
-    return in_thread(lambda: _make_here(address, gso=gso, mtu=mtu, sysctls=sysctls))
+    return in_thread(lambda: _make_here(address, gso=gso, sysctls=sysctls))
 
 
 def in_thread(call: Callable[[], T], namespace_fd: int | None = None) -> T:
@@ -87,13 +87,13 @@ def entered(namespace_fd: int) -> Iterator[None]:
         os.close(home)
 
 
-def _make_here(address: str, *, gso: bool, mtu: int, sysctls: Mapping[str, str]) -> Namespace:
+def _make_here(address: str, *, gso: bool, sysctls: Mapping[str, str]) -> Namespace:
     if _LIBC.unshare(CLONE_NEWNET):
         raise _refused("make a network namespace")
     tun_fd = _open_tun(gso=gso)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            _set(sock, SIOCSIFMTU, struct.pack("16si20x", DEVICE.encode(), mtu))
+            _set(sock, SIOCSIFMTU, struct.pack("16si20x", DEVICE.encode(), MTU_BYTES))
             _set_queue(QUEUE_PACKETS)
             packed = socket.inet_aton(address)
             _set(sock, SIOCSIFADDR, struct.pack("16sHH4s16x", DEVICE.encode(), socket.AF_INET, 0, packed))

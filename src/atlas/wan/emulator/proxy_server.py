@@ -147,7 +147,7 @@ class ProxyServer:
     def _trunk(self, src: str, dst: str, path: PathSpec) -> TrunkDirection:
         if path.trunk is None:
             return TrunkDirection(None)
-        # The order of the names in a pair tells which end of the trunk a node is on.
+        # The order of the names in a pair shows which end of the trunk a node is on.
         return self._trunks.setdefault((path.trunk.name, (src, dst) in self._paths), TrunkDirection(path.trunk.bps))
 
     def _chosen(self, a: str | None, b: str | None, number: int | None) -> list[ProxiedConnection]:

@@ -26,7 +26,7 @@ MAX_WINDOW_BYTES = 100_000_000
 
 
 class LinkFigures(NamedTuple):
-    """What a cluster file says of a link. None: not known, or not given."""
+    """The figures of a link in a cluster file. None: not known, or not given."""
 
     latency_ms: float
     """One way."""

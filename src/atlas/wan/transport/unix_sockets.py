@@ -1,5 +1,5 @@
 """Connections on one host without TCP: a listener on a loopback address also listens on a Unix socket named after the
-address, and whoever connects to the address tries the Unix socket first. It costs half of TCP's loopback.
+address, and a client that connects to the address tries the Unix socket first. It costs half of TCP's loopback.
 
 The name is in the abstract namespace: visible in this network namespace only, nothing on disk, gone with its process.
 Both ends check that the other belongs to the same user, because any user may take such a name. A proxy listens at an
