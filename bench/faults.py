@@ -34,10 +34,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "launch"))
 from lab.lines import Lines
-from multi_dc_runs import QUICK, Run, hashes, run_wide, write_job
+from multi_dc_runs import Run, hashes, run_datacenters, train_options, write_job
 
 from atlas.errors import AtlasError
-from atlas.launch.coordinator import RunSettings
 from atlas.lifetime import Lifeline
 from atlas.wan.emulator.paths import PathSpec
 from atlas.wan.emulator.proxy_net import ProxyNet
@@ -118,11 +117,11 @@ def child(event: str, seed: int, base: Path) -> int:
         def route(src: str, dst: str, address: tuple[str, int]) -> tuple[str, int]:
             return net.listen(src, dst, address)
 
-        terms = RunSettings(NUM_STEPS, save_every=SAVE_EVERY, grace_s=10, restarts=QUICK)
-        run = run_wide(
+        options = train_options(NUM_STEPS, save_every=SAVE_EVERY, grace_s=10)
+        run = run_datacenters(
             job,
             folders_of(base),
-            terms,
+            options,
             on_start=lambda run, pids: striker.pids.update(pids),
             on_step=striker.step,
             route=route,

@@ -30,7 +30,8 @@ from common.rhythm import Rhythm, replayed, rhythm_for
 from common.tenants import REAL, TINY, Prefill, Trainer, measure_ops
 
 from atlas.ir.ops import Kind
-from atlas.runtime.device import Span, make_device
+from atlas.runtime.device import Span
+from atlas.runtime.hardware import make_device
 from atlas.runtime.waits import Position
 from bubbletea.prefill.filling import Filling
 from bubbletea.prefill.idle import Idle, Wait, attribute

@@ -24,7 +24,8 @@ from atlas.ir.program import Layout
 from atlas.ir.timeline import Timeline
 from atlas.launch.emulate import EmulationSettings, emulate
 from atlas.launch.prepared_job import prepare_job
-from atlas.launch.rehearse import OWN, TrainOptions, rehearse
+from atlas.launch.rehearse import rehearse
+from atlas.launch.train_options import OWN, TrainOptions
 from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, TrainingSetup
 from atlas.runtime.device import Copied
 from atlas.runtime.models.config import DecoderConfig
@@ -79,9 +80,9 @@ def in_turns(place: str) -> float:
     """Difference in the losses of four steps: workers with turns on an emulated WAN, and one process."""
     job = load_job(EXAMPLE)
     options = TrainOptions("atlas", steps=4, device=place, model=OWN, data=SHIPPED, clip=1.0)
-    work = prepare_job(job, options)
-    program = work.program
-    alone, _ = train_alone(work.training, program.num_pipelines, program.num_microbatches, options.steps, place)
+    prepared = prepare_job(job, options)
+    program = prepared.program
+    alone, _ = train_alone(prepared.training, program.num_pipelines, program.num_microbatches, options.steps, place)
     return difference(rehearse(job, options).run.losses, alone)
 
 

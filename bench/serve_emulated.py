@@ -24,8 +24,9 @@ from common.report import Report
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Layout
+from atlas.ir.timeline import Timeline
 from atlas.launch.emulate import Emulation, EmulationSettings, emulate
-from atlas.launch.iterations import StepProgress
+from atlas.launch.report.events import StepEvent
 from atlas.runtime.assignment import FillerChoice, stand_in
 from atlas.runtime.models.config import DecoderConfig
 from atlas.schedules.classic import one_f_one_b
@@ -85,8 +86,8 @@ class Counted(logging.Handler):
 
 
 def train(setup: EmulationSettings, seconds: list[float]) -> Emulation:
-    def on_step(progress: StepProgress) -> None:
-        seconds.append(progress.seconds)
+    def on_step(event: StepEvent, timeline: Timeline) -> None:
+        seconds.append(event["iteration_s"])
 
     return emulate(PROGRAM, COSTS, stand_in(), setup, on_step=on_step)
 

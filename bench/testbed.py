@@ -157,7 +157,7 @@ def one_run(name: str, tcp: str, workers: int, found: world.Found, args: argpars
         world.training(),
         setup,
         on_start=lambda _: load.append(Load()),
-        on_step=lambda _: busy.append(load[0].busy()),
+        on_step=lambda event, timeline: busy.append(load[0].busy()),
     )
     compute_s, wan_s, rest_s = np.array(per_iteration(run.timeline)) - np.array(per_iteration(predicted))
     write_page(

@@ -30,8 +30,9 @@ from common.report import Report
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
+from atlas.ir.timeline import Timeline
 from atlas.launch.emulate import EmulationSettings, emulate
-from atlas.launch.iterations import StepProgress
+from atlas.launch.report.events import StepEvent
 from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, TrainingSetup
 from atlas.runtime.models.config import gpt
 from atlas.runtime.models.decoder import loss_of
@@ -65,8 +66,8 @@ def ours(size: str) -> tuple[float, list[float]]:
     free = uniform_costs(1, NUM_STAGES, kind_costs(forward_ns=0))
     seconds: list[float] = []
 
-    def note(progress: StepProgress) -> None:
-        seconds.append(progress.seconds)
+    def note(event: StepEvent, timeline: Timeline) -> None:
+        seconds.append(event["iteration_s"])
 
     setup = EmulationSettings(SIZES[size][2], device="cpu", paths={}, keep_weights=False)
     run = emulate(program, free, training(size), setup, on_step=note)

@@ -25,8 +25,8 @@ from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Layout, Memory, Program
 from atlas.ir.timeline import Timeline
 from atlas.launch.emulate import Emulation, EmulationSettings, emulate
-from atlas.launch.iterations import StepProgress
 from atlas.launch.paths import NodePaths, paths_of
+from atlas.launch.report.events import StepEvent
 from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, TrainingSetup
 from atlas.runtime.models.config import gpt
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
@@ -140,12 +140,12 @@ def train_once(title: str, name: str, tcp: str, client: Client | None = None) ->
     )
     seconds, busy_shares, before = list[float](), list[float](), list[tuple[int, int]]()
 
-    def on_step(done: StepProgress) -> None:
-        seconds.append(done.seconds)
-        busy_shares.append(int(done.timeline.busy_ns.sum()) / (done.seconds * 1e9 * program.num_workers))
+    def on_step(event: StepEvent, timeline: Timeline) -> None:
+        seconds.append(event["iteration_s"])
+        busy_shares.append(int(timeline.busy_ns.sum()) / (event["iteration_s"] * 1e9 * program.num_workers))
         line = (
-            f"  step {done.num_done}/{steps}  loss {done.loss:.4f}  {done.seconds:6.2f} s "
-            f"(predicted {predicted.iteration_ns / 1e9:.2f})  WAN {done.wan_bytes * 8e-6 / done.seconds:.1f} Mbit/s"
+            f"  step {event['step']}/{steps}  loss {event['loss']:.4f}  {event['iteration_s']:6.2f} s "
+            f"(predicted {predicted.iteration_ns / 1e9:.2f})  WAN {(event['wan_gbit_s'] or 0) * 1e3:.1f} Mbit/s"
         )
         with client.printing if client is not None else nullcontext():
             console.print(line)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from atlas.runtime.device import Device, make_device
+from atlas.runtime.device import Device
+from atlas.runtime.hardware import make_device
 from atlas.runtime.models.block import KvSlab
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.models.decoder import Decoder, LayerRange, build

@@ -127,7 +127,7 @@ def test_a_sweep_shows_itself_as_a_curve() -> None:
 def test_training_is_predicted_and_measured() -> None:
     job = atlas.load_job(TINY, ["pp=2", "pipelines_per_cell=1", "num_microbatches=2"])
     steps: list[int] = []
-    run = atlas.train(job, "1f1b", steps=1, slower=2, on_step=lambda done, predicted_s: steps.append(done.num_done))
+    run = atlas.train(job, "1f1b", steps=1, slower=2, on_step=lambda event, timeline: steps.append(event["step"]))
     assert steps == [1]
     assert (run.predicted.source, run.measured.source) == ("simulated", "emulated")
     assert "<svg" in atlas.Figure(run.predicted, run.measured)._repr_html_()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,8 +38,8 @@ from atlas.view.map import plan_page
 from atlas.view.svg import Figure
 
 if TYPE_CHECKING:
-    from atlas.launch.iterations import StepProgress
     from atlas.launch.rehearse import Rehearsal
+    from atlas.launch.report.events import OnStep
 
 JobSource = Job | Plan | str | os.PathLike[str]
 """A job, a plan, or the file of either."""
@@ -348,7 +348,7 @@ def train(
     schedule: str | None = None,
     *,
     tcp: Tcp | None = None,
-    on_step: Callable[[StepProgress, float], None] | None = None,
+    on_step: OnStep | None = None,
     **options: Any,
 ) -> Rehearsal:
     """Train on this machine, every worker a process, the datacenters apart by an emulated WAN: `atlas train --emulate`.
@@ -357,11 +357,13 @@ def train(
         run.error                                   # predicted over measured iteration time, less one
         atlas.Figure(run.predicted, run.measured)   # the two timelines
 
-    `options` are those of `atlas.launch.rehearse.TrainOptions`: steps, slower, device, model, data, learning_rate,
-    clip, checkpoints, save_every. `on_step` is called after every step, with the seconds that one was predicted to
-    take. Needs the extra `runtime`. In a script, call it under `if __name__ == "__main__":`.
+    `options` are those of `atlas.launch.train_options.TrainOptions`: steps, slower, device, model, data, learning_rate,
+    clip, checkpoints, save_every. `on_step` is called after every step with a `StepEvent` (step, loss, iteration_s,
+    predicted_s, ...) and the timeline of the step. Needs the extra `runtime`. In a script, call it under
+    `if __name__ == "__main__":`.
     """
-    from atlas.launch.rehearse import TrainOptions, rehearse  # 120 ms, and torch once it runs
+    from atlas.launch.rehearse import rehearse  # 120 ms, and torch once it runs
+    from atlas.launch.train_options import TrainOptions
 
     job, plan = opened(job)
     return rehearse(job, TrainOptions.of(plan, schedule, tcp, **options), on_step=on_step)

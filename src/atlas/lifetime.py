@@ -1,6 +1,6 @@
 """A process ends with the process that started it, however that one ended (SIGKILL included). Two mechanisms: a fork
-asks the kernel to be killed with its parent; a process that was started by command watches a pipe or socket that its
-starter holds, and ends at its EOF.
+asks the kernel to kill it with its parent; a process started by a command watches a pipe or socket of its starter and
+ends at its EOF.
 
 Knows processes and descriptors. Does not know what they do.
 """
@@ -15,13 +15,14 @@ import signal
 import threading
 
 PR_SET_PDEATHSIG = 1
+"""From <sys/prctl.h>."""
 
 
 def end_with_parent(parent: int) -> None:
-    """In a fork: from now on it gets SIGKILL when the parent's forking thread ends.
+    """In a fork: from now on the kernel sends it SIGKILL when the parent's forking thread ends.
 
-    `parent`: its id, taken before the fork; where it has ended meanwhile, so does the fork. Only for forks of a main
-    thread: other threads may end before their process does. Only Linux has this; elsewhere the EOF of stdin must do.
+    `parent`: the parent's id, taken before the fork; if the parent has ended since, the fork ends too. Only for forks
+    of a main thread: other threads may end before their process does. Linux only; elsewhere the EOF of stdin must do.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -29,9 +30,16 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def describe_exit(code: int) -> str:
+    """An exit code in words; negative: the number of a signal."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended early with exit code {code}"
+
+
 class Lifeline:
-    """Ends this process at the EOF of a descriptor; reads nothing from it. `stop` before the process forks: it is a
-    thread, and somebody else must notice the EOF from then on."""
+    """Ends this process at the EOF of a descriptor, without reading from it.
+
+    Call `stop` before the process forks: this is a thread, and something else must watch for the EOF from then on.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

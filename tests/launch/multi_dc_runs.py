@@ -6,31 +6,31 @@ import hashlib
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from atlas.commands.train_dc import site_name
+from atlas.commands.train_dc import agent_name
 from atlas.launch.agent import AgentSettings
-from atlas.launch.coordinator import RunSettings
-from atlas.launch.multi_dc import LauncherSettings, RunCallbacks, train_here
+from atlas.launch.coordinator import RunCallbacks
+from atlas.launch.multi_dc import train_here
 from atlas.launch.prepared_job import prepare_job
-from atlas.launch.rehearse import TrainOptions
 from atlas.launch.supervisor import RestartPolicy
+from atlas.launch.train_options import TrainOptions
 from atlas.runtime.checkpoint import LocalStore, choose, load_layers
 from atlas.runtime.reference import train_alone
 from atlas.spec import Job, load_job
 
 OPTIONS = TrainOptions("1f1b", device="cpu", model="job", data="shipped", learning_rate=3e-3)
 LIMIT_S = 120.0
-"""Seconds are enough on a machine that has nothing else to do."""
+"""A few seconds are enough on an idle machine."""
 QUICK = RestartPolicy(max_in_a_row=3, first_wait_s=0.1)
 
 
 def job_text(*datacenters: str, num_microbatches: int = 4, pp: int | None = None, tight: bool = False) -> str:
-    """A model of a few thousand parameters. `tight`: it takes the memory of two nodes, and each datacenter has one."""
+    """A model of a few thousand parameters. `tight`: it needs the memory of two nodes, and each datacenter has one."""
     return yaml.dump(
         {
             **({"memory_gib": 0.0012} if tight else {}),
@@ -63,73 +63,75 @@ def free_port() -> int:
 
 @dataclass
 class Run:
-    """What came of it."""
+    """The results of all launchers."""
 
     codes: dict[str, int] = field(default_factory=dict)
     errors: dict[str, BaseException] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
-    """By step, as last told."""
+    """By step, as last reported."""
     starts: int = 0
 
 
-def run_wide(
+def train_options(steps: int, **changes: Any) -> TrainOptions:
+    return replace(OPTIONS, steps=steps, restarts=QUICK, **changes)
+
+
+def run_datacenters(
     job: Job,
     folders: Mapping[str, Path],
-    terms: RunSettings,
+    options: TrainOptions,
     *,
     on_start: Callable[[Run, Mapping[str, int]], None] = lambda run, pids: None,
     on_step: Callable[[Run, int], None] = lambda run, step: None,
-    options: TrainOptions = OPTIONS,
     route: Callable[[str, str, tuple[str, int]], tuple[str, int]] = lambda src, dst, address: address,
     auto_replan: bool = False,
-    sites: Sequence[str] | None = None,
+    launchers: Sequence[str] | None = None,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     port: int | None = None,
 ) -> Run:
-    """To the end of every launcher, `west` or `west 1/2`; of `sites` only, where others are started elsewhere."""
+    """Run every launcher to its end: `west` or `west 1/2`. `launchers`: only these; the others run elsewhere."""
     run, port = Run(), port or free_port()
-    names = list(folders) if sites is None else list(sites)
+    names = list(folders) if launchers is None else list(launchers)
 
     def started(pids: Mapping[str, int]) -> None:
         run.starts += 1
         on_start(run, pids)
 
-    def told(event: Any, timeline: Any) -> None:
+    def note_step(event: Any, timeline: Any) -> None:
         run.losses[event["step"]] = event["loss"]
         on_step(run, event["step"])
 
-    def site(name: str) -> None:
+    def launch(name: str) -> None:
         own = {"checkpoints": folders[name], "device": "cpu", **(settings or {}).get(name, {})}
         dc, _, node = name.partition(" ")
-        mine = AgentSettings(site_name(dc, node or None, {})[0], **own)
-        here = LauncherSettings(mine, ("127.0.0.1", port), auto_replan=auto_replan)
+        mine = AgentSettings(agent_name(dc, node or None, {})[0], ("127.0.0.1", port), auto_replan=auto_replan, **own)
         try:
-            hooks = RunCallbacks(run.said.append, told, started, route)
-            run.codes[name] = train_here(job, options, terms, here, hooks)
+            callbacks = RunCallbacks(run.said.append, note_step, started, route)
+            run.codes[name] = train_here(job, options, mine, callbacks)
         except BaseException as error:
             run.errors[name] = error
 
-    threads = [threading.Thread(target=site, args=(name,), name=f"launcher of {name}") for name in names]
+    threads = [threading.Thread(target=launch, args=(name,), name=f"launcher of {name}") for name in names]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(LIMIT_S)
-        assert not thread.is_alive(), f"{thread.name} does not end; said: {run.said}"
+        assert not thread.is_alive(), f"{thread.name} does not end; output: {run.said}"
     return run
 
 
 def losses_alone(job: Job, num_steps: int) -> dict[int, float]:
-    """Of one process that trains the same batches, by step."""
-    work = prepare_job(job, OPTIONS)
-    program = work.program
-    losses, _ = train_alone(work.training, program.num_pipelines, program.num_microbatches, num_steps)
+    """Losses by step of one process that trains the same batches."""
+    prepared = prepare_job(job, OPTIONS)
+    program = prepared.program
+    losses, _ = train_alone(prepared.training, program.num_pipelines, program.num_microbatches, num_steps)
     return dict(enumerate(losses, 1))
 
 
-def hashes(folders: Mapping[str, Path], step: int, shelf: str = "own") -> dict[str, str]:
+def hashes(folders: Mapping[str, Path], step: int, store: str = "own") -> dict[str, str]:
     """SHA-256 of every weight and its optimizer state in the checkpoint of a step, replicas left out."""
-    checkpoint = choose([LocalStore(folder / shelf) for folder in folders.values()], step=step)
+    checkpoint = choose([LocalStore(folder / store) for folder in folders.values()], step=step)
     assert checkpoint is not None
     tensors: dict[str, Any] = {}
     for state in load_layers(checkpoint, checkpoint.layers).values():

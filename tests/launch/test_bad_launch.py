@@ -5,15 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from multi_dc_runs import OPTIONS, QUICK, Run, free_port, job_text, run_wide, write_job
+from multi_dc_runs import Run, free_port, job_text, run_datacenters, train_options, write_job
 
 from atlas.cli import main
 from atlas.errors import AtlasError
-from atlas.launch.coordinator import RunSettings
 from atlas.launch.rendezvous import AgentName, Rendezvous, RendezvousClient
 from atlas.wan.security.certs import make_ca, make_node
 from atlas.wan.security.credentials import Credentials, Security
@@ -86,7 +84,7 @@ def test_a_wrong_certificate(tmp_path: Path) -> None:
         for dc in TWO:
             make_node(tmp_path / folder, dc)
     ours = Security(Credentials.of_folder(tmp_path / "ours", "east/site0"))
-    rendezvous = Rendezvous(("127.0.0.1", 0), ours, lambda site, plan: None)
+    rendezvous = Rendezvous(("127.0.0.1", 0), ours, lambda agent, plan: None)
 
     def call(folder: str, credentials: str, name: str) -> None:
         security = Security(Credentials.of_folder(tmp_path / folder, credentials))
@@ -98,31 +96,31 @@ def test_a_wrong_certificate(tmp_path: Path) -> None:
     call("ours", "west/site0", "west")
     with pytest.raises(AtlasError, match=r"rendezvous .* in east: TLS refused: .*`atlas wan certs`"):
         call("foreign", "west/site0", "west")
-    with pytest.raises(AtlasError, match="ended the connection before a greeting"):
-        call("ours", "west/site0", "south")  # a certificate of west speaks for no other
-    assert list(rendezvous.guests) == [("west", 0)]
+    with pytest.raises(AtlasError, match="closed the connection before its hello"):
+        call("ours", "west/site0", "south")  # a certificate of west is not valid for another
+    assert list(rendezvous.agents) == [("west", 0)]
     rendezvous.close()
 
 
 def test_launchers_of_one_datacenter_that_count_differently() -> None:
-    rendezvous = Rendezvous(("127.0.0.1", 0), Security(), lambda site, plan: None)
+    rendezvous = Rendezvous(("127.0.0.1", 0), Security(), lambda agent, plan: None)
 
-    def call(*site: int) -> RendezvousClient:
-        mine = AgentName("west", *site)
+    def call(*part: int) -> RendezvousClient:
+        mine = AgentName("west", *part)
         return RendezvousClient(
             rendezvous.address, AgentName("east"), mine, "plan", Security(), grace_s=0.5, patience_s=0.5
         )
 
     first = call(0, 2)
-    with pytest.raises(AtlasError, match=r"refuses west \(2 of 3\): .* says that there are 2: give --node the same"):
+    with pytest.raises(AtlasError, match=r"refused west \(2 of 3\): .* counts 2: give --node the same"):
         call(1, 3)
     first.close()
     deadline = time.monotonic() + 10
-    while rendezvous.guests["west", 0].channel.is_connected:
+    while rendezvous.agents["west", 0].channel.is_connected:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     call(1, 3).close()
-    assert list(rendezvous.guests) == [("west", 1)], "who is gone has no say"
+    assert list(rendezvous.agents) == [("west", 1)], "a launcher that is gone does not count"
     rendezvous.close()
 
 
@@ -131,11 +129,9 @@ def test_data_shorter_than_one_batch(tmp_path: Path) -> None:
     text.write_text("too short")
     assert main(["data", "tokenize", str(text), "--out", str(shards)]) == 0
     job = write_job(tmp_path, *TWO)
-    options = replace(OPTIONS, data=str(shards))
+    options = train_options(2, data=str(shards))
     settings = {dc: {"data": str(shards)} for dc in TWO}
-    run = run_wide(
-        job, {dc: tmp_path / dc for dc in TWO}, RunSettings(2, restarts=QUICK), options=options, settings=settings
-    )
+    run = run_datacenters(job, {dc: tmp_path / dc for dc in TWO}, options, settings=settings)
     assert "tokens, but one sequence takes 33" in str(run.errors["east"])
     assert run.codes == {"west": 2}
     assert run.starts <= 1, "starting again would not help"
@@ -144,13 +140,13 @@ def test_data_shorter_than_one_batch(tmp_path: Path) -> None:
 
 def test_a_damaged_shard_is_named_and_nothing_is_overwritten(tmp_path: Path) -> None:
     job, folders = write_job(tmp_path, *TWO), {dc: tmp_path / dc for dc in TWO}
-    assert run_wide(job, folders, RunSettings(2, restarts=QUICK)).codes == dict.fromkeys(TWO, 0)
+    assert run_datacenters(job, folders, train_options(2)).codes == dict.fromkeys(TWO, 0)
     (damaged,) = (tmp_path / "east" / "own").glob("step-00000002-a0/*embedding.weights.safetensors")
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
     before = {path: path.read_bytes() for path in tmp_path.rglob("step-*/*")}
-    run = run_wide(job, folders, RunSettings(4, restarts=QUICK))
+    run = run_datacenters(job, folders, train_options(4))
     error = run.errors["east"]
     assert isinstance(error, AtlasError)
     assert f"{damaged}: damaged" in str(error)
@@ -159,18 +155,18 @@ def test_a_damaged_shard_is_named_and_nothing_is_overwritten(tmp_path: Path) -> 
     assert {path: path.read_bytes() for path in tmp_path.rglob("step-*/*")} == before
 
 
-def test_another_plan_elsewhere_is_refused_with_its_reason(tmp_path: Path) -> None:
+def test_a_launcher_with_another_plan_is_refused_with_the_reason(tmp_path: Path) -> None:
     job, other = write_job(tmp_path, *TWO), write_job(tmp_path / "west", *TWO, num_microbatches=8)
     port = free_port()
     runs: dict[str, Run] = {}
 
-    def lead() -> None:
-        terms = RunSettings(2, gather_s=6.0, restarts=QUICK)
-        runs["east"] = run_wide(job, {"east": tmp_path / "east"}, terms, port=port)
+    def coordinate() -> None:
+        options = train_options(2, gather_s=6.0)
+        runs["east"] = run_datacenters(job, {"east": tmp_path / "east"}, options, port=port)
 
-    leader = threading.Thread(target=lead)
-    leader.start()
-    run = run_wide(other, {"west": tmp_path / "west"}, RunSettings(2, gather_s=6.0), port=port)
-    leader.join()
-    assert "refuses west: it holds another plan" in str(run.errors["west"])
-    assert "west did not come to" in str(runs["east"].errors["east"])
+    coordinator = threading.Thread(target=coordinate)
+    coordinator.start()
+    run = run_datacenters(other, {"west": tmp_path / "west"}, train_options(2, gather_s=6.0), port=port)
+    coordinator.join()
+    assert "refused west: its plan differs from the plan" in str(run.errors["west"])
+    assert "west did not connect to" in str(runs["east"].errors["east"])

@@ -1,4 +1,4 @@
-"""Messages between launchers: none lost, none twice, whatever happens to their connections."""
+"""Messages between launchers arrive once and in order, whatever happens to their connections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.launch import control_channel as courier_module
+from atlas.launch import control_channel as module
 from atlas.launch.agent import Agent, AgentSettings, _Attempt
 from atlas.launch.control_channel import ControlChannel, frame, unframed
 from atlas.launch.remote_workers import RemoteWorkers
@@ -36,16 +36,16 @@ def joined(a: ControlChannel, b: ControlChannel) -> None:
     b.attach(right, a.num_received)
 
 
-def test_messages_outlive_their_connections_in_order_and_once() -> None:
+def test_messages_survive_broken_connections_in_order_and_once() -> None:
     a, b = ControlChannel(), ControlChannel()
     for n in range(5):
-        a.send({"n": n})  # before there is any
-    for life in range(1, 6):
+        a.send({"n": n})  # before there is a connection
+    for number in range(1, 6):
         joined(a, b)
-        for n in range(5 * life, 5 * life + 5):
+        for n in range(5 * number, 5 * number + 5):
             a.send({"n": n})
             b.send({"n": -n})
-        if life % 2:
+        if number % 2:
             time.sleep(0.05)
         a.detach()
     joined(a, b)
@@ -57,8 +57,8 @@ def test_messages_outlive_their_connections_in_order_and_once() -> None:
     b.detach()
 
 
-def test_a_connection_that_falls_silent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier_module, "SILENCE_S", 0.6)
+def test_a_silent_connection_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENCE_S", 0.6)
     a = ControlChannel()
     left, _silent = socket.socketpair()
     a.attach(left, 0)
@@ -91,51 +91,51 @@ def test_garbage_ends_the_connection_and_nothing_else(garbage: bytes) -> None:
 
 
 def test_a_message_has_a_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier_module, "MAX_FRAME_BYTES", 100)
-    with pytest.raises(WorkerError, match="more than the 100"):
+    monkeypatch.setattr(module, "MAX_FRAME_BYTES", 100)
+    with pytest.raises(WorkerError, match="larger than the limit of 100"):
         frame({"x": "y" * 100})
     with pytest.raises(ValueError, match="a frame of"):
         unframed(bytearray(struct.pack("!I", 101)))
 
 
-def test_a_caller_comes_back_by_itself() -> None:
-    rendezvous = Rendezvous(("127.0.0.1", 0), Security(), lambda site, plan: None)
+def test_a_launcher_reconnects_by_itself() -> None:
+    rendezvous = Rendezvous(("127.0.0.1", 0), Security(), lambda agent, plan: None)
     caller = RendezvousClient(rendezvous.address, EAST, WEST, "plan", Security(), grace_s=5, patience_s=5)
-    guest = rendezvous.guests["west", 0]
+    agent = rendezvous.agents["west", 0]
     for n in range(3):
-        guest.channel.detach()
-        guest.channel.send({"n": n})
+        agent.channel.detach()
+        agent.channel.send({"n": n})
         assert drain(caller.channel, 1) == [n]
     caller.close()
     rendezvous.close()
 
 
-def test_who_may_not_come_in_is_told_why() -> None:
-    def judge(site: AgentName, plan: str) -> str | None:
+def test_a_refused_launcher_gets_the_reason() -> None:
+    def admission(agent: AgentName, plan: str) -> str | None:
         return None if plan == "ours" else "it holds another plan"
 
-    rendezvous = Rendezvous(("127.0.0.1", 0), Security(), judge)
-    with pytest.raises(AtlasError, match=r"rendezvous 127\.0\.0\.1:\d+ in east: refuses west: it holds another plan"):
+    rendezvous = Rendezvous(("127.0.0.1", 0), Security(), admission)
+    with pytest.raises(AtlasError, match=r"rendezvous 127\.0\.0\.1:\d+ in east: refused west: it holds another plan"):
         RendezvousClient(rendezvous.address, EAST, WEST, "theirs", Security(), grace_s=1, patience_s=1)
-    assert not rendezvous.guests
+    assert not rendezvous.agents
     with pytest.raises(AtlasError, match=r"cannot listen there.*Choose a port that is free"):
-        Rendezvous(rendezvous.address, Security(), judge)
+        Rendezvous(rendezvous.address, Security(), admission)
     rendezvous.close()
-    with pytest.raises(WorkerError, match=r"not reached.*mend --rendezvous"):
+    with pytest.raises(WorkerError, match=r"not reached.*correct --rendezvous"):
         RendezvousClient(rendezvous.address, EAST, WEST, "ours", Security(), grace_s=0.2, patience_s=0.2)
 
 
-def test_a_message_that_is_refused_leaves_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier_module, "MAX_FRAME_BYTES", 200)
-    monkeypatch.setattr(courier_module, "MAX_KEPT_BYTES", 360)
+def test_a_rejected_message_leaves_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_FRAME_BYTES", 200)
+    monkeypatch.setattr(module, "MAX_KEPT_BYTES", 360)
     a, b = ControlChannel(), ControlChannel()
     a.send({"n": 0})
-    with pytest.raises(WorkerError, match="more than the 200"):
+    with pytest.raises(WorkerError, match="larger than the limit of 200"):
         a.send({"n": "x" * 200})
     for n in range(1, 4):
         a.send({"n": n})
     a.send({"n": "y" * 50})
-    with pytest.raises(WorkerError, match="bytes wait for a launcher that does not read them"):
+    with pytest.raises(WorkerError, match="bytes are queued for a launcher that does not read them"):
         a.send({"n": "y" * 50})
     joined(a, b)
     assert drain(b, 5) == [0, 1, 2, 3, "y" * 50]
@@ -143,7 +143,7 @@ def test_a_message_that_is_refused_leaves_no_gap(monkeypatch: pytest.MonkeyPatch
     b.detach()
 
 
-def test_a_rendezvous_that_could_not_accept_once_lets_the_next_caller_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rendezvous_accepts_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     accept, failures = socket.socket.accept, [OSError(24, "Too many open files")]
 
     def flaky(sock: socket.socket) -> tuple[socket.socket, object]:
@@ -152,7 +152,7 @@ def test_a_rendezvous_that_could_not_accept_once_lets_the_next_caller_in(monkeyp
         return accept(sock)
 
     monkeypatch.setattr(socket.socket, "accept", flaky)
-    rendezvous = Rendezvous(("127.0.0.1", 0), Security(), lambda site, plan: None)
+    rendezvous = Rendezvous(("127.0.0.1", 0), Security(), lambda agent, plan: None)
     caller = RendezvousClient(rendezvous.address, EAST, WEST, "plan", Security(), grace_s=5, patience_s=5)
     assert not failures
     caller.close()
@@ -163,23 +163,23 @@ def test_a_rendezvous_that_could_not_accept_once_lets_the_next_caller_in(monkeyp
     "hello",
     [
         struct.pack("!I", 60_000) + b"[" * 60_000,
-        frame({"atlas": 1, "site": ["west"], "life": 1, "plan": "plan", "received": 0}),
-        frame({"atlas": 1, "site": ["west", 0, 1], "life": float("inf"), "plan": "plan", "received": 0}),
+        frame({"atlas": 2, "agent": ["west"], "instance": 1, "plan": "plan", "received": 0}),
+        frame({"atlas": 2, "agent": ["west", 0, 1], "instance": float("inf"), "plan": "plan", "received": 0}),
     ],
-    ids=["60,000 brackets", "half a name", "an endless number"],
+    ids=["60,000 brackets", "incomplete name", "infinite number"],
 )
-def test_a_strange_greeting_ends_the_connection_and_nothing_else(hello: bytes) -> None:
-    rendezvous = Rendezvous(("127.0.0.1", 0), Security(), lambda site, plan: None)
+def test_an_invalid_hello_ends_the_connection_and_nothing_else(hello: bytes) -> None:
+    rendezvous = Rendezvous(("127.0.0.1", 0), Security(), lambda agent, plan: None)
     with socket.create_connection(rendezvous.address) as stranger:
         stranger.settimeout(10)
         stranger.sendall(hello)
-        assert stranger.recv(1) == b"", "it is hung up on"
+        assert stranger.recv(1) == b"", "the connection is closed"
     caller = RendezvousClient(rendezvous.address, EAST, WEST, "plan", Security(), grace_s=5, patience_s=5)
     caller.close()
     rendezvous.close()
 
 
-def test_who_calls_something_else_is_told_so() -> None:
+def test_connecting_to_another_service_is_an_error_that_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -196,7 +196,7 @@ def test_who_calls_something_else_is_told_so() -> None:
 
 
 # ---- threads that send -----------------------------------------------------------------------------------------------
-class FullCourier:
+class FullChannel:
     """The other side does not read."""
 
     def __init__(self) -> None:
@@ -204,39 +204,39 @@ class FullCourier:
         self.is_connected = True
 
     def send(self, message: object) -> None:
-        raise WorkerError("300,000,000 bytes wait for a launcher that does not read them")
+        raise WorkerError("300,000,000 bytes are queued for a launcher that does not read them")
 
 
-def test_a_site_that_cannot_pass_on_what_workers_say_ends() -> None:
-    channel = FullCourier()
-    site = Agent(AgentSettings(WEST), cast(Any, SimpleNamespace(channel=channel)), Security(), lambda line: None)
-    life = _Attempt(1, ["east", "west"])
-    life.fleet = cast(Any, SimpleNamespace(next_said=lambda s: WorkerMessage("p0.s0", {"step": 1}, 0)))
-    thread = threading.Thread(target=site._pass_on, args=(life, life.fleet))
+def test_an_agent_that_cannot_forward_messages_ends() -> None:
+    channel = FullChannel()
+    agent = Agent(AgentSettings(WEST), cast(Any, SimpleNamespace(channel=channel)), Security(), lambda line: None)
+    attempt = _Attempt(1, ["east", "west"])
+    attempt.workers = cast(Any, SimpleNamespace(next_message=lambda s: WorkerMessage("p0.s0", {"step": 1}, 0)))
+    thread = threading.Thread(target=agent._forward_replies, args=(attempt, attempt.workers))
     thread.start()
     assert "does not read them" in str(channel.inbox.get(timeout=10)["gone"])
     thread.join(10)
     assert not thread.is_alive()
 
 
-def test_who_asks_what_all_wait_for_goes_on_where_one_cannot_be_asked() -> None:
+def test_the_stall_report_names_a_worker_that_cannot_be_asked() -> None:
     said: list[str] = []
 
-    def tell(name: str, message: object) -> None:
+    def send(name: str, message: object) -> None:
         if name == "p0.s0":
             raise WorkerError("it does not read")
         watch.note(name, "F waits for p0.s0")
 
-    crew = SimpleNamespace(names=["p0.s0", "p0.s1"], tell=tell, title=lambda name: f"worker {name}")
-    watch = _StallWatch(cast(Any, SimpleNamespace(crew=crew, say=said.append)))
+    workers = SimpleNamespace(names=["p0.s0", "p0.s1"], send=send, title=lambda name: f"worker {name}")
+    watch = _StallWatch(cast(Any, SimpleNamespace(workers=workers, say=said.append, predicted_s=None)))
     watch._ask(5.0)
     assert said == ["no step for 5 s; worker p0.s0 does not answer; F waits for p0.s0"]
 
 
-def test_a_site_that_says_nonsense_is_an_error_of_its_own() -> None:
-    guest = JoinedAgent(WEST, 1, lambda: None)
-    rendezvous = SimpleNamespace(guests={("west", 0): guest})
-    with RemoteWorkers(7, cast(Any, rendezvous), [guest], {"p0.s0": guest}, grace_s=60) as crew:
-        guest.channel.inbox.put({"epoch": 7, "said": "p0.s0"})
-        with pytest.raises(WorkerError, match=r"datacenter west failed: what its launcher says makes no sense"):
-            crew.hear("ready", 10)
+def test_an_invalid_message_of_an_agent_is_its_error() -> None:
+    agent = JoinedAgent(WEST, 1, lambda: None)
+    rendezvous = SimpleNamespace(agents={("west", 0): agent})
+    with RemoteWorkers(7, cast(Any, rendezvous), [agent], {"p0.s0": agent}, grace_s=60) as workers:
+        agent.channel.inbox.put({"epoch": 7, "from": "p0.s0"})
+        with pytest.raises(WorkerError, match=r"datacenter west failed: its launcher sent an invalid message"):
+            workers.wait_for("ready", 10)

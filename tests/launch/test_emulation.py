@@ -1,8 +1,7 @@
-"""Worker processes on one machine: clocks are brought together, a run can be stopped and goes on, by any plan."""
+"""Worker processes on one machine: clocks are aligned; a run can be stopped and resumed, also by another plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,17 +13,17 @@ from atlas.errors import AtlasError
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.ops import Kind
 from atlas.ir.program import Layout, Program
+from atlas.ir.timeline import Timeline
 from atlas.launch.checkpoint_folders import find_checkpoints
 from atlas.launch.emulate import Emulation, EmulationSettings, emulate
-from atlas.launch.iterations import StepProgress
 from atlas.launch.measured import Records, RunClock, with_norm
+from atlas.launch.report.events import OnStep, StepEvent
 from atlas.launch.smoke import smoke_program
 from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, TrainingSetup, stand_in
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate
-from atlas.wan.transport.stream_slot import Faults
 
 MS = 1_000_000
 SMALL = stand_in(width=16, length=8, microbatch=2)
@@ -38,29 +37,29 @@ TRAINING = TrainingSetup(
 
 
 # ---- clocks ----------------------------------------------------------------------------------------------------------
-def test_clocks_that_differ_by_seconds_are_brought_together() -> None:
+def test_clocks_that_differ_by_seconds_are_aligned() -> None:
     program, costs = smoke_program()
     skews_ns = {"p0.s0": 3_000_000_000, "p0.s1": -7_000_000_000, "p1.s1": 11_000_000_000}
     run = emulate(program, costs, SMALL, EmulationSettings(1, skews_ns=skews_ns))
     timeline, predicted = run.timeline, simulate(program, costs)
     assert timeline.makespan_ns < 2 * predicted.makespan_ns, "seconds of skew would show"
     ends_ns = timeline.op_end_ns[program.transfer_src]
-    slack_ns = 2 * MS  # half a round trip of the question
+    slack_ns = 2 * MS  # half a round trip of the clock request
     assert (timeline.transfer_ready_ns >= ends_ns - slack_ns).all()
     assert (timeline.transfer_arrive_ns >= timeline.transfer_ready_ns - slack_ns).all()
     assert (timeline.op_start_ns[program.transfer_dst] >= timeline.transfer_arrive_ns - slack_ns).all()
 
 
-def test_what_a_filler_ran_is_in_the_timeline_as_prefill() -> None:
+def test_the_work_of_a_filler_is_in_the_timeline_as_prefill() -> None:
     program, costs = smoke_program()
     records = Records(program)
     for worker in range(program.num_workers):
         num_ops = len(program.ops(worker))
-        told = {"losses": [], "ready_ns": [], "start_ns": [], "arrive_ns": []}
+        empty = {"losses": [], "ready_ns": [], "start_ns": [], "arrive_ns": []}
         starts = [100 * (i + 1) for i in range(num_ops)]
         fills = [(1, 160, 190), (2, 260, 270), (2, 270, 280)] if worker == 1 else []
         spans = {"op_start_ns": starts, "op_end_ns": [at + 50 for at in starts], "fills": fills}
-        records.add(program.worker_name(worker), {"step": 0, **told, **spans})
+        records.add(program.worker_name(worker), {"step": 0, **empty, **spans})
     names = [program.worker_name(w) for w in range(program.num_workers)]
     timeline = records.timeline(RunClock(names, costs, 0, dict.fromkeys(names, 0)))
     assert timeline.program.num_ops == program.num_ops + 3
@@ -77,9 +76,7 @@ def layout(num_pipelines: int, dcs: tuple[str, ...], num_microbatches: int) -> t
     return program, uniform_costs(num_pipelines, len(dcs), kind_costs(forward_ns=0))
 
 
-def play(
-    case: tuple[Program, Costs], folder: Path | None, steps: int, on_step: Callable[[StepProgress], None] | None = None
-) -> Emulation:
+def play(case: tuple[Program, Costs], folder: Path | None, steps: int, on_step: OnStep | None = None) -> Emulation:
     program, costs = case
     setup = EmulationSettings(steps, device="cpu", streams=1, paths={})
     if folder is not None:
@@ -90,16 +87,16 @@ def play(
     return emulate(program, costs, TRAINING, setup, on_step=on_step)
 
 
-def interrupted_at(step: int) -> Callable[[StepProgress], None]:
-    def interrupt(progress: StepProgress) -> None:
-        if progress.num_done == step:
+def interrupted_at(step: int) -> OnStep:
+    def interrupt(event: StepEvent, timeline: Timeline) -> None:
+        if event["step"] == step:
             raise KeyboardInterrupt
 
     return interrupt
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on_to_the_same_bits_and_on_another_plan_to_the_same_losses(tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_to_the_same_bits_and_on_another_plan_to_the_same_losses(tmp_path: Path) -> None:
     case = layout(2, ("a", "b"), 2)
     whole = play(case, None, 6)
     stopped = play(case, tmp_path / "run", 6, interrupted_at(2))
@@ -123,19 +120,19 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits_and_on_another_plan_to_
 def test_a_run_that_keeps_no_timeline_has_the_same_losses_and_the_last_pass() -> None:
     program = with_norm(with_optimizer(one_f_one_b(Layout(1, 2, 2, ("us-east", "us-west")))))
     costs = uniform_costs(1, 2, kind_costs(forward_ns=1_000_000))
-    told, faults = list[int](), list[Faults]()
+    steps, faults = list[int](), set[tuple[int, int]]()
 
-    def tell(done: StepProgress) -> None:
-        told.append(done.num_done)
-        faults.append(done.faults)
+    def note(event: StepEvent, timeline: Timeline) -> None:
+        steps.append(event["step"])
+        faults.add((event["wan_streams_replaced"], event["wan_chunks_resent"]))
 
     def run(*, keep: bool) -> Emulation:
         setup = EmulationSettings(5, device="cpu", keep_weights=False, keep_timeline=keep)
-        return emulate(program, costs, TRAINING, setup, on_step=tell)
+        return emulate(program, costs, TRAINING, setup, on_step=note)
 
     kept, forgot = run(keep=True), run(keep=False)
-    assert told == [1, 2, 3, 4, 5] * 2
-    assert {(each.num_replaced, each.num_resent) for each in faults} == {(0, 0)}, "nothing disturbed them"
+    assert steps == [1, 2, 3, 4, 5] * 2
+    assert faults == {(0, 0)}, "no connection broke"
     assert (forgot.losses, forgot.norms) == (kept.losses, kept.norms)
     assert len(forgot.norms) == 5
     assert (kept.timeline.program.num_iterations, forgot.timeline.program.num_iterations) == (5, 1)

@@ -1,4 +1,4 @@
-"""A run over several datacenters, each with its own folder: what strikes it, and that it ends as if nothing had."""
+"""A run over several datacenters, each with its own folder, survives failures and ends with the same weights."""
 
 from __future__ import annotations
 
@@ -15,21 +15,32 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from multi_dc_runs import LIMIT_S, OPTIONS, QUICK, Run, free_port, hashes, job_text, losses_alone, run_wide, write_job
+from multi_dc_runs import (
+    LIMIT_S,
+    OPTIONS,
+    Run,
+    free_port,
+    hashes,
+    job_text,
+    losses_alone,
+    run_datacenters,
+    train_options,
+    write_job,
+)
 from process_trees import below, command_of, is_alive, require_gone
 
 from atlas.errors import AtlasError
+from atlas.ir.timeline import Timeline
 from atlas.launch import run_monitor
 from atlas.launch.agent import Agent
-from atlas.launch.coordinator import RunSettings
-from atlas.launch.iterations import StepProgress
 from atlas.launch.rehearse import rehearse
+from atlas.launch.report.events import StepEvent
 from atlas.runtime.checkpoint import LocalStore, complete_ids
 from atlas.runtime.checkpoint.copied_parts import read_records
 from atlas.spec import Job
 
 NUM_STEPS = 8
-TERMS = RunSettings(NUM_STEPS, save_every=2, grace_s=1.5, patience_s=10, restarts=QUICK)
+SETTINGS = train_options(NUM_STEPS, save_every=2, grace_s=1.5, patience_s=10)
 TWO, THREE = ("east", "west"), ("east", "west", "south")
 
 
@@ -41,7 +52,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Job:
 @pytest.fixture(scope="module")
 def undisturbed(small: Job, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, str]]:
     folders = {dc: tmp_path_factory.mktemp(dc) for dc in TWO}
-    run = run_wide(small, folders, TERMS)
+    run = run_datacenters(small, folders, SETTINGS)
     assert run.codes == dict.fromkeys(TWO, 0)
     assert not run.errors
     return run, hashes(folders, NUM_STEPS)
@@ -74,12 +85,12 @@ def test_saves_are_copied_to_the_next_datacenter(undisturbed: tuple[Run, dict[st
     assert len(weights) > 3 * small.model.layers  # weights, and two moments of each
 
 
-def test_a_killed_worker_is_started_again_with_all_others_and_nothing_is_lost(
+def test_all_workers_restart_after_one_is_killed_and_nothing_is_lost(
     undisturbed: tuple[Run, dict[str, str]], small: Job, tmp_path: Path
 ) -> None:
     strike = Strike(5, lambda pids: os.kill(pids["p0.s1"], signal.SIGKILL))
     folders = {dc: tmp_path / dc for dc in TWO}
-    run = run_wide(small, folders, TERMS, on_start=strike.start, on_step=strike.step)
+    run = run_datacenters(small, folders, SETTINGS, on_start=strike.start, on_step=strike.step)
     assert run.codes == dict.fromkeys(TWO, 0)
     assert run.starts == 2
     assert run.said[0] == "worker p0.s1 in west was killed by SIGKILL. Restart 1 of 3 in a row, in 0.1 s"
@@ -92,20 +103,20 @@ def test_a_killed_worker_is_started_again_with_all_others_and_nothing_is_lost(
 
 def test_a_datacenter_of_several_hosts_has_a_launcher_on_each(tmp_path: Path) -> None:
     job = write_job(tmp_path, *TWO, pp=4)
-    sites = ("east 0/2", "east 1/2", "west 0/2", "west 1/2")
-    folders = {site: tmp_path / site.replace("/", "-") for site in sites}
-    run = run_wide(job, folders, replace(TERMS, num_steps=2))
-    assert run.codes == dict.fromkeys(sites, 0), run.errors
+    launchers = ("east 0/2", "east 1/2", "west 0/2", "west 1/2")
+    folders = {name: tmp_path / name.replace("/", "-") for name in launchers}
+    run = run_datacenters(job, folders, replace(SETTINGS, steps=2))
+    assert run.codes == dict.fromkeys(launchers, 0), run.errors
     require_the_same(run.losses, losses_alone(job, 2))
     for number, folder in enumerate(folders.values()):
         parts = (folder / "own" / "step-00000002-a0").glob("*.part.json")
-        assert [part.name for part in parts] == [f"p0.s{number}.part.json"], "each host saves what its workers hold"
+        assert [part.name for part in parts] == [f"p0.s{number}.part.json"], "each host saves the layers of its workers"
 
 
-def test_a_frozen_worker_is_named_and_waited_for(
+def test_a_frozen_worker_is_named_and_the_run_continues(
     undisturbed: tuple[Run, dict[str, str]], small: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_monitor, "STUCK_S", 1.0)
+    monkeypatch.setattr(run_monitor, "STALL_S", 1.0)
 
     def freeze(pids: dict[str, int]) -> None:
         os.kill(pids["p0.s1"], signal.SIGSTOP)
@@ -113,7 +124,7 @@ def test_a_frozen_worker_is_named_and_waited_for(
 
     strike = Strike(3, freeze)
     folders = {dc: tmp_path / dc for dc in TWO}
-    run = run_wide(small, folders, TERMS, on_start=strike.start, on_step=strike.step)
+    run = run_datacenters(small, folders, SETTINGS, on_start=strike.start, on_step=strike.step)
     assert run.starts == 1
     named = [line for line in run.said if "worker p0.s1 in west does not answer" in line]
     assert named, run.said
@@ -121,17 +132,17 @@ def test_a_frozen_worker_is_named_and_waited_for(
     assert hashes(folders, NUM_STEPS) == undisturbed[1]
 
 
-def test_a_save_that_cannot_be_written_is_told_and_training_goes_on(
+def test_a_save_that_cannot_be_written_is_reported_and_training_continues(
     undisturbed: tuple[Run, dict[str, str]], small: Job, tmp_path: Path
 ) -> None:
     folders = {dc: tmp_path / dc for dc in TWO}
     (tmp_path / "west" / "own").mkdir(parents=True)
     (tmp_path / "west" / "own" / "step-00000004-a0").write_text("in the way")
-    run = run_wide(small, folders, TERMS)
+    run = run_datacenters(small, folders, SETTINGS)
     assert run.starts == 1
-    told = [line for line in run.said if "checkpoint of step 4 (attempt 0) not written by p0.s1" in line]
-    assert told, run.said
-    assert "Training goes on" in told[0]
+    reported = [line for line in run.said if "checkpoint of step 4 (attempt 0) not written by p0.s1" in line]
+    assert reported, run.said
+    assert "Training continues" in reported[0]
     assert hashes(folders, NUM_STEPS) == undisturbed[1]
     assert [id.step for id in complete_ids([LocalStore(tmp_path / dc / "own") for dc in TWO])] == [2, 6, 8]
 
@@ -141,8 +152,8 @@ def test_an_emulated_run_restarts_too(
 ) -> None:
     struck: list[int] = []
 
-    def strike(done: StepProgress, predicted_s: float) -> None:
-        if done.num_done >= 5 and not struck:
+    def strike(event: StepEvent, timeline: Timeline) -> None:
+        if event["step"] >= 5 and not struck:
             struck.append(next(pid for pid in below(os.getpid()) if "runtime.process" in command_of(pid)))
             os.kill(struck[0], signal.SIGKILL)
 
@@ -151,7 +162,7 @@ def test_an_emulated_run_restarts_too(
     assert struck
     assert "was killed by SIGKILL. Restart 1 of 5 in a row" in caplog.text
     assert result.first_step + len(result.run.losses) == NUM_STEPS
-    assert hashes({dc: tmp_path / "saves" / dc for dc in TWO}, NUM_STEPS, shelf=".") == undisturbed[1]
+    assert hashes({dc: tmp_path / "saves" / dc for dc in TWO}, NUM_STEPS, store=".") == undisturbed[1]
 
 
 # ---- launchers as processes ----------------------------------------------------------------------------------------
@@ -197,7 +208,7 @@ def steps_in(log: Path) -> dict[int, float]:
 
 
 def lose(launcher: Launcher, watched: Launcher, folder: Path, copy: str) -> None:
-    """With its disk, once its shards of the second step are copied."""
+    """Kill it and delete its disk, once its part of the second step is copied."""
     deadline = time.monotonic() + LIMIT_S
     while not list(folder.glob(f"{copy}/step-00000002-a0/*.part.json")):
         assert time.monotonic() < deadline, watched.said
@@ -207,7 +218,7 @@ def lose(launcher: Launcher, watched: Launcher, folder: Path, copy: str) -> None
 
 
 def kill(launcher: Launcher) -> None:
-    """And wait for its workers to follow: until then they write."""
+    """And wait for its workers to end: until then they write."""
     running = below(launcher.process.pid)
     launcher.process.kill()
     launcher.process.wait()
@@ -219,7 +230,7 @@ def require_the_same(found: Mapping[int, float], alone: Mapping[int, float]) -> 
         assert abs(loss - alone[step]) <= 1e-5 * loss, (step, loss, alone[step])
 
 
-def test_a_lost_datacenter_is_left_behind_and_its_shards_come_from_the_copy(
+def test_the_run_continues_without_a_lost_datacenter_from_copies_of_its_checkpoints(
     launched: Callable[..., Launcher], tmp_path: Path
 ) -> None:
     job = write_job(tmp_path / "plan", *THREE, tight=True)
@@ -231,17 +242,17 @@ def test_a_lost_datacenter_is_left_behind_and_its_shards_come_from_the_copy(
     lose(others["south"], east, tmp_path, "east/saves/of-south")
     assert east.process.wait(LIMIT_S) == 0, east.said
     assert others["west"].process.wait(LIMIT_S) == 0
-    assert "datacenter south is lost. On what is left: 2 stages (1 in east, 1 in west)" in east.said
-    assert "goes on from the checkpoint of step" in east.said
+    assert "datacenter south is lost. On the remaining ones: 2 stages (1 in east, 1 in west)" in east.said
+    assert "resumed from the checkpoint of step" in east.said
     found = steps_in(log)
     assert sorted(found) == list(range(1, 13))
     require_the_same(found, alone)
     targets = {record.target for record in read_records(LocalStore(tmp_path / "west" / "saves" / "own"))}
-    assert targets == {"east/site0:of-west"}, "or saves would be kept for good, to be copied to south"
+    assert targets == {"east/site0:of-west"}, "saves that wait for a copy to south would never be deleted"
 
 
 @pytest.mark.slow
-def test_without_the_first_datacenter_the_others_go_on_when_they_are_told_to(
+def test_the_others_continue_with_without_when_the_first_datacenter_is_lost(
     launched: Callable[..., Launcher], tmp_path: Path
 ) -> None:
     job = write_job(tmp_path / "plan", *THREE, tight=True)
@@ -265,7 +276,7 @@ def test_without_the_first_datacenter_the_others_go_on_when_they_are_told_to(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", ["y", "no"])
-def test_on_a_terminal_it_is_asked_before_a_datacenter_is_left_behind(
+def test_a_terminal_asks_before_continuing_without_a_datacenter(
     launched: Callable[..., Launcher], tmp_path: Path, answer: str
 ) -> None:
     ours, theirs = os.openpty()
@@ -274,7 +285,7 @@ def test_on_a_terminal_it_is_asked_before_a_datacenter_is_left_behind(
     others = {dc: launched(dc, port, *flags) for dc in THREE[1:]}
     lose(others["south"], east, tmp_path, "east/saves/of-south")
     deadline = time.monotonic() + LIMIT_S
-    while "Go on with that? [y/N]" not in east.said:
+    while "Continue with that? [y/N]" not in east.said:
         assert time.monotonic() < deadline, east.said
         time.sleep(0.05)
     os.write(ours, f"{answer}\n".encode())
@@ -300,13 +311,13 @@ def test_ctrl_c_in_any_datacenter_saves_and_leaves_nothing_running(
     assert len(before) >= 2
     launchers[1].process.send_signal(signal.SIGINT)
     assert [launcher.process.wait(LIMIT_S) for launcher in launchers] == [130, 130], launchers[0].said
-    assert "and saved: the same command goes on from there" in launchers[1].said
+    assert "and saved: the same command resumes from there" in launchers[1].said
     assert "Traceback" not in launchers[0].said + launchers[1].said
     assert not any(map(is_alive, before))
     assert complete_ids([LocalStore(tmp_path / dc / "saves" / "own") for dc in TWO])
 
 
-def test_torchrun_gives_every_worker_a_launcher(tmp_path: Path) -> None:
+def test_torchrun_starts_one_launcher_per_worker(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(job_text("east", pp=2))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "atlas"]
     command += ["train", "job.yaml", "--dc", "east", "--device", "cpu", "--data", "shipped", "--steps", "2"]
@@ -318,7 +329,7 @@ def test_torchrun_gives_every_worker_a_launcher(tmp_path: Path) -> None:
     assert len(list((tmp_path / "saves" / "own" / "step-00000002-a0").glob("p0.s*.part.json"))) == 2
 
 
-def test_a_lost_datacenter_ends_the_run_where_nobody_allowed_more(small: Job, tmp_path: Path) -> None:
+def test_a_lost_datacenter_ends_the_run_without_permission_to_replan(small: Job, tmp_path: Path) -> None:
     folders = {dc: tmp_path / dc for dc in TWO}
     job = write_job(tmp_path, *TWO)
     port = free_port()
@@ -326,9 +337,11 @@ def test_a_lost_datacenter_ends_the_run_where_nobody_allowed_more(small: Job, tm
     (tmp_path / "west" / "job.yaml").write_text(job_text(*TWO))
     west = Launcher("west", tmp_path / "west", port)
     strike = Strike(3, lambda pids: west.process.kill())
-    terms = RunSettings(100_000, save_every=2, grace_s=1.0, patience_s=10, restarts=QUICK)
+    options = train_options(100_000, save_every=2, grace_s=1.0, patience_s=10)
     try:
-        run = run_wide(job, folders, terms, sites=["east"], port=port, on_start=strike.start, on_step=strike.step)
+        run = run_datacenters(
+            job, folders, options, launchers=["east"], port=port, on_start=strike.start, on_step=strike.step
+        )
     finally:
         west.process.kill()
         west.process.wait()
@@ -340,15 +353,15 @@ def test_a_lost_datacenter_ends_the_run_where_nobody_allowed_more(small: Job, tm
     assert not any(map(is_alive, strike.all_pids))
 
 
-def test_a_bug_in_the_first_datacenters_own_launcher_ends_the_run_and_is_told(
+def test_a_bug_in_the_coordinators_own_agent_ends_the_run_with_its_error(
     small: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs on a thread there: nobody may wait for it, or go on without it as if that datacenter were lost."""
+    """It runs on a thread there: the run must neither hang nor treat that datacenter as lost."""
 
-    def broken(site: Agent, message: object) -> None:
+    def broken(agent: Agent, attempt: object, message: object) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(Agent, "_begin", broken)
-    run = run_wide(write_job(tmp_path, "east"), {"east": tmp_path / "east"}, TERMS)
+    run = run_datacenters(write_job(tmp_path, "east"), {"east": tmp_path / "east"}, SETTINGS)
     assert isinstance(run.errors["east"], RuntimeError)
     assert run.starts == 0

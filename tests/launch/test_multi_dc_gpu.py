@@ -12,15 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from multi_dc_runs import OPTIONS, QUICK, Run, losses_alone, run_wide, write_job
+from multi_dc_runs import OPTIONS, Run, losses_alone, run_datacenters, train_options, write_job
 
-from atlas.launch.coordinator import RunSettings
 from atlas.launch.rehearse import rehearse
 
 pytestmark = pytest.mark.gpu
 STEPS = 40
 """Enough that a worker is killed on the way, and not after it: on a GPU these are quick."""
-TERMS = RunSettings(STEPS, save_every=4, grace_s=5.0, patience_s=30, restarts=QUICK)
+SETTINGS = train_options(STEPS, save_every=4, grace_s=5.0, patience_s=30)
 ON_GPU = {"device": "cuda:0"}
 
 
@@ -39,7 +38,7 @@ def test_datacenters_on_one_gpu_learn_as_one_process(tmp_path: Path, sites: tupl
             os.kill(pids["p0.s1"], signal.SIGKILL)
 
     folders = {site: tmp_path / site.replace("/", "-") for site in sites}
-    run = run_wide(job, folders, TERMS, settings=dict.fromkeys(sites, ON_GPU), on_start=start, on_step=step)
+    run = run_datacenters(job, folders, SETTINGS, settings=dict.fromkeys(sites, ON_GPU), on_start=start, on_step=step)
     assert run.codes == dict.fromkeys(sites, 0), run.errors
     assert run.starts == 2
     alone = losses_alone(job, STEPS)

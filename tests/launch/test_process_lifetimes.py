@@ -117,8 +117,8 @@ def test_a_killed_service_leaves_no_training_and_no_host(start: Start, tmp_path:
 # ---- the process that forks workers ----------------------------------------------------------------------------------
 LAUNCH = """
 import sys, time
-from atlas.launch.forkserver import nursery
-made = nursery(sys.argv[1])
+from atlas.launch.forkserver import fork_server
+made = fork_server(sys.argv[1])
 print(made._process.pid, flush=True)
 time.sleep(600)
 """
@@ -175,7 +175,7 @@ def test_a_child_that_ends_at_once_is_handed_over_with_its_exit_code(
     has_ended, end = threading.Event(), Child.end
     monkeypatch.setattr(Child, "end", lambda child, code: (end(child, code), has_ended.set()))
     made = ForkServer("brief")
-    made._answered = Late(has_ended)
+    made._replied = Late(has_ended)
     try:
         with Path(os.devnull).open("r+b") as null:
             assert made.start(null.fileno(), null.fileno(), null.fileno()).wait(LIMIT_S) == 3

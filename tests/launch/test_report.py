@@ -148,7 +148,7 @@ def test_a_full_disk_is_told_once_and_costs_no_step() -> None:
         report.step(EVENT)
         report.step({**EVENT, "step": 8})
     assert len(told) == 1
-    assert "No space left on device. Training goes on" in told[0]
+    assert "No space left on device. Training continues" in told[0]
 
 
 RUN = """
@@ -156,9 +156,9 @@ import os, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from view_samples import job
-from atlas.launch.report import Report, ReportChoice
+from atlas.launch.report import ReportChoice, RunReport
 timeline = job()
-report = Report(ReportChoice(bar=False, lines=Path("run.jsonl"), timeline=Path("run.timeline")), 10**6)
+report = RunReport(ReportChoice(bar=False, lines=Path("run.jsonl"), timeline=Path("run.timeline")), 10**6)
 for step in range(1, 10**6):
     event = {"step": step, "loss": 1.0, "tokens": 10, "iteration_s": 0.1}
     report.step(event, timeline)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from multi_dc_runs import QUICK, Run, losses_alone, run_wide, write_job
+from multi_dc_runs import Run, losses_alone, run_datacenters, train_options, write_job
 
 from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.errors import AtlasError, SpecError, WorkerError
@@ -18,10 +18,10 @@ from atlas.ir.assemble import with_optimizer
 from atlas.ir.ops import Kind
 from atlas.ir.program import Layout, Memory, Program
 from atlas.launch.checkpoint_folders import find_checkpoints
-from atlas.launch.coordinator import RunSettings
 from atlas.launch.emulate import Emulation, EmulationSettings, Weights, emulate
 from atlas.launch.preflight import devices_for
-from atlas.launch.rehearse import TrainOptions, rehearse
+from atlas.launch.rehearse import rehearse
+from atlas.launch.train_options import TrainOptions
 from atlas.runtime.assignment import DataChoice, ModelChoice, TrainingSetup
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
@@ -126,8 +126,8 @@ def test_over_datacenters_a_killed_follower_is_started_again_with_all_others(tmp
             struck.append(pids["p0.s1"])
             kill_follower(pids["p0.s1"])
 
-    terms = RunSettings(6, save_every=2, grace_s=1.5, patience_s=10, restarts=QUICK)
-    run = run_wide(job, {dc: tmp_path / dc for dc in TWO}, terms, on_start=started, on_step=strike)
+    options = train_options(6, save_every=2, grace_s=1.5, patience_s=10)
+    run = run_datacenters(job, {dc: tmp_path / dc for dc in TWO}, options, on_start=started, on_step=strike)
     assert run.codes == dict.fromkeys(TWO, 0), run.errors
     assert run.starts == 2
     assert "tensor-parallel rank 1 of p0.s1 was killed by SIGKILL" in run.said[0]

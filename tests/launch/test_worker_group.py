@@ -1,4 +1,4 @@
-"""Who leads a group hears answers in any order, and the first trouble at once."""
+"""A worker group accepts replies in any order and raises the first error at once."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from atlas.launch.worker_processes import WorkerGroup, WorkerMessage
 
 
 class Group(WorkerGroup):
-    """Two workers at two sites; what they say is put in by the test."""
+    """Two workers in two datacenters; the test puts their messages in."""
 
     def __init__(self) -> None:
         super().__init__(["p0.s0", "p0.s1"])
 
-    def say(self, name: str, message: dict[str, Any] | None) -> None:
-        self._said.put(WorkerMessage(name, message, time.monotonic_ns()))
+    def receive(self, name: str, message: dict[str, Any] | None) -> None:
+        self._received.put(WorkerMessage(name, message, time.monotonic_ns()))
 
-    def tell(self, name: str, message: dict[str, Any]) -> None: ...
+    def send(self, name: str, message: dict[str, Any]) -> None: ...
 
-    def how_it_died(self, name: str) -> str:
+    def exit_reason(self, name: str) -> str:
         return "was killed"
 
 
-def test_a_quick_worker_may_speak_before_a_slow_site_has_answered() -> None:
+def test_a_fast_worker_may_send_before_a_slow_agent_has_replied() -> None:
     group = Group()
-    group.say("east", {"prepared": 1})
-    group.say("p0.s0", {"listening": 7})
-    group.say("west", {"prepared": 2})
-    group.say("p0.s1", {"listening": 8})
-    assert group.hear("prepared", 1.0, of=["east", "west"]) == {"east": 1, "west": 2}
-    assert group.hear("listening", 1.0) == {"p0.s0": 7, "p0.s1": 8}
+    group.receive("east", {"prepared": 1})
+    group.receive("p0.s0", {"listening": 7})
+    group.receive("west", {"prepared": 2})
+    group.receive("p0.s1", {"listening": 8})
+    assert group.wait_for("prepared", 1.0, of=["east", "west"]) == {"east": 1, "west": 2}
+    assert group.wait_for("listening", 1.0) == {"p0.s0": 7, "p0.s1": 8}
 
 
 @pytest.mark.parametrize(
-    ("trouble", "told"), [({"error": "no room"}, "p0.s0 failed: no room"), (None, "p0.s0 was killed")]
+    ("message", "error"), [({"error": "no room"}, "p0.s0 failed: no room"), (None, "p0.s0 was killed")]
 )
-def test_trouble_is_heard_whoever_was_asked(trouble: dict[str, Any] | None, told: str) -> None:
+def test_an_error_of_any_worker_is_raised_while_waiting_for_others(message: dict[str, Any] | None, error: str) -> None:
     group = Group()
-    group.say("east", {"prepared": 1})
-    group.say("p0.s0", trouble)
-    with pytest.raises(WorkerError, match=told):
-        group.hear("prepared", 1.0, of=["east", "west"])
+    group.receive("east", {"prepared": 1})
+    group.receive("p0.s0", message)
+    with pytest.raises(WorkerError, match=error):
+        group.wait_for("prepared", 1.0, of=["east", "west"])

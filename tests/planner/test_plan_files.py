@@ -17,7 +17,7 @@ from atlas.planner.objective import Objective
 from atlas.planner.report import front, rows, scene, verdict
 from atlas.planner.run import Planned, finished, make_plan, start
 from atlas.planner.runnable import runnable
-from atlas.spec.plan import Plan, load_job_or_plan, load_plan, plan_text
+from atlas.spec.plan import Plan, load_job_or_plan, plan_text
 from atlas.view.map import plan_page, positions
 
 
@@ -34,12 +34,11 @@ def text(planned: Planned) -> str:
 def test_a_plan_survives_the_file(planned: Planned, text: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(text)
-    plan = load_plan(path)
+    job, plan = load_job_or_plan(path)
+    assert plan is not None
     assert candidate_of(plan) == planned.winner.candidate
     assert plan.predicted.iteration_s == pytest.approx(planned.iteration_s)
     assert plan_text(plan) == text
-    job, same = load_job_or_plan(path)
-    assert same == plan
     assert (job.pp, job.tp, job.placement) == (plan.job.pp, plan.job.tp, plan.job.placement)
 
 
@@ -108,15 +107,8 @@ def test_a_broken_plan_is_one_message_with_its_line(
         text.replace(old, new, 1).replace("hidden:", "hiden:") if old == "  hidden" else text.replace(old, new, 1)
     )
     with pytest.raises(SpecError, match=message) as caught:
-        load_plan(path)
+        load_job_or_plan(path)
     assert "plan.yaml:" in str(caught.value)
-
-
-def test_a_job_is_no_plan(tmp_path: Path) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text("pp: 4\n")
-    with pytest.raises(SpecError, match="atlas plan"):
-        load_plan(path)
 
 
 def test_what_the_runtime_cannot_do_is_said() -> None:

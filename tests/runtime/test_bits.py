@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from worker_threads import Crew, run_in_threads
+from worker_threads import ThreadedRun, run_in_threads
 
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.ir.assemble import with_optimizer
@@ -48,7 +48,7 @@ def programs() -> dict[str, Program]:
 
 
 def test_every_schedule_on_every_network_learns_the_same_bits() -> None:
-    found: dict[tuple[str, str], Crew] = {}
+    found: dict[tuple[str, str], ThreadedRun] = {}
     for name, program in programs().items():
         for network in ("one", "many", "turns", "direct"):
             streams = 1 if network == "one" else 2

@@ -14,7 +14,8 @@ from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
 from atlas.runtime.assignment import stand_in
 from atlas.runtime.cuda import Copies
-from atlas.runtime.device import Device, make_device
+from atlas.runtime.device import Device
+from atlas.runtime.hardware import make_device
 from atlas.schedules.classic import one_f_one_b
 
 gpu = pytest.mark.gpu
@@ -101,7 +102,7 @@ class Moment:
 
 def test_a_copy_that_fails_is_told_at_once_and_raised_by_the_next() -> None:
     copies, told, handed = Copies("cuda:0"), queue.SimpleQueue[WorkerError](), list[bool]()
-    copies.tell, all_put = told.put, threading.Event()
+    copies.report, all_put = told.put, threading.Event()
     copies.put(Moment(), torch.ones(1), lambda host: handed.append(all_put.wait(10)))
     copies.put(Moment(RuntimeError("unspecified launch failure")), torch.ones(1), lambda host: handed.append(False))
     copies.put(Moment(), torch.ones(1), lambda host: handed.append(False))
@@ -117,7 +118,7 @@ def test_a_copy_that_fails_is_told_at_once_and_raised_by_the_next() -> None:
 
 def test_what_is_done_with_a_copy_may_fail_too() -> None:
     copies, told = Copies("cuda:0"), queue.SimpleQueue[WorkerError]()
-    copies.tell = told.put
+    copies.report = told.put
     copies.put(Moment(), torch.ones(1), lambda host: {}["no such channel"])
     assert "no such channel" in str(told.get(timeout=10))
     copies.close()

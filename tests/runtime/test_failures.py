@@ -29,6 +29,7 @@ from atlas.launch.smoke import smoke_program
 from atlas.runtime import process
 from atlas.runtime.assignment import stand_in
 from atlas.runtime.device import Cpu, PendingUpload
+from atlas.runtime.messages import MessageWriter
 from atlas.runtime.transfers import ReceivedTensor
 from atlas.schedules.classic import one_f_one_b
 from atlas.wan.transport.base import Handle
@@ -119,12 +120,14 @@ class Exited(BaseException):
 
 
 @pytest.mark.parametrize(
-    ("orders", "told"), [('{"complete": [[0, 1]]}\n', ["a bug, not a mistake of yours"]), ("", [])], ids=["bug", "end"]
+    ("messages", "errors"),
+    [('{"complete": [[0, 1]]}\n', ["a bug, not a mistake of yours"]), ("", [])],
+    ids=["bug", "end"],
 )
-def test_an_order_that_cannot_be_obeyed_ends_the_worker_with_an_error(
-    monkeypatch: pytest.MonkeyPatch, orders: str, told: list[str]
+def test_an_invalid_message_ends_the_worker_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, messages: str, errors: list[str]
 ) -> None:
-    """Orders come on a thread: were it to end alone, the worker would hear neither a stop nor the launcher's end."""
+    """Messages are read by a thread: if it ended alone, the worker would miss a stop and the launcher's end."""
 
     def exit(code: int) -> None:
         raise Exited(code)
@@ -133,8 +136,8 @@ def test_an_order_that_cannot_be_obeyed_ends_the_worker_with_an_error(
         raise KeyError("no such save")
 
     monkeypatch.setattr(os, "_exit", exit)
-    answers, worker = io.StringIO(), SimpleNamespace(saving=SimpleNamespace(confirm=broken))
+    out, worker = io.StringIO(), SimpleNamespace(saving=SimpleNamespace(confirm=broken))
     with pytest.raises(Exited):
-        process._heed(io.StringIO(orders), cast(Any, worker), cast(Any, None), process.MessageWriter(answers))
-    said = [json.loads(line) for line in answers.getvalue().splitlines()]
-    assert [message["error"].partition(":")[0] for message in said] == told
+        process._handle_all(io.StringIO(messages), cast(Any, worker), cast(Any, None), MessageWriter(out))
+    sent = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [message["error"].partition(":")[0] for message in sent] == errors

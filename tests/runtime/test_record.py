@@ -31,5 +31,5 @@ def test_an_output_that_never_comes_off_the_device_is_an_error() -> None:
     recorder = Recorder(lambda record: None)
     recorder.begin(0).sendings.append(PendingSend(3))
     recorder.end()
-    with pytest.raises(WorkerError, match=r"transfer 3 did not come off the device within 0\.05 s"):
+    with pytest.raises(WorkerError, match=r"transfer 3 was not copied from the device within 0\.05 s"):
         recorder.finish(0.05)

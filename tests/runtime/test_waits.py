@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from worker_threads import Crew, run_in_threads
+from worker_threads import ThreadedRun, run_in_threads
 
 from atlas.cost.table import kind_costs
 from atlas.errors import AtlasError
@@ -58,7 +58,7 @@ class Broken(Slicer):
         raise RuntimeError("a guest that misbehaves")
 
 
-def train(filler: Callable[[int], Filler | None] = lambda worker: None) -> tuple[Crew, float]:
+def train(filler: Callable[[int], Filler | None] = lambda worker: None) -> tuple[ThreadedRun, float]:
     pace = tuple(tuple(ROW) for _ in range(2))
     began = time.monotonic()
     crew = run_in_threads(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from worker_threads import Crew, run_in_threads
+from worker_threads import ThreadedRun, run_in_threads
 
 from atlas.errors import ProgramError, WorkerError
 from atlas.ir.assemble import assemble, repeated, with_optimizer
@@ -16,10 +16,9 @@ from atlas.ir.program import Layout, Program
 from atlas.ir.text import to_text
 from atlas.runtime.assignment import SHIPPED, Assignment, DataChoice, ModelChoice, TrainingSetup, stand_in
 from atlas.runtime.device import Cpu
-from atlas.runtime.models.config import DecoderConfig, gpt
+from atlas.runtime.models.config import DecoderConfig, even_layers, gpt
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.reference import train_alone
-from atlas.runtime.training import even_layers
 from atlas.runtime.worker import Worker
 
 torch.set_num_threads(1)
@@ -33,7 +32,7 @@ def assert_learns_like_one_process(
     num_steps: int = 2,
     tolerance: float = 1e-5,
     num_cells: int = 1,
-) -> Crew:
+) -> ThreadedRun:
     crew = run_in_threads(program, training, num_steps, num_cells=num_cells)
     num_steps = program.num_iterations if program.num_iterations > 1 else num_steps
     num_pipelines = program.num_pipelines * num_cells
@@ -124,7 +123,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model() -> None:
     norms = {tuple(norm for record in records for norm in record.norms) for records in crew.records}
     assert len(norms) == 1, "every worker clips by the same number"
     assert all(norm > 0.5 for norm in norms.pop()), "or nothing was clipped"
-    with pytest.raises(ProgramError, match="no NORM takes their norm"):
+    with pytest.raises(ProgramError, match="no NORM computes their norm"):
         run_in_threads(program_of(ONE_BY_ONE), training)
 
 

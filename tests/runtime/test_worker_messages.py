@@ -1,4 +1,4 @@
-"""A worker process does as it is told, in whatever order it is told."""
+"""A worker process handles messages in any order."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from atlas.schedules.classic import one_f_one_b
 NAME = "p0.s0"
 
 
-def test_what_is_ordered_before_the_start_is_not_taken_for_a_question() -> None:
-    """A save of an earlier life may be complete by then."""
+def test_a_message_before_the_start_is_not_taken_for_a_clock_request() -> None:
+    """A save of an earlier attempt may be complete by then."""
     program = with_optimizer(one_f_one_b(Layout(1, 1, 1, ("east",))))
     assignment = Assignment(0, to_text(program), stand_in(width=16, length=8, microbatch=2), num_steps=1)
-    with WorkerProcesses("atlas.runtime.process", [NAME]) as fleet:
-        fleet.tell(NAME, {"assignment": assignment.to_json()})
-        fleet.hear("listening", 60)
-        fleet.tell(NAME, {"channels": []})
-        fleet.hear("ready", 60)
-        fleet.tell(NAME, {"complete": [[0, 2]]})
-        fleet.ask(NAME, {"clock": 0}, "clock", 10)
-        fleet.tell(NAME, {"start_ns": 0})
-        found = fleet.hear("result", 60, meanwhile=lambda name, message: "step" in message)
+    with WorkerProcesses("atlas.runtime.process", [NAME]) as workers:
+        workers.send(NAME, {"assignment": assignment.to_json()})
+        workers.wait_for("listening", 60)
+        workers.send(NAME, {"channels": []})
+        workers.wait_for("ready", 60)
+        workers.send(NAME, {"complete": [[0, 2]]})
+        workers.request(NAME, {"clock": 0}, "clock", 10)
+        workers.send(NAME, {"start_ns": 0})
+        found = workers.wait_for("result", 60, meanwhile=lambda name, message: "step" in message)
     assert found[NAME]["steps"] == 1

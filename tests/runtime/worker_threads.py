@@ -17,8 +17,8 @@ from atlas.runtime.waits import Filler
 from atlas.runtime.worker import Worker
 
 
-class Crew:
-    """What the workers of a run have left behind."""
+class ThreadedRun:
+    """The workers of a run and their records, after it."""
 
     def __init__(self, workers: Sequence[Worker], records: Sequence[list[StepRecord]]) -> None:
         self.workers, self.records = workers, records
@@ -46,32 +46,34 @@ def run_in_threads(
     filler: Callable[[int], Filler | None] = lambda worker: None,
     change: Callable[[Assignment], Assignment] = lambda assignment: assignment,
     num_cells: int = 1,
-) -> Crew:
+) -> ThreadedRun:
     num_steps = program.num_iterations if program.num_iterations > 1 else num_steps
     first = Assignment(0, to_text(program), training, num_steps, num_cells=num_cells, streams=1, patience_s=15.0)
     roles = [(cell, w) for cell in range(num_cells) for w in range(program.num_workers)]
     records: list[list[StepRecord]] = [[] for _ in roles]
     workers = [
         Worker(
-            change(replace(first, worker=w, cell=cell)), device(), filler=filler(number), tell=records[number].append
+            change(replace(first, worker=w, cell=cell)), device(), filler=filler(number), on_step=records[number].append
         )
         for number, (cell, w) in enumerate(roles)
     ]
     all_connected = threading.Barrier(len(workers))
     by_node = {worker.role.node: worker for worker in workers}
 
-    def live(worker: Worker) -> None:
-        wires = worker.role.wires(tied=training.model.config.tied)
-        ports = [by_node[wire.peer].links.ports[wire.peer_end] for wire in wires]
-        worker.connect([(w.end, w.peer, w.lane, "127.0.0.1", port) for w, port in zip(wires, ports, strict=True)])
+    def run(worker: Worker) -> None:
+        links = worker.role.links(tied=training.model.config.tied)
+        ports = [by_node[link.peer].links.ports[link.peer_end] for link in links]
+        worker.connect(
+            [(link.end, link.peer, link.lane, "127.0.0.1", port) for link, port in zip(links, ports, strict=True)]
+        )
         all_connected.wait(30)
         worker.run()
 
     try:
         with ThreadPoolExecutor(len(workers)) as pool:
-            for _ in pool.map(live, workers):
+            for _ in pool.map(run, workers):
                 pass
     finally:
         for worker in workers:
             worker.close()
-    return Crew(workers, records)
+    return ThreadedRun(workers, records)

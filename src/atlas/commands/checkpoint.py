@@ -1,6 +1,6 @@
-"""What checkpoints there are, whether every byte of them is sound, and one of them as a Hugging Face folder.
+"""List checkpoints, verify every byte of one, or export one as a Hugging Face folder.
 
-A folder may be a datacenter's own, or one above several: all stores below it are taken together, replicas too.
+A folder may be a datacenter's own, or a parent of several: all stores below it are used together, replicas too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
+from rich.table import Table
+
 from atlas.console import Meter, as_json, say, show
 from atlas.errors import AtlasError
 
@@ -20,16 +23,16 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, help="list, verify or export")
-    listed = actions.add_parser("list", help="what is there", description="List the saves, complete and not.")
-    verify = actions.add_parser("verify", help="read all of it", description="Compare every file with its hash.")
+    listed = actions.add_parser("list", help="list the saves", description="List the saves, complete and not.")
+    verify = actions.add_parser("verify", help="check every file", description="Compare every file with its hash.")
     export = actions.add_parser(
-        "export", help="write it for transformers", description="Write a Hugging Face folder that transformers loads."
+        "export", help="export for transformers", description="Write a Hugging Face folder that transformers loads."
     )
     for action in (listed, verify, export):
-        action.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="where checkpoints lie")
+        action.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folder with checkpoints")
     for action in (verify, export):
         action.add_argument("--step", type=int, metavar="N", help="which one (default: the newest complete one)")
-    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to create")
     for action in (listed, verify):
         action.add_argument("--json", action="store_true", help="print as JSON")
 
@@ -45,23 +48,18 @@ def run(args: argparse.Namespace) -> int:
 
 def stores_under(folders: Sequence[Path]) -> list[LocalStore]:
     """Every folder with saves in it, at or below these."""
-    from atlas.runtime.checkpoint import LocalStore
+    from atlas.runtime.checkpoint import LocalStore  # torch: 1.9 s
 
     for folder in folders:
         if not folder.is_dir():
-            raise AtlasError(f"{folder}: there is no such folder. Name the one that `atlas train` saves to")
+            raise AtlasError(f"{folder}: no such folder. Name the one that `atlas train` saves to")
     found = sorted({save.parent for folder in folders for save in folder.rglob("step-*-a*") if save.is_dir()})
     if not found:
-        raise AtlasError(
-            f"{', '.join(map(str, folders))}: no checkpoint in it. Name the folder that holds step-… folders"
-        )
+        raise AtlasError(f"{', '.join(map(str, folders))}: no checkpoint in it. Name the folder with step-… folders")
     return [LocalStore(path) for path in found]
 
 
 def _list(stores: Sequence[LocalStore], in_json: bool) -> None:
-    from rich import box
-    from rich.table import Table
-
     rows = [_row(stores, id) for id in _ids(stores)]
     if in_json:
         sys.stdout.write(as_json(rows))
@@ -80,14 +78,14 @@ def _list(stores: Sequence[LocalStore], in_json: bool) -> None:
 
 
 def _ids(stores: Sequence[LocalStore]) -> list[Any]:
-    from atlas.runtime.checkpoint.manifest import ids
+    from atlas.runtime.checkpoint.manifest import ids  # torch: 1.9 s
 
     return sorted(set().union(*(ids(store) for store in stores)))
 
 
 def _row(stores: Sequence[LocalStore], id: Any) -> dict[str, Any]:
-    """One save. A replica's bytes count, its layers do not count twice."""
-    from atlas.runtime.checkpoint.manifest import missing_layers, parts_of
+    """One save. Bytes of replicas count; their layers count once."""
+    from atlas.runtime.checkpoint.manifest import missing_layers, parts_of  # torch: 1.9 s
 
     held = parts_of(stores, id)
     parts = [part for _, part in held]
@@ -105,16 +103,16 @@ def _row(stores: Sequence[LocalStore], id: Any) -> dict[str, Any]:
 
 
 def _chosen(stores: Sequence[LocalStore], step: int | None) -> Checkpoint:
-    from atlas.runtime.checkpoint import choose
+    from atlas.runtime.checkpoint import choose  # torch: 1.9 s
 
     found = choose(stores, step=step, report=say)
     if found is None:
-        raise AtlasError("no save is complete: see `atlas checkpoint list` for what is missing")
+        raise AtlasError("no save is complete: `atlas checkpoint list` shows what is missing")
     return found
 
 
 def _verify(found: Checkpoint, in_json: bool) -> int:
-    from atlas.runtime.checkpoint import verify
+    from atlas.runtime.checkpoint import verify  # torch: 1.9 s
 
     problems = verify(found)
     if in_json:
@@ -122,14 +120,14 @@ def _verify(found: Checkpoint, in_json: bool) -> int:
         return 2 if problems else 0
     if problems:
         raise AtlasError("\n".join(problems))
-    print(f"checkpoint of {found.id}: all {len(found.layers)} layers are sound")
+    print(f"checkpoint of {found.id}: all {len(found.layers)} layers are undamaged")
     return 0
 
 
 def _export(found: Checkpoint, folder: Path) -> int:
-    from atlas.runtime.checkpoint.export import export_checkpoint
+    from atlas.runtime.checkpoint.export import export_checkpoint  # torch: 1.9 s
 
     with Meter() as meter:
         num_shards = export_checkpoint(found, folder, progress=meter)
-    print(f"{folder}: the model after step {found.step}, in {num_shards} file(s) of safetensors, for transformers")
+    print(f"{folder}: the model after step {found.step}, in {num_shards} safetensors file(s), for transformers")
     return 0

@@ -1,4 +1,4 @@
-"""Text to shards of tokens for `atlas train`, and what shards hold.
+"""Text to shards of tokens for `atlas train`, and a check of shards.
 
 A text file is one document, a .jsonl file one per line ({"text": ...}). Without a tokenizer, tokens are bytes.
 """
@@ -20,16 +20,16 @@ from atlas.runtime.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenize
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, help="tokenize or check")
     write = actions.add_parser("tokenize", help="write shards", description="Write a folder of shards.")
-    write.add_argument("inputs", nargs="*", type=Path, metavar="INPUT", help="text or .jsonl (none: a text that ships)")
-    write.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    write.add_argument(
+        "inputs", nargs="*", type=Path, metavar="INPUT", help="text or .jsonl (default: the text that ships)"
+    )
+    write.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to create")
     write.add_argument("--tokenizer", type=Path, metavar="FILE", help="a model's tokenizer.json (default: bytes)")
+    write.add_argument("--end", metavar="TOKEN", help="the token between documents (default: a common name)")
     write.add_argument(
-        "--end", metavar="TOKEN", help="the tokenizer's token between documents (default: found by name)"
+        "--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help=f"tokens per file ({SHARD_TOKENS:,})"
     )
-    write.add_argument(
-        "--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help=f"tokens in a file ({SHARD_TOKENS:,})"
-    )
-    check = actions.add_parser("check", help="read shards whole", description="Verify shards and say what they hold.")
+    check = actions.add_parser("check", help="verify shards", description="Verify shards and show their facts.")
     check.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of shards, or shards")
     for action in (write, check):
         action.add_argument("--json", action="store_true", help="print as JSON")
@@ -62,7 +62,7 @@ def _tokenizer(path: Path | None, end: str | None) -> Tokenizer:
     if path is not None:
         return FileTokenizer(path, end)
     if end is not None:
-        raise AtlasError(f"--end {end!r}: bytes end with a zero byte. Leave it out, or give a --tokenizer")
+        raise AtlasError(f"--end {end!r}: documents of bytes end with a zero byte. Leave it out, or give a --tokenizer")
     return ByteTokenizer()
 
 

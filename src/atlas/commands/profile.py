@@ -1,10 +1,10 @@
-"""Measure a job's model on the accelerator at hand, and write what `profile:` in a job file takes.
+"""Measure a job's model on this machine's accelerator, and write a profile for `profile:` in a job file.
 
     atlas profile JOB.yaml --gpu H200 --out h200.json
     atlas simulate JOB.yaml --set profile=h200.json
 
 Times the embedding, one layer and the head as the runtime runs them, at the job's microbatch size and precision, on one
-device without tensor parallelism. An existing file keeps its entries for other GPUs and sizes. Needs torch.
+device without tensor parallelism. Entries of an existing file for other GPUs and sizes are kept. Needs torch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from atlas.spec.plan import load_job_or_plan
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", metavar="JOB.yaml", type=Path, help="whose model, microbatch and precision to measure")
-    parser.add_argument("--gpu", required=True, metavar="NAME", help="what the cluster file calls this accelerator")
-    parser.add_argument("--out", required=True, metavar="FILE", type=Path, help="profile to write, or to add to")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where to run (default: cuda)")
+    parser.add_argument("job", metavar="JOB.yaml", type=Path, help="job with the model, microbatch and precision")
+    parser.add_argument("--gpu", required=True, metavar="NAME", help="the name of this accelerator in the cluster file")
+    parser.add_argument("--out", required=True, metavar="FILE", type=Path, help="profile to write or extend")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device (default: cuda)")
     parser.add_argument(
-        "--repeats", type=whole(1, 100_000), default=10, metavar="N", help="timed runs, of which the median counts"
+        "--repeats", type=whole(1, 100_000), default=10, metavar="N", help="timed runs; the median counts"
     )
     job_flags(parser)
 
@@ -54,6 +54,6 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(job: Job, gpu: str, device: str, repeats: int) -> dict[str, Any]:
     """One entry of a profile file."""
-    from atlas.runtime.profile import profile
+    from atlas.runtime.profile import profile  # torch: 1.9 s
 
     return {"gpu": gpu, "microbatch": job.microbatch, "tp": 1, **shape_of(job), **profile(job, device, repeats)}

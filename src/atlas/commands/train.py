@@ -1,32 +1,31 @@
 """Train a plan: in each datacenter with `--dc NAME` (docs/operating.md), or all of it on this machine (`--emulate`):
-every worker a process, the datacenters apart by an emulated WAN, real sockets and real gradients, the plan's own
-durations on paced devices (or what a CPU or a GPU takes).
+each worker is a process, the datacenters are connected by an emulated WAN, sockets and gradients are real, and devices
+are paced to the plan's own durations (or run at the speed of a CPU or GPU).
 
-A small stand-in model is trained unless `--model` names a Hugging Face folder, or `job` for the model that the job
-describes; `--data` names shards (`atlas data tokenize`), or `shipped`. With `--checkpoints` the run is saved, Ctrl-C
-saves it too, and the same command goes on where it was, by any other plan of the same batch. A worker that dies is
-started again with all others, from the last complete checkpoint.
+By default a small stand-in model is trained. `--model` names a Hugging Face folder, or `job` for the model that the job
+describes; `--data` names shards (`atlas data tokenize`), or `shipped`. With `--checkpoints` the run is saved, also by
+Ctrl-C, and the same command resumes it, also with another plan of the same batch. When a worker dies, all workers are
+restarted from the last complete checkpoint.
 
-Prints the iteration time that was predicted and the one that was measured; `--page` lays the two timelines over each
-other. A plan that the runtime cannot execute is refused, with the reason.
+Prints the predicted and the measured iteration time; `--page` draws both timelines on one page. A plan that the runtime
+cannot execute is refused, with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from atlas.commands.train_dc import dc_flags, run_dc
 from atlas.commands.watching import watch_flags, watched
 from atlas.console import job_flags, number, require_apart, require_folder, require_writable, whole
 from atlas.errors import AtlasError
+from atlas.launch.rehearse import Rehearsal, rehearse
+from atlas.launch.report import RunReport
+from atlas.launch.supervisor import RestartPolicy
+from atlas.launch.train_options import TrainOptions
 from atlas.spec.plan import load_job_or_plan
-
-if TYPE_CHECKING:
-    from atlas.launch.iterations import StepProgress
-    from atlas.launch.rehearse import Rehearsal
-    from atlas.launch.report import RunReport
+from atlas.view import write_page
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,16 +43,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--learning-rate", type=number(0, 1e6), metavar="X", help="default: 0.001 (AdamW; a stand-in: 0.1, SGD)"
     )
     parser.add_argument(
-        "--clip", type=number(1e-12, 1e12), metavar="NORM", help="clip gradients to this global norm (default: do not)"
+        "--clip",
+        type=number(1e-12, 1e12),
+        metavar="NORM",
+        help="clip gradients to this global norm (default: no clipping)",
     )
-    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="save there, and go on from what is there")
+    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="save there, and resume from there")
     parser.add_argument(
         "--save-every", type=whole(0, 10**9), default=0, metavar="N", help="steps between saves (default: at the end)"
     )
     parser.add_argument(
-        "--slower", type=whole(1, 1000), default=1, metavar="X", help="every duration times X, for a slow host"
+        "--slower", type=whole(1, 1000), default=1, metavar="X", help="multiply every duration by X, for a slow host"
     )
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write prediction over measurement as a page")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write both timelines as a page")
     watch_flags(parser)
     dc_flags(parser)
     job_flags(parser)
@@ -62,7 +64,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     job, plan = load_job_or_plan(args.plan, args.set)
     if args.emulate == (args.dc is not None):
-        raise AtlasError("where? --emulate runs all of it on this machine, --dc NAME this datacenter's part of it")
+        raise AtlasError(
+            "give --emulate to run all of it on this machine, or --dc NAME for this datacenter's part of it"
+        )
     if args.dc is not None and args.page is not None:
         raise AtlasError("--page is for --emulate: with --dc give --timeline FILE, which `atlas view` makes a page of")
     wanted = {f"--{name}": path for name in ("page", "log", "timeline") if (path := getattr(args, name)) is not None}
@@ -72,9 +76,6 @@ def run(args: argparse.Namespace) -> int:
     if args.checkpoints is not None:
         require_folder(args.checkpoints, "--checkpoints")
     args.device = args.device or ("paced" if args.emulate else "cuda")
-    from atlas.launch.rehearse import TrainOptions, rehearse
-    from atlas.launch.report import RunReport
-
     options = TrainOptions.of(
         plan,
         args.schedule,
@@ -88,36 +89,20 @@ def run(args: argparse.Namespace) -> int:
         clip=args.clip,
         checkpoints=args.checkpoints,
         save_every=args.save_every,
-        max_restarts=args.max_restarts,
+        restarts=RestartPolicy(args.max_restarts),
+        grace_s=args.grace,
+        patience_s=args.patience,
     )
     if args.dc is not None:
         return run_dc(args, job, options)
     choice = watched(args, {"job": job.name, "schedule": options.schedule})
     with RunReport(choice, args.steps) as report:
-        result = rehearse(job, options, on_step=lambda done, predicted_s: _tell(report, done, predicted_s))
+        result = rehearse(job, options, on_step=report.step)
     _print(job.name, options.schedule, args, result)
     if args.page is not None:
-        from atlas.view import write_page
-
         write_page(args.page, [result.predicted, result.measured], title=f"{job.name}: prediction over measurement")
         print(f"The timeline page: {args.page}")
     return 130 if result.run.stopped else 0
-
-
-def _tell(report: RunReport, done: StepProgress, predicted_s: float) -> None:
-    report.step(
-        {
-            "step": done.num_done,
-            "loss": done.loss,
-            "tokens": done.tokens,
-            "iteration_s": done.seconds,
-            "predicted_s": predicted_s,
-            "wan_gbit_s": done.wan_bytes * 8e-9 / done.seconds if done.seconds > 0 else None,
-            "wan_streams_replaced": done.faults.num_replaced,
-            "wan_chunks_resent": done.faults.num_resent,
-        },
-        done.timeline,
-    )
 
 
 def _print(name: str, schedule: str, args: argparse.Namespace, result: Rehearsal) -> None:
@@ -136,4 +121,4 @@ def _print(name: str, schedule: str, args: argparse.Namespace, result: Rehearsal
         f"  emulator late by      {run.late_s * 1e3:10.2f} ms   devices overrun {run.overrun_s * 1e3:.2f} ms"
     )
     if run.stopped:
-        print(f"Stopped after step {last}, saved in {args.checkpoints}: the same command goes on from there")
+        print(f"Stopped after step {last}, saved in {args.checkpoints}: the same command resumes from there")

@@ -1,4 +1,4 @@
-"""The flags of `atlas train --dc`, and what they ask for (`launch.wide`): this datacenter's part of a run over several.
+"""The flags of `atlas train --dc` (`launch.multi_dc`): this datacenter's part of a run over several.
 
 Under torchrun (`torchrun --nproc-per-node=8 -m atlas train PLAN --dc NAME`) every process takes the worker of its rank
 and the GPU of its local rank; without it, one launcher starts all workers of the host.
@@ -13,16 +13,14 @@ import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from atlas.commands.watching import watched
 from atlas.console import number, say, whole
 from atlas.errors import AtlasError, SpecError
+from atlas.launch.rendezvous import AgentName
+from atlas.launch.report import RunReport
+from atlas.launch.train_options import TrainOptions
 from atlas.spec import Job
-
-if TYPE_CHECKING:
-    from atlas.launch.rehearse import TrainOptions
-    from atlas.launch.rendezvous import AgentName
 
 PORT = 7700
 
@@ -34,7 +32,7 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
         "--rendezvous",
         default=f"127.0.0.1:{PORT}",
         metavar="HOST:PORT",
-        help=f"an address of the plan's first datacenter, where all meet (default: 127.0.0.1:{PORT})",
+        help=f"an address of the plan's first datacenter, which all others connect to (default: 127.0.0.1:{PORT})",
     )
     group.add_argument(
         "--listen",
@@ -51,7 +49,7 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
         help="network in which bytes may travel unencrypted (repeatable)",
     )
     group.add_argument("--node", metavar="I/N", help="this host, of several in the datacenter, from 0 (default: 0/1)")
-    group.add_argument("--auto-replan", action="store_true", help="go on without a lost datacenter, without asking")
+    group.add_argument("--auto-replan", action="store_true", help="continue without a lost datacenter, without asking")
     group.add_argument(
         "--without", action="append", default=[], metavar="NAME", help="a datacenter that is lost (repeatable)"
     )
@@ -75,16 +73,16 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_dc(args: argparse.Namespace, job: Job, options: TrainOptions) -> int:
+    # torch: 1.9 s
     from atlas.launch.agent import AgentSettings
-    from atlas.launch.coordinator import RunSettings
-    from atlas.launch.multi_dc import LauncherSettings, RunCallbacks, leads, train_here
-    from atlas.launch.report import RunReport
-    from atlas.launch.supervisor import RestartPolicy
+    from atlas.launch.coordinator import RunCallbacks
+    from atlas.launch.multi_dc import is_coordinator, train_here
 
-    name, local_rank = site_name(args.dc, args.node, os.environ)
+    name, local_rank = agent_name(args.dc, args.node, os.environ)
     _require_own(args.listen)
     settings = AgentSettings(
         name,
+        _address(args.rendezvous),
         host=args.listen,
         certificates=args.certs,
         trusted_networks=tuple(args.trusted),
@@ -93,41 +91,29 @@ def run_dc(args: argparse.Namespace, job: Job, options: TrainOptions) -> int:
         weights=args.model if args.model != "job" else "",
         device=options.device,
         local_rank=local_rank,
-    )
-    here = LauncherSettings(
-        settings, _address(args.rendezvous), auto_replan=args.auto_replan, without=tuple(args.without)
-    )
-    terms = RunSettings(
-        options.steps,
-        save_every=options.save_every,
-        streams=1 if options.tcp == "one" else 0,
-        paced=options.device == "paced",
-        grace_s=args.grace,
-        patience_s=args.patience,
-        restarts=RestartPolicy(args.max_restarts),
+        auto_replan=args.auto_replan,
+        without=tuple(args.without),
     )
     choice = watched(args, {"job": job.name, "schedule": options.schedule})
 
-    def tell(line: str) -> None:
+    def say_line(line: str) -> None:
         say(f"atlas: {line}")
 
-    signal.signal(signal.SIGTERM, _interrupt)  # what a scheduler sends before it takes the hosts away
+    signal.signal(signal.SIGTERM, _interrupt)  # a scheduler sends it before it takes the hosts away
     with ExitStack() as stack:
-        hooks = RunCallbacks(tell)
-        if leads(job, options, here):
+        callbacks = RunCallbacks(say_line)
+        if is_coordinator(job, options, settings):
             report = stack.enter_context(RunReport(choice, options.steps))
-            hooks = RunCallbacks(tell, report.step)
-        return train_here(job, options, terms, here, hooks)
+            callbacks = RunCallbacks(say_line, report.step)
+        return train_here(job, options, settings, callbacks)
 
 
 def _interrupt(number: int, stack: object) -> None:
     raise KeyboardInterrupt
 
 
-def site_name(datacenter: str, node: str | None, environment: Mapping[str, str]) -> tuple[AgentName, int | None]:
-    """Which launcher of its datacenter this is, and its first GPU where torchrun says it."""
-    from atlas.launch.rendezvous import AgentName
-
+def agent_name(datacenter: str, node: str | None, environment: Mapping[str, str]) -> tuple[AgentName, int | None]:
+    """Which launcher of its datacenter this is, and its first GPU under torchrun."""
     if "TORCHELASTIC_RUN_ID" in environment:
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         return AgentName(datacenter, rank, size), int(environment["LOCAL_RANK"])
@@ -140,11 +126,11 @@ def site_name(datacenter: str, node: str | None, environment: Mapping[str, str])
 
 
 def _require_own(host: str) -> None:
-    """Raise where nobody could listen at this address: it is another host's, or none at all."""
+    """Raise if this host cannot listen at the address."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as door:
-            door.bind(address)
+        with socket.socket(family, kind) as sock:
+            sock.bind(address)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "no address"
         raise AtlasError(

@@ -1,16 +1,16 @@
-"""One datacenter's side of a run, or one host's of it: starts its workers when it is told to, passes on what they hear
-and say, keeps checkpoints, and ends everything when told to, or when the rendezvous is gone.
+"""One launcher's side of a run over several datacenters: starts its workers when the coordinator asks for it, forwards
+messages to and from them, keeps checkpoints, and ends everything when asked to, or when the rendezvous is gone.
 
-    <- {"life": epoch}             -> {"begun": {host, keeper, shelves}} a new life: whatever was left is ended first
-    <- {"keepers": {node: place}, "shelves": {node: names}}  -> {"met": true}
-    <- {"choose": true}            -> {"chosen": {save, next}}            what to resume from; the next attempt
+    <- {"begin": epoch}            -> {"begun": {host, server, stores}} a new attempt: ends what the last one left
+    <- {"servers": {agent: address}, "stores": {agent: names}}  -> {"connected": true}
+    <- {"choose": true}            -> {"chosen": {save, next}}          the checkpoint to resume from; the next attempt
     <- {"prepare": {...}}          -> {"prepared": pids}                its workers run, and have their assignments
-    <- {"admit": {node: place}}    -> {"admitted": true}                workers that copy their checkpoints to here
-    <- {"tell": name, "message"}      to a worker; -> {"said": name, "message"} of one
+    <- {"admit": {node: address}}  -> {"admitted": true}                workers that copy their checkpoints to here
+    <- {"to": name, "message"}        for a worker; -> {"from": name, "message"} of one
     <- {"end": true}                  ends the workers
     <- {"finish": {text, code}}       and the launcher
-                                   -> {"interrupt": true}               somebody pressed Ctrl-C here
-                                   -> {"error": "...", "mend": bool}
+                                   -> {"interrupt": true}               a user pressed Ctrl-C here
+                                   -> {"error": "...", "user_error": bool}
 
 Knows its own hosts, folders and devices; decides nothing.
 """
@@ -34,47 +34,53 @@ from atlas.runtime.wiring import WorkerRole
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address
 
-LISTEN_S = 0.2
+POLL_S = 0.2
 
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """What differs from datacenter to datacenter, and what nobody else needs to know."""
+    """What differs from launcher to launcher, and the others need not know."""
 
     name: AgentName
+    rendezvous: Address = ("127.0.0.1", 0)
     host: str = "127.0.0.1"
-    """The address that its workers and its keeper listen on, and that the others reach them at."""
+    """The address that its workers and its checkpoint server listen on, and that the others connect to."""
     certificates: Path | None = None
     trusted_networks: tuple[str, ...] = ()
     checkpoints: Path | None = None
     data: str = ""
-    """This datacenter's shards; the others' lie elsewhere."""
+    """This datacenter's shards; other datacenters may have them in other folders."""
     weights: str = ""
     device: str = "cuda"
     local_rank: int | None = None
-    """Of the first worker on this host, as torchrun says; None: 0."""
+    """Of the first worker on this host, under torchrun; None: 0."""
+    auto_replan: bool = False
+    """Whether to continue without a lost datacenter without asking."""
+    without: tuple[str, ...] = ()
+    """Datacenters that are known to be lost."""
 
 
 @dataclass
 class _Attempt:
-    """What this site has of the life under way."""
+    """This launcher's part of the current attempt."""
 
     epoch: int
     datacenters: list[str]
-    shelves: CheckpointExchange | None = None
-    keepers: dict[str, Address] | None = None
-    fleet: WorkerProcesses | None = None
-    passing: threading.Thread | None = None
+    exchange: CheckpointExchange | None = None
+    servers: dict[str, Address] | None = None
+    workers: WorkerProcesses | None = None
+    forwarder: threading.Thread | None = None
 
 
 class Agent:
     """`run` returns the launcher's exit code."""
 
     def __init__(
-        self, settings: AgentSettings, caller: RendezvousClient, security: Security, say: Callable[[str], None]
+        self, settings: AgentSettings, client: RendezvousClient, security: Security, say: Callable[[str], None]
     ) -> None:
-        self.settings, self._caller, self._security, self._say = settings, caller, security, say
-        self._life: _Attempt | None = None
+        self.settings, self.say = settings, say
+        self._client, self._security = client, security
+        self._attempt: _Attempt | None = None
         self._interrupted = False
 
     def run(self) -> int:
@@ -84,111 +90,114 @@ class Agent:
                 if "gone" in message:
                     raise AtlasError(
                         f"{message['gone']}. This datacenter's workers were ended. Start again when it is back, or "
-                        "without it (--without, with --rendezvous somewhere else)"
+                        "without it (--without, with another --rendezvous)"
                     )
                 if "finish" in message:
                     return self._finish(message["finish"])
-                self._obey(message)
+                self._handle(message)
         finally:
             self.close()
 
+    def finish(self) -> None:
+        """End `run` from another thread."""
+        self._client.channel.inbox.put({"finish": {"text": "", "code": 0}})
+
     def close(self) -> None:
         self._end()
-        self._caller.close()
+        self._client.close()
 
     def _next(self) -> Message:
         while True:
             try:
-                return self._caller.channel.inbox.get()
+                return self._client.channel.inbox.get()
             except KeyboardInterrupt:
                 if self._interrupted:
                     raise
                 self._interrupted = True
-                self._say("stopping after this step, with a checkpoint; again to stop at once")
-                self._caller.channel.send({"interrupt": True})
+                self.say("stopping after this step, with a checkpoint; again to stop at once")
+                self._client.channel.send({"interrupt": True})
 
     def _finish(self, how: Message) -> int:
         self._end()
         if how.get("text"):
-            self._say(str(how["text"]))
+            self.say(str(how["text"]))
         return int(how["code"])
 
-    # ---- orders ----------------------------------------------------------------------------------------------------
-    def _obey(self, message: Message) -> None:
-        orders: dict[str, Callable[[Message], None]] = {
-            "life": self._begin,
-            "keepers": self._meet,
+    # ---- messages of the coordinator ---------------------------------------------------------------------------------
+    def _handle(self, message: Message) -> None:
+        if "begin" in message:
+            self._end()
+            self._attempt = _Attempt(int(message["begin"]), list(message["datacenters"]))
+        attempt = self._attempt
+        if attempt is None or ("begin" not in message and message["epoch"] != attempt.epoch):
+            return  # of an attempt that has ended
+        handlers: dict[str, Callable[[_Attempt, Message], None]] = {
+            "begin": self._begin,
+            "servers": self._connect,
             "choose": self._choose,
             "prepare": self._prepare,
             "admit": self._admit,
-            "tell": self._tell,
-            "end": lambda _: self._end(),
+            "to": self._forward,
+            "end": lambda _attempt, _message: self._end(),
         }
-        if "life" not in message and (self._life is None or message["epoch"] != self._life.epoch):
-            return  # of a life that has ended
-        order = next(key for key in orders if key in message)
+        kind = next(key for key in handlers if key in message)
         try:
-            orders[order](message)
+            handlers[kind](attempt, message)
         except AtlasError as error:
-            self._answer({"error": str(error), "mend": not isinstance(error, WorkerError)})
+            self._reply(attempt, {"error": str(error), "user_error": not isinstance(error, WorkerError)})
         except OSError as error:
             where = error.filename or self.settings.host
-            self._answer({"error": f"{where}: {error.strerror or error}. Fix it and start again", "mend": True})
+            text = f"{where}: {error.strerror or error}. Fix it and start again"
+            self._reply(attempt, {"error": text, "user_error": True})
 
-    def _answer(self, message: Message) -> None:
-        assert self._life is not None
-        self._caller.channel.send({"epoch": self._life.epoch, **message})
+    def _reply(self, attempt: _Attempt, message: Message) -> None:
+        self._client.channel.send({"epoch": attempt.epoch, **message})
 
-    def _begin(self, message: Message) -> None:
-        self._end()
-        life = self._life = _Attempt(int(message["life"]), list(message["datacenters"]))
+    def _begin(self, attempt: _Attempt, message: Message) -> None:
         mine = self.settings
         if mine.checkpoints is None:
-            self._answer({"begun": {"host": mine.host, "keeper": None, "shelves": []}})
+            self._reply(attempt, {"begun": {"host": mine.host, "server": None, "stores": []}})
             return
         if mine.checkpoints.exists() and not mine.checkpoints.is_dir():
             raise AtlasError(f"{mine.checkpoints}: not a folder. Choose another place for checkpoints")
-        life.shelves = CheckpointExchange(
-            mine.checkpoints, mine.name, life.datacenters, mine.host, life.epoch, self._security
+        exchange = attempt.exchange = CheckpointExchange(
+            mine.checkpoints, mine.name, attempt.datacenters, mine.host, attempt.epoch, self._security
         )
-        there = {"keeper": list(life.shelves.address), "shelves": list(life.shelves.local)}
-        self._answer({"begun": {"host": mine.host, **there}})
+        found = {"host": mine.host, "server": list(exchange.address), "stores": list(exchange.local)}
+        self._reply(attempt, {"begun": found})
 
-    def _meet(self, message: Message) -> None:
-        life = self._now()
-        life.keepers = {node: (place[0], place[1]) for node, place in message["keepers"].items()}
-        if life.shelves is not None:
-            life.shelves.meet(life.keepers, message["shelves"])
-        self._answer({"met": True})
+    def _connect(self, attempt: _Attempt, message: Message) -> None:
+        attempt.servers = {node: (host, port) for node, (host, port) in message["servers"].items()}
+        if attempt.exchange is not None:
+            attempt.exchange.connect(attempt.servers, message["stores"])
+        self._reply(attempt, {"connected": True})
 
-    def _choose(self, message: Message) -> None:
-        life = self._now()
-        chosen, attempt = life.shelves.choose() if life.shelves is not None else (None, 0)
-        self._answer({"chosen": {"save": chosen, "next": attempt}})
+    def _choose(self, attempt: _Attempt, message: Message) -> None:
+        save, number = attempt.exchange.choose() if attempt.exchange is not None else (None, 0)
+        self._reply(attempt, {"chosen": {"save": save, "next": number}})
 
-    def _admit(self, message: Message) -> None:
-        life = self._now()
-        if life.shelves is not None:
-            life.shelves.admit(message["admit"])
-        self._answer({"admitted": True})
+    def _admit(self, attempt: _Attempt, message: Message) -> None:
+        if attempt.exchange is not None:
+            attempt.exchange.admit(message["admit"])
+        self._reply(attempt, {"admitted": True})
 
-    def _tell(self, message: Message) -> None:
-        life = self._now()
-        if life.fleet is not None:
-            life.fleet.tell(str(message["tell"]), message["message"])
+    def _forward(self, attempt: _Attempt, message: Message) -> None:
+        if attempt.workers is not None:
+            attempt.workers.send(str(message["to"]), message["message"])
 
-    def _prepare(self, message: Message) -> None:
-        life, wanted = self._now(), message["prepare"]
-        training = self._localised(read(TrainingSetup, wanted["training"]))
+    def _prepare(self, attempt: _Attempt, message: Message) -> None:
+        wanted, mine = message["prepare"], self.settings
+        training = self._local(read(TrainingSetup, wanted["training"]))
         program = from_text(wanted["program"])
         roles = [WorkerRole(program, worker, cell, wanted["num_cells"]) for cell, worker in wanted["workers"]]
-        mine = self.settings
         devices = devices_for(len(roles), mine.device, mine.name.datacenter, mine.local_rank, tp=wanted["tp"])
         require_room(roles, training, mine.device, tp=wanted["tp"])
-        save = self._save_choice(life, wanted, [layer for role in roles for layer in layers_of(role, training)])
-        life.fleet = WorkerProcesses("atlas.runtime.process", [role.name for role in roles])
-        life.passing = threading.Thread(target=self._pass_on, args=(life, life.fleet), daemon=True, name="ears")
-        life.passing.start()
+        save = self._save_choice(attempt, wanted, [layer for role in roles for layer in layers_of(role, training)])
+        workers = attempt.workers = WorkerProcesses("atlas.runtime.process", [role.name for role in roles])
+        attempt.forwarder = threading.Thread(
+            target=self._forward_replies, args=(attempt, workers), daemon=True, name="forwarder"
+        )
+        attempt.forwarder.start()
         for role, device in zip(roles, devices, strict=True):
             assignment = Assignment(
                 worker=role.worker,
@@ -205,14 +214,14 @@ class Agent:
                 streams=wanted["streams"],
                 certificates=str(mine.certificates or ""),
                 trusted_networks=mine.trusted_networks,
-                epoch=life.epoch,
+                epoch=attempt.epoch,
                 patience_s=wanted["patience_s"],
                 save=save,
             )
-            life.fleet.tell(role.name, {"assignment": assignment.to_json()})
-        self._answer({"prepared": life.fleet.pids})
+            workers.send(role.name, {"assignment": assignment.to_json()})
+        self._reply(attempt, {"prepared": workers.pids})
 
-    def _localised(self, training: TrainingSetup) -> TrainingSetup:
+    def _local(self, training: TrainingSetup) -> TrainingSetup:
         """With this datacenter's own folders."""
         data, model, mine = training.data, training.model, self.settings
         if data.folder and data.folder != SHIPPED:
@@ -221,17 +230,18 @@ class Agent:
             model = replace(model, weights=mine.weights or model.weights)
         return replace(training, data=data, model=model)
 
-    def _save_choice(self, life: _Attempt, wanted: Message, layers: Sequence[str]) -> SaveChoice | None:
-        if life.shelves is None:
+    def _save_choice(self, attempt: _Attempt, wanted: Message, layers: Sequence[str]) -> SaveChoice | None:
+        exchange = attempt.exchange
+        if exchange is None:
             return None
         sources: list[str] = []
         if wanted["resume"] is not None and layers:
-            sources = life.shelves.fetch(wanted["resume"], layers)
+            sources = exchange.fetch(wanted["resume"], layers)
         peer, copy = wanted["copy_to"], None
-        if peer is not None and life.keepers is not None:
-            copy = life.shelves.copy_choice(peer, life.keepers)
+        if peer is not None and attempt.servers is not None:
+            copy = exchange.copy_choice(peer, attempt.servers)
         return SaveChoice(
-            str(life.shelves.own),
+            str(exchange.own),
             wanted["save_every"],
             wanted["keep"],
             wanted["attempt"],
@@ -240,36 +250,32 @@ class Agent:
             copy,
         )
 
-    # ---- workers ---------------------------------------------------------------------------------------------------
-    def _pass_on(self, life: _Attempt, fleet: WorkerProcesses) -> None:
-        """What workers say, as it comes; how one died is known here only."""
-        while life.fleet is fleet:
-            said = fleet.next_said(LISTEN_S)
-            if said is None or life.fleet is not fleet:
+    # ---- workers -----------------------------------------------------------------------------------------------------
+    def _forward_replies(self, attempt: _Attempt, workers: WorkerProcesses) -> None:
+        """Forward messages of workers as they come, with the exit reason, which only this host can find."""
+        while attempt.workers is workers:
+            new = workers.next_message(POLL_S)
+            if new is None or attempt.workers is not workers:
                 continue
-            what: Message = {"epoch": life.epoch, "said": said.name, "message": said.message}
-            if said.message is None:
-                what["how"] = fleet.how_it_died(said.name)
-            elif "ready" in said.message and life.shelves is not None:
-                life.shelves.forget_fetched()  # they have read what they needed before they listened
+            forwarded: Message = {"epoch": attempt.epoch, "from": new.name, "message": new.message}
+            if new.message is None:
+                forwarded["exit_reason"] = workers.exit_reason(new.name)
+            elif "ready" in new.message and attempt.exchange is not None:
+                attempt.exchange.delete_fetched()  # workers have read what they need before they listen
             try:
-                self._caller.channel.send(what)
-            except WorkerError as error:  # on a thread: `run` must hear of it
-                self._caller.channel.inbox.put({"gone": str(error)})
+                self._client.channel.send(forwarded)
+            except WorkerError as error:  # on a thread: reported through the inbox of `run`
+                self._client.channel.inbox.put({"gone": str(error)})
                 return
 
     def _end(self) -> None:
-        life, self._life = self._life, None
-        if life is None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
             return
-        fleet, life.fleet = life.fleet, None
-        if fleet is not None:
-            fleet.close()
-        if life.passing is not None:
-            life.passing.join()
-        if life.shelves is not None:
-            life.shelves.close()
-
-    def _now(self) -> _Attempt:
-        assert self._life is not None
-        return self._life
+        workers, attempt.workers = attempt.workers, None
+        if workers is not None:
+            workers.close()
+        if attempt.forwarder is not None:
+            attempt.forwarder.join()
+        if attempt.exchange is not None:
+            attempt.exchange.close()

@@ -1,10 +1,11 @@
-"""A site's checkpoints in one life of the group: its own folder, the shelves on which it keeps other datacenters', and
-the way to theirs. Chooses what all resume from, and fetches what this site's workers need of it and do not have.
+"""One launcher's checkpoints during an attempt: its own store, the copies that it keeps for other datacenters, and
+access to the stores of the other launchers. Chooses what all resume from, and fetches what this launcher's workers
+lack.
 
     FOLDER/own        what this datacenter's workers save
-    FOLDER/of-west    copies of what west's save; also of a datacenter that is no longer part of the run
+    FOLDER/of-west    copies of what west's workers save; also of a datacenter that is no longer in the run
 
-Knows stores and keepers; not why a life began.
+Knows stores and checkpoint servers; not why an attempt began.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from atlas.runtime.checkpoint import (
     LocalStore,
     RemoteStore,
     choose,
+    copies_of,
     next_attempt,
-    shelf_of,
 )
 from atlas.runtime.checkpoint.load import Checkpoint
 from atlas.runtime.checkpoint.manifest import Blob
@@ -38,55 +39,55 @@ from atlas.wan.transport.endpoint import Endpoint
 
 
 class CheckpointExchange:
-    """Open from the beginning of a life to its end."""
+    """Open from the beginning of an attempt to its end."""
 
     def __init__(
         self, folder: Path, name: AgentName, datacenters: Sequence[str], host: str, epoch: int, security: Security
     ) -> None:
         self.folder, self.name = folder, name
         self.own = LocalStore(folder / OWN)
-        kept = {shelf_of(dc) for dc in datacenters if dc != name.datacenter}
-        kept |= {found.name for found in folder.glob(shelf_of("*")) if found.is_dir()}
-        self.local: dict[str, LocalStore] = {shelf: LocalStore(folder / shelf) for shelf in (OWN, *sorted(kept))}
-        self._theirs: dict[str, Sequence[str]] = {}
+        kept = {copies_of(dc) for dc in datacenters if dc != name.datacenter}
+        kept |= {found.name for found in folder.glob(copies_of("*")) if found.is_dir()}
+        self.local: dict[str, LocalStore] = {store: LocalStore(folder / store) for store in (OWN, *sorted(kept))}
+        self._remote_names: dict[str, Sequence[str]] = {}
         self._endpoint = Endpoint(name.node, (host, 0), epoch=epoch, security=security)
-        self._keeper = CheckpointServer(self._endpoint, self.local)
-        self._lines: dict[str, CheckpointClient] = {}
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._server = CheckpointServer(self._endpoint, self.local)
+        self._clients: dict[str, CheckpointClient] = {}
+        self._fetched: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def address(self) -> Address:
         return self._endpoint.address
 
-    def meet(self, keepers: Mapping[str, Address], shelves: Mapping[str, Sequence[str]]) -> None:
-        """The other sites' keepers and what they keep, by node."""
-        self._theirs = dict(shelves)
-        others = {node: (str(host), int(port)) for node, (host, port) in keepers.items() if node != self.name.node}
+    def connect(self, servers: Mapping[str, Address], stores: Mapping[str, Sequence[str]]) -> None:
+        """The checkpoint servers of the other launchers and the names of their stores, by node."""
+        self._remote_names = dict(stores)
+        others = {node: address for node, address in servers.items() if node != self.name.node}
         self.admit(others)
         for node, address in others.items():
-            self._lines[node] = CheckpointClient(self._endpoint, node, address)
+            self._clients[node] = CheckpointClient(self._endpoint, node, address)
 
     def admit(self, nodes: Mapping[str, Any]) -> None:
-        """Nodes that may call."""
-        self._keeper.admit({node: (str(host), int(port)) for node, (host, port) in nodes.items()})
+        """Let these nodes use the checkpoint server."""
+        self._server.admit({node: (str(host), int(port)) for node, (host, port) in nodes.items()})
 
     def choose(self) -> tuple[tuple[int, int] | None, int]:
-        """(attempt, step) of the newest checkpoint that is complete over all that is left; the next attempt."""
+        """(attempt, step) of the newest checkpoint that is complete over all connected stores; the next attempt."""
         stores = self._stores()
         found = choose(stores)
         return ((found.id.attempt, found.id.step) if found is not None else None), next_attempt(stores)
 
-    def copy_choice(self, peer: str, keepers: Mapping[str, Address]) -> CopyChoice:
-        """For a worker of ours: our shelf at that keeper."""
-        host, port = keepers[peer]
-        return CopyChoice(peer, str(host), int(port), shelf_of(self.name.datacenter))
+    def copy_choice(self, peer: str, servers: Mapping[str, Address]) -> CopyChoice:
+        """For a worker of this launcher: where another launcher keeps this datacenter's copies."""
+        host, port = servers[peer]
+        return CopyChoice(peer, str(host), int(port), copies_of(self.name.datacenter))
 
     def fetch(self, step: int, layers: Iterable[str]) -> list[str]:
-        """Folders in which our workers find these layers of the chosen step; those of others come over the network."""
+        """Folders that hold these layers of a step. Layers that no local store has are fetched over the network."""
         found = choose(self._stores(), step=step)
         assert found is not None, "`choose` finds a step or raises"
-        self._scratch = tempfile.TemporaryDirectory(prefix="atlas-fetched-")
-        target = LocalStore(self._scratch.name)
+        self._fetched = tempfile.TemporaryDirectory(prefix="atlas-fetched-")
+        target = LocalStore(self._fetched.name)
         for layer in dict.fromkeys(layers):
             holders = found.holders(layer)
             if not any(isinstance(store, LocalStore) for store, _ in holders):
@@ -96,23 +97,23 @@ class CheckpointExchange:
         _write_parts(found, target)
         return [*(str(store) for store in self.local.values()), str(target)]
 
-    def forget_fetched(self) -> None:
-        if self._scratch is not None:
-            self._scratch.cleanup()
-            self._scratch = None
+    def delete_fetched(self) -> None:
+        if self._fetched is not None:
+            self._fetched.cleanup()
+            self._fetched = None
 
     def close(self) -> None:
-        self.forget_fetched()
-        self._keeper.close()
+        self.delete_fetched()
+        self._server.close()
         self._endpoint.close(0.0)
 
     def _stores(self) -> list[BlobStore]:
-        theirs = [RemoteStore(line, shelf) for node, line in self._lines.items() for shelf in self._theirs[node]]
-        return [*self.local.values(), *theirs]
+        remote = [RemoteStore(client, s) for node, client in self._clients.items() for s in self._remote_names[node]]
+        return [*self.local.values(), *remote]
 
 
 def _fetch_blob(copies: Sequence[tuple[BlobStore, Blob]], target: LocalStore) -> None:
-    """From the first store that has it sound."""
+    """From the first store that has an undamaged copy."""
     why = ""
     for store, blob in copies:
         tally = Tally()
@@ -133,8 +134,8 @@ def _fetch_blob(copies: Sequence[tuple[BlobStore, Blob]], target: LocalStore) ->
 
 
 def _write_parts(checkpoint: Checkpoint, target: LocalStore) -> None:
-    """Manifests of what is not here already, so that the checkpoint is seen to be complete; layers that nobody here
-    needs have no files, and are not read."""
+    """Manifests of the layers that no local store has, so that the checkpoint counts as complete here. Layers that no
+    worker here needs have no files, and are never read."""
     here = {layer for store, part in checkpoint.parts if isinstance(store, LocalStore) for layer in part.weights}
     for _, part in checkpoint.parts:
         weights = {layer: blob for layer, blob in part.weights.items() if layer not in here}

@@ -1,7 +1,5 @@
-"""Where the checkpoints of a run lie, what is there already, and what each datacenter's workers are told of it.
-
-On one machine every datacenter has a folder of its own under one; nothing is shared. The launcher chooses the step to
-resume from, once for all. Knows stores and steps, not who trains.
+"""The checkpoints of a run on one machine: a folder per datacenter under a common one. Finds the step to resume from,
+once for all workers, and what each datacenter's workers need to know. Knows stores and steps.
 """
 
 from __future__ import annotations
@@ -16,16 +14,16 @@ from atlas.runtime.assignment import SaveChoice
 
 @dataclass(frozen=True)
 class RunCheckpoints:
-    """A run's checkpoints, and where it goes on."""
+    """Where a run resumes and saves."""
 
     first_step: int
-    """0 where there are none."""
+    """0 where there is no checkpoint."""
     by_datacenter: dict[str, SaveChoice]
 
 
 def find_checkpoints(folder: Path, datacenters: Sequence[str], *, every: int = 0, keep: int = 3) -> RunCheckpoints:
-    """The newest complete checkpoint under `folder`, whatever plan left it there; or a new beginning."""
-    from atlas.runtime.checkpoint import LocalStore, choose, next_attempt
+    """The newest complete checkpoint under `folder`, whatever plan wrote it; or a new run."""
+    from atlas.runtime.checkpoint import LocalStore, choose, next_attempt  # torch: 1.9 s
 
     if folder.exists() and not folder.is_dir():
         raise AtlasError(f"{folder}: not a folder. Choose another place for checkpoints")

@@ -1,7 +1,7 @@
-"""Messages between two launchers, JSON in frames of bounded size, that outlive a broken connection: each is numbered,
-kept until the other side has it, and sent again over the next connection. Heartbeats tell silence from absence.
+"""Numbered JSON messages between two launchers that survive a broken connection: each message is kept until the other
+side has confirmed it, and sent again over the next connection. Heartbeats detect a dead connection.
 
-Knows sockets and numbers. What the messages mean, and who may speak (`rendezvous`), it is not told.
+Knows sockets and message numbers. Does not know what the messages mean, or who may connect (`rendezvous`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 from atlas.errors import WorkerError
 
 MAX_FRAME_BYTES = 64 << 20
-"""A Program of half a million ops as text is a fraction of it."""
+"""Larger than the text of a Program of half a million ops."""
 MAX_KEPT_BYTES = 4 * MAX_FRAME_BYTES
 HEARTBEAT_S = 0.5
 SILENCE_S = 5.0
-"""A connection on which nothing comes for so long is broken."""
+"""A connection that is silent for this long is broken. Ten heartbeats."""
 READ_BYTES = 1 << 18
 
 Message = dict[str, Any]
@@ -36,12 +36,12 @@ _LENGTH = struct.Struct("!I")
 def frame(message: Message) -> bytes:
     body = json.dumps(message).encode()
     if len(body) > MAX_FRAME_BYTES:
-        raise WorkerError(f"a message of {len(body):,} bytes, more than the {MAX_FRAME_BYTES:,} of a frame")
+        raise WorkerError(f"a message of {len(body):,} bytes is larger than the limit of {MAX_FRAME_BYTES:,}")
     return _LENGTH.pack(len(body)) + body
 
 
 def unframed(buffer: bytearray) -> Message | None:
-    """Takes the first message off the buffer; None where it is not all there. A ValueError where it is none."""
+    """Remove and return the first message of the buffer; None if it is incomplete. ValueError if it is invalid."""
     if len(buffer) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack_from(buffer)
@@ -52,20 +52,20 @@ def unframed(buffer: bytearray) -> Message | None:
     try:
         message = json.loads(bytes(buffer[_LENGTH.size : _LENGTH.size + length]))
     except RecursionError:
-        raise ValueError("a frame of too many brackets") from None
+        raise ValueError("a frame that is nested too deeply") from None
     if not isinstance(message, dict):
-        raise ValueError("a frame that holds no object")
+        raise ValueError("a frame that is not a JSON object")
     del buffer[: _LENGTH.size + length]
     return message
 
 
 class ControlChannel:
-    """One side of a talk. `send` at any time; what comes is in `inbox`. Give it a connection with `attach`."""
+    """One side of a channel. `send` at any time; received messages are in `inbox`. `attach` gives it a connection."""
 
     def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.gone_since = time.monotonic()
-        """Since when there has been no connection; meaningless while there is one."""
+        """When the last connection was lost; meaningless while connected."""
         self._on_change = on_change
         self._lock = threading.RLock()
         self._kept: deque[tuple[int, bytes]] = deque()
@@ -82,15 +82,13 @@ class ControlChannel:
         return self._num_received
 
     def send(self, message: Message) -> None:
-        """Returns at once; raises where the message is too large, or too much waits for the other side already.
-
-        A message that was refused was not sent; later ones still arrive.
-        """
+        """Queue a message. Raises if it is too large, or if too many bytes are unconfirmed already; later messages
+        are not affected."""
         with self._lock:
             data = frame({"number": self._num_sent + 1, "message": message, "received": self._num_received})
             if self._kept_bytes + len(data) > MAX_KEPT_BYTES:
                 waiting = self._kept_bytes + len(data)
-                raise WorkerError(f"{waiting:,} bytes wait for a launcher that does not read them")
+                raise WorkerError(f"{waiting:,} bytes are queued for a launcher that does not read them")
             self._num_sent += 1
             self._kept.append((self._num_sent, data))
             self._kept_bytes += len(data)
@@ -98,18 +96,18 @@ class ControlChannel:
                 self._connection.write(data)
 
     def wait_sent(self, timeout_s: float) -> bool:
-        """Until the other side has everything, or has gone; whether nothing waits for it."""
+        """Wait until the other side has confirmed everything, or is disconnected; whether all is confirmed."""
         deadline = time.monotonic() + timeout_s
         while self._kept and self.is_connected and time.monotonic() < deadline:
             time.sleep(0.02)
         return not self._kept
 
     def attach(self, sock: socket.socket, num_they_received: int, early: bytes = b"") -> None:
-        """Goes on over this connection, beginning with what the other side has not had. `early`: read ahead of us."""
+        """Use this connection, first for messages that the other side lacks. `early`: bytes already read from it."""
         with self._lock:
             self.detach()
             self._forget(num_they_received)
-            connection = self._connection = _Connection(sock, self._take, self._lost, self._beat)
+            connection = self._connection = _Connection(sock, self._take, self._lost, self._heartbeat)
             for _, data in self._kept:
                 connection.write(data)
             connection.start(early)
@@ -125,7 +123,7 @@ class ControlChannel:
     def _take(self, body: Message) -> None:
         with self._lock:
             self._forget(int(body["received"]))
-            if body.get("number", 0) != self._num_received + 1:  # a heartbeat, or one that came again
+            if body.get("number", 0) != self._num_received + 1:  # a heartbeat or a duplicate
                 return
             self._num_received += 1
         self.inbox.put(dict(body["message"]))
@@ -134,7 +132,7 @@ class ControlChannel:
         while self._kept and self._kept[0][0] <= num_received:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
-    def _beat(self) -> bytes:
+    def _heartbeat(self) -> bytes:
         return frame({"received": self._num_received})
 
     def _lost(self, connection: _Connection) -> None:
@@ -147,21 +145,21 @@ class ControlChannel:
 
 
 class _Connection:
-    """A socket and the one thread that reads and writes it: a TLS socket bears no two at once."""
+    """A socket and the one thread that reads and writes it: a TLS socket does not allow two."""
 
     def __init__(
         self,
         sock: socket.socket,
         take: Callable[[Message], None],
         lost: Callable[[_Connection], None],
-        beat: Callable[[], bytes],
+        heartbeat: Callable[[], bytes],
     ) -> None:
-        self._sock, self._take, self._lost, self._beat = sock, take, lost, beat
+        self._sock, self._take, self._lost, self._heartbeat = sock, take, lost, heartbeat
         self._out, self._in = bytearray(), bytearray()
         self._lock = threading.Lock()
         self._closed = False
         self._wake, self._woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="launcher's line")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="control channel")
 
     def start(self, early: bytes) -> None:
         self._in += early
@@ -185,7 +183,7 @@ class _Connection:
                 selector.register(self._sock, selectors.EVENT_READ)
                 selector.register(self._woken, selectors.EVENT_READ)
                 self._serve(selector)
-        except (OSError, ValueError, KeyError, TypeError, ArithmeticError):  # broken, or it speaks another language
+        except (OSError, ValueError, KeyError, TypeError, ArithmeticError):  # broken, or not our protocol
             pass
         finally:
             for sock in (self._sock, self._wake, self._woken):
@@ -193,7 +191,7 @@ class _Connection:
             self._lost(self)
 
     def _serve(self, selector: selectors.BaseSelector) -> None:
-        heard = said = time.monotonic()
+        last_read = last_write = time.monotonic()
         while not self._closed:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
             selector.modify(self._sock, events)
@@ -202,28 +200,28 @@ class _Connection:
                     self._woken.recv(4096)
             now = time.monotonic()
             if self._read():
-                heard = now
-            if now - heard > SILENCE_S:
+                last_read = now
+            if now - last_read > SILENCE_S:
                 return
-            if now - said > HEARTBEAT_S and not self._out:
-                self.write(self._beat())
+            if now - last_write > HEARTBEAT_S and not self._out:
+                self.write(self._heartbeat())
             if self._flush():
-                said = now
+                last_write = now
 
     def _read(self) -> bool:
-        came = False
+        received = False
         with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             while True:
                 data = self._sock.recv(READ_BYTES)
                 if not data:
-                    raise ConnectionResetError("the other side ended the connection")
-                came = True
+                    raise ConnectionResetError("the other side closed the connection")
+                received = True
                 self._in += data
                 while (body := unframed(self._in)) is not None:
                     self._take(body)
-        while (body := unframed(self._in)) is not None:  # what was read ahead
+        while (body := unframed(self._in)) is not None:  # bytes that `attach` was given
             self._take(body)
-        return came
+        return received
 
     def _flush(self) -> bool:
         wrote = False

@@ -1,8 +1,8 @@
-"""Leads the sites of a run from where they meet: gathers them, has them choose what to resume from, starts all workers
-at one moment, hears of every step, and stops them after one and the same.
+"""Coordinates the agents of a run: waits for all of them, lets them choose the checkpoint to resume from, starts all
+workers at one moment, follows the run, and stops all workers after the same step.
 
-When something fails the group begins a new life (`supervisor`); when a datacenter is lost, on a new plan (`replan`).
-Knows sites and messages; touches no folder and no device.
+After a failure it starts another attempt (`supervisor`); when a datacenter is lost, on a new plan (`replan`). Knows
+agents and messages; touches no folder and no device.
 """
 
 from __future__ import annotations
@@ -19,132 +19,124 @@ from atlas.ir.text import to_text
 from atlas.launch.prepared_job import PreparedJob
 from atlas.launch.remote_workers import RemoteWorkers
 from atlas.launch.rendezvous import AgentName, JoinedAgent, Rendezvous
-from atlas.launch.run_monitor import OnStep, RunMonitor, RunOutcome
-from atlas.launch.supervisor import RestartPolicy, run_with_restarts
-from atlas.runtime.wiring import MAIN
+from atlas.launch.report.events import OnStep
+from atlas.launch.run_monitor import RunMonitor, RunOutcome, connect_workers
+from atlas.launch.supervisor import run_with_restarts
+from atlas.launch.train_options import TrainOptions
+from atlas.runtime.wiring import MAIN, PeerLink, WorkerRole
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address
 
-MEET_S, FETCH_S = 30.0, 600.0
-"""Workers read a checkpoint before they listen, and it may be large: one that dies is heard of at once in any case."""
+REPLY_S = 30.0
+"""For an agent's reply that needs no reading of checkpoints."""
+FETCH_S = 600.0
+"""Workers read a checkpoint before they listen, and it may be large; a worker that dies is reported at once anyway."""
 SILENT_PATIENCES = 10
-"""So many times the workers' patience without a word from anybody is the end."""
+"""The run fails when no worker sends anything for this many times `patience_s`."""
 REMIND_S = 10.0
 FINISH_S = 5.0
 
 Replan = Callable[[PreparedJob, list[str]], PreparedJob]
-"""The work on what is left when these datacenters are lost; raises where that cannot be, or was not allowed."""
+"""The job without these datacenters; raises if that is impossible, or was not allowed."""
 Route = Callable[[str, str, Address], Address]
-"""For tests: where `src` finds what `dst` has at an address."""
+"""For tests: the address at which `src` reaches an address of `dst`."""
 
 
 @dataclass(frozen=True)
-class RunSettings:
-    """How a run is led."""
-
-    num_steps: int
-    """Of the whole run."""
-    save_every: int = 0
-    keep: int = 3
-    streams: int = 0
-    """To each peer; 0: as many as the transport likes."""
-    paced: bool = False
-    grace_s: float = 30.0
-    """How long a launcher may be out of reach before its datacenter is lost."""
-    patience_s: float = 60.0
-    """How long a worker waits for a peer before it complains."""
-    gather_s: float = 600.0
-    """How long to wait for all launchers at the start."""
-    restarts: RestartPolicy = field(default_factory=RestartPolicy)
+class RunCallbacks:
+    say: Callable[[str], None]
+    """Prints a line for the user."""
+    on_step: OnStep | None = None
+    on_start: Callable[[Mapping[str, int]], None] | None = None
+    """Process ids by worker, at every start; for tests."""
+    route: Route = lambda src, dst, address: address
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a life begins."""
+    """Where an attempt starts, and where its checkpoints are copied to."""
 
     first_step: int = 0
     attempt: int = 0
+    """The number of this attempt in the names of its checkpoints."""
     resume: int | None = None
+    """The step of the checkpoint; None: from the beginning."""
     copies: dict[str, str] = field(default_factory=dict)
-    """By site: the keeper that its workers copy to."""
+    """By agent: the agent whose checkpoint server its workers copy to."""
     saves: bool = False
 
 
 class Coordinator:
-    """Listens from the start; `run` to the end; `close` whatever happens. `plan`: the digest that all must have."""
+    """Listens at once; `run` runs to the end; always `close`. `plan`: the digest that all launchers must have."""
 
     def __init__(
         self,
         address: Address,
         security: Security,
         plan: str,
-        work: PreparedJob,
-        terms: RunSettings,
-        *,
-        say: Callable[[str], None],
+        prepared: PreparedJob,
+        options: TrainOptions,
+        callbacks: RunCallbacks,
         replan: Replan,
-        tell: OnStep | None = None,
-        on_start: Callable[[Mapping[str, int]], None] | None = None,
-        route: Route = lambda src, dst, address: address,
     ) -> None:
-        self.work, self.terms, self._plan = work, terms, plan
-        self._say, self._replan, self._tell, self._on_start, self._route = say, replan, tell, on_start, route
-        self._epoch = int(time.time())  # later than that of any life before, whoever led it
-        self._members = list(work.datacenters)
-        """Datacenters that are part of the run; those without a worker keep checkpoints."""
-        self._all_datacenters = tuple(work.datacenters)
+        self.prepared, self.options, self._plan = prepared, options, plan
+        self._callbacks, self._say, self._replan = callbacks, callbacks.say, replan
+        self._epoch = int(time.time())  # later than any earlier attempt, also of another coordinator
+        self._members = list(prepared.datacenters)
+        """Datacenters in the run; those without a worker keep copies of checkpoints."""
+        self._all_datacenters = tuple(prepared.datacenters)
         self._num_done = 0
         self._failure: BaseException | None = None
-        self.rendezvous = Rendezvous(address, security, self._judge)
+        self.rendezvous = Rendezvous(address, security, self._why_not)
 
     def close(self) -> None:
         self.rendezvous.close()
 
     def run(self) -> RunOutcome:
-        """How it ended; raises what it could not go on from."""
+        """The outcome; raises an error that no restart can fix."""
         try:
-            ending = run_with_restarts(self._live, lambda: self._num_done, self.terms.restarts, self._say)
+            outcome = run_with_restarts(self._attempt, lambda: self._num_done, self.options.restarts, self._say)
         except KeyboardInterrupt:
             self._finish("interrupted", 130)
             raise
         except AtlasError as error:
             self._finish(str(error), 2)
             raise
-        self._finish(ending.sentence, 130 if ending.stopped else 0)
-        return ending
+        self._finish(outcome.sentence, 130 if outcome.stopped else 0)
+        return outcome
 
-    def fail(self, site: AgentName, error: BaseException) -> None:
-        """The site of this very launcher has failed, on its own thread: the run ends, it is not started again."""
+    def fail(self, name: AgentName, error: BaseException) -> None:
+        """This launcher's own agent has failed, on its own thread: the run ends and is not restarted."""
         self._failure = error
-        guest = self.rendezvous.guests.get((site.datacenter, site.part))
-        if guest is not None:
-            guest.channel.inbox.put({"failed": str(error) or repr(error)})
+        agent = self.rendezvous.agents.get((name.datacenter, name.part))
+        if agent is not None:
+            agent.channel.inbox.put({"failed": str(error) or repr(error)})
 
     def _finish(self, text: str, code: int) -> None:
-        guests = list(self.rendezvous.guests.values())
-        for guest in guests:
-            with contextlib.suppress(WorkerError):  # one that does not read must not keep the others from hearing it
-                guest.channel.send({"finish": {"text": text, "code": code}})
+        agents = list(self.rendezvous.agents.values())
+        for agent in agents:
+            with contextlib.suppress(WorkerError):  # an agent that does not read must not block the others
+                agent.channel.send({"finish": {"text": text, "code": code}})
         deadline = time.monotonic() + FINISH_S
-        for guest in guests:
-            guest.channel.wait_sent(max(0.0, deadline - time.monotonic()) if guest.channel.is_connected else 0.0)
+        for agent in agents:
+            agent.channel.wait_sent(max(0.0, deadline - time.monotonic()) if agent.channel.is_connected else 0.0)
 
-    # ---- who is there ----------------------------------------------------------------------------------------------
-    def _judge(self, site: AgentName, plan: str) -> str | None:
+    # ---- who is in the run -----------------------------------------------------------------------------------------
+    def _why_not(self, agent: AgentName, plan: str) -> str | None:
         """Why a launcher may not join; None: it may."""
-        if site.datacenter not in self._members:
-            if site.datacenter in self._all_datacenters:
-                return "the run has gone on without this datacenter; let it end, and start again with it"
+        if agent.datacenter not in self._members:
+            if agent.datacenter in self._all_datacenters:
+                return "the run continues without this datacenter; let it end, and start again with it"
             return f"the plan has no datacenter of this name; it has {', '.join(self._members)}"
         if plan != self._plan:
-            return "it holds another plan than the datacenter where all meet: copy the same file to both"
-        if not 0 <= site.part < site.num_parts:
-            return f"there is no launcher {site.part} of {site.num_parts}"
+            return "its plan differs from the plan at the rendezvous: copy the same file to both"
+        if not 0 <= agent.part < agent.num_parts:
+            return f"there is no launcher {agent.part} of {agent.num_parts}"
         return None
 
-    def _gathered(self) -> list[JoinedAgent]:
-        """Every launcher of every member; replans where one does not come back in time."""
-        deadline, remind = time.monotonic() + self.terms.gather_s, time.monotonic() + REMIND_S
+    def _gather(self) -> list[JoinedAgent]:
+        """Wait for every launcher of every member; replan if one does not come back in time."""
+        deadline, remind = time.monotonic() + self.options.gather_s, time.monotonic() + REMIND_S
         with self.rendezvous.changed:
             while True:
                 if isinstance(self._failure, WorkerError):
@@ -153,166 +145,168 @@ class Coordinator:
                     raise self._failure
                 missing = self._missing()
                 if not missing:
-                    return [g for g in self.rendezvous.guests.values() if g.name.datacenter in self._members]
-                lost = [dc for dc, since in missing.items() if since and time.monotonic() - since > self.terms.grace_s]
+                    return [a for a in self.rendezvous.agents.values() if a.name.datacenter in self._members]
+                grace_s = self.options.grace_s
+                lost = [dc for dc, since in missing.items() if since and time.monotonic() - since > grace_s]
                 if lost or time.monotonic() > deadline:
                     break
                 if time.monotonic() > remind:
                     remind += REMIND_S
-                    self._say(f"waiting for {', '.join(missing)} at {self._where()}")
+                    self._say(f"waiting for {', '.join(missing)} at {self._address}")
                 self.rendezvous.changed.wait(0.2)
         if not lost:
             raise AtlasError(
-                f"{', '.join(missing)} did not come to {self._where()} within {self.terms.gather_s:g} s. Start "
+                f"{', '.join(missing)} did not connect to {self._address} within {self.options.gather_s:g} s. Start "
                 "`atlas train PLAN --dc NAME` there, or leave it out with --without"
             )
         self._lose(lost)
-        return self._gathered()
+        return self._gather()
 
     def _missing(self) -> dict[str, float]:
-        """Datacenters that are not all here, and since when; 0 where they have not been here yet."""
+        """Datacenters that are not fully connected, and since when; 0 for those that have not connected yet."""
         missing: dict[str, float] = {}
         for dc in self._members:
-            guests = [guest for guest in self.rendezvous.guests.values() if guest.name.datacenter == dc]
-            away = [guest.channel.gone_since for guest in guests if not guest.channel.is_connected]
-            if away or not guests or len(guests) < guests[0].name.num_parts:
-                missing[dc] = min(away, default=0.0)
+            agents = [agent for agent in self.rendezvous.agents.values() if agent.name.datacenter == dc]
+            gone_since = [agent.channel.gone_since for agent in agents if not agent.channel.is_connected]
+            if gone_since or not agents or len(agents) < agents[0].name.num_parts:
+                missing[dc] = min(gone_since, default=0.0)
         return missing
 
     def _lose(self, lost: list[str]) -> None:
-        self.work = self._replan(self.work, lost)
+        self.prepared = self._replan(self.prepared, lost)
         self._members = [dc for dc in self._members if dc not in lost]
-        for place in [place for place in self.rendezvous.guests if place[0] in lost]:
-            self.rendezvous.guests.pop(place).channel.detach()
+        for place in [place for place in self.rendezvous.agents if place[0] in lost]:
+            self.rendezvous.agents.pop(place).channel.detach()
 
-    def _where(self) -> str:
+    @property
+    def _address(self) -> str:
         host, port = self.rendezvous.address
         return f"{host}:{port}"
 
-    # ---- one life --------------------------------------------------------------------------------------------------
-    def _live(self) -> RunOutcome:
-        guests = self._gathered()
+    # ---- one attempt -----------------------------------------------------------------------------------------------
+    def _attempt(self) -> RunOutcome:
+        agents = self._gather()
         self._epoch += 1
-        owner = {role.name: guest for guest in guests for role in self.work.roles_of(guest.name)}
-        home = {role.name: owner[role.name] for role in self.work.roles}  # as the Program has them
-        with RemoteWorkers(self._epoch, self.rendezvous, guests, home, self.terms.grace_s) as crew:
-            crew.warn = self._say
-            crew.order_all({"life": self._epoch, "datacenters": list(self._all_datacenters)})
-            met = crew.hear("begun", MEET_S, of=crew.sites)
-            start = self._begin(crew, guests, met)
-            if start.first_step >= self.terms.num_steps:
-                sentence = f"{start.first_step} steps are done already, and --steps says {self.terms.num_steps}"
+        owner = {role.name: agent for agent in agents for role in self.prepared.roles_of(agent.name)}
+        agent_of_worker = {role.name: owner[role.name] for role in self.prepared.roles}  # in the Program's order
+        grace_s, num_steps = self.options.grace_s, self.options.steps
+        with RemoteWorkers(self._epoch, self.rendezvous, agents, agent_of_worker, grace_s) as workers:
+            workers.warn = self._say
+            workers.send_agents({"begin": self._epoch, "datacenters": list(self._all_datacenters)})
+            found = workers.wait_for("begun", REPLY_S, of=workers.agents)
+            start = self._resume_point(workers, agents, found)
+            if start.first_step >= num_steps:
+                sentence = f"{start.first_step} steps are done already, and --steps says {num_steps}"
                 return RunOutcome(start.first_step, [], sentence)
             self._num_done = max(self._num_done, start.first_step)
-            self._prepare(crew, guests, start)
-            lead = RunMonitor(
-                crew,
-                self.work,
+            self._prepare(workers, agents, start)
+            monitor = RunMonitor(
+                workers,
+                self.prepared.program,
+                self.prepared.costs,
                 start.first_step,
-                silence_s=SILENT_PATIENCES * self.terms.patience_s,
+                silence_s=SILENT_PATIENCES * self.options.patience_s,
                 saves=start.saves,
                 copies=bool(start.copies),
                 say=self._say,
-                tell=self._tell,
+                on_step=self._callbacks.on_step,
+                predicted_s=self.prepared.predicted_s,
             )
-            self._connect(crew, {site: found["host"] for site, found in met.items()}, start, lead)
+            self._connect(workers, {agent: facts["host"] for agent, facts in found.items()}, start, monitor)
             if start.resume is not None:
-                self._say(f"goes on from the checkpoint of step {start.resume}")
+                self._say(f"resumed from the checkpoint of step {start.resume}")
             try:
-                return lead.play()
+                return monitor.play()
             finally:
-                self._num_done = max(self._num_done, lead.num_done)
+                self._num_done = max(self._num_done, monitor.num_done)
 
-    def _begin(self, crew: RemoteWorkers, guests: Sequence[JoinedAgent], met: Mapping[str, Any]) -> ResumePoint:
-        """Keepers meet, and it is chosen where to go on."""
-        keepers, shelves = ({site: found[name] for site, found in met.items()} for name in ("keeper", "shelves"))
-        if not self._require_folders(keepers):
-            return ResumePoint()
-        crew.order_all({"keepers": keepers, "shelves": shelves})
-        crew.hear("met", MEET_S, of=crew.sites)
-        first_step, attempt, resume = self._chosen(crew)
-        return ResumePoint(first_step, attempt, resume, self._copy_targets(guests), saves=True)
-
-    def _require_folders(self, keepers: Mapping[str, Any]) -> bool:
-        """Whether the run is saved."""
-        without = [site.partition("/")[0] for site, place in keepers.items() if place is None]
-        if without and len(without) < len(keepers):
+    def _resume_point(
+        self, workers: RemoteWorkers, agents: Sequence[JoinedAgent], found: Mapping[str, Any]
+    ) -> ResumePoint:
+        """Connect the checkpoint servers of all agents and choose the checkpoint to resume from."""
+        servers = {agent: facts["server"] for agent, facts in found.items()}
+        without = [agent.partition("/")[0] for agent, address in servers.items() if address is None]
+        if without and len(without) < len(servers):
             raise AtlasError(
                 f"{', '.join(without)} has no --checkpoints, the others have: give every datacenter a folder, or none"
             )
-        return not without
+        if without:
+            return ResumePoint()
+        stores = {agent: facts["stores"] for agent, facts in found.items()}
+        workers.send_agents({"servers": servers, "stores": stores})
+        workers.wait_for("connected", REPLY_S, of=workers.agents)
+        asked = workers.agents[0]
+        workers.send_agent(asked, {"choose": True})
+        chosen = workers.wait_for("chosen", FETCH_S, of=[asked])[asked]
+        step = chosen["save"][1] if chosen["save"] is not None else None
+        if step is None and chosen["next"]:
+            self._say("no complete checkpoint is left in the connected datacenters: starting from the first step")
+        return ResumePoint(step or 0, chosen["next"], step, self._copy_targets(agents), saves=True)
 
-    def _chosen(self, crew: RemoteWorkers) -> tuple[int, int, int | None]:
-        """(first step, attempt, step to resume from): one site looks at what all have."""
-        asked = crew.sites[0]
-        crew.order(asked, {"choose": True})
-        found = crew.hear("chosen", FETCH_S, of=[asked])[asked]
-        step = found["save"][1] if found["save"] is not None else None
-        if step is None and found["next"]:
-            self._say("what was saved before is not complete on what is here: begins with the first step")
-        return step or 0, found["next"], step
-
-    def _copy_targets(self, guests: Sequence[JoinedAgent]) -> dict[str, str]:
-        """By site: the keeper that its workers copy to, in the next datacenter around; the same in every life."""
-        ring = [dc for dc in self._members if any(guest.name.datacenter == dc for guest in guests)]
+    def _copy_targets(self, agents: Sequence[JoinedAgent]) -> dict[str, str]:
+        """By agent: the agent in the next datacenter that its workers copy to; the same in every attempt."""
+        ring = [dc for dc in self._members if any(agent.name.datacenter == dc for agent in agents)]
         if len(ring) < 2:
             return {}
         targets: dict[str, str] = {}
-        for guest in guests:
-            after = ring[(ring.index(guest.name.datacenter) + 1) % len(ring)]
-            theirs = sorted(other.name.part for other in guests if other.name.datacenter == after)
-            targets[guest.name.node] = AgentName(after, theirs[guest.name.part % len(theirs)]).node
+        for agent in agents:
+            after = ring[(ring.index(agent.name.datacenter) + 1) % len(ring)]
+            theirs = sorted(other.name.part for other in agents if other.name.datacenter == after)
+            targets[agent.name.node] = AgentName(after, theirs[agent.name.part % len(theirs)]).node
         return targets
 
-    def _prepare(self, crew: RemoteWorkers, guests: Sequence[JoinedAgent], start: ResumePoint) -> None:
-        work, terms = self.work, self.terms
+    def _prepare(self, workers: RemoteWorkers, agents: Sequence[JoinedAgent], start: ResumePoint) -> None:
+        prepared, options = self.prepared, self.options
         common = {
-            "program": to_text(work.program),
-            "training": dataclasses.asdict(work.training),
-            "num_cells": work.job.cells,
-            "tp": work.job.tp,
-            "num_steps": terms.num_steps,
+            "program": to_text(prepared.program),
+            "training": dataclasses.asdict(prepared.training),
+            "num_cells": prepared.job.cells,
+            "tp": prepared.job.tp,
+            "num_steps": options.steps,
             "first_step": start.first_step,
             "attempt": start.attempt,
             "resume": start.resume,
-            "save_every": terms.save_every,
-            "keep": terms.keep,
-            "streams": terms.streams,
-            "patience_s": terms.patience_s,
+            "save_every": options.save_every,
+            "keep": options.keep,
+            "streams": 1 if options.tcp == "one" else 0,
+            "patience_s": options.patience_s,
         }
-        for guest in guests:
-            roles = work.roles_of(guest.name)
+        for agent in agents:
+            roles = prepared.roles_of(agent.name)
             pace = {
-                role.name: work.costs.compute_ns[role.worker // work.program.num_ranks].tolist()
+                role.name: prepared.costs.compute_ns[role.worker // prepared.program.num_ranks].tolist()
                 for role in roles
-                if terms.paced
+                if options.device == "paced"
             }
             own = {
                 "workers": [[role.cell, role.worker] for role in roles],
                 "compute_ns": pace,
-                "copy_to": start.copies.get(guest.name.node),
+                "copy_to": start.copies.get(agent.name.node),
             }
-            crew.order(guest.name.node, {"prepare": {**common, **own}})
-        pids = crew.hear("prepared", FETCH_S, of=crew.sites)
-        if self._on_start is not None:
-            self._on_start({name: pid for found in pids.values() for name, pid in found.items()})
+            workers.send_agent(agent.name.node, {"prepare": {**common, **own}})
+        pids = workers.wait_for("prepared", FETCH_S, of=workers.agents)
+        if self._callbacks.on_start is not None:
+            self._callbacks.on_start({name: pid for found in pids.values() for name, pid in found.items()})
 
-    def _connect(self, crew: RemoteWorkers, hosts: Mapping[str, str], start: ResumePoint, lead: RunMonitor) -> None:
-        """Tells workers where their peers are, and keepers who will copy to them."""
-        ports = crew.hear("listening", FETCH_S)
-        roles = {role.node: role for role in self.work.roles}
-        callers: dict[str, dict[str, Address]] = {site: {} for site in crew.sites}
+    def _connect(
+        self, workers: RemoteWorkers, hosts: Mapping[str, str], start: ResumePoint, monitor: RunMonitor
+    ) -> None:
+        """Send workers the addresses of their peers, and checkpoint servers the workers that will copy to them."""
+        ports = workers.wait_for("listening", FETCH_S)
+        roles = {role.node: role for role in self.prepared.roles}
+        clients: dict[str, dict[str, Address]] = {agent: {} for agent in workers.agents}
         for node, role in roles.items():
-            if (keeper := start.copies.get(crew.site_of(role.name))) is not None:
-                callers[keeper][node] = (hosts[crew.site_of(role.name)], ports[role.name][MAIN])
-        for site, nodes in callers.items():
-            crew.order(site, {"admit": nodes})
-        crew.hear("admitted", MEET_S, of=crew.sites)
-        for role in roles.values():
-            places = []
-            for wire in role.wires(tied=self.work.training.model.config.tied):
-                peer = roles[wire.peer].name
-                address = (hosts[crew.site_of(peer)], ports[peer][wire.peer_end])
-                places.append((wire.end, wire.peer, wire.lane, *self._route(role.node, wire.peer, address)))
-            crew.tell(role.name, {"channels": places})
-        crew.hear("ready", FETCH_S, meanwhile=lead.note)  # copies of earlier saves begin with the connections
+            if (server := start.copies.get(workers.agent_of(role.name))) is not None:
+                clients[server][node] = (hosts[workers.agent_of(role.name)], ports[role.name][MAIN])
+        for agent, nodes in clients.items():
+            workers.send_agent(agent, {"admit": nodes})
+        workers.wait_for("admitted", REPLY_S, of=workers.agents)
+
+        def address_of(role: WorkerRole, link: PeerLink) -> Address:
+            peer = roles[link.peer].name
+            address = (hosts[workers.agent_of(peer)], ports[peer][link.peer_end])
+            return self._callbacks.route(role.node, link.peer, address)
+
+        tied = self.prepared.training.model.config.tied
+        connect_workers(workers, list(roles.values()), tied=tied, address_of=address_of)
+        workers.wait_for("ready", FETCH_S, meanwhile=monitor.note)  # copies of earlier saves may finish meanwhile

@@ -29,14 +29,14 @@ from atlas.errors import WorkerError
 from atlas.lifetime import Lifeline, end_with_parent
 
 START_S = 120.0
-"""A cold disk takes half a minute over torch."""
+"""Importing torch from a cold disk takes half a minute."""
 END_S = 10.0
-"""How long a fork server may take to end when it is told to, before it is killed."""
+"""How long the fork server may take to exit before it is killed."""
 KILLED = -signal.SIGKILL
 
 
 class Child:
-    """A process of the fork server's, as whoever asked for it sees it."""
+    """A process that the fork server started."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -49,7 +49,7 @@ class Child:
                 os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Its exit code, negative for a signal's number; None where it lives on."""
+        """Its exit code, negative for a signal's number; None if it is still running."""
         self._ended.wait(timeout_s)
         return self._code
 
@@ -59,17 +59,17 @@ class Child:
 
 
 class ForkServer:
-    """Where `module`'s `main` is started from; one for a launcher's life: use `fork_server`."""
+    """Starts processes that run `main` of `module`. One per launcher process: use `fork_server`."""
 
     def __init__(self, module: str) -> None:
         self._ours, theirs = socket.socketpair()
         self._lock = threading.Lock()
-        self._living: dict[int, Child] = {}
-        self._born: list[Child] = []
-        """Started, and not yet given to who asked for it. It may have ended by then."""
-        self._answered = threading.Condition()
+        self._running: dict[int, Child] = {}
+        self._started: list[Child] = []
+        """Started, and not yet returned by `start`. It may have ended by then."""
+        self._replied = threading.Condition()
         self._is_gone = False
-        # They import the atlas we are, not another that is installed.
+        # Children import this copy of atlas, not another one that is installed.
         source = str(Path(atlas.__file__).parent.parent)
         path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
         with theirs:
@@ -79,59 +79,56 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C is the launcher's to hear; it ends the rest
+                start_new_session=True,  # Ctrl-C goes to the launcher alone, which ends the rest
             )
-        threading.Thread(target=self._hear, daemon=True, name="nursery").start()
+        threading.Thread(target=self._read, daemon=True, name="fork server").start()
 
     @property
     def is_gone(self) -> bool:
         return self._is_gone
 
     def start(self, stdin: int, stdout: int, stderr: int) -> Child:
-        """A child with these descriptors, and with our folder and environment of this moment."""
+        """A child with these descriptors and the launcher's current folder and environment."""
         request = json.dumps({"cwd": str(Path.cwd()), "env": dict(os.environ)}).encode() + b"\n"
         with self._lock:
             with contextlib.suppress(OSError):
                 sent = socket.send_fds(self._ours, [request], [stdin, stdout, stderr])
                 self._ours.sendall(request[sent:])
-            with self._answered:
-                self._answered.wait_for(lambda: self._born or self._is_gone, START_S)
-                if self._born:
-                    return self._born.pop()
-                how = self._how_it_ended()
-        self._process.kill()  # its late answer must not be taken for that to the next request
-        raise WorkerError(f"no worker could be started: the process that forks workers {how}")
+            with self._replied:
+                self._replied.wait_for(lambda: self._started or self._is_gone, START_S)
+                if self._started:
+                    return self._started.pop()
+                code = self._process.poll()
+        self._process.kill()  # a late reply must not be taken for the reply to the next request
+        why = f"did not answer within {START_S:g} s" if code is None else f"ended with code {code}"
+        raise WorkerError(f"no worker could be started: the process that forks workers {why}")
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._ours.shutdown(socket.SHUT_RDWR)
         try:
             self._process.wait(END_S)
-        except (KeyboardInterrupt, subprocess.TimeoutExpired):  # who is in such a hurry is not told where we were
+        except (KeyboardInterrupt, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
 
-    def _hear(self) -> None:
+    def _read(self) -> None:
         with contextlib.suppress(OSError), self._ours.makefile() as messages:
             for message in messages:
                 event, pid, code = json.loads(message)
-                with self._answered:
-                    if event == "born":
-                        self._living[pid] = Child(pid)
-                        self._born.append(self._living[pid])
-                        self._answered.notify_all()
+                with self._replied:
+                    if event == "started":
+                        self._running[pid] = Child(pid)
+                        self._started.append(self._running[pid])
+                        self._replied.notify_all()
                     else:
-                        self._living.pop(pid).end(code)
-        with self._answered:
+                        self._running.pop(pid).end(code)
+        with self._replied:
             self._is_gone = True
-            self._answered.notify_all()
-            for child in self._living.values():
+            self._replied.notify_all()
+            for child in self._running.values():
                 child.end(KILLED)
         self._ours.close()
-
-    def _how_it_ended(self) -> str:
-        code = self._process.poll()
-        return f"did not answer within {START_S:g} s" if code is None else f"ended with code {code}"
 
 
 _servers: dict[str, ForkServer] = {}
@@ -139,7 +136,7 @@ _lock = threading.Lock()
 
 
 def fork_server(module: str) -> ForkServer:
-    """The one of this process, started when it is first wanted."""
+    """This process's fork server for `module`, started on first use."""
     with _lock:
         if module not in _servers or _servers[module].is_gone:
             _servers[module] = ForkServer(module)
@@ -147,13 +144,13 @@ def fork_server(module: str) -> ForkServer:
         return _servers[module]
 
 
-# ---- the other side --------------------------------------------------------------------------------------------------
-def _tend(module: str, launcher: socket.socket) -> None:
-    """Forks whom it is asked for, tells who ended, until the launcher is gone."""
-    lifeline = Lifeline(launcher.fileno())  # an import takes seconds, and the launcher may die meanwhile
+# ---- the fork server's own process -----------------------------------------------------------------------------------
+def _serve(module: str, launcher: socket.socket) -> None:
+    """Fork a child for each request and report each child that ends, until the launcher is gone."""
+    lifeline = Lifeline(launcher.fileno())  # the import takes seconds, and the launcher may die meanwhile
     main = importlib.import_module(module).main
     lifeline.stop()
-    gc.freeze()  # what was imported stays: no worker's collector needs to walk it, nor to copy its pages
+    gc.freeze()  # imported objects stay: no worker's collector needs to visit them, or to copy their pages
     woken, waker = os.pipe()
     for end in (woken, waker):
         os.set_blocking(end, False)
@@ -163,24 +160,24 @@ def _tend(module: str, launcher: socket.socket) -> None:
         readable, _, _ = select.select([launcher.fileno(), woken], [], [])
         if woken in readable:
             os.read(woken, 4096)
-            _tell_ended(launcher)
+            _report_ended(launcher)
         if launcher.fileno() in readable:
-            request, descriptors = _request(launcher)
+            request, descriptors = _read_request(launcher)
             if request is None:
                 return
             parent = os.getpid()
             pid = os.fork()
             if pid == 0:
-                _become(main, request, descriptors, parent, (launcher.fileno(), woken, waker))
+                _run_child(main, request, descriptors, parent, (launcher.fileno(), woken, waker))
             for descriptor in descriptors:
                 os.close(descriptor)
-            _tell(launcher, "born", pid, 0)
+            _report(launcher, "started", pid, 0)
 
 
-def _request(launcher: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """What the launcher asks for, and the child's descriptors; None where the launcher has gone, also midway."""
+def _read_request(launcher: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """The launcher's request and the child's descriptors; None if the launcher has gone, also midway."""
     message, descriptors, _, _ = socket.recv_fds(launcher, 1 << 16, 3)
-    while message and not message.endswith(b"\n"):  # it waits for our answer: nothing else can follow
+    while message and not message.endswith(b"\n"):  # the launcher waits for our reply: nothing else can follow
         more = launcher.recv(1 << 16)
         if not more:
             return None, descriptors
@@ -188,30 +185,30 @@ def _request(launcher: socket.socket) -> tuple[dict[str, Any] | None, list[int]]
     return json.loads(message) if message else None, descriptors
 
 
-def _tell_ended(launcher: socket.socket) -> None:
+def _report_ended(launcher: socket.socket) -> None:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            _tell(launcher, "ended", ended[0], os.waitstatus_to_exitcode(ended[1]))
+            _report(launcher, "ended", ended[0], os.waitstatus_to_exitcode(ended[1]))
 
 
-def _tell(launcher: socket.socket, event: str, pid: int, code: int) -> None:
+def _report(launcher: socket.socket, event: str, pid: int, code: int) -> None:
     launcher.sendall(json.dumps([event, pid, code]).encode() + b"\n")
 
 
-def _become(
-    main: Any, request: dict[str, Any], descriptors: Sequence[int], parent: int, not_mine: Sequence[int]
+def _run_child(
+    main: Any, request: dict[str, Any], descriptors: Sequence[int], parent: int, inherited: Sequence[int]
 ) -> None:
-    """In the child: takes its descriptors, folder and environment, runs `main`, and never returns."""
+    """In the child: take over its descriptors, folder and environment, run `main`, and never return."""
     code = 1
     try:
         end_with_parent(parent)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        for descriptor in not_mine:
+        for descriptor in inherited:
             os.close(descriptor)
-        for place, descriptor in enumerate(descriptors):
-            os.dup2(descriptor, place)
+        for target, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, target)
             os.close(descriptor)
         os.environ.update(request["env"])
         os.chdir(request["cwd"])
@@ -227,4 +224,4 @@ def _become(
 
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
-        _tend(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
+        _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

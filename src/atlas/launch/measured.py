@@ -1,7 +1,7 @@
-"""What workers told of their steps, put together: one Timeline on one clock, and the losses.
+"""Step records of all workers, combined: one Timeline on one clock, and the losses.
 
-A Program that ran several times over becomes the same Program repeated; what fillers ran in waits becomes P ops.
-Knows records and Programs. Where the workers ran, and over what, it is told.
+A Program that ran several times becomes the same Program repeated; work that fillers ran in waits becomes P ops. Knows
+records and Programs, not where the workers ran.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,34 +21,35 @@ from atlas.ir.timeline import Timeline
 from atlas.wan.transport.stream_slot import Faults
 
 Step = dict[str, Any]
-"""What a worker says of one pass through its Program (runtime.record)."""
+"""A worker's record of one pass through its Program (runtime.record)."""
 
 
 @dataclass(frozen=True)
 class RunClock:
-    """From where a run is looked at."""
+    """One clock for the records of all workers, and the names of a Timeline."""
 
     names: Sequence[str]
     """The workers of one cell, in the Program's order."""
     costs: Costs
-    """What names its links."""
+    """They name the links."""
     zero_ns: int
-    """The start of the run, on our clock."""
+    """The start of the run, on the launcher's clock."""
     offsets_ns: Mapping[str, int]
-    """By worker: its clock less ours."""
+    """By worker: its clock minus the launcher's."""
     meta: dict[str, Any] = field(default_factory=dict)
+    source: Literal["emulated", "measured"] = "emulated"
 
 
 @dataclass
 class Records:
-    """Of all workers of a run, by name."""
+    """The records of all workers of a run."""
 
     program: Program
     by_worker: dict[str, list[Step]] = field(default_factory=dict)
     num_forgotten: int = 0
-    """Passes of which only losses and norms are left."""
+    """Passes of which only losses and norms are kept."""
     faults: Faults = field(default_factory=Faults)
-    """Of the transport, over all workers."""
+    """Of the transport, summed over all workers."""
     _losses: list[float] = field(default_factory=list)
     _norms: list[float] = field(default_factory=list)
 
@@ -57,19 +58,19 @@ class Records:
         self.faults = Faults.sum((self.faults, Faults(*step.get("wan_faults", ()))))
 
     def forget_pass(self) -> None:
-        """The first that is remembered; every worker must have told it."""
+        """Drop the oldest pass but for its losses and norms; every worker must have reported it."""
         first = Records(self.program, {name: [steps.pop(0)] for name, steps in self.by_worker.items()})
         self._losses += first.losses()
         self._norms += first.norms()
         self.num_forgotten += 1
 
     def norms(self) -> list[float]:
-        """Global norms of the gradients, where they were taken; all workers have the same."""
+        """Global norms of the gradients, if the Program computes them; the same on all workers."""
         some = next(iter(self.by_worker.values()))
         return [*self._norms, *(norm for step in some for norm in step["norms"])]
 
     def losses(self) -> list[float]:
-        """Mean over all microbatches of all pipelines, by step. The sum is exact: nothing depends on an order."""
+        """Mean over all microbatches of all pipelines, by step. The sum is exact, so the order does not matter."""
         num_mb, gathered = self.program.num_microbatches, dict[int, list[float]]()
         for steps in self.by_worker.values():
             for step in steps:
@@ -77,14 +78,14 @@ class Records:
                     gathered.setdefault(step["step"] + number // num_mb, []).append(loss)
         return [*self._losses, *(math.fsum(found) / len(found) for _, found in sorted(gathered.items()))]
 
-    def timeline(self, view: RunClock, first: int = 0, last: int | None = None) -> Timeline:
-        """Of passes `first` up to `last` of those that are remembered; of all that every worker has told."""
-        names, costs = view.names, view.costs
+    def timeline(self, clock: RunClock, first: int = 0, last: int | None = None) -> Timeline:
+        """Of passes `first` up to `last` of those that are kept; by default of all that every worker has reported."""
+        names, costs = clock.names, clock.costs
         last = min(len(self.by_worker.get(name, ())) for name in names) if last is None else last
         steps = [self.by_worker[name][first:last] for name in names]
         num_passes = last - first
         program = repeated(self.program, num_passes) if num_passes > 1 else self.program
-        shifts = [view.zero_ns + view.offsets_ns[name] for name in names]
+        shifts = [clock.zero_ns + clock.offsets_ns[name] for name in names]
 
         def by_transfer(key: str) -> Ints:
             moments = np.zeros(program.num_transfers, np.int64)
@@ -101,21 +102,21 @@ class Records:
         times = np.array([span for _, found in spans for span in found], np.int64).reshape(-1, 2)
         return Timeline(
             program=filled,
-            source="emulated",
+            source=clock.source,
             op_start_ns=times[:, 0].copy(),
             op_end_ns=times[:, 1].copy(),
             transfer_ready_ns=by_transfer("ready_ns"),
             transfer_start_ns=start_ns,
-            # The sender only knows when the kernel took the bytes; the path's latency is what we set it to.
+            # The sender only knows when the kernel took the bytes; the emulated path's latency is known.
             transfer_sent_ns=np.maximum(start_ns, arrive_ns - latency_ns),
             transfer_arrive_ns=arrive_ns,
             transfer_link=np.repeat(costs.channel_link.ravel(), program.num_slots).astype(np.int32),
             links=tuple(link.name for link in costs.links),
-            meta=view.meta,
+            meta=clock.meta,
         )
 
     def _renumbered(self, transfer: int, number: int, whole: Program) -> int:
-        """A transfer of the Program's pass `number`, as the repeated Program numbers it."""
+        """The number in the repeated Program of a transfer of pass `number`."""
         direction, pipeline, boundary, slot = self.program.transfer(transfer)
         shape = (2, whole.num_pipelines, whole.num_stages - 1, whole.num_slots)
         index = (direction, pipeline, boundary, number * self.program.num_slots + slot)
@@ -123,7 +124,7 @@ class Records:
 
 
 def _spans(program: Program, steps: Sequence[Step], shift_ns: int) -> tuple[list[tuple[int, int]], list[list[int]]]:
-    """One worker's (iteration of each fill, ops before it), and all its spans, fills where they ran."""
+    """One worker's fills (iteration, ops before it), and all its spans including the fills, in order."""
     fills: list[tuple[int, int]] = []
     spans: list[list[int]] = []
     done = 0
@@ -142,7 +143,7 @@ def _spans(program: Program, steps: Sequence[Step], shift_ns: int) -> tuple[list
 
 
 def with_norm(program: Program) -> Program:
-    """The same with a NORM before each STEP: what clipping by the global norm needs."""
+    """The Program with a NORM before each STEP, for clipping by the global norm."""
     return _reordered(program, [_normed(program.ops(w)) for w in range(program.num_workers)])
 
 
@@ -151,7 +152,7 @@ def _normed(ops: Sequence[Op]) -> list[Op]:
 
 
 def _with_fills(program: Program, fills: Sequence[Sequence[tuple[int, int]]]) -> Program:
-    """The Program with a P op wherever a filler ran one."""
+    """The Program with a P op for each fill."""
     if not any(fills):
         return program
     orders = []

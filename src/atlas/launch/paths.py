@@ -1,5 +1,5 @@
-"""What lies between the workers of an emulated run: the Costs that price its transfers, turned into paths that take as
-long. A transfer of the model at hand takes over its path what the cost model says a transfer takes.
+"""The paths between the workers of an emulated run, derived from the Costs: a transfer of the emulated model takes as
+long over its path as the cost model says.
 
 Knows Costs and paths. Starts nothing.
 """
@@ -20,7 +20,7 @@ NodePaths = dict[tuple[str, str], PathSpec]
 
 
 def paths_of(program: Program, costs: Costs, transfer_bytes: int, num_cells: int = 1) -> NodePaths:
-    """By node pair: every pair of workers whose channel costs time."""
+    """By node pair: for every channel with a cost."""
     require_emulable(program, costs)
     paths: NodePaths = {}
     for cell in range(num_cells):
@@ -47,22 +47,22 @@ def _path(
     rate_bps = num_bytes * 8e9 / work_ns if work_ns else None
     trunk = None
     if rate_bps is not None and link.policy == TURNS:
-        rate_bps /= program.num_pipelines  # a turn has the paths of all nodes
+        rate_bps /= program.num_pipelines  # a turn uses the paths of all nodes
     elif rate_bps is not None and link.policy == FAIR:
-        # Every transfer at most at its own rate, all together at most at the trunk's; each cell has its own share.
+        # Each transfer has its own rate limit, and the trunk limits all together; each cell has its own share.
         trunk = Trunk(f"{link.name} {cell}", rate_bps * link.capacity)
     return PathSpec(latency_s=latency_ns / 1e9, window_bytes=None, pair_bps=rate_bps, trunk=trunk)
 
 
 def _relayed(program: Program, pipeline: int, boundary: int) -> tuple[str, ...]:
-    """The nodes that a slice passes on its longest way."""
+    """The nodes on the longest route of a slice."""
     other = (pipeline + 1) % program.num_pipelines
     ends = [(pipeline, boundary), (other, boundary), (other, boundary + 1), (pipeline, boundary + 1)]
     return tuple(WorkerRole(program, program.worker(c, s)).node for c, s in ends)
 
 
 def require_emulable(program: Program, costs: Costs) -> None:
-    """Says what the emulator cannot do, before anything is started."""
+    """Raise if the emulator cannot reproduce the Costs."""
     for link in costs.links:
         if link.trace is not None or link.servers != 1:
             raise ProgramError(

@@ -1,6 +1,6 @@
-"""What a site checks before it starts a worker: that the accelerators are there, and that what is trained fits.
+"""Checks before a launcher starts workers: the accelerators exist, and what is trained fits into memory.
 
-Counts, it measures nothing. Loads torch only to ask for GPUs.
+Counts; measures nothing. Loads torch only to ask for GPUs.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ from pathlib import Path
 
 from atlas.errors import AtlasError, SpecError
 from atlas.runtime.assignment import TrainingSetup
-from atlas.runtime.models.config import DecoderConfig
+from atlas.runtime.models.config import DecoderConfig, even_layers, model_layers
 from atlas.runtime.wiring import WorkerRole
 from atlas.spec import Job
 
 GIB = 1 << 30
 GRADIENT_BYTES = 4
+"""Of a parameter: gradients are summed in float32."""
 ADAMW_BYTES, MASTER_BYTES = 8, 4
-"""Of optimizer state for a parameter: two moments; and a float32 copy where the model has fewer bits."""
+"""Of a parameter: two moments; and a float32 copy where the model has fewer bits."""
 
 
 def require_executable(job: Job) -> None:
-    """Jobs of another runtime are simulated, not executed; nor is a tp group that leaves its node."""
+    """Raise for jobs of another runtime, and for a tensor-parallel group larger than a node."""
     if job.runtime != "atlas":
         raise SpecError(
             where=job.where,
             key="runtime",
             value=job.runtime,
-            rule="says that another framework executes this job: it can be simulated and planned, not trained",
+            rule="another framework executes this job: it can be simulated and planned, not trained",
             remedy="Write runtime: atlas, or leave it out",
         )
     narrow = next((dc for dc in job.cluster.datacenters if dc.gpus_per_node < job.tp), None)
@@ -46,10 +47,10 @@ def require_executable(job: Job) -> None:
 def devices_for(
     num_workers: int, device: str, datacenter: str, local_rank: int | None = None, *, tp: int = 1
 ) -> list[str]:
-    """The first of each worker's `tp` devices on this host; an error where there are not so many."""
+    """The first of each worker's `tp` devices on this host; raises if there are too few."""
     if not device.startswith("cuda") or ":" in device:
         return [device] * num_workers
-    from atlas.runtime.hardware import num_gpus
+    from atlas.runtime.hardware import num_gpus  # torch: 1.9 s
 
     count = num_gpus()
     first = (local_rank or 0) * tp
@@ -65,10 +66,10 @@ def devices_for(
 
 
 def require_room(roles: Sequence[WorkerRole], training: TrainingSetup, device: str, *, tp: int = 1) -> None:
-    """Weights, gradients and optimizer state of this site's workers against this host's memory, or a GPU's."""
+    """Raise if weights, gradients and optimizer state of these workers exceed the host's free memory, or a GPU's."""
     needs = [state_bytes(training, layers_of(role, training)) for role in roles]
     if device.startswith("cuda"):
-        from atlas.runtime.hardware import smallest_gpu_bytes
+        from atlas.runtime.hardware import smallest_gpu_bytes  # torch: 1.9 s
 
         shared = ":" in device  # one GPU for all of them
         need = (sum(needs) if shared else max(needs, default=0)) // tp
@@ -83,9 +84,7 @@ def require_room(roles: Sequence[WorkerRole], training: TrainingSetup, device: s
 
 
 def layers_of(role: WorkerRole, training: TrainingSetup) -> list[str]:
-    """The model's layers that a worker holds, as checkpoints name them."""
-    from atlas.runtime.training import even_layers, model_layers
-
+    """The layers of a worker, as checkpoints name them."""
     config = training.model.config
     counts = training.model.layers_per_stage or even_layers(config.num_layers, role.program.num_stages)
     names, last = model_layers(config), len(counts) - 1
@@ -97,7 +96,7 @@ def layers_of(role: WorkerRole, training: TrainingSetup) -> list[str]:
 
 
 def state_bytes(training: TrainingSetup, layers: Sequence[str]) -> int:
-    """Of these layers; activations come on top."""
+    """Of these layers, without activations."""
     weight = 4 if training.model.dtype == "fp32" else 2
     optimizer = 0
     if training.optimizer.name == "adamw":

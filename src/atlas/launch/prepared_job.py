@@ -1,6 +1,7 @@
-"""What a group of datacenters runs: a plan, its Program, what is trained by it; and who does which part of it.
+"""A job made ready to run: its Program, its costs, the training, and which launcher runs which workers.
 
-Made once where the launchers meet, and sent to the others; made anew when a datacenter is lost. Starts nothing.
+Prepared once where the launchers meet, and sent to the others; prepared again when a datacenter is lost. Starts
+nothing.
 """
 
 from __future__ import annotations
@@ -13,54 +14,41 @@ from atlas.cost.table import Costs
 from atlas.evaluate.job import build, find_schedule, prepare
 from atlas.ir.program import Program
 from atlas.launch.measured import with_norm
-from atlas.launch.rehearse import TrainOptions, make_training
 from atlas.launch.rendezvous import AgentName
+from atlas.launch.train_options import TrainOptions, make_training
 from atlas.runtime.assignment import TrainingSetup
 from atlas.runtime.models.config import require_divisible
-from atlas.runtime.wiring import WorkerRole, require_runnable
+from atlas.runtime.wiring import WorkerRole, all_roles, require_runnable
 from atlas.sim import simulate
 from atlas.spec import Job
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedJob:
-    """Of one plan."""
-
     job: Job
     program: Program
     costs: Costs
     training: TrainingSetup
     predicted_s: float
-    """Of an iteration, by the simulator."""
+    """Simulated seconds of an iteration."""
 
     @property
     def roles(self) -> list[WorkerRole]:
-        return [
-            WorkerRole(self.program, w, cell, self.job.cells)
-            for cell in range(self.job.cells)
-            for w in range(self.program.num_workers)
-        ]
+        return all_roles(self.program, self.job.cells)
 
     @property
     def datacenters(self) -> list[str]:
         """In the order of the pipeline."""
         return list(dict.fromkeys(self.program.rank_dc))
 
-    @property
-    def global_batch(self) -> int:
-        """Sequences of an iteration."""
-        roles = self.job.cells * self.program.num_pipelines
-        return self.training.data.microbatch * roles * self.program.num_microbatches
-
-    def roles_of(self, site: AgentName) -> list[WorkerRole]:
-        """A site's share of its datacenter's workers: consecutive ones, the same number for all, nearly."""
-        mine = [role for role in self.roles if role.datacenter == site.datacenter]
-        first, last = (len(mine) * (site.part + k) // site.num_parts for k in (0, 1))
-        return mine[first:last]
+    def roles_of(self, agent: AgentName) -> list[WorkerRole]:
+        """The workers that one launcher of a datacenter runs: a consecutive share, nearly equal for all launchers."""
+        mine = [role for role in self.roles if role.datacenter == agent.datacenter]
+        return mine[agent.share(len(mine))]
 
 
 def prepare_job(job: Job, options: TrainOptions, before: PreparedJob | None = None) -> PreparedJob:
-    """`before`: what was trained until now goes on, cut anew."""
+    """`before`: the run continues its training, with the layers divided as the new job says."""
     chosen = find_schedule(options.schedule)
     case = prepare(job, chosen, options.tcp)
     program = build(case, chosen, budget=options.budget)
@@ -73,14 +61,14 @@ def prepare_job(job: Job, options: TrainOptions, before: PreparedJob | None = No
     else:
         training = before.training
         if training.model.layers_per_stage:
-            cut = replace(training.model, layers_per_stage=case.arrangement.layers_per_stage)
-            training = replace(training, model=cut)
+            model = replace(training.model, layers_per_stage=case.arrangement.layers_per_stage)
+            training = replace(training, model=model)
     require_divisible(training.model.config, job.tp)
     return PreparedJob(job, program, costs, training, simulate(program, costs).iteration_ns / 1e9)
 
 
 def digest_of(job: Job, options: TrainOptions) -> str:
-    """Of what two launchers must agree on before they train together."""
+    """A digest of what two launchers must agree on before they train together."""
     what = job.model_dump(mode="json", exclude={"name", "profile"})
     what["model"].pop("config", None)
     text = json.dumps([what, options.schedule, options.tcp, options.budget], sort_keys=True)

@@ -1,7 +1,7 @@
-"""The workers of all sites as one fleet: orders go out and answers come in through the sites' channels. Whatever
-happens to a worker, or to a site, ends the life of all and is told as one error.
+"""The workers of all datacenters as one group: messages go out and replies come in through their agents' control
+channels. A failure of a worker or of an agent is reported as one error and ends the attempt.
 
-Sites answer under their node's name (`west/site0`), workers under their own (`p0.s1`). Knows messages, not training.
+Agents are named by their node (`west/site0`), workers by their own name (`p0.s1`). Knows messages, not training.
 """
 
 from __future__ import annotations
@@ -17,71 +17,75 @@ from atlas.launch.control_channel import Message
 from atlas.launch.rendezvous import JoinedAgent, Rendezvous
 from atlas.launch.worker_processes import WorkerGroup, WorkerMessage
 
-LOOK_S = 0.1
+POLL_S = 0.1
 
 
 class RemoteWorkers(WorkerGroup):
-    """One life's. `with Spread(...)`: leaving the block tells every site to end its workers."""
+    """The workers of one attempt. `with RemoteWorkers(...)`: leaving the block has every agent end its workers.
+
+    `agent_of_worker`: the agent that runs each worker, in the order of the Program.
+    """
 
     def __init__(
         self,
         epoch: int,
         rendezvous: Rendezvous,
-        guests: Sequence[JoinedAgent],
-        home: Mapping[str, JoinedAgent],
+        agents: Sequence[JoinedAgent],
+        agent_of_worker: Mapping[str, JoinedAgent],
         grace_s: float,
     ) -> None:
-        super().__init__(list(home))
+        super().__init__(list(agent_of_worker))
         self.epoch, self.grace_s = epoch, grace_s
-        self._rendezvous, self._home = rendezvous, dict(home)
-        self._guests = {guest.name.node: guest for guest in guests}
-        self._deaths: dict[str, str] = {}
+        self._rendezvous, self._agent_of_worker = rendezvous, dict(agent_of_worker)
+        self._agents = {agent.name.node: agent for agent in agents}
+        self._exit_reasons: dict[str, str] = {}
         self._ended = threading.Event()
         self._threads = [
-            threading.Thread(target=self._listen, args=(guest,), daemon=True, name=f"ear for {guest.name}")
-            for guest in guests
+            threading.Thread(target=self._read, args=(agent,), daemon=True, name=f"reader of {agent.name}")
+            for agent in agents
         ]
         for thread in self._threads:
             thread.start()
 
     @property
-    def sites(self) -> list[str]:
-        return list(self._guests)
+    def agents(self) -> list[str]:
+        """By node."""
+        return list(self._agents)
 
-    def site_of(self, name: str) -> str:
-        """Where a worker runs."""
-        return self._home[name].name.node
+    def agent_of(self, name: str) -> str:
+        """The node of the agent that runs a worker."""
+        return self._agent_of_worker[name].name.node
 
-    def order(self, site: str, message: Message) -> None:
-        """To the launcher itself."""
-        self._guests[site].channel.send({"epoch": self.epoch, **message})
+    def send_agent(self, node: str, message: Message) -> None:
+        """A message to the agent itself."""
+        self._agents[node].channel.send({"epoch": self.epoch, **message})
 
-    def order_all(self, message: Message) -> None:
-        for site in self._guests:
-            self.order(site, message)
+    def send_agents(self, message: Message) -> None:
+        for node in self._agents:
+            self.send_agent(node, message)
 
-    def tell(self, name: str, message: Message) -> None:
-        self._home[name].channel.send({"epoch": self.epoch, "tell": name, "message": message})
+    def send(self, name: str, message: Message) -> None:
+        self._agent_of_worker[name].channel.send({"epoch": self.epoch, "to": name, "message": message})
 
-    def how_it_died(self, name: str) -> str:
-        return self._deaths.get(name, "ended without a word")
+    def exit_reason(self, name: str) -> str:
+        return self._exit_reasons.get(name, "ended without an error message")
 
     def title(self, name: str) -> str:
-        if name in self._guests:
-            return f"datacenter {self._guests[name].name}"
-        return f"worker {name} in {self._home[name].name.datacenter}"
+        if name in self._agents:
+            return f"datacenter {self._agents[name].name}"
+        return f"worker {name} in {self._agent_of_worker[name].name.datacenter}"
 
     def _next(self, timeout_s: float, missing: Callable[[], str]) -> WorkerMessage:
-        said = super()._next(timeout_s, missing)
-        if said.message is not None and "interrupt" in said.message:
+        new = super()._next(timeout_s, missing)
+        if new.message is not None and "interrupt" in new.message:
             raise KeyboardInterrupt
-        return said
+        return new
 
     def close(self) -> None:
-        for site in self._guests:
+        for node in self._agents:
             try:
-                self.order(site, {"end": True})
-            except WorkerError:  # it has been away for long; the next life is another
+                self.send_agent(node, {"end": True})
+            except WorkerError:  # disconnected for long; the next attempt has another agent
                 continue
         self._ended.set()
         for thread in self._threads:
@@ -93,37 +97,37 @@ class RemoteWorkers(WorkerGroup):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _listen(self, guest: JoinedAgent) -> None:
-        """Passes on what a site says, until it has been away for too long, or another of its name has come."""
-        node = guest.name.node
+    def _read(self, agent: JoinedAgent) -> None:
+        """Receive an agent's messages until it has been disconnected for too long or was replaced."""
+        node = agent.name.node
         while not self._ended.is_set():
             try:
-                self._hear(guest, guest.channel.inbox.get(timeout=LOOK_S))
+                self._receive(agent, agent.channel.inbox.get(timeout=POLL_S))
                 continue
             except queue.Empty:
                 pass
-            except Exception as error:  # on a thread: who waits for this site must hear of it
-                self._put(node, {"error": f"what its launcher says makes no sense: {error!r}"})
+            except Exception as error:  # on a thread: reported as this agent's error
+                self._put(node, {"error": f"its launcher sent an invalid message: {error!r}"})
                 return
-            if self._rendezvous.guests.get((guest.name.datacenter, guest.name.part)) is not guest:
+            if self._rendezvous.agents.get((agent.name.datacenter, agent.name.part)) is not agent:
                 self._put(node, {"error": "its launcher was started again"})
                 return
-            if not guest.channel.is_connected and time.monotonic() - guest.channel.gone_since > self.grace_s:
+            if not agent.channel.is_connected and time.monotonic() - agent.channel.gone_since > self.grace_s:
                 self._put(node, {"error": f"its launcher has been out of reach for {self.grace_s:g} s"})
                 return
 
-    def _hear(self, guest: JoinedAgent, message: Message) -> None:
+    def _receive(self, agent: JoinedAgent, message: Message) -> None:
         if "interrupt" in message or "failed" in message:
-            self._put(guest.name.node, {"error": message["failed"]} if "failed" in message else message)
+            self._put(agent.name.node, {"error": message["failed"]} if "failed" in message else message)
         elif message.get("epoch") != self.epoch:
-            return  # of an earlier life
-        elif "said" in message:
-            name = str(message["said"])
+            return  # of an earlier attempt
+        elif "from" in message:
+            name = str(message["from"])
             if message["message"] is None:
-                self._deaths[name] = str(message.get("how", ""))
+                self._exit_reasons[name] = str(message.get("exit_reason", ""))
             self._put(name, message["message"])
         else:
-            self._put(guest.name.node, message)
+            self._put(agent.name.node, message)
 
     def _put(self, name: str, message: dict[str, Any] | None) -> None:
-        self._said.put(WorkerMessage(name, message, time.monotonic_ns()))
+        self._received.put(WorkerMessage(name, message, time.monotonic_ns()))

@@ -1,10 +1,10 @@
-"""Where the launchers of all datacenters meet: one listens, the others call and say who they are and which plan they
-hold. With certificates both sides speak mutual TLS; without, everybody is on loopback.
+"""Where the launchers of all datacenters connect: one listens; the others connect and send their name and a digest of
+their plan. With certificates both sides use mutual TLS; without, only loopback is allowed.
 
-    caller     {"atlas": 1, "site": ["west", 0, 1], "life": 8461…, "plan": "9f…", "received": 0}
-    rendezvous {"welcome": 0}, or {"refused": "one sentence"}, and then whatever a `ControlChannel` carries
+    launcher   {"atlas": 2, "agent": ["west", 0, 1], "instance": 8461…, "plan": "9f…", "received": 0}
+    rendezvous {"welcome": 0}, or {"refused": "one sentence"}, and then the messages of a `ControlChannel`
 
-Knows names and the door. What is done together is `coordinator`'s business.
+Knows names and connections. What the launchers do together is the `coordinator`'s part.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from atlas.wan.security.credentials import Security, require_name
 from atlas.wan.transport.base import Address
 
 log = logging.getLogger("atlas.launch")
-VERSION = 1
+VERSION = 2
 HELLO_S = 10.0
 RETRY_S = 0.3
 MAX_HELLO_BYTES = 1 << 16
-MAX_CALLERS = 64
-"""That are being greeted at a time."""
+MAX_HANDSHAKES = 64
+"""At a time; further connections are closed."""
 
 
 class AgentName(NamedTuple):
-    """A launcher: one of `num_parts` in its datacenter."""
+    """A launcher (its agent): one of `num_parts` in its datacenter."""
 
     datacenter: str
     part: int = 0
@@ -42,37 +42,41 @@ class AgentName(NamedTuple):
 
     @property
     def node(self) -> str:
-        """As the transport and certificates name it."""
+        """Its name for the transport and in certificates."""
         return f"{self.datacenter}/site{self.part}"
+
+    def share(self, count: int) -> slice:
+        """This launcher's share of `count` workers of its datacenter."""
+        return slice(count * self.part // self.num_parts, count * (self.part + 1) // self.num_parts)
 
     def __str__(self) -> str:
         return self.datacenter if self.num_parts == 1 else f"{self.datacenter} ({self.part + 1} of {self.num_parts})"
 
 
 class JoinedAgent:
-    """A launcher that has been here."""
+    """A launcher that has joined. `instance`: a random number of its process."""
 
-    def __init__(self, name: AgentName, life: int, on_change: Callable[[], None]) -> None:
-        self.name, self.life = name, life
+    def __init__(self, name: AgentName, instance: int, on_change: Callable[[], None]) -> None:
+        self.name, self.instance = name, instance
         self.channel = ControlChannel(on_change)
 
 
 Admission = Callable[[AgentName, str], str | None]
-"""Why a launcher with this name and plan may not come in; None: it may."""
+"""Why a launcher with this name and plan digest may not join; None: it may."""
 
 
 class Rendezvous:
-    """Listens at `address`. `guests` are all that were let in, connected or not; `changed` is notified of both."""
+    """Listens at `address`. `agents`: all launchers that have joined, connected or not. `changed`: notified of both."""
 
-    def __init__(self, address: Address, security: Security, judge: Admission) -> None:
-        self._security, self._judge = security, judge
-        self.guests: dict[tuple[str, int], JoinedAgent] = {}
+    def __init__(self, address: Address, security: Security, admission: Admission) -> None:
+        self._security, self._admission = security, admission
+        self.agents: dict[tuple[str, int], JoinedAgent] = {}
         self.changed = threading.Condition()
         self._closing = False
-        self._greeting = threading.Semaphore(MAX_CALLERS)
+        self._handshakes = threading.Semaphore(MAX_HANDSHAKES)
         try:
             family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-            self._server = socket.create_server(address, family=family, backlog=MAX_CALLERS)
+            self._server = socket.create_server(address, family=family, backlog=MAX_HANDSHAKES)
         except OSError as error:
             raise AtlasError(
                 f"--rendezvous {address[0]}:{address[1]}: cannot listen there: {error.strerror}. Choose a port that is "
@@ -86,79 +90,81 @@ class Rendezvous:
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
-        for guest in list(self.guests.values()):
-            guest.channel.detach()
+        for agent in list(self.agents.values()):
+            agent.channel.detach()
 
     def _accept(self) -> None:
         while not self._closing:
             try:
                 sock, _ = self._server.accept()
             except OSError as error:
-                if not self._closing:  # too many open files, a caller that hung up: the next one must be let in
-                    log.warning("rendezvous %s:%s: %s; listening goes on", *self.address, error)
+                if not self._closing:  # too many open files, or a closed connection: keep accepting
+                    log.warning("rendezvous %s:%s: %s; still listening", *self.address, error)
                     time.sleep(RETRY_S)
                 continue
-            if not self._greeting.acquire(blocking=False):
+            if not self._handshakes.acquire(blocking=False):
                 sock.close()
                 continue
-            threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
+            threading.Thread(target=self._handshake, args=(sock,), daemon=True).start()
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _handshake(self, sock: socket.socket) -> None:
         try:
             sock.settimeout(HELLO_S)
             if not self._security.trusts(sock.getpeername()[0]):
                 if self._security.credentials is None:
-                    raise WorkerError("a caller from beyond loopback, and there are no certificates")
+                    raise WorkerError("a connection from outside loopback, and there are no certificates")
                 sock = self._security.server_context.wrap_socket(sock, server_side=True)
             hello, early = _read_hello(sock)
             self._admit(sock, hello, early)
-        except Exception as error:  # whatever a stranger says ends his connection and nothing else
-            log.debug("rendezvous: a caller was turned away: %r", error)
+        except Exception as error:  # invalid input ends this connection and nothing else
+            log.debug("rendezvous: a connection was refused: %r", error)
             sock.close()
         finally:
-            self._greeting.release()
+            self._handshakes.release()
 
     def _admit(self, sock: socket.socket, hello: Message, early: bytes) -> None:
-        name, life = AgentName(str(hello["site"][0]), int(hello["site"][1]), int(hello["site"][2])), int(hello["life"])
+        name = AgentName(str(hello["agent"][0]), int(hello["agent"][1]), int(hello["agent"][2]))
         if isinstance(sock, ssl.SSLSocket):
             require_name(sock.getpeercert(), name.node)
-        reason = f"it speaks version {hello.get('atlas')} of this protocol, the rendezvous {VERSION}: install the same"
+        reason = (
+            f"it uses version {hello.get('atlas')} of this protocol, the rendezvous {VERSION}: install the same release"
+        )
         if hello.get("atlas") == VERSION:
-            reason = self._judge(name, str(hello["plan"])) or ""
-        with self.changed:  # who has been let in is here: the next caller is compared with him
+            reason = self._admission(name, str(hello["plan"])) or ""
+        with self.changed:  # the next launcher is compared with this one
             reason = reason or self._disagrees(name)
             if not reason:
-                guest = self._guest(name, life)
-                sock.sendall(frame({"welcome": guest.channel.num_received}))
-                guest.channel.attach(sock, int(hello["received"]), early)
+                agent = self._joined(name, int(hello["instance"]))
+                sock.sendall(frame({"welcome": agent.channel.num_received}))
+                agent.channel.attach(sock, int(hello["received"]), early)
                 return
         sock.sendall(frame({"refused": reason}))
         sock.close()
 
-    def _guest(self, name: AgentName, life: int) -> JoinedAgent:
+    def _joined(self, name: AgentName, instance: int) -> JoinedAgent:
         place = (name.datacenter, name.part)
-        known = self.guests.get(place)
-        if known is None or known.life != life:
+        known = self.agents.get(place)
+        if known is None or known.instance != instance:
             if known is not None:
                 known.channel.detach()
-            known = self.guests[place] = JoinedAgent(name, life, self._notify)
+            known = self.agents[place] = JoinedAgent(name, instance, self._notify)
         return known
 
     def _disagrees(self, name: AgentName) -> str:
-        """Why a launcher does not fit those of its datacenter that are here; those that are gone count no longer."""
+        """Why a launcher conflicts with connected ones of its datacenter; forget disconnected ones that conflict."""
         others = {
-            place: guest
-            for place, guest in self.guests.items()
-            if place[0] == name.datacenter and guest.name.num_parts != name.num_parts
+            place: agent
+            for place, agent in self.agents.items()
+            if place[0] == name.datacenter and agent.name.num_parts != name.num_parts
         }
-        here = [guest for guest in others.values() if guest.channel.is_connected]
-        if here:
+        connected = [agent for agent in others.values() if agent.channel.is_connected]
+        if connected:
             return (
-                f"it is one of {name.num_parts} launchers in {name.datacenter}, and one that is here says that there "
-                f"are {here[0].name.num_parts}: give --node the same number of hosts on each"
+                f"it is one of {name.num_parts} launchers in {name.datacenter}, but a connected one counts "
+                f"{connected[0].name.num_parts}: give --node the same number of hosts on each"
             )
         for place in others:
-            del self.guests[place]
+            del self.agents[place]
         return ""
 
     def _notify(self) -> None:
@@ -167,7 +173,7 @@ class Rendezvous:
 
 
 class RendezvousClient:
-    """A launcher's way to the rendezvous; calls again when the connection breaks, until `grace_s` have passed."""
+    """A launcher's connection to the rendezvous. Reconnects when it breaks, for up to `grace_s`."""
 
     def __init__(
         self,
@@ -182,38 +188,33 @@ class RendezvousClient:
     ) -> None:
         self.address, self.host, self.mine, self.plan, self.security = address, host, mine, plan, security
         self.grace_s = grace_s
-        self.life = secrets.randbits(62)
+        self.instance = secrets.randbits(62)
         self.channel = ControlChannel(self._changed)
-        self.local_host = ""
-        """The address by which this host reached the rendezvous."""
-        self.error: Exception | None = None
-        """Why it gave up."""
         self._closing = threading.Event()
-        self._is_away = threading.Event()
-        self._call(time.monotonic() + patience_s)
-        threading.Thread(target=self._keep, daemon=True, name="caller").start()
+        self._disconnected = threading.Event()
+        self._connect(time.monotonic() + patience_s)
+        threading.Thread(target=self._keep, daemon=True, name="rendezvous client").start()
 
     def close(self) -> None:
         self._closing.set()
-        self._is_away.set()
+        self._disconnected.set()
         self.channel.detach()
 
     def _changed(self) -> None:
         if not self.channel.is_connected:
-            self._is_away.set()
+            self._disconnected.set()
 
     def _keep(self) -> None:
-        while self._is_away.wait() and not self._closing.is_set():
-            self._is_away.clear()
+        while self._disconnected.wait() and not self._closing.is_set():
+            self._disconnected.clear()
             try:
-                self._call(time.monotonic() + self.grace_s)
-            except Exception as error:  # on a thread: who reads the inbox must hear of it, or would wait forever
-                self.error = error
+                self._connect(time.monotonic() + self.grace_s)
+            except Exception as error:  # on a thread: reported through the inbox, whose reader would wait forever
                 self.channel.inbox.put({"gone": str(error) if isinstance(error, AtlasError) else repr(error)})
                 return
 
-    def _call(self, deadline: float) -> None:
-        """Tries until it is let in. A refusal is final; so is a certificate that does not fit."""
+    def _connect(self, deadline: float) -> None:
+        """Retry until it has joined. A refusal is final; so is a TLS error."""
         where = f"rendezvous {self.address[0]}:{self.address[1]} in {self.host.datacenter}"
         while not self._closing.is_set():
             try:
@@ -223,11 +224,11 @@ class RendezvousClient:
                     f"{where}: TLS refused: {error.reason or error}. Give every datacenter a certificate of the same "
                     "CA that is still valid: `atlas wan certs` makes them"
                 ) from None
-            except (OSError, ValueError, KeyError, TypeError) as error:  # nobody there, or no rendezvous
+            except (OSError, ValueError, KeyError, TypeError) as error:  # no listener, or not a rendezvous
                 if time.monotonic() > deadline:
                     why = getattr(error, "strerror", None) or (error if isinstance(error, OSError) else "not atlas")
                     raise WorkerError(
-                        f"{where}: not reached: {why}. Start `atlas train` there, or mend --rendezvous"
+                        f"{where}: not reached: {why}. Start `atlas train` there, or correct --rendezvous"
                     ) from None
             self._closing.wait(RETRY_S)
 
@@ -238,31 +239,30 @@ class RendezvousClient:
             if self.security.require(sock.getpeername()[0], self.host.node):
                 sock = self.security.client_context.wrap_socket(sock)
                 require_name(sock.getpeercert(), self.host.node)
-            self.local_host = sock.getsockname()[0]
-            hello = {"atlas": VERSION, "site": list(self.mine), "life": self.life, "plan": self.plan}
+            hello = {"atlas": VERSION, "agent": list(self.mine), "instance": self.instance, "plan": self.plan}
             sock.sendall(frame({**hello, "received": self.channel.num_received}))
-            answer, early = _read_hello(sock)
+            reply, early = _read_hello(sock)
         except BaseException:
             sock.close()
             raise
-        if "refused" in answer:
+        if "refused" in reply:
             sock.close()
-            raise AtlasError(f"{where}: refuses {self.mine}: {answer['refused']}")
+            raise AtlasError(f"{where}: refused {self.mine}: {reply['refused']}")
         try:
-            self.channel.attach(sock, int(answer["welcome"]), early)
+            self.channel.attach(sock, int(reply["welcome"]), early)
         except (KeyError, TypeError, ValueError):
             sock.close()
             raise
 
 
 def _read_hello(sock: socket.socket) -> tuple[Message, bytes]:
-    """The first message, and what came after it."""
+    """The first message, and the bytes after it."""
     data, deadline = bytearray(), time.monotonic() + HELLO_S
     while (message := unframed(data)) is None:
         if len(data) > MAX_HELLO_BYTES or time.monotonic() > deadline:
-            raise ConnectionResetError("no greeting")
+            raise ConnectionResetError("no hello")
         more = sock.recv(4096)
         if not more:
-            raise ConnectionResetError("the other side ended the connection before a greeting")
+            raise ConnectionResetError("the other side closed the connection before its hello")
         data += more
     return message, bytes(data)

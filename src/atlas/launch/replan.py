@@ -1,7 +1,7 @@
-"""The same job on what is left when datacenters are lost: the same model, microbatch and global batch, so that training
-goes on as it was, only slower. The planner chooses where; only what the runtime can execute is taken.
+"""Replans a job when datacenters are lost: the same model, microbatch and global batch on the remaining ones, so that
+training continues unchanged but slower. The planner chooses; only plans that the runtime can execute count.
 
-Knows jobs and the planner. What is resumed, and who is asked first, others know.
+Knows jobs and the planner. Does not know checkpoints or the user.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from atlas.planner.space import batch_of
 from atlas.spec import Job
 
 KEPT = ("tp", "microbatch")
-"""What must not change for the state of training to mean the same, or for its workers to be the same."""
+"""Fields that must not change: the training state and its workers depend on them."""
 
 
 def replan(job: Job, lost: Collection[str], schedule: str = "1f1b") -> Job:
-    """A job that trains on the same batches without these datacenters; AtlasError where nothing is left that could."""
+    """A job that trains on the same batches without these datacenters; raises AtlasError if none is possible."""
     left = _without(job, lost)
     batch = batch_of(job)
     try:
         planned = make_plan(left, keep=KEPT, global_batch=batch, tries=0)
     except InfeasibleError as error:
-        raise AtlasError(f"without {', '.join(lost)} nothing is left that could train {job.name}: {error}") from None
+        raise AtlasError(
+            f"without {', '.join(lost)} the remaining datacenters cannot train {job.name}: {error}"
+        ) from None
     for judged in (planned.winner, *planned.rivals):
         candidate = judged.candidate
         is_whole = candidate.slots == planned.space.slots(candidate.microbatch)
@@ -37,7 +39,7 @@ def replan(job: Job, lost: Collection[str], schedule: str = "1f1b") -> Job:
 
 
 def _without(job: Job, lost: Collection[str]) -> Job:
-    """With every choice of place open again."""
+    """The job without these datacenters, and without its placement."""
     cluster = job.cluster
     datacenters = tuple(dc for dc in cluster.datacenters if dc.name not in lost)
     if not datacenters:
@@ -51,7 +53,7 @@ def _without(job: Job, lost: Collection[str]) -> Job:
 
 
 def _one_pipeline(job: Job, batch: int, schedule: str) -> Job:
-    """What always runs, where the planner's own choices are beyond the runtime: one pipeline, as deep as it may be."""
+    """One pipeline, as deep as possible: for when the runtime cannot execute any of the planner's choices."""
     room = sum(num_workers(job, dc) for dc in job.cluster.datacenters)
     counts = {"cells": 1, "pipelines_per_cell": 1, "num_microbatches": batch // job.microbatch, "interleave": 1}
     problem: AtlasError | None = None
@@ -62,4 +64,4 @@ def _one_pipeline(job: Job, batch: int, schedule: str) -> Job:
             return one
         except InfeasibleError as error:
             problem = problem or error
-    raise AtlasError(f"the rest of the datacenters cannot train {job.name} in one pipeline: {problem}")
+    raise AtlasError(f"the remaining datacenters cannot train {job.name} in one pipeline: {problem}")

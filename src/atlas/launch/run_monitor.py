@@ -1,97 +1,132 @@
-"""The workers of one life, from the order to start to the last result: every step as all have told it, saves that are
-complete, who waits for whom when nothing moves, and the end after one and the same step.
+"""Follows connected workers from the start signal to the last result: reports every step that all have finished,
+confirms complete checkpoints, names the cause of a stall, and stops all workers after the same step.
 
-Knows a fleet of any kind and the work it does. Where the workers run, and what is done after a failure, others know.
+Knows a worker group and its Program. Does not know where the workers run, or what follows a failure.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from atlas.cost.table import Costs
 from atlas.errors import WorkerError
+from atlas.ir.program import Program
 from atlas.ir.timeline import Timeline
 from atlas.launch.clocks import offsets_ns
 from atlas.launch.measured import Records, RunClock
-from atlas.launch.prepared_job import PreparedJob
-from atlas.launch.report.events import StepEvent
+from atlas.launch.report.events import OnStep, StepEvent
 from atlas.launch.worker_processes import WorkerGroup
+from atlas.runtime.wiring import PeerLink, WorkerRole
+from atlas.wan.transport.base import Address
+from atlas.wan.transport.stream_slot import Faults
 
+log = logging.getLogger("atlas.launch")
 HEADSTART_NS = 500_000_000
-"""From the last order to the first op: longer than an order takes to any datacenter."""
-COPY_S = 60.0
-STUCK_S = 5.0
-"""Nothing moves for so long, and for several iterations: then it is asked who waits for whom."""
-STUCK_ITERATIONS = 4
+"""From the start signal to the first op: longer than a message takes to any datacenter."""
+STALL_S, STALL_ITERATIONS = 5.0, 4
+"""No step for this long, and for as many iterations, is a stall: all workers are asked what they wait for."""
 ANSWER_S = 1.0
-
-OnStep = Callable[[StepEvent, Timeline], None]
+POLL_S = 0.25
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a life ended that was not cut short."""
+    """How a run ended that did not fail."""
 
     num_done: int
     """Steps of the whole run."""
     losses: list[float]
-    """Of the steps of this life."""
+    """Of the steps of this attempt."""
     sentence: str
     stopped: bool = False
-    """Before the last step, because somebody asked for it."""
+    """Whether a user stopped it before the last step."""
+    results: dict[str, Any] = field(default_factory=dict)
+    """By worker."""
+
+
+def connect_workers(
+    workers: WorkerGroup, roles: list[WorkerRole], *, tied: bool, address_of: Callable[[WorkerRole, PeerLink], Address]
+) -> None:
+    """Send every worker the addresses of its peers."""
+    for role in roles:
+        links = role.links(tied=tied)
+        peers = [(link.end, link.peer, link.lane, *address_of(role, link)) for link in links]
+        workers.send(role.name, {"channels": peers})
 
 
 @dataclass
 class RunMonitor:
-    """`play` once all workers are connected."""
+    """Call `play` once all workers are connected."""
 
-    crew: WorkerGroup
-    work: PreparedJob
+    workers: WorkerGroup
+    program: Program
+    costs: Costs
     first_step: int
     silence_s: float
-    """Nothing at all may be heard for at most so long."""
-    saves: bool
-    copies: bool
-    say: Callable[[str], None]
-    tell: OnStep | None = None
-    num_done: int = 0
-    losses: list[float] = field(default_factory=list)
+    """Fail when no worker sends anything for this long."""
+    saves: bool = False
+    copies: bool = False
+    """Whether checkpoints are complete only when they are copied to another datacenter."""
+    say: Callable[[str], None] = log.warning
+    on_step: OnStep | None = None
+    predicted_s: float | None = None
+    """Simulated seconds of an iteration."""
+    sent_bytes: Callable[[], int] | None = None
+    """Bytes sent over the WAN so far, where the launcher can count them."""
+    headstart_ns: int = HEADSTART_NS
+    source: Literal["emulated", "measured"] = "measured"
+    keep_all: bool = False
+    """Whether the records of all passes are kept, or of the last one only."""
 
     def __post_init__(self) -> None:
         self.num_done = self.first_step
-        self._passes: dict[int, Records] = {}
+        self.records = Records(self.program)
+        self._clock: RunClock | None = None
+        self._num_reports: Counter[int] = Counter()
+        self._num_passes = 0
+        self._last_end_ns, self._last_bytes, self._last_faults = 0, 0, Faults()
         self._written: dict[tuple[int, int], set[str]] = {}
         self._complete: set[tuple[int, int]] = set()
-        self._view: RunClock | None = None
-        self._last_end_ns = 0
         self._watch = _StallWatch(self)
 
     def play(self) -> RunOutcome:
-        offsets = offsets_ns(self.crew)
-        zero_ns = time.monotonic_ns() + HEADSTART_NS
-        names = self.crew.names[: self.work.program.num_workers]
-        self._view = RunClock(names, self.work.costs, zero_ns, offsets)
-        for name in self.crew.names:
-            self.crew.tell(name, {"start_ns": zero_ns + offsets[name]})
+        """Start all workers at one moment and follow them to the end. Ctrl-C stops them after a common step where the
+        run is saved; a second one stops them at once."""
+        offsets = offsets_ns(self.workers)
+        zero_ns = time.monotonic_ns() + self.headstart_ns
+        names = self.workers.names[: self.program.num_workers]
+        self._clock = RunClock(names, self.costs, zero_ns, offsets, source=self.source)
+        self._last_bytes = self.sent_bytes() if self.sent_bytes is not None else 0
+        for name in self.workers.names:
+            self.workers.send(name, {"start_ns": zero_ns + offsets[name]})
         stopped = False
         with self._watch:
             try:
-                self.crew.hear("result", self.silence_s, meanwhile=self.note)
+                results = self.workers.wait_for("result", self.silence_s, meanwhile=self.note)
             except KeyboardInterrupt:
                 if not self.saves:
                     raise
                 self.say("stopping after this step, with a checkpoint; again to stop at once")
-                self._stop()
-                stopped = True
-        return RunOutcome(self.num_done, self.losses, self._sentence(stopped=stopped), stopped)
+                results, stopped = self._stop(), True
+        losses = self.records.losses()
+        return RunOutcome(self.num_done, losses, self._sentence(losses, stopped=stopped), stopped, results)
 
-    def _sentence(self, *, stopped: bool) -> str:
-        done = f"step {self.num_done} is done, loss {self.losses[-1]:.4f}" if self.losses else "nothing was done"
+    def timeline(self, meta: dict[str, Any]) -> Timeline:
+        """Of all passes whose records are kept."""
+        assert self._clock is not None, "play comes first"
+        self._clock.meta.update(meta)
+        return self.records.timeline(self._clock)
+
+    def _sentence(self, losses: list[float], *, stopped: bool) -> str:
+        done = f"step {self.num_done} is done, loss {losses[-1]:.4f}" if losses else "no step was done"
         if not self.saves:
             return done
         saved = max((step for _, step in self._complete), default=None)
@@ -100,10 +135,10 @@ class RunMonitor:
                 f"the last complete checkpoint is of step {saved}" if saved is not None else "no checkpoint is complete"
             )
             return f"{done}, but it could not be saved everywhere: {last}"
-        return f"{done} and saved" + (": the same command goes on from there" if stopped else "")
+        return f"{done} and saved" + (": the same command resumes from there" if stopped else "")
 
-    def _stop(self) -> None:
-        """Ends all workers after one and the same step."""
+    def _stop(self) -> dict[str, Any]:
+        """Stop all workers after the same step: they run ahead of each other, so each first says where it is."""
         results: dict[str, Any] = {}
 
         def meanwhile(name: str, message: dict[str, Any]) -> bool:
@@ -111,75 +146,83 @@ class RunMonitor:
                 results[name] = message["result"]
             return "result" in message or self.note(name, message)
 
-        for name in self.crew.names:
-            self.crew.tell(name, {"stop": True})
-        begun = self.crew.hear("stopping", self.silence_s, meanwhile=meanwhile)
-        for name in self.crew.names:
-            self.crew.tell(name, {"last_step": max(begun.values()) - 1})
-        late = [name for name in self.crew.names if name not in results]
-        self.crew.hear("result", self.silence_s, of=late, meanwhile=self.note)
+        self.workers.send_all({"stop": True})
+        begun = self.workers.wait_for("stopping", self.silence_s, meanwhile=meanwhile)
+        self.workers.send_all({"last_step": max(begun.values()) - 1})
+        late = [name for name in self.workers.names if name not in results]
+        return results | self.workers.wait_for("result", self.silence_s, of=late, meanwhile=self.note)
 
-    # ---- what they say -----------------------------------------------------------------------------------------------
+    # ---- messages of workers -----------------------------------------------------------------------------------------
     def note(self, name: str, message: dict[str, Any]) -> bool:
-        """What comes at any time; whether it was that."""
+        """Handle a message that may arrive at any time; whether it was one."""
         if "step" in message:
             self._note_step(name, message)
         elif "saved" in message or "copied" in message:
             self._note_saved(name, message)
-        elif "where" in message:
-            self._watch.note(name, message["where"])
-        return not message.keys().isdisjoint({"step", "saved", "copied", "where"})
+        elif "waits_for" in message:
+            self._watch.note(name, message["waits_for"])
+        return not message.keys().isdisjoint({"step", "saved", "copied", "waits_for"})
 
     def _note_step(self, name: str, message: dict[str, Any]) -> None:
         first = message["step"]
-        records = self._passes.setdefault(first, Records(self.work.program))
-        records.add(name, message)
-        if len(records.by_worker) < len(self.crew.names):
+        self.records.add(name, message)
+        self._num_reports[first] += 1
+        if self._num_reports[first] < len(self.workers.names):
             return
-        del self._passes[first]
-        self.num_done = first + self.work.program.num_iterations
-        found = records.losses()
-        self.losses += found
-        assert self._view is not None
-        timeline = records.timeline(self._view)
-        end_ns = int(timeline.op_end_ns.max())
-        seconds, self._last_end_ns = (end_ns - self._last_end_ns) / 1e9, end_ns
+        del self._num_reports[first]
+        self.num_done = first + self.program.num_iterations
+        self._report(self._num_passes - self.records.num_forgotten)
+        self._num_passes += 1
+        if not self.keep_all and self._num_passes > 1:
+            self.records.forget_pass()
+
+    def _report(self, number: int) -> None:
+        """Report the pass `number` of those that are kept."""
+        assert self._clock is not None
+        timeline = self.records.timeline(self._clock, number, number + 1)
+        end_ns, faults = int(timeline.op_end_ns.max()), self.records.faults
+        seconds, new_faults = (end_ns - self._last_end_ns) / 1e9, faults.since(self._last_faults)
+        self._last_end_ns, self._last_faults = end_ns, faults
         self._watch.moved(seconds)
-        if self.tell is not None:
-            tokens = sum(step["tokens"] for steps in records.by_worker.values() for step in steps)
-            event: StepEvent = {
-                "step": self.num_done,
-                "loss": math.fsum(found) / len(found),
-                "tokens": tokens,
-                "iteration_s": seconds,
-                "predicted_s": self.work.predicted_s,
-                "wan_streams_replaced": records.faults.num_replaced,
-                "wan_chunks_resent": records.faults.num_resent,
-            }
-            self.tell(event, replace(timeline, source="measured"))
+        if self.on_step is None:
+            return
+        steps = [steps[number] for steps in self.records.by_worker.values()]
+        losses = [loss for step in steps for loss in step["losses"]]
+        event: StepEvent = {
+            "step": self.num_done,
+            "loss": math.fsum(losses) / len(losses),
+            "tokens": sum(step["tokens"] for step in steps),
+            "iteration_s": seconds,
+            "predicted_s": self.predicted_s,
+            "wan_streams_replaced": new_faults.num_replaced,
+            "wan_chunks_resent": new_faults.num_resent,
+        }
+        if self.sent_bytes is not None:
+            before, self._last_bytes = self._last_bytes, self.sent_bytes()
+            event["wan_gbit_s"] = (self._last_bytes - before) * 8e-9 / seconds if seconds > 0 else None
+        self.on_step(event, timeline)
 
     def _note_saved(self, name: str, message: dict[str, Any]) -> None:
-        """A save that everybody has written, and copied where it is to be, lets older ones go."""
+        """A checkpoint that all workers have written, and copied where required, is complete: older ones may go."""
         if ("copied" in message) != self.copies:
             return
         attempt, step = message["copied" if self.copies else "saved"]
         writers = self._written.setdefault((attempt, step), set())
         writers.add(name)
-        if len(writers) == len(self.crew.names):
+        if len(writers) == len(self.workers.names):
             self._complete.add((attempt, step))
-            for other in self.crew.names:
-                self.crew.tell(other, {"complete": [[attempt, step]]})
+            self.workers.send_all({"complete": [[attempt, step]]})
 
 
 class _StallWatch:
-    """Asks all workers what they wait for when nothing moves, and says it once."""
+    """When no step finishes, asks all workers what they wait for, and reports it once."""
 
-    def __init__(self, lead: RunMonitor) -> None:
-        self._lead = lead
-        self._moved, self._iteration_s = time.monotonic(), 0.0
+    def __init__(self, monitor: RunMonitor) -> None:
+        self._monitor = monitor
+        self._moved, self._iteration_s = time.monotonic(), monitor.predicted_s or 0.0
         self._answers: dict[str, str] = {}
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="watch")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="stall watch")
 
     def __enter__(self) -> _StallWatch:
         self._moved = time.monotonic()
@@ -197,25 +240,24 @@ class _StallWatch:
         self._answers[name] = waits_for
 
     def _run(self) -> None:
-        told = 0.0
-        while not self._ended.wait(0.25):
-            limit_s = max(STUCK_S, STUCK_ITERATIONS * self._iteration_s)
-            if self._moved != told and time.monotonic() - self._moved > limit_s:
-                told = self._moved
+        reported = 0.0
+        while not self._ended.wait(POLL_S):
+            limit_s = max(STALL_S, STALL_ITERATIONS * self._iteration_s)
+            if self._moved != reported and time.monotonic() - self._moved > limit_s:
+                reported = self._moved
                 self._ask(limit_s)
 
     def _ask(self, limit_s: float) -> None:
         self._answers.clear()
-        for name in self._lead.crew.names:
-            with contextlib.suppress(WorkerError):  # its launcher does not read: it is one of those that do not answer
-                self._lead.crew.tell(name, {"where": True})
+        workers = self._monitor.workers
+        for name in workers.names:
+            with contextlib.suppress(WorkerError):  # its launcher does not read: it is reported as not answering
+                workers.send(name, {"waits_for": True})
         if self._ended.wait(ANSWER_S):
             return
-        crew = self._lead.crew
-        silent = [crew.title(name) for name in crew.names if name not in self._answers]
-        waits = [what for what in self._answers.values() if what]
+        silent = [workers.title(name) for name in workers.names if name not in self._answers]
         words = [f"no step for {limit_s:.0f} s"]
         if silent:
             words.append(f"{' and '.join(silent)} {'does' if len(silent) == 1 else 'do'} not answer")
-        words += waits[:3] or ["nobody waits for a peer: it computes"]
-        self._lead.say("; ".join(words))
+        words += [what for what in self._answers.values() if what][:3] or ["no worker waits for a peer: all compute"]
+        self._monitor.say("; ".join(words))

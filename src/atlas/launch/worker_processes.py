@@ -1,7 +1,7 @@
-"""A fleet of worker processes: started together, spoken to in JSON lines, and ended together. Whatever happens to
-one of them (an error, a kill, silence) ends all of them within seconds and is told as one WorkerError.
+"""Worker processes of one host: started together, sent JSON lines, and ended together. An error, a kill or a timeout of
+one worker ends all of them within seconds and is reported as one WorkerError.
 
-Knows pipes and what is said over them (processes: `fork_server`). Does not know what the workers do.
+Knows pipes and messages (processes: `forkserver`). Does not know what the workers do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import queue
-import signal
 import tempfile
 import threading
 import time
@@ -23,112 +22,121 @@ from typing import Any, NamedTuple, TextIO
 
 from atlas.errors import EXTRAS, AtlasError, MissingExtraError, WorkerError
 from atlas.launch.forkserver import Child, fork_server
+from atlas.lifetime import describe_exit
 
 log = logging.getLogger("atlas.launch")
 GRACE_S = 0.7
-"""How long after a first complaint to listen for others: who died matters more than who noticed."""
+"""How long to collect errors of other workers after the first: the worker that died is the cause, not those that lost
+their connection to it."""
 END_S = 30.0
-"""How long a killed process may take to be gone: the kernel frees its memory first."""
+"""How long to wait for a killed process: the kernel frees its memory first."""
 
 
 class WorkerMessage(NamedTuple):
-    """A line of a worker's, or the end of its output, and when it came on our monotonic clock."""
+    """A message of a worker and when it was received."""
 
     name: str
     message: dict[str, Any] | None
+    """None: the worker's output has ended."""
     at_ns: int
+    """On the launcher's monotonic clock."""
 
 
 Meanwhile = Callable[[str, dict[str, Any]], bool]
+"""Handles a message that is not the awaited one; returns whether it was expected."""
 
 
 class WorkerGroup(ABC):
-    """A group of workers, wherever they run, as whoever leads them hears them."""
+    """A group of workers, on this host or elsewhere, as the launcher sees it."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
         self.warn: Callable[[str], None] = log.warning
-        self._said: queue.SimpleQueue[WorkerMessage] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[WorkerMessage] = queue.SimpleQueue()
 
     @abstractmethod
-    def tell(self, name: str, message: dict[str, Any]) -> None:
-        """Gives one worker an order; one that is gone is reported by `hear`."""
+    def send(self, name: str, message: dict[str, Any]) -> None:
+        """Send a message to one worker. `wait_for` reports a worker that has ended."""
 
     @abstractmethod
-    def how_it_died(self, name: str) -> str:
-        """Of a worker that has ended without a word: `was killed by SIGKILL`."""
+    def exit_reason(self, name: str) -> str:
+        """Why a worker ended that reported no error: `was killed by SIGKILL`."""
 
     def title(self, name: str) -> str:
-        """How an error calls it."""
+        """The worker's name in error messages."""
         return f"worker {name}"
 
-    def hear(
+    def send_all(self, message: dict[str, Any]) -> None:
+        for name in self.names:
+            self.send(name, message)
+
+    def wait_for(
         self, key: str, timeout_s: float, *, of: Sequence[str] | None = None, meanwhile: Meanwhile = lambda *_: False
     ) -> dict[str, Any]:
-        """What each worker (or each `of` some) says under `key`, once all have said it.
+        """The value of `key` from each worker (or from each of `of`), once all have sent it.
 
-        `meanwhile` is given what they say under other keys, and says whether it was expected; what others say, who were
-        not asked, waits until somebody asks. Nothing at all may come for at most `timeout_s`.
+        Messages without `key` go to `meanwhile`. Messages of workers that are not in `of` stay queued for a later call.
+        Raises when nothing arrives for `timeout_s`, and on the first error of any worker.
         """
-        names, answers, others = list(self.names if of is None else of), dict[str, Any](), list[WorkerMessage]()
-        while len(answers) < len(names):
-            said = self._next(timeout_s, lambda: f"no {key!r} from {', '.join(n for n in names if n not in answers)}")
-            if said.message is not None and key in said.message and said.name in names:
-                answers[said.name] = said.message[key]
-            elif said.message is None or not meanwhile(said.name, said.message):
-                if said.name in names or said.message is None or "error" in said.message:
-                    raise self._root_cause(said.name, said.message)
-                others.append(said)
+        names, replies, others = list(self.names if of is None else of), dict[str, Any](), list[WorkerMessage]()
+        while len(replies) < len(names):
+            new = self._next(timeout_s, lambda: f"no {key!r} from {', '.join(n for n in names if n not in replies)}")
+            if new.message is not None and key in new.message and new.name in names:
+                replies[new.name] = new.message[key]
+            elif new.message is None or not meanwhile(new.name, new.message):
+                if new.name in names or new.message is None or "error" in new.message:
+                    raise self._root_cause(new.name, new.message)
+                others.append(new)
         for other in others:
-            self._said.put(other)
-        return answers
+            self._received.put(other)
+        return replies
 
-    def ask(self, name: str, message: dict[str, Any], key: str, timeout_s: float) -> tuple[Any, int]:
-        """One worker's answer to a question, and when it came on our monotonic clock. What others say waits."""
-        self.tell(name, message)
+    def request(self, name: str, message: dict[str, Any], key: str, timeout_s: float) -> tuple[Any, int]:
+        """One worker's reply to a message, and when it was received. Messages of other workers stay queued."""
+        self.send(name, message)
         others: list[WorkerMessage] = []
         while True:
-            said = self._next(timeout_s, lambda: f"no {key!r} from {name}")
-            if said.name == name and said.message is not None and key in said.message:
+            new = self._next(timeout_s, lambda: f"no {key!r} from {name}")
+            if new.name == name and new.message is not None and key in new.message:
                 for other in others:
-                    self._said.put(other)
-                return said.message[key], said.at_ns
-            if said.message is None or "error" in said.message:
-                raise self._root_cause(said.name, said.message)
-            others.append(said)
+                    self._received.put(other)
+                return new.message[key], new.at_ns
+            if new.message is None or "error" in new.message:
+                raise self._root_cause(new.name, new.message)
+            others.append(new)
 
     def _next(self, timeout_s: float, missing: Callable[[], str]) -> WorkerMessage:
-        """Warnings, which may come at any time, are told on the way."""
+        """The next message that is not a warning; warnings are passed to `warn`."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                said = self._said.get(timeout=max(0.0, deadline - time.monotonic()))
+                new = self._received.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 raise WorkerError(f"{missing()} within {timeout_s:g} s") from None
-            if said.message is None or "warning" not in said.message:
-                return said
-            self.warn(f"{self.title(said.name)}: {said.message['warning']}")
+            if new.message is None or "warning" not in new.message:
+                return new
+            self.warn(f"{self.title(new.name)}: {new.message['warning']}")
 
     def _root_cause(self, name: str, message: dict[str, Any] | None) -> AtlasError:
-        """A worker that died without a word explains the complaints of its peers; otherwise the first counts. What
-        somebody must mend is no WorkerError: starting again would not help."""
-        complaints = [(name, message)]
+        """The error to report. A worker that ended without an error explains the errors of its peers; otherwise the
+        first error counts. An error that the user must fix is not a WorkerError: a restart would not help."""
+        errors = [(name, message)]
         deadline = time.monotonic() + GRACE_S
         with contextlib.suppress(queue.Empty):
             while (left_s := deadline - time.monotonic()) > 0:
-                complaints.append(self._said.get(timeout=left_s)[:2])
-        spoke = {n for n, m in complaints if m is not None and "error" in m}
-        for who, said in complaints:
-            if said is None and who not in spoke:
-                return WorkerError(f"{self.title(who)} {self.how_it_died(who)}")
-        first = next(((n, m) for n, m in complaints if m is not None and "error" in m), complaints[0])
-        assert first[1] is not None, "a death is found above"
-        kind = AtlasError if first[1].get("mend") else WorkerError
+                errors.append(self._received.get(timeout=left_s)[:2])
+        explained = {n for n, m in errors if m is not None and "error" in m}
+        for who, found in errors:
+            if found is None and who not in explained:
+                return WorkerError(f"{self.title(who)} {self.exit_reason(who)}")
+        first = next(((n, m) for n, m in errors if m is not None and "error" in m), errors[0])
+        assert first[1] is not None, "a worker that ended is found above"
+        kind = AtlasError if first[1].get("user_error") else WorkerError
         return kind(f"{self.title(first[0])} failed: {first[1].get('error', first[1])}")
 
 
 def _require_importable(*packages: str) -> None:
-    """Workers are other processes: that they lack a package is said here, before they are started."""
+    """Raise here, before workers start, if they would lack a package."""
     for package in packages:
         if find_spec(package) is None:
             raise MissingExtraError(package, EXTRAS[package], "a worker")
@@ -136,19 +144,19 @@ def _require_importable(*packages: str) -> None:
 
 class _Worker(NamedTuple):
     child: Child
-    orders: TextIO
+    stdin: TextIO
 
 
 class WorkerProcesses(WorkerGroup):
-    """`with WorkerProcesses("atlas.runtime.process", names) as workers:`; ends all processes on exit."""
+    """`with WorkerProcesses("atlas.runtime.process", names) as workers:` ends all processes on exit."""
 
     def __init__(self, module: str, names: Sequence[str]) -> None:
         super().__init__(names)
         _require_importable("torch", "safetensors")
-        self._folder = tempfile.TemporaryDirectory(prefix="atlas-fleet-")
+        self._folder = tempfile.TemporaryDirectory(prefix="atlas-workers-")
         self.folder = Path(self._folder.name)
         self._workers: dict[str, _Worker] = {}
-        self._listeners: list[threading.Thread] = []
+        self._readers: list[threading.Thread] = []
         try:
             for name in self.names:
                 self._workers[name] = self._start(module, name)
@@ -160,23 +168,23 @@ class WorkerProcesses(WorkerGroup):
     def pids(self) -> dict[str, int]:
         return {name: worker.child.pid for name, worker in self._workers.items()}
 
-    def tell(self, name: str, message: dict[str, Any]) -> None:
-        orders = self._workers[name].orders
-        with contextlib.suppress(OSError):  # a worker that is gone is reported by `hear`
-            orders.write(json.dumps(message) + "\n")
-            orders.flush()
+    def send(self, name: str, message: dict[str, Any]) -> None:
+        stdin = self._workers[name].stdin
+        with contextlib.suppress(OSError):  # `wait_for` reports a worker that has ended
+            stdin.write(json.dumps(message) + "\n")
+            stdin.flush()
 
     def close(self) -> None:
-        """Ends every process, now, and waits for each: its output has ended, so it writes no more."""
+        """Kill every process and wait until its output has ended."""
         for worker in self._workers.values():
             worker.child.kill()
             with contextlib.suppress(OSError):
-                worker.orders.close()
+                worker.stdin.close()
         deadline = time.monotonic() + END_S
         for worker in self._workers.values():
             worker.child.wait(max(0.0, deadline - time.monotonic()))
-        for listener in self._listeners:
-            listener.join(max(0.0, deadline - time.monotonic()))
+        for reader in self._readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
         self._folder.cleanup()
 
     def __enter__(self) -> WorkerProcesses:
@@ -186,39 +194,38 @@ class WorkerProcesses(WorkerGroup):
         self.close()
 
     def _start(self, module: str, name: str) -> _Worker:
-        their_orders, orders = os.pipe()
-        answers, their_answers = os.pipe()
+        their_stdin, stdin = os.pipe()
+        stdout, their_stdout = os.pipe()
         try:
-            with (self.folder / f"{name}.log").open("w") as log:
-                child = fork_server(module).start(their_orders, their_answers, log.fileno())
+            with (self.folder / f"{name}.log").open("w") as stderr:
+                child = fork_server(module).start(their_stdin, their_stdout, stderr.fileno())
         except BaseException:
-            os.close(orders)
-            os.close(answers)
+            os.close(stdin)
+            os.close(stdout)
             raise
         finally:
-            os.close(their_orders)
-            os.close(their_answers)
-        listener = threading.Thread(target=self._listen, args=(name, os.fdopen(answers)), daemon=True)
-        listener.start()
-        self._listeners.append(listener)
-        return _Worker(child, os.fdopen(orders, "w"))
+            os.close(their_stdin)
+            os.close(their_stdout)
+        reader = threading.Thread(target=self._read, args=(name, os.fdopen(stdout)), daemon=True)
+        reader.start()
+        self._readers.append(reader)
+        return _Worker(child, os.fdopen(stdin, "w"))
 
-    def _listen(self, name: str, answers: TextIO) -> None:
-        with answers, contextlib.suppress(ValueError, OSError):
-            for line in answers:
-                self._said.put(WorkerMessage(name, json.loads(line), time.monotonic_ns()))
-        self._said.put(WorkerMessage(name, None, time.monotonic_ns()))
+    def _read(self, name: str, stdout: TextIO) -> None:
+        with stdout, contextlib.suppress(ValueError, OSError):
+            for line in stdout:
+                self._received.put(WorkerMessage(name, json.loads(line), time.monotonic_ns()))
+        self._received.put(WorkerMessage(name, None, time.monotonic_ns()))
 
-    def next_said(self, timeout_s: float) -> WorkerMessage | None:
-        """What comes next, for whoever passes it on; None where nothing does."""
+    def next_message(self, timeout_s: float) -> WorkerMessage | None:
+        """The next message, to be forwarded; None where none arrives in time."""
         with contextlib.suppress(queue.Empty):
-            return self._said.get(timeout=timeout_s)
+            return self._received.get(timeout=timeout_s)
         return None
 
-    def how_it_died(self, name: str) -> str:
+    def exit_reason(self, name: str) -> str:
         code = self._workers[name].child.wait(timeout_s=2)
         if code is None:
-            return "closed its output but lives"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended early with exit code {code}"
+            return "closed its output but is still running"
         tail = (self.folder / f"{name}.log").read_text(errors="replace").strip().splitlines()[-5:]
-        return how + ("; its last words: " + " | ".join(tail) if tail else "")
+        return describe_exit(code) + (f"; its last log lines: {' | '.join(tail)}" if tail else "")

@@ -1,17 +1,15 @@
-"""Everything one worker is told: its Program, what it trains, on which device, over which network, where it saves.
+"""Everything one worker needs to know: its Program, what it trains, its device, its network, where it saves.
 
-Plain values that travel as JSON. Loads no torch, so that a launcher that only passes it on needs none. Says nothing of
-how any of it is done.
+Plain values that travel as JSON. Loads no torch, so a launcher that only forwards them needs none.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import types
-import typing
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Literal, TypeVar
+
+from pydantic import TypeAdapter
 
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
@@ -23,7 +21,7 @@ Json = dict[str, Any]
 # ---- what is trained -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ModelChoice:
-    """A decoder by its dimensions, and where its first weights come from."""
+    """A decoder by its dimensions, and the source of its first weights."""
 
     config: DecoderConfig
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -33,7 +31,7 @@ class ModelChoice:
     weights: str = ""
     """A Hugging Face folder of safetensors; empty: random weights."""
     layers_per_stage: tuple[int, ...] = ()
-    """Empty: nearly equal, embedding and head counted as a layer each."""
+    """Empty: nearly equal, counting embedding and head as a layer each."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,9 @@ class DataChoice:
     length: int
     """Tokens of a sequence."""
     microbatch: int
-    """Sequences in one."""
+    """Sequences of a microbatch."""
     folder: str = ""
-    """Of shards; `SHIPPED` for the text that ships; empty for a made-up task with something to learn."""
+    """Of shards; `SHIPPED` for the text that ships; empty for a made-up task."""
     seed: int = 0
 
 
@@ -60,7 +58,7 @@ class TrainingSetup:
     data: DataChoice
     optimizer: OptimizerSettings
     max_norm: float | None = None
-    """Clip the gradients' global norm to this; needs a Program with NORM. None: do not."""
+    """Clip the gradients' global norm to this; needs a Program with NORM. None: no clipping."""
 
     @property
     def activation_shape(self) -> tuple[int, int, int]:
@@ -84,45 +82,45 @@ def stand_in(
     optimizer: str = "sgd",
     learning_rate: float = 0.1,
 ) -> TrainingSetup:
-    """A GPT small enough for any machine, and a made-up task for it: what a rehearsal trains."""
+    """A GPT small enough for any machine, and a made-up task for it: the default of a rehearsal."""
     config = gpt(num_layers=num_layers, width=width, num_heads=num_heads, vocabulary=vocabulary, max_length=length)
     settings = OptimizerSettings(LearningRate(learning_rate), optimizer)
     return TrainingSetup(ModelChoice(config), DataChoice(length, microbatch), settings)
 
 
-# ---- where and how a worker works ------------------------------------------------------------------------------------
+# ---- where and how a worker runs -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class SaveChoice:
     """Checkpoints (docs/checkpoints.md)."""
 
     folder: str
-    """Of this worker's datacenter: where its parts go."""
+    """Of this worker's datacenter."""
     every: int = 0
-    """Steps from one save to the next; 0: only when the run is stopped or ends."""
+    """Steps between saves; 0: only when the run is stopped or ends."""
     keep: int = 3
     attempt: int = 0
-    """As the launcher counted."""
+    """The number of this attempt, counted by the launcher."""
     sources: tuple[str, ...] = ()
     """Folders to resume from."""
     resume: int | None = None
-    """The step to resume from, chosen by the launcher for all; None: begin anew."""
+    """The step to resume from, chosen by the launcher for all workers; None: a new run."""
     copy: CopyChoice | None = None
 
 
 @dataclass(frozen=True)
 class CopyChoice:
-    """Where this worker's parts are copied to, behind its own traffic: the keeper of another datacenter."""
+    """Where this worker's checkpoints are copied to, after its other traffic: a checkpoint server elsewhere."""
 
     peer: str
     """Its node."""
     host: str
     port: int
-    shelf: str
+    store: str
 
 
 @dataclass(frozen=True)
 class FillerChoice:
-    """Who may use this worker's waits (`waits`): an entry point of the group `atlas.fillers`, and its settings."""
+    """A filler of this worker's waits (`waits`): an entry point of the group `atlas.fillers`, and its settings."""
 
     name: str
     settings: Json = field(default_factory=dict)
@@ -130,19 +128,19 @@ class FillerChoice:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One worker's."""
+    """For one worker."""
 
     worker: int
     """Within the Program of its cell."""
     program: str
-    """As text: the iterations that are run over and over. Whether pipelines share the WAN is its word."""
+    """As text: the iterations that are run repeatedly."""
     training: TrainingSetup
     num_steps: int
     first_step: int = 0
     cell: int = 0
     num_cells: int = 1
     compute_ns: tuple[tuple[int, ...], ...] = ()
-    """[s, k] of its pipeline: the pace of a paced device. Empty: nothing is paced."""
+    """[s, k] of its pipeline: op durations of a paced device. Empty: not paced."""
     device: str = "cpu"
     """paced, cpu or cuda:N."""
     tp: int = 1
@@ -150,21 +148,21 @@ class Assignment:
     listen: str = "127.0.0.1"
     """The address to listen on."""
     streams: int = 0
-    """TCP connections to each peer: 1, or 0 for as many as the transport likes."""
+    """TCP connections to each peer; 0: the transport chooses."""
     certificates: str = ""
-    """Folder that `atlas wan certs` wrote; empty: plain, on loopback only."""
+    """Folder that `atlas wan certs` wrote; empty: unencrypted, on loopback only."""
     trusted_networks: tuple[str, ...] = ()
-    """Beside certificates: where bytes may travel plain, such as inside the datacenter."""
+    """Networks in which bytes may travel unencrypted, such as inside the datacenter."""
     epoch: int = 0
-    """One life of the whole group; peers of another are turned away."""
+    """The attempt of the whole group; peers of another attempt are refused."""
     patience_s: float = 20.0
-    """How long to wait for a peer before complaining."""
+    """How long to wait for a peer before failing."""
     save: SaveChoice | None = None
     filler: FillerChoice | None = None
     weights_file: str = ""
-    """Where to leave the final weights (npz); empty: nowhere."""
+    """Where to write the final weights (npz); empty: nowhere."""
     skew_ns: int = 0
-    """For tests: pretend that this host's clock is ahead by so much."""
+    """For tests: how far this worker's clock is ahead."""
 
     def to_json(self) -> Json:
         return dataclasses.asdict(self)
@@ -174,25 +172,6 @@ class Assignment:
         return read(cls, data)
 
 
-# ---- JSON back into dataclasses --------------------------------------------------------------------------------------
 def read(cls: type[T], data: Json) -> T:
-    """A dataclass of this module from what `asdict` made of it."""
-    hints = _hints(typing.cast(Any, cls))
-    return cls(**{name: _value(hints[name], value) for name, value in data.items()})
-
-
-@cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _value(hint: Any, value: Any) -> Any:
-    """Lists become tuples and mappings dataclasses where the field says so."""
-    if value is None:
-        return None
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple:
-        return tuple(_value(inner[0], item) for item in value)
-    if origin in (types.UnionType, typing.Union):
-        return _value(next(option for option in inner if option is not types.NoneType), value)
-    return read(hint, value) if dataclasses.is_dataclass(hint) and isinstance(hint, type) else value
+    """A dataclass from its `asdict`, nested dataclasses and tuples included."""
+    return TypeAdapter(cls).validate_python(data)

@@ -1,6 +1,6 @@
 """CUDA as a device: compute on one stream, copies on two others, so that an activation leaves and the next arrives
-while the GPU computes. Host memory is pinned; who waits for a copy is a thread of our own, never the one that
-launches kernels.
+while the GPU computes. Host memory is pinned. A thread of its own waits for copies, never the one that launches
+kernels.
 
 Knows streams, events and copies. Does not know ops, nor who sends what.
 """
@@ -25,14 +25,15 @@ from atlas.runtime.spans import SpanUnion
 T = TypeVar("T")
 log = logging.getLogger("atlas.cuda")
 CLOSE_S = 30.0
-KEPT = 4096
-"""Spans of compute and of copies that are remembered, the last ones."""
+"""How long to wait for the copying thread to end."""
+NUM_KEPT = 4096
+"""The last spans of compute and of copies are kept for statistics."""
 REBASE_NS = 20 * 10**9
-"""The GPU's clock is compared with ours this often: an event's time is a float32 of milliseconds."""
+"""How often the GPU's clock is compared with the host's: an event's time is a float32 of milliseconds."""
 
 
 class Cuda:
-    """One GPU, or a share of one that several stage processes use."""
+    """One GPU, possibly shared with other processes."""
 
     overrun_ns = 0
     is_thread = False
@@ -44,11 +45,11 @@ class Cuda:
         self._down, self._up = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._copies = Copies(self.place)
         self._base = self._compare_clocks()
-        self._computed: deque[Span] = deque(maxlen=KEPT)
-        self._copied: deque[_Timed] = deque(maxlen=KEPT)
+        self._computed: deque[Span] = deque(maxlen=NUM_KEPT)
+        self._copied: deque[_Timed] = deque(maxlen=NUM_KEPT)
 
     def run(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> tuple[T, Span]:
-        """Waits for the end of the work, with the interpreter's lock released."""
+        """Waits for the end of the work without holding the GIL."""
         running = self.begin(work, cost_ns, ready_ns)
         span = running.wait()
         if span.end_ns - self._base.at_ns > REBASE_NS:
@@ -57,7 +58,7 @@ class Cuda:
         return running.result, span
 
     def begin(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> Running[T]:
-        """Queued on the compute stream; its span is what the GPU did."""
+        """Queued on the compute stream; its span is measured by the GPU."""
         start, end = _event(), _event(blocking=True)
         start.record(self._compute)
         result = work()
@@ -103,23 +104,23 @@ class Cuda:
         total_ns = sum(span.end_ns - span.start_ns for span in kept)
         return Copied(len(kept), total_ns, sum(map(compute.within_ns, kept)))
 
-    def on_failure(self, tell: Callable[[WorkerError], None]) -> None:
-        self._copies.tell = tell
+    def on_failure(self, report: Callable[[WorkerError], None]) -> None:
+        self._copies.report = report
 
     def close(self) -> None:
         self._copies.close()
 
 
 class Copies:
-    """Copies to the host, each handed over when it is done, in order, on a thread.
+    """Copies to the host, each passed on when it is done, in order, on a thread.
 
-    The first that fails is told at once, and raised where the next one is put: otherwise a peer would wait for bytes
-    that never come, and be blamed for it.
+    The first failure is reported at once and raised by the next `put`: otherwise a peer would wait for bytes that never
+    come, and the error would name the wrong worker.
     """
 
     def __init__(self, place: str) -> None:
         self.place = place
-        self.tell: Callable[[WorkerError], None] = lambda error: None
+        self.report: Callable[[WorkerError], None] = lambda error: None
         self._error: WorkerError | None = None
         self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._hand_over, daemon=True, name=f"atlas {place} copies")
@@ -144,7 +145,7 @@ class Copies:
             except Exception as error:
                 log.exception("a copy from %s failed", self.place)
                 self._error = WorkerError(f"a copy from {self.place} to the host failed: {error!r}")
-                self.tell(self._error)
+                self.report(self._error)
 
 
 def _event(*, blocking: bool = False) -> torch.cuda.Event:
@@ -181,7 +182,7 @@ class _Queued(NamedTuple, Generic[T]):
 
 
 class _Timed(NamedTuple):
-    """A copy, between two events of its stream."""
+    """A copy between two events of its stream."""
 
     start: torch.cuda.Event
     done: torch.cuda.Event
@@ -199,7 +200,7 @@ class Done(Protocol):
 
 
 class _Copy(NamedTuple):
-    """To the host, under way."""
+    """A pending copy to the host."""
 
     done: Done
     host: Tensor
@@ -207,7 +208,7 @@ class _Copy(NamedTuple):
 
 
 class _Uploaded(NamedTuple):
-    """To the device, under way; `source` must live until it is done."""
+    """A pending copy to the device; keeps `source` until it is done."""
 
     tensor: Tensor
     done: torch.cuda.Event

@@ -1,6 +1,6 @@
-"""The accelerator as an interface: run this, say when it began and ended; bring that tensor to the host, or back. Here
-the plain CPU, and the paced device, which does the real arithmetic of a small model and then stays busy for as long
-as the cost model says. CUDA is `cuda`.
+"""The accelerator as an interface: run work and report when it began and ended; copy a tensor to the host, or back.
+Here the plain CPU, and the paced device, which does the real arithmetic of a small model and then stays busy for as
+long as the cost model says. CUDA is `cuda`; `hardware` makes a device by its name.
 
 Knows clocks, work and copies. Does not know ops, Programs or what a tensor means.
 """
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from atlas.errors import WorkerError
-from atlas.runtime.hardware import require_device
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -29,52 +28,52 @@ class Span(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """Copies between host and device, as far back as the device remembers."""
+    """Copies between host and device; of the last ones only."""
 
     num: int
     total_ns: int
     under_compute_ns: int
-    """Of that, while the device also computed for the same worker."""
+    """Of that, while the device also computed for this worker."""
 
 
 class Running(Protocol[T_co]):
-    """Work that was begun."""
+    """Work that was started."""
 
     @property
     def result(self) -> T_co:
-        """What the work returned; on a GPU its numbers may still be under way."""
+        """What the work returned; on a GPU its values may not be computed yet."""
         ...
 
     @property
     def done(self) -> bool: ...
 
     def wait(self) -> Span:
-        """When it began and ended, once it has."""
+        """Wait for its end; when it began and ended."""
         ...
 
 
 class PendingUpload(Protocol):
-    """A copy to the device, under way."""
+    """A copy to the device that was started."""
 
     def get(self) -> Tensor:
-        """The tensor on the device; what is computed with it from now on waits for the copy."""
+        """The tensor on the device; work that uses it waits for the copy."""
         ...
 
 
 class Device(Protocol):
     place: str
-    """Where its tensors live, as torch names it."""
+    """The torch device of its tensors."""
     overrun_ns: int
-    """Time by which the host was slower than the pace it was to keep."""
+    """Time by which the host was slower than the pace."""
     is_thread: bool
-    """Whether it is the worker's own thread and nothing else, so that whatever wakes meanwhile takes time from it."""
+    """Whether work runs on the worker's own thread, so that other threads take time from it."""
 
     def run(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> tuple[T, Span]:
-        """Does `work`, whose inputs were there at `ready_ns`."""
+        """Do `work`, whose inputs were ready at `ready_ns`."""
         ...
 
     def begin(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> Running[T]:
-        """As `run`; but a device with a queue returns at once, so that the next work is there when this one ends."""
+        """As `run`, but a device with a queue returns at once, so that the next work can be queued."""
         ...
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -82,28 +81,28 @@ class Device(Protocol):
         ...
 
     def download(self, tensor: Tensor, then: Callable[[Tensor], None]) -> None:
-        """Calls `then` with a contiguous copy in host memory once it is there, on any thread. Never blocks."""
+        """Call `then`, on any thread, with a contiguous copy in host memory when it is complete. Never blocks."""
         ...
 
     def upload(self, tensor: Tensor) -> PendingUpload:
-        """Starts a copy of host memory, which must stay as it is until the copy is used; from any thread."""
+        """Start a copy from host memory, which must not change until the copy is used; from any thread."""
         ...
 
     def copied(self) -> Copied:
-        """Waits for the copies that are under way; none where host and device are one."""
+        """Wait for pending copies. Nothing is counted if host and device are the same."""
         ...
 
-    def on_failure(self, tell: Callable[[WorkerError], None]) -> None:
-        """`tell` is called, on another thread, with what goes wrong beside the thread that computes."""
+    def on_failure(self, report: Callable[[WorkerError], None]) -> None:
+        """`report` is called, on another thread, with errors of background threads."""
         ...
 
     def close(self) -> None:
-        """Ends what runs beside."""
+        """End background threads."""
         ...
 
 
 class _Done(NamedTuple, Generic[T]):
-    """Of a device without a queue."""
+    """Finished work of a device without a queue."""
 
     result: T
     span: Span
@@ -121,7 +120,7 @@ class _OnHost(NamedTuple):
 
 
 class Cpu:
-    """As fast as it goes."""
+    """Runs work on the calling thread."""
 
     place = "cpu"
     overrun_ns = 0
@@ -147,7 +146,7 @@ class Cpu:
     def copied(self) -> Copied:
         return Copied(0, 0, 0)
 
-    def on_failure(self, tell: Callable[[WorkerError], None]) -> None:
+    def on_failure(self, report: Callable[[WorkerError], None]) -> None:
         pass
 
     def close(self) -> None:
@@ -155,15 +154,15 @@ class Cpu:
 
 
 class Paced(Cpu):
-    """Busy for `cost_ns` from the moment both the device and the inputs were there.
+    """Busy for `cost_ns` from the moment at which both the device and the inputs were ready.
 
-    That moment, not the one in which Python woke up, begins the op, as work queued on a CUDA stream begins
-    when the stream is free: deadlines are absolute, and the host's small delays do not add up. Work that takes
-    longer than its cost does delay the device; `overrun_ns` says how much, and a run with much of it is void.
+    The op begins at that moment, not when Python woke up, as work queued on a CUDA stream begins when the stream is
+    free: deadlines are absolute, and small delays of the host do not add up. Work that takes longer than its cost
+    delays the device; `overrun_ns` says by how much, and a run with much of it is not valid.
     """
 
     is_thread = False
-    """An input that comes while it keeps its pace must be noticed when it comes."""
+    """Inputs that arrive while it waits must be received at once."""
 
     def __init__(self) -> None:
         self.free_ns = 0
@@ -181,13 +180,3 @@ class Paced(Cpu):
             time.sleep(-late_ns / 1e9)
         self.free_ns = end_ns
         return result, Span(start_ns, end_ns)
-
-
-def make_device(name: str) -> Device:
-    """`paced`, `cpu` or `cuda:N`."""
-    require_device(name)
-    if name in ("cpu", "paced"):
-        return Cpu() if name == "cpu" else Paced()
-    from atlas.runtime.cuda import Cuda
-
-    return Cuda(name)

@@ -1,4 +1,4 @@
-"""What accelerators this host has. Apart, so that whoever only asks starts nothing on them."""
+"""The accelerators of this host, and the device of a worker by its name. Asking for them starts nothing on a GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 import torch
 
 from atlas.errors import AtlasError
+from atlas.runtime.cuda import Cuda
+from atlas.runtime.device import Cpu, Device, Paced
 
 
 def num_gpus() -> int:
@@ -14,12 +16,12 @@ def num_gpus() -> int:
 
 
 def smallest_gpu_bytes() -> int | None:
-    """Memory of the smallest; None where there is none."""
+    """Memory of the smallest GPU; None without a GPU."""
     return min((torch.cuda.get_device_properties(n).total_memory for n in range(num_gpus())), default=None)
 
 
 def require_device(name: str) -> None:
-    """`paced`, `cpu`, or `cuda:N` (`cuda` is the first) of a GPU that is there."""
+    """Raise unless it is `paced`, `cpu`, or `cuda:N` (`cuda` is the first) of a GPU of this host."""
     if name in ("paced", "cpu"):
         return
     found = re.fullmatch(r"cuda(?::(\d+))?", name)
@@ -29,3 +31,9 @@ def require_device(name: str) -> None:
         raise AtlasError(
             f"device {name!r}: there are {num_gpus()} CUDA devices here. Plan for what is there, or say cpu"
         )
+
+
+def make_device(name: str) -> Device:
+    """A device that `require_device` accepts."""
+    require_device(name)
+    return Cpu() if name == "cpu" else Paced() if name == "paced" else Cuda(name)

@@ -1,5 +1,5 @@
-"""A worker's connections: an endpoint for everything, a relay for each boundary that its cell shares, direct links to
-neighbours on its host. Sends and receives by what a message is for; `wiring` says who the peer is.
+"""A worker's connections: an endpoint for most traffic, a relay for each boundary that its cell shares, direct links to
+neighbours on its host. Sends and receives by purpose; `wiring` says who the peer is.
 
 Knows transports and names. Does not know tensors, nor when anything is sent.
 """
@@ -25,25 +25,25 @@ from atlas.wan.transport.stream_slot import Faults
 from atlas.wan.transport.wire import HEADER_BYTES
 
 CONNECT_S = 20.0
-"""Peers listen before anybody is told to connect."""
+"""Peers listen before any worker connects."""
 HEARTBEAT_S = 3.0
-"""A worker has dozens of streams, and each beat takes a moment from whoever computes."""
+"""A worker has dozens of streams, and each heartbeat takes CPU time from computation."""
 SLICES_PER_NODE, MIN_SLICE_BYTES = 4, 16 * 1024
-"""A slice costs milliseconds of CPU on its way, however small it is."""
+"""A slice costs milliseconds of CPU time however small it is."""
 SENDS = {AFTER: FORWARD, BEFORE: BACKWARD}
-"""What crosses a shared boundary from this side."""
+"""The direction that each end of a shared boundary sends."""
 WARM_UP = (-1, -1, -1, -1)
-"""The tag of each channel's first message, which nobody reads."""
+"""The tag of each channel's first message, which is not read."""
 
 PeerAddress = tuple[str, str, int, str, int]
-"""(end, peer, lane, host, port) of one wire."""
+"""(end, peer, lane, host, port) of one connection."""
 
 
 class WorkerLinks:
-    """Listens from the start; then `connect`, then use it."""
+    """Listens at once; then `connect`, then use it."""
 
     def __init__(self, role: WorkerRole, assignment: Assignment, *, direct: bool = False) -> None:
-        """`direct`: whether activations of neighbours on this host are read by who waits for them, and not before."""
+        """`direct`: whether the waiting thread itself reads activations of neighbours on this host."""
         self.role, self.patience_s = role, assignment.patience_s
         settings = TransportSettings(deadline_s=assignment.patience_s + 5, heartbeat_s=HEARTBEAT_S)
         if assignment.streams:
@@ -72,57 +72,58 @@ class WorkerLinks:
 
     @property
     def is_direct(self) -> bool:
-        """Whether it has a direct link to somebody."""
+        """Whether it has a direct link."""
         return self._direct is not None and self._direct.has_links
 
     def is_sending(self, besides: Collection[int] = ()) -> bool:
-        """Whether anything waits to leave, or to be acknowledged, on other lanes than these."""
-        along = self._direct is not None and self._direct.is_sending
-        return along or any(endpoint.is_sending(besides) for endpoint in self._ends.values())
+        """Whether a message on other lanes than these is unsent or unacknowledged."""
+        direct = self._direct is not None and self._direct.is_sending
+        return direct or any(endpoint.is_sending(besides) for endpoint in self._ends.values())
 
     @property
     def faults(self) -> Faults:
-        """Of all streams of this worker since they were opened."""
+        """Of all streams of this worker since the start."""
         return Faults.sum(endpoint.faults for endpoint in self._ends.values())
 
     @property
     def ports(self) -> dict[str, int]:
-        """By end: where this worker listens."""
+        """The listening port of each end."""
         return {end: endpoint.address[1] for end, endpoint in self._ends.items()}
 
     def connect(self, places: Iterable[PeerAddress]) -> None:
-        """Opens every wire and uses it once: a first burst over a cold connection is several times slower.
+        """Open every connection and use it once: a first burst over a cold connection is several times slower.
 
         Nothing may be sent or received through a relay before all peers have returned from this.
         """
-        main, channels, greeted = self._ends[MAIN], [], []
+        main, channels, opened = self._ends[MAIN], [], []
         relayed: dict[str, dict[str, tuple[str, int]]] = {}
         for end, peer, lane, host, port in places:
             if end == MAIN and self._is_direct(peer, lane, host, port):
                 continue
             if end == MAIN:
                 channels.append(main.open(peer, lane, (host, port), light=lane == CONTROL))
-                greeted.append((peer, lane))
+                opened.append((peer, lane))
             else:
                 relayed.setdefault(end, {})[peer] = (host, port)
         main.warm_up(channels, CONNECT_S)
         for end, peers in relayed.items():
             self._relays[end].connect(peers, CONNECT_S)
         sent = [
-            main.send(Key(peer, lane, WARM_UP), b"0", what=f"{self.role.name} greets {peer}") for peer, lane in greeted
+            main.send(Key(peer, lane, WARM_UP), b"0", what=f"{self.role.name} warms up the connection to {peer}")
+            for peer, lane in opened
         ]
         for handle in sent:
             handle.wait(self.patience_s)
 
     def _is_direct(self, peer: str, lane: int, host: str, port: int) -> bool:
-        """Whether a wire is a direct link now. Datacenters keep their distance, also those emulated on one host."""
+        """Use a direct link if possible; whether it is. Never between datacenters, also when emulated on one host."""
         if self._direct is None or peer.partition("/")[0] != self.role.datacenter or not is_along(lane):
             return False
         return self._direct.dial(peer, lane, (host, port))
 
     # ---- along the pipeline ------------------------------------------------------------------------------------------
     def send(self, direction: int, boundary: int, tag: Tag, buffer: Buffer, turn: int, what: str) -> Handle:
-        """An activation or a gradient over a boundary; smallest turn first where it is shared."""
+        """Send an activation or a gradient over a boundary; the smallest turn first where it is shared."""
         transport, key = self._channel(direction, boundary, tag, sends=True)
         return transport.send(key, buffer, turn if self.role.shares(boundary) else 0, what)
 
@@ -150,7 +151,7 @@ class WorkerLinks:
         return self._ends[MAIN].recv(Key(self.role.node_of(pipeline, rank), lane, tag), buffer, what)
 
     def close(self) -> None:
-        """Drops every connection, whatever state it is in."""
+        """Close every connection at once."""
         if self._direct is not None:
             self._direct.close(0.0)
         for relay in self._relays.values():
@@ -160,12 +161,12 @@ class WorkerLinks:
 
 
 def slice_bytes_of(transfer_bytes: int, num_nodes: int) -> int:
-    """Every node of a cell gets several slices of each transfer, or sharing would share nothing."""
+    """Every node of a cell must get several slices of each transfer."""
     return max(MIN_SLICE_BYTES, min(SLICE_BYTES, transfer_bytes // (SLICES_PER_NODE * num_nodes)))
 
 
 def sliced_bytes(transfer_bytes: int, num_nodes: int, hops: tuple[str, ...]) -> int:
-    """What a transfer is on the wire where a cell shares the WAN: its slices have heads of their own."""
+    """Bytes of a transfer on the network where a cell shares the WAN: each slice has a header."""
     num_slices = math.ceil(transfer_bytes / slice_bytes_of(transfer_bytes, num_nodes))
     return transfer_bytes + num_slices * (HEADER_BYTES + head_bytes(hops))
 

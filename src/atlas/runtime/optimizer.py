@@ -2,7 +2,7 @@
 
 AdamW and SGD of our own, a page together: torch.optim imports the whole compiler when it makes its first optimizer
 (about a second of each worker's start). State is float32 whatever the model's dtype; a bf16 model has float32 master
-weights. Knows parameters by name and their `.grad`; not stages, not where gradients came from.
+weights. Knows parameters by name and their `.grad`; not stages, not where gradients come from.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Parameters = Mapping[str, Tensor]
 
 # ---- optimizers --------------------------------------------------------------------------------------------------
 class Sgd:
-    """Plain; for the walking skeleton and for tests."""
+    """Plain SGD, for stand-ins and tests."""
 
     def __init__(self, parameters: Parameters, settings: OptimizerSettings) -> None:
         self.settings, self.num_steps = settings, 0
         self.parameters, self.owner = dict(parameters), _owners(parameters)
         self.state: dict[Tensor, dict[str, Tensor]] = {}
-        """By parameter, then by slot, with torch.optim's names: live tensors, to be saved, and to be replaced when
-        a run resumes (which also sets `num_steps`)."""
+        """By parameter, then by slot, with torch.optim's names. Live tensors; a resumed run replaces them and sets
+        `num_steps`."""
 
     def step(self) -> None:
-        """From the parameters' `.grad`. Two names of one memory (tied ends on one stage) take one step."""
+        """Use the parameters' `.grad`. Two names of one memory (tied ends on one stage) take one step."""
         rate = self.settings.learning_rate.at(self.num_steps)
         self.num_steps += 1
         with torch.no_grad():
@@ -49,7 +49,7 @@ class Sgd:
 
 
 class AdamW(Sgd):
-    """Bit for bit what torch.optim.AdamW does to float32, tensor by tensor."""
+    """Equal to the bit to torch.optim.AdamW in float32, tensor by tensor."""
 
     def __init__(self, parameters: Parameters, settings: OptimizerSettings) -> None:
         super().__init__(parameters, settings)
@@ -80,7 +80,7 @@ class AdamW(Sgd):
             parameter.copy_(master)
 
     def _share(self) -> None:
-        """A second name has the state of the first: a plan that resumes may cut the two apart."""
+        """A second name has the state of the first: a resumed plan may put the two on different stages."""
         for name, owner in self.owner.items():
             self.state[self.parameters[name]] = self.state[self.parameters[owner]]
 
@@ -95,15 +95,15 @@ OPTIMIZERS: dict[str, type[Sgd]] = {"sgd": Sgd, "adamw": AdamW}
 
 
 def _owners(parameters: Parameters) -> dict[str, str]:
-    """By name, the first name of the same memory: mostly its own."""
+    """By name: the first name of the same memory, usually its own."""
     first: dict[int, str] = {}
     return {name: first.setdefault(parameter.data_ptr(), name) for name, parameter in parameters.items()}
 
 
-# ---- clipping: each worker gives its squares, all combine them alike --------------------------------------------
+# ---- clipping: workers exchange squared norms and combine them alike --------------------------------------------
 @torch.no_grad()
 def squares(parameters: Parameters, counted: Collection[str] | None = None) -> list[float]:
-    """The squared norm of each gradient of one worker, of those in `counted`. What crosses the WAN: 8 bytes each."""
+    """The squared norm of each gradient of one worker that is in `counted`: 8 bytes each over the WAN."""
     gradients = [p.grad for n, p in parameters.items() if p.grad is not None and (counted is None or n in counted)]
     if not gradients:
         return []
@@ -112,13 +112,13 @@ def squares(parameters: Parameters, counted: Collection[str] | None = None) -> l
 
 
 def global_norm(parts: Iterable[Iterable[float]]) -> float:
-    """Of all workers' squares. The sum is exact, so neither their order nor the cut into stages changes a bit."""
+    """Of all workers' squares. The sum is exact, so neither order nor division into stages changes a bit."""
     return math.sqrt(math.fsum(square for part in parts for square in part))
 
 
 @torch.no_grad()
 def clip(parameters: Parameters, norm: float, max_norm: float) -> float:
-    """Scales the gradients so that their global norm is at most `max_norm`; the factor."""
+    """Scale the gradients so that their global norm is at most `max_norm`; returns the factor."""
     if not math.isfinite(norm):
         raise WorkerError(
             f"the gradients' global norm is {norm}: the training has diverged; "

@@ -3,10 +3,10 @@
     import atlas.runtime.process_group  # registers it
     torch.distributed.init_process_group("atlas", ...)
 
-Existing pipeline code crosses datacenters by the name of its backend. Messages between two ranks match by tag and
-order; they go over many streams, encrypted outside trusted networks. A send is done when its tensor may change again:
-it is copied, so that nobody waits for a round trip. A failure raises in `wait()` and in every later operation; nothing
-returns success once it is known. Knows tensors and ranks, no Programs.
+Existing pipeline code crosses datacenters by changing the name of its backend. Messages between two ranks match by tag
+and order; they use many streams, encrypted outside trusted networks. A send is done when its tensor may change again:
+it is copied, so that no caller waits for a round trip. A failure raises in `wait()` and in every later operation. Knows
+tensors and ranks, no Programs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from atlas.wan.transport.settings import TransportSettings
 
 NAME = "atlas"
 COPIED_BYTES = 256 << 20
-"""Of sends that the peers have not acknowledged yet. One that would be more waits for its acknowledgement."""
+"""Limit of copied sends that peers have not acknowledged. A send beyond it waits for its acknowledgement."""
 COLLECTIVES = [
     "allreduce",
     "allreduce_coalesced",
@@ -58,18 +58,18 @@ COLLECTIVES = [
 
 @dataclass(frozen=True)
 class Options:
-    """How this process takes part. By default from the environment, next to MASTER_ADDR and RANK."""
+    """Settings of this process. By default from the environment, beside MASTER_ADDR and RANK."""
 
     node: str = ""
     """`datacenter/worker`, as in the certificate. ATLAS_NODE; else `local/<rank>`."""
     host: str = ""
-    """The address that peers reach us at. ATLAS_HOST; else loopback."""
+    """The address that peers connect to. ATLAS_HOST; else loopback."""
     certificates: Path | None = None
     """The folder of `atlas wan certs`. ATLAS_CERTS; without it, only trusted networks can be reached."""
     trusted_networks: tuple[str, ...] | None = None
-    """Where bytes may travel plain. ATLAS_TRUSTED_NETWORKS, separated by commas."""
+    """Where bytes may travel unencrypted. ATLAS_TRUSTED_NETWORKS, separated by commas."""
     epoch: int = 0
-    """Counts the lives of the group. TORCHELASTIC_RESTART_COUNT."""
+    """The attempt of the group. TORCHELASTIC_RESTART_COUNT."""
     settings: TransportSettings = field(default_factory=TransportSettings)
 
     @classmethod
@@ -94,13 +94,13 @@ _options: Options | None = None
 
 
 def configure(options: Options | None) -> None:
-    """For groups made from now on in this process; None: from the environment again."""
+    """Set the options of groups that this process creates from now on; None: from the environment."""
     global _options
     _options = options
 
 
 class Transfer(Work):
-    """A send or a receive. Never built from a future: such a Work calls a failed future a success."""
+    """A send or a receive. Not built from a future: such a Work treats a failed future as a success."""
 
     def __init__(self, handle: Handle, timeout: timedelta, target: Tensor | None = None, landing: Tensor | None = None):
         super().__init__()
@@ -138,7 +138,7 @@ class Transfer(Work):
                 return
             try:
                 self._land()
-            except Exception as error:  # on the transport's thread: who waits for the future must hear of it
+            except Exception as error:  # on the transport's thread: reported through the future
                 future.set_exception(error)  # type: ignore[arg-type]
                 return
             future.set_result([self._target] if self._target is not None else [])
@@ -147,7 +147,7 @@ class Transfer(Work):
         return future
 
     def _land(self) -> None:
-        """A receive that could not go straight into its tensor is copied there, once."""
+        """Copy a receive that could not go directly into its tensor, once."""
         with self._lock:
             if self._landing is not None and self._target is not None:
                 self._target.detach().copy_(self._landing)  # it may require a gradient
@@ -155,7 +155,7 @@ class Transfer(Work):
 
 
 class CopiedSend(Transfer):
-    """Done at once, unless something has gone wrong: the bytes are ours to deliver."""
+    """Done at once unless there was an error: the bytes are copied and will be delivered."""
 
     def __init__(self, handle: Handle, timeout: timedelta, group: AtlasProcessGroup) -> None:
         super().__init__(handle, timeout)
@@ -187,7 +187,7 @@ class CopiedSend(Transfer):
 
 
 class AtlasProcessGroup(dist.ProcessGroup):
-    """Replaces the whole group. Rendezvous of addresses over the store; channels open when first used."""
+    """The process group. Ranks exchange addresses over the store; channels open when first used."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, options: Options) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -201,14 +201,14 @@ class AtlasProcessGroup(dist.ProcessGroup):
         self._num_sent, self._num_received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         self._failure: WorkerError | None = None
         self._copied_bytes = 0
-        self._met: set[str] = set()
+        self._connected: set[str] = set()
         store.set(f"atlas/{rank}", json.dumps([options.node, *self._endpoint.address]))
 
     # ---- point to point ----------------------------------------------------------------------------------------
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Transfer:  # noqa: N803
         (tensor,) = tensors
         peer, address = self._peer(dstRank)
-        self._meet(peer, address)
+        self._connect(peer, address)
         num_bytes = tensor.numel() * tensor.element_size()
         with self._lock:
             number = self._num_sent[dstRank, tag]
@@ -225,15 +225,15 @@ class AtlasProcessGroup(dist.ProcessGroup):
         handle.on_done(self._note)
         return CopiedSend(handle, self._timeout, self)
 
-    def _meet(self, peer: str, address: Address) -> None:
-        """The first message to a peer waits until the path is open wide: a burst on a cold path is far slower."""
+    def _connect(self, peer: str, address: Address) -> None:
+        """Warm up the path before the first message to a peer: a burst on a cold path is far slower."""
         with self._lock:
-            if peer in self._met or self._failure is not None:
+            if peer in self._connected or self._failure is not None:
                 self._endpoint.open(peer, 0, address)
                 return
-            self._met.add(peer)
+            self._connected.add(peer)
             channel = self._endpoint.open(peer, 0, address)
-        with contextlib.suppress(WorkerError):  # then the message will fail, and say what it was
+        with contextlib.suppress(WorkerError):  # the message itself will fail, with a better error
             self._endpoint.warm_up([channel], self._options.settings.deadline_s)
 
     def _delivered(self, num_bytes: int) -> None:
@@ -256,9 +256,9 @@ class AtlasProcessGroup(dist.ProcessGroup):
         raise NotImplementedError("the atlas backend receives from a named rank: pass src=")
 
     def warm_up(self, ranks: list[int]) -> None:
-        """Opens and fills the paths to these ranks, so that the first step is not the slow one."""
+        """Open and warm up the paths to these ranks, so that the first step is not slower."""
         for rank in ranks:
-            self._meet(*self._peer(rank))
+            self._connect(*self._peer(rank))
 
     def _watched(self, handle: Handle, target: Tensor | None = None, landing: Tensor | None = None) -> Transfer:
         handle.on_done(self._note)
@@ -275,7 +275,7 @@ class AtlasProcessGroup(dist.ProcessGroup):
 
     # ---- the rest of a group -----------------------------------------------------------------------------------
     def errored(self) -> WorkerError | None:
-        """The first failure, if there was one: then leave this group and make another, in a new epoch."""
+        """The first failure, if any: then leave this group and create another, in a new epoch."""
         return self._failure
 
     def abort(self) -> None:
@@ -319,7 +319,7 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> AtlasProc
 
 
 def register() -> None:
-    """Makes `backend="atlas"` known; a second call changes nothing."""
+    """Register `backend="atlas"`; a second call changes nothing."""
     if NAME.upper() not in dist.Backend.__dict__:
         dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
 

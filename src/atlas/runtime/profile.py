@@ -1,8 +1,8 @@
-"""Measure the pieces of a model on the accelerator at hand: seconds of embedding, one layer and head, as `cost.profile`
-reads them. What `atlas simulate` then says rests on this machine's own figures instead of a stated efficiency.
+"""Measures the parts of a model on this machine's accelerator: seconds of embedding, one layer and head, as
+`cost.profile` reads them. `atlas simulate` can then use measured figures instead of a stated efficiency.
 
 Times whole stages as the runtime runs them (forward without a graph, recompute, both halves of the backward) and takes
-differences, so that what a stage costs beyond its layers is not charged to each of them. Knows no Program.
+differences, so that the fixed cost of a stage is not charged to each layer. Knows no Program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from atlas.runtime.stage import Stage
 from atlas.spec import Job
 
 LAYERS = 3
-"""Layers of the timed stages: enough that the launch of a single op does not show."""
+"""Layers of the timed stages: enough that the launch of a single op does not matter."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Times:
 
 
 def profile(job: Job, device: str, repeats: int = 10) -> dict[str, dict[str, float]]:
-    """{"embedding": ..., "layer": ..., "head": ...} of a job's model: one entry's pieces."""
+    """{"embedding": ..., "layer": ..., "head": ...} of a job's model, for one entry of a profile."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise AtlasError("there is no CUDA device here: profile on the machine that will train, or say --device cpu")
+        raise AtlasError("this host has no CUDA device: profile on the machine that will train, or say --device cpu")
     task = _task(job, device)
     first, middle, last = (_time_stage(task, s, device, repeats) for s in range(3))
     layer = middle.over(LAYERS)
@@ -54,7 +54,7 @@ def profile(job: Job, device: str, repeats: int = 10) -> dict[str, dict[str, flo
 
 
 def layer_times(job: Job, device: str, repeats: int = 10) -> Times:
-    """One layer alone, of a stage that has neither embedding nor head."""
+    """One layer, of a stage without embedding and head."""
     return _time_stage(_task(job, device), 1, device, repeats).over(LAYERS)
 
 
@@ -74,8 +74,8 @@ def _tokens(config: DecoderConfig, microbatch: int, length: int) -> Callable[[in
 
 
 def _time_stage(task: DecoderTask, number: int, device: str, repeats: int) -> Times:
-    """Medians over `repeats` microbatches, after as many as it takes to warm up."""
-    stage = Stage(task, number, 3, 0, 1.0, can_exchange_tied=True)
+    """Medians over `repeats` microbatches, after three for warm-up."""
+    stage = Stage(task, number, 3, 0, 1.0)
     found: dict[str, list[float]] = {"forward": [], "recompute": [], "backward": [], "weight": []}
     for slot in range(repeats + 3):
         stage.gradients.begin(slot)

@@ -1,5 +1,5 @@
-"""How weights are stepped: learning rates over steps, the optimizer's settings, clipping. Plain values, no torch, so
-that whoever only passes them on (a launcher) loads none. `optimizer` does what they say.
+"""How weights are updated: learning rates over steps, the optimizer's settings. Plain values without torch, for
+launchers. `optimizer` implements them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from atlas.errors import SpecError
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Over steps, counted from 0: a linear warm-up to `peak`, then constant, or down to `floor` at `num_steps`."""
+    """By step, from 0: a linear warm-up to `peak`, then constant, or a decay to `floor` at `num_steps`."""
 
     peak: float
     decay: Literal["constant", "linear", "cosine"] = "constant"
     num_warmup_steps: int = 0
     num_steps: int = 0
-    """Where the decay ends; not used when constant."""
+    """The end of the decay; unused if constant."""
     floor: float = 0.0
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class OptimizerSettings:
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
-    """Of matrices; norms and biases do not decay. AdamW only."""
+    """Of matrices, not of norms and biases. AdamW only."""
 
 
 def wrong(key: str, value: object, rule: str, remedy: str) -> SpecError:

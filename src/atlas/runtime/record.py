@@ -1,7 +1,7 @@
-"""What one worker saw, step by step, on its monotonic clock: spans of its ops in their order, moments of transfers,
-spans of whoever filled its waits. A step is told once all its sends have left.
+"""One worker's measurements, step by step, on its monotonic clock: spans of its ops in their order, moments of
+transfers, spans of fillers in its waits. A step is reported once all its sends are done.
 
-Knows moments. Does not know what an op does, nor how clocks of others run.
+Knows moments. Does not know what an op does, nor the clocks of others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOOK_S = 0.001
 
 @dataclass
 class PendingSend:
-    """A transfer on its way; it has a handle from when its bytes are in host memory."""
+    """A transfer that is not done; it gets a handle when its bytes are in host memory."""
 
     transfer: int
     handle: Handle | None = None
@@ -31,11 +31,11 @@ class PendingSend:
         return self.handle is not None and self.handle.done
 
     def wait(self, patience_s: float) -> None:
-        """For both: the copy from the device, which may still be under way, and the send."""
+        """Wait for the copy from the device, and then for the send."""
         deadline = time.monotonic() + patience_s
         while self.handle is None:
             if time.monotonic() > deadline:
-                raise WorkerError(f"transfer {self.transfer} did not come off the device within {patience_s:g} s")
+                raise WorkerError(f"transfer {self.transfer} was not copied from the device within {patience_s:g} s")
             time.sleep(LOOK_S)
         self.handle.wait(patience_s)
 
@@ -52,11 +52,11 @@ class StepRecord:
     start_ns: dict[int, int] = field(default_factory=dict)
     arrive_ns: dict[int, int] = field(default_factory=dict)
     fills: list[tuple[int, int, int]] = field(default_factory=list)
-    """(ops done before, start, end) of what a filler ran."""
+    """(ops done before, start, end) of a filler's work."""
     losses: list[float] = field(default_factory=list)
     """By microbatch, ascending, over the pass; on the last stage."""
     norms: list[float] = field(default_factory=list)
-    """Global norms of the gradients, where they were taken."""
+    """Global norms of the gradients, if the Program computes them."""
     tokens: int = 0
     """Trained on by this worker's pipeline; on the last stage."""
     sendings: list[PendingSend] = field(default_factory=list)
@@ -92,10 +92,10 @@ class StepRecord:
 
 
 class Recorder:
-    """Hands finished steps to `tell`, in order."""
+    """Passes finished steps to `on_step`, in order."""
 
-    def __init__(self, tell: Callable[[StepRecord], None]) -> None:
-        self._tell = tell
+    def __init__(self, on_step: Callable[[StepRecord], None]) -> None:
+        self._on_step = on_step
         self._waiting: deque[StepRecord] = deque()
         self.current = StepRecord(0)
 
@@ -108,12 +108,12 @@ class Recorder:
         self.flush()
 
     def flush(self) -> None:
-        """Tells what has been sent in full; cheap when there is nothing to tell."""
+        """Report steps whose sends are done; cheap if there are none."""
         while self._waiting and self._waiting[0].is_sent:
-            self._tell(self._waiting.popleft())
+            self._on_step(self._waiting.popleft())
 
     def finish(self, patience_s: float) -> None:
-        """Waits for the last sends, and raises where one fails."""
+        """Wait for the last sends; raises if one fails."""
         for record in self._waiting:
             for sending in record.sendings:
                 sending.wait(patience_s)

@@ -1,5 +1,5 @@
-"""The oracle: a single process that trains the same model on the same batches, in plain torch, with none of our code
-for stages, transfers or sums. What a distributed run must agree with.
+"""A single process that trains the same model on the same batches in plain torch, without our code for stages,
+transfers or sums. Distributed runs are compared with it.
 """
 
 from __future__ import annotations

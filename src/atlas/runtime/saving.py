@@ -1,6 +1,6 @@
-"""A worker's checkpoints: when it saves, what of its state is its to save, and how it goes on from one.
+"""A worker's checkpoints: when it saves, which layers it saves, and how it resumes.
 
-The formats and threads are `checkpoint`'s. Knows steps, stages and layers.
+Formats and threads are in `checkpoint`. Knows steps, stages and layers.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from atlas.runtime.checkpoint import (
     share,
 )
 from atlas.runtime.links import WorkerLinks
+from atlas.runtime.models.config import model_layers
 from atlas.runtime.models.decoder import layer_of
 from atlas.runtime.tensor_parallel.stage_set import StageSet
-from atlas.runtime.training import data_digest, model_layers, run_config
+from atlas.runtime.training import data_digest, run_config
 from atlas.runtime.wiring import WorkerRole
 
 COPY_S = 60.0
-"""How long the end of a run waits for the last save to be across."""
+"""How long the end of a run waits for the copy of the last save."""
 Written = Callable[[SaveId], None]
 
 
 def resume(training: TrainingSetup, choice: SaveChoice, role: WorkerRole, stage_set: StageSet) -> None:
-    """Takes weights and optimizer state from the step that the launcher chose, if it chose one."""
+    """Load weights and optimizer state of the step that the launcher chose, if it chose one."""
     if choice.resume is None:
         return
     checkpoint = choose([LocalStore(folder) for folder in choice.sources], step=choice.resume)
@@ -53,10 +54,9 @@ def global_batch_of(training: TrainingSetup, role: WorkerRole) -> int:
 
 
 class Saving:
-    """Saves every so many steps and at the end.
+    """Saves every few steps and at the end.
 
-    Where the assignment says so, saves are copied to another datacenter over this worker's links, behind what else it
-    sends.
+    If the assignment says so, saves are copied to another datacenter over this worker's links, after its other traffic.
     """
 
     def __init__(
@@ -84,14 +84,13 @@ class Saving:
         )
         self._mine = share(stage_set.layers, role.pipeline, role.num_pipelines)
 
-    def copy_over(self, links: WorkerLinks, on_copied: Written) -> None:
-        """From now on, what is saved is copied to where the launcher said, and to nowhere else: a place that a plan of
-        before had chosen may be lost."""
+    def start_copying(self, links: WorkerLinks, on_copied: Written) -> None:
+        """Copy saves to the store that the launcher chose, and no longer to one of an earlier plan: it may be lost."""
         copy, store = self.choice.copy, self.checkpointer.store
         if copy is None:
             forget_targets(store, self.role.name)
             return
-        target = RemoteStore(CheckpointClient(links.main, copy.peer, (copy.host, copy.port)), copy.shelf)
+        target = RemoteStore(CheckpointClient(links.main, copy.peer, (copy.host, copy.port)), copy.store)
         self._replicator = Replicator(
             store,
             target,
@@ -104,17 +103,17 @@ class Saving:
         forget_targets(store, self.role.name, but=str(target))
 
     def confirm(self, *complete: SaveId) -> None:
-        """These are written, and copied where they are to be, by everybody: older ones may go."""
+        """All workers have written and, where required, copied these: older ones may be deleted."""
         self.retention.confirm(*complete)
         self._copies.confirm(*complete)
 
     def after_step(self, num_done: int) -> None:
-        """`num_done` steps of the training are done."""
+        """Save if it is time to."""
         if self.choice.every and num_done % self.choice.every == 0:
             self.save(num_done)
 
     def save(self, num_done: int) -> None:
-        """Behind training; a second time for the same step costs nothing."""
+        """Save in the background; nothing happens if this step is saved already."""
         meta = Meta(
             samples_seen=num_done * self.global_batch,
             seed=self.training.model.seed,
@@ -125,7 +124,7 @@ class Saving:
         self.checkpointer.save(num_done, self.stage_set.states(self._mine), meta)
 
     def close(self) -> None:
-        """Waits for the last write, and a while for its copy."""
+        """Wait for the last write and, for a limited time, for its copy."""
         self.checkpointer.close()
         if self._replicator is not None:
             self._replicator.wait(COPY_S)

@@ -1,4 +1,4 @@
-"""Spans laid over each other: how much of some stretch of time at least one of them covers. Knows moments only."""
+"""The union of spans: how much of an interval at least one of them covers. Knows moments only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from atlas.runtime.device import Span
 
 
 class SpanUnion:
-    """What overlaps counts once."""
+    """Overlapping spans count once."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         joined: list[tuple[int, int]] = []
@@ -23,7 +23,7 @@ class SpanUnion:
         self._joined: Ints = np.array(joined, np.int64).reshape(-1, 2)
 
     def within_ns(self, span: Span) -> int:
-        """Of this span."""
+        """How much of this span is covered."""
         first = np.searchsorted(self._joined[:, 1], span.start_ns)
         last = np.searchsorted(self._joined[:, 0], span.end_ns)
         inside = np.clip(self._joined[first:last], span.start_ns, span.end_ns)

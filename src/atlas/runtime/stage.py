@@ -1,5 +1,5 @@
-"""One stage of the model while it trains: forwards, recomputes, backwards whole or split, gradients summed in
-ascending order of microbatch whatever order the Program computes them in, so that sums are reproducible.
+"""One stage of the model while it trains: forwards, recomputes, backwards whole or split, and gradients summed in
+ascending order of microbatch, whatever order the Program computes them in, so that sums are reproducible.
 
 Knows tensors and autograd. Does not know where its inputs come from, nor time.
 """
@@ -14,15 +14,14 @@ from torch import Tensor
 
 from atlas.runtime.models.decoder import TIED_HEAD, loss_of
 from atlas.runtime.models.linear import Linear, WeightWork, recording
-from atlas.runtime.models.task import StageTask
-from atlas.runtime.models.tied import require_joinable
+from atlas.runtime.models.task import DecoderTask
 
 
 class GradientSum:
-    """Sums per-microbatch gradients in ascending order and in float32, holding back those that come early.
+    """Sums gradients of microbatches in ascending order and in float32; keeps those that come early.
 
-    Until it is asked for, the sum grows in the parameters' `.grad`: a backward whose turn it is may add there by
-    itself, which saves a way through memory.
+    Until `total`, the sum is in the parameters' `.grad`: the backward of the next microbatch may add there itself,
+    which saves a pass through memory.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -41,11 +40,11 @@ class GradientSum:
         self._sum, self._first, self._next = None, first_slot, first_slot
 
     def is_next(self, slot: int) -> bool:
-        """Whether a backward may add this one to `.grad`, to be noted by `added`."""
+        """Whether a backward may add this microbatch to `.grad` itself and then call `added`."""
         return slot == self._next
 
     def added(self, slot: int) -> None:
-        assert slot == self._next, "added out of turn"
+        assert slot == self._next, "added out of order"
         self._next += 1
         self._add_early()
 
@@ -64,8 +63,8 @@ class GradientSum:
             self._next += 1
 
     def total(self) -> list[Tensor]:
-        """From now on the sum is the caller's, and `.grad` is empty."""
-        assert not self._early, "a gradient is missing below one that is there"
+        """The sum, which the caller now owns; `.grad` is empty."""
+        assert not self._early, "the gradient of an earlier microbatch is missing"
         if self._sum is None:
             self._sum = _gradients(self._parameters)
             for parameter in self._parameters:
@@ -80,45 +79,42 @@ def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Pass(NamedTuple):
-    """What a forward leaves for its backward."""
+    """What a backward needs of its forward."""
 
     output: Tensor
     work: WeightWork
 
 
 class _Half(NamedTuple):
-    """What an input gradient leaves for its weight gradient."""
+    """What the weight half of a backward needs of its input half."""
 
     direct: Sequence[Tensor]
-    """Gradients of norms, biases, embedding and head: cheap, or cheaper now than kept."""
+    """Gradients of norms, biases, embedding and head: cheap, or cheaper to compute at once than to keep inputs."""
     work: WeightWork
 
 
 class Stage:
-    """The work of one stage of one pipeline. `slot` counts microbatches over all iterations."""
+    """One stage of one pipeline. `slot` counts microbatches over all iterations."""
 
     def __init__(
         self,
-        task: StageTask,
+        task: DecoderTask,
         stage: int,
         num_stages: int,
         pipeline: int,
         loss_scale: float,
         *,
-        can_exchange_tied: bool = False,
         splits: bool = True,
     ) -> None:
-        """`can_exchange_tied`: whoever runs the stage will `tied.join` the gradients of tied ends before a step.
-        `splits`: whether backwards may come in two halves; where not, linear layers are torch's own, and quicker."""
+        """`splits`: whether backwards come in two halves; if not, linear layers are torch's own, which are faster."""
         self.task, self.pipeline, self.loss_scale, self.splits = task, pipeline, loss_scale, splits
         self.is_first, self.is_last = stage == 0, stage == num_stages - 1
         self.module = task.build_stage(stage, num_stages)
-        require_joinable(self.module.config, num_stages, can_exchange=can_exchange_tied)
         self._trained = list(self.module.parameters())
         deferrable = {id(m.weight) for m in self.module.modules() if isinstance(m, Linear)}
         self._direct = [p for p in self._trained if id(p) not in deferrable]
         self.named_parameters: Mapping[str, Tensor] = {n: _local(p) for n, p in self.module.named_parameters()}
-        """This process's share of every parameter, by its name in the whole model; `.grad` is float32."""
+        """This process's part of every parameter, by its name in the whole model; `.grad` is float32."""
         for parameter in self.named_parameters.values():
             parameter.grad_dtype = torch.float32
         self.gradients = GradientSum(self.parameters)
@@ -138,11 +134,11 @@ class Stage:
 
     @property
     def losses(self) -> dict[int, float]:
-        """By slot, on the last stage. Reading it waits for the device."""
+        """By slot, on the last stage. Waits for the device."""
         return {slot: loss.item() for slot, loss in self._losses.items()}
 
     def pop_losses(self, last_slot: int) -> list[float]:
-        """Up to a slot, ascending, forgotten from now on. Waits for the device."""
+        """Remove and return the losses up to a slot, ascending. Waits for the device."""
         slots = sorted(slot for slot in self._losses if slot <= last_slot)
         return [self._losses.pop(slot).item() for slot in slots]
 
@@ -151,7 +147,7 @@ class Stage:
 
     @property
     def counted(self) -> set[str]:
-        """The parameters whose gradients this process brings to the global norm: each matrix counts once."""
+        """The parameters that this process counts in the global norm: each matrix counts once."""
         shared = self.module.tensor_rank > 0
         return {
             name
@@ -160,7 +156,7 @@ class Stage:
         }
 
     def warm_up(self) -> None:
-        """Pays torch's first-call costs before anything is timed; leaves no trace."""
+        """Pay torch's first-call costs before anything is timed; changes no state."""
         some = self._trained[0]
         shape = self.task.activation_shape
         x = torch.zeros(shape[:2], dtype=torch.int64) if self.is_first else torch.zeros(shape, dtype=some.dtype)
@@ -168,12 +164,12 @@ class Stage:
         torch.autograd.grad(self.module(x).float().square().mean(), self._trained)
 
     def look_ahead(self, slots: Iterable[int]) -> None:
-        """Reads the data of forwards that are to come, where this stage needs any."""
+        """Read the data of later forwards, if this stage needs data."""
         if self.is_first or self.is_last:
             self._data |= {slot: self.task.microbatch(slot, self.pipeline) for slot in slots}
 
     def forward(self, slot: int, x: Tensor | None, *, keep: bool) -> Tensor:
-        """`keep` false: throw the activations away and expect a recompute."""
+        """`keep` false: discard the activations; a recompute follows."""
         if x is None:
             x = self._microbatch(slot)[0].to(self._trained[0].device)
         else:
@@ -214,17 +210,17 @@ class Stage:
         gradients = half.work.finish() | {id(p): g for p, g in zip(self._direct, half.direct, strict=True)}
         self._add(slot, [gradients[id(p)] for p in self._trained])
 
-    # ---- gradients, once all microbatches are in -------------------------------------------------------------------
+    # ---- gradients, after the last microbatch ----------------------------------------------------------------------
     def outgoing(self) -> list[Tensor]:
-        """What is to be summed over the pipelines."""
+        """The gradients to sum over the pipelines."""
         return self.gradients.total()
 
     def adopt(self, sums: Sequence[Tensor]) -> None:
-        """The sums of what was `outgoing` become the gradients."""
+        """Use the sums of the `outgoing` gradients as gradients."""
         for parameter, gradient in zip(self.parameters, sums, strict=True):
             parameter.grad = gradient
 
-    # ---- inside ----------------------------------------------------------------------------------------------------
+    # ---- helpers ---------------------------------------------------------------------------------------------------
     def _microbatch(self, slot: int) -> tuple[Tensor, Tensor]:
         return self._data.pop(slot, None) or self.task.microbatch(slot, self.pipeline)
 
@@ -252,9 +248,9 @@ class Stage:
 
 
 def _local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """A tensor's share on this process, laid out as `like` is; itself where it is not sharded (see models.parallel).
+    """This process's part of a tensor, in the layout of `like`; the tensor itself if it is not sharded.
 
-    Asks for the method and not for DTensor, whose import costs a second that most processes do not need.
+    Checks for the method and not for DTensor, whose import takes a second that most processes do not need.
     """
     if not hasattr(tensor, "to_local"):
         return tensor

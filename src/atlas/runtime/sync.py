@@ -1,8 +1,8 @@
-"""What closes an iteration: gradients summed over all pipelines, the two ends of tied embeddings joined, the global
-norm. Every sum is taken in the order of pipelines, whatever arrives first, so every worker and every schedule gets
-the same bits.
+"""The end of an iteration: gradients are summed over all pipelines, the two ends of tied embeddings are joined, and the
+global norm is computed. Every sum is taken in the order of pipelines, whatever arrives first, so all workers and all
+schedules get the same bits.
 
-A sum is divided among the pipelines: each receives its slice of everybody's, adds up, and gives the result to all. It
+A sum is divided among the pipelines: each receives its slice from all others, adds, and sends the result to all. It
 begins as soon as a stage has its last gradient, while others still compute. Tied ends cross the WAN once an iteration,
 each pipeline a slice of the matrix. The norm is a list of scalars to the last stage and one number back. Knows
 gradients and links; not when a Program calls for any of it.
@@ -36,7 +36,7 @@ UP, DOWN = range(2)
 
 
 def slices(length: int, count: int) -> list[slice]:
-    """`count` runs of nearly equal length; fixed by the two numbers alone."""
+    """`count` slices of nearly equal length, determined by the two numbers alone."""
     edges = [length * i // count for i in range(count + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(edges)]
 
@@ -47,19 +47,19 @@ def is_on_host(tensors: Sequence[Tensor]) -> bool:
 
 @dataclass
 class _Sum:
-    """One stage's gradients, flat in host memory, on their way to become everybody's sum."""
+    """A pending sum of one stage's gradients over all pipelines, flat in host memory."""
 
     flat: Tensor
     parts: dict[int, Tensor]
-    """Of my slice, by pipeline."""
+    """Of this pipeline's slice, by pipeline."""
     received: list[Handle] = field(default_factory=list)
     sums: list[Handle] = field(default_factory=list)
-    is_mine_here: threading.Event = field(default_factory=threading.Event)
-    """Whether my own part is in host memory."""
+    own_is_ready: threading.Event = field(default_factory=threading.Event)
+    """Set when this worker's own gradients are in host memory."""
 
 
 class GradientSync:
-    """Of one worker: its stages' gradients over all pipelines."""
+    """Sums the gradients of one worker's stages over all pipelines."""
 
     def __init__(self, links: WorkerLinks, device: Device, who: str) -> None:
         self.links, self.device, self.who = links, device, who
@@ -67,7 +67,7 @@ class GradientSync:
         self._sums: dict[tuple[int, int], _Sum] = {}
 
     def begin(self, step: int, stage: int, gradients: Sequence[Tensor]) -> None:
-        """Posts the receives and sends everybody his slice of mine. Returns at once."""
+        """Post the receives and send every pipeline its slice of this worker's gradients. Returns at once."""
         if not self.role.other_pipelines:
             return
         num_values = sum(gradient.numel() for gradient in gradients)
@@ -82,28 +82,28 @@ class GradientSync:
         self._sums[step, stage] = total
 
         def send_parts(host: Tensor) -> None:
-            flat_of_mine = host.view(-1)
-            parts[self.role.pipeline] = flat_of_mine[mine]
+            flat_own = host.view(-1)
+            parts[self.role.pipeline] = flat_own[mine]
             for c in self.role.other_pipelines:
-                self._send(c, (step, stage, self.role.pipeline, PARTS), flat_of_mine[cut[c]])
-            total.is_mine_here.set()
+                self._send(c, (step, stage, self.role.pipeline, PARTS), flat_own[cut[c]])
+            total.own_is_ready.set()
 
-        all_of_mine = torch.cat([gradient.flatten() for gradient in gradients])
+        own = torch.cat([gradient.flatten() for gradient in gradients])
         if is_on_host(gradients):
-            send_parts(all_of_mine)
+            send_parts(own)
         else:
-            self.device.download(all_of_mine, send_parts)
+            self.device.download(own, send_parts)
 
     def finish(self, step: int, stage: int, gradients: Sequence[Tensor], wait: Wait) -> tuple[list[Tensor], int]:
-        """The sums over all pipelines, shaped as `gradients` and where they are, and when the last had arrived."""
+        """The sums over all pipelines, in the shapes and on the device of `gradients`, and when the last arrived."""
         if not self.role.other_pipelines:
             return list(gradients), 0
         total = self._sums.pop((step, stage))
         wait(total.received)
-        if not total.is_mine_here.wait(self.links.patience_s):
+        if not total.own_is_ready.wait(self.links.patience_s):
             raise WorkerError(
-                f"SYNC of step {step} on {self.who}: its own gradients of stage {stage} did not come off the device "
-                f"within {self.links.patience_s:g} s"
+                f"SYNC of step {step} on {self.who}: its own gradients of stage {stage} were not copied from the "
+                f"device within {self.links.patience_s:g} s"
             )
         mine = slices(len(total.flat), self.role.num_pipelines)[self.role.pipeline]
         added = total.flat[mine]
@@ -112,7 +112,7 @@ class GradientSync:
             added += total.parts[c]
         tag = (step, stage, self.role.pipeline, SUMS)
         sent = [self._send(c, tag, added) for c in self.role.other_pipelines]
-        wait([*total.sums, *sent])  # what is sent is a part of the sums, which may be clipped in place from now on
+        wait([*total.sums, *sent])  # the sent slice is part of the sums, which may be clipped in place from now on
         on_device = total.flat if is_on_host(gradients) else self.device.upload(total.flat).get()
         ends = list(itertools.accumulate(gradient.numel() for gradient in gradients))
         summed = [on_device[end - g.numel() : end].view(g.shape) for end, g in zip(ends, gradients, strict=True)]
@@ -128,16 +128,16 @@ class GradientSync:
 
 
 class TiedEnds:
-    """The matrix at both ends of the model, where they lie on two workers."""
+    """Joins the gradients of tied embeddings whose ends are on two workers."""
 
     def __init__(self, links: WorkerLinks, who: str) -> None:
         self.links, self.who = links, who
         self.role = links.role
 
     def join(self, step: int, name: str, gradient: Tensor, wait: Wait) -> tuple[Tensor, int]:
-        """From that of the end that is here (`name`) to the gradient of both, in host memory; when all had arrived."""
+        """The sum of the local end's gradient (`name`) and the other end's, in host memory; when it arrived."""
         role = self.role
-        assert role.opposite_end is not None, "both ends are here"
+        assert role.opposite_end is not None, "only for ends on two workers"
         mine = gradient.detach().to("cpu").contiguous().view(-1)
         cut = slices(len(mine), role.num_pipelines)
         whole, theirs = torch.empty_like(mine), torch.empty(cut[role.pipeline].stop - cut[role.pipeline].start)
@@ -161,18 +161,18 @@ class TiedEnds:
 
 
 class GlobalNorm:
-    """The global norm of the gradients: every stage's squares to the last stage, the norm back."""
+    """The global norm of the gradients: all stages send their squares to the last stage, which sends the norm back."""
 
     def __init__(self, links: WorkerLinks, who: str) -> None:
         self.links, self.who, self.role = links, who, links.role
 
     def take(self, step: int, squares: Sequence[float], wait: Wait) -> tuple[float, int]:
-        """The norm, and when it was here. The sum is exact, so no order matters."""
+        """The norm, and when it arrived. The sum is exact, so the order does not matter."""
         last, moments = self.role.program.num_ranks - 1, [0]
         gathered = np.array(squares, np.float64)
         if self.role.rank > 0:
-            before, at_ns = self._recv(self.role.rank - 1, (step, UP, 0, 0), wait)
-            gathered = np.concatenate([before, gathered])
+            earlier, at_ns = self._recv(self.role.rank - 1, (step, UP, 0, 0), wait)
+            gathered = np.concatenate([earlier, gathered])
             moments.append(at_ns)
         if self.role.rank < last:
             self._send(self.role.rank + 1, (step, UP, 0, 0), gathered)

@@ -1,7 +1,7 @@
 """Activations forward and their gradients back: receives posted ahead in the order in which they will be needed, sends
-that never hold up compute, and what stages of one worker hand to each other without a socket.
+that never block computation, and hand-over between stages of one worker without a socket.
 
-Knows tensors, tags and transfers of the Program. What is computed with them, and when, the worker knows.
+Knows tensors, tags and transfers of the Program. The worker knows what is computed with them, and when.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ AHEAD_BYTES = 256 << 20
 
 
 class StageInput(NamedTuple):
-    """An input of an op that comes over a boundary; `slot` counts microbatches over all steps."""
+    """An input of an op that crosses a boundary; `slot` counts microbatches over all steps."""
 
     direction: int
     stage: int
-    """That receives."""
+    """The receiving stage."""
     slot: int
 
     @property
@@ -45,7 +45,7 @@ class StageInput(NamedTuple):
 
 
 class ReceivedTensor:
-    """A receive. Its copy to the device starts when its last byte is here, whoever notices first."""
+    """A receive. Its copy to the device starts when its last byte has arrived, on whichever thread sees it first."""
 
     def __init__(self, handle: Handle, buffer: Tensor, device: Device) -> None:
         self.handle = handle
@@ -61,7 +61,7 @@ class ReceivedTensor:
         return self._upload.get()
 
     def _start_early(self, done: Handle) -> None:
-        """On the transport's thread, which a failing device must not end: it fails again where the tensor is needed."""
+        """On the transport's thread, which a device error must not end: the error is raised again by `tensor`."""
         if done.error is None:
             with contextlib.suppress(Exception):
                 self._start()
@@ -73,7 +73,7 @@ class ReceivedTensor:
 
 
 class Transfers:
-    """Of one worker. `needs` is what its ops will receive over the network, in order, over all steps."""
+    """Of one worker. `needs`: all inputs from the network, in order, over all steps."""
 
     def __init__(
         self,
@@ -90,13 +90,13 @@ class Transfers:
         self._needs = needs
         self._posted: dict[StageInput, ReceivedTensor] = {}
         self._here: dict[StageInput, tuple[Tensor, int]] = {}
-        """What stages of this worker hand to each other, and when."""
+        """Inputs from another stage of this worker, and when they were ready."""
         self._failed: deque[WorkerError] = deque()
         self._later = int(self.program.turn.max(initial=0)) + 1
 
     # ---- in ----------------------------------------------------------------------------------------------------------
     def post_ahead(self) -> None:
-        """Several at a time: each is a note to the peer, and notes that come together wake it once."""
+        """Post several receives at a time: each sends a message to the peer, and a batch wakes it once."""
         if len(self._posted) <= self._num_ahead // 2:
             for need in itertools.islice(self._needs, self._num_ahead - len(self._posted)):
                 self._post(need)
@@ -108,7 +108,7 @@ class Transfers:
         self._posted[need] = ReceivedTensor(handle, buffer, self.device)
 
     def arrival(self, need: StageInput) -> Handle | None:
-        """What to wait for; None where another stage of this worker has left it here."""
+        """The receive to wait for; None if another stage of this worker provides the input."""
         if need in self._here:
             return None
         if need not in self._posted:
@@ -116,7 +116,7 @@ class Transfers:
         return self._posted[need].handle
 
     def take(self, need: StageInput, *, keep: bool = False) -> tuple[Tensor, int]:
-        """The tensor, on the device, and when it was there; after its `arrival` is done. `keep`: to be taken again."""
+        """The tensor on the device, and when it arrived; after its `arrival` is done. `keep`: to take it again."""
         if need in self._here:
             return self._here[need] if keep else self._here.pop(need)
         arrival = self._posted[need] if keep else self._posted.pop(need)
@@ -124,7 +124,7 @@ class Transfers:
 
     # ---- out ---------------------------------------------------------------------------------------------------------
     def send(self, op: Op, slot: int, num_passes: int, tensor: Tensor, ready_ns: int, record: StepRecord) -> None:
-        """The output of a forward or a backward; `num_passes` were made through the Program before this one."""
+        """Send the output of a forward or a backward; `num_passes`: passes through the Program before this one."""
         direction = BACKWARD if op.kind in BACKWARDS else FORWARD
         need = StageInput(direction, op.stage + 1 if direction == FORWARD else op.stage - 1, slot)
         transfer = self.transfer(direction, need.boundary, op.microbatch)
@@ -144,13 +144,13 @@ class Transfers:
 
         self.device.download(tensor, post)
 
-    def require_sound(self) -> None:
-        """Raises what went wrong with a send since it was last asked."""
+    def raise_failed(self) -> None:
+        """Raise the error of a send that has failed."""
         if self._failed:
             raise self._failed.popleft()
 
     def transfer(self, direction: int, boundary: int, microbatch: int) -> int:
-        """As the Program of this worker's cell numbers it."""
+        """The transfer's number in the Program of this worker's cell."""
         program = self.program
         pipeline = direction * program.num_pipelines + self.role.worker // program.num_ranks
         return (pipeline * (program.num_stages - 1) + boundary) * program.num_slots + microbatch

@@ -1,9 +1,9 @@
-"""A worker's waits, offered to others. Whenever the worker is about to wait for an input, a `Filler` may use the device
-until the input has arrived. That is all BubbleTea needs of a worker, and all the worker knows of it.
+"""A worker's waits, for others to use. While the worker waits for an input, a `Filler` may use the device until the
+input arrives. BubbleTea needs nothing else of a worker.
 
 A filler is named in the assignment and found among the entry points of the group `atlas.fillers`: a callable that
-takes its settings (a JSON object) and returns a Filler. One that fails is dropped and training goes on. Where there is
-none, waiting costs what it always did.
+takes its settings (a JSON object) and returns a Filler. A filler that fails is not called again, and training
+continues. Without a filler, waiting costs nothing extra.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ log = logging.getLogger("atlas.waits")
 
 @dataclass(frozen=True)
 class Position:
-    """An op that waits: which step of the training, and which of the worker's ops in it."""
+    """An op that waits: the step of the training, and its index among the worker's ops."""
 
     step: int
     index: int
-    """In the worker's list of one pass through its Program; the same every time, so windows can be learnt."""
+    """In the worker's ops of one pass through its Program; the same in every pass, so waits can be predicted."""
 
 
 @dataclass(frozen=True, eq=False)
 class WorkerFacts:
-    """What a filler may know of the worker it lives in."""
+    """Facts about the worker, for its filler."""
 
     name: str
     """`p0.s1`"""
@@ -46,68 +46,68 @@ class WorkerFacts:
     worker: int
     program: Program
     ops: Sequence[Op]
-    """Its own, in order: what `Position.index` counts."""
+    """Its own, in order: `Position.index` counts them."""
     compute_ns: Ints
-    """[s, k] of its pipeline, as priced; zeros where nothing is paced."""
+    """[s, k] of its pipeline, by the cost model; zeros if it is not paced."""
 
 
 class SharedDevice:
-    """The worker's device as a filler sees it: what it runs appears in the Timeline as P ops."""
+    """The worker's device for a filler: its work appears in the Timeline as P ops."""
 
     def __init__(self, device: Device, note: Callable[[Span], None]) -> None:
         self._device, self._note = device, note
         self.place = device.place
-        """Where tensors live, as torch names it."""
+        """The torch device of tensors."""
 
     def run(self, work: Callable[[], T], cost_ns: int = 0) -> tuple[T, Span]:
-        """Does `work` now. A paced device is busy with it for `cost_ns`."""
+        """Do `work` now. A paced device is busy with it for `cost_ns`."""
         running = self.begin(work, cost_ns)
         return running.result, self.settle(running)
 
     def begin(self, work: Callable[[], T], cost_ns: int = 0) -> Running[T]:
-        """As `run`, but a device with a queue does not wait; to be settled later."""
+        """As `run`, but a device with a queue does not wait; call `settle` later."""
         return self._device.begin(work, cost_ns, time.monotonic_ns())
 
     def settle(self, running: Running[object]) -> Span:
-        """Waits for its end, and notes it."""
+        """Wait for its end and record it."""
         span = running.wait()
         self._note(span)
         return span
 
 
 class Filler(Protocol):
-    """Called on the worker's own thread, never while it computes."""
+    """Uses a worker's waits. Called on the worker's own thread, never while it computes."""
 
     def attach(self, facts: WorkerFacts, device: SharedDevice) -> None:
         """Once, before training starts."""
 
     def fill(self, position: Position, arrived: Callable[[], bool]) -> None:
-        """The worker has nothing to do until `arrived()`. Return as soon as possible after that; at once is fine."""
+        """The worker is idle until `arrived()`. Return as soon as possible after that; returning at once is fine."""
 
     def waited(self, position: Position, began_ns: int, ended_ns: int) -> None:
-        """The wait is over; called for every op that can wait, also when its input was there (began = ended)."""
+        """The wait is over. Called for every op that can wait, also if it did not wait (began = ended)."""
 
     def ran(self, position: Position, span: Span) -> None:
-        """An op of training has run."""
+        """An op of training has finished."""
 
     def close(self) -> None:
         """Training has ended."""
 
 
 class Waits:
-    """How a worker waits."""
+    """A worker's waits for its inputs."""
 
     def __init__(self, patience_s: float, filler: Filler | None = None) -> None:
         self.patience_s, self._filler = patience_s, filler
         self.now_for = ""
-        """What is waited for at this moment, in words; empty while there is work."""
+        """What the worker waits for at this moment, in words; empty while it computes."""
 
     def attach(self, facts: WorkerFacts, device: Device, note: Callable[[Span], None]) -> None:
         if self._filler is not None:
             self._call(lambda filler: filler.attach(facts, SharedDevice(device, note)))
 
     def until(self, position: Position, handles: Sequence[Handle]) -> None:
-        """Returns once all are done; raises what went wrong, or who did not come within the patience."""
+        """Wait until all are done; raises their error, or a timeout."""
         began_ns = 0 if self._filler is None else self._fill(position, handles)
         for handle in handles:
             self.now_for = handle.what
@@ -118,7 +118,7 @@ class Waits:
             self._call(lambda filler: filler.waited(position, began_ns, ended_ns))
 
     def _fill(self, position: Position, handles: Sequence[Handle]) -> int:
-        """When the wait began."""
+        """Let the filler use the wait; returns when the wait began."""
 
         def arrived() -> bool:
             return all(handle.done for handle in handles)
@@ -137,13 +137,13 @@ class Waits:
             self._call(lambda filler: filler.close())
 
     def _call(self, what: Callable[[Filler], None]) -> None:
-        """A guest that misbehaves is shown the door; training goes on."""
+        """A filler that fails is not called again; training continues."""
         if self._filler is None:
             return
         try:
             what(self._filler)
         except Exception as error:
-            log.exception("the filler failed (%r) and is not called again; training goes on", error)
+            log.exception("the filler failed (%r) and is not called again; training continues", error)
             self._filler = None
 
 
@@ -154,6 +154,8 @@ def load_filler(choice: FillerChoice | None) -> Filler | None:
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if choice.name not in found:
         known = ", ".join(sorted(found)) or "none"
-        raise AtlasError(f"filler {choice.name!r}: not installed; there are {known}. Install the package that has it")
+        raise AtlasError(
+            f"filler {choice.name!r}: not installed; installed are {known}. Install the package that provides it"
+        )
     make: Callable[[Json], Filler] = found[choice.name].load()
     return make(choice.settings)

@@ -1,5 +1,5 @@
-"""Who talks to whom: the connections that a worker opens, by the Program alone. The worker and whoever tells it its
-peers' addresses both read it here, so they agree. Loads no torch.
+"""Which workers connect to which: the connections that a worker opens, derived from the Program alone. The worker and
+the launcher that sends it addresses both use this module, so they agree. Loads no torch.
 
 A worker has a main end. Where the pipelines of a cell share the WAN, each boundary between datacenters has an end of
 its own on each side, because a relay serves one boundary.
@@ -14,29 +14,27 @@ from atlas.errors import ProgramError
 from atlas.ir.program import BACKWARD, FORWARD, Program
 
 GRADIENTS, CONTROL, TIED = 2, 3, 6
-"""Lanes beside those of activations and their gradients: sums among pipelines; the norm; tied embeddings."""
+"""Lanes beside those of activations and their gradients: gradient sums over pipelines; the norm; tied embeddings."""
 MAIN, BEFORE, AFTER = "main", "before", "after"
-"""Ends: everything; the shared boundary before this worker's stage; the one after it."""
+"""Ends of a worker: everything else; the shared boundary before its stage; the shared boundary after it."""
 RELAY = -1
-"""The lanes of a cell's relay are its own affair."""
+"""Stands for all lanes of a cell's relay, which numbers them itself."""
 
 
 class PeerLink(NamedTuple):
-    """A connection that its owner opens."""
+    """A connection that a worker opens to a peer."""
 
     end: str
-    """Of the owner."""
+    """Of the worker that opens it."""
     peer: str
     """The peer's node, `datacenter/worker`."""
     peer_end: str
     lane: int
-    far: bool
-    """Whether it leaves the datacenter."""
 
 
 @dataclass(frozen=True, eq=False)
 class WorkerRole:
-    """One worker's place among all: pipelines are numbered over the cells."""
+    """One worker's part in a run: its rank, stages, name and peers. Pipelines are numbered over all cells."""
 
     program: Program
     worker: int
@@ -86,11 +84,11 @@ class WorkerRole:
         return [s for s, rank in enumerate(self.program.stage_rank) if rank == self.rank]
 
     def shares(self, boundary: int) -> bool:
-        """Whether the cell takes turns on this boundary."""
+        """Whether the cell's pipelines take turns on this boundary."""
         return self.program.sharing and bool(self.program.boundary_crosses[boundary])
 
     def end_of(self, boundary: int) -> str:
-        """Where this worker meets a boundary of its stage."""
+        """The end that this worker uses for a boundary of its stage."""
         if not self.shares(boundary):
             return MAIN
         return AFTER if self.program.stage_rank[boundary] == self.rank else BEFORE
@@ -101,77 +99,81 @@ class WorkerRole:
 
     @property
     def boundaries(self) -> list[int]:
-        """That this worker's stages lie at, and that are not inside it."""
+        """Boundaries between this worker's stages and those of other workers."""
         rank = self.program.stage_rank
         return [
             b for b in range(self.program.num_stages - 1) if rank[b] != rank[b + 1] and self.rank in rank[b : b + 2]
         ]
 
     def pairs(self, end: str) -> dict[str, str]:
-        """The nodes of this worker's side of a shared boundary, and their counterparts beyond it."""
+        """The nodes on this worker's side of a shared boundary, and their counterparts on the other side."""
         other = self.rank + 1 if end == AFTER else self.rank - 1
         return {self.node_of(c, self.rank): self.node_of(c, other) for c in self.cell_pipelines}
 
-    def wires(self, *, tied: bool) -> list[PeerLink]:
+    def links(self, *, tied: bool) -> list[PeerLink]:
         """All that this worker opens. `tied`: the first and the last rank exchange the gradient of one matrix."""
         return [*self._along(), *self._relays(), *self._sums(), *self._controls(tied=tied)]
 
-    def _wire(self, end: str, pipeline: int, rank: int, peer_end: str, lane: int) -> PeerLink:
-        far = self.program.rank_dc[rank] != self.datacenter
-        return PeerLink(end, self.node_of(pipeline, rank), peer_end, lane, far)
+    def _link(self, end: str, pipeline: int, rank: int, peer_end: str, lane: int) -> PeerLink:
+        return PeerLink(end, self.node_of(pipeline, rank), peer_end, lane)
 
     def _along(self) -> list[PeerLink]:
         """Activations forward, gradients back."""
-        rank, wires = self.program.stage_rank, []
+        rank, links = self.program.stage_rank, []
         for b in self.boundaries:
             if not self.shares(b):
                 if rank[b] == self.rank:
-                    wires.append(self._wire(MAIN, self.pipeline, rank[b + 1], MAIN, lane_of(FORWARD, b)))
+                    links.append(self._link(MAIN, self.pipeline, rank[b + 1], MAIN, lane_of(FORWARD, b)))
                 if rank[b + 1] == self.rank:
-                    wires.append(self._wire(MAIN, self.pipeline, rank[b], MAIN, lane_of(BACKWARD, b)))
-        return wires
+                    links.append(self._link(MAIN, self.pipeline, rank[b], MAIN, lane_of(BACKWARD, b)))
+        return links
 
     def _relays(self) -> list[PeerLink]:
-        wires = []
+        links = []
         for end, other, theirs in ((AFTER, self.rank + 1, BEFORE), (BEFORE, self.rank - 1, AFTER)):
             if end in self.ends:
-                wires.append(self._wire(end, self.pipeline, other, theirs, RELAY))
+                links.append(self._link(end, self.pipeline, other, theirs, RELAY))
                 mates = [c for c in self.cell_pipelines if c != self.pipeline]
-                wires += [self._wire(end, c, self.rank, end, RELAY) for c in mates]
-        return wires
+                links += [self._link(end, c, self.rank, end, RELAY) for c in mates]
+        return links
 
     def _sums(self) -> list[PeerLink]:
-        return [self._wire(MAIN, c, self.rank, MAIN, GRADIENTS) for c in self.other_pipelines]
+        return [self._link(MAIN, c, self.rank, MAIN, GRADIENTS) for c in self.other_pipelines]
 
     def _controls(self, *, tied: bool) -> list[PeerLink]:
         last = self.program.num_ranks - 1
         neighbours = [rank for rank in (self.rank - 1, self.rank + 1) if 0 <= rank <= last]
-        wires = [self._wire(MAIN, self.pipeline, rank, MAIN, CONTROL) for rank in neighbours]
+        links = [self._link(MAIN, self.pipeline, rank, MAIN, CONTROL) for rank in neighbours]
         if tied and self.opposite_end is not None:
-            wires.append(self._wire(MAIN, self.pipeline, self.opposite_end, MAIN, TIED))
-        return wires
+            links.append(self._link(MAIN, self.pipeline, self.opposite_end, MAIN, TIED))
+        return links
 
     @property
     def opposite_end(self) -> int | None:
-        """The rank that holds the model's other end, where this one holds exactly one of the two."""
+        """The rank of the model's other end, if this worker has exactly one of the two."""
         first, last = self.program.stage_rank[0], self.program.stage_rank[-1]
         if first == last or self.rank not in (first, last):
             return None
         return last if self.rank == first else first
 
 
+def all_roles(program: Program, num_cells: int) -> list[WorkerRole]:
+    """Of every worker of a run, cell by cell."""
+    return [WorkerRole(program, w, cell, num_cells) for cell in range(num_cells) for w in range(program.num_workers)]
+
+
 def lane_of(direction: int, boundary: int) -> int:
-    """Every channel of the Program has its own lane."""
+    """The lane of a channel of the Program."""
     return direction + 4 * boundary
 
 
 def is_along(lane: int) -> bool:
-    """Whether it is a channel of the Program's."""
+    """Whether a lane is a channel of the Program."""
     return lane % 4 in (FORWARD, BACKWARD)
 
 
 def require_runnable(program: Program) -> None:
-    """Says what no worker can do, before anything is started."""
+    """Raise if workers cannot execute the Program."""
     if program.sharing and program.num_stages != program.num_ranks:
         raise ProgramError(
             f"program {program.name!r} takes turns on the WAN with {program.num_stages} stages on {program.num_ranks} "

@@ -1,8 +1,8 @@
-"""The worker: does its ops of a Program in order, over and over, and nothing else. Every decision was taken before it
+"""The worker: executes its ops of a Program in order, repeatedly, and nothing else. Every decision was made before it
 started.
 
-It waits for inputs, runs ops on its device, hands outputs on and notes when what happened. It knows its own ops,
-stages and role; not the cluster, not the costs of others, not who started it.
+It waits for inputs, runs ops on its device, sends outputs and records times. It knows its own ops, stages and role; not
+the cluster, not the costs of others, not who started it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from atlas.runtime.checkpoint import SaveId
 from atlas.runtime.device import Device, Span
 from atlas.runtime.links import PeerAddress, WorkerLinks
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD
-from atlas.runtime.models.tied import is_split
 from atlas.runtime.record import Recorder, StepRecord
 from atlas.runtime.saving import Saving, resume
 from atlas.runtime.sync import GlobalNorm, GradientSync, TiedEnds
@@ -40,18 +39,18 @@ T = TypeVar("T")
 
 
 class ProgramPass(NamedTuple):
-    """One way through the Program."""
+    """One pass through the Program."""
 
     number: int
     first_step: int
     """Of the training."""
     start_ns: int
-    """Before which nothing begins; 0 after the first."""
+    """No op begins earlier; 0 after the first pass."""
     record: StepRecord
 
 
 class Worker:
-    """Listens from the start, so that peers can connect; then `connect`, then `run`."""
+    """Listens at once, so that peers can connect; then `connect`, then `run`."""
 
     def __init__(
         self,
@@ -60,11 +59,11 @@ class Worker:
         *,
         followers: Followers | None = None,
         filler: Filler | None = None,
-        tell: Callable[[StepRecord], None] = lambda record: None,
+        on_step: Callable[[StepRecord], None] = lambda record: None,
         on_saved: Callable[[SaveId], None] = lambda id: None,
         on_copied: Callable[[SaveId], None] = lambda id: None,
     ) -> None:
-        """`followers`: the other processes that hold a part of its stages, where it is not alone."""
+        """`followers`: the other processes that share its stages, with tensor parallelism."""
         self.assignment, self.device, self.training = assignment, device, assignment.training
         self._on_copied = on_copied
         self.program = program = from_text(assignment.program)
@@ -87,13 +86,13 @@ class Worker:
         self.tied = TiedEnds(self.links, self._me)
         self.norm = GlobalNorm(self.links, self._me)
         self.waits = Waits(assignment.patience_s, filler)
-        self.recorder = Recorder(tell)
+        self.recorder = Recorder(on_step)
         self.last_step = assignment.first_step + assignment.num_steps - 1
-        """May be brought forward while it runs, not beyond what has begun (`next_step`)."""
+        """May be lowered while it runs, but not below a step that has begun (`next_step`)."""
         self.next_step = assignment.first_step
-        """The first that has not begun."""
+        """The first step that has not begun."""
         self._outgoing: dict[int, list[Tensor]] = {}
-        """Gradients that are being summed, by stage."""
+        """Gradients that are being summed over pipelines, by stage."""
         self._recomputed = {(op.stage, op.microbatch) for op in self.ops if op.kind == Kind.R}
         self._dispatch: dict[Kind, Callable[[Op, int, ProgramPass], Span]] = {
             Kind.F: self._forward,
@@ -110,35 +109,29 @@ class Worker:
         has = any(op.kind == Kind.NORM for op in self.ops)
         if self.training.max_norm is not None and not has:
             raise ProgramError(
-                f"program {self.program.name!r}: gradients are to be clipped at {self.training.max_norm:g}, but no "
-                "NORM takes their norm: add one before each STEP (with_optimizer(..., norm=True)), or do not clip"
+                f"program {self.program.name!r}: gradients are clipped at {self.training.max_norm:g}, but no NORM "
+                "computes their norm: add one before each STEP (with_optimizer(..., norm=True)), or do not clip"
             )
 
     def _hold(self, followers: Followers | None) -> StageSet:
         if followers is None:
             return StageSet(self.assignment, self.role, self.device.place)
         from atlas.runtime.tensor_parallel.leader import (
-            LeaderStageSet,  # brings DTensor, a second that most workers do not need
+            LeaderStageSet,  # DTensor: 1 s, and most workers do not need it
         )
 
         return LeaderStageSet(self.assignment, self.role, self.device.place, followers)
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """What this process holds of them, by name."""
+        """This process's part of them, by name."""
         return self.stage_set.parameters
 
-    # ---- life --------------------------------------------------------------------------------------------------------
-    @property
-    def is_tied(self) -> bool:
-        """Whether the model's ends are one matrix on two workers."""
-        config = self.training.model.config
-        return is_split(config, self.program.num_stages) and self.program.stage_rank[0] != self.program.stage_rank[-1]
-
+    # ---- start, run and end ------------------------------------------------------------------------------------------
     def connect(self, places: Sequence[PeerAddress]) -> None:
         self.links.connect(places)
         if self.saving is not None:
-            self.saving.copy_over(self.links, self._on_copied)
+            self.saving.start_copying(self.links, self._on_copied)
         self.stage_set.warm_up()
         facts = WorkerFacts(
             self.role.name, self.role.datacenter, self.role.worker, self.program, self.ops, self.compute_ns
@@ -146,9 +139,9 @@ class Worker:
         self.waits.attach(facts, self.device, lambda span: self.recorder.current.note_fill(span))
 
     def run(self, start_ns: int = 0, may_begin: Callable[[int], None] = lambda step: None) -> None:
-        """All steps, from `start_ns` on the monotonic clock; all peers must have connected by now.
+        """Run all steps, from `start_ns` on the monotonic clock. All peers must have connected.
 
-        `may_begin` is called before each step, and may hold it up.
+        `may_begin` is called before each step and may block.
         """
         self.transfers.post_ahead()
         time.sleep(max(0, start_ns - time.monotonic_ns()) / 1e9)
@@ -174,13 +167,13 @@ class Worker:
             span = self._dispatch[op.kind](op, index, now)
             now.record.note_op(span)
             self.waits.ran(Position(now.first_step, index), span)
-            self.transfers.require_sound()
+            self.transfers.raise_failed()
             self.recorder.flush()
         self._note_losses(now)
         self.recorder.end()
 
     def _look_ahead(self, now: ProgramPass) -> None:
-        """Who begins by waiting for another worker reads the first iteration's data meanwhile."""
+        """A worker that first waits for another one reads the first iteration's data meanwhile."""
         if self.ops and self.ops[0].stage > 0:
             first = now.first_step * self.program.num_microbatches
             for stage in self.stages.values():
@@ -193,7 +186,7 @@ class Worker:
             now.record.tokens = len(now.record.losses) * self.task.microbatch_size * self.task.length
 
     def close(self) -> None:
-        """Drops every connection, whatever state it is in."""
+        """Close every connection at once."""
         self.links.close()
         self.device.close()
 
@@ -233,7 +226,7 @@ class Worker:
 
     # ---- the end of an iteration -------------------------------------------------------------------------------------
     def _begin_sync(self, op: Op, now: ProgramPass) -> None:
-        """A stage that has its last gradient starts to share its sum at once, whatever else is to do."""
+        """Start to sum a stage's gradients over pipelines as soon as its last one is computed."""
         gradients = self.stages[op.stage].gradients
         if gradients.num_added == self.program.num_microbatches:
             step = now.first_step + op.microbatch // self.program.num_microbatches
@@ -244,7 +237,7 @@ class Worker:
         step, wait, moments = now.first_step + op.microbatch, self._waiter(index, now), [now.start_ns]
         for number, stage in self.stages.items():
             if stage.gradients.num_added != self.program.num_microbatches:
-                raise ProgramError(f"{self._who(op)}: backwards of stage {number} come after it; put them before")
+                raise ProgramError(f"{self._who(op)}: its backwards of stage {number} come later; put them before it")
             sums, arrived_ns = self.sync.finish(step, number, self._outgoing.pop(number), wait)
             stage.adopt(sums)
             moments.append(arrived_ns)
@@ -293,7 +286,7 @@ class Worker:
         return tensor, max(now.start_ns, arrive_ns)
 
     def _needs(self) -> Iterator[StageInput]:
-        """What will come over the network, in the order in which it is needed, step after step."""
+        """The inputs from the network over all steps, in the order in which ops need them."""
         program, last = self.program, self.program.num_stages - 1
         step, end = self.assignment.first_step, self.assignment.first_step + self.assignment.num_steps
         while step < end:
@@ -308,12 +301,12 @@ class Worker:
     def _waiter(self, index: int, now: ProgramPass) -> Callable[[Sequence[Handle]], None]:
         return lambda handles: self.waits.until(Position(now.first_step, index), handles)
 
-    # ---- small things ------------------------------------------------------------------------------------------------
+    # ---- helpers -----------------------------------------------------------------------------------------------------
     def _on_device(self, op: Op, ready_ns: int, work: Callable[[], T]) -> tuple[T, Span]:
         return self.device.run(work, int(self.compute_ns[op.stage, op.kind]), ready_ns)
 
     def _slot(self, op: Op, now: ProgramPass) -> int:
-        """Microbatches are counted over all steps of the training."""
+        """The number of a microbatch over all steps of the training."""
         assert op.kind in PER_MICROBATCH
         return op.microbatch + now.first_step * self.program.num_microbatches
 

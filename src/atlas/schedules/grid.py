@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,24 +23,37 @@ from atlas.schedules.setting import Setting
 
 Flags = NDArray[np.bool_]
 
+
+class Move(NamedTuple):
+    """From a setting to a grid point that it uses: so many steps worse, and at least at these places."""
+
+    latency_steps: int = 0
+    load_steps: int = 0
+    least_latency: int = 0
+    least_load: int = 0
+
+
 LATENCY_STEP, LOAD_STEP = 1.35, 1.25
 SMALLEST = 1 / 16
 """Of the slowest stage's work: below the first step from here a grid point has no latency, or no load."""
-REACH = 3
-"""How many steps worse a setting looks, over both directions of the grid together."""
+NEAR = tuple(Move(latency_steps=i, load_steps=step - i) for step in range(3) for i in range(step + 1))
+"""A setting's own grid point and those up to two steps worse, the nearest first."""
+FAR = tuple(Move(**{axis: place}) for place in (6, 12, 18) for axis in ("least_latency", "least_load"))
+"""The same places for every setting: 0.4, 2.3 and 14 units of latency; 0.24, 0.9 and 3.5 units of load. Without them a
+fast link has only light points, whose searches all return the same order, and a slower link may have a better one."""
 MIN_TRIES = 12
 """A grid point with fewer tries is not worth having."""
 
 
 def references(setting: Setting, budget: int) -> list[Setting]:
-    """The grid points that a setting uses, the nearest first, each with its share of the budget."""
-    reach = max(r for r in range(REACH + 1) if r == 0 or budget >= MIN_TRIES * len(_steps(r)))
-    steps = _steps(reach)
-    tries = max(1, budget // len(steps))
+    """The grid points that a setting uses, the nearest first, each with its share of the budget. How many tries a point
+    gets does not depend on how many of the points coincide: a point has the same orders wherever it is used."""
+    moves = next((m for m in ((*NEAR, *FAR), NEAR[:3]) if budget >= MIN_TRIES * len(m)), NEAR[:1])
+    tries = max(1, budget // len(moves))
     found: dict[tuple[bytes, ...], Setting] = {}
-    for worse in steps:
-        apart = _at_grid(setting, setting.apart, False, *worse)
-        turns = None if setting.turns is None else _at_grid(setting, setting.turns, True, *worse)
+    for move in moves:
+        apart = _at_grid(setting, setting.apart, False, move)
+        turns = None if setting.turns is None else _at_grid(setting, setting.turns, True, move)
         point = replace(setting, apart=apart, turns=turns, budget=tries)
         found.setdefault(prices(point), point)
     return list(found.values())
@@ -51,12 +65,6 @@ def prices(setting: Setting) -> tuple[bytes, ...]:
     return tuple(array.tobytes() for costs in both for array in (costs.compute_ns, costs.work_ns, costs.latency_ns))
 
 
-def _steps(reach: int) -> list[tuple[int, int]]:
-    """(steps of latency, steps of load) within reach, nearest first."""
-    every = [(i, j) for i in range(reach + 1) for j in range(reach + 1 - i)]
-    return sorted(every, key=lambda step: (sum(step), step))
-
-
 def slow_boundaries(layout: Layout) -> Ints:
     """[b]: whether a boundary crosses between datacenters; where none does, all of them."""
     dcs = [layout.rank_dc[rank] for rank in layout.stage_rank]
@@ -64,15 +72,15 @@ def slow_boundaries(layout: Layout) -> Ints:
     return crosses if crosses.any() else np.ones_like(crosses)
 
 
-def _at_grid(setting: Setting, costs: Costs, sharing: bool, latency_steps: int, load_steps: int) -> Costs:
-    """The costs with every slow boundary at a grid point, that many steps worse than the one at or below it."""
+def _at_grid(setting: Setting, costs: Costs, sharing: bool, move: Move) -> Costs:
+    """The costs with every slow boundary at a grid point, reached from the one at or below it."""
     slow = slow_boundaries(setting.layout).astype(bool)
     stage_ns = costs.compute_ns[0]
     again = stage_ns[:, Kind.R] * setting.recompute
     unit = max(1.0, float((stage_ns[:, Kind.F] + again + stage_ns[:, Kind.B]).max()))
     num = setting.layout.num_pipelines if sharing else 1
-    load = _snapped(_alone_ns(costs) * num, unit, LOAD_STEP, load_steps) // num
-    latency = _snapped(costs.latency_ns + costs.before_ns, unit, LATENCY_STEP, latency_steps)
+    load = _snapped(_alone_ns(costs) * num, unit, LOAD_STEP, move.load_steps, move.least_load) // num
+    latency = _snapped(costs.latency_ns + costs.before_ns, unit, LATENCY_STEP, move.latency_steps, move.least_latency)
     quantum_ns = max((link.quantum_ns for link in costs.links if link.policy == TURNS), default=0)
     links, channel = _links(setting.layout, slow, sharing, quantum_ns)
     return Costs(
@@ -95,11 +103,11 @@ def _alone_ns(costs: Costs) -> Ints:
     return np.rint(work).astype(np.int64)
 
 
-def _snapped(ns: Ints, unit: float, step: float, worse: int) -> Ints:
-    """The grid point at or below, and then so many steps up; 0 below the first step."""
+def _snapped(ns: Ints, unit: float, step: float, worse: int, least: int) -> Ints:
+    """The place at or below, then so many steps up, and `least` at least; 0 below the first step."""
     with np.errstate(divide="ignore"):
         place = np.floor(np.log(np.maximum(ns, 1) / (SMALLEST * unit)) / np.log(step) + 1e-9)
-    place = np.maximum(place, 0) + worse
+    place = np.maximum(np.maximum(place, 0) + worse, least)
     return np.where(place == 0, 0, np.rint(SMALLEST * unit * step**place)).astype(np.int64)
 
 

@@ -30,4 +30,4 @@ def zero_bubble_orders(setting: Setting, progress: Progress | None = None) -> li
 
     family = Family(splits=(True,), sharings=(False,))
     own = replace(setting, turns=None)
-    return found_on_grid(own, family, max(1, setting.budget // 3), keep=1, score=period_ns, progress=progress)
+    return found_on_grid(own, family, max(1, setting.budget // 3), keep=4, score=period_ns, progress=progress)

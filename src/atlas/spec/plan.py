@@ -1,8 +1,8 @@
 """The Plan file: a job with every choice made, the groups of pipelines that share the work, what they are predicted to
 do and where all of it came from. The one file that passes between commands.
 
-`load_plan` reads it like any file a user may have edited; `load_job_or_plan` takes either. Knows shapes and rules; who
-makes a plan is `atlas.planner`, who runs it `atlas.launch`.
+`load_job_or_plan` reads it, or a job file. Knows shapes and rules; `atlas.planner` makes plans, `atlas.launch` runs
+them.
 """
 
 from __future__ import annotations
@@ -109,24 +109,6 @@ class Plan(Frozen):
     runnable: Annotated[str, Field(pattern=r"^(yes|no, because .+)$", max_length=4096)]
     """Whether the runtime can execute it: `yes`, or `no, because ...`."""
 
-    @property
-    def is_runnable(self) -> bool:
-        return self.runnable == "yes"
-
-    def group_job(self, index: int) -> Job:
-        """The job that one group is."""
-        group = self.groups[index]
-        return self.job.model_copy(
-            update={
-                "pp": len(group.layers_per_stage),
-                "placement": group.placement,
-                "layers_per_stage": group.layers_per_stage,
-                "cells": group.cells,
-                "pipelines_per_cell": group.pipelines_per_cell,
-                "num_microbatches": group.num_microbatches,
-            }
-        )
-
 
 ROOMS: dict[str, type[Frozen]] = {
     "groups": PlanGroup,
@@ -146,21 +128,6 @@ def load_job_or_plan(path: str | Path, overrides: Sequence[str] = ()) -> tuple[J
         return job_of(document, path, overrides), None
     plan = _plan(document, path, overrides)
     return plan.job, plan
-
-
-def load_plan(path: str | Path) -> Plan:
-    """The Plan in a YAML file."""
-    path = Path(path)
-    document = read_yaml(path, key="plan")
-    if not isinstance(document.data, dict) or "plan" not in document.data:
-        raise SpecError(
-            where=str(path),
-            key="plan",
-            value=None,
-            rule="this is no Plan file: it has no key `plan`",
-            remedy="Make one with `atlas plan JOB.yaml --out plan.yaml`",
-        )
-    return _plan(document, path, ())
 
 
 def _plan(document: Document, path: Path, overrides: Sequence[str]) -> Plan:

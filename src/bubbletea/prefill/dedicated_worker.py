@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from atlas.runtime.device import make_device
+from atlas.runtime.hardware import make_device
 from atlas.runtime.waits import Position, SharedDevice
 from bubbletea.prefill.plugin import BubbleTea
 

@@ -28,9 +28,9 @@ from atlas.ir.assemble import repeated
 from atlas.ir.program import Program
 from atlas.ir.timeline import Timeline
 from atlas.launch.emulate import EmulationSettings, emulate
-from atlas.launch.iterations import StepProgress
 from atlas.launch.paths import require_emulable
 from atlas.launch.rehearse import MAX_WORKERS
+from atlas.launch.report.events import OnStep, StepEvent
 from atlas.runtime.assignment import FillerChoice, stand_in
 from atlas.sim import simulate
 from atlas.spec import Job
@@ -83,9 +83,7 @@ def rehearsed(source: TrainingSource) -> Rehearsed:
     return Rehearsed(job, program, costs, simulate(repeated(program, PREDICTED), costs))
 
 
-def train(
-    what: Rehearsed, source: TrainingSource, filler: dict[str, Any] | None, on_step: Callable[[StepProgress], None]
-) -> list[float]:
+def train(what: Rehearsed, source: TrainingSource, filler: dict[str, Any] | None, on_step: OnStep) -> list[float]:
     """One run from the first step on; the losses."""
     program = what.program
     names = [program.worker_name(w) for w in range(program.num_workers)]
@@ -165,8 +163,8 @@ def main() -> int:
     source = TrainingSource(**{**told["source"], "changes": tuple(told["source"]["changes"])})
     what = rehearsed(source)
 
-    def on_step(progress: StepProgress) -> None:
-        _say({"step": progress.num_done, "loss": progress.loss, "seconds": progress.seconds})
+    def on_step(event: StepEvent, timeline: Timeline) -> None:
+        _say({"step": event["step"], "loss": event["loss"], "seconds": event["iteration_s"]})
 
     while True:
         try:

@@ -18,8 +18,9 @@ from serving import TINY
 
 from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Layout
+from atlas.ir.timeline import Timeline
 from atlas.launch.emulate import EmulationSettings, emulate
-from atlas.launch.iterations import StepProgress
+from atlas.launch.report.events import StepEvent
 from atlas.launch.smoke import smoke_program
 from atlas.runtime.assignment import FillerChoice, stand_in
 from atlas.schedules.classic import one_f_one_b
@@ -55,8 +56,8 @@ class InThread(AbstractContextManager[object]):
         filler = FillerChoice("bubbletea", {"address": address, "token_file": token_file})
         setup = EmulationSettings(MAX_STEPS, device=device, fillers=dict.fromkeys(names, filler))
 
-        def on_step(progress: StepProgress) -> None:
-            self.losses.append(progress.loss)
+        def on_step(event: StepEvent, timeline: Timeline) -> None:
+            self.losses.append(event["loss"])
             if len(self.losses) >= MIN_STEPS and is_enough():
                 raise _EnoughError
 

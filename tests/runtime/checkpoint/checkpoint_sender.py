@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from checkpoint_samples import LAYERS, meta_at, numbered
 
-from atlas.runtime.checkpoint import CheckpointClient, Checkpointer, LocalStore, RemoteStore, Replicator, shelf_of
+from atlas.runtime.checkpoint import CheckpointClient, Checkpointer, LocalStore, RemoteStore, Replicator, copies_of
 from atlas.runtime.checkpoint.store import Chunk
 from atlas.wan.transport.endpoint import Endpoint
 
@@ -38,8 +39,8 @@ def main(port: int, root: Path) -> None:
     checkpointer.close()
     endpoint = Endpoint("east/w")
     print(endpoint.address[1], flush=True)
-    target = Told(CheckpointClient(endpoint, "west/w", ("127.0.0.1", port)), shelf_of("east"))
-    Replicator(source, target, rate_bps=80e6).start()
+    target = Told(CheckpointClient(endpoint, "west/w", ("127.0.0.1", port)), copies_of("east"))
+    Replicator(source, target, yield_way=lambda: time.sleep(0.1)).start()
     threading.Event().wait()
 
 

@@ -75,10 +75,10 @@ def main(root: Path, num_mb: int, device: str) -> None:
     load_s = time.perf_counter() - began
     replicate_s = replicate(store, copy) * num_bytes
     with Endpoint("east/w") as east, Endpoint("west/w") as west:
-        keeper = CheckpointServer(west, {"of-east": LocalStore(root / "of-east")})
-        keeper.admit({"east/w": east.address})
+        server = CheckpointServer(west, {"of-east": LocalStore(root / "of-east")})
+        server.admit({"east/w": east.address})
         network_s = replicate(store, RemoteStore(CheckpointClient(east, "west/w", west.address), "of-east")) * num_bytes
-        keeper.close()
+        server.close()
     print(f"{num_mb} MB on {device}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {root}")
     for what, seconds in (
         ("pause of the first save", first_s),

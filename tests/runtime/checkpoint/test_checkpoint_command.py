@@ -85,7 +85,7 @@ def test_list_says_what_is_complete_and_what_is_missing(tmp_path: Path, capsys: 
 def test_verify_reads_everything_and_names_what_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path)
     assert main(["checkpoint", "verify", str(tmp_path)]) == 0
-    assert "step 5 (attempt 0): all 5 layers are sound" in capsys.readouterr().out
+    assert "step 5 (attempt 0): all 5 layers are undamaged" in capsys.readouterr().out
     path = tmp_path / "dc1/own/step-00000005-a0/p0.s1.head.weights.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     assert main(["checkpoint", "verify", str(tmp_path)]) == 2
@@ -100,11 +100,11 @@ def test_verify_reads_everything_and_names_what_is_damaged(tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("list", "nowhere"), "nowhere: there is no such folder"),
+        (("list", "nowhere"), "nowhere: no such folder"),
         (("list", "empty"), "empty: no checkpoint in it"),
         (("verify", "run", "--step", "9"), "no complete checkpoint of step 9. Saves found: 5"),
-        (("export", "run", "--out", "empty"), "empty: it is there already"),
-        (("export", "other", "--out", "hf"), "does not say which model it is of"),
+        (("export", "run", "--out", "empty"), "empty: exists already"),
+        (("export", "other", "--out", "hf"), "does not describe its model"),
     ],
 )
 def test_mistakes_are_told_in_one_sentence(

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoint_samples import LAYERS, meta_at, numbered, same
+from checkpoint_samples import LAYERS, choose_verified, meta_at, numbered, same
 
-from atlas.runtime.checkpoint import Checkpoint, Checkpointer, LocalStore, Retention, SaveId, choose, load_layers
+from atlas.runtime.checkpoint import Checkpoint, Checkpointer, LocalStore, Retention, SaveId, load_layers
 
 SIZE = 60_000
 RUNS = 10
@@ -35,11 +35,11 @@ def test_writers_killed_at_any_moment_harm_nothing(tmp_path: Path) -> None:
             if line != "killed\n":
                 told = SaveId(*map(int, line.split()))
                 continue
-            newest = choose(stores, verified=True, report=lambda text: None)
+            newest = choose_verified(stores)
             check(newest, SIZE)
             assert newest is not None
             assert newest.id >= told, "what was said to be written is there"
-            replicated = choose(survivors, verified=True, report=lambda text: None)
+            replicated = choose_verified(survivors)
             if replicated is not None:
                 check(replicated, SIZE)
             torn += any(path.name.startswith(".") for path in tmp_path.rglob("*"))
@@ -72,13 +72,13 @@ def test_a_disk_that_fills_up_keeps_what_it_has(small_disk: Path) -> None:
         checkpointer.wait()
     assert [id.step for id in checkpointer.failed] == [4]
     assert "No space left on device" in told[0]
-    check(choose([store], verified=True), 6000)
+    check(choose_verified([store]), 6000)
     (small_disk / "step-00000001-a0" / "w.part.json").unlink()
     for path in (small_disk / "step-00000001-a0").iterdir():
         path.unlink()
     checkpointer.save(5, numbered(5, LAYERS, 6000), meta_at(5))
     checkpointer.close()
-    newest = choose([store], verified=True)
+    newest = choose_verified([store])
     assert newest is not None
     assert newest.step == 5
     check(newest, 6000)

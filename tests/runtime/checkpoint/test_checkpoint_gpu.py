@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_samples import meta_at
+from checkpoint_samples import choose_verified, meta_at
 
-from atlas.runtime.checkpoint import Checkpointer, LocalStore, choose, load_layers, restore, states_of
+from atlas.runtime.checkpoint import Checkpointer, LocalStore, load_layers, restore, states_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -37,7 +37,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, fused: bool) -> N
     for step in range(3, 6):
         train(model, optimizer, step)
     checkpointer.close()
-    checkpoint = choose([LocalStore(tmp_path)], verified=True)
+    checkpoint = choose_verified([LocalStore(tmp_path)])
     assert checkpoint is not None
     other, its_optimizer = model_and_optimizer(fused)
     restore(load_layers(checkpoint, ["0", "1"]), other.named_parameters(), its_optimizer)

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from checkpoint_samples import LAYERS, Faulty, meta_at, numbered, same
+from checkpoint_samples import LAYERS, Faulty, choose_verified, meta_at, numbered, same
 
 from atlas.runtime.checkpoint import (
     OWN,
-    BlobStore,
     CheckpointClient,
     Checkpointer,
     CheckpointServer,
@@ -26,8 +25,8 @@ from atlas.runtime.checkpoint import (
     Replicator,
     behind,
     choose,
+    copies_of,
     load_layers,
-    shelf_of,
 )
 from atlas.runtime.checkpoint.calls import CALL_LANE, MAX_QUEUED_BYTES, PIECE_BYTES, WINDOW_BYTES, pack, unpack
 from atlas.wan.transport.base import Key
@@ -38,20 +37,20 @@ QUICK = TransportSettings(max_streams=2, deadline_s=2.0, stall_s=1.0, handshake_
 HALF = {"east": LAYERS[:3], "west": LAYERS[3:]}
 
 
-class Site:
-    """A datacenter: a node, its own disk, and what it keeps for the other."""
+class Datacenter:
+    """A node, its own disk, and its copies of the other datacenter's checkpoints."""
 
-    def __init__(self, root: Path, name: str, other: str, shelf: BlobStore | None = None) -> None:
+    def __init__(self, root: Path, name: str, other: str, copies: LocalStore | None = None) -> None:
         self.root, self.name, self.other = root / name, name, other
-        self.own, self.kept = LocalStore(self.root / OWN), LocalStore(self.root / shelf_of(other))
+        self.own, self.kept = LocalStore(self.root / OWN), LocalStore(self.root / copies_of(other))
         self.endpoint = Endpoint(f"{name}/w", settings=QUICK)
-        self.keeper = CheckpointServer(self.endpoint, {OWN: self.own, shelf_of(other): shelf or self.kept}, idle_s=5)
+        self.server = CheckpointServer(self.endpoint, {OWN: self.own, copies_of(other): copies or self.kept}, idle_s=5)
 
-    def meet(self, other: Site) -> None:
+    def connect(self, other: Datacenter) -> None:
         peer = f"{self.other}/w"
-        self.keeper.admit({peer: other.endpoint.address})
-        self.line = CheckpointClient(self.endpoint, peer, other.endpoint.address, patience_s=5)
-        self.replica = RemoteStore(self.line, shelf_of(self.name))
+        self.server.admit({peer: other.endpoint.address})
+        self.client = CheckpointClient(self.endpoint, peer, other.endpoint.address, patience_s=5)
+        self.replica = RemoteStore(self.client, copies_of(self.name))
 
     def save(self, step: int, size: int = 1000) -> None:
         checkpointer = Checkpointer(self.own, f"{self.name}.s0", LAYERS)
@@ -59,19 +58,19 @@ class Site:
         checkpointer.close()
 
     def close(self) -> None:
-        self.keeper.close()
+        self.server.close()
         self.endpoint.close()
 
 
 @pytest.fixture
-def sites(tmp_path: Path) -> Iterator[Callable[..., tuple[Site, Site]]]:
-    made: list[Site] = []
+def sites(tmp_path: Path) -> Iterator[Callable[..., tuple[Datacenter, Datacenter]]]:
+    made: list[Datacenter] = []
 
-    def make(shelf: BlobStore | None = None) -> tuple[Site, Site]:
-        """`shelf`: where west keeps east's."""
-        made.extend((Site(tmp_path, "east", "west"), Site(tmp_path, "west", "east", shelf)))
-        made[0].meet(made[1])
-        made[1].meet(made[0])
+    def make(copies: LocalStore | None = None) -> tuple[Datacenter, Datacenter]:
+        """`copies`: the store in which west keeps east's."""
+        made.extend((Datacenter(tmp_path, "east", "west"), Datacenter(tmp_path, "west", "east", copies)))
+        made[0].connect(made[1])
+        made[1].connect(made[0])
         return made[0], made[1]
 
     yield make
@@ -79,10 +78,10 @@ def sites(tmp_path: Path) -> Iterator[Callable[..., tuple[Site, Site]]]:
         site.close()
 
 
-Make = Callable[..., tuple[Site, Site]]
+Make = Callable[..., tuple[Datacenter, Datacenter]]
 
 
-def test_a_shelf_elsewhere_has_the_four_verbs_of_a_store(sites: Make) -> None:
+def test_a_remote_store_has_the_four_methods_of_a_store(sites: Make) -> None:
     east, west = sites()
     large = os.urandom(3 * WINDOW_BYTES + 17)
     east.replica.write("step-1/a.bin", [large[:100], memoryview(large)[100:]])
@@ -113,7 +112,7 @@ def test_a_lost_datacenter_is_loaded_from_the_other(sites: Make, tmp_path: Path)
         site.save(20)  # not copied when the lights go out
     east, west = LocalStore(tmp_path / "east/own"), LocalStore(tmp_path / "east/of-west")
     shutil.rmtree(tmp_path / "west")
-    checkpoint = choose([east, west], verified=True, report=lambda text: None)
+    checkpoint = choose_verified([east, west])
     assert checkpoint is not None
     assert checkpoint.step == 10
     assert same(load_layers(checkpoint, LAYERS), numbered(10))
@@ -127,29 +126,29 @@ def test_a_third_place_reads_both_halves_over_the_network(sites: Make) -> None:
         with Replicator(site.own, site.replica) as replicator:
             assert replicator.wait(20)
     shutil.rmtree(east.root)
-    stores = [RemoteStore(east.line, OWN), RemoteStore(east.line, shelf_of("east"))]
-    checkpoint = choose(stores, verified=True)
+    stores = [RemoteStore(east.client, OWN), RemoteStore(east.client, copies_of("east"))]
+    checkpoint = choose_verified(stores)
     assert checkpoint is not None
     assert same(load_layers(checkpoint, LAYERS), numbered(10, LAYERS, 600_000))
 
 
-@pytest.mark.parametrize("victim", ["sender", "keeper"])
-def test_a_kill_in_the_middle_of_a_copy_leaves_nothing_that_is_believed(tmp_path: Path, victim: str) -> None:
+@pytest.mark.parametrize("victim", ["sender", "server"])
+def test_a_kill_in_the_middle_of_a_copy_leaves_nothing_that_counts(tmp_path: Path, victim: str) -> None:
     kept = LocalStore(tmp_path / "of-east")
     endpoint = Endpoint("west/w", settings=QUICK)
-    keeper = CheckpointServer(endpoint, {shelf_of("east"): kept}, idle_s=1.0)
+    server = CheckpointServer(endpoint, {copies_of("east"): kept}, idle_s=1.0)
     sender = Path(__file__).with_name("checkpoint_sender.py")
     command = [sys.executable, str(sender), str(endpoint.address[1]), str(tmp_path / "own")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            keeper.admit({"east/w": ("127.0.0.1", int(process.stdout.readline()))})
+            server.admit({"east/w": ("127.0.0.1", int(process.stdout.readline()))})
             for _ in range(4):
                 under_way = process.stdout.readline().split()[1]
             if victim == "sender":
                 process.send_signal(signal.SIGKILL)
             else:
-                keeper.close()
+                server.close()
         finally:
             process.kill()
     deadline = time.monotonic() + 10
@@ -159,7 +158,7 @@ def test_a_kill_in_the_middle_of_a_copy_leaves_nothing_that_is_believed(tmp_path
     assert names, "nothing had been copied: the test is too kind"
     assert under_way not in names
     assert not list(tmp_path.glob("of-east/**/.*.part")), "what was half copied gives its space back"
-    keeper.close()
+    server.close()
     endpoint.close()
     assert choose([kept], report=lambda text: None) is None
     for name in names:  # what is there is whole
@@ -184,40 +183,40 @@ def test_a_full_disk_there_is_told_and_training_goes_on(sites: Make, tmp_path: P
         deadline = time.monotonic() + 5
         while not told and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert "is held up, and tried again: [Errno 28] No space left on device" in told[0]
+        assert "failed and is retried: [Errno 28] No space left on device" in told[0]
         assert "west/w" in told[0]
         assert choose([LocalStore(tmp_path / "small")], report=lambda text: None) is None
         full = False
         assert replicator.wait(20)
-    checkpoint = choose([LocalStore(tmp_path / "small")], verified=True)
+    checkpoint = choose_verified([LocalStore(tmp_path / "small")])
     assert checkpoint is not None
     assert checkpoint.step == 2
 
 
-def test_a_node_writes_only_its_own_datacenters_shelf(sites: Make) -> None:
+def test_a_node_writes_only_to_the_copies_of_its_own_datacenter(sites: Make) -> None:
     east, west = sites()
-    for shelf in (OWN, shelf_of("north")):
-        with pytest.raises(OSError, match=r"not for east/w to write on|no shelf"):
-            RemoteStore(east.line, shelf).write("x", [b"data"])
-        with pytest.raises(OSError, match=r"not for east/w to write on|no shelf"):
-            RemoteStore(east.line, shelf).delete("x")
-    with pytest.raises(PermissionError, match="lies outside"):
+    for store in (OWN, copies_of("north")):
+        with pytest.raises(OSError, match=r"east/w may not write to store|no store"):
+            RemoteStore(east.client, store).write("x", [b"data"])
+        with pytest.raises(OSError, match=r"east/w may not write to store|no store"):
+            RemoteStore(east.client, store).delete("x")
+    with pytest.raises(PermissionError, match="is outside"):
         east.replica.write("../../x", [b"data"])
-    with pytest.raises(PermissionError, match="lies outside"):
+    with pytest.raises(PermissionError, match="is outside"):
         east.replica.open("../own/secret")
     assert west.own.names() == west.kept.names() == []
 
 
-def test_what_arrives_with_another_hash_is_thrown_away(sites: Make) -> None:
+def test_a_blob_with_another_hash_is_discarded(sites: Make) -> None:
     east, west = sites()
-    east.line.call("begin", shelf=shelf_of("east"), name="x", upload=7)
-    east.line.call("piece", b"data", upload=7)
+    east.client.call("begin", store=copies_of("east"), name="x", upload=7)
+    east.client.call("piece", b"data", upload=7)
     with pytest.raises(OSError, match="another hash"):
-        east.line.call("end", upload=7, bytes=4, sha256="0" * 64).wait()
+        east.client.call("end", upload=7, bytes=4, sha256="0" * 64).wait()
     assert west.kept.names() == []
 
 
-def test_a_copy_that_its_reader_gives_up_is_not_there(sites: Make) -> None:
+def test_a_copy_whose_source_fails_does_not_appear(sites: Make) -> None:
     east, west = sites()
 
     def chunks() -> Iterator[bytes]:
@@ -238,31 +237,31 @@ def test_a_peer_that_is_gone_is_an_oserror(sites: Make) -> None:
         east.replica.names()
 
 
-def test_calls_that_make_no_sense_are_answered_and_harm_nobody(sites: Make) -> None:
+def test_invalid_calls_are_answered_and_do_no_harm(sites: Make) -> None:
     east, west = sites()
-    for verb, arguments in {"sing": {"shelf": OWN, "name": "x"}, "read": {"shelf": OWN}, "piece": {}}.items():
+    for verb, arguments in {"sing": {"store": OWN, "name": "x"}, "read": {"store": OWN}, "piece": {}}.items():
         with pytest.raises(OSError, match="Errno 22"):
-            east.line.call(verb, **arguments).wait()
-    too_much = Key("west/w", CALL_LANE, (next(east.line._calls), 0, 0, 0))
+            east.client.call(verb, **arguments).wait()
+    too_much = Key("west/w", CALL_LANE, (next(east.client._calls), 0, 0, 0))
     east.endpoint.send(too_much, bytes(MAX_QUEUED_BYTES + 1)).wait(10)
     east.replica.write("x", [b"data"])
     assert west.kept.names() == ["x"]
 
 
 @pytest.mark.parametrize("message", [b"", b"\0\0\0", b"\xff\xff\xff\xff{}", b"\0\0\0\2[]", b"\0\0\0\3{x}"])
-def test_garbage_is_no_call(message: bytes) -> None:
+def test_garbage_is_not_a_call(message: bytes) -> None:
     with pytest.raises(ValueError, match=r"header|Expecting"):
         unpack(memoryview(message))
     assert unpack(memoryview(pack({"verb": "names"}, b"rest"))) == ({"verb": "names"}, b"rest")
 
 
-def test_copies_wait_for_training_but_not_for_ever(sites: Make) -> None:
+def test_copies_wait_for_training_but_not_forever(sites: Make) -> None:
     east, _ = sites()
     wait = behind(east.endpoint, longest_s=0.2)
     began = time.monotonic()
     wait()
     assert time.monotonic() - began < 0.1
-    east.endpoint.open("west/w", 0, ("127.0.0.1", 1))  # nobody there: what is sent stays in the queue
+    east.endpoint.open("west/w", 0, ("127.0.0.1", 1))  # no listener: messages stay in the queue
     east.endpoint.send(Key("west/w", 0), b"an activation")
     began = time.monotonic()
     wait()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_samples import LAYERS, Worker, meta_at, stages, train
+from checkpoint_samples import LAYERS, Worker, choose_verified, meta_at, stages, train
 from torch import Tensor
 
 from atlas.errors import AtlasError
@@ -36,7 +36,7 @@ def save_all(pipeline: Sequence[Worker], num_pipelines: int, stores: Sequence[Lo
 
 
 def resume(num_stages: int, stores: Sequence[LocalStore]) -> list[Worker]:
-    checkpoint = choose(stores, verified=True)
+    checkpoint = choose_verified(stores)
     assert checkpoint is not None
     pipeline = stages(num_stages)
     for worker in pipeline:
@@ -118,7 +118,7 @@ def test_a_model_of_another_shape_is_refused_before_anything_is_changed(tmp_path
         load_layers(checkpoint, ["17"])
     states = load_layers(checkpoint, LAYERS)
     first, wide = torch.zeros(8, 8), torch.zeros(9, 8)
-    with pytest.raises(AtlasError, match=r"1\.0\.weight: shape \(8, 8\), but the model wants shape \(9, 8\)"):
+    with pytest.raises(AtlasError, match=r"1\.0\.weight: shape \(8, 8\), but the model has shape \(9, 8\)"):
         restore(states, [("0.0.weight", first), ("1.0.weight", wide)])
     assert not first.any()
     with pytest.raises(AtlasError, match=r"0\.more: no such tensor"):

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoint_samples import LAYERS, Faulty, meta_at, numbered, same
+from checkpoint_samples import LAYERS, Faulty, choose_verified, meta_at, numbered, same
 
 from atlas.runtime.checkpoint import (
     Checkpointer,
@@ -55,7 +55,7 @@ def test_a_lost_datacenter_is_resumed_from_the_last_replicated_checkpoint(tmp_pa
     assert newest is not None
     assert newest.step == 30
     shutil.rmtree(tmp_path / lost)
-    left = choose(everything, verified=True, report=lambda text: None)
+    left = choose_verified(everything)
     assert left is not None
     assert (left.step, left.meta) == (20, meta_at(20))
     assert same(load_layers(left, LAYERS), numbered(20))
@@ -77,7 +77,7 @@ def test_parts_are_copied_as_they_are_written(tmp_path: Path) -> None:
 
 def test_a_part_half_copied_is_not_there_and_is_finished_later(tmp_path: Path) -> None:
     save(tmp_path, "east", 1)
-    slow = Replicator(own(tmp_path, "east"), replica(tmp_path, "east"), rate_bps=8 * 9000)
+    slow = Replicator(own(tmp_path, "east"), replica(tmp_path, "east"), yield_way=lambda: time.sleep(0.3))
     slow.start()
     deadline = time.monotonic() + 10
     while not replica(tmp_path, "east").names() and time.monotonic() < deadline:
@@ -92,24 +92,19 @@ def test_a_part_half_copied_is_not_there_and_is_finished_later(tmp_path: Path) -
     assert "step-00000001-a0/east.s0.part.json" in replica(tmp_path, "east").names()
 
 
-def test_the_rate_is_kept_and_the_right_of_way_is_asked(tmp_path: Path) -> None:
+def test_every_piece_of_a_copy_yields_to_training_first(tmp_path: Path) -> None:
     save(tmp_path, "east", *range(1, 6))
     asked = []
-    began = time.monotonic()
-    with Replicator(
-        own(tmp_path, "east"), replica(tmp_path, "east"), rate_bps=8 * 200_000, yield_way=lambda: asked.append(1)
-    ) as replicator:
+    with Replicator(own(tmp_path, "east"), replica(tmp_path, "east"), yield_way=lambda: asked.append(1)) as replicator:
         assert replicator.wait(10)
-        took_s = time.monotonic() - began
     assert replicator.num_bytes > 80_000
-    assert took_s > replicator.num_bytes / 200_000 - 0.15
     assert len(asked) == 5 * 4
 
 
 def test_what_is_still_to_be_copied_is_not_deleted(tmp_path: Path) -> None:
     """A slow copy holds old checkpoints back, so that all datacenters get the same ones across."""
     source, target = LocalStore(tmp_path / "a"), LocalStore(tmp_path / "b")
-    stuck = Replicator(source, target, rate_bps=1)
+    stuck = Replicator(source, target, yield_way=lambda: time.sleep(0.5))
     stuck.start()
     checkpointer = Checkpointer(source, "w", LAYERS, retention=Retention(keep=1))
     for step in (1, 2, 3):
@@ -128,7 +123,7 @@ def test_a_target_that_is_given_up_holds_nothing_back(tmp_path: Path) -> None:
     """A datacenter that was lost; the copies of others, and those to where they go now, are waited for."""
     source, lost, now = (LocalStore(tmp_path / name) for name in ("a", "lost", "now"))
     for writer, target in (("w", lost), ("w", now), ("other", lost)):
-        stuck = Replicator(source, target, writer=writer, rate_bps=1)
+        stuck = Replicator(source, target, writer=writer)
         stuck.start()
         stuck.close()
     forget_targets(source, "w", but=str(now))
@@ -169,7 +164,7 @@ def test_a_target_out_of_reach_is_told_and_tried_again(tmp_path: Path) -> None:
     target = Faulty(replica(tmp_path, "east"), wire)
     with Replicator(own(tmp_path, "east"), target, report=told.append, retry_s=0.02) as replicator:
         assert not replicator.wait(0.1)
-        assert "is held up, and tried again: [Errno 113] No route to host" in told[0]
+        assert "failed and is retried: [Errno 113] No route to host" in told[0]
         down = False
         assert replicator.wait(10)
     assert target.names("step-") == own(tmp_path, "east").names("step-")
@@ -196,7 +191,7 @@ def test_a_damaged_file_gives_way_to_its_replica(tmp_path: Path) -> None:
         assert replicator.wait(10)
     (tmp_path / "a/step-00000001-a0/w.3.weights.safetensors").write_bytes(b"rot")
     told: list[str] = []
-    checkpoint = choose([source, target], verified=True)
+    checkpoint = choose_verified([source, target])
     assert checkpoint is not None
     assert same(load_layers(checkpoint, LAYERS, report=told.append), numbered(1))
     assert "w.3.weights.safetensors: damaged" in told[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from checkpoint_samples import LAYERS, Faulty, meta_at, numbered, same
+from checkpoint_samples import LAYERS, Faulty, choose_verified, meta_at, numbered, same
 
 from atlas.errors import AtlasError
 from atlas.runtime.checkpoint import (
@@ -20,7 +20,6 @@ from atlas.runtime.checkpoint import (
     Retention,
     SaveId,
     choose,
-    iterate_layers,
     load_layers,
     next_attempt,
     verify,
@@ -40,10 +39,9 @@ def saved(root: Path, *steps: int, attempt: int = 0) -> LocalStore:
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     store = saved(tmp_path, 10, 20)
-    checkpoint = choose([store], verified=True)
+    checkpoint = choose_verified([store])
     assert checkpoint is not None
     assert (checkpoint.step, checkpoint.meta) == (20, meta_at(20))
-    assert checkpoint.meta.config_digest == meta_at(20).config_digest
     assert same(load_layers(checkpoint, LAYERS), numbered(20))
     assert same(load_layers(checkpoint, ["4"]), numbered(20, ["4"]))
     older = choose([store], step=10)
@@ -118,7 +116,7 @@ def test_a_layer_missing_anywhere_means_no_checkpoint(tmp_path: Path) -> None:
     checkpoint = choose([store], report=told.append)
     assert checkpoint is not None
     assert checkpoint.step == 1
-    assert "step 2 (attempt 0) is incomplete and passed over: no layer 3, 4, 5 in any store" in told[0]
+    assert "step 2 (attempt 0) is incomplete and skipped: no layer 3, 4, 5 in any store" in told[0]
     with pytest.raises(AtlasError, match="no complete checkpoint of step 2"):
         choose([store], step=2, report=told.append)
     assert choose([LocalStore(tmp_path / "none")]) is None
@@ -133,41 +131,24 @@ def test_a_damaged_file_is_named_and_never_loaded(tmp_path: Path) -> None:
     checkpoint = choose([store])
     assert checkpoint is not None
     assert same(load_layers(checkpoint, ["2"]), numbered(2, ["2"]))
-    with pytest.raises(AtlasError, match=r"p0\.s0\.3\.optimizer\.safetensors: damaged.*replica.*earlier checkpoint"):
+    with pytest.raises(AtlasError, match=r"p0\.s0\.3\.optimizer\.safetensors: damaged.*replica.*an earlier one"):
         load_layers(checkpoint, ["3"])
     assert len(verify(checkpoint)) == 1
-    with pytest.raises(AtlasError, match=r"3\.optimizer\.safetensors: damaged"):
-        choose([store], verified=True)
-    told: Told = []
-    older = choose([store], verified=True, fallback=True, report=told.append)
-    assert older is not None
-    assert older.step == 1
-    assert "step 2 (attempt 0) is damaged and passed over" in told[0]
-
-
-def test_when_all_are_damaged_falling_back_does_not_mean_starting_from_nothing(tmp_path: Path) -> None:
-    store = saved(tmp_path, 1)
-    (tmp_path / "step-00000001-a0" / "p0.s0.0.weights.safetensors").unlink()
-    with pytest.raises(AtlasError, match=r"0\.weights\.safetensors: cannot be read: No such file"):
-        choose([store], verified=True, fallback=True, report=lambda text: None)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\x80\x81", b'{"format": "atlas-checkpoint-part"}'])
 def test_a_damaged_manifest_is_named_not_passed_over(tmp_path: Path, content: bytes) -> None:
     store = saved(tmp_path, 1, 2)
     (tmp_path / "step-00000002-a0" / "p0.s0.part.json").write_bytes(content)
-    with pytest.raises(AtlasError, match=r"step-00000002-a0/p0\.s0\.part\.json: not a whole checkpoint manifest"):
+    with pytest.raises(AtlasError, match=r"step-00000002-a0/p0\.s0\.part\.json: not a complete checkpoint manifest"):
         choose([store])
-    fallback = choose([store], fallback=True, report=lambda text: None)
-    assert fallback is not None
-    assert fallback.step == 1
 
 
 def test_a_manifest_changed_by_hand_is_refused(tmp_path: Path) -> None:
     store = saved(tmp_path, 1)
     path = tmp_path / "step-00000001-a0" / "p0.s0.part.json"
     path.write_text(path.read_text().replace('"samples_seen":4', '"samples_seen":5'))
-    with pytest.raises(AtlasError, match="checksum does not fit"):
+    with pytest.raises(AtlasError, match="checksum does not match"):
         choose([store])
 
 
@@ -192,19 +173,6 @@ def test_a_later_attempt_counts_more_than_a_later_step(tmp_path: Path) -> None:
     checkpoint = choose([store])
     assert checkpoint is not None
     assert checkpoint.id == SaveId(attempt=1, step=15)
-
-
-def test_all_layers_are_iterated_in_order_for_an_export(tmp_path: Path) -> None:
-    checkpoint = choose([saved(tmp_path, 9)])
-    assert checkpoint is not None
-    found = list(iterate_layers(checkpoint))
-    assert [layer for layer, _ in found] == LAYERS
-    assert all(not state.optimizer and torch.equal(*both(layer, state)) for layer, state in found)
-
-
-def both(layer: str, state: LayerState) -> tuple[torch.Tensor, torch.Tensor]:
-    name = f"{layer}.weight"
-    return state.parameters[name], numbered(9)[layer].parameters[name]
 
 
 def test_the_last_n_are_kept_and_leftovers_go_with_them(tmp_path: Path) -> None:
@@ -248,13 +216,13 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
     checkpointer.wait()
     assert checkpointer.failed == {SaveId(0, 2): "No space left on device"}
     assert "step 2 (attempt 0) not written by w" in told[0]
-    assert "its last is of step 1 (attempt 0). Training goes on" in told[0]
+    assert "its last is of step 1 (attempt 0). Training continues" in told[0]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001-a0"], "the failed save gave its space back"
     full = False
     checkpointer.save(3, numbered(3), meta_at(3))
     checkpointer.close()
     for step in (1, 3):
-        checkpoint = choose([store], step=step, verified=True)
+        checkpoint = choose_verified([store], step=step)
         assert checkpoint is not None
         assert same(load_layers(checkpoint, LAYERS), numbered(step))
 

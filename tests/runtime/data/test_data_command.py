@@ -124,5 +124,5 @@ def test_a_tokenizer_without_an_end_asks_for_one(tmp_path: Path, tokenizer_file:
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens" / "mine").touch()
-    assert "is there already" in refused(capsys, "--out", tmp_path / "tokens")
+    assert "exists already" in refused(capsys, "--out", tmp_path / "tokens")
     assert [path.name for path in (tmp_path / "tokens").iterdir()] == ["mine"]

@@ -52,8 +52,8 @@ def damage(path: Path, at: int, new: bytes, *, mend_header: bool = False) -> Non
         (8, b"\x09", True, "format version 9, this atlas reads version 1"),
         (30, b"\x01", False, "header is damaged"),
         (16, b"f4", True, "tokens of type b'f4', allowed are u1, u2 and u4"),
-        (16, b"u2", True, "cut short: 356 bytes, its header promises 456"),
-        (24, b"\x63", True, "too long: 356 bytes, its header promises 355"),
+        (16, b"u2", True, "cut short: 356 bytes, its header says 456"),
+        (24, b"\x63", True, "too long: 356 bytes, its header says 355"),
         (24, b"\x00", True, "it holds no tokens"),
     ],
 )
@@ -77,14 +77,14 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 
 def test_a_flipped_bit_among_the_tokens_is_found_by_verifying(shard: Path) -> None:
     damage(shard, HEADER_BYTES + 50, b"\xff")
-    with pytest.raises(AtlasError, match=r"a\.tokens: its tokens are not those that were written"):
+    with pytest.raises(AtlasError, match=r"a\.tokens: its tokens are damaged"):
         Dataset.open(shard, verify=True)
 
 
 def test_a_token_outside_the_vocabulary_is_found_before_it_is_trained_on(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "a.tokens", [1, 2, 3, 99, 4], vocabulary=10)
     batches = Batches(Dataset.open(shard), length=4, global_batch=1, seed=0)
-    with pytest.raises(AtlasError, match=r"a\.tokens: token 99 at 3 lies outside its vocabulary of 10"):
+    with pytest.raises(AtlasError, match=r"a\.tokens: token 99 at 3 is outside its vocabulary of 10"):
         batches.batch(0)
 
 

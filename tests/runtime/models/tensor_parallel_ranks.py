@@ -49,7 +49,7 @@ class Sharded(DecoderTask):
 
 def stages_of(kind: type[DecoderTask], config: DecoderConfig) -> list[Stage]:
     task = kind(config, (1, 1), 2, 8, 2, microbatch)
-    return [Stage(task, s, 2, 0, 0.5, can_exchange_tied=True) for s in range(2)]
+    return [Stage(task, s, 2, 0, 0.5) for s in range(2)]
 
 
 def train(stages: list[Stage], tensor_parallel: bool) -> tuple[float, list[float]]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from atlas.errors import InfeasibleError, SpecError
+from atlas.errors import SpecError
 from atlas.runtime.models.config import DecoderConfig, from_spec, gpt
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, LayerRange, build, cuts, layer_of
-from atlas.runtime.models.fit import require_fits, state_bytes
 from atlas.runtime.models.huggingface import parse_config
 from atlas.spec.model import Model
 
@@ -82,23 +81,3 @@ def test_impossible_dimensions_name_their_key(key: str) -> None:
              "vocabulary": 8, "max_length": 8}  # fmt: skip
     with pytest.raises(SpecError, match=key):
         DecoderConfig("llama", **(sizes | {key: bad[key]}))  # type: ignore[arg-type]
-
-
-def test_state_is_counted_from_the_modules() -> None:
-    whole = state_bytes(LLAMA_8B, LayerRange.whole(LLAMA_8B), torch.bfloat16)
-    assert whole.weights == 2 * 8_030_261_248  # Llama 3 8B's own count
-    assert whole.total == 18 * 8_030_261_248  # 2 weights, 4 gradients, 4 + 8 optimizer
-    halves = [state_bytes(LLAMA_8B, cut, torch.bfloat16).total for cut in cuts(LLAMA_8B, (16, 16))]
-    assert sum(halves) == whole.total
-    assert state_bytes(LLAMA_8B, LayerRange.whole(LLAMA_8B), torch.bfloat16, 8).weights < 1.01 * whole.weights / 8
-    one = state_bytes(TIED, LayerRange.whole(TIED), torch.float32)
-    assert state_bytes(CONFIG, LayerRange.whole(CONFIG), torch.float32).weights - one.weights == 4 * 32 * 16
-
-
-def test_a_stage_that_does_not_fit_is_refused_with_figures() -> None:
-    cut = cuts(LLAMA_8B, (16, 16))[0]
-    with pytest.raises(
-        InfeasibleError, match=r"gpu 0 of us-east: layers_per_stage = 16: .*GiB \(weights .*fewer layers"
-    ):
-        require_fits(LLAMA_8B, cut, torch.bfloat16, 24 * 2**30, where="gpu 0 of us-east")
-    require_fits(LLAMA_8B, cut, torch.bfloat16, 80 * 2**30, where="gpu 0 of us-east")

@@ -79,5 +79,5 @@ def test_too_long_a_prompt_and_too_short_a_slab_are_refused(tmp_path: Path) -> N
     decoder = load(config, LayerRange.whole(config), tmp_path)
     with pytest.raises(SpecError, match=r"max_length = 128: a sequence has 130 tokens"):
         greedy(decoder, some_tokens(length=120), 10)
-    with pytest.raises(ProgramError, match="a KV slab of 8 tokens is asked for 9"):
+    with pytest.raises(ProgramError, match="a KV slab of 8 tokens cannot hold 9"):
         prefill(decoder, some_tokens(length=9), make_slabs(decoder, 2, 8))

@@ -164,7 +164,7 @@ def test_a_file_without_the_name_of_the_trunk_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"model_type": "mixtral"}, r"model_type = 'mixtral': this architecture .* knows gpt2, llama, mistral"),
+        ({"model_type": "mixtral"}, r"model_type = 'mixtral': this architecture .* supported are gpt2, llama, mistral"),
         ({"model_type": None}, r"model_type: this architecture"),
         ({"model_type": "mistral", "sliding_window": 64}, r"sliding_window = 64: .*\"sliding_window\": null: up to 64"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, r"rope_scaling\.rope_type = 'yarn'.*Take rope_scaling out"),
@@ -233,5 +233,5 @@ def test_a_folder_without_weights_or_with_a_broken_index_is_refused(tmp_path: Pa
 
 def test_a_shape_that_transformers_has_no_word_for_is_not_exported() -> None:
     config = replace(gpt(num_layers=1, width=16, num_heads=4, vocabulary=8, max_length=8), num_kv_heads=2)
-    with pytest.raises(SpecError, match=r"num_kv_heads = 2: a gpt2 of transformers has 4"):
+    with pytest.raises(SpecError, match=r"num_kv_heads = 2: transformers' gpt2 has 4"):
         write_config(config)

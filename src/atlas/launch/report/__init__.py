@@ -1,5 +1,6 @@
-"""A run as it is seen while it runs: on the terminal, in a file of JSON lines, for Prometheus, and as a Timeline that
-grows step by step. The launcher tells a `RunReport` of every step; training never waits for it, nor fails with it.
+"""Reports a run while it runs: a progress bar, a file of JSON lines, Prometheus metrics, and a Timeline that grows
+step by step. The launcher calls `RunReport.step` after every step; training never waits for a report, nor fails with
+it.
 
 Loads no torch.
 """
@@ -27,24 +28,24 @@ __all__ = ["Report", "ReportChoice", "StepEvent"]
 
 @dataclass(frozen=True)
 class ReportChoice:
-    """What of it is wanted."""
+    """Which reports to make."""
 
     bar: bool = True
     lines: Path | None = None
-    """A file of JSON lines, one a step; appended to, so that a resumed run goes on in it."""
+    """A file of JSON lines, one per step; a resumed run appends to it."""
     timeline: Path | None = None
-    """What `atlas view` opens, killed or not; appended to likewise."""
+    """A file for `atlas view`, readable at any time; a resumed run appends to it."""
     metrics_port: int | None = None
     """0: any free one."""
     metrics_host: str = "127.0.0.1"
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Of the run, for Prometheus: job, schedule."""
+    """For Prometheus: job, schedule."""
 
 
 class RunReport:
     """`with Report(choice, num_steps) as report:`, then `report.step(event, timeline)` for every step.
 
-    Opens everything at once, so that a file that cannot be written or a port in use is told before training starts.
+    Opens files and ports at once, so that an error is reported before training starts.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class RunReport:
         return self._server.port if self._server is not None else None
 
     def step(self, event: StepEvent, timeline: Timeline | None = None) -> None:
-        """A step is done. `timeline`: of the pass that did it."""
+        """Report a step. `timeline`: of the pass that did it."""
         self.metrics.step(event)
         if self._lines is not None:
             lines = self._lines
@@ -103,15 +104,15 @@ class RunReport:
         self.close()
 
     def _try(self, what: str, write: Callable[[], None]) -> None:
-        """A full disk or a closed terminal is told once, and costs no step."""
+        """A full disk or a closed terminal is reported once and does not stop training."""
         try:
             write()
         except (OSError, ValueError) as error:
             if what not in self._warned:
                 self._warned.add(what)
-                self._warn(f"report ({what}): {error}. Training goes on; what could not be written is left out")
+                self._warn(f"report ({what}): {error}. Training continues; this part of the report is lost")
 
 
 def _finite(event: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no word for what is not a number."""
+    """JSON has no NaN and no infinity: null instead."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}

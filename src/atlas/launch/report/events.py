@@ -1,27 +1,34 @@
-"""What a run tells about each step it has done, and the figures that follow from it. Plain values, no files."""
+"""The report of one training step, and the figures derived from it. Plain values, no files."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NotRequired, TypedDict
+
+from atlas.ir.timeline import Timeline
 
 
 class StepEvent(TypedDict):
-    """One optimizer step. Other keys may be there too; they go into the file of JSON lines as they are."""
+    """One optimizer step. Further keys are allowed and go into the file of JSON lines as they are."""
 
     step: int
-    """Steps done since the run began, this one included; a resumed run goes on counting."""
+    """Steps since the run began, this one included; a resumed run continues the count."""
     loss: float
     tokens: int
-    """Trained on in this step, over all pipelines."""
+    """Trained on in this step, by all pipelines."""
     iteration_s: float
     predicted_s: NotRequired[float | None]
-    """What the simulator says of `iteration_s`."""
+    """Simulated `iteration_s`."""
     wan_gbit_s: NotRequired[float | None]
-    """Sent between datacenters in this step, over its time."""
+    """Sent between datacenters in this step, divided by its time."""
     wan_streams_replaced: NotRequired[int]
-    """Connections of the transport that broke in this step and were opened anew; zero where nothing disturbs it."""
+    """Connections of the transport that broke in this step and were replaced."""
     wan_chunks_resent: NotRequired[int]
     """Chunks that were sent again because their connection broke."""
+
+
+OnStep = Callable[[StepEvent, Timeline], None]
+"""Called after every step, with the timeline of the pass that did it."""
 
 
 def tokens_per_s(event: StepEvent) -> float:
@@ -29,6 +36,6 @@ def tokens_per_s(event: StepEvent) -> float:
 
 
 def against_prediction(event: StepEvent) -> float | None:
-    """How much longer it took than predicted, relative; None where nothing was predicted."""
+    """How much longer it took than predicted, relative; None without a prediction."""
     predicted_s = event.get("predicted_s")
     return event["iteration_s"] / predicted_s - 1 if predicted_s else None

@@ -1,7 +1,7 @@
-"""A run for Prometheus: the figures of the last step in its text format (0.0.4), served on a port, loopback by default.
+"""Prometheus metrics of a run: the figures of the last step in the text format (0.0.4), on a port, loopback by default.
 
-The standard library's server does for one page that a scraper asks for every few seconds; names follow Prometheus's
-conventions (base units, `_total` for what only grows). Knows step events; nothing that is asked of it reaches training.
+The standard library's server is enough for one page that is scraped every few seconds. Names follow Prometheus's
+conventions (base units, `_total` for counters). Knows step events; requests never reach training.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from atlas.launch.report.events import StepEvent, tokens_per_s
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "atlas_training_"
 HELP = {
-    "info": ("gauge", "What is running, as labels."),
+    "info": ("gauge", "The run, as labels."),
     "step": ("gauge", "Optimizer steps done since the run began."),
     "steps_total": ("counter", "Optimizer steps done by this process."),
     "tokens_total": ("counter", "Tokens trained on by this process."),
     "loss": ("gauge", "Loss of the last step."),
-    "tokens_per_second": ("gauge", "Tokens of the last step over its time."),
+    "tokens_per_second": ("gauge", "Tokens of the last step, divided by its time."),
     "iteration_seconds": ("gauge", "Time of the last step."),
-    "iteration_predicted_seconds": ("gauge", "What the simulator says of iteration_seconds."),
-    "wan_bytes_per_second": ("gauge", "Sent between datacenters in the last step, over its time."),
-    "wan_streams_replaced_total": ("counter", "Connections of the transport that broke and were opened anew."),
+    "iteration_predicted_seconds": ("gauge", "Simulated iteration_seconds."),
+    "wan_bytes_per_second": ("gauge", "Sent between datacenters in the last step, divided by its time."),
+    "wan_streams_replaced_total": ("counter", "Connections of the transport that broke and were replaced."),
     "wan_chunks_resent_total": ("counter", "Chunks sent again because their connection broke."),
     "last_step_timestamp_seconds": ("gauge", "When the last step ended, in Unix time."),
 }
@@ -63,7 +63,7 @@ class TrainingMetrics:
                 self._values["wan_bytes_per_second"] = wan * 1e9 / 8
 
     def text(self) -> str:
-        """As a scraper wants it."""
+        """In the text format."""
         with self._lock:
             values = {"info": 1.0, **self._values}
         lines = []
@@ -104,7 +104,7 @@ class MetricsServer:
 class _Handler(BaseHTTPRequestHandler):
     metrics: TrainingMetrics
     timeout = 10
-    """Seconds that a silent client may hold a thread."""
+    """Seconds until an idle client is disconnected."""
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] != "/metrics":
@@ -118,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """A scrape is no news."""
+        """Do not log scrapes."""
 
 
 def _number(value: float) -> str:

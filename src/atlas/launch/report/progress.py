@@ -1,7 +1,7 @@
-"""A run on the terminal: one bar with loss, tokens a second, iteration time against prediction, WAN throughput. Where
-nobody watches (a log file, CI), a plain line now and then instead.
+"""The progress of a run on the terminal: one bar with loss, tokens per second, iteration time against prediction, and
+WAN throughput. Without a terminal (a log file, CI), a plain line every few seconds instead.
 
-On stderr: results are for stdout. Knows step events and rich.
+Writes to stderr, since results go to stdout. Knows step events and rich.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LINE_EVERY_S = 10.0
 
 
 class ProgressBar:
-    """Shown from the first step on; `close` leaves the last state on the screen."""
+    """Appears with the first step; `close` leaves the last state on the screen."""
 
     def __init__(self, num_steps: int, first_step: int = 0, stream: TextIO | None = None) -> None:
         self.num_steps, self.first_step = num_steps, first_step

@@ -1,13 +1,13 @@
-"""Checkpoints: written behind training, worker by worker and layer by layer, and picked up by any other plan.
+"""Checkpoints: written in the background by each worker, layer by layer, and resumed by any plan.
 
-docs/checkpoints.md has the format and the order of events. Nothing here is a pickle.
+docs/checkpoints.md describes the format and the order of events. Nothing here is a pickle.
 """
 
-from atlas.runtime.checkpoint.calls import OWN, shelf_of
+from atlas.runtime.checkpoint.calls import OWN, copies_of
 from atlas.runtime.checkpoint.checkpointer import Checkpointer, Pause
 from atlas.runtime.checkpoint.client import CheckpointClient, RemoteStore, behind
 from atlas.runtime.checkpoint.copied_parts import forget_targets
-from atlas.runtime.checkpoint.load import Checkpoint, choose, iterate_layers, load_layers, verify
+from atlas.runtime.checkpoint.load import Checkpoint, choose, load_layers, verify
 from atlas.runtime.checkpoint.manifest import Meta, SaveId, complete_ids, next_attempt
 from atlas.runtime.checkpoint.replicate import Replicator
 from atlas.runtime.checkpoint.retention import Retention
@@ -33,13 +33,12 @@ __all__ = [
     "behind",
     "choose",
     "complete_ids",
+    "copies_of",
     "forget_targets",
-    "iterate_layers",
     "load_layers",
     "next_attempt",
     "restore",
     "share",
-    "shelf_of",
     "states_of",
     "verify",
 ]

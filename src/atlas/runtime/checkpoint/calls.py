@@ -1,7 +1,7 @@
-"""What a store and its keeper in another datacenter say to each other: a call is a JSON header and bytes, and so is
-its answer. Calls of one node are numbered, and taken in that order.
+"""The messages between a remote store and the checkpoint server that answers it: a call is a JSON header and bytes,
+and so is its reply. Calls of one node are numbered and served in that order.
 
-Knows the format and its limits; who calls is `remote`, who answers `keeper`. Nothing in it is a pickle.
+Knows the format and its limits; `client` sends calls, `server` answers them. Nothing in it is a pickle.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 
 from atlas.runtime.checkpoint.store import Chunk
 
-CALL_LANE, ANSWER_LANE = 60_000, 60_001
-"""Lanes of their own: a copy never stands in a queue before training."""
+CALL_LANE, REPLY_LANE = 60_000, 60_001
+"""Lanes of their own: a copy is never queued before training's traffic."""
 PIECE_BYTES = 1 << 20
 WINDOW_BYTES = 4 << 20
-"""What a caller has under way at most, and so what training may find on its path when it wants to send."""
+"""Unanswered bytes of one client: at most this much of a copy may be ahead of training's next send."""
 MAX_QUEUED_BYTES = 8 * WINDOW_BYTES
 MAX_HEADER_BYTES = 1 << 16
 OWN = "own"
-"""The shelf on which a datacenter's own checkpoints lie."""
+"""The name of the store with a datacenter's own checkpoints."""
 
 _LENGTH = struct.Struct("!I")
 
 
-def shelf_of(datacenter: str) -> str:
-    """The shelf on which another datacenter keeps the copies of this one's."""
+def copies_of(datacenter: str) -> str:
+    """The name of the store in which another datacenter keeps copies of this one's checkpoints."""
     return f"of-{datacenter}"
 
 
@@ -38,7 +38,7 @@ def pack(header: Mapping[str, Any], payload: Chunk = b"") -> bytes:
 
 
 def unpack(message: memoryview) -> tuple[dict[str, Any], memoryview]:
-    """Header and payload; a ValueError where it is neither."""
+    """Header and payload; raises ValueError if it is invalid."""
     if len(message) < _LENGTH.size:
         raise ValueError("it has no header")
     (length,) = _LENGTH.unpack_from(message)
@@ -46,11 +46,11 @@ def unpack(message: memoryview) -> tuple[dict[str, Any], memoryview]:
         raise ValueError(f"its header claims {length} bytes")
     header = json.loads(bytes(message[_LENGTH.size : _LENGTH.size + length]))
     if not isinstance(header, dict):
-        raise ValueError("its header is no object")
+        raise ValueError("its header is not a JSON object")
     return header, message[_LENGTH.size + length :]
 
 
-def refusal(error: OSError) -> dict[str, Any]:
-    """The answer to a call that failed."""
+def error_reply(error: OSError) -> dict[str, Any]:
+    """The reply to a call that failed."""
     codes = {PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
     return {"errno": error.errno or codes.get(type(error), errno.EIO), "error": error.strerror or str(error)}

@@ -1,7 +1,8 @@
-"""Saves a worker's layers behind its back: `save` copies them to host memory at a step boundary, a thread writes them.
+"""Saves a worker's layers in the background: `save` copies them to host memory at a step boundary, and a thread
+writes them.
 
-A save that fails (a full disk) is told and forgotten: earlier checkpoints are untouched and training goes on. Knows
-this worker and its store; not its peers, nor when to save.
+A save that fails (a full disk) is reported: earlier checkpoints are unchanged and training continues. Knows this worker
+and its store; not its peers, nor when to save.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ log: Report = logging.getLogger("atlas.checkpoint").warning
 
 @dataclass(frozen=True)
 class Pause:
-    """What a save cost training."""
+    """How long a save delayed training."""
 
     wait_s: float
-    """Until the save before was written."""
+    """Waiting for the write of the previous save."""
     copy_s: float
-    """Until every tensor was in host memory."""
+    """Copying every tensor to host memory."""
 
 
 class Checkpointer:
-    """One for each worker. `layers` are all layers of the model, not only the worker's own.
+    """One for each worker. `layers`: all layers of the model, not only the worker's own.
 
-    `on_written` is called from the writing thread with each save that reached the disk. `wait` before the process
-    ends, or `close`; a save still being written when the process dies never happened.
+    `on_written` is called from the writing thread with each save that is on disk. Call `wait` or `close` before the
+    process ends; a save that is still being written when the process dies is lost.
     """
 
     def __init__(
@@ -61,24 +62,24 @@ class Checkpointer:
         self.store, self.writer, self.layers, self.attempt = store, writer, tuple(layers), attempt
         self.retention = retention or Retention()
         self.written: SaveId | None = None
-        """The last save of this worker that reached the disk."""
+        """The last save of this worker that is on disk."""
         self.failed: dict[SaveId, str] = {}
         self.write_s = 0.0
-        """How long the last write took, behind training."""
+        """How long the last write took, in the background."""
         self._on_written, self._report = on_written, report
         self._buffers: dict[tuple[str, ...], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._crash: BaseException | None = None
 
     def save(self, step: int, states: Mapping[str, LayerState], meta: Meta) -> Pause:
-        """Save `states`, by layer, as of now. Returns as soon as the caller may change its tensors again."""
+        """Save the current `states`, by layer. Returns as soon as the caller may change its tensors again."""
         unknown = set(states) - set(self.layers)
-        assert not unknown, f"layers {sorted(unknown)} are none of the model's"
+        assert not unknown, f"the model has no layers {sorted(unknown)}"
         began = time.perf_counter()
         self.wait()
         free = time.perf_counter()
         id = SaveId(self.attempt, step)
-        if self.written == id:  # the same step of the same attempt is the same state
+        if self.written == id:  # the same step of the same attempt has the same state
             return Pause(free - began, 0.0)
         snapshot = self._snapshot(states)
         self._thread = threading.Thread(target=self._write, args=(id, snapshot, meta), name=f"checkpoint-{step}")
@@ -87,7 +88,7 @@ class Checkpointer:
         return Pause(free - began, time.perf_counter() - free)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until nothing is being written; whether that is so."""
+        """Wait until nothing is being written; whether that is so."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -102,7 +103,7 @@ class Checkpointer:
         self.wait()
         self._buffers.clear()
 
-    # ---- the copy: training waits for it -------------------------------------------------------------------------
+    # ---- the copy, while training waits --------------------------------------------------------------------------
     def _snapshot(self, states: Mapping[str, LayerState]) -> dict[str, LayerState]:
         devices: set[torch.device] = set()
         snapshot = {}
@@ -118,7 +119,7 @@ class Checkpointer:
         return snapshot
 
     def _copy(self, key: tuple[str, ...], tensor: Tensor, devices: set[torch.device]) -> Tensor:
-        """Into memory that is kept from save to save: fresh pages cost more than the copy itself."""
+        """Into memory that is kept between saves: fresh pages cost more than the copy itself."""
         buffer = self._buffers.get(key)
         away = tensor.device.type != "cpu"
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
@@ -129,11 +130,11 @@ class Checkpointer:
             devices.add(tensor.device)
         return buffer
 
-    # ---- the write: behind training ------------------------------------------------------------------------------
+    # ---- the write, in the background ----------------------------------------------------------------------------
     def _write(self, id: SaveId, snapshot: dict[str, LayerState], meta: Meta) -> None:
         began = time.perf_counter()
         try:
-            self._prune()  # what was confirmed since the last save
+            self._prune()  # saves that were confirmed since the last save
             self._write_part(id, snapshot, meta)
             self.written = id
             self.write_s = time.perf_counter() - began
@@ -141,7 +142,7 @@ class Checkpointer:
             self._prune()
         except OSError as error:
             self._fail(id, error)
-        except BaseException as error:  # a bug of ours: told to whoever waits, not lost with the thread
+        except BaseException as error:  # a bug: raised by `wait`, not lost with the thread
             self._crash = error
 
     def _write_part(self, id: SaveId, snapshot: dict[str, LayerState], meta: Meta) -> None:
@@ -163,22 +164,22 @@ class Checkpointer:
         try:
             self.retention.prune(self.store)
         except (OSError, AtlasError) as error:
-            self._report(f"{self.store}: old checkpoints cannot be cleared away: {error}")
+            self._report(f"{self.store}: old checkpoints cannot be deleted: {error}")
 
     def _fail(self, id: SaveId, error: OSError) -> None:
         why = error.strerror or str(error)
         self.failed[id] = why
-        last = f"its last is of {self.written}" if self.written else "it has written none before in this attempt"
+        last = f"its last is of {self.written}" if self.written else "it has written none in this attempt"
         self._report(
-            f"checkpoint of {id} not written by {self.writer} to {self.store}: {why}; {last}. Training goes on. "
+            f"checkpoint of {id} not written by {self.writer} to {self.store}: {why}; {last}. Training continues. "
             "Free some space, or the next save will fail too"
         )
         self._clear(id)
 
     def _clear(self, id: SaveId) -> None:
-        """Give back the space of a save that failed half-way."""
+        """Delete what a failed save has written."""
         try:
             for name in self.store.names(f"{id.folder}{self.writer}."):
                 self.store.delete(name)
         except OSError as error:
-            self._report(f"{self.store}: what is left of {id} cannot be removed: {error}")
+            self._report(f"{self.store}: the rest of {id} cannot be deleted: {error}")

@@ -1,7 +1,8 @@
-"""A store in another datacenter, reached over the WAN transport: the same four verbs, answered by the `Keeper` there.
+"""A store in another datacenter, reached over the WAN transport: the four methods of a `BlobStore`, served by the
+`CheckpointServer` there.
 
-A write is cut into pieces, a few of them under way at a time; it is there when the keeper has compared its hash,
-flushed it to the disk and said so. Failures are OSErrors, those of the other side's disk under their own number.
+A write is sent in pieces, a few of them at a time; it is done when the server has compared its hash, flushed it to the
+disk and replied. Failures are OSErrors; those of the server's disk keep their error number.
 """
 
 from __future__ import annotations
@@ -17,83 +18,82 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, BinaryIO, Protocol, cast
 
 from atlas.errors import WorkerError
-from atlas.runtime.checkpoint.calls import ANSWER_LANE, CALL_LANE, PIECE_BYTES, WINDOW_BYTES, pack, unpack
+from atlas.runtime.checkpoint.calls import CALL_LANE, PIECE_BYTES, REPLY_LANE, WINDOW_BYTES, pack, unpack
 from atlas.runtime.checkpoint.store import Chunk
 from atlas.wan.transport.base import Address, Handle, Key
 from atlas.wan.transport.endpoint import Endpoint
 
 PATIENCE_S = 60.0
-"""For an answer: a large file takes its time to reach a disk."""
+"""For a reply: a large file takes its time to reach a disk."""
 LOOK_S = 0.005
 
 
 class CheckpointClient:
-    """The calls of this node to one keeper, for any number of shelves and threads."""
+    """The calls of this node to one checkpoint server, for any number of stores and threads."""
 
     def __init__(self, endpoint: Endpoint, peer: str, address: Address, *, patience_s: float = PATIENCE_S) -> None:
         self.endpoint, self.peer, self.patience_s = endpoint, peer, patience_s
-        self.numbers = itertools.count()
-        """Of uploads."""
+        self.upload_numbers = itertools.count()
         self._calls = itertools.count()
         self._lock = threading.Lock()
         endpoint.open(peer, CALL_LANE, address, light=True)
 
     def call(self, verb: str, payload: Chunk = b"", **arguments: Any) -> StoreCall:
-        """Under way; `wait` for its answer."""
+        """Send a call; `wait` for its reply."""
         message = pack({"verb": verb, **arguments}, payload)
         what = f"{verb} of {arguments.get('name', 'checkpoints')} at {self.peer}"
         with self._lock:
             tag = (next(self._calls), 0, 0, 0)
-            answer = self.endpoint.recv(Key(self.peer, ANSWER_LANE, tag), what=what)
+            reply = self.endpoint.recv(Key(self.peer, REPLY_LANE, tag), what=what)
             sent = self.endpoint.send(Key(self.peer, CALL_LANE, tag), message, tag[0], what)
-        return StoreCall(sent, answer, len(message), self.patience_s)
+        return StoreCall(sent, reply, len(message), self.patience_s)
 
 
 class StoreCall:
-    """One question under way."""
+    """A call that was sent."""
 
-    def __init__(self, sent: Handle, answer: Handle, num_bytes: int, patience_s: float) -> None:
-        self.num_bytes, self._sent, self._answer, self._patience_s = num_bytes, sent, answer, patience_s
+    def __init__(self, sent: Handle, reply: Handle, num_bytes: int, patience_s: float) -> None:
+        self.num_bytes, self._sent, self._reply, self._patience_s = num_bytes, sent, reply, patience_s
 
     def wait(self) -> memoryview:
-        """What the keeper answered; an OSError where it could not, or where there is no answer."""
+        """The payload of the reply; raises OSError if the call failed, or if there is no reply."""
         try:
             self._sent.wait(self._patience_s)
-            message = self._answer.wait(self._patience_s)
+            message = self._reply.wait(self._patience_s)
         except WorkerError as error:
             raise ConnectionError(str(error)) from error
-        assert message is not None, "an answer always has a header"
+        assert message is not None, "a reply always has a header"
         try:
             header, payload = unpack(message)
         except ValueError as error:
-            raise ConnectionError(f"{self._answer.what}: the answer makes no sense: {error}") from error
+            raise ConnectionError(f"{self._reply.what}: invalid reply: {error}") from error
         if "errno" in header:
-            raise OSError(int(header["errno"]), f"{header.get('error')} ({self._answer.what})")
+            raise OSError(int(header["errno"]), f"{header.get('error')} ({self._reply.what})")
         return payload
 
 
 class RemoteStore:
-    """A shelf of a keeper: `own`, what that datacenter saved itself, or `of-DC`, what it keeps for another."""
+    """A store of a checkpoint server: `own`, its own checkpoints, or `of-DC`, its copies of another datacenter's."""
 
-    def __init__(self, line: CheckpointClient, shelf: str) -> None:
-        self.line, self.shelf = line, shelf
+    def __init__(self, client: CheckpointClient, store: str) -> None:
+        self.client, self.store = client, store
 
     def __str__(self) -> str:
-        return f"{self.line.peer}:{self.shelf}"
+        return f"{self.client.peer}:{self.store}"
 
     def write(self, name: str, chunks: Iterable[Chunk]) -> None:
-        upload, digest, num_bytes = next(self.line.numbers), hashlib.sha256(), 0
+        upload, digest, num_bytes = next(self.client.upload_numbers), hashlib.sha256(), 0
         window = CallWindow()
         window.add(self._call("begin", name, upload=upload))
         try:
             for piece in _pieces(chunks):
                 digest.update(piece)
                 num_bytes += len(piece)
-                window.add(self.line.call("piece", piece, upload=upload, name=name))
+                window.add(self.client.call("piece", piece, upload=upload, name=name))
         except BaseException:
-            self.line.call("drop", upload=upload, name=name)
+            self.client.call("drop", upload=upload, name=name)
             raise
-        window.add(self.line.call("end", upload=upload, name=name, bytes=num_bytes, sha256=digest.hexdigest()))
+        window.add(self.client.call("end", upload=upload, name=name, bytes=num_bytes, sha256=digest.hexdigest()))
         window.drain()
 
     def open(self, name: str) -> BinaryIO:
@@ -111,11 +111,11 @@ class RemoteStore:
         return self._call("read", name, offset=offset, bytes=num_bytes)
 
     def _call(self, verb: str, name: str, **arguments: Any) -> StoreCall:
-        return self.line.call(verb, shelf=self.shelf, name=name, **arguments)
+        return self.client.call(verb, store=self.store, name=name, **arguments)
 
 
 class RemoteFile(io.RawIOBase):
-    """A blob elsewhere, read piece by piece; all of it at once with several pieces under way."""
+    """A blob of a remote store, read piece by piece; `readall` has several pieces in flight."""
 
     def __init__(self, store: RemoteStore, name: str, num_bytes: int) -> None:
         self.store, self.blob, self.num_bytes, self._at = store, name, num_bytes, 0
@@ -142,15 +142,15 @@ class RemoteFile(io.RawIOBase):
 
 
 class CallWindow:
-    """Calls under way, answered in order, at most WINDOW_BYTES of them."""
+    """Unanswered calls of at most WINDOW_BYTES, in order."""
 
     def __init__(self) -> None:
         self._open: deque[tuple[StoreCall, int]] = deque()
         self._open_bytes = 0
-        self._answers: list[bytes] = []
+        self._replies: list[bytes] = []
 
     def add(self, call: StoreCall, num_bytes: int | None = None) -> None:
-        """Waits for earlier ones where it is full; raises what went wrong with them."""
+        """Wait for earlier calls if the window is full; raises their errors."""
         size = num_bytes if num_bytes is not None else call.num_bytes
         self._open.append((call, size))
         self._open_bytes += size
@@ -160,27 +160,27 @@ class CallWindow:
     def drain(self) -> list[bytes]:
         while self._open:
             self._settle()
-        return self._answers
+        return self._replies
 
     def _settle(self) -> None:
         call, size = self._open.popleft()
         self._open_bytes -= size
-        self._answers.append(bytes(call.wait()))
+        self._replies.append(bytes(call.wait()))
 
 
 class HasTraffic(Protocol):
-    """An endpoint, or several."""
+    """One endpoint, or several."""
 
     def is_sending(self, besides: Collection[int] = ()) -> bool: ...
 
 
 def behind(endpoint: HasTraffic, longest_s: float = 1.0) -> Callable[[], None]:
-    """For a Replicator's `yield_way`: waits while this node has anything else to send, though never longer than
-    `longest_s` for a MiB, or a link that is always busy would never see a copy across."""
+    """For a Replicator's `yield_way`: wait while this node has anything else to send, but at most `longest_s` per MiB:
+    copies must progress on a link that is always busy."""
 
     def wait() -> None:
         until = time.monotonic() + longest_s
-        while endpoint.is_sending(besides=(CALL_LANE, ANSWER_LANE)) and time.monotonic() < until:
+        while endpoint.is_sending(besides=(CALL_LANE, REPLY_LANE)) and time.monotonic() < until:
             time.sleep(LOOK_S)
 
     return wait

@@ -1,5 +1,6 @@
-"""The record that a Replicator keeps beside the checkpoints it copies: which parts are safe elsewhere, and where. It
-lies in the store, so that every process that deletes there sees what must still stay. Knows stores and part names.
+"""The record of copied parts that a Replicator keeps in the store that it copies: which parts are complete in which
+target. Every process that deletes in the store reads it, and keeps what is still to be copied. Knows stores and part
+names.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ RECORD_SUFFIX = ".replicated.json"
 
 @dataclass(frozen=True)
 class CopiedParts:
-    """One Replicator's."""
+    """The record of one Replicator."""
 
     target: str
     writer: str | None
-    """Whose parts it copies; None: everybody's."""
+    """Whose parts it copies; None: of all writers."""
     parts: tuple[str, ...] = ()
-    """Names of the parts that are whole in the target."""
+    """Names of the parts that are complete in the target."""
 
     @property
     def name(self) -> str:
         return f"{self.writer or 'all'}.{hashlib.sha256(self.target.encode()).hexdigest()[:8]}{RECORD_SUFFIX}"
 
     def covers(self, id: SaveId, name: str) -> bool:
-        """Whether the part is one that it copies."""
+        """Whether this Replicator copies the part."""
         return self.writer is None or name == part_name(id, self.writer)
 
     def save(self, store: BlobStore) -> None:
@@ -38,7 +39,7 @@ class CopiedParts:
 
 
 def read_records(store: BlobStore) -> list[CopiedParts]:
-    """What the store's Replicators have noted."""
+    """The records of all Replicators of the store."""
     records = []
     for name in store.names():
         if not name.endswith(RECORD_SUFFIX):
@@ -55,14 +56,14 @@ def read_records(store: BlobStore) -> list[CopiedParts]:
 
 
 def forget_targets(store: BlobStore, writer: str, but: str | None = None) -> None:
-    """Of a writer whose parts are copied nowhere any more, or only to one target: nothing waits for the others."""
+    """Forget all targets of a writer but one, or all: nothing is kept for copies to them any more."""
     for record in read_records(store):
         if record.writer == writer and record.target != but:
             store.delete(record.name)
 
 
 def not_copied(store: BlobStore) -> set[SaveId]:
-    """Saves of which some part is still to be copied by some Replicator."""
+    """Saves with a part that some Replicator has still to copy."""
     records = read_records(store)
     if not records:
         return set()

@@ -1,7 +1,7 @@
 """A checkpoint as a Hugging Face folder that `transformers` loads, whatever plan wrote it. One shard of the model is in
-memory at a time; the folder appears when it is whole.
+memory at a time; the folder appears when it is complete.
 
-Knows checkpoints and decoders. Optimizer state stays behind: an export is for using a model, not for going on with it.
+Knows checkpoints and decoders. Optimizer state is not exported.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from atlas.errors import AtlasError
+from atlas.runtime.assignment import read
 from atlas.runtime.checkpoint.load import Checkpoint, load_layers
 from atlas.runtime.checkpoint.state import restore
-from atlas.runtime.models.config import DecoderConfig, RopeScaling
+from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import LayerRange, cuts, empty, layer_of
 from atlas.runtime.models.export import export_stage, finish_export
 
@@ -26,16 +26,13 @@ Progress = Callable[[str, int, int], None]
 
 
 def decoder_of(checkpoint: Checkpoint) -> DecoderConfig:
-    """The model that was saved: `model.config` of the run's configuration."""
+    """The saved model: `model.config` of the run's configuration."""
     try:
-        facts: dict[str, Any] = dict(checkpoint.meta.config["model"]["config"])
-        if facts.get("rope_scaling") is not None:
-            facts["rope_scaling"] = RopeScaling(**facts["rope_scaling"])
-        return DecoderConfig(**facts)
-    except (KeyError, TypeError) as error:
+        return read(DecoderConfig, checkpoint.meta.config["model"]["config"])
+    except (KeyError, TypeError, ValueError) as error:
         raise AtlasError(
-            f"checkpoint of {checkpoint.id}: it does not say which model it is of ({error}). Only what `atlas train` "
-            "saved can be exported"
+            f"checkpoint of {checkpoint.id}: it does not describe its model ({error}). Only checkpoints of "
+            "`atlas train` can be exported"
         ) from error
 
 
@@ -46,9 +43,9 @@ def export_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress = lambda what, done, total: None,
 ) -> int:
-    """Writes `folder`, which must not exist yet; how many shards it has."""
+    """Write `folder`, which must not exist yet; the number of its shards."""
     if folder.exists():
-        raise AtlasError(f"{folder}: it is there already. Name a folder that is not")
+        raise AtlasError(f"{folder}: exists already. Name a new folder")
     config = decoder_of(checkpoint)
     shards = _shards(checkpoint, config, max_shard_bytes)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
@@ -68,7 +65,7 @@ def export_checkpoint(
 
 
 def _shards(checkpoint: Checkpoint, config: DecoderConfig, max_bytes: int) -> list[LayerRange]:
-    """Runs of layers, as even as can be."""
+    """Consecutive layers, divided as evenly as possible."""
     blobs = {layer: part.weights[layer] for _, part in checkpoint.parts for layer in part.weights}
     total_bytes = sum(blob.num_bytes for blob in blobs.values())
     count = min(config.num_layers, max(1, math.ceil(total_bytes / max_bytes)))
@@ -79,7 +76,7 @@ def _shards(checkpoint: Checkpoint, config: DecoderConfig, max_bytes: int) -> li
 def _export(
     checkpoint: Checkpoint, config: DecoderConfig, cut: LayerRange, folder: Path, number: int, num_shards: int
 ) -> torch.dtype:
-    """One shard; the type of its numbers, which is what was saved."""
+    """Write one shard; its dtype, as saved."""
     names = ["embedding"] * cut.has_embedding + [f"layers.{i}" for i in cut.layers] + ["head"] * cut.has_head
     states = load_layers(checkpoint, names, optimizer=False)
     dtype = next(iter(next(iter(states.values())).parameters.values())).dtype

@@ -1,13 +1,12 @@
-"""Finding and reading checkpoints: any worker takes the layers it needs from whatever parts, stores and replicas hold
-them; the plan that wrote them does not matter.
+"""Finds and reads checkpoints: any worker takes the layers it needs from whatever parts, stores and replicas have them,
+whatever plan wrote them.
 
-Every byte is hashed before it is believed. A damaged file is an error that names it; an older checkpoint is taken in
-its place only when the caller says so, for all workers at once.
+Every byte is hashed before it is used. A damaged file is an error that names it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -22,7 +21,7 @@ from atlas.runtime.checkpoint.tensors import Tally, chunks_of, parse
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete one, found by `choose`. Reading it reads only the layers asked for."""
+    """A complete checkpoint, found by `choose`. Only requested layers are read."""
 
     id: SaveId
     meta: Meta
@@ -34,41 +33,20 @@ class Checkpoint:
         return self.id.step
 
     def holders(self, layer: str) -> list[tuple[BlobStore, Part]]:
-        """Where a layer lies, own copies and replicas."""
+        """The stores that have a layer: originals and replicas."""
         return [(store, part) for store, part in self.parts if layer in part.weights]
 
 
-def choose(
-    stores: Sequence[BlobStore],
-    *,
-    step: int | None = None,
-    verified: bool = False,
-    fallback: bool = False,
-    report: Report = log,
-) -> Checkpoint | None:
+def choose(stores: Sequence[BlobStore], *, step: int | None = None, report: Report = log) -> Checkpoint | None:
     """The newest complete checkpoint over `stores`, or the newest of `step`; None where there is none.
 
-    A save whose parts are not all there (a crash, a lost datacenter) never happened and is passed over. `verified`
-    reads every file first. With `fallback`, what is damaged is told and passed over too; without, it is an error.
+    A save with missing parts (after a crash or the loss of a datacenter) is skipped. A damaged manifest is an error.
     """
     found = sorted(set().union(*(ids(store) for store in stores)), reverse=True)
-    damaged: AtlasError | None = None
     for id in (id for id in found if step is None or id.step == step):
-        try:
-            checkpoint = _assemble(stores, id, report)
-            if checkpoint is None:
-                continue
-            problems = verify(checkpoint) if verified else []
-            if not problems:
-                return checkpoint
-            raise AtlasError(problems[0])
-        except AtlasError as error:
-            if not fallback:
-                raise
-            report(f"checkpoint of {id} is damaged and passed over: {error}")
-            damaged = damaged or error
-    if damaged is not None:
-        raise damaged  # starting from nothing is not what falling back means
+        checkpoint = _assemble(stores, id, report)
+        if checkpoint is not None:
+            return checkpoint
     if step is None:
         return None
     there = ", ".join(str(id.step) for id in found) or "none"
@@ -81,14 +59,14 @@ def _assemble(stores: Sequence[BlobStore], id: SaveId, report: Report) -> Checkp
         return None
     missing = missing_layers([part for _, part in parts])
     if missing:
-        report(f"checkpoint of {id} is incomplete and passed over: no layer {', '.join(missing[:5])} in any store")
+        report(f"checkpoint of {id} is incomplete and skipped: no layer {', '.join(missing[:5])} in any store")
         return None
     first_store, first = parts[0]
     for store, part in parts:
         if (part.meta, part.model_layers) != (first.meta, first.model_layers):
             raise AtlasError(
                 f"{store}/{part.name}: it belongs to another run than {first_store}/{first.name}. "
-                "Keep the checkpoints of each run in folders of their own"
+                "Keep the checkpoints of each run in a separate folder"
             )
     return Checkpoint(id, first.meta, first.model_layers, tuple(parts))
 
@@ -96,16 +74,8 @@ def _assemble(stores: Sequence[BlobStore], id: SaveId, report: Report) -> Checkp
 def load_layers(
     checkpoint: Checkpoint, names: Iterable[str], *, optimizer: bool = True, report: Report = log
 ) -> dict[str, LayerState]:
-    """The states of some layers, from wherever they lie. A copy that is damaged gives way to a sound replica."""
+    """The states of some layers. A replica is used in place of a damaged copy."""
     return {name: _load_layer(checkpoint, name, optimizer, report) for name in names}
-
-
-def iterate_layers(
-    checkpoint: Checkpoint, *, optimizer: bool = False, report: Report = log
-) -> Iterator[tuple[str, LayerState]]:
-    """All layers in the model's order, one in memory at a time: for an export."""
-    for name in checkpoint.layers:
-        yield name, _load_layer(checkpoint, name, optimizer, report)
 
 
 def _load_layer(checkpoint: Checkpoint, layer: str, optimizer: bool, report: Report) -> LayerState:
@@ -137,7 +107,7 @@ def _load_blob(copies: Sequence[tuple[BlobStore, Blob]], report: Report) -> dict
 
 
 def _read(store: BlobStore, blob: Blob, *, at_once: bool = True) -> bytes:
-    """What was written, or an error that names the file. Not `at_once`: only looked at, a piece at a time."""
+    """The content of a blob; raises an error that names the file. Not `at_once`: only verified, piece by piece."""
     where, tally, data = f"{store}/{blob.name}", Tally(), b""
     try:
         with store.open(blob.name) as file:
@@ -155,23 +125,23 @@ def _read(store: BlobStore, blob: Blob, *, at_once: bool = True) -> bytes:
     return data
 
 
-_REMEDY = "Copy the file back from a replica, or resume from an earlier checkpoint (another step, or with fallback)."
+_REMEDY = "Copy the file back from a replica, or delete this checkpoint to resume from an earlier one."
 
 
 def verify(checkpoint: Checkpoint) -> list[str]:
-    """Reads every layer's files; one sentence for each layer of which no sound copy is left."""
+    """Read every layer's files; one sentence for each layer without an undamaged copy."""
     problems = []
     for layer in checkpoint.layers:
         holders = checkpoint.holders(layer)
         for kind in ("weights", "optimizer"):
             copies = [(s, getattr(part, kind)[layer]) for s, part in holders if layer in getattr(part, kind)]
-            complaints = [complaint for store, blob in copies if (complaint := _complaint(store, blob))]
-            if copies and len(complaints) == len(copies):
-                problems.append(complaints[0])
+            errors = [error for store, blob in copies if (error := _error_of(store, blob))]
+            if copies and len(errors) == len(copies):
+                problems.append(errors[0])
     return problems
 
 
-def _complaint(store: BlobStore, blob: Blob) -> str | None:
+def _error_of(store: BlobStore, blob: Blob) -> str | None:
     try:
         _read(store, blob, at_once=False)
     except AtlasError as error:

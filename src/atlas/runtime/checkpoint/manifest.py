@@ -1,7 +1,7 @@
-"""What makes a checkpoint exist. Each worker writes its layers and then, last, a part: a small JSON file that names
-them with sizes and hashes. A checkpoint is there when the parts of one save, over all stores, hold every layer.
+"""The manifest of a checkpoint. Each worker writes its layers and then, last, a part: a small JSON file that names
+them with sizes and hashes. A checkpoint exists when the parts of one save, over all stores, hold every layer.
 
-So nobody coordinates a save, and a crash leaves either a part or nothing. Knows JSON and stores; not tensors.
+So no process coordinates a save, and a crash leaves either a part or nothing. Knows JSON and stores; not tensors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _FOLDER = re.compile(r"step-(\d+)-a(\d+)/")
 
 
 class SaveId(NamedTuple):
-    """The order of saves: a later attempt goes before a later step, as it may have gone back on purpose."""
+    """Orders saves: by attempt first, because a later attempt may have gone back to an earlier step on purpose."""
 
     attempt: int
-    """How often the run was started again; the launcher counts (`next_attempt`)."""
+    """The number of the run's start; the launcher counts (`next_attempt`)."""
     step: int
     """Optimizer steps done."""
 
@@ -40,24 +40,20 @@ class SaveId(NamedTuple):
 
 @dataclass(frozen=True)
 class Meta:
-    """What a run needs beside tensors to go on as if nothing had happened. Generators are keyed, so none is saved."""
+    """What a run needs beside tensors to resume exactly. Random generators are keyed, so none is saved."""
 
     samples_seen: int
-    """Where the data goes on."""
+    """The position in the data."""
     seed: int
     schedule_step: int
-    """Where the learning-rate schedule goes on."""
+    """The position in the learning-rate schedule."""
     dataset: str = ""
     """`Dataset.digest`."""
     config: dict[str, Any] = field(default_factory=dict)
-    """What must not change for the state to mean the same: model, optimizer, batch. JSON-able."""
-
-    @property
-    def config_digest(self) -> str:
-        return hashlib.sha256(_canonical(self.config)).hexdigest()
+    """What must not change between attempts: model, optimizer, batch. As JSON."""
 
     def require_same_run(self, config: dict[str, Any], dataset: str) -> None:
-        """Raise where a run with this configuration and these data cannot go on from here."""
+        """Raise if a run with this configuration and these data cannot resume from here."""
         config = json.loads(_canonical(config))
         for key in sorted(self.config.keys() | config.keys()):
             if self.config.get(key) != config.get(key):
@@ -83,7 +79,7 @@ class Blob:
 
 @dataclass(frozen=True)
 class Part:
-    """What one worker saved."""
+    """The part of a checkpoint that one worker saved."""
 
     id: SaveId
     writer: str
@@ -92,7 +88,7 @@ class Part:
     weights: dict[str, Blob]
     """By layer."""
     optimizer: dict[str, Blob]
-    """By layer; a layer without optimizer state has none."""
+    """By layer; not for layers without optimizer state."""
     meta: Meta
 
     @property
@@ -115,7 +111,7 @@ class Part:
             if (body.pop("format"), body.pop("version")) != (FORMAT, VERSION):
                 raise ValueError(f"not version {VERSION} of {FORMAT}")
             if hashlib.sha256(_canonical({"format": FORMAT, "version": VERSION, **body})).hexdigest() != check:
-                raise ValueError("its checksum does not fit")
+                raise ValueError("its checksum does not match")
             return cls(
                 id=SaveId(**body["id"]),
                 writer=body["writer"],
@@ -126,8 +122,8 @@ class Part:
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise AtlasError(
-                f"{where}: not a whole checkpoint manifest ({error}). Restore the file from a replica, or delete its "
-                "folder to resume from an earlier checkpoint"
+                f"{where}: not a complete checkpoint manifest ({error}). Restore the file from a replica, or delete "
+                "its folder to resume from an earlier checkpoint"
             ) from error
 
 
@@ -139,9 +135,9 @@ def _canonical(data: Any) -> bytes:
     return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
 
 
-# ---- what is there ---------------------------------------------------------------------------------------------------
+# ---- existing saves --------------------------------------------------------------------------------------------------
 def ids(store: BlobStore) -> set[SaveId]:
-    """Every save that left anything whole in the store, finished or not."""
+    """Every save with a blob in the store, complete or not."""
     found = (_FOLDER.match(name) for name in store.names("step-"))
     return {SaveId(int(match[2]), int(match[1])) for match in found if match}
 
@@ -157,24 +153,24 @@ def parts_of(stores: Iterable[BlobStore], id: SaveId) -> list[tuple[BlobStore, P
     for store in stores:
         for name in store.names(id.folder):
             if name.endswith(SUFFIX):
-                with contextlib.suppress(FileNotFoundError):  # deleted by a peer since we looked
+                with contextlib.suppress(FileNotFoundError):  # deleted by a peer meanwhile
                     found.append((store, read_part(store, name)))
     return found
 
 
 def missing_layers(parts: Sequence[Part]) -> list[str]:
-    """What no part holds; all parts are of one save."""
+    """Layers that no part has; all parts are of one save."""
     held = {layer for part in parts for layer in part.weights}
     return [layer for layer in parts[0].model_layers if layer not in held]
 
 
 def complete_ids(stores: Sequence[BlobStore]) -> list[SaveId]:
-    """Every complete checkpoint over these stores, oldest first. Whoever sees all stores confirms them to the rest."""
+    """Every complete checkpoint over these stores, oldest first."""
     found = sorted(set().union(*(ids(store) for store in stores)))
     parts = {id: [part for _, part in parts_of(stores, id)] for id in found}
     return [id for id in found if parts[id] and not missing_layers(parts[id])]
 
 
 def next_attempt(stores: Sequence[BlobStore]) -> int:
-    """The number of a run that starts now: one above all that have left anything."""
+    """The number of a new attempt: one more than of any save in the stores."""
     return max((id.attempt for store in stores for id in ids(store)), default=-1) + 1

@@ -1,13 +1,13 @@
-"""Copies a datacenter's parts to another place, behind training's traffic: a lost datacenter takes its disks along.
+"""Copies a datacenter's parts to another store, after training's own traffic: when a datacenter is lost, its disks
+are too.
 
-Files first and the part last, so that what is in the other place is usable whenever the copying stops. Oldest first,
-none left out, so that the datacenters, each at its own pace, get the same checkpoints across. Knows stores and parts.
+Files first and the part last, so that the other store is usable whenever copying stops. Oldest first and without gaps,
+so that all datacenters, each at its own pace, copy the same checkpoints. Knows stores and parts.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -20,16 +20,14 @@ from atlas.runtime.checkpoint.store import BlobStore, Chunk
 from atlas.runtime.checkpoint.tensors import Tally, chunks_of
 
 RETRY_S = 5.0
-BURST_S = 0.1
 
 
 class Replicator:
     """One for each datacenter and target, or one for each worker (`writer`). Start it with `with` or `start`.
 
-    `rate_bps` caps its traffic; `yield_way` is called before every MiB and may block while training needs the link.
-    `on_copied` hears, on the copying thread, of every part that is whole in the target.
-    `retention` prunes the target and wants to be told which checkpoints all datacenters have across (`complete_ids`
-    of the targets).
+    `yield_way` is called before every MiB and may block while training needs the link. `on_copied` is called, on the
+    copying thread, for every part that is complete in the target. `retention` prunes the target; confirm the
+    checkpoints that are complete over the targets of all datacenters.
     """
 
     def __init__(
@@ -38,49 +36,47 @@ class Replicator:
         target: BlobStore,
         *,
         writer: str | None = None,
-        rate_bps: float | None = None,
         yield_way: Callable[[], None] = lambda: None,
         retention: Retention | None = None,
         on_copied: Callable[[SaveId], None] = lambda id: None,
         report: Report = log,
         retry_s: float = RETRY_S,
     ) -> None:
-        self.source, self.target, self.rate_bps, self.retry_s = source, target, rate_bps, retry_s
+        self.source, self.target, self.retry_s = source, target, retry_s
         self.retention = retention or Retention()
         self.num_bytes = 0
-        """Sent so far."""
+        """Copied so far."""
         self._record = CopiedParts(str(target), writer)
         self._refused: set[str] = set()
-        self._told = ""
+        self._reported = ""
         self._yield_way, self._on_copied, self._report = yield_way, on_copied, report
-        self._due_s = 0.0
         self._stop = threading.Event()
         self._news = threading.Condition()
         self._pending, self._busy, self._ended = True, False, False
         self._thread = threading.Thread(target=self._run, name="replicator", daemon=True)
 
-    # ---- life ----------------------------------------------------------------------------------------------------
+    # ---- start and end ---------------------------------------------------------------------------------------------
     def start(self) -> None:
-        """From now on nothing is deleted from the source that has not been copied."""
+        """From now on only copied parts are deleted from the source."""
         known = {record.name: record for record in read_records(self.source)}
         self._record = known.get(self._record.name, self._record)
         self._record.save(self.source)
         self._thread.start()
 
     def notify(self, id: SaveId | None = None) -> None:
-        """There is something new; give it to a Checkpointer as `on_written`."""
+        """A new part was written; a Checkpointer's `on_written`."""
         with self._news:
             self._pending = True
             self._news.notify_all()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until everything that is there has been copied; whether it has."""
+        """Wait until every part is copied; whether it is."""
         with self._news:
             self._news.wait_for(lambda: self._ended or not (self._pending or self._busy), timeout_s)
             return not (self._pending or self._busy)
 
     def close(self) -> None:
-        """Stop now; what is half copied is not there, and is copied by the next Replicator."""
+        """Stop now; the next Replicator copies the rest."""
         self._stop.set()
         with self._news:
             self._news.notify_all()
@@ -105,8 +101,8 @@ class Replicator:
                     self._stop.wait(self.retry_s)
         except _StoppedError:
             pass
-        except Exception as error:  # a bug of ours: training goes on, but somebody must know that nothing is copied now
-            self._report(f"replication of {self.source} to {self.target} has ended, a bug of ours: {error!r}")
+        except Exception as error:  # a bug: training continues, but the user must know that copying has stopped
+            self._report(f"replication of {self.source} to {self.target} has stopped because of a bug: {error!r}")
             raise
         finally:
             with self._news:
@@ -125,15 +121,15 @@ class Replicator:
                 self._copy_part(id, name)
             self.retention.prune(self.target)
         except (OSError, AtlasError) as error:
-            if str(error) != self._told:  # tried every few seconds, told when it is something new
-                self._report(f"replication of {self.source} to {self.target} is held up, and tried again: {error}")
-            self._told = str(error)
+            if str(error) != self._reported:  # retried every few seconds, reported when it changes
+                self._report(f"replication of {self.source} to {self.target} failed and is retried: {error}")
+            self._reported = str(error)
             return False
-        self._told = ""
+        self._reported = ""
         return True
 
     def _waiting(self) -> list[tuple[SaveId, str]]:
-        """Parts that are here and not there, oldest first; not what the target has had and let go."""
+        """Parts that the target lacks, oldest first; without those that the target has had and deleted."""
         done = set(self._record.parts) & set(self.target.names("step-")) | self._refused
         return [
             (id, name)
@@ -153,7 +149,7 @@ class Replicator:
             self._report(f"part of {id} is not replicated to {self.target}: {error}")
             return
         self.target.write(name, [part.to_json()])
-        self._on_copied(id)  # whatever happens to the record: our own disk may be full
+        self._on_copied(id)  # before the record is saved, which fails if the own disk is full
         here = {name for id in ids(self.source) for name in self.source.names(id.folder)}
         self._record = replace(self._record, parts=(*(part for part in self._record.parts if part in here), name))
         self._record.save(self.source)
@@ -161,18 +157,14 @@ class Replicator:
     def _copy(self, blob: Blob) -> None:
         tally = Tally()
         with self.source.open(blob.name) as file:
-            self.target.write(blob.name, tally.through(self._paced(chunks_of(file))))
+            self.target.write(blob.name, tally.through(self._yielding(chunks_of(file))))
         if tally.sha256 != blob.sha256:
             self.target.delete(blob.name)
             raise AtlasError(f"{self.source}/{blob.name}: damaged. Delete this checkpoint or restore it")
 
-    def _paced(self, chunks: Iterator[bytes]) -> Iterator[Chunk]:
+    def _yielding(self, chunks: Iterator[bytes]) -> Iterator[Chunk]:
         for chunk in chunks:
             self._yield_way()
-            if self.rate_bps is not None:
-                now_s = time.monotonic()
-                self._stop.wait(max(0.0, self._due_s - now_s))
-                self._due_s = max(self._due_s, now_s - BURST_S) + len(chunk) * 8 / self.rate_bps
             if self._stop.is_set():
                 raise _StoppedError
             self.num_bytes += len(chunk)
@@ -180,4 +172,4 @@ class Replicator:
 
 
 class _StoppedError(Exception):
-    """Asked to stop while a file was under way."""
+    """Stopped in the middle of a file."""

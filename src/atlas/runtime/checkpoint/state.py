@@ -1,5 +1,5 @@
-"""The state of a layer as it is saved: its parameters and what the optimizer keeps for each of them. By layer, because
-stages come and go with the plan and layers do not.
+"""The state of a layer as it is saved: its parameters and the optimizer's state of each. By layer, because stages
+change with the plan and layers do not.
 
 Knows modules and optimizers of torch; not files.
 """
@@ -17,18 +17,18 @@ from atlas.errors import AtlasError
 
 
 class HasState(Protocol):
-    """An optimizer of torch's, or ours: what it keeps, by parameter and slot."""
+    """An optimizer of torch, or ours, with state by parameter and slot."""
 
     state: Any
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """Names are those of the whole model (`3.norm1.weight`), whatever stage the layer is in."""
+    """Names are those in the whole model (`3.norm1.weight`), whatever the stage."""
 
     parameters: Mapping[str, Tensor]
     optimizer: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """By parameter, then by slot (`exp_avg`). Hyper-parameters are the configuration's, not state."""
+    """By parameter, then by slot (`exp_avg`). Hyper-parameters belong to the configuration."""
 
 
 def first_word(name: str) -> str:
@@ -41,7 +41,7 @@ def states_of(
     optimizer: HasState | None = None,
     layer_of: Callable[[str], str] = first_word,
 ) -> dict[str, LayerState]:
-    """By layer; the tensors are the live ones, not copies. `parameters` as of `module.named_parameters()`."""
+    """By layer; live tensors, not copies. `parameters`: as from `module.named_parameters()`."""
     weights: dict[str, dict[str, Tensor]] = {}
     slots: dict[str, dict[str, dict[str, Tensor]]] = {}
     for name, parameter in parameters:
@@ -60,14 +60,14 @@ def restore(
     optimizer: HasState | None = None,
     layer_of: Callable[[str], str] = first_word,
 ) -> None:
-    """Put saved states into live parameters and their optimizer. Checks everything before it changes anything."""
+    """Copy saved states into parameters and their optimizer. Checks everything before it changes anything."""
     pairs = list(parameters)
     for name, parameter in pairs:
         saved = states[layer_of(name)].parameters.get(name) if layer_of(name) in states else None
         if saved is None or saved.shape != parameter.shape:
             has = "no such tensor" if saved is None else f"shape {tuple(saved.shape)}"
             raise AtlasError(
-                f"checkpoint: {name}: {has}, but the model wants shape {tuple(parameter.shape)}. "
+                f"checkpoint: {name}: {has}, but the model has shape {tuple(parameter.shape)}. "
                 "Resume with the model that was saved"
             )
     groups = getattr(optimizer, "param_groups", [])
@@ -77,7 +77,7 @@ def restore(
             state = states[layer_of(name)]
             parameter.copy_(state.parameters[name])
             if optimizer is not None and name in state.optimizer:
-                # Moments lie beside their parameter; the count of steps does only for optimizers that say so.
+                # Moments are on the device of their parameter; the step count only for fused or capturable optimizers.
                 home = torch.device("cpu") if parameter not in on_device else parameter.device
                 optimizer.state[parameter] = {
                     slot: value.to(parameter.device if value.dim() else home, copy=True)
@@ -86,5 +86,5 @@ def restore(
 
 
 def share(layers: Sequence[str], replica: int, num_replicas: int) -> list[str]:
-    """The layers that one of several workers with the same stage saves: each once, evenly, without a word between."""
+    """The layers that one of several workers with the same stage saves: each layer once, divided evenly."""
     return [layer for number, layer in enumerate(layers) if number % num_replicas == replica]

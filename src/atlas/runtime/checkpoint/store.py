@@ -1,14 +1,14 @@
-"""Where checkpoints lie: named blobs that appear whole or not at all. A folder here; an object store has the same
-four verbs, and its puts are atomic by nature.
+"""Where checkpoints are stored: named blobs that appear complete or not at all. Here a folder; an object store has the
+same four methods, and its puts are atomic by nature.
 
-Knows names and bytes, not what they mean. Failures are OSErrors: who writes decides what they are worth.
+Knows names and bytes, not what they mean. Failures are OSErrors; the caller decides what they mean.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-import threading
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol
@@ -20,22 +20,22 @@ class BlobStore(Protocol):
     """Names are relative paths with `/`. Implementations may be called from several threads at once."""
 
     def write(self, name: str, chunks: Iterable[Chunk]) -> None:
-        """Put a blob, durably, in place of any other of this name; a failure leaves the other as it was."""
+        """Put a blob, durably, in place of any other of this name; a failure leaves the other unchanged."""
 
     def open(self, name: str) -> BinaryIO:
-        """A blob to read from; FileNotFoundError where there is none."""
+        """A blob to read from; FileNotFoundError if there is none."""
         raise NotImplementedError
 
     def names(self, prefix: str = "") -> list[str]:
-        """Every whole blob whose name begins with `prefix`, sorted."""
+        """Every complete blob whose name begins with `prefix`, sorted."""
         raise NotImplementedError
 
     def delete(self, name: str) -> None:
-        """Remove a blob; none of this name is as good."""
+        """Remove a blob, if there is one."""
 
 
 class LocalStore:
-    """A folder. Writes go to a hidden file beside the target, are flushed to the disk, and take its name."""
+    """A folder. Writes go to a hidden file beside the target, which is flushed to the disk and renamed."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
@@ -44,33 +44,29 @@ class LocalStore:
         return str(self.root)
 
     def write(self, name: str, chunks: Iterable[Chunk]) -> None:
-        target = self._path(name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.part")
+        writer = self.create(name)
         try:
-            with temporary.open("wb") as file:
-                for chunk in chunks:
-                    file.write(chunk)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-            # The name is on the disk once its folder is, and the folder's name once the root is.
-            for folder in {target.parent, self.root}:
-                _flush(folder)
+            for chunk in chunks:
+                writer.write(chunk)
+            writer.commit()
         finally:
-            temporary.unlink(missing_ok=True)
+            writer.close()
+
+    def create(self, name: str) -> BlobWriter:
+        """A blob to be written piece by piece."""
+        return BlobWriter(self.root, self._path(name))
 
     def open(self, name: str) -> BinaryIO:
         return self._path(name).open("rb")
 
     def names(self, prefix: str = "") -> list[str]:
-        # A folder may go while we look (os.walk then passes over it): another process clears old saves away.
+        # Another process may delete old saves meanwhile; os.walk skips a folder that is gone.
         files = (Path(folder, name) for folder, _, names in os.walk(self.root) for name in names)
         found = (path.relative_to(self.root).as_posix() for path in files)
         return sorted(name for name in found if name.startswith(prefix) and not _is_unfinished(name))
 
     def delete(self, name: str) -> None:
-        """Also takes away what a killed writer left in the blob's folder, and the folder, when nothing else is left."""
+        """Also removes leftovers of a killed writer in the blob's folder, and the folder, when no blob is left."""
         path = self._path(name)
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -83,8 +79,38 @@ class LocalStore:
     def _path(self, name: str) -> Path:
         parts = PurePosixPath(name).parts
         if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
-            raise PermissionError(f"{name!r} lies outside {self.root}")
+            raise PermissionError(f"{name!r} is outside {self.root}")
         return self.root.joinpath(*parts)
+
+
+class BlobWriter:
+    """A blob of a LocalStore that is being written. It appears with `commit`; `close` without it discards it."""
+
+    def __init__(self, root: Path, target: Path) -> None:
+        self._root, self._target = root, target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = target.with_name(f".{target.name}.{os.getpid()}.{next(_numbers)}.part")
+        self._file = self._temporary.open("wb")
+
+    def write(self, chunk: Chunk) -> None:
+        self._file.write(chunk)
+
+    def commit(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._temporary.replace(self._target)
+        # The name is on the disk once its folder is, and the folder's name once the root is.
+        for folder in {self._target.parent, self._root}:
+            _flush(folder)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # buffered bytes do not fit: `write` or `commit` has failed already
+            self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+_numbers = itertools.count()
+"""Of this process's temporary files."""
 
 
 def _is_unfinished(name: str) -> bool:

@@ -1,5 +1,5 @@
-"""Tensors to and from a safetensors blob. Written as a stream straight from the tensors' own memory, hashed on the
-way, so that a layer of any size costs no second copy; read by the `safetensors` library once the hash is right.
+"""Tensors to and from a safetensors blob. Written as a stream from the tensors' own memory and hashed on the way, so
+that a layer of any size needs no second copy; read by the `safetensors` library once the hash is verified.
 
 Knows the file format. Does not know what the tensors are.
 """
@@ -37,7 +37,7 @@ _DTYPES = {
 
 
 def stream(tensors: Mapping[str, Tensor]) -> Iterator[Chunk]:
-    """A safetensors file, piece by piece. The tensors lie on the host and are contiguous."""
+    """A safetensors file, piece by piece. Tensors must be contiguous and on the host."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, tensor in tensors.items():
@@ -56,7 +56,7 @@ def stream(tensors: Mapping[str, Tensor]) -> Iterator[Chunk]:
 
 
 class Tally:
-    """Counts and hashes what passes through."""
+    """Counts and hashes the bytes of a stream."""
 
     def __init__(self) -> None:
         self.num_bytes = 0

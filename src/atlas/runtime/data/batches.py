@@ -1,30 +1,34 @@
-"""What training sees at each step. The global batch of a step follows from (dataset, length, seed, step) alone; a
-worker reads just the rows of its microbatch, and any layout of pipelines and microbatches reads the same rows.
+"""The data of each training step. The global batch of a step depends on (dataset, length, seed, step) alone; a worker
+reads only the rows of its microbatch, and any layout of pipelines and microbatches reads the same rows.
 
-Resuming is asking for a later step: there is no state. Knows shards and the order of samples; not torch, not workers.
+To resume is to ask for a later step: there is no state. Knows shards and the order of samples; not torch, not workers.
 """
 
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from atlas.errors import AtlasError
+from atlas.runtime.assignment import SHIPPED
 from atlas.runtime.data.order import Positions, SampleOrder
 from atlas.runtime.data.shard import SUFFIX, TokenShard, open_shard, verify_shard
+from atlas.runtime.data.tokenize import sample_text, tokenize
+from atlas.runtime.data.tokenizers import ByteTokenizer
 
 Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Sequences and what follows each of their tokens."""
+    """Sequences, and the next token after each of their tokens."""
 
     tokens: Ids
     """[B, L]"""
@@ -57,14 +61,14 @@ class Dataset:
 
     @cached_property
     def digest(self) -> str:
-        """Of what it holds, not of where it lies: a resumed run compares it."""
+        """Of its content, not of its path: a resumed run compares it."""
         digest = hashlib.sha256(self.shards[0].header.tokenizer.encode())
         for shard in self.shards:
             digest.update(shard.header.sha256 + shard.header.num_tokens.to_bytes(8, "little"))
         return digest.hexdigest()
 
     def require_vocabulary(self, vocabulary: int) -> None:
-        """Raise where a model of `vocabulary` tokens cannot read this."""
+        """Raise if a model of `vocabulary` tokens cannot read this dataset."""
         if self.vocabulary > vocabulary:
             raise AtlasError(
                 f"{self.shards[0].path}: tokens of a vocabulary of {self.vocabulary}, but the model has {vocabulary}. "
@@ -85,7 +89,7 @@ def _shards_at(path: Path) -> list[TokenShard]:
     if len(found) != expected:
         raise AtlasError(
             f"{path}: {len(found)} shards, but {found[0].path.name} is one of {expected}. "
-            "Keep each tokenization in a folder of its own, and name them one after the other"
+            "Keep each tokenization in a separate folder, and name the folders one after the other"
         )
     return found
 
@@ -96,12 +100,12 @@ def _require_alike(first: TokenShard, shard: TokenShard) -> None:
         if ours != theirs:
             raise AtlasError(
                 f"{shard.path}: {what} {theirs}, but {first.path} has {ours}. "
-                "Shards that are trained on together come from one tokenizer: tokenize them again with the same"
+                "Shards of one training must have the same tokenizer: tokenize them again"
             )
 
 
 class Batches:
-    """`batch(step)` is what one machine would train on; `microbatch` is a worker's part of it."""
+    """`batch(step)`: the batch of the whole run; `microbatch`: a worker's part of it."""
 
     def __init__(self, dataset: Dataset, *, length: int, global_batch: int, seed: int) -> None:
         self.dataset, self.length, self.global_batch = dataset, length, global_batch
@@ -111,7 +115,7 @@ class Batches:
         self.num_samples = int(self._ends[-1])
         self._require_enough(counts)
         self.order = SampleOrder(self.num_samples, seed)
-        # Once a step: for the few rows of a microbatch it would cost as much, each time.
+        # Once a step: for the few rows of a microbatch it costs the same.
         self._samples = lru_cache(maxsize=2)(self._samples_of)
 
     def _samples_of(self, step: int) -> Positions:
@@ -166,6 +170,19 @@ class Batches:
         row[:] = shard.tokens[start : start + self.length + 1]
         if row.max() >= shard.header.vocabulary:
             raise AtlasError(
-                f"{shard.path}: token {row.max()} at {start + int(row.argmax())} lies outside its vocabulary of "
+                f"{shard.path}: token {row.max()} at {start + int(row.argmax())} is outside its vocabulary of "
                 f"{shard.header.vocabulary}: the file is damaged. Copy it again, or tokenize again"
             )
+
+
+def open_dataset(folder: str) -> Dataset:
+    """The shards of a folder, or of the text that ships."""
+    return _shipped() if folder == SHIPPED else Dataset.open(Path(folder))
+
+
+@cache
+def _shipped() -> Dataset:
+    """The shipped text by bytes, written once per process; shards stay readable after their folder is deleted."""
+    with tempfile.TemporaryDirectory(prefix="atlas-text-") as folder:
+        tokenize([sample_text()], Path(folder) / "tokens", ByteTokenizer())
+        return Dataset.open(Path(folder) / "tokens")

@@ -1,7 +1,7 @@
 """The order of samples: a permutation of 0..n-1 for every epoch that is computed, not stored, so that a trillion
-samples cost no memory and any position is found at once.
+samples need no memory and any position is found at once.
 
-A Feistel network shuffles the next power of four; what falls outside n is shuffled again until it falls inside.
+A Feistel network permutes the next power of four; results outside n are permuted again until they are inside.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 Positions = NDArray[np.int64]
-ROUNDS = 6
+NUM_ROUNDS = 6
+"""Of the Feistel network: more than the four that make a pseudo-random permutation."""
 _MIX1, _MIX2, _GOLDEN = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), 0x9E3779B97F4A7C15
 _MASK64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Which sample stands at a position; positions count on through the epochs."""
+    """The sample at each position; positions count through all epochs."""
 
     num_samples: int
     seed: int
@@ -28,7 +29,7 @@ class SampleOrder:
         assert self.num_samples > 0
 
     def samples(self, positions: Positions) -> Positions:
-        """Every epoch (a run of `num_samples` positions) holds every sample once, in its own order."""
+        """Every epoch (`num_samples` positions) has every sample once, in its own order."""
         epochs, places = np.divmod(positions, self.num_samples)
         found = np.empty_like(places)
         for epoch in np.unique(epochs):
@@ -49,7 +50,7 @@ def _keys(seed: int, epoch: int) -> NDArray[np.uint64]:
     """A key per round, from seed and epoch alone."""
     start = _mix(np.array([seed & _MASK64], np.uint64))
     start = _mix(start ^ _mix(np.array([(epoch * _GOLDEN + 1) & _MASK64], np.uint64)))
-    steps = np.array([(_GOLDEN * (round_ + 1)) & _MASK64 for round_ in range(ROUNDS)], np.uint64)
+    steps = np.array([(_GOLDEN * (round_ + 1)) & _MASK64 for round_ in range(NUM_ROUNDS)], np.uint64)
     return _mix(start + steps)
 
 

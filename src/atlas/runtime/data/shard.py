@@ -1,7 +1,7 @@
 """A shard: one file of tokens behind a header of 256 bytes, mapped into memory, never read whole.
 
-Opening checks what is cheap (header, its checksum, the file's length); `verify_shard` reads every token. The format
-is in docs/data.md. Knows nothing of text, sequences or batches.
+Opening checks the header, its checksum and the file's length; `verify_shard` reads every token. The format is in
+docs/data.md. Knows nothing of text, sequences or batches.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Tokens = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What a shard says of itself."""
+    """The header of a shard."""
 
     dtype: np.dtype[Any]
     vocabulary: int
-    """Every token is smaller."""
+    """Every token is less than this."""
     num_tokens: int
     index: int
-    """Which of the files of one tokenization this is."""
+    """The number of this file in its tokenization."""
     num_shards: int
     sha256: bytes
-    """Of the tokens as they lie in the file."""
+    """Of the tokens in the file."""
     tokenizer: str
     """`byte`, or `hf:` and the start of the SHA-256 of the tokenizer's file."""
 
@@ -66,7 +66,7 @@ class ShardHeader:
 
 @dataclass(frozen=True)
 class TokenShard:
-    """An open shard; `tokens` is a window on the file."""
+    """An open shard; `tokens` is a memory map of the file."""
 
     path: Path
     header: ShardHeader
@@ -74,12 +74,12 @@ class TokenShard:
 
 
 def dtype_for(vocabulary: int) -> np.dtype[Any]:
-    """The smallest that holds every token."""
+    """The smallest dtype for all tokens."""
     return DTYPES[b"u1" if vocabulary <= 1 << 8 else b"u2" if vocabulary <= 1 << 16 else b"u4"]
 
 
 def open_shard(path: Path) -> TokenShard:
-    """Map a shard; an AtlasError says what is wrong with any other file."""
+    """Map a shard; raises AtlasError for an invalid file."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -88,7 +88,7 @@ def open_shard(path: Path) -> TokenShard:
         expected = HEADER_BYTES + header.num_tokens * header.dtype.itemsize
         if size != expected:
             what = "cut short" if size < expected else "too long"
-            raise _unusable(path, f"{what}: {size:,} bytes, its header promises {expected:,}")
+            raise _unusable(path, f"{what}: {size:,} bytes, its header says {expected:,}")
         tokens = np.memmap(path, header.dtype, "r", HEADER_BYTES, (header.num_tokens,))
     except OSError as error:
         raise AtlasError(f"{path}: cannot be read: {error.strerror or error}. Check the path") from error
@@ -116,15 +116,15 @@ def _header(path: Path, start: bytes) -> ShardHeader:
 
 
 def verify_shard(shard: TokenShard) -> None:
-    """Read all of it: the checksum must fit and every token lie in the vocabulary."""
+    """Read all tokens: the checksum must match, and every token must be in the vocabulary."""
     digest, largest = hashlib.sha256(), 0
     for chunk in _chunks(shard.tokens):
         digest.update(chunk.data)
         largest = max(largest, int(chunk.max()))
     if digest.digest() != shard.header.sha256:
-        raise _unusable(shard.path, "its tokens are not those that were written (checksum)")
+        raise _unusable(shard.path, "its tokens are damaged (checksum)")
     if largest >= shard.header.vocabulary:
-        raise _unusable(shard.path, f"token {largest} lies outside its vocabulary of {shard.header.vocabulary}")
+        raise _unusable(shard.path, f"token {largest} is outside its vocabulary of {shard.header.vocabulary}")
 
 
 def _chunks(tokens: Tokens) -> Iterator[Tokens]:
@@ -137,7 +137,7 @@ def _unusable(path: Path, why: str) -> AtlasError:
 
 
 class ShardWriter:
-    """Appends tokens to a new file. The file is a shard once `finish` has written its header."""
+    """Appends tokens to a new file, which becomes a shard when `finish` writes its header."""
 
     def __init__(self, path: Path, vocabulary: int, tokenizer: str) -> None:
         self.path, self.vocabulary, self.tokenizer = path, vocabulary, tokenizer

@@ -1,7 +1,7 @@
-"""Files of text to a folder of shards: the folder appears whole or not at all.
+"""Text files to a folder of shards; the folder appears complete or not at all.
 
-A text file is one document, a .jsonl file one per line (its key `text`). Every document ends with the tokenizer's
-end token. Knows text and shards; not who reads them.
+A text file is one document, a .jsonl file one per line (its key `text`). Every document ends with the tokenizer's end
+token. Knows text and shards.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from atlas.runtime.data.shard import HEADER_BYTES, SUFFIX, ShardWriter
 from atlas.runtime.data.tokenizers import Tokenizer
 
 SHARD_TOKENS = 1 << 27
-SHORT = 8
-"""A last shard shorter than an 8th of the others is appended to the one before: nobody trains on crumbs."""
+"""Of one file: 256 MiB at two bytes a token."""
+SHORT_FRACTION = 8
+"""A last shard shorter than an 8th of the others is appended to the one before."""
 
 
 def sample_text() -> Path:
@@ -37,11 +38,11 @@ def tokenize(
     shard_tokens: int = SHARD_TOKENS,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> list[Path]:
-    """Write the shards of `inputs`, in their order, to the new folder `out`; their paths."""
+    """Write the shards of `inputs`, in order, to the new folder `out`; their paths."""
     if shard_tokens < 1:
         raise AtlasError(f"shards of {shard_tokens} tokens: each holds at least one. Choose a larger --shard-tokens")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise AtlasError(f"{out}: is there already and stays as it is. Choose another folder, or delete it first")
+        raise AtlasError(f"{out}: exists already. Choose another folder, or delete it first")
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         part.mkdir(parents=True)
@@ -51,7 +52,7 @@ def tokenize(
             for document in documents(path):
                 shards.append(document)
         if not shards.num_tokens:
-            raise AtlasError(f"{', '.join(map(str, inputs))}: no text in it. Give at least one file that is not empty")
+            raise AtlasError(f"{', '.join(map(str, inputs))}: no text. Give at least one file that is not empty")
         names = [path.name for path in shards.finish()]
         part.replace(out)
     except OSError as error:
@@ -64,7 +65,7 @@ def tokenize(
 
 
 class _Shards:
-    """Fills one shard after the other."""
+    """Writes one shard after the other."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, shard_tokens: int) -> None:
         self.folder, self.tokenizer, self.shard_tokens = folder, tokenizer, shard_tokens
@@ -86,11 +87,11 @@ class _Shards:
             tokens = tokens[room:]
 
     def finish(self) -> list[Path]:
-        if len(self.writers) > 1 and self.writers[-1].num_tokens * SHORT < self.shard_tokens:
-            crumbs = self.writers.pop()
-            written = np.fromfile(crumbs.path, crumbs.dtype, offset=HEADER_BYTES)
+        if len(self.writers) > 1 and self.writers[-1].num_tokens * SHORT_FRACTION < self.shard_tokens:
+            last = self.writers.pop()
+            written = np.fromfile(last.path, last.dtype, offset=HEADER_BYTES)
             self.writers[-1].append(written)
-            crumbs.path.unlink()
+            last.path.unlink()
         for index, writer in enumerate(self.writers):
             writer.finish(index, len(self.writers))
         return [writer.path for writer in self.writers]
@@ -122,5 +123,7 @@ def _text(path: Path, number: int, line: str) -> str:
     except (ValueError, KeyError, TypeError):
         text = None
     if not isinstance(text, str):
-        raise AtlasError(f'{path}: line {number}: every line has the form {{"text": "..."}}. Fix or remove this line')
+        raise AtlasError(
+            f'{path}: line {number}: every line must have the form {{"text": "..."}}. Fix or remove this line'
+        )
     return text

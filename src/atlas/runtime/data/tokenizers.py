@@ -1,4 +1,4 @@
-"""Text to tokens: bytes as they are, or any file of Hugging Face's `tokenizers`. Knows nothing of files of text."""
+"""Text to tokens: plain bytes, or a tokenizer file of Hugging Face's `tokenizers`. Does not know text files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from atlas.errors import AtlasError, MissingExtraError
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
-"""What the families call the end of a text, the usual ones first."""
+"""Common names of the end-of-text token, the most common first."""
 
 
 class Tokenizer(Protocol):
-    """What tokenization needs of a tokenizer."""
+    """The interface of a tokenizer."""
 
     id: str
-    """Two shards go together only if they agree on this (at most 64 bytes)."""
+    """Shards of one training must have the same (at most 64 bytes)."""
     vocabulary: int
     end: int
     """The token between two documents."""
@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 as it is; documents end with a zero byte. Needs no file and fits any text."""
+    """UTF-8 bytes; documents end with a zero byte. Needs no file and handles any text."""
 
     id, vocabulary, end = "byte", 256, 0
 
@@ -42,7 +42,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A `tokenizer.json` as Hugging Face's `tokenizers` writes it."""
+    """A `tokenizer.json` of Hugging Face's `tokenizers`."""
 
     def __init__(self, path: Path, end: str | None = None) -> None:
         try:

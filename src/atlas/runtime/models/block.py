@@ -1,8 +1,8 @@
 """One transformer layer: `layer(x, positions, kv) -> (x, (k, v))`. The same code trains (no past, the KV dropped),
 prefills in chunks (the past given, the new KV returned) and decodes (chunks of one token).
 
-Knows its own number, for dropout. Does not know its neighbours, stages or who runs it. Under tensor parallelism it
-holds some of the heads and finds out how many from what its projections return.
+Knows its own number, for dropout. Does not know other layers, stages or its caller. Under tensor parallelism it holds
+some of the heads; the shapes of its projections say how many.
 
 Shape letters: B batch, L length (new tokens), T all tokens (past and new), D width, H heads, K heads of keys and
 values, E head width.
@@ -27,16 +27,16 @@ Kv = tuple[Tensor, Tensor]
 
 
 class KvSlab:
-    """Keys and values in memory that was taken beforehand: a past that grows without allocating."""
+    """Keys and values in preallocated memory."""
 
     def __init__(self, k_BKTE: Tensor, v_BKTE: Tensor, length: int = 0) -> None:  # noqa: N803
         self.k_BKTE, self.v_BKTE, self.length = k_BKTE, v_BKTE, length
 
     def extend(self, k_BKLE: Tensor, v_BKLE: Tensor) -> Kv:  # noqa: N803
-        """Writes the new tokens behind the old; views of all of them."""
+        """Append the new tokens; views of all tokens."""
         end, room = self.length + k_BKLE.shape[2], self.k_BKTE.shape[2]
         if end > room:
-            raise ProgramError(f"a KV slab of {room} tokens is asked for {end}: make it as long as the prompt")
+            raise ProgramError(f"a KV slab of {room} tokens cannot hold {end}: make it as long as the prompt")
         self.k_BKTE[:, :, self.length : end] = k_BKLE
         self.v_BKTE[:, :, self.length : end] = v_BKLE
         self.length = end
@@ -97,7 +97,7 @@ def _with_past(k: Tensor, v: Tensor, kv: Kv | KvSlab | None) -> Kv:
 
 
 def _attend(q_BHLE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> Tensor:  # noqa: N803
-    """Causal, the new tokens being the last of all."""
+    """Causal attention; the new tokens are the last ones."""
     L, T = q_BHLE.shape[2], k_BKTE.shape[2]
     mask = _lower_right(L, T, q_BHLE.device) if 1 < L < T else None
     return functional.scaled_dot_product_attention(
@@ -106,11 +106,11 @@ def _attend(q_BHLE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> Tensor:  # noqa: 
 
 
 def _lower_right(L: int, T: int, device: torch.device) -> Tensor:  # noqa: N803
-    """Which tokens each of the last L of T sees."""
+    """The causal mask of the last L of T tokens."""
     if device.type == "cpu":
         return torch.ones(L, T, dtype=torch.bool, device=device).tril(T - L)
-    # Known to the fused kernels by name. A mask of numbers is left to a library that compiles a kernel for every shape,
-    # up to a second each. Imported here because the module brings torch's compiler along.
+    # The fused kernels support this mask type. A tensor mask goes to a library that compiles a kernel for every shape,
+    # up to a second each. torch's compiler: 2 s.
     from torch.nn.attention.bias import causal_lower_right
 
     mask: Tensor = causal_lower_right(L, T)
@@ -127,10 +127,10 @@ class Mlp(nn.Module):
 
     def forward(self, x_BLD: Tensor) -> Tensor:  # noqa: N803
         up = self.up(x_BLD)
-        inner = self._bend(up) if self.gate is None else self._bend(self.gate(x_BLD)) * up
+        inner = self._activate(up) if self.gate is None else self._activate(self.gate(x_BLD)) * up
         return cast(Tensor, self.down(inner))
 
-    def _bend(self, x: Tensor) -> Tensor:
+    def _activate(self, x: Tensor) -> Tensor:
         if self.activation == "silu":
             return functional.silu(x)
         return functional.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
@@ -153,7 +153,7 @@ class DecoderLayer(nn.Module):
         kv: Kv | KvSlab | None = None,
         draw: Draw | None = None,
     ) -> tuple[Tensor, Kv]:
-        """`draw`: where dropout takes its masks from; None, as in inference: no dropout."""
+        """`draw`: the randomness of dropout; None, as in inference: no dropout."""
         mixed, new = self.attention(self.attention_norm(x_BLD), positions_L, kv)
         x_BLD = x_BLD + self._drop(mixed, draw, "attention")
         return x_BLD + self._drop(self.mlp(self.mlp_norm(x_BLD)), draw, "mlp"), new

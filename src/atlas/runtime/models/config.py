@@ -1,4 +1,5 @@
-"""What a decoder is: its dimensions and the few switches that tell the families apart (GPT-2, Llama, Qwen, Mistral).
+"""The description of a decoder: its dimensions and the few switches that distinguish the families (GPT-2, Llama, Qwen,
+Mistral), and how its layers are named and divided.
 
 Knows no files, no tensors and no stages: `huggingface` reads and writes `config.json`, `decoder` builds modules.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from atlas.errors import SpecError
+from atlas.errors import ProgramError, SpecError
 from atlas.spec.model import Model
 
 Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
@@ -16,7 +17,7 @@ Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for contexts longer than the model was born with."""
+    """How rotary frequencies are scaled for contexts longer than the original one."""
 
     kind: Literal["linear", "llama3"]
     factor: float
@@ -40,7 +41,7 @@ class DecoderConfig:
     ffn_width: int
     vocabulary: int
     max_length: int
-    """Positions the model knows; a longer sequence is an error."""
+    """The longest sequence."""
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
     positions: Literal["rope", "learned"] = "rope"
@@ -58,8 +59,8 @@ class DecoderConfig:
     tied: bool = False
     """Embedding and head are one matrix."""
     dropout: float = 0.0
-    """After the embedding, the attention and the MLP; off unless asked for, whatever the file says. Attention's own
-    dropout does not exist here: torch's fused attention cannot draw it from a generator of ours."""
+    """After the embedding, the attention and the MLP; off by default, whatever the file says. No dropout inside
+    attention: torch's fused attention cannot draw it from a given generator."""
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -82,7 +83,7 @@ def gpt(
     tied: bool = False,
     dropout: float = 0.0,
 ) -> DecoderConfig:
-    """Our own small GPT: GPT-2's shape with the exact GELU and, unless asked for, untied ends."""
+    """A small GPT: GPT-2's shape with the exact GELU and, by default, untied embeddings."""
     if width % num_heads:
         raise wrong("num_heads", num_heads, f"must divide width = {width}", "Change one of them")
     return DecoderConfig(
@@ -109,12 +110,12 @@ def gpt(
 
 
 def from_spec(model: Model) -> DecoderConfig:
-    """The decoder that a job's `model` describes by its dimensions alone (see `huggingface` for `model.config`)."""
+    """The decoder with the dimensions of a job's `model` (see `huggingface` for `model.config`)."""
     if model.is_gated != (model.family == "llama"):
-        raise wrong("model.gated", model.is_gated, f"the {model.family} family cannot be built so", "Leave it out")
+        raise wrong("model.gated", model.is_gated, f"not supported for the {model.family} family", "Leave it out")
     if model.family == "gpt":
         if model.num_kv_heads != model.heads or model.head_width * model.heads != model.hidden:
-            rule = "a gpt has as many heads of keys as of queries, and they fill its width"
+            rule = "a gpt has as many key heads as query heads, and together they have its width"
             raise wrong("model.kv_heads", model.num_kv_heads, rule, "Write family: llama, or leave kv_heads out")
         return gpt(
             num_layers=model.layers,
@@ -144,7 +145,7 @@ def wrong(key: str, value: object, rule: str, remedy: str) -> SpecError:
 
 
 def require_divisible(config: DecoderConfig, degree: int) -> None:
-    """Every rank of a tensor-parallel group must get the same share."""
+    """Raise unless every rank of a tensor-parallel group gets an equal part."""
     shares = {
         "num_heads": config.num_heads,
         "num_kv_heads": config.num_kv_heads,
@@ -156,3 +157,19 @@ def require_divisible(config: DecoderConfig, degree: int) -> None:
             raise wrong(
                 key, size, f"cannot be divided among {degree} tensor-parallel GPUs", "Choose a tp that divides it"
             )
+
+
+def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage: nearly equal, counting embedding and head as a layer each."""
+    whole = num_layers + 2
+    if num_stages > whole:
+        raise ProgramError(f"{num_stages} stages for {whole} layers: give each stage at least one layer")
+    counts = [whole * (s + 1) // num_stages - whole * s // num_stages for s in range(num_stages)]
+    counts[0] -= 1
+    counts[-1] -= 1
+    return tuple(counts)
+
+
+def model_layers(config: DecoderConfig) -> list[str]:
+    """The layers of the whole model, as checkpoints name them."""
+    return ["embedding", *(f"layers.{i}" for i in range(config.num_layers)), "head"]

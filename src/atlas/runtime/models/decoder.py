@@ -1,8 +1,8 @@
-"""A consecutive run of a decoder's layers, with the embedding in front where it is the first and the head behind
-where it is the last; how layers are cut into such runs, and the weights a seed gives them.
+"""Consecutive layers of a decoder, with the embedding if they include the first and the head if they include the
+last; how a model is divided into such ranges, and their initial weights.
 
-Every tensor has its own seed, from its name in the whole model: any cut holds the same numbers. Parameters are named
-alike in every cut (`layers.3.attention.q.weight`). Knows nothing of Programs, microbatches or files.
+Every tensor has its own seed, from its name in the whole model: any division has the same weights. Parameters have the
+same names in every division (`layers.3.attention.q.weight`). Knows nothing of Programs, microbatches or files.
 
 Shape letters: B batch, L length, D width, V vocabulary.
 """
@@ -24,14 +24,14 @@ from atlas.runtime.models.config import DecoderConfig, wrong
 from atlas.runtime.models.dropout import EMBEDDING, Draw, seed_of
 
 TIED_EMBEDDING, TIED_HEAD = "embedding.token.weight", "head.out.weight"
-"""The two ends of one matrix, where the embeddings are tied."""
-MANY = 100_000_000
-"""Weights from which drawing them is worth several threads."""
+"""The two ends of one matrix, if the embeddings are tied."""
+MANY_WEIGHTS = 100_000_000
+"""From this number on, several threads draw the initial weights."""
 
 
 @dataclass(frozen=True)
 class LayerRange:
-    """One stage's share of the model."""
+    """The layers of one stage."""
 
     layers: range
     has_embedding: bool
@@ -43,7 +43,7 @@ class LayerRange:
 
 
 def cuts(config: DecoderConfig, layers_per_stage: Sequence[int]) -> list[LayerRange]:
-    """The stages of a model: the embedding goes with the first, the head with the last; both may be all it has."""
+    """The stages of a model: the first has the embedding, the last has the head; both may have no layer."""
     if sum(layers_per_stage) != config.num_layers or not layers_per_stage or min(layers_per_stage) < 0:
         raise SpecError(
             where="plan",
@@ -83,15 +83,15 @@ class Embedding(nn.Module):
 
 
 def _table(rows: int, width: int) -> nn.Embedding:
-    """Without its first draw: on the device `meta`, that imports the compiler, two seconds of every worker."""
+    """Without initialization, which on the device `meta` imports the compiler: two seconds of every worker."""
     return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
 class Head(nn.Module):
     """Final norm and the projection to the vocabulary.
 
-    Its weight gradient is never put off: until then it would hold the gradient of the logits, the largest tensor of
-    all, for every microbatch between its I and its W.
+    Its weight gradient is never deferred: that would keep the gradient of the logits, the largest tensor, for every
+    microbatch between its I and its W.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -105,19 +105,19 @@ class Head(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The layers of one cut. Its memory is uninitialized: `build`, or `weights.load`, fills it."""
+    """The layers of a range. Its memory is uninitialized: `build` or `weights.load` fills it."""
 
     def __init__(self, config: DecoderConfig, cut: LayerRange) -> None:
         super().__init__()
         self.config, self.cut = config, cut
         self.tensor_rank = 0
-        """Among the tensor-parallel ranks that share this cut."""
+        """This process's tensor-parallel rank."""
         self.embedding = Embedding(config) if cut.has_embedding else None
         self.layers = nn.ModuleDict({str(i): DecoderLayer(config, i) for i in cut.layers})
         self.head = Head(config) if cut.has_head else None
 
     def forward(self, x: Tensor, draw: Draw | None = None) -> Tensor:
-        """Tokens or activations in; activations, or logits where the head is here, out."""
+        """Tokens or activations in; activations, or logits if it has the head, out."""
         positions_L = torch.arange(self.require_known(x.shape[1]), device=x.device)
         if self.embedding is not None:
             x = self.embedding(x, positions_L, draw)
@@ -126,9 +126,9 @@ class Decoder(nn.Module):
         return x if self.head is None else self.head(x)
 
     def retie(self) -> None:
-        """Where both ends of tied embeddings are here: two parameters (two gradients, whatever the cut), one memory.
+        """If both ends of tied embeddings are here: two parameters with two gradients, but one memory.
 
-        To be called again whenever parameters were replaced.
+        Call it again whenever parameters are replaced.
         """
         if self.config.tied and self.embedding is not None and self.head is not None:
             self.head.out.weight = nn.Parameter(self.embedding.token.weight.detach())
@@ -160,26 +160,26 @@ def build(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Decoder:
-    """A cut with the weights its seed gives it."""
+    """A range with the weights of a seed."""
     decoder = empty(config, cut, dtype, device)
     initialize(decoder, seed)
     return decoder
 
 
 def initialize(decoder: Decoder, seed: int) -> None:
-    """Gives a cut the weights of its seed. Every tensor has a generator of its own, so cores can share the work."""
+    """Set the weights of a seed. Every tensor has its own generator, so threads can share the work."""
     config = decoder.config
     shared = config.tied and decoder.cut.has_embedding
     named = [(name, p) for name, p in decoder.named_parameters() if not (shared and name == TIED_HEAD)]
-    with ThreadPoolExecutor(1 if sum(p.numel() for _, p in named) < MANY else None) as pool:
+    with ThreadPoolExecutor(1 if sum(p.numel() for _, p in named) < MANY_WEIGHTS else None) as pool:
         list(pool.map(lambda item: _draw(item[1], item[0], config, seed), named))
 
 
 def empty(config: DecoderConfig, cut: LayerRange, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """A cut with memory but no numbers in it yet."""
+    """A range with uninitialized memory."""
     with torch.device("meta"):
         decoder = Decoder(config, cut).to(dtype)
-    # Not `to_empty`, which asks a tensor on `meta` for one like it, and so imports a computer algebra system.
+    # Not `to_empty`, which calls empty_like on `meta`, and so imports sympy.
     decoder._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))  # type: ignore[no-untyped-call]
     decoder.retie()
     return decoder
@@ -187,10 +187,10 @@ def empty(config: DecoderConfig, cut: LayerRange, dtype: torch.dtype, device: to
 
 @torch.no_grad()
 def _draw(parameter: Tensor, name: str, config: DecoderConfig, seed: int) -> None:
-    """Normal, the residual branches' outputs smaller in deep models; norms one.
+    """Normal, with smaller outputs of residual branches in deep models; norms are one.
 
-    Biases too: the keys' bias has no gradient but rounding's, and from nought it would never be more than that, which
-    no comparison of two runs could tell from an error.
+    Biases are normal too: the keys' bias has only a rounding gradient, and from zero it would stay so small that a
+    comparison of two runs could not distinguish it from an error.
     """
     if "norm" in name:
         parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -199,5 +199,5 @@ def _draw(parameter: Tensor, name: str, config: DecoderConfig, seed: int) -> Non
     std = config.init_std / (math.sqrt(2 * config.num_layers) if deep else 1.0)
     source = TIED_EMBEDDING if config.tied and name == TIED_HEAD else name
     generator = torch.Generator().manual_seed(seed_of(seed, source))
-    # On the CPU and in float32: every device and every dtype starts from the same numbers.
+    # On the CPU and in float32: all devices and dtypes start from the same values.
     parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))

@@ -1,5 +1,5 @@
-"""Dropout whose masks are a function of (seed, step, microbatch, layer, site), never of the order of calls: a
-recompute, another schedule and another cut into stages draw the same masks.
+"""Dropout whose masks depend on (seed, step, microbatch, layer, site) and not on the order of calls: a recompute,
+another schedule and another division into stages draw the same masks.
 
 Masks differ between kinds of device (CPU, CUDA), whose generators differ.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 EMBEDDING = -1
-"""The embedding's place among the layers."""
+"""The layer number of the embedding."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,6 @@ class Draw:
 
 
 def seed_of(*key: object) -> int:
-    """63 bits from anything that prints the same everywhere."""
+    """63 bits from values with a reproducible string."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

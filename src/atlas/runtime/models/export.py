@@ -1,7 +1,7 @@
-"""A trained decoder as a Hugging Face folder that `transformers` loads: every stage writes its own shard, then one
-of them, seeing all shards, writes the index and `config.json`.
+"""A trained decoder as a Hugging Face folder that `transformers` loads: every stage writes its own shard; then one
+process writes the index and `config.json`.
 
-A file appears under its name only when it is whole. Knows nothing of training state: that is `runtime.checkpoint`.
+A file appears under its name when it is complete. Does not know training state: that is `runtime.checkpoint`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from atlas.runtime.models.weights import INDEX, SINGLE
 
 
 def export_stage(folder: Path, decoder: Decoder, stage: int, num_stages: int) -> Path:
-    """Writes the shard of one stage. Under tensor parallelism all ranks call it and only one may keep the file."""
-    write_config(decoder.config)  # refuses what transformers could not express, before anything is written
+    """Write the shard of one stage. Under tensor parallelism all ranks call it, and one keeps the file."""
+    write_config(decoder.config)  # raises for an unsupported config before anything is written
     path = folder / shard_name(stage, num_stages)
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
@@ -41,7 +41,7 @@ def finish_export(
     dtype: torch.dtype = torch.float32,
     keep: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes the index and the config, once every shard is there. `keep`: more keys of the config (token ids, ...)."""
+    """Write the index and the config after all shards. `keep`: more keys of the config (token ids, ...)."""
     file_of: dict[str, str] = {}
     total_bytes = 0
     for stage in range(num_stages):
@@ -63,7 +63,7 @@ def shard_name(stage: int, num_stages: int) -> str:
 
 @torch.no_grad()
 def hf_tensors(decoder: Decoder) -> dict[str, Tensor]:
-    """The tensors of a cut under their names and in their shapes of Hugging Face; a tied head is the embedding's."""
+    """The tensors with the names and shapes of Hugging Face; a tied head is left out."""
     parts: dict[str, list[tuple[HfTensor, Tensor]]] = {}
     for name, parameter in decoder.named_parameters():
         if not (decoder.config.tied and name == TIED_HEAD):

@@ -1,5 +1,5 @@
-"""Prefill and greedy decoding with a cut of a decoder, on one process: what BubbleTea runs slice by slice, here in a
-plain loop. KV of a layer goes in and comes out; where it is kept, and when a layer runs, is the caller's to say.
+"""Prefill and greedy decoding with a range of a decoder's layers, in one process. BubbleTea runs the same slice by
+slice. The KV of a layer goes in and comes out; the caller decides where it is kept, and when a layer runs.
 
 Shape letters: B batch, L length, D width, V vocabulary; KV as in `block`.
 """
@@ -17,7 +17,7 @@ Cache = dict[int, Kv | KvSlab]
 
 
 def make_slabs(decoder: Decoder, batch: int, length: int) -> Cache:
-    """Room for `length` tokens of every layer of the cut, taken at once."""
+    """Preallocated KV of `length` tokens for every layer."""
     some = next(decoder.parameters())
     slabs: Cache = {}
     for i in decoder.cut.layers:
@@ -28,7 +28,7 @@ def make_slabs(decoder: Decoder, batch: int, length: int) -> Cache:
 
 
 def _local_kv_heads(decoder: Decoder, index: int) -> int:
-    """Fewer than the model's under tensor parallelism."""
+    """Fewer than the model has, under tensor parallelism."""
     layer = decoder.layers[str(index)]
     assert isinstance(layer, DecoderLayer)
     weight = layer.attention.k.weight
@@ -38,9 +38,9 @@ def _local_kv_heads(decoder: Decoder, index: int) -> int:
 
 @torch.inference_mode()
 def run_cut(decoder: Decoder, x: Tensor, start: int, cache: Cache) -> Tensor:
-    """Tokens or activations of positions `start`, `start + 1`, ... through the cut; `cache` is extended.
+    """Tokens or activations of positions `start`, `start + 1`, ... through the layers; `cache` is extended.
 
-    Where the head is here: the logits of the last position [B, V], otherwise activations [B, L, D].
+    With the head: the logits of the last position [B, V]; otherwise activations [B, L, D].
     """
     decoder.require_known(start + x.shape[1])
     positions_L = torch.arange(start, start + x.shape[1], device=x.device)
@@ -55,8 +55,8 @@ def run_cut(decoder: Decoder, x: Tensor, start: int, cache: Cache) -> Tensor:
 
 
 def prefill(decoder: Decoder, tokens_BL: Tensor, cache: Cache, chunk: int | None = None) -> Tensor:  # noqa: N803
-    """The logits behind a prompt, `chunk` tokens at a time, on a decoder that is whole; fills `cache`."""
-    assert decoder.cut == LayerRange.whole(decoder.config), "a cut prefills through run_cut"
+    """The logits after a prompt, `chunk` tokens at a time, of a whole decoder; fills `cache`."""
+    assert decoder.cut == LayerRange.whole(decoder.config), "use run_cut for a part of a decoder"
     start, logits = 0, None
     for piece in torch.split(tokens_BL, chunk or tokens_BL.shape[1], dim=1):
         logits = run_cut(decoder, piece, start, cache)
@@ -72,7 +72,7 @@ def greedy(
     chunk: int | None = None,
     stop: int | None = None,
 ) -> Tensor:
-    """The prompt and up to `num_tokens` most likely tokens behind it; ends early where every row has had `stop`."""
+    """The prompt and up to `num_tokens` most likely tokens; ends early when every row has had `stop`."""
     decoder.require_known(tokens_BL.shape[1] + num_tokens)
     cache = make_slabs(decoder, tokens_BL.shape[0], tokens_BL.shape[1] + num_tokens)
     logits_BV = prefill(decoder, tokens_BL, cache, chunk)

@@ -1,7 +1,7 @@
-"""Hugging Face's `config.json` to a DecoderConfig and back. A file that asks for something we do not compute is
-refused by the key that asks for it, never half-read into a wrong model.
+"""Hugging Face's `config.json` to a DecoderConfig and back. A file with an unsupported feature is refused with the
+key that asks for it.
 
-Reads JSON; imports no transformers and no torch. Weights are `weights` and `export`.
+Reads JSON; imports no transformers and no torch. Weights are read by `weights` and written by `export`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from atlas.errors import SpecError
-from atlas.runtime.models.config import DecoderConfig, Family, RopeScaling, wrong
+from atlas.runtime.models.config import DecoderConfig, Family, RopeScaling, gpt, wrong
 from atlas.spec.document import read_json, shown
 
 Json = Mapping[str, Any]
@@ -37,7 +37,7 @@ ABSENT: dict[Family, dict[str, Any]] = {
     "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
     "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
 }
-"""What transformers assumes where a file leaves a key out."""
+"""The defaults of transformers for missing keys."""
 ONLY: dict[str, tuple[object, str]] = {
     "quantization_config": (None, "Use the weights before quantization"),
     "scale_attn_weights": (True, "Use a model with scaled attention"),
@@ -46,11 +46,11 @@ ONLY: dict[str, tuple[object, str]] = {
     "partial_rotary_factor": (1.0, "Use a model that rotates whole heads"),
     "use_sliding_window": (False, "Write false: the same up to sliding_window tokens"),
 }
-"""Keys that must be absent or have this one value, and what to do otherwise."""
+"""Keys that must be absent or have this value, and the remedy."""
 
 
 def read_config(path: Path) -> DecoderConfig:
-    """The decoder that a `config.json`, or the folder that holds one, describes. Dropout stays off."""
+    """The decoder of a `config.json`, or of a folder with one. Dropout stays off."""
     path = path / "config.json" if path.is_dir() else path
     config = read_json(path, key="model.config", max_bytes=1024 * 1024)
     if not isinstance(config, dict):
@@ -67,9 +67,7 @@ def parse_config(raw: Json) -> DecoderConfig:
     kind = raw.get("model_type")
     if kind not in READERS:
         known = ", ".join(READERS)
-        raise wrong(
-            "model_type", kind, f"this architecture cannot be trained here, which knows {known}", "Use one of them"
-        )
+        raise wrong("model_type", kind, f"this architecture is not supported; supported are {known}", "Use one of them")
     family = cast(Family, kind)
     raw = {
         **ABSENT[family],
@@ -77,7 +75,7 @@ def parse_config(raw: Json) -> DecoderConfig:
     }
     for key, (wanted, remedy) in ONLY.items():
         if raw.get(key, wanted) != wanted:
-            raise wrong(key, shown(raw[key]), "is not computed here", remedy)
+            raise wrong(key, shown(raw[key]), "is not supported", remedy)
     _require_full_attention(raw)
     return READERS[family](family, raw)
 
@@ -86,30 +84,21 @@ def _gpt2(family: Family, raw: Json) -> DecoderConfig:
     width, heads = _count(raw, "n_embd"), _count(raw, "n_head")
     if width % heads:
         raise wrong("n_head", heads, f"must divide n_embd = {width}", "Correct the file")
-    return DecoderConfig(
-        family=family,
+    config = gpt(
         num_layers=_count(raw, "n_layer"),
         width=width,
         num_heads=heads,
-        num_kv_heads=heads,
-        head_width=width // heads,
-        ffn_width=_count(raw, "n_inner", 4 * width),
         vocabulary=_count(raw, "vocab_size"),
         max_length=_count(raw, "n_positions"),
-        norm="layer",
-        norm_eps=float(raw["layer_norm_epsilon"]),
-        positions="learned",
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        gated=False,
-        activation=_activation(raw, "activation_function"),
+        ffn_width=_count(raw, "n_inner", 4 * width),
         tied=bool(raw.get("tie_word_embeddings", True)),
     )
+    activation = _activation(raw, "activation_function")
+    return replace(config, norm_eps=float(raw["layer_norm_epsilon"]), activation=activation)
 
 
 def _llama(family: Family, raw: Json) -> DecoderConfig:
-    """Llama and its near relations, which differ in biases and in Qwen3's norms of queries and keys."""
+    """Llama and similar families, which differ in biases and in Qwen3's norms of queries and keys."""
     width, heads = _count(raw, "hidden_size"), _count(raw, "num_attention_heads")
     biased = bool(raw.get("attention_bias", False)) and family in ("llama", "qwen3")
     theta, scaling = _rope(raw)
@@ -148,14 +137,14 @@ def _require_full_attention(raw: Json) -> None:
     window = raw.get("sliding_window")
     if raw["model_type"] == "mistral" and window is not None and window < _count(raw, "max_position_embeddings"):
         remedy = f'Write "sliding_window": null: up to {window} tokens the model is the same'
-        raise wrong("sliding_window", window, "attention over a window is not computed here", remedy)
+        raise wrong("sliding_window", window, "sliding-window attention is not supported", remedy)
     others = [kind for kind in raw.get("layer_types") or [] if kind != "full_attention"]
     if others:
-        raise wrong("layer_types", others[0], "only full_attention is computed here", "Use a model without it")
+        raise wrong("layer_types", others[0], "only full_attention is supported", "Use a model without it")
 
 
 def _rope(raw: Json) -> tuple[float, RopeScaling | None]:
-    """Older files have `rope_theta` and `rope_scaling`; newer ones `rope_parameters` with both."""
+    """Older files have `rope_theta` and `rope_scaling`; newer ones have `rope_parameters` with both."""
     old, new = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
     rope = {**old, **new}
     key = "rope_parameters" if new else "rope_scaling"
@@ -164,8 +153,8 @@ def _rope(raw: Json) -> tuple[float, RopeScaling | None]:
     if kind == "default":
         return theta, None
     if kind not in ("linear", "llama3"):
-        rule = "this scaling of rotary positions is not computed here, which knows default, linear and llama3"
-        raise wrong(f"{key}.rope_type", kind, rule, f"Take {key} out: the model is then good for its original length")
+        rule = "this scaling of rotary positions is not supported; supported are default, linear and llama3"
+        raise wrong(f"{key}.rope_type", kind, rule, f"Take {key} out: the model then has its original length")
     needed = ("factor",) if kind == "linear" else (
         "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
     )  # fmt: skip
@@ -191,7 +180,7 @@ def _count(raw: Json, key: str, absent: int | None = None) -> int:
 def _activation(raw: Json, key: str) -> Literal["silu", "gelu", "gelu_tanh"]:
     name = raw.get(key, "silu")
     if name not in ACTIVATIONS:
-        raise wrong(key, shown(name), f"is not computed here, which knows {', '.join(ACTIVATIONS)}", "Use one of them")
+        raise wrong(key, shown(name), f"is not supported; supported are {', '.join(ACTIVATIONS)}", "Use one of them")
     return ACTIVATIONS[name]
 
 
@@ -199,9 +188,9 @@ def _bad(path: Path, key: str, value: object, rule: str, remedy: str) -> SpecErr
     return SpecError(where=str(path), key=key, value=value, rule=rule, remedy=remedy)
 
 
-# ---- back ------------------------------------------------------------------------------------------------------
+# ---- write -----------------------------------------------------------------------------------------------------
 def write_config(config: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
-    """The `config.json` of a decoder, as transformers writes it; refused where its family has no word for it."""
+    """The `config.json` of a decoder for transformers; raises if its family cannot express it."""
     common = {
         "architectures": [CLASSES[config.family]],
         "model_type": config.family,
@@ -214,7 +203,7 @@ def write_config(config: DecoderConfig, dtype: str = "float32") -> dict[str, Any
     for name in config.__dataclass_fields__:
         ours, theirs = getattr(config, name), getattr(again, name)
         if ours != theirs:
-            rule = f"a {config.family} of transformers has {theirs!r} there: the model cannot be exported as one"
+            rule = f"transformers' {config.family} has {theirs!r}: the model cannot be exported"
             raise wrong(name, ours, rule, "Train a model of that family's shape, or keep our own checkpoints")
     return raw
 

@@ -1,7 +1,7 @@
-"""A linear layer whose weight gradient can wait: the backward of activations (I) leaves what the weights need, and
-`WeightWork.finish` (W) multiplies it out. Whole or split, the same products are taken: the same bits.
+"""A linear layer whose weight gradient can be deferred: the backward of activations (I) keeps what the weights need,
+and `WeightWork.finish` (W) computes it. Whole or split, the same products are taken: the same bits.
 
-Knows one product. Which microbatch it belongs to, and when W runs, the stage knows.
+Knows one product. The stage knows its microbatch, and when W runs.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch.nn import functional
 
 
 class WeightWork:
-    """The weight gradients of one forward pass that were put off."""
+    """The deferred weight gradients of one forward pass."""
 
     def __init__(self) -> None:
         self.deferring = False
-        """Set before the backward that shall leave weights for later."""
+        """Set it before a backward that defers weight gradients."""
         self._products: list[tuple[Linear, Tensor, Tensor]] = []
 
     def put(self, layer: Linear, x: Tensor, y_gradient: Tensor) -> None:
         self._products.append((layer, x, y_gradient))
 
     def finish(self) -> dict[int, Tensor]:
-        """Gradients by `id` of the weight. Frees what it kept."""
+        """Gradients by `id` of the weight. Frees the kept tensors."""
         products, self._products = self._products, []
         return {id(layer.weight): _weight_gradient(x, y_gradient) for layer, x, y_gradient in products}
 
@@ -38,9 +38,9 @@ _current: ContextVar[WeightWork | None] = ContextVar("weight_work", default=None
 
 @contextmanager
 def recording(work: WeightWork | None) -> Iterator[None]:
-    """Linear layers called inside give their weight gradients to `work` once it is deferring; None: to autograd.
+    """Linear layers called inside defer their weight gradients to `work` once it is deferring; None: never.
 
-    They note it in the forward: a backward may run in a thread of autograd's own.
+    They record `work` in the forward: a backward may run in a thread of autograd.
     """
     token = _current.set(work)
     try:
@@ -50,7 +50,7 @@ def recording(work: WeightWork | None) -> Iterator[None]:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, deferrable where somebody is `recording`; elsewhere torch's own, to the same bits."""
+    """`nn.Linear` that can defer inside `recording`; elsewhere torch's own, with the same bits."""
 
     def forward(self, x: Tensor) -> Tensor:
         work = _current.get()

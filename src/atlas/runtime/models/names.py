@@ -1,7 +1,7 @@
-"""What Hugging Face calls our tensors, family by family. GPT-2 keeps queries, keys and values in one matrix, and its
-matrices transposed; the rest of the world differs in names only.
+"""The names of our tensors in Hugging Face files, by family. GPT-2 has queries, keys and values in one matrix, and its
+matrices transposed; the other families differ in names only.
 
-Knows names. Files are `weights` and `export`.
+Knows names. Files are read by `weights` and written by `export`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD
 
 @dataclass(frozen=True)
 class HfTensor:
-    """Where a tensor of ours lies: one of `num_parts` equal runs of rows of a tensor of theirs."""
+    """A Hugging Face tensor, or one of `num_parts` equal parts of its rows."""
 
     name: str
     transposed: bool = False
@@ -48,11 +48,11 @@ GPT2 = {
 }
 GPT2_PARTS = {"attention.q": 0, "attention.k": 1, "attention.v": 2}
 NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
-"""Buffers that older files carry."""
+"""Buffers in older files."""
 
 
 def source_of(config: DecoderConfig, name: str) -> HfTensor:
-    """`layers.3.mlp.up.weight` -> where Hugging Face has it. The head of a tied model lies with the embedding."""
+    """The Hugging Face tensor of `layers.3.mlp.up.weight`. The head of a tied model is the embedding."""
     if config.tied and name == TIED_HEAD:
         name = TIED_EMBEDDING
     place, _, end = name.rpartition(".")
@@ -73,5 +73,5 @@ def layer_prefix(config: DecoderConfig, index: int) -> str:
 
 
 def base_prefix(config: DecoderConfig) -> str:
-    """What the files of a model without its head (and GPT-2's own) leave out."""
+    """The prefix that files of a model without a head (and GPT-2's own) omit."""
     return "transformer." if config.family == "gpt2" else "model."

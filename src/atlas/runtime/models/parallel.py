@@ -1,8 +1,8 @@
-"""Tensor parallelism inside a node by torch's own DTensor plans: heads and the MLP's inner width are divided, the
-embedding and the head by rows of the vocabulary. Between modules activations are plain tensors, whole on every rank,
-so that nobody outside (stage, WAN, dropout) needs to know.
+"""Tensor parallelism inside a node by torch's DTensor plans: heads and the MLP's inner width are sharded, embedding
+and head by rows of the vocabulary. Between modules activations are plain tensors, whole on every rank, so that other
+code (stage, WAN, dropout) does not change.
 
-Knows modules and meshes. Who is in the mesh, and the process group behind it, come from outside.
+Knows modules and meshes. The caller provides the mesh and its process group.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from atlas.runtime.models.decoder import Decoder
 
 
 def block_plan(config: DecoderConfig) -> dict[str, ParallelStyle]:
-    """The layer's two halves each take their input whole, compute a share, and add the shares up."""
+    """Each half of the layer takes its whole input, computes a part, and sums the parts."""
     plan: dict[str, ParallelStyle] = {
-        # Made a DTensor once, so that its gradient is added up over the ranks once, not per projection.
+        # A DTensor once, so that its gradient is summed over the ranks once, not per projection.
         "attention": PrepareModuleInput(
             input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None)
         ),
@@ -37,7 +37,7 @@ def block_plan(config: DecoderConfig) -> dict[str, ParallelStyle]:
     }
     if config.gated:
         plan["mlp.gate"] = ColwiseParallel()
-    if config.qk_norm:  # each rank norms its own heads; the weight is shared by all heads
+    if config.qk_norm:  # each rank normalizes its own heads; all heads share the weight
         for name in ("q_norm", "k_norm"):
             plan[f"attention.{name}"] = SequenceParallel(sequence_dim=1, use_local_output=True)
     return plan
@@ -48,12 +48,12 @@ def embedding_plan() -> dict[str, ParallelStyle]:
 
 
 def head_plan() -> dict[str, ParallelStyle]:
-    """The logits are gathered: the loss is computed whole, on every rank."""
+    """The logits are gathered: every rank computes the whole loss."""
     return {"out": ColwiseParallel(output_layouts=Replicate())}
 
 
 def parallelize(decoder: Decoder, mesh: DeviceMesh) -> Decoder:
-    """Shards a cut in place. Every rank must have built or loaded the same weights; nothing is sent."""
+    """Shard in place. Every rank must have built or loaded the same weights; nothing is sent."""
     require_divisible(decoder.config, mesh.size())
     for layer in decoder.layers.values():
         parallelize_module(layer, mesh, block_plan(decoder.config), src_data_rank=None)
@@ -61,6 +61,6 @@ def parallelize(decoder: Decoder, mesh: DeviceMesh) -> Decoder:
         parallelize_module(decoder.embedding, mesh, embedding_plan(), src_data_rank=None)
     if decoder.head is not None:
         parallelize_module(decoder.head, mesh, head_plan(), src_data_rank=None)
-    decoder.retie()  # sharding made two memories of it; both are cut by rows, so they can be one again
+    decoder.retie()  # sharding gave the tied ends separate memory; both are sharded by rows and can share it again
     decoder.tensor_rank = mesh.get_local_rank()
     return decoder

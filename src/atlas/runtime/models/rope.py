@@ -19,8 +19,8 @@ from atlas.runtime.models.config import DecoderConfig, RopeScaling
 @functools.lru_cache(maxsize=32)
 def frequencies(config: DecoderConfig, device: torch.device) -> Tensor:
     """Radians per position of each pair of dimensions, float32, [E / 2]."""
-    # Worked out on the CPU: a worker's GPU must not round them differently from another's CPU.
-    with torch.inference_mode(False):  # cached: a tensor born in inference could not train
+    # Computed on the CPU: a GPU may round differently.
+    with torch.inference_mode(False):  # cached: a tensor of inference mode cannot be used in training
         exponent = torch.arange(0, config.head_width, 2, dtype=torch.int64).float() / config.head_width
         plain = 1.0 / (config.rope_theta**exponent)
         scaling = config.rope_scaling
@@ -30,7 +30,7 @@ def frequencies(config: DecoderConfig, device: torch.device) -> Tensor:
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long waves are divided by the factor, short ones kept, those between blended."""
+    """Long wavelengths are divided by the factor, short ones are kept, those between are blended."""
     wavelength = 2 * math.pi / plain
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     blend = ((scaling.original_length / wavelength - low) / (high - low)).clamp(0.0, 1.0)

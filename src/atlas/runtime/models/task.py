@@ -1,5 +1,5 @@
-"""What a stage has to be told of a training: its module, its microbatches, its randomness. `DecoderTask` is the one
-for real models: a config, a cut into stages, weights from a folder or a seed, and anybody's data.
+"""What a stage needs to know of a training: its module, its microbatches, its randomness. A config, a division into
+stages, weights from a folder or a seed, and a function that returns data.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,22 +20,9 @@ Microbatches = Callable[[int, int], tuple[Tensor, Tensor]]
 """(slot, pipeline) -> tokens and targets, each [B, L]. A slot counts a pipeline's microbatches over all steps."""
 
 
-class StageTask(Protocol):
-    @property
-    def activation_shape(self) -> tuple[int, int, int]:
-        """Of what passes between stages: batch, length, width."""
-
-    def build_stage(self, stage: int, num_stages: int) -> Decoder: ...
-
-    def microbatch(self, slot: int, pipeline: int) -> tuple[Tensor, Tensor]: ...
-
-    def draw(self, slot: int, pipeline: int) -> Draw | None:
-        """Where dropout's masks come from; None: no dropout."""
-
-
 @dataclass(frozen=True)
 class DecoderTask:
-    """A real model, cut as a plan says."""
+    """A model, divided into stages as a plan says."""
 
     config: DecoderConfig
     layers_per_stage: tuple[int, ...]
@@ -53,14 +39,15 @@ class DecoderTask:
 
     @property
     def activation_shape(self) -> tuple[int, int, int]:
+        """Of what passes between stages: batch, length, width."""
         return self.microbatch_size, self.length, self.config.width
 
     def whole(self) -> DecoderTask:
-        """The same in one stage."""
+        """The same model as one stage."""
         return replace(self, layers_per_stage=(self.config.num_layers,))
 
     def build_stage(self, stage: int, num_stages: int) -> Decoder:
-        assert num_stages == len(self.layers_per_stage), "the Program and the cut must have the same stages"
+        assert num_stages == len(self.layers_per_stage), "the Program and the model must have the same number of stages"
         cut = cuts(self.config, self.layers_per_stage)[stage]
         if self.weights is None:
             return build(self.config, cut, seed=self.seed, dtype=self.dtype, device=self.device)
@@ -70,6 +57,7 @@ class DecoderTask:
         return self.microbatches(slot, pipeline)
 
     def draw(self, slot: int, pipeline: int) -> Draw | None:
+        """The randomness of dropout; None: no dropout."""
         if not self.config.dropout:
             return None
         step, microbatch = divmod(slot, self.num_microbatches)

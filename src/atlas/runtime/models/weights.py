@@ -1,7 +1,7 @@
 """Weights from a local folder of safetensors (one file, or shards with an index), tensor by tensor: a worker reads
-the tensors of its own cut and no others.
+only the tensors of its own layers.
 
-Knows files and names. Refuses, by name, what is missing, of another shape, or there without a place to go.
+Knows files and names. Refuses, by name, tensors that are missing, of another shape, or unknown to the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_INDEX_BYTES = 64 * 2**20
 
 
 class WeightsFolder:
-    """`with WeightsFolder(path) as folder:`; opens a shard when a tensor of it is asked for."""
+    """`with WeightsFolder(path) as folder:` opens a shard when one of its tensors is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,7 +38,7 @@ class WeightsFolder:
         return set(self._file_of)
 
     def read(self, name: str, part: int = 0, num_parts: int = 1) -> Tensor:
-        """A tensor, or one of `num_parts` equal runs of its last dimension."""
+        """A tensor, or one of `num_parts` equal parts of its last dimension."""
         try:
             found = self._file(self._file_of[name]).get_slice(name)
             shape = found.get_shape()
@@ -101,7 +101,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Decoder:
-    """A cut with the weights of a Hugging Face folder."""
+    """A range of layers with the weights of a Hugging Face folder."""
     decoder = empty(config, cut, dtype, device)
     with WeightsFolder(path) as folder:
         fill(decoder, folder)
@@ -115,9 +115,9 @@ def fill(decoder: Decoder, folder: WeightsFolder) -> None:
     used = set()
     for name, parameter in decoder.named_parameters():
         if config.tied and name == TIED_HEAD and cut.has_embedding:
-            continue  # the embedding's memory
+            continue  # it shares the embedding's memory
         source = source_of(config, name)
-        theirs = _spelt(source.name, config, present)
+        theirs = _name_in(source.name, config, present)
         if theirs is None:
             remedy = "Check that config.json and the weights belong together"
             raise folder._bad(source.name, None, "the weights do not have it", remedy)
@@ -126,10 +126,10 @@ def fill(decoder: Decoder, folder: WeightsFolder) -> None:
     _require_all_used(decoder, folder, used)
 
 
-def _spelt(name: str, config: DecoderConfig, present: set[str]) -> str | None:
-    """As the files spell it: some leave out the name of the model's trunk."""
+def _name_in(name: str, config: DecoderConfig, present: set[str]) -> str | None:
+    """Its name in the files: some omit the prefix of the model."""
     short = name.removeprefix(base_prefix(config))
-    return next((spelt for spelt in (name, short) if spelt in present), None)
+    return next((found for found in (name, short) if found in present), None)
 
 
 def _shaped(folder: WeightsFolder, theirs: str, source: HfTensor, parameter: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def _shaped(folder: WeightsFolder, theirs: str, source: HfTensor, parameter: Ten
 
 
 def _require_all_used(decoder: Decoder, folder: WeightsFolder, used: set[str]) -> None:
-    """A bias in the files that the config does not know would silently make another model."""
+    """Raise for unknown tensors: ignoring a bias, say, would silently change the model."""
     prefixes = [layer_prefix(decoder.config, i) for i in decoder.cut.layers]
     prefixes += [prefix.removeprefix(base_prefix(decoder.config)) for prefix in prefixes]
     for name in sorted(folder.names - used):

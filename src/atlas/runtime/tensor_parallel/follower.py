@@ -1,96 +1,51 @@
-"""A process that holds its part of a worker's stages and does what the worker's leader says (`leading`), until its
-orders end. It sees no Program, no link and no clock.
+"""A process that holds its part of a worker's stages and makes the calls that the worker's leader orders (`leader`),
+until its orders end. It sees no Program, no link and no clock.
 
-    <- {"do": "forward", "stage": 1, "slot": 7, "keep": true, "has_input": true}     one line an order, and so on
-                               -> {"error": "...", "mend": bool}                     and it ends
+    <- {"call": "forward", "stage": 1, "args": [7, TENSOR], "kwargs": {"keep": true}}    one line per call
+                               -> {"error": "...", "user_error": bool}                   and it ends
 """
 
 from __future__ import annotations
 
 import json
-import traceback
-from collections.abc import Callable
 from typing import Any, TextIO
 
 import torch
-from torch import Tensor
 
-from atlas.errors import AtlasError, WorkerError
 from atlas.ir.parse import from_text
 from atlas.runtime.assignment import Assignment
-from atlas.runtime.device import make_device
+from atlas.runtime.hardware import make_device
+from atlas.runtime.messages import MessageWriter, error_message
 from atlas.runtime.saving import resume
 from atlas.runtime.tensor_parallel.group import TensorGroup
 from atlas.runtime.tensor_parallel.sharding import ShardedStageSet
 from atlas.runtime.wiring import WorkerRole
 
+TENSOR = {"tensor": True}
+"""In an order: an activation or a gradient, which the leader shares with the group."""
 
-def follow(assignment: Assignment, rank: int, port: int, orders: TextIO, answers: TextIO) -> None:
-    """Until the leader says that it is over, or is gone."""
+
+def follow(assignment: Assignment, rank: int, port: int, orders: TextIO, replies: TextIO) -> None:
+    """Make calls until the leader ends them, or is gone."""
     try:
-        follower = Follower(assignment, rank, port)
-        for line in orders:
-            order = json.loads(line)
-            if order["do"] == "end":
-                return
-            follower.do(**order)
-    except AtlasError as error:
-        _say(answers, str(error), mend=not isinstance(error, WorkerError))
-    except Exception:
-        _say(answers, f"a bug, not a mistake of yours:\n{traceback.format_exc()}", mend=False)
-
-
-def _say(answers: TextIO, error: str, *, mend: bool) -> None:
-    answers.write(json.dumps({"error": error, "mend": mend}) + "\n")
-    answers.flush()
-
-
-class Follower:
-    """`do` is called with one order after the other."""
-
-    def __init__(self, assignment: Assignment, rank: int, port: int) -> None:
         role = WorkerRole(from_text(assignment.program), assignment.worker, assignment.cell, assignment.num_cells)
         place = make_device(assignment.device).place
-        self.group = TensorGroup(rank, assignment.tp, port, place, assignment.patience_s)
-        self.stage_set = stage_set = ShardedStageSet(assignment, role, place, self.group)
+        group = TensorGroup(rank, assignment.tp, port, place, assignment.patience_s)
+        stage_set = ShardedStageSet(assignment, role, place, group)
         if assignment.save is not None:
             resume(assignment.training, assignment.save, role, stage_set)
-        self._calls: dict[str, Callable[..., Any]] = {
-            "join_tied": stage_set.join_tied,
-            "gather_tied": stage_set.gather_tied,
-            "scatter_tied": stage_set.scatter_tied,
-            "gather_squares": stage_set.gather_squares,
-            "clip": stage_set.clip,
-            "step": self._step,
-            "states": stage_set.states,
-            "weights": stage_set.weights,
-            "gather_gradients": lambda stage: stage_set.gather_gradients(stage_set.stages[stage]),
-            "scatter_sums": lambda stage: stage_set.scatter_sums(stage_set.stages[stage]),
-            "adopt": lambda stage: stage_set.stages[stage].adopt(stage_set.stages[stage].outgoing()),
-            "warm_up": lambda stage: stage_set.stages[stage].warm_up(),
-            "forward": self._forward,
-            "recompute": lambda stage, slot: stage_set.stages[stage].recompute(slot),
-            "backward": lambda stage, slot, has_input: stage_set.stages[stage].backward(slot, self._input(has_input)),
-            "backward_input": lambda stage, slot, has_input: stage_set.stages[stage].backward_input(
-                slot, self._input(has_input)
-            ),
-            "backward_weight": lambda stage, slot: stage_set.stages[stage].backward_weight(slot),
-        }
+        for line in orders:
+            order = json.loads(line)
+            if order["call"] == "end":
+                return
+            _call(stage_set, **order)
+    except Exception as error:
+        MessageWriter(replies).send(error_message(error))
 
-    def do(self, do: str, **details: Any) -> None:
-        self._calls[do](**details)
 
-    def _forward(self, stage: int, slot: int, keep: bool, has_input: bool) -> None:
-        self.stage_set.stages[stage].forward(slot, self._input(has_input), keep=keep)
-
-    def _step(self, num_done: int) -> None:
-        self.stage_set.step(num_done)
-        for stage in self.stage_set.stages.values():
-            stage.forget_losses()
-
-    def _input(self, has_input: bool) -> Tensor | None:
-        """An activation or a gradient that came to the leader."""
-        if not has_input:
-            return None
-        task = self.stage_set.task
-        return self.group.share(torch.empty(task.activation_shape, dtype=task.dtype, device=self.group.place))
+def _call(stage_set: ShardedStageSet, call: str, stage: int | None, args: list[Any], kwargs: dict[str, Any]) -> None:
+    task, group = stage_set.task, stage_set.group
+    for index, value in enumerate(args):
+        if value == TENSOR:
+            args[index] = group.share(torch.empty(task.activation_shape, dtype=task.dtype, device=group.place))
+    getattr(stage_set if stage is None else stage_set.stages[stage], call)(*args, **kwargs)

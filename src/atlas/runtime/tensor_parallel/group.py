@@ -1,7 +1,7 @@
 """The processes that share each stage of one worker by tensor parallelism, on one node: one leads, the others follow.
 
-What each holds of a parameter, and how pieces travel inside the node: by torch.distributed. The leader is the worker
-that everybody else knows (`leading`, `following`). Knows ranks and tensors; not ops, not the WAN.
+Which part of a parameter each rank holds, and how parts travel inside the node: by torch.distributed. The leader is the
+worker that peers connect to (`leader`, `follower`). Knows ranks and tensors; not ops, not the WAN.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from atlas.runtime.checkpoint import LayerState
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 LEADER = 0
 START_S = 90.0
-"""For processes that start one after the other on a busy host."""
+"""Processes start one after the other, possibly on a busy host."""
 
 
 class TensorGroup:
-    """This process's place in the group, and the collectives that are not torch's own (`models.parallel`)."""
+    """This process's rank in the group, and the collectives that torch does not do itself (`models.parallel`)."""
 
     def __init__(self, rank: int, size: int, port: int, place: str, patience_s: float, listener: int = -1) -> None:
         """`port`: of the leader's store on loopback; `listener`: the leader's descriptor that listens there."""
@@ -52,21 +52,21 @@ class TensorGroup:
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Everybody's tensor in host memory, by rank, on the leader; nothing elsewhere. All have one shape."""
+        """The tensors of all ranks in host memory, on the leader; empty elsewhere. All have one shape."""
         mine = tensor.detach().cpu().contiguous()
         found = [torch.empty_like(mine) for _ in range(self.size)] if self.rank == LEADER else []
         dist.gather(mine, found or None, LEADER)
         return found
 
     def scatter(self, tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Each rank's of the leader's host tensors, on its device; `like` says the shape."""
+        """Each rank's part of the leader's host tensors, on its device; `like` has its shape."""
         mine = torch.empty(like.shape, dtype=like.dtype)
         dist.scatter(mine, [tensor.contiguous() for tensor in tensors] or None, LEADER)
         return mine.to(self.place)
 
 
 def place_of(place: str, rank: int) -> str:
-    """The device of a rank: GPUs of a group are neighbours."""
+    """The device of a rank: a group has consecutive GPUs."""
     kind, _, number = place.partition(":")
     return f"{kind}:{int(number or 0) + rank}" if kind == "cuda" else place
 
@@ -82,31 +82,31 @@ class ParameterShards:
     """Which part of each parameter a rank holds."""
 
     def __init__(self, rank: int, size: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """`parameters` as of a module that `models.parallel` has divided."""
+        """`parameters`: of a module that `models.parallel` has sharded."""
         self.rank, self.size = rank, size
         self.dimension: dict[str, int | None] = {name: _dimension(p) for name, p in parameters}
-        """Along which it is cut; None: every rank holds all of it."""
+        """The sharded dimension; None: every rank holds the whole parameter."""
 
-    def is_cut(self, name: str) -> bool:
+    def is_sharded(self, name: str) -> bool:
         return self.dimension[name] is not None
 
     def of(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a parameter, or of what an optimizer keeps for it."""
-        return self.parts(name, whole)[self.rank] if self.is_cut(name) and whole.dim() else whole
+        return self.parts(name, whole)[self.rank] if self.is_sharded(name) and whole.dim() else whole
 
     def parts(self, name: str, whole: Tensor) -> list[Tensor]:
-        """Everybody's part of a parameter that is cut."""
+        """All ranks' parts of a sharded parameter."""
         dimension = self.dimension[name]
-        assert dimension is not None, f"{name} is not cut"
+        assert dimension is not None, f"{name} is not sharded"
         return [part.contiguous() for part in whole.chunk(self.size, dimension)]
 
     def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """The whole, from everybody's part."""
+        """The whole parameter from all ranks' parts."""
         dimension = self.dimension[name]
         return parts[LEADER] if dimension is None else torch.cat(list(parts), dimension)
 
     def of_state(self, state: LayerState) -> LayerState:
-        """This rank's part of a saved layer; parameters that are not here are left as they are."""
+        """This rank's part of a saved layer; unknown parameters stay whole."""
 
         def mine(name: str, tensor: Tensor) -> Tensor:
             return self.of(name, tensor) if name in self.dimension else tensor
@@ -118,7 +118,7 @@ class ParameterShards:
 
 
 def gather_state(group: TensorGroup, shares: ParameterShards, state: LayerState) -> LayerState:
-    """The whole layer in host memory, on the leader; an empty one elsewhere. Called by all ranks alike."""
+    """The whole layer in host memory on the leader, an empty one elsewhere. All ranks must call it."""
     parameters = gathered(group, shares, state.parameters)
     optimizer: dict[str, dict[str, Tensor]] = {}
     for name, kept in state.optimizer.items():
@@ -130,10 +130,10 @@ def gather_state(group: TensorGroup, shares: ParameterShards, state: LayerState)
 
 
 def gathered(group: TensorGroup, shares: ParameterShards, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters, or what is kept for them, whole in host memory on the leader; nothing elsewhere."""
+    """Whole parameters, or their optimizer state, in host memory on the leader; empty elsewhere."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if not shares.is_cut(name):
+        if not shares.is_sharded(name):
             parts = [tensor.detach().cpu()] if group.rank == LEADER else []
         else:
             parts = group.gather(tensor)

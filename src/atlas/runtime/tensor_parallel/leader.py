@@ -1,8 +1,7 @@
-"""A worker whose stages are divided over several processes of one node: the side of the one that leads.
+"""A worker whose stages are sharded over several processes of one node: the leader's side.
 
-It forks the others, and tells them what it does, in JSON lines, before it does it; tensors travel by the group's
-collectives. One of them that dies ends the worker, as if it had died itself. Knows processes and what a worker may ask
-of its stages; not why it asks.
+It forks the followers and sends them each call, as a JSON line, before it makes the call itself; tensors travel by the
+group's collectives. A follower that dies ends the worker. Knows processes and the calls of a worker to its stages.
 """
 
 from __future__ import annotations
@@ -10,57 +9,61 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TextIO
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TextIO, TypeVar
 
 from torch import Tensor
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.ir.parse import from_text
-from atlas.lifetime import end_with_parent
+from atlas.lifetime import describe_exit, end_with_parent
 from atlas.runtime.assignment import Assignment
-from atlas.runtime.checkpoint import LayerState
 from atlas.runtime.stage import Stage
-from atlas.runtime.tensor_parallel.follower import follow
+from atlas.runtime.tensor_parallel.follower import TENSOR, follow
 from atlas.runtime.tensor_parallel.group import LEADER, TensorGroup, listen, place_of
 from atlas.runtime.tensor_parallel.sharding import ShardedStageSet
 from atlas.runtime.wiring import WorkerRole
 
-NEWS_S = 2.0
-"""How long after a broken collective the news of a death may take."""
+EXIT_S = 2.0
+"""How long after a broken collective the exit of a process may be noticed."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _Process(NamedTuple):
     pid: int
     orders: TextIO
-    answers: TextIO
+    replies: TextIO
 
 
 class Followers:
-    """The other processes of a worker's group. To be made before the worker has any thread: they are forks of it."""
+    """The other processes of a worker's group. Create them before the worker has threads: they are forks of it."""
 
     def __init__(self, assignment: Assignment, lost: Callable[[AtlasError], None]) -> None:
-        """`lost` is called, on another thread, when one of them has ended unasked."""
+        """`lost` is called, on another thread, when a follower ends by itself."""
         role = WorkerRole(from_text(assignment.program), assignment.worker, assignment.cell, assignment.num_cells)
         self.name, self._lost = role.name, lost
         self._is_ending = False
         self._error: AtlasError | None = None
-        self._has_news = threading.Event()
+        self._has_error = threading.Event()
         self._listener, self._port = listen()
         self._processes = [_fork(assignment, rank, self._port) for rank in range(1, assignment.tp)]
         for rank, process in enumerate(self._processes, 1):
             threading.Thread(target=self._watch, args=(rank, process), daemon=True, name=f"rank {rank}").start()
 
     def join(self, assignment: Assignment, place: str) -> TensorGroup:
-        """Meets them, on this node."""
+        """Form the group."""
         return TensorGroup(LEADER, assignment.tp, self._port, place, assignment.patience_s, self._listener)
 
-    def order(self, what: str, **details: Any) -> None:
-        line = json.dumps({"do": what, **details}) + "\n"
+    def order(self, call: str, stage: int | None = None, args: Sequence[Any] = (), kwargs: Any = None) -> None:
+        """Have every follower call a method of its stages, or of one `stage`."""
+        args = [TENSOR if isinstance(value, Tensor) else value for value in args]
+        line = json.dumps({"call": call, "stage": stage, "args": args, "kwargs": kwargs or {}}) + "\n"
         with self.explaining():
             for process in self._processes:
                 process.orders.write(line)
@@ -68,11 +71,11 @@ class Followers:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """A collective or a pipe that breaks mostly means that a process of the group has died: then that is said."""
+        """Replace the error of a broken collective or pipe by its usual cause: a process of the group has died."""
         try:
             yield
         except (RuntimeError, OSError) as error:
-            self._has_news.wait(NEWS_S)
+            self._has_error.wait(EXIT_S)
             raise self._error or error from error
 
     def end(self) -> None:
@@ -80,25 +83,24 @@ class Followers:
         self.order("end")
 
     def _watch(self, rank: int, process: _Process) -> None:
-        """What it says is why it ends."""
-        said = [json.loads(line) for line in process.answers]
+        """Wait for a follower's end; its last message is the reason."""
+        replies = [json.loads(line) for line in process.replies]
         code = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
         if self._is_ending:
             return
         who = f"tensor-parallel rank {rank} of {self.name}"
-        if said:
-            kind = AtlasError if said[-1]["mend"] else WorkerError
-            self._error = kind(f"{who} failed: {said[-1]['error']}")
+        if replies:
+            kind = AtlasError if replies[-1]["user_error"] else WorkerError
+            self._error = kind(f"{who} failed: {replies[-1]['error']}")
         else:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended early with exit code {code}"
-            self._error = WorkerError(f"{who} {how}")
-        self._has_news.set()
+            self._error = WorkerError(f"{who} {describe_exit(code)}")
+        self._has_error.set()
         self._lost(self._error)
 
 
 def _fork(assignment: Assignment, rank: int, port: int) -> _Process:
     their_orders, orders = os.pipe()
-    answers, their_answers = os.pipe()
+    replies, their_replies = os.pipe()
     leader = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -106,9 +108,9 @@ def _fork(assignment: Assignment, rank: int, port: int) -> _Process:
         try:
             end_with_parent(leader)
             os.dup2(their_orders, 0)
-            os.dup2(2, 1)  # a stray print of some library is no answer
-            os.dup2(their_answers, 3)
-            os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # the leader's
+            os.dup2(2, 1)  # a library's print must not become a reply
+            os.dup2(their_replies, 3)
+            os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # descriptors of the leader
             mine = replace(assignment, device=place_of(assignment.device, rank))
             follow(mine, rank, port, os.fdopen(0), os.fdopen(3, "w"))
             code = 0
@@ -117,113 +119,80 @@ def _fork(assignment: Assignment, rank: int, port: int) -> _Process:
                 sys.stderr.flush()
             os._exit(code)  # gloo's threads may abort an interpreter that unwinds under them
     os.close(their_orders)
-    os.close(their_answers)
-    return _Process(pid, os.fdopen(orders, "w"), os.fdopen(answers))
+    os.close(their_replies)
+    return _Process(pid, os.fdopen(orders, "w"), os.fdopen(replies))
 
 
-# ---- what the worker asks, done by all -------------------------------------------------------------------------------
+# ---- calls of the worker, made by all ranks -----------------------------------------------------------------------
+def on_all_ranks(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """The method, called by the leader and by all followers; tensors among its arguments are sent to them."""
+
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        self.owner.followers.order(method.__name__, self.number, args, kwargs)
+        group = self.owner.group
+        shared = [group.share(value.contiguous()) if isinstance(value, Tensor) else value for value in args]
+        return method(self, *shared, **kwargs)  # type: ignore[arg-type]
+
+    return call
+
+
 class LeaderStage(Stage):
-    """A stage of the leader's: each call is one of the whole group's."""
+    """A stage of the leader."""
 
-    led: LeaderStageSet
+    owner: LeaderStageSet
     number: int
 
-    def _order(self, what: str, **details: Any) -> None:
-        self.led.order(what, stage=self.number, **details)
-
-    def warm_up(self) -> None:
-        self._order("warm_up")
-        super().warm_up()
-
-    def forward(self, slot: int, x: Tensor | None, *, keep: bool) -> Tensor:
-        self._order("forward", slot=slot, keep=keep, has_input=x is not None)
-        return super().forward(slot, self.led.shared(x), keep=keep)
-
-    def recompute(self, slot: int) -> None:
-        self._order("recompute", slot=slot)
-        super().recompute(slot)
-
-    def backward(self, slot: int, gradient: Tensor | None) -> Tensor | None:
-        self._order("backward", slot=slot, has_input=gradient is not None)
-        return super().backward(slot, self.led.shared(gradient))
-
-    def backward_input(self, slot: int, gradient: Tensor | None) -> Tensor | None:
-        self._order("backward_input", slot=slot, has_input=gradient is not None)
-        return super().backward_input(slot, self.led.shared(gradient))
-
-    def backward_weight(self, slot: int) -> None:
-        self._order("backward_weight", slot=slot)
-        super().backward_weight(slot)
+    warm_up = on_all_ranks(Stage.warm_up)
+    forward = on_all_ranks(Stage.forward)
+    recompute = on_all_ranks(Stage.recompute)
+    backward = on_all_ranks(Stage.backward)
+    backward_input = on_all_ranks(Stage.backward_input)
+    backward_weight = on_all_ranks(Stage.backward_weight)
 
     def outgoing(self) -> list[Tensor]:
-        """Everybody's, where there are other pipelines to sum with."""
-        if self.led.is_alone:
-            return super().outgoing()
-        self._order("gather_gradients")
-        return self.led.gather_gradients(self)
+        """The gradients of all ranks, if there are other pipelines to sum with."""
+        return super().outgoing() if self.owner.is_alone else self.owner.gather_gradients(self.number)
 
     def adopt(self, sums: Sequence[Tensor]) -> None:
-        if self.led.is_alone:
-            self._order("adopt")
+        if self.owner.is_alone:
+            self.owner.followers.order("adopt_own", args=[self.number])
             super().adopt(sums)
         else:
-            self._order("scatter_sums")
-            self.led.scatter_sums(self, sums)
+            self.owner.followers.order("scatter_sums", args=[self.number])
+            self.owner.scatter_sums(self.number, sums)
 
 
 class LeaderStageSet(ShardedStageSet):
-    """The leader's."""
+    """The leader's stages."""
 
     stage_kind = LeaderStage
+    number = None
 
     def __init__(self, assignment: Assignment, role: WorkerRole, place: str, followers: Followers) -> None:
-        self._followers = followers
+        self.owner, self.followers = self, followers
         self.is_alone = not role.other_pipelines
         super().__init__(assignment, role, place, followers.join(assignment, place))
         for number, stage in self.stages.items():
             assert isinstance(stage, LeaderStage)
-            stage.led, stage.number = self, number
+            stage.owner, stage.number = self, number
 
-    def order(self, what: str, **details: Any) -> None:
-        self._followers.order(what, **details)
-
-    def shared(self, tensor: Tensor | None) -> Tensor | None:
-        """An input, given to all."""
-        return None if tensor is None else self.group.share(tensor.contiguous())
-
-    def join_tied(self) -> None:
-        self.order("join_tied")
-        super().join_tied()
+    join_tied = on_all_ranks(ShardedStageSet.join_tied)
+    gather_gradients = on_all_ranks(ShardedStageSet.gather_gradients)
+    gather_tied = on_all_ranks(ShardedStageSet.gather_tied)
+    squares = on_all_ranks(ShardedStageSet.squares)
+    clip = on_all_ranks(ShardedStageSet.clip)
+    step = on_all_ranks(ShardedStageSet.step)
+    states = on_all_ranks(ShardedStageSet.states)
+    weights = on_all_ranks(ShardedStageSet.weights)
 
     def tied_gradient(self, name: str) -> Tensor:
-        self.order("gather_tied", name=name)
-        whole = self.gather_tied(name)
-        assert whole is not None, "the leader gathers"
+        whole: Tensor | None = self.gather_tied(name)
+        assert whole is not None, "the leader has the result"
         return whole
 
     def adopt_tied(self, name: str, gradient: Tensor) -> None:
-        self.order("scatter_tied", name=name)
+        self.followers.order("scatter_tied", args=[name])
         self.scatter_tied(name, gradient)
 
-    def squares(self) -> list[float]:
-        self.order("gather_squares")
-        return self.gather_squares()
-
-    def clip(self, norm: float, max_norm: float) -> None:
-        self.order("clip", norm=norm, max_norm=max_norm)
-        super().clip(norm, max_norm)
-
-    def step(self, num_done: int) -> None:
-        self.order("step", num_done=num_done)
-        super().step(num_done)
-
-    def states(self, layers: Collection[str]) -> dict[str, LayerState]:
-        self.order("states", layers=list(layers))
-        return super().states(layers)
-
-    def weights(self) -> dict[str, Tensor]:
-        self.order("weights")
-        return super().weights()
-
     def end(self) -> None:
-        self._followers.end()
+        self.followers.end()

@@ -1,5 +1,5 @@
-"""What one rank holds of a worker whose stages are divided over several processes: the part that leader and followers
-have in common. Every method here is called by all ranks alike, in the same order; results are the leader's.
+"""What one rank holds of a worker whose stages are sharded over several processes: the common part of leader and
+followers. All ranks call every method here, in the same order; the leader gets the results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from atlas.runtime.checkpoint import LayerState
 from atlas.runtime.models.decoder import Decoder
 from atlas.runtime.models.parallel import parallelize
 from atlas.runtime.models.task import DecoderTask
-from atlas.runtime.stage import Stage
 from atlas.runtime.tensor_parallel.group import LEADER, ParameterShards, TensorGroup, gather_state, gathered
 from atlas.runtime.tensor_parallel.stage_set import StageSet
 from atlas.runtime.wiring import WorkerRole
@@ -24,7 +23,7 @@ from atlas.runtime.wiring import WorkerRole
 
 @dataclass(frozen=True)
 class ShardedTask(DecoderTask):
-    """The same task, its stages divided over a mesh."""
+    """The same task with its stages sharded over a mesh."""
 
     mesh: DeviceMesh | None = None
 
@@ -34,7 +33,7 @@ class ShardedTask(DecoderTask):
 
 
 class ShardedStageSet(StageSet):
-    """One rank's."""
+    """One rank's part of the stages."""
 
     def __init__(self, assignment: Assignment, role: WorkerRole, place: str, group: TensorGroup) -> None:
         self.group = group
@@ -46,22 +45,28 @@ class ShardedStageSet(StageSet):
         return ShardedTask(**vars(task), mesh=self.group.mesh)
 
     # ---- the end of an iteration -------------------------------------------------------------------------------------
-    def gather_gradients(self, stage: Stage) -> list[Tensor]:
-        """A stage's, in host memory: those that every rank holds whole, once; then every rank's parts, flat."""
+    def gather_gradients(self, number: int) -> list[Tensor]:
+        """A stage's gradients in host memory: unsharded ones once; then the parts of every rank, flat."""
+        stage = self.stages[number]
         total = dict(zip(stage.named_parameters, stage.gradients.total(), strict=True))
-        cut = torch.cat([gradient.flatten() for name, gradient in total.items() if self.shares.is_cut(name)])
+        cut = torch.cat([gradient.flatten() for name, gradient in total.items() if self.shares.is_sharded(name)])
         parts = self.group.gather(cut)
-        return [*(gradient.cpu() for name, gradient in total.items() if not self.shares.is_cut(name)), *parts]
+        return [*(gradient.cpu() for name, gradient in total.items() if not self.shares.is_sharded(name)), *parts]
 
-    def scatter_sums(self, stage: Stage, sums: Sequence[Tensor] = ()) -> None:
-        """Gives each rank its part of the leader's `sums`, which are as `gather_gradients` gave them."""
-        named = stage.named_parameters
-        whole = [p for name, p in named.items() if not self.shares.is_cut(name)]
-        cut = [p for name, p in named.items() if self.shares.is_cut(name)]
+    def scatter_sums(self, number: int, sums: Sequence[Tensor] = ()) -> None:
+        """Give each rank its part of the leader's `sums`, in the layout of `gather_gradients`."""
+        named = self.stages[number].named_parameters
+        whole = [p for name, p in named.items() if not self.shares.is_sharded(name)]
+        cut = [p for name, p in named.items() if self.shares.is_sharded(name)]
         flat = torch.cat([s.flatten() for s in sums[: len(whole)]]) if sums else torch.empty(_num_values(whole))
         self.group.share(flat)
         _adopt(whole, flat.to(self.group.place))
         _adopt(cut, self.group.scatter(sums[len(whole) :], torch.empty(_num_values(cut))))
+
+    def adopt_own(self, number: int) -> None:
+        """A follower without other pipelines to sum with: its own gradients are the sums."""
+        stage = self.stages[number]
+        stage.adopt(stage.outgoing())
 
     def gather_tied(self, name: str) -> Tensor | None:
         parts = self.group.gather(super().tied_gradient(name))
@@ -71,14 +76,20 @@ class ShardedStageSet(StageSet):
         parts = [] if whole is None else self.shares.parts(name, whole)
         super().adopt_tied(name, self.group.scatter(parts, super().tied_gradient(name)))
 
-    def gather_squares(self) -> list[float]:
-        """Those of parts are everybody's; the others are only the leader's (`Stage.counted`)."""
+    def squares(self) -> list[float]:
+        """Squares of sharded parameters from all ranks; of others from the leader only (`Stage.counted`)."""
         mine = super().squares()
         counted = {name for stage in self.stages.values() for name in stage.counted}
-        num_parts = sum(self.shares.is_cut(name) for name in counted)
+        num_parts = sum(self.shares.is_sharded(name) for name in counted)
         parts = [0.0] * num_parts if self.group.rank == LEADER else mine
-        told = self.group.gather(torch.tensor(parts, dtype=torch.float64))
-        return [*mine, *(square for part in told[1:] for square in part.tolist())]
+        gathered_squares = self.group.gather(torch.tensor(parts, dtype=torch.float64))
+        return [*mine, *(square for part in gathered_squares[1:] for square in part.tolist())]
+
+    def step(self, num_done: int) -> None:
+        super().step(num_done)
+        if self.group.rank != LEADER:  # only the leader reports losses
+            for stage in self.stages.values():
+                stage.forget_losses()
 
     # ---- state -------------------------------------------------------------------------------------------------------
     def states(self, layers: Collection[str]) -> dict[str, LayerState]:
@@ -97,7 +108,7 @@ def _num_values(parameters: Sequence[Tensor]) -> int:
 
 
 def _adopt(parameters: Sequence[Tensor], flat: Tensor) -> None:
-    """Gradients out of one run of memory."""
+    """Set the gradients from one flat tensor."""
     end = 0
     for parameter in parameters:
         begin, end = end, end + parameter.numel()

@@ -1,7 +1,7 @@
-"""What one process holds of a worker: its stages, their parameters and the optimizer that steps them.
+"""The stages of one worker in one process, with their parameters and the optimizer.
 
-The worker asks; where its stages are divided over several processes (`leading`), all of them do what it asks. Knows
-models and optimizers; not ops, links or time.
+Where stages are sharded over several processes (`leader`), every call runs on all of them. Knows models and optimizers;
+not ops, links or time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from atlas.runtime.wiring import WorkerRole
 
 
 class StageSet:
-    """Of a worker that is one process."""
+    """The stages of a worker that is one process."""
 
     stage_kind = Stage
 
@@ -46,25 +46,23 @@ class StageSet:
         self.optimizer.num_steps = assignment.first_step
 
     def _built(self, task: DecoderTask) -> DecoderTask:
-        """How a stage's module is made."""
+        """The task that builds the stages."""
         return task
 
     def _make_stage(self, task: DecoderTask, stage: int) -> Stage:
         program, role = self.role.program, self.role
-        # The mean over the whole batch: every microbatch of every pipeline counts alike.
+        # The mean over the whole batch: all microbatches of all pipelines have the same weight.
         scale = 1.0 / (program.num_microbatches * role.num_pipelines)
         splits = any(op.kind == Kind.I for op in program.ops(role.worker))
-        return self.stage_kind(
-            task, stage, program.num_stages, role.pipeline, scale, can_exchange_tied=True, splits=splits
-        )
+        return self.stage_kind(task, stage, program.num_stages, role.pipeline, scale, splits=splits)
 
     @property
     def layers(self) -> list[str]:
-        """The model's layers that are here, as checkpoints name them."""
+        """The layers of these stages, as checkpoints name them."""
         return list(dict.fromkeys(layer_of(name) for name in self.parameters))
 
     def begin(self, step: int) -> None:
-        """Gradients of this step come next."""
+        """Start to sum the gradients of this step."""
         for stage in self.stages.values():
             stage.gradients.begin(step * self.role.program.num_microbatches)
 
@@ -74,11 +72,11 @@ class StageSet:
 
     # ---- the end of an iteration -------------------------------------------------------------------------------------
     def join_tied(self) -> None:
-        """Both ends of tied embeddings are here."""
+        """Join the gradients of tied embeddings, if both ends are here."""
         join(self.parameters)
 
     def tied_gradient(self, name: str) -> Tensor:
-        """The whole of one end's."""
+        """The whole gradient of one end."""
         gradient = self.parameters[name].grad
         assert gradient is not None, f"{name} has no gradient"
         return gradient
@@ -87,31 +85,31 @@ class StageSet:
         self.parameters[name].grad = gradient.to(self.parameters[name].device)
 
     def squares(self) -> list[float]:
-        """What the stages here bring to the global norm."""
+        """The squared gradient norms of these stages, for the global norm."""
         return squares(self.parameters, {name for stage in self.stages.values() for name in stage.counted})
 
     def clip(self, norm: float, max_norm: float) -> None:
         clip(self.parameters, norm, max_norm)
 
     def step(self, num_done: int) -> None:
-        """The optimizer's; `num_done` steps of the training are done after it."""
+        """An optimizer step; `num_done`: steps of the training after it."""
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.begin(num_done)
 
     # ---- state -------------------------------------------------------------------------------------------------------
     def states(self, layers: Collection[str]) -> dict[str, LayerState]:
-        """Of some layers, whole; the tensors may be the live ones."""
+        """The whole state of some layers; the tensors may be the live ones."""
         found = states_of(self.parameters.items(), self.optimizer, layer_of)
         return {layer: found[layer] for layer in layers}
 
     def of_state(self, state: LayerState) -> LayerState:
-        """What this process holds of a saved layer."""
+        """This process's part of a saved layer."""
         return state
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter, whole."""
+        """All parameters, whole."""
         return self.parameters
 
     def end(self) -> None:
-        """Nothing more will be asked."""
+        """No call follows."""

@@ -1,0 +1,44 @@
+"""Messages of a worker's processes as JSON lines, and errors as messages."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import traceback
+from typing import Any, TextIO
+
+import torch
+
+from atlas.errors import AtlasError, WorkerError
+
+
+class MessageWriter:
+    """Writes messages as whole lines, from any thread."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._lock = stream, threading.Lock()
+
+    def send(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            self._stream.write(json.dumps(message) + "\n")
+            self._stream.flush()
+
+    def fail(self, error: Exception) -> None:
+        """Report an error of another thread than the main one, which may be waiting, and end the process."""
+        try:
+            self.send(error_message(error))
+        finally:
+            os._exit(1)
+
+
+def error_message(error: Exception) -> dict[str, Any]:
+    """`user_error`: the user must change something, a restart would not help."""
+    if isinstance(error, AtlasError):
+        return {"error": str(error), "user_error": not isinstance(error, WorkerError)}
+    if isinstance(error, torch.OutOfMemoryError):
+        why = str(error).partition(". ")[0]
+        text = f"the model does not fit: {why}. Use more stages, or a smaller microbatch"
+        return {"error": text, "user_error": True}
+    trace = "".join(traceback.format_exception(error))
+    return {"error": f"a bug, not a mistake of yours:\n{trace}", "user_error": False}
