@@ -34,7 +34,7 @@ def job_file(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_a_plan_for_other_hardware_than_is_there(job_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_other_hardware_is_an_error(job_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = told(capsys, job_file, "--dc", "east", "--device", "cuda", "--set=pipelines_per_cell=2")
     assert "puts 2 worker(s) on this host of east" in said
     assert "--device cpu" in said
@@ -102,7 +102,7 @@ def test_a_wrong_certificate(tmp_path: Path) -> None:
     rendezvous.close()
 
 
-def test_launchers_of_one_datacenter_that_count_differently() -> None:
+def test_launchers_of_one_datacenter_must_agree_on_their_number() -> None:
     rendezvous = Rendezvous(("127.0.0.1", 0), Security(), lambda agent, plan: None)
 
     def call(*part: int) -> RendezvousClient:

@@ -63,7 +63,7 @@ def test_the_bar_shows_where_the_run_is(monkeypatch: pytest.MonkeyPatch) -> None
     assert "loss 2.3412  10.0k tok/s  410 ms (+2.5%)  WAN 3.20 Gbit/s" in shown
 
 
-def test_where_nobody_watches_there_is_a_line_now_and_then() -> None:
+def test_without_a_terminal_a_line_is_printed_every_few_seconds() -> None:
     log = io.StringIO()
     bar = ProgressBar(9, stream=log)
     for step in range(1, 10):
@@ -74,7 +74,7 @@ def test_where_nobody_watches_there_is_a_line_now_and_then() -> None:
     assert last.startswith("step 9/9  loss 2.3412")
 
 
-def test_json_lines_are_there_after_every_step_and_go_on_after_a_restart(tmp_path: Path) -> None:
+def test_json_lines_are_written_every_step_and_appended_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     choice = ReportChoice(bar=False, lines=path)
     with RunReport(choice, 10) as report:
@@ -133,14 +133,14 @@ def test_the_endpoint_serves_one_page_on_loopback_only() -> None:
 
 
 @pytest.mark.parametrize("port", [None, 70_000])
-def test_a_port_that_cannot_be_had_is_told_before_training_starts(port: int | None) -> None:
+def test_a_port_in_use_is_an_error_before_training_starts(port: int | None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         wanted = port or taken.getsockname()[1]
         with pytest.raises(AtlasError, match=f"--metrics-port {wanted}: .*Choose another port"):
             RunReport(ReportChoice(bar=False, metrics_port=wanted), 10)
 
 
-def test_a_full_disk_is_told_once_and_costs_no_step() -> None:
+def test_a_full_disk_is_reported_once_and_does_not_stop_training() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     told: list[str] = []

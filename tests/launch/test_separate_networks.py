@@ -29,7 +29,7 @@ FAULTS = Path(__file__).parents[2] / "bench" / "faults.py"
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need root on Linux")
-def test_datacenters_that_share_nothing_lose_one_and_go_on(tmp_path: Path) -> None:
+def test_separate_datacenters_continue_when_one_is_lost(tmp_path: Path) -> None:
     from atlas.wan.emulator.namespace_net import NamespaceNet
 
     job = write_job(tmp_path / "plan", *THREE, tight=True)

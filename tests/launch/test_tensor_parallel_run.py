@@ -135,7 +135,7 @@ def test_over_datacenters_a_killed_follower_is_started_again_with_all_others(tmp
 
 
 # ---- what is asked before anything starts ----------------------------------------------------------------------------
-def test_what_cannot_be_divided_is_refused() -> None:
+def test_an_indivisible_model_is_refused() -> None:
     with pytest.raises(SpecError, match="num_heads = 2: cannot be divided among 4 tensor-parallel GPUs"):
         play(case(1, 1), GPT, 4)
 

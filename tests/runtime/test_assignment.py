@@ -29,7 +29,7 @@ def test_an_assignment_travels_as_json() -> None:
     assert Assignment.from_json(json.loads(json.dumps(bare.to_json()))) == bare
 
 
-def test_who_only_passes_it_on_loads_no_torch() -> None:
+def test_an_assignment_loads_without_torch() -> None:
     script = "import sys, atlas.runtime.assignment, atlas.runtime.wiring; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"

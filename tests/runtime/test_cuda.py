@@ -30,7 +30,7 @@ def test_a_gpu_that_is_not_there_is_said() -> None:
 
 
 @gpu
-def test_what_goes_down_and_up_comes_back_the_same() -> None:
+def test_a_tensor_copied_to_the_host_and_back_is_unchanged() -> None:
     device = make_device("cuda:0")
     arrived, copies = threading.Event(), list[torch.Tensor]()
     sent, _ = device.run(lambda: torch.arange(1 << 20, device=device.place).to(torch.bfloat16), 0, 0)
@@ -43,7 +43,7 @@ def test_what_goes_down_and_up_comes_back_the_same() -> None:
 
 
 @gpu
-def test_a_span_is_what_the_gpu_did() -> None:
+def test_a_span_is_measured_by_the_gpu() -> None:
     device = make_device("cuda:0")
     matrix = torch.randn(8192, 8192, device=device.place)
     device.run(lambda: matrix @ matrix, 0, 0)
@@ -54,7 +54,7 @@ def test_a_span_is_what_the_gpu_did() -> None:
 
 
 @gpu
-def test_copies_are_timed_and_so_is_what_was_computed_meanwhile() -> None:
+def test_copies_and_overlapping_computation_are_timed() -> None:
     device = make_device("cuda:0")
     matrix = torch.randn(8192, 8192, device=device.place)
     device.run(lambda: matrix @ matrix, 0, 0)
@@ -100,7 +100,7 @@ class Moment:
             raise self.error
 
 
-def test_a_copy_that_fails_is_told_at_once_and_raised_by_the_next() -> None:
+def test_a_failed_copy_is_reported_at_once_and_raised_by_the_next() -> None:
     copies, told, handed = Copies("cuda:0"), queue.SimpleQueue[WorkerError](), list[bool]()
     copies.report, all_put = told.put, threading.Event()
     copies.put(Moment(), torch.ones(1), lambda host: handed.append(all_put.wait(10)))
@@ -116,7 +116,7 @@ def test_a_copy_that_fails_is_told_at_once_and_raised_by_the_next() -> None:
     assert handed == [True], "what follows a copy that failed is not handed over"
 
 
-def test_what_is_done_with_a_copy_may_fail_too() -> None:
+def test_a_failing_callback_of_a_copy_is_reported() -> None:
     copies, told = Copies("cuda:0"), queue.SimpleQueue[WorkerError]()
     copies.report = told.put
     copies.put(Moment(), torch.ones(1), lambda host: {}["no such channel"])

@@ -82,7 +82,7 @@ def test_more_than_the_kernel_holds_does_not_stop_the_sender(pair: tuple[DirectT
     assert not a.is_sending
 
 
-def test_a_wrong_size_is_told_and_the_next_message_comes(pair: tuple[DirectTransport, DirectTransport]) -> None:
+def test_a_wrong_size_is_an_error_and_the_next_message_arrives(pair: tuple[DirectTransport, DirectTransport]) -> None:
     a, b = pair
     wrong, right = b.recv(from_a(1), bytearray(3)), b.recv(from_a(2), bytearray(4))
     a.send(to_b(1), b"1234")
@@ -105,7 +105,7 @@ def test_a_silent_peer_and_a_lost_one_are_named(pair: tuple[DirectTransport, Dir
         a.send(to_b(1), b"gone").wait(5)
 
 
-def test_nobody_else_gets_in(pair: tuple[DirectTransport, DirectTransport]) -> None:
+def test_other_peers_are_refused(pair: tuple[DirectTransport, DirectTransport]) -> None:
     a, _ = pair
     assert not a.dial("dc/other", 0, B), "another node than the one that was meant"
     assert not a.dial("dc/b", 0, B), "a second link of the same name"
@@ -115,7 +115,7 @@ def test_nobody_else_gets_in(pair: tuple[DirectTransport, DirectTransport]) -> N
     stranger.close(0.0)
 
 
-def test_an_endpoint_beside_it_has_its_own_door() -> None:
+def test_a_second_endpoint_has_its_own_socket() -> None:
     with Endpoint("dc/b") as endpoint:
         beside, a = DirectTransport("dc/b", endpoint.address), DirectTransport("dc/a", A)
         assert a.dial("dc/b", 0, endpoint.address)

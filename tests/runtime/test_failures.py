@@ -89,7 +89,7 @@ def test_workers_do_not_outlive_their_launcher(how: signal.Signals, tmp_path: Pa
         assert not list(tmp_path.glob("atlas-*")), "only a launcher that was killed outright may leave its logs"
 
 
-def test_what_cannot_be_emulated_is_said_before_anything_starts() -> None:
+def test_unsupported_costs_are_an_error_before_the_start() -> None:
     program, costs = smoke_program()
     shared = uniform_costs(2, 2, costs.compute_ns[0, 0], wan_boundaries=(0,), wan_ns=1, sharing=True)
     with pytest.raises(ProgramError, match="do not agree on whether pipelines take turns"):

@@ -41,7 +41,7 @@ def test_entries_for_other_sizes_are_kept(tmp_path: Path):
     assert sorted(entry.microbatch for entry in load_profile(out).entries) == [1, 2]
 
 
-def test_without_cuda_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_without_cuda_profiling_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")

@@ -11,7 +11,7 @@ from atlas.runtime.record import PendingSend, Recorder, StepRecord
 from atlas.wan.transport.base import Handle
 
 
-def test_the_last_step_is_told_though_its_output_was_still_on_the_device() -> None:
+def test_the_last_step_is_reported_after_its_output_leaves_the_device() -> None:
     told = list[StepRecord]()
     recorder, sending, handle = Recorder(told.append), PendingSend(0), Handle("an activation")
     recorder.begin(7).sendings.append(sending)

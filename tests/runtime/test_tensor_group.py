@@ -33,7 +33,7 @@ def test_parts_make_the_whole() -> None:
         assert torch.equal(shares(0).join(name, [shares(rank).of(name, whole) for rank in range(2)]), whole)
 
 
-def test_a_saved_layer_is_cut_with_what_the_optimizer_keeps() -> None:
+def test_a_saved_layer_is_sharded_with_its_optimizer_state() -> None:
     whole = torch.arange(16.0).view(4, 4)
     state = LayerState({"rows": whole, "elsewhere": whole}, {"rows": {"exp_avg": whole + 1, "step": torch.tensor(3.0)}})
     mine = shares(1).of_state(state)

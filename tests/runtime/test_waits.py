@@ -70,7 +70,7 @@ def train(filler: Callable[[int], Filler | None] = lambda worker: None) -> tuple
     return crew, (max(ends) - min(starts)) / 1e9
 
 
-def test_training_learns_the_same_and_takes_as_long() -> None:
+def test_a_filler_changes_neither_losses_nor_iteration_time() -> None:
     alone, alone_s = train()
     for _ in range(3):  # a busy machine is no fault of the filler's
         slicers = [Slicer(), Slicer()]
@@ -100,7 +100,7 @@ def test_a_filler_knows_where_it_waits() -> None:
     assert slicers[0].ops == [Position(step, index) for step in range(3) for index in range(len(facts.ops))]
 
 
-def test_a_filler_that_fails_is_dropped_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_filler_is_dropped_and_training_continues(caplog: pytest.LogCaptureFixture) -> None:
     crew, _ = train(lambda worker: Broken())
     assert len(crew.losses()) == 3
     assert "not called again" in caplog.text

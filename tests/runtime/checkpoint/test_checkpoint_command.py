@@ -70,7 +70,7 @@ def test_a_large_model_is_exported_in_several_files(tmp_path: Path) -> None:
     assert model.config.n_layer == 3
 
 
-def test_list_says_what_is_complete_and_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_complete_saves_and_missing_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path, step=5)
     saved(tmp_path, step=6)
     shutil.rmtree(tmp_path / "dc1/own/step-00000006-a0")
@@ -82,7 +82,7 @@ def test_list_says_what_is_complete_and_what_is_missing(tmp_path: Path, capsys: 
     assert "no: layers.2, head" in " ".join(capsys.readouterr().out.split())
 
 
-def test_verify_reads_everything_and_names_what_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reads_everything_and_names_damaged_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path)
     assert main(["checkpoint", "verify", str(tmp_path)]) == 0
     assert "step 5 (attempt 0): all 5 layers are undamaged" in capsys.readouterr().out
@@ -107,7 +107,7 @@ def test_verify_reads_everything_and_names_what_is_damaged(tmp_path: Path, capsy
         (("export", "other", "--out", "hf"), "does not describe its model"),
     ],
 )
-def test_mistakes_are_told_in_one_sentence(
+def test_a_mistake_is_one_sentence(
     words: tuple[str, ...],
     says: str,
     tmp_path: Path,

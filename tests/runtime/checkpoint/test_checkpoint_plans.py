@@ -53,7 +53,7 @@ def weights(pipeline: Sequence[Worker]) -> dict[str, Tensor]:
     [((2, 3), (2, 2), 3), ((2, 3), (4, 1), 3), ((1, 1), (1, 6), 1), ((4, 2), (2, 3), 2), ((3, 3), (3, 3), 3)],
     ids=["6 workers to 4", "6 to 4 in one stage", "alone to 6 stages", "cells of 4 to 2", "same plan"],
 )
-def test_another_plan_goes_on_with_the_same_losses(
+def test_another_plan_resumes_with_the_same_losses(
     tmp_path: Path, before: tuple[int, int], after: tuple[int, int], num_stores: int
 ) -> None:
     undisturbed = stages(1)

@@ -75,7 +75,7 @@ def test_parts_are_copied_as_they_are_written(tmp_path: Path) -> None:
     assert there.names("step-") == own(tmp_path, "east").names("step-")
 
 
-def test_a_part_half_copied_is_not_there_and_is_finished_later(tmp_path: Path) -> None:
+def test_a_half_copied_part_does_not_appear_and_is_finished_later(tmp_path: Path) -> None:
     save(tmp_path, "east", 1)
     slow = Replicator(own(tmp_path, "east"), replica(tmp_path, "east"), yield_way=lambda: time.sleep(0.3))
     slow.start()
@@ -101,7 +101,7 @@ def test_every_piece_of_a_copy_yields_to_training_first(tmp_path: Path) -> None:
     assert len(asked) == 5 * 4
 
 
-def test_what_is_still_to_be_copied_is_not_deleted(tmp_path: Path) -> None:
+def test_saves_that_are_not_copied_yet_are_not_deleted(tmp_path: Path) -> None:
     """A slow copy holds old checkpoints back, so that all datacenters get the same ones across."""
     source, target = LocalStore(tmp_path / "a"), LocalStore(tmp_path / "b")
     stuck = Replicator(source, target, yield_way=lambda: time.sleep(0.5))
@@ -119,7 +119,7 @@ def test_what_is_still_to_be_copied_is_not_deleted(tmp_path: Path) -> None:
     assert [id.step for id in complete_ids([source])] == [4]
 
 
-def test_a_target_that_is_given_up_holds_nothing_back(tmp_path: Path) -> None:
+def test_a_forgotten_target_keeps_no_saves(tmp_path: Path) -> None:
     """A datacenter that was lost; the copies of others, and those to where they go now, are waited for."""
     source, lost, now = (LocalStore(tmp_path / name) for name in ("a", "lost", "now"))
     for writer, target in (("w", lost), ("w", now), ("other", lost)):
@@ -137,7 +137,7 @@ def test_a_target_that_is_given_up_holds_nothing_back(tmp_path: Path) -> None:
     assert [id.step for id in complete_ids([source])] == [3]
 
 
-def test_the_target_keeps_what_all_have_across(tmp_path: Path) -> None:
+def test_the_target_keeps_saves_that_all_have_copied(tmp_path: Path) -> None:
     retention = Retention(keep=1)
     with Replicator(own(tmp_path, "east"), replica(tmp_path, "east"), retention=retention) as replicator:
         save(tmp_path, "east", 1, 2, 3)
@@ -152,7 +152,7 @@ def test_the_target_keeps_what_all_have_across(tmp_path: Path) -> None:
         assert {name[:16] for name in names} == {"step-00000002-a0", "step-00000003-a0"}
 
 
-def test_a_target_out_of_reach_is_told_and_tried_again(tmp_path: Path) -> None:
+def test_a_target_out_of_reach_is_reported_and_retried(tmp_path: Path) -> None:
     told: list[str] = []
     down = True
 

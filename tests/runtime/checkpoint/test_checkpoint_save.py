@@ -37,7 +37,7 @@ def saved(root: Path, *steps: int, attempt: int = 0) -> LocalStore:
     return store
 
 
-def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_loaded_checkpoint_equals_the_saved_one(tmp_path: Path) -> None:
     store = saved(tmp_path, 10, 20)
     checkpoint = choose_verified([store])
     assert checkpoint is not None
@@ -97,7 +97,7 @@ def test_training_may_change_its_tensors_while_they_are_written(tmp_path: Path) 
     assert same(load_layers(checkpoint, LAYERS), numbered(5))
 
 
-def test_a_second_save_waits_for_the_first_and_says_how_long(tmp_path: Path) -> None:
+def test_a_second_save_waits_for_the_first_and_reports_how_long(tmp_path: Path) -> None:
     slow = Faulty(LocalStore(tmp_path), lambda name, done: time.sleep(0.01))
     checkpointer = Checkpointer(slow, "w", LAYERS)
     checkpointer.save(1, numbered(1), meta_at(1))
@@ -137,7 +137,7 @@ def test_a_damaged_file_is_named_and_never_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\x80\x81", b'{"format": "atlas-checkpoint-part"}'])
-def test_a_damaged_manifest_is_named_not_passed_over(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_manifest_is_an_error(tmp_path: Path, content: bytes) -> None:
     store = saved(tmp_path, 1, 2)
     (tmp_path / "step-00000002-a0" / "p0.s0.part.json").write_bytes(content)
     with pytest.raises(AtlasError, match=r"step-00000002-a0/p0\.s0\.part\.json: not a complete checkpoint manifest"):
@@ -185,7 +185,7 @@ def test_the_last_n_are_kept_and_leftovers_go_with_them(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004-a0", "step-00000005-a0"]
 
 
-def test_a_worker_alone_deletes_only_what_it_was_told_is_old(tmp_path: Path) -> None:
+def test_a_worker_deletes_only_confirmed_old_saves(tmp_path: Path) -> None:
     """Its peer may have failed to write: then the old checkpoint is the only one."""
     retention = Retention(keep=1)
     checkpointer = Checkpointer(LocalStore(tmp_path), "w", LAYERS, retention=retention)
@@ -199,7 +199,7 @@ def test_a_worker_alone_deletes_only_what_it_was_told_is_old(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08}-a0" for step in (2, 3, 4)]
 
 
-def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
     told: Told = []
     full = False
 

@@ -93,7 +93,7 @@ def test_every_layout_reads_the_same_batch(dataset: Dataset, num_pipelines: int,
         assert np.array_equal(np.concatenate([part.targets for part in parts]), whole.targets)
 
 
-def test_a_run_resumed_mid_epoch_sees_what_it_would_have_seen(dataset: Dataset) -> None:
+def test_a_run_resumed_mid_epoch_reads_the_same_batches(dataset: Dataset) -> None:
     undisturbed = batches(dataset)
     seen = [undisturbed.batch(step).tokens for step in range(9)]
     resumed = batches(Dataset.open(*(shard.path for shard in dataset.shards)))

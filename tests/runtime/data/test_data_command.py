@@ -93,7 +93,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return said.err
 
 
-def test_bad_input_is_one_message_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_message_and_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "tokens"
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")

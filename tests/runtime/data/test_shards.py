@@ -70,7 +70,7 @@ def test_a_truncated_file_is_refused(shard: Path, size: int) -> None:
         open_shard(shard)
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(AtlasError, match="cannot be read: No such file"):
         open_shard(tmp_path / "none.tokens")
 
@@ -94,7 +94,7 @@ def test_shards_of_different_tokenizers_do_not_mix(tmp_path: Path, shard: Path) 
         Dataset.open(shard, other)
 
 
-def test_a_folder_with_a_missing_or_an_extra_shard_is_told(tmp_path: Path) -> None:
+def test_a_folder_with_a_missing_or_extra_shard_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(AtlasError, match="no shards"):
         Dataset.open(tmp_path)
     for index in (0, 2):

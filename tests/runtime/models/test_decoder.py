@@ -38,7 +38,7 @@ def test_any_cut_holds_the_weights_of_the_whole(config: DecoderConfig) -> None:
     )
 
 
-def test_building_leaves_torchs_own_generator_alone() -> None:
+def test_building_does_not_use_torchs_global_generator() -> None:
     before = torch.get_rng_state()
     build(CONFIG, LayerRange.whole(CONFIG))
     assert torch.equal(before, torch.get_rng_state())

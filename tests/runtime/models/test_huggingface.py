@@ -60,7 +60,7 @@ def test_every_switch_of_the_config_shows_in_the_logits(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_we_export_transformers_loads(name: str, tmp_path: Path) -> None:
+def test_transformers_loads_exported_stages(name: str, tmp_path: Path) -> None:
     config = read_config(save(make(name), tmp_path / "theirs"))
     folder, tokens = tmp_path / "ours", some_tokens()
     split = cuts(config, (0, 2, 1))
@@ -79,7 +79,7 @@ def test_what_we_export_transformers_loads(name: str, tmp_path: Path) -> None:
     assert read_config(folder) == config
 
 
-def test_a_model_of_our_own_goes_to_transformers_too(tmp_path: Path) -> None:
+def test_our_own_model_is_exported_to_transformers_too(tmp_path: Path) -> None:
     config = gpt(num_layers=2, width=16, num_heads=2, vocabulary=96, max_length=48, dropout=0.1)
     whole = build(config, LayerRange.whole(config))
     export_stage(tmp_path, whole, 0, 1)
@@ -121,7 +121,7 @@ def test_a_worker_reads_only_the_tensors_of_its_cut(name: str, tmp_path: Path, m
     assert all(".1." in name for name in read), read
 
 
-def test_shards_of_other_stages_need_not_be_there(tmp_path: Path) -> None:
+def test_files_of_other_stages_are_not_needed(tmp_path: Path) -> None:
     config = read_config(save(make("llama 2"), tmp_path / "theirs"))
     split = cuts(config, (1, 1, 1))
     for stage, cut in enumerate(split):
@@ -178,7 +178,7 @@ def test_a_file_without_the_name_of_the_trunk_is_read(tmp_path: Path) -> None:
         ({"model_type": "qwen2", "use_sliding_window": True}, r"use_sliding_window"),
     ],
 )
-def test_what_we_do_not_compute_is_refused_by_its_key(keys: dict[str, Any], says: str) -> None:
+def test_unsupported_configs_are_refused_by_their_key(keys: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError, match=says):
         parse_config(RAW | keys)
 
@@ -231,7 +231,7 @@ def test_a_folder_without_weights_or_with_a_broken_index_is_refused(tmp_path: Pa
         WeightsFolder(tmp_path)
 
 
-def test_a_shape_that_transformers_has_no_word_for_is_not_exported() -> None:
+def test_a_shape_that_transformers_does_not_support_is_not_exported() -> None:
     config = replace(gpt(num_layers=1, width=16, num_heads=4, vocabulary=8, max_length=8), num_kv_heads=2)
     with pytest.raises(SpecError, match=r"num_kv_heads = 2: transformers' gpt2 has 4"):
         write_config(config)

@@ -47,7 +47,7 @@ def test_adamw_is_torchs_to_the_bit() -> None:
     assert mine.num_steps == 12
 
 
-def test_a_resumed_optimizer_goes_on_to_the_bit() -> None:
+def test_a_resumed_optimizer_is_equal_to_the_bit() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         straight, broken = parameters(dtype=dtype), parameters(dtype=dtype)
         settings = OptimizerSettings(LearningRate(1e-2, "linear", 1, 9))
@@ -122,6 +122,6 @@ def test_clipping_over_workers_is_torchs_and_exact_in_any_grouping() -> None:
     assert squares(ours, {"bias"}) == squares({"bias": ours["bias"]})
 
 
-def test_a_diverged_training_is_said_so() -> None:
+def test_a_diverged_training_is_an_error() -> None:
     with pytest.raises(WorkerError, match="global norm is nan: the training has diverged"):
         clip(parameters(), math.nan, 1.0)

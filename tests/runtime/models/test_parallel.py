@@ -34,7 +34,7 @@ def test_two_ranks_give_the_logits_gradients_and_steps_of_one(tmp_path: Path) ->
     assert all("equal" in words for words in said)
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
+def test_an_indivisible_model_is_refused() -> None:
     config = gpt(num_layers=1, width=12, num_heads=3, vocabulary=8, max_length=8)
     with pytest.raises(SpecError, match=r"num_heads = 3: cannot be divided among 2 tensor-parallel GPUs"):
         require_divisible(config, 2)

@@ -45,7 +45,7 @@ class ProgressBar:
         self._bar.update(self._bar.task_ids[0], completed=event["step"], figures=figures(event))
 
     def _started(self) -> Progress:
-        from rich.console import Console
+        from rich.console import Console  # rich.progress: 90 ms, only on a terminal
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         bar = Progress(
