@@ -186,7 +186,7 @@ def test_a_missing_peer_is_named_in_time() -> None:
     assignment = Assignment(1, to_text(program_of(ONE_BY_ONE)), TRAINING, 1, patience_s=0.2)
     worker = Worker(assignment, Cpu())
     try:
-        with pytest.raises(WorkerError, match=r"1F0 on p0.s1 \(dc1\) waits for 0SEND_F0 of p0.s0: nothing came"):
+        with pytest.raises(WorkerError, match=r"1F0 on p0.s1 \(dc1\) waits for 0SEND_F0 of p0.s0: not done within"):
             worker.run()
     finally:
         worker.close()
