@@ -1,21 +1,26 @@
 """Results that make sense: lower latency, more bandwidth, more nodes or more memory never makes an answer worse.
 
-    python bench/monotone.py                 300 sweeps, half an hour
-    python bench/monotone.py --quick         30 sweeps, about two minutes
-    python bench/monotone.py --seed 7        other jobs
-    python bench/monotone.py --part plan     one part of it: simulate or plan
+    python bench/monotone.py                          300 sweeps, half an hour
+    python bench/monotone.py --quick                  30 sweeps, about two minutes
+    python bench/monotone.py --first 40 --sweeps 20   sweeps 40 to 59 only: a range for each of several processes
+    python bench/monotone.py --seed 7                 other jobs
+    python bench/monotone.py --part plan              one part of it: simulate or plan
 
-Random jobs and the examples; one key of each is swept over five values. `simulate` sweeps latency and bandwidth of
-the WAN under every schedule that is meant to be monotone, and compares `atlas` with every schedule that fits the same
-memory. `plan` sweeps nodes and memory, latency and bandwidth, and reads the figure of the plan. Both call what the
-commands call. A sweep is a violation where a better value takes more than 0.1 % longer than any worse one.
+Random jobs and the examples; one key of each is swept over five values. Of three sweeps in a row two are of
+`simulate`: latency and bandwidth of the WAN under every schedule that is meant to be monotone, and `atlas` compared
+with every schedule that fits the same memory. The third is of `plan`: nodes, memory, latency or bandwidth, and the
+figure of the plan. Both call what the commands call. A sweep is a violation where a better value takes more than
+0.1 % longer than any worse one. Each sweep draws from its own generator, so a range gives the same sweeps in any
+process; its JSON line has the values and the seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +82,37 @@ def violation(better_first: Sequence[float]) -> float:
     return found
 
 
+@dataclass
+class Tally:
+    """What the sweeps of one schedule, or over one key of a plan, came to."""
+
+    sweeps: int = 0
+    violations: int = 0
+    worst: float = 0.0
+    lost: int = 0
+    """Cases in which `atlas` took longer than another schedule within the same memory."""
+    most_lost: float = 1.0
+
+    def add(self, better_first: Sequence[float]) -> float:
+        found = violation(better_first)
+        self.sweeps += 1
+        self.violations += found > TOLERANCE
+        self.worst = max(self.worst, found)
+        return found
+
+
+@dataclass
+class Tallies:
+    """By schedule for `simulate`, by key for `plan`."""
+
+    simulate: dict[str, Tally] = field(default_factory=lambda: {name: Tally() for name in SCHEDULES})
+    plan: dict[str, Tally] = field(default_factory=lambda: {kind: Tally() for kind in SWEPT})
+
+
+def say(number: int, **line: Any) -> None:
+    print(json.dumps({"sweep": number, **line}), flush=True)
+
+
 # ---- simulate ------------------------------------------------------------------------------------------------
 def simulated(job: Job) -> dict[str, float]:
     """Seconds by schedule; those that take more memory than the job allows are in parentheses."""
@@ -89,44 +125,34 @@ def simulated(job: Job) -> dict[str, float]:
     return found
 
 
-def sweep_simulate(report: Report, count: int, rng: np.random.Generator) -> None:
-    worst = dict.fromkeys(SCHEDULES, 0.0)
-    violations, lost, most_lost, swept = dict.fromkeys(SCHEDULES, 0), 0, 1.0, 0
-    while swept < count:
+def sweep_simulate(number: int, tallies: dict[str, Tally], rng: np.random.Generator) -> None:
+    """One sweep. A job that cannot run is drawn anew."""
+    while True:
+        job = random_job(rng)
         if rng.random() < 0.2:
-            path = Path(__file__).parents[1] / "examples" / f"{rng.choice(EXAMPLES)}.yaml"
-            job = load_job(path, [])
-        else:
-            job = random_job(rng)
+            job = load_job(Path(__file__).parents[1] / "examples" / f"{rng.choice(EXAMPLES)}.yaml", [])
         by_latency = rng.random() < 0.5
         key = "latency_ms" if by_latency else "pair_gbps"
         values = some(rng, LATENCIES) if by_latency else some(rng, RATES)[::-1]
         try:
             rows = [simulated(override(job, [f"cluster.wan.{key}={value}"])) for value in values]
+            break
         except AtlasError as error:
             print(f"{job.name}: {error}")
-            continue
-        swept += 1
-        print(f"simulate {swept} of {count}: {short(job)}", flush=True)
-        for name in SCHEDULES:
-            seconds = [row.get(name, row.get(f"({name})", 0.0)) for row in rows]
-            found = violation(seconds)
-            worst[name] = max(worst[name], found)
-            violations[name] += found > TOLERANCE
-            if found > TOLERANCE:
-                print(f"violation {name} {found:.2%} {key}={values} {[round(s, 5) for s in seconds]} {short(job)}")
-        for value, row in zip(values, rows, strict=True):
-            best = min((s, name) for name, s in row.items() if not name.startswith("("))
-            most_lost = max(most_lost, row["atlas"] / best[0])
-            if row["atlas"] > best[0] * (1 + 1e-9):
-                lost += 1
-                print(f"atlas loses to {best[1]} {row['atlas'] / best[0]:.4f} {key}={value} {short(job)}")
-    report.figure("simulate: sweeps over latency and bandwidth", swept, "sweeps")
+    violations, lost = {}, {}
+    seconds = {name: [row.get(name, row.get(f"({name})", 0.0)) for row in rows] for name in SCHEDULES}
     for name in SCHEDULES:
-        report.figure(f"simulate, {name}: violations beyond 0.1 %", violations[name], "sweeps", at_most=0)
-        report.figure(f"simulate, {name}: worst", 100 * worst[name], "%")
-    report.figure("simulate: cases in which atlas is slower than another schedule", lost, "cases", at_most=0)
-    report.figure("simulate: atlas / fastest, worst", most_lost, "x")
+        if (found := tallies[name].add(seconds[name])) > TOLERANCE:
+            violations[name] = found
+    for value, row in zip(values, rows, strict=True):
+        best_s, best = min((s, name) for name, s in row.items() if not name.startswith("("))
+        ratio = row["atlas"] / best_s
+        tallies["atlas"].most_lost = max(tallies["atlas"].most_lost, ratio)
+        if ratio > 1 + 1e-9:
+            tallies["atlas"].lost += 1
+            lost[str(value)] = (best, ratio)
+    say(number, part="simulate", key=key, values=values, job=short(job), seconds=seconds, violations=violations,
+        atlas_slower=lost)  # fmt: skip
 
 
 def short(job: Job) -> str:
@@ -148,52 +174,66 @@ SWEPT = {
 """Key, values, and whether less is better."""
 
 
-def sweep_plan(report: Report, count: int, rng: np.random.Generator) -> None:
-    worst = dict.fromkeys(SWEPT, 0.0)
-    violations, swept = dict.fromkeys(SWEPT, 0), dict.fromkeys(SWEPT, 0)
-    while sum(swept.values()) < count:
+def sweep_plan(number: int, tallies: dict[str, Tally], rng: np.random.Generator) -> None:
+    """One sweep. A job that cannot run is drawn anew."""
+    while True:
         kind = str(rng.choice(list(SWEPT), p=[0.35, 0.35, 0.15, 0.15]))
         key, choices, less = SWEPT[kind]
         job = random_job(rng)
         values = some(rng, choices)[:: 1 if less else -1]
-        whole = kind == "nodes"
         try:
-            seconds = [
-                make_plan(override(job, [f"{key}={int(value) if whole else value}"]), global_batch=64).iteration_s
+            plans = [
+                make_plan(override(job, [f"{key}={int(value) if kind == 'nodes' else value}"]), global_batch=64)
                 for value in values
             ]
+            break
         except AtlasError as error:
             print(f"{job.name}: {error}")
-            continue
-        swept[kind] += 1
-        print(f"plan {sum(swept.values())} of {count}: {kind}, {short(job)}", flush=True)
-        found = violation(seconds)
-        worst[kind] = max(worst[kind], found)
-        violations[kind] += found > TOLERANCE
-        if found > TOLERANCE:
-            print(f"violation plan {found:.2%} {key}={values} {[round(s, 5) for s in seconds]} {short(job)}")
-    for kind, num in swept.items():
-        report.figure(f"plan: sweeps over {kind}", num, "sweeps")
-        report.figure(f"plan, {kind}: violations beyond 0.1 %", violations[kind], "sweeps", at_most=0)
-        report.figure(f"plan, {kind}: worst", 100 * worst[kind], "%")
+    seconds = [plan.iteration_s for plan in plans]
+    found = tallies[kind].add(seconds)
+    where = [f"{plan.winner.candidate.where()} {plan.winner.candidate.how()}" for plan in plans]
+    violations = {kind: found} if found > TOLERANCE else {}
+    say(number, part="plan", key=key, values=values, job=short(job), seconds=seconds, plans=where,
+        violations=violations)  # fmt: skip
+
+
+# ---- the report ------------------------------------------------------------------------------------------------
+def written(report: Report, tallies: Tallies, parts: Sequence[str]) -> int:
+    if "simulate" in parts:
+        report.figure("simulate: sweeps over latency and bandwidth", tallies.simulate["atlas"].sweeps, "sweeps")
+        for name, tally in tallies.simulate.items():
+            report.figure(f"simulate, {name}: violations beyond 0.1 %", tally.violations, "sweeps", at_most=0)
+            report.figure(f"simulate, {name}: worst", 100 * tally.worst, "%")
+        atlas = tallies.simulate["atlas"]
+        report.figure("simulate: cases in which atlas is slower than another schedule", atlas.lost, "cases", at_most=0)
+        report.figure("simulate: atlas / fastest, worst", atlas.most_lost, "x")
+    if "plan" in parts:
+        for kind, tally in tallies.plan.items():
+            report.figure(f"plan: sweeps over {kind}", tally.sweeps, "sweeps")
+            report.figure(f"plan, {kind}: violations beyond 0.1 %", tally.violations, "sweeps", at_most=0)
+            report.figure(f"plan, {kind}: worst", 100 * tally.worst, "%")
+    return report.finish()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweeps", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0, help="number of the first sweep")
+    parser.add_argument("--sweeps", type=int, default=300, help="how many, from the first on")
     parser.add_argument("--quick", action="store_true", help="30 sweeps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", choices=("simulate", "plan"))
     args = parser.parse_args()
     count = 30 if args.quick else args.sweeps
     report = Report("Monotone results (simulated)", "the same job with a better value of one key")
-    if args.part != "plan":
-        sweep_simulate(
-            report, count * (1 if args.part else 2) // (1 if args.part else 3), np.random.default_rng(args.seed)
-        )
-    if args.part != "simulate":
-        sweep_plan(report, count if args.part else -(-count // 3), np.random.default_rng([args.seed, 1]))
-    return report.finish()
+    tallies, parts = Tallies(), [args.part] if args.part else ["simulate", "plan"]
+    for number in range(args.first, args.first + count):
+        part = args.part or ("plan" if number % 3 == 2 else "simulate")
+        rng = np.random.default_rng([args.seed, number, part == "plan"])
+        if part == "plan":
+            sweep_plan(number, tallies.plan, rng)
+        else:
+            sweep_simulate(number, tallies.simulate, rng)
+    return written(report, tallies, parts)
 
 
 if __name__ == "__main__":
