@@ -64,7 +64,16 @@ def test_what_is_searched_for_a_worse_link_is_searched_for_a_better_one() -> Non
         return {int(point.apart.latency_ns.max()) for point in references(setting_of(latency_ms, 60, 2, 900), 900)}
 
     assert latencies(42) == latencies(43)
-    assert len(latencies(42) & latencies(57)) == len(latencies(42)) - 1 == 3
+    assert len(latencies(42) & latencies(57)) == len(latencies(42)) - 1 == 4
+
+
+def test_every_fast_link_uses_the_same_slow_reference_points() -> None:
+    def loads(wan_ms: float) -> set[int]:
+        return {int(point.apart.work_ns.max()) for point in references(setting_of(20, wan_ms, 2, 900), 900)}
+
+    slow = sorted(loads(1))[-3:]
+    assert slow == sorted(loads(4))[-3:]
+    assert slow[0] > 40 * MS
 
 
 def test_warm_ups_do_not_depend_on_the_links() -> None:

@@ -22,20 +22,22 @@ from atlas.planner.judge import Judged, judge
 from atlas.planner.objective import Objective, require_prices
 from atlas.planner.pool import Tick
 from atlas.planner.space import Space, space_of
-from atlas.planner.strategies import STRATEGIES, Search
+from atlas.planner.strategies import STRATEGIES, Search, mirrored
 from atlas.planner.whole import Whole, simulate_whole
 from atlas.schedules.eager import NAME
 from atlas.spec import Job
 
 POLISH_EVENTS = 1_000_000
 """What a leader's schedule search may play through: less than a second."""
-LEADERS = 8
+LEADERS = 12
 """Different plans whose schedule is searched a little; fewer where they are large, but at least three."""
 NEAR = 1.25
 """They score within so much of the first: a searched order saves nothing in some plans and a fifth in others."""
 FEW = 24
 """Tries of that search: mostly within 3 % of a full one (7 % in the worst of 70 plans)."""
-FINALISTS = 2
+MIRRORED = 4
+"""Of the leaders, those that are also searched with their datacenters in reverse order."""
+FINALISTS = 3
 """Of the leaders, those whose schedule is searched in full."""
 
 
@@ -155,8 +157,13 @@ def _fastest(search: Search, best: Judged, tries: int | None, seed: int) -> tupl
         own = timed(judged, whole.iteration_s)
         found.append((search.score(own) + (1e9 if search.missed(own) > 0 else 0.0), judged, schedule, count, whole))
 
+    few = FEW if tries is None else min(FEW, tries)
     for judged in [best] if tries == 0 else _leaders(search, best):
-        play(judged, FEW if tries is None else min(FEW, tries))
+        play(judged, few)
+    found.sort(key=lambda one: one[0])
+    for _, judged, _, count, _ in found[:MIRRORED]:
+        if count and (other := mirrored(search, judged.candidate)) is not None:
+            play(other, few)
     found.sort(key=lambda one: one[0])
     for _, judged, _, count, _ in found[:FINALISTS]:
         if 0 < count < (tries or _tries(judged.candidate)):
@@ -166,19 +173,19 @@ def _fastest(search: Search, best: Judged, tries: int | None, seed: int) -> tupl
 
 
 def _leaders(search: Search, best: Judged) -> list[Judged]:
-    """The best of all, and the best of each other set of degrees. Plans with the same degrees end up nearly alike."""
+    """The best of all, and the best of each other way to deal stages to datacenters: the rest end up nearly alike."""
     if search.missed(best) > 0:
         return [best]
-    different = {_degrees(best.candidate): best}
+    different = {_dealt(best.candidate): best}
     for judged in search.ranking():
         if search.score(judged) <= NEAR * search.score(best):
-            different.setdefault(_degrees(judged.candidate), judged)
+            different.setdefault(_dealt(judged.candidate), judged)
     return list(different.values())[: max(3, min(LEADERS, POLISH_EVENTS // (FEW * _events(best.candidate))))]
 
 
-def _degrees(candidate: Candidate) -> tuple[object, ...]:
-    """The same for plans that differ in cells, layers or which datacenters they use."""
-    groups = sorted((group.pp, group.replicas, group.num_hops) for group in candidate.groups)
+def _dealt(candidate: Candidate) -> tuple[object, ...]:
+    """The same for plans that differ in cells, in layers or in the order of the datacenters."""
+    groups = sorted((group.replicas, *sorted(group.places)) for group in candidate.groups)
     return (candidate.tp, candidate.microbatch, *groups)
 
 

@@ -30,7 +30,7 @@ def atlas(setting: Setting, progress: Progress | None = None) -> Program:
     budget, keep = max(1, round(SEARCHED * setting.budget)), 4 if events < MANY_EVENTS else 1
     orders = found_on_grid(setting, Family((True, False), sharings), budget, keep=keep, progress=progress)
     order = min([*orders, *zero_bubble_orders(setting)], key=lambda order: order.closed_ns(setting))
-    rivals = [(setting.simulated_ns(rival, "compiled"), rival) for rival in _baselines(setting)]
+    rivals = [(setting.simulated_ns(rival, compiled=True), rival) for rival in _baselines(setting)]
     fastest_ns, fastest = min(rivals, key=lambda rival: rival[0])
     return order.program("atlas", setting) if order.closed_ns(setting) <= fastest_ns else fastest
 

@@ -40,10 +40,11 @@ class Setting:
         closing = self.costs_of_sharing(sharing).compute_ns[:, :, [Kind.SYNC, Kind.STEP]].sum(axis=2)
         return int((ends_ns.reshape(closing.shape).max(axis=0) + closing.max(axis=0)).max())
 
-    def simulated_ns(self, program: Program, engine: str = "auto") -> int:
-        """The iteration of a Program that is not closed yet, closed."""
-        from atlas.sim.simulate import simulate
+    def simulated_ns(self, program: Program, *, compiled: bool = False) -> int:
+        """The iteration of a Program that is not closed yet, closed. `compiled`: numba is loaded anyway."""
+        from atlas.sim.simulate import SMALL, simulate
 
+        engine = "compiled" if compiled or program.num_events > SMALL // 20 else "reference"
         timeline = simulate(program, self.costs_of(program), engine=engine)
         ends = np.zeros(program.num_workers, np.int64)
         np.maximum.at(ends, program.op_worker, timeline.op_end_ns)

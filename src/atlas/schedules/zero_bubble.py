@@ -24,10 +24,10 @@ def zero_bubble(setting: Setting, progress: Progress | None = None) -> Program:
 
 
 def zero_bubble_orders(setting: Setting, progress: Progress | None = None) -> list[Order]:
-    """The best order of every reference setting, priced for this one, fastest first. A third of the tries: Atlas
+    """The best order of every reference setting, priced for this one, fastest first. Half of the tries: Atlas
     looks at these orders too, and at three more families."""
     from atlas.schedules.search import Family, found_on_grid, period_ns
 
     family = Family(splits=(True,), sharings=(False,))
     own = replace(setting, turns=None)
-    return found_on_grid(own, family, max(1, setting.budget // 3), keep=4, score=period_ns, progress=progress)
+    return found_on_grid(own, family, max(1, setting.budget // 2), keep=4, score=period_ns, progress=progress)
