@@ -2,7 +2,7 @@
 score and remembers everything it has seen, so that whoever interrupts it still has the best so far.
 
     ours         estimates of every kind of candidate; the best of each kind, some along the Pareto front, the best of
-                 all and the neighbours of the leader are simulated, a score in all
+                 all and the neighbours of the leader are simulated, 26 in all
     algorithm1   the paper's: degrees as the job has them, largest datacenters first, one loop over the cells
     exhaustive   every candidate simulated: the yardstick, for small clusters
 """
@@ -36,9 +36,9 @@ from atlas.planner.regions import several_groups
 from atlas.planner.shapes import Shape
 from atlas.planner.space import Space
 
-SIMULATIONS = 20
-"""What `ours` may simulate: a score."""
-PER_KIND = 4
+SIMULATIONS = 26
+"""What `ours` may simulate."""
+PER_KIND = 6
 """Of those, the best estimates of each kind of plan."""
 FRONT = 4
 """Of those, along the estimated Pareto front of time and money."""
@@ -292,7 +292,7 @@ def exhaustive(search: Search) -> None:
 
 
 STRATEGIES: dict[str, tuple[str, Callable[[Search], None]]] = {
-    "ours": ("estimate every kind of plan, simulate the best score of them (the default)", ours),
+    "ours": ("estimate every kind of plan, simulate the best of them (the default)", ours),
     "algorithm1": (
         "the paper's: the job's own degrees, largest datacenters first, one loop over the cells",
         algorithm1,
