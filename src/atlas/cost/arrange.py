@@ -2,7 +2,8 @@
 
     workers of a datacenter   nodes x (gpus_per_node // tp), or groups of several whole nodes
     default placement         every datacenter, in file order, in proportion to the stages it has room for
-    default split             the slowest stage is as fast as can be, embedding and LM head counted
+    default split             the slowest stage is as fast as can be, embedding and LM head counted; on mixed GPU types
+                              the gradient rings too
     default C                 round(WAN time of an activation / forward time of a stage): bytes over one node pair's
                               cap, latency left out, on the slowest boundary; over the slowest stage's forward
 
@@ -19,7 +20,8 @@ import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Floats, Ints, cluster_arrays, tp_groups
 from atlas.cost.compute import PieceTime
-from atlas.cost.model_arrays import ModelArrays, microbatch_s, model_arrays, sums_from_zero
+from atlas.cost.model_arrays import UPDATE, ModelArrays, microbatch_s, model_arrays, sums_from_zero
+from atlas.cost.rates import ring_s
 from atlas.cost.runtimes import RUNTIMES
 from atlas.errors import InfeasibleError, SpecError
 from atlas.spec.cluster import DataCenter, Route
@@ -74,7 +76,7 @@ def _arranged(job: Job, num_pipelines: int) -> Arrangement:
     cluster = cluster_arrays(job)
     model = model_arrays(job, cluster, required=rank_dc)
     dc = stage_numbers(cluster, rank_dc, job.num_stages)
-    split = job.layers_per_stage or _even(job, rank_dc) or _balanced(model, dc[0])
+    split = job.layers_per_stage or _even(job, rank_dc) or _balanced(job, num_pipelines, cluster, model, dc[0])
     seconds = model.stage_seconds(dc, np.array([split]))[:, 0]
     times = tuple(PieceTime(*column) for column in seconds.T.tolist())
     return Arrangement(num_pipelines, rank_dc, split, times, cluster, model)
@@ -196,12 +198,21 @@ def _even(job: Job, rank_dc: tuple[str, ...]) -> tuple[int, ...] | None:
     return (job.model.layers // job.num_stages,) * job.num_stages
 
 
-def _balanced(model: ModelArrays, dc: Ints) -> tuple[int, ...]:
-    """By the seconds of one microbatch on each stage's GPUs."""
+def _balanced(job: Job, num_pipelines: int, cluster: ClusterArrays, model: ModelArrays, dc: Ints) -> tuple[int, ...]:
+    """By the seconds of one microbatch on each stage's GPUs. On mixed GPU types, by those of all microbatches and
+    of the gradients: if the fast type holds most layers, its gradient ring takes longest."""
+    layers_s, first_s, last_s = (microbatch_s(part) for part in (model.layers_s, model.first_s, model.last_s))
+    if len({cluster.gpu_types[i] for i in dc}) > 1:
+        every = np.arange(cluster.num_dcs)
+        replicas, size = num_pipelines * job.cells, job.gradient_bytes
+        sizes = (model.layers_params.T, model.first_params, model.last_params)
+        rings_s = [np.asarray(ring_s(cluster, job.tp, every, replicas, params * size)).T for params in sizes]
+        parts = zip((layers_s, first_s, last_s), (model.layers_s, model.first_s, model.last_s), rings_s, strict=True)
+        layers_s, first_s, last_s = (job.num_microbatches * s + part[UPDATE] + ring for s, part, ring in parts)
     fixed_s = np.zeros(len(dc))
-    fixed_s[0] += microbatch_s(model.first_s)[dc[0]]
-    fixed_s[-1] += microbatch_s(model.last_s)[dc[-1]]
-    return balanced_split(sums_from_zero(microbatch_s(model.layers_s))[dc], fixed_s)
+    fixed_s[0] += first_s[dc[0]]
+    fixed_s[-1] += last_s[dc[-1]]
+    return balanced_split(sums_from_zero(layers_s)[dc], fixed_s)
 
 
 def balanced_split(layer_sums_s: Floats, fixed_s: Floats) -> tuple[int, ...]:
