@@ -11,8 +11,8 @@ import fcntl
 import os
 import socket
 import struct
-import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -50,23 +50,10 @@ def make_namespace(address: str, *, gso: bool, sysctls: Mapping[str, str]) -> Na
 
 def in_thread(call: Callable[[], T], namespace_fd: int | None = None) -> T:
     """Calls it in a new thread, in a namespace: sockets and processes that it makes belong to the namespace."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            if namespace_fd is not None:
-                enter(namespace_fd)
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1) as pool:
+        if namespace_fd is not None:
+            pool.submit(enter, namespace_fd).result()
+        return pool.submit(call).result()
 
 
 def enter(namespace_fd: int) -> None:

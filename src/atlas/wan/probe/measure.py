@@ -7,9 +7,9 @@ from __future__ import annotations
 import os
 import socket
 import statistics
-import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -92,30 +92,18 @@ def goodput(
     max_bytes = min(max_bytes, MAX_BYTES)
     deadline = time.monotonic() + wait_s
     socks = [connect(address, token) for _ in range(streams)]
-    answers: list[dict[str, Any]] = []
-    errors: list[Exception] = []
-
-    def send(sock: socket.socket) -> None:
-        try:
-            answers.append(_send(sock, seconds, max_bytes // streams))
-        except (OSError, ProbeError) as error:
-            errors.append(error)
-
     try:
         for sock in socks:
             send_json(sock, {"do": "sink", "seconds": seconds})
         time.sleep(max(0.0, deadline - time.monotonic()))
-        threads = [threading.Thread(target=send, args=(sock,), daemon=True) for sock in socks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(seconds + GRACE_S)
+        with ThreadPoolExecutor(streams) as pool:  # all sockets have timeouts
+            jobs = [pool.submit(_send, sock, seconds, max_bytes // streams) for sock in socks]
     finally:
         for sock in socks:
             sock.close()
-    if errors or len(answers) < streams:
-        raise ProbeError(f"{streams - len(answers)} of {streams} streams broke: {errors[0] if errors else 'no answer'}")
-    return _steady(answers, streams, seconds)
+    if errors := [error for job in jobs if (error := job.exception()) is not None]:
+        raise ProbeError(f"{len(errors)} of {streams} streams broke: {errors[0]}")
+    return _steady([job.result() for job in jobs], streams, seconds)
 
 
 def _send(sock: socket.socket, seconds: float, max_bytes: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.wan.security.credentials import Security
@@ -79,21 +80,10 @@ class Endpoint(Transport):
 
     def warm_up(self, channels: Iterable[Channel], timeout_s: float = 30.0) -> None:
         """Returns when all are connected and warmed up. Raises WorkerError if one cannot be reached in time."""
-        deadline, errors = time.monotonic() + timeout_s, list[WorkerError]()
-
-        def warm(channel: Channel) -> None:
-            try:
-                channel.warm(deadline)
-            except WorkerError as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=warm, args=(channel,), daemon=True) for channel in channels]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        channels, deadline = list(channels), time.monotonic() + timeout_s
+        with ThreadPoolExecutor(max(1, len(channels))) as pool:
+            for warmed in [pool.submit(channel.warm, deadline) for channel in channels]:
+                warmed.result()
 
     def send(
         self,
