@@ -11,7 +11,7 @@ from sailor_samples import write_inputs
 
 from atlas.errors import InfeasibleError, SpecError
 from atlas.planner.objective import Objective
-from atlas.sailor.candidates import Candidate
+from atlas.sailor.candidates import PlacedOutline
 from atlas.sailor.check import check, fits_nodes
 from atlas.sailor.inputs import read_inputs
 from atlas.sailor.plan_file import Replica, SailorPlan, as_document, read_plan, write_plan
@@ -150,7 +150,7 @@ def test_an_interrupted_search_gives_the_best_plan_so_far(tmp_path: Path, monkey
     inputs = read_inputs(tmp_path, write_inputs(tmp_path, COUNTS), "toy")
     whole, calls = SailorSearch._keep, []
 
-    def impatient(self: SailorSearch, candidate: Candidate) -> None:
+    def impatient(self: SailorSearch, candidate: PlacedOutline) -> None:
         calls.append(candidate)
         if len(calls) > 3:
             raise KeyboardInterrupt

@@ -14,13 +14,13 @@ import pytest
 from sailor_samples import write_inputs
 
 from atlas.planner.objective import Objective
-from atlas.sailor.candidates import Candidate, Expansion
+from atlas.sailor.candidates import Expansion, PlacedOutline
 from atlas.sailor.check import check
 from atlas.sailor.inputs import Inputs, read_inputs
 from atlas.sailor.outlines import Sketch
 from atlas.sailor.search import SailorSearch, search
 from atlas.sailor.shapes import team_structures
-from atlas.sailor.tables import Floats, Tables
+from atlas.sailor.tables import Floats, SailorTables
 
 GEO = Path(__file__).parents[2] / "bench" / "common" / "geo.py"
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -51,7 +51,7 @@ def seconds_only(seconds: Floats, usd_per_s: Floats, egress_usd: Floats) -> Floa
     return seconds
 
 
-def every_candidate(tables: Tables) -> list[tuple[float, Candidate]]:
+def every_candidate(tables: SailorTables) -> list[tuple[float, PlacedOutline]]:
     """Each outline's candidates, beside the outline's bound, with nothing ruled out."""
     found = []
     sketch = Sketch(tables)

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.cost.runtimes import RUNTIMES
-from atlas.cost.tcp import stream_bps
 from atlas.spec.cluster import Cluster
 from atlas.spec.job import Job
 
@@ -83,6 +82,11 @@ class ClusterArrays:
         known: dict[object, int] = {}
         plain = [dc.model_copy(update={"name": "-", "location": None}) for dc in self.spec.datacenters]
         return tuple(known.setdefault(dc, len(known)) for dc in plain)
+
+
+def stream_bps(window_bytes: float, latency_s: float) -> float:
+    """Rate of one TCP connection: a window every round trip. Latency is one way."""
+    return math.inf if latency_s <= 0 else 8.0 * window_bytes / (2.0 * latency_s)
 
 
 def tp_groups(nodes: Any, gpus_per_node: Any, tp: int) -> Any:

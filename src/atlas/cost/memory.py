@@ -138,12 +138,6 @@ def in_flight(free: Floats, forward: Floats, recompute: Floats) -> InFlight:
     return InFlight(np.maximum(tightest.astype(np.int64) // KIB, held + again), held, again, fits)
 
 
-def in_flight_cap(job: Job, *, recompute: bool | None = None, arrangement: Arrangement | None = None) -> int:
-    """How many microbatches every worker has room for at once, as `memory_rule` counts; raises where not one fits."""
-    rule = memory_rule(job, recompute=recompute, arrangement=arrangement)
-    return (rule.cap - rule.acquire[Kind.R]) // rule.acquire[Kind.F]
-
-
 def memory_rule(job: Job, *, recompute: bool | None = None, arrangement: Arrangement | None = None) -> Memory:
     """What ops take and give back, in KiB of the tightest worker; raises where not one microbatch fits.
 

@@ -34,7 +34,7 @@ Tick = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Entry:
+class EstimatedCandidate:
     """A candidate and what it is estimated at."""
 
     candidate: Candidate
@@ -96,13 +96,13 @@ def useful_replicas(slots: int, most: int) -> list[int]:
 
 def single_groups(
     space: Space, cluster: ClusterArrays, objective: Objective, tick: Tick | None = None
-) -> tuple[list[Entry], int, list[Frame]]:
+) -> tuple[list[EstimatedCandidate], int, list[Frame]]:
     """The best of every batch, best first; how many were estimated; the frames that were worth it.
 
     Larger microbatches are tried as long as they do not make things worse: the time of a layer per sequence falls or
     stays, bubbles and memory grow, so past the best size there is no second one.
     """
-    entries: list[Entry] = []
+    entries: list[EstimatedCandidate] = []
     count = 0
     worth: list[Frame] = []
     best: dict[tuple[int, str], float] = {}
@@ -112,7 +112,7 @@ def single_groups(
             tick("estimating", k, len(space.tps) * len(space.microbatches))
         if frame.tp in ended:
             continue
-        found: list[Entry] = []
+        found: list[EstimatedCandidate] = []
         for depth in depths(space, cluster, frame):
             batch = variants(space, frame, depth)
             if batch is not None:
@@ -128,7 +128,7 @@ def single_groups(
     return sorted(entries, key=lambda entry: entry.score), count, worth
 
 
-def _is_better(found: list[Entry], tp: int, best: dict[tuple[int, str], float]) -> bool:
+def _is_better(found: list[EstimatedCandidate], tp: int, best: dict[tuple[int, str], float]) -> bool:
     """Whether a microbatch size is about as good as smaller ones for any kind of plan; updates `best`."""
     scores: dict[str, float] = {}
     for entry in found:
@@ -175,12 +175,12 @@ def cell_sizes(space: Space, replicas: int) -> list[int]:
 
 def kept(
     space: Space, cluster: ClusterArrays, objective: Objective, batch: Batch, found: Estimate, count: int
-) -> list[Entry]:
+) -> list[EstimatedCandidate]:
     """The best variants of a batch, those that fit."""
     score = objective.score(found.iteration_s, found.usd, space.tokens, SLACK)
     score = np.where(found.fits, score, np.inf)
     order = _first(score, 4 * count)
-    entries: list[Entry] = []
+    entries: list[EstimatedCandidate] = []
     seen: dict[tuple[int, ...], int] = {}
     for v in order.tolist():
         # Of the same datacenters and replicas only the two best ways to deal the stages.
@@ -211,7 +211,9 @@ def _first(score: Floats, count: int) -> Ints:
     return near[np.argsort(score[near], kind="stable")][:count]
 
 
-def entry_of(space: Space, cluster: ClusterArrays, batch: Batch, found: Estimate, v: int, score: float) -> Entry:
+def entry_of(
+    space: Space, cluster: ClusterArrays, batch: Batch, found: Estimate, v: int, score: float
+) -> EstimatedCandidate:
     shape, cell = batch.shapes[int(batch.shape[v])], int(batch.cell[v])
     group = Group(
         places=tuple((cluster.names[i], stages) for i, stages in shape),
@@ -227,4 +229,4 @@ def entry_of(space: Space, cluster: ClusterArrays, batch: Batch, found: Estimate
         sharing=cell > 1 and len(shape) > 1,
         tcp=space.tcp,
     )
-    return Entry(candidate, score, float(found.iteration_s[v]), float(found.usd[v]))
+    return EstimatedCandidate(candidate, score, float(found.iteration_s[v]), float(found.usd[v]))

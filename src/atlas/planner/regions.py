@@ -22,7 +22,7 @@ from atlas.planner.estimate import Batch, Estimate, estimate
 from atlas.planner.judge import wan_traffic
 from atlas.planner.meet import meeting_s
 from atlas.planner.objective import Objective
-from atlas.planner.pool import SLACK, Entry, Frame, Tick, depths
+from atlas.planner.pool import SLACK, EstimatedCandidate, Frame, Tick, depths
 from atlas.planner.shapes import FEW_DCS, Shape
 from atlas.planner.space import Space
 
@@ -67,7 +67,7 @@ class _Scene:
 
 def several_groups(
     space: Space, cluster: ClusterArrays, objective: Objective, worth: Sequence[Frame], tick: Tick | None = None
-) -> tuple[list[Entry], int]:
+) -> tuple[list[EstimatedCandidate], int]:
     """The best candidates of two groups or more, best first, and how many were estimated."""
     if cluster.num_dcs == 1 or space.num_cells is not None:
         return [], 0
@@ -235,7 +235,7 @@ def deal(slots: int, replicas: Sequence[int], fill_s: Sequence[float], period_s:
 
 def entry_of(
     space: Space, cluster: ClusterArrays, objective: Objective, scene: _Scene, line: Sequence[Team]
-) -> Entry | None:
+) -> EstimatedCandidate | None:
     """The candidate of some teams, with the meeting priced as `judge` will."""
     frame, found = scene.frame, scene.found
     members = [scene.at[team] for team in line]
@@ -262,4 +262,6 @@ def entry_of(
     iteration_s = max(ends) + max(float(found.closing_s[v]) for v in members) + max(float(one.max()) for one in between)
     rent = iteration_s * sum(float(found.usd_per_s[v]) for v in members)
     usd = rent + wan_traffic(space, cluster, frame.model.gradient_bytes, candidate)[0]
-    return Entry(candidate, float(objective.score(iteration_s, usd, space.tokens, SLACK)), iteration_s, usd)
+    return EstimatedCandidate(
+        candidate, float(objective.score(iteration_s, usd, space.tokens, SLACK)), iteration_s, usd
+    )

@@ -24,7 +24,7 @@ from atlas.planner.judge import Judged, judge
 from atlas.planner.objective import Objective
 from atlas.planner.pool import (
     SLACK,
-    Entry,
+    EstimatedCandidate,
     Frame,
     Tick,
     cell_sizes,
@@ -134,9 +134,9 @@ def _stages(candidate: Candidate) -> tuple[object, ...]:
     return (candidate.tp, candidate.microbatch, str(groups))
 
 
-def _of_each_kind(entries: list[Entry]) -> list[Entry]:
+def _of_each_kind(entries: list[EstimatedCandidate]) -> list[EstimatedCandidate]:
     """The best few of every kind: what is reported as the best of its kind is the best of those simulated."""
-    kinds: dict[str, dict[Candidate, Entry]] = {}
+    kinds: dict[str, dict[Candidate, EstimatedCandidate]] = {}
     for entry in entries:
         found = kinds.setdefault(kind_of(entry.candidate), {})
         least = next(iter(found.values()), entry).score
@@ -145,9 +145,9 @@ def _of_each_kind(entries: list[Entry]) -> list[Entry]:
     return [entry for found in kinds.values() for entry in found.values()]
 
 
-def _front(entries: list[Entry]) -> list[Entry]:
+def _front(entries: list[EstimatedCandidate]) -> list[EstimatedCandidate]:
     """A few candidates spread along the estimated front of time and money."""
-    front: list[Entry] = []
+    front: list[EstimatedCandidate] = []
     for entry in sorted(entries, key=lambda e: (e.iteration_s, e.usd)):
         if not front or entry.usd < front[-1].usd * 0.999:
             front.append(entry)
@@ -192,7 +192,7 @@ def _frame_and_shape(search: Search, candidate: Candidate) -> tuple[Frame, Shape
     return frame, tuple((at[name], stages) for name, stages in candidate.groups[0].places)
 
 
-def _neighbours(search: Search, candidate: Candidate) -> list[Entry]:
+def _neighbours(search: Search, candidate: Candidate) -> list[EstimatedCandidate]:
     """The leader with one thing changed: a stage moved, datacenters swapped, other cells."""
     space, cluster, group = search.space, search.cluster, candidate.groups[0]
     frame, shape = _frame_and_shape(search, candidate)
@@ -205,7 +205,7 @@ def _neighbours(search: Search, candidate: Candidate) -> list[Entry]:
 
 def _entries(
     search: Search, frame: Frame, depth: int, shapes: list[Shape], rows: list[tuple[int, int, int]]
-) -> list[Entry]:
+) -> list[EstimatedCandidate]:
     """Estimated and sorted, best first."""
     if not rows:
         return []
@@ -236,7 +236,7 @@ def algorithm1(search: Search) -> None:
         search.simulate(entry.candidate)
 
 
-def _algorithm1_entries(search: Search) -> list[Entry]:
+def _algorithm1_entries(search: Search) -> list[EstimatedCandidate]:
     """One candidate for each number of cells, fastest estimate first."""
     space, cluster, job = search.space, search.cluster, search.space.job
     if space.slots(1) % job.microbatch or not cluster.workers(job.tp).any() or job.pp > job.model.layers:

@@ -17,7 +17,7 @@ from atlas.sailor.levels import least_of_borders
 from atlas.sailor.outlines import RINGS, Outlines, Score, combined_comm_s
 from atlas.sailor.shapes import Placed, Row, Slot, Teams, deal, fillings, neighbours, ring_crossings
 from atlas.sailor.split import Measure, Stages, balanced, totals
-from atlas.sailor.tables import Bools, Floats, Ints, Tables
+from atlas.sailor.tables import Bools, Floats, Ints, SailorTables
 
 SPLIT_AT_ONCE = 256
 """Placements that are split together, best bounds first; each batch may lower the limit for the next."""
@@ -34,7 +34,7 @@ class Outline:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlacedOutline:
     """An outline placed on clusters and split."""
 
     about_s: float
@@ -80,7 +80,7 @@ def _joined(parts: Sequence[Cases]) -> Cases:
 class Expansion:
     """Some outlines of one microbatch size, placed, bounded and split."""
 
-    def __init__(self, tables: Tables, outlines: Outlines, score: Score) -> None:
+    def __init__(self, tables: SailorTables, outlines: Outlines, score: Score) -> None:
         self.tables, self.outlines, self.score = tables, outlines, score
         tables, first = self.tables, outlines.first[:, None]
         self.stage = np.arange(int(outlines.num_stages.max()))
@@ -105,7 +105,7 @@ class Expansion:
         self.wait_s = least_of_borders(np.maximum(tables.send_s, tables.back_s)) + least_layer
         """(a, b, first run, second run): what a crossing adds at least, and what a stage beside it takes."""
 
-    def candidates(self, structures: Sequence[Teams], limit: Callable[[], float]) -> Iterator[Candidate]:
+    def candidates(self, structures: Sequence[Teams], limit: Callable[[], float]) -> Iterator[PlacedOutline]:
         """Every candidate whose bound is below the limit, which may fall meanwhile."""
         ways = [(way, early, teams) for teams in structures for early, way in fillings(teams)]
         seen: set[tuple[int, bool, tuple[Row, ...]]] = set()
@@ -117,7 +117,7 @@ class Expansion:
 
     def _in_order(
         self, every: Cases, seen: set[tuple[int, bool, tuple[Row, ...]]], limit: Callable[[], float]
-    ) -> Iterator[Candidate]:
+    ) -> Iterator[PlacedOutline]:
         """Best bounds first."""
         ranked = np.argsort(self._least(every), kind="stable")
         for at in range(0, len(ranked), SPLIT_AT_ONCE):
@@ -269,7 +269,7 @@ class Expansion:
         return usd
 
     # ---- splits ------------------------------------------------------------------------------------------
-    def _split(self, cases: Cases, limit: Callable[[], float]) -> Iterator[Candidate]:
+    def _split(self, cases: Cases, limit: Callable[[], float]) -> Iterator[PlacedOutline]:
         """Each with the layers that suit its compute, its gradient rings, or one after the other."""
         layers = self.tables.layers
         stages, work = self._stages(cases), Measure(layers.time_s, cases.comm_s, cases.slowest_s)
@@ -309,11 +309,11 @@ class Expansion:
         seconds = self.waits[cases.outline] * slowest + cases.comm_s.sum(axis=1) + times.sum(axis=1) + update
         return seconds, self.score(seconds + cases.sync_s, cases.usd_per_s, cases.crossing_usd)
 
-    def _score_of(self, candidate: Candidate) -> float:
+    def _score_of(self, candidate: PlacedOutline) -> float:
         figures = (candidate.about_s, candidate.usd_per_s, candidate.egress_usd)
         return float(self.score(*(np.array([figure]) for figure in figures))[0])
 
-    def _candidate(self, cases: Cases, case: int, compute_s: float, ends: tuple[int, ...]) -> Candidate:
+    def _candidate(self, cases: Cases, case: int, compute_s: float, ends: tuple[int, ...]) -> PlacedOutline:
         tables, outline = self.tables, self._outline(int(cases.outline[case]))
         rows, columns = self.placed[cases.source[case]].rows(int(cases.case[case])), outline.num_columns
         sync_s = rings = 0.0
@@ -325,7 +325,7 @@ class Expansion:
             rings += (b - a) * sum(tables.usd_per_byte(x, y) for x, y in ring_crossings(row))
         egress_usd = float(cases.crossing_usd[case]) + rings * 2 * (columns - 1) / columns
         usd_per_s = float(cases.usd_per_s[case])
-        return Candidate(compute_s + sync_s, usd_per_s, egress_usd, outline, rows, ends)
+        return PlacedOutline(compute_s + sync_s, usd_per_s, egress_usd, outline, rows, ends)
 
     def _outline(self, index: int) -> Outline:
         tables, run = self.tables, self.run[index, self.inside[index]]
@@ -357,10 +357,10 @@ class Shortlist:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._heap: list[tuple[float, int, Candidate]] = []
+        self._heap: list[tuple[float, int, PlacedOutline]] = []
         self._count = 0
 
-    def add(self, score: float, candidate: Candidate) -> None:
+    def add(self, score: float, candidate: PlacedOutline) -> None:
         self._count += 1
         entry = (-score, -self._count, candidate)
         if len(self._heap) < self.size:
@@ -368,7 +368,7 @@ class Shortlist:
         else:
             heapq.heappushpop(self._heap, entry)
 
-    def best(self) -> list[tuple[float, Candidate]]:
+    def best(self) -> list[tuple[float, PlacedOutline]]:
         """(score, candidate), lowest first."""
         ordered = sorted(self._heap, key=lambda entry: (-entry[0], -entry[1]))
         return [(-score, candidate) for score, _, candidate in ordered]

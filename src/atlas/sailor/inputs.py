@@ -35,7 +35,7 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class SailorGpu:
     """What the cluster file says of a GPU type."""
 
     gpus_per_node: int
@@ -73,7 +73,7 @@ class Inputs:
     num_layers: int
     global_batch: int
     pools: tuple[Pool, ...]
-    gpus: Mapping[str, Gpu]
+    gpus: Mapping[str, SailorGpu]
     times: Mapping[tuple[str, int, int], LayerTimes]
     """By (GPU type, microbatch, tp)."""
     sizes: Mapping[int, LayerSizes]
@@ -196,7 +196,7 @@ def _training_config(folder: Path, model: str) -> SailorFile:
     return found[model]
 
 
-def _gpus(cluster: SailorFile, kinds: tuple[str, ...], prices: Mapping[str, float]) -> dict[str, Gpu]:
+def _gpus(cluster: SailorFile, kinds: tuple[str, ...], prices: Mapping[str, float]) -> dict[str, SailorGpu]:
     found = {}
     for kind in kinds:
         memory = cluster.number(kind, "mem_per_gpu", low=1)
@@ -206,7 +206,7 @@ def _gpus(cluster: SailorFile, kinds: tuple[str, ...], prices: Mapping[str, floa
         if usd is None:
             usd, source = LIST_PRICES_USD_PER_HOUR.get(kind), "Sailor's own constants: its files carry no GPU price"
         per_node = cluster.whole(kind, "gpus_per_node", high=1024)
-        found[kind] = Gpu(per_node, math.ceil(memory / GIB) * GIB, usd, source)
+        found[kind] = SailorGpu(per_node, math.ceil(memory / GIB) * GIB, usd, source)
     return found
 
 

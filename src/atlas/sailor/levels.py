@@ -12,28 +12,28 @@ from itertools import combinations
 
 import numpy as np
 
-from atlas.sailor.tables import Floats, Ints, Tables
+from atlas.sailor.tables import Floats, Ints, SailorTables
 
 MESSAGE_BYTES = (5e5, 2e6, 8e6, 32e6, 128e6)
 """Which of two links is better depends on the size: bounds are made for the order at each of these."""
 
 
-def links_by_size(tables: Tables) -> list[Links]:
+def links_by_size(tables: SailorTables) -> list[ClusterLinks]:
     """Links in each distinct order of their gradient rings and of their transfers."""
     pairs = list(combinations(range(len(tables.clusters)), 2))
     ring = tables.rings_s(np.array(MESSAGE_BYTES) * 2, np.full(len(MESSAGE_BYTES), 2))
     both = [*np.moveaxis(np.minimum(ring, ring.transpose(1, 0, 2)), 2, 0), (tables.send_s + tables.back_s)[:, :, 0, 0]]
     orders = dict.fromkeys(tuple(sorted(pairs, key=lambda pair: (float(table[pair]), pair))) for table in both)
-    return [Links(tables, order) for order in orders]
+    return [ClusterLinks(tables, order) for order in orders]
 
 
-class Links:
+class ClusterLinks:
     """Pairs of clusters from best to worst, and what the best so many of them connect.
 
     Level k has the links from the k-th on: what does not fit the clusters that the first k connect needs one of them.
     """
 
-    def __init__(self, tables: Tables, pairs: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, tables: SailorTables, pairs: Sequence[tuple[int, int]]) -> None:
         self.tables, self.pairs, self.num = tables, pairs, len(pairs)
         send, back = tables.send_s, tables.back_s
         self.forward_s, self.backward_s = send.min(axis=(0, 1)), back.min(axis=(0, 1))

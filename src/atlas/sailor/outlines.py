@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from atlas.sailor.levels import Links, links_by_size
+from atlas.sailor.levels import ClusterLinks, links_by_size
 from atlas.sailor.split import Measure, Stages, balanced, totals
-from atlas.sailor.tables import Bools, Floats, Ints, Tables
+from atlas.sailor.tables import Bools, Floats, Ints, SailorTables
 
 Score = Callable[[Floats, Floats, Floats], Floats]
 """Of seconds, on GPUs of so many USD a second, with so much egress in USD; infinite is out of the question."""
@@ -64,7 +64,7 @@ def column_counts(global_batch: int, mbs: int, most: int) -> list[int]:
 class Sketch:
     """All outlines of one microbatch size, bounded in steps: what one step rules out the next need not look at."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: SailorTables) -> None:
         self.bounds = Bounds(tables)
         self.tables = tables
         counts = column_counts(tables.inputs.global_batch, tables.mbs, tables.num_gpus)
@@ -109,7 +109,7 @@ class Sketch:
         return Outlines(columns[order], *found, passing, seconds[order]), least[order]
 
 
-class Shapes(NamedTuple):
+class OutlineShapes(NamedTuple):
     """Stages without a number of columns, and what does not depend on it."""
 
     first: Ints
@@ -132,14 +132,14 @@ class Shapes(NamedTuple):
     patience: Floats
     """From so many waits on, equal stages are best."""
 
-    def take(self, index: Ints) -> Shapes:
-        return Shapes._make(field[index] for field in self)
+    def take(self, index: Ints) -> OutlineShapes:
+        return OutlineShapes._make(field[index] for field in self)
 
 
 class Bounds:
     """Lower bounds for one microbatch size."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: SailorTables) -> None:
         self.tables = tables
         self.links = links_by_size(tables)
         runs = tables.runs
@@ -149,7 +149,7 @@ class Bounds:
         self.layers = tables.layers.best(runs)
         self.gradients = np.array(tables.stage_bytes) / self.sync_tp[:, None]
 
-    def shapes(self, rows: Ints) -> Shapes:
+    def shapes(self, rows: Ints) -> OutlineShapes:
         """With bounds as if layers could be divided."""
         tables = self.tables
         first, num_first, second, num_second = rows.T
@@ -164,7 +164,7 @@ class Bounds:
         work = work_table[first, second]
         ideal = (work + (comm * pace_by_stage).sum(axis=1)) / pace
         ratio, other = self.ratio[first], self.ratio[second]
-        return Shapes(
+        return OutlineShapes(
             first,
             num_first,
             second,
@@ -180,7 +180,7 @@ class Bounds:
             num_stages * np.maximum(ratio / other, other / ratio),
         )
 
-    def with_whole_layers(self, shapes: Shapes) -> tuple[Shapes, Bools]:
+    def with_whole_layers(self, shapes: OutlineShapes) -> tuple[OutlineShapes, Bools]:
         """With bounds for whole layers, and whether memory allows any split."""
         num_stages = shapes.num_first + shapes.num_second
         run, inside = self._by_stage(shapes.first, shapes.num_first, shapes.second, num_stages)
@@ -205,7 +205,7 @@ class Bounds:
         backward[:, 1:] = self.links[0].backward_s[run[:, :-1], run[:, 1:]]
         return combined_comm_s(forward, backward, num_stages)
 
-    def seconds(self, shapes: Shapes, columns: Ints, orders: Sequence[Links]) -> Floats:
+    def seconds(self, shapes: OutlineShapes, columns: Ints, orders: Sequence[ClusterLinks]) -> Floats:
         """(outline, way to connect): no placement and no split is faster."""
         rings = self._rings_s(shapes.share_bytes, columns)
         inside = self.inside_s(shapes, columns)
@@ -219,8 +219,8 @@ class Bounds:
 
     def _connected_s(
         self,
-        links: Links,
-        shapes: Shapes,
+        links: ClusterLinks,
+        shapes: OutlineShapes,
         columns: Ints,
         inside: Floats,
         rings: _Rings,
@@ -251,14 +251,16 @@ class Bounds:
         pipes = np.stack([chain, one_way + one_ring, teams, overlap], axis=1)
         return np.concatenate([(inside + ring)[:, None], np.where(num_stages[:, None] > 1, pipes, np.inf)], axis=1)
 
-    def _shares_one(self, shapes: Shapes, columns: Ints) -> Bools:
+    def _shares_one(self, shapes: OutlineShapes, columns: Ints) -> Bools:
         """Whether ways that share clusters may have whole columns in one cluster only."""
         rooms = self.tables.rooms
         small = np.where(rooms < shapes.gpus[:, None], rooms, 0).sum(axis=1)
         few: Bools = columns * shapes.gpus <= rooms.max() + small
         return few | (len(rooms) <= FEW)
 
-    def _one_way_s(self, links: Links, shapes: Shapes, columns: Ints, level: Ints, crossings: Ints) -> Floats:
+    def _one_way_s(
+        self, links: ClusterLinks, shapes: OutlineShapes, columns: Ints, level: Ints, crossings: Ints
+    ) -> Floats:
         """Everything but the rings where all columns go the same way, and so many borders cross: between two stages of
         the first run, between the runs, or between two of the second.
         """
@@ -279,7 +281,7 @@ class Bounds:
         total, far, wait_s = (np.where(possible, x, 0.0) for x in (total, far, wait_s))
         return np.where(possible, self.inside_s(shapes, columns, total + far, wait_s), np.inf)
 
-    def _crossings(self, shapes: Shapes, columns: Ints) -> tuple[Ints, Ints]:
+    def _crossings(self, shapes: OutlineShapes, columns: Ints) -> tuple[Ints, Ints]:
         """At how many borders all columns that go one way cross at least; and where every stage is whole in a cluster,
         as many as there are clusters where that is impossible.
         """
@@ -296,7 +298,7 @@ class Bounds:
         return np.maximum(1, num_stages - 1 - quiet), np.maximum(1, needed)
 
     def inside_s(
-        self, shapes: Shapes, columns: Ints, extra_s: Floats | float = 0.0, wait_s: Floats | float = 0.0
+        self, shapes: OutlineShapes, columns: Ints, extra_s: Floats | float = 0.0, wait_s: Floats | float = 0.0
     ) -> Floats:
         """Everything but the rings, where transfers between clusters take `extra_s` more and one stage `wait_s`."""
         waits = np.ceil(self.tables.inputs.global_batch / (self.tables.mbs * columns)) - 1

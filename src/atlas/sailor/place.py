@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice, permutations, product
 
-from atlas.sailor.candidates import Candidate
+from atlas.sailor.candidates import PlacedOutline
 from atlas.sailor.check import fits_nodes
 from atlas.sailor.inputs import Inputs, Pool
 from atlas.sailor.plan_file import Replica, SailorPlan
-from atlas.sailor.tables import Cluster
+from atlas.sailor.tables import ZoneCluster
 
 MAX_ORDERS = 24
 Cell = tuple[int, int, int]
 """(stage, column, tp)."""
 
 
-def plans(inputs: Inputs, clusters: Sequence[Cluster], candidate: Candidate) -> Iterator[SailorPlan]:
+def plans(inputs: Inputs, clusters: Sequence[ZoneCluster], candidate: PlacedOutline) -> Iterator[SailorPlan]:
     """The candidate on zones, in each of the orders worth trying; none where node borders forbid it."""
     cells = _cells(clusters, candidate)
     choices = [list(_fillings(inputs, clusters[c], found)) for c, found in cells.items()]
@@ -35,7 +35,7 @@ def plans(inputs: Inputs, clusters: Sequence[Cluster], candidate: Candidate) -> 
         yield SailorPlan(candidate.outline.mbs, layers, replicas)
 
 
-def _cells(clusters: Sequence[Cluster], candidate: Candidate) -> dict[int, list[Cell]]:
+def _cells(clusters: Sequence[ZoneCluster], candidate: PlacedOutline) -> dict[int, list[Cell]]:
     cells: dict[int, list[Cell]] = {}
     for stage, row in enumerate(candidate.rows):
         column = 0
@@ -46,7 +46,7 @@ def _cells(clusters: Sequence[Cluster], candidate: Candidate) -> dict[int, list[
     return cells
 
 
-def _fillings(inputs: Inputs, cluster: Cluster, cells: list[Cell]) -> Iterator[dict[tuple[int, int], Replica]]:
+def _fillings(inputs: Inputs, cluster: ZoneCluster, cells: list[Cell]) -> Iterator[dict[tuple[int, int], Replica]]:
     """Distinct ways to fill the cluster's zones with its cells."""
     node = inputs.gpus[cluster.gpu].gpus_per_node
     if len(cluster.pools) == 1:

@@ -16,7 +16,7 @@ import numpy as np
 
 from atlas.errors import InfeasibleError
 from atlas.planner.objective import Objective
-from atlas.sailor.candidates import Candidate, Expansion, Shortlist
+from atlas.sailor.candidates import Expansion, PlacedOutline, Shortlist
 from atlas.sailor.check import check
 from atlas.sailor.inputs import GIB, Inputs
 from atlas.sailor.judge import Verdict, judge, stage_memory_bytes
@@ -26,7 +26,7 @@ from atlas.sailor.place import plans
 from atlas.sailor.plan_file import SailorPlan
 from atlas.sailor.polish import polished
 from atlas.sailor.shapes import team_structures
-from atlas.sailor.tables import Floats, Tables, find_clusters
+from atlas.sailor.tables import Floats, SailorTables, find_clusters
 
 SHORTLIST = 48
 """Candidates that get zones; those which the bound of a better one rules out are not looked at."""
@@ -90,7 +90,7 @@ class SailorSearch:
             raise self.nothing()
         return self._found()
 
-    def _look(self, tables: dict[int, Tables]) -> None:
+    def _look(self, tables: dict[int, SailorTables]) -> None:
         sketches = {mbs: Sketch(t) for mbs, t in tables.items()}
         structures = {mbs: team_structures(t) for mbs, t in tables.items()}
         for kind in (Sketch.even, Sketch.stepped):
@@ -121,9 +121,9 @@ class SailorSearch:
         counts = (self.num_outlines, self.num_priced, self.num_judged)
         return Found(plan, verdict, score, others, *counts, self.interrupted)
 
-    def _tables(self, mbs: int) -> Tables:
+    def _tables(self, mbs: int) -> SailorTables:
         usable = tuple(c for c in self.clusters if self.inputs.tps(c.gpu, mbs))
-        return Tables(self.inputs, usable, mbs, self.usd_per_gpu_s)
+        return SailorTables(self.inputs, usable, mbs, self.usd_per_gpu_s)
 
     # ---- scores ------------------------------------------------------------------------------------------
     def _scores(self, seconds: Floats, usd_per_s: Floats, egress_usd: Floats) -> Floats:
@@ -136,7 +136,7 @@ class SailorSearch:
     def _score(self, seconds: float, usd: float) -> float:
         return _score_of(self.objective, seconds, usd)
 
-    def _keep(self, candidate: Candidate) -> None:
+    def _keep(self, candidate: PlacedOutline) -> None:
         self.num_priced += 1
         egress_usd = candidate.egress_usd if self.objective.needs_prices else 0.0
         usd = candidate.usd_per_s * candidate.about_s + egress_usd
@@ -161,7 +161,7 @@ class SailorSearch:
         return polished(self.inputs, plan, lambda s, usd: self._score(s, gpus_usd * s + counts * usd))
 
     # ---- the best few ------------------------------------------------------------------------------------
-    def _settle(self, tables: dict[int, Tables]) -> None:
+    def _settle(self, tables: dict[int, SailorTables]) -> None:
         tried: list[tuple[list[tuple[float, SailorPlan]], Iterator[SailorPlan]]] = []
         least = INFINITE
         for about, candidate in self.shortlist.best():

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from atlas.sailor.outlines import CHAIN, FEW, OVERLAP, RINGS, STRADDLE, TEAMS, Outlines
-from atlas.sailor.tables import Bools, Ints, Tables
+from atlas.sailor.tables import Bools, Ints, SailorTables
 
 Row = tuple[tuple[int, int], ...]
 """One stage: (cluster, number of columns), in column order."""
@@ -31,7 +31,7 @@ NUM_EARLY = 5
 """Places at which a single chain of whole stages leaves its first cluster."""
 
 
-def team_structures(tables: Tables) -> list[Teams]:
+def team_structures(tables: SailorTables) -> list[Teams]:
     """Ways to group clusters into teams, each team in order."""
     found: dict[Teams, None] = {}
     for order in _orders(tables):
@@ -46,7 +46,7 @@ def team_structures(tables: Tables) -> list[Teams]:
     return list(found)
 
 
-def _orders(tables: Tables) -> list[tuple[int, ...]]:
+def _orders(tables: SailorTables) -> list[tuple[int, ...]]:
     """Good orders of some clusters: every one where there are few. Where there are many, the beginnings of orders by
     nearest neighbour, by size, and with the slowest link as fast as can be; and the last kind for well connected parts.
     """
@@ -66,7 +66,7 @@ def _orders(tables: Tables) -> list[tuple[int, ...]]:
     return list(dict.fromkeys([*beginnings, *parts]))
 
 
-def _paths(tables: Tables) -> list[tuple[int, ...]]:
+def _paths(tables: SailorTables) -> list[tuple[int, ...]]:
     """Two paths become one at their ends where the link is best, until there is one of all clusters."""
 
     def link_s(a: int, b: int) -> float:
@@ -161,7 +161,7 @@ def _early_stages(early: int, num_stages: Ints) -> Ints:
     return np.where(known, 0, chosen)
 
 
-def deal(tables: Tables, outlines: Outlines, teams: Teams, early: int | None) -> Placed | None:
+def deal(tables: SailorTables, outlines: Outlines, teams: Teams, early: int | None) -> Placed | None:
     """The outlines in one structure, but for those that leave its last cluster or all but one team empty: smaller
     structures have them.
     """

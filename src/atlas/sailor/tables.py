@@ -1,4 +1,4 @@
-"""What the search asks again and again, as prefix sums and cached link times: one `Tables` for each microbatch size.
+"""Times, sizes and links as the search needs them, in prefix sums and tables; one `SailorTables` per microbatch size.
 
 Clusters are pools of one GPU type whose zones reach each other about as fast as themselves (zones of a region); the
 search places on clusters first and on zones later. Between clusters the best zone pair counts, so that every time
@@ -29,7 +29,7 @@ Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ZoneCluster:
     """Pools of one GPU type that are near each other."""
 
     gpu: str
@@ -40,7 +40,7 @@ class Cluster:
         return sum(pool.num_gpus for pool in self.pools)
 
 
-def find_clusters(inputs: Inputs) -> tuple[Cluster, ...]:
+def find_clusters(inputs: Inputs) -> tuple[ZoneCluster, ...]:
     """Every pool in the first cluster all of whose members are near it."""
     groups: list[list[Pool]] = []
     for pool in inputs.pools:
@@ -50,7 +50,7 @@ def find_clusters(inputs: Inputs) -> tuple[Cluster, ...]:
                 break
         else:
             groups.append([pool])
-    return tuple(Cluster(g[0].gpu, tuple(g)) for g in groups)
+    return tuple(ZoneCluster(g[0].gpu, tuple(g)) for g in groups)
 
 
 def _near(inputs: Inputs, a: Pool, b: Pool) -> bool:
@@ -83,11 +83,11 @@ class Layers:
         return Layers(self.num_layers, False, times, held)
 
 
-class Tables:
+class SailorTables:
     """Times and sizes for one microbatch size."""
 
     def __init__(
-        self, inputs: Inputs, clusters: tuple[Cluster, ...], mbs: int, usd_per_gpu_s: Mapping[str, float]
+        self, inputs: Inputs, clusters: tuple[ZoneCluster, ...], mbs: int, usd_per_gpu_s: Mapping[str, float]
     ) -> None:
         self.inputs, self.clusters, self.mbs = inputs, clusters, mbs
         self.num_layers = inputs.num_layers
@@ -120,7 +120,7 @@ class Tables:
         self.back_s = self.send_s.transpose(1, 0, 3, 2)
         """(a, b, run, next run): a gradient from b back to a."""
 
-    def _usable(self, cluster: Cluster, tp: int) -> int:
+    def _usable(self, cluster: ZoneCluster, tp: int) -> int:
         node = self.inputs.gpus[cluster.gpu].gpus_per_node
         return sum(pool.num_gpus - pool.num_gpus % node % tp for pool in cluster.pools)
 
