@@ -6,6 +6,7 @@ import pytest
 from plan_jobs import job_of
 
 from atlas.errors import SpecError
+from atlas.evaluate.job import evaluate
 from atlas.planner.change import changed, parse_sweep
 from atlas.planner.files import plan_of
 from atlas.planner.run import make_plan
@@ -34,6 +35,19 @@ def test_a_faster_wan_is_never_slower() -> None:
     points = sweep(Asked(job_of()), parse_sweep("cluster.wan.pair_gbps=1,2,5,20"))
     times = [point.iteration_s for point in points]
     assert times == sorted(times, reverse=True)
+
+
+def test_a_point_of_a_sweep_is_what_simulate_gives() -> None:
+    job = job_of(pipelines_per_cell=2)
+    points = sweep(Asked(job), parse_sweep("cluster.wan.latency_ms=5,40"))
+    for point in points:
+        changed_job = changed(job, "cluster.wan.latency_ms", point.value)
+        assert point.iteration_s == pytest.approx(evaluate(changed_job, "atlas").row()["iteration_s"], rel=1e-12)
+
+
+def test_a_plan_asked_for_its_own_value_has_its_predicted_figure() -> None:
+    plan = plan_of(make_plan(job_of(), tries=30))
+    assert Asked(plan.job, plan).judged(plan.job).figures.iteration_s == pytest.approx(plan.predicted.iteration_s)
 
 
 def test_what_cannot_run_leaves_a_gap_with_the_reason() -> None:

@@ -36,7 +36,6 @@ from atlas.cost.compute import pricing
 from atlas.errors import SpecError
 from atlas.planner.change import Sweep, parse_sweep
 from atlas.planner.whatif import Marginal, Point, percentiles
-from atlas.schedules.eager import NAME
 from atlas.spec.plan import load_job_or_plan
 from atlas.view.chart import write_chart
 from atlas.view.table import plain_table, seconds
@@ -98,12 +97,6 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(as_json(found.as_dict()))
     else:
         _show(found)
-        if plan is not None and plan.schedule.name == "atlas":
-            show(
-                f"All of this is simulated with {NAME}, so that figures differ only by what was changed. "
-                f"The plan's own schedule takes "
-                f"{seconds(plan.predicted.iteration_s)} an iteration."
-            )
     for path, as_page in ((args.out, None), (args.page, True)):
         if path is not None:
             write_chart(path, found.curve(), found.title, as_page=as_page)

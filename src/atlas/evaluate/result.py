@@ -61,6 +61,12 @@ class Result:
     """CPU seconds of the engine alone, for one iteration."""
     spread: Spread | None = None
 
+    @property
+    def costs(self) -> Costs:
+        """What the Program was priced at: with turns on the WAN if it takes them."""
+        turns = self.case.turns
+        return turns if self.single.program.sharing and turns is not None else self.case.apart
+
     def row(self) -> dict[str, Any]:
         """The figures, JSON-able. Seconds are simulated; `engine_s` alone was measured."""
         return dict(self._row)

@@ -5,7 +5,8 @@
     spread       the plan's own order under random bandwidths and latencies, percentiles
 
 A job is re-arranged by the cost model where its file leaves things open; a plan stays as it is placed. With `replan`
-the planner looks again at every point. Prints nothing and draws nothing.
+the planner runs again at every point. A point of a sweep has the figure that `atlas simulate` (or `atlas plan`) gives
+for the changed job. Prints nothing and draws nothing.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from atlas.evaluate.job import restaged
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.change import Sweep, changed
 from atlas.planner.files import candidate_of, space_of_plan
-from atlas.planner.judge import Judged, judge, play
-from atlas.planner.objective import Objective
-from atlas.planner.run import explore, start
+from atlas.planner.judge import Judged, judge
+from atlas.planner.run import make_plan, timed
 from atlas.planner.space import space_of
+from atlas.planner.whole import Whole, simulate_whole
 from atlas.sim.lower import Jitter, lower, noisy, stretched
 from atlas.sim.simulate import run
 from atlas.spec import Job, override
-from atlas.spec.plan import Plan
+from atlas.spec.plan import Plan, PlanSchedule
 
 Tick = Callable[[str, int, int], None]
 
@@ -62,22 +63,34 @@ class Marginal:
 
 # ---- one question --------------------------------------------------------------------------------------------
 class Asked:
-    """A job or a plan that can be asked for its iteration with something changed."""
+    """A job or a plan, to be simulated with something changed."""
 
     def __init__(self, job: Job, plan: Plan | None = None, *, replan: bool = False) -> None:
         self.job, self.plan, self.replan = job, plan, replan
-        self.sharing = plan.schedule.sharing if plan is not None else None
 
-    def judged(self, job: Job, *, exact: bool = True) -> Judged:
-        """The figures of the job as changed; InfeasibleError where it cannot run. `exact` goes for long runs."""
-        if self.replan:
-            search = start(job, Objective())
-            explore(search, "ours")
-            assert search.best is not None
-            return search.best
-        if self.plan is not None:
-            return self._placed(job, self.plan, exact)
-        return self._arranged(job, exact)
+    def judged(self, job: Job) -> Judged:
+        """The figures of the changed job under its searched schedule: those of `atlas simulate` (or, with `replan`, of
+        `atlas plan`). InfeasibleError where it cannot run."""
+        return make_plan(job).figures if self.replan else self.searched(job)[0]
+
+    def searched(self, job: Job) -> tuple[Judged, Whole | None]:
+        """The figures under the plan's own schedule, or under `atlas`, and the simulation. A job too long to be
+        simulated in full uses `1f1b-eager`, and its simulation is None."""
+        plain = self.plain(job, exact=True)
+        how = PlanSchedule(name="atlas", tcp="many") if self.plan is None else self.plan.schedule
+        one_stage = restaged(job, 1)[0] if self.plan is None else job
+        try:
+            whole = simulate_whole(
+                one_stage, cluster_arrays(one_stage), plain.candidate, how.name,
+                sharing=how.sharing or self.plan is None, budget=how.tries or None, seed=how.seed,
+            )  # fmt: skip
+        except InfeasibleError:
+            return plain, None
+        return timed(plain, whole.iteration_s), whole
+
+    def plain(self, job: Job, *, exact: bool) -> Judged:
+        """The figures under `1f1b-eager`, which needs no search. `exact`: long runs are not extrapolated roughly."""
+        return self._arranged(job, exact) if self.plan is None else self._placed(job, self.plan, exact)
 
     def _placed(self, job: Job, plan: Plan, exact: bool) -> Judged:
         """The plan where it is: only what the key says is different."""
@@ -147,18 +160,19 @@ def sweep(asked: Asked, one: Sweep, tick: Tick | None = None) -> list[Point]:
 
 # ---- bottleneck ------------------------------------------------------------------------------------------------
 def marginals(asked: Asked, tick: Tick | None = None) -> tuple[Judged, list[Marginal]]:
-    """The job now, and what a tenth more (or less latency) of each resource saves, the best first."""
-    now = asked.judged(asked.job, exact=False)
+    """The job now, and what a tenth more (or less latency) of each resource saves, the best first. The share that is
+    saved is that of `1f1b-eager`: a search finds its best order only to within a few per cent."""
+    now, plain = asked.judged(asked.job), asked.plain(asked.job, exact=False)
     found = []
     trials = list(_trials(asked.job, now.candidate))
     for k, (resource, key, value, more, changes) in enumerate(trials):
         if tick is not None:
             tick(resource, k, len(trials))
         try:
-            after = asked.judged(override(asked.job, changes), exact=False).figures
+            after = asked.plain(override(asked.job, changes), exact=False).figures
         except AtlasError:
             continue
-        saves = now.figures.iteration_s * (1 - now.figures.tokens_per_s / after.tokens_per_s)
+        saves = now.figures.iteration_s * (1 - plain.figures.tokens_per_s / after.tokens_per_s)
         found.append(Marginal(resource, key, value, more, now.figures.iteration_s - saves, saves))
     return now, sorted(found, key=lambda m: -m.saves_s)
 
@@ -211,14 +225,16 @@ def _share(what: str, key: str, now: float, more: float) -> tuple[str, str, floa
 def spread(asked: Asked, runs: int, *, wan: float, compute: float, seed: int, tick: Tick | None = None) -> list[float]:
     """Seconds of `runs` iterations: the links of each run have their own bandwidth and latency (log-normal, sigma
     `wan`), and every op its own duration (sigma `compute`)."""
-    now = asked.judged(asked.job)
-    base = max(
-        (play(now.candidate.job(asked.job, k), now.candidate, exact=True) for k in range(len(now.candidate.groups))),
-        key=lambda played: float(played.done_s.max()),
-    )
-    rest_s = now.figures.iteration_s - base.timeline.makespan_ns / 1e9
-    program = base.timeline.program
-    tables = lower(program, base.costs)
+    now, whole = asked.searched(asked.job)
+    if whole is None:
+        raise InfeasibleError(
+            where=asked.job.where, key="num_microbatches", value=asked.job.num_microbatches,
+            rule="the job is too long to be simulated in full, which Monte-Carlo runs need", remedy="Take fewer",
+        )  # fmt: skip
+    base = whole.results[whole.slowest]
+    program, costs = base.single.program, base.costs
+    rest_s = now.figures.iteration_s - base.single.makespan_ns / 1e9
+    tables = lower(program, costs)
     crosses = program.transfer_crosses
     link = tables.channel_link[tables.transfer_channel]
     rng = np.random.default_rng(seed)
@@ -226,7 +242,7 @@ def spread(asked: Asked, runs: int, *, wan: float, compute: float, seed: int, ti
     for k in range(runs):
         if tick is not None:
             tick("Monte-Carlo", k, runs)
-        slow = np.exp(rng.normal(0.0, wan, (2, len(base.costs.links))))
+        slow = np.exp(rng.normal(0.0, wan, (2, len(costs.links))))
         drawn = noisy(tables, Jitter(int(rng.integers(2**31)), compute, 0.0), program)
         work_factor, latency_factor = np.where(crosses, slow[:, link], 1.0)
         events = run(
