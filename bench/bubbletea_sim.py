@@ -21,8 +21,7 @@ import numpy as np
 from common.report import Report, not_measured
 from numpy.typing import NDArray
 
-from atlas.ir.ops import USEFUL
-from atlas.ir.program import Ints
+from atlas.ir.program import USEFUL, Ints
 from atlas.ir.timeline import Timeline
 from bubbletea.admit.aims import LATE_TOKENS, Aims
 from bubbletea.sim.noise import Noise

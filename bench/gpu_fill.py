@@ -29,7 +29,7 @@ from common.report import Report, not_measured
 from common.rhythm import Rhythm, replayed, rhythm_for
 from common.tenants import REAL, TINY, Prefill, Trainer, measure_ops
 
-from atlas.ir.ops import Kind
+from atlas.ir.program import Kind
 from atlas.runtime.device import Span
 from atlas.runtime.hardware import make_device
 from atlas.runtime.waits import Position

@@ -19,8 +19,7 @@ from common.report import Report, not_measured
 
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.ir.assemble import with_optimizer
-from atlas.ir.ops import USEFUL
-from atlas.ir.program import Layout
+from atlas.ir.program import USEFUL, Layout
 from atlas.ir.timeline import Timeline
 from atlas.launch.emulate import EmulationSettings, emulate
 from atlas.launch.prepared_job import prepare_job

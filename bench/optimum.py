@@ -20,8 +20,7 @@ from common.cases import MS, cell
 from common.report import Report
 
 from atlas.cost.table import Costs
-from atlas.ir.ops import Kind
-from atlas.ir.program import Memory
+from atlas.ir.program import Kind, Memory
 from atlas.schedules import Setting, lower_bound
 from atlas.schedules.atlas import atlas
 from atlas.schedules.exact import optimum

@@ -27,10 +27,9 @@ from common import world
 from common.report import Report
 
 from atlas.cost.table import Costs
+from atlas.ir.analysis import critical_path, input_transfer, path_totals_ns, running_end
 from atlas.ir.assemble import repeated, with_optimizer
-from atlas.ir.bubbles import input_transfer, running_end
-from atlas.ir.critical_path import critical_path, path_totals_ns
-from atlas.ir.ops import COLLECTIVES
+from atlas.ir.program import COLLECTIVES
 from atlas.ir.timeline import Timeline
 from atlas.launch.emulate import EmulationSettings, emulate
 from atlas.schedules import SCHEDULES

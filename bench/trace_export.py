@@ -17,8 +17,7 @@ from common.host import median_s
 from common.report import Report
 
 from atlas.cost.table import kind_costs, uniform_costs
-from atlas.ir.ops import Kind
-from atlas.ir.program import Layout
+from atlas.ir.program import Kind, Layout
 from atlas.ir.timeline import Timeline
 from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from atlas.cost.table import FAIR, PRIVATE, TURNS, Costs, LinkCost, Trace
 from atlas.ir.assemble import assemble, repeated, with_optimizer
-from atlas.ir.ops import NUM_KINDS, Kind, Op
-from atlas.ir.program import Layout, Program
+from atlas.ir.program import NUM_KINDS, Kind, Layout, Op, Program
 
 Node = tuple[int, Op]
 """A pipeline and one of its ops."""

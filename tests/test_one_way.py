@@ -20,9 +20,7 @@ ONCE = {
     "ir/check.py": ["check"],
     "sim/lower.py": ["lower"],
     "sim/simulate.py": ["run", "timeline"],
-    "ir/analysis.py": ["summary", "link_utilization"],
-    "ir/bubbles.py": ["bubbles"],
-    "ir/critical_path.py": ["critical_path"],
+    "ir/analysis.py": ["summary", "link_utilization", "bubbles", "critical_path"],
     "view/tracks.py": ["groups"],
 }
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from atlas.ir.assemble import repeated
-from atlas.ir.parse import from_text
-from atlas.ir.text import to_text
+from atlas.ir.text import from_text, to_text
 from atlas.launch.emulate import EmulationSettings, emulate
 from atlas.launch.smoke import ATTEMPTS, NUM_STEPS, compare, smoke_program
 from atlas.runtime.assignment import stand_in

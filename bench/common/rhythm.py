@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from atlas.cost.table import Costs, kind_costs, uniform_costs
-from atlas.ir.ops import Kind, Op
-from atlas.ir.program import BACKWARD, FORWARD, Layout, Memory, Program
+from atlas.ir.program import BACKWARD, FORWARD, Kind, Layout, Memory, Op, Program
 from atlas.schedules import SCHEDULES, Setting
 from atlas.sim import simulate
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas.ir.ops import Kind, Op
+from atlas.ir.program import Kind, Op
 from atlas.runtime.device import Device, Span
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.models.task import DecoderTask

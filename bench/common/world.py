@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from atlas.cost.table import Costs
-from atlas.ir.dispatch import QUANTUM_NS
-from atlas.ir.program import BACKWARD, FORWARD, Program
+from atlas.ir.program import BACKWARD, FORWARD, QUANTUM_NS, Program
 from atlas.launch.paths import NodePaths
 from atlas.runtime.assignment import TrainingSetup, stand_in
 from atlas.runtime.links import slice_bytes_of, sliced_bytes

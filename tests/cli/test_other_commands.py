@@ -11,8 +11,8 @@ from cli_runner import Atlas
 
 from atlas import __version__
 from atlas.cli import COMMANDS
-from atlas.ir.parse import from_text
 from atlas.ir.store import load_timeline, save_timeline
+from atlas.ir.text import from_text
 from atlas.schedules import SCHEDULES
 
 

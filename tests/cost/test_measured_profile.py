@@ -15,7 +15,7 @@ from atlas.cost.memory import worker_memory
 from atlas.cost.price import price
 from atlas.cost.profile import load_profile
 from atlas.errors import AtlasError, SpecError
-from atlas.ir.ops import Kind
+from atlas.ir.program import Kind
 from atlas.spec import load_job
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny.yaml"

@@ -11,7 +11,7 @@ from atlas.cost.arrange import arrange
 from atlas.cost.price import layout, price
 from atlas.cost.table import FAIR, PRIVATE, TURNS
 from atlas.errors import InfeasibleError, SpecError
-from atlas.ir.ops import Kind
+from atlas.ir.program import Kind
 from atlas.spec import Job, load_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -14,7 +14,7 @@ from atlas.cost.price import price
 from atlas.cost.rates import ring_bps
 from atlas.errors import SpecError
 from atlas.evaluate.job import evaluate
-from atlas.ir.ops import Kind
+from atlas.ir.program import Kind
 from atlas.launch.preflight import require_executable
 from atlas.spec import parse_job
 from atlas.spec.job import Job

@@ -10,8 +10,7 @@ from atlas.cost.cluster_arrays import GIB
 from atlas.cost.memory import memory_rule, peak_memory, require_fits, worker_memory
 from atlas.errors import InfeasibleError
 from atlas.ir.assemble import assemble
-from atlas.ir.ops import Kind, Op
-from atlas.ir.program import Layout
+from atlas.ir.program import Kind, Layout, Op
 from atlas.spec import Job, load_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

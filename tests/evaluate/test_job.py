@@ -10,7 +10,7 @@ from atlas.errors import InfeasibleError, SpecError
 from atlas.evaluate.job import build, default_budget, default_choices, evaluate, evaluate_all, prepare
 from atlas.evaluate.result import rows
 from atlas.ir.check import check
-from atlas.ir.ops import Kind
+from atlas.ir.program import Kind
 from atlas.schedules import SCHEDULES
 from atlas.sim import simulate
 from atlas.spec import Job, load_job, override

@@ -10,13 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atlas.cost.table import kind_costs, uniform_costs
-from atlas.ir.analysis import link_utilization, summary
+from atlas.ir.analysis import Cause, bubbles, critical_path, link_utilization, path_totals_ns, summary
 from atlas.ir.assemble import assemble, repeated, with_optimizer
-from atlas.ir.bubbles import Cause, bubbles
-from atlas.ir.critical_path import critical_path, path_totals_ns
 from atlas.ir.difference import difference
-from atlas.ir.ops import Kind, Op
-from atlas.ir.program import Layout
+from atlas.ir.program import Kind, Layout, Op
 from atlas.ir.timeline import Timeline
 from atlas.schedules.classic import gpipe, one_f_one_b
 from atlas.sim import simulate

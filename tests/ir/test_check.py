@@ -14,8 +14,7 @@ from atlas.cost.table import kind_costs, uniform_costs
 from atlas.errors import ProgramError
 from atlas.ir.assemble import assemble, repeated, with_optimizer
 from atlas.ir.check import check, peak_memory
-from atlas.ir.ops import Kind, Op
-from atlas.ir.program import Layout, Memory, Program
+from atlas.ir.program import Kind, Layout, Memory, Op, Program
 from atlas.schedules.classic import gpipe, interleaved, one_f_one_b
 from atlas.sim import lower, reference
 

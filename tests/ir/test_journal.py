@@ -13,9 +13,8 @@ import pytest
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.errors import AtlasError
 from atlas.ir.assemble import repeated, with_optimizer
-from atlas.ir.journal import AppendedLines, Journal, joined, load_journal
 from atlas.ir.program import Layout, Program
-from atlas.ir.store import load_timeline
+from atlas.ir.store import AppendedLines, Journal, joined, load_journal, load_timeline
 from atlas.ir.text import to_text
 from atlas.ir.timeline import Timeline
 from atlas.schedules.classic import one_f_one_b

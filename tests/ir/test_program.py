@@ -9,9 +9,7 @@ from random_jobs import programs
 
 from atlas.errors import ProgramError
 from atlas.ir.assemble import assemble, default_turns, repeated, with_optimizer
-from atlas.ir.dispatch import turn_key
-from atlas.ir.ops import Kind, Op, parse_action
-from atlas.ir.program import BACKWARD, FORWARD, Layout, Program
+from atlas.ir.program import BACKWARD, FORWARD, Kind, Layout, Op, Program, parse_action, turn_key
 from atlas.ir.text import to_text
 from atlas.schedules.classic import gpipe, interleaved, one_f_one_b
 

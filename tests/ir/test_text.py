@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from atlas.errors import ProgramError
 from atlas.ir.assemble import assemble, default_turns, repeated, with_optimizer
-from atlas.ir.ops import NUM_KINDS, Kind, Op
-from atlas.ir.parse import from_text
-from atlas.ir.program import Layout, Memory, Program
-from atlas.ir.text import to_text, to_torch_csv
+from atlas.ir.program import NUM_KINDS, Kind, Layout, Memory, Op, Program
+from atlas.ir.text import from_text, to_text, to_torch_csv
 
 
 def two_stages(num_pipelines: int = 2) -> Program:

@@ -11,8 +11,7 @@ import pytest
 from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.errors import AtlasError
 from atlas.ir.assemble import with_optimizer
-from atlas.ir.ops import Kind
-from atlas.ir.program import Layout, Program
+from atlas.ir.program import Kind, Layout, Program
 from atlas.ir.timeline import Timeline
 from atlas.launch.checkpoint_folders import find_checkpoints
 from atlas.launch.emulate import Emulation, EmulationSettings, emulate

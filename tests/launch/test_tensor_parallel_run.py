@@ -15,8 +15,7 @@ from multi_dc_runs import Run, losses_alone, run_datacenters, train_options, wri
 from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.errors import AtlasError, SpecError, WorkerError
 from atlas.ir.assemble import with_optimizer
-from atlas.ir.ops import Kind
-from atlas.ir.program import Layout, Memory, Program
+from atlas.ir.program import Kind, Layout, Memory, Program
 from atlas.launch.checkpoint_folders import find_checkpoints
 from atlas.launch.emulate import Emulation, EmulationSettings, Weights, emulate
 from atlas.launch.preflight import devices_for

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from atlas.errors import AtlasError
-from atlas.ir.parse import from_text
 from atlas.ir.program import Layout, Program
-from atlas.ir.text import to_torch_csv
+from atlas.ir.text import from_text, to_torch_csv
 from atlas.schedules.classic import gpipe, interleaved
 from atlas.wan.emulator.netdev import make_namespace
 

@@ -11,8 +11,7 @@ from worker_threads import ThreadedRun, run_in_threads
 
 from atlas.errors import ProgramError, WorkerError
 from atlas.ir.assemble import assemble, repeated, with_optimizer
-from atlas.ir.ops import Kind, Op
-from atlas.ir.program import Layout, Program
+from atlas.ir.program import Kind, Layout, Op, Program
 from atlas.ir.text import to_text
 from atlas.runtime.assignment import SHIPPED, Assignment, DataChoice, ModelChoice, TrainingSetup, stand_in
 from atlas.runtime.device import Cpu

@@ -12,8 +12,7 @@ from random_jobs import costs_for, programs
 from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.errors import AtlasError
 from atlas.ir.check import peak_memory
-from atlas.ir.ops import Kind
-from atlas.ir.program import Layout, Memory, Program
+from atlas.ir.program import Kind, Layout, Memory, Program
 from atlas.schedules.bound import lower_bound
 from atlas.schedules.classic import gpipe, one_f_one_b
 from atlas.sim import simulate

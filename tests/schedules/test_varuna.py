@@ -8,8 +8,7 @@ import pytest
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.ir.assemble import assemble
 from atlas.ir.check import check
-from atlas.ir.ops import Kind, Op
-from atlas.ir.program import Layout, Memory
+from atlas.ir.program import Kind, Layout, Memory, Op
 from atlas.schedules.setting import Setting
 from atlas.schedules.varuna import list_keys, variants, varuna
 from atlas.sim import simulate

@@ -7,8 +7,7 @@ import pytest
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.ir.assemble import repeated
 from atlas.ir.check import check
-from atlas.ir.ops import Kind
-from atlas.ir.program import Layout, Memory
+from atlas.ir.program import Kind, Layout, Memory
 from atlas.schedules.setting import Setting
 from atlas.schedules.zero_bubble import zero_bubble
 from atlas.sim import simulate

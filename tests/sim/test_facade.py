@@ -16,8 +16,7 @@ from atlas.cost.table import MAX_NS, Trace, kind_costs, uniform_costs
 from atlas.errors import AtlasError, ProgramError
 from atlas.ir.assemble import assemble, default_turns
 from atlas.ir.check import check, peak_memory
-from atlas.ir.ops import Kind, Op
-from atlas.ir.program import Layout, Memory
+from atlas.ir.program import Kind, Layout, Memory, Op
 from atlas.schedules.classic import gpipe, one_f_one_b
 from atlas.sim import Jitter, compiled, lower, reference, simulate
 from atlas.sim.policy import Rule, freeze, play

@@ -15,8 +15,7 @@ from random_jobs import costs_for, programs
 
 from atlas.cost.table import FAIR, PRIVATE, TURNS, Costs, LinkCost, Trace, kind_costs, uniform_costs
 from atlas.ir.assemble import assemble
-from atlas.ir.ops import Kind, Op
-from atlas.ir.program import Layout, Program
+from atlas.ir.program import Kind, Layout, Op, Program
 from atlas.schedules.classic import gpipe
 from atlas.sim import Tables, lower, reference
 from atlas.sim.reference import Events

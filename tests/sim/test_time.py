@@ -15,8 +15,7 @@ from random_jobs import costs_for, programs
 from atlas.cost.table import FAIR, PRIVATE, TURNS, Costs, kind_costs, uniform_costs
 from atlas.errors import ProgramError
 from atlas.ir.assemble import repeated, with_optimizer
-from atlas.ir.ops import Kind
-from atlas.ir.program import Layout, Program
+from atlas.ir.program import Kind, Layout, Program
 from atlas.schedules.classic import gpipe, one_f_one_b
 from atlas.sim import Jitter, lower, reference, simulate
 from atlas.sim.reference import Events

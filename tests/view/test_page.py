@@ -13,7 +13,7 @@ from view_samples import job
 
 from atlas.cli import main
 from atlas.errors import AtlasError
-from atlas.ir.bubbles import bubbles
+from atlas.ir.analysis import bubbles
 from atlas.view.page import page_html, write_page
 
 CHROMIUM = next(

@@ -11,7 +11,7 @@ import pytest
 from view_samples import job
 
 from atlas.errors import AtlasError
-from atlas.ir.ops import Kind
+from atlas.ir.program import Kind
 from atlas.view import perfetto
 from atlas.view.perfetto import trace_bytes, write_trace
 

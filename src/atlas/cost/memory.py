@@ -23,8 +23,7 @@ from atlas.cost.cluster_arrays import GIB, ClusterArrays, Flags, Floats, Ints
 from atlas.cost.model_arrays import ModelArrays
 from atlas.cost.runtimes import RUNTIMES
 from atlas.errors import InfeasibleError
-from atlas.ir.ops import NUM_KINDS, Kind
-from atlas.ir.program import Memory, Program
+from atlas.ir.program import NUM_KINDS, Kind, Memory, Program
 from atlas.spec.job import Job
 
 KIB = 2**10

@@ -17,8 +17,7 @@ from atlas.cost.runtimes import RUNTIMES
 from atlas.cost.table import FAIR, PRIVATE, Costs, LinkCost, kind_costs
 from atlas.cost.wan import Links, build_links, to_ns
 from atlas.errors import SpecError
-from atlas.ir.ops import Kind
-from atlas.ir.program import Ints, Layout
+from atlas.ir.program import Ints, Kind, Layout
 from atlas.spec.job import Job
 
 Tcp = Literal["one", "many"]

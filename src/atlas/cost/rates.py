@@ -12,7 +12,7 @@ import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Floats
 from atlas.cost.runtimes import RUNTIMES
-from atlas.ir.dispatch import QUANTUM_NS
+from atlas.ir.program import QUANTUM_NS
 
 
 def share_of_node(tp: int, gpus_per_node: Any, net_bps: Any) -> Any:

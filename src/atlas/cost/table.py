@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.ir.ops import NUM_KINDS, Kind
-from atlas.ir.program import Ints
+from atlas.ir.program import NUM_KINDS, Ints, Kind
 
 MAX_NS = 10**13
 """Longer than this (2.8 hours) no single op may take: sums of many must stay within 64 bits."""

@@ -23,8 +23,7 @@ from atlas.cost.rates import WanRate, lan_bps, wan_rate
 from atlas.cost.runtimes import RUNTIMES
 from atlas.cost.table import FAIR, MAX_NS, PRIVATE, TURNS, LinkCost, Trace
 from atlas.errors import InfeasibleError
-from atlas.ir.dispatch import QUANTUM_NS
-from atlas.ir.program import Ints
+from atlas.ir.program import QUANTUM_NS, Ints
 from atlas.spec.cluster import DataCenter, Route
 from atlas.spec.job import Job
 from atlas.spec.trace import read_trace

@@ -10,9 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from atlas.errors import ProgramError
-from atlas.ir.dispatch import turn_key
-from atlas.ir.ops import Kind, Op
-from atlas.ir.program import Ints, Layout, Memory, Program
+from atlas.ir.program import Ints, Kind, Layout, Memory, Op, Program, turn_key
 
 
 def assemble(

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.errors import ProgramError
-from atlas.ir.ops import COLLECTIVES, Kind
-from atlas.ir.program import Memory, Program
+from atlas.ir.program import COLLECTIVES, Kind, Memory, Program
 
 
 def check(program: Program) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.ir.ops import Kind
-from atlas.ir.program import BACKWARD, FORWARD, Ints, Program
+from atlas.ir.program import BACKWARD, FORWARD, Ints, Kind, Program
 from atlas.ir.timeline import Timeline
 
 

@@ -4,25 +4,88 @@ It is stored as flat arrays, because a real job has half a million ops; `Program
 the readable view. It knows which worker does what, in which datacenter, and the turns on the WAN. It does not know how
 long anything takes (`cost`) or how bytes are sent (`sim`, `wan`).
 
+An op is written `3F17` (stage, kind, microbatch), like torch's pipelining actions. The dispatch rule, shared by
+simulator and runtime, is at the end.
+
 Index legend: c pipeline of the cell, s stage, m microbatch (over all iterations), w worker, i op, t transfer.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from atlas.errors import ProgramError
-from atlas.ir.ops import NUM_KINDS, Kind, Op
 
 Ints = NDArray[np.int64]
 
 FORWARD, BACKWARD = 0, 1
 """Directions of traffic. They never share a channel."""
+
+
+class Kind(IntEnum):
+    """The kinds of op. The engines' arrays hold the integer values."""
+
+    F = 0
+    """Forward of one microbatch through one stage."""
+    R = 1
+    """Recompute of the activations that the forward discarded."""
+    B = 2
+    """Backward in one piece: input gradient and weight gradient."""
+    I = 3  # noqa: E741 - the letter that the zero-bubble papers and torch use
+    """The part of the backward that the previous stage waits for: gradient of the stage's input."""
+    W = 4
+    """The part of the backward that no other worker waits for: gradient of the weights."""
+    SYNC = 5
+    """All-reduce of the stage's gradients over every pipeline."""
+    NORM = 6
+    """Global gradient norm over all workers."""
+    STEP = 7
+    """Optimizer step."""
+    P = 8
+    """A slice of prefill in a bubble."""
+
+
+NUM_KINDS = len(Kind)
+
+BACKWARDS = (Kind.B, Kind.I)
+"""The kinds that send a gradient to the previous stage."""
+PER_MICROBATCH = (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W)
+COLLECTIVES = (Kind.SYNC, Kind.NORM)
+USEFUL = (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.STEP, Kind.P)
+"""The kinds that keep the accelerator busy; the others wait for a network."""
+
+_TEXT = re.compile(r"(\d+)(SEND_F|SEND_B|RECV_F|RECV_B|SYNC|NORM|STEP|F|R|B|I|W|P)(\d*)")
+
+
+class Op(NamedTuple):
+    """One op of one worker. For SYNC, NORM and STEP `microbatch` is the number of the iteration."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.name}{self.microbatch}"
+
+
+def parse_action(text: str) -> tuple[int, str, int]:
+    """`3F17` -> (3, "F", 17). A missing microbatch is 0, as torch writes REDUCE_GRAD."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise ProgramError(
+            f"{text!r} is not an op: write stage, kind, microbatch, such as 3F17 or 0SEND_F2; "
+            f"kinds are {', '.join(k.name for k in Kind)}, SEND_F, RECV_F, SEND_B, RECV_B"
+        )
+    stage, kind, microbatch = match.groups()
+    return int(stage), kind, int(microbatch or 0)
 
 
 @dataclass(frozen=True)
@@ -229,3 +292,30 @@ class Layout:
     @property
     def num_ranks(self) -> int:
         return len(self.rank_dc)
+
+
+# ---- the dispatch rule ---------------------------------------------------------------------------------------------
+# A worker or a WAN queue takes the smallest key first and is never idle while something is ready. Simulator and runtime
+# share only these functions of integers: the compiled engine compiles them; the others call them.
+def turn_key(microbatch: int, pipeline: int, num_pipelines: int) -> int:
+    """A transfer's turn on the WAN of its DP-cell: oldest microbatch first, pipelines in order within it.
+
+    Serving one whole pipeline first would be worse than not sharing: the other pipelines' stages on the other side of
+    the WAN would start a whole iteration late.
+    """
+    return microbatch * num_pipelines + pipeline
+
+
+def before(turn: int, sequence: int) -> tuple[int, int]:
+    """The order in which a link serves what is ready: smallest turn first; equal turns first come, first served."""
+    return (turn, sequence)
+
+
+QUANTUM_NS = 5_000_000
+"""A link that serves turns switches only at chunk boundaries, and a chunk takes at most this long. With longer chunks a
+late urgent turn waits behind an early one; with shorter ones the cost per chunk grows."""
+
+
+def chunk_bytes(rate_bps: float, smallest: int, largest: int) -> int:
+    """How many bytes a link of this rate carries in one quantum, within bounds of the transport."""
+    return max(smallest, min(largest, int(rate_bps * QUANTUM_NS / 8e9)))

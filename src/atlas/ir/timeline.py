@@ -14,8 +14,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.ir.ops import USEFUL, Kind
-from atlas.ir.program import FORWARD, Ints, Program
+from atlas.ir.program import FORWARD, USEFUL, Ints, Kind, Program
 
 
 @dataclass(frozen=True, eq=False)

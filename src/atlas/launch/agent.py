@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.ir.parse import from_text
+from atlas.ir.text import from_text
 from atlas.launch.checkpoint_exchange import CheckpointExchange
 from atlas.launch.control_channel import Message
 from atlas.launch.preflight import devices_for, layers_of, require_room

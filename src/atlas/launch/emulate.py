@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.cost.table import Costs
-from atlas.ir.ops import Kind
-from atlas.ir.program import Program
+from atlas.ir.program import Kind, Program
 from atlas.ir.text import to_text
 from atlas.ir.timeline import Timeline
 from atlas.launch.paths import NodePaths, paths_of

@@ -15,8 +15,7 @@ import numpy as np
 
 from atlas.cost.table import Costs
 from atlas.ir.assemble import assemble, repeated
-from atlas.ir.ops import Kind, Op
-from atlas.ir.program import Ints, Layout, Program
+from atlas.ir.program import Ints, Kind, Layout, Op, Program
 from atlas.ir.timeline import Timeline
 from atlas.wan.transport.stream_slot import Faults
 

@@ -20,9 +20,8 @@ from atlas.cost.memory import memory_rule, peak_memory
 from atlas.cost.price import can_share, layout, price, sync_s
 from atlas.cost.table import Costs
 from atlas.errors import InfeasibleError
-from atlas.ir.critical_path import critical_path, path_totals_ns
-from atlas.ir.ops import Kind
-from atlas.ir.program import Layout, Program
+from atlas.ir.analysis import critical_path, path_totals_ns
+from atlas.ir.program import Kind, Layout, Program
 from atlas.ir.timeline import Timeline
 from atlas.planner.candidate import Candidate
 from atlas.planner.meet import meeting_s, meeting_usd, started_s

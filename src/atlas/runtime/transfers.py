@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from atlas.errors import WorkerError
-from atlas.ir.ops import BACKWARDS, Kind, Op
-from atlas.ir.program import BACKWARD, FORWARD
+from atlas.ir.program import BACKWARD, BACKWARDS, FORWARD, Kind, Op
 from atlas.runtime.device import Device, PendingUpload
 from atlas.runtime.links import WorkerLinks
 from atlas.runtime.record import PendingSend, StepRecord

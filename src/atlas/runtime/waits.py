@@ -16,8 +16,7 @@ from importlib.metadata import entry_points
 from typing import Protocol, TypeVar
 
 from atlas.errors import AtlasError
-from atlas.ir.ops import Op
-from atlas.ir.program import Ints, Program
+from atlas.ir.program import Ints, Op, Program
 from atlas.runtime.assignment import FillerChoice, Json
 from atlas.runtime.device import Device, Running, Span
 from atlas.wan.transport.base import Handle

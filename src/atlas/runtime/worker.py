@@ -15,9 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from atlas.errors import ProgramError
-from atlas.ir.ops import BACKWARDS, NUM_KINDS, PER_MICROBATCH, Kind, Op
-from atlas.ir.parse import from_text
-from atlas.ir.program import BACKWARD, FORWARD
+from atlas.ir.program import BACKWARD, BACKWARDS, FORWARD, NUM_KINDS, PER_MICROBATCH, Kind, Op
+from atlas.ir.text import from_text
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import SaveId
 from atlas.runtime.device import Device, Span

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from atlas.cost.table import FAIR, Costs, LinkCost
-from atlas.ir.ops import Kind
-from atlas.ir.program import BACKWARD, FORWARD, Memory
+from atlas.ir.program import BACKWARD, FORWARD, Kind, Memory
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from atlas.errors import ProgramError
 from atlas.ir.assemble import assemble
-from atlas.ir.ops import Kind, Op
-from atlas.ir.program import Layout, Memory, Program
+from atlas.ir.program import Kind, Layout, Memory, Op, Program
 
 
 def gpipe(layout: Layout, *, recompute: bool = False) -> Program:

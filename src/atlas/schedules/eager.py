@@ -16,8 +16,7 @@ import numpy as np
 
 from atlas.cost.table import FAIR, Costs
 from atlas.ir.assemble import assemble
-from atlas.ir.ops import Kind, Op
-from atlas.ir.program import BACKWARD, FORWARD, Ints, Layout, Memory, Program
+from atlas.ir.program import BACKWARD, FORWARD, Ints, Kind, Layout, Memory, Op, Program
 from atlas.schedules.classic import with_recompute
 from atlas.schedules.grid import slow_boundaries
 from atlas.schedules.setting import Progress, Setting

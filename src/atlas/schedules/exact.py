@@ -17,8 +17,7 @@ import numpy as np
 
 from atlas.cost.table import FAIR, Costs
 from atlas.errors import AtlasError, MissingExtraError
-from atlas.ir.ops import Kind
-from atlas.ir.program import Layout
+from atlas.ir.program import Kind, Layout
 
 
 @dataclass(frozen=True)

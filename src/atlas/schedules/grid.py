@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.cost.table import FAIR, PRIVATE, TURNS, Costs, LinkCost
-from atlas.ir.ops import Kind
-from atlas.ir.program import Ints, Layout
+from atlas.ir.program import Ints, Kind, Layout
 from atlas.schedules.setting import Setting
 
 Flags = NDArray[np.bool_]

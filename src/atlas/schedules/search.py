@@ -19,8 +19,7 @@ import numpy as np
 from atlas.cost.table import TURNS, Costs
 from atlas.errors import ProgramError
 from atlas.ir.assemble import default_turns
-from atlas.ir.ops import Kind
-from atlas.ir.program import Ints, Program
+from atlas.ir.program import Ints, Kind, Program
 from atlas.schedules.bound import lower_bound
 from atlas.schedules.grid import prices, references
 from atlas.schedules.setting import Progress, Setting

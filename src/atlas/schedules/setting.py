@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from atlas.cost.table import Costs
-from atlas.ir.ops import Kind
-from atlas.ir.program import Ints, Layout, Memory, Program
+from atlas.ir.program import Ints, Kind, Layout, Memory, Program
 
 Progress = Callable[[int, int], None]
 """Called by a search with (tries done, tries allowed)."""

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.ir.assemble import default_turns
-from atlas.ir.ops import Kind
-from atlas.ir.program import Ints, Layout, Memory, Program
+from atlas.ir.program import Ints, Kind, Layout, Memory, Program
 from atlas.schedules.setting import Progress, Setting
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from atlas.cost.table import Costs
-from atlas.ir.ops import PER_MICROBATCH
-from atlas.ir.program import Ints, Program
+from atlas.ir.program import PER_MICROBATCH, Ints, Program
 from atlas.ir.timeline import Timeline
 from atlas.sim.simulate import simulate
 

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from atlas.cost.table import MAX_NS, PRIVATE, Costs, Trace
 from atlas.errors import ProgramError
-from atlas.ir.ops import Kind
-from atlas.ir.program import Ints, Program
+from atlas.ir.program import Ints, Kind, Program
 
 NONE = -1
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 
 from atlas.cost.table import FAIR, PRIVATE
-from atlas.ir.dispatch import before
-from atlas.ir.program import Ints
+from atlas.ir.program import Ints, before
 from atlas.sim.future import DELIVERED, LINK, push
 from atlas.sim.jit import inlined, njit
 from atlas.sim.lower import NONE

@@ -19,8 +19,7 @@ import numpy as np
 from atlas.cost.table import Costs
 from atlas.errors import ProgramError
 from atlas.ir.assemble import assemble
-from atlas.ir.ops import Kind, Op
-from atlas.ir.program import Ints, Layout, Memory, Program
+from atlas.ir.program import Ints, Kind, Layout, Memory, Op, Program
 from atlas.sim import cell
 from atlas.sim.cell import SLOT_B, SLOT_F, SLOT_R, SLOT_W, play_cell
 from atlas.sim.lower import NONE, network_tables

@@ -10,7 +10,7 @@ from collections import deque
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from atlas.ir.dispatch import before
+from atlas.ir.program import before
 from atlas.sim.lower import NONE
 
 if TYPE_CHECKING:

@@ -20,10 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.errors import AtlasError
-from atlas.ir.analysis import summary
-from atlas.ir.bubbles import bubbles
-from atlas.ir.critical_path import critical_path
-from atlas.ir.ops import COLLECTIVES, Kind
+from atlas.ir.analysis import bubbles, critical_path, summary
+from atlas.ir.program import COLLECTIVES, Kind
 from atlas.ir.replace import write_whole
 from atlas.ir.timeline import Timeline
 from atlas.view.tracks import SEND, STYLES, WAIT, RowGroup, groups

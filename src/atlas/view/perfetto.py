@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.ir.ops import Kind
-from atlas.ir.program import FORWARD
+from atlas.ir.program import FORWARD, Kind
 from atlas.ir.replace import write_whole
 from atlas.ir.timeline import Timeline
 from atlas.view.tracks import RowGroup, groups

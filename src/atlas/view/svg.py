@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.errors import AtlasError, MissingExtraError
-from atlas.ir.bubbles import Bubbles, bubbles
-from atlas.ir.ops import USEFUL
+from atlas.ir.analysis import Bubbles, bubbles
+from atlas.ir.program import USEFUL
 from atlas.ir.replace import write_whole
 from atlas.ir.timeline import Timeline
 from atlas.view.chart import FONT, SOFT, text

@@ -12,10 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from atlas.ir.analysis import wan_links
-from atlas.ir.bubbles import Cause, running_end
-from atlas.ir.ops import Kind
-from atlas.ir.program import Ints
+from atlas.ir.analysis import Cause, running_end, wan_links
+from atlas.ir.program import Ints, Kind
 from atlas.ir.timeline import Timeline, computed_once
 
 

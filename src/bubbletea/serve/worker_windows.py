@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from atlas.cost.table import Costs
-from atlas.ir.ops import USEFUL
-from atlas.ir.program import Program
+from atlas.ir.program import USEFUL, Program
 from atlas.ir.timeline import Timeline
 from atlas.sim import simulate
 from bubbletea.costs import LayerTime

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.evaluate.result import Result
-from atlas.ir.ops import USEFUL
-from atlas.ir.program import Ints
+from atlas.ir.program import USEFUL, Ints
 from atlas.ir.timeline import Timeline
 from atlas.sim import Jitter, lower
 from atlas.sim.lower import Tables, noisy

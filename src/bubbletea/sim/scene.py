@@ -16,7 +16,7 @@ from atlas.cost.memory import peak_memory
 from atlas.cost.rates import share_of_node
 from atlas.evaluate.job import Progress, evaluate
 from atlas.evaluate.result import Result
-from atlas.ir.ops import USEFUL
+from atlas.ir.program import USEFUL
 from atlas.spec.job import Job
 from atlas.spec.model import Model
 from atlas.spec.plan import load_job_or_plan

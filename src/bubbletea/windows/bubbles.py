@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from atlas.errors import AtlasError
-from atlas.ir.ops import USEFUL
-from atlas.ir.program import Ints
+from atlas.ir.program import USEFUL, Ints
 from atlas.ir.timeline import Timeline
 from bubbletea.windows.learn import Learner
 

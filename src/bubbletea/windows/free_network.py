@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from atlas.cost.arrange import Arrangement
 from atlas.cost.rates import worker_bps
-from atlas.ir.ops import Kind
-from atlas.ir.program import FORWARD, Ints
+from atlas.ir.program import FORWARD, Ints, Kind
 from atlas.ir.timeline import Timeline
 from atlas.spec.job import Job
 from bubbletea.windows.bubbles import span

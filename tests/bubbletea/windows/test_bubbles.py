@@ -10,7 +10,7 @@ import pytest
 from atlas.errors import AtlasError
 from atlas.evaluate.job import evaluate
 from atlas.evaluate.result import Result
-from atlas.ir.bubbles import bubbles
+from atlas.ir.analysis import bubbles
 from atlas.ir.timeline import Timeline
 from atlas.spec import load_job
 from bubbletea.windows.bubbles import SWITCH_NS, Forecast, pattern_of

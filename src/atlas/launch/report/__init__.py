@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atlas.ir.journal import AppendedLines, Journal
+from atlas.ir.store import AppendedLines, Journal
 from atlas.ir.timeline import Timeline
 from atlas.launch.report.events import StepEvent
 from atlas.launch.report.metrics import MetricsServer, TrainingMetrics

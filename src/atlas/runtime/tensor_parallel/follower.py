@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import torch
 
-from atlas.ir.parse import from_text
+from atlas.ir.text import from_text
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.hardware import make_device
 from atlas.runtime.messages import MessageWriter, error_message

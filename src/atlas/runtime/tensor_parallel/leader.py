@@ -18,7 +18,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TextIO, TypeVar
 from torch import Tensor
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.ir.parse import from_text
+from atlas.ir.text import from_text
 from atlas.lifetime import describe_exit, end_with_parent
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.stage import Stage

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from torch import Tensor
 
-from atlas.ir.ops import Kind
+from atlas.ir.program import Kind
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import LayerState, states_of
 from atlas.runtime.models.decoder import layer_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from atlas.ir.dispatch import QUANTUM_NS
+from atlas.ir.program import QUANTUM_NS
 
 FIRST_BYTES, MAX_BYTES = 128 * 1024, 1 << 30
 """The limit before anything is known, and at most."""

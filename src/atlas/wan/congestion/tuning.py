@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from atlas.ir.dispatch import chunk_bytes
+from atlas.ir.program import chunk_bytes
 
 NEAR_RTT_S = 0.002
 """With a shorter round trip, the peer is in the same datacenter: nothing is paced, and chunks are long."""

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from atlas.errors import WorkerError
-from atlas.ir.dispatch import before
+from atlas.ir.program import before
 from atlas.wan.congestion.inflight_limit import InflightLimit
 from atlas.wan.congestion.tuning import LEAST_CHUNK_BYTES
 from atlas.wan.transport.base import Handle, Tag, guarded
