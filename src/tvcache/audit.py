@@ -33,12 +33,12 @@ class Check:
     body: bytes
     history: History
     length: int
-    """Of the history when the call hit."""
+    """Length of the history when the call hit."""
     make: Make
 
 
 Report = Callable[[Ask, Tool, Effect, str], None]
-"""Told of every difference: the call, the tool to blame, what it should have been declared, and why."""
+"""Called for every difference: the call, the responsible tool, its correct declaration, and the reason."""
 
 
 class Audit:
@@ -98,7 +98,7 @@ class Audit:
             place.environment.close()
 
     def compare(self, ask: Ask, tool: Tool, body: bytes, environment: Environment) -> None:
-        """Execute the call in an environment that is in its state."""
+        """Execute the call in an environment in the same state, and compare."""
         marked = tool.effect == "reads" and isinstance(environment, Fingerprinted)
         before = environment.fingerprint() if marked and isinstance(environment, Fingerprinted) else ""
         try:
@@ -112,7 +112,7 @@ class Audit:
             self._report(ask, tool, "volatile", "executed again, it gave another output")
 
     def _blame(self, check: Check, index: int) -> None:
-        """A mutating call of the history gave another output when it was replayed."""
+        """Report a mutating call of the history that returned another output on replay."""
         history, call = check.history, check.history.calls[index]
         self._counters.add(audits=1)
         tool = self._rebuilder.tools.get(call.name, Tool(call.name))

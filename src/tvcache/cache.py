@@ -48,13 +48,13 @@ class Cache:
         for tool in tools:
             self.declare(tool)
         self.found_mutating: set[str] = set()
-        """Tools declared `reads` that the audit saw changing the state."""
+        """Tools declared `reads` that changed the state in an audit."""
         self._told: set[str] = set()
         self.rebuilder = Rebuilder(self.snapshots, self._tools, self.counters)
         self.audit = Audit(audit, self.rebuilder, self.counters, self.differs, seed)
 
     def declare(self, tool: Tool) -> None:
-        """What a tool does. Declaring it again with another version begins new keys."""
+        """Declare a tool. Another version gives new keys."""
         self._tools[tool.name] = tool
 
     def knows(self, name: str) -> bool:
@@ -66,8 +66,8 @@ class Cache:
     def rollout(
         self, task: Task | str, make: Make | None = None, *, environment: Environment | None = None, image: str = ""
     ) -> Rollout:
-        """`make` gives a new environment in the task's first state. Or `environment`: one that is used as it is, and
-        never copied. `image`: the digest of what the task starts from."""
+        """`make` returns a new environment in the task's initial state. Alternatively `environment`: used directly and
+        never copied. `image`: the digest of the initial environment."""
         if (make is None) == (environment is None):
             raise TvcacheError("a rollout takes either `make` or `environment`: give one of them")
         return Rollout(self, Task(task, image) if isinstance(task, str) else task, make, environment)

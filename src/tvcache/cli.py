@@ -1,5 +1,5 @@
-"""The `tvcache` command. Knows the names of its commands; each is a module with `configure(parser)` and `run(args)`,
-loaded only when it is the one that runs.
+"""The `tvcache` command. It lists the commands; each is a module with `configure(parser)` and `run(args)`,
+imported only when it runs.
 
 Exit codes: 0 done; 1 a bug of ours, with its traceback; 2 something the user can fix, in one message; 130 interrupted.
 """
@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 class TvcacheParser(argparse.ArgumentParser):
-    """Says what is wrong in one message, and names the nearest thing that would be right."""
+    """Reports an error in one message, with the nearest valid name."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
@@ -39,7 +39,7 @@ class TvcacheParser(argparse.ArgumentParser):
 
 
 def top_parser() -> TvcacheParser:
-    """What `tvcache --help` shows."""
+    """The parser of `tvcache --help`."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
     parser = TvcacheParser(

@@ -1,6 +1,6 @@
 """A store behind a server. Without the server rollouts run as without a cache: nothing here raises because of it.
 
-It says so once, and tries again now and then. Leases of calls that take long are renewed in the background.
+It logs an outage once and retries from time to time. Leases of calls that take long are renewed in the background.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tvcache.values import Value
 LOG = logging.getLogger("tvcache")
 TIMEOUT_S = 10.0
 RETRY_S = (0.1, 5.0)
-"""Between attempts at a server that does not answer: the first, and the longest."""
+"""First and longest delay between attempts to reach the server."""
 UNREACHABLE = (OSError, http.client.HTTPException, ValueError)
 
 
@@ -29,12 +29,12 @@ class Client:
     def __init__(self, url: str, token: str = "", certificates: Certificates | None = None) -> None:
         self.endpoint = HttpEndpoint(url, token, certificates)
         self.acknowledged = 0
-        """Values that the server said are in its log."""
+        """Values that the server has acknowledged."""
         self._lock = threading.Lock()
         self._down_until_s, self._retry_s, self._told = 0.0, RETRY_S[0], False
         self._refusals: set[str] = set()
         self._leases: dict[int, float] = {}
-        """Number to the moment it was given."""
+        """Time at which each lease was granted, by number."""
         self._lease_s = 10.0
         self._renewer: threading.Thread | None = None
         self._closing = threading.Event()
@@ -99,7 +99,7 @@ class Client:
         self.endpoint.close()
 
     def _post(self, path: str, sent: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
-        """The answer; None: there is no server, or it refuses."""
+        """The response; None if the server is unreachable or refuses."""
         if time.monotonic() < self._down_until_s:
             return None
         try:

@@ -1,4 +1,4 @@
-"""What a cache counts about itself. Seconds saved are those that the tool took when the value was made."""
+"""The counters of a cache. Seconds saved are the tool's time when the value was made."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Counters:
     executed_s: float = 0.0
     replayed_s: float = 0.0
     differences: Counter[str] = field(default_factory=Counter)
-    """By tool: executed again, it gave something else, or changed the state although declared `reads`."""
+    """By tool: another output when executed again, or a changed state although declared `reads`."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, **amounts: float) -> None:

@@ -1,6 +1,6 @@
 """A server's address, and requests to it: connections are kept; HTTPS with the user's certificates.
 
-Standard library only. Knows no cache.
+Uses only the standard library; independent of the cache.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from urllib.parse import urlsplit
 from tvcache.errors import TvcacheError
 
 WRONG_NAME = (62, 64)
-"""OpenSSL's codes: the certificate is good, but of another host or another address."""
+"""OpenSSL's codes for a valid certificate of another host name or address."""
 
 
 @dataclass(frozen=True)
 class Certificates:
-    """PEM files: `ca` to check the other side with, `cert` and `key` to show it."""
+    """PEM files: `ca` to verify the peer, `cert` and `key` to authenticate to it."""
 
     ca: Path | None = None
     cert: Path | None = None
@@ -57,7 +57,7 @@ class HttpEndpoint:
         self._certificates = certificates or Certificates()
         self._context = self._certificates.client_context() if self.tls else None
         self._nameless = False
-        """The server's certificate has no host name to check, only an authority that the user named."""
+        """The server's certificate has no host name; only its authority, given by the user, is checked."""
         self._headers = {"content-type": "application/json"}
         if token:
             self._headers["authorization"] = f"Bearer {token}"
@@ -72,7 +72,7 @@ class HttpEndpoint:
     def request(
         self, method: str, path: str, body: bytes | None, timeout_s: float
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        """Once more on a new connection if a kept one turns out to be closed: requests may be repeated safely."""
+        """Send a request; retried on a new connection if a kept one is closed, since requests are idempotent."""
         with self._lock:
             kept = self._idle.pop() if self._idle else None
         if kept is not None:
@@ -85,7 +85,7 @@ class HttpEndpoint:
         return self._exchange(self._open(timeout_s), method, path, body, timeout_s)
 
     def close(self) -> None:
-        """Every connection that is not in use, and the others when their requests end."""
+        """Close idle connections now, and the others when their requests end."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -149,7 +149,7 @@ def _host_names(connected: socket.socket) -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Whether the address is reachable only from this machine."""
     if host == "localhost":
         return True
     try:

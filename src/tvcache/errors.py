@@ -12,7 +12,7 @@ from __future__ import annotations
 
 
 class TvcacheError(Exception):
-    """The message says what was given, the rule, and what to change."""
+    """The message gives the value, the rule and the change to make."""
 
 
 class ArgumentsError(TvcacheError):
@@ -20,7 +20,7 @@ class ArgumentsError(TvcacheError):
 
 
 class TrajectoryError(TvcacheError):
-    """A file of trajectories says something impossible."""
+    """A file of trajectories is invalid."""
 
 
 class LogError(TvcacheError):

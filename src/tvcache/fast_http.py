@@ -20,7 +20,7 @@ VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 NOT_HERE = {b"transfer-encoding", b"expect", b"upgrade", b"te", b"trailer"}
 Headers = Mapping[bytes, bytes]
 Answer = Callable[[str, Headers, bytes], bytes | None]
-"""(path, headers, body) to the JSON of a 200, or None: this one goes to h11."""
+"""(path, headers, body) to the JSON of a 200, or None to use h11."""
 
 
 def protocol(answer: Answer, paths: Collection[str]) -> type[H11Protocol]:
@@ -29,7 +29,7 @@ def protocol(answer: Answer, paths: Collection[str]) -> type[H11Protocol]:
 
     class FastProtocol(H11Protocol):
         _held = b""
-        """The beginning of a request that is not complete yet."""
+        """The bytes of an incomplete request."""
 
         def data_received(self, data: bytes) -> None:
             if self._held or self._idle():
@@ -47,12 +47,12 @@ def protocol(answer: Answer, paths: Collection[str]) -> type[H11Protocol]:
                 super().data_received(data)
 
         def _idle(self) -> bool:
-            """Between two requests: h11 has seen nothing of the next one."""
+            """Between two requests: h11 has received nothing of the next one."""
             states = (self.conn.our_state, self.conn.their_state)
             return states == (h11.IDLE, h11.IDLE) and not self.conn.trailing_data[0]
 
         def _answered(self, data: bytes) -> bytes | None:
-            """The response; empty: more has to come; None: not for this way."""
+            """The response; empty if the request is incomplete; None to use h11."""
             if not data.startswith(BEGIN) or len(data) > MAX_BYTES:
                 return None
             head, complete, body = data.partition(b"\r\n\r\n")

@@ -1,5 +1,5 @@
-"""The mutating calls of one rollout, in order, with the state after each. Only ever grows: who remembers a length of it
-remembers a state. Knows no environments."""
+"""The mutating calls of one rollout, in order, with the state after each. It only grows, so a length
+identifies a state. It does not know environments."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The key of a tool call: task, then every mutating call so far, then this call. Lookup, store and replay use `key`.
 
-A state is the SHA-256 of the task and the mutating calls, chained: one more call costs one hash, however long the
-history is. Knows nothing of tools, values or environments.
+A state is the SHA-256 of the task and the mutating calls, chained: one more call costs one hash, for any length of
+the history. It does not know tools, values or environments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True)
 class Task:
-    """What a tree belongs to. Two tasks with one name and different images are two tasks."""
+    """The task of a tree. Equal names with different images are different tasks."""
 
     name: str
     image: str = ""
@@ -30,12 +30,12 @@ class Task:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call as the key sees it."""
+    """One call, as part of a key."""
 
     name: str
     arguments: Any
     version: str = ""
-    """Of the tool. A tool that changes its behaviour changes its version."""
+    """Version of the tool: change it when the tool's behaviour changes."""
     image: str = ""
     """Digest of the environment's image."""
     kind: str = "call"
@@ -56,7 +56,7 @@ class ToolCall:
 
     @classmethod
     def from_json(cls, found: Any) -> ToolCall:
-        """Of what `as_json` gave; raises ArgumentsError for anything else."""
+        """Inverse of `as_json`; raises ArgumentsError for anything else."""
         texts = ("image", "kind", "name", "version")
         if not isinstance(found, dict) or set(found) != {"arguments", *texts}:
             raise ArgumentsError("a call is an object with arguments, image, kind, name and version, and nothing else")
@@ -112,7 +112,7 @@ def require_json(value: Any, depth: int = 0) -> None:
 
 
 def parse(text: str | bytes) -> Any:
-    """JSON text, strictly: no NaN, no key twice in an object, no bottomless nesting."""
+    """Parse JSON strictly: no NaN, no duplicate keys, bounded nesting."""
     try:
         found = _DECODER.decode(text if isinstance(text, str) else text.decode())
     except RecursionError:

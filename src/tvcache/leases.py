@@ -1,6 +1,6 @@
-"""Who executes a call that several callers want at once. Leases with a time limit: a caller that dies blocks nobody.
+"""Decides which of several concurrent callers executes a call. Leases expire, so a dead caller blocks nothing.
 
-Pure bookkeeping with a clock that is passed in; who waits, and how, is the store's or the server's part.
+Bookkeeping only, with a given clock; the store or the server does the waiting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class CallLeases:
     """At most one unexpired lease for a key."""
 
     def __init__(self, limit_s: float, first: int = 1) -> None:
-        """`first`: the first number of a lease. A server begins at random: leases of its last life mean nothing now."""
+        """`first`: the first number of a lease. A server starts at a random one, so old leases are invalid."""
         self.limit_s = limit_s
         self._by_key: dict[bytes, CallLease] = {}
         self._by_lease: dict[int, bytes] = {}
@@ -29,7 +29,7 @@ class CallLeases:
         return len(self._by_key)
 
     def ask(self, key: bytes, now_s: float) -> CallLease | float:
-        """A new flight, which is the asker's to carry out; or the moment at which the present one expires."""
+        """A new lease for the caller; or the time at which the current one expires."""
         found = self._by_key.get(key)
         if found is not None:
             if now_s < found.until_s:
@@ -41,7 +41,7 @@ class CallLeases:
         return flight
 
     def renew(self, lease: int, now_s: float) -> bool:
-        """False: the lease has ended, and somebody else may be executing the call."""
+        """False: the lease has ended, and another caller may be executing the call."""
         key = self._by_lease.get(lease)
         if key is None:
             return False
@@ -54,6 +54,6 @@ class CallLeases:
             del self._by_key[key]
 
     def expire(self, now_s: float) -> None:
-        """Forget the leases of callers that died."""
+        """Remove expired leases."""
         for flight in [flight for flight in self._by_key.values() if flight.until_s <= now_s]:
             self.end(flight.lease)

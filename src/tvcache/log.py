@@ -6,8 +6,8 @@
     1a2b3c4d {"hits":{key:count}}                                        hits since the last such line
     1a2b3c4d {"peer":..,"log":..,"after":..}                             how far another site's log was read
 
-A record is in the file before anyone is told so. A file that was cut in the middle of a record is repaired when it is
-opened: the rest of a record that nobody was told of goes. Knows no HTTP and executes nothing.
+A record is written before it is acknowledged. A file that ends in the middle of a record is repaired when it is opened:
+the incomplete record, which was never acknowledged, is removed. This module does not use HTTP and executes nothing.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ LOG = logging.getLogger("tvcache")
 FORMAT = 1
 BLOCK = 4 << 20
 HEADER = b"00000000 "
-"""As long as every record's checksum and the space after it."""
+"""Placeholder of a record's checksum and the space after it."""
 
 
 class LogStore:
-    """Not for several threads at once: the server calls it from its event loop."""
+    """Not thread-safe: the server uses it from its event loop."""
 
     def __init__(self, path: Path, *, fsync: bool = False, read_only: bool = False) -> None:
         self.path, self._fsync, self._read_only = path, fsync, read_only
@@ -52,7 +52,7 @@ class LogStore:
         self.cursors: dict[str, tuple[str, int]] = {}
         """By another site's address: its log's id, and how far it was read."""
         self._gone: set[str] = set()
-        """Ids of dropped values: they do not come back from another site."""
+        """Ids of dropped values: they are not adopted again from another site."""
         try:
             if not read_only:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ class LogStore:
         return key in self._where
 
     def get(self, key: bytes) -> Value | None:
-        """Counts a hit."""
+        """The value of a key; counts a hit."""
         where = self._where.get(key)
         if where is None:
             return None
@@ -85,7 +85,7 @@ class LogStore:
         return Value(found["body"].encode(), found["seconds"])
 
     def put(self, ask: Ask, value: Value) -> Value:
-        """Store a value unless there is one; what is stored now. OSError: the file takes no more, nothing changed."""
+        """Store a value unless there is one; what is stored now. OSError: the disk is full, nothing changed."""
         where = self._where.get(ask.key)
         if where is not None:
             found = self._read(*where)
@@ -107,7 +107,7 @@ class LogStore:
         return value
 
     def drop(self, state: bytes, tool: str, why: str) -> int:
-        """Forget every value in this state and after it; how many."""
+        """Remove every value of this state and later ones; their number."""
         waiting, keys = [state], []
         while waiting:
             for child in self._children.get(waiting.pop(), ()):
@@ -119,7 +119,7 @@ class LogStore:
         return len(keys)
 
     def adopt(self, record: dict[str, Any]) -> bool:
-        """A record of another site's log; whether it was new here. Values never change, so any order will do."""
+        """Adopt a record of another site's log; whether it was new. Values never change, so order does not matter."""
         if "drop" in record:
             return self._adopt_drop(record)
         if "body" not in record:
@@ -149,12 +149,12 @@ class LogStore:
             yield self._read(*where), self.hits[key] + self._fresh_hits[key]
 
     def remember(self, peer: str, log_id: str, after: int) -> None:
-        """How far another site's log was read. What was adopted lies before this record."""
+        """Record how far another site's log was read. Adopted values precede this record."""
         self.cursors[peer] = (log_id, after)
         self._append({"peer": peer, "log": log_id, "after": after})
 
     def flush(self) -> None:
-        """Write the counts of hits. They are figures, not values: the last seconds of them may be lost."""
+        """Write the hit counts. The last seconds of them may be lost."""
         if self._fresh_hits:
             self._append({"hits": {key.hex(): count for key, count in self._fresh_hits.items()}})
             self.hits.update(self._fresh_hits)
@@ -182,7 +182,7 @@ class LogStore:
             if self._fsync:
                 os.fsync(self._file)
         except OSError:
-            os.ftruncate(self._file, begin)  # half a record is none
+            os.ftruncate(self._file, begin)  # ignore an incomplete record
             raise
         self.end = begin + len(line)
         return begin, len(line)
@@ -206,7 +206,7 @@ class LogStore:
         return True
 
     def _dropped(self, record: dict[str, Any]) -> list[bytes]:
-        """The keys of a drop under which the value that it means is still stored."""
+        """The keys of a drop record whose value is still stored."""
         pairs = zip(record["drop"], map(bytes.fromhex, record["keys"]), strict=True)
         return [key for name, key in pairs if key in self and self._read(*self._where[key])["id"] == name]
 
@@ -231,7 +231,7 @@ class LogStore:
             ) from None
 
     def _load(self) -> tuple[str, int]:
-        """Read the file, or begin it; its id, and where it ends."""
+        """Read or create the file; its id and its end."""
         size = os.fstat(self._file).st_size
         end, log_id = 0, ""
         for offset, line in lines(self._file, size):
@@ -240,7 +240,7 @@ class LogStore:
                 log_id = str(record.get("log", "")) if record.get("tvcache") == FORMAT else ""
             if not log_id:
                 if not line.endswith(b"\n"):
-                    break  # cut in the first line: there is nothing in it
+                    break  # truncated in the first line: the file is empty
                 raise LogError(f"{self.path} is not a log of tvcache. Choose another place with --log")
             if record is None:
                 if line.endswith(b"\n"):
@@ -280,7 +280,7 @@ def framed(record: dict[str, Any]) -> bytes:
 
 
 def unframed(line: bytes) -> dict[str, Any] | None:
-    """None: this is not a whole record."""
+    """The record of a line; None if it is incomplete."""
     data = line[len(HEADER) : -1]
     if not line.endswith(b"\n") or line[: len(HEADER)] != b"%08x " % zlib.crc32(data):
         return None
@@ -292,7 +292,7 @@ def unframed(line: bytes) -> dict[str, Any] | None:
 
 
 def lines(file: int, size: int) -> Iterator[tuple[int, bytes]]:
-    """(offset, line with its end), the last one perhaps without."""
+    """(offset, line with its newline); the last line may have none."""
     offset, rest, at = 0, b"", 0
     while at < size:
         block = os.pread(file, min(BLOCK, size - at), at)
@@ -307,7 +307,7 @@ def lines(file: int, size: int) -> Iterator[tuple[int, bytes]]:
 
 
 def checked(record: dict[str, Any]) -> tuple[Ask, Value]:
-    """A value's record that came from elsewhere; ArgumentsError if its key is not the key of what it says."""
+    """Check a value's record from another site; ArgumentsError if its key does not match its content."""
     try:
         name, image = record["task"]
         call, state = ToolCall.from_json(record["call"]), bytes.fromhex(record["state"])

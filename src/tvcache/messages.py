@@ -1,4 +1,4 @@
-"""What client and server say to each other, in JSON: both sides make and read it here, so that they cannot disagree."""
+"""The JSON messages of client and server. Both sides encode and decode them here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tvcache.stores import Ask
 from tvcache.values import Value, require_body
 
 MAX_WAIT_S = 20.0
-"""For which the server holds a request open."""
+"""Seconds for which the server holds a request open."""
 
 
 def asked(ask: Ask) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def asked(ask: Ask) -> dict[str, Any]:
 
 
 def ask_of(found: Any) -> Ask:
-    """Of what `asked` gave; the key is made here, by the same function as the client's."""
+    """Inverse of `asked`; computes the key with the client's function."""
     task = field(found, "task", list)
     if len(task) != 2 or not all(isinstance(part, str) for part in task):
         raise ArgumentsError("task is a list of a name and an image, both texts")

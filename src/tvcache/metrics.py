@@ -1,4 +1,4 @@
-"""What `/metrics` shows, in Prometheus' form. A registry of its own per server."""
+"""The Prometheus metrics of `/metrics`, with one registry per server."""
 
 from __future__ import annotations
 

@@ -19,14 +19,14 @@ LOG = logging.getLogger("tvcache")
 WAIT_S = 15.0
 RETRY_S = 1.0
 BATCH = 32
-"""Records adopted before requests get their turn."""
+"""Records adopted before requests are served again."""
 
 
 class Peers:
     def __init__(self, endpoints: Sequence[HttpEndpoint]) -> None:
         for one in endpoints:
             if not one.tls and not is_loopback(one.host):
-                raise TvcacheError(f"{one.url}: sites talk over https. Give https://, and --ca, --cert and --key")
+                raise TvcacheError(f"{one.url}: sites need https. Give https://, and --ca, --cert and --key")
         self.endpoints = list(endpoints)
         self.down: set[str] = set()
         self._stopping = threading.Event()
@@ -80,7 +80,7 @@ class _Reader:
         for begin in range(0, len(lines), BATCH):
             adopting = asyncio.run_coroutine_threadsafe(self._adopt(lines[begin : begin + BATCH]), self.loop)
             new = adopting.result(60) or new
-        if new:  # otherwise two sites would go on telling each other how far they have read
+        if new:  # otherwise two sites would write positions for each other forever
             self.loop.call_soon_threadsafe(self.log.remember, self.endpoint.url, log_id, after)
         self.log_id, self.after = log_id, after
 

@@ -1,5 +1,5 @@
 """Bring an environment to a state: from where it is, from the nearest snapshot, or from nothing, whichever is cheapest
-by measured seconds, and execute the rest of the history in it. Knows no values beyond what replayed calls must give."""
+by measured seconds, and execute the rest of the history in it. It uses only the expected outputs of replayed calls."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Make = Callable[[], Environment]
 
 @dataclass
 class Rebuilt:
-    """An environment, and how many calls of the history it has seen."""
+    """An environment, and how many calls of the history were executed in it."""
 
     environment: Environment
     length: int
     make_s: float = 0.0
-    """How long it took to make, where it was made from nothing."""
+    """Seconds to create it, if it is new."""
 
 
 class DivergedError(Exception):
-    """A replayed call gave another output than it gave before."""
+    """A replayed call returned another output than before."""
 
     def __init__(self, place: Rebuilt, index: int) -> None:
         self.place, self.index = place, index
@@ -54,7 +54,7 @@ class Rebuilder:
             place.environment.close()
             if make is None:
                 raise ReplayError(_failed(history, place, error)) from error
-        place = Rebuilt(make(), 0)  # a snapshot may have been damaged: once more, from nothing
+        place = Rebuilt(make(), 0)  # the snapshot may be damaged: try again with a new environment
         try:
             return self._replay(history, length, place)
         except DivergedError:

@@ -1,4 +1,4 @@
-"""What a cache would have done for recorded trajectories, by the key it uses: hits, wrong outputs, seconds, waits.
+"""Results of a cache on recorded trajectories, by kind of key: hits, wrong outputs, seconds, waits.
 
 The keys are those of the live cache (`keys.key`); only what counts as history differs. A miss after mutating calls that
 hit pays for executing those again, as a cache without snapshots does.
@@ -35,7 +35,7 @@ class KeyingResult:
     wrong: Counter[str] = field(default_factory=Counter)
     """By tool: hits whose output is not the recorded one."""
     waits_s: list[list[float]] = field(default_factory=list)
-    """By trajectory: what each call waits."""
+    """Waits of each call, by trajectory."""
 
     @property
     def total_s(self) -> float:
@@ -59,7 +59,7 @@ class Durations:
 def replay(
     recorded: Recorded, effect: Callable[[str], Effect], keying: Keying, seconds: Callable[[Step], float]
 ) -> KeyingResult:
-    """In the order of the file, one tree a task."""
+    """Replay in file order, with one tree per task."""
     outcome, stored = KeyingResult(keying), dict[bytes, bytes]()
     for one in recorded.trajectories:
         outcome.waits_s.append(_play(one, effect, keying, seconds, stored, outcome))
@@ -100,7 +100,7 @@ def _play(
 
 
 def without(recorded: Recorded, seconds: Callable[[Step], float]) -> list[list[float]]:
-    """What each call waits without a cache, by trajectory."""
+    """Waits of each call without a cache, by trajectory."""
     return [[seconds(step) for step in one.steps] for one in recorded.trajectories]
 
 
@@ -111,7 +111,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 def windows(waits_s: Sequence[Sequence[float]], think_s: float, at_once: int) -> list[tuple[float, float]]:
     """(busy, idle) seconds of one accelerator, in turn: it is idle while all of its rollouts wait for tools. Rollouts
-    take turns on `at_once` seats; `think_s` of generation before each call. Ends when the first seat runs dry."""
+    take turns on `at_once` seats; `think_s` of generation before each call. Ends when a seat has no more."""
     seats: list[list[tuple[float, float]]] = [[] for _ in range(at_once)]
     ends = [0.0] * at_once
     for number, waits in enumerate(waits_s):
@@ -151,7 +151,7 @@ def _overlap(one: list[tuple[float, float]], other: list[tuple[float, float]]) -
 def waits_file(
     recorded: Recorded, before: list[list[float]], after: list[list[float]], think_s: float, at_once: int, assumed: bool
 ) -> dict[str, Any]:
-    """What `--waits` writes and `bubbletea simulate --waits` reads."""
+    """The file that `--waits` writes and `bubbletea simulate --waits` reads."""
     return {
         "format": "tvcache-waits-1",
         "source": recorded.source,

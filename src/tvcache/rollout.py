@@ -1,7 +1,7 @@
 """One rollout: its calls in order, each a hit or executed in the rollout's own environment.
 
-The environment is made when a call first misses, and brought up to date when a later one does. Knows the cache it
-belongs to; not where values are stored.
+The environment is created at the first miss and brought up to date at later ones. A rollout uses its cache; it does not
+know where values are stored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("tvcache")
 current: ContextVar[Rollout | None] = ContextVar("tvcache_rollout", default=None)
-"""The rollout that decorated functions belong to."""
+"""The rollout of decorated functions."""
 
 
 class Rollout:
@@ -100,7 +100,7 @@ class Rollout:
     def _privately(self, tool: Tool, arguments: Any) -> Any:
         environment = self._environment()
         self.cache.counters.add(private=1)
-        self.private = self.private or tool.mutates  # also if it fails: nobody knows what it did
+        self.private = self.private or tool.mutates  # also on failure: its effect is unknown
         return environment.execute(tool.name, arguments)
 
     def _cached(self, ask: Ask, tool: Tool, run: Callable[[Environment], Any]) -> Any:
@@ -111,7 +111,7 @@ class Rollout:
         value, finished = None, False
         try:
             environment = self._environment()
-            if self.private:  # the way here showed that the history cannot be trusted
+            if self.private:  # the replay showed that the history is not reproducible
                 return run(environment)
             value, output = self._run(tool, environment, run)
             first = self.cache.store.finish(ask, found, value)
@@ -137,7 +137,7 @@ class Rollout:
             output, body, done = error, encode_error(error), True
         finally:
             if not done and tool.mutates:
-                self.private = True  # it failed, or was cut short: the state is not what the key would say
+                self.private = True  # it failed or was interrupted: the state does not match the key
         seconds = time.perf_counter() - began_s
         self.cache.counters.add(executed_s=seconds)
         return (Value(body, seconds) if done and body is not None else None), output
@@ -146,14 +146,14 @@ class Rollout:
         if self.private:
             return
         if value is not None and first is not None and first.body != value.body:
-            # Somebody stored another output for the same call. Ours is what this rollout's environment did.
+            # Another caller stored a different output for the same call. Ours matches this rollout's environment.
             self.private = self.private or tool.mutates
             self.cache.differs(ask, tool, "volatile", "two executions gave different outputs")
         if not tool.mutates:
             return
         assert self._place is not None, "what executed a call has an environment"
         if value is None or first is None:
-            self.private = True  # what follows could not be dropped with it: a chain has no gaps
+            self.private = True  # later values could not be dropped with it: a chain must have no gaps
             return
         self.history.append(ask.call, ask.key, value.body, value.seconds)
         self._place.length = len(self.history)
@@ -172,7 +172,7 @@ class Rollout:
     def _audit(self, ask: Ask, tool: Tool, value: Value) -> None:
         if self._make is not None:
             self.cache.audit.submit(Check(ask, tool, value.body, self.history, len(self.history), self._make))
-        elif tool.effect == "reads":  # nothing to copy: but what only looks may look again
+        elif tool.effect == "reads":  # no copy available, but reads can be repeated
             self.cache.audit.compare(ask, tool, value.body, self._environment())
         else:
             self.cache.counters.add(audits_skipped=1)
@@ -203,5 +203,5 @@ class Rollout:
             self._place = None
             raise
         if not self.cache.found_mutating.isdisjoint(self._read):
-            self.private = True  # a tool that was taken for a read has changed this environment
+            self.private = True  # a tool declared as a read has changed this environment
         return self._place.environment

@@ -1,7 +1,7 @@
-"""The server: values and flights over HTTP, JSON in and out. Every value that it acknowledges is in the log before.
+"""The server: values and leases over HTTP, JSON in and out. Every value that it acknowledges is in the log before.
 
 One event loop owns the log; nothing here waits for a disk other than by writing, and nothing waits for another site.
-Without a token it answers only requests whose Host is this machine, so that no web page can ask in a browser's name.
+Without a token it accepts only requests whose Host is this machine, which protects against requests from web pages.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class CacheServer:
             now_s = time.monotonic()
 
     def _begin(self, ask: Ask, now_s: float) -> dict[str, Any] | float:
-        """The answer; or until when somebody else's lease to execute this call lasts."""
+        """The response; or the expiry of another caller's lease for this call."""
         value = self.log.get(ask.key)
         if value is not None:
             self.metrics.hits.inc()
@@ -100,7 +100,7 @@ class CacheServer:
         return {"lease": asked.lease, "lease_s": self.lease_s}
 
     def answer(self, path: str, headers: Headers, body: bytes) -> bytes | None:
-        """The shorter way (`fast_http`). None: wrong in some way, or it has to wait; then the usual way says how."""
+        """The short path (`fast_http`). None: invalid, or it has to wait; the usual path handles it."""
         began_s = time.perf_counter()
         if not headers.get(b"content-type", b"").startswith(b"application/json") or not self._allowed(
             headers.get(b"host", b"").decode("latin-1"), headers.get(b"authorization", b"").decode("latin-1")
@@ -162,7 +162,7 @@ class CacheServer:
         except ValueError:
             return _error(400, "after is a whole number, wait_s a number of seconds")
         if request.query_params.get("log") not in (None, "", self.log.log_id) or not 0 <= after <= self.log.end:
-            after = 0  # another log, or one that was begun anew
+            after = 0  # another log, or a new one
         if after >= self.log.end and wait_s > 0:
             self._grown.clear()
             with contextlib.suppress(asyncio.TimeoutError):
@@ -187,7 +187,7 @@ class CacheServer:
         return summary(self.log.records(), self.log.num_dropped, self.log.path.name)
 
     async def _woken(self, key: bytes, seconds: float) -> bool:
-        """Wait for who executes the call; whether it failed."""
+        """Wait for the caller that executes the call; whether it failed."""
         one = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, []).append(one)
         try:

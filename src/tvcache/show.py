@@ -1,6 +1,7 @@
-"""What a log holds, as a summary (JSON) and as a page: by tool, and the tree of every task with hits and seconds saved.
+"""The contents of a log as a summary (JSON) and as a page: by tool, and the tree of every task with hits and seconds
+saved.
 
-The page is one file without scripts. Everything that comes from calls is escaped: an agent wrote it.
+The page is one file without scripts. Everything that comes from calls is escaped, because an agent wrote it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 MAX_TASKS = 200
 MAX_NODES = 400
-"""On a page, for one task; the rest is counted."""
+"""Nodes of one task on a page; the rest is only counted."""
 MAX_TEXT = 140
 
 
@@ -85,7 +86,7 @@ def summary(
 
 
 def _nodes(tree: Tree) -> dict[str, Any]:
-    """The tree in depth-first order with depths; states whose way there is not stored begin anew at depth 0."""
+    """The tree in depth-first order with depths; states whose path is not stored start at depth 0."""
     roots = [state for state in tree.after if state not in tree.keys]
     nodes: list[dict[str, Any]] = []
     waiting = [(0, node) for state in roots for node in _ranked(tree.after[state])][::-1]
@@ -98,7 +99,7 @@ def _nodes(tree: Tree) -> dict[str, Any]:
 
 
 def _ranked(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Reads before what changes the state, so that a state is read from top to bottom; most hits first."""
+    """Reads before mutations, most hits first."""
     return sorted(nodes, key=lambda node: (node["mutates"], -node["hits"], node["call"]))
 
 

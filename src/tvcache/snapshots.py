@@ -1,8 +1,8 @@
 """Copies of environments, kept where executing the calls again would take longer than making and restoring a copy.
 
-Budgets of count and bytes hold always. What is cheapest to rebuild goes first. A snapshot that is being forked is
-leased; a lease has a time limit, so one that is never given back blocks nothing. Knows no values: dropping a snapshot
-costs time later, never a result.
+Budgets of count and bytes always hold. The cheapest to rebuild is evicted first. A snapshot that is being forked is
+leased; a lease expires, so one that is never released blocks nothing. Dropping a snapshot costs time
+later, never a result.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Snapshots:
         return max(found, default=None)
 
     def fork(self, history: History, length: int) -> Environment | None:
-        """A copy of a snapshot; None: it vanished or cannot be copied, and has been forgotten."""
+        """A copy of a snapshot; None if it is gone or cannot be copied, and was removed."""
         with self.lease(history.states[length]) as found:
             if found is None:
                 return None
@@ -107,7 +107,7 @@ class Snapshots:
 
     @contextmanager
     def lease(self, state: bytes) -> Iterator[Snapshot | None]:
-        """A snapshot that is not evicted meanwhile, for as long as a lease lasts."""
+        """A snapshot that is not evicted while its lease lasts."""
         number = next(self._numbers)
         with self._lock:
             found = self._kept.get(state)
@@ -147,7 +147,7 @@ class Snapshots:
         self._keep(state, Snapshot(copy, history, length, size, self._clock(), rebuild_s))
 
     def drop(self, state: bytes) -> None:
-        """Forget the snapshots of this state and of every state after it."""
+        """Remove the snapshots of this state and of every later state."""
         with self._lock:
             found = [key for key, one in self._kept.items() if state in one.history.states[: one.length + 1]]
         for key in found:
@@ -158,7 +158,7 @@ class Snapshots:
             self._forget(state)
 
     def _guess(self, environment: Environment, history: History) -> None:
-        """How long a copy will take, by its size, until one was measured."""
+        """Expected time of a copy, by its size, until one is measured."""
         if history.states[0] not in self._fork_s:
             self._fork_s[history.states[0]] = GUESS_S + size_bytes(environment) / GUESS_BYTES_PER_S
 
@@ -183,7 +183,7 @@ class Snapshots:
             self.taken += 1
 
     def _make_room(self, size: int, rebuild_s: float) -> bool:
-        """Evict what is cheaper to rebuild than the newcomer until it fits."""
+        """Evict snapshots that are cheaper to rebuild than the new one until it fits."""
         closing: list[Environment] = []
         with self._lock:
             now_s = self._clock()
@@ -209,7 +209,7 @@ class Snapshots:
         return True
 
     def _remove(self, state: bytes) -> Snapshot:
-        """Under the lock. Snapshots after it become dearer to rebuild."""
+        """Called with the lock held. Later snapshots become more expensive to rebuild."""
         gone = self._kept.pop(state)
         for one in self._kept.values():
             if one.length > gone.length and one.history.states[gone.length] == state:

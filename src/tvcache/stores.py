@@ -1,6 +1,6 @@
-"""Where values are: the protocol that a cache speaks, and a store in this process. `client` is one behind a server.
+"""The protocol of a store of values, and a store in this process. `client` is one behind a server.
 
-A store knows keys and bytes; it executes nothing. First wins: a value, once stored, stays until it is dropped.
+A store has keys and bytes and executes nothing. The first value wins and stays until it is dropped.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class Ask:
 
 @dataclass(frozen=True)
 class Lease:
-    """Leave to execute a call. Number 0: nobody else was told to wait for it."""
+    """Permission to execute a call. Number 0: no other caller waits for it."""
 
     number: int = 0
 
 
 class CallStore(Protocol):
     def begin(self, ask: Ask, wait_s: float) -> Value | Lease:
-        """The value; or leave to execute the call, at once or after `wait_s` of waiting for who does."""
+        """The value; or a lease to execute the call, at once or after waiting `wait_s` for another caller."""
 
     def finish(self, ask: Ask, lease: Lease, value: Value | None) -> Value | None:
-        """Store what was executed, or None if it gave no value. Returns what is stored now: the first wins."""
+        """Store the value, or None if there is none. Returns the stored value: the first wins."""
 
     def drop(self, ask: Ask, tool: str, reason: str) -> None:
-        """Forget every value in the state of this call and in every state after it."""
+        """Remove every value of this call's state and of every later state."""
 
     def close(self) -> None: ...
 
@@ -77,7 +77,7 @@ class MemoryStore:
                 if found is not None:
                     return found
                 if self._failed.get(ask.key, 0) != failures:
-                    return Lease()  # who executed it failed: everybody tries for themselves, at once
+                    return Lease()  # the executing caller failed: all others execute it themselves
                 asked = self._flights.ask(ask.key, now_s)
                 if isinstance(asked, CallLease):
                     return Lease(asked.lease)

@@ -1,4 +1,4 @@
-"""What a tool does to its environment, as its owner declares it. The cache trusts it, and the audit checks it."""
+"""The declared effect of a tool on its environment. The cache relies on it, and the audit checks it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Effect = Literal["reads", "mutates", "volatile"]
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that nobody declared is `Tool(name)`: it mutates."""
+    """An undeclared tool is `Tool(name)`: it mutates."""
 
     name: str
     effect: Effect = "mutates"
@@ -23,9 +23,9 @@ class Tool:
     errors: tuple[type[Exception], ...] = ()
     """Exceptions that are values: they follow from arguments and state, and are raised again on a hit."""
     accept: Callable[[Any], bool] | None = None
-    """False for outputs that are no values, such as a text that reports a timeout."""
+    """False for outputs that must not be stored, such as a report of a timeout."""
     changes_state: bool = True
-    """Of a volatile tool: False for one that only looks (a clock). Otherwise the rest of the rollout is private."""
+    """For a volatile tool: False if it only reads (a clock). Otherwise the rest of the rollout is private."""
 
     def __post_init__(self) -> None:
         if self.effect not in get_args(Effect):

@@ -1,7 +1,7 @@
 """Recorded rollouts from a file: task, calls in order, what each gave and how long it took, where that was recorded.
 
 Three forms, as JSON or JSON lines, also gzipped: OpenAI messages under `messages` or `traj` (tau-bench's), or `calls`
-with name, arguments, output and perhaps seconds. Files have gaps; what is odd is counted and left out, never guessed.
+with name, arguments, output and perhaps seconds. Incomplete or invalid entries are counted and skipped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Recorded:
     source: str
     trajectories: list[Trajectory]
     oddities: Counter[str]
-    """What was left out, by kind."""
+    """Skipped entries, by kind."""
 
     @property
     def num_calls(self) -> int:
@@ -50,7 +50,7 @@ class Recorded:
 
     @property
     def timed(self) -> bool:
-        """Whether every call says how long it took."""
+        """Whether every call has its seconds."""
         return all(step.seconds is not None for one in self.trajectories for step in one.steps)
 
 

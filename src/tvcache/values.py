@@ -1,6 +1,6 @@
 """Outputs of tools as bytes: JSON, bytes, or an error that its tool declared a value.
 
-A value is decoded anew for everyone who hits it, so nobody can change what others get. Objects keep the order of their
+A value is decoded for every hit, so callers cannot change what others get. Objects keep the order of their
 keys: an agent sees the same text as without a cache. No pickle.
 """
 
@@ -21,16 +21,16 @@ MAX_VALUE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What is stored under a key, once and whole."""
+    """The value stored under a key."""
 
     body: bytes
     """JSON: an object with one of `json`, `bytes` (base64) or `error`."""
     seconds: float = 0.0
-    """That the tool took."""
+    """Seconds that the tool took."""
 
 
 def encode(output: Any) -> bytes | None:
-    """None: this output is no value, because it would not come back as it is."""
+    """Encode an output; None if it would not be the same after decoding."""
     if isinstance(output, bytes):
         return _text({"bytes": base64.b64encode(output).decode()})
     try:
@@ -64,7 +64,7 @@ def decode(body: bytes, tool: Tool | None = None) -> Any:
 
 
 def require_body(text: str) -> bytes:
-    """A body that came over the network or from a file; raises ArgumentsError if it is none."""
+    """Check a body from the network or a file; raises ArgumentsError if it is invalid."""
     found = parse(text)
     if not isinstance(found, dict) or len(found) != 1 or not set(found) <= {"json", "bytes", "error"}:
         raise ArgumentsError("a value is an object with one of json, bytes or error")

@@ -40,7 +40,7 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
         (["sevre"], "did you mean 'serve'?"),
         (["serve", "--host", "0.0.0.0"], "a token is needed"),
         (["serve", "--port", "99999"], "a port from 0 to 65535"),
-        (["serve", "--peer", "http://site-b:8765"], "sites talk over https"),
+        (["serve", "--peer", "http://site-b:8765"], "sites need https"),
         (["serve", "--peer", "site-b"], "not the address of a server"),
         (["serve", "--peer", "http://127.0.0.1:x"], "the port is not a number"),
         (["serve", "--cert", "a.pem"], "belong together"),

@@ -148,7 +148,7 @@ def test_quantiles_are_of_the_values() -> None:
         (["--seconds", "two"], "not a range"),
         (["--at-once", "0"], "whole number from 1"),
         (["--think", "nan"], "not a number"),
-        (["--waits", "w.json"], "does not say how long"),
+        (["--waits", "w.json"], "has no seconds of calls"),
         (["--sekonds", "2..3"], "Did you mean --seconds"),
     ],
 )

@@ -6,8 +6,8 @@
     with rollout_of(cache, "task 7"):
         search("x")
 
-Outside of a rollout a function runs as it is. Arguments are bound to their names first, so that `search("x")` and
-`search(query="x")` are one call. Functions act on the world itself, which cannot be copied: there are no snapshots.
+Outside of a rollout the function runs unchanged. Arguments are bound to their names first, so that `search("x")` and
+`search(query="x")` are one call. Functions act on objects that cannot be copied, so there are no snapshots.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tvcache.tools import Effect, Tool
 P = ParamSpec("P")
 R = TypeVar("R")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
-"""By tool name, to execute calls again that hit before."""
+"""By tool name: used to execute calls that were hits before."""
 
 
 def tool(
@@ -38,7 +38,7 @@ def tool(
     accept: Callable[[Any], bool] | None = None,
     changes_state: bool = True,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Declare a function as a tool; the words are those of `Tool`."""
+    """Declare a function as a tool; the arguments are those of `Tool`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         if inspect.iscoroutinefunction(function):

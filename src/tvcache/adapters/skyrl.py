@@ -4,7 +4,7 @@
     rollout = wrap(env.tool_group, cache, task=f"spider/{question_id}", reads={"sql"})
     ... the rollout as before ...; rollout.close()
 
-The group stays the same object, so whatever holds it goes on working. Tools that are not named in `reads` or `volatile`
+The group stays the same object, so existing references work. Tools that are not named in `reads` or `volatile`
 mutate. A tool group cannot be copied: mutating calls that hit are executed when a later call misses.
 """
 
@@ -21,7 +21,7 @@ from tvcache.tools import Tool
 
 
 class ToolGroup(Protocol):
-    """What is used of `skyrl_gym.tools.core.ToolGroup`: `execute_tool` looks tools up by `get_tool`."""
+    """The used part of `skyrl_gym.tools.core.ToolGroup`: `execute_tool` calls `get_tool`."""
 
     get_tool: Callable[[str], Callable[..., Any] | None]
 
@@ -39,7 +39,7 @@ def wrap(
     version: str = "",
     accept: Callable[[Any], bool] | None = None,
 ) -> Rollout:
-    """One rollout over all tools of a group. `accept`: False for outputs that are no values (`is_value` is one)."""
+    """One rollout over all tools of a group. `accept`: False for outputs that are not stored (see `is_value`)."""
     names = group.get_tool_names()
     for name in (*reads, *volatile):
         if name not in names:

@@ -41,20 +41,20 @@ class Session:
     def __init__(self, rollout: Rollout, loop: asyncio.AbstractEventLoop) -> None:
         self.rollout, self.loop = rollout, loop
         self.turn = asyncio.Lock()
-        """Fair: who came first goes first."""
+        """Fair: first come, first served."""
         self.tools: dict[str, Callable[[Any], Any]] = {}
         """How to execute a call of each tool: a coroutine function of its parameters."""
 
 
 class Sessions:
-    """Rollouts of one process by request id. One ends when verl lets its `agent_data` go."""
+    """Rollouts of one process by request id. One ends when verl releases its `agent_data`."""
 
     def __init__(self, cache: Cache | None = None) -> None:
         self._cache = cache
         self._lock = threading.Lock()
         self._open: dict[str, Session] = {}
         self.pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="tvcache")
-        """For calls that wait: asyncio's own pool is a few threads."""
+        """For calls that wait: asyncio's own pool has only a few threads."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -92,7 +92,7 @@ class Sessions:
 
 
 SESSIONS = Sessions()
-"""Of this process, with the cache that the environment variables name."""
+"""The sessions of this process, with the cache named by the environment variables."""
 
 
 def cached(
@@ -105,14 +105,14 @@ def cached(
     task: Callable[[Any], str] | None = None,
     sessions: Sessions | None = None,
 ) -> type[Any]:
-    """A subclass of a `BaseTool` class. `task(agent_data)` names what the environment starts from; by default that is
-    everything verl passes to the tools of a sample (`tools_kwargs`)."""
+    """A subclass of a `BaseTool` class. `task(agent_data)` identifies the initial environment; by default everything
+    that verl passes to the tools of a sample (`tools_kwargs`)."""
     shared = sessions if sessions is not None else SESSIONS
     response_class = _response_class(tool_class)
 
     class Cached(tool_class):  # type: ignore[misc]
         async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, Any]:
-            # The real instance is made when a call is executed. This one only carries what it needs.
+            # The real instance is made when a call is executed. This one only holds its arguments.
             if instance_id is None:
                 instance_id = f"tvcache-{next(_numbers)}"
             self._created()[instance_id] = kwargs
@@ -152,7 +152,7 @@ def cached(
         def _declared(self, cache: Cache) -> Tool:
             known = cache.tool(self.name)
             if cache.knows(self.name) and known.version == version:
-                return known  # which the audit may have changed
+                return known  # the audit may have changed it
             return Tool(self.name, effect, version, accept=accept, changes_state=changes_state)
 
         def _created(self) -> dict[str, dict[str, Any]]:
@@ -163,7 +163,7 @@ def cached(
 
 
 def task_of(agent_data: Any) -> str:
-    """What verl passes to the tools of a sample, as a digest."""
+    """A digest of what verl passes to the tools of a sample."""
     given = getattr(agent_data, "tools_kwargs", None) or {}
     return hashlib.sha256(canonical(given)).hexdigest()
 
@@ -174,7 +174,7 @@ def _store() -> CallStore | None:
 
 
 def _packed(found: Any) -> Any:
-    """(response, reward, metrics) as JSON; with images or video it stays as it is, and is no value."""
+    """(response, reward, metrics) as JSON; unchanged, and not storable, with images or video."""
     response, reward, metrics = found
     if getattr(response, "image", None) or getattr(response, "video", None):
         return found

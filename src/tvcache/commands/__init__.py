@@ -1,4 +1,4 @@
-"""What `tvcache` does, one module a command; and the flags that several share."""
+"""The commands of `tvcache`, one module each, and the flags that several share."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def connection_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help=f"a file with the token (default: ${TOKEN_VARIABLE})"
     )
-    parser.add_argument("--ca", type=Path, metavar="PEM", help="authorities that the other side's certificate is from")
+    parser.add_argument("--ca", type=Path, metavar="PEM", help="authority of the peer's certificate")
     parser.add_argument("--cert", type=Path, metavar="PEM", help="our certificate")
     parser.add_argument("--key", type=Path, metavar="PEM", help="its key")
 
 
 def token_of(args: argparse.Namespace) -> str:
-    """Never from the command line, where every user of the machine would see it."""
+    """The token, never from the command line, where other users of the machine could see it."""
     if args.token_file is None:
         return os.environ.get(TOKEN_VARIABLE, "").strip()
     try:

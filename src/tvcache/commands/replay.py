@@ -1,8 +1,8 @@
-"""What a cache would have done for recorded trajectories.
+"""Count what a cache would have saved on recorded trajectories.
 
 TRAJECTORIES is JSON or JSON lines, also gzipped: objects with `task` or `task_id` and OpenAI `messages` (or `traj`), or
-`calls` with name, arguments, output and seconds. Say what changes the state: --mutates (all others only read), or
---reads (all others mutate); with neither, everything mutates. Where the file has no seconds, --seconds assumes some.
+`calls` with name, arguments, output and seconds. Declare which tools change the state: --mutates (all others only
+read), or --reads (all others mutate); with neither, all tools mutate. If the file has no seconds, --seconds sets them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trajectories", type=Path, metavar="TRAJECTORIES")
     parser.add_argument("--mutates", type=_names, metavar="A,B", help="tools that change the state; others only read")
     parser.add_argument("--reads", type=_names, metavar="A,B", help="tools that only read; others change the state")
-    parser.add_argument("--volatile", type=_names, default=frozenset(), metavar="A,B", help="tools never to cache")
+    parser.add_argument("--volatile", type=_names, default=frozenset(), metavar="A,B", help="tools never cached")
     parser.add_argument(
-        "--seconds", type=_range, metavar="LOW..HIGH", help="assume that calls take so long, e.g. 2..20"
+        "--seconds", type=_range, metavar="LOW..HIGH", help="assumed seconds of each call, for example 2..20"
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument(
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise TvcacheError(f"--waits {args.waits} is the file of trajectories: choose another")
     effect = _effects(args, recorded)
     if args.seconds is None and args.waits is not None and not recorded.timed:
-        raise TvcacheError(f"{args.trajectories} does not say how long calls took: add --seconds 2..20, for instance")
+        raise TvcacheError(f"{args.trajectories} has no seconds of calls: add --seconds, for example 2..20")
     seconds: Callable[[Step], float] = Durations(*(args.seconds or ()))
     timed = args.seconds is not None or recorded.timed
     outcomes = [replay(recorded, effect, keying, seconds) for keying in KEYINGS]
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _effects(args: argparse.Namespace, recorded: Recorded) -> Callable[[str], Effect]:
     if args.mutates is not None and args.reads is not None:
-        raise TvcacheError("--mutates and --reads exclude each other: each says what all other tools do. Give one")
+        raise TvcacheError("--mutates and --reads exclude each other: each declares all other tools. Give one")
     there = {step.name for one in recorded.trajectories for step in one.steps}
     for flag in ("mutates", "reads", "volatile"):
         unknown = sorted((getattr(args, flag) or frozenset()) - there)
@@ -139,11 +139,11 @@ def _print(found: dict[str, Any]) -> None:
             print(f"waits {name:<15}" + "  ".join(f"{q} {duration(s)}" for q, s in found[key].items()))
         assumed = found["tool_seconds_assumed"]
         if assumed:
-            print(f"\nSeconds of tools are assumed: {assumed[0]:g} to {assumed[1]:g} a call, equal calls alike.")
+            print(f"\nSeconds of tools are assumed: {assumed[0]:g} to {assumed[1]:g} per call, equal for equal calls.")
     else:
-        print("The file does not say how long calls took: give --seconds 2..20 to see what that would save.")
+        print("The file has no seconds of calls: give --seconds, for example 2..20, to see the time saved.")
     for name, count in found["left_out"].items():
-        print(f"left out: {name}, {count:,} times", file=sys.stderr)
+        print(f"skipped: {name}, {count:,} times", file=sys.stderr)
 
 
 def _names(text: str) -> frozenset[str]:

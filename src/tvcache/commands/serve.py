@@ -1,9 +1,9 @@
 """Serve a cache over HTTP.
 
-On this machine only, unless --host says otherwise; beyond it every request needs a token (--token-file or
-$TVCACHE_TOKEN), and --cert and --key make it HTTPS. Values are in the log before anyone is told they are stored:
-started again with it, the server has them all. With --peer it also takes over what other sites store, in the
-background. http://127.0.0.1:8765/ shows the tree, /metrics what Prometheus wants.
+It listens on this machine only, unless --host is given; then every request needs a token (--token-file or
+$TVCACHE_TOKEN), and --cert and --key enable HTTPS. Values are written to the log before they are acknowledged, so a
+restarted server has them all. With --peer it also adopts the values of other sites, in the background.
+http://127.0.0.1:8765/ shows the tree, /metrics the Prometheus metrics.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fsync", action="store_true", help="values also survive a power failure (slower stores)")
     parser.add_argument(
-        "--lease", type=number(1, 3600), default=10.0, metavar="S", help="seconds until a silent client is given up"
+        "--lease",
+        type=number(1, 3600),
+        default=10.0,
+        metavar="S",
+        help="lifetime of a lease, seconds (default 10)",
     )
     parser.add_argument("--peer", action="append", default=[], metavar="URL", help="another site; may be repeated")
     connection_flags(parser)
@@ -58,11 +62,11 @@ def run(args: argparse.Namespace) -> int:
                 "`openssl rand -hex 24 > token`, then --token-file token"
             )
         if certificates.cert is None:
-            print("tvcache: without --cert and --key the token travels unencrypted", file=sys.stderr)
+            print("tvcache: without --cert and --key the token is sent unencrypted", file=sys.stderr)
     peers = Peers([HttpEndpoint(url, token, certificates) for url in args.peer])
     log = LogStore(args.log, fsync=args.fsync)
     gc.collect()
-    gc.freeze()  # millions of entries that stay: collecting garbage among them stops the server for 100 ms
+    gc.freeze()  # the garbage collector would stop the server for 100 ms to scan millions of long-lived entries
     try:
         listener = _listener(args.host, int(args.port))
     except BaseException:
@@ -90,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tls(certificates: Certificates) -> dict[str, Any]:
-    """With --ca, only clients that show a certificate of it are served."""
+    """With --ca, only clients with a certificate of that authority are accepted."""
     if certificates.cert is None:
         return {}
     found: dict[str, Any] = {"ssl_certfile": str(certificates.cert), "ssl_keyfile": str(certificates.key)}

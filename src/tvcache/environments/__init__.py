@@ -1,5 +1,6 @@
-"""What tools act on: `fork`, `execute`, `close`. The protocol is here; `memory`, `directory`, `sqlite` and `container`
-are environments. Anything with these three methods is one."""
+"""The environments of tools: `fork`, `execute`, `close`. The protocol is here; `memory`, `directory`, `sqlite` and
+`container` implement it. Any object with these three methods is an environment.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ class Environment(Protocol):
         """Run a tool; its output."""
 
     def close(self) -> None:
-        """Give back what it holds. May be called twice."""
+        """Release all resources. May be called twice."""
 
 
 @runtime_checkable
 class Measured(Protocol):
     def size_bytes(self) -> int:
-        """What a snapshot of it occupies; counted against the budget of bytes."""
+        """Size of a snapshot, counted against the byte budget."""
 
 
 @runtime_checkable

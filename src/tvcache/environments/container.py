@@ -1,7 +1,7 @@
 """An environment that is a container of Docker or Podman: forked by `commit` and `run`, executed by `exec`.
 
 A fork copies the file system, not running processes: tools have to be commands that end. The image's digest belongs
-into the task (`image_digest`). Speaks to the command line, so it needs no package; the user needs the right to use it.
+into the task (`image_digest`). It uses the command line, so it needs no package; the user needs permission to run it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tvcache.errors import TvcacheError
 
 TIMEOUT_S = 120.0
 LABEL = "tvcache"
-"""On every container and image made here, so that what a killed process left can be found and removed."""
+"""Label of every container and image made here, to find and remove leftovers of a killed process."""
 
 
 class ContainerEnvironment:
@@ -26,7 +26,7 @@ class ContainerEnvironment:
     def __init__(
         self, image: str, *, runtime: str = "docker", options: Sequence[str] = ("--network=none",), owned: bool = False
     ) -> None:
-        """`options` go to `run`; without a network a command cannot depend on what lies outside."""
+        """`options` are passed to `run`; without a network a command cannot depend on the outside."""
         self.image, self.runtime, self.options, self._owned = image, runtime, tuple(options), owned
         self.name = f"tvcache-{uuid.uuid4().hex}"
         self._open = True
@@ -51,7 +51,7 @@ class ContainerEnvironment:
         if name != "shell":
             raise TvcacheError(f"no tool {name!r} in this environment: there is shell")
         limit_s = float(arguments.get("timeout_s", 600.0))
-        # The limit holds inside: a command that is only abandoned from outside would go on changing the state.
+        # The time limit applies inside: a command abandoned from outside would continue to change the state.
         inner = ["timeout", "--signal=KILL", f"{limit_s:g}", "sh", "-c", arguments["command"]]
         done = self._do("exec", self.name, *inner, check=False, timeout_s=limit_s + TIMEOUT_S)
         if done.returncode == 137:
@@ -66,7 +66,7 @@ class ContainerEnvironment:
                 self._do("rmi", "--force", self.image, check=False)
 
     def size_bytes(self) -> int:
-        """What the container has written; the image's layers are shared."""
+        """Bytes written by the container; the image's layers are shared."""
         found = json.loads(self._do("inspect", "--size", self.name).stdout)
         return int(found[0].get("SizeRw") or 0)
 
@@ -92,7 +92,7 @@ class ContainerEnvironment:
 
 
 def image_digest(image: str, runtime: str = "docker") -> str:
-    """What belongs into `Task.image`: a tag may be moved, a digest not."""
+    """The value for `Task.image`: a tag may move, a digest does not."""
     done = subprocess.run(
         [runtime, "image", "inspect", "--format", "{{.Id}}", image], capture_output=True, text=True, check=False
     )

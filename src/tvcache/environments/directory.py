@@ -34,7 +34,7 @@ class DirectoryEnvironment:
     def copy_of(
         cls, source: Path, parent: Path | None = None, tools: Mapping[str, Function] | None = None
     ) -> DirectoryEnvironment:
-        """A rollout's first environment: a copy of a directory that stays as it is."""
+        """A rollout's first environment: a copy of a directory, which is not changed."""
         return cls(_copied(source, parent or Path(tempfile.gettempdir())), tools)
 
     def fork(self) -> DirectoryEnvironment:
@@ -52,7 +52,7 @@ class DirectoryEnvironment:
         return sum(4096 + found.lstat().st_blocks * 512 for found in self.path.rglob("*"))
 
     def fingerprint(self) -> str:
-        """Of names, modes, links and contents; not of times."""
+        """Hash of names, modes, links and contents, without times."""
         digest = hashlib.sha256()
         for found in sorted(self.path.rglob("*")):
             status = found.lstat()
@@ -99,19 +99,19 @@ def read_file(directory: Path, name: str) -> str:
 
 
 SHELL: dict[str, Function] = {"shell": shell, "write_file": write_file, "read_file": read_file}
-"""What a directory offers unless other tools are given. Only `read_file` may be declared `reads`."""
+"""The default tools of a directory. Only `read_file` may be declared `reads`."""
 
 
 def inside(directory: Path, name: str) -> Path:
-    """The path of a file below the directory; refuses to leave it."""
+    """The path of a file below the directory; raises if it is outside."""
     found = (directory / name).resolve()
     if not found.is_relative_to(directory.resolve()):
-        raise TvcacheError(f"{name!r} lies outside the environment: give a path below it")
+        raise TvcacheError(f"{name!r} is outside the environment: give a path below it")
     return found
 
 
 def _copied(source: Path, parent: Path) -> Path:
-    """All or nothing. Times of files stay: `make` relies on them."""
+    """Copy completely or not at all. File times are kept: `make` needs them."""
     target = Path(tempfile.mkdtemp(prefix="tvcache-", dir=parent))
     done = subprocess.run(
         ["cp", "-a", "--reflink=auto", f"{source}/.", str(target)], capture_output=True, text=True, check=False

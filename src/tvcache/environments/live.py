@@ -1,7 +1,7 @@
 """Tools that act on something the cache cannot copy: the rollout's own functions or objects.
 
-Mutating calls that hit are not executed; they are made up for, in order, when a call misses. Without copies there are
-no snapshots, and the audit executes only tools declared `reads`.
+Mutating calls that hit are not executed at once; they are executed in order when a call misses. Without copies there
+are no snapshots, and the audit executes only tools declared `reads`.
 """
 
 from __future__ import annotations
