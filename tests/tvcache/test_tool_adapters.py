@@ -53,7 +53,7 @@ def test_a_decorated_function_is_cached_in_a_rollout_and_plain_outside() -> None
     assert search.__name__ == "search"
 
 
-def test_a_coroutine_function_is_refused_in_words() -> None:
+def test_a_coroutine_function_is_refused_with_a_message() -> None:
     async def later() -> None: ...
 
     with pytest.raises(TvcacheError, match="coroutine"):
@@ -103,12 +103,12 @@ def test_a_wrapped_tool_group_gives_the_same_observations() -> None:
     assert hits == [0, 5, 3]
 
 
-def test_a_wrapped_tool_group_says_which_names_are_wrong() -> None:
+def test_a_wrapped_tool_group_refuses_unknown_names() -> None:
     with pytest.raises(TvcacheError, match="has no 'sql': there are look, insert"):
         wrap(ToolGroup(), Cache(), task="t", reads={"sql"})
 
 
-def test_a_timeout_of_a_query_is_no_value() -> None:
+def test_a_timeout_of_a_query_is_not_stored() -> None:
     assert is_value("<observation>rows</observation>")
     assert not is_value("\n\n<observation>SQL Timeout:\nselect 1</observation>")
 
@@ -208,7 +208,7 @@ def test_a_miss_after_hits_executes_what_was_skipped_in_the_rollouts_own_state()
     assert asyncio.run(play("2", "d")) == (["a", "a b", "a b d"], {"notes": ["a", "b", "d"]})
 
 
-def test_samples_with_other_arguments_share_nothing_and_pictures_are_not_values() -> None:
+def test_other_arguments_share_nothing_and_images_are_not_stored() -> None:
     sessions = Sessions(Cache(audit=0.0))
     note = cached(Notes, sessions=sessions)()
 
@@ -235,7 +235,7 @@ def test_a_rollout_ends_when_verl_drops_its_data() -> None:
     assert len(sessions) == 0
 
 
-def test_what_is_no_verl_tool_is_refused() -> None:
+def test_a_class_that_is_not_a_verl_tool_is_refused() -> None:
     with pytest.raises(TvcacheError, match="not a verl BaseTool"):
         cached(ToolGroup)
     assert "verl" not in sys.modules

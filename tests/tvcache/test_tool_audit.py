@@ -105,7 +105,7 @@ def test_a_replayed_mutation_that_differs_is_named(caplog: pytest.LogCaptureFixt
     cache.close()
 
 
-def test_what_is_right_stays(cache: Cache, make: Any) -> None:
+def test_a_correct_value_is_kept_by_the_audit(cache: Cache, make: Any) -> None:
     cache.audit.share = 1.0
     for _ in range(3):
         with cache.rollout("t", make) as rollout:

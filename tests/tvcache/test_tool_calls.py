@@ -27,7 +27,7 @@ def one_tool(function: Callable[..., Any]) -> Make:
 
 
 @pytest.mark.parametrize("output", [b"", b"\x00\xff", "", None, "SKIP", 0, False, [], {}, {"b": 1, "a": 2}, "é\u2028"])
-def test_every_output_is_a_value_and_comes_back_as_it_was(output: Any) -> None:
+def test_every_stored_output_decodes_to_itself(output: Any) -> None:
     cache = Cache(tools=[Tool("f", "reads")], audit=0.0)
     for hits in (0, 1):
         with cache.rollout("t", one_tool(lambda _: output)) as rollout:
@@ -40,7 +40,7 @@ def test_every_output_is_a_value_and_comes_back_as_it_was(output: Any) -> None:
 
 
 @pytest.mark.parametrize("output", [(1, 2), {1: 2}, float("nan"), object(), "\ud83d", [b"x"], "x" * (17 << 20)])
-def test_an_output_that_would_not_come_back_as_it_was_is_not_a_value(output: Any) -> None:
+def test_an_output_that_json_would_change_is_not_stored(output: Any) -> None:
     cache = Cache(tools=[Tool("f", "reads")], audit=0.0)
     for _ in range(2):
         with cache.rollout("t", one_tool(lambda _: output)) as rollout:
@@ -48,7 +48,7 @@ def test_an_output_that_would_not_come_back_as_it_was_is_not_a_value(output: Any
             assert rollout.hits == 0
 
 
-def test_who_changes_an_output_changes_it_for_nobody_else() -> None:
+def test_changing_a_returned_output_does_not_change_the_stored_value() -> None:
     cache = Cache(tools=[Tool("f", "reads")], audit=0.0)
     for _ in range(3):
         with cache.rollout("t", one_tool(lambda _: {"rows": [1]})) as rollout:
@@ -57,7 +57,7 @@ def test_who_changes_an_output_changes_it_for_nobody_else() -> None:
             found["rows"].append(2)
 
 
-def test_who_changes_arguments_later_changes_no_history(cache: Cache, make: Make) -> None:
+def test_changing_arguments_after_a_call_does_not_change_the_history(cache: Cache, make: Make) -> None:
     for _ in range(2):
         with cache.rollout("t", make) as rollout:
             arguments = {"text": "a"}
@@ -67,7 +67,7 @@ def test_who_changes_arguments_later_changes_no_history(cache: Cache, make: Make
             assert rollout.environment().state == ["a", "b"]  # type: ignore[attr-defined]
 
 
-def test_errors_are_not_values_unless_the_tool_says_so() -> None:
+def test_errors_are_stored_only_if_the_tool_declares_them() -> None:
     tried: list[str] = []
 
     def f(_: Any) -> None:
@@ -152,9 +152,7 @@ def test_two_tasks_with_one_name_and_different_images_share_nothing() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"x": float("nan")}, {"x": object()}, {"x": "y" * 10_000_000}, {"x": {1: 2}}])
-def test_arguments_that_cannot_be_cached_are_executed_and_told_once(
-    arguments: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_uncacheable_arguments_are_executed_and_logged_once(arguments: Any, caplog: pytest.LogCaptureFixture) -> None:
     cache = Cache(tools=[Tool("f", "reads")], audit=0.0)
     with caplog.at_level(logging.WARNING, "tvcache"):
         for _ in range(2):
@@ -192,7 +190,7 @@ def test_64_equal_calls_at_once_are_executed_once() -> None:
     assert len(executed) == 1
 
 
-def test_when_the_one_who_executes_fails_the_others_try_for_themselves() -> None:
+def test_when_the_executing_caller_fails_the_others_execute_the_call() -> None:
     waiting, executed = threading.Event(), []
 
     def f(_: Any) -> str:
@@ -220,7 +218,7 @@ def test_when_the_one_who_executes_fails_the_others_try_for_themselves() -> None
         assert [other.result(30) for other in others] == ["done"] * 3
 
 
-def test_who_never_ends_a_call_blocks_nobody_beyond_the_deadline() -> None:
+def test_a_call_that_never_ends_blocks_others_only_until_the_deadline() -> None:
     now_s = [0.0]
     store = MemoryStore(flight_s=10.0, clock=lambda: now_s[0])
     ask = Ask.of(Task("t"), b"", ToolCall("f", {}), False)
@@ -236,7 +234,7 @@ def test_who_never_ends_a_call_blocks_nobody_beyond_the_deadline() -> None:
     assert store.finish(ask, dead, Value(b'{"json":1}')) == Value(b'{"json":2}')  # the first wins
 
 
-def test_a_live_environment_makes_up_for_what_hit() -> None:
+def test_a_live_environment_executes_skipped_calls_before_a_miss() -> None:
     cache = Cache(tools=[Tool("look", "reads")], audit=0.0)
 
     def played(ending: str) -> tuple[list[str], Any]:
@@ -258,7 +256,7 @@ def test_a_live_environment_makes_up_for_what_hit() -> None:
     assert played("d") == ([], ["a", "b", "d"])
 
 
-def test_a_replay_that_fails_is_an_error_that_says_which_call(cache: Cache) -> None:
+def test_a_failed_replay_is_an_error_that_names_the_call(cache: Cache) -> None:
     fail = [False]
 
     def write(state: list[str], text: str) -> int:
@@ -294,7 +292,7 @@ def test_a_task_name_is_only_a_name(cache: Cache, make: Make) -> None:
         lambda: Cache().rollout("t", dict, environment=LiveEnvironment(lambda name, arguments: None)),  # type: ignore[arg-type]
     ],
 )
-def test_what_cannot_be_meant_is_refused_in_words(wrong: Callable[[], object]) -> None:
+def test_contradictory_arguments_are_refused_with_a_message(wrong: Callable[[], object]) -> None:
     with pytest.raises(TvcacheError, match=r"declare|give|default"):
         wrong()
 

@@ -27,7 +27,7 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         main([name, "--help"])
     assert done.value.code == 0
@@ -54,7 +54,7 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
         (["replay", "none.json"], "Check the path"),
     ],
 )
-def test_wrong_words_are_told_in_one_message(
+def test_wrong_arguments_give_one_message(
     words: list[str], word: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -69,7 +69,7 @@ def test_wrong_words_are_told_in_one_message(
     assert len(told.strip().splitlines()) == 1
 
 
-def test_a_port_in_use_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import socket
 
     with socket.socket() as taken:

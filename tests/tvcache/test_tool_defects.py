@@ -44,7 +44,7 @@ def test_2_a_reward_belongs_to_the_whole_history(cache: Cache, make: Make) -> No
     assert rewarded("a", "b", "c") == ("abc", 4)
 
 
-def test_3_a_reward_of_a_b_a_says_nothing_of_a(cache: Cache, make: Make) -> None:
+def test_3_a_reward_of_a_b_a_is_not_a_reward_of_a(cache: Cache, make: Make) -> None:
     with cache.rollout("t", make) as rollout:
         for text in "aba":
             rollout.call("write", {"text": text})
@@ -54,7 +54,7 @@ def test_3_a_reward_of_a_b_a_says_nothing_of_a(cache: Cache, make: Make) -> None
         assert rollout.reward("score", lambda _: 0.0) == 0.0
 
 
-def test_4_what_lies_on_the_way_to_a_value_is_not_a_value() -> None:
+def test_4_a_prefix_of_a_stored_history_is_not_a_hit() -> None:
     store, task = MemoryStore(), Task("t")
     x, y, z = (ToolCall(name, {}) for name in "xyz")
     at_x = key(History(task).state, x)
@@ -91,7 +91,7 @@ def grown(name: str, calls: int = 1, seconds: float = 1.0) -> History:
     return history
 
 
-def test_5_a_snapshot_that_is_being_forked_is_not_evicted_whatever_is_listed() -> None:
+def test_5_listing_does_not_evict_a_snapshot_during_its_fork() -> None:
     snapshots, one, other = Snapshots(max_count=1), grown("one"), grown("other", seconds=9.0)
     snapshots.consider(Slow(), one, 1)
 
@@ -109,7 +109,7 @@ def test_5_a_snapshot_that_is_being_forked_is_not_evicted_whatever_is_listed() -
     assert one.state not in snapshots
 
 
-def test_6_nothing_stays_leased_when_a_rollout_goes_on_in_its_own_environment(make: Make) -> None:
+def test_6_no_lease_remains_when_a_rollout_uses_its_own_environment(make: Make) -> None:
     cache = Cache(tools=[Tool("read", "reads")], audit=0.0, snapshots=Snapshots(policy="always"))
     for ending in "xyz":
         with cache.rollout("t", make) as rollout:

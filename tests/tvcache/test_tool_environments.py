@@ -56,7 +56,7 @@ def test_a_command_sees_no_variables_of_this_process(source: Path, monkeypatch: 
     environment.close()
 
 
-def test_a_command_that_takes_too_long_is_killed_and_is_no_value(source: Path, tmp_path: Path) -> None:
+def test_a_command_that_times_out_is_killed_and_not_stored(source: Path, tmp_path: Path) -> None:
     with Cache(audit=0.0) as cache:
         rollout = cache.rollout("t", lambda: DirectoryEnvironment.copy_of(source, tmp_path))
         with rollout, pytest.raises(TimeoutError, match=r"took more than 0\.05 s"):
@@ -101,7 +101,7 @@ def test_copies_of_a_database_are_independent(tmp_path: Path, in_memory: bool) -
     assert [found.name for found in tmp_path.iterdir()] == ["source.sqlite"]
 
 
-def test_a_database_that_is_missing_or_closed_is_said_so(tmp_path: Path) -> None:
+def test_a_missing_or_closed_database_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TvcacheError, match="no such database"):
         SqliteEnvironment.copy_of(tmp_path / "none.sqlite")
     closed = SqliteEnvironment()
@@ -165,7 +165,7 @@ def test_a_container_leaves_nothing_behind(docker: str, source: Path, tmp_path: 
     assert list((tmp_path / "containers").rglob("tvcache*/*")) == []
 
 
-def test_a_container_that_cannot_start_is_said_so(docker: str) -> None:
+def test_a_container_that_cannot_start_is_an_error(docker: str) -> None:
     with pytest.raises(OSError, match="no such image"):
         ContainerEnvironment("/none", runtime=docker)
     with pytest.raises(TvcacheError, match="install Docker"):

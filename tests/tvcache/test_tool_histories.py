@@ -43,11 +43,11 @@ CALLS = st.sampled_from(sorted(WORLD)).flatmap(
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(CALLS, max_size=8), min_size=1, max_size=8), st.integers(0, 1000))
-def test_rollouts_that_hypothesis_thinks_of(group: list[list[tuple[str, dict[str, object]]]], seed: int) -> None:
+def test_random_rollouts_of_hypothesis(group: list[list[tuple[str, dict[str, object]]]], seed: int) -> None:
     check_group(group, seed).close()
 
 
-def test_a_key_without_the_history_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_without_the_history_gives_wrong_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check can fail: a key of the call alone gives wrong outputs."""
     monkeypatch.setattr("tvcache.stores.key", lambda state, call: keys.key(b"", call))
 

@@ -114,7 +114,7 @@ def test_a_history_of_100_000_calls_costs_a_hash_a_call() -> None:
     assert len(set(history.states)) == 100_001
 
 
-def test_a_call_comes_back_from_json() -> None:
+def test_a_call_survives_a_json_round_trip() -> None:
     call = ToolCall("f", {"a": [1]}, "2", "img", "reward")
     assert ToolCall.from_json(call.as_json()) == call
     for wrong in (None, [], {}, call.as_json() | {"extra": 1}, call.as_json() | {"name": 1}):

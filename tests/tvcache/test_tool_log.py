@@ -91,7 +91,7 @@ def test_a_damaged_record_in_the_middle_costs_only_itself(log: LogStore, caplog:
 
 
 @pytest.mark.parametrize("content", [b"hello\n", b'{"a": 1}\n', framed({"tvcache": 99, "log": "x"}), b"\x00\n"])
-def test_a_file_that_is_no_log_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_log_is_not_changed(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x"
     path.write_bytes(content)
     for read_only in (True, False):
@@ -100,7 +100,7 @@ def test_a_file_that_is_no_log_stays_as_it_is(tmp_path: Path, content: bytes) ->
     assert path.read_bytes() == content
 
 
-def test_a_log_in_use_or_in_no_place_is_refused(log: LogStore, tmp_path: Path) -> None:
+def test_a_log_in_use_or_in_a_missing_folder_is_refused(log: LogStore, tmp_path: Path) -> None:
     with pytest.raises(LogError, match="another server"):
         LogStore(log.path)
     with pytest.raises(LogError, match="Choose another place"):
@@ -164,7 +164,7 @@ def test_logs_merge_in_any_order(tmp_path: Path) -> None:
             one.close()
 
 
-def test_what_one_site_dropped_does_not_come_back_from_another(tmp_path: Path) -> None:
+def test_a_value_dropped_at_one_site_does_not_return_from_another(tmp_path: Path) -> None:
     here, there = LogStore(tmp_path / "here.log"), LogStore(tmp_path / "there.log")
     here.put(ask("a"), value(1))
     copied(here, there)
@@ -206,7 +206,7 @@ def test_sites_that_disagree_keep_their_own_and_count_it(tmp_path: Path) -> None
         {"id": 7},
     ],
 )
-def test_a_record_whose_key_is_not_its_own_is_refused(log: LogStore, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_record_with_a_wrong_key_is_refused(log: LogStore, tmp_path: Path, change: dict[str, Any]) -> None:
     log.put(ask("a"), value(1))
     record = next(iter(log.records()))[0]
     other = LogStore(tmp_path / "other.log")

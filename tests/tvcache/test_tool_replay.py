@@ -53,7 +53,7 @@ def effect(name: str) -> Effect:
     return "reads" if name.startswith("get") else "volatile" if name == "now" else "mutates"
 
 
-def test_results_that_are_missing_doubled_or_of_unknown_calls_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_missing_duplicate_and_unknown_results_are_skipped_and_counted(tmp_path: Path) -> None:
     messages = [
         message("get"),
         result("a"),
@@ -120,7 +120,7 @@ def test_wrong_outputs_are_counted_by_tool(tmp_path: Path) -> None:
         (b"\xff\xfe", "damaged"),
     ],
 )
-def test_a_file_that_says_nothing_is_refused_in_words(tmp_path: Path, content: str | bytes, word: str) -> None:
+def test_an_invalid_trajectory_file_is_refused_with_a_message(tmp_path: Path, content: str | bytes, word: str) -> None:
     path = tmp_path / "t.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(TrajectoryError, match=word):
@@ -152,7 +152,7 @@ def test_quantiles_are_of_the_values() -> None:
         (["--sekonds", "2..3"], "Did you mean --seconds"),
     ],
 )
-def test_wrong_words_are_told_in_one_message(
+def test_wrong_arguments_give_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], word: str
 ) -> None:
     calls = [{"name": "put", "output": 0}, {"name": "get", "output": 1}]

@@ -132,7 +132,7 @@ def test_random_rollouts_through_a_server_are_as_without_a_cache(
     assert hits > 40
 
 
-def test_without_a_server_a_rollout_runs_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_server_a_rollout_runs_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -248,7 +248,7 @@ for _ in range(70):
         ("/v1/drop", GOOD, "tool"),
     ],
 )
-def test_what_is_no_request_is_refused_in_words(served: Served, path: str, body: Any, word: str) -> None:
+def test_an_invalid_request_is_refused_with_a_message(served: Served, path: str, body: Any, word: str) -> None:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     status, _, answer = sent(served, path, data)
     assert status == 400
@@ -261,7 +261,7 @@ def test_a_request_that_is_too_large_is_refused(served: Served) -> None:
     assert "more than" in json.loads(answer)["error"]
 
 
-def test_no_web_page_can_ask_in_a_browsers_name(served: Served) -> None:
+def test_requests_from_web_pages_are_refused(served: Served) -> None:
     for headers, status in (
         ("Host: attacker.example", 421),
         (f"Host: localhost:{served.port}", 200),
@@ -379,7 +379,7 @@ def test_every_way_to_send_a_request_has_the_same_answer(served: Served) -> None
         ("Content-Length: 2", "Nul: \x00"),
     ],
 )
-def test_a_malformed_request_gets_no_answer_of_ours(served: Served, headers: tuple[str, ...]) -> None:
+def test_a_malformed_request_is_refused_as_http(served: Served, headers: tuple[str, ...]) -> None:
     found = exchanged(served, framed(b"{}", *headers))
     assert [status for status, _ in found] == [400]
     assert b"missing" not in found[0][1]  # refused as HTTP, before anything was read as JSON

@@ -65,7 +65,7 @@ def make_certificates(folder: Path, name: str = "127.0.0.1") -> Certificates:
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "atlas://site-a/0"])
-def test_values_travel_over_https_and_drops_too(tmp_path: Path, name: str) -> None:
+def test_values_and_drops_are_copied_over_https(tmp_path: Path, name: str) -> None:
     found = make_certificates(tmp_path, name)
     flags = ["--ca", str(found.ca), "--cert", str(found.cert), "--key", str(found.key)]
     here = Served(tmp_path / "here.log", *flags)
@@ -83,7 +83,7 @@ def test_values_travel_over_https_and_drops_too(tmp_path: Path, name: str) -> No
             client.close()
 
 
-def test_a_site_that_is_down_delays_nobody_and_is_caught_up_with(tmp_path: Path) -> None:
+def test_a_site_that_is_down_delays_no_call_and_is_read_later(tmp_path: Path) -> None:
     with Served(tmp_path / "here.log") as here, Served(tmp_path / "there.log", "--peer", here.url) as there:
         client, other = Client(there.url), Client(here.url)
         other.finish(ask("a"), Lease(), Value(b'{"json":1}'))
@@ -108,7 +108,7 @@ def test_a_site_that_is_down_delays_nobody_and_is_caught_up_with(tmp_path: Path)
         other.close()
 
 
-def test_two_sites_that_read_each_other_come_to_rest(tmp_path: Path) -> None:
+def test_two_sites_that_read_each_other_stop_writing(tmp_path: Path) -> None:
     with Served(tmp_path / "a.log") as here, Served(tmp_path / "b.log", "--peer", here.url) as there:
         here.stop()
         here.flags = ("--peer", there.url)

@@ -79,7 +79,7 @@ def test_budgets_hold_and_what_is_cheapest_to_rebuild_goes_first() -> None:
     assert len(snapshots) <= 3
 
 
-def test_a_snapshot_after_an_evicted_one_becomes_dearer_to_rebuild() -> None:
+def test_evicting_a_snapshot_raises_the_rebuild_cost_of_later_ones() -> None:
     snapshots, history = Snapshots(max_count=2), grown([1.0, 2.0])
     snapshots.consider(Box(), history, 1)
     snapshots.consider(Box(), history, 2)
@@ -89,7 +89,7 @@ def test_a_snapshot_after_an_evicted_one_becomes_dearer_to_rebuild() -> None:
     assert snapshots._kept[history.states[2]].rebuild_s == 3.0
 
 
-def test_a_lease_that_is_never_given_back_ends_by_itself() -> None:
+def test_a_lease_that_is_never_released_expires() -> None:
     now_s = [0.0]
     snapshots = Snapshots(max_count=1, lease_s=10.0, clock=lambda: now_s[0])
     held, newer = grown([1.0], "held"), grown([2.0], "newer")
