@@ -9,7 +9,7 @@
     disk     one datacenter's checkpoint disk full for some steps (a small tmpfs; without root: an unwritable folder)
     crash    everything killed while a checkpoint is written, and started again
 
-Launchers, rendezvous, workers, checkpoint keepers and the transport are the real ones, on loopback. The path between
+Launchers, rendezvous, workers, checkpoint servers and the transport are the real ones, on loopback. The path between
 the two datacenters goes through the emulator's proxy, so that it can be cut. A run that ended before its event is void;
 one that did not end is a failure. Each line is JSON; a table follows. tests/launch has four of these runs.
 """
