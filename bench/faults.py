@@ -126,8 +126,8 @@ def child(event: str, seed: int, base: Path) -> int:
             on_step=striker.step,
             route=route,
         )
-    told = {"starts": run.starts, "struck": striker.struck, "codes": run.codes, "said": run.said}
-    print(json.dumps({**told, "errors": str(run.errors)}))
+    result = {"starts": run.starts, "struck": striker.struck, "codes": run.codes, "said": run.said}
+    print(json.dumps({**result, "errors": str(run.errors)}))
     return 0 if set(run.codes.values()) == {0} and len(run.codes) == len(DATACENTERS) else 1
 
 
@@ -138,9 +138,9 @@ def run_case(event: str, seed: int, base: Path) -> dict[str, Any]:
     began = time.monotonic()
     with _small_disk(event, seed, base):
         crashed = _launch(event, seed, base, crash=event == "crash")
-        told = _launch("none", seed, base) if event == "crash" else crashed
+        result = _launch("none", seed, base) if event == "crash" else crashed
         weights = hashes(folders_of(base), NUM_STEPS)
-    return {**told, "weights": weights, "seconds": round(time.monotonic() - began, 1)}
+    return {**result, "weights": weights, "seconds": round(time.monotonic() - began, 1)}
 
 
 def _launch(event: str, seed: int, base: Path, *, crash: bool = False) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def main() -> int:
             event = args.only or EVENTS[number % len(EVENTS)]
             rows.append(judged(event, args.seed * 1000 + number, Path(folder) / f"run-{number}", wanted))
             print(json.dumps({"run": number, **rows[-1]}), flush=True)
-    return told(rows)
+    return print_report(rows)
 
 
 def judged(event: str, seed: int, base: Path, wanted: dict[str, str]) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def judged(event: str, seed: int, base: Path, wanted: dict[str, str]) -> dict[st
     return {"event": event, "same": same, "starts": found["starts"], "s": found["seconds"]}
 
 
-def told(rows: list[dict[str, Any]]) -> int:
+def print_report(rows: list[dict[str, Any]]) -> int:
     lines = Lines()
     for event in (*EVENTS, "all"):
         mine = [row for row in rows if event in (row["event"], "all")]

@@ -51,11 +51,11 @@ def main() -> int:
         finally:
             service.send_signal(signal.SIGINT)
             service.communicate(timeout=60)
-    told = Report("GuideLLM's requests", "none lost, none refused")
-    told.figure("answered", found["successful"], "requests", at_least=args.requests)
-    told.figure("refused or failed", found["errored"] + found["incomplete"], "requests", at_most=0)
-    told.figure("a second", found["per_second"], "requests")
-    return told.finish()
+    figures = Report("GuideLLM's requests", "none lost, none refused")
+    figures.figure("answered", found["successful"], "requests", at_least=args.requests)
+    figures.figure("refused or failed", found["errored"] + found["incomplete"], "requests", at_most=0)
+    figures.figure("a second", found["per_second"], "requests")
+    return figures.finish()
 
 
 def url_of(service: subprocess.Popen[str]) -> str:

@@ -56,24 +56,24 @@ def main() -> int:
                 ours = measure(DATA, DATA / "traces" / f"{trace}.csv", model, Path(folder))
                 report.figure(f"{model} {trace}", ours["seconds"], "s", at_most=bar)
                 report.figure(f"{model} {trace} CPU", ours["cpu_s"], "s CPU", at_most=5.0)
-                lines.append(f"{model:12} {trace:9} {told(ours)}   Sailor {theirs:6.2f} s {bar:6.2f} bar")
+                lines.append(f"{model:12} {trace:9} {row_text(ours)}   Sailor {theirs:6.2f} s {bar:6.2f} bar")
         wide = ten_regions(Path(folder))
         for model in () if quick else BARS_S:
             ours = measure(wide, wide / "trace.csv", model, Path(folder))
             report.figure(f"{model} {REGIONS} regions CPU", ours["cpu_s"], "s CPU", at_most=5.0)
             report.figure(f"{model} {REGIONS} regions memory", ours["rss_gb"], "GB", at_most=1.0)
-            lines.append(f"{model:12} 10x32     {told(ours)}   Sailor 515 s CPU, 4.8 GB")
+            lines.append(f"{model:12} 10x32     {row_text(ours)}   Sailor 515 s CPU, 4.8 GB")
         flags = ("--objective", "cost", "--min-throughput", "0.03")
         ours = measure(DATA, DATA / "traces" / "2r_32.csv", "GPT-Neo-2.7", Path(folder), *flags)
         report.figure("cheapest at 0.03 it/s: throughput", 1 / ours["seconds"], "it/s", at_least=0.03)
         report.figure("cheapest at 0.03 it/s: cost", ours["usd"], "USD/it")
         report.figure("cheapest at 0.03 it/s: CPU", ours["cpu_s"], "s CPU", at_most=5.0)
-        lines.append(f"GPT-Neo-2.7  2r_32 $   {told(ours)}   Sailor finds none")
+        lines.append(f"GPT-Neo-2.7  2r_32 $   {row_text(ours)}   Sailor finds none")
     print("\n" + "\n".join(lines))
     return report.finish()
 
 
-def told(ours: dict[str, float]) -> str:
+def row_text(ours: dict[str, float]) -> str:
     figures = f"{ours['seconds']:7.3f} s  simulated {ours['simulated_s']:7.3f} s  {ours['usd']:6.3f} USD"
     return f"{figures}  {ours['num_gpus']:3.0f} GPUs  {ours['cpu_s']:.2f} s CPU  {ours['rss_gb'] * 1000:3.0f} MB"
 

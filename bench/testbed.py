@@ -224,21 +224,21 @@ def describe(row: Row) -> str:
 
 # ---- the report ------------------------------------------------------------------------------------------------------
 def report(rows: list[Row]) -> int:
-    told = Report("The testbed (emulated)", "the simulator, links as probed; Atlas takes turns")
+    figures = Report("The testbed (emulated)", "the simulator, links as probed; Atlas takes turns")
     for row in rows:
         where = f"{row.workers} workers ({row.device}), {row.schedule}, {row.tcp}"
         if row.void:
-            told.void(f"{where}: prediction off by", row.void)
+            figures.void(f"{where}: prediction off by", row.void)
             continue
-        told.figure(f"{where}: prediction off by", 100 * abs(row.error), "%", at_most=BARS[row.device])
+        figures.figure(f"{where}: prediction off by", 100 * abs(row.error), "%", at_most=BARS[row.device])
         if row.device == "cpu":
-            told.figure(f"{where}: overhead of an op, median", row.overhead_us, "us", at_most=300)
+            figures.figure(f"{where}: overhead of an op, median", row.overhead_us, "us", at_most=300)
     for workers in sorted({row.workers for row in rows}, reverse=True):
-        speed_ups([row for row in rows if row.workers == workers and row.device == "paced"], told)
-    return told.finish()
+        speed_ups([row for row in rows if row.workers == workers and row.device == "paced"], figures)
+    return figures.finish()
 
 
-def speed_ups(rows: list[Row], told: Report) -> None:
+def speed_ups(rows: list[Row], figures: Report) -> None:
     """Speed-ups of Atlas over each baseline, for one number of workers. If one side is void, the ratio is void."""
     ours = next((row for row in rows if (row.schedule, row.tcp) == ("atlas", "turns")), None)
     for row in rows:
@@ -246,10 +246,10 @@ def speed_ups(rows: list[Row], told: Report) -> None:
             continue
         name = f"{row.workers} workers: Atlas over {row.schedule}, {row.tcp}"
         if why := ours.void or row.void:
-            told.void(name, why)
+            figures.void(name, why)
             continue
         bar = SPEED_UPS.get(row.tcp) if row.workers == 12 else None
-        told.figure(name, row.measured_s * row.scale / (ours.measured_s * ours.scale), "x", at_least=bar)
+        figures.figure(name, row.measured_s * row.scale / (ours.measured_s * ours.scale), "x", at_least=bar)
 
 
 def main() -> int:

@@ -58,9 +58,9 @@ def test_runs_of_an_earlier_call_do_not_count(tmp_path: Path, monkeypatch: pytes
 def test_a_run_without_its_fault_is_void_and_a_failed_run_is_a_failure() -> None:
     struck = {"event": "cut", "same": True, "starts": 1}
     missed = {"event": "kill", "same": None, "starts": 1}
-    assert faults.told([missed]) == NOT_MEASURED
-    assert faults.told([missed, struck]) == OK
-    assert faults.told([struck, {**struck, "same": False}]) == MISSED
+    assert faults.print_report([missed]) == NOT_MEASURED
+    assert faults.print_report([missed, struck]) == OK
+    assert faults.print_report([struck, {**struck, "same": False}]) == MISSED
 
 
 def test_no_speed_is_reported_if_others_used_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

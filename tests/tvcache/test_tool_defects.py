@@ -65,7 +65,7 @@ def test_4_a_prefix_of_a_stored_history_is_not_a_hit() -> None:
 
 
 class Slow:
-    """A copy takes until somebody says so."""
+    """A copy takes until the test releases it."""
 
     def __init__(self, during: Callable[[], None] | None = None) -> None:
         self.during, self.closed = during, False

@@ -65,15 +65,15 @@ def test_always_and_never(policy: Policy, count: int) -> None:
 
 def test_budgets_hold_and_what_is_cheapest_to_rebuild_goes_first() -> None:
     snapshots = Snapshots(max_count=3, max_bytes=100)
-    dear, cheap, middle = grown([9.0], "dear"), grown([1.0], "cheap"), grown([5.0], "middle")
-    for history in (dear, cheap, middle):
+    costly, cheap, middle = grown([9.0], "costly"), grown([1.0], "cheap"), grown([5.0], "middle")
+    for history in (costly, cheap, middle):
         snapshots.consider(Box(30), history, 1)
     assert snapshots.used_bytes == 90
     newer = grown([6.0], "newer")
     snapshots.consider(Box(40), newer, 1)
-    assert [h.state in snapshots for h in (dear, cheap, middle, newer)] == [True, False, True, True]
+    assert [h.state in snapshots for h in (costly, cheap, middle, newer)] == [True, False, True, True]
     snapshots.consider(Box(40), grown([2.0], "cheaper than all"), 1)  # not worth what would have to go
-    assert [h.state in snapshots for h in (dear, cheap, middle, newer)] == [True, False, True, True]
+    assert [h.state in snapshots for h in (costly, cheap, middle, newer)] == [True, False, True, True]
     snapshots.consider(Box(1000), grown([99.0], "too large"), 1)
     assert snapshots.used_bytes <= 100
     assert len(snapshots) <= 3
