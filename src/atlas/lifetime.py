@@ -2,7 +2,7 @@
 asks the kernel to kill it with its parent; a process started by a command watches a pipe or socket of its starter and
 ends at its EOF.
 
-Knows processes and descriptors. Does not know what they do.
+It uses only processes and descriptors.
 """
 
 from __future__ import annotations

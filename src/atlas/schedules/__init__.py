@@ -2,7 +2,7 @@
 
     SCHEDULES[name].build(setting, progress) -> Program
 
-Importing this room loads no numba; a schedule that is searched or played loads it when it is built.
+Importing this package loads no numba; a searched schedule loads it when it is built.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from atlas.schedules.zero_bubble import zero_bubble
 
 @dataclass(frozen=True)
 class Schedule:
-    """A name that users may give, and what it stands for."""
+    """A schedule and its name on the command line."""
 
     name: str
     summary: str
     build: Callable[[Setting, Progress | None], Program]
     virtual_stages: bool = False
-    """Whether a worker may hold several stages; all others want exactly one."""
+    """Whether a worker may hold several stages; all others need exactly one."""
     shares: bool = False
     """Whether its pipelines may take turns on the WAN (which needs many connections)."""
 

@@ -1,6 +1,6 @@
-"""Atlas: the pipelines of a DP-cell take turns on the WAN, the backward is split where that pays, and the order is
-searched at reference settings (`search`, `grid`). Never slower than another schedule with one stage a worker within
-the same memory: they are tried too, as they are and with turns, and the fastest of all is what is returned.
+"""Atlas: the pipelines of a DP-cell take turns on the WAN, the backward is split where that helps, and the order is
+searched at reference settings (`search`, `grid`). It is never slower than another schedule with one stage per worker
+within the same memory: those are tried too, with and without turns, and the fastest of all is returned.
 """
 
 from __future__ import annotations

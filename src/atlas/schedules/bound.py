@@ -1,8 +1,8 @@
-"""A lower bound on the iteration time: no order of the ops and no order on the links can be faster than this.
+"""A lower bound on the iteration time: no order of the ops and no order on the links can be faster.
 
-So that whoever reads a schedule's time also reads what is left to gain. Each argument below is short enough to be
-checked by hand; the bound is the largest of them. All of them grant the schedule every freedom that a real one may
-lack: split or whole backward, whichever is shorter, and transfers alone on their link.
+With it, a schedule's time can be compared with what is left to gain. Each argument below can be checked by hand; the
+bound is the largest of them. They grant the schedule every freedom that a real one may lack: a split or a whole
+backward, whichever is shorter, and transfers alone on their link.
 
 Index legend: c pipeline, s stage, b boundary between s = b and s = b + 1.
 """

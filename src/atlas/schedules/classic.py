@@ -1,7 +1,7 @@
-"""The schedules everyone knows, whose order follows from counting alone: GPipe, 1F1B, interleaved 1F1B.
+"""Schedules whose order follows from counting: GPipe, 1F1B, interleaved 1F1B.
 
-Each is the order of one pipeline's ranks; with `recompute` a recompute goes before each backward that does not
-directly follow its own forward. They know no cost: what the WAN does to them is for the simulator to say.
+Each is the order of one pipeline's ranks; with `recompute`, a recompute precedes each backward that does not directly
+follow its own forward. They use no costs: the simulator shows the effect of the WAN.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def interleaved(layout: Layout, *, recompute: bool = False) -> Program:
     chunks = layout.num_stages // ranks
     if chunks < 2:
         raise ProgramError(
-            f"interleaved 1F1B wants two or more stages a worker, and got {layout.num_stages} stages for {ranks}: "
+            f"interleaved 1F1B needs two or more stages per worker, and got {layout.num_stages} stages for {ranks}: "
             "raise the number of virtual stages, or use '1f1b'"
         )
     rounds = max(1, num_mb // ranks)

@@ -1,10 +1,10 @@
-"""Eager 1F1B: the warm-up is as long as the way to the end and back.
+"""Eager 1F1B: the warm-up is as long as the round trip through the pipeline.
 
-Plain 1F1B holds P - s microbatches at stage s, enough where transfers are free. Over a WAN a gradient is away for
-longer, so here stage s runs more forwards ahead, as far as memory allows, then takes forwards and backwards in turn.
-`eager` takes `ceil(away / period)` of them and tries nothing: the planner compares its candidates under it, a score of
-them at the price of a score of simulations. The schedule `1f1b-eager` is the fastest of a fixed set of warm-ups. It
-comes within 5 to 15 % of what `schedules.atlas` finds by searching.
+Plain 1F1B holds P - s microbatches at stage s, which is enough if transfers are free. Over a WAN a gradient takes
+longer to return, so stage s runs more forwards ahead, within memory, and then alternates forwards and backwards.
+`eager` takes `ceil(away / period)` of them without a search: the planner compares its candidates with it, at one
+simulation each. The schedule `1f1b-eager` is the fastest of a fixed set of warm-ups. It is within 5 to 15 % of what
+`schedules.atlas` finds.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def references(setting: Setting, budget: int) -> list[Setting]:
 
 
 def prices(setting: Setting) -> tuple[bytes, ...]:
-    """What tells the grid points of one cell apart."""
+    """The prices in which the grid points of one cell differ."""
     both = [setting.apart, *([] if setting.turns is None else [setting.turns])]
     return tuple(array.tobytes() for costs in both for array in (costs.compute_ns, costs.work_ns, costs.latency_ns))
 

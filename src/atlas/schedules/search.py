@@ -31,12 +31,12 @@ FIRST = ((Kind.F, Kind.B, Kind.R, Kind.W), (Kind.B, Kind.F, Kind.R, Kind.W), (Ki
 """Priorities that most often win, tried before the rest."""
 
 KEY_SCALE = 1 << 20
-"""Keys are integers; slanted rules want fractions of a microbatch."""
+"""Keys are integers; slanted rules need fractions of a microbatch."""
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """One candidate: how it was made and what came of it."""
+    """One candidate: how it was made and its result."""
 
     rule: Rule
     sharing: bool
@@ -244,7 +244,7 @@ class _Tries:
         noise = rng.normal(0.0, size_ns, start.shape) * touched[:, None, None]
         turn_noise = rng.normal(0.0, size_ns * rng.choice([0.0, 1.0]), best.turn.shape)
         keys = start + noise.astype(np.int64)
-        # A kind keeps its microbatches in order: a key only says when the next of its kind may go.
+        # Microbatches of a kind stay in order: a key only decides when the next one of its kind runs.
         keys = np.maximum.accumulate(keys, axis=2)
         turn = best.played.transfer_start_ns + turn_noise.astype(np.int64)
         tried = self._try(best.rule._replace(in_order=False), best.sharing, keys, turn)
@@ -315,7 +315,7 @@ class _Tries:
 
 
 def positions(played: Played) -> Ints:
-    """Keys that say: do exactly what was played, in exactly this order."""
+    """Keys that reproduce exactly the played order."""
     keys = np.full(played.start_ns.shape, np.iinfo(np.int64).max, np.int64)
     worker, position = np.nonzero(played.kinds != NONE)
     keys[worker, played.kinds[worker, position], played.microbatches[worker, position]] = position

@@ -1,4 +1,4 @@
-"""What every schedule is given, and what it gives back. Knows no schedule in particular."""
+"""The input and output of every schedule; independent of any schedule."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Setting:
 
     layout: Layout
     apart: Costs
-    """What things cost when every pipeline uses its own paths, as they come."""
+    """Costs when every pipeline uses its own paths, without turns."""
     turns: Costs | None
-    """What they cost when the cell's pipelines take turns on the WAN; None where that is not on offer."""
+    """Costs with turns on the WAN; None where turns are not possible."""
     memory: Memory
-    """What a worker may hold. GPipe and 1F1B hold what they hold; the others obey."""
+    """What a worker may hold. GPipe and 1F1B ignore it; the others obey it."""
     recompute: bool = False
     budget: int = 200
     """How many orders a search may try. The same budget and seed give the same schedule on any machine."""
     seed: int = 0
 
     def costs_of(self, program: Program) -> Costs:
-        """What a Program of this setting costs: by its own word on whether pipelines take turns."""
+        """The costs of a Program of this setting, with or without turns as the Program has them."""
         return self.costs_of_sharing(program.sharing)
 
     def closed_ns(self, ends_ns: Ints, sharing: bool) -> int:

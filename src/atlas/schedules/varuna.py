@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def varuna(setting: Setting, progress: Progress | None = None) -> Program:
-    """The fastest of the readings, frozen."""
+    """The fastest of the three readings, frozen."""
     from atlas.sim.policy import freeze
 
     layout, memory = setting.layout, setting.memory

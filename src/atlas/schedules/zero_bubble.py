@@ -1,9 +1,9 @@
-"""Zero bubble (ICLR'24): backwards cut into input gradient and weight gradient, the latter put where nothing else is.
+"""Zero bubble (ICLR'24): backwards split into input gradient and weight gradient; the latter fills idle time.
 
-The order is not written down by hand: it is searched among the orders with a split backward, each pipeline on its
-own paths, and judged by the time from one iteration to the next. Several iterations overlap at their ends, as in
-the paper, so what counts is the longest time any one worker needs from its first op to its last. Of the best orders
-of the reference settings (`grid`) the one with the shortest iteration is taken.
+The order is searched among the orders with a split backward, each pipeline on its own paths, and scored by the time
+from one iteration to the next. Several iterations overlap at their ends, as in the paper, so the score is the longest
+time that any one worker needs from its first op to its last. Of the best orders of the reference settings (`grid`), the
+one with the shortest iteration is used.
 """
 
 from __future__ import annotations

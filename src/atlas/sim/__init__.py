@@ -3,7 +3,7 @@
     simulate(program, costs)            the Timeline of one run
     lower, reference.run, compiled.run  the two engines, equal event for event
 
-Importing this room does not import numba; the compiled engine does, when a Program is large enough to need it.
+Importing this package does not import numba; the compiled engine does, if a Program is large enough to need it.
 """
 
 from atlas.sim.lower import Jitter, Tables, lower

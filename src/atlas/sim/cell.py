@@ -1,9 +1,9 @@
-"""The dispatcher for numba: a DP-cell from its first op to its last, every worker choosing by its keys.
+"""The dispatcher for numba: runs a DP-cell from its first op to its last; every worker chooses by its keys.
 
-`sim.policy` says what this is for, lays out the arrays and reads them afterwards. What an op takes, gives back, needs
-and sends stands in a row of `ops`, so that nothing here knows of stages, directions or models of memory. Written for
-numba, which charges for every index and every branch when it compiles: rules are bits, rows hold what belongs together.
-Private to `sim`: import it only where numba is wanted anyway.
+`sim.policy` describes it, makes the arrays and reads them afterwards. A row of `ops` holds what an op acquires,
+releases, needs and sends, so this module is independent of stages, directions and models of memory. numba's compile
+time grows with every index and branch, so rules are bits and rows hold related values. Private to `sim`: import it only
+if numba is needed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _choose(w: int, rule: int, stash: int, ops: Ints, keys: Ints, state: Ints, a
     if not rule & IN_ORDER or best == NONE:
         return best
     if best == SLOT_R and state[w, W_GATE] <= state[w, SLOT_R] and _has_room(w, stash, ops, state):
-        state[w, W_PULLED] = 1  # and stands by it, even if the gradient comes before the forward's input
+        state[w, W_PULLED] = 1  # and keeps this choice, even if the gradient arrives before the forward's input
     if state[w, W_PULLED] and state[w, SLOT_F] < ops[w, SLOT_F, O_COUNT]:
         best = SLOT_F
     if not _is_ready(w, best, rule, stash, ops, state, arrived):
@@ -150,10 +150,10 @@ def play_cell(
     done_at: Floats, fifo: Ints, fifo_ends: Ints, trace: Ints, rate: Floats, time: Ints, events: Ints, counters: Ints,
     delivered: Ints,
 ) -> int:  # fmt: skip
-    """The whole cell; returns the makespan. `touched` lists who may have something new to do: at first everybody."""
+    """Run the whole cell; returns the makespan. `touched` lists the workers that may have new work: at first all."""
     num_workers = len(state)
     num_touched = num_workers
-    makespan: int = counters[SIZE]  # zero; written as 0 it has a type of its own, and the network is compiled twice
+    makespan: int = counters[SIZE]  # zero; a literal 0 has another type, and the network would be compiled twice
     now = makespan
     while True:
         # ---- everything that happens at this moment
@@ -192,7 +192,7 @@ def play_cell(
                 state[woken, W_TOUCHED] = 1
                 touched[num_touched] = woken
                 num_touched += 1
-        # ---- then whoever is free and concerned decides
+        # ---- then each touched worker that is free decides
         for k in range(num_touched):
             w = touched[k]
             state[w, W_TOUCHED] = 0

@@ -1,10 +1,9 @@
-"""The fast engine: `sim.reference` once more, for numba. A test holds the two equal to the nanosecond, everywhere.
+"""The fast engine, for numba. A test checks that it equals `sim.reference` to the nanosecond.
 
-It finds the same times in another way. A worker's order is fixed and a private link serves first come, first served,
-so a worker can run ahead of everybody else until it needs a transfer whose arrival is not known. Only where links
-have to choose between transfers does the order of events matter; those events alone go through a heap. When nobody
-can run ahead any more, the earliest of them is safe to happen: all that can still come of it lies later.
-Import this module only when you need it: numba is slow to load.
+It computes the same times in another way. A worker's order is fixed and a private link is first come, first served, so
+a worker can be advanced until it needs a transfer whose arrival is not known. The order of events matters only where
+links choose between transfers; only those events go through a heap. When no worker can be advanced, the earliest event
+is processed: everything that it can cause is later. Import this module only if needed: numba is slow to load.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Iteration time for very many microbatches from a few, only where that is exact; otherwise it says so and simulates.
+"""Iteration time for very many microbatches from a few, only where this is exact; otherwise all are simulated.
 
-Why it can be exact: with constant rates, what happens next depends on how far apart recent events lie, not on when
-they lie. If a schedule of M + p microbatches is that of M with p of them put into the middle, and in the middle every
-op and transfer of microbatch m + p comes exactly `shift` after that of m for longer than anything is in flight, then
-the state has repeated, and p microbatches more shift everything after them by exactly `shift` once more.
+With constant rates, what happens next depends on the distances between recent events, not on their absolute times.
+Suppose the schedule of M + p microbatches is that of M with p inserted in the middle, and in the middle every op and
+transfer of microbatch m + p comes exactly `shift` after that of m, for longer than anything is in flight. Then the
+state repeats, and p more microbatches shift everything after them by exactly `shift` again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PERIODS = (1, 2, 3, 4, 6)
 
 @dataclass(frozen=True, eq=False)
 class Extrapolated:
-    """A run of many microbatches, told by one of few."""
+    """A run of many microbatches, derived from one of few."""
 
     timeline: Timeline
     """Of few; of all that were asked for when nothing could be spared."""

@@ -1,6 +1,6 @@
-"""The future for numba: events that were foreseen, each packed into one integer, in a heap by time.
+"""The event heap for numba: future events, each packed into one integer, ordered by time.
 
-Private to `sim`: import it only where numba is wanted anyway.
+Private to `sim`: import it only if numba is needed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`entry`, `njit` and `inlined` for this room: numba's, with a cache that notices a change in any of the room's files.
+"""`entry`, `njit` and `inlined` for this package: numba's, with a cache that notices a change in any source file.
 
-numba keys its cache by the file a function stands in; a function or constant from another file would go stale. So the
-cache lies in a folder named after the digest of all the sources that the compiled ones import from.
+numba keys its cache by the file of a function; a function or constant imported from another file would become stale. So
+the cache is in a folder named after the digest of all sources that the compiled files import from.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ if _folder is not None and not os.environ.get("NUMBA_CACHE_DIR"):
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _PART: Any = {"no_cfunc_wrapper": True, "error_model": "numpy"}
-"""Nobody calls from C, and nothing here divides by zero: what need not be compiled."""
+"""Not called from C, and no division by zero: code that need not be compiled."""
 
 
 def entry(function: _Function) -> _Function:

@@ -1,7 +1,7 @@
-"""Program + Costs -> Tables: the flat arrays both engines run on, one row an op, one row a transfer.
+"""Program + Costs -> Tables: the flat arrays of both engines, one row per op, one row per transfer.
 
-Everything that varies from run to run (jitter) or from microbatch to microbatch is settled here, so that an
-engine only adds, compares and queues. Knows no order of events: that is what the engines find out.
+Everything that varies by run (jitter) or by microbatch is resolved here, so that an engine only adds, compares and
+queues. The engines determine the order of events.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NONE = -1
 
 
 class Tables(NamedTuple):
-    """What an engine reads. `NONE` stands for "no such thing"."""
+    """The input of an engine. `NONE` means absent."""
 
     worker_ptr: Ints
     op_ns: Ints
@@ -124,7 +124,7 @@ def network_tables(costs: Costs, num_slots: int, turn: Ints) -> Tables:
 
 
 def noisy(tables: Tables, jitter: Jitter, program: Program) -> Tables:
-    """The same tables with the duration of every op, and of every transfer between datacenters, drawn anew."""
+    """The same tables with new random durations of every op and of every transfer between datacenters."""
     rng = np.random.default_rng(jitter.seed)
     sigma = np.where(program.transfer_crosses, jitter.wan_sigma, 0.0)
     return tables._replace(
@@ -152,7 +152,7 @@ def stretched(nominal_ns: Ints, factor: NDArray[np.float64]) -> Ints:
 
 
 def _groups(program: Program) -> tuple[Ints, Ints, Ints]:
-    """Who meets whom: SYNC the same rank of every pipeline, NORM everybody, each once an iteration."""
+    """The members of collectives: SYNC the same rank of every pipeline, NORM all workers, each once per iteration."""
     group = np.full(program.num_ops, NONE, np.int64)
     rank = program.op_worker % program.num_ranks
     sync, norm = program.kind == Kind.SYNC, program.kind == Kind.NORM

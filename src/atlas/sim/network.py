@@ -1,9 +1,8 @@
-"""The network for numba: the links, as both compiled engines use them.
+"""The network for numba: the links of both compiled engines.
 
-`offer` hands a transfer to its link, `wake` tells a link that its moment has come; what got through is left in
-`delivered`, and whoever called decides what that means. The rules are those of `sim.reference`, to the letter.
-What it works on, and in which columns, is `sim.rows`.
-Private to `sim`: import it only where numba is wanted anyway.
+`offer` gives a transfer to its link, `wake` processes a link's event; finished transfers are left in `delivered` for
+the caller. The rules are exactly those of `sim.reference`. `sim.rows` defines the arrays and columns. Private to `sim`:
+import it only if numba is needed.
 """
 
 from __future__ import annotations

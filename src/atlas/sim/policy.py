@@ -1,11 +1,11 @@
-"""Scheduling on the fly, to be frozen: every worker does, of what is ready, the op with the smallest key.
+"""List scheduling: of its ready ops, every worker runs the one with the smallest key; the order is then frozen.
 
-This is the dispatch rule of `ir.dispatch` let loose on a whole DP-cell, over the same links as the engines. It is
-how Varuna's policy, the zero-bubble order and every candidate of the Atlas search come into being: `play` returns
-the order in which things were done, and from then on that order is a Program like any other. One stage per worker.
+This is the dispatch rule of `ir.dispatch` applied to a whole DP-cell, over the same links as the engines. It produces
+Varuna's policy, the zero-bubble order and every candidate of the Atlas search: `play` returns the order in which ops
+ran, and that order becomes a Program. One stage per worker.
 
-Within one kind a worker takes its microbatches in ascending order, so that gradients always add up in the same
-order; what is left to choose is which kind goes next, and that is what the keys say.
+Within one kind a worker takes its microbatches in ascending order, so that gradients are always added in the same
+order. The keys only decide which kind is next.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ UNLIMITED = np.iinfo(np.int64).max // 2
 
 
 class Rule(NamedTuple):
-    """What a worker may do, besides the keys."""
+    """What a worker may do, in addition to the keys."""
 
     recompute: bool = False
     split: bool = False

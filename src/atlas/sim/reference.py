@@ -1,15 +1,16 @@
 """The readable engine: Program + Costs -> when everything happens, in plain Python and integer nanoseconds.
 
-The rules, which the compiled engine obeys event for event:
-- A worker does its ops in the Program's order, each as soon as the one before has ended and its input is there.
-- A collective starts when its last member is ready.
-- An op's end makes its transfer ready; the transfer's link decides when it moves:
-  PRIVATE serves first come, first served, at most `servers` at once;
-  FAIR serves one transfer of every channel at once, slowing all alike beyond its capacity;
-  TURNS serves the smallest turn first, one at a time, changing over only at chunk boundaries, and never idles
-  while something is ready.
-- Of what happens in the same nanosecond, ops end first, then transfers reach their links, then links decide, in
-  their order: who is served never depends on which of two simultaneous events was looked at first.
+Rules, which the compiled engine follows event for event:
+
+    A worker runs its ops in the Program's order, each when the previous one has ended and its input has arrived.
+    A collective starts when its last member is ready.
+    The end of an op makes its transfer ready; the transfer's link decides when it moves:
+      PRIVATE serves first come, first served, at most `servers` at once;
+      FAIR serves one transfer of every channel at once, all slowed equally beyond its capacity;
+      TURNS serves the smallest turn first, one at a time, switches only at chunk boundaries, and never idles
+      while a transfer is ready.
+    Within one nanosecond, ops end first, then transfers reach their links, then links decide, in the order of
+    their numbers: the result never depends on the order in which simultaneous events are processed.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Engine:
         )
 
     def deliver(self, transfer: int, sent: int, arrive: int) -> None:
-        """The link knows when a transfer is over; a worker that stands waiting for it starts then."""
+        """A transfer is finished; a worker that waits for it starts then."""
         self.sent_ns[transfer], self.arrive_ns[transfer] = sent, arrive
         op = self.dst[transfer]
         worker = self.op_worker[op]

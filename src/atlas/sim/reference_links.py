@@ -1,6 +1,6 @@
-"""The links of the readable engine: what each policy of sharing does with the transfers it is offered.
+"""The links of the readable engine: what each sharing policy does with the transfers it is offered.
 
-The rules are told in `sim.reference`, which lets time pass and tells a link when its moment has come.
+The rules are described in `sim.reference`, which processes events in time order and wakes each link.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Private:
 
 
 class Fair:
-    """Channels side by side, each at its own cap at best, all slowed alike when the trunk is full."""
+    """Concurrent channels, each at most at its own cap, all slowed equally when the trunk is full."""
 
     def __init__(self, engine: Engine, link: int) -> None:
         self.engine, self.link, self.pace = engine, link, engine.pace(link)

@@ -1,8 +1,8 @@
-"""Re-pricing: the same order of everything, other durations, in milliseconds.
+"""Re-pricing: the same order of all events with other durations, in milliseconds.
 
-Once a Program has been simulated, the order in which links served their transfers is known. Held fixed, it makes the
-whole run a longest path over arrays: no queue, no heap. That is what sweeps, sensitivities and Monte-Carlo runs over
-one order want. It is not what happens when other durations would make a link choose differently: then simulate.
+After a simulation, the order in which links served their transfers is known. With this order fixed, the run is a
+longest path over arrays, without a queue or a heap. Sweeps, sensitivities and Monte-Carlo runs over one order use it.
+If other durations would make a link choose differently, simulate instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The network as arrays, for the compiled engines: which column holds what, and the state before time passes.
+"""The network as arrays, for the compiled engines: the columns, and the initial state.
 
-Rows are packed by thing (transfer, link) because a call hands over every array it names, and numba charges for each.
-What happens to them is `sim.network`. Private to `sim`.
+Rows are packed by object (transfer, link), because a call passes every array separately, and numba's compile time grows
+with each. `sim.network` changes them. Private to `sim`.
 """
 
 from __future__ import annotations

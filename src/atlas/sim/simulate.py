@@ -1,4 +1,4 @@
-"""One call from a Program and its Costs to a Timeline, whichever engine does the work."""
+"""One function from a Program and its Costs to a Timeline, with either engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from atlas.sim.reference import Events
 MAX_TOTAL_NS = 9e18
 """Nearly all that 64 bits hold: 285 years."""
 SMALL = 60_000
-"""Up to so many events the reference engine is done before numba is loaded."""
+"""Up to this many events the reference engine is faster than loading numba."""
 
 
 def simulate(program: Program, costs: Costs, *, jitter: Jitter | None = None, engine: str = "auto") -> Timeline:
@@ -55,7 +55,7 @@ def _require_countable(tables: Tables) -> None:
 
 
 def timeline(program: Program, costs: Costs, tables: Tables, events: Events, meta: dict[str, object]) -> Timeline:
-    """Dress an engine's arrays as a Timeline."""
+    """Make a Timeline of an engine's arrays."""
     return Timeline(
         program=program,
         source="simulated",

@@ -1,7 +1,7 @@
 """What a user writes: clusters, models and jobs in YAML, read by `load_job` and validated.
 
-Knows shapes and rules, no prices: `atlas.cost` reads a Job and says what it costs. Names are imported when they are
-first used (pydantic: 0.4 s without bytecode), so that `document` can be had alone.
+It has shapes and rules, no prices: `atlas.cost` prices a Job. Names are imported on first use (pydantic: 0.4 s without
+bytecode), so that `document` can be imported alone.
 """
 
 from __future__ import annotations

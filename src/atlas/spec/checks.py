@@ -1,7 +1,6 @@
-"""The rules of a job that more than one key takes part in: names that must match, sums that must agree.
+"""Rules of a job that involve more than one key: names that must match, sums that must agree.
 
-What needs a price (does it fit in memory, how many pipelines) is for `cost`. Each rule raises for itself, with the
-key to look at.
+Rules that need a price (memory, number of pipelines) are in `cost`. Each rule raises an error with the key to look at.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def _check_links(cluster: Cluster, names: list[str], where: Where, at: Keys) -> 
         seen.add(pair)
         if link.latency_ms is None and cluster.wan.latency_ms is None:
             remedy = "Write it here, or cluster.wan.latency_ms for all links"
-            raise _bad(where, (*key, "latency_ms"), None, "is needed: no default says the link's latency", remedy)
+            raise _bad(where, (*key, "latency_ms"), None, "is needed: the link has no default latency", remedy)
         if link.trace is not None:
             read_trace(Path(link.trace), dotted((*key, "trace")))
     if cluster.wan.trace is not None:

@@ -1,6 +1,6 @@
 """The cluster a user describes: datacenters, the links between them, and defaults for those links.
 
-Knows what hardware there is and what it costs to rent, not what runs on it.
+It holds the hardware and its rent, not what runs on it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DataCenter(Frozen):
 
 
 class Wan(Frozen):
-    """What holds for every link that does not say otherwise."""
+    """Default values of every link."""
 
     latency_ms: NonNegative | None = None
     """One-way latency, milliseconds."""
@@ -55,7 +55,7 @@ class Wan(Frozen):
 
 
 class Link(Frozen):
-    """The path between two datacenters, the same in both directions. What it leaves out, `cluster.wan` says."""
+    """The path between two datacenters, the same in both directions. Missing keys come from `cluster.wan`."""
 
     between: tuple[Name, Name]
     """The two datacenters, in either order."""
@@ -88,10 +88,10 @@ class Route(Frozen):
 
 
 class Cluster(Frozen):
-    """Datacenters and what lies between them."""
+    """Datacenters and the links between them."""
 
     datacenters: tuple[DataCenter, ...] = Field(min_length=1, max_length=1000)
-    """In the order in which a pipeline visits them, unless the job's `placement` says otherwise."""
+    """In the order in which a pipeline visits them, unless the job has a `placement`."""
     wan: Wan = Wan()
     """Defaults of all links."""
     links: tuple[Link, ...] | None = None

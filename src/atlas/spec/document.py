@@ -1,7 +1,7 @@
-"""Reading a user's file without trusting it: UTF-8, size, depth, duplicate keys, alias bombs, odd numbers.
+"""Reads an untrusted user's file: UTF-8, size, depth, duplicate keys, alias bombs, odd numbers.
 
-Gives plain dicts, lists and scalars, and for every key the `file:line` it came from. YAML is read as people
-expect it: `1e3` is a number, a date stays text. Knows nothing of jobs.
+Returns plain dicts, lists and scalars, and for every key the `file:line` it came from. YAML is read as users expect:
+`1e3` is a number, a date stays text. It does not know jobs.
 """
 
 from __future__ import annotations

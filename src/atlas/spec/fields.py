@@ -1,7 +1,7 @@
-"""The number types that job files are made of, and the frozen model they all derive from.
+"""The number types of job files, and the frozen model they all derive from.
 
-Bounds are generous (nobody owns a million nodes) but finite, so that no value a user can write overflows the
-engines' 64-bit nanoseconds without a message. Knows nothing of what the numbers mean.
+Bounds are generous (a million nodes) but finite, so that no value in a file overflows the engines' 64-bit nanoseconds
+without a message. The meaning of the numbers is elsewhere.
 """
 
 from __future__ import annotations

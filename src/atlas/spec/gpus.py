@@ -1,7 +1,7 @@
-"""GPU types: data-sheet peaks (dense, no sparsity). How much of a peak a job reaches is what the type was measured to
-reach, or the job's `efficiency`.
+"""GPU types: data-sheet peaks (dense, no sparsity). The reached share of a peak is measured for the type, or the job's
+`efficiency`.
 
-Knows no prices (they belong to a datacenter) and no measured times (they belong to a profile).
+Prices belong to a datacenter, measured times to a profile.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Gpu(Frozen):
     net_gbps_per_gpu: Positive = OTHER_NET_GBPS
     """Network of a node inside its datacenter, Gbit/s by GPU, where the datacenter has no `net_gbps`."""
     calibration: Calibration | None = None
-    """Measured constants; jobs are priced by them unless they say otherwise."""
+    """Measured constants; jobs are priced by them by default."""
 
 
 A100_MEASURED = Calibration(matrix_efficiency=0.906, memory_efficiency=0.543, peer_efficiency=0.784, layer_floor_us=901)

@@ -1,7 +1,7 @@
 """Dimensions of a model from a Hugging Face `config.json`, by the keys that decoders have in common.
 
-Known architectures differ only in how they call things; an unknown one passes if it uses the usual names. Knows
-no weights and imports no transformers.
+Known architectures differ only in their names for things; an unknown one is accepted if it uses the usual names. Does
+not read weights and does not import transformers.
 """
 
 from __future__ import annotations

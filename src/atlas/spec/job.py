@@ -1,7 +1,7 @@
-"""The job: a model, a cluster and how the one is cut to fit the other. What `load_job` returns.
+"""The job: a model, a cluster and the parallelism. What `load_job` returns.
 
-Knows what the user wrote. Whatever was left out and must be derived (pipelines per cell, placement, layers per
-stage) is worked out by `cost.arrange`, because it takes prices to do so.
+It holds what the user wrote. Missing values that must be derived (pipelines per cell, placement, layers per stage) are
+computed by `cost.arrange`, because that needs prices.
 """
 
 from __future__ import annotations
@@ -137,5 +137,5 @@ class Job(Frozen):
 
     @property
     def activation_bytes(self) -> int:
-        """What crosses a boundary for one microbatch: b * L * H elements, forward and backward alike."""
+        """Bytes across a boundary for one microbatch, forward and backward: b * L * H elements."""
         return self.microbatch * self.model.seq_len * self.model.hidden * self.element_bytes

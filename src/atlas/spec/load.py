@@ -1,7 +1,7 @@
-"""From a path and some `--set` to a validated Job: read, merge `base`, fetch the cluster, override, validate.
+"""From a path and some `--set` to a validated Job: read, merge `base`, load the cluster, override, validate.
 
-Paths written in a file are relative to that file; paths in a `--set` to where the command runs. Knows every way
-in which a file can be wrong, and nothing of what a right one costs.
+Paths in a file are relative to that file; paths in a `--set` are relative to the working directory. All errors of a
+file are found here; its price is not.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def job_of(document: Document, path: Path, overrides: Sequence[str]) -> Job:
 
 
 def override(job: Job, overrides: Sequence[str]) -> Job:
-    """A loaded job with some keys changed, validated anew: what a what-if or a planner does."""
+    """A loaded job with some keys changed and validated again, for what-if and planner."""
     data = job.model_dump(mode="json", exclude_none=True)
     data["model"].pop("config", None)
     return finished(Document(data), overrides, job.where)

@@ -1,8 +1,8 @@
 """`--set key.path=value`: one change to a job file's data before it is validated.
 
 Items of a list are named by number or by name: `cluster.links[0].latency_ms`, `cluster.links[east,west].pair_gbps`,
-`cluster.datacenters.east.nodes`, `placement[east].stages`. Knows the shape of data, not which keys exist: that is
-for validation, which a changed file passes like any other.
+`cluster.datacenters.east.nodes`, `placement[east].stages`. It uses the shape of the data only; validation checks the
+keys afterwards.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class PlanSchedule(Frozen):
 
 
 class Predicted(Frozen):
-    """What the simulator says of the plan."""
+    """The simulator's figures of the plan."""
 
     iteration_s: Quantity
     tokens_per_s: Quantity
@@ -186,7 +186,7 @@ HEADER = """\
 
 
 def plan_text(plan: Plan) -> str:
-    """The Plan as YAML, only what the job's file said and what was chosen."""
+    """The Plan as YAML: only the keys of the job's file and the choices."""
     data: dict[str, Any] = plan.model_dump(mode="json", exclude_none=True, exclude={"job"})
     job = plan.job.model_dump(mode="json", exclude_none=True, exclude_unset=True)
     job["model"].pop("config", None)

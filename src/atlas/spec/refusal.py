@@ -1,6 +1,7 @@
-"""What pydantic says of a user's file, in the words of this project: file and line, key, value, rule, remedy.
+"""Pydantic's errors as our messages: file and line, key, value, rule, remedy.
 
-One translation for every kind of file (job, plan, profile). Knows pydantic's kinds of error, not what the keys mean.
+One translation for every kind of file (job, plan, profile). It uses pydantic's kinds of error, not the meaning of the
+keys.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def refusal(
     error: ValidationError, where: Callable[[Keys], str], known: Callable[[Keys], Sequence[str]], remedy: str
 ) -> SpecError:
     """The first thing that is wrong. `known` gives the keys there are at a place, `remedy` what helps otherwise."""
-    # A misspelt key is also a missing key: say the former.
+    # A misspelt key is also a missing key: report the former.
     first: Any = min(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
     kind, keys, value = first["type"], tuple(first["loc"]), shown(first["input"])
     if kind == "extra_forbidden":

@@ -1,7 +1,7 @@
 """Trace files: how the rate and the latency of a link change over time.
 
-CSV with the header `time_s,rate,extra_latency_ms`, or JSON: a list of objects with those keys. `rate` is the share
-of the nominal rate, `extra_latency_ms` may be left out. Knows no links and no nanoseconds.
+CSV with the header `time_s,rate,extra_latency_ms`, or JSON: a list of objects with those keys. `rate` is the share of
+the nominal rate; `extra_latency_ms` is optional.
 """
 
 from __future__ import annotations
