@@ -1,7 +1,7 @@
 """HTTP: OpenAI's paths over a `Service`. Reads bodies within bounds of size and time, writes JSON or event streams.
 
-Every failure is a 4xx (or a 429 or 503 with Retry-After) in OpenAI's shape; a client that goes away takes its request
-with it. Knows HTTP; not tokens, not bubbles.
+Errors have OpenAI's format, 429 and 503 with Retry-After; a request ends when its client disconnects. Knows HTTP; not
+tokens, not bubbles.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from bubbletea.serve.schema import ChatRequest, CompletionRequest, openapi
 from bubbletea.serve.service import Delta, Service, TextRequest, chat_prompt
 
 log = logging.getLogger("bubbletea.requests")
-"""One line a request, at level INFO."""
+"""One line per request, at level INFO."""
 MAX_BODY_BYTES = 4 << 20
 BODY_S = 10.0
-"""A body takes no longer than this, however slowly it drips."""
+"""Time limit of a body."""
 FAILURE = ApiError(500, "the service failed to answer; see its log", code="internal_error")
 ModelT = TypeVar("ModelT", bound=BaseModel)
 T = TypeVar("T")
@@ -40,7 +40,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Api:
-    """`app` is what an ASGI server runs."""
+    """`app` is the ASGI application."""
 
     def __init__(self, service: Service, keys: Keys, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self.service, self.keys, self.max_body_bytes = service, keys, max_body_bytes
@@ -54,7 +54,7 @@ class Api:
             Route("/openapi.json", self.document, methods=["GET"]),
         ]
         self.app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
-        self.app.router.redirect_slashes = False  # a redirect would go to whatever Host the client named
+        self.app.router.redirect_slashes = False  # a redirect would use the Host header of the client
 
     # ---- paths -------------------------------------------------------------------------------------------------
     async def completions(self, request: Request) -> Response:
@@ -128,7 +128,7 @@ class Api:
                     if len(body) > self.max_body_bytes:
                         raise too_large
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {BODY_S:g} s") from None
+            raise ApiError(408, f"the body did not arrive within {BODY_S:g} s") from None
         return bytes(body)
 
     def _require_model(self, model: str) -> None:
@@ -205,7 +205,7 @@ class Api:
             except ApiError as error:
                 return error.response()
             except ClientDisconnect:
-                return Response(status_code=400)  # nobody is there to read it
+                return Response(status_code=400)  # the client has disconnected
             except Exception:
                 log.exception("a request failed")
                 return FAILURE.response()
@@ -214,7 +214,7 @@ class Api:
 
 
 class Completion:
-    """How answers look under /v1/completions."""
+    """The responses of /v1/completions."""
 
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
@@ -246,7 +246,7 @@ class Completion:
 
 
 class Chat(Completion):
-    """How they look under /v1/chat/completions."""
+    """The responses of /v1/chat/completions."""
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -290,7 +290,7 @@ async def _events(
         async for delta in deltas:
             last = delta
             yield _event(form.event(delta, first=False))
-    except Exception:  # the status has been sent: the stream says it, and ends without [DONE]
+    except Exception:  # the status is sent already: the stream has an error event and no [DONE]
         log.exception("an answer broke off")
         yield _event(FAILURE.body)
         return
@@ -304,7 +304,7 @@ def _event(data: dict[str, Any]) -> str:
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; cancelled when the client hangs up."""
+    """The result of `work`, which is cancelled if the client disconnects."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))
     try:

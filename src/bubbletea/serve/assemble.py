@@ -1,6 +1,7 @@
-"""A whole service put together from its settings: windows, admission, workers' door, memory, decoder, HTTP.
+"""Builds a service from its settings: windows, admission, connections, memory, decoder, HTTP.
 
-The one place that knows all the parts. Starts no workers: who does (`command`, a test) gets the address and the token.
+The only module that knows all parts. Does not start workers: `command` (or a test) does, with the address and the
+token.
 """
 
 from __future__ import annotations
@@ -40,32 +41,32 @@ from bubbletea.windows.bubbles import Forecast
 
 MIB = 1 << 20
 LEAST_NS = 50_000
-"""No layer takes less."""
+"""Shortest time of a layer."""
 
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """What an operator can set; memory in bytes."""
+    """The operator's settings; memory in bytes."""
 
     name: str
     served: Served
     split: int | None = None
-    """Workers that hold the model between them; None: as few as have room."""
+    """Workers that share one copy of the model; None: as few as have enough memory."""
     chunk: int = 512
     arena_bytes: int = 256 * MIB
-    """Of every worker, for weights, keys and values, activations between slices."""
+    """Per worker: weights, keys and values, activations between slices."""
     workspace_bytes: int = 512 * MIB
-    """Of every worker, while a slice runs."""
+    """Per worker: temporaries of a running slice."""
     store_bytes: int = 1024 * MIB
-    """Of the service: keys and values until they are decoded or fetched."""
+    """Host memory of the service: keys and values until they are decoded or fetched."""
     prefix_bytes: int = 256 * MIB
-    """Of the service: keys and values of prompts' beginnings."""
+    """Host memory of the service: the prefix cache."""
     deadline_s: float = 30.0
-    """For requests that name none."""
+    """For requests that set none."""
     patience_s: float = 30.0
-    """An admitted prefill that gets no further for so long is handed back."""
+    """An admitted prefill without progress for this long is restarted."""
     budget: float = 0.005
-    """The share by which training may become slower."""
+    """The share by which prefill may slow training."""
     aims: Aims = field(default_factory=Aims)
 
 
@@ -83,7 +84,8 @@ class Parts:
     api: Api
 
     async def start(self, folder: Path, handoff: tuple[str, int] = ("127.0.0.1", 0), *, anywhere: bool = False) -> str:
-        """Listens for workers in `folder` (private to this user) and for decode engines; the workers' address."""
+        """Listens for workers in `folder` (private to this user) and for decode engines; returns the workers'
+        address."""
         (folder / "token").touch(mode=0o600)
         (folder / "token").write_text(self.token)
         await self.door.start(*handoff, anywhere=anywhere)
@@ -102,7 +104,7 @@ def assemble(settings: ServiceSettings, ground: WorkerWindows, keys: Keys, token
     token = token or secrets.token_hex(32)
     layer = ground.pace or ground.layer or calibrated(served, settings.chunk)
     costs = costs_of(served, layer, ground.head_ns)
-    # Admission counts two bytes an element; a model of four needs the same arena twice.
+    # Admission assumes two bytes per element: a model with four needs twice the arena.
     scale = served.torch_dtype.itemsize / ELEMENT_BYTES
     pattern = replace(ground.pattern, memory_bytes=(ground.pattern.memory_bytes / scale).astype("int64"))
     lanes = build_lanes(pattern, costs, split=settings.split, num_ranks=ground.num_ranks, chunk=settings.chunk)
@@ -132,14 +134,14 @@ def assemble(settings: ServiceSettings, ground: WorkerWindows, keys: Keys, token
 
 
 def _chunks(longest: int) -> tuple[int, ...]:
-    """A shorter one for windows in which a layer of the longest does not fit."""
+    """The longest chunk, and a shorter one for windows that are too short for a layer of it."""
     return (longest, max(16, longest // 8)) if longest > 16 else (longest,)
 
 
 def _orders(
     settings: ServiceSettings, ground: WorkerWindows, lanes: list[PrefillLane], risk: float
 ) -> dict[int, WorkerOrder]:
-    """By worker: which layers it holds."""
+    """By worker: its part of the model and its limits."""
     orders: dict[int, WorkerOrder] = {}
     for lane in lanes:
         split = tuple(end - first for first, end in map(lane.layers, range(len(lane.workers))))
@@ -162,13 +164,13 @@ def _orders(
 
 
 def costs_of(served: Served, layer: LayerTime, head_ns: int = 0) -> PrefillCosts:
-    """What admission counts with; the network inside a datacenter is taken as fast until it is measured."""
+    """The costs for admission; the network inside a datacenter is assumed to be fast."""
     model, pcie, nic = model_of(served), PCIE_BYTES_PER_S, 12.5e9
     return PrefillCosts(model, layer, head_ns, pcie_bytes_per_s=pcie, nic_bytes_per_s=nic, hop_latency_ns=1_000_000)
 
 
 def model_of(served: Served) -> Model:
-    """Its dimensions, as the cost model wants them."""
+    """Its dimensions in the form of the cost model."""
     config = served.config
     return Model(
         family="llama" if config.gated else "gpt",
@@ -183,13 +185,13 @@ def model_of(served: Served) -> Model:
 
 
 def calibrated(served: Served, chunk: int, device: str = "cpu") -> LayerTime:
-    """One layer timed here, with random weights: a first guess for the workers, which report the truth."""
+    """Times one layer with random weights on this host: a first estimate, corrected by the workers' reports."""
     config = replace(served.config, num_layers=1)
     one = replace(served, config=config, folder=None)
     arena = Arena(_layer_bytes(one, chunk), 0, device)
     shard = ModelShard(one, LayerRange(range(1), has_embedding=False, has_head=False), arena)
     pace, threads = PieceTimes(config), torch.get_num_threads()
-    torch.set_num_threads(1)  # as workers do: on a busy host threads wait for each other, a hundred times over
+    torch.set_num_threads(1)  # as in workers: on a busy host several threads mostly wait for each other
     try:
         warm_up(shard, pace, chunk)
     finally:
@@ -200,7 +202,7 @@ def calibrated(served: Served, chunk: int, device: str = "cpu") -> LayerTime:
 
 
 def _layer_bytes(served: Served, chunk: int) -> int:
-    """Room for one layer and one chunk, and to spare."""
+    """Memory for one layer and one chunk, with a margin."""
     config, size = served.config, served.torch_dtype.itemsize
     weights = 4 * config.width * config.num_heads * config.head_width + 3 * config.width * config.ffn_width
     return 2 * (weights + 8 * (config.width + config.ffn_width) + chunk * config.width) * size + (

@@ -1,9 +1,9 @@
-"""Who may ask: API keys by tenant, from a file that holds only their SHA-256.
+"""API keys by tenant, from a file that has only their SHA-256.
 
     tenants:
       search: {sha256: 5e88..., weight: 2}
 
-The check takes the same time whoever asks: every key of the file is compared, each in constant time.
+The check takes the same time for every key: all keys of the file are compared, each in constant time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Document(BaseModel):
 
 @dataclass(frozen=True)
 class Keys:
-    """Digest of the key by tenant; empty: nobody is asked for one."""
+    """By tenant: the digest of its key. Empty: no key is needed."""
 
     digests: Mapping[str, bytes]
     weights: Mapping[str, float]
@@ -62,7 +62,7 @@ class Keys:
         )
 
     def tenant(self, header: str | None) -> str | None:
-        """Whose `Authorization` header this is; None: nobody's."""
+        """The tenant of an `Authorization` header; None: unknown."""
         if not self.digests:
             return EVERYBODY
         kind, _, key = (header or "").partition(" ")

@@ -1,7 +1,7 @@
-"""The service's end of its workers' connections: who is there, tasks out, results in.
+"""The service's connections to its workers: sends tasks, receives results.
 
-A worker that dials is told what to hold; one whose connection breaks is gone, and whoever listens hears it at once.
-Everything happens on the service's event loop. Knows frames and members; not requests, not admission.
+A worker that connects gets its WorkerOrder. When a connection breaks, the worker is lost and the listener is called at
+once. Everything runs on the service's event loop. Knows frames and workers; not requests, not admission.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger("bubbletea.serve")
 
 @dataclass(eq=False)
 class ConnectedWorker:
-    """A worker that is connected; when it connects again it is another Member."""
+    """A worker and its connection; a new connection is a new ConnectedWorker."""
 
     worker: int
     name: str
@@ -52,7 +52,7 @@ class ConnectedWorker:
     writer: asyncio.StreamWriter
     ready: bool = False
     share: float = 1.0
-    """Of each wait, as it was last told."""
+    """Of each wait: the share that was last sent."""
 
 
 class Listener(Protocol):
@@ -77,7 +77,7 @@ class Listener(Protocol):
 
 
 class WorkerConnections:
-    """`orders(worker)` says what a worker is to hold, or None if it has no part in this."""
+    """`orders(worker)` returns a worker's order, or None for an unknown worker."""
 
     def __init__(self, token: str, orders: Callable[[int], WorkerOrder | None], model: str) -> None:
         self.token, self.orders, self.model = token, orders, model
@@ -87,7 +87,7 @@ class WorkerConnections:
         self._callers: set[asyncio.Task[None]] = set()
 
     async def start(self, path: Path) -> str:
-        """Listens on a Unix socket that only this user can open; its address."""
+        """Listens on a Unix socket that only this user can open; returns its address."""
         self._server = await asyncio.start_unix_server(self._serve, path)
         path.chmod(0o600)
         return f"unix:{path}"
@@ -101,8 +101,8 @@ class WorkerConnections:
 
     # ---- out -----------------------------------------------------------------------------------------------------
     def send(self, member: ConnectedWorker, task: PrefillTask, tokens: Sequence[int], cached: Sequence[Tensor]) -> None:
-        """A task, its tokens (to the first stage), and keys and values of the cached ones by layer of the worker.
-        Nothing where the connection is lost: `left` is about to be called."""
+        """Sends a task, its tokens (to the first stage), and keys and values of the cached ones by layer of the worker.
+        Sends nothing if the connection is lost: `left` is about to be called."""
         if member.writer.is_closing():
             return
         order = member.order
@@ -117,7 +117,7 @@ class WorkerConnections:
             write(member.writer, CANCEL, {"job": job, "attempt": attempt})
 
     def share(self, share: float) -> None:
-        """Which share of each wait may be used: told to those who have heard another."""
+        """Sends the share of each wait that may be used, if it has changed."""
         for member in self.members.values():
             if member.ready and member.share != share and not member.writer.is_closing():
                 member.share = share
@@ -131,14 +131,14 @@ class WorkerConnections:
         member: ConnectedWorker | None = None
         try:
             member = await self._welcome(reader, writer)
-            while not writer.is_closing():  # what a lost worker has sent before may take a while to read
+            while not writer.is_closing():  # data from a lost worker may still be buffered
                 self._take(member, await receive_async(reader))
         except (ClosedError, OSError, TimeoutError):
-            pass  # gone: `left` says what it means
+            pass  # the worker is lost
         except (WorkerError, LookupError, TypeError, ValueError, ArithmeticError) as error:
             log.warning("a caller is dropped (worker %s): %r", member.name if member else "unknown", error)
         except asyncio.CancelledError:
-            pass  # by `close`, which waits for us
+            pass  # cancelled by `close`
         finally:
             self._callers.discard(me)
             if member is not None and self.members.get(member.worker) is member:
@@ -155,7 +155,7 @@ class WorkerConnections:
         def answer(who: dict[str, Any]) -> dict[str, Any]:
             order = self.orders(int(who["worker"]))
             if order is None:
-                raise WorkerError(f"worker {who['worker']} has no part in this prefill")
+                raise WorkerError(f"worker {who['worker']} is unknown to this service")
             found.append(order)
             has_baseline = self.listener is not None and self.listener.has_baseline
             return {"order": order.to_json(), "now_ns": time.monotonic_ns(), "has_baseline": has_baseline}
@@ -169,7 +169,7 @@ class WorkerConnections:
         )
         before, self.members[worker] = self.members.get(worker), member
         if before is not None and before.ready and self.listener is not None:
-            self.listener.left(before)  # a new life of the same worker: what the old one had begun is lost
+            self.listener.left(before)  # the worker was restarted: its earlier tasks are lost
         return member
 
     def _take(self, member: ConnectedWorker, frame: WireFrame) -> None:

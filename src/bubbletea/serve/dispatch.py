@@ -37,28 +37,28 @@ SECOND = 1_000_000_000
 TICK_S = 0.02
 NEVER_DUE = 2**62
 LATE_NS = 50_000_000
-"""A prefill this far behind its plan is placed anew."""
+"""A prefill this far behind its plan is placed again."""
 UNKNOWN_S = 1.0
-"""To ask again after, where nobody knows when memory will be free: all of it waits for bubbles that are left over."""
+"""Retry-After if it is unknown when memory will be free: all of it is held by offline requests that wait."""
 MAX_FAILURES = 4
 LANE_S = 60.0
-"""How long an admitted prefill waits for a lane when there is none for it; then it is handed back."""
+"""An admitted prefill that has waited this long for a lane is handed back."""
 RESTART_NS = 5 * SECOND
-"""Losses within this are one failure: a training that restarts takes all its workers with it, one after the other."""
+"""Losses within this time count as one failure: a restart of training ends all its workers, one after the other."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is to be prefilled."""
+    """A prompt to be prefilled."""
 
     tokens: Sequence[int]
     tenant: str
     num_new: int
-    """Tokens that will be decoded behind it."""
+    """Tokens that will be decoded after it."""
     deadline_ns: int | None = None
     kind: RequestKind = "online"
     kept_s: float = 0.0
-    """How long its keys and values are expected to be needed once they are there."""
+    """How long its keys and values are expected to be needed after the prefill."""
     cache_salt: str = ""
     """The prefix cache is shared only with prompts of the same tenant and salt."""
 
@@ -70,12 +70,12 @@ class Prefilled:
     cached_tokens: int
     admitted_ns: int
     first_ns: int
-    """When the first piece's result came."""
+    """When the result of the first piece arrived."""
     done_ns: int
 
 
 class Refused(Exception):  # noqa: N818
-    """Not let in; `retry_s` from now it would be, None: never as it is. `detail`: more than the reason, in words."""
+    """Not admitted; it would be in `retry_s`, or never (None). `detail`: text that explains the reason."""
 
     def __init__(self, reason: str, retry_s: float | None, detail: str = "") -> None:
         super().__init__(reason)
@@ -83,7 +83,7 @@ class Refused(Exception):  # noqa: N818
 
 
 class HandedBack(Exception):  # noqa: N818
-    """Let in, but the workers that would have done it are gone."""
+    """Admitted, but its workers are gone."""
 
     def __init__(self, why: str, retry_s: float = 1.0) -> None:
         super().__init__(why)
@@ -99,26 +99,26 @@ class _PrefillRun:
     future: asyncio.Future[Prefilled]
     admitted_ns: int
     attempt: int = 0
-    """Rises whenever its tasks are recalled: what comes of earlier ones is not taken."""
+    """Increases when its tasks are cancelled: results of earlier attempts are ignored."""
     sent: tuple[ConnectedWorker, ...] = ()
     """The workers that have its tasks now, by stage."""
     due_ns: int = 0
-    """As told to them."""
+    """The deadline that was sent to the workers."""
     expected_ns: int = 0
-    """When the plan has it delivered."""
+    """Its planned delivery."""
     cached: int = 0
     logits: Tensor | None = None
     first_ns: int = 0
     since_ns: int = 0
-    """Since when it could have made progress and did not."""
+    """Since when it has made no progress although it could."""
     num_failures: int = 0
     lost_ns: int = -RESTART_NS
-    """When its workers were last lost, of those that counted."""
+    """The last loss of its workers that counted as a failure."""
 
 
 class Dispatcher:
-    """Listens to the crew. `patience_s`: for how long, and two periods of training, a prefill whose turn it is may make
-    no progress before it is begun again; `lane_s`: how long one waits for a lane; `promise`: to training, if any."""
+    """`patience_s`: a prefill that is due and makes no progress for this long and two periods of training is restarted;
+    `lane_s`: longest wait for a lane; `promise`: the limit for training, if there is training."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Dispatcher:
         self._ticker = asyncio.create_task(self._tick())
 
     async def close(self) -> None:
-        """Hands back whatever is left."""
+        """Hands back all unfinished prefills."""
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
@@ -165,7 +165,7 @@ class Dispatcher:
 
     # ---- requests ----------------------------------------------------------------------------------------------
     def check(self, tenant: str, num_tokens: int, num_new: int, deadline_ns: int | None) -> None:
-        """Raises Refused where a prompt of at least this length would be, before anybody has tokenized it."""
+        """Raises Refused if a prompt of at least this length would be refused; called before tokenizing."""
         request = PrefillRequest(secrets.token_hex(8), tenant, num_tokens, time.monotonic_ns(), deadline_ns)
         self._require_room(num_tokens + num_new, tenant, "online")
         refusal = self.planner.quote(request, request.arrival_ns)
@@ -173,7 +173,7 @@ class Dispatcher:
             raise self._refused(refusal)
 
     async def prefill(self, prompt: Prompt) -> Prefilled:
-        """Raises Refused or HandedBack. The parcel is the caller's to release."""
+        """Raises Refused or HandedBack. The caller releases the parcel."""
         now_ns, ticket = time.monotonic_ns(), secrets.token_hex(16)
         hashes = self.prefixes.hashes(prompt.tokens, prompt.tenant, prompt.cache_salt)
         request = PrefillRequest(
@@ -223,13 +223,13 @@ class Dispatcher:
 
     # ---- tasks -------------------------------------------------------------------------------------------------
     def _send(self, run: _PrefillRun, placement: Placement) -> None:
-        """The tasks of a placement, to the workers of its lane."""
+        """Sends the tasks of a placement to the workers of its lane."""
         hashes, request, lane = run.request.block_hashes, placement.request, placement.lane
         run.cached = min(placement.cached_tokens, self.prefixes.longest(hashes, NEVER_DUE))
         cached = self.prefixes.take(hashes, run.cached) if run.cached else []
         for layer, kv in enumerate(cached):
             run.parcel.put(KvBlock(run.parcel.ticket, run.parcel.model, layer, 0, run.cached, kv))
-        # Who was postponed is placed as offline work.
+        # Postponed requests are placed as offline work.
         run.due_ns = request.deadline_ns or NEVER_DUE - 1 if request.kind == "online" else NEVER_DUE
         length = len(run.prompt.tokens)
         ends = tuple(end for end in placement.ends if end > run.cached)
@@ -244,7 +244,7 @@ class Dispatcher:
             self.crew.send(member, task, run.prompt.tokens, cached[first:end])
 
     def _recall(self, run: _PrefillRun) -> None:
-        """Cancels its tasks where they were sent."""
+        """Cancels its tasks on the workers that have them."""
         for member in run.sent:
             self.crew.cancel(member, run.job, run.attempt)
         run.attempt, run.logits, run.sent = run.attempt + 1, None, ()
@@ -253,16 +253,16 @@ class Dispatcher:
         return tuple(self.crew.members[worker] for worker in lane.workers)
 
     def _expect(self, run: _PrefillRun, delivered_ns: int) -> None:
-        """And so when its memory will be back."""
+        """Sets the expected delivery, and with it when its memory will be free."""
         run.expected_ns = delivered_ns
         run.parcel.expected_s = delivered_ns / SECOND + run.prompt.kept_s
 
     def _again(self, run: _PrefillRun, why: str, *, is_loss: bool = False) -> None:
-        """From the beginning, as soon as there is a lane; handed back when that has gone wrong too often."""
+        """Restarts it as soon as there is a lane; hands it back after too many failures."""
         if run.future.done():
             return
         now_ns = time.monotonic_ns()
-        log.info("prefill %d, attempt %d, begins again: %s", run.job, run.attempt, why)
+        log.info("prefill %d, attempt %d, is restarted: %s", run.job, run.attempt, why)
         self._recall(run)
         run.since_ns = now_ns
         if not is_loss or now_ns >= run.lost_ns + RESTART_NS:
@@ -350,8 +350,7 @@ class Dispatcher:
 
     # ---- time --------------------------------------------------------------------------------------------------
     def _follow(self, placements: Sequence[Placement]) -> None:
-        """What is new in the plan: tasks go out, are taken from one lane to another, or are only expected at another
-        time."""
+        """Carries out a changed plan: sends tasks, moves them to another lane, or changes their expected time."""
         for placement in placements:
             run = self._by_request.get(placement.request.id)
             if run is None or run.future.done():
@@ -368,13 +367,13 @@ class Dispatcher:
             await asyncio.sleep(TICK_S)
             try:
                 self._pass_time(time.monotonic_ns())
-            except Exception:  # one bad moment must not end the clock for all who wait
-                log.exception("the scheduler's clock goes on after an error")
+            except Exception:  # one error must not stop the loop for all requests
+                log.exception("an error in the scheduler; it continues")
                 self.metrics.trouble()
 
     def _pass_time(self, now_ns: int) -> None:
         self._follow(self.planner.advance(now_ns))
-        if self.promise is not None:  # on an overcommitted host what was let in is finished, and offline requests wait
+        if self.promise is not None:  # when overcommitted, admitted online requests are finished and offline ones wait
             is_due = any(run.request.kind == "online" for run in self._runs.values())
             self._paused = self.promise.overcommitted and not is_due
             self.crew.share(0.0 if self._paused else self.promise.allowed)
@@ -390,10 +389,10 @@ class Dispatcher:
         self.metrics.gauges(self)
 
     def _look_after(self, run: _PrefillRun, now_ns: int, *, is_first: bool) -> None:
-        """`is_first`: its workers have nothing more urgent, so that it should make progress."""
+        """`is_first`: it is the most urgent prefill of its workers, so it should make progress."""
         waits = not run.sent and self.planner.is_waiting(run.request.id)
         if not waits and (self._paused or not is_first):
-            run.since_ns = now_ns  # others go before
+            run.since_ns = now_ns  # others go first
         stuck_s = (now_ns - run.since_ns) / SECOND
         if waits and stuck_s > self.lane_s:
             self._hand_back(run, f"no worker has had room for it for {self.lane_s:g} s")

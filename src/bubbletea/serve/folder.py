@@ -1,5 +1,5 @@
-"""The folder in which a service keeps its token and the socket of its workers: private to this user, and gone when the
-service is, however it ends. A small process waits for the service's end and removes the folder, also after kill -9.
+"""A private folder for the service's token and the socket of its workers, removed when the service ends. A small
+process waits for that end and removes the folder, also after kill -9.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 REMOVE = 'read -r _; rm -rf -- "$1"'
-"""`read` returns when the pipe is closed, which the kernel does when we end."""
+"""`read` returns when the pipe is closed; the kernel closes it when the service ends."""
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def private_folder() -> Iterator[Path]:
         ["/bin/sh", "-c", REMOVE, "bubbletea-cleanup", str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is the service's to hear
+        start_new_session=True,  # Ctrl-C is handled by the service
     )
     try:
         yield folder

@@ -1,6 +1,7 @@
-"""The HTTP server: uvicorn with h11, bounded against clients that dawdle, and an end that waits for what was admitted.
+"""The HTTP server: uvicorn with h11, with time limits for slow clients, and a shutdown that finishes admitted requests.
 
-uvicorn times out idle connections but not headers that never end; `Patient` does. Knows connections; not requests.
+uvicorn has a time limit for idle connections but not for headers; `HeaderTimeout` adds it. Knows connections; not
+requests.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from bubbletea.serve.service import Service
 
 HEADERS_S = 10.0
-"""From a connection, or the first byte of a request on it, to the end of the headers."""
+"""Time limit from the connection, or the first byte of a request, to the end of the headers."""
 KEEP_ALIVE_S = 15
 MAX_HEADER_BYTES = 64 << 10
 
 
-class Patient(H11Protocol):
-    """Drops a connection whose request's headers do not come in time."""
+class HeaderTimeout(H11Protocol):
+    """Closes a connection whose headers do not arrive in time."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -53,12 +54,12 @@ class Patient(H11Protocol):
 
 
 class HttpServer(uvicorn.Server):
-    """A first signal drains: new requests are turned away, admitted ones finish, within `drain_s`. A second ends it."""
+    """The first signal drains: new requests are refused, admitted ones finish within `drain_s`. The second stops it."""
 
     def __init__(self, app: Any, service: Service, drain_s: float) -> None:
         config = uvicorn.Config(
             app,
-            http=Patient,
+            http=HeaderTimeout,
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -72,7 +73,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self.service, self.drain_s = service, drain_s
         self.port = 0
-        """Where it listens."""
+        """The port it listens on."""
         self._until_s = float("inf")
 
     def handle_exit(self, sig: int, frame: Any) -> None:

@@ -1,6 +1,6 @@
-"""What `/metrics` shows: vLLM's names where vLLM has one (`vllm:`), ours for bubbles and admission (`bubbletea:`).
+"""The metrics of `/metrics`: vLLM's names where they exist (`vllm:`), others for bubbles and admission (`bubbletea:`).
 
-A registry of its own per service, so that several live in one process. Knows names and units; not what they mean.
+One registry per service, so that several can run in one process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 FINISHES, REFUSALS = ("stop", "length"), ("deadline", "share", "memory", "too-long", "no-lane", "overcommitted")
 RECENT = 512
-"""Waits over which the fill ratio is taken."""
+"""Number of waits in the fill ratio."""
 
 
 class ServiceMetrics:
@@ -101,7 +101,7 @@ class ServiceMetrics:
             self.between_s.labels(self._model).observe((whole_s - first_s) / (num_tokens - 1))
 
     def decoding(self, more: int) -> None:
-        """So many more requests (or fewer) are being decoded."""
+        """The number of decoding requests has changed by `more`."""
         self._num_decoding += more
 
     def first_token(self, seconds: float) -> None:
@@ -119,14 +119,14 @@ class ServiceMetrics:
         self._recent.append((waited_ns, filled_ns))
 
     def iterated(self, seconds: float) -> None:
-        """From any thread."""
+        """Thread-safe."""
         self._iterations.labels(self._model).observe(seconds)
 
     def trouble(self) -> None:
         self._trouble.labels(self._model).inc()
 
     def joined(self, worker: str) -> None:
-        """Its counters begin at 0, and not with its first event."""
+        """Creates its counters with value 0."""
         for counter in (self._bubbles, self._bubble_s, self._filled_s, self._slices, self._late):
             counter.labels(self._model, worker)
 
@@ -152,11 +152,11 @@ class ServiceMetrics:
     # ---- making them -------------------------------------------------------------------------------------------
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         found = Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
-        found.labels(self._model)  # there from the first scrape on, as 0
+        found.labels(self._model)  # exists with value 0 from the start
         return found
 
     def _counter(self, name: str, text: str, label: str = "", values: Sequence[str] = ()) -> Counter:
-        """`values` of the label, as far as they are known."""
+        """`values`: known values of the label."""
         found = Counter(name, text, ["model_name", label] if label else ["model_name"], registry=self.registry)
         for value in values:
             found.labels(self._model, value)

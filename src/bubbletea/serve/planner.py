@@ -1,9 +1,8 @@
-"""Admission in the service: the pure functions of `admit`, over the lanes whose workers are there, with windows and
-costs that follow what the workers report. The only place in the service that knows bubbles.
+"""Admission in the service: the pure functions of `admit` for the lanes whose workers are connected, with windows and
+costs learnt from the workers' reports. The only part of the service that knows bubbles.
 
-When workers come or go, or costs turn out different, promises are made anew from the same requests. What was let in is
-always in one of four places: placed on a lane, in the backlog, postponed, or waiting for a lane. Not thread-safe: the
-event loop owns it.
+When workers join or leave, or costs change, all requests are placed again. An admitted request is always in one of four
+states: placed on a lane, in the backlog, postponed, or waiting for a lane. Not thread-safe: used on the event loop.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ from bubbletea.windows.bubbles import Forecast
 POINTS = 256
 """Measured pieces that costs are fitted to."""
 PERIODS = 16
-"""Over which training's slow-down is taken."""
+"""Number of periods in the measured slowdown of training."""
 CATCH_UP_NS = 100_000_000
-"""How often those behind are moved up, at most."""
+"""Shortest time between two attempts to move requests up."""
 AHEAD_NS = 500_000_000
-"""Offline work is with its workers this long before the plan has a place for it."""
+"""Offline work is sent to workers this long before its planned start."""
 SECOND = 1_000_000_000
 AGAIN_NS = 2 * SECOND
-"""An offline request whose worker is lost goes on as if it were due this long after."""
+"""Deadline, after the loss of its worker, that an offline request gets."""
 TRUST = 0.15
-"""Costs that are off by more than this are fitted anew."""
+"""Costs with a larger error are fitted again."""
 
 
 class Planner:
@@ -69,21 +68,21 @@ class Planner:
         self.chunks, self.learns_costs, self.weights = tuple(chunks), learns_costs, weights
         self.aims = aims or Aims()
         self.postponed = Postponed(self.aims)
-        """Stays when states are made anew."""
+        """Kept when the state is rebuilt."""
         self.alive: frozenset[int] = frozenset()
         self._admitted: dict[str, PrefillRequest] = {}
         self._waiting: dict[str, PrefillRequest] = {}
-        """Of the admitted, those that no lane has a place for now."""
+        """Admitted requests that no lane can take now."""
         self._moved: set[str] = set()
-        """Requests placed anew since `advance` told last."""
-        self._retry_ns = self._doubted_ns = 0
-        """When those that wait are next tried; when costs were last doubted for one of them."""
+        """Requests placed again since the last `advance`."""
+        self._retry_ns = self._halved_ns = 0
+        """When waiting requests are tried next; when costs were last halved for one of them."""
         self._shares = TenantShares(weights)
         self._points: deque[tuple[int, int, float]] = deque(maxlen=POINTS)
         self._open = np.full(len(forecast.pattern.start_ns), -1, np.int64)
         self._closed = self._open.copy()
         self._round = forecast.pattern.end_ns >= forecast.pattern.period_ns
-        """Windows that end with the period: they are waited through at the beginning of the next, by its first op."""
+        """Windows that end with the period: the first op of the next period waits in them."""
         self._step = -1
         self._starts: deque[tuple[int, int]] = deque(maxlen=PERIODS)
         """(step, when it began)"""
@@ -105,14 +104,14 @@ class Planner:
 
     @property
     def slowdown(self) -> float:
-        """By which share training's period is now longer than planned."""
+        """The share by which training's period is longer than planned."""
         pairs = [(b - a, t - s) for (a, s), (b, t) in pairwise(self._starts) if b > a]
         if not pairs:
             return 0.0
         return float(np.median([took / steps for steps, took in pairs]) / self.forecast.period_ns - 1)
 
     def is_waiting(self, request_id: str) -> bool:
-        """Whether it was let in, but there is no lane for it now."""
+        """Whether it is admitted, but has no lane now."""
         return request_id in self._waiting or self._state is None
 
     # ---- decisions ---------------------------------------------------------------------------------------------
@@ -132,7 +131,7 @@ class Planner:
         return self._placed(found) if isinstance(found, Placement) else found
 
     def quote(self, request: PrefillRequest, now_ns: int) -> AdmissionRefusal | None:
-        """What `admit` would refuse, also if the prompt is longer than that; nothing is promised."""
+        """The refusal that `admit` would return for this or a longer prompt; changes nothing."""
         state = self._ready(now_ns)
         if state is None:
             return AdmissionRefusal(request, "no-lane")
@@ -148,26 +147,26 @@ class Planner:
         return None
 
     def _no_window(self, request: PrefillRequest, now_ns: int) -> AdmissionRefusal:
-        """As windows and costs are believed today, none takes a layer. Windows are learnt all the time; costs only from
-        what is let in, so those that let nothing in are doubted: the next who asks finds them halved."""
-        self._doubt_costs()
+        """No window is long enough for a layer at the current costs. Windows are learnt all the time, but costs only
+        from admitted requests: so the costs are halved for the next request."""
+        self._halve_costs()
         at_ns = now_ns + max(SECOND, self.forecast.period_ns)
         return AdmissionRefusal(request, "deadline", at_ns, at_ns)
 
-    def _doubt_costs(self) -> None:
+    def _halve_costs(self) -> None:
         if self.learns_costs:
             self.costs, self._costs_moved = replace(self.costs, layer=self.costs.layer.times(0.5)), True
 
     def advance(self, now_ns: int) -> list[Placement]:
-        """Where requests are now that had no place or another one: those that waited for a lane, those that were placed
-        anew because lanes came or went, those that move up where something was done early, and offline requests."""
+        """The placements that are new or changed: of requests that waited for a lane, that were placed again because
+        lanes joined or left, that move up because others finished early, and of offline requests."""
         state = self._ready(now_ns)
         if state is None:
             return []
         if self._waiting and now_ns >= self._retry_ns:
             self._restore_waiting(state, now_ns)
         moved = self._catch_up(state, now_ns)
-        # A worker that is ahead of its plan must find more to do: offline work comes early, and stands behind the rest.
+        # Offline work is placed early, after all other work, so that a worker ahead of its plan does not idle.
         poured = advance(state, now_ns + AHEAD_NS)
         names, self._moved = self._moved, set()
         told = {placement.request.id: placement for placement in (*moved, *poured)}
@@ -175,7 +174,7 @@ class Planner:
         return [self._placed(placement) for placement in told.values()]
 
     def late(self, request_id: str, token: int, now_ns: int) -> list[Placement]:
-        """It should have been done by now; where it and those behind it stand instead."""
+        """It is behind its plan; returns its new placement and those of later requests."""
         if self._state is None or request_id not in self._state.lane_of:
             return []
         return [self._placed(p) for p in late(self._state, request_id, token, now_ns)]
@@ -186,18 +185,17 @@ class Planner:
         self._gone_early, self._caught_up_ns = False, now_ns
         for lane, queue in enumerate(state.queues):
             if not queue:
-                state.put(lane, [], np.zeros_like(state.tracks[lane]))  # nothing is promised there: it is free now
+                state.put(lane, [], np.zeros_like(state.tracks[lane]))  # nothing is placed there: it is free now
         return reforecast(state, now_ns)
 
     def cancel(self, request_id: str, now_ns: int) -> None:
-        """Given up: what is left of it on the workers was withdrawn too, so its place is free at once."""
+        """Removes a request whose tasks were cancelled on the workers; its windows are free at once."""
         self.postponed.remove(request_id)
         if self._admitted.pop(request_id, None) is not None:
             self._take_out(request_id, now_ns)
 
     def again(self, request_id: str, now_ns: int) -> None:
-        """Nothing of it runs any more, through no fault of its own: it is placed anew as one that is in a hurry, as
-        soon as there is a lane."""
+        """Its worker was lost: it is placed again as an online request as soon as there is a lane."""
         request = self._admitted[request_id]
         self._take_out(request_id, now_ns)
         self.postponed.remove(request_id)
@@ -222,7 +220,7 @@ class Planner:
             self._take_out(request_id, now_ns)
 
     def _placed(self, placement: Placement) -> Placement:
-        """With the lane as the service numbers it."""
+        """With the service's index of the lane."""
         lane = next(lane for lane in self.lanes if lane.workers == placement.lane.workers)
         return replace(placement, lane=lane)
 
@@ -234,7 +232,7 @@ class Planner:
             self._forget_period()
 
     def warm_up(self) -> None:
-        """Compiles what admission runs, before anybody waits for it."""
+        """Compiles the functions of admission before the first request."""
         self.set_alive((w for lane in self.lanes for w in lane.workers), 0)
         self.admit(PrefillRequest("warm-up", "", 1, 0), 0)
         self.complete("warm-up", 0)
@@ -250,8 +248,8 @@ class Planner:
         return self._state
 
     def _rebuild(self, now_ns: int, *, frees: bool = False) -> None:
-        """The same promises on other ground; what has been let in stays in. `frees`: what has not begun may go to
-        another lane, since there are others than before."""
+        """Places all admitted requests again on the current lanes, windows and costs. `frees`: requests that have not
+        started may change their lane, because lanes joined or left."""
         lanes = [replace(lane, index=index) for index, lane in enumerate(self._live)]
         self._built_on, self._costs_moved = self.forecast.version, False
         before, self._state = self._state, None
@@ -271,7 +269,7 @@ class Planner:
         self._restore_waiting(state, now_ns)
 
     def _set_free(self, state: State, now_ns: int, frees: bool) -> list[tuple[PrefillRequest, tuple[int, ...]]]:
-        """Those that stay on their lane, in its order. All others that are placed, and the backlog, wait for one."""
+        """The requests that stay on their lane, in order. All other placed requests and the backlog wait for a lane."""
         kept: dict[str, tuple[PrefillRequest, tuple[int, ...]]] = {}
         live = {lane.workers for lane in self._live}
         for lane, queue in zip(state.lanes, state.queues, strict=True):
@@ -299,13 +297,13 @@ class Planner:
             self._moved.add(request.id)
             return
         self._waiting[request.id] = request
-        if request.prompt_tokens <= state.max_tokens and now_ns >= self._doubted_ns + SECOND:
-            self._doubted_ns = now_ns
-            self._doubt_costs()
+        if request.prompt_tokens <= state.max_tokens and now_ns >= self._halved_ns + SECOND:
+            self._halved_ns = now_ns
+            self._halve_costs()
 
     # ---- what happened -----------------------------------------------------------------------------------------
     def ran(self, tokens: int, context: int, took_ns: int) -> None:
-        """One layer over a chunk."""
+        """Records the time of one layer over a chunk."""
         self._points.append((tokens, context, took_ns / 1e9))
         if self.learns_costs and len(self._points) == POINTS and self._is_off():
             self.costs = measured(self.costs, list(self._points))
@@ -318,7 +316,7 @@ class Planner:
         return abs(told / took - 1) > TRUST
 
     def waited(self, worker: int, step: int, op: int, began_ns: int, ended_ns: int) -> None:
-        """One wait of a training worker; a period is learnt from when the next one begins."""
+        """Records one wait of a training worker; a period is evaluated when the next one starts."""
         slot = self.slots[worker].get(op) if worker < len(self.slots) else None
         if slot is None or step < self._step:
             return
@@ -330,7 +328,7 @@ class Planner:
         self._closed[slot] = max(ended_ns, self._closed[slot])
 
     def _forget_period(self) -> None:
-        """Workers that are started again count their steps from the first."""
+        """Restarted workers count their steps from the first."""
         self._step = -1
         self._starts.clear()
         self._open.fill(-1)
@@ -349,17 +347,17 @@ class Planner:
         self._closed.fill(-1)
 
     def _period_start(self) -> int | None:
-        """Where the period must have begun for the windows to have ended when they did."""
+        """The start of the period, from the ends of its windows."""
         known = self._closed >= 0
         if known.sum() * 2 < len(known):
-            return None  # half a report, as when workers were just (re)started
+            return None  # incomplete, for example after a (re)start of workers
         pattern = self.forecast.pattern
         phase: Ints = np.repeat(pattern.phase_ns, np.diff(pattern.ptr))
         ends = np.where(self._round, pattern.end_ns - pattern.period_ns, pattern.end_ns)
         return int(np.median((self._closed - ends - phase)[known]))
 
     def _last_period_ns(self, start_ns: int) -> int:
-        """How long the period before this one was, if that is known."""
+        """The length of the previous period, or the forecast's."""
         if self._starts and self._starts[-1][0] == self._step - 1:
             return start_ns - self._starts[-1][1]
         return self.forecast.period_ns

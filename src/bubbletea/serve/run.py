@@ -1,4 +1,4 @@
-"""The service as a running thing: on an event loop from start to drained end, with whoever provides the workers."""
+"""Runs a service on an event loop, from its start until it is drained, together with its workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bubbletea.serve.folder import private_folder
 from bubbletea.serve.http import HttpServer
 
 Workers = Callable[[str, str], AbstractContextManager[object]]
-"""From the address and the token file that workers need, to the workers themselves."""
+"""Starts the workers, given the address and the token file."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Where:
     port: int = 8000
     handoff_port: int = 0
     anywhere: bool = False
-    """Allow the hand-off to listen beyond loopback, on `host`."""
+    """The hand-off listens on `host`, not on loopback."""
     drain_s: float = 30.0
 
 
 async def run(parts: Parts, where: Where, workers: Workers, on_start: Callable[[HttpServer], None]) -> None:
-    """Until a signal, or `HttpServer.drain`; then what was admitted is finished or handed back."""
+    """Runs until a signal or `HttpServer.drain`; then admitted requests are finished or handed back."""
     server = HttpServer(parts.api.app, parts.service, where.drain_s)
     with _listening(where) as sock, private_folder() as folder, ExitStack() as stack:
         server.port = sock.getsockname()[1]
@@ -49,5 +49,5 @@ def _listening(where: Where) -> socket.socket:
         return socket.create_server((where.host, where.port), family=family, backlog=2048)
     except OSError as error:
         raise AtlasError(
-            f"{where.host}:{where.port} cannot be listened on ({error.strerror}): choose another --host or --port"
+            f"{where.host}:{where.port} cannot listen there ({error.strerror}): choose another --host or --port"
         ) from None

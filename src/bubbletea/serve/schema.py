@@ -1,6 +1,6 @@
-"""What a request may say, as OpenAI's and vLLM's APIs have it, and the OpenAPI document of it. Every field of theirs
-either has an effect or is refused by its name; so are wrong types and names that nobody knows. A field that is not
-supported takes the values that ask for nothing: null, and its default.
+"""The fields of a request, from OpenAI's and vLLM's APIs, and the OpenAPI document. Every field of those APIs either
+has an effect or is refused by name; unknown fields and wrong types are refused too. A field that is not supported
+accepts the values without effect: null and its default.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Empty = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Fi
 
 
 def _not_here() -> Any:
-    """A field of which only the values are taken that ask for nothing."""
+    """A field that accepts only values without effect."""
     return Field(default=None, description=NOT_HERE)
 
 
@@ -41,7 +41,7 @@ class TextFormat(_Strict):
 
 
 class TransferParams(_Strict):
-    """What a router of vLLM sends to whoever prefills; only the first asks for something."""
+    """The fields that a vLLM router sends to a prefill engine; only the first has an effect."""
 
     do_remote_decode: bool | None = None
     do_remote_prefill: Literal[False] | None = _not_here()
@@ -103,7 +103,7 @@ class _Sampled(_Strict):
 
     @property
     def asked_new(self) -> int | None:
-        """Tokens that were asked for; None: nobody said."""
+        """The requested number of tokens; None if not given."""
         return self.max_tokens or self.max_completion_tokens
 
     @model_validator(mode="after")
@@ -116,7 +116,7 @@ class _Sampled(_Strict):
 
 
 class _Answered(_Strict):
-    """What the answer shows."""
+    """Fields about the form of the response."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -273,7 +273,7 @@ class ChatRequest(_Common):
 
 
 def _refusal(name: str, rule: str) -> PydanticCustomError:
-    """Of one field, by a rule about several."""
+    """An error of one field by a rule about several."""
     return PydanticCustomError("disagrees", "{rule}", {"rule": rule, "field": name})
 
 
@@ -282,7 +282,7 @@ PARTS: dict[str, type[BaseModel]] = {
     "kv_transfer_params": TransferParams,
     "messages": ChatMessage,
 }
-"""By field: what its objects are."""
+"""By field: the model of its objects."""
 
 
 # ---- the document ------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ ERROR = {
     },
 }
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}}
-"""Of a stream: a JSON object as text, and at the end [DONE]."""
+"""An event of a stream: a JSON object as text; the last one is [DONE]."""
 RETRY = {"Retry-After": {"description": "Seconds", "schema": {"type": "integer", "minimum": 0}}}
 STATUSES = {
     "400": "Not a proper request",
@@ -319,7 +319,7 @@ STATUSES = {
 
 
 def openapi(version: str) -> dict[str, Any]:
-    """Of everything the service answers to."""
+    """The OpenAPI document of all paths."""
     models = {model.__name__: model for model in (CompletionRequest, ChatRequest)}
     schemas: dict[str, Any] = {"Error": ERROR}
     for name, model in models.items():

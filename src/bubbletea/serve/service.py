@@ -1,7 +1,7 @@
 """One request from text to text: length, admission, prefill in the bubbles, hand-off, decoding, stop strings.
 
-Yields `Delta`s; what they look like in HTTP is `api`'s business. Knows the dispatcher, a decode engine and the text of
-the model. What was admitted is finished even while the service drains; nothing new is then let in.
+Yields `Delta`s; `api` formats them. Knows the dispatcher, a decode engine and the tokenizer. While the service drains,
+admitted requests are finished and new ones refused.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from bubbletea.serve.tokens import Text, TextStream
 
 DRAIN_RETRY_S = 5.0
 TOKEN_S, TOKENS_OVER = 0.02, 8
-"""What decoding a token is taken for at first, and over how many answers the average runs."""
+"""Initial estimate of the time per decoded token, and the number of responses in its moving average."""
 
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A request, read and checked."""
+    """A parsed and validated request."""
 
     tenant: str
     prompt: str | Sequence[int]
     sampling: Sampling
     stops: Sequence[str] = ()
     shows_stop: bool = False
-    """The stop string, or the stop token, is part of the answer."""
+    """The stop string or stop token is part of the response."""
     kind: RequestKind = "online"
     deadline_s: float | None = None
     hands_off: bool = False
     special: bool = True
-    """The tokenizer adds its special tokens; a chat's template has written them already."""
+    """The tokenizer adds its special tokens; a chat template has added them already."""
     truncate: int | None = None
-    """Tokens of the prompt that are kept at most; -1: as many as fit."""
+    """Most tokens of the prompt that are kept; -1: as many as fit."""
     keeps_start: bool = False
-    """Of a truncated prompt; else its end is kept."""
+    """Of a truncated prompt, keep the start; otherwise the end."""
     cache_salt: str = ""
     arrived_s: float = field(default_factory=time.monotonic)
 
@@ -60,7 +60,7 @@ class TextRequest:
 
 @dataclass(frozen=True)
 class Delta:
-    """Some more text. The last one has a `finish`."""
+    """The next part of a response. The last one has a `finish`."""
 
     text: str
     num_prompt: int
@@ -69,7 +69,7 @@ class Delta:
     """Tokens so far."""
     finish: str | None = None
     handed_off: dict[str, Any] | None = None
-    """`kv_transfer_params` for whoever decodes."""
+    """`kv_transfer_params` for the decode engine."""
 
 
 class Service:
@@ -89,10 +89,10 @@ class Service:
         self.draining = False
         self.num_active = 0
         self._token_s = TOKEN_S
-        """From one token of an answer to the next, as the decoder is loaded."""
+        """Measured time per decoded token."""
 
     async def answer(self, asked: TextRequest) -> AsyncIterator[Delta]:
-        """Raises ApiError before the first Delta, or never."""
+        """Raises ApiError only before the first Delta."""
         if self.draining:
             raise ApiError(
                 503, "the service is shutting down and takes no new requests", code="draining", retry_s=DRAIN_RETRY_S
@@ -122,7 +122,7 @@ class Service:
 
     # ---- before ------------------------------------------------------------------------------------------------
     async def _tokens(self, asked: TextRequest) -> list[int]:
-        """Refuses by length alone where that is enough; only then looks at the words."""
+        """Refuses by the least possible length first; tokenizes only if that is not enough."""
         is_text = isinstance(asked.prompt, str)
         at_least = self.text.at_least(asked.prompt) if isinstance(asked.prompt, str) else len(asked.prompt)
         kept = self._kept(asked)
@@ -182,7 +182,7 @@ class Service:
 
     # ---- after -------------------------------------------------------------------------------------------------
     def _hand_off(self, asked: TextRequest, found: Prefilled, tokens: list[int]) -> Delta:
-        """The first token, and where its keys and values wait for the decode engine."""
+        """The first token, and the address of the keys and values."""
         first = choose(found.logits, asked.sampling, asked.sampling.generator(), tokens)
         self.dispatcher.store.keep(found.parcel.ticket)
         seconds = time.monotonic() - asked.arrived_s
@@ -219,7 +219,7 @@ class Service:
         while finish is None:
             token, finish = await queue.get()
             if (token, finish) == FAILED:
-                raise RuntimeError("the decode engine failed; its log says why")
+                raise RuntimeError("the decode engine failed; see its log")
             count += 1
             if count == 1:
                 first_s = time.monotonic() - asked.arrived_s
@@ -236,15 +236,15 @@ class Service:
 
 
 class StopStrings:
-    """Holds back what may be the beginning of a stop string, and ends before one."""
+    """Ends a text before a stop string; holds back text that may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str], *, shown: bool = False) -> None:
-        """`shown`: the stop string itself, too."""
+        """`shown`: the stop string is part of the text."""
         self._stops, self._shown = [stop for stop in stops if stop], shown
         self._held = ""
 
     def push(self, text: str, *, last: bool) -> tuple[str, bool]:
-        """What may be shown, and whether a stop string came."""
+        """The text that can be shown, and whether a stop string was found."""
         self._held += text
         found = [(at, at + len(stop)) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:

@@ -20,14 +20,14 @@ PLAIN_CHAT = (
     "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-"""For models without a template of their own."""
+"""For models without a template."""
 INCOMPLETE = "\ufffd"
 MAX_HELD = 8
-"""Tokens that an incomplete character may take before it is shown as it is."""
+"""Most tokens that are held back for an incomplete character."""
 
 
 class Text:
-    """How text becomes tokens, tokens text, and a chat a prompt."""
+    """Converts text to tokens, tokens to text, and a chat to a prompt."""
 
     def __init__(
         self,
@@ -38,19 +38,19 @@ class Text:
         template: str = PLAIN_CHAT,
         extra: Mapping[str, str] | None = None,
     ) -> None:
-        """`encode` is also told whether to add what the model wants around a prompt (a begin token, mostly)."""
+        """`encode` takes the text and whether to add special tokens (usually a begin token)."""
         self._encode, self.decode, self.ends = encode, decode, ends
         self._longest, self._extra = longest_token_bytes, dict(extra or {})
         self._template = _compiled(template)
 
     @classmethod
     def of_folder(cls, folder: Path) -> Text:
-        """Its `tokenizer.json`, and what the configs of tokenizer and generation say; bytes if there is none."""
+        """From its `tokenizer.json` and the configs of tokenizer and generation; bytes if there is none."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             return cls.of_bytes()
         config, generation = _json(folder / "tokenizer_config.json"), _json(folder / "generation_config.json")
-        end = FileTokenizer(path, _content(config.get("eos_token"))).end  # also says what is wrong with the file
+        end = FileTokenizer(path, _content(config.get("eos_token"))).end  # also validates the file
         from tokenizers import Tokenizer
 
         hf = Tokenizer.from_file(str(path))
@@ -76,38 +76,38 @@ class Text:
         )
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """A chat's template has written the special tokens already; a plain prompt gets them here."""
+        """`special`: add special tokens; a chat template has added them already."""
         return self._encode(text, special)
 
     def spellings(self, words: Sequence[str]) -> list[list[int]]:
-        """The tokens of each word, at the beginning of a text and behind a space."""
+        """The tokens of each word, at the start of a text and after a space."""
         found = (self.encode(before + word, special=False) for word in words for before in ("", " "))
         return [tokens for tokens in found if tokens]
 
     def at_least(self, text: str) -> int:
-        """Tokens: none covers more bytes than the longest of the vocabulary."""
+        """The least number of tokens: none has more bytes than the longest of the vocabulary."""
         return -(-len(text.encode()) // self._longest)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation: bool = True) -> str:
-        """The prompt of a conversation; a template that refuses it says why."""
+        """The prompt of a conversation; raises AtlasError with the template's message if it refuses."""
         from jinja2 import TemplateError
 
         try:
             given = {"messages": list(messages), "add_generation_prompt": add_generation, **self._extra}
             found: str = self._template.render(**given)
         except (TemplateError, TypeError, ValueError) as error:
-            raise AtlasError(f"messages: the model's chat template does not take them ({error})") from None
+            raise AtlasError(f"messages: the model's chat template refuses them ({error})") from None
         return found
 
 
 class TextStream:
-    """Tokens in, text out, as soon as it is certain."""
+    """Turns tokens into text as soon as characters are complete."""
 
     def __init__(self, text: Text) -> None:
         self._text = text
         self._tokens: list[int] = []
         self._shown = 0
-        """Characters of the held tokens that were given out."""
+        """Characters of the held tokens that were returned."""
 
     def push(self, token: int) -> str:
         self._tokens.append(token)

@@ -1,7 +1,7 @@
-"""Training under emulation with BubbleTea in every worker, in a process of its own (`python -m` this module).
+"""Emulated training with BubbleTea in every worker, in a separate process (`python -m` this module).
 
-Reads one JSON object from stdin (which training, the filler's settings), prints a JSON line per step, begins again when
-the run ends or a worker dies, and ends when stdin does. `Rehearsed` is what both sides work out from a plan: the
+Reads one JSON object from stdin (the training and the filler's settings), prints a JSON line per step, restarts when
+the run ends or a worker dies, and ends when stdin is closed. `Rehearsed` is what both sides compute from a plan: the
 Program, its costs, its Timeline.
 """
 
@@ -37,15 +37,15 @@ from atlas.spec import Job
 from atlas.spec.plan import load_job_or_plan
 
 PREDICTED = 4
-"""Iterations that are simulated: the last of them is the steady state."""
+"""Simulated iterations; the last one is the steady state."""
 AGAIN_S = 1.0
 TOLD = 1024
-"""Steps that are remembered."""
+"""Steps that are kept."""
 
 
 @dataclass(frozen=True)
 class TrainingSource:
-    """Which training, and how it is rehearsed."""
+    """What to train, and how."""
 
     path: str
     changes: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class TrainingSource:
     steps: int = 1_000_000
     slower: int = 1
     device: str = "paced"
-    """Of every worker: all share one GPU where it is one."""
+    """Of every worker; all workers share it if it is a GPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class Rehearsed:
 
 
 def rehearsed(source: TrainingSource) -> Rehearsed:
-    """The Program that a plan (or a job with a schedule) runs, and what the simulator says of it."""
+    """The Program of a plan (or of a job and a schedule) and its simulated Timeline."""
     job, plan = load_job_or_plan(Path(source.path), list(source.changes))
     if plan is not None and plan.runnable != "yes":
         raise AtlasError(f"{source.path}: runnable: {plan.runnable}")
@@ -84,7 +84,7 @@ def rehearsed(source: TrainingSource) -> Rehearsed:
 
 
 def train(what: Rehearsed, source: TrainingSource, filler: dict[str, Any] | None, on_step: OnStep) -> list[float]:
-    """One run from the first step on; the losses."""
+    """One run from the first step; returns the losses."""
     program = what.program
     names = [program.worker_name(w) for w in range(program.num_workers)]
     fillers = dict.fromkeys(names, FillerChoice("bubbletea", filler)) if filler else {}
@@ -101,12 +101,12 @@ def train(what: Rehearsed, source: TrainingSource, filler: dict[str, Any] | None
 
 
 class TrainingProcess:
-    """`with Training(source, filler):` trains next to us until the block is left."""
+    """`with TrainingProcess(source, filler):` trains in another process until the block is left."""
 
     def __init__(
         self, source: TrainingSource, filler: dict[str, Any], on_step: Callable[[float], None] = lambda seconds: None
     ) -> None:
-        """`on_step`: hears how long each iteration took, on a thread of ours."""
+        """`on_step` is called with the seconds of each iteration, on another thread."""
         self._on_step = on_step
         path = os.pathsep.join(
             filter(None, [str(Path(bubbletea.__file__).parent.parent), os.environ.get("PYTHONPATH")])
@@ -117,10 +117,10 @@ class TrainingProcess:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is the service's to hear
+            start_new_session=True,  # Ctrl-C is handled by the service
         )
         self.steps: deque[dict[str, Any]] = deque(maxlen=TOLD)
-        """Of the last ones: number, loss and seconds."""
+        """The last steps: number, loss and seconds."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"source": asdict(source), "filler": filler}) + "\n")
         self._process.stdin.flush()
@@ -149,11 +149,11 @@ class TrainingProcess:
             for line in lines:
                 told = json.loads(line)
                 if "error" in told:
-                    then = "it has ended: fix this and start again" if told["mend"] else "it begins again"
+                    then = "it has ended: fix this and start again" if told["ends"] else "it is restarted"
                     print(f"bubbletea: training: {told['error']}; {then}", file=sys.stderr)
                 else:
                     self.steps.append(told)
-                    if told["step"] > 1:  # the first one has no end of another before it
+                    if told["step"] > 1:  # the first one includes the start
                         self._on_step(told["seconds"])
 
 
@@ -170,9 +170,9 @@ def main() -> int:
         try:
             train(what, source, told["filler"], on_step)
         except AtlasError as error:
-            mend = not isinstance(error, WorkerError)
-            _say({"error": str(error), "mend": mend})
-            if mend:
+            ends = not isinstance(error, WorkerError)
+            _say({"error": str(error), "ends": ends})
+            if ends:
                 return 2
         time.sleep(AGAIN_S)
 

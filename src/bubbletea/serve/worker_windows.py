@@ -1,7 +1,7 @@
-"""What there is to serve on: the windows of a training job's workers, from its Timeline, or of workers that train
-nothing.
+"""The windows of a training job's workers, from its Timeline, or of workers that do not train; and which window belongs
+to which wait of a worker.
 
-Says which window belongs to which wait of a worker. Knows Timelines; not requests, not sockets.
+Knows Timelines; not requests, not sockets.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ class WorkerWindows:
     slots: Sequence[Mapping[int, int]]
     num_ranks: int
     pace: LayerTime | None = None
-    """On paced devices: how long a layer keeps one busy."""
+    """On paced devices: the time of a layer."""
     head_ns: int = 0
     layer: LayerTime | None = None
-    """Elsewhere: what one is expected to take, until it was measured; None: it is timed on this host."""
+    """On other devices: the expected time of a layer until it is measured; None: it is timed on this host."""
     trains: bool = False
-    """There is a training that must not become slower."""
+    """The workers train; prefill must not slow them."""
     sensitivity: float = 1.0
-    """By how much training's iteration becomes longer where its ops do; 1 unless it is known to be less."""
+    """Relative increase of an iteration per relative increase of its ops; 1 if unknown."""
 
     def waits_ns(self, worker: int) -> dict[int, int]:
-        """By op: how long it is expected to wait."""
+        """By op: its expected wait."""
         pattern = self.pattern
         return {op: int(pattern.end_ns[slot] - pattern.start_ns[slot]) for op, slot in self.slots[worker].items()}
 
 
 def of_training(timeline: Timeline, arena_bytes: int, pace: LayerTime | None = None, head_ns: int = 0) -> WorkerWindows:
-    """`timeline`: of the Program that the workers run over and over, as simulated."""
+    """`timeline`: the simulated Timeline of the Program that the workers repeat."""
     program = timeline.program
     pattern = pattern_of(timeline, np.full(program.num_workers, arena_bytes, np.int64))
     slots = [_slots(timeline, pattern, worker) for worker in range(program.num_workers)]
@@ -51,15 +51,15 @@ def of_training(timeline: Timeline, arena_bytes: int, pace: LayerTime | None = N
 
 
 def sensitivity(program: Program, costs: Costs, longer: float = 0.1) -> float:
-    """The share of an increase of all ops' durations that shows in the iteration's: little where the WAN binds."""
+    """Relative increase of the iteration per relative increase of all ops; small if the WAN is the bottleneck."""
     slower = replace(costs, compute_ns=(costs.compute_ns * (1 + longer)).astype(np.int64))
     before, after = (simulate(program, priced).makespan_ns for priced in (costs, slower))
     return max(0.0, (after / before - 1) / longer)
 
 
 def _slots(timeline: Timeline, pattern: Pattern, worker: int) -> dict[int, int]:
-    """The ops at which each window is waited through, by their place in one pass of the worker's ops: the one whose
-    start ends the window, and those before it that only wait for a network."""
+    """By index of the op in one pass of the worker: the window in which it waits. These are the op whose start ends the
+    window, and the ops before it that only wait for a network."""
     program = timeline.program
     own = np.arange(program.worker_ptr[worker], program.worker_ptr[worker + 1])
     starts, ends = timeline.op_start_ns[own], timeline.op_end_ns[own]
@@ -85,7 +85,7 @@ def _slots(timeline: Timeline, pattern: Pattern, worker: int) -> dict[int, int]:
 
 
 def alone(num_workers: int, arena_bytes: int, period_s: float = 1.0, busy: float = 0.0) -> WorkerWindows:
-    """Workers without training, each free for all but the first `busy` of every period (`prefill.host`)."""
+    """Workers without training, each free except for the first `busy` of every period."""
     period_ns = int(period_s * 1e9)
     ptr = np.arange(num_workers + 1, dtype=np.int64)
     pattern = Pattern(

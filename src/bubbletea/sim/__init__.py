@@ -1,3 +1,3 @@
-"""BubbleTea simulated: the windows of a simulated training job, requests from a trace, the same admission as the
-service's. `scene` sets the stage, `replay` plays a trace on it, `rivals` are what ours is compared with, `noise` tells
-what an imperfect forecast costs training, `command` is `bubbletea simulate`."""
+"""BubbleTea simulated: windows of a simulated training job, requests from a trace, and the service's admission. `scene`
+prepares a job, `replay` replays a trace, `rivals` has the policy of the paper, `noise` measures how an imperfect
+forecast slows training, `command` is `bubbletea simulate`."""

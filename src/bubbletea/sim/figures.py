@@ -1,4 +1,4 @@
-"""Figures of replays as a table and as curves. Computes nothing but ratios."""
+"""Figures of replays as a table and as curves."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def table(rows: Sequence[Mapping[str, Any]], scene: Scene, trace: str) -> Table:
 
 
 def notes(scene: Scene) -> str:
-    """What the table stands on."""
+    """Notes below the table: the assumptions."""
     left = scene.residual.share(scene.some_costs.nic_bytes_per_s)
     if scene.schedule == TOOL_WAITS:
         alone = f"Rollouts alone: {percent(1 - scene.idle_share)} busy; the rest of the time they wait for tools."
@@ -68,14 +68,14 @@ def notes(scene: Scene) -> str:
 
 
 def varied(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
-    """(key, head of a column, name of an axis) of what differs between rows: the load, or the prompts."""
+    """(key, column head, axis name) of the quantity that differs between rows: the load, or the prompt length."""
     if len({row["load"] for row in rows}) == 1 and len({row["prompt_tokens"] for row in rows}) > 1:
         return "prompt_tokens", "prompt", "prompt, tokens on average"
     return "load", "load", "load, share of the bubbles"
 
 
 def by_load(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[tuple[float, float]]], str, bool]:
-    """(series, what x is, whether y is best read on a log axis): p95 TTFT over load, or over the prompt's length."""
+    """(series, name of x, whether y needs a log axis): p95 TTFT over load, or over the prompt length."""
     key, _, name = varied(rows)
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:

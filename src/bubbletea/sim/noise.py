@@ -1,9 +1,9 @@
-"""What an imperfect forecast costs training: slices as planned, laid over periods in which every op took a little more
-or less than planned.
+"""How much an imperfect forecast slows training: planned slices in periods whose ops take a little more or less time
+than planned.
 
-A slice checks the forecast before each of its layers, not the truth: the layer that runs when training wants the
-device makes it wait. That wait is added to the op's time and the whole Program is played again, so that what counts is
-the iteration, not the op. What was planned behind the true end of a window is cut and would be placed anew.
+Before each layer a slice checks the forecast, not the true end of the window, so a running layer can delay training.
+The delay is added to the op's time and the whole Program is simulated again: the result is the effect on the iteration.
+Slices after the true end of a window are cut.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from bubbletea.admit.records import Placement
 from bubbletea.windows.bubbles import Forecast, Pattern
 
 WARM_UP = 16
-"""Periods from which windows are learnt before anything is placed."""
+"""Periods in which windows are learnt before requests are placed."""
 
 
 @dataclass(frozen=True)
 class Slowdown:
-    """Over all periods that were played."""
+    """Over all simulated periods."""
 
     mean: float
-    """Of the iteration, as a share."""
+    """Relative increase of the iteration."""
     worst: float
     cut: float
-    """Of the planned prefill time, what a window's early end cut off."""
+    """The share of planned prefill time that was cut because a window ended early."""
 
 
 class Noise:
-    """One cell's training with spread durations, and what its windows do then."""
+    """One cell's training with random durations, and its windows."""
 
     def __init__(self, result: Result, compute: float, wan: float, seed: int = 0) -> None:
         self._compute, self._wan, self._seed = compute, wan, seed
@@ -49,12 +49,12 @@ class Noise:
         self._before, self._behind, self._turned = borders(result.single)
 
     def period(self, k: int) -> tuple[Tables, Timeline]:
-        """The `k`-th period's durations, and what comes of them."""
+        """The `k`-th period's durations and Timeline."""
         tables = noisy(self._tables, Jitter(self._seed + k, self._compute, self._wan), self._program)
         return tables, self._played(tables)
 
     def windows(self, actual: Timeline) -> tuple[Ints, Ints]:
-        """When the windows opened and closed, by the ops before and behind them."""
+        """When the windows opened and closed, from the ops before and after them."""
         closed = actual.op_start_ns[self._behind] + np.where(self._turned, actual.makespan_ns, 0)
         return actual.op_end_ns[self._before], closed
 
@@ -67,7 +67,7 @@ class Noise:
         return forecast
 
     def slowdown(self, forecast: Forecast, placements: Iterable[Placement], periods: int) -> Slowdown:
-        """Of what was placed on one cell by a forecast that begins at 0, period by period."""
+        """Of placements on one cell by a forecast that starts at 0, period by period."""
         planned = _by_slot(forecast, placements, periods)
         ends = forecast.spans()[1] + np.repeat(forecast.pattern.phase_ns, np.diff(forecast.pattern.ptr))
         ratios, cut_ns, total_ns = [], 0, 0
@@ -88,7 +88,7 @@ class Noise:
 
 
 def borders(single: Timeline) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """By window of `pattern_of(single)`: the op before it, the op behind it, whether that is the next period's."""
+    """By window of `pattern_of(single)`: the op before it, the op after it, whether that is in the next period."""
     program, useful = single.program, np.isin(single.program.kind, np.array(USEFUL, np.int8))
     before, behind, turned = [], [], []
     for worker in range(program.num_workers):

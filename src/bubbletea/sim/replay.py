@@ -1,5 +1,4 @@
-"""A trace played against admission, and what came of it. Time is the trace's; nothing is measured but the decisions
-themselves."""
+"""Replays a trace against an admission policy. Time is simulated; only the duration of decisions is measured."""
 
 from __future__ import annotations
 
@@ -22,22 +21,22 @@ SECOND = 1_000_000_000
 
 
 class Policy(Protocol):
-    """Who decides: ours, or one it is compared with."""
+    """An admission policy: BubbleTea's, or one for comparison."""
 
     def arrive(self, request: PrefillRequest, now_ns: int) -> Sequence[Placement | AdmissionRefusal]:
-        """What is decided when a request arrives; of offline requests perhaps others."""
+        """The decisions when a request arrives; an arrival may also place other, offline requests."""
 
     def pass_time(self, now_ns: int) -> Sequence[Placement]:
-        """What is placed without an arrival."""
+        """The placements made without an arrival."""
 
 
 class Ours:
-    """The service's own admission."""
+    """The service's admission."""
 
     def __init__(self, state: State) -> None:
         self.state = state
         self.done: dict[str, Placement] = {}
-        """As it went in the end: somebody more urgent may have gone first."""
+        """The final placements: a more urgent request may have gone first."""
         self._ends: list[tuple[int, str]] = []
 
     def arrive(self, request: PrefillRequest, now_ns: int) -> Sequence[Placement | AdmissionRefusal]:
@@ -60,7 +59,7 @@ class Ours:
             if lane is None:
                 continue
             delivered = max(e.delivered_ns for e in self.state.queues[lane] if e.request.id == name)
-            if delivered > now_ns:  # somebody more urgent went first
+            if delivered > now_ns:  # a more urgent request went first
                 heapq.heappush(self._ends, (delivered, name))
             else:
                 self.done[name] = self.state.placement(name)
@@ -69,7 +68,7 @@ class Ours:
 
 @dataclass
 class ReplayResult:
-    """What a replay leaves: counted over `[from_ns, until_ns)`."""
+    """The result of a replay, counted over `[from_ns, until_ns)`."""
 
     scene: Scene
     policy: str
@@ -79,11 +78,11 @@ class ReplayResult:
     arrived: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     placed: dict[str, Placement] = field(default_factory=dict)
-    """As last placed, by request."""
+    """The last placement by request."""
     decision_us: list[float] = field(default_factory=list)
 
     def figures(self) -> dict[str, Any]:
-        """JSON-able."""
+        """For JSON."""
         span_ns, pattern = self.until_ns - self.from_ns, self.scene.pattern
         idle = float(pattern.idle_ns.sum()) / pattern.period_ns * span_ns
         busy = float(pattern.busy_ns) / pattern.period_ns * span_ns
@@ -139,9 +138,9 @@ def play(
     tenants: int = 1,
     cool_down: float = 0.0,
 ) -> ReplayResult:
-    """`warm_up` periods of training, then `periods` that count, then `cool_down` in which more arrive and those who
-    were postponed get their turn. Prompts that arrive late in the last period that counts may be delivered after it;
-    they count where a share of arrivals is told. Who never got a turn counts as refused."""
+    """`warm_up` periods of training, then `periods` that count, then `cool_down` periods in which more requests arrive
+    and postponed ones are placed. Prompts of the counted periods may be delivered after them; they count in shares of
+    arrivals. Postponed requests that were never placed count as refused."""
     from_ns = round(warm_up * scene.pattern.period_ns)
     until_ns = from_ns + round(periods * scene.pattern.period_ns)
     played = ReplayResult(scene, name, tokens_per_s, from_ns, until_ns)
@@ -168,7 +167,7 @@ def play(
 def arrivals(
     trace: RequestTrace, tokens_per_s: float, until_ns: int, kind: RequestKind, patience_s: float | None, tenants: int
 ) -> Iterator[PrefillRequest]:
-    """The trace's requests at another rate; tenants take turns."""
+    """The trace's requests at another rate; tenants are assigned in turn."""
     for k, (at_s, tokens, blocks) in enumerate(trace.played(tokens_per_s, until_ns / SECOND)):
         now_ns, tenant = round(at_s * SECOND), f"t{k % tenants}"
         deadline_ns = None if patience_s is None else now_ns + round(patience_s * SECOND)

@@ -1,7 +1,7 @@
-"""What ours is compared with: the paper's rule. A prefill goes in one piece into the first bubbles that are long enough
-for it, one bubble on each worker of a lane, or it is rejected. Room that others left in a bubble is used.
+"""The policy of the paper, for comparison: a prefill is placed as a whole in the first bubbles that are long enough,
+one bubble on each worker of a lane, or it is rejected. Remaining time of a used bubble can be used again.
 
-(The other rival, accelerators that only prefill, is `scene.dedicated` under our own admission.)
+(The other comparison, accelerators that only prefill, is `scene.dedicated` with BubbleTea's admission.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest,
 from bubbletea.admit.state import State
 
 TURNS = 8
-"""Periods ahead that are looked at."""
+"""Periods ahead that are considered."""
 
 
 class Paper:
@@ -26,7 +26,7 @@ class Paper:
     def __init__(self, state: State) -> None:
         self.state = state
         self._used = np.zeros((TURNS, len(state.ground.start_ns)), np.int64)
-        """By period (in a ring) and window: filled up to."""
+        """By period (a ring buffer) and window: the end of the used part."""
         self._turn = 0
 
     def arrive(self, request: PrefillRequest, now_ns: int) -> Sequence[Placement | AdmissionRefusal]:
@@ -58,7 +58,7 @@ class Paper:
         return ()
 
     def _forget(self, now_ns: int) -> None:
-        """The ring's rows of periods that are over are those of periods to come."""
+        """Clears the rows of past periods for future ones."""
         turn = (now_ns - self.state.ground.anchor_ns) // self.state.ground.period_ns - 1
         for gone in range(self._turn, min(turn, self._turn + TURNS)):
             self._used[gone % TURNS] = 0
@@ -69,7 +69,7 @@ class Paper:
 def first_fit(
     ground: WorkerArrays, used: Ints, workers: Ints, first_layer: Ints, tokens: int, now_ns: int, spans: Ints
 ) -> int:
-    """The lane on which it can begin first, or -1; `spans[0]` is by stage: start, end, period, window."""
+    """The lane on which it can start first, or -1; `spans[0]` is by stage: start, end, period, window."""
     found = -1
     for lane in range(len(workers)):
         ready, fits = now_ns, True
@@ -92,7 +92,7 @@ def first_fit(
 
 @njit_uncached
 def one_bubble(ground: WorkerArrays, used: Ints, worker: int, from_ns: int, need_ns: int) -> tuple[int, int, int]:
-    """(start, period, window) of the first bubble with room for all of it; NEVER where none is long enough."""
+    """(start, period, window) of the first bubble with enough time; NEVER if none is long enough."""
     low, high = ground.ptr[worker], ground.ptr[worker + 1]
     origin = ground.anchor_ns + ground.phase_ns[worker]
     turn = (from_ns - origin) // ground.period_ns

@@ -1,6 +1,6 @@
-"""A training job as admission sees it: windows, networks, costs and lanes, from a job or plan file.
+"""A training job prepared for admission: windows, networks, costs and lanes, from a job or plan file.
 
-One DP-cell is simulated and repeated: replicas run the same timeline at the same moment.
+One DP-cell is simulated and repeated: all cells run the same timeline at the same time.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from bubbletea.windows.bubbles import Forecast, Pattern, pattern_of
 from bubbletea.windows.free_network import Residual, free_network, residual_of
 
 TOOL_WAITS = "tool waits"
-"""In place of a schedule: the windows are not training's (`waits`)."""
+"""Instead of a schedule's name: the windows are those of `waits`, not of training."""
 ITERATIONS = 3
-"""Simulated in a row; the last is taken as the steady state."""
+"""Simulated iterations; the last one is the steady state."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """Everything that a replay needs and that no policy changes."""
+    """The input of a replay; policies do not change it."""
 
     name: str
     schedule: str
@@ -50,15 +50,15 @@ class Scene:
     longest_op_ns: int
     """Of training's computing ops."""
     result: Result | None = None
-    """The simulated training; None where there is none."""
+    """The simulated training; None without training."""
 
     @property
     def idle_share(self) -> float:
-        """Of all accelerators' time."""
+        """Share of all accelerators' time."""
         return float(self.pattern.idle_ns.sum()) / (self.pattern.period_ns * self.pattern.num_workers)
 
     def figures(self) -> dict[str, Any]:
-        """JSON-able."""
+        """For JSON."""
         return {
             "job": self.name,
             "schedule": self.schedule,
@@ -88,8 +88,8 @@ class Scene:
         return State(forecast, self.costs, lanes, residual=self.residual, chunks=chunks, kept=kept, aims=aims)
 
     def capacity_tokens_per_s(self, trace: RequestTrace, lanes: Sequence[PrefillLane] | None = None) -> float:
-        """Prefill of the trace's prompts if the windows (of the lanes' workers) could be filled without a gap: what no
-        packing exceeds."""
+        """Prefill rate of the trace's prompts if all windows (of the lanes' workers) were filled without gaps: an upper
+        bound."""
         workers = sorted({w for lane in lanes for w in lane.workers}) if lanes is not None else slice(None)
         idle_s_per_s = float(self.pattern.idle_ns[workers].sum()) / self.pattern.period_ns
         return idle_s_per_s * 1e9 / self.ns_per_token(trace)
@@ -111,7 +111,7 @@ def scene_of(
     steady: bool = True,
     progress: Progress | None = None,
 ) -> Scene:
-    """From a job or plan file; `cells` of it (None: all)."""
+    """From a job or plan file, with `cells` DP-cells (None: all)."""
     job, plan = load_job_or_plan(path, changes)
     if plan is not None and schedule is None:
         schedule = plan.schedule.name
@@ -120,10 +120,10 @@ def scene_of(
 
 
 def scene_from(found: Result, *, model: Model = LLAMA_3_8B, cells: int | None = 1, steady: bool = True) -> Scene:
-    """From a simulated job: the last of its iterations, or with `steady` false one that runs alone."""
+    """From a simulated job: its last iteration, or a single one if not `steady`."""
     job, timeline = found.case.job, found.timeline if steady else found.single
     per_rank = peak_memory(job, found.single.program, arrangement=found.case.arrangement)
-    # What is reserved for prefill is counted as training's by the memory model.
+    # The memory model counts the memory reserved for prefill as training's.
     room = np.array([worker.cap - need + worker.reserved for worker, need in per_rank], np.int64)
     pattern = pattern_of(timeline, np.tile(room, timeline.program.num_pipelines))
     useful = np.isin(timeline.program.kind, np.array(USEFUL, np.int8))
@@ -153,7 +153,7 @@ def _costs(job: Job, dc: str, model: Model) -> PrefillCosts:
 
 
 def dedicated(scene: Scene) -> Scene:
-    """As many accelerators that only prefill as the scene's windows amount to, their networks their own."""
+    """Accelerators that only prefill, as many as the windows amount to, with free networks."""
     count = max(1, round(scene.idle_share * scene.pattern.num_workers))
     period_ns, costs = scene.pattern.period_ns, scene.some_costs
     pattern = Pattern(

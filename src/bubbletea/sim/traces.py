@@ -1,4 +1,4 @@
-"""Arrivals of requests: the public traces' files, a synthetic one, and what a load factor makes of them.
+"""Arrivals of requests: files of public traces, a synthetic trace, and both at another rate.
 
 Azure's LLM inference traces (CSV with TIMESTAMP, ContextTokens, GeneratedTokens), Mooncake's (JSON lines with timestamp
 in ms, input_length, hash_ids of 512-token blocks). Files stay where the user has them. Knows no windows.
@@ -27,17 +27,17 @@ class RequestTrace:
 
     name: str
     at_s: Floats
-    """From the first arrival."""
+    """Seconds since the first arrival."""
     tokens: NDArray[np.int64]
     blocks: tuple[tuple[int, ...], ...] = ()
-    """By request: hashes of its 512-token blocks, where the trace has them."""
+    """By request: hashes of its 512-token blocks, if the trace has them."""
 
     def __len__(self) -> int:
         return len(self.at_s)
 
     @property
     def span_s(self) -> float:
-        """From the first arrival to where the next one would be."""
+        """From the first arrival to one mean interval after the last."""
         return float(self.at_s[-1]) * len(self) / max(1, len(self) - 1)
 
     @property
@@ -45,12 +45,12 @@ class RequestTrace:
         return float(self.tokens.sum()) / self.span_s
 
     def resized(self, tokens: int) -> RequestTrace:
-        """The same arrivals with every prompt scaled so that they are `tokens` long on average."""
+        """The same arrivals with all prompts scaled to `tokens` on average."""
         scaled = np.maximum(1, np.round(self.tokens * (tokens / self.tokens.mean()))).astype(np.int64)
         return RequestTrace(f"{self.name} at {tokens} tokens", self.at_s, scaled)
 
     def played(self, tokens_per_s: float, until_s: float) -> Iterator[tuple[float, int, tuple[int, ...]]]:
-        """(second, tokens, blocks) at another rate, from the start again when it ends, until `until_s`.
+        """(second, tokens, blocks) at another rate, repeated until `until_s`.
 
         Time is compressed, so bursts stay bursts; the part of the trace that is played has the rate on average."""
         wanted, sums = tokens_per_s * until_s, np.cumsum(self.tokens)
@@ -67,7 +67,7 @@ class RequestTrace:
 
 
 def load_trace(path: str | Path) -> RequestTrace:
-    """A trace file, its format told by its first line."""
+    """Reads a trace file; the first line determines its format."""
     path = Path(path)
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -99,7 +99,7 @@ Row = tuple[float, int, tuple[int, ...]]
 
 def _azure(file: Iterator[str]) -> Iterator[Row]:
     for row in csv.DictReader(file):
-        stamp = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26])  # seven digits of a second are one too many
+        stamp = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26])  # datetime takes at most six digits of a second
         yield stamp.timestamp(), max(1, int(row["ContextTokens"])), ()
 
 
@@ -111,7 +111,7 @@ def _mooncake(file: Iterator[str]) -> Iterator[Row]:
 
 
 def synthetic(num_requests: int = 4000, *, mean_tokens: int = 1150, per_s: float = 5.0, seed: int = 0) -> RequestTrace:
-    """Poisson arrivals; prompt lengths log-normal like a chat's; every fourth continues an earlier conversation."""
+    """Poisson arrivals; log-normal prompt lengths as in chats; every fourth continues an earlier conversation."""
     random = np.random.default_rng(seed)
     at = np.cumsum(random.exponential(1 / per_s, num_requests))
     tokens = np.clip(random.lognormal(np.log(mean_tokens) - 0.5, 1.0, num_requests), 16, 14_000).astype(np.int64)

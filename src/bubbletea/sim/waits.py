@@ -1,5 +1,5 @@
-"""Idle windows of a post-training fleet: accelerators whose rollouts wait for tools, as `tvcache replay --waits` wrote
-them. The job's accelerators, memory and prices stay; its training does not run. Knows the file, not the cache.
+"""Idle windows of post-training: accelerators whose rollouts wait for tools, as written by `tvcache replay --waits`.
+The job's accelerators, memory and prices are used; its training does not run. Knows the file, not the cache.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from bubbletea.windows.free_network import free_network
 FORMAT = "tvcache-waits-1"
 MAKE = "Make it by `tvcache replay TRAJECTORIES --waits FILE`"
 PERIOD_S = 30.0
-"""Of the file's windows, each accelerator gets so many seconds, from a place of its own on."""
+"""Each accelerator uses this much of the file's windows, each from another start."""
 Windows = list[tuple[float, float]]
 """(busy, idle) seconds, in turn."""
 
 
 def load_waits(path: Path, *, cached: bool = True) -> Windows:
-    """What is left idle with the cache, or what was without it."""
+    """The idle windows with the cache, or those without it."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -69,7 +69,7 @@ def waiting(scene: Scene, windows: Windows) -> Scene:
 
 
 def _spans(windows: Sequence[tuple[float, float]], first: int, period_s: float) -> list[tuple[float, float]]:
-    """Idle spans of one period, from a window on, round the end of the list."""
+    """Idle spans of one period from window `first` on; continues at the start of the list."""
     at_s, found, number = 0.0, [], first
     while at_s < period_s:
         busy, idle = windows[number % len(windows)]

@@ -1,6 +1,6 @@
-"""Keys and values into a vLLM worker's paged cache, through each layer's own cache update, which is what a forward pass
-calls: how a block looks inside is the attention backend's business (on a CPU it is packed, on a GPU it may be
-quantized), and a plain copy into it gives wrong tokens without an error.
+"""Writes keys and values into a vLLM worker's paged cache, with each layer's own cache update, which a forward pass
+calls: the layout of a block depends on the attention backend (packed on a CPU, sometimes quantized on a GPU), so a
+plain copy would give wrong tokens without an error.
 
 Knows vLLM's attention layers by their attributes only, so that it can be tested without vllm. Does not know requests.
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Share:
-    """Which heads a tensor-parallel rank holds: a part of them or, with more ranks than heads, a copy of one."""
+    """The heads of a tensor-parallel rank: a part of them or, with more ranks than heads, a copy of one."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -47,11 +47,11 @@ class PagedCache:
 
     @property
     def layers(self) -> Sequence[int]:
-        """Those of this worker; under pipeline parallelism not all."""
+        """The layers of this worker; a part of them with pipeline parallelism."""
         return sorted(self._layers)
 
     def slots(self, block_ids: Sequence[int]) -> Tensor:
-        """Where the tokens of these blocks lie, in order."""
+        """The slots of the tokens of these blocks, in order."""
         blocks = torch.tensor(block_ids, dtype=torch.int64)
         return (blocks[:, None] * self.block_tokens + torch.arange(self.block_tokens)).flatten()
 

@@ -1,8 +1,7 @@
-"""BubbleTea's keys and values for a stock vLLM server, whose `--kv-transfer-config` names this module and this class.
+"""The vLLM connector class, named in a server's `--kv-transfer-config`: loads keys and values from BubbleTea.
 
-One class, as vLLM wants it, in two roles that share nothing but the messages vLLM carries between them: beside the
-scheduler it decides which blocks of a request are loaded (`orders`); in each worker it fetches them and writes them
-(`loader`, `fetching`, `cache`). This is only the joint. Made for and tested with vLLM 0.32.
+vLLM uses one class in two roles, which exchange only messages: in the scheduler it selects the blocks of a request to
+load (`orders`); in each worker it fetches and writes them (`loader`, `fetching`, `cache`). Tested with vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Loads(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler's side to the workers', once a step."""
+    """From the scheduler to the workers, once per step."""
 
     loads: list[KvLoad[Ticket]]
 
@@ -155,7 +154,7 @@ class BubbleTeaConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 def _prompt(request: Request) -> Sequence[int] | None:
-    """None where keys and values depend on more than the tokens and the model, so that nothing may be loaded."""
+    """None if keys and values depend on more than tokens and model: then nothing is loaded."""
     if request.lora_request is not None or request.mm_features or request.prompt_embeds is not None:
         return None
     tokens: Sequence[int] | None = request.prompt_token_ids

@@ -1,6 +1,6 @@
-"""A worker's load over the wire: every block checked against what this engine's cache can take before it is believed.
+"""Fetches one load from BubbleTea and checks every block against the dimensions of this engine's cache.
 
-Knows the dimensions of the model that vLLM runs. Does not know the cache or the engine. Shape letters: K heads of keys
+Knows the dimensions of vLLM's model; not the cache or the engine. Shape letters: K heads of keys
 and values of the whole model, E head width.
 """
 
@@ -21,7 +21,7 @@ from bubbletea.vllm.loader import KvLoad
 
 @dataclass(frozen=True)
 class WantedTokens:
-    """What a worker expects to be sent."""
+    """What a worker expects to receive."""
 
     layers: tuple[int, ...]
     num_kv_heads: int
@@ -31,7 +31,7 @@ class WantedTokens:
 
 
 def fetch(load: KvLoad[Ticket], wanted: WantedTokens, token: str, timeout_s: float) -> dict[int, Tensor]:
-    """[2, K, L, E] by layer, complete; raises otherwise."""
+    """[2, K, L, E] by layer; raises WorkerError if anything is missing."""
     until = time.monotonic() + timeout_s
     first, stop = load.first_token, load.first_token + len(load.block_ids) * wanted.block_tokens
     pieces: dict[int, list[KvBlock]] = {layer: [] for layer in wanted.layers}

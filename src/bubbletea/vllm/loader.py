@@ -1,8 +1,8 @@
-"""A worker's loads: keys and values fetched by threads of our own while the engine steps on, then written into the
-cache on the engine's thread, between two steps and only for a few milliseconds of each.
+"""A worker's loads: separate threads fetch keys and values while the engine runs; the engine's thread writes them into
+the cache between two steps, for a few milliseconds each.
 
-A load is all or nothing: one that fails names all its blocks, and vLLM computes them itself. Knows how to queue, to
-write and to count; not what a hand-off looks like on the wire (`fetch`), nor vLLM's classes.
+A load is all or nothing: if it fails, all its blocks are reported and vLLM computes them. Knows queues, writing and
+counting; not the wire format (`fetching`) or vLLM's classes.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from atlas.errors import AtlasError
 from bubbletea.vllm.cache import PagedCache
 
 log = logging.getLogger("vllm.bubbletea")
-"""Below vLLM's own logger, so that its handlers and its level apply."""
+"""A child of vLLM's logger, so that its handlers and level apply."""
 STEP_S = 0.010
-"""How long one step of the engine may be kept by our writing; one layer is written whatever it takes."""
+"""Time limit of writing per step of the engine; at least one layer is written."""
 IDLE_S = 0.001
-"""How long we wait in a step in which the engine has nothing else to do: it would spin, against our own threads."""
+"""Wait in a step in which the engine has no other work: without it, the engine would spin and slow the fetches."""
 
 TicketT = TypeVar("TicketT")
 
 
 @dataclass(frozen=True)
 class KvLoad(Generic[TicketT]):
-    """A run of whole blocks to be filled, as the scheduler's side asks for it."""
+    """Consecutive whole blocks to load, as requested by the scheduler."""
 
     request_id: str
     ticket: TicketT
-    """What `fetch` needs to know."""
+    """The input of `fetch`."""
     first_token: int
     block_ids: tuple[int, ...]
-    """Where the tokens from `first_token` on belong."""
+    """The blocks of the tokens from `first_token` on."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class LoadOutcome:
     """Of one step."""
 
     finished: set[str] = field(default_factory=set)
-    """Requests that no longer wait, loaded or not."""
+    """Requests whose load has ended, successfully or not."""
     bad_blocks: set[int] = field(default_factory=set)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("loads", "failures", "tokens", "bytes"), 0))
 
@@ -63,7 +63,7 @@ class _Arrival:
 
 
 class Loader(Generic[TicketT]):
-    """`fetch` runs on several threads and raises AtlasError or OSError where a load cannot be had as promised."""
+    """`fetch` runs on several threads and raises AtlasError or OSError if a load fails."""
 
     def __init__(
         self, cache: PagedCache, fetch: Callable[[KvLoad[TicketT]], Mapping[int, Tensor]], num_threads: int = 4
@@ -79,7 +79,7 @@ class Loader(Generic[TicketT]):
         self._threads.submit(self._run, load)
 
     def step(self, is_idle: bool) -> LoadOutcome:
-        """Writes what has come, as far as one step's time goes; what has ended, well or not."""
+        """Writes fetched layers within the time limit; returns the loads that have ended."""
         outcome = LoadOutcome()
         if is_idle and self._num_under_way and not self._arrived:
             self._wake.wait(IDLE_S)
@@ -106,7 +106,7 @@ class Loader(Generic[TicketT]):
             arrival.num_bytes = sum(kv.numel() * kv.element_size() for kv in arrival.kv.values())
         except (AtlasError, OSError) as error:
             arrival.error = str(error) or type(error).__name__
-        except Exception as error:  # a bug of ours must not leave the request waiting for ever
+        except Exception as error:  # any error must end the load, or its request would wait forever
             log.exception("BubbleTea: a load has failed unexpectedly")
             arrival.error = f"{type(error).__name__}: {error}"
         self._arrived.append(arrival)

@@ -1,6 +1,4 @@
-"""What the connector has done, as vLLM wants it told: counts that travel from the workers to the server's /metrics and
-into its log. Knows names and sums; not what is being counted.
-"""
+"""The connector's counters in vLLM's format: sent from the workers to the server's /metrics and log."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ COUNTS = {
 
 
 class Counts(KVConnectorStats):  # type: ignore[misc]
-    """Since they were last taken."""
+    """Counts since the last report."""
 
     def reset(self) -> None:
         self.data = dict.fromkeys(COUNTS, 0)

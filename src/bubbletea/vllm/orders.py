@@ -1,7 +1,7 @@
-"""The scheduler's side: which whole blocks of a request are loaded, and the word to BubbleTea when they have been.
+"""The scheduler's part: selects the whole blocks of a request to load, and releases them at BubbleTea afterwards.
 
-A request is offered once: what could not be loaded, and what was preempted later, vLLM computes itself. Knows the
-parameters that came with a request; not the cache, not vLLM's classes.
+A request is loaded at most once: after a failed load or a preemption vLLM computes it. Knows the parameters of a
+request; not the cache, not vLLM's classes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ log = logging.getLogger("vllm.bubbletea")
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """What a hand-off must agree with to be taken."""
+    """Properties of this engine that a hand-off must match."""
 
     model: str
-    """`handoff.identity` of the model that vLLM runs."""
+    """`model_identity` of the model that vLLM runs."""
     token: str
     block_tokens: int
     peers: frozenset[str] = frozenset()
     """Hosts whose keys and values are accepted besides those of this machine."""
 
     def ticket(self, params: Mapping[str, Any]) -> Ticket | None:
-        """The hand-off that the parameters speak of, if it is one of ours; raises where it must not be taken."""
+        """The hand-off of the parameters, or None if it is not BubbleTea's; raises if it must be refused."""
         ticket = Ticket.of(params)
         if ticket is None:
             return None
@@ -46,12 +46,12 @@ class EngineLayout:
 
 
 class Orders:
-    """Called by vLLM's scheduler, on its thread. Requests are told apart by their ids."""
+    """Called by vLLM's scheduler, on its thread. Requests are identified by their ids."""
 
     def __init__(self, terms: EngineLayout) -> None:
         self.terms = terms
         self._verdicts: dict[str, Ticket | None] = {}
-        """Of every request that came with parameters of ours, until it ends; None: nothing (more) to load."""
+        """By running request with a BubbleTea hand-off; None: nothing (more) to load."""
         self._new: list[KvLoad[Ticket]] = []
         self._under_way: dict[str, KvLoad[Ticket]] = {}
         self._releases = ThreadPoolExecutor(1, thread_name_prefix="bubbletea-release")
@@ -70,7 +70,7 @@ class Orders:
         return max(0, self._end(ticket, prompt) - num_computed)
 
     def place(self, request_id: str, prompt: Sequence[int] | None, num_tokens: int, block_ids: Sequence[int]) -> None:
-        """The request has been given its blocks, the first `block_ids` of them in order, to load `num_tokens` into."""
+        """The request has its blocks, the first `block_ids` in order, to load `num_tokens` into."""
         ticket = self._verdicts.get(request_id)
         if ticket is None or prompt is None:
             return
@@ -85,17 +85,17 @@ class Orders:
         self._new.append(load)
 
     def take(self) -> list[KvLoad[Ticket]]:
-        """What is to be loaded from this step on."""
+        """The loads to start in this step."""
         taken, self._new = self._new, []
         return taken
 
     def ended(self, request_ids: Collection[str]) -> None:
-        """All workers are done with these loads."""
+        """All workers have ended these loads."""
         for load in [self._under_way.pop(i) for i in request_ids if i in self._under_way]:
             self._release(load.ticket)
 
     def finished(self, request_id: str, params: Mapping[str, Any] | None) -> None:
-        """The request is over; if it never came to be scheduled, nobody will fetch its hand-off."""
+        """The request has ended; if it was never scheduled, its hand-off is released."""
         if params is None:
             return
         try:
@@ -119,7 +119,7 @@ class Orders:
             return None
 
     def _end(self, ticket: Ticket, prompt: Sequence[int]) -> int:
-        """Where this is the whole prompt, vLLM computes the last token again by itself."""
+        """The last token to load; of a whole prompt vLLM computes the last token again."""
         size = self.terms.block_tokens
         return min(ticket.num_tokens, len(prompt)) // size * size
 

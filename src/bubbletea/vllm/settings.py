@@ -1,5 +1,5 @@
-"""What an operator tells the connector, in vLLM's `kv_connector_extra_config`. vLLM prints that into its log, so the
-token itself stays in a file.
+"""The connector's settings, from vLLM's `kv_connector_extra_config`. vLLM writes them to its log, so the token is in a
+file.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ConnectorSettings:
-    """`kv_connector_extra_config`, each key by the name of a field."""
+    """The keys of `kv_connector_extra_config`."""
 
     token_file: str
-    """Holds the token that BubbleTea's hand-off was started with."""
+    """File with the token of BubbleTea's hand-off."""
     model: str = ""
-    """The model's id where vLLM was not given a folder to find it from."""
+    """The model's id, if vLLM was not given a folder."""
     peers: tuple[str, ...] = ()
-    """Hosts besides this one whose keys and values are accepted, as BubbleTea names itself."""
+    """Other hosts whose keys and values are accepted, by the name that BubbleTea sends."""
     timeout_s: float = 30.0
-    """A load that takes longer is given up and recomputed."""
+    """A load that takes longer is cancelled and recomputed."""
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> ConnectorSettings:

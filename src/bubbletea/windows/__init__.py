@@ -1,1 +1,1 @@
-"""When each worker of a training job is idle, and what its network has to spare."""
+"""When each worker of a training job is idle, and the bandwidth that training leaves."""

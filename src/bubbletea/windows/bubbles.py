@@ -1,8 +1,7 @@
-"""Timeline -> the windows of one period of training, by worker; and the Forecast that repeats them ahead of now.
+"""Timeline -> the windows of one period of training, by worker; and the Forecast that repeats them into the future.
 
-A Pattern is what the schedule promises. A Forecast is the Pattern for every cell, moved by what was learnt of each
-window (`learn`) and cut by the margins that keep training within its slow-down budget. Knows no prefill: how long a
-slice takes is `costs`, which slice goes where is `admit`.
+A Pattern follows from the schedule. A Forecast is the Pattern for every cell, corrected by the observed windows
+(`learn`) and reduced by margins that keep training within its slowdown budget. Knows no prefill.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from atlas.ir.timeline import Timeline
 from bubbletea.windows.learn import Learner
 
 SWITCH_NS = 100_000
-"""Taken off every window: from the end of an op to the first kernel of a slice, and back."""
+"""Subtracted from every window: from the end of an op to the first kernel of a slice, and back."""
 MAX_RISK = 0.25
-"""However generous the budget, three windows in four are at least as long as forecast."""
+"""Largest risk: at least three of four windows are as long as forecast."""
 
 
 class BubbleWindow(NamedTuple):
-    """A span in which a worker's accelerator is expected to be free, margins already taken off."""
+    """A span in which a worker's accelerator is expected to be free; margins are subtracted."""
 
     worker: int
     start_ns: int
     end_ns: int
     memory_bytes: int
-    """What prefill may hold on the worker: weights, KV cache and workspace together."""
+    """Memory of prefill on the worker: weights, KV cache and workspace together."""
 
     @property
     def length_ns(self) -> int:
@@ -42,7 +41,7 @@ class BubbleWindow(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Pattern:
     """One period. Windows of worker w are `ptr[w] : ptr[w + 1]`; their times count from the worker's `phase_ns`, the
-    start of its first op of the period, so that none of them goes over the end of it."""
+    start of its first op of the period, so that no window crosses the end of the period."""
 
     period_ns: int
     phase_ns: Ints
@@ -53,7 +52,7 @@ class Pattern:
     memory_bytes: Ints
     """By worker: the arena that training leaves to prefill."""
     busy_ns: int
-    """What training computes in one period, over all workers."""
+    """Compute time of training in one period, over all workers."""
 
     @property
     def num_workers(self) -> int:
@@ -66,7 +65,7 @@ class Pattern:
         return np.asarray(total[self.ptr[1:]] - total[self.ptr[:-1]], np.int64)
 
     def replicated(self, cells: int) -> Pattern:
-        """The same for every cell: replicas run the same timeline at the same moment."""
+        """The same for every cell: all cells run the same timeline at the same time."""
         count = len(self.start_ns)
         steps = (np.arange(cells)[:, None] * count + self.ptr[None, :-1]).ravel()
         return replace(
@@ -82,7 +81,7 @@ class Pattern:
 
 
 def pattern_of(timeline: Timeline, memory_bytes: Ints | None = None) -> Pattern:
-    """Where each worker's accelerator has nothing to do, in the last period of a Timeline.
+    """The idle spans of each worker's accelerator in the last period of a Timeline.
 
     A Timeline of one iteration is a period; of several, the last of them is, and so the steady state.
     """
@@ -132,7 +131,8 @@ class _Gaps(NamedTuple):
 
 
 def _gaps(begin: Ints, end: Ints, low_ns: int, high_ns: int) -> _Gaps:
-    """Between the ops of one worker, counted from the first one's start; the last gap goes round to it."""
+    """Gaps between the ops of one worker, counted from the start of the first; the last gap ends at the next period's
+    first op."""
     period = high_ns - low_ns
     if not len(begin):
         return _Gaps(0, np.zeros(1, np.int64), np.array([period], np.int64))
@@ -144,10 +144,10 @@ def _gaps(begin: Ints, end: Ints, low_ns: int, high_ns: int) -> _Gaps:
 
 
 class Forecast:
-    """The windows ahead: the Pattern repeated from `anchor_ns` on, as corrected so far.
+    """Future windows: the corrected Pattern, repeated from `anchor_ns` on.
 
     `budget` is the share by which training may become slower. A window that ends early delays an op by at most one
-    slice (each is checked before it starts), so the chance of that is set to what the budget pays for:
+    slice (each is checked before it starts), so the probability of that is chosen by the budget:
     budget * period / (windows of a worker * longest slice).
     """
 
@@ -160,24 +160,24 @@ class Forecast:
         self.budget, self.slice_ns = budget, slice_ns
         self.learner = Learner(len(pattern.start_ns))
         self.version = 0
-        """Rises whenever windows move: whoever built on them builds again."""
+        """Increases whenever windows change."""
 
     @property
     def risk(self) -> float:
-        """The chance that a window may end before its forecast end."""
+        """The probability that a window ends before its forecast end."""
         windows = max(1.0, len(self.pattern.start_ns) / self.pattern.num_workers)
         return min(MAX_RISK, self.budget * self.period_ns / (windows * self.slice_ns))
 
     def spans(self) -> tuple[Ints, Ints]:
-        """Start and end of every window of the Pattern, corrected; one that is lost to margins ends where it starts."""
+        """Start and end of every window of the Pattern, corrected; a window shorter than its margins has length 0."""
         late, early = self.learner.margins(self.risk)
         start = self.pattern.start_ns + late + SWITCH_NS // 2
         end = self.pattern.end_ns + early - SWITCH_NS // 2
         return start, np.maximum(start, np.minimum(end, self.period_ns))
 
     def observe(self, start_ns: int, first_ns: Ints, last_ns: Ints) -> bool:
-        """One period as it really was: it began at `start_ns`, its windows opened and closed then (absolute times in
-        the Pattern's order; -1 where unknown). True when the windows moved."""
+        """One observed period: its start, and when its windows opened and closed (absolute times in the Pattern's
+        order; -1 if unknown). True if the forecast changed."""
         origin = start_ns + np.repeat(self.pattern.phase_ns, np.diff(self.pattern.ptr))
         known = (first_ns >= 0) & (last_ns >= 0)
         opened = np.where(known, first_ns - origin - self.pattern.start_ns, 0)
@@ -189,7 +189,7 @@ class Forecast:
         return True
 
     def replan(self, pattern: Pattern, anchor_ns: int) -> None:
-        """Another plan: what was learnt of the old one's windows says nothing of these."""
+        """Another plan: observations of the old windows are dropped."""
         self.pattern, self.anchor_ns, self.period_ns = pattern, anchor_ns, pattern.period_ns
         self.learner = Learner(len(pattern.start_ns))
         self.version += 1

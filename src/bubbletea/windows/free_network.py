@@ -1,4 +1,4 @@
-"""What training leaves of each worker's network for KV: residual bytes over one period, from a Timeline.
+"""The network bandwidth that training leaves for KV on each worker: residual bytes over one period, from a Timeline.
 
 Training goes first. Its gradient all-reduce takes the whole network of a worker; an activation inside the datacenter
 takes it while it is sent; one that crosses the WAN in turns takes, on the sender, its own slice and the slices it
@@ -22,14 +22,14 @@ from bubbletea.windows.bubbles import span
 
 @dataclass(frozen=True, eq=False)
 class Residual:
-    """Bytes that each worker's network has left, cumulated over the period. Steps of worker w are
+    """Residual bytes of each worker's network, cumulated over the period. Steps of worker w are
     `ptr[w] : ptr[w + 1]`, the first at 0 and the last at the period; between two steps the rate is constant."""
 
     period_ns: int
     ptr: Ints
     at_ns: Ints
     bytes: NDArray[np.float64]
-    """Left from the start of the period to each step."""
+    """Residual bytes from the start of the period to each step."""
 
     def replicated(self, cells: int) -> Residual:
         count = len(self.at_ns)
@@ -37,13 +37,13 @@ class Residual:
         return Residual(self.period_ns, ptr.astype(np.int64), np.tile(self.at_ns, cells), np.tile(self.bytes, cells))
 
     def share(self, rate_bytes_per_s: float) -> float:
-        """Of all workers' network, what training leaves."""
+        """The share of all workers' bandwidth that training leaves."""
         left = self.bytes[self.ptr[1:] - 1].sum()
         return float(left / (rate_bytes_per_s * self.period_ns / 1e9 * (len(self.ptr) - 1)))
 
 
 def free_network(num_workers: int, period_ns: int, bytes_per_s: float) -> Residual:
-    """Workers whose network nobody else uses."""
+    """Workers whose network training does not use."""
     at = np.tile(np.array([0, period_ns], np.int64), num_workers)
     left = np.tile(np.array([0.0, period_ns * bytes_per_s / 1e9]), num_workers)
     return Residual(period_ns, np.arange(num_workers + 1, dtype=np.int64) * 2, at, left)

@@ -1,8 +1,8 @@
-"""What the windows really did, slot by slot: quantiles over the last periods, and whether the job has changed.
+"""Observed windows, slot by slot: quantiles over the last periods, and detection of a changed job.
 
 A slot is one window of one worker within the period. Each keeps its last deviations from the forecast (seconds late
-at its start, early at its end); margins are their quantiles. When most slots leave everything they did before, three
-periods in a row, the old history says nothing any more and is dropped. Knows neither workers nor prefill.
+at its start, early at its end); margins are their quantiles. When most slots are outside their whole
+history for three periods in a row, the job has changed and the history is dropped. Knows neither workers nor prefill.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from atlas.ir.program import Ints
 
 HISTORY = 32
-"""Periods that a quantile looks back."""
+"""Periods in a quantile."""
 DRIFT_PERIODS = 3
 DRIFT_SHARE = 0.5
-"""So many periods in a row with so many slots outside of all they did before: the job has changed."""
+"""The job has changed if this share of the slots is outside its history for this many periods in a row."""
 DRIFT_NS = 2_000_000
-"""A slot that moves by less than this has not changed."""
+"""Smaller changes of a slot are ignored."""
 
 
 class Learner:
@@ -42,7 +42,7 @@ class Learner:
     def observe(self, late_ns: Ints, early_ns: Ints, known: NDArray[np.bool_]) -> bool:
         """One period: how much later each slot opened, and how much later (negative: earlier) it closed.
 
-        True when margins may have changed."""
+        True if margins may have changed."""
         self._outside = self._outside + 1 if self._is_outside(late_ns, early_ns, known) else 0
         if self._outside >= DRIFT_PERIODS:
             keep = [(self._seen - back) % HISTORY for back in range(1, DRIFT_PERIODS)]
@@ -68,7 +68,7 @@ class Learner:
         return _whole(late[:, rank]), _whole(early[:, count - 1 - rank])
 
     def _is_outside(self, late_ns: Ints, early_ns: Ints, known: NDArray[np.bool_]) -> bool:
-        """Whether most slots did what none of their history did; the periods under suspicion are no history."""
+        """Whether most slots are outside their history; the suspected periods are not part of it."""
         count = min(self._seen, HISTORY)
         columns = [(self._seen - 1 - back) % HISTORY for back in range(count)][self._outside :]
         if len(columns) < 2 * DRIFT_PERIODS or not known.any():
