@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from common.idle_time import Idle, Wait, attribute
 from common.report import Report, not_measured
 from common.rhythm import Rhythm, replayed, rhythm_for
 from common.tenants import REAL, TINY, Prefill, Trainer, measure_ops
@@ -34,7 +35,6 @@ from atlas.runtime.device import Span
 from atlas.runtime.hardware import make_device
 from atlas.runtime.waits import Position
 from bubbletea.prefill.filling import Filling
-from bubbletea.prefill.idle import Idle, Wait, attribute
 from bubbletea.prefill.throttle import Throttle
 
 

@@ -17,7 +17,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 import numpy as np
 
@@ -251,9 +253,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _served_model(url: str, key: str) -> str:
-    from urllib.error import URLError
-    from urllib.request import Request, urlopen
-
     request = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
         with urlopen(request, timeout=10) as response:

@@ -8,9 +8,11 @@ No pickle; every size is checked before anything is allocated. Knows no tensors.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
+import logging
 import secrets
 import socket
 import struct
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 
 from atlas.errors import WorkerError
 
+log = logging.getLogger("bubbletea.frames")
 _HEAD = struct.Struct("!4sBHQI")
 MAGIC = b"BTF1"
 MAX_FIELDS_BYTES = (1 << 16) - 1
@@ -115,6 +118,43 @@ def write(writer: asyncio.StreamWriter, kind: int, fields: Mapping[str, Any], pa
     writer.write(pack(kind, fields, payload))
     if len(payload):
         writer.write(payload)
+
+
+class FrameServer:
+    """Runs one task per connection on the event loop, until `close`. A subclass talks to one caller in `_talk`."""
+
+    def __init__(self, token: str) -> None:
+        self.token = token
+        self._server: asyncio.AbstractServer | None = None
+        self._callers: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for caller in self._callers:
+            caller.cancel()
+        await asyncio.gather(*self._callers, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        me = asyncio.current_task()
+        assert me is not None
+        self._callers.add(me)
+        try:
+            await self._talk(reader, writer)
+        except (ClosedError, OSError, TimeoutError):
+            pass  # the caller has disconnected or is silent
+        except (WorkerError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+            log.warning("a connection is closed: %r", error)
+        except asyncio.CancelledError:
+            pass  # cancelled by `close`
+        finally:
+            self._callers.discard(me)
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        raise NotImplementedError
 
 
 # ---- greeting ----------------------------------------------------------------------------------------------------

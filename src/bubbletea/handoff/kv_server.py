@@ -7,20 +7,17 @@ connectors where they exist.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
-import logging
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from atlas.errors import AtlasError, WorkerError
-from bubbletea.frames import ClosedError, WireFrame, admit_caller, receive_async, write
+from bubbletea.frames import FrameServer, WireFrame, admit_caller, receive_async, write
 from bubbletea.handoff.kv_store import KvStore, Parcel
 from bubbletea.handoff.signature import seal
 from bubbletea.kv_blocks import END, FETCH, GONE, KV, RELEASE, KvBlock, pack_block
 
-log = logging.getLogger("bubbletea.handoff")
 IDLE_S = 120.0
 """A connection without a fetch for this long is closed."""
 BLOCK_BYTES = 8 << 20
@@ -41,16 +38,15 @@ def own_address(bound: str) -> str:
         return str(probe.getsockname()[0])
 
 
-class KvServer:
+class KvServer(FrameServer):
     """`start` listens; `params(parcel)` is what a decode engine needs to fetch it."""
 
     def __init__(
         self, store: KvStore, token: str, on_fetched: Callable[[str, int], None] = lambda ticket, n: None
     ) -> None:
-        self.store, self.token, self.on_fetched = store, token, on_fetched
+        super().__init__(token)
+        self.store, self.on_fetched = store, on_fetched
         self.address: tuple[str, int] = ("", 0)
-        self._server: asyncio.Server | None = None
-        self._callers: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int, *, anywhere: bool = False) -> None:
         """On loopback unless `anywhere`: the connection is authenticated by a token, but not encrypted."""
@@ -58,17 +54,9 @@ class KvServer:
             raise AtlasError(
                 f"hand-off on {host}: the connection is not encrypted. Use 127.0.0.1, or allow it explicitly"
             )
-        self._server = await asyncio.start_server(self._serve, host, port)
-        bound, port = self._server.sockets[0].getsockname()[:2]
+        self._server = server = await asyncio.start_server(self._serve, host, port)
+        bound, port = server.sockets[0].getsockname()[:2]
         self.address = (own_address(bound), port)
-
-    async def close(self) -> None:
-        if self._server is None:
-            return
-        self._server.close()
-        for caller in self._callers:
-            caller.cancel()
-        await asyncio.gather(*self._callers, return_exceptions=True)
 
     def params(self, parcel: Parcel, prompt: Sequence[int] = ()) -> dict[str, Any]:
         """Signed for `prompt`: an engine refuses the parcel for any other prompt."""
@@ -86,27 +74,12 @@ class KvServer:
         }
         return seal(named, self.token, prompt)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        me = asyncio.current_task()
-        assert me is not None
-        self._callers.add(me)
-        try:
-            await admit_caller(reader, writer, self.token)
-            while True:
-                async with asyncio.timeout(IDLE_S):
-                    frame = await receive_async(reader)
-                await self._answer(frame, writer)
-        except (ClosedError, OSError, TimeoutError):
-            pass  # the engine has disconnected or is silent
-        except WorkerError as error:
-            log.warning("a caller of the hand-off is dropped: %s", error)
-        except asyncio.CancelledError:
-            pass  # cancelled by `close`
-        finally:
-            self._callers.discard(me)
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await admit_caller(reader, writer, self.token)
+        while True:
+            async with asyncio.timeout(IDLE_S):
+                frame = await receive_async(reader)
+            await self._answer(frame, writer)
 
     async def _answer(self, frame: WireFrame, writer: asyncio.StreamWriter) -> None:
         ticket = str(frame.fields.get("ticket", ""))

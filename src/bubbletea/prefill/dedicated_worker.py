@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
-import threading
 import time
 from dataclasses import asdict, dataclass
 
 import torch
 
+from atlas.lifetime import Lifeline
 from atlas.runtime.hardware import make_device
 from atlas.runtime.waits import Position, SharedDevice
 from bubbletea.prefill.plugin import BubbleTea
@@ -40,7 +39,7 @@ class DedicatedWorker:
 
 def main() -> int:
     guest = DedicatedWorker(**json.loads(sys.stdin.readline()))
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    Lifeline(sys.stdin.fileno())
     torch.set_num_threads(1)
     sys.setswitchinterval(0.0005)
     filler = BubbleTea({"address": guest.address, "token_file": guest.token_file})
@@ -64,9 +63,3 @@ def run(filler: BubbleTea, guest: DedicatedWorker, steps: int = 2**62) -> None:
             filler.fill(Position(number, 0), lambda end_ns=end_ns: time.monotonic_ns() >= end_ns)  # type: ignore[misc]
         time.sleep(max(0, end_ns - time.monotonic_ns()) / 1e9)
         filler.waited(Position(number, 0), min(began_ns, end_ns), end_ns)
-
-
-def _end_with_stdin() -> None:
-    while sys.stdin.readline():
-        pass
-    os._exit(0)

@@ -7,8 +7,6 @@ once. Everything runs on the service's event loop. Knows frames and workers; not
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from atlas.errors import WorkerError
-from bubbletea.frames import ClosedError, WireFrame, admit_caller, receive_async, write
+from bubbletea.admit.records import PrefillLane
+from bubbletea.frames import FrameServer, WireFrame, admit_caller, receive_async, write
 from bubbletea.kv_blocks import KV, KvBlock, pack_block, unpack_block
 from bubbletea.prefill.job import PrefillTask
 from bubbletea.prefill.messages import (
@@ -35,8 +34,6 @@ from bubbletea.prefill.messages import (
     ticket_of,
 )
 from bubbletea.prefill.service_link import logits_of
-
-log = logging.getLogger("bubbletea.serve")
 
 
 @dataclass(eq=False)
@@ -76,15 +73,14 @@ class Listener(Protocol):
         """Pieces [job, attempt, layer, first, last, predicted, took], waits [step, op, began, ended, filled]."""
 
 
-class WorkerConnections:
+class WorkerConnections(FrameServer):
     """`orders(worker)` returns a worker's order, or None for an unknown worker."""
 
     def __init__(self, token: str, orders: Callable[[int], WorkerOrder | None], model: str) -> None:
-        self.token, self.orders, self.model = token, orders, model
+        super().__init__(token)
+        self.orders, self.model = orders, model
         self.listener: Listener | None = None
         self.members: dict[int, ConnectedWorker] = {}
-        self._server: asyncio.AbstractServer | None = None
-        self._callers: set[asyncio.Task[None]] = set()
 
     async def start(self, path: Path) -> str:
         """Listens on a Unix socket that only this user can open; returns its address."""
@@ -92,12 +88,8 @@ class WorkerConnections:
         path.chmod(0o600)
         return f"unix:{path}"
 
-    async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        for caller in self._callers:
-            caller.cancel()
-        await asyncio.gather(*self._callers, return_exceptions=True)
+    def of_lane(self, lane: PrefillLane) -> tuple[ConnectedWorker, ...]:
+        return tuple(self.members[worker] for worker in lane.workers)
 
     # ---- out -----------------------------------------------------------------------------------------------------
     def send(self, member: ConnectedWorker, task: PrefillTask, tokens: Sequence[int], cached: Sequence[Tensor]) -> None:
@@ -124,30 +116,16 @@ class WorkerConnections:
                 write(member.writer, SHARE, {"share": share})
 
     # ---- in ------------------------------------------------------------------------------------------------------
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        me = asyncio.current_task()
-        assert me is not None
-        self._callers.add(me)
-        member: ConnectedWorker | None = None
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        member = await self._welcome(reader, writer)
         try:
-            member = await self._welcome(reader, writer)
             while not writer.is_closing():  # data from a lost worker may still be buffered
                 self._take(member, await receive_async(reader))
-        except (ClosedError, OSError, TimeoutError):
-            pass  # the worker is lost
-        except (WorkerError, LookupError, TypeError, ValueError, ArithmeticError) as error:
-            log.warning("a caller is dropped (worker %s): %r", member.name if member else "unknown", error)
-        except asyncio.CancelledError:
-            pass  # cancelled by `close`
         finally:
-            self._callers.discard(me)
-            if member is not None and self.members.get(member.worker) is member:
+            if self.members.get(member.worker) is member:
                 del self.members[member.worker]
                 if member.ready and self.listener is not None:
                     self.listener.left(member)
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> ConnectedWorker:
         found: list[WorkerOrder] = []

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from atlas.errors import WorkerError
-from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillLane, PrefillRequest, RequestKind
+from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest, RequestKind
 from bubbletea.handoff.kv_store import KvStore, Parcel
 from bubbletea.kv_blocks import KvBlock
 from bubbletea.prefill.job import HEAD, PrefillTask
@@ -39,7 +39,7 @@ NEVER_DUE = 2**62
 LATE_NS = 50_000_000
 """A prefill this far behind its plan is placed again."""
 UNKNOWN_S = 1.0
-"""Retry-After if it is unknown when memory will be free: all of it is held by offline requests that wait."""
+"""Retry-After if it is unknown when memory or a lane will be free."""
 MAX_FAILURES = 4
 LANE_S = 60.0
 """An admitted prefill that has waited this long for a lane is handed back."""
@@ -215,11 +215,10 @@ class Dispatcher:
 
     def _refused(self, refusal: AdmissionRefusal) -> Refused:
         self.metrics.refused(refusal.reason)
-        now_ns = time.monotonic_ns()
         if refusal.reason == "no-lane":
-            return Refused(refusal.reason, 1.0)
+            return Refused(refusal.reason, UNKNOWN_S)
         at_ns = refusal.retry_at_ns
-        return Refused(refusal.reason, None if at_ns is None else max(0.0, (at_ns - now_ns) / SECOND))
+        return Refused(refusal.reason, None if at_ns is None else max(0.0, (at_ns - time.monotonic_ns()) / SECOND))
 
     # ---- tasks -------------------------------------------------------------------------------------------------
     def _send(self, run: _PrefillRun, placement: Placement) -> None:
@@ -234,7 +233,7 @@ class Dispatcher:
         length = len(run.prompt.tokens)
         ends = tuple(end for end in placement.ends if end > run.cached)
         self._expect(run, placement.delivered_ns)
-        run.sent, run.since_ns = self._members(lane), time.monotonic_ns()
+        run.sent, run.since_ns = self.crew.of_lane(lane), time.monotonic_ns()
         peers = tuple(member.transport for member in run.sent)
         if not run.attempt:
             self.metrics.cached(run.cached, length)
@@ -248,9 +247,6 @@ class Dispatcher:
         for member in run.sent:
             self.crew.cancel(member, run.job, run.attempt)
         run.attempt, run.logits, run.sent = run.attempt + 1, None, ()
-
-    def _members(self, lane: PrefillLane) -> tuple[ConnectedWorker, ...]:
-        return tuple(self.crew.members[worker] for worker in lane.workers)
 
     def _expect(self, run: _PrefillRun, delivered_ns: int) -> None:
         """Sets the expected delivery, and with it when its memory will be free."""
@@ -355,7 +351,7 @@ class Dispatcher:
             run = self._by_request.get(placement.request.id)
             if run is None or run.future.done():
                 continue
-            if run.sent == self._members(placement.lane):
+            if run.sent == self.crew.of_lane(placement.lane):
                 self._expect(run, placement.delivered_ns)
                 continue
             if run.sent:

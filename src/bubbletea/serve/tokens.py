@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from atlas.errors import AtlasError, MissingExtraError
+from atlas.errors import AtlasError
 from atlas.runtime.data.tokenizers import ByteTokenizer, FileTokenizer
 
 PLAIN_CHAT = (
@@ -51,7 +53,7 @@ class Text:
             return cls.of_bytes()
         config, generation = _json(folder / "tokenizer_config.json"), _json(folder / "generation_config.json")
         end = FileTokenizer(path, _content(config.get("eos_token"))).end  # also validates the file
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer  # in the extra `hf`; FileTokenizer has checked for it
 
         hf = Tokenizer.from_file(str(path))
         more = generation.get("eos_token_id", [])
@@ -90,8 +92,6 @@ class Text:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation: bool = True) -> str:
         """The prompt of a conversation; raises AtlasError with the template's message if it refuses."""
-        from jinja2 import TemplateError
-
         try:
             given = {"messages": list(messages), "add_generation_prompt": add_generation, **self._extra}
             found: str = self._template.render(**given)
@@ -125,12 +125,6 @@ class TextStream:
 
 
 def _compiled(template: str) -> Any:
-    try:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise MissingExtraError("jinja2", "serve", "a chat template") from error
-    from jinja2 import TemplateError
-
     def refuse(message: str) -> None:
         raise TemplateError(message)
 

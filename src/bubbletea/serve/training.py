@@ -31,6 +31,7 @@ from atlas.launch.emulate import EmulationSettings, emulate
 from atlas.launch.paths import require_emulable
 from atlas.launch.rehearse import MAX_WORKERS
 from atlas.launch.report.events import OnStep, StepEvent
+from atlas.lifetime import Lifeline
 from atlas.runtime.assignment import FillerChoice, stand_in
 from atlas.sim import simulate
 from atlas.spec import Job
@@ -159,7 +160,7 @@ class TrainingProcess:
 
 def main() -> int:
     told = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    Lifeline(sys.stdin.fileno())
     source = TrainingSource(**{**told["source"], "changes": tuple(told["source"]["changes"])})
     what = rehearsed(source)
 
@@ -179,12 +180,6 @@ def main() -> int:
 
 def _say(message: dict[str, Any]) -> None:
     print(json.dumps(message), flush=True)
-
-
-def _end_with_stdin() -> None:
-    while sys.stdin.readline():
-        pass
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from atlas.view.table import percent, seconds
 from bubbletea.sim.scene import TOOL_WAITS, Scene
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 def table(rows: Sequence[Mapping[str, Any]], scene: Scene, trace: str) -> Table:
     """One line for each policy and load. Fits 80 columns."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     title = f"{scene.name} ({scene.schedule}), {scene.pattern.num_workers} accelerators; {trace}"
     made = Table(title=Text(title), title_justify="left", padding=0, show_edge=False, box=box.SIMPLE_HEAD)
     made.add_column("policy", style="bold", no_wrap=True)

@@ -37,7 +37,7 @@ def placed(found: Placement | AdmissionRefusal | None) -> Placement:
     return found
 
 
-def test_who_misses_the_goal_leaves_the_quick_lane_to_who_reaches_it() -> None:
+def test_requests_that_miss_the_goal_leave_the_fast_lane_free() -> None:
     work_s = COSTS.prompt_ns(1000) / 1e9
     reached = placed(admit(quick_and_slow(1.2 * work_s), ask("a", 1000), 0))
     missed = placed(admit(quick_and_slow(0.8 * work_s), ask("a", 1000), 0))
@@ -47,13 +47,13 @@ def test_who_misses_the_goal_leaves_the_quick_lane_to_who_reaches_it() -> None:
     assert none.delivered_ns < missed.delivered_ns <= missed.request.arrival_ns + 150 * MS
 
 
-def test_who_is_in_time_on_the_quick_lane_only_takes_it() -> None:
+def test_a_request_that_needs_the_fast_lane_takes_it() -> None:
     work = COSTS.prompt_ns(1000)
     found = placed(admit(quick_and_slow(0.5 * work / 1e9), ask("a", 1000, patience=round(1.2 * work)), 0))
     assert found.lane.workers == (0,)
 
 
-def test_as_many_are_late_as_may_be_and_the_others_refused() -> None:
+def test_no_more_requests_are_late_than_allowed_and_others_are_refused() -> None:
     state = scarce(late=0.25)
     for k in range(3):
         placed(admit(state, ask(f"short{k}", 10), k * MS))
@@ -63,7 +63,7 @@ def test_as_many_are_late_as_may_be_and_the_others_refused() -> None:
     assert state.num_waiting == 4
 
 
-def test_who_is_late_waits_for_plenty_of_bubbles_and_makes_way() -> None:
+def test_late_requests_wait_for_ample_windows_and_give_way() -> None:
     state = scarce(late=0.9)
     placed(admit(state, ask("first", 10), 0))
     for k in range(10):
@@ -79,7 +79,7 @@ def test_who_is_late_waits_for_plenty_of_bubbles_and_makes_way() -> None:
     assert hurried.delivered_ns < taken[0].delivered_ns < state.placement("long").delivered_ns
 
 
-def test_who_was_late_for_long_waits_no_more() -> None:
+def test_requests_postponed_too_long_are_placed_at_once() -> None:
     state = scarce(late=1.0 - 1e-9)
     for k in range(5):
         placed(admit(state, ask(f"short{k}", 10), 0))
@@ -89,7 +89,7 @@ def test_who_was_late_for_long_waits_no_more() -> None:
     assert [one.request.id for one in advance(state, later)] == ["long"]
 
 
-def test_a_late_request_that_is_cancelled_is_gone() -> None:
+def test_a_cancelled_late_request_is_removed() -> None:
     state = scarce(late=0.5)
     placed(admit(state, ask("short", 10), 0))
     assert admit(state, ask("long", 4000), 0) is None

@@ -53,7 +53,7 @@ def test_layers_that_do_not_fit_go_on_in_the_next_bubble() -> None:
     assert found.slices[1].start_ns - found.slices[0].start_ns == 50 * MS
 
 
-def test_a_layer_is_cut_to_what_is_left_of_a_bubble() -> None:
+def test_a_layer_is_cut_to_the_rest_of_a_bubble() -> None:
     one, part, rest = COSTS.layer(200, 0), COSTS.layer(75, 0), COSTS.layer(125, 75)
     found = placed(admit(state_of(pattern([[(0, 2 * one + part + 110_000)]], 50 * MS), 1), ask("a", 200), 0))
     first = [(s.first_layer, s.end_layer, s.first_token, s.end_token) for s in found.slices[:4]]
@@ -63,7 +63,7 @@ def test_a_layer_is_cut_to_what_is_left_of_a_bubble() -> None:
     assert found.slices[2].start_ns - found.slices[0].start_ns == 50 * MS
 
 
-def test_the_more_urgent_goes_first_and_the_other_still_makes_it() -> None:
+def test_the_more_urgent_goes_first_and_the_other_meets_its_deadline() -> None:
     state = state_of(pattern([[(0, 100 * MS)]], 100 * MS), 1)
     admit(state, ask("running", 2000), 0)
     patient = placed(admit(state, ask("patient", 1000, deadline=10_000 * MS), 0))
@@ -72,7 +72,7 @@ def test_the_more_urgent_goes_first_and_the_other_still_makes_it() -> None:
     assert state.placement("patient").start_ns >= hurried.computed_ns
 
 
-def test_the_end_of_a_patience_is_kept_for_long_prompts() -> None:
+def test_the_last_part_before_a_deadline_is_kept_for_long_prompts() -> None:
     found = {}
     for kept in (0.0, 0.2):
         state = state_of(pattern([[(0, 200 * MS)]], 200 * MS), 1, kept=kept)
@@ -87,7 +87,7 @@ def test_the_end_of_a_patience_is_kept_for_long_prompts() -> None:
     assert refusal.fits_at_ns == found[0.0].delivered_ns
 
 
-def test_nobody_is_pushed_past_a_deadline() -> None:
+def test_no_request_is_delayed_past_its_deadline() -> None:
     state = state_of(pattern([[(0, 100 * MS)]], 100 * MS), 1)
     first = placed(admit(state, ask("first", 2000, deadline=30 * MS), 0))
     tight = placed(admit(state, ask("tight", 1000, deadline=first.delivered_ns + 25 * MS), 0))
@@ -96,7 +96,7 @@ def test_nobody_is_pushed_past_a_deadline() -> None:
     assert state.placement("tight").delivered_ns <= tight.request.deadline_ns  # type: ignore[operator]
 
 
-def test_online_work_goes_before_offline_work_that_has_not_begun() -> None:
+def test_online_work_goes_before_offline_work_that_has_not_started() -> None:
     state = state_of(pattern([[(0, 100 * MS)]], 100 * MS), 1, chunks=(100,))
     for k in range(3):
         assert admit(state, ask(f"bulk{k}", 3000, kind="offline"), 0) is None
@@ -160,7 +160,7 @@ def test_two_prompts_that_do_not_fit_together_take_turns_in_memory() -> None:
     assert isinstance(admit(state, ask("c", most + 1), 0), AdmissionRefusal)
 
 
-def test_what_is_late_is_placed_behind_what_has_begun() -> None:
+def test_a_late_request_is_placed_after_started_ones() -> None:
     state = state_of(pattern([[(0, 100 * MS)]], 100 * MS), 1, chunks=(100,))
     admit(state, ask("a", 400), 0)
     now = 30 * MS
@@ -169,7 +169,7 @@ def test_what_is_late_is_placed_behind_what_has_begun() -> None:
     assert all(s.start_ns >= now for s in changed[0].slices if s.first_token >= 200)
 
 
-def test_windows_that_moved_move_what_has_not_begun() -> None:
+def test_moved_windows_move_requests_that_have_not_started() -> None:
     state = state_of(pattern([[(0, 20 * MS)]], 100 * MS), 1)
     before = placed(admit(state, ask("a", 100, 30 * MS), 30 * MS))
     opened = np.array([40 * MS], np.int64)
@@ -179,25 +179,25 @@ def test_windows_that_moved_move_what_has_not_begun() -> None:
     assert after[0].start_ns >= 40 * MS
 
 
-def test_a_cancelled_backlog_request_is_gone() -> None:
+def test_a_cancelled_backlog_request_is_removed() -> None:
     state = state_of(pattern(OPEN, 100 * MS), 1)
     admit(state, ask("a", 100, kind="offline"), 0)
     cancel(state, "a", 0)
     assert advance(state, 0) == ()
 
 
-def test_layers_are_dealt_by_the_length_of_windows() -> None:
+def test_layers_are_distributed_by_the_length_of_windows() -> None:
     assert deal(32, [100, 100, 100, 100]) == [8, 8, 8, 8]
     assert deal(32, [300, 100]) == [24, 8]
     assert deal(2, [1, 1, 1]) is None
 
 
-def test_no_room_anywhere_is_told() -> None:
+def test_missing_memory_on_all_workers_is_an_error() -> None:
     with pytest.raises(AtlasError, match="roomiest worker"):
         build_lanes(pattern(OPEN, 100 * MS, memory_bytes=1), COSTS, num_ranks=1, chunk=256)
 
 
-def test_machine_code_of_another_source_text_is_not_read(tmp_path: Path) -> None:
+def test_compiled_code_of_a_changed_source_is_not_loaded(tmp_path: Path) -> None:
     """An index that names a class which was renamed since cannot be unpickled."""
     source = tmp_path / "fit.py"
     folders = set()

@@ -44,7 +44,7 @@ def fits(state: State, piece: PrefillSlice) -> bool:
 
 @settings(max_examples=30)
 @given(patterns(), SPLITS, requests(), AIMS)
-def test_no_slice_leaves_its_window_and_no_two_meet(
+def test_slices_stay_in_their_windows_and_do_not_overlap(
     made: Pattern, split: int, arriving: list[PrefillRequest], aims: Aims
 ) -> None:
     state = state_of(made, split, aims=aims)
@@ -113,7 +113,7 @@ def test_memory_is_never_exceeded(made: Pattern, split: int, arriving: list[Pref
 
 @settings(max_examples=30)
 @given(patterns(), SPLITS, requests(), AIMS)
-def test_who_was_let_in_with_a_deadline_keeps_it(
+def test_admitted_requests_keep_their_deadline(
     made: Pattern, split: int, arriving: list[PrefillRequest], aims: Aims
 ) -> None:
     for placement in play(state_of(made, split, aims=aims), arriving):
@@ -123,7 +123,7 @@ def test_who_was_let_in_with_a_deadline_keeps_it(
 
 @settings(max_examples=30)
 @given(patterns(), SPLITS, requests(), st.integers(1, 1500), st.sampled_from([None, 40, 5000]))
-def test_a_request_cancelled_at_once_leaves_no_trace(
+def test_an_immediately_cancelled_request_changes_nothing(
     made: Pattern, split: int, arriving: list[PrefillRequest], tokens: int, patience: int | None
 ) -> None:
     state = state_of(made, split)
@@ -139,7 +139,7 @@ def test_a_request_cancelled_at_once_leaves_no_trace(
 
 @settings(max_examples=30)
 @given(patterns(), SPLITS, requests(), st.integers(1, 1500))
-def test_a_refused_request_fits_when_it_was_told(
+def test_a_refused_request_fits_at_its_retry_time(
     made: Pattern, split: int, arriving: list[PrefillRequest], tokens: int
 ) -> None:
     state = state_of(made, split)
@@ -157,9 +157,7 @@ def test_a_refused_request_fits_when_it_was_told(
 
 @settings(max_examples=30)
 @given(patterns(), SPLITS, requests(), st.integers(0, 40))
-def test_time_passes_and_what_is_late_is_placed_again(
-    made: Pattern, split: int, arriving: list[PrefillRequest], when: int
-) -> None:
+def test_late_requests_are_placed_again(made: Pattern, split: int, arriving: list[PrefillRequest], when: int) -> None:
     state = state_of(made, split)
     play(state, arriving)
     now = arriving[-1].arrival_ns + when * MS

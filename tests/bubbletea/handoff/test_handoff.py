@@ -51,7 +51,7 @@ def with_door(store: KvStore, talk: Callable[[KvServer], T]) -> T:
     return asyncio.run(main())
 
 
-def test_a_decode_engine_fetches_what_was_put_in() -> None:
+def test_a_decode_engine_fetches_the_stored_blocks() -> None:
     store = KvStore(SERVED, 1 << 24)
     parcel = filled(store)
     assert parcel.is_complete
@@ -74,7 +74,7 @@ def test_a_decode_engine_fetches_what_was_put_in() -> None:
     assert store.used_bytes == 0
 
 
-def test_who_does_not_hold_the_token_gets_nothing() -> None:
+def test_callers_without_the_token_get_nothing() -> None:
     store = KvStore(SERVED, 1 << 24)
     parcel = filled(store)
 
@@ -87,7 +87,7 @@ def test_who_does_not_hold_the_token_gets_nothing() -> None:
 
 
 @pytest.mark.parametrize("said", [{"proof": "\u00e9"}, {"proof": "\ud800", "nonce": "\ud800"}, {"proof": [1]}, {}])
-def test_strange_proofs_are_refused_and_the_door_stays_open(said: dict[str, object]) -> None:
+def test_invalid_proofs_are_refused_and_the_server_keeps_running(said: dict[str, object]) -> None:
     store = KvStore(SERVED, 1 << 24)
     parcel = filled(store)
 
@@ -118,7 +118,7 @@ def frame(num_payload: int, text: bytes) -> bytes:
     [frame(1 << 30, b"{}"), frame(0, b"[" * 60_000), frame(0, b"[" * 4000), b"GET / HTTP/1.1\r\n" * 9],
     ids=["1 GiB", "60,000 brackets", "4,000 brackets", "HTTP"],
 )
-def test_before_the_proof_only_little_is_read(said: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_before_authentication_only_small_frames_are_read(said: bytes, caplog: pytest.LogCaptureFixture) -> None:
     def talk(door: KvServer) -> None:
         with socket.create_connection(door.address, 5) as sock:
             receive(sock)
@@ -131,7 +131,9 @@ def test_before_the_proof_only_little_is_read(said: bytes, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("fields", [b"[" * 60_000, b'{"ticket": "t", "start": 1e999}', b'{"ticket": "t", "layers": 5}'])
-def test_behind_the_proof_nonsense_ends_the_connection(fields: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_after_authentication_invalid_frames_end_the_connection(
+    fields: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     store = KvStore(SERVED, 1 << 24)
     ticket = filled(store).ticket
 
@@ -151,13 +153,13 @@ def test_behind_the_proof_nonsense_ends_the_connection(fields: bytes, caplog: py
     assert [record.levelname for record in caplog.records] == ["WARNING"], "one line, no traceback"
 
 
-def test_a_door_beyond_loopback_must_be_wanted() -> None:
+def test_a_kv_server_beyond_loopback_must_be_allowed_explicitly() -> None:
     door = KvServer(KvStore(SERVED, 0), "secret")
     with pytest.raises(AtlasError, match="not encrypted"):
         asyncio.run(door.start("0.0.0.0", 0))
 
 
-def test_a_door_on_every_address_names_one_that_can_be_dialled() -> None:
+def test_a_kv_server_on_all_addresses_reports_one_that_can_be_reached() -> None:
     assert own_address("127.0.0.1") == "127.0.0.1"
     assert own_address("0.0.0.0") not in ("0.0.0.0", "")
 
@@ -178,13 +180,13 @@ def test_a_damaged_block_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_every_dtype_travels(dtype: torch.dtype) -> None:
+def test_every_dtype_can_be_sent(dtype: torch.dtype) -> None:
     kv = torch.randn(2, 2, 5, 16).to(dtype)
     fields, payload = pack_block(KvBlock("t", "m", 1, 2, 7, kv))
     assert torch.equal(unpack_block(WireFrame(KV, fields, bytearray(payload))).kv, kv)
 
 
-def test_the_store_keeps_its_budget() -> None:
+def test_the_store_stays_within_its_budget() -> None:
     store = KvStore(SERVED, 100 * 4 * 2 * 2 * 16 * 4)
     assert store.reserve("a", 60, 60) is not None
     assert store.reserve("b", 41, 41) is None
@@ -195,7 +197,7 @@ def test_the_store_keeps_its_budget() -> None:
     assert (store.used_bytes, len(store)) == (0, 0)
 
 
-def test_the_store_knows_when_enough_will_be_back() -> None:
+def test_the_store_predicts_when_memory_is_free() -> None:
     store = KvStore(SERVED, 100 * 4 * 2 * 2 * 16 * 4)
     for ticket, expected_s in (("a", 7.0), ("b", 3.0), ("c", 5.0)):
         parcel = store.reserve(ticket, 30, 30)
@@ -208,7 +210,7 @@ def test_the_store_knows_when_enough_will_be_back() -> None:
     assert store.room_at_s(100) == math.inf
 
 
-def test_no_tenant_takes_all_of_the_store() -> None:
+def test_no_tenant_can_use_all_of_the_store() -> None:
     """A quarter is divided by weight: 5 tokens for each of four, 5 + 5 for the one who counts twice."""
     store = KvStore(SERVED, 100 * 4 * 2 * 2 * 16 * 4, {"a": 1.0, "b": 1.0, "c": 2.0, "d": 1.0})
     taken = sum(store.reserve(f"a{n}", 1, 1, "a") is not None for n in range(200))

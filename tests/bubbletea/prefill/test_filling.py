@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,10 +20,13 @@ from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.engine import PrefillEngine
 from bubbletea.prefill.filling import Filling
 from bubbletea.prefill.guard import Guard
-from bubbletea.prefill.idle import Idle, Wait, attribute
 from bubbletea.prefill.job import PrefillTask, even_ends
 from bubbletea.prefill.piece_times import PieceTimes
 from bubbletea.prefill.shard import ModelShard, Served
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+
+from common.idle_time import Idle, Wait, attribute
 
 MARGIN_NS = 100 * US
 TINY = Served(replace(LLAMA, width=16, num_heads=1, num_kv_heads=1, ffn_width=16))
@@ -107,7 +112,7 @@ def test_a_steady_wait_is_filled_to_its_end() -> None:
     assert max(found.late_ns) < 0.5 * MS
 
 
-def test_slower_ops_before_a_wait_do_not_cost_its_end() -> None:
+def test_slower_ops_before_a_wait_do_not_shorten_its_use() -> None:
     """The WAN keeps time; training's ops do not."""
     found = train(random.Random(2), 20, op_spread=0.03)
     assert found.busy > 0.985, found.idle
@@ -120,7 +125,7 @@ def test_an_uncertain_wan_costs_its_spread_and_no_more() -> None:
     assert sum(found.late_ns) / len(found.late_ns) < MS
 
 
-def test_a_pace_that_lets_nothing_in_is_doubted() -> None:
+def test_a_prediction_that_admits_nothing_is_lowered() -> None:
     """As after a host that was busy for a while: what was measured then fits no wait, so that nothing would ever be."""
     with modelled_time() as clock:
         engine, stream = endless(), Stream(clock, llama_on_h200(random.Random(4), STANDS_FOR))
@@ -144,7 +149,7 @@ def see(guard: Guard, index: int, *waited_ns: int) -> None:
         guard.observe(index, began_ns, began_ns + waited)
 
 
-def test_the_guard_believes_the_schedule_then_what_it_saw() -> None:
+def test_the_guard_uses_the_schedule_then_observed_waits() -> None:
     guard = Guard(0.1, {3: 1000})
     assert guard.wait_ns(3, 0) == 900
     assert guard.wait_ns(4, 0) == 0
@@ -156,7 +161,7 @@ def test_the_guard_believes_the_schedule_then_what_it_saw() -> None:
     assert guard.wait_ns(3, 10**6) == 900
 
 
-def test_the_guard_goes_by_the_input_before_where_that_is_steadier() -> None:
+def test_the_guard_counts_from_the_previous_input_if_that_is_steadier() -> None:
     guard = Guard(0.1)
     for number, early in enumerate((0, 70, 20, 90, 40)):
         start_ns = number * 1000
@@ -168,7 +173,7 @@ def test_the_guard_goes_by_the_input_before_where_that_is_steadier() -> None:
     assert guard.wait_ns(1, 5600) == 0
 
 
-def test_an_input_that_was_there_tells_nothing_of_when_it_came() -> None:
+def test_an_input_without_a_wait_has_no_known_arrival_time() -> None:
     guard = Guard(0.1)
     for start_ns in range(0, 5000, 1000):
         guard.observe(0, start_ns + 90, start_ns + 100)
@@ -177,7 +182,7 @@ def test_an_input_that_was_there_tells_nothing_of_when_it_came() -> None:
 
 
 # ---- where idle time goes ----------------------------------------------------------------------------------------
-def test_idle_time_is_told_by_its_cause() -> None:
+def test_idle_time_is_split_by_cause() -> None:
     training = [Span(0, 100), Span(110, 200), Span(1005, 1100)]
     pieces = [Span(230, 400), Span(420, 700), Span(700, 900)]
     found = attribute(Span(0, 1100), training, pieces, [Wait(210, 1000, 940, 960)])
@@ -192,7 +197,7 @@ Spans = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 100)).map(lambda
 
 
 @given(Spans, Spans, st.lists(st.integers(0, 1000), max_size=8, unique=True))
-def test_idle_and_busy_are_all_of_the_time(training: list[Span], pieces: list[Span], marks: list[int]) -> None:
+def test_idle_and_busy_times_add_up(training: list[Span], pieces: list[Span], marks: list[int]) -> None:
     marks.sort()
     waits = [Wait(a, b, (a + b) // 2, (a + b) // 2 + 3) for a, b in zip(marks[::2], marks[1::2], strict=False)]
     busy = {at for span in (*training, *pieces) for at in range(span.start_ns, span.end_ns)}

@@ -44,7 +44,7 @@ def test_a_service_that_does_not_read_makes_the_link_full(monkeypatch: pytest.Mo
     there.close()
 
 
-def test_a_frame_that_cannot_be_made_fails_its_task_and_the_next_one_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_that_cannot_be_built_fails_only_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = socket.socketpair()
     monkeypatch.setattr(module, "dial", lambda address: here)
     monkeypatch.setattr(module, "greet", lambda sock, token, who: {"now_ns": time.monotonic_ns(), "order": {}})

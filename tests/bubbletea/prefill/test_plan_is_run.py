@@ -26,7 +26,7 @@ def took_ns(piece: PrefillPiece) -> int:
 
 
 @pytest.mark.parametrize(("length", "chunk"), [(600, 256), (600, 600), (77, 512)])
-def test_a_worker_cuts_layers_as_admission_has(length: int, chunk: int) -> None:
+def test_a_worker_cuts_layers_as_admission_does(length: int, chunk: int) -> None:
     served = Served(LLAMA)
     start = np.cumsum(LENGTHS_NS + 1_000_000) - LENGTHS_NS
     forecast = Forecast(

@@ -52,7 +52,9 @@ def check(family: str, split: tuple[int, ...], length: int, rng: random.Random, 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
-def test_greedy_tokens_after_hand_off_are_those_of_one_piece(family: str, split: tuple[int, ...], device: str) -> None:
+def test_greedy_tokens_after_hand_off_equal_those_of_the_whole_model(
+    family: str, split: tuple[int, ...], device: str
+) -> None:
     rng = random.Random(f"{family}{split}")
     for length in (1, rng.randrange(2, 64), rng.randrange(64, 500)):
         check(family, split, length, rng, device)
@@ -97,7 +99,7 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     assert greedy_after(second, decoder, 8) == greedy_alone(decoder, tokens, 8)
 
 
-def test_jobs_wait_for_room_and_all_end() -> None:
+def test_jobs_wait_for_memory_and_all_end() -> None:
     rng, served = random.Random(5), Served(LLAMA)
     collector = Collector(served, 300)
     shard = ModelShard(served, served.cuts((4,))[0], Arena(2 << 20, 1 << 30))
@@ -134,7 +136,7 @@ def test_a_piece_is_cut_to_what_fits() -> None:
     assert collector.spans == [(0, 0, 60), (0, 60, 160), (1, 0, 160)]
 
 
-def test_nothing_begins_while_too_much_is_on_its_way_out() -> None:
+def test_no_piece_starts_while_too_many_results_are_unsent() -> None:
     served, collector = Served(LLAMA), Collector(Served(LLAMA), 100)
     engine = make_stages(served, (4,), collector)[0]
     engine.offer(PrefillTask(1, 0, 100, 0, (100,), 0, 0), [1] * 100)
@@ -144,7 +146,7 @@ def test_nothing_begins_while_too_much_is_on_its_way_out() -> None:
     assert step(engine)
 
 
-def test_what_can_never_run_is_refused_at_once() -> None:
+def test_a_task_that_can_never_run_is_refused_at_once() -> None:
     served, collector = Served(LLAMA), Collector(Served(LLAMA), 500)
     shard = ModelShard(served, served.cuts((4,))[0], Arena(2 << 20, 1 << 20))
     engine = PrefillEngine(shard, collector)
@@ -173,13 +175,13 @@ def test_a_cancelled_job_gives_its_memory_back() -> None:
     assert engine.num_tasks == 0
 
 
-def test_an_arena_too_small_for_the_weights_says_so() -> None:
+def test_an_arena_too_small_for_the_weights_is_an_error() -> None:
     served = Served(LLAMA)
     with pytest.raises(InfeasibleError, match=r"weights of 4 layers needs \d+ bytes"):
         ModelShard(served, served.cuts((4,))[0], Arena(1 << 16, 0))
 
 
-def test_an_arena_joins_what_is_given_back() -> None:
+def test_an_arena_joins_adjacent_free_parts() -> None:
     arena = Arena(1024, 0)
     rooms = [arena.take(256) for _ in range(4)]
     assert arena.take(1) is None
@@ -190,7 +192,7 @@ def test_an_arena_joins_what_is_given_back() -> None:
     assert arena.take(1024) is not None
 
 
-def test_the_pace_errs_upwards_and_learns() -> None:
+def test_predictions_err_on_the_long_side_and_learn() -> None:
     served = Served(LLAMA)
     shard = ModelShard(served, served.cuts((4,))[0], Arena(8 << 20, 1 << 30))
     pace = PieceTimes(LLAMA)
@@ -202,7 +204,7 @@ def test_the_pace_errs_upwards_and_learns() -> None:
     assert torch.is_inference_mode_enabled() is False
 
 
-def test_the_pace_tells_kinds_of_pieces_apart() -> None:
+def test_predictions_distinguish_kinds_of_pieces() -> None:
     pace = PieceTimes(LLAMA)
     for _ in range(9):
         pace.observe(64, 64, 5_000_000)
@@ -214,7 +216,7 @@ def test_the_pace_tells_kinds_of_pieces_apart() -> None:
     assert pace.predict_ns(8, 8) > 0.9 * pace.overhead_ns, "what was never seen is judged by the slow ones of all"
 
 
-def test_one_piece_that_stood_still_says_nothing_of_the_next() -> None:
+def test_a_single_stalled_piece_does_not_change_the_prediction() -> None:
     pace = PieceTimes(LLAMA)
     pace.calibrate((8, 1_000_000), (64, 5_000_000))
     for took_ns in (5_000_000, 1_000_000_000, 5_000_000, 900_000_000, 5_000_000):

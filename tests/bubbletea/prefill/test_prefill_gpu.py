@@ -36,7 +36,7 @@ def run(shard: ModelShard, x: Tensor, cuts: list[int]) -> Tensor:
     return torch.cat(found, 1)
 
 
-def test_pieces_compute_what_the_whole_does(shard: ModelShard) -> None:
+def test_pieces_compute_the_same_as_the_whole_model(shard: ModelShard) -> None:
     x = torch.randn(1, 1000, WIDE.width, device="cuda:0").to(torch.bfloat16)
     whole = run(shard, x, [])
     for cuts in ([512], [64, 576], [1, 700], [999]):

@@ -24,7 +24,7 @@ def test_a_restarted_training_is_filled_from_its_first_step() -> None:
     assert Throttle(0.005, alone_first=0).may_fill(7)
 
 
-def test_harmless_prefill_has_all_of_every_wait() -> None:
+def test_harmless_prefill_uses_all_of_every_wait() -> None:
     throttle = Throttle(0.005)
     train(throttle, 0.004, 50)
     assert throttle.share == 1.0
@@ -44,7 +44,7 @@ def test_the_share_settles_where_the_budget_is() -> None:
     assert throttle.share == 1.0
 
 
-def test_a_hopeless_case_keeps_a_little() -> None:
+def test_the_share_never_falls_below_its_minimum() -> None:
     throttle = Throttle(0.001)
     train(throttle, 0.5, 100)
     assert throttle.share == LEAST

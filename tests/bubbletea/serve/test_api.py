@@ -51,7 +51,7 @@ def is_openai_error(response: httpx.Response) -> bool:
 
 
 # ---- answers -----------------------------------------------------------------------------------------------------
-def test_greedy_answers_are_those_of_the_model_in_one_piece(service: Serving) -> None:
+def test_greedy_answers_equal_those_of_the_whole_model(service: Serving) -> None:
     decoder = whole(TINY.served)
     for length in (1, 7, 300, 700):
         prompt = [(7 * i + length) % 256 for i in range(length)]
@@ -116,7 +116,7 @@ def test_models_health_and_metrics(service: Serving) -> None:
         assert name in text
 
 
-def test_counters_are_there_before_anything_is_counted(service: Serving) -> None:
+def test_counters_exist_before_their_first_event(service: Serving) -> None:
     text = ServiceMetrics("m").text().decode()
     for reason in ("deadline", "share", "memory", "no-lane"):
         assert f'bubbletea:admission_rejections_total{{model_name="m",reason="{reason}"}} 0.0' in text
@@ -130,7 +130,7 @@ def test_counters_are_there_before_anything_is_counted(service: Serving) -> None
         assert f'bubbletea:slices_late_total{{model_name="tiny",worker="{worker}"}}' in served
 
 
-def test_no_answer_names_the_host_that_the_client_named(service: Serving) -> None:
+def test_no_response_repeats_the_host_header(service: Serving) -> None:
     for path in ("/v1/models/", "/v1/completions/", "/health/", "/nowhere"):
         headers = {"Host": "elsewhere.example", "Authorization": "Bearer red-key"}
         response = httpx.get(service.url + path, headers=headers, follow_redirects=False)
@@ -140,7 +140,7 @@ def test_no_answer_names_the_host_that_the_client_named(service: Serving) -> Non
 
 
 # ---- hand-off ----------------------------------------------------------------------------------------------------
-def test_in_the_prefill_role_the_answer_says_where_keys_and_values_are(service: Serving) -> None:
+def test_a_prefill_only_response_has_the_address_of_keys_and_values(service: Serving) -> None:
     ask = ASK | {"prompt": list(range(200)), "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     answer = post(service, ask).json()
     assert answer["usage"]["completion_tokens"] == 1
@@ -185,13 +185,13 @@ def test_in_the_prefill_role_the_answer_says_where_keys_and_values_are(service: 
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_is_wrong_is_told_in_openais_shape(service: Serving, body: Any, status: int) -> None:
+def test_errors_have_openais_format(service: Serving, body: Any, status: int) -> None:
     response = post(service, body)
     assert response.status_code == status, response.text
     assert is_openai_error(response)
 
 
-def test_a_body_that_is_too_large_is_not_read(service: Serving) -> None:
+def test_an_oversized_body_is_not_read(service: Serving) -> None:
     response = post(service, json.dumps(ASK | {"prompt": "x" * (10 << 20)}).encode())
     assert response.status_code == 413
     assert is_openai_error(response)
@@ -205,7 +205,7 @@ def test_other_content_paths_and_methods(service: Serving) -> None:
 
 
 @pytest.mark.parametrize("header", [None, "Bearer", "Bearer nope", "Basic red-key", "red-key", "Bearer red-key2"])
-def test_without_the_right_key_there_is_nothing(service: Serving, header: str | None) -> None:
+def test_requests_without_a_valid_key_are_refused(service: Serving, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header}
     response = httpx.post(f"{service.url}/v1/completions", json=ASK, headers=headers)
     assert response.status_code == 401
@@ -213,7 +213,7 @@ def test_without_the_right_key_there_is_nothing(service: Serving, header: str | 
     assert httpx.get(f"{service.url}/v1/models", headers=headers).status_code == 401
 
 
-def test_a_slow_loris_is_dropped(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_headers_close_the_connection(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "HEADERS_S", 0.3)
     with socket.create_connection(("127.0.0.1", service.server.port), timeout=10) as sock:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Slow: ")
@@ -222,7 +222,7 @@ def test_a_slow_loris_is_dropped(service: Serving, monkeypatch: pytest.MonkeyPat
         assert time.monotonic() - began < 5
 
 
-def test_a_body_that_drips_is_answered_408(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_body_gets_408(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bubbletea.serve.api.BODY_S", 0.3)
     with socket.create_connection(("127.0.0.1", service.server.port), timeout=10) as sock:
         sock.sendall(
@@ -232,7 +232,7 @@ def test_a_body_that_drips_is_answered_408(service: Serving, monkeypatch: pytest
         assert b" 408 " in sock.recv(1000)
 
 
-def test_a_failure_of_ours_has_openais_shape_too(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_has_openais_format(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> int:
         raise RuntimeError("no token today")
 
@@ -260,14 +260,14 @@ def test_a_refusal_says_when_it_would_fit(service: Serving) -> None:
     assert answer.status_code == 200
 
 
-def test_who_may_be_late_is_answered_late(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_postponed_requests_are_answered_late(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service.parts.dispatcher.planner.postponed, "_aims", Aims(late=0.9, late_tokens=2000))
     hurried = ASK | {"prompt": "x" * 8000, "deadline_s": 0.0001}
     assert post(service, hurried).status_code == 200
     assert post(service, hurried | {"prompt": "x" * 1900}).status_code == 429
 
 
-def test_full_memory_says_when_enough_of_it_will_be_back(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_refusal_has_the_time_when_memory_is_free(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     store = service.parts.dispatcher.store
     monkeypatch.setattr(store, "budget_bytes", store.used_bytes + store.bytes_of(100))
     kept = post(service, ASK | {"prompt": "x" * 80, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}})
@@ -281,7 +281,7 @@ def test_full_memory_says_when_enough_of_it_will_be_back(service: Serving, monke
     assert (too_long.status_code, too_long.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_a_tenant_that_fills_the_memory_leaves_room_for_another(service: Serving) -> None:
+def test_a_tenant_cannot_use_the_memory_reserved_for_another(service: Serving) -> None:
     """Short prompts with long answers reserve memory long before they use it."""
     store = service.parts.dispatcher.store
     long = ASK | {"max_tokens": 8000, "stream": True}
@@ -313,7 +313,7 @@ def wait_until_idle(service: Serving) -> None:
         time.sleep(0.05)
 
 
-def test_a_client_that_goes_away_takes_its_request_with_it(service: Serving) -> None:
+def test_a_request_ends_when_its_client_disconnects(service: Serving) -> None:
     ask = ASK | {"max_tokens": 7000, "stream": True}
     headers = {"Authorization": "Bearer red-key"}
     with httpx.stream("POST", f"{service.url}/v1/completions", json=ask, headers=headers, timeout=60) as response:

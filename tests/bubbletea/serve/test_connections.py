@@ -53,7 +53,7 @@ async def until(heard: Heard, event: tuple[str, int]) -> None:
         heard.changed.clear()
 
 
-def test_a_second_life_of_a_worker_ends_the_first(tmp_path: Path) -> None:
+def test_a_restarted_worker_replaces_its_old_connection(tmp_path: Path) -> None:
     async def play() -> list[tuple[str, int]]:
         crew, heard = WorkerConnections("token", lambda worker: ORDER, "model"), Heard()
         crew.listener = heard  # type: ignore[assignment]
@@ -71,7 +71,7 @@ def test_a_second_life_of_a_worker_ends_the_first(tmp_path: Path) -> None:
     assert asyncio.run(play())[:3] == [("joined", 1), ("left", 1), ("joined", 2)]
 
 
-def test_nothing_is_written_to_a_worker_that_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_written_to_a_lost_worker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A line of the log for every such write, after the fifth."""
 
     async def play() -> None:

@@ -242,7 +242,7 @@ def test_a_salt_keeps_prefixes_apart(service: Serving, endpoint: str) -> None:
 
 
 @pytest.mark.parametrize("endpoint", PATHS)
-def test_values_that_ask_for_nothing_are_taken(service: Serving, endpoint: str) -> None:
+def test_values_without_effect_are_accepted(service: Serving, endpoint: str) -> None:
     nulls = dict.fromkeys(fields(endpoint) - {"model", "prompt", "messages"})
     assert post(service, endpoint, {**nulls, "max_tokens": 1}).status_code == 200
     neutral = NEUTRAL | (NEUTRAL_CHAT if endpoint == "chat" else {})
@@ -294,6 +294,6 @@ def test_a_refusal_names_the_field_and_the_nearest_name(
     assert hint in error.json()["error"]["message"]
 
 
-def test_where_everything_is_banned_there_is_still_an_answer(service: Serving) -> None:
+def test_if_all_tokens_are_banned_one_is_still_chosen(service: Serving) -> None:
     both = {"allowed_token_ids": [65], "bad_words": ["A"], "max_tokens": 3, "temperature": 1.0}
     assert post(service, "completions", both).json()["choices"][0]["text"] == "AAA"

@@ -33,7 +33,7 @@ def test_no_request_that_a_fuzzer_finds_is_a_server_error(service: Serving, path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
-def test_nor_one_of_many(service: Serving, path: str) -> None:
+def test_no_request_of_many_is_a_server_error(service: Serving, path: str) -> None:
     fuzz(service, path, 500)
 
 

@@ -92,7 +92,7 @@ def test_memory_stays_flat() -> None:
         assert used[-1] - used[1] < 40, used
 
 
-def test_a_drain_finishes_what_was_admitted_and_turns_the_rest_away() -> None:
+def test_a_drain_finishes_admitted_requests_and_refuses_new_ones() -> None:
     with serving(num_workers=2, drain_s=30) as service:
         found = Counter[str]()
         loader = threading.Thread(target=lambda: asyncio.run(ask_many(service.url, 300, 12, found, retries=0)))

@@ -31,7 +31,9 @@ SECOND = 1_000_000_000
 
 
 class Workers:
-    """In the crew's place."""
+    """In place of WorkerConnections."""
+
+    of_lane = WorkerConnections.of_lane
 
     def __init__(self) -> None:
         self.listener: Dispatcher
@@ -137,7 +139,7 @@ def move_costs(played: Played, factor: float) -> None:
     played.planner._costs_moved = True
 
 
-def test_what_a_lost_worker_had_is_sent_to_another_though_the_plan_was_made_anew() -> None:
+def test_tasks_of_a_lost_worker_are_sent_to_another_after_replanning() -> None:
     async def story(played: Played) -> None:
         for worker in range(2):
             played.workers.join(worker)
@@ -156,7 +158,7 @@ def test_what_a_lost_worker_had_is_sent_to_another_though_the_plan_was_made_anew
     play(story)
 
 
-def test_a_lane_that_comes_back_takes_over_what_has_not_begun() -> None:
+def test_a_lane_that_is_back_takes_requests_that_have_not_started() -> None:
     async def story(played: Played) -> None:
         played.planner.costs = replace(played.planner.costs, layer=LayerTime(5e7, 0.0, 0.0, 0.0))
         played.workers.join(0)
@@ -172,7 +174,7 @@ def test_a_lane_that_comes_back_takes_over_what_has_not_begun() -> None:
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_losing_all_workers_again_and_again_is_no_failure_of_the_request(offline: bool) -> None:
+def test_repeated_loss_of_all_workers_does_not_fail_a_request(offline: bool) -> None:
     async def story(played: Played) -> None:
         for worker in range(NUM_WORKERS):
             played.workers.join(worker)
@@ -192,7 +194,7 @@ def test_losing_all_workers_again_and_again_is_no_failure_of_the_request(offline
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_without_a_lane_a_request_is_handed_back_in_time(offline: bool) -> None:
+def test_a_request_without_a_lane_is_handed_back_in_time(offline: bool) -> None:
     async def story(played: Played) -> None:
         played.workers.join(0)
         await played.ask(100, offline=offline)
@@ -223,7 +225,7 @@ def test_a_request_that_its_worker_cannot_run_is_handed_back() -> None:
     play(story)
 
 
-def test_a_request_that_makes_no_progress_begins_again_and_ends() -> None:
+def test_a_request_without_progress_is_restarted_and_finishes() -> None:
     async def story(played: Played) -> None:
         played.workers.join(0)
         await played.ask(100, offline=True)
@@ -238,7 +240,7 @@ def test_a_request_that_makes_no_progress_begins_again_and_ends() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_request_ends_once_whatever_happens_to_the_workers(seed: int) -> None:
+def test_every_request_ends_once_when_workers_are_lost(seed: int) -> None:
     draw = random.Random(seed)
 
     async def story(played: Played) -> None:

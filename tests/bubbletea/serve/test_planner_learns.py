@@ -61,7 +61,7 @@ def test_every_window_belongs_to_the_ops_that_wait_through_it() -> None:
         assert ops in ([], [0]), "no other op of the iteration waits through the window before its first"
 
 
-def test_windows_that_go_round_are_learnt_where_they_are() -> None:
+def test_windows_across_the_period_end_are_learnt_correctly() -> None:
     ground, planner = ground_and_planner()
     period_ns = ground.pattern.period_ns
     for step in range(8):

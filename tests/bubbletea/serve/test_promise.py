@@ -52,7 +52,7 @@ class Training:
             self.step += 1
 
 
-def test_harmless_filling_has_all_of_every_wait() -> None:
+def test_harmless_filling_uses_all_of_every_wait() -> None:
     promise = Promise(0.005)
     training = Training(promise, lambda share: 0.002 * share, noise=0.002)
     training.run(400)
@@ -94,7 +94,7 @@ def test_the_share_is_cut_until_the_promise_holds(first: int) -> None:
     assert promise.share > MIN_SHARE, "and not lower than need be"
 
 
-def test_where_no_share_holds_it_the_host_is_overcommitted_and_filling_stops(caplog: pytest.LogCaptureFixture) -> None:
+def test_if_no_share_holds_the_promise_the_host_is_overcommitted(caplog: pytest.LogCaptureFixture) -> None:
     promise = Promise(0.005)
     training = Training(promise, lambda share: 0.05 + 0.2 * share, noise=0.001)
     training.run(30)
@@ -107,7 +107,7 @@ def test_where_no_share_holds_it_the_host_is_overcommitted_and_filling_stops(cap
     assert [record.levelno for record in caplog.records] == [logging.WARNING], "said once"
 
 
-def test_a_pause_ends_and_what_was_learnt_in_it_counts() -> None:
+def test_the_baseline_measured_in_a_pause_is_used_after_it() -> None:
     promise = Promise(0.005)
     trouble = Training(promise, lambda share: 0.3)
     trouble.run(40)
@@ -134,7 +134,7 @@ def test_a_host_that_is_slower_for_another_reason_is_the_new_baseline() -> None:
     assert promise.iteration_s == pytest.approx(1.3)
 
 
-def test_a_training_that_begins_again_is_not_taken_for_a_long_iteration() -> None:
+def test_a_restart_of_training_is_not_counted_as_a_long_iteration() -> None:
     promise = Promise(0.005)
     training = Training(promise, lambda share: 0.0)
     training.run(50)

@@ -39,7 +39,7 @@ def test_flags_that_cannot_be_served(flags: list[str], says: str, capsys: pytest
     assert says in " ".join(capsys.readouterr().err.split())
 
 
-def test_more_than_all_cannot_be_late(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_late_share_is_at_most_one(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--alone", "1", "--late", "1.5"])
     assert ended.value.code == 2
@@ -47,7 +47,7 @@ def test_more_than_all_cannot_be_late(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None], ids=str)
-def test_the_token_is_gone_when_the_service_is(how: signal.Signals | None) -> None:
+def test_the_token_file_is_removed_when_the_service_ends(how: signal.Signals | None) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", KEEPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -66,7 +66,7 @@ def test_the_token_is_gone_when_the_service_is(how: signal.Signals | None) -> No
         time.sleep(0.01)
 
 
-def test_the_folder_is_this_users_alone() -> None:
+def test_the_folder_is_private_to_the_user() -> None:
     with private_folder() as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
     assert not folder.exists()

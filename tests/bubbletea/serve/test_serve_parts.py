@@ -31,7 +31,7 @@ from bubbletea.serve.worker_windows import alone
 
 # ---- text --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("said", ["plain", "naïve café", "日本語 🎉 ok", ""])
-def test_a_stream_gives_out_whole_characters_only(said: str) -> None:
+def test_a_stream_returns_whole_characters_only(said: str) -> None:
     text = Text.of_bytes()
     stream = TextStream(text)
     pieces = [stream.push(token) for token in said.encode()]
@@ -39,7 +39,7 @@ def test_a_stream_gives_out_whole_characters_only(said: str) -> None:
     assert all("\ufffd" not in piece for piece in pieces)
 
 
-def test_bytes_that_are_no_text_come_out_all_the_same() -> None:
+def test_invalid_utf8_is_returned_with_replacement_characters() -> None:
     text, rng = Text.of_bytes(), random.Random(1)
     for _ in range(50):
         tokens = [rng.randrange(256) for _ in range(30)]
@@ -73,7 +73,7 @@ def test_a_models_tokenizer_and_template_are_used(tmp_path: Path) -> None:
     assert text.at_least("x" * 1000) <= len(text.encode("x" * 1000))
 
 
-def test_a_template_that_refuses_is_the_askers_mistake(tmp_path: Path) -> None:
+def test_a_chat_that_its_template_refuses_is_an_error_of_the_request(tmp_path: Path) -> None:
     refusing = "{{ raise_exception('roles must alternate') }}"
     text = Text.of_folder(tokenizer_folder(tmp_path, chat_template=refusing))
     with pytest.raises(AtlasError, match="roles must alternate"):
@@ -97,7 +97,7 @@ def test_stop_strings_are_found_wherever_the_pieces_end(cut: int) -> None:
     assert (shown, stopped) == ("one two ", True)
 
 
-def test_what_only_began_like_a_stop_string_is_shown_in_the_end() -> None:
+def test_the_start_of_a_stop_string_is_shown_if_it_does_not_complete() -> None:
     stops = StopStrings(["<end>"])
     assert stops.push("a <en", last=False) == ("a ", False)
     assert stops.push("d", last=True) == ("<end", False)
@@ -114,7 +114,7 @@ def test_keys_are_read_from_their_digests(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "tenants: {}", "tenants: {a: {sha256: abc}}", "other: 1", "{"])
-def test_a_file_that_is_no_file_of_keys_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_keys_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(text)
     with pytest.raises(AtlasError, match="not a file of keys"):
@@ -122,7 +122,7 @@ def test_a_file_that_is_no_file_of_keys_is_refused(tmp_path: Path, text: str) ->
 
 
 # ---- prefixes ----------------------------------------------------------------------------------------------------
-def test_prefixes_are_kept_by_tenant_and_forgotten_from_their_ends() -> None:
+def test_prefixes_are_kept_by_tenant_and_dropped_from_their_ends() -> None:
     prefixes = Prefixes(3 * 2 * 2 * 2 * 4 * 8 * 4, block=4)
     slabs = [torch.randn(2, 2, 16, 8) for _ in range(2)]
     tokens = list(range(12))
@@ -166,7 +166,7 @@ def test_a_folder_of_weights_is_served_as_it_is(tmp_path: Path) -> None:
     assert greedy_after(collector, whole(source), 8) == greedy_alone(whole(source), tokens, 8)
 
 
-def test_an_order_survives_its_journey(tmp_path: Path) -> None:
+def test_an_order_survives_json(tmp_path: Path) -> None:
     order = WorkerOrder(Served(LLAMA, seed=3), (1, 3), 1, 1 << 20, 1 << 20, 64, waits_ns={4: 5})
     assert WorkerOrder.from_json(json.loads(json.dumps(order.to_json()))) == order
 
@@ -183,7 +183,7 @@ def test_sampling_stays_within_the_nucleus() -> None:
     assert {0, 1, 2} <= wide
 
 
-def test_costs_that_let_nothing_in_are_doubted_until_they_do() -> None:
+def test_costs_that_admit_nothing_are_halved_until_they_do() -> None:
     """As after a calibration on a busy host: nothing that is refused could ever correct them."""
     planner = assemble(TINY, alone(2, TINY.arena_bytes), Keys.nobody()).dispatcher.planner
     planner.costs = replace(planner.costs, layer=LayerTime(1e12, 0.0, 0.0, 0.0))
@@ -193,7 +193,7 @@ def test_costs_that_let_nothing_in_are_doubted_until_they_do() -> None:
     assert isinstance(found[-1], Placement)
 
 
-def test_who_may_be_late_waits_through_the_loss_of_a_worker() -> None:
+def test_postponed_requests_survive_the_loss_of_a_worker() -> None:
     settings = replace(TINY, aims=Aims(late=0.9, late_tokens=2000))
     planner = assemble(settings, alone(2, TINY.arena_bytes), Keys.nobody()).dispatcher.planner
     planner.set_alive((0, 1), 0)

@@ -95,7 +95,7 @@ def test_noise_slows_training_by_less_than_its_budget_and_a_forecast_without_mar
     assert slow["learnt"].cut < slow["blind"].cut
 
 
-def test_traces_are_told_by_their_first_line(tmp_path: Path) -> None:
+def test_the_format_of_a_trace_follows_from_its_first_line(tmp_path: Path) -> None:
     azure = tmp_path / "azure.csv"
     azure.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -115,14 +115,14 @@ def test_traces_are_told_by_their_first_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "nothing\nhere\n", "{}\n{}\n", "TIMESTAMP,ContextTokens\nyesterday,5\n"])
-def test_a_file_that_is_no_trace_is_told_in_one_message(tmp_path: Path, text: str) -> None:
+def test_an_invalid_trace_file_gives_one_message(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace"
     path.write_text(text)
     with pytest.raises(AtlasError, match="trace"):
         load_trace(path)
 
 
-def test_a_played_trace_has_the_rate_that_was_asked_for() -> None:
+def test_a_replayed_trace_has_the_given_rate() -> None:
     trace = synthetic(500)
     rows = list(trace.played(50_000, 100))
     assert sum(tokens for _, tokens, _ in rows) / 100 == pytest.approx(50_000, rel=0.1)
@@ -141,7 +141,7 @@ def test_the_command_prints_figures_and_draws(tmp_path: Path, capsys: pytest.Cap
     assert page.read_text().count("<path") > 3
 
 
-def test_a_missing_trace_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_trace_gives_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(JOB), "--requests", "nowhere.csv"]) == 2
     assert "no such trace file" in capsys.readouterr().err
     assert main(["simulat"]) == 2

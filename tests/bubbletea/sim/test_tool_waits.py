@@ -24,7 +24,7 @@ def written(path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_windows_of_the_file_are_those_of_the_accelerators(tmp_path: Path) -> None:
+def test_the_accelerators_have_the_windows_of_the_file(tmp_path: Path) -> None:
     scene = waiting(scene_of(ROOT / "examples" / "tiny.yaml"), load_waits(written(tmp_path / "w.json")))
     pattern = scene.pattern
     assert pattern.period_ns == 8_000_000_000
@@ -48,7 +48,7 @@ def test_windows_of_the_file_are_those_of_the_accelerators(tmp_path: Path) -> No
         {"with_cache": {"busy_idle_s": [["x", 1]]}},
     ],
 )
-def test_what_is_no_file_of_waits_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_an_invalid_waits_file_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="tvcache replay"):
         load_waits(written(tmp_path / "w.json", **changes))
 
@@ -61,10 +61,10 @@ def test_a_missing_file_and_jitter_are_refused_in_one_message(
         assert main(["simulate", job, "--requests", "synthetic", *flags]) == 2
     told = capsys.readouterr().err
     assert "No such file" in told
-    assert "--jitter is about training's ops" in told
+    assert "--jitter and --waits exclude each other" in told
 
 
-def test_the_command_says_what_remaining_waits_are_worth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_the_value_of_remaining_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", str(ROOT / "examples" / "tiny.yaml"), "--requests", "synthetic", "--policy", "ours"]
     waits = written(tmp_path / "w.json", with_cache={"busy_idle_s": [[0.05, 0.15], [0.1, 0.1]]})
     assert main([*words, "--load", "0.2", "--periods", "2", "--waits", str(waits), "--json"]) == 0

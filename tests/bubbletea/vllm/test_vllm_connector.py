@@ -49,7 +49,7 @@ def orders(prefiller: Prefiller) -> Iterator[Orders]:
 
 
 # ---- the scheduler's side ----------------------------------------------------------------------------------------
-def test_whole_blocks_are_loaded_behind_what_vllm_has(orders: Orders, prefiller: Prefiller) -> None:
+def test_whole_blocks_are_loaded_after_those_vllm_has(orders: Orders, prefiller: Prefiller) -> None:
     params = prefiller.prefill(PROMPT, "whole")
     assert orders.num_loadable("r", params, PROMPT, 0) == 64
     assert orders.num_loadable("r", params, PROMPT, 32) == 32
@@ -62,7 +62,7 @@ def test_whole_blocks_are_loaded_behind_what_vllm_has(orders: Orders, prefiller:
     assert within(5.0, lambda: prefiller.store.find("whole") is None)
 
 
-def test_what_vllm_holds_entirely_is_released_unfetched(orders: Orders, prefiller: Prefiller) -> None:
+def test_a_prompt_cached_by_vllm_is_released_without_a_fetch(orders: Orders, prefiller: Prefiller) -> None:
     params = prefiller.prefill(PROMPT, "held")
     assert orders.num_loadable("r", params, PROMPT, 64) == 0
     orders.place("r", PROMPT, 0, [1, 2, 3, 4, 5])
@@ -70,12 +70,12 @@ def test_what_vllm_holds_entirely_is_released_unfetched(orders: Orders, prefille
     assert within(5.0, lambda: prefiller.store.find("held") is None)
 
 
-def test_a_request_that_never_ran_gives_its_hand_off_back(orders: Orders, prefiller: Prefiller) -> None:
+def test_a_request_that_never_ran_releases_its_hand_off(orders: Orders, prefiller: Prefiller) -> None:
     orders.finished("rejected", prefiller.prefill(PROMPT, "rejected"))
     assert within(5.0, lambda: prefiller.store.find("rejected") is None)
 
 
-def test_requests_without_a_hand_off_of_ours_are_left_alone(orders: Orders) -> None:
+def test_requests_without_a_bubbletea_hand_off_are_ignored(orders: Orders) -> None:
     theirs = {"do_remote_prefill": True, "remote_engine_id": "nixl", "remote_block_ids": [[1]]}
     for params in (None, {}, {"do_remote_decode": True}, theirs):
         assert orders.num_loadable(f"r{params}", params, PROMPT, 0) == 0
@@ -84,7 +84,7 @@ def test_requests_without_a_hand_off_of_ours_are_left_alone(orders: Orders) -> N
     assert orders.take() == []
 
 
-def test_a_prompt_that_is_more_than_tokens_is_computed(orders: Orders, prefiller: Prefiller) -> None:
+def test_a_prompt_with_more_than_tokens_is_computed_by_vllm(orders: Orders, prefiller: Prefiller) -> None:
     assert orders.num_loadable("lora", prefiller.prefill(PROMPT, "lora"), None, 0) == 0
 
 
@@ -101,7 +101,7 @@ def test_a_prompt_that_is_more_than_tokens_is_computed(orders: Orders, prefiller
         (lambda p: p | {"remote_seal": "\udcff"}, "signature of kv_transfer_params is wrong"),
     ],
 )
-def test_what_does_not_agree_is_refused_and_said(
+def test_a_hand_off_that_does_not_match_is_refused_with_the_reason(
     orders: Orders, prefiller: Prefiller, spoil: Callable[[dict[str, Any]], dict[str, Any]], said: str, caplog: Any
 ) -> None:
     params = spoil(prefiller.prefill(PROMPT, f"refused {said} {time.monotonic_ns()}"))
@@ -112,13 +112,13 @@ def test_what_does_not_agree_is_refused_and_said(
     assert said in record.getMessage()
 
 
-def test_a_peer_that_was_named_is_accepted(prefiller: Prefiller) -> None:
+def test_a_listed_peer_is_accepted(prefiller: Prefiller) -> None:
     terms = EngineLayout(prefiller.store.served.id, TOKEN, SIZE, frozenset({"10.0.0.7"}))
     params = seal(prefiller.prefill(PROMPT, "named") | {"remote_host": "10.0.0.7"}, TOKEN, PROMPT)
     assert terms.ticket(params) is not None
 
 
-def test_a_seal_outlives_json_and_covers_a_longer_prompt(prefiller: Prefiller) -> None:
+def test_a_signature_survives_json_and_covers_a_longer_prompt(prefiller: Prefiller) -> None:
     params = json.loads(json.dumps(prefiller.prefill(PROMPT, "json")))
     require_genuine(params, TOKEN)
     require_prompt(params, [*PROMPT, 5, 6])
@@ -174,7 +174,7 @@ def run(loader: Loader[Ticket], load: KvLoad[Ticket]) -> LoadOutcome:
 
 
 @pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (0, 2), (1, 2), (3, 4)])
-def test_each_rank_gets_its_heads_of_the_blocks_it_was_told(prefiller: Prefiller, rank: int, num_ranks: int) -> None:
+def test_each_rank_gets_its_heads_of_the_requested_blocks(prefiller: Prefiller, rank: int, num_ranks: int) -> None:
     params = prefiller.prefill(PROMPT, f"rank {rank} of {num_ranks}")
     share = Share(rank, num_ranks)
     mine = share.heads(TINY.num_kv_heads)
@@ -192,7 +192,7 @@ def test_each_rank_gets_its_heads_of_the_blocks_it_was_told(prefiller: Prefiller
         assert not layer.kv_cache[[0, 1, 3, 4, 6, 7, 8, 10, 11]].any(), "blocks of others"
 
 
-def test_all_heads_are_held_by_somebody() -> None:
+def test_every_head_belongs_to_a_rank() -> None:
     assert [Share(r, 4).heads(8) for r in range(4)] == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
     assert [Share(r, 4).heads(2) for r in range(4)] == [slice(0, 1), slice(0, 1), slice(1, 2), slice(1, 2)]
 
@@ -211,7 +211,7 @@ def test_a_failed_load_names_all_its_blocks(prefiller: Prefiller, fault: Any, ca
     assert "recomputed" in caplog.text
 
 
-def test_a_load_from_nowhere_or_of_nothing_fails(prefiller: Prefiller) -> None:
+def test_a_load_from_a_closed_port_or_of_a_released_prefill_fails(prefiller: Prefiller) -> None:
     params = prefiller.prefill(PROMPT, "nothing")
     prefiller.store.release("nothing")
     for wrong in (params, led_to(params, closed_port(), PROMPT)):
@@ -219,7 +219,7 @@ def test_a_load_from_nowhere_or_of_nothing_fails(prefiller: Prefiller) -> None:
         assert run(loader, load_of(wrong)).bad_blocks == {9, 2, 5}
 
 
-def test_a_bug_of_ours_does_not_leave_a_request_waiting() -> None:
+def test_an_internal_error_does_not_leave_a_request_waiting() -> None:
     def broken(load: KvLoad[Ticket]) -> dict[int, Tensor]:
         raise KeyError("a bug")
 
@@ -236,18 +236,18 @@ def test_a_bug_of_ours_does_not_leave_a_request_waiting() -> None:
         WantedTokens((*WANTED.layers, 4), TINY.num_kv_heads, TINY.head_width, torch.float32, SIZE),
     ],
 )
-def test_what_the_cache_cannot_take_is_refused(prefiller: Prefiller, wanted: WantedTokens) -> None:
+def test_a_block_that_does_not_fit_the_cache_is_refused(prefiller: Prefiller, wanted: WantedTokens) -> None:
     with pytest.raises(WorkerError):
         fetch(load_of(prefiller.prefill(PROMPT, f"{wanted}")), wanted, TOKEN, 10.0)
 
 
-def test_more_tokens_than_were_prefilled_are_not_made_up(prefiller: Prefiller) -> None:
+def test_a_load_beyond_the_prefilled_tokens_fails(prefiller: Prefiller) -> None:
     load = load_of(prefiller.prefill(PROMPT, "more"), first=32, block_ids=(1, 2, 3))
     with pytest.raises(WorkerError, match="instead of 80"):
         fetch(load, WANTED, TOKEN, 10.0)
 
 
-def test_a_step_of_the_engine_is_not_kept_for_long() -> None:
+def test_writing_does_not_delay_an_engine_step_for_long() -> None:
     """Writing is spread over steps: what does not fit into one goes on in the next, and is reported only when whole."""
     written = list[object]()
 
@@ -298,7 +298,7 @@ def test_a_models_id_is_that_of_its_weights_config_and_dtype(tmp_path: Path) -> 
         model_id(same, "float32")
 
 
-def test_settings_that_are_not_understood_are_refused(tmp_path: Path) -> None:
+def test_unknown_settings_are_refused(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     settings = ConnectorSettings.of({"token_file": str(tmp_path / "token"), "peers": ["10.0.0.7"]})
     assert (settings.token, settings.peers) == (TOKEN, ("10.0.0.7",))
@@ -325,6 +325,6 @@ def _imports_vllm(path: Path) -> bool:
     return any(isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm.") for node in nodes)
 
 
-def test_vllms_own_classes_are_met_in_two_modules_only() -> None:
+def test_only_two_modules_import_vllm() -> None:
     found = {path.stem for path in (SRC / "bubbletea" / "vllm").glob("*.py") if _imports_vllm(path)}
     assert found == {"connector", "metrics"}

@@ -117,7 +117,7 @@ def test_corrupted_keys_and_values_change_the_output(
         ("silent", "timed out"),
     ],
 )
-def test_what_cannot_be_loaded_is_recomputed(
+def test_failed_loads_are_recomputed(
     server: VllmServer, prefiller: Prefiller, prompts: list[list[int]], plain: list[list[int]], fault: Fault, said: str
 ) -> None:
     failures = server.metrics().get("bubbletea:handoff_failures_total", 0.0)
@@ -131,7 +131,7 @@ def test_what_cannot_be_loaded_is_recomputed(
     assert said in server.log.rpartition("are recomputed: ")[2]
 
 
-def test_a_service_that_is_not_there_is_no_reason_to_fail(
+def test_a_missing_service_does_not_fail_the_request(
     server: VllmServer, prefiller: Prefiller, prompts: list[list[int]], plain: list[list[int]]
 ) -> None:
     params = led_to(prefiller.prefill(prompts[7], "unreachable"), closed_port(), prompts[7])
@@ -139,7 +139,7 @@ def test_a_service_that_is_not_there_is_no_reason_to_fail(
     assert "Connection refused" in server.log.rpartition("are recomputed: ")[2]
 
 
-def test_a_hand_off_that_is_not_this_prompts_is_not_even_fetched(
+def test_a_hand_off_of_another_prompt_is_not_fetched(
     server: VllmServer, prefiller: Prefiller, prompts: list[list[int]], plain: list[list[int]]
 ) -> None:
     loads = server.metrics()["bubbletea:handoff_loads_total"]
@@ -165,7 +165,7 @@ def test_a_prefix_that_vllm_holds_already_is_not_fetched_again(
     assert server.metrics()["bubbletea:handoff_tokens_total"] - before == (1000 // BLOCK - 4) * BLOCK
 
 
-def test_a_router_takes_a_prompt_from_the_service_to_vllm(
+def test_a_router_passes_a_prompt_from_the_service_to_vllm(
     server: VllmServer, folder: Path, prompts: list[list[int]], plain: list[list[int]]
 ) -> None:
     """The whole way: two workers prefill in chunks in their waits, the parameters go through the router unread."""

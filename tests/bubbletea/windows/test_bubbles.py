@@ -38,7 +38,7 @@ def test_windows_and_training_fill_the_period(timeline: Timeline) -> None:
     assert int(pattern.idle_ns.sum()) == int((found.end_ns - found.start_ns).sum())
 
 
-def test_windows_of_a_worker_never_meet_and_stay_in_the_period(timeline: Timeline) -> None:
+def test_windows_of_a_worker_do_not_overlap_and_stay_in_the_period(timeline: Timeline) -> None:
     pattern = pattern_of(timeline)
     for w in range(pattern.num_workers):
         own = slice(int(pattern.ptr[w]), int(pattern.ptr[w + 1]))
@@ -71,12 +71,12 @@ def test_the_forecast_repeats_the_pattern(timeline: Timeline) -> None:
     assert starts == set(own.tolist())
 
 
-def test_a_budget_that_is_no_share_is_refused(timeline: Timeline) -> None:
+def test_a_budget_outside_0_to_1_is_refused(timeline: Timeline) -> None:
     with pytest.raises(AtlasError, match="slow-down budget"):
         Forecast(pattern_of(timeline), budget=0.0)
 
 
-def test_windows_that_close_early_are_cut_by_what_was_seen(timeline: Timeline) -> None:
+def test_windows_that_close_early_get_margins(timeline: Timeline) -> None:
     pattern = pattern_of(timeline)
     forecast = Forecast(pattern, budget=0.005, slice_ns=5 * MS)
     origin = np.repeat(pattern.phase_ns, np.diff(pattern.ptr))
