@@ -59,7 +59,8 @@ BUBBLETEA_MAY_IMPORT = {
     "cli": {"atlas.cli"},
 }
 """`windows <- admit <- sim`; `frames <- kv_blocks <- prefill <- handoff <- serve`; `admit <- serve`; `handoff <- vllm`.
-Nobody imports Atlas's commands, planner or page. Everybody may import `atlas.errors`."""
+Nobody imports Atlas's commands, planner or page. Everybody may import `atlas.errors` and
+`atlas.lifetime`."""
 BUBBLETEA_TORCH = {"kv_blocks", "prefill", "handoff", "serve", "vllm"}
 KNOWN_CYCLES = {
     "atlas.runtime": "cuda, device and spans; saving and tensor_parallel",
@@ -128,7 +129,7 @@ def test_a_part_of_bubbletea_imports_only_what_lies_below_it(path: Path) -> None
         if parts[0] not in ("atlas", "bubbletea") or len(parts) == 1:
             continue
         part = f"atlas.{parts[1]}" if parts[0] == "atlas" else parts[1]
-        allowed = {own, "atlas.errors", "atlas.__version__"} | BUBBLETEA_MAY_IMPORT[own]
+        allowed = {own, "atlas.errors", "atlas.lifetime", "atlas.__version__"} | BUBBLETEA_MAY_IMPORT[own]
         assert part in allowed, f"bubbletea.{own} may import {sorted(allowed)}, but {path.name} imports {name}"
 
 
