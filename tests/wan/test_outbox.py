@@ -286,12 +286,3 @@ def test_the_next_turn_does_not_wait_after_a_rest() -> None:
     outbox.acknowledged("stream", done.message.number, done.offset)
     outbox.put((7, 0, 0, 0), memoryview(bytes(1 << 20)), 7, Handle("slice"), whole=True)
     assert outbox.pull("stream", 0, 0.0) is not None
-
-
-def test_the_turn_after_the_last_slice_is_next() -> None:
-    outbox = Outbox()
-    outbox.freed(0, 1 << 30)
-    assert not outbox.is_next(7), "nothing was sent yet"
-    outbox.put((0, 0, 0, 0), memoryview(bytes(10)), 7, Handle(), whole=True)
-    assert outbox.pull("stream", 0, 1.0) is not None
-    assert [turn for turn in range(12) if outbox.is_next(turn)] == list(range(9))

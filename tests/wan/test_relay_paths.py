@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 import time
 
-import pytest
-
 from atlas.wan.cell_relay.paths import MOST_HOLD_S, RelayPath, SliceSender
 from atlas.wan.cell_relay.slices import Note, NoteKind, RelaySlice
 from atlas.wan.transport.base import Handle
@@ -59,22 +57,6 @@ def test_the_last_slices_are_sent_on_the_path_where_they_arrive_first() -> None:
     chosen = list(ways.first_way.values())
     assert len(chosen) == 40
     assert 4 < chosen.count(1) < 16, "both carry as much; ten fewer on the later one, and both finish together"
-
-
-@pytest.mark.parametrize("is_next", [True, False])
-def test_a_transfer_begins_with_full_slices_if_no_smaller_turn_is_expected(is_next: bool) -> None:
-    handed = list[int]()
-    outbox = Outbox(SLICE_BYTES, 2, SLICE_BYTES // 4, SLICE_BYTES // 2)
-    outbox.freed(0, 1 << 30)
-    sender = SliceSender(outbox, 0, HOPS, lambda _, one, __: handed.append(one.num_bytes), is_next=lambda turn: is_next)
-    try:
-        outbox.put((0, 0, 0, 0), memoryview(bytes(40 * SLICE_BYTES)), 0, Handle("transfer"))
-        deadline = time.monotonic() + 10.0
-        while len(handed) < 2 and time.monotonic() < deadline:
-            time.sleep(0.001)
-    finally:
-        sender.close()
-    assert handed[:2] == [SLICE_BYTES if is_next else SLICE_BYTES // 2] * 2
 
 
 def test_the_own_path_waits_a_moment_for_a_smaller_turn_of_others() -> None:

@@ -101,8 +101,7 @@ class RelayPath:
 
 class SliceSender:
     """All slices for one destination and lane; `hand_over` sends them. The first path is the node's own. `slice_s`:
-    what a slice takes on it, zero if it is too fast to wait for other turns. `is_next`: whether no smaller turn is
-    expected, so that a transfer can begin with full slices."""
+    what a slice takes on it, zero if it is too fast to wait for other turns."""
 
     def __init__(
         self,
@@ -111,10 +110,8 @@ class SliceSender:
         paths: list[Hops],
         hand_over: Callable[[RelayPath, RelaySlice, memoryview], None],
         slice_s: Callable[[], float] = lambda: 0.0,
-        is_next: Callable[[int], bool] = lambda turn: False,
     ) -> None:
-        self.outbox, self.lane, self._hand_over = outbox, lane, hand_over
-        self._slice_s, self._is_next, self._first_slice_bytes = slice_s, is_next, outbox.first_chunk_bytes
+        self.outbox, self.lane, self._hand_over, self._slice_s = outbox, lane, hand_over, slice_s
         self.paths = [RelayPath(i, hops) for i, hops in enumerate(paths)]
         self.closing = False
         self._handed = deque[tuple[float, int]]()
@@ -134,9 +131,9 @@ class SliceSender:
         has_stolen = False
         while not self.closing:
             is_idle = self.outbox.is_empty
+            for path in self.paths if is_idle else ():
+                path.rest()
             is_ready = self.outbox.wait_ready(0.0 if has_stolen else IDLE_S if is_idle else TICK_S)
-            if is_idle:
-                self._begin()
             with self._changed:
                 free = sorted((path for path in self.paths if path.num_staged < path.num_allowed), key=self._order)
                 if not free:
@@ -153,14 +150,6 @@ class SliceSender:
             if (first := next(found, None)) is not None:
                 self._send(*first)
             has_stolen = first is not None and not is_ready
-
-    def _begin(self) -> None:
-        """Before a transfer that follows a rest."""
-        for path in self.paths:
-            path.rest()
-        head = self.outbox.head
-        is_next = head is not None and self._is_next(head.turn)
-        self.outbox.first_chunk_bytes = self.outbox.chunk_bytes if is_next else self._first_slice_bytes
 
     def _hold(self) -> None:
         """Before a slice for the node's own path, if it is slow."""

@@ -191,12 +191,7 @@ class Cell(Transport):
                 paths = hops_of(self.name, destination, self.pairs)
                 own = self.endpoint.channel(self.pairs[self.name], SLICE_LANE + lane)
                 self._senders[destination, lane] = SliceSender(
-                    outbox,
-                    lane,
-                    paths,
-                    self._hand_over,
-                    lambda: own.tuner.paced_s(self.slice_bytes),
-                    own.outbox.is_next,
+                    outbox, lane, paths, self._hand_over, lambda: own.tuner.paced_s(self.slice_bytes)
                 )
             return self._senders[destination, lane]
 

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 
 from atlas.ir.program import QUANTUM_NS
+from atlas.wan.congestion.tuning import round_s
 
 FIRST_BYTES, MAX_BYTES = 128 * 1024, 1 << 30
 """The limit before anything is known, and at most."""
@@ -23,8 +24,7 @@ LEAST_HOST_S, MOST_HOST_S, HOST_TRIPS = 0.012, 0.015, (0.3, 0.375)
 """Added to these for the time in which hosts answer, but at most that share of a round trip: queues are often as long
 as one."""
 BUSY_TRIPS = 1.1
-"""What fills the path while one more chunk is handed to it. Also the length of a round in which delays are compared."""
-MIN_ROUND_S = 0.01
+"""What fills the path while one more chunk is handed to it."""
 SHRINK, GROW = 0.5, 1.5
 """The most that a round changes the limit by."""
 MEMORY_S = 30.0
@@ -39,6 +39,7 @@ SWIFT_S, SWIFT_BYTES, KERNEL_BYTES = 10.0, 8 * 1024, 32 * 1024
 """How long a quick chunk shows what a slow path can do; its least size; and what of it the kernel holds at most when it
 has accepted the last byte."""
 MIN_SWIFT_S = 0.001
+"""The shortest time on the path that is told apart from noise."""
 HOLD, MOST_HOLD_S = 1.1, 0.006
 """After a rest, the first slice waits this many times what it takes on the path, at most so long, for a slice of a
 smaller turn that was sent elsewhere at the same moment and could not overtake it; not if its turn is the next one."""
@@ -145,7 +146,7 @@ class InflightLimit:
                 self._late_since, self._late_bytes = now, 0
             self._late_bytes, self._last_back = self._late_bytes + num_bytes, now
             self._quickest_s, self._slowest_s = min(self._quickest_s, took_s), max(self._slowest_s, took_s)
-            if now - self._begin >= max(BUSY_TRIPS * self.rtt_s, MIN_ROUND_S):
+            if now - self._begin >= round_s(self.rtt_s):
                 self._end_round(now)
 
     def _end_round(self, now: float) -> None:

@@ -43,6 +43,11 @@ MEMORY_S = 20.0
 """How long the best rate counts."""
 
 
+def round_s(rtt_s: float) -> float:
+    """How long acknowledgements are collected before they are judged: a little more than a round trip."""
+    return max(1.1 * rtt_s, 0.01)
+
+
 @dataclass(frozen=True)
 class Choice:
     """`pacing_bps` is per stream; None: not paced."""

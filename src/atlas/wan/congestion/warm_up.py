@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from atlas.wan.congestion.tuning import LOSSY_STREAMS
+from atlas.wan.congestion.tuning import LOSSY_STREAMS, round_s
 
 FIRST_BYTES, MAX_PIECE_BYTES, STREAM_BYTES = 16 * 1024, 32 * 1024, 2 << 20
 """In flight at first; in one piece; in flight for each stream that takes part."""
@@ -27,8 +27,6 @@ FLAT_ROUNDS, STEADY_ROUNDS = 5, 3
 GAIN, FLAT_GAIN = 2.7, 1.9
 """In flight over what the best round delivered: about bbr's start-up gain (2.89), and less once it does not grow any
 more, because queues overflow."""
-ROUND_TRIPS, MIN_ROUND_S = 1.1, 0.01
-"""The length of a round."""
 
 
 class KernelStats(NamedTuple):
@@ -118,7 +116,7 @@ class WarmUp:
                 self._round_since, self._seen = now, self._kernel_stats()
                 return
             self._num_bytes += num_bytes
-            if now - self._round_since >= max(ROUND_TRIPS * self.rtt_s, MIN_ROUND_S) and not self.over:
+            if now - self._round_since >= round_s(self.rtt_s) and not self.over:
                 self._end_round(now)
 
     def _end_round(self, now: float) -> None:

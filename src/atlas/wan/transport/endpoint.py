@@ -25,12 +25,11 @@ from atlas.wan.transport.inbox import Inbox
 from atlas.wan.transport.settings import TransportSettings
 from atlas.wan.transport.stream import SocketStream, broken
 from atlas.wan.transport.stream_slot import Faults
-from atlas.wan.transport.unix_sockets import listen_unix
+from atlas.wan.transport.unix_sockets import BACKLOG, listen_unix
 from atlas.wan.transport.wire import MAX_CHUNK_BYTES, Greeting, RecordKind
 
 WATCH_S = 0.2
 """How often channels and inboxes are checked for their deadlines."""
-BACKLOG = 1024
 Consumer = Callable[[Key, memoryview], None]
 
 

@@ -210,10 +210,6 @@ class Outbox:
             message = self._ready[0][1]
             return QueueHead(message.turn, message.put_at, len(message.view) - message.next_offset)
 
-    def is_next(self, turn: int) -> bool:
-        """Whether no smaller turn is expected before this one: it follows the last slice, or is not larger."""
-        return turn <= self._slice_turn + 1
-
     def count_from(self, number: int, offset: int, at: float) -> None:
         """Sets when a chunk left this host: its acknowledgement is timed from there."""
         with self._changed:

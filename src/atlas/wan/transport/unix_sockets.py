@@ -17,6 +17,7 @@ import sys
 from atlas.wan.transport.base import Address
 
 BACKLOG = 1024
+"""Connections that may wait to be accepted: all streams of all peers of a large group at once."""
 
 
 def listen_unix(address: Address, kind: str = "wan") -> socket.socket | None:
