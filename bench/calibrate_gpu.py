@@ -31,7 +31,7 @@ from atlas.cost.kernels import layer_pass, rates
 from atlas.runtime.profile import layer_times
 from atlas.spec import parse_job
 from atlas.spec.gpus import GPUS, Calibration
-from atlas.spec.model import Model
+from atlas.spec.job import Model
 
 PEER_EFFICIENCY = 0.75
 """Share of NVLink that NCCL's ring all-reduce reaches. Not measurable on one GPU; 0.67 to 0.78 fitted on A100 nodes."""

@@ -16,7 +16,7 @@ import numpy as np
 from atlas.cost import flops
 from atlas.cost.kernels import Rates, layer_pass, rates
 from atlas.spec.gpus import Calibration, Gpu
-from atlas.spec.model import Model
+from atlas.spec.job import Model
 
 LLAMA_3_8B = Model(
     family="llama", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocab=128_256, seq_len=8192

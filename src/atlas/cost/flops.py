@@ -8,7 +8,7 @@ Letters: b sequences in a microbatch, L tokens of a sequence, H hidden, V vocabu
 
 from __future__ import annotations
 
-from atlas.spec.model import Model
+from atlas.spec.job import Model
 
 ATTENTION_BACKWARD = 2.5
 """Backward of fused attention over its forward: five products against two (the scores are computed again)."""

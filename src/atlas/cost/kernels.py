@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from atlas.cost import flops
 from atlas.spec.gpus import Calibration, Gpu
-from atlas.spec.model import Model
+from atlas.spec.job import Model
 
 RESIDUAL_PASSES = 10
 """Times a forward reads or writes the residual stream outside products: two norms (2 each), two fused bias, dropout

@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from atlas.spec.cluster import Cluster, DataCenter, Link, Route, Wan
     from atlas.spec.gpus import GPUS, Calibration, Gpu
-    from atlas.spec.job import Jitter, Job, Place
+    from atlas.spec.job import Jitter, Job, Model, Place
     from atlas.spec.load import load_cluster, load_job, override, parse_job
-    from atlas.spec.model import Model
     from atlas.spec.trace import TraceRow, read_trace
 
 _MODULES = {
     "cluster": ("Cluster", "DataCenter", "Link", "Route", "Wan"),
     "gpus": ("GPUS", "Calibration", "Gpu"),
-    "job": ("Jitter", "Job", "Place"),
+    "job": ("Jitter", "Job", "Model", "Place"),
     "load": ("load_cluster", "load_job", "override", "parse_job"),
-    "model": ("Model",),
     "trace": ("TraceRow", "read_trace"),
 }
 __all__ = [

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from atlas.runtime.models.decoder import LayerRange
-from atlas.spec.model import Model
+from atlas.spec.job import Model
 from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
 from bubbletea.admit.records import PrefillLane

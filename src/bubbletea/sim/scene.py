@@ -17,8 +17,7 @@ from atlas.cost.rates import share_of_node
 from atlas.evaluate.job import Progress, evaluate
 from atlas.evaluate.result import Result
 from atlas.ir.program import USEFUL
-from atlas.spec.job import Job
-from atlas.spec.model import Model
+from atlas.spec.job import Job, Model
 from atlas.spec.plan import load_job_or_plan
 from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from atlas.spec.model import Model
+from atlas.spec.job import Model
 from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
 from bubbletea.admit.records import PrefillRequest

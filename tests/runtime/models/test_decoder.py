@@ -9,7 +9,7 @@ from atlas.errors import SpecError
 from atlas.runtime.models.config import DecoderConfig, from_spec, gpt
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, LayerRange, build, cuts, layer_of
 from atlas.runtime.models.huggingface import parse_config
-from atlas.spec.model import Model
+from atlas.spec.job import Model
 
 CONFIG = gpt(num_layers=4, width=16, num_heads=2, vocabulary=32, max_length=8)
 TIED = gpt(num_layers=4, width=16, num_heads=2, vocabulary=32, max_length=8, tied=True)

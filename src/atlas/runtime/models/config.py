@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from atlas.errors import ProgramError, SpecError
-from atlas.spec.model import Model
+from atlas.spec.job import Model
 
 Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
 
