@@ -30,7 +30,7 @@ from atlas.spec.job import Job
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A job with nothing left open. Stages are virtual ones: pp x interleave of them."""
+    """A job with every choice made. Stages are virtual ones: pp x interleave of them."""
 
     num_pipelines: int
     """Pipelines of one DP-cell (C)."""
@@ -62,7 +62,7 @@ def stage_numbers(cluster: ClusterArrays, rank_dc: tuple[str, ...], num_stages: 
 
 
 def arrange(job: Job) -> Arrangement:
-    """Every open choice made, or InfeasibleError with what is short."""
+    """Make every open choice; InfeasibleError if GPUs or links are missing."""
     if job.pipelines_per_cell is not None:
         return _arranged(job, job.pipelines_per_cell)
     one = _arranged(job, 1)
@@ -150,7 +150,7 @@ def _proportional(job: Job, room: dict[str, int], replicas: int) -> list[tuple[s
     names = [name for name in room if name in roomiest]
     stages = dict.fromkeys(names, 1)
     for _ in range(job.pp - len(names)):
-        # Whoever would be least full with one stage more takes it; ties go to the earlier one.
+        # The datacenter that would be least full with one more stage; the earlier one if two are equal.
         name = min((n for n in names if stages[n] < room[n]), key=lambda n: ((stages[n] + 1) / room[n], names.index(n)))
         stages[name] += 1
     return list(stages.items())
@@ -233,7 +233,7 @@ def balanced_split(layer_sums_s: Floats, fixed_s: Floats) -> tuple[int, ...]:
     best = np.concatenate([[0.0], np.full(num_layers, np.inf)])
     choices = []
     for cost in costs:
-        with np.errstate(over="ignore"):  # `to_ns` reports seconds beyond all reason
+        with np.errstate(over="ignore"):  # `to_ns` reports absurdly long times
             sums = best[:, None] + np.where(cost <= limit, cost, np.inf) ** 2
         choices.append(sums.argmin(axis=0))
         best = sums.min(axis=0)
@@ -246,7 +246,7 @@ def balanced_split(layer_sums_s: Floats, fixed_s: Floats) -> tuple[int, ...]:
 
 # ---- pipelines per cell ------------------------------------------------------------------------------------
 def _derived_pipelines(job: Job, one: Arrangement) -> int:
-    """C by its definition at the top, then less until the GPUs suffice."""
+    """C as defined at the top of this module, reduced until the GPUs suffice."""
     forward_s = max(time.forward_s for time in one.stage_times)
     hops = {(a, b) for a, b in pairwise(one.rank_dc) if a != b}
     wan_s = max((job.activation_bytes * 8 / (route_between(job, a, b).pair_gbps * 1e9) for a, b in hops), default=0.0)

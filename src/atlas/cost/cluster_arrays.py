@@ -1,4 +1,4 @@
-"""The cluster as arrays: what every datacenter offers and what lies between each two of them.
+"""The cluster as arrays: the hardware and prices of every datacenter, and the links between each two.
 
 One job and a batch of ten thousand candidates are priced from the same arrays (`rates`, `memory`). Knows hardware and
 money, not what runs on it.

@@ -40,7 +40,7 @@ class PieceTime(NamedTuple):
 
     @property
     def microbatch_s(self) -> float:
-        """What one microbatch costs in all: what a balanced split balances."""
+        """Total seconds of one microbatch."""
         return self.forward_s + self.recompute_s + self.backward_s
 
 
@@ -75,7 +75,7 @@ def model_times(job: Job) -> Callable[[str], ModelTime]:
 
 
 def pricing(job: Job) -> str:
-    """Where the seconds of compute come from, in words: what every report of a job says."""
+    """Where the seconds of compute come from, in words, for every report of a job."""
     if job.profile is not None:
         missing = unchecked(job)
         return "a measured profile" + (f", which does not record its {', '.join(missing)}" if missing else "")
@@ -94,18 +94,18 @@ def peer_bps(job: Job, dc: DataCenter) -> float:
 
 
 def _each(pieces: tuple[PieceTime, ...], change: Callable[[PieceTime], PieceTime]) -> tuple[PieceTime, ...]:
-    """Layers are mostly one object, many times over."""
+    """Change each piece once: layers are mostly the same object."""
     changed: dict[int, PieceTime] = {}
     return tuple(changed.setdefault(id(piece), change(piece)) for piece in pieces)
 
 
 def _recomputed_in_backward(piece: PieceTime) -> PieceTime:
-    """No op of its own: the gradient is there before the recompute starts, on every stage."""
+    """Recompute is part of the backward, on every stage: it starts when the gradient has arrived."""
     return piece._replace(recompute_s=0.0, input_s=piece.recompute_s + piece.input_s)
 
 
 def _head_at_once(head: PieceTime) -> PieceTime:
-    """The head's weight gradient is done with its input gradient: put off, it would hold the gradient of the logits."""
+    """The head's two gradients together: a delayed weight gradient would keep the gradient of the logits."""
     return head._replace(input_s=head.backward_s, weight_s=0.0)
 
 

@@ -3,7 +3,7 @@ GPUs of the tensor-parallel group take, and never less than it takes to launch t
 
 A product of matrices costs its FLOPs at the reachable peak plus its operands at the reachable bandwidth, so small or
 narrow products reach a smaller share of the peak without a constant for it. Work between products costs its bytes.
-Knows one GPU type and one layer; which stage holds it is somebody else's.
+Knows one GPU type and one layer, not which stage holds it.
 
 Letters: b sequences, L tokens of each, H hidden, tp GPUs of the group.
 """
@@ -39,9 +39,9 @@ class Rates:
     attention_flop_per_s: float
     """Of products inside attention."""
     layer_floor_s: float
-    """A layer's forward is never faster: the host launches its kernels one by one."""
+    """Minimum of a layer's forward: the host launches its kernels one by one."""
     backward_floor_s: float
-    """Nor its backward than this."""
+    """Minimum of a layer's backward."""
     fused_attention: bool
 
 
@@ -52,7 +52,7 @@ class Pass:
     forward_s: float
     backward_s: float
     weight_s: float
-    """The part of the backward that nobody waits for."""
+    """The part of the backward that no other worker waits for."""
 
 
 def rates(
@@ -64,7 +64,7 @@ def rates(
     fused_attention: bool = True,
 ) -> Rates:
     """A GPU type's peaks times the shares that were measured. `peer_bytes_per_s` where the group leaves its node;
-    `fused_attention` where the calibration does not say."""
+    `fused_attention` where the calibration has no value."""
     peak = (gpu.fp32_tflops if fp32 else gpu.bf16_tflops) * 1e12
     fused = fused_attention if calibration.fused_attention is None else calibration.fused_attention
     return Rates(
@@ -106,7 +106,7 @@ def head_pass(model: Model, microbatch: int, tp: int, at: Rates) -> Pass:
 
 
 def _attention_s(model: Model, microbatch: int, tp: int, element_bytes: int, at: Rates) -> tuple[float, float]:
-    """Forward and backward of scores and values. Unfused, the causal half that is masked is computed all the same."""
+    """Forward and backward of scores and values. Unfused, the causal half that is masked is computed too."""
     product_s = flops.layer_attention_flops(model, microbatch) / tp / at.attention_flop_per_s
     if at.fused_attention:
         return product_s, flops.ATTENTION_BACKWARD * product_s
@@ -123,7 +123,7 @@ def _operand_elements(model: Model, tokens: int, tp: int) -> float:
 
 
 def _pointwise_elements(model: Model, tokens: int, tp: int) -> float:
-    """Read and written between products: the residual stream by everybody; heads and MLP divided over the group."""
+    """Read and written between products: the residual stream on every GPU; heads and MLP divided over the group."""
     queries, keys = flops.attention_width(model), model.num_kv_heads * model.head_width
     divided = 2 * (2 * queries + 2 * keys) + (3 if model.is_gated else 2) * model.ffn_width
     return tokens * (RESIDUAL_PASSES * model.hidden + divided / tp)

@@ -51,7 +51,7 @@ class WorkerMemory(NamedTuple):
 
     @property
     def static(self) -> Any:
-        """What is there whatever is in flight."""
+        """Bytes that do not depend on microbatches in flight."""
         return self.weights + self.gradients + self.optimizer + self.logits + self.overhead + self.reserved
 
     @property

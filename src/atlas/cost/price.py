@@ -1,6 +1,6 @@
 """`price`: a job in, `Costs` of one DP-cell out; `layout`: the frame that a schedule fills.
 
-Adds up what the other modules know: pieces per stage (`arrange`), links (`wan`), and here what closes an iteration:
+Adds up the parts: pieces per stage (`arrange`), links (`wan`), and here what closes an iteration:
 SYNC, NORM and STEP. Knows no schedule: every kind of op is priced, whether or not a Program uses it.
 """
 

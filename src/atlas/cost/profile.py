@@ -154,7 +154,7 @@ def _loaded(path: str) -> Profile:
     try:
         stamp = Path(path).stat().st_mtime_ns
     except (OSError, ValueError):
-        stamp = 0  # reading it says what is wrong
+        stamp = 0  # reading the file reports the error
     return _read_once(path, stamp)
 
 

@@ -61,8 +61,8 @@ def wan_rate(
     """Transfers of `bits` from datacenter `src` to `dst`, for `replicas` pipelines in `cells` cells, of which `turns`
     take turns with the paths of all their nodes (1: each has its own).
 
-    D identical cells run the same timeline at the same moment, so each has exactly 1/D of a trunk. Where more workers
-    than nodes sit at a boundary, they divide their node's pair cap.
+    D identical cells run the same timeline at the same moment, so each has exactly 1/D of a trunk. Where a boundary has
+    more workers than nodes, they divide their node's pair cap.
     """
     net_bps = worker_bps(cluster, tp)
     slower_bps = np.minimum(net_bps[src], net_bps[dst])

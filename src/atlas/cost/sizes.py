@@ -1,4 +1,4 @@
-"""Parameters and activations of each piece of a model on one GPU type: from the model's shape, or as a profile says.
+"""Parameters and activations of each piece of a model on one GPU type: from the model's shape, or from a profile.
 
 Activations are what one microbatch leaves on one GPU of the tp group for its backward. Knows one piece at a time:
 which stage holds it, and what else is in memory, is `memory`.

@@ -1,4 +1,4 @@
-"""A candidate: one complete answer to "what should run where", before anybody has said how fast it is.
+"""A candidate: one complete choice of parallelism and placement, without figures.
 
 Pipelines are alike inside a group: the same datacenters in the same order. A candidate of several groups spreads data
 parallelism over regions: their gradients meet over the WAN. Knows shapes and counts, no times and no prices.

@@ -4,7 +4,7 @@
     fill      one microbatch through every stage and back: forwards, backwards, both ways over every hop, and the
               wait for one's turn where a cell shares the WAN
     period    the slower of a stage's forward, recompute and backward, and a link's bytes; stretched where memory holds
-              fewer microbatches than a round trip wants
+              fewer microbatches than a round trip needs
     closing   the all-reduce and the optimizer of whichever stage ends last
 
 Made of the same pieces as `cost.price`: `cost.model_arrays`, `cost.rates` and `cost.memory`. What it leaves out is how
@@ -92,7 +92,7 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Ba
         period_s = held_s.max(axis=1)
     elif batch.depth > 1:
         period_s = np.maximum(period_s, hops.load_s.max(axis=1))
-    # Where memory holds fewer microbatches than a round trip wants, neighbours go in lockstep: more than in proportion.
+    # Where memory holds fewer microbatches than a round trip needs, neighbours go in lockstep: more than in proportion.
     short = behind_s.max(axis=1) / (np.maximum(held, 1) * period_s)
     stalls = (short > 1) & (num_mb > held)
     period_s = np.where(stalls, period_s * np.maximum(LOCKSTEP, 1.1 * short), period_s)
@@ -126,8 +126,8 @@ def _ring_s(cluster: ClusterArrays, model: ModelArrays, batch: Batch, dc: Ints, 
 
 
 class _Hops:
-    """[v, b]: what one microbatch meets on its way to the next stage and back. Few boundaries cross a WAN; what that
-    costs is worked out for those alone, and put in place."""
+    """[v, b]: seconds of one microbatch on its way to the next stage and back. Few boundaries cross a WAN: only those
+    are priced as WAN transfers."""
 
     def __init__(self, space: Space, cluster: ClusterArrays, batch: Batch, dc: Ints) -> None:
         one = space.job.model_copy(update={"tp": batch.tp, "microbatch": batch.microbatch})

@@ -1,5 +1,5 @@
 """Every candidate of a small cluster: all depths, all ordered subsets of datacenters, all ways to deal the stages, all
-numbers of replicas and cells, and all sets of groups that share no datacenter. The yardstick for `ours`.
+numbers of replicas and cells, and all sets of groups that share no datacenter. `ours` is measured against it.
 
 Nothing is estimated away. A candidate may be passed over only by its floor: the slowest stage computing without a
 pause, which no order can beat. Refuses clusters on which this would take hours.

@@ -1,6 +1,6 @@
 """Why nothing fits, and the nearest change that would make something fit.
 
-Each change is tried, not guessed: the same test that found no candidate is asked again with more memory, more nodes,
+Each change is tried, not guessed: the same test that found no candidate is repeated with more memory, more nodes,
 recompute, or a path. Knows what fits, not what is fast.
 """
 

@@ -1,4 +1,4 @@
-"""What is wanted of a plan: fast, cheap, fast within a budget, cheap but fast enough, or done by a deadline.
+"""The goal of a plan: fast, cheap, fast within a budget, cheap but fast enough, or done by a deadline.
 
 One number orders all plans, lower is better; a plan that misses a limit comes after every plan that keeps it, and the
 less it misses the sooner. Works on single figures and on arrays of estimates alike. Knows no plan.
@@ -22,8 +22,7 @@ OBJECTIVES = {
 }
 """What `--objective` may be; a budget, a least throughput or a deadline goes with either."""
 MISSED = 1e15
-"""Score of a plan that misses a limit, and more the more it misses it: beyond any seconds or dollars of one that does
-not."""
+"""Least score of a plan that misses a limit: more than the seconds or dollars of any plan that keeps all limits."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Objective:
         return any(limit is not None for limit in limits)
 
     def score(self, iteration_s: Any, usd: Any, tokens: int, slack: float = 0.0) -> Any:
-        """Lower is better. `slack` forgives that share of a limit, for figures that are estimates."""
+        """Lower is better. `slack`: the share by which an estimate may miss a limit."""
         base = iteration_s if self.minimise == "throughput" else usd
         # A tie is broken by the other: of two equally fast plans the cheaper, of two equally cheap the faster.
         other = usd if self.minimise == "throughput" else iteration_s
@@ -109,7 +108,7 @@ def objective_of(
     deadline: str | None = None,
     tokens_per_iteration: int,
 ) -> Objective:
-    """From the command's flags, with every unit settled."""
+    """From the command's flags, with units converted."""
     limits: dict[str, float] = {}
     why = []
     if budget is not None:

@@ -1,4 +1,4 @@
-"""Candidates by the ten thousand: every tp, microbatch size, depth, number of replicas, shape and cell, estimated in
+"""Tens of thousands of candidates: every tp, microbatch size, depth, number of replicas, shape and cell, estimated in
 batches, the promising ones kept.
 
 Of the numbers of replicas only the least for each number of microbatches is looked at: more would leave slots empty.
@@ -28,7 +28,7 @@ PER_BATCH = 6
 """Candidates kept of one tp, microbatch size and depth."""
 
 WORSE = 1.02
-"""A larger microbatch that is this much worse than the one before ends the row of sizes."""
+"""If a larger microbatch is worse by this factor, larger ones are not tried."""
 
 Tick = Callable[[str, int, int], None]
 
@@ -97,7 +97,7 @@ def useful_replicas(slots: int, most: int) -> list[int]:
 def single_groups(
     space: Space, cluster: ClusterArrays, objective: Objective, tick: Tick | None = None
 ) -> tuple[list[EstimatedCandidate], int, list[Frame]]:
-    """The best of every batch, best first; how many were estimated; the frames that were worth it.
+    """The best of every batch, best first; how many were estimated; the frames whose microbatch size may be the best.
 
     Larger microbatches are tried as long as they do not make things worse: the time of a layer per sequence falls or
     stays, bubbles and memory grow, so past the best size there is no second one.
@@ -155,7 +155,7 @@ def variants(space: Space, frame: Frame, depth: int) -> Batch | None:
             at = np.array([index.setdefault(shape, len(index)) for shape in shapes], np.int64)
             numbered[id(shapes)] = at, np.array([len(shape) > 1 for shape in shapes], bool)
         at, crosses = numbered[id(shapes)]
-        # In one datacenter there is nothing to share: the smallest cell stands for all.
+        # In one datacenter there is nothing to share: only the smallest cell is tried.
         count = np.where(crosses, len(cells), min(1, len(cells)))
         nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         columns.append(np.stack([np.repeat(at, count), np.full(len(nth), replicas), cells[nth]]))
@@ -192,7 +192,7 @@ def kept(
         entries.append(entry_of(space, cluster, batch, found, v, float(score[v])))
         if len(entries) == count:
             break
-    # The best in one region and the best across regions are always worth comparing with.
+    # The best in one region and the best across regions are always kept.
     is_alone = np.array([len(shape) == 1 for shape in batch.shapes])[batch.shape]
     for kind in (is_alone, ~is_alone) if cluster.num_dcs > 1 else ():
         near = np.where(kind, score, np.inf)

@@ -28,7 +28,7 @@ from atlas.planner.space import Space
 
 MAX_TOURS = 6
 MAX_PARTS = 8
-"""Datacenters that a team is looked for with, at least; memory and distance may want more."""
+"""Datacenters of a team that are always tried; memory and distance may need more."""
 KEEP = 40
 """Candidates that are priced in full."""
 
@@ -112,7 +112,7 @@ def _scene(
 
 def _levels(space: Space, frame: Frame, depth: int) -> list[int]:
     """Replicas of a team: as many as fit when the largest datacenter holds a whole pipeline, half of one, a third ...,
-    one stage; 0 stands for as many as each team has room for."""
+    one stage; 0 means as many as each team has room for."""
     largest = int(frame.shapes.workers.max())
     counts = {-(-depth // parts) for parts in range(1, min(depth, MAX_PARTS) + 1)}
     found = {largest // stages for stages in counts}
@@ -216,8 +216,8 @@ def _prefixes(
 
 
 def deal(slots: int, replicas: Sequence[int], fill_s: Sequence[float], period_s: Sequence[float]) -> list[int] | None:
-    """Microbatches per pipeline of each group such that the last one to finish finishes first; None where a group
-    would have none."""
+    """Microbatches per pipeline of each group such that the last group finishes as early as possible; None where a
+    group would have none."""
     low, high = 0.0, max(f + p * slots for f, p in zip(fill_s, period_s, strict=True))
     counts = [slots] * len(replicas)
     for _ in range(60):

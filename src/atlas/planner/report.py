@@ -1,4 +1,4 @@
-"""What a search found, told: rows for tables and JSON, why a rival lost, the Pareto front, and the scene of a map.
+"""The result of a search as data: rows for tables and JSON, why a rival lost, the Pareto front, and the scene of a map.
 
 Plain data out, so that `view` can draw it without knowing plans. Computes nothing that is not in the figures.
 """
@@ -69,7 +69,7 @@ def _differences(its: Figures, mine: Figures) -> dict[str, float]:
 
 
 def verdict(planned: Planned) -> list[str]:
-    """What to know about the answer, in sentences."""
+    """Notes on the result, in sentences."""
     best, lines = planned.winner, []
     kind = kind_of(best.candidate)
     if len(planned.cluster.names) > 1 and kind == "one":
@@ -81,7 +81,7 @@ def verdict(planned: Planned) -> list[str]:
             lost = why_lost(rival, best, planned.objective)
             lines.append(f"Best with {KINDS[other]}: {rival.candidate.where()}, {lost}.")
         elif other != kind and len(planned.cluster.names) > 1 and planned.strategy != "algorithm1":
-            lines.append(f"No plan with {KINDS[other]} was worth a simulation.")
+            lines.append(f"No plan with {KINDS[other]} was estimated well enough to be simulated.")
     parts = best.figures.parts_s
     part = max(SPENT_ON, key=lambda name: parts.get(name, 0.0))
     share = parts[part] / best.figures.iteration_s
@@ -93,7 +93,7 @@ def verdict(planned: Planned) -> list[str]:
 
 
 def front(planned: Planned) -> list[Judged]:
-    """Of all that was simulated: nobody else is both faster and cheaper. Fastest first."""
+    """Of all that was simulated, the Pareto-optimal plans. Fastest first."""
     found: list[Judged] = []
     everything = [planned.winner, *planned.rivals]
     for judged in sorted(everything, key=lambda j: (j.figures.iteration_s, j.figures.usd_per_iteration)):
@@ -103,11 +103,11 @@ def front(planned: Planned) -> list[Judged]:
 
 
 def compared(planned: Planned) -> str:
-    """How the figures of a table were come by."""
-    told = f"{planned.num_estimated:,} candidates estimated, {planned.num_simulated} simulated with 1f1b-eager"
+    """How the figures of a table were computed."""
+    text = f"{planned.num_estimated:,} candidates estimated, {planned.num_simulated} simulated with 1f1b-eager"
     if planned.tries:
-        told += f"; the winner under {planned.schedule} takes {_seconds(planned.iteration_s, 4)}"
-    return f"{told}. All times are simulated."
+        text += f"; the winner under {planned.schedule} takes {_seconds(planned.iteration_s, 4)}"
+    return f"{text}. All times are simulated."
 
 
 def has_prices(cluster: ClusterArrays) -> bool:

@@ -1,4 +1,4 @@
-"""Whether the runtime can execute a plan today. One function, to be edited as the runtime learns.
+"""Whether the runtime can execute a plan today. One function, to be edited when the runtime changes.
 
 Knows what `atlas.runtime` and `atlas.launch` can do without importing them.
 """

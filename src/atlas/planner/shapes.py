@@ -2,7 +2,7 @@
 
 Few datacenters: every ordered subset and, while they are not too many, every way to deal the stages. Many: from every
 starting point the nearest neighbours, by hop, by speed of the GPUs and by rent, as far as it takes to hold the
-pipeline. `local` changes one thing of a shape, for whoever wants to improve a good one. Knows room and distance; how
+pipeline. `local` changes one thing of a shape, to improve a good one. Knows room and distance; how
 fast a shape trains is for `estimate`.
 """
 
@@ -21,7 +21,7 @@ Shape = tuple[tuple[int, int], ...]
 
 FEW_DCS = 4
 MAX_DEALS = 30
-"""Ways to deal stages to one ordered subset that are all looked at; beyond it a few sensible ones."""
+"""Up to this many ways to distribute stages over one ordered subset, all are tried; beyond it a few."""
 MAX_STARTS = 24
 """Datacenters, the largest, from which tours start."""
 MAX_RUNS = 12
@@ -29,7 +29,7 @@ MAX_RUNS = 12
 
 
 class Shapes:
-    """The shapes of one cluster at one tp; asked for again and again with other depths and replicas."""
+    """The shapes of one cluster at one tp; used for all depths and numbers of replicas."""
 
     def __init__(
         self,
@@ -107,9 +107,9 @@ class Shapes:
                     return None
         return None
 
-    @cache  # noqa: B019 - lives as long as one search
+    @cache  # noqa: B019 - one object per search
     def tours(self) -> tuple[tuple[int, ...], ...]:
-        """From every datacenter, nearest neighbours first; likewise with slow or dear ones put off; largest first."""
+        """From every datacenter, nearest neighbours first; likewise with slow or expensive ones last; largest first."""
         n = self.cluster.num_dcs
         hop = float(np.median(self.hop_s[np.isfinite(self.hop_s)])) if np.isfinite(self.hop_s).any() else 1.0
         weights = [np.zeros(n)]
@@ -137,7 +137,7 @@ class Shapes:
         return every if len(every) < MAX_DEALS else _sensible(order, depth, room, self._prefers)
 
     def _seen_as(self, shape: Shape) -> object:
-        """Equal for shapes that nothing tells apart."""
+        """Equal for shapes that cost the same."""
         classes = self.cluster.classes if len(shape) > 1 else self.cluster.classes_alone
         return tuple((classes[i], stages) for i, stages in shape)
 
@@ -213,7 +213,7 @@ def _sensible(
 
 @lru_cache(maxsize=10_000)
 def _in_proportion(most: tuple[int, ...], depth: int) -> tuple[int, ...]:
-    """One stage each, and the rest one by one to whoever has most room for it."""
+    """One stage each, and the rest one by one to the datacenter with most room for it."""
     stages = [1] * len(most)
     for _ in range(depth - len(most)):
         k = min((k for k in range(len(most)) if stages[k] < most[k]), key=lambda k: (stages[k] + 1) / most[k])

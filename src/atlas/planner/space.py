@@ -20,9 +20,9 @@ from atlas.spec import Job
 
 MAX_MICROBATCH = 16
 MAX_CELL = 16
-"""Pipelines of one cell: a scatter over more peers than this is no longer a matter of milliseconds."""
+"""Pipelines of one cell: a scatter over more peers takes more than milliseconds."""
 KEEPABLE = ("tp", "pp", "microbatch", "cells", "pipelines_per_cell", "datacenters")
-"""Keys a user may take out of the search: they stay as the job has them."""
+"""Keys that `--keep` accepts: the search leaves them as the job has them."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Space:
 
 
 def space_of(job: Job, *, keep: Collection[str] = (), global_batch: int | None = None, tcp: Tcp = "many") -> Space:
-    """Everything that fits the job's dimensions, less what is kept."""
+    """Every choice that fits the job's dimensions, except for the keys in `keep`."""
     for key in keep:
         if key not in KEEPABLE:
             remedy = f"One of {', '.join(KEEPABLE)}"

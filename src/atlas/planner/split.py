@@ -21,7 +21,7 @@ BISECTIONS = 45
 
 
 class Split(NamedTuple):
-    """Pipelines that stand on the same GPUs are split once."""
+    """Pipelines on the same GPUs are split once."""
 
     dc: Ints
     """[u, s]: datacenters of one pipeline of each sort."""

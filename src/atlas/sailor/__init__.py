@@ -5,7 +5,7 @@
     check(inputs, plan)    is the plan one that could run             check
     search(inputs, ...)    the best plan by that judge                search, shapes, place, polish
     read_plan, write_plan  its plan format                            plan_file
-    simulated(...)         what our event simulation says of it       events
+    simulated(...)         our event simulation of it                 events
 
 A plan takes a second or two of CPU: nothing but numpy to import, nothing to compile.
 """

@@ -59,7 +59,7 @@ class Cases:
     kinds: Ints
     """(case, GPU type, stage): its kind."""
     present: Bools
-    """(case, GPU type, stage): whether it stands there."""
+    """(case, GPU type, stage): whether the stage has GPUs of this type."""
     comm_s: Floats
     slowest_s: Floats
     """No split has a faster slowest stage."""
@@ -144,18 +144,18 @@ class Expansion:
             return
         placed = replace(placed, index=which[placed.index])
         if way != RINGS:
-            hopeful = np.flatnonzero(self._hopeful(placed) < limit)
-            if not hopeful.size:
+            kept = np.flatnonzero(self._rough_score(placed) < limit)
+            if not kept.size:
                 return
-            placed = placed.take(hopeful)
+            placed = placed.take(kept)
         self.placed.append(placed)
         for cases in self._cases(self.placed[-1]):
             worth = self._least(cases) < limit
             if worth.any():
                 yield cases.take(np.flatnonzero(worth))
 
-    def _hopeful(self, placed: Placed) -> Floats:
-        """No more than what the placements will score: the worst crossing, and the best ring between two teams."""
+    def _rough_score(self, placed: Placed) -> Floats:
+        """A lower bound of what the placements will score: the worst crossing, and the best ring between two teams."""
         outlines, rings = placed.outlines, self.rings_s[placed.index]
         extra, wait = np.zeros(len(rings)), outlines.slowest_s
         for here, there in _facing(placed):
@@ -339,7 +339,7 @@ def _facing(placed: Placed) -> Iterator[tuple[Slot, Slot]]:
 
 
 def _cells(here: Slot, there: Slot) -> tuple[Ints, Ints]:
-    """From which cell of `here` up to which the next stage of a column stands in `there`."""
+    """The first and last cell of `here` whose next stage is in `there`."""
     columns = here.columns
     return np.maximum(here.start, there.start - columns), np.minimum(here.end, there.end - columns)
 

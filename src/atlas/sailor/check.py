@@ -23,7 +23,7 @@ def check(inputs: Inputs, plan: SailorPlan, where: str = "plan") -> None:
 
 
 def fits_nodes(num_gpus: int, gpus_per_node: int, groups: Mapping[int, int]) -> bool:
-    """Whether groups {tp: how many} fit GPUs that stand in nodes, the last perhaps not full; no group leaves its node.
+    """Whether groups {tp: how many} fit GPUs in nodes, of which the last may not be full; no group leaves its node.
 
     Where each tp divides the next, as powers of two do, it is enough that those of a tp and all larger ones find room.
     """
@@ -60,7 +60,7 @@ def _check_layers(inputs: Inputs, plan: SailorPlan, where: str) -> None:
             where=where,
             key="layers_per_stage",
             value=None,
-            rule=f"every layer 0..{inputs.num_layers - 1} stands once, in order, and no stage is empty",
+            rule=f"every layer 0..{inputs.num_layers - 1} must occur once, in order, and no stage may be empty",
             remedy="Fix the split",
         )
 

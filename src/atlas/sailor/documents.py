@@ -1,4 +1,4 @@
-"""One of Sailor's JSON files: every access says which file and key it was, and what was there instead.
+"""One of Sailor's JSON files: every error names the file, the key and the value found there.
 
 Plain dicts instead of pydantic, because these files are large and are read within a plan's few seconds.
 """

@@ -1,4 +1,4 @@
-"""What our event simulation says of a Sailor plan: the same profile and bandwidths, run as a 1F1B Program.
+"""Our event simulation of a Sailor plan: the same profile and bandwidths, run as a 1F1B Program.
 
 Unlike the judge it lets transfers overlap compute and each pipeline go at its own pace until gradients meet. Like the
 judge it knows no latency (the files give none) and no contention between pipelines. Pipelines that stand alike do the
@@ -27,7 +27,7 @@ MAX_EVENTS = 40_000
 
 @dataclass(frozen=True)
 class Simulated:
-    """The figure, and how it was come by."""
+    """The figure and how it was computed."""
 
     iteration_s: float
     num_pipelines: int

@@ -18,7 +18,7 @@ from atlas.spec.document import nearest, read_text
 
 GIB = 1024**3
 LIST_PRICES_USD_PER_HOUR = {"A100-40": 3.673385, "V100-16": 2.859998, "GH-96": 11.06}
-"""The constants of Sailor's own simulator, because its files carry no GPU price; used only where nothing else says."""
+"""The constants of Sailor's own simulator, because its files carry no GPU price; used only where no price is given."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class SailorGpu:
-    """What the cluster file says of a GPU type."""
+    """A GPU type of the cluster file."""
 
     gpus_per_node: int
     memory_bytes: int
@@ -155,7 +155,7 @@ def _pools(trace: Path, gpus: Sequence[str], notes: list[str]) -> tuple[Pool, ..
             raise bad(trace, "header", name, "a column is named GPUTYPE_ZONE", "Write e.g. A100-40_us-central1-a")
         pools.append(Pool(zone, gpu, _count(trace, name, rows[1], column)))
     if len({pool.end for pool in pools}) < len(pools):
-        raise bad(trace, "header", rows[0], "a GPU type and zone stand there twice", "Add the two columns up")
+        raise bad(trace, "header", rows[0], "a GPU type and zone occur twice", "Add the two columns up")
     return _chosen(trace, pools, gpus, notes)
 
 

@@ -29,7 +29,7 @@ STATE_BYTES_PER_PARAM = 24
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the formula says, part by part, all in seconds."""
+    """The parts of the formula, all in seconds."""
 
     iteration_s: float
     num_microbatches: int

@@ -129,7 +129,7 @@ class OutlineShapes(NamedTuple):
     least_pace: Floats
     compute_s: Floats
     """All stages together, at least."""
-    patience: Floats
+    equal_from: Floats
     """From so many waits on, equal stages are best."""
 
     def take(self, index: Ints) -> OutlineShapes:
@@ -306,7 +306,7 @@ class Bounds:
         slowest = np.maximum(np.maximum(ideal, shapes.slowest_s), wait_s)
         total = waits * slowest + shapes.comm_s + extra_s + shapes.compute_s
         equal = (waits + shapes.num_first + shapes.num_second) * ideal
-        return np.where(waits >= shapes.patience, np.maximum(total, equal), total)
+        return np.where(waits >= shapes.equal_from, np.maximum(total, equal), total)
 
     def _rings_s(self, share_bytes: Floats, columns: Ints) -> _Rings:
         """Some stage holds at least its share of the gradients."""
@@ -337,7 +337,7 @@ class _Rings:
 
 
 def _cheapest(values: Floats, supply: Ints, num: Ints) -> tuple[Floats, Floats]:
-    """The dearest and the sum of the `num` cheapest values, each of which there is `supply` times."""
+    """The largest and the sum of the `num` smallest values, each of which occurs `supply` times."""
     order = np.argsort(values, axis=1)
     values, supply = np.take_along_axis(values, order, axis=1), np.take_along_axis(supply, order, axis=1)
     before = np.cumsum(supply, axis=1) - supply

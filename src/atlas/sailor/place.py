@@ -1,4 +1,4 @@
-"""From clusters to zones: which zone of its cluster each replica stands in, so that the judge likes it best.
+"""From clusters to zones: the zone of each replica, chosen by the judge's score.
 
 Zones of a cluster are nearly alike, so a few orders of filling them are tried and judged; where every cluster is one
 zone there is nothing to choose.
@@ -21,7 +21,7 @@ Cell = tuple[int, int, int]
 
 
 def plans(inputs: Inputs, clusters: Sequence[ZoneCluster], candidate: PlacedOutline) -> Iterator[SailorPlan]:
-    """The candidate on zones, in each of the orders worth trying; none where node borders forbid it."""
+    """The candidate on zones, in several orders of zones; nothing where node borders forbid it."""
     cells = _cells(clusters, candidate)
     choices = [list(_fillings(inputs, clusters[c], found)) for c, found in cells.items()]
     starts = (0, *candidate.ends[:-1])

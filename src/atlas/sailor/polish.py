@@ -1,4 +1,4 @@
-"""The last step: small changes that the judge approves. Layers move between stages, one or a few at a time.
+"""The last step: small changes that lower the judge's score. Layers move between stages, one or a few at a time.
 
 Only layers change here, so what the judge says of a stage, or of a border between two, is computed once for each run
 of layers.

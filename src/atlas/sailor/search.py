@@ -82,7 +82,7 @@ class SailorSearch:
         try:
             self._look(tables)
         except KeyboardInterrupt:
-            self.interrupted = True  # what was found so far is still worth having
+            self.interrupted = True  # keep what was found so far
         self._settle(tables)
         if not self.finalists:
             if self.interrupted:
@@ -102,7 +102,7 @@ class SailorSearch:
                     self._keep(candidate)
 
     def _batches(self, found: dict[int, tuple[Outlines, Floats]]) -> Iterator[tuple[int, Outlines]]:
-        """Outlines of one microbatch size at a time, best first, while they are worth it."""
+        """Outlines of one microbatch size at a time, best first, while their bound is below the limit."""
         at, size = dict.fromkeys(found, 0), FIRST
         while True:
             heads = {mbs: float(least[at[mbs]]) for mbs, (_, least) in found.items() if at[mbs] < len(least)}

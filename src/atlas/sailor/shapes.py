@@ -1,4 +1,4 @@
-"""Where the replicas of each stage may stand, cluster by cluster: the placements that the search tries.
+"""The placements that the search tries: which cluster holds which replicas of each stage.
 
 Columns are pipelines (replica j of every stage). Columns are dealt to teams; a team is a chain of clusters that its
 columns fill stage after stage, so one team of two clusters is pipeline parallelism across them, two teams of one are
@@ -153,7 +153,7 @@ def fillings(teams: Teams) -> list[tuple[int | None, int]]:
 
 def _early_stages(early: int, num_stages: Ints) -> Ints:
     """How many stages at most the first cluster gets: as many as fit, or up to either end or midway, because what the
-    judge charges differs only there. 0 where an earlier choice says the same.
+    judge charges differs only there. 0 where an earlier choice is the same.
     """
     choices = (num_stages, num_stages - 1, num_stages // 2, np.full_like(num_stages, 2), np.ones_like(num_stages))
     chosen = choices[early]

@@ -21,7 +21,7 @@ class Stages:
     kinds: Ints
     """(placement, GPU type, stage): a row of `Layers`."""
     present: Bools
-    """(placement, GPU type, stage): whether the type stands in the stage."""
+    """(placement, GPU type, stage): whether the stage has this type."""
     head_alone: Bools
     """A head whose output is large is alone on the last stage or shares it: what it sends differs."""
 
@@ -75,15 +75,15 @@ def _under(layers: Layers, stages: Stages, measure: Measure, cap: Measure | None
         end = np.where(after > 1, num_layers - (after - 2 + tail), num_layers)
         most = end
         for kind in range(stages.kinds.shape[1]):
-            row, stands = stages.kinds[:, kind, i], stages.present[:, kind, i] & alive & inside
+            row, here = stages.kinds[:, kind, i], stages.present[:, kind, i] & alive & inside
             held = np.minimum(layers.furthest[row, np.maximum(after, 0), start], most)
             if cap is not None:
                 held = np.minimum(held, _reach(cap, row, start, i))
             reach = _reach(measure, row, start, i)
             next_end = np.minimum(np.maximum(reach, start) + 1, num_layers)
             raised = measure.prefix[row, next_end] - measure.prefix[row, start] + measure.fixed[:, i]
-            following = np.where(stands & (reach < held), np.minimum(raised, following), following)
-            end = np.where(stands, np.minimum(np.minimum(reach, held), end), end)
+            following = np.where(here & (reach < held), np.minimum(raised, following), following)
+            end = np.where(here, np.minimum(np.minimum(reach, held), end), end)
         alive &= ~inside | (end > start)
         start = np.where(alive & inside, end, start)
         ends[:, i] = start

@@ -75,7 +75,7 @@ class Layers:
     """(row, stages from this one on, first layer): the end of the longest run of layers that fits the memory."""
 
     def best(self, groups: Sequence[Sequence[int]]) -> Layers:
-        """A row for each group: no member is faster layer by layer, nor holds more. The head may stand anywhere."""
+        """A row for each group: no member is faster layer by layer, nor holds more. The head may be on any stage."""
         steps = np.diff(self.time_s, axis=1)
         least = [np.minimum.reduce(steps[list(group)]) for group in groups]
         times = np.array([[0.0, *np.cumsum(row)] for row in least])

@@ -158,7 +158,7 @@ class _Builder:
         self.origins[keys] = at
         self.num_nodes += 1
         if self.num_nodes > MAX_NODES or len(keys) > MAX_DEPTH:
-            raise _bad(at, dotted(keys[:4]), "aliases blow the file up beyond all reason", "Write it without aliases")
+            raise _bad(at, dotted(keys[:4]), "aliases make the file too large", "Write it without aliases")
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, keys, at)
         if isinstance(node, yaml.SequenceNode):

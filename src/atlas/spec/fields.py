@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Frozen(BaseModel):
-    """Unknown keys are errors; a loaded file never changes under anybody's feet."""
+    """Unknown keys are errors; a loaded file never changes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
