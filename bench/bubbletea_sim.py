@@ -1,11 +1,11 @@
-"""BubbleTea in the bubbles of the 12-GPU testbed and of the five datacenters, Azure's conversation trace (simulated).
+"""BubbleTea in the bubbles of the 12-GPU testbed and of five datacenters, with Azure's conversation trace (simulated).
 
-Saturated: utilization, and tokens against a packing without a gap and against the paper's rule at its own p95. At 60 %
-of that: TTFT against as many accelerators that only prefill. The five datacenters with the paper's ratios of WAN to
-compute time, C = 2 (as they are: compute binds, the bubbles lie at the ends of the iteration) and C = 4, by one layer
-in a stage or by a slower WAN; with a WAN that binds, and under 1F1B (both as busy as the paper reports, 45 %). Where a
-bar is missed, bounds say how much of the work no policy could have done in time, and how much none could if training's
-ops were moved within their slack.
+Saturated: utilization, and tokens compared with an upper bound of any packing and with the paper's rule at its own p95.
+At 60 % of that load: TTFT compared with as many dedicated prefill accelerators. The five datacenters use the paper's
+ratios of WAN to compute time: C = 2 (the job as it is: compute is the bottleneck, and the bubbles are at the ends of
+the iteration) and C = 4 (one layer per stage, or a slower WAN); also a WAN that is the bottleneck, and 1F1B (both as
+busy as the paper reports, 45 %). Where a bar is missed, bounds show how much of the work no policy could have done in
+time, and how much none could if training's ops were moved within their slack.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Case:
     full: Span = SPAN
     """Saturated, in one cell."""
     part: Span = SPAN
-    """At 60 %, in so many cells."""
+    """At 60 %, in this many cells."""
     cells: int = 1
     patience_s: float | None = 20.0
-    """At 60 %; None: what the bar allows, and who cannot be served in that is refused."""
+    """Deadline at 60 % load; None: the p95 bar, and requests that cannot meet it are refused."""
     late: float = 0.0
-    """At 60 %, of those let in, who may be late instead; then what the bar allows for p50 is admission's goal."""
+    """Share of admitted requests that may be late at 60 % load; the p50 bar is then admission's goal."""
 
 
 TESTBED = Case(

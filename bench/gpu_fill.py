@@ -1,14 +1,15 @@
 """One GPU: a stage of GPT-B trains at WAN-paced times, and prefill of a Llama-3-8B fills its waits.
 
 The stage (4 layers, width 8192, sequences of 6144, bf16, AdamW) runs the ops of the middle datacenter of a simulated
-cell of four pipelines, whose inputs come when the simulated WAN delivers them: transfers as long as make the stage busy
-30, 45 and 60 % of the time. Measured without prefill, then with: the very loop, guard and engine of a worker.
+cell of four pipelines. Its inputs arrive when the simulated WAN delivers them; transfers are so long that the stage is
+busy 30, 45 and 60 % of the time. Measured without prefill, then with it, using the loop, guard and engine of a real
+worker.
 
-Pacing hides slower ops, so the measured durations of both runs are also replayed through the whole cell's Program, as
-paced and with a WAN ten times as fast, where compute binds. `--explain` says where the idle time went.
+Pacing hides slower ops, so the measured durations of both runs are also simulated through the whole cell's Program, as
+paced and with a WAN ten times as fast, where compute is the bottleneck. `--explain` shows where the idle time went.
 
-Needs an NVIDIA GPU with 100 GB; skips without one. `--rehearse` runs the same with tiny models on the CPU: to see that
-the script is sound before a GPU is spent on it, its figures mean nothing.
+Needs an NVIDIA GPU with 100 GB; not measured without one. `--rehearse` runs the script with tiny models on the CPU, to
+test it before using a GPU; its figures mean nothing.
 """
 
 from __future__ import annotations

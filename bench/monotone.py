@@ -1,4 +1,4 @@
-"""Results that make sense: lower latency, more bandwidth, more nodes or more memory never makes an answer worse.
+"""Monotone results: lower latency, more bandwidth, more nodes or more memory never makes a result worse.
 
     python bench/monotone.py                          300 sweeps, half an hour
     python bench/monotone.py --quick                  30 sweeps, about two minutes

@@ -1,6 +1,7 @@
-"""Training under emulation with and without BubbleTea: six workers in three datacenters, paced devices, real sockets, a
-saturating offline load of prompts whose keys and values are delivered. Utilization, iteration time, losses to the bit,
-and what the service logs when its workers leave, each against its bar.
+"""Emulated training with and without BubbleTea: utilization, iteration time, losses.
+
+Six workers in three datacenters, paced devices, real sockets, and a saturating offline load of prompts whose keys and
+values are delivered. Also counts what the service logs when its workers leave.
 
     python bench/serve_emulated.py             16 iterations of each run, about a minute
     python bench/serve_emulated.py --quick     10 iterations
@@ -77,7 +78,7 @@ class Tally:
 
 
 class Counted(logging.Handler):
-    """How often asyncio complains, as it does about writes to a lost connection."""
+    """Counts asyncio's warnings, for example about writes to a lost connection."""
 
     num_lines = 0
 

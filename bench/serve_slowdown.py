@@ -1,12 +1,13 @@
-"""Does `bubbletea serve PLAN --slowdown X` hold what it promises? Starts the command, lets training run without any
-request, then loads the service with prompts of one length, and compares the iterations of the two, as training measures
-them.
+"""Whether `bubbletea serve PLAN --slowdown X` keeps its limit: iteration times of training with and without requests.
+
+It starts the command, lets training run without requests, then loads the service with prompts of one length, and
+compares the iteration times that training reports.
 
     python bench/serve_slowdown.py            # prompts of 512 and of 4,000 tokens
     python bench/serve_slowdown.py --quick    # fewer iterations
 
-The bar: the slowdown is at most what was promised plus the measurement error; or the service says that the host
-is overcommitted and has stopped filling, and the iterations since then are as long as those without requests.
+The bar: the slowdown is at most the limit plus the measurement error; or the service reports that the host is
+overcommitted and has stopped filling, and the iterations since then are as long as those without requests.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def cell(lines: Lines, *, quick: bool) -> None:
                     node.use(which="cell")
                 shared = [_all_at_once(lab, size, n, num_bytes) for n in range(5 if quick else 7)]
                 lab.net.certify()
-                require_quiet(others)  # nine processes share the cores: this line measures whoever else is there
+                require_quiet(others)  # nine processes share the cores: other load would be measured too
                 first = statistics.median(min(times) for times in shared)
                 last = statistics.median(max(times) for times in shared)
                 alone = statistics.median(max(times) for times in apart)
