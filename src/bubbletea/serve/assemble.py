@@ -79,7 +79,7 @@ class Parts:
     lanes: list[PrefillLane]
     crew: WorkerConnections
     dispatcher: Dispatcher
-    door: KvServer
+    kv_server: KvServer
     service: Service
     api: Api
 
@@ -88,14 +88,14 @@ class Parts:
         address."""
         (folder / "token").touch(mode=0o600)
         (folder / "token").write_text(self.token)
-        await self.door.start(*handoff, anywhere=anywhere)
+        await self.kv_server.start(*handoff, anywhere=anywhere)
         self.dispatcher.start()
         return await self.crew.start(folder / "workers.sock")
 
     async def close(self) -> None:
         await self.dispatcher.close()
         await self.crew.close()
-        await self.door.close()
+        await self.kv_server.close()
         self.service.decoder.close()
 
 
@@ -127,10 +127,11 @@ def assemble(settings: ServiceSettings, ground: WorkerWindows, keys: Keys, token
     prefixes = Prefixes(settings.prefix_bytes, keys.weights)
     promise = Promise(settings.budget) if ground.trains else None
     dispatcher = Dispatcher(crew, planner, store, prefixes, metrics, settings.patience_s, promise=promise)
-    door = KvServer(store, token)
+    kv_server = KvServer(store, token)
     text = Text.of_folder(served.folder) if served.folder is not None else Text.of_bytes()
-    service = Service(settings.name, served, text, dispatcher, DecodeEngine(served), door, metrics, settings.deadline_s)
-    return Parts(settings, token, lanes, crew, dispatcher, door, service, Api(service, keys))
+    decoder = DecodeEngine(served)
+    service = Service(settings.name, served, text, dispatcher, decoder, kv_server, metrics, settings.deadline_s)
+    return Parts(settings, token, lanes, crew, dispatcher, kv_server, service, Api(service, keys))
 
 
 def _chunks(longest: int) -> tuple[int, ...]:

@@ -80,12 +80,12 @@ class Service:
         text: Text,
         dispatcher: Dispatcher,
         decoder: DecodeEngine,
-        door: KvServer,
+        kv_server: KvServer,
         metrics: ServiceMetrics,
         deadline_s: float,
     ) -> None:
         self.name, self.served, self.text, self.dispatcher = name, served, text, dispatcher
-        self.decoder, self.door, self.metrics, self.deadline_s = decoder, door, metrics, deadline_s
+        self.decoder, self.kv_server, self.metrics, self.deadline_s = decoder, kv_server, metrics, deadline_s
         self.draining = False
         self.num_active = 0
         self._token_s = TOKEN_S
@@ -188,7 +188,7 @@ class Service:
         seconds = time.monotonic() - asked.arrived_s
         self.metrics.first_token(seconds)
         self.metrics.answered(seconds, seconds, 1, "length")
-        params = self.door.params(found.parcel, tokens)
+        params = self.kv_server.params(found.parcel, tokens)
         return Delta(self.text.decode([first]), len(tokens), found.cached_tokens, 1, "length", params)
 
     async def _decode(self, asked: TextRequest, found: Prefilled, tokens: list[int]) -> AsyncIterator[Delta]:

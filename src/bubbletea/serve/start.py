@@ -60,8 +60,8 @@ def start(args: argparse.Namespace) -> int:
     def on_start(server: HttpServer) -> None:
         lanes = ", ".join(f"{lane.dc} ({len(lane.workers)} workers)" for lane in parts.lanes)
         print(
-            f"{settings.name} at http://{args.host}:{server.port}/v1, hand-off at {parts.door.address[0]}:"
-            f"{parts.door.address[1]}; lanes in {lanes}. /health reports when the workers are ready",
+            f"{settings.name} at http://{args.host}:{server.port}/v1, hand-off at {parts.kv_server.address[0]}:"
+            f"{parts.kv_server.address[1]}; lanes in {lanes}. /health reports when the workers are ready",
             flush=True,
         )
 

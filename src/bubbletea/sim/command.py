@@ -58,11 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="workers that share one copy of the model; may be repeated",
     )
     parser.add_argument(
-        "--chunk",
-        type=whole(16, 65_536),
-        action="append",
-        metavar="N",
-        help="tokens of a chunk; repeat for smaller ones",
+        "--chunk", type=whole(16, 65_536), action="append", metavar="N", help="tokens of a chunk; may be repeated"
     )
     parser.add_argument(
         "--cells", type=whole(1, 100_000), default=1, metavar="N", help="DP-cells to replay (default 1)"

@@ -41,12 +41,12 @@ def with_door(store: KvStore, talk: Callable[[KvServer], T]) -> T:
     """`talk` on a thread of its own, as a decode engine would be a process of its own."""
 
     async def main() -> T:
-        door = KvServer(store, "secret")
-        await door.start("127.0.0.1", 0)
+        kv_server = KvServer(store, "secret")
+        await kv_server.start("127.0.0.1", 0)
         try:
-            return await asyncio.to_thread(talk, door)
+            return await asyncio.to_thread(talk, kv_server)
         finally:
-            await door.close()
+            await kv_server.close()
 
     return asyncio.run(main())
 
@@ -56,8 +56,8 @@ def test_a_decode_engine_fetches_the_stored_blocks() -> None:
     parcel = filled(store)
     assert parcel.is_complete
 
-    def talk(door: KvServer) -> None:
-        ticket = Ticket.of(door.params(parcel))
+    def talk(kv_server: KvServer) -> None:
+        ticket = Ticket.of(kv_server.params(parcel))
         assert ticket is not None
         with Fetcher(ticket.host, ticket.port, "secret") as fetcher:
             blocks = list(fetcher.fetch(ticket))
@@ -78,10 +78,10 @@ def test_callers_without_the_token_get_nothing() -> None:
     store = KvStore(SERVED, 1 << 24)
     parcel = filled(store)
 
-    def talk(door: KvServer) -> None:
+    def talk(kv_server: KvServer) -> None:
         with pytest.raises(WorkerError):
-            Fetcher(*door.address, "guess")
-        assert Ticket.of(door.params(parcel) | {"remote_engine_id": "other"}) is None
+            Fetcher(*kv_server.address, "guess")
+        assert Ticket.of(kv_server.params(parcel) | {"remote_engine_id": "other"}) is None
 
     with_door(store, talk)
 
@@ -91,14 +91,14 @@ def test_invalid_proofs_are_refused_and_the_server_keeps_running(said: dict[str,
     store = KvStore(SERVED, 1 << 24)
     parcel = filled(store)
 
-    def talk(door: KvServer) -> None:
-        with socket.create_connection(door.address, 5) as sock:
+    def talk(kv_server: KvServer) -> None:
+        with socket.create_connection(kv_server.address, 5) as sock:
             receive(sock)
             send(sock, PROOF, said)
             assert sock.recv(1) == b""
-        ticket = Ticket.of(door.params(parcel))
+        ticket = Ticket.of(kv_server.params(parcel))
         assert ticket is not None
-        with Fetcher(*door.address, "secret") as fetcher:
+        with Fetcher(*kv_server.address, "secret") as fetcher:
             assert len(list(fetcher.fetch(ticket))) == 4
 
     with_door(store, talk)
@@ -119,8 +119,8 @@ def frame(num_payload: int, text: bytes) -> bytes:
     ids=["1 GiB", "60,000 brackets", "4,000 brackets", "HTTP"],
 )
 def test_before_authentication_only_small_frames_are_read(said: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    def talk(door: KvServer) -> None:
-        with socket.create_connection(door.address, 5) as sock:
+    def talk(kv_server: KvServer) -> None:
+        with socket.create_connection(kv_server.address, 5) as sock:
             receive(sock)
             with contextlib.suppress(ConnectionError):
                 sock.sendall(said)
@@ -137,8 +137,8 @@ def test_after_authentication_invalid_frames_end_the_connection(
     store = KvStore(SERVED, 1 << 24)
     ticket = filled(store).ticket
 
-    def talk(door: KvServer) -> None:
-        with socket.create_connection(door.address, 5) as sock:
+    def talk(kv_server: KvServer) -> None:
+        with socket.create_connection(kv_server.address, 5) as sock:
             greet(sock, "secret", {})
             sock.settimeout(5)
             head = frame(0, fields.replace(b'"t"', f'"{ticket}"'.encode()))
@@ -154,9 +154,9 @@ def test_after_authentication_invalid_frames_end_the_connection(
 
 
 def test_a_kv_server_beyond_loopback_must_be_allowed_explicitly() -> None:
-    door = KvServer(KvStore(SERVED, 0), "secret")
+    kv_server = KvServer(KvStore(SERVED, 0), "secret")
     with pytest.raises(AtlasError, match="not encrypted"):
-        asyncio.run(door.start("0.0.0.0", 0))
+        asyncio.run(kv_server.start("0.0.0.0", 0))
 
 
 def test_a_kv_server_on_all_addresses_reports_one_that_can_be_reached() -> None:

@@ -57,7 +57,7 @@ def test_a_restarted_worker_replaces_its_old_connection(tmp_path: Path) -> None:
     async def play() -> list[tuple[str, int]]:
         crew, heard = WorkerConnections("token", lambda worker: ORDER, "model"), Heard()
         crew.listener = heard  # type: ignore[assignment]
-        address = await crew.start(tmp_path / "door")
+        address = await crew.start(tmp_path / "workers.sock")
         sockets = []
         for pid in (1, 2):
             sockets.append(await asyncio.to_thread(call, address, pid))
@@ -77,7 +77,7 @@ def test_nothing_is_written_to_a_lost_worker(tmp_path: Path, caplog: pytest.LogC
     async def play() -> None:
         crew, heard = WorkerConnections("token", lambda worker: ORDER, "model"), Heard()
         crew.listener = heard  # type: ignore[assignment]
-        address = await crew.start(tmp_path / "door")
+        address = await crew.start(tmp_path / "workers.sock")
         sock = await asyncio.to_thread(call, address, 1)
         await until(heard, ("joined", 1))
         member = crew.members[0]

@@ -200,12 +200,12 @@ def test_every_head_belongs_to_a_rank() -> None:
 @pytest.mark.parametrize("fault", ["truncated", "digest", "shape"])
 def test_a_failed_load_names_all_its_blocks(prefiller: Prefiller, fault: Any, caplog: Any) -> None:
     params = prefiller.prefill(PROMPT, f"failed {fault}")
-    prefiller.door.fault = fault
+    prefiller.kv_server.fault = fault
     try:
         loader = Loader(PagedCache(fake_layers(), SIZE, Share()), lambda load: fetch(load, WANTED, TOKEN, 10.0))
         outcome = run(loader, load_of(params))
     finally:
-        prefiller.door.fault = ""
+        prefiller.kv_server.fault = ""
     assert (outcome.finished, outcome.bad_blocks) == ({"r"}, {9, 2, 5})
     assert outcome.counts == {"loads": 0, "failures": 1, "tokens": 0, "bytes": 0}
     assert "recomputed" in caplog.text

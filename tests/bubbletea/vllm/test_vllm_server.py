@@ -122,11 +122,11 @@ def test_failed_loads_are_recomputed(
 ) -> None:
     failures = server.metrics().get("bubbletea:handoff_failures_total", 0.0)
     params = prefiller.prefill(prompts[6], fault)
-    prefiller.door.fault = fault
+    prefiller.kv_server.fault = fault
     try:
         assert server.complete(prompts[6], NUM_TOKENS, fault, params) == plain[6]
     finally:
-        prefiller.door.fault = ""
+        prefiller.kv_server.fault = ""
     assert server.metrics()["bubbletea:handoff_failures_total"] == failures + 1
     assert said in server.log.rpartition("are recomputed: ")[2]
 
@@ -172,7 +172,7 @@ def test_a_router_passes_a_prompt_from_the_service_to_vllm(
     settings = replace(TINY_SERVICE, served=Served.of_folder(folder), arena_bytes=64 << 20, workspace_bytes=256 << 20)
     loads = server.metrics()["bubbletea:handoff_loads_total"]
     with serving(settings) as service:
-        service.parts.door.token = TOKEN
+        service.parts.kv_server.token = TOKEN
         for i in (1, 6, 19):
             wanted = {"model": "tiny", "prompt": prompts[i], "max_tokens": 1, "temperature": 0}
             wanted["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}

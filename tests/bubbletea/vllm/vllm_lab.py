@@ -1,4 +1,4 @@
-"""Both ends of a hand-off on this machine: BubbleTea's (our prefill, the store and the door) in a thread of this
+"""Both ends of a hand-off on this machine: BubbleTea's (our prefill, the store and the KV server) in a thread of this
 process, and a stock vLLM server in one of its own, from the Python that BUBBLETEA_VLLM_PYTHON names.
 """
 
@@ -77,8 +77,8 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
 
 
 # ---- BubbleTea's end ---------------------------------------------------------------------------------------------
-class FaultyDoor(KvServer):
-    """A door that can be told to go wrong, in one of the ways that networks and other people's releases do."""
+class FaultyKvServer(KvServer):
+    """A KV server that fails on request, in the ways that networks and other releases do."""
 
     fault: Fault = ""
 
@@ -110,14 +110,14 @@ class Prefiller:
             served.config, LayerRange.whole(served.config), folder, dtype=served.torch_dtype
         )
         self.store = KvStore(served, 1 << 30)
-        self.door = FaultyDoor(self.store, TOKEN, lambda ticket, num_blocks: self.fetched.append(ticket))
+        self.kv_server = FaultyKvServer(self.store, TOKEN, lambda ticket, num_blocks: self.fetched.append(ticket))
         self.fetched: list[str] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def __enter__(self) -> Prefiller:
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self.door.start("127.0.0.1", 0), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self.kv_server.start("127.0.0.1", 0), self._loop).result(10)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -127,7 +127,7 @@ class Prefiller:
         self._loop.close()
 
     async def _close(self) -> None:
-        await self.door.close()
+        await self.kv_server.close()
         if late := asyncio.all_tasks() - {asyncio.current_task()}:  # callers of this very moment, already accepted
             await asyncio.wait(late, timeout=5)
 
@@ -141,7 +141,7 @@ class Prefiller:
             assert isinstance(slab, KvSlab)
             kv = torch.cat([slab.k_BKTE, slab.v_BKTE])
             parcel.put(KvBlock(ticket, parcel.model, layer, 0, len(prompt), kv))
-        return self.door.params(parcel, prompt)
+        return self.kv_server.params(parcel, prompt)
 
     def spoil(self, ticket: str) -> None:
         """Other numbers, honestly sealed: what an engine must notice by its tokens if it reads them at all."""
