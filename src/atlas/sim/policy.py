@@ -1,6 +1,6 @@
 """List scheduling: of its ready ops, every worker runs the one with the smallest key; the order is then frozen.
 
-This is the dispatch rule of `ir.dispatch` applied to a whole DP-cell, over the same links as the engines. It produces
+This is the dispatch rule of `ir.program` applied to a whole DP-cell, over the same links as the engines. It produces
 Varuna's policy, the zero-bubble order and every candidate of the Atlas search: `play` returns the order in which ops
 ran, and that order becomes a Program. One stage per worker.
 

@@ -1,9 +1,9 @@
 """The WAN queue: what is to be sent to one peer on one lane, and which chunk is next.
 
-The rule is the simulator's (`ir.dispatch`): smallest turn first, switching only at chunk boundaries, never idle while
-something may be sent. A message may be sent if its receive is posted, or if the receiver's staging has credit for it;
-the last of the credit is reserved for turns that overtake later ones. A chunk is kept until it is acknowledged; chunks
-of a lost stream are sent first. Knows no sockets: streams pull chunks and report what happened to them.
+The rule is the simulator's (`ir.program.before`): smallest turn first, switching only at chunk boundaries, never idle
+while something may be sent. A message may be sent if its receive is posted, or if the receiver's staging has credit for
+it; the last of the credit is reserved for turns that overtake later ones. A chunk is kept until it is acknowledged;
+chunks of a lost stream are sent first. Knows no sockets: streams pull chunks and report what happened to them.
 """
 
 from __future__ import annotations
