@@ -4,11 +4,11 @@ Always there: weights, gradients, optimizer state, what is reserved for others, 
 one microbatch, and what the runtime holds besides (context, NCCL, temporaries of a backward). Per microbatch: with
 recompute the stage's input from its forward on (the stash) and the full activations from the recompute to the end of
 the backward; without it the full activations from the forward on. A runtime that recomputes layer by layer keeps every
-layer's input and has one layer's activations at a time. Knows no order: a schedule that keeps
-`stash held + F + R <= cap` before every forward never runs out.
+layer's input and has one layer's activations at a time. A schedule that keeps
+`stash held + F + R <= cap` before every forward never runs out of memory.
 
-Our own runtime's context and buffers are not counted; a share of every GPU is kept for them (`usable_share`). Whoever
-has measured more writes `memory_gib` or `reserved_gib`.
+Our own runtime's context and buffers are not counted; a share of every GPU is kept for them (`usable_share`). To
+reserve more, set `memory_gib` or `reserved_gib`.
 """
 
 from __future__ import annotations

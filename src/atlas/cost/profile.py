@@ -7,10 +7,10 @@
                   "head":      {"forward_s": 0.0110, "backward_s": 0.0215}}]}
 
 JSON or YAML. `layer` holds for every layer; `layers` gives them one by one instead. `backward_s` is the whole
-backward, `weight_s` the part of it that nobody waits for (left out: half), `recompute_s` is the forward again where
+backward, `weight_s` the weight gradient's part of it (default: half), `recompute_s` is the forward again where
 left out, `update_s` the optimizer (left out: priced from bytes). `params` and `activation_bytes` are what one GPU holds
-(left out: from the model's shape). An entry says at which shape it was measured (`seq_len`, `hidden`, ...); one that
-says nothing is taken, and `unchecked` tells. Knows no stages: `cost.compute` adds pieces up.
+(left out: from the model's shape). An entry records the shape it was measured at (`seq_len`, `hidden`, ...); one
+without a shape is accepted, and `unchecked` names what is missing. `cost.compute` adds the parts of a stage.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def uniform_costs(
     """Equal stages; `wan_ns` is what one transfer takes over one node pair's own WAN path.
 
     With `sharing` the cell's pipelines take turns with the capacity of all their nodes. `trunk_pairs` caps
-    the datacenter pair at that many node pairs' worth of bandwidth, whoever uses it.
+    the datacenter pair at the bandwidth of that many node pairs, for all traffic.
     """
     shape = (2, num_pipelines, num_stages - 1)
     links: list[LinkCost] = []

@@ -185,7 +185,7 @@ def _bound(case: Case, schedule: Schedule, program: Program) -> Bound:
 
 # ---- jitter ------------------------------------------------------------------------------------------------
 def _spread(job: Job, program: Program, tables: Tables, runs: int) -> Spread:
-    """The same Program, every duration drawn anew in each run; only transfers between datacenters jitter."""
+    """The same Program with new random durations in each run; only transfers between datacenters jitter."""
     if not (job.jitter.compute or job.jitter.wan):
         raise SpecError(
             where=job.where,

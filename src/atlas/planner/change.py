@@ -81,7 +81,7 @@ def _bad(text: str, rule: str, remedy: str) -> SpecError:
 
 
 def changed(job: Job, key: str, value: Any) -> Job:
-    """The job with one key changed, validated anew; `lose` and `add` are datacenters."""
+    """The job with one key changed and validated again; `lose` and `add` are datacenters."""
     if key == "lose":
         return _without(job, str(value))
     if key == "add":

@@ -1,5 +1,5 @@
-"""The ways to look for a plan, by name. Each gets a Search and feeds it candidates; the Search simulates them, keeps
-score and remembers everything it has seen, so that whoever interrupts it still has the best so far.
+"""The ways to look for a plan, by name. Each gives candidates to a Search, which simulates and ranks
+them and keeps all results, so that an interrupted search still has the best so far.
 
     ours         estimates of every kind of candidate; the best of each kind, some along the Pareto front, the best of
                  all and the neighbours of the leader are simulated, 26 in all
@@ -108,7 +108,7 @@ def ours(search: Search) -> None:
     space, cluster, goal = search.space, search.cluster, search.objective
     alone, looked, worth = single_groups(space, cluster, goal, search.tick)
     for entry in alone[:1]:
-        search.simulate(entry.candidate)  # whoever interrupts from here on has something
+        search.simulate(entry.candidate)  # from here on an interrupt leaves a result
     apart, more = several_groups(space, cluster, goal, worth, search.tick)
     search.num_estimated += looked + more
     entries = sorted(alone + apart, key=lambda entry: entry.score)

@@ -39,7 +39,7 @@ SWIFT_S, SWIFT_BYTES, KERNEL_BYTES = 10.0, 8 * 1024, 32 * 1024
 """How long a quick chunk shows what a slow path can do; its least size; and what of it the kernel holds at most when it
 has accepted the last byte."""
 MIN_SWIFT_S = 0.001
-"""The shortest time on the path that is told apart from noise."""
+"""The shortest time on the path that can be distinguished from noise."""
 HOLD, MOST_HOLD_S = 1.1, 0.006
 """After a rest, the first slice waits this many times what it takes on the path, at most so long, for a slice of a
 smaller turn that was sent elsewhere at the same moment and could not overtake it; not if its turn is the next one."""
