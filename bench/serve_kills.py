@@ -14,7 +14,7 @@ A refused request (429, or 503 while there are no workers) is not admitted: the 
 but the right answer is a lost request. A request is affected if it was open when the worker was killed. The bar counts
 from when its worker was back, that is, when all lanes were there again: until then it may be queued behind the requests
 of the other lane, which is not recovery. The time from the kill, or from the end of a time without any lane, is
-reported beside it.
+reported beside it, and the slowest request that was not affected: how long the queue of 64 clients takes on this host.
 """
 
 from __future__ import annotations
@@ -98,6 +98,12 @@ class Outcome:
     @property
     def affected(self) -> list[Asked]:
         return [one for one in self.asked if one.sent_s < self.killed_s < one.answered_s]
+
+    @property
+    def usual_s(self) -> float:
+        """The longest time of a request that was not open at the kill: the queue of that many clients."""
+        others = (one for one in self.asked if not one.sent_s < self.killed_s < one.answered_s)
+        return max((one.answered_s - one.sent_s for one in others), default=0.0)
 
     def back_s(self, num_lanes: int) -> float:
         """When all lanes were there again after the kill; the end of the run where they were not."""
@@ -301,6 +307,7 @@ def row(one: Outcome, kind: Kind) -> dict[str, Any]:
         "lane_after_s": one.lane_s - one.killed_s,
         "slowest_s": one.slowest_s(back_s),
         "slowest_since_lane_s": one.slowest_s(one.killed_s, one.lane_s),
+        "slowest_unaffected_s": one.usual_s,
     }
     counts = {"requests": len(one.asked), "affected": len(one.affected), "refusals": one.num_refused}
     return counts | {"lost": dict(one.lost)} | {name: round(value, 3) for name, value in figures.items()}
@@ -330,6 +337,7 @@ def main() -> int:
         "slowest affected, since its worker was back", max(one["slowest_s"] for one in rows), "s", at_most=BAR_S
     )
     told.figure("slowest affected, since there was a lane", max(one["slowest_since_lane_s"] for one in rows), "s")
+    told.figure("slowest request that was not affected", max(one["slowest_unaffected_s"] for one in rows), "s")
     told.figure("longest until the worker was back", max(one["worker_back_s"] for one in rows), "s")
     told.figure("log lines of writes to lost workers", sum(noise), "lines", at_most=0)
     return told.finish()
