@@ -22,7 +22,6 @@ from atlas.schedules import one_f_one_b
 from atlas.sim import compiled, lower, reference, simulate
 from atlas.sim.extrapolate import extrapolate
 from atlas.sim.lower import NONE, Tables
-from atlas.sim.reprice import fix_order
 
 MS = 1_000_000
 
@@ -84,14 +83,12 @@ def main() -> int:
     program, costs = case(4)
     tables = lower(program, costs)
     events = compiled.run(tables)
-    fixed = fix_order(tables, events)
 
     report.figure("events", program.num_events, "events")
     ours = median_s(lambda: compiled.run(tables), 15)
     report.figure("compiled engine", ours, "s", at_most=0.080)
     plain = median_s(lambda: simulate(program, costs, engine="reference"), 3)
     report.figure("reference engine with its Timeline", plain, "s", at_most=2.5)
-    report.figure("re-pricing a fixed order", median_s(lambda: fixed.price(tables), 15), "s", at_most=0.020)
 
     began = time.process_time()
     their_makespan = with_simpy(tables)

@@ -18,7 +18,6 @@ EXTRAS = {
     "torch": "runtime",
     "safetensors": "runtime",
     "tokenizers": "hf",
-    "ortools": "exact",
     "resvg_py": "png",
     "cryptography": "wan",
     "starlette": "serve",

@@ -7,6 +7,7 @@ from __future__ import annotations
 from math import prod
 
 import pytest
+from exact_optimum import optimum
 
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.ir.check import check, peak_memory
@@ -124,8 +125,6 @@ def against_the_optimum(
     pipelines: int, stages: int, num_mb: int, cap: int, wan: int, recompute: bool
 ) -> tuple[float, float]:
     """(search / optimum, Atlas / optimum)"""
-    from atlas.schedules.exact import optimum
-
     per_kind = kind_costs(forward_ns=10, input_ns=10, weight_ns=10, recompute_ns=10 * recompute)
     turns = uniform_costs(
         pipelines, stages, per_kind, wan_boundaries=(stages // 2 - 1,), wan_ns=10 * wan, wan_latency_ns=10,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from exact_optimum import optimum
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_jobs import costs_for, programs
@@ -81,11 +82,10 @@ def small_case(pipelines: int, stages: int, wan_ns: int, *, sharing: bool) -> Co
 def test_it_is_never_above_the_exact_optimum(
     pipelines: int, stages: int, num_mb: int, cap: int, wan_ns: int, split: bool
 ):
-    exact = pytest.importorskip("atlas.schedules.exact")
     pytest.importorskip("ortools")
     costs = small_case(pipelines, stages, wan_ns, sharing=pipelines > 1)
     layout = Layout.even(pipelines, stages, num_mb, stages)
-    best = exact.optimum(layout, costs, cap=cap, recompute=False, split=split, seconds=20.0)
+    best = optimum(layout, costs, cap=cap, recompute=False, split=split, seconds=20.0)
     assert best.proven
     bound = lower_bound(costs, num_mb, Memory(cap), recompute=False).ns
     assert bound <= best.makespan_ns
@@ -93,18 +93,16 @@ def test_it_is_never_above_the_exact_optimum(
 
 
 def test_the_exact_optimum_of_one_stage_is_its_work_and_1f1b_is_optimal_without_communication():
-    exact = pytest.importorskip("atlas.schedules.exact")
     pytest.importorskip("ortools")
     costs = uniform_costs(1, 3, kind_costs(forward_ns=10, backward_ns=20))
     layout = Layout.even(1, 3, 4, 1)
-    best = exact.optimum(layout, costs, cap=3, recompute=False, split=False, seconds=20.0)
+    best = optimum(layout, costs, cap=3, recompute=False, split=False, seconds=20.0)
     assert best.proven
     assert best.makespan_ns == simulate(one_f_one_b(layout), costs).makespan_ns == 180
 
 
 def test_the_exact_optimum_says_what_is_outside_its_model():
-    exact = pytest.importorskip("atlas.schedules.exact")
     pytest.importorskip("ortools")
     costs = uniform_costs(2, 2, kind_costs(forward_ns=1, backward_ns=2), wan_boundaries=(0,), wan_ns=4, trunk_pairs=1.0)
     with pytest.raises(AtlasError, match="private and turn-taking links of constant rate only"):
-        exact.optimum(Layout.even(2, 2, 2, 2), costs, cap=2, recompute=False, split=False)
+        optimum(Layout.even(2, 2, 2, 2), costs, cap=2, recompute=False, split=False)

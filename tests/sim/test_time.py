@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from random_jobs import costs_for, programs
 
 from atlas.cost.table import FAIR, PRIVATE, TURNS, Costs, kind_costs, uniform_costs
-from atlas.errors import ProgramError
 from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Kind, Layout, Program
 from atlas.schedules.classic import gpipe, one_f_one_b
 from atlas.sim import Jitter, lower, reference, simulate
 from atlas.sim.reference import Events
-from atlas.sim.reprice import fix_order
 
 ALL = (PRIVATE, FAIR, TURNS)
 
@@ -156,41 +154,3 @@ def test_an_optimizer_step_closes_every_iteration_before_the_next_begins():
         assert [(i + 1) % (len(ops) // 3) for i in steps] == [0, 0, 0]
     # The norm is a meeting of all: every iteration takes what the first one took.
     assert timeline.makespan_ns == 3 * timeline.iteration_ns
-
-
-# ---- re-pricing ---------------------------------------------------------------------------------------------
-@given(st.data())
-@settings(max_examples=100)
-def test_repricing_a_fixed_order_over_private_links_equals_simulating_it_anew(data: st.DataObject):
-    program = data.draw(programs())
-    costs = data.draw(costs_for(program, (PRIVATE,), traces=False, max_servers=1))
-    tables = lower(program, costs)
-    fixed = fix_order(tables, reference.run(tables))
-    for other in (tables, lower(program, costs, Jitter(2, 0.4, 0.4)), lower(program, costs.scaled(3))):
-        for simulated, priced in zip(reference.run(other), fixed.price(other), strict=True):
-            np.testing.assert_array_equal(priced, simulated)
-
-
-@given(st.data())
-@settings(max_examples=100)
-def test_an_order_is_fixed_only_where_there_is_one_and_then_it_reproduces_the_run(data: st.DataObject):
-    program = data.draw(programs())
-    costs = data.draw(costs_for(program, (PRIVATE, TURNS), traces=False))
-    tables = lower(program, costs)
-    events = reference.run(tables)
-    try:
-        fixed = fix_order(tables, events)
-    except ProgramError:
-        used = {costs.links[k].policy for k in np.unique(costs.channel_link)}
-        assert TURNS in used  # a private link always has an order
-        return
-    for simulated, priced in zip(events, fixed.price(tables), strict=True):
-        np.testing.assert_array_equal(priced, simulated)
-
-
-def test_a_link_without_an_order_is_refused_with_the_remedy():
-    program = gpipe(Layout.even(2, 2, 2, 2))
-    costs = uniform_costs(2, 2, kind_costs(forward_ns=3, backward_ns=5), wan_boundaries=(0,), wan_ns=4, trunk_pairs=1.5)
-    tables = lower(program, costs)
-    with pytest.raises(ProgramError, match="simulate instead"):
-        fix_order(tables, reference.run(tables))

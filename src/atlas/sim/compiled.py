@@ -17,8 +17,7 @@ from atlas.sim.future import DELIVERED, LINK_SHIFT, OFFER, SEQUENCE_MASK, SIZE, 
 from atlas.sim.jit import entry, njit
 from atlas.sim.lower import NONE, Tables
 from atlas.sim.network import offer, wake
-from atlas.sim.reference import Events
-from atlas.sim.reference_links import UNKNOWN
+from atlas.sim.reference import UNKNOWN, Events
 from atlas.sim.rows import (
     L_POLICY,
     L_SERVER,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from atlas.ir.program import Ints
-from atlas.sim import reference_links as kinds
+from atlas.sim import reference as kinds
 from atlas.sim.jit import njit
 
 OP, OFFER, LINK, ARRIVE = (np.int64(kind) for kind in (kinds.OP, kinds.OFFER, kinds.LINK, 3))

@@ -14,7 +14,7 @@ from atlas.ir.program import Ints, before
 from atlas.sim.future import DELIVERED, LINK, push
 from atlas.sim.jit import inlined, njit
 from atlas.sim.lower import NONE
-from atlas.sim.reference_links import UNKNOWN
+from atlas.sim.reference import UNKNOWN
 from atlas.sim.rows import (
     L_ACTIVE,
     L_CHANGING,

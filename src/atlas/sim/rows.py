@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from atlas.ir.program import Ints
 from atlas.sim.lower import NONE, Tables
-from atlas.sim.reference_links import UNKNOWN
+from atlas.sim.reference import UNKNOWN
 
 Floats = NDArray[np.float64]
 

@@ -1,6 +1,6 @@
-"""The exact optimum of small cases, by constraint programming (OR-tools CP-SAT, the extra `exact`).
+"""The exact optimum of small cases, by constraint programming (OR-tools CP-SAT), for tests and `bench/optimum.py`.
 
-A yardstick for the search, not a scheduler: seconds to minutes for a dozen microbatches. It may choose every
+The search is compared with it. It is no scheduler: seconds to minutes for a dozen microbatches. It may choose every
 start time freely under the same rules as the dispatcher: ascending microbatches within a kind, one op at a time
 on a worker, one whole transfer at a time on a link, memory from a forward's start to its last backward's end.
 Links of policy FAIR, several servers and rates that vary are outside its model.
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from atlas.cost.table import FAIR, Costs
-from atlas.errors import AtlasError, MissingExtraError
+from atlas.errors import AtlasError
 from atlas.ir.program import Kind, Layout
 
 
@@ -38,10 +38,8 @@ def optimum(
     layout: Layout, costs: Costs, *, cap: int, recompute: bool, split: bool, seconds: float = 30.0, upper_ns: int = 0
 ) -> Optimum:
     """The fastest possible iteration with at most `cap` microbatches in flight on any worker."""
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError:
-        raise MissingExtraError("ortools", "exact", "the exact optimum") from None
+    from ortools.sat.python import cp_model
+
     if any(link.policy == FAIR or link.servers != 1 or link.trace for link in costs.links):
         raise AtlasError("the exact optimum knows private and turn-taking links of constant rate only")
     unit = _common_unit(costs)
