@@ -243,7 +243,7 @@ class Private:
 
 
 class Fair:
-    """Channels side by side, each at its own cap at best, all slowed alike when the trunk is full."""
+    """Concurrent channels, each at most at its own cap, all slowed equally when the trunk is full."""
 
     def __init__(self, engine: Engine, link: int) -> None:
         self.engine, self.link, self.pace = engine, link, engine.pace(link)
