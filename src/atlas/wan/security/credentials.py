@@ -116,6 +116,9 @@ def require_name(certificate: object, name: str) -> None:
         raise WorkerError(f"the peer claims to be {name}, but its certificate is for {', '.join(names) or 'no node'}")
 
 
+CLOSED = "the peer closed the connection during the handshake: does one side require certificates that the other lacks?"
+
+
 class PlainExchange:
     """A short exchange of messages on a connected socket, all before a deadline."""
 
@@ -124,16 +127,22 @@ class PlainExchange:
 
     def write(self, data: bytes) -> None:
         self._set_timeout()
-        self._sock.sendall(data)
+        try:
+            self._sock.sendall(data)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ConnectionResetError(CLOSED) from error
 
     def read(self, num_bytes: int) -> bytes:
         """Reads exactly so many bytes."""
         data = bytearray()
         while len(data) < num_bytes:
             self._set_timeout()
-            more = self._sock.recv(num_bytes - len(data))
+            try:
+                more = self._sock.recv(num_bytes - len(data))
+            except ConnectionResetError as error:
+                raise ConnectionResetError(CLOSED) from error
             if not more:
-                raise ConnectionResetError("the peer closed the connection during the handshake")
+                raise ConnectionResetError(CLOSED)
             data += more
         return bytes(data)
 
