@@ -115,7 +115,7 @@ def test_expired_early_foreign_and_misnamed_certificates_are_refused(certs: Path
             with endpoint("dc1/a", Credentials.of_folder(folder, "dc1/a")) as a:
                 refused(a, b, "EXPIRED|expired|BAD_CERTIFICATE|closed|reset")
         with endpoint("dc1/a", Credentials.of_folder(certs, "dc2/c")) as a:
-            refused(a, b, "closed the connection during the handshake")  # its certificate is for dc2/c, so b turns it away without a word
+            refused(a, b, "closed the connection")  # its certificate is for dc2/c, so b turns it away without a word
     with (
         endpoint("dc2/b", Credentials.of_folder(certs, "dc2/c")) as b,
         endpoint("dc1/a", Credentials.of_folder(certs, "dc1/a")) as a,
@@ -125,7 +125,7 @@ def test_expired_early_foreign_and_misnamed_certificates_are_refused(certs: Path
 
 def test_a_plain_connection_to_an_endpoint_with_certificates_is_refused(certs: Path) -> None:
     with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b, Endpoint("dc1/a", settings=QUICK) as a:
-        refused(a, b, "closed|reset")
+        refused(a, b, "closed the connection")
 
 
 def test_a_tls_connection_without_a_certificate_is_refused(certs: Path) -> None:

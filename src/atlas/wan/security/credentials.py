@@ -174,7 +174,7 @@ class TlsExchange(PlainExchange):
             left = num_bytes - len(data)
             more = self._pump(lambda left=left: self._tls.read(left))  # type: ignore[misc]
             if not more:
-                raise WorkerError("the peer closed the connection during the handshake")
+                raise ConnectionResetError(CLOSED)
             data += more
         return data
 
