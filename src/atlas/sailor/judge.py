@@ -146,7 +146,7 @@ def _ring_s(
 
 def all_reduce_s(fit: Fit, stage_bytes: Any, num_replicas: Any) -> Any:
     """A ring over the slowest pair, bucket after bucket; of numbers or of arrays of them."""
-    whole, rest = np.divmod(stage_bytes, BUCKET_BYTES)
+    whole, rest = divmod(stage_bytes, BUCKET_BYTES)
     buckets_s = whole * fit.seconds(BUCKET_BYTES / num_replicas) if np.any(whole) else 0.0
     return 2 * (num_replicas - 1) * (buckets_s + fit.seconds(rest / num_replicas))
 

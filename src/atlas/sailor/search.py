@@ -130,7 +130,9 @@ class SailorSearch:
         """Of many plans."""
         finite = np.minimum(seconds, 1e300)
         usd = usd_per_s * finite + egress_usd
-        bad = (finite == 1e300) | (self.candidates.missed(finite, usd, 1) > 0)
+        bad = finite == 1e300
+        if self.candidates.has_limits:
+            bad |= self.candidates.missed(finite, usd, 1) > 0
         return np.where(bad, INFINITE, usd if self.candidates.minimise == "cost" else seconds)
 
     def _score(self, seconds: float, usd: float) -> float:
