@@ -1,9 +1,9 @@
-"""One job under one schedule, or under many: arrange, price, schedule, check, simulate, and say what came of it.
+"""One job under one schedule, or under several: arrange, price, schedule, check, simulate.
 
-    evaluate(job, "atlas", tcp="many")     a Result: the Timeline, its figures, what is provably left to gain
-    evaluate_all(job, choices)             several, and why one that was not asked for by name was left out
+    evaluate(job, "atlas", tcp="many")     a Result: the Timeline, its figures, the lower bound
+    evaluate_all(job, choices)             several, and why a schedule that was not named was left out
 
-Makes no choice of its own: which datacenters and how many cells are the job's. Prints nothing.
+It makes no choices: datacenters and cells are the job's. Prints nothing.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Choice = tuple[str, Tcp]
 MAX_EVENTS = 10_000_000
 """Beyond this a Program no longer fits in a few GB."""
 SEARCH_EVENTS = 20_000_000
-"""What the default budget lets a search play through: a few seconds, whatever the size of the job."""
+"""Events that a search with the default budget simulates: a few seconds for any size of job."""
 
 
 # ---- one job, one schedule ---------------------------------------------------------------------------------
 def prepare(job: Job, schedule: Schedule, tcp: Tcp = "many", iterations: int = 1, *, sharing: bool = True) -> Case:
-    """The job as this schedule wants it: one stage on each worker, or several where it interleaves.
+    """The job as this schedule needs it: one stage on each worker, or several where it interleaves.
 
     `sharing` is whether pipelines may take turns, where there is anything to take turns on.
     """
@@ -62,8 +62,8 @@ def prepare(job: Job, schedule: Schedule, tcp: Tcp = "many", iterations: int = 1
 
 
 def restaged(job: Job, interleave: int) -> tuple[Job, Arrangement]:
-    """The job with so many stages on each worker. Cells stay as they are: a schedule must not get other pipelines than
-    those it is compared with."""
+    """The job with this many stages on each worker. Cells stay as they are, so that all schedules have the same
+    pipelines."""
     first = arrange(job)
     if interleave == job.interleave:
         return job, first
@@ -132,14 +132,14 @@ def find_schedule(name: str) -> Schedule:
 
 
 def default_budget(case: Case) -> int:
-    """Tries that a search gets: fewer for a larger job, so that any ends in seconds. No clock is asked."""
+    """Tries that a search gets: fewer for a larger job, so that all end in seconds. Independent of the clock."""
     num_events = 6 * case.layout.num_pipelines * case.layout.num_stages * case.layout.num_microbatches
     return max(24, min(600, SEARCH_EVENTS // num_events))
 
 
 # ---- several -----------------------------------------------------------------------------------------------
 def default_choices() -> list[Choice]:
-    """What tells the story: the classics on one connection, then every schedule on many."""
+    """The default comparison: classic schedules on one connection, then every schedule on many."""
     one: list[Choice] = [(name, "one") for name in ("gpipe", "1f1b", "varuna")]
     return one + [(name, "many") for name in SCHEDULES]
 

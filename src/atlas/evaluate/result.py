@@ -1,4 +1,4 @@
-"""What came of simulating a job: a Result, and its figures. Who makes one is `plan.evaluate`; prints nothing."""
+"""The result of simulating a job, and its figures. `evaluate.job` makes it; prints nothing."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Played:
 
 
 def judge(space: Space, cluster: ClusterArrays, candidate: Candidate, *, exact: bool = False) -> Judged:
-    """Simulate a candidate; InfeasibleError says why it cannot run. `exact`: long runs too, where that is feasible."""
+    """Simulate a candidate; InfeasibleError if it cannot run. `exact`: long runs too, where feasible."""
     require_gpus(space.job, cluster, candidate)
     _require_playable(space.job, candidate)
     played = [play(candidate.job(space.job, k), candidate, exact=exact) for k in range(len(candidate.groups))]
@@ -184,7 +184,7 @@ def require_gpus(job: Job, cluster: ClusterArrays, candidate: Candidate) -> None
 
 
 def _require_playable(job: Job, candidate: Candidate) -> None:
-    """No pipeline has more microbatches than a job file may say."""
+    """No pipeline has more microbatches than a job file allows."""
     most = max(group.num_microbatches for group in candidate.groups)
     if most > MAX_MICROBATCHES:
         raise InfeasibleError(

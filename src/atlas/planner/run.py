@@ -34,7 +34,7 @@ LEADERS = 8
 """Different plans of each kind whose schedule is searched a little; fewer where they are large, but at least three in
 all."""
 NEAR = 1.25
-"""They score within so much of the first: a searched order saves nothing in some plans and a fifth in others."""
+"""Leaders score within this factor of the first: a searched order saves nothing in some plans and a fifth in others."""
 FEW = 24
 """Tries of that search: mostly within 3 % of a full one (7 % in the worst of 70 plans)."""
 MIRRORED = 4
@@ -56,7 +56,7 @@ class Planned:
     rivals: tuple[Judged, ...]
     """Best first, without the winner."""
     schedule: str
-    """Of the winner: what `atlas simulate` is to be told."""
+    """The winner's schedule, as `atlas simulate` takes it."""
     iteration_s: float
     """Of the winner under that schedule."""
     tries: int
@@ -102,7 +102,7 @@ def make_plan(
 
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
-    """A search makes small tuples by the million and no circles among them: looking for circles is a tenth of it."""
+    """Collect garbage rarely: a search makes millions of tuples without cycles, and collecting takes a tenth of it."""
     before = gc.get_threshold()
     gc.set_threshold(200_000, *before[1:])
     try:
@@ -112,7 +112,7 @@ def _seldom_collected() -> Iterator[None]:
 
 
 def finished(search: Search, best: Judged, strategy: str, tries: int | None, seed: int) -> Planned:
-    """What a search comes to, once its winner has been simulated in full."""
+    """The outcome of a search, with its winner simulated in full."""
     schedule, count, whole = NAME, 0, None
     # Interrupted, it is still played once: the figure is then that of the Plan file, whenever it is simulated again.
     for wanted in [0] if search.interrupted else [tries, 0]:
@@ -121,7 +121,7 @@ def finished(search: Search, best: Judged, strategy: str, tries: int | None, see
             break
         except KeyboardInterrupt:
             search.interrupted = True
-        except InfeasibleError:  # too many events to play in full: the plan stands, its order is not searched
+        except InfeasibleError:  # too many events to simulate in full: keep the plan without searching its order
             best = judge(search.space, search.cluster, best.candidate, exact=True)
             break
     return Planned(
@@ -221,14 +221,14 @@ def start(
     tcp: Tcp = "many",
     tick: Tick | None = None,
 ) -> Search:
-    """A search that has looked at nothing yet."""
+    """A new search."""
     if objective.needs_prices:
         require_prices(job)
     return Search(space_of(job, keep=keep, global_batch=global_batch, tcp=tcp), cluster_arrays(job), objective, tick)
 
 
 def explore(search: Search, strategy: str) -> None:
-    """Let a strategy loose. Interrupted, it leaves what it has; with nothing to show the interrupt goes on."""
+    """Run a strategy. If interrupted, keep its results; without any, raise the interrupt."""
     if strategy not in STRATEGIES:
         remedy = f"One of {', '.join(STRATEGIES)}"
         raise SpecError(where="--strategy", key="strategy", value=strategy, rule="no such strategy", remedy=remedy)

@@ -93,7 +93,7 @@ class Asked:
         return self._arranged(job, exact) if self.plan is None else self._placed(job, self.plan, exact)
 
     def _placed(self, job: Job, plan: Plan, exact: bool) -> Judged:
-        """The plan where it is: only what the key says is different."""
+        """The plan with its placement, and only this key changed."""
         old = plan.job
         names = {dc.name for dc in job.cluster.datacenters}
         candidate = candidate_of(plan)
@@ -103,7 +103,7 @@ class Asked:
                 where=job.where,
                 key="placement",
                 value=gone[0],
-                rule="the plan has stages there; --replan says what to run instead",
+                rule="the plan has stages there; use --replan to plan without it",
                 remedy="Ask with --replan",
             )
         if any(

@@ -1,7 +1,7 @@
-"""A whole plan, simulated in full: every group of pipelines under one schedule, then their meeting over the WAN.
+"""A whole plan, simulated in full: every group of pipelines under one schedule, then the reduction between groups.
 
-The figure a Plan file carries and the one that `atlas simulate PLAN` shows both come from here. Knows no search over
-plans; the schedule may be a searched one.
+Both the figure in a Plan file and the one of `atlas simulate PLAN` come from here. It does not search plans; the
+schedule may be a searched one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def simulate_whole(
             tick(k, len(candidate.groups))
         one = candidate.job(job, k)
         key = _priced(prepare(one, find_schedule(schedule), candidate.tcp, sharing=sharing))
-        if key not in known:  # groups that nothing tells apart are simulated once
+        if key not in known:  # equal groups are simulated once
             known[key] = evaluate(
                 one, schedule, tcp=candidate.tcp, sharing=sharing, budget=budget, seed=seed, progress=progress
             )
@@ -75,7 +75,7 @@ def _priced(case: Case) -> tuple[Any, ...]:
 
 
 def _prices(costs: Costs) -> tuple[Any, ...]:
-    """Every field of the costs, so that one added later is not forgotten here."""
+    """Every field of the costs, so that a field added later is included."""
     links = tuple(replace(link, name="") for link in costs.links)
     arrays = [getattr(costs, field.name) for field in fields(costs) if field.name != "links"]
     return (links, *(array.tobytes() for array in arrays))

@@ -1,7 +1,6 @@
-"""Sailor's inputs, unchanged and under their own names, as one object that the judge and the search read.
+"""Sailor's inputs, unchanged and under their own names, as one object for the judge and the search.
 
-A file that is missing, cut off or garbled, or that lacks the model, the GPU type or the zone asked for, is one
-message. Knows what the files say; what follows from it is the judge's.
+A missing, truncated or invalid file, or one without the requested model, GPU type or zone, gives one message.
 """
 
 from __future__ import annotations
@@ -81,9 +80,9 @@ class Inputs:
     network: Network
     egress: Egress
     notes: tuple[str, ...] = field(default=())
-    """What a reader of the result must know of how the files were read."""
+    """Notes about how the files were read, shown with the result."""
     memo: dict[tuple[object, ...], tuple[float, tuple[str, ...]]] = field(default_factory=dict)
-    """What the judge remembers of a transfer or a ring between two replicas: the seconds, and what was clamped."""
+    """Cache of a transfer or a ring between two replicas: the seconds, and what was clamped."""
 
     def microbatches(self) -> list[int]:
         return sorted({mbs for _, mbs, _ in self.times})
