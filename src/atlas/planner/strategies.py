@@ -44,6 +44,10 @@ FRONT = 4
 """Of those, along the estimated Pareto front of time and money."""
 NEIGHBOURS = 4
 """Of those, one change away from the leader."""
+SAME = 0.0005
+"""Estimates within this share of each other would be simulated alike."""
+WORSE = 1.02
+"""A neighbour estimated this much worse than the leader is not simulated."""
 FAR = 1.2
 """An estimate this much worse than the leader of its kind is not simulated: estimates are a few per cent off."""
 
@@ -167,9 +171,9 @@ def _improve(search: Search, kind: str | None = None) -> None:
         near = _neighbours(search, best.candidate)
         own = next((e.score for e in near if e.candidate == best.candidate), search.score(best))
         # What is estimated the same as the leader would be simulated the same: only a real difference is worth it.
-        better = [e for e in near if e.candidate not in search.judged and not 0.9995 < e.score / own < 1.0005]
+        better = [e for e in near if e.candidate not in search.judged and abs(e.score / own - 1) >= SAME]
         for entry in better[:NEIGHBOURS]:
-            if search.num_simulated < SIMULATIONS and entry.score < 1.02 * own:
+            if search.num_simulated < SIMULATIONS and entry.score < WORSE * own:
                 search.simulate(entry.candidate)
 
 

@@ -36,6 +36,10 @@ from atlas.spec.plan import Plan, PlanSchedule
 Tick = Callable[[str, int, int], None]
 
 
+MORE, LESS = 1.1, 0.9
+"""Factors on a resource, and on latency, whose effect the bottleneck table shows: a tenth better."""
+
+
 @dataclass(frozen=True)
 class Point:
     """One value of a sweep and what came of it."""
@@ -181,16 +185,16 @@ def _trials(job: Job, candidate: Candidate) -> Iterator[tuple[str, str, float, f
     """(what, key, value, changed value, overrides): a tenth more of everything that the plan uses."""
     if not job.is_calibrated:
         efficiency = job.stated_efficiency
-        yield _share("speed of the GPUs", "efficiency", efficiency, min(1.0, 1.1 * efficiency))
+        yield _share("speed of the GPUs", "efficiency", efficiency, min(1.0, MORE * efficiency))
     wan = job.cluster.wan
     if candidate.num_datacenters > 1:
         links = job.cluster.links
         if links is None:
-            yield _share("bandwidth of a node pair", "cluster.wan.pair_gbps", wan.pair_gbps, 1.1 * wan.pair_gbps)
+            yield _share("bandwidth of a node pair", "cluster.wan.pair_gbps", wan.pair_gbps, MORE * wan.pair_gbps)
             if wan.trunk_gbps is not None:
-                yield _share("trunks", "cluster.wan.trunk_gbps", wan.trunk_gbps, 1.1 * wan.trunk_gbps)
+                yield _share("trunks", "cluster.wan.trunk_gbps", wan.trunk_gbps, MORE * wan.trunk_gbps)
             if wan.latency_ms:
-                yield _share("latency", "cluster.wan.latency_ms", wan.latency_ms, 0.9 * wan.latency_ms)
+                yield _share("latency", "cluster.wan.latency_ms", wan.latency_ms, LESS * wan.latency_ms)
         else:
             used = set(candidate.gpus)
             for k, link in enumerate(links):
@@ -199,10 +203,10 @@ def _trials(job: Job, candidate: Candidate) -> Iterator[tuple[str, str, float, f
     for name in candidate.gpus:
         now_gbps = job.cluster.node_gbps(job.cluster.dc(name))
         key = f"cluster.datacenters.{name}.net_gbps"
-        yield _share(f"network inside {name}", key, now_gbps, 1.1 * now_gbps)
+        yield _share(f"network inside {name}", key, now_gbps, MORE * now_gbps)
     gib = job.memory_gib
     if gib is not None:
-        yield _share("memory of a GPU", "memory_gib", gib, 1.1 * gib)
+        yield _share("memory of a GPU", "memory_gib", gib, MORE * gib)
 
 
 def _link_trials(job: Job, k: int, name: str) -> Iterator[tuple[str, str, float, float, list[str]]]:
@@ -210,11 +214,11 @@ def _link_trials(job: Job, k: int, name: str) -> Iterator[tuple[str, str, float,
     pair, trunk = link.pair_gbps or wan.pair_gbps, link.trunk_gbps or wan.trunk_gbps
     latency = wan.latency_ms if link.latency_ms is None else link.latency_ms
     at = f"cluster.links[{k}]"
-    yield _share(f"bandwidth of a node pair, {name}", f"{at}.pair_gbps", pair, 1.1 * pair)
+    yield _share(f"bandwidth of a node pair, {name}", f"{at}.pair_gbps", pair, MORE * pair)
     if trunk is not None:
-        yield _share(f"trunk {name}", f"{at}.trunk_gbps", trunk, 1.1 * trunk)
+        yield _share(f"trunk {name}", f"{at}.trunk_gbps", trunk, MORE * trunk)
     if latency:
-        yield _share(f"latency {name}", f"{at}.latency_ms", latency, 0.9 * latency)
+        yield _share(f"latency {name}", f"{at}.latency_ms", latency, LESS * latency)
 
 
 def _share(what: str, key: str, now: float, more: float) -> tuple[str, str, float, float, list[str]]:

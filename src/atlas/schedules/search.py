@@ -19,57 +19,35 @@ import numpy as np
 from atlas.cost.table import TURNS, Costs
 from atlas.errors import ProgramError
 from atlas.ir.assemble import default_turns
-from atlas.ir.program import Ints, Kind, Program
+from atlas.ir.program import Ints, Kind
 from atlas.schedules.bound import lower_bound
 from atlas.schedules.grid import prices, references
+from atlas.schedules.order import Order, positions
 from atlas.schedules.setting import Progress, Setting
 from atlas.sim.cell import SLOT_B, SLOT_F
 from atlas.sim.lower import NONE
-from atlas.sim.policy import ANYTIME, Played, Rule, freeze, play, play_reversed, priority_keys
+from atlas.sim.policy import ANYTIME, Rule, play, play_reversed, priority_keys
 
 FIRST = ((Kind.F, Kind.B, Kind.R, Kind.W), (Kind.B, Kind.F, Kind.R, Kind.W), (Kind.F, Kind.R, Kind.B, Kind.W))
 """Priorities that most often win, tried before the rest."""
 
+# The search's constants were chosen by hand on the cells of bench/schedules.py; no result hangs on their exact values.
+KEEP_TURNS = 0.3
+"""Share of slanted rules that take over the WAN turns of the best order."""
+TURN_SLANTED, TURN_SHAKEN = 1.1, 1.02
+"""A new order within this factor of the best is worth moving back and forth in time."""
+SHAKEN_WORKERS = (0.1, 0.3, 1.0)
+"""Shares of the workers whose start times are shaken."""
+RESTART = 0.02
+"""Probability that a walk of moves starts again: half the time from the best order, half from another elite one."""
+HEAT = 0.02
+"""A move may make an order worse by this share, at the start; less as the tries run out."""
+ELITE = 4
+"""Best orders so far that are kept."""
+SWAP_REACH = 4
+"""An op may change places with the last so many ops of its stretch on the critical path."""
 KEY_SCALE = 1 << 20
 """Keys are integers; slanted rules need fractions of a microbatch."""
-
-
-@dataclass(frozen=True, eq=False)
-class Order:
-    """One candidate: how it was made and its result."""
-
-    rule: Rule
-    sharing: bool
-    keys: Ints
-    turn: Ints
-    played: Played
-
-    @property
-    def makespan_ns(self) -> int:
-        return self.played.makespan_ns
-
-    def ends_ns(self, setting: Setting) -> Ints:
-        """[w]: when a worker's last op is over."""
-        start = self.played.start_ns
-        lengths = setting.costs_of_sharing(self.sharing).compute_ns.reshape(len(start), -1)
-        slots = [Kind.F, Kind.R, Kind.I if self.rule.split else Kind.B, Kind.W]
-        ends: Ints = np.where(start == NONE, 0, start + lengths[:, slots, None]).max(axis=(1, 2))
-        return ends
-
-    def closed_ns(self, setting: Setting) -> int:
-        """With what closes the iteration: the all-reduce and the optimizer of each stage, once its last op is over."""
-        return setting.closed_ns(self.ends_ns(setting), self.sharing)
-
-    def program(self, name: str, setting: Setting) -> Program:
-        return freeze(
-            name,
-            setting.layout,
-            self.rule,
-            self.played,
-            memory=setting.memory,
-            turn=places(self.turn, setting),
-            sharing=self.sharing,
-        )
 
 
 @dataclass(frozen=True)
@@ -227,11 +205,11 @@ class _Tries:
         lead = rng.uniform(-reach, reach, (4, 1)) + rng.uniform(-reach, reach, (4, 1)) * slope
         keys = (np.arange(num_mb) + lead.T[:, :, None]) * KEY_SCALE
         turn = default_turns(layout)
-        if rng.random() < 0.3:
+        if rng.random() < KEEP_TURNS:
             turn = best.turn
         rule = best.rule._replace(split=bool(rng.choice(self.splits)))
         tried = self._try(rule, best.sharing, keys.astype(np.int64), turn)
-        if tried is not None and self.score(tried) <= 1.1 * self.score(self.best):
+        if tried is not None and self.score(tried) <= TURN_SLANTED * self.score(self.best):
             self.turned(tried)
 
     def shaken(self, rng: np.random.Generator) -> None:
@@ -240,7 +218,7 @@ class _Tries:
         start, num_workers = best.played.start_ns, len(best.played.start_ns)
         typical_ns = float(self.setting.apart.compute_ns[:, :, Kind.F].mean())
         size_ns = typical_ns * 4.0 ** rng.uniform(-2.0, 1.5)
-        touched = rng.random(num_workers) < rng.choice([0.1, 0.3, 1.0])
+        touched = rng.random(num_workers) < rng.choice(SHAKEN_WORKERS)
         noise = rng.normal(0.0, size_ns, start.shape) * touched[:, None, None]
         turn_noise = rng.normal(0.0, size_ns * rng.choice([0.0, 1.0]), best.turn.shape)
         keys = start + noise.astype(np.int64)
@@ -248,7 +226,7 @@ class _Tries:
         keys = np.maximum.accumulate(keys, axis=2)
         turn = best.played.transfer_start_ns + turn_noise.astype(np.int64)
         tried = self._try(best.rule._replace(in_order=False), best.sharing, keys, turn)
-        if tried is not None and self.score(tried) <= 1.02 * self.score(best):
+        if tried is not None and self.score(tried) <= TURN_SHAKEN * self.score(best):
             self.turned(tried)
 
     def turned(self, order: Order) -> None:
@@ -275,7 +253,7 @@ class _Tries:
 
         The way out of what shaking cannot reach: orders in which a worker does better to wait.
         """
-        if self.current is None or rng.random() < 0.02:
+        if self.current is None or rng.random() < RESTART:
             self.current = self.elite[int(rng.integers(len(self.elite)))] if rng.random() < 0.5 else self.best
         current = self.current
         moves = critical_moves(self.setting, current)
@@ -292,7 +270,7 @@ class _Tries:
             else:
                 _shift(keys[worker], second, first)
         order = self._try(current.rule._replace(in_order=True), current.sharing, keys, turn)
-        heat = 1.0 + 0.02 * rng.random() * self.left / self.setting.budget
+        heat = 1.0 + HEAT * rng.random() * self.left / self.setting.budget
         if order is not None and self.score(order) <= self.score(current) * heat:
             self.current = order
 
@@ -308,30 +286,10 @@ class _Tries:
         order = Order(rule, sharing, keys, turn, played)
         if self._best is None or self.score(order) < self.score(self._best):
             self._best = order
-            self.elite = [*self.elite[-3:], order]
+            self.elite = [*self.elite[1 - ELITE :], order]
         if self.progress is not None:
             self.progress(self.setting.budget - self.left, self.setting.budget)
         return order
-
-
-def positions(played: Played) -> Ints:
-    """Keys that reproduce exactly the played order."""
-    keys = np.full(played.start_ns.shape, np.iinfo(np.int64).max, np.int64)
-    worker, position = np.nonzero(played.kinds != NONE)
-    keys[worker, played.kinds[worker, position], played.microbatches[worker, position]] = position
-    return keys
-
-
-def places(turn: Ints, setting: Setting) -> Ints:
-    """The same turns as small numbers, places in the queue of each link, for people to read and diff."""
-    costs = setting.costs_of_sharing(True)
-    short = default_turns(setting.layout).reshape(-1, setting.layout.num_microbatches)
-    given, link_of = turn.reshape(short.shape), costs.channel_link.ravel()
-    for link, cost in enumerate(costs.links):
-        if cost.policy == TURNS:
-            members = np.flatnonzero(link_of == link)
-            short[members] = np.unique(given[members], return_inverse=True)[1].reshape(len(members), -1)
-    return short.ravel()
 
 
 Move = tuple[int, Any, Any]
@@ -366,7 +324,9 @@ def critical_moves(setting: Setting, order: Order) -> list[Move]:
         if position:
             before = (int(played.kinds[worker, position - 1]), int(played.microbatches[worker, position - 1]))
             if ends[worker][before] == start[worker, slot, m]:
-                moves += [(worker, before, op) for op in stretch[-4:] if op[0] != before[0] and op[1] != before[1]]
+                moves += [
+                    (worker, before, op) for op in stretch[-SWAP_REACH:] if op[0] != before[0] and op[1] != before[1]
+                ]
                 stretch.append(before)
                 slot, m = before
                 continue

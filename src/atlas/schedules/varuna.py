@@ -51,7 +51,7 @@ def rule_keys(layout: Layout) -> Ints:
 
 def list_keys(layout: Layout, memory: Memory, recompute: bool) -> Ints:
     """The position of every op in the unit-time list of its stage."""
-    from atlas.schedules.search import positions
+    from atlas.schedules.order import positions
     from atlas.sim.policy import WHEN_NEXT_STARTS, Rule, play
 
     unit = kind_costs(forward_ns=1, backward_ns=2, recompute_ns=1)

@@ -15,7 +15,7 @@ from atlas.ir.program import Program
 from atlas.schedules.setting import Progress, Setting
 
 if TYPE_CHECKING:
-    from atlas.schedules.search import Order
+    from atlas.schedules.order import Order
 
 
 def zero_bubble(setting: Setting, progress: Progress | None = None) -> Program:
