@@ -27,7 +27,7 @@ from common.report import not_measured
 from torch import Tensor
 from torch.nn import functional
 
-from atlas.cost.kernels import layer_pass, rates
+from atlas.cost.compute import layer_pass, rates
 from atlas.runtime.profile import layer_times
 from atlas.spec import parse_job
 from atlas.spec.gpus import GPUS, Calibration

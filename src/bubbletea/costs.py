@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from atlas.cost import flops
-from atlas.cost.kernels import Rates, layer_pass, rates
+from atlas.cost.compute import Rates, layer_pass, rates
 from atlas.spec.gpus import Calibration, Gpu
 from atlas.spec.job import Model
 

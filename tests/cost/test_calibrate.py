@@ -11,8 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from atlas.cost.compute import analytic, calibrated, model_times, pricing
-from atlas.cost.kernels import layer_pass, rates
+from atlas.cost.compute import analytic, calibrated, layer_pass, model_times, pricing, rates
 from atlas.errors import SpecError
 from atlas.spec import GPUS, Calibration, Model, override, parse_job
 from atlas.spec.job import Job

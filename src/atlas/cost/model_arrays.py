@@ -1,7 +1,8 @@
 """The model on every datacenter's GPUs as arrays: seconds, parameters and activations of its pieces, at one tp and one
 microbatch size; and from them what each stage of a batch of pipelines computes and holds.
 
-The seconds come from `compute`, the sizes from `sizes`. A job is a batch of one. Knows no links and no order.
+The seconds come from `compute`, the sizes from the model's shape or from a profile. A job is a batch of
+one. Knows no links and no order.
 
 Index legend: i datacenter, n pipeline, s stage, L layers of the model.
 """
@@ -15,9 +16,11 @@ from functools import cached_property
 
 import numpy as np
 
+from atlas.cost import flops
 from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints
 from atlas.cost.compute import ModelTime, model_times, peer_bps
-from atlas.cost.sizes import ModelSize, model_size
+from atlas.cost.profile import Entry, Piece, entry_of
+from atlas.cost.runtimes import RUNTIMES
 from atlas.errors import SpecError
 from atlas.spec.job import Job
 
@@ -25,6 +28,70 @@ FORWARD, RECOMPUTE, INPUT, WEIGHT, UPDATE = range(5)
 """Rows of `seconds`: the fields of `compute.PieceTime`."""
 
 
+# ---- sizes of the pieces -------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class PieceSize:
+    """One piece."""
+
+    params: float
+    """Of the whole tp group."""
+    activation_bytes: float
+    """On one GPU, of one microbatch."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A whole model on one GPU type."""
+
+    embedding: PieceSize
+    layers: tuple[PieceSize, ...]
+    head: PieceSize
+
+
+def model_size(job: Job, gpu: str) -> ModelSize:
+    """By shape; where the job's profile has measured sizes for the GPU type, by those."""
+    model = job.model
+    embedding = PieceSize(flops.embedding_params(model), 0.0)
+    layer = PieceSize(flops.layer_params(model), layer_activation_bytes(job))
+    # Logits, and what the loss keeps of them.
+    logits = 2.0 * job.microbatch * model.seq_len * model.vocab * job.element_bytes / job.tp
+    head = PieceSize(flops.head_params(model), logits)
+    entry = entry_of(job, gpu)
+    if entry is None:
+        return ModelSize(embedding, (layer,) * model.layers, head)
+    return ModelSize(
+        _measured(job, entry.embedding, embedding),
+        tuple(_measured(job, one, layer) for one in _layers(job, entry)),
+        _measured(job, entry.head, head),
+    )
+
+
+def _layers(job: Job, entry: Entry) -> tuple[Piece, ...]:
+    if entry.layers is not None:
+        return entry.layers
+    assert entry.layer is not None
+    return (entry.layer,) * job.model.layers
+
+
+def _measured(job: Job, piece: Piece, by_shape: PieceSize) -> PieceSize:
+    params = by_shape.params if piece.params is None else piece.params * job.tp
+    found = by_shape.activation_bytes if piece.activation_bytes is None else piece.activation_bytes
+    return PieceSize(params, found)
+
+
+def layer_activation_bytes(job: Job) -> float:
+    """By shape. Without sequence parallelism every GPU of a tp group holds the residual stream, and without fused
+    attention the L x L scores: 10 + 24 / tp + 5 heads L / (H tp) bytes a token and width (arXiv 2205.05198)."""
+    model, runtime = job.model, RUNTIMES[job.runtime]
+    tokens = job.microbatch * model.seq_len
+    if runtime.sequence_parallel:
+        return tokens * flops.layer_activation_elements(model) * job.element_bytes / job.tp
+    divided = flops.layer_activation_elements(model) - 4 * model.hidden
+    scores = 0.0 if runtime.fused_attention else 2.5 * model.heads * model.seq_len
+    return tokens * (5 * model.hidden + (divided + scores) / job.tp) * job.element_bytes
+
+
+# ---- arrays --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class ModelArrays:
     """Unknown is infinite: a datacenter whose GPU type the job's profile has not measured."""

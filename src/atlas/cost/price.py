@@ -1,24 +1,35 @@
 """`price`: a job in, `Costs` of one DP-cell out; `layout`: the frame that a schedule fills.
 
-Adds up the parts: pieces per stage (`arrange`), links (`wan`), and here what closes an iteration:
+Adds up the pieces per stage (`arrange`), the links of the cell at the rates of `rates`, and what ends an iteration:
 SYNC, NORM and STEP. Knows no schedule: every kind of op is priced, whether or not a Program uses it.
+
+Inside a datacenter every channel has its worker's share of the node's network. Between datacenters:
+
+    alone      each node pair has its own path: a window per round trip (one connection) or its cap (many)
+    trunk      where all pairs together would exceed the trunk, they divide it fairly
+    sharing    the cell's pipelines take turns with the paths of all C nodes: slices go to the peers over the
+               intra-DC network, cross, and are gathered, chunk after chunk
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from atlas.cost.arrange import Arrangement, arrange, route_between
-from atlas.cost.rates import ring_s, worker_bps
+from atlas.cost.rates import WanRate, lan_bps, ring_s, wan_rate, worker_bps
 from atlas.cost.runtimes import RUNTIMES
-from atlas.cost.table import FAIR, PRIVATE, Costs, LinkCost, kind_costs
-from atlas.cost.wan import Links, build_links, to_ns
-from atlas.errors import SpecError
-from atlas.ir.program import Ints, Kind, Layout
+from atlas.cost.table import FAIR, MAX_NS, PRIVATE, TURNS, Costs, LinkCost, Trace, kind_costs
+from atlas.errors import InfeasibleError, SpecError
+from atlas.ir.program import QUANTUM_NS, Ints, Kind, Layout
+from atlas.spec.cluster import DataCenter, Route
 from atlas.spec.job import Job
+from atlas.spec.trace import read_trace
 
 Tcp = Literal["one", "many"]
 
@@ -142,3 +153,194 @@ def _path_s(job: Job, arrangement: Arrangement) -> float:
 
 def _wan_hops(arrangement: Arrangement) -> list[tuple[str, str]]:
     return [(a, b) for a, b in pairwise(arrangement.rank_dc) if a != b]
+
+
+# ---- links ---------------------------------------------------------------------------------------------------------
+@dataclass
+class Links:
+    """The link half of `Costs`, being filled. Arrays are [direction, pipeline, boundary]."""
+
+    channel: NDArray[np.int32]
+    work_ns: Ints
+    before_ns: Ints
+    latency_ns: Ints
+    costs: list[LinkCost] = field(default_factory=list)
+
+    def add(self, link: LinkCost) -> int:
+        self.costs.append(link)
+        return len(self.costs) - 1
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One boundary in one direction: from one worker of a pipeline to another."""
+
+    direction: int
+    boundary: int
+    src_rank: int
+    dst_rank: int
+    src: DataCenter
+    dst: DataCenter
+
+    @property
+    def arrow(self) -> str:
+        return f"{self.boundary}>{self.boundary + 1}" if self.direction == 0 else f"{self.boundary + 1}>{self.boundary}"
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        return self.src_rank, self.dst_rank
+
+
+def build_links(job: Job, arrangement: Arrangement, *, tcp: str, sharing: bool, overlap_servers: int) -> Links:
+    """Every channel of one cell on its link."""
+    shape = (2, arrangement.num_pipelines, job.num_stages - 1)
+    work_ns, before_ns, latency_ns = np.zeros((3, *shape), np.int64)
+    links = Links(np.zeros(shape, np.int32), work_ns, before_ns, latency_ns)
+    pairs: dict[tuple[str, str], list[Hop]] = {}
+    for hop in _hops(job, arrangement):
+        if hop.src.name == hop.dst.name:
+            _add_lan(job, arrangement, links, hop, overlap_servers)
+        else:
+            pairs.setdefault((hop.src.name, hop.dst.name), []).append(hop)
+    for (src, dst), hops in pairs.items():
+        traffic = WanTraffic(job, arrangement, route_between(job, src, dst), hops, tcp)
+        if sharing:
+            traffic.add_turns(links)
+        else:
+            traffic.add_own_paths(links, overlap_servers)
+    return links
+
+
+def _hops(job: Job, arrangement: Arrangement) -> list[Hop]:
+    hops = []
+    for direction in range(2):
+        for boundary in range(job.num_stages - 1):
+            ranks = (boundary % job.pp, (boundary + 1) % job.pp)
+            src, dst = ranks if direction == 0 else ranks[::-1]
+            dcs = [job.cluster.dc(arrangement.rank_dc[rank]) for rank in (src, dst)]
+            hops.append(Hop(direction, boundary, src, dst, *dcs))
+    return hops
+
+
+# ---- inside a datacenter -----------------------------------------------------------------------------------
+def sent_bytes(job: Job) -> int:
+    """What a worker sends for one microbatch: the activation, once or from every GPU of its tp group."""
+    return job.activation_bytes * (job.tp if RUNTIMES[job.runtime].sends_whole else 1)
+
+
+def _add_lan(job: Job, arrangement: Arrangement, links: Links, hop: Hop, servers: int) -> None:
+    same_worker = hop.src_rank == hop.dst_rank
+    rate_bps = float(lan_bps(arrangement.cluster, job.tp)[arrangement.cluster.index[hop.src.name]])
+    seconds = 0.0 if same_worker else sent_bytes(job) * 8 / rate_bps
+    for c in range(links.channel.shape[1]):
+        at = (hop.direction, c, hop.boundary)
+        links.channel[at] = links.add(LinkCost(f"lan {hop.arrow} p{c}", PRIVATE, servers))
+        links.work_ns[at] = to_ns(job, seconds, f"transfer {hop.arrow}")
+        links.latency_ns[at] = 0 if same_worker else round(hop.src.net_latency_us * 1000)
+
+
+# ---- between two datacenters, one way ------------------------------------------------------------------------
+@dataclass(frozen=True)
+class WanTraffic:
+    """All of a cell's traffic from one datacenter to another: the boundaries that share a trunk."""
+
+    job: Job
+    arrangement: Arrangement
+    route: Route
+    hops: list[Hop]
+    tcp: str
+
+    @property
+    def num_pipelines(self) -> int:
+        return self.arrangement.num_pipelines
+
+    @property
+    def rank_pairs(self) -> list[tuple[int, int]]:
+        """Boundaries of an interleaved pipeline come back to the same two workers."""
+        return list(dict.fromkeys(hop.ranks for hop in self.hops))
+
+    def rate(self, turns: int) -> WanRate:
+        """By the one rule of `rates`, as plain numbers."""
+        cluster, job = self.arrangement.cluster, self.job
+        found = wan_rate(
+            cluster,
+            job.tp,
+            cluster.index[self.hops[0].src.name],
+            cluster.index[self.hops[0].dst.name],
+            sent_bytes(job) * 8,
+            replicas=self.num_pipelines * job.cells,
+            cells=job.cells,
+            turns=turns,
+            tcp=self.tcp,
+        )
+        return WanRate._make(map(float, found))
+
+    def add_own_paths(self, links: Links, servers: int) -> None:
+        """No coordination: every pipeline on its own node pair, or all on a trunk that binds."""
+        rate = self.rate(turns=1)
+        self._time(links, rate)
+        if rate.trunk_bps < rate.pair_bps * self.num_pipelines * len(self.rank_pairs):
+            link = links.add(self._link("trunk", FAIR, capacity=rate.trunk_bps / rate.rate_bps))
+            for hop in self.hops:
+                links.channel[hop.direction, :, hop.boundary] = link
+            return
+        for ranks in self.rank_pairs:
+            hops = [hop for hop in self.hops if hop.ranks == ranks]
+            for c in range(self.num_pipelines):
+                name = f"{hops[0].arrow} p{c}"
+                # Several boundaries over one node pair divide it; one boundary has it for itself.
+                kind = self._link(name, FAIR) if len(hops) > 1 else self._link(name, PRIVATE, servers=servers)
+                link = links.add(kind)
+                for hop in hops:
+                    links.channel[hop.direction, c, hop.boundary] = link
+
+    def add_turns(self, links: Links) -> None:
+        """The cell takes turns with the capacity of all its nodes."""
+        rate = self.rate(turns=self.num_pipelines)
+        self._time(links, rate)
+        if rate.trunk_bps < rate.rate_bps * len(self.rank_pairs):
+            groups = [self.hops]
+        else:
+            groups = [[hop for hop in self.hops if hop.ranks == ranks] for ranks in self.rank_pairs]
+        for hops in groups:
+            link = links.add(self._link(hops[0].arrow, TURNS, quantum_ns=QUANTUM_NS))
+            for hop in hops:
+                links.channel[hop.direction, :, hop.boundary] = link
+
+    def _time(self, links: Links, rate: WanRate) -> None:
+        work_ns = to_ns(self.job, sent_bytes(self.job) * 8 / rate.rate_bps, f"transfer {self.hops[0].arrow}")
+        before_ns = to_ns(self.job, rate.before_s, "scatter")
+        latency_ns = to_ns(self.job, self.route.latency_ms / 1e3 + rate.after_s, "latency")
+        for hop in self.hops:
+            at = (hop.direction, slice(None), hop.boundary)
+            links.work_ns[at], links.before_ns[at], links.latency_ns[at] = work_ns, before_ns, latency_ns
+
+    def _link(self, name: str, policy: int, **settings: float) -> LinkCost:
+        src, dst = self.hops[0].src.name, self.hops[0].dst.name
+        link = LinkCost(f"wan {src}>{dst} {name}", policy, trace=_trace(self.route))
+        return replace(link, **settings)  # type: ignore[arg-type]
+
+
+def _trace(route: Route) -> Trace | None:
+    """The engines' form of a link's trace file."""
+    if route.trace is None:
+        return None
+    rows = read_trace(Path(route.trace))
+    return Trace(
+        tuple(round(row.time_s * 1e9) for row in rows),
+        tuple(row.rate for row in rows),
+        tuple(round(row.extra_latency_ms * 1e6) for row in rows),
+    )
+
+
+def to_ns(job: Job, seconds: float, what: str) -> int:
+    """Whole nanoseconds, at least one for what takes any time; or the error that something takes absurdly long."""
+    if not seconds * 1e9 <= MAX_NS:
+        raise InfeasibleError(
+            where=job.where,
+            key=what,
+            value=f"{seconds:.3g} s",
+            rule=f"one op takes longer than {MAX_NS // 10**9:,} s",
+            remedy="Check the units of rates, latencies and sizes",
+        )
+    return max(1, round(seconds * 1e9)) if seconds > 0 else 0

@@ -21,9 +21,9 @@ import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints
 from atlas.cost.model_arrays import FORWARD, INPUT, UPDATE, WEIGHT, ModelArrays, microbatch_s
+from atlas.cost.price import sent_bytes
 from atlas.cost.rates import lan_bps, ring_s, wan_rate
 from atlas.cost.runtimes import RUNTIMES
-from atlas.cost.wan import sent_bytes
 from atlas.planner.shapes import Shape
 from atlas.planner.space import Space
 from atlas.planner.split import Split, busy_seconds, split_layers

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from atlas.cost.price import _trace
 from atlas.cost.table import Costs, Trace, kind_costs, uniform_costs
-from atlas.cost.wan import _trace
 from atlas.errors import AtlasError
 from atlas.ir.program import Layout
 from atlas.schedules.classic import gpipe
