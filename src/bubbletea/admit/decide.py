@@ -275,8 +275,8 @@ def withdraw(state: State, request_id: str, now_ns: int) -> None:
 
 
 def late(state: State, request_id: str, token: int, now_ns: int) -> Changes:
-    """A request got only as far as `token`: its rest is placed again, after everything that has started. Nothing
-    changes if no window is long enough for it."""
+    """A request got only as far as `token`: its rest is placed again, after every other request that has started,
+    later parts of it too, which need the KV of this one. Nothing changes if no window is long enough for it."""
     lane = state.lane_of[request_id]
     queue = state.queues[lane]
     at = next(k for k, entry in enumerate(queue) if entry.request.id == request_id and token < entry.end_token)
@@ -288,11 +288,13 @@ def late(state: State, request_id: str, token: int, now_ns: int) -> Changes:
     if begun > at:
         track = queue[begun + 1].before if begun + 1 < len(queue) else state.track(lane)
     rest = TokenRange(entry.request, token, entry.end_token, 0, entry.chunk, now_ns)
-    head = [*queue[:at], *done, *queue[at + 1 : begun + 1]]
+    started = queue[at + 1 : begun + 1]
+    head = [*queue[:at], *done, *(entry for entry in started if entry.request.id != request_id)]
+    parts = [entry for entry in started if entry.request.id == request_id]
     own, track = state.fitted(lane, rest, track, now_ns)
     if own is None:
         return ()  # no window is long enough any more: it stays until one is
-    moved = again_at_any_cost(state, lane, queue[max(at, begun) + 1 :], track, now_ns)
+    moved = again_at_any_cost(state, lane, [*parts, *queue[max(at, begun) + 1 :]], track, now_ns)
     state.put(lane, [*head, own, *moved.entries], moved.track)
     return tuple(state.placement(name) for name in dict.fromkeys(e.request.id for e in (own, *moved.entries)))
 
