@@ -62,10 +62,6 @@ BUBBLETEA_MAY_IMPORT = {
 Nobody imports Atlas's commands, planner or page. Everybody may import `atlas.errors` and
 `atlas.lifetime`."""
 BUBBLETEA_TORCH = {"kv_blocks", "prefill", "handoff", "serve", "vllm"}
-KNOWN_CYCLES = {
-    "atlas.runtime": "cuda, device and spans; saving and tensor_parallel",
-}
-"""By package: import cycles between its parts that still have to be removed."""
 HEAVY = ("torch", "numba", "pydantic", "numpy", "rich")
 MAX_SECONDS = 0.3
 
@@ -194,9 +190,7 @@ def packages() -> list[str]:
 
 
 @pytest.mark.parametrize("package", packages(), ids=lambda package: package or "src")
-def test_no_import_cycles_between_the_parts_of_a_package(package: str, request: pytest.FixtureRequest) -> None:
-    if package in KNOWN_CYCLES:
-        request.applymarker(pytest.mark.xfail(reason=KNOWN_CYCLES[package], strict=True))
+def test_no_import_cycles_between_the_parts_of_a_package(package: str) -> None:
     assert cycles(parts_of(package)) == []
 
 

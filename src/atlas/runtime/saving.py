@@ -27,7 +27,7 @@ from atlas.runtime.checkpoint import (
 from atlas.runtime.links import WorkerLinks
 from atlas.runtime.models.config import model_layers
 from atlas.runtime.models.decoder import layer_of
-from atlas.runtime.tensor_parallel.stage_set import StageSet
+from atlas.runtime.stage_set import StageSet
 from atlas.runtime.training import data_digest, run_config
 from atlas.runtime.wiring import WorkerRole
 

@@ -24,8 +24,8 @@ from atlas.runtime.links import PeerAddress, WorkerLinks
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD
 from atlas.runtime.record import Recorder, StepRecord
 from atlas.runtime.saving import Saving, resume
+from atlas.runtime.stage_set import StageSet
 from atlas.runtime.sync import GlobalNorm, GradientSync, TiedEnds
-from atlas.runtime.tensor_parallel.stage_set import StageSet
 from atlas.runtime.transfers import StageInput, Transfers
 from atlas.runtime.waits import Filler, Position, Waits, WorkerFacts
 from atlas.runtime.wiring import WorkerRole, require_runnable

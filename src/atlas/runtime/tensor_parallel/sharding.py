@@ -16,8 +16,8 @@ from atlas.runtime.checkpoint import LayerState
 from atlas.runtime.models.decoder import Decoder
 from atlas.runtime.models.parallel import parallelize
 from atlas.runtime.models.task import DecoderTask
+from atlas.runtime.stage_set import StageSet
 from atlas.runtime.tensor_parallel.group import LEADER, ParameterShards, TensorGroup, gather_state, gathered
-from atlas.runtime.tensor_parallel.stage_set import StageSet
 from atlas.runtime.wiring import WorkerRole
 
 
