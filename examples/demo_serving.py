@@ -114,7 +114,7 @@ def train_and_serve(
         simulate(repeated(program, 4), costs), ARENA_BYTES, LayerTime(PIECE_NS, 0.0, 0.0, 0.0), PIECE_NS
     )
     settings = ServiceSettings("tiny", Served(MODEL), split=2, chunk=128, arena_bytes=ARENA_BYTES)
-    parts = assemble(settings, ground, Keys.nobody())
+    parts = assemble(settings, ground, Keys.open_to_all())
     runs: list[_Training] = []
     requests = _OpenRequests()
 

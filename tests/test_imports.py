@@ -249,3 +249,12 @@ def test_tvcache_stands_alone(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((SRC / "atlas").rglob("*.py")), ids=lambda path: str(path.relative_to(SRC)))
 def test_atlas_does_not_need_tvcache(path: Path) -> None:
     assert not any(name.split(".")[0] == "tvcache" for name in imports(path))
+
+
+def test_no_two_classes_have_one_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for name, path in modules_of_src().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}

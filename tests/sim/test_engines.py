@@ -12,7 +12,7 @@ from atlas.errors import ProgramError
 from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Layout
 from atlas.schedules.classic import one_f_one_b
-from atlas.sim import Jitter, Tables, compiled, lower, reference
+from atlas.sim import SeededNoise, Tables, compiled, lower, reference
 from atlas.sim.reference import Events
 
 
@@ -28,7 +28,7 @@ def assert_equal_event_for_event(tables: Tables) -> Events:
 def test_the_compiled_engine_equals_the_reference_event_for_event(data: st.DataObject, policies: tuple[int, ...]):
     program = data.draw(programs())
     costs = data.draw(costs_for(program, policies))
-    jitter = data.draw(st.sampled_from([None, Jitter(7, 0.3, 0.3)]))
+    jitter = data.draw(st.sampled_from([None, SeededNoise(7, 0.3, 0.3)]))
     events = assert_equal_event_for_event(lower(program, costs, jitter))
     assert all((times >= 0).all() for times in events)  # nothing was left out
 
@@ -44,7 +44,7 @@ def test_engines_agree_on_a_cell_of_four_pipelines_over_four_datacenters():
             4, 16, per_kind, lan_ns=300_000, wan_boundaries=(3, 7, 11), wan_ns=40_000_000,
             wan_latency_ns=20_000_000, sharing=sharing, trunk_pairs=pairs,
         )  # fmt: skip
-        events = assert_equal_event_for_event(lower(program, costs, Jitter(1, 0.05, 0.2)))
+        events = assert_equal_event_for_event(lower(program, costs, SeededNoise(1, 0.05, 0.2)))
         assert len(events.op_end_ns) + len(events.sent_ns) == program.num_events > 29_000
 
 
@@ -53,7 +53,7 @@ def test_engines_agree_on_a_cell_of_four_pipelines_over_four_datacenters():
 def test_the_same_tables_give_the_same_events(data: st.DataObject):
     program = data.draw(programs())
     costs = data.draw(costs_for(program))
-    first, second = (lower(program, costs, Jitter(3, 0.2, 0.2)) for _ in range(2))
+    first, second = (lower(program, costs, SeededNoise(3, 0.2, 0.2)) for _ in range(2))
     for engine in (reference, compiled):
         for one, other in zip(engine.run(first), engine.run(second), strict=True):
             np.testing.assert_array_equal(one, other)

@@ -18,7 +18,7 @@ from atlas.ir.assemble import assemble, default_turns
 from atlas.ir.check import check, peak_memory
 from atlas.ir.program import Kind, Layout, Memory, Op
 from atlas.schedules.classic import gpipe, one_f_one_b
-from atlas.sim import Jitter, compiled, lower, reference, simulate
+from atlas.sim import SeededNoise, compiled, lower, reference, simulate
 from atlas.sim.policy import Rule, freeze, play
 from atlas.sim.simulate import SMALL
 
@@ -88,13 +88,13 @@ def test_a_run_that_no_clock_counts_is_refused_whichever_engine_would_play_it():
 
 def test_no_draw_is_longer_than_an_op_may_be():
     program, costs = gpipe(Layout.even(1, 2, 100, 2)), over_the_wan(1, 2).scaled(10**10)
-    assert lower(program, costs, Jitter(0, 3.0, 3.0)).op_ns.max() == MAX_NS
+    assert lower(program, costs, SeededNoise(0, 3.0, 3.0)).op_ns.max() == MAX_NS
 
 
 def test_jitter_changes_the_times_and_never_the_order():
     program, costs = one_f_one_b(Layout.even(2, 3, 6, 2)), over_the_wan(2, 3)
     plain = simulate(program, costs)
-    noisy, again = (simulate(program, costs, jitter=Jitter(4, 0.2, 0.2)) for _ in range(2))
+    noisy, again = (simulate(program, costs, jitter=SeededNoise(4, 0.2, 0.2)) for _ in range(2))
     assert noisy.makespan_ns != plain.makespan_ns
     np.testing.assert_array_equal(noisy.op_start_ns, again.op_start_ns)
     same_worker = np.diff(program.op_worker) == 0

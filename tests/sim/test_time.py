@@ -16,7 +16,7 @@ from atlas.cost.table import FAIR, PRIVATE, TURNS, Costs, kind_costs, uniform_co
 from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Kind, Layout, Program
 from atlas.schedules.classic import gpipe, one_f_one_b
-from atlas.sim import Jitter, lower, reference, simulate
+from atlas.sim import SeededNoise, lower, reference, simulate
 from atlas.sim.reference import Events
 
 ALL = (PRIVATE, FAIR, TURNS)
@@ -123,14 +123,14 @@ def test_jitter_is_seeded_and_leaves_the_median_where_it_was():
     costs = uniform_costs(2, 4, kind_costs(forward_ns=10**6, backward_ns=2 * 10**6), wan_boundaries=(1,), wan_ns=10**6)
     program = gpipe(layout)
     plain = lower(program, costs)
-    one, same, other = (lower(program, costs, Jitter(seed, 0.1, 0.3)) for seed in (1, 1, 2))
+    one, same, other = (lower(program, costs, SeededNoise(seed, 0.1, 0.3)) for seed in (1, 1, 2))
     np.testing.assert_array_equal(one.op_ns, same.op_ns)
     assert (one.op_ns != other.op_ns).any()
     assert np.median(one.op_ns / plain.op_ns) == pytest.approx(1.0, abs=0.02)
     assert np.std(np.log(one.op_ns / plain.op_ns)) == pytest.approx(0.1, rel=0.1)
     crossing = plain.transfer_work_ns > 0
     assert np.std(np.log(one.transfer_work_ns[crossing] / 10**6)) == pytest.approx(0.3, rel=0.15)
-    np.testing.assert_array_equal(lower(program, costs, Jitter(5)).op_ns, plain.op_ns)
+    np.testing.assert_array_equal(lower(program, costs, SeededNoise(5)).op_ns, plain.op_ns)
 
 
 # ---- several iterations -------------------------------------------------------------------------------------

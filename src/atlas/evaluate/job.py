@@ -25,7 +25,7 @@ from atlas.ir import check
 from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Layout, Program
 from atlas.schedules import SCHEDULES, Bound, Schedule, Setting, gpipe, lower_bound
-from atlas.sim import Jitter, Tables, lower
+from atlas.sim import SeededNoise, Tables, lower
 from atlas.sim.lower import noisy
 from atlas.sim.simulate import SMALL, run, timeline
 from atlas.spec import Job, override
@@ -196,7 +196,7 @@ def _spread(job: Job, program: Program, tables: Tables, runs: int) -> Spread:
         )
     times = []
     for k in range(runs):
-        events = run(noisy(tables, Jitter(job.jitter.seed + k, job.jitter.compute, job.jitter.wan), program))
+        events = run(noisy(tables, SeededNoise(job.jitter.seed + k, job.jitter.compute, job.jitter.wan), program))
         times.append(int(events.op_end_ns.max() - events.op_start_ns.min()) / 1e9)
     low, middle, high = (float(v) for v in np.percentile(times, [5, 50, 95]))
     return Spread(runs, low, middle, high, max(times))

@@ -78,7 +78,7 @@ class Judged:
 
 
 @dataclass(frozen=True, eq=False)
-class Played:
+class SimulatedGroup:
     """One group, simulated."""
 
     job: Job
@@ -119,7 +119,7 @@ def judge(space: Space, cluster: ClusterArrays, candidate: Candidate, *, exact: 
     return Judged(candidate, _figures(space, cluster, candidate, float(ends[k][last]), parts_s, played))
 
 
-def play(job: Job, candidate: Candidate, *, exact: bool = False) -> Played:
+def play(job: Job, candidate: Candidate, *, exact: bool = False) -> SimulatedGroup:
     """One group's cell, simulated up to its last backward."""
     arrangement = arrange(job)
     memory = memory_rule(job, arrangement=arrangement)
@@ -145,7 +145,7 @@ def play(job: Job, candidate: Candidate, *, exact: bool = False) -> Played:
     np.maximum.at(ends.reshape(-1), timeline.program.op_worker, timeline.op_end_ns)
     sync = [sync_s(job, arrangement, rank) for rank in range(job.pp)]
     step = [time.update_s for time in arrangement.stage_times]
-    return Played(job, arrangement, costs, timeline, ends.max(axis=0) / 1e9 + later_s, np.array([sync, step]))
+    return SimulatedGroup(job, arrangement, costs, timeline, ends.max(axis=0) / 1e9 + later_s, np.array([sync, step]))
 
 
 def enough(frame: Layout, ahead: int) -> int:
@@ -196,7 +196,7 @@ def _require_playable(job: Job, candidate: Candidate) -> None:
         )
 
 
-def _parts(played: Played, until_s: float) -> dict[str, float]:
+def _parts(played: SimulatedGroup, until_s: float) -> dict[str, float]:
     """Where the time until the last backward went."""
     totals = path_totals_ns(critical_path(played.timeline))
     parts = {"compute": totals["compute"] / 1e9, "wait": totals["wait"] / 1e9}
@@ -211,7 +211,7 @@ def _figures(
     candidate: Candidate,
     iteration_s: float,
     parts_s: dict[str, float],
-    played: list[Played],
+    played: list[SimulatedGroup],
 ) -> Figures:
     price_s = dict(zip(cluster.names, cluster.usd_per_gpu_s.tolist(), strict=True))
     rent = iteration_s * sum(gpus * price_s[name] for name, gpus in candidate.gpus.items())

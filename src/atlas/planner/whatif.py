@@ -28,7 +28,7 @@ from atlas.planner.judge import Judged, judge
 from atlas.planner.run import make_plan, timed
 from atlas.planner.space import space_of
 from atlas.planner.whole import Whole, simulate_whole
-from atlas.sim.lower import Jitter, lower, noisy, stretched
+from atlas.sim.lower import SeededNoise, lower, noisy, stretched
 from atlas.sim.simulate import run
 from atlas.spec import Job, override
 from atlas.spec.plan import Plan, PlanSchedule
@@ -247,7 +247,7 @@ def spread(asked: Asked, runs: int, *, wan: float, compute: float, seed: int, ti
         if tick is not None:
             tick("Monte-Carlo", k, runs)
         slow = np.exp(rng.normal(0.0, wan, (2, len(costs.links))))
-        drawn = noisy(tables, Jitter(int(rng.integers(2**31)), compute, 0.0), program)
+        drawn = noisy(tables, SeededNoise(int(rng.integers(2**31)), compute, 0.0), program)
         work_factor, latency_factor = np.where(crosses, slow[:, link], 1.0)
         events = run(
             drawn._replace(

@@ -11,7 +11,7 @@ from atlas.ir.assemble import default_turns
 from atlas.ir.program import Ints, Kind, Program
 from atlas.schedules.setting import Setting
 from atlas.sim.lower import NONE
-from atlas.sim.policy import Played, Rule, freeze
+from atlas.sim.policy import PlayedOrder, Rule, freeze
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,7 @@ class Order:
     sharing: bool
     keys: Ints
     turn: Ints
-    played: Played
+    played: PlayedOrder
 
     @property
     def makespan_ns(self) -> int:
@@ -52,7 +52,7 @@ class Order:
         )
 
 
-def positions(played: Played) -> Ints:
+def positions(played: PlayedOrder) -> Ints:
     """Keys that reproduce exactly the played order."""
     keys = np.full(played.start_ns.shape, np.iinfo(np.int64).max, np.int64)
     worker, position = np.nonzero(played.kinds != NONE)

@@ -17,7 +17,7 @@ from atlas.ir.program import Ints, Kind, Layout, Memory, Program
 from atlas.schedules.setting import Progress, Setting
 
 if TYPE_CHECKING:
-    from atlas.sim.policy import Played, Rule
+    from atlas.sim.policy import PlayedOrder, Rule
 
 
 def varuna(setting: Setting, progress: Progress | None = None) -> Program:
@@ -29,7 +29,7 @@ def varuna(setting: Setting, progress: Progress | None = None) -> Program:
     return freeze("varuna", layout, rule, played, memory=memory, turn=default_turns(layout), sharing=False)
 
 
-def variants(layout: Layout, costs: Costs, memory: Memory, recompute: bool) -> list[tuple[Rule, Played]]:
+def variants(layout: Layout, costs: Costs, memory: Memory, recompute: bool) -> list[tuple[Rule, PlayedOrder]]:
     """(rule, what was played) of: the list with pulled forwards, the rule on arrival, the rule a step ahead."""
     from atlas.sim.policy import ON_ARRIVAL, WHEN_NEXT_STARTS, Rule, play
 

@@ -6,7 +6,7 @@
 Importing this package does not import numba; the compiled engine does, if a Program is large enough to need it.
 """
 
-from atlas.sim.lower import Jitter, Tables, lower
+from atlas.sim.lower import SeededNoise, Tables, lower
 from atlas.sim.simulate import simulate
 
-__all__ = ["Jitter", "Tables", "lower", "simulate"]
+__all__ = ["SeededNoise", "Tables", "lower", "simulate"]

@@ -52,7 +52,7 @@ class Tables(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Jitter:
+class SeededNoise:
     """Seeded log-normal noise on durations, for Monte-Carlo runs. The medians stay where they were."""
 
     seed: int
@@ -60,7 +60,7 @@ class Jitter:
     wan_sigma: float = 0.0
 
 
-def lower(program: Program, costs: Costs, jitter: Jitter | None = None) -> Tables:
+def lower(program: Program, costs: Costs, jitter: SeededNoise | None = None) -> Tables:
     """The tables of a checked Program. A hole in it (an op without its sender) is an error that names the op."""
     _require_matching(program, costs)
     pipeline = program.op_worker // program.num_ranks
@@ -123,7 +123,7 @@ def network_tables(costs: Costs, num_slots: int, turn: Ints) -> Tables:
     )
 
 
-def noisy(tables: Tables, jitter: Jitter, program: Program) -> Tables:
+def noisy(tables: Tables, jitter: SeededNoise, program: Program) -> Tables:
     """The same tables with new random durations of every op and of every transfer between datacenters."""
     rng = np.random.default_rng(jitter.seed)
     sigma = np.where(program.transfer_crosses, jitter.wan_sigma, 0.0)

@@ -50,7 +50,7 @@ class Rule(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Played:
+class PlayedOrder:
     """What was done, in which order, and when."""
 
     kinds: Ints
@@ -72,14 +72,14 @@ def priority_keys(layout: Layout, order: Sequence[Kind]) -> Ints:
     return keys
 
 
-def play(layout: Layout, costs: Costs, rule: Rule, memory: Memory, keys: Ints, turn: Ints) -> Played:
+def play(layout: Layout, costs: Costs, rule: Rule, memory: Memory, keys: Ints, turn: Ints) -> PlayedOrder:
     """Let every worker and every WAN queue follow its keys. [w, slot, m] and [transfer]."""
     slots = [Kind.F, Kind.R, Kind.I if rule.split else Kind.B, Kind.W]
     held = [memory.cap, *(memory.acquire[k] for k in slots), *(memory.release[k] for k in slots)]
     return _run(layout, costs, rule, slots, held, keys, turn)
 
 
-def play_reversed(layout: Layout, costs: Costs, rule: Rule, memory: Memory, forward: Played) -> Played:
+def play_reversed(layout: Layout, costs: Costs, rule: Rule, memory: Memory, forward: PlayedOrder) -> PlayedOrder:
     """Play the iteration from its end to its beginning, whatever ended last in `forward` going first.
 
     Backwards in time a weight gradient comes first, then the input gradients travel from the first stage to the
@@ -108,7 +108,7 @@ def play_reversed(layout: Layout, costs: Costs, rule: Rule, memory: Memory, forw
     for w, n in enumerate(count.tolist()):
         kinds[w, :n] = np.array(swap)[played.kinds[w, :n][::-1]]
         microbatches[w, :n] = num_mb - 1 - played.microbatches[w, :n][::-1]
-    return Played(
+    return PlayedOrder(
         kinds,
         microbatches,
         np.ascontiguousarray(start[:, swap, ::-1]),
@@ -119,7 +119,7 @@ def play_reversed(layout: Layout, costs: Costs, rule: Rule, memory: Memory, forw
 
 def _run(
     layout: Layout, costs: Costs, rule: Rule, slots: list[Kind], held: list[int], keys: Ints, turn: Ints
-) -> Played:
+) -> PlayedOrder:
     """`held`: the cap, then by slot what an op takes, then by slot what it gives back."""
     num_workers, num_mb = layout.num_pipelines * layout.num_stages, layout.num_microbatches
     tables = network_tables(costs, num_mb, turn)._replace(transfer_dst=_receivers(layout))
@@ -137,7 +137,7 @@ def _run(
             f"{held[1] + held[2]}; raise the memory cap or shrink the microbatch"
         )
     kinds, microbatches = np.where(order == NONE, NONE, order & 3), np.where(order == NONE, 0, order >> 2)
-    return Played(kinds, microbatches, started, net[1][:, T_BEGUN], makespan)
+    return PlayedOrder(kinds, microbatches, started, net[1][:, T_BEGUN], makespan)
 
 
 def _bits(rule: Rule) -> int:
@@ -192,7 +192,7 @@ def _rows(layout: Layout, costs: Costs, rule: Rule, slots: list[Kind], held: lis
 
 
 def freeze(
-    name: str, layout: Layout, rule: Rule, played: Played, *, memory: Memory, turn: Ints, sharing: bool
+    name: str, layout: Layout, rule: Rule, played: PlayedOrder, *, memory: Memory, turn: Ints, sharing: bool
 ) -> Program:
     """The order that was played, as a Program."""
     kinds = (Kind.F, Kind.R, Kind.I if rule.split else Kind.B, Kind.W)

@@ -11,7 +11,7 @@ from atlas.errors import AtlasError
 from atlas.ir.program import Program
 from atlas.ir.timeline import Timeline
 from atlas.sim import reference
-from atlas.sim.lower import Jitter, Tables, lower
+from atlas.sim.lower import SeededNoise, Tables, lower
 from atlas.sim.reference import Events
 
 MAX_TOTAL_NS = 9e18
@@ -20,7 +20,7 @@ SMALL = 60_000
 """Up to this many events the reference engine is faster than loading numba."""
 
 
-def simulate(program: Program, costs: Costs, *, jitter: Jitter | None = None, engine: str = "auto") -> Timeline:
+def simulate(program: Program, costs: Costs, *, jitter: SeededNoise | None = None, engine: str = "auto") -> Timeline:
     """When everything happens. `engine` is "reference", "compiled", or "auto": the faster for this size."""
     began = time.process_time()
     tables = lower(program, costs, jitter)

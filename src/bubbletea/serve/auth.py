@@ -42,7 +42,7 @@ class Keys:
     weights: Mapping[str, float]
 
     @classmethod
-    def nobody(cls) -> Keys:
+    def open_to_all(cls) -> Keys:
         return cls({}, {})
 
     @classmethod

