@@ -115,6 +115,8 @@ async def receive_async(
 
 
 def write(writer: asyncio.StreamWriter, kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> None:
+    if writer.is_closing():
+        return
     writer.write(pack(kind, fields, payload))
     if len(payload):
         writer.write(payload)

@@ -95,8 +95,6 @@ class WorkerConnections(FrameServer):
     def send(self, member: ConnectedWorker, task: PrefillTask, tokens: Sequence[int], cached: Sequence[Tensor]) -> None:
         """Sends a task, its tokens (to the first stage), and keys and values of the cached ones by layer of the worker.
         Sends nothing if the connection is lost: `left` is about to be called."""
-        if member.writer.is_closing():
-            return
         order = member.order
         layers = order.served.cuts(order.layers_per_stage)[order.stage].layers
         for layer, kv in zip(layers, cached, strict=False):
@@ -105,8 +103,7 @@ class WorkerConnections(FrameServer):
         write(member.writer, TASK, *pack_task(task, tokens if task.stage == 0 else ()))
 
     def cancel(self, member: ConnectedWorker, job: int, attempt: int) -> None:
-        if not member.writer.is_closing():
-            write(member.writer, CANCEL, {"job": job, "attempt": attempt})
+        write(member.writer, CANCEL, {"job": job, "attempt": attempt})
 
     def share(self, share: float) -> None:
         """Sends the share of each wait that may be used, if it has changed."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prefill_samples import LLAMA
 
-from bubbletea.frames import greet, send
+from bubbletea.frames import greet, send, write
 from bubbletea.prefill.job import PrefillTask
 from bubbletea.prefill.messages import READY, WorkerOrder
 from bubbletea.prefill.service_link import dial
@@ -90,3 +90,18 @@ def test_nothing_is_written_to_a_lost_worker(tmp_path: Path, caplog: pytest.LogC
 
     asyncio.run(play())
     assert not caplog.records
+
+
+def test_writing_to_a_lost_worker_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A task is many frames, all written before the event loop can report that the connection is lost."""
+
+    async def write_many() -> None:
+        ours, theirs = socket.socketpair()
+        _, writer = await asyncio.open_connection(sock=ours)
+        theirs.close()
+        for _ in range(10):
+            write(writer, READY, {}, b"x" * 100)
+        writer.close()
+
+    asyncio.run(write_many())
+    assert caplog.messages == []
