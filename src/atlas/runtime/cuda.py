@@ -2,7 +2,7 @@
 while the GPU computes. Host memory is pinned. A thread of its own waits for copies, never the one that launches
 kernels.
 
-Knows streams, events and copies. Does not know ops, nor who sends what.
+Handles streams, events and copies. It knows neither ops nor peers.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Cluster(Frozen):
         return dc.net_gbps or self.gpu_type(dc.gpu).net_gbps_per_gpu * dc.gpus_per_node
 
     def route(self, a: str, b: str) -> Route | None:
-        """The path between two datacenters, or None where there is none."""
+        """The path between two datacenters, or None if they are not connected."""
         if self.links is None:
             own: dict[str, object] = {}
         else:

@@ -1,6 +1,6 @@
 """`python checkpoint_killer.py ROOT SEED RUNS`: starts a process that saves step after step, kills it with SIGKILL at a
-random moment, says so, and goes on when it is told a line. Torch is loaded once; the writers are forks, taken before
-any thread exists.
+random moment (the last one while it writes a file), prints a line, and continues when it reads one. Torch is loaded
+once; the writers are forks, made before any thread exists.
 """
 
 from __future__ import annotations
@@ -42,6 +42,18 @@ def write_forever(root: Path, bell: int) -> None:
         os.write(bell, b".")
 
 
+def stop_while_writing(child: int, root: Path) -> None:
+    """Stops the child at a moment at which a file is half-written, however busy the host is."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        os.kill(child, signal.SIGSTOP)
+        os.waitpid(child, os.WUNTRACED)
+        if any(path.name.startswith(".") for path in root.rglob("*")):
+            return
+        os.kill(child, signal.SIGCONT)
+        time.sleep(0.001)
+
+
 def main(root: Path, seed: int, runs: int) -> None:
     chance = random.Random(seed)
     ear, bell = os.pipe()
@@ -55,6 +67,8 @@ def main(root: Path, seed: int, runs: int) -> None:
             os.read(ear, 1)
             save_s = time.monotonic() - began
         time.sleep(chance.uniform(0, 2 * save_s))
+        if run == runs - 1:
+            stop_while_writing(child, root)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         print("killed", flush=True)

@@ -38,7 +38,7 @@ class Checkpoint:
 
 
 def choose(stores: Sequence[BlobStore], *, step: int | None = None, report: Report = log) -> Checkpoint | None:
-    """The newest complete checkpoint over `stores`, or the newest of `step`; None where there is none.
+    """The newest complete checkpoint in all `stores`, or the newest of `step`. None if no checkpoint is complete.
 
     A save with missing parts (after a crash or the loss of a datacenter) is skipped. A damaged manifest is an error.
     """

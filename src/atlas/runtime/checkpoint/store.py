@@ -23,7 +23,7 @@ class BlobStore(Protocol):
         """Put a blob, durably, in place of any other of this name; a failure leaves the other unchanged."""
 
     def open(self, name: str) -> BinaryIO:
-        """A blob to read from; FileNotFoundError if there is none."""
+        """Open a blob for reading. Raises FileNotFoundError if it does not exist."""
         raise NotImplementedError
 
     def names(self, prefix: str = "") -> list[str]:

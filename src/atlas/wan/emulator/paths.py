@@ -103,7 +103,7 @@ def round_trip_bytes(bps: float, latency_s: float) -> int:
 
 
 def path_between(paths: Paths, a: str, b: str) -> PathSpec:
-    """The path of two nodes. If there is none, the error lists the paths that exist."""
+    """The path between two nodes. If they have no path, the error lists the paths that exist."""
     found = paths.get((a, b)) or paths.get((b, a))
     if found is None:
         raise AtlasError(

@@ -35,7 +35,7 @@ def listen_unix(address: Address, kind: str = "wan") -> socket.socket | None:
 
 
 def dial_unix(address: Address, kind: str = "wan") -> socket.socket | None:
-    """Connects to the Unix socket of `address`. None if there is none, or if it belongs to another user."""
+    """Connects to the Unix socket of `address`. None if it does not exist or belongs to another user."""
     if not can_be_unix(address):
         return None
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
