@@ -27,7 +27,7 @@ from common.report import Report, not_measured
 
 from atlas.cost.price import price
 from atlas.errors import AtlasError
-from atlas.evaluate.job import evaluate
+from atlas.evaluate import evaluate
 from atlas.ir.program import Kind
 from atlas.spec import Job, load_job, parse_job
 from atlas.spec.gpus import GPUS, Calibration

@@ -24,7 +24,7 @@ import yaml
 from common.report import Report, not_measured
 
 from atlas.cost.cluster_arrays import cluster_arrays
-from atlas.evaluate.job import evaluate
+from atlas.evaluate import evaluate
 from atlas.planner.files import candidate_of
 from atlas.planner.whole import simulate_whole
 from atlas.spec.plan import load_job_or_plan

@@ -29,8 +29,7 @@ import numpy as np
 from common.report import Report
 
 from atlas.errors import AtlasError
-from atlas.evaluate.job import evaluate_all
-from atlas.ir.check import peak_memory
+from atlas.evaluate import evaluate_all
 from atlas.planner.run import make_plan
 from atlas.spec import Job, load_job, override, parse_job
 
@@ -123,7 +122,7 @@ def simulated(job: Job) -> dict[str, float]:
     results, _ = evaluate_all(job, [(name, "many") for name in names])
     found = {}
     for result in results:
-        fits = peak_memory(result.single.program, result.case.memory) <= result.case.memory.cap
+        fits = result.single.program.peak_held(result.case.memory) <= result.case.memory.cap
         found[result.schedule if fits else f"({result.schedule})"] = result.single.makespan_ns / 1e9
     return found
 

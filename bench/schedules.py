@@ -17,7 +17,7 @@ from math import exp, log
 from common.cases import cell, seconds
 from common.report import Report
 
-from atlas.ir.check import check
+from atlas.ir.assemble import check
 from atlas.schedules import lower_bound
 
 BASELINES = {"varuna": 1.20, "1f1b": 1.5, "gpipe": 1.4}

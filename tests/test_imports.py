@@ -224,7 +224,7 @@ def test_importing_atlas_and_its_help_are_instant(words: tuple[str, ...]) -> Non
     pytest.fail(f"{' '.join(words)} took {best:.2f} s at best, the bar is {MAX_SECONDS} s")
 
 
-@pytest.mark.parametrize("name", ["sim", "schedules", "ir.analysis", "view", "evaluate.job", "commands.simulate"])
+@pytest.mark.parametrize("name", ["sim", "schedules", "ir.analysis", "view", "evaluate", "commands.simulate"])
 def test_what_is_small_is_simulated_without_numba_or_torch(name: str) -> None:
     script = f"import sys, atlas.{name}; print(*[m for m in ('torch', 'numba') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -16,12 +16,12 @@ TINY = SRC.parents[1] / "examples" / "tiny.yaml"
 ONCE = {
     "spec/document.py": ["parse_yaml"],
     "cost/arrange.py": ["arrange"],
-    "evaluate/job.py": ["prepare", "evaluate"],
-    "ir/check.py": ["check"],
+    "evaluate.py": ["prepare", "evaluate"],
+    "ir/assemble.py": ["check"],
     "sim/lower.py": ["lower"],
     "sim/simulate.py": ["run", "timeline"],
     "ir/analysis.py": ["summary", "link_utilization", "bubbles", "critical_path"],
-    "view/tracks.py": ["groups"],
+    "view/page.py": ["groups"],
 }
 
 

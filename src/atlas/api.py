@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.cost.compute import pricing
 from atlas.cost.price import Tcp
-from atlas.evaluate.job import Progress, default_choices, evaluate_all, find_schedule
-from atlas.evaluate.result import Result, rows
+from atlas.evaluate import Progress, Result, default_choices, evaluate_all, find_schedule, rows
 from atlas.ir.replace import write_whole
 from atlas.planner import report
 from atlas.planner.change import Sweep, parse_sweep

@@ -13,8 +13,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from atlas.cost import flops
-from atlas.cost.compute import Rates, layer_pass, rates
+from atlas.cost.compute import (
+    Rates,
+    attention_width,
+    embedding_params,
+    head_params,
+    layer_activation_elements,
+    layer_attention_flops,
+    layer_params,
+    layer_pass,
+    rates,
+)
 from atlas.spec.gpus import Calibration, Gpu
 from atlas.spec.job import Model
 
@@ -87,16 +96,16 @@ class PrefillCosts:
 
     @property
     def layer_weight_bytes(self) -> int:
-        return flops.layer_params(self.model) * ELEMENT_BYTES
+        return layer_params(self.model) * ELEMENT_BYTES
 
     @property
     def end_weight_bytes(self) -> int:
         """Embedding or LM head, whichever is larger: either end of a lane holds one, a lane of one worker both."""
-        return max(flops.embedding_params(self.model), flops.head_params(self.model)) * ELEMENT_BYTES
+        return max(embedding_params(self.model), head_params(self.model)) * ELEMENT_BYTES
 
     def workspace_bytes(self, tokens: int) -> int:
         """Activations of one layer over a chunk."""
-        return tokens * (2 * self.model.hidden + flops.layer_activation_elements(self.model)) * ELEMENT_BYTES
+        return tokens * (2 * self.model.hidden + layer_activation_elements(self.model)) * ELEMENT_BYTES
 
     def hop_ns(self, tokens: int) -> int:
         """Hidden states of a chunk to the lane's next worker."""
@@ -117,7 +126,7 @@ def price_prefill(
     calibration = (gpu.calibration or USUAL).model_copy(update={"fused_attention": True, "layer_floor_us": 0.0})
     at = rates(gpu, calibration)
     one, two = (_layer_s(model, tokens, tp, at) for tokens in (1024, 2048))
-    pair_s = 4 * flops.attention_width(model) / tp / at.attention_flop_per_s
+    pair_s = 4 * attention_width(model) / tp / at.attention_flop_per_s
     token_s = (two - one) / 1024
     head_s = head_seconds(model, tp, at)
     return PrefillCosts(
@@ -134,12 +143,12 @@ def _layer_s(model: Model, tokens: int, tp: int, at: Rates) -> float:
     """One layer without attention's products, which are counted by pair of tokens."""
     sized = model.model_copy(update={"seq_len": tokens})
     seconds = layer_pass(sized, 1, tp, ELEMENT_BYTES, at).forward_s
-    return seconds - flops.layer_attention_flops(sized, 1) / tp / at.attention_flop_per_s
+    return seconds - layer_attention_flops(sized, 1) / tp / at.attention_flop_per_s
 
 
 def head_seconds(model: Model, tp: int, at: Rates) -> float:
     """Logits of one token: the time to read the matrix."""
-    return flops.head_params(model) * ELEMENT_BYTES / tp / at.bytes_per_s
+    return head_params(model) * ELEMENT_BYTES / tp / at.bytes_per_s
 
 
 def measured(costs: PrefillCosts, points: Sequence[tuple[int, int, float]]) -> PrefillCosts:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from atlas.cost import flops
 from atlas.cost.arrange import arrange
-from atlas.cost.compute import analytic
+from atlas.cost.compute import analytic, head_flops, layer_attention_flops, layer_matrix_flops, model_params
 from atlas.spec import GPUS, Model, parse_job
 
 
@@ -27,7 +26,7 @@ LLAMA_70B = model(
     ("decoder", "params"), [(GPT2, 124_439_808), (LLAMA_8B, 8_030_261_248), (LLAMA_70B, 70_553_706_496)]
 )
 def test_parameter_counts_are_the_published_ones(decoder: Model, params: int) -> None:
-    assert flops.model_params(decoder) == params
+    assert model_params(decoder) == params
 
 
 def test_llama_default_width_is_that_of_llama_7b() -> None:
@@ -36,13 +35,13 @@ def test_llama_default_width_is_that_of_llama_7b() -> None:
 
 def test_a_gpt_layer_is_24_b_l_h_squared_and_causal_attention() -> None:
     decoder = model(hidden=4096, heads=32, seq_len=4096)
-    assert flops.layer_matrix_flops(decoder, 1) == 24 * 4096 * 4096**2
-    assert flops.layer_attention_flops(decoder, 1) == 2 * 4096**2 * 4096
+    assert layer_matrix_flops(decoder, 1) == 24 * 4096 * 4096**2
+    assert layer_attention_flops(decoder, 1) == 2 * 4096**2 * 4096
 
 
 def test_the_head_of_a_small_llama_is_more_than_two_layers() -> None:
     small = model(family="llama", hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, seq_len=2048)
-    assert flops.head_flops(small, 1) > 2 * flops.layer_matrix_flops(small, 1)
+    assert head_flops(small, 1) > 2 * layer_matrix_flops(small, 1)
 
 
 def stage_of_four(hidden: int, seq_len: int) -> dict[str, object]:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from atlas.cli import main
-from atlas.cost import rates
+from atlas.cost import cluster_arrays
 from atlas.cost.cluster_arrays import GIB
 from atlas.cost.memory import WorkerMemory
 from atlas.spec import GPUS
@@ -64,8 +64,8 @@ def _run(words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
 
 def test_a_link_rule(job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     before = _figures(job, capsys)
-    whole = rates.path_bps
-    monkeypatch.setattr(rates, "path_bps", lambda *words: whole(*words) / 4)
+    whole = cluster_arrays.path_bps
+    monkeypatch.setattr(cluster_arrays, "path_bps", lambda *words: whole(*words) / 4)
     after = _figures(job, capsys)
     for name in before:
         assert after[name]["iteration_s"] > 1.2 * before[name]["iteration_s"], name

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from atlas.cost.arrange import arrange
+from atlas.cost.cluster_arrays import ring_bps
 from atlas.cost.memory import worker_memory
 from atlas.cost.price import price
-from atlas.cost.rates import ring_bps
 from atlas.errors import SpecError
-from atlas.evaluate.job import evaluate
+from atlas.evaluate import evaluate
 from atlas.ir.program import Kind
 from atlas.launch.preflight import require_executable
 from atlas.spec import parse_job

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from atlas.errors import InfeasibleError, SpecError
-from atlas.evaluate.job import build, default_budget, default_choices, evaluate, evaluate_all, prepare
-from atlas.evaluate.result import rows
-from atlas.ir.check import check
+from atlas.evaluate import build, default_budget, default_choices, evaluate, evaluate_all, prepare, rows
+from atlas.ir.assemble import check
 from atlas.ir.program import Kind
 from atlas.schedules import SCHEDULES
 from atlas.sim import simulate

@@ -12,8 +12,7 @@ from random_jobs import any_order, costs_for, dependencies, layouts, programs, w
 
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.errors import ProgramError
-from atlas.ir.assemble import assemble, repeated, with_optimizer
-from atlas.ir.check import check, peak_memory
+from atlas.ir.assemble import assemble, check, repeated, with_optimizer
 from atlas.ir.program import Kind, Layout, Memory, Op, Program
 from atlas.schedules.classic import gpipe, interleaved, one_f_one_b
 from atlas.sim import lower, reference
@@ -207,7 +206,7 @@ def test_collectives_in_opposite_orders_deadlock():
 def test_the_cap_of_memory_is_the_peak_and_not_one_less(make, peak: int):
     program = make(Layout.even(2, 4, 8, 1))
     assert program.peak_in_flight == peak
-    assert peak_memory(program, Memory(99)) == peak
+    assert program.peak_held(Memory(99)) == peak
     check(replace(program, memory=Memory(peak)))
     with pytest.raises(ProgramError, match=f"makes its worker hold {peak}, but the cap is {peak - 1}"):
         check(replace(program, memory=Memory(peak - 1)))
@@ -234,20 +233,20 @@ def test_memory_is_taken_at_the_start_of_an_op_and_given_back_at_its_end(program
     roomy = Memory(99, (1, 0, 3, 2, 0, 0, 0, 0, 0), (0, 0, 4, 2, 1, 0, 0, 0, 0))
     for memory in (Memory(99), half, roomy):
         peak = held_by_hand(program, memory)
-        assert peak_memory(program, memory) == peak
+        assert program.peak_held(memory) == peak
         check(replace(program, memory=replace(memory, cap=peak)))
         assert not accepts(replace(program, memory=replace(memory, cap=peak - 1)))
     assert program.peak_in_flight == held_by_hand(program, Memory(99))
-    assert split or peak_memory(program, half) == 2 * program.peak_in_flight
+    assert split or program.peak_held(half) == 2 * program.peak_in_flight
 
 
 def test_a_backward_without_recompute_needs_the_recomputes_memory():
     # Where some recompute, a stage that does not keeps its activations from the forward on.
     memory = Memory(99, (1, 5, 0, 0, 0, 0, 0, 0, 0), (0, 0, 6, 0, 0, 0, 0, 0, 0))
     program = two_stages("0F0 0F1 0R0 0B0 0R1 0B1", "1F0 1B0 1F1 1B1")
-    assert peak_memory(program, memory) == 7  # two stashed inputs and one recompute
+    assert program.peak_held(memory) == 7  # two stashed inputs and one recompute
     program = two_stages("0F0 0F1 0R0 0B0 0R1 0B1", "1F0 1F1 1B0 1B1")
-    assert peak_memory(program, memory) == 12  # two of everything
+    assert program.peak_held(memory) == 12  # two of everything
 
 
 def test_interleaved_and_repeated_programs_pass():

@@ -6,7 +6,7 @@ import pytest
 from plan_jobs import job_of
 
 from atlas.cost.cluster_arrays import cluster_arrays
-from atlas.cost.flops import embedding_params, head_params, layer_params
+from atlas.cost.compute import embedding_params, head_params, layer_params
 from atlas.errors import InfeasibleError, SpecError
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.judge import judge

@@ -213,7 +213,7 @@ def test_an_interrupted_search_keeps_the_best_so_far() -> None:
 
 
 def test_the_winner_is_searched_and_simulate_finds_the_same_figure() -> None:
-    from atlas.evaluate.job import evaluate
+    from atlas.evaluate import evaluate
 
     planned = make_plan(job_of(), tries=20)
     assert planned.schedule == "atlas"

@@ -6,7 +6,7 @@ import pytest
 from plan_jobs import job_of
 
 from atlas.errors import SpecError
-from atlas.evaluate.job import evaluate
+from atlas.evaluate import evaluate
 from atlas.planner.change import changed, parse_sweep
 from atlas.planner.files import plan_of
 from atlas.planner.run import make_plan

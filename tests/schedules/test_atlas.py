@@ -10,7 +10,7 @@ import pytest
 from exact_optimum import optimum
 
 from atlas.cost.table import kind_costs, uniform_costs
-from atlas.ir.check import check, peak_memory
+from atlas.ir.assemble import check
 from atlas.ir.program import Layout, Memory
 from atlas.ir.text import to_text
 from atlas.schedules.atlas import atlas
@@ -54,7 +54,7 @@ def test_it_is_never_slower_than_a_baseline_nor_faster_than_the_bound_and_keeps_
         program = atlas(setting)
         check(program)
         assert program.memory == setting.memory
-        assert peak_memory(program, setting.memory) <= setting.memory.cap
+        assert program.peak_held(setting.memory) <= setting.memory.cap
         ours = time_of(setting, program)
         bound = lower_bound(setting.costs_of(program), cell[1], setting.memory, recompute=True)
         assert bound.ns <= ours, (cell, bound)

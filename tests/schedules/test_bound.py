@@ -12,7 +12,6 @@ from random_jobs import costs_for, programs
 
 from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.errors import AtlasError
-from atlas.ir.check import peak_memory
 from atlas.ir.program import Kind, Layout, Memory, Program
 from atlas.schedules.bound import lower_bound
 from atlas.schedules.classic import gpipe, one_f_one_b
@@ -31,7 +30,7 @@ def test_no_program_is_faster_than_the_bound(rule: Memory | None, data: st.DataO
     costs: Costs = data.draw(costs_for(program))
     recomputed = int((program.kind == Kind.R).sum())
     everywhere = recomputed == program.num_pipelines * program.num_stages * program.num_microbatches
-    memory = None if rule is None else replace(rule, cap=peak_memory(program, rule))
+    memory = None if rule is None else replace(rule, cap=program.peak_held(rule))
     closing = bool((program.kind == Kind.STEP).any())
     bound = lower_bound(costs, program.num_microbatches, memory, recompute=everywhere, closing=closing)
     assert bound.ns <= simulate(program, costs).makespan_ns, bound.reason

@@ -8,7 +8,7 @@ import pytest
 
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.errors import ProgramError
-from atlas.ir.check import check
+from atlas.ir.assemble import check
 from atlas.ir.program import Kind, Layout, Op
 from atlas.schedules.classic import gpipe, interleaved, one_f_one_b
 from atlas.sim import simulate

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from atlas.cost.table import kind_costs, uniform_costs
-from atlas.ir.check import peak_memory
 from atlas.ir.program import Layout, Memory
 from atlas.schedules import SCHEDULES
 from atlas.schedules.eager import warm_ups
@@ -55,7 +54,7 @@ def test_atlas_is_never_slower_than_a_schedule_that_fits_the_same_memory(seed: i
         ours = seconds_of("atlas", setting)
         for name in ("gpipe", "1f1b", "1f1b-eager", "varuna", "zero-bubble"):
             program = SCHEDULES[name].build(setting, None)
-            if peak_memory(program, setting.memory) <= setting.memory.cap:
+            if program.peak_held(setting.memory) <= setting.memory.cap:
                 assert ours <= setting.simulated_ns(program) / 1e9, name
 
 

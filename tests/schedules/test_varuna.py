@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from atlas.cost.table import kind_costs, uniform_costs
-from atlas.ir.assemble import assemble
-from atlas.ir.check import check
+from atlas.ir.assemble import assemble, check
 from atlas.ir.program import Kind, Layout, Memory, Op
 from atlas.schedules.setting import Setting
 from atlas.schedules.varuna import list_keys, variants, varuna

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atlas.cost.table import kind_costs, uniform_costs
-from atlas.ir.assemble import repeated
-from atlas.ir.check import check
+from atlas.ir.assemble import check, repeated
 from atlas.ir.program import Kind, Layout, Memory
 from atlas.schedules.setting import Setting
 from atlas.schedules.zero_bubble import zero_bubble

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from atlas.cost.table import MAX_NS, Trace, kind_costs, uniform_costs
 from atlas.errors import AtlasError, ProgramError
-from atlas.ir.assemble import assemble, default_turns
-from atlas.ir.check import check, peak_memory
+from atlas.ir.assemble import assemble, check, default_turns
 from atlas.ir.program import Kind, Layout, Memory, Op
 from atlas.schedules.classic import gpipe, one_f_one_b
 from atlas.sim import SeededNoise, compiled, lower, reference, simulate
@@ -117,7 +116,7 @@ def test_a_deadlock_is_an_error_that_points_to_the_checker(engine):
     orders = [[Op(Kind.F, 0, 0), Op(Kind.B, 0, 0), Op(Kind.F, 0, 1), Op(Kind.B, 0, 1)]]
     orders.append([Op(Kind.F, 1, 0), Op(Kind.F, 1, 1), Op(Kind.B, 1, 0), Op(Kind.B, 1, 1)])
     program = assemble("stuck", Layout(1, 2, 2, ("a", "b")), orders)
-    with pytest.raises(ProgramError, match=r"deadlocks: 2 workers never finish.*atlas.ir.check"):
+    with pytest.raises(ProgramError, match=r"deadlocks: 2 workers never finish.*atlas.ir.assemble"):
         engine.run(lower(program, uniform_costs(1, 2, PER_KIND)))
 
 
@@ -160,7 +159,7 @@ def test_an_order_that_was_played_runs_in_the_time_it_was_played_in_and_within_i
     played = play(layout, costs, rule, memory, keys, turn)
     program = freeze("played", layout, rule, played, memory=memory, turn=turn, sharing=sharing)
     check(program)
-    assert peak_memory(program, memory) <= memory.cap
+    assert program.peak_held(memory) <= memory.cap
     timeline = simulate(program, costs)
     assert timeline.makespan_ns == played.makespan_ns
     np.testing.assert_array_equal(timeline.transfer_start_ns, played.transfer_start_ns)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 from view_samples import job
 
-from atlas.view.tracks import groups
+from atlas.view.page import groups
 
 
 def test_each_worker_has_one_row_under_its_datacenter() -> None:

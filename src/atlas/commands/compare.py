@@ -14,7 +14,7 @@ from atlas.api import simulate
 from atlas.commands.view import Outputs, picture_flags
 from atlas.console import Meter, as_json, job_flags, search_flags, show
 from atlas.errors import AtlasError
-from atlas.evaluate.job import Progress
+from atlas.evaluate import Progress
 from atlas.ir.analysis import summary
 from atlas.ir.difference import difference
 from atlas.ir.store import load_timeline

@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from atlas.console import Meter, as_json, job_flags, search_flags, show
-from atlas.evaluate.job import build, find_schedule, prepare
+from atlas.evaluate import build, find_schedule, prepare
 from atlas.ir.text import to_text, to_torch_csv
 from atlas.schedules import SCHEDULES
 from atlas.spec.plan import load_job_or_plan

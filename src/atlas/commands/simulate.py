@@ -31,9 +31,8 @@ from atlas.console import (
     show,
     whole,
 )
-from atlas.cost.flops import model_params
-from atlas.evaluate.job import find_schedule
-from atlas.evaluate.result import Result
+from atlas.cost.compute import model_params
+from atlas.evaluate import Result, find_schedule
 from atlas.ir.replace import write_whole
 from atlas.schedules import SCHEDULES
 from atlas.spec.plan import load_job_or_plan

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from atlas.console import number, whole
 from atlas.errors import AtlasError
-from atlas.spec.cluster import Cluster
+from atlas.spec.job import Cluster
 from atlas.spec.load import load_cluster, load_job
 from atlas.wan.emulator.lateness import EmulatorLateError
 from atlas.wan.emulator.namespace_net import NamespaceNet

@@ -21,7 +21,7 @@ from pathlib import Path
 from atlas.console import number, require_apart, require_folder, require_writable, whole
 from atlas.errors import AtlasError
 from atlas.ir.replace import replacing
-from atlas.spec.cluster import Cluster
+from atlas.spec.job import Cluster
 from atlas.spec.load import load_cluster, load_job
 from atlas.spec.trace import TraceRow
 from atlas.wan.probe.agent import ProbeAgent

@@ -18,14 +18,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from atlas.cost.cluster_arrays import ClusterArrays, Floats, Ints, cluster_arrays, tp_groups
+from atlas.cost.cluster_arrays import ClusterArrays, Floats, Ints, cluster_arrays, ring_s, tp_groups
 from atlas.cost.compute import PieceTime
 from atlas.cost.model_arrays import UPDATE, ModelArrays, microbatch_s, model_arrays, sums_from_zero
-from atlas.cost.rates import ring_s
 from atlas.cost.runtimes import RUNTIMES
 from atlas.errors import InfeasibleError, SpecError
-from atlas.spec.cluster import DataCenter, Route
-from atlas.spec.job import Job
+from atlas.spec.job import DataCenter, Job, Route
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
-"""Seconds of each piece of the model on one GPU type: from FLOPs, bytes and the job's efficiency, from the type's
-calibration, or as measured.
+"""Parameters, FLOPs, bytes and seconds of each piece of the model (embedding, layer, LM head) on one GPU type. Seconds
+come from FLOPs, bytes and the job's efficiency, from the type's calibration, or as measured.
 
 Matrix products and attention run at `efficiency` of the peak, divided over the tp group, which also pays two
 all-reduces of the activation per layer and pass; lookups and the loss run at the memory's bandwidth. Calibrated rates
 are at the end of this file. Knows one piece at a time: `arrange` decides which stage holds it.
+
+Letters: b sequences in a microbatch, L tokens of a sequence, H hidden, V vocabulary, tp GPUs of a group.
 """
 
 from __future__ import annotations
@@ -13,15 +15,91 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from atlas.cost import flops
 from atlas.cost.profile import Entry, Piece, entry_of, unchecked
 from atlas.cost.runtimes import RUNTIMES
 from atlas.errors import SpecError
-from atlas.spec.cluster import DataCenter
 from atlas.spec.gpus import Calibration, Gpu
-from atlas.spec.job import Job, Model
+from atlas.spec.job import DataCenter, Job, Model
+
+# ---- parameters, FLOPs and bytes -----------------------------------------------------------------------------------
+# A product of an (m, k) and a (k, n) matrix is 2mkn FLOPs. Attention is causal: half of L x L is computed.
+ATTENTION_BACKWARD = 2.5
+"""Backward of fused attention over its forward: five products against two (the scores are computed again)."""
+LOGIT_PASSES = 3
+"""Times the loss goes over the fp32 logits: write, read for the sum, write the probabilities."""
 
 
+def attention_width(model: Model) -> int:
+    """Width of all query heads together."""
+    return model.heads * model.head_width
+
+
+def layer_matrix_params(model: Model) -> int:
+    """Parameters of one layer that take part in matrix products."""
+    queries, keys = attention_width(model), model.num_kv_heads * model.head_width
+    attention = 2 * model.hidden * queries + 2 * model.hidden * keys
+    return attention + (3 if model.is_gated else 2) * model.hidden * model.ffn_width
+
+
+def layer_params(model: Model) -> int:
+    """All parameters of one layer: matrices, norms, and in the gpt family biases."""
+    if model.family == "llama":
+        return layer_matrix_params(model) + 2 * model.hidden
+    keys = model.num_kv_heads * model.head_width
+    biases = attention_width(model) + 2 * keys + model.hidden + model.ffn_width + model.hidden
+    return layer_matrix_params(model) + biases + 4 * model.hidden
+
+
+def embedding_params(model: Model) -> int:
+    positions = model.seq_len * model.hidden if model.family == "gpt" else 0
+    return model.vocab * model.hidden + positions
+
+
+def head_params(model: Model) -> int:
+    """LM head and final norm; a tied head is counted here too, because the last stage must hold it."""
+    return model.vocab * model.hidden + (2 if model.family == "gpt" else 1) * model.hidden
+
+
+def model_params(model: Model) -> int:
+    """Parameters of the whole model; a tied matrix counts once."""
+    tied = model.vocab * model.hidden if model.tied_embeddings else 0
+    return embedding_params(model) + model.layers * layer_params(model) + head_params(model) - tied
+
+
+def layer_matrix_flops(model: Model, microbatch: int) -> float:
+    """Forward of one layer's weights; the input gradient costs as much, and so does the weight gradient."""
+    return 2.0 * microbatch * model.seq_len * layer_matrix_params(model)
+
+
+def layer_attention_flops(model: Model, microbatch: int) -> float:
+    """Forward of scores and their product with the values, causal."""
+    return 2.0 * microbatch * model.seq_len * model.seq_len * attention_width(model)
+
+
+def head_flops(model: Model, microbatch: int) -> float:
+    """Forward of the LM head."""
+    return 2.0 * microbatch * model.seq_len * model.hidden * model.vocab
+
+
+def logits_bytes(model: Model, microbatch: int) -> float:
+    """Memory traffic of the loss over the logits."""
+    return 4.0 * LOGIT_PASSES * microbatch * model.seq_len * model.vocab
+
+
+def embedding_bytes(model: Model, microbatch: int, element_bytes: int) -> float:
+    """Memory traffic of looking the tokens up: read a row, write a row."""
+    return 2.0 * microbatch * model.seq_len * model.hidden * element_bytes
+
+
+def layer_activation_elements(model: Model) -> int:
+    """Elements per token that one layer's backward needs: inputs of the norms and of every product, with fused
+    attention (no L x L scores are kept)."""
+    keys = model.num_kv_heads * model.head_width
+    attention = 2 * model.hidden + 2 * attention_width(model) + 2 * keys
+    return attention + 2 * model.hidden + (3 if model.is_gated else 2) * model.ffn_width
+
+
+# ---- seconds -------------------------------------------------------------------------------------------------------
 class PieceTime(NamedTuple):
     """Seconds for one microbatch; `update_s` once per iteration."""
 
@@ -117,19 +195,19 @@ def analytic(job: Job, gpu: Gpu, peer_bps: float | None = None) -> ModelTime:
     bytes_per_s = gpu.memory_gbytes_per_s * 1e9 * job.tp
     # Ring all-reduce inside the node, once after attention and once after the MLP.
     peers_s = 2 * 2 * (job.tp - 1) / job.tp * job.activation_bytes * 8 / (peer_bps or gpu.peer_gbps * 1e9)
-    matrix_s = flops.layer_matrix_flops(model, b) / flop_per_s
-    attention_s = flops.layer_attention_flops(model, b) / flop_per_s
+    matrix_s = layer_matrix_flops(model, b) / flop_per_s
+    attention_s = layer_attention_flops(model, b) / flop_per_s
     forward_s = matrix_s + attention_s + peers_s
     layer = PieceTime(
         forward_s=forward_s,
         recompute_s=forward_s,
-        input_s=matrix_s + flops.ATTENTION_BACKWARD * attention_s + peers_s,
+        input_s=matrix_s + ATTENTION_BACKWARD * attention_s + peers_s,
         weight_s=matrix_s,
-        update_s=_update_s(job, flops.layer_params(model), bytes_per_s),
+        update_s=_update_s(job, layer_params(model), bytes_per_s),
     )
-    head_s, loss_s = flops.head_flops(model, b) / flop_per_s, flops.logits_bytes(model, b) / bytes_per_s
+    head_s, loss_s = head_flops(model, b) / flop_per_s, logits_bytes(model, b) / bytes_per_s
     # The loss is fused with the head and its logits are not kept per microbatch, so there is nothing to recompute.
-    head = PieceTime(head_s + loss_s, 0.0, head_s, head_s, _update_s(job, flops.head_params(model), bytes_per_s))
+    head = PieceTime(head_s + loss_s, 0.0, head_s, head_s, _update_s(job, head_params(model), bytes_per_s))
     return ModelTime(_embedding(job, bytes_per_s), (layer,) * model.layers, head)
 
 
@@ -156,17 +234,17 @@ def calibrated(job: Job, gpu: Gpu, peer_bps: float | None = None) -> ModelTime:
 
     layer = piece(
         layer_pass(model, b, job.tp, job.element_bytes, at, job.gradient_bytes),
-        flops.layer_params(model),
+        layer_params(model),
         recomputed=True,
     )
-    head = piece(head_pass(model, b, job.tp, at), flops.head_params(model), recomputed=False)
+    head = piece(head_pass(model, b, job.tp, at), head_params(model), recomputed=False)
     return ModelTime(_embedding(job, at.bytes_per_s * job.tp), (layer,) * model.layers, head)
 
 
 def _embedding(job: Job, bytes_per_s: float) -> PieceTime:
     """Look the tokens up, and add their gradients back."""
-    lookup_s = flops.embedding_bytes(job.model, job.microbatch, job.element_bytes) / bytes_per_s
-    return PieceTime(lookup_s, 0.0, 0.0, lookup_s, _update_s(job, flops.embedding_params(job.model), bytes_per_s))
+    lookup_s = embedding_bytes(job.model, job.microbatch, job.element_bytes) / bytes_per_s
+    return PieceTime(lookup_s, 0.0, 0.0, lookup_s, _update_s(job, embedding_params(job.model), bytes_per_s))
 
 
 def _update_s(job: Job, params: int, bytes_per_s: float) -> float:
@@ -195,7 +273,6 @@ def measured(job: Job, entry: Entry, fallback: ModelTime) -> ModelTime:
 # A product of matrices costs its FLOPs at the reachable peak plus its operands at the reachable bandwidth, so small or
 # narrow products reach a smaller share of the peak without a constant for it. Work between products costs its bytes.
 # Nothing takes less time than launching its kernels.
-# Letters: b sequences, L tokens of each, H hidden, tp GPUs of the group.
 RESIDUAL_PASSES = 10
 """Times a forward reads or writes the residual stream outside products: two norms (2 each), two fused bias, dropout
 and add (3 each). Every GPU of a tp group does all of it."""
@@ -262,7 +339,7 @@ def layer_pass(model: Model, microbatch: int, tp: int, element_bytes: int, at: R
     """One layer on one GPU of its group. Its weight gradient is added to a sum of `gradient_bytes` a parameter: the sum
     is read and written once a microbatch, the gradient written and read."""
     tokens = microbatch * model.seq_len
-    products_s = flops.layer_matrix_flops(model, microbatch) / tp / at.flop_per_s
+    products_s = layer_matrix_flops(model, microbatch) / tp / at.flop_per_s
     products_s += _operand_elements(model, tokens, tp) * element_bytes / at.bytes_per_s
     attention_s, attention_back_s = _attention_s(model, microbatch, tp, element_bytes, at)
     pointwise_s = _pointwise_elements(model, tokens, tp) * element_bytes / at.bytes_per_s
@@ -270,7 +347,7 @@ def layer_pass(model: Model, microbatch: int, tp: int, element_bytes: int, at: R
     ring_s = 2 * 2 * (tp - 1) / tp * tokens * model.hidden * element_bytes / at.peer_bytes_per_s
     forward_s = products_s + attention_s + pointwise_s + ring_s
     sum_bytes = 2 * (gradient_bytes + element_bytes) if gradient_bytes else 0
-    weight_s = products_s + flops.layer_params(model) / tp * sum_bytes / at.bytes_per_s
+    weight_s = products_s + layer_params(model) / tp * sum_bytes / at.bytes_per_s
     backward_s = products_s + weight_s + attention_back_s + POINTWISE_BACKWARD * pointwise_s + ring_s
     held_s = max(backward_s, at.backward_floor_s)
     return Pass(max(forward_s, at.layer_floor_s), held_s, held_s * weight_s / backward_s)
@@ -279,16 +356,16 @@ def layer_pass(model: Model, microbatch: int, tp: int, element_bytes: int, at: R
 @lru_cache(maxsize=4096)
 def head_pass(model: Model, microbatch: int, tp: int, at: Rates) -> Pass:
     """LM head and loss."""
-    product_s = flops.head_flops(model, microbatch) / tp / at.flop_per_s
-    loss_s = flops.logits_bytes(model, microbatch) / tp / at.bytes_per_s
+    product_s = head_flops(model, microbatch) / tp / at.flop_per_s
+    loss_s = logits_bytes(model, microbatch) / tp / at.bytes_per_s
     return Pass(product_s + loss_s, 2 * product_s, product_s)
 
 
 def _attention_s(model: Model, microbatch: int, tp: int, element_bytes: int, at: Rates) -> tuple[float, float]:
     """Forward and backward of scores and values. Unfused, the causal half that is masked is computed too."""
-    product_s = flops.layer_attention_flops(model, microbatch) / tp / at.attention_flop_per_s
+    product_s = layer_attention_flops(model, microbatch) / tp / at.attention_flop_per_s
     if at.fused_attention:
-        return product_s, flops.ATTENTION_BACKWARD * product_s
+        return product_s, ATTENTION_BACKWARD * product_s
     scores = microbatch * model.heads / tp * model.seq_len**2
     bytes_s = SCORE_PASSES * scores * element_bytes / at.bytes_per_s
     return 2 * product_s + bytes_s, 4 * product_s + POINTWISE_BACKWARD * bytes_s
@@ -296,13 +373,13 @@ def _attention_s(model: Model, microbatch: int, tp: int, element_bytes: int, at:
 
 def _operand_elements(model: Model, tokens: int, tp: int) -> float:
     """Read and written once by each product: weights, and activations whole on one side and divided on the other."""
-    queries, keys = flops.attention_width(model), model.num_kv_heads * model.head_width
+    queries, keys = attention_width(model), model.num_kv_heads * model.head_width
     inner = 2 * queries + 2 * keys + (3 if model.is_gated else 2) * model.ffn_width
-    return flops.layer_matrix_params(model) / tp + tokens * (4 * model.hidden + inner / tp)
+    return layer_matrix_params(model) / tp + tokens * (4 * model.hidden + inner / tp)
 
 
 def _pointwise_elements(model: Model, tokens: int, tp: int) -> float:
     """Read and written between products: the residual stream on every GPU; heads and MLP divided over the group."""
-    queries, keys = flops.attention_width(model), model.num_kv_heads * model.head_width
+    queries, keys = attention_width(model), model.num_kv_heads * model.head_width
     divided = 2 * (2 * queries + 2 * keys) + (3 if model.is_gated else 2) * model.ffn_width
     return tokens * (RESIDUAL_PASSES * model.hidden + divided / tp)

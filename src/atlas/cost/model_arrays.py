@@ -16,9 +16,16 @@ from functools import cached_property
 
 import numpy as np
 
-from atlas.cost import flops
 from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints
-from atlas.cost.compute import ModelTime, model_times, peer_bps
+from atlas.cost.compute import (
+    ModelTime,
+    embedding_params,
+    head_params,
+    layer_activation_elements,
+    layer_params,
+    model_times,
+    peer_bps,
+)
 from atlas.cost.profile import Entry, Piece, entry_of
 from atlas.cost.runtimes import RUNTIMES
 from atlas.errors import SpecError
@@ -51,11 +58,11 @@ class ModelSize:
 def model_size(job: Job, gpu: str) -> ModelSize:
     """By shape; where the job's profile has measured sizes for the GPU type, by those."""
     model = job.model
-    embedding = PieceSize(flops.embedding_params(model), 0.0)
-    layer = PieceSize(flops.layer_params(model), layer_activation_bytes(job))
+    embedding = PieceSize(embedding_params(model), 0.0)
+    layer = PieceSize(layer_params(model), layer_activation_bytes(job))
     # Logits, and what the loss keeps of them.
     logits = 2.0 * job.microbatch * model.seq_len * model.vocab * job.element_bytes / job.tp
-    head = PieceSize(flops.head_params(model), logits)
+    head = PieceSize(head_params(model), logits)
     entry = entry_of(job, gpu)
     if entry is None:
         return ModelSize(embedding, (layer,) * model.layers, head)
@@ -85,8 +92,8 @@ def layer_activation_bytes(job: Job) -> float:
     model, runtime = job.model, RUNTIMES[job.runtime]
     tokens = job.microbatch * model.seq_len
     if runtime.sequence_parallel:
-        return tokens * flops.layer_activation_elements(model) * job.element_bytes / job.tp
-    divided = flops.layer_activation_elements(model) - 4 * model.hidden
+        return tokens * layer_activation_elements(model) * job.element_bytes / job.tp
+    divided = layer_activation_elements(model) - 4 * model.hidden
     scores = 0.0 if runtime.fused_attention else 2.5 * model.heads * model.seq_len
     return tokens * (5 * model.hidden + (divided + scores) / job.tp) * job.element_bytes
 

@@ -1,7 +1,7 @@
 """`price`: a job in, `Costs` of one DP-cell out; `layout`: the frame that a schedule fills.
 
-Adds up the pieces per stage (`arrange`), the links of the cell at the rates of `rates`, and what ends an iteration:
-SYNC, NORM and STEP. Knows no schedule: every kind of op is priced, whether or not a Program uses it.
+Adds up the pieces per stage (`arrange`), the links of the cell at the rates of `cluster_arrays`, and what ends an
+iteration: SYNC, NORM and STEP. Knows no schedule: every kind of op is priced, whether or not a Program uses it.
 
 Inside a datacenter every channel has its worker's share of the node's network. Between datacenters:
 
@@ -22,13 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.cost.arrange import Arrangement, arrange, route_between
-from atlas.cost.rates import WanRate, lan_bps, ring_s, wan_rate, worker_bps
+from atlas.cost.cluster_arrays import WanRate, lan_bps, ring_s, wan_rate, worker_bps
 from atlas.cost.runtimes import RUNTIMES
 from atlas.cost.table import FAIR, MAX_NS, PRIVATE, TURNS, Costs, LinkCost, Trace, kind_costs
 from atlas.errors import InfeasibleError, SpecError
 from atlas.ir.program import QUANTUM_NS, Ints, Kind, Layout
-from atlas.spec.cluster import DataCenter, Route
-from atlas.spec.job import Job
+from atlas.spec.job import DataCenter, Job, Route
 from atlas.spec.trace import read_trace
 
 Tcp = Literal["one", "many"]
@@ -260,7 +259,7 @@ class WanTraffic:
         return list(dict.fromkeys(hop.ranks for hop in self.hops))
 
     def rate(self, turns: int) -> WanRate:
-        """By the one rule of `rates`, as plain numbers."""
+        """By the one rule of `cluster_arrays`, as plain numbers."""
         cluster, job = self.arrangement.cluster, self.job
         found = wan_rate(
             cluster,

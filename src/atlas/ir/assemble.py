@@ -1,16 +1,20 @@
-"""Makes Programs: from one list of ops per worker, or from another Program, with the optimizer's ops or repeated.
+"""Makes Programs, and rejects those that cannot finish. They are made from one list of ops per worker, or from another
+Program, with the optimizer's ops or repeated; `atlas.schedules` orders the ops.
 
-`atlas.schedules` orders the ops; `ir.check` checks whether the result can finish.
+`check` accepts exactly what the engine finishes (a property test compares them): every stage has its ops, each once and
+in a possible order; no worker waits in a circle; no worker holds more than its memory. An error names the ops.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from atlas.errors import ProgramError
-from atlas.ir.program import Ints, Kind, Layout, Memory, Op, Program, turn_key
+from atlas.ir.program import COLLECTIVES, Ints, Kind, Layout, Memory, Op, Program, turn_key
 
 
 def assemble(
@@ -117,3 +121,160 @@ def _per_worker(
         num_iterations=num_iterations,
         recompute_on_arrival=program.recompute_on_arrival,
     )
+
+
+# ---- check ---------------------------------------------------------------------------------------------------------
+def check(program: Program) -> None:
+    """Raises ProgramError at the first fault."""
+    _require_complete(program)
+    _require_local_order(program)
+    _require_no_circle(program)
+    _require_memory(program)
+
+
+def _fault(program: Program, what: str) -> ProgramError:
+    return ProgramError(f"program {program.name!r}: {what}")
+
+
+# ---- every op exists once, on the right worker --------------------------------------------------------------
+def _require_complete(program: Program) -> None:
+    rank = program.op_worker % program.num_ranks
+    misplaced = np.flatnonzero(np.array(program.stage_rank)[program.stage] != rank)
+    if misplaced.size:
+        raise _fault(
+            program,
+            f"{program.describe(int(misplaced[0]))} is on the wrong worker: stage {program.stage[misplaced[0]]} "
+            f"belongs to rank {program.stage_rank[program.stage[misplaced[0]]]}",
+        )
+    found = np.flatnonzero(program.op_index.ravel() >= 0).size
+    if found != program.num_ops:
+        raise _fault(program, f"{_first_double(program)} occurs more than once: every op is done exactly once")
+    per_mb = program.op_index
+    for kind, rule in ((Kind.F, "a forward"), (None, "a backward (B, or I and W)")):
+        has = per_mb[Kind.F] >= 0 if kind == Kind.F else program._backward >= 0
+        _require_all(program, has, rule)
+    both = (per_mb[Kind.B] >= 0) & ((per_mb[Kind.I] >= 0) | (per_mb[Kind.W] >= 0))
+    _require_all(program, ~both, "either B, or I and W, not both")
+    _require_all(program, (per_mb[Kind.I] >= 0) == (per_mb[Kind.W] >= 0), "a W for every I, and an I for every W")
+    for collective in COLLECTIVES:
+        _require_everybody(program, collective)
+
+
+def _require_everybody(program: Program, kind: Kind) -> None:
+    """If a worker does not take part in a collective that others join, they wait forever."""
+    mine = program.kind == kind
+    joins = np.zeros((program.num_slots, program.num_pipelines, program.num_ranks), np.bool_)
+    joins[program.microbatch[mine], *np.divmod(program.op_worker[mine], program.num_ranks)] = True
+    expected = joins.any(axis=1 if kind == Kind.SYNC else (1, 2), keepdims=True)
+    if (absent := np.argwhere(expected & ~joins)).size:
+        iteration, c, rank = (int(v) for v in absent[0])
+        worker = program.worker_name(c * program.num_ranks + rank)
+        raise _fault(program, f"the {kind.name} of iteration {iteration} waits for {worker}, which never joins it")
+
+
+def _require_all(program: Program, has: NDArray[np.bool_], rule: str) -> None:
+    if not has.all():
+        c, s, m = (int(v) for v in np.argwhere(~has)[0])
+        worker = program.worker_name(program.worker(c, s))
+        raise _fault(program, f"microbatch {m} on stage {s} of {worker} needs {rule}")
+
+
+def _first_double(program: Program) -> str:
+    seen: set[tuple[int, ...]] = set()
+    for i in range(program.num_ops):
+        key = (int(program.op_worker[i]), *program.op(i))
+        if key in seen:
+            return program.describe(i)
+        seen.add(key)
+    raise AssertionError("no op occurs twice")
+
+
+# ---- F before R before B before W; gradients added in ascending order --------------------------------------
+def _require_local_order(program: Program) -> None:
+    table = program.op_index
+    for earlier, later in ((Kind.F, Kind.R), (Kind.F, Kind.B), (Kind.F, Kind.I), (Kind.R, Kind.B), (Kind.R, Kind.I),
+                           (Kind.I, Kind.W)):  # fmt: skip
+        wrong = (table[earlier] >= 0) & (table[later] >= 0) & (table[earlier] > table[later])
+        if wrong.any():
+            c, s, m = (int(v) for v in np.argwhere(wrong)[0])
+            raise _fault(
+                program,
+                f"{program.describe(int(table[later, c, s, m]))} comes before "
+                f"{program.op(int(table[earlier, c, s, m]))}, which it needs",
+            )
+    places = np.maximum(table[Kind.B], table[Kind.W])  # each microbatch has one or the other
+    if (steps := np.diff(places, axis=2) < 0).any():
+        c, s, m = (int(v) for v in np.argwhere(steps)[0])
+        raise _fault(
+            program,
+            f"{program.describe(int(places[c, s, m + 1]))} comes before {program.op(int(places[c, s, m]))}: "
+            "weight gradients are added in ascending order of microbatches; otherwise the sum depends on the schedule",
+        )
+
+
+# ---- no worker waits in a circle ----------------------------------------------------------------------------
+def _require_no_circle(program: Program) -> None:
+    needs = _needs(program)
+    waiting = np.array([len(n) for n in needs])
+    users: list[list[int]] = [[] for _ in needs]
+    for i, sources in enumerate(needs):
+        for source in sources:
+            users[source].append(i)
+    ready = deque(np.flatnonzero(waiting == 0).tolist())
+    done = np.zeros(len(needs), bool)
+    while ready:
+        i = ready.popleft()
+        done[i] = True
+        for user in users[i]:
+            waiting[user] -= 1
+            if waiting[user] == 0:
+                ready.append(user)
+    if not done.all():
+        circle = _circle(needs, done)
+        chain = " waits for ".join(program.describe(i) for i in [*circle, circle[0]] if i < program.num_ops)
+        raise _fault(program, f"deadlock: {chain}. Change the order of one of these workers")
+
+
+def _needs(program: Program) -> list[list[int]]:
+    """By op: what must end before it can start. Each collective is a further node that its members need."""
+    needs: list[list[int]] = [[] for _ in range(program.num_ops)]
+    first = set(program.worker_ptr[:-1].tolist())
+    for i in range(program.num_ops):
+        if i not in first:
+            needs[i].append(i - 1)
+    for src, dst in zip(program.transfer_src.tolist(), program.transfer_dst.tolist(), strict=True):
+        needs[dst].append(src)
+    collectives: dict[tuple[int, int, int], int] = {}
+    for i in np.flatnonzero(np.isin(program.kind, np.array(COLLECTIVES, np.int8))).tolist():
+        rank = int(program.op_worker[i]) % program.num_ranks if program.kind[i] == Kind.SYNC else -1
+        key = (int(program.kind[i]), rank, int(program.microbatch[i]))
+        if key not in collectives:
+            collectives[key] = len(needs)
+            needs.append([])
+        needs[collectives[key]] += needs[i]
+        needs[i] = [collectives[key]]
+    return needs
+
+
+def _circle(needs: Sequence[Sequence[int]], done: NDArray[np.bool_]) -> list[int]:
+    """Follows ops that are not done from one to the next until one repeats."""
+    at = int(np.flatnonzero(~done)[0])
+    path: list[int] = []
+    while at not in path:
+        path.append(at)
+        at = next(source for source in needs[at] if not done[source])
+    return path[path.index(at) :]
+
+
+# ---- memory ------------------------------------------------------------------------------------------------
+def _require_memory(program: Program) -> None:
+    if program.memory is None:
+        return
+    held = program.held(program.memory)
+    over = np.flatnonzero(held > program.memory.cap)
+    if over.size:
+        raise _fault(
+            program,
+            f"{program.describe(int(over[0]))} makes its worker hold {held[over[0]]}, but the cap is "
+            f"{program.memory.cap}: do a backward first, or raise the cap",
+        )

@@ -256,6 +256,10 @@ class Program:
         held: Ints = total - np.repeat(before, np.diff(self.worker_ptr))
         return held
 
+    def peak_held(self, memory: Memory) -> int:
+        """The most that any worker holds at once under a memory rule."""
+        return int(self.held(memory).max(initial=0))
+
     @cached_property
     def peak_in_flight(self) -> int:
         """The most microbatches that any worker holds between the start of a forward and the end of its backward."""

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass, replace
 
 from atlas.cost.table import Costs
-from atlas.evaluate.job import build, find_schedule, prepare
+from atlas.evaluate import build, find_schedule, prepare
 from atlas.ir.program import Program
 from atlas.launch.measured import with_norm
 from atlas.launch.rendezvous import AgentName

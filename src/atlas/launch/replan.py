@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from atlas.cost.arrange import num_workers
 from atlas.errors import AtlasError, InfeasibleError
-from atlas.evaluate.job import find_schedule, prepare
+from atlas.evaluate import find_schedule, prepare
 from atlas.planner.run import make_plan
 from atlas.planner.runnable import runnable
 from atlas.planner.space import batch_of

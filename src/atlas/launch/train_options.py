@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from atlas.errors import AtlasError, SpecError
-from atlas.evaluate.result import Case
+from atlas.evaluate import Case
 from atlas.launch.supervisor import RestartPolicy
 from atlas.runtime.assignment import DataChoice, ModelChoice, TrainingSetup, stand_in
 from atlas.runtime.data.batches import open_dataset

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints
+from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints, lan_bps, ring_s, wan_rate
 from atlas.cost.model_arrays import FORWARD, INPUT, UPDATE, WEIGHT, ModelArrays, microbatch_s
 from atlas.cost.price import sent_bytes
-from atlas.cost.rates import lan_bps, ring_s, wan_rate
 from atlas.cost.runtimes import RUNTIMES
 from atlas.planner.shapes import Shape
 from atlas.planner.space import Space

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from atlas.cost import flops
 from atlas.cost.cluster_arrays import GIB, ClusterArrays, cluster_arrays
+from atlas.cost.compute import model_params
 from atlas.errors import InfeasibleError
 from atlas.planner.pool import depths, frames
 from atlas.planner.space import Space, space_of
@@ -41,7 +41,7 @@ def explain(space: Space, cluster: ClusterArrays, refusals: Sequence[InfeasibleE
     changes = [text for try_it in (_recompute, _paths, _memory, _nodes) if (text := try_it(space, cluster))]
     model = job.model
     state = job.element_bytes + job.gradient_bytes + job.optimizer_bytes
-    need = flops.model_params(model) * state
+    need = model_params(model) * state
     have = sum(
         float(cap) * nodes * per
         for cap, nodes, per in zip(

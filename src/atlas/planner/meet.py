@@ -12,8 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from atlas.cost.cluster_arrays import ClusterArrays, Floats
-from atlas.cost.rates import all_nodes_bps
+from atlas.cost.cluster_arrays import ClusterArrays, Floats, all_nodes_bps
 from atlas.planner.candidate import Candidate, Group
 
 

@@ -15,8 +15,7 @@ from itertools import permutations
 
 import numpy as np
 
-from atlas.cost.cluster_arrays import ClusterArrays
-from atlas.cost.rates import all_nodes_bps
+from atlas.cost.cluster_arrays import ClusterArrays, all_nodes_bps
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.estimate import Batch, Estimate, estimate
 from atlas.planner.judge import wan_traffic

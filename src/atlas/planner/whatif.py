@@ -20,7 +20,7 @@ import numpy as np
 
 from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.errors import AtlasError, InfeasibleError
-from atlas.evaluate.job import restaged
+from atlas.evaluate import restaged
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.change import Sweep, changed
 from atlas.planner.files import candidate_of, space_of_plan

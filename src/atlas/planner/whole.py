@@ -14,8 +14,7 @@ import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays
 from atlas.cost.table import Costs
-from atlas.evaluate.job import Progress, evaluate, find_schedule, prepare
-from atlas.evaluate.result import Case, Result
+from atlas.evaluate import Case, Progress, Result, evaluate, find_schedule, prepare
 from atlas.ir.program import Kind
 from atlas.planner.candidate import Candidate
 from atlas.planner.meet import meeting_s, started_s

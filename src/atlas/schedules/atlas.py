@@ -41,15 +41,11 @@ def _baselines(setting: Setting) -> list[Program]:
         one_f_one_b(setting.layout, recompute=setting.recompute),
         gpipe(setting.layout, recompute=setting.recompute),
     ]
-    programs = [varuna(setting), *(program for program in plain if fits(program, setting))]
+    programs = [
+        varuna(setting),
+        *(program for program in plain if program.peak_held(setting.memory) <= setting.memory.cap),
+    ]
     if setting.turns is not None:
         programs += [replace(program, sharing=True) for program in programs]
     programs += warm_ups(setting)
     return [replace(program, name="atlas", memory=setting.memory) for program in programs]
-
-
-def fits(program: Program, setting: Setting) -> bool:
-    """Whether a Program keeps to the setting's memory."""
-    from atlas.ir.check import peak_memory
-
-    return peak_memory(program, setting.memory) <= setting.memory.cap

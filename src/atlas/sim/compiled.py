@@ -182,6 +182,6 @@ def run(tables: Tables) -> Events:
     if (stuck := np.flatnonzero(workers[:, W_NEXT] != workers[:, W_LAST])).size:
         raise ProgramError(
             f"the Program deadlocks: {stuck.size} workers never finish, the first of them worker {stuck[0]} "
-            f"at its op {workers[stuck[0], W_NEXT] - t.worker_ptr[stuck[0]]}; `atlas.ir.check` names the circle"
+            f"at its op {workers[stuck[0], W_NEXT] - t.worker_ptr[stuck[0]]}; `atlas.ir.assemble` names the circle"
         )
     return Events(op_time[:, OP_START], op_time[:, OP_END], *(times[:, column] for column in range(4)))

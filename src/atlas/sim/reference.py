@@ -175,7 +175,7 @@ class Engine:
             raise ProgramError(
                 f"the Program deadlocks: {len(stuck)} workers never finish, the first of them worker {stuck[0]} "
                 f"at its op {self.next_op[stuck[0]] - int(self.tables.worker_ptr[stuck[0]])}; "
-                "`atlas.ir.check` names the circle"
+                "`atlas.ir.assemble` names the circle"
             )
 
 

@@ -10,16 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from atlas.spec.cluster import Cluster, DataCenter, Link, Route, Wan
     from atlas.spec.gpus import GPUS, Calibration, Gpu
-    from atlas.spec.job import Jitter, Job, Model, Place
+    from atlas.spec.job import Cluster, DataCenter, Jitter, Job, Link, Model, Place, Route, Wan
     from atlas.spec.load import load_cluster, load_job, override, parse_job
     from atlas.spec.trace import TraceRow, read_trace
 
 _MODULES = {
-    "cluster": ("Cluster", "DataCenter", "Link", "Route", "Wan"),
     "gpus": ("GPUS", "Calibration", "Gpu"),
-    "job": ("Jitter", "Job", "Model", "Place"),
+    "job": ("Cluster", "DataCenter", "Jitter", "Job", "Link", "Model", "Place", "Route", "Wan"),
     "load": ("load_cluster", "load_job", "override", "parse_job"),
     "trace": ("TraceRow", "read_trace"),
 }

@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from atlas.errors import InfeasibleError, SpecError
-from atlas.spec.cluster import Cluster, DataCenter, Link, Wan
 from atlas.spec.document import Document, Keys, apply_override, dotted, nearest, read_yaml, shown
 from atlas.spec.fields import NAME, Frozen
 from atlas.spec.gpus import GPUS, Calibration, Gpu
 from atlas.spec.huggingface import dimensions
-from atlas.spec.job import Jitter, Job, Model, Place
+from atlas.spec.job import Cluster, DataCenter, Jitter, Job, Link, Model, Place, Wan
 from atlas.spec.trace import read_trace
 
 MAX_BASES = 8

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from atlas.ir.program import FORWARD, Kind
 from atlas.ir.replace import write_whole
 from atlas.ir.timeline import Timeline
-from atlas.view.tracks import RowGroup, groups
+from atlas.view.page import RowGroup, groups
 
 Chars = NDArray[np.uint8]
 """[span, column]; zero bytes are padding, dropped at the end."""

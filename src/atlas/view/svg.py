@@ -20,8 +20,7 @@ from atlas.ir.program import USEFUL
 from atlas.ir.replace import write_whole
 from atlas.ir.timeline import Timeline
 from atlas.view.chart import FONT, SOFT, text
-from atlas.view.page import write_page
-from atlas.view.tracks import CAUSES, SEND, STYLES, WAIT, LinkRow, RowGroup, groups
+from atlas.view.page import CAUSES, SEND, STYLES, WAIT, LinkRow, RowGroup, groups, write_page
 
 WIDTH, GUTTER, MARGIN, LEGEND_ROW = 1000, 120, 12, 18
 """Of a figure, in pixels; the gutter holds the names of rows."""

@@ -23,7 +23,7 @@ from typing import Any
 import bubbletea
 from atlas.cost.table import Costs
 from atlas.errors import AtlasError, WorkerError
-from atlas.evaluate.job import build, find_schedule, prepare
+from atlas.evaluate import build, find_schedule, prepare
 from atlas.ir.assemble import repeated
 from atlas.ir.program import Program
 from atlas.ir.timeline import Timeline

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.evaluate.result import Result
+from atlas.evaluate import Result
 from atlas.ir.program import USEFUL, Ints
 from atlas.ir.timeline import Timeline
 from atlas.sim import SeededNoise, lower

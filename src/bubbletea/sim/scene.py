@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from atlas.cost.cluster_arrays import share_of_node
 from atlas.cost.memory import peak_memory
-from atlas.cost.rates import share_of_node
-from atlas.evaluate.job import Progress, evaluate
-from atlas.evaluate.result import Result
+from atlas.evaluate import Progress, Result, evaluate
 from atlas.ir.program import USEFUL
 from atlas.spec.job import Job, Model
 from atlas.spec.plan import load_job_or_plan

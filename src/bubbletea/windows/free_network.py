@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.cost.arrange import Arrangement
-from atlas.cost.rates import worker_bps
+from atlas.cost.cluster_arrays import worker_bps
 from atlas.ir.program import FORWARD, Ints, Kind
 from atlas.ir.timeline import Timeline
 from atlas.spec.job import Job

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from atlas.errors import AtlasError
-from atlas.evaluate.job import evaluate
-from atlas.evaluate.result import Result
+from atlas.evaluate import Result, evaluate
 from atlas.ir.analysis import bubbles
 from atlas.ir.timeline import Timeline
 from atlas.spec import load_job

@@ -8,8 +8,8 @@ import pytest
 
 from atlas.commands.wan_emulate import cluster_paths
 from atlas.errors import AtlasError
-from atlas.spec import cluster as spec
-from atlas.spec.cluster import Cluster
+from atlas.spec import job as spec
+from atlas.spec.job import Cluster
 from atlas.wan.emulator.kernel_shaping import netem_arguments, path_of_node
 from atlas.wan.emulator.lateness import Histogram
 from atlas.wan.emulator.paths import WINDOW_BYTES, PathSpec, Trunk, nodes_of, scaled

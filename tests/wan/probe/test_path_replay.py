@@ -14,7 +14,7 @@ from atlas.errors import AtlasError
 from atlas.ir.program import Layout
 from atlas.schedules.classic import gpipe
 from atlas.sim import simulate
-from atlas.spec.cluster import Route
+from atlas.spec.job import Route
 from atlas.spec.trace import TraceRow, read_trace
 from atlas.wan.probe.recorded_path import Observation, trace_rows, write_csv
 
