@@ -21,7 +21,18 @@ SURFACE = {
     "view": {"files"} | PICTURES,
     "compare": {"a", "b", "--json"} | PICTURES | SEARCH,
     "train": {"plan", "--emulate", "--schedule", "--tcp", "--steps", "--slower", "--page", "--set", "--device"}
-    | {"--model", "--data", "--learning-rate", "--clip", "--checkpoints", "--save-every"}
+    | {
+        "--recipe",
+        "--warmup",
+        "--decay",
+        "--seed",
+        "--model",
+        "--data",
+        "--learning-rate",
+        "--clip",
+        "--checkpoints",
+        "--save-every",
+    }
     | {"--no-bar", "--log", "--timeline", "--metrics-port", "--metrics-host"}
     | {"--dc", "--rendezvous", "--listen", "--certs", "--trusted", "--node", "--auto-replan", "--without"}
     | {"--grace", "--patience", "--max-restarts"},

@@ -14,6 +14,7 @@ cannot execute is refused, with the reason.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from atlas.commands.train_dc import dc_flags, run_dc
@@ -23,8 +24,9 @@ from atlas.errors import AtlasError
 from atlas.launch.rehearse import Rehearsal, rehearse
 from atlas.launch.report import RunReport
 from atlas.launch.supervisor import RestartPolicy
-from atlas.launch.train_options import TrainOptions
+from atlas.launch.train_options import OWN, TrainOptions, recipe_options
 from atlas.spec.plan import load_job_or_plan
+from atlas.spec.recipe import Recipe, load_recipe
 from atlas.view import write_page
 
 
@@ -33,14 +35,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--emulate", action="store_true", help="run it on this machine")
     parser.add_argument("--schedule", metavar="NAME", help="for a job: how to run it (default: 1f1b)")
     parser.add_argument("--tcp", choices=("one", "many"), help="connections between two nodes (default: many)")
-    parser.add_argument("--steps", type=whole(1, 10**9), default=3, metavar="N", help="of the whole run (default 3)")
     parser.add_argument(
-        "--model", default="", metavar="DIR", help="a Hugging Face folder, or job (default: a stand-in; with --dc: job)"
+        "--recipe", type=Path, metavar="FILE", help="how to train (docs/recipes.md); the flags below replace its keys"
     )
-    parser.add_argument("--data", default="", metavar="DIR", help="shards of tokens, or shipped (default: made up)")
+    parser.add_argument("--steps", type=whole(1, 10**9), metavar="N", help="of the whole run (default 3)")
+    parser.add_argument(
+        "--model", metavar="DIR", help="a Hugging Face folder, or job (default: a stand-in; with --dc: job)"
+    )
+    parser.add_argument("--data", metavar="DIR", help="shards of tokens, or shipped (default: made up)")
     parser.add_argument("--device", metavar="NAME", help="paced, cpu, cuda or cuda:N (default: paced; with --dc: cuda)")
     parser.add_argument(
         "--learning-rate", type=number(0, 1e6), metavar="X", help="default: 0.001 (AdamW; a stand-in: 0.1, SGD)"
+    )
+    parser.add_argument("--warmup", type=whole(0, 10**9), metavar="N", help="steps of a linear warm-up (default 0)")
+    parser.add_argument(
+        "--decay", choices=("constant", "linear", "cosine"), help="of the learning rate, to the last step"
     )
     parser.add_argument(
         "--clip",
@@ -48,9 +57,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NORM",
         help="clip gradients to this global norm (default: no clipping)",
     )
+    parser.add_argument("--seed", type=whole(0, 2**32 - 1), metavar="N", help="of weights and data (default 0)")
     parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="save there, and resume from there")
     parser.add_argument(
-        "--save-every", type=whole(0, 10**9), default=0, metavar="N", help="steps between saves (default: at the end)"
+        "--save-every", type=whole(0, 10**9), metavar="N", help="steps between saves (default: at the end)"
     )
     parser.add_argument(
         "--slower", type=whole(1, 1000), default=1, metavar="X", help="multiply every duration by X, for a slow host"
@@ -61,51 +71,78 @@ def configure(parser: argparse.ArgumentParser) -> None:
     job_flags(parser)
 
 
+FLAGS = {
+    "steps": "steps",
+    "model": "model",
+    "data": "data.shards",
+    "learning_rate": "learning_rate.peak",
+    "warmup": "learning_rate.warmup",
+    "decay": "learning_rate.decay",
+    "clip": "clip",
+    "seed": "seed",
+    "checkpoints": "checkpoints.folder",
+    "save_every": "checkpoints.every",
+    "trusted": "network.trusted",
+    "grace": "network.grace",
+    "patience": "network.patience",
+    "log": "logging.lines",
+    "timeline": "logging.timeline",
+    "metrics_port": "logging.metrics_port",
+}
+"""By flag: the key of the recipe that it replaces."""
+
+
 def run(args: argparse.Namespace) -> int:
-    job, plan = load_job_or_plan(args.plan, args.set)
     if args.emulate == (args.dc is not None):
         raise AtlasError(
             "give --emulate to run all of it on this machine, or --dc NAME for this datacenter's part of it"
         )
     if args.dc is not None and args.page is not None:
         raise AtlasError("--page is for --emulate: with --dc give --timeline FILE, which `atlas view` makes a page of")
-    wanted = {f"--{name}": path for name in ("page", "log", "timeline") if (path := getattr(args, name)) is not None}
-    for flag, path in wanted.items():
-        require_writable(path, flag)
-    require_apart(wanted, job.files)
-    if args.checkpoints is not None:
-        require_folder(args.checkpoints, "--checkpoints")
-    args.device = args.device or ("paced" if args.emulate else "cuda")
+    recipe = recipe_of(args)
+    job, plan = load_job_or_plan(args.plan, [*recipe.job_overrides, *args.set])
+    _require_files(args, recipe, job.files)
+    device = args.device or ("paced" if args.emulate else "cuda")
     options = TrainOptions.of(
         plan,
         args.schedule,
         args.tcp,
-        steps=args.steps,
         slower=args.slower,
-        device=args.device,
-        model=args.model or ("" if args.emulate else "job"),
-        data=args.data,
-        learning_rate=args.learning_rate,
-        clip=args.clip,
-        checkpoints=args.checkpoints,
-        save_every=args.save_every,
+        device=device,
         restarts=RestartPolicy(args.max_restarts),
-        grace_s=args.grace,
-        patience_s=args.patience,
+        **recipe_options(recipe, model="" if args.emulate else OWN),
     )
     if args.dc is not None:
-        return run_dc(args, job, options)
-    choice = watched(args, {"job": job.name, "schedule": options.schedule})
-    with RunReport(choice, args.steps) as report:
+        return run_dc(args, job, options, recipe)
+    choice = watched(args, recipe.logging, {"job": job.name, "schedule": options.schedule})
+    with RunReport(choice, options.steps) as report:
         result = rehearse(job, options, on_step=report.step)
-    _print(job.name, options.schedule, args, result)
+    _print(job.name, options, result)
     if args.page is not None:
         write_page(args.page, [result.predicted, result.measured], title=f"{job.name}: prediction over measurement")
         print(f"The timeline page: {args.page}")
     return 130 if result.run.stopped else 0
 
 
-def _print(name: str, schedule: str, args: argparse.Namespace, result: Rehearsal) -> None:
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """The recipe of `--recipe`, with the keys that flags replace."""
+    given = {key: getattr(args, flag) for flag, key in FLAGS.items()}
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
+    return load_recipe(args.recipe, {key: None if value in ([], "") else value for key, value in plain.items()})
+
+
+def _require_files(args: argparse.Namespace, recipe: Recipe, inputs: Sequence[str]) -> None:
+    """Raise now if a file or a folder that the run will write cannot be written."""
+    named = {"--page": args.page, "--log": recipe.logging.lines, "--timeline": recipe.logging.timeline}
+    wanted = {flag: Path(path) for flag, path in named.items() if path is not None}
+    for flag, path in wanted.items():
+        require_writable(path, flag)
+    require_apart(wanted, [*inputs, *([args.recipe] if args.recipe is not None else [])])
+    if recipe.checkpoints.folder is not None:
+        require_folder(Path(recipe.checkpoints.folder), "--checkpoints")
+
+
+def _print(name: str, options: TrainOptions, result: Rehearsal) -> None:
     predicted, measured, run = result.predicted, result.measured, result.run
     shown = run.losses if len(run.losses) <= 6 else [*run.losses[:3], *run.losses[-3:]]
     words = [f"{loss:.4f}" for loss in shown]
@@ -113,12 +150,12 @@ def _print(name: str, schedule: str, args: argparse.Namespace, result: Rehearsal
         words.insert(3, "...")
     last = result.first_step + len(run.losses)
     print(
-        f"{name}, {schedule}, steps {result.first_step + 1} to {last} "
-        f"(emulated: {args.device} devices, {args.model or 'stand-in'} model)\n"
+        f"{name}, {options.schedule}, steps {result.first_step + 1} to {last} "
+        f"(emulated: {options.device} devices, {options.model or 'stand-in'} model)\n"
         f"  iteration, simulated  {predicted.iteration_ns / 1e6:10.1f} ms\n"
         f"  iteration, emulated   {measured.iteration_ns / 1e6:10.1f} ms   prediction off by {result.error:+.2%}\n"
         f"  loss by step          {', '.join(words)}\n"
         f"  emulator late by      {run.late_s * 1e3:10.2f} ms   devices overrun {run.overrun_s * 1e3:.2f} ms"
     )
     if run.stopped:
-        print(f"Stopped after step {last}, saved in {args.checkpoints}: the same command resumes from there")
+        print(f"Stopped after step {last}, saved in {options.checkpoints}: the same command resumes from there")

@@ -19,8 +19,9 @@ from atlas.console import number, say, whole
 from atlas.errors import AtlasError, SpecError
 from atlas.launch.rendezvous import AgentName
 from atlas.launch.report import RunReport
-from atlas.launch.train_options import TrainOptions
+from atlas.launch.train_options import OWN, TrainOptions
 from atlas.spec import Job
+from atlas.spec.recipe import Recipe
 
 PORT = 7700
 
@@ -56,14 +57,12 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--grace",
         type=number(0.1, 1e6),
-        default=30.0,
         metavar="S",
         help="treat a datacenter as lost after S seconds out of reach (30)",
     )
     group.add_argument(
         "--patience",
         type=number(0.1, 1e6),
-        default=60.0,
         metavar="S",
         help="report a stalled worker after S seconds (60)",
     )
@@ -72,7 +71,7 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_dc(args: argparse.Namespace, job: Job, options: TrainOptions) -> int:
+def run_dc(args: argparse.Namespace, job: Job, options: TrainOptions, recipe: Recipe) -> int:
     # torch: 1.9 s
     from atlas.launch.agent import AgentSettings
     from atlas.launch.coordinator import RunCallbacks
@@ -85,16 +84,16 @@ def run_dc(args: argparse.Namespace, job: Job, options: TrainOptions) -> int:
         _address(args.rendezvous),
         host=args.listen,
         certificates=args.certs,
-        trusted_networks=tuple(args.trusted),
-        checkpoints=args.checkpoints,
-        data=args.data,
-        weights=args.model if args.model != "job" else "",
+        trusted_networks=recipe.network.trusted,
+        checkpoints=options.checkpoints,
+        data=options.data,
+        weights=options.model if options.model != OWN else "",
         device=options.device,
         local_rank=local_rank,
         auto_replan=args.auto_replan,
         without=tuple(args.without),
     )
-    choice = watched(args, {"job": job.name, "schedule": options.schedule})
+    choice = watched(args, recipe.logging, {"job": job.name, "schedule": options.schedule})
 
     def say_line(line: str) -> None:
         say(f"atlas: {line}")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from atlas.launch.report import ReportChoice
+from atlas.spec.recipe import LoggingRecipe
 
 
 def watch_flags(parser: argparse.ArgumentParser) -> None:
@@ -21,13 +22,13 @@ def watch_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def watched(args: argparse.Namespace, labels: Mapping[str, str]) -> ReportChoice:
-    """The reports that the flags choose."""
+def watched(args: argparse.Namespace, logging: LoggingRecipe, labels: Mapping[str, str]) -> ReportChoice:
+    """The reports that the recipe and the flags choose."""
     return ReportChoice(
         bar=not args.no_bar,
-        lines=args.log,
-        timeline=args.timeline,
-        metrics_port=args.metrics_port,
+        lines=Path(logging.lines) if logging.lines is not None else None,
+        timeline=Path(logging.timeline) if logging.timeline is not None else None,
+        metrics_port=logging.metrics_port,
         metrics_host=args.metrics_host,
         labels=labels,
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.ir.text import to_text
-from atlas.launch.prepared_job import PreparedJob
+from atlas.launch.prepared_job import PreparedJob, difference
 from atlas.launch.remote_workers import RemoteWorkers
 from atlas.launch.rendezvous import AgentName, JoinedAgent, Rendezvous
 from atlas.launch.report.events import OnStep
@@ -128,8 +128,8 @@ class Coordinator:
             if agent.datacenter in self._all_datacenters:
                 return "the run continues without this datacenter; let it end, and start again with it"
             return f"the plan has no datacenter of this name; it has {', '.join(self._members)}"
-        if plan != self._plan:
-            return "its plan differs from the plan at the rendezvous: copy the same file to both"
+        if (why := difference(plan, self._plan)) is not None:
+            return why
         if not 0 <= agent.part < agent.num_parts:
             return f"there is no launcher {agent.part} of {agent.num_parts}"
         return None

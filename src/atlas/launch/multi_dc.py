@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 
 from atlas.cost.arrange import arrange
 from atlas.errors import AtlasError
@@ -58,7 +59,8 @@ def train_here(job: Job, options: TrainOptions, settings: AgentSettings, callbac
     def replanned(before: PreparedJob, lost: list[str]) -> PreparedJob:
         return _replanned(before, lost, options, callbacks, auto=settings.auto_replan)
 
-    coordinator = Coordinator(settings.rendezvous, security, digest, prepared, options, callbacks, replanned)
+    ours = digest_of(job, replace(options, follows=False))  # what it says applies to all
+    coordinator = Coordinator(settings.rendezvous, security, ours, prepared, options, callbacks, replanned)
     try:
         own = agent(coordinator.rendezvous.address)
         own.say = lambda line: None  # the coordinator says the same

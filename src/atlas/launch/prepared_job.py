@@ -15,7 +15,7 @@ from atlas.evaluate import build, find_schedule, prepare
 from atlas.ir.program import Program
 from atlas.launch.measured import with_norm
 from atlas.launch.rendezvous import AgentName
-from atlas.launch.train_options import TrainOptions, make_training
+from atlas.launch.train_options import TrainOptions, agreed, make_training
 from atlas.runtime.assignment import TrainingSetup
 from atlas.runtime.models.config import require_divisible
 from atlas.runtime.wiring import WorkerRole, all_roles, require_runnable
@@ -68,8 +68,25 @@ def prepare_job(job: Job, options: TrainOptions, before: PreparedJob | None = No
 
 
 def digest_of(job: Job, options: TrainOptions) -> str:
-    """A digest of what two launchers must agree on before they train together."""
+    """What two launchers must agree on before they train together: a digest of the plan, and the keys of the recipe
+    as JSON, so that a refusal can name the one that differs. No keys where the user gave none here."""
     what = job.model_dump(mode="json", exclude={"name", "profile"})
     what["model"].pop("config", None)
     text = json.dumps([what, options.schedule, options.tcp, options.budget], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    keys = "" if options.follows else json.dumps(agreed(options), sort_keys=True)
+    return f"{hashlib.sha256(text.encode()).hexdigest()} {keys}"
+
+
+def difference(theirs: str, ours: str) -> str | None:
+    """Why a launcher with the digest `theirs` may not train with this one; None: it may."""
+    (their_plan, _, their_keys), (our_plan, _, our_keys) = theirs.partition(" "), ours.partition(" ")
+    if their_plan != our_plan:
+        return "its plan differs from the plan at the rendezvous: copy the same file to both"
+    if not their_keys or not our_keys or their_keys == our_keys:
+        return None
+    found, wanted = json.loads(their_keys), json.loads(our_keys)
+    key = next((key for key in wanted if found.get(key) != wanted[key]), "a key that this release lacks")
+    return (
+        f"its recipe differs: {key} is {found.get(key)!r} there and {wanted.get(key)!r} at the rendezvous. Give both "
+        "the same recipe and flags"
+    )

@@ -11,15 +11,18 @@ from typing import Any, Literal
 from atlas.errors import AtlasError, SpecError
 from atlas.evaluate import Case
 from atlas.launch.supervisor import RestartPolicy
-from atlas.runtime.assignment import DataChoice, ModelChoice, TrainingSetup, stand_in
+from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, TrainingSetup, stand_in
 from atlas.runtime.data.batches import open_dataset
 from atlas.runtime.models.config import from_spec
 from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.spec.plan import Plan, PlanSchedule
+from atlas.spec.recipe import LearningRateRecipe, OptimizerRecipe, Recipe
 
 STAND_IN_LENGTH = 64
 """Tokens of a sequence, where a stand-in reads real data."""
+DEFAULT_PEAK = {"adamw": 1e-3, "sgd": 0.1}
+"""Learning rates, by optimizer: usual for small models, and what the stand-in learns with."""
 OWN = "job"
 """In place of a folder: the model that the job describes, with random weights."""
 
@@ -40,8 +43,15 @@ class TrainOptions:
     """A Hugging Face folder, or `OWN`; empty: a stand-in."""
     data: str = ""
     """A folder of shards, or the text that ships (`assignment.SHIPPED`); empty: a made-up task."""
-    learning_rate: float | None = None
+    optimizer: OptimizerRecipe | None = None
+    """None: AdamW; for a stand-in, SGD."""
+    learning_rate: LearningRateRecipe | float | None = None
+    """A number: constant."""
     clip: float | None = None
+    seed: int = 0
+    """Of weights, of dropout and of the order of the data."""
+    follows: bool = False
+    """The user said nothing here on how to train: what the first datacenter says applies."""
     checkpoints: Path | None = None
     save_every: int = 0
     keep: int = 3
@@ -65,16 +75,82 @@ class TrainOptions:
         return cls(schedule or how.name, tcp or how.tcp, budget=how.tries or None, **others)
 
 
+def recipe_options(recipe: Recipe, *, model: str) -> dict[str, Any]:
+    """The fields of TrainOptions that a recipe holds. `model`: the one to train where the recipe names none."""
+    saved, said = recipe.checkpoints, recipe.model_fields_set - {"model", "data", "network", "logging"}
+    return {
+        "steps": recipe.steps,
+        "model": recipe.model or model,
+        "data": recipe.data.shards or "",
+        "optimizer": recipe.optimizer,
+        "learning_rate": recipe.learning_rate,
+        "clip": recipe.clip,
+        "seed": recipe.seed,
+        "checkpoints": Path(saved.folder) if saved.folder is not None else None,
+        "save_every": saved.every,
+        "keep": saved.keep,
+        "grace_s": recipe.network.grace,
+        "patience_s": recipe.network.patience,
+        "follows": said <= {"checkpoints"} and saved.model_fields_set <= {"folder"},
+    }
+
+
+def optimizer_settings(options: TrainOptions) -> OptimizerSettings:
+    """What the optimizer does at every step of the run."""
+    is_stand_in = not options.model and not options.data
+    chosen = options.optimizer or OptimizerRecipe(name="sgd" if is_stand_in else "adamw")
+    rate = options.learning_rate
+    if not isinstance(rate, LearningRateRecipe):
+        rate = LearningRateRecipe(peak=rate)
+    peak = rate.peak if rate.peak is not None else DEFAULT_PEAK[chosen.name]
+    num_steps = 0 if rate.decay == "constant" else options.steps
+    return OptimizerSettings(
+        LearningRate(peak, rate.decay, rate.warmup, num_steps, rate.final),
+        chosen.name,
+        *chosen.betas,
+        chosen.eps,
+        chosen.weight_decay,
+    )
+
+
+def agreed(options: TrainOptions) -> dict[str, Any]:
+    """What launchers must agree on beside the plan, by key of the recipe. Folders may differ, their use may not."""
+    settings = optimizer_settings(options)
+    rate = settings.learning_rate
+    return {
+        "steps": options.steps,
+        "model": OWN if options.model == OWN else "a folder" if options.model else "",
+        "data.shards": SHIPPED if options.data == SHIPPED else "a folder" if options.data else "",
+        "optimizer.name": settings.name,
+        "optimizer.betas": [settings.beta1, settings.beta2],
+        "optimizer.eps": settings.eps,
+        "optimizer.weight_decay": settings.weight_decay,
+        "learning_rate.peak": rate.peak,
+        "learning_rate.warmup": rate.num_warmup_steps,
+        "learning_rate.decay": rate.decay,
+        "learning_rate.final": rate.floor,
+        "clip": options.clip,
+        "seed": options.seed,
+        "checkpoints.every": options.save_every,
+        "checkpoints.keep": options.keep,
+    }
+
+
 def make_training(case: Case, options: TrainOptions, num_stages: int) -> TrainingSetup:
     """The model and the data that the options choose; stand-ins by default."""
-    rate = options.learning_rate
+    settings = optimizer_settings(options)
     if not options.model and not options.data:
-        rate = 0.1 if rate is None else rate
-        training = stand_in(num_layers=max(4, num_stages - 2), num_heads=max(2, case.job.tp), learning_rate=rate)
-        return replace(training, max_norm=options.clip)
-    model, length, microbatch = _model(case, options, num_stages)
-    settings = OptimizerSettings(LearningRate(1e-3 if rate is None else rate))
-    return TrainingSetup(model, DataChoice(length, microbatch, options.data), settings, options.clip)
+        training = stand_in(num_layers=max(4, num_stages - 2), num_heads=max(2, case.job.tp))
+    else:
+        model, length, microbatch = _model(case, options, num_stages)
+        training = TrainingSetup(model, DataChoice(length, microbatch, options.data), settings)
+    return replace(
+        training,
+        model=replace(training.model, seed=options.seed),
+        data=replace(training.data, seed=options.seed),
+        optimizer=settings,
+        max_norm=options.clip,
+    )
 
 
 def _model(case: Case, options: TrainOptions, num_stages: int) -> tuple[ModelChoice, int, int]:

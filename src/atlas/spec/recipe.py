@@ -1,0 +1,216 @@
+"""A recipe: how a plan is trained. One YAML file for the optimizer, the learning rate, the steps, checkpoints, data,
+network and logging. A flag of `atlas train` replaces the recipe's key.
+
+Holds values and their rules; what they mean for a run is `launch.train_options`. Paths in a recipe are relative to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from atlas.errors import SpecError
+from atlas.spec.document import Document, Keys, read_yaml
+from atlas.spec.fields import Flag, Frozen, Positive, Text
+from atlas.spec.load import refusal
+
+Steps = Annotated[int, Field(strict=True, ge=1, le=10**9)]
+StepsOrNone = Annotated[int, Field(strict=True, ge=0, le=10**9)]
+Rate = Annotated[float, Field(strict=True, ge=0, le=1e6, allow_inf_nan=False)]
+Beta = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
+Port = Annotated[int, Field(strict=True, ge=0, le=65535)]
+Seed = Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)]
+Seconds = Annotated[float, Field(strict=True, ge=0.1, le=1e6, allow_inf_nan=False)]
+Norm = Annotated[float, Field(strict=True, ge=1e-12, le=1e12, allow_inf_nan=False)]
+
+WORDS: dict[Keys, str] = {("model",): "job", ("data", "shards"): "shipped"}
+"""Values that are no path, by key."""
+PATHS: tuple[Keys, ...] = (
+    ("model",),
+    ("data", "shards"),
+    ("checkpoints", "folder"),
+    ("logging", "lines"),
+    ("logging", "timeline"),
+)
+
+
+class OptimizerRecipe(Frozen):
+    """`optimizer:`"""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """AdamW, or plain SGD."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Of AdamW's two moments."""
+    eps: Positive = 1e-8
+    """Of AdamW."""
+    weight_decay: Rate = 0.1
+    """Of matrices, not of norms and biases. AdamW only."""
+
+
+class LearningRateRecipe(Frozen):
+    """`learning_rate:`"""
+
+    peak: Rate | None = None
+    """Default: 0.001 for AdamW, 0.1 for SGD."""
+    warmup: StepsOrNone = 0
+    """Steps of a linear rise from 0 to `peak`."""
+    decay: Literal["cosine", "linear", "constant"] = "constant"
+    """From the end of the warm-up to the last step."""
+    final: Rate = 0.0
+    """The rate at the last step of a decay."""
+
+
+class CheckpointRecipe(Frozen):
+    """`checkpoints:`"""
+
+    folder: Text | None = None
+    """Save there, and resume from there."""
+    every: StepsOrNone = 0
+    """Steps between saves; 0: at the end only."""
+    keep: Annotated[int, Field(strict=True, ge=1, le=1000)] = 3
+    """Complete checkpoints to keep."""
+
+
+class DataRecipe(Frozen):
+    """`data:`"""
+
+    shards: Text | None = None
+    """A folder of shards, or `shipped`."""
+
+
+class NetworkRecipe(Frozen):
+    """`network:`"""
+
+    trusted: tuple[Text, ...] = ()
+    """Networks in which bytes may travel unencrypted."""
+    grace: Seconds = 30.0
+    """Seconds after which a datacenter out of reach is lost."""
+    patience: Seconds = 60.0
+    """Seconds that a worker waits for a peer before it fails."""
+
+
+class LoggingRecipe(Frozen):
+    """`logging:`"""
+
+    lines: Text | None = None
+    """A file of JSON lines, one for each step."""
+    timeline: Text | None = None
+    """A file for `atlas view`."""
+    metrics_port: Port | None = None
+    """Serve /metrics for Prometheus there; 0: any free port."""
+
+
+class Recipe(Frozen):
+    """A whole recipe. Every key has a default."""
+
+    steps: Steps = 3
+    """Of the whole run: a resumed run does the rest."""
+    model: Text | None = None
+    """A Hugging Face folder, or `job` for the model that the job describes."""
+    data: DataRecipe = DataRecipe()
+    """Where tokens come from."""
+    precision: Literal["bf16", "fp32"] | None = None
+    """Of weights and activations, in place of the job's."""
+    recompute: Flag | None = None
+    """Whether backward passes compute activations again, in place of the job's."""
+    optimizer: OptimizerRecipe | None = None
+    """Default: AdamW; for the stand-in model, SGD."""
+    learning_rate: LearningRateRecipe = LearningRateRecipe()
+    """By step."""
+    clip: Norm | None = None
+    """Clip gradients to this global norm; default: no clipping."""
+    seed: Seed = 0
+    """Of the first weights, of dropout and of the order of the data."""
+    checkpoints: CheckpointRecipe = CheckpointRecipe()
+    """Where and how often the run is saved."""
+    network: NetworkRecipe = NetworkRecipe()
+    """Between datacenters."""
+    logging: LoggingRecipe = LoggingRecipe()
+    """Files and ports of this launcher's reports."""
+
+    @property
+    def job_overrides(self) -> list[str]:
+        """The keys that replace those of the job, as `--set` writes them."""
+        found = {"precision": self.precision, "recompute": self.recompute}
+        return [f"{key}={str(value).lower()}" for key, value in found.items() if value is not None]
+
+
+ROOMS: dict[Keys, type[Frozen]] = {
+    (): Recipe,
+    ("data",): DataRecipe,
+    ("optimizer",): OptimizerRecipe,
+    ("learning_rate",): LearningRateRecipe,
+    ("checkpoints",): CheckpointRecipe,
+    ("network",): NetworkRecipe,
+    ("logging",): LoggingRecipe,
+}
+"""Which model holds at which place of a recipe: the keys to choose from when one is misspelt."""
+
+
+def load_recipe(path: Path | None, flags: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe in a file, or an empty one. `flags`: values by dotted key (`learning_rate.peak`) that replace the
+    file's; None is no value. Raises SpecError with file and line."""
+    document = _read(path) if path is not None else Document({})
+    for key, value in (flags or {}).items():
+        if value is not None:
+            document = _with_flag(document, tuple(key.split(".")), value)
+    where = str(path or "recipe")
+    try:
+        recipe = Recipe.model_validate(document.data)
+    except ValidationError as error:
+
+        def known(keys: Keys) -> list[str]:
+            return list(ROOMS[keys].model_fields)
+
+        remedy = "Change it; docs/recipes.md explains the key"
+        raise refusal(error, lambda keys: document.origin(keys, where), known, remedy) from None
+    _check(recipe, document, where)
+    return recipe
+
+
+def _read(path: Path) -> Document:
+    document = read_yaml(path, key="recipe")
+    if not isinstance(document.data, dict):
+        rule = f"a recipe is a mapping of keys, this is {'empty' if document.data is None else 'not one'}"
+        raise SpecError(where=str(path), key="recipe", value=None, rule=rule, remedy="Start from examples/recipe.yaml")
+    for keys in PATHS:
+        holder: Any = document.data
+        for key in keys[:-1]:
+            holder = holder.get(key) if isinstance(holder, dict) else None
+        text = holder.get(keys[-1]) if isinstance(holder, dict) else None
+        if isinstance(text, str) and text and text != WORDS.get(keys):
+            holder[keys[-1]] = str(path.absolute().parent / text)
+    return document
+
+
+def _with_flag(document: Document, keys: Keys, value: Any) -> Document:
+    data = dict(document.data)
+    holder = data
+    for key in keys[:-1]:
+        inside = holder.get(key)
+        holder[key] = dict(inside) if isinstance(inside, dict) else {} if inside is None else inside
+        if not isinstance(inside, dict | None):
+            return document  # the file is wrong there, and validation says so
+        holder = holder[key]
+    holder[keys[-1]] = value
+    return Document(data, {**document.origins, keys: "command line"})
+
+
+def _check(recipe: Recipe, document: Document, where: str) -> None:
+    """Rules that more than one key takes part in."""
+    rate = recipe.learning_rate
+
+    def bad(key: str, value: object, rule: str, remedy: str) -> SpecError:
+        at = document.origin(("learning_rate", key), where)
+        return SpecError(where=at, key=f"learning_rate.{key}", value=value, rule=rule, remedy=remedy)
+
+    if rate.decay != "constant" and rate.warmup >= recipe.steps:
+        rule = f"a {rate.decay} decay begins after the warm-up, and the run has {recipe.steps} steps"
+        raise bad("warmup", rate.warmup, rule, "Train longer, or warm up for fewer steps")
+    if rate.peak is not None and rate.decay != "constant" and rate.final > rate.peak:
+        raise bad("final", rate.final, f"must not exceed learning_rate.peak ({rate.peak:g})", "Lower it")
+    if rate.decay == "constant" and rate.final:
+        raise bad("final", rate.final, "has an effect with a decay only", "Write decay: cosine, or remove it")
