@@ -35,7 +35,7 @@ SURFACE = {
     }
     | {"--no-bar", "--log", "--timeline", "--metrics-port", "--metrics-host"}
     | {"--dc", "--rendezvous", "--listen", "--certs", "--trusted", "--node", "--auto-replan", "--without"}
-    | {"--grace", "--patience", "--max-restarts"},
+    | {"--grace", "--patience", "--gather", "--max-restarts"},
     "profile": {"job", "--gpu", "--out", "--device", "--repeats", "--set"},
     "plan": {"job", "--json", "--out", "--page", "--set"}
     | {"--strategy", "--objective", "--budget", "--min-throughput", "--tokens", "--deadline", "--keep"}

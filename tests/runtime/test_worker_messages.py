@@ -22,7 +22,7 @@ def test_a_message_before_the_start_is_not_taken_for_a_clock_request() -> None:
         workers.send(NAME, {"channels": []})
         workers.wait_for("ready", 60)
         workers.send(NAME, {"complete": [[0, 2]]})
-        workers.request(NAME, {"clock": 0}, "clock", 10)
+        workers.request([NAME], {"clock": 0}, "clock", 10)
         workers.send(NAME, {"start_ns": 0})
         found = workers.wait_for("result", 60, meanwhile=lambda name, message: "step" in message)
     assert found[NAME]["steps"] == 1

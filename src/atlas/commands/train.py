@@ -84,6 +84,7 @@ FLAGS = {
     "save_every": "checkpoints.every",
     "trusted": "network.trusted",
     "grace": "network.grace",
+    "gather": "network.gather",
     "patience": "network.patience",
     "log": "logging.lines",
     "timeline": "logging.timeline",

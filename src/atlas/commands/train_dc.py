@@ -61,6 +61,12 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
         help="treat a datacenter as lost after S seconds out of reach (30)",
     )
     group.add_argument(
+        "--gather",
+        type=number(0.1, 1e7),
+        metavar="S",
+        help="wait S seconds for all launchers at the start: hours, for queued jobs (600)",
+    )
+    group.add_argument(
         "--patience",
         type=number(0.1, 1e6),
         metavar="S",

@@ -6,6 +6,7 @@ messages to and from them, keeps checkpoints, and ends everything when asked to,
     <- {"choose": true}            -> {"chosen": {save, next}}          the checkpoint to resume from; the next attempt
     <- {"prepare": {...}}          -> {"prepared": pids}                its workers run, and have their assignments
     <- {"admit": {node: address}}  -> {"admitted": true}                workers that copy their checkpoints to here
+    <- {"clock": any}              -> {"clock": ns}                     this host's, and so its workers'
     <- {"to": name, "message"}        for a worker; -> {"from": name, "message"} of one
     <- {"end": true}                  ends the workers
     <- {"finish": {text, code}}       and the launcher
@@ -18,6 +19,7 @@ Knows its own hosts, folders and devices; decides nothing.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,6 +139,7 @@ class Agent:
             "choose": self._choose,
             "prepare": self._prepare,
             "admit": self._admit,
+            "clock": lambda attempt, _message: self._reply(attempt, {"clock": time.monotonic_ns()}),
             "to": self._forward,
             "end": lambda _attempt, _message: self._end(),
         }

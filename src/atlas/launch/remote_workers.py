@@ -64,7 +64,15 @@ class RemoteWorkers(WorkerGroup):
         for node in self._agents:
             self.send_agent(node, message)
 
+    @property
+    def clock_of(self) -> dict[str, str]:
+        return {name: self.agent_of(name) for name in self.names}
+
     def send(self, name: str, message: Message) -> None:
+        """To a worker, or to an agent."""
+        if name in self._agents:
+            self.send_agent(name, message)
+            return
         self._agent_of_worker[name].channel.send({"epoch": self.epoch, "to": name, "message": message})
 
     def exit_reason(self, name: str) -> str:

@@ -91,6 +91,7 @@ def recipe_options(recipe: Recipe, *, model: str) -> dict[str, Any]:
         "keep": saved.keep,
         "grace_s": recipe.network.grace,
         "patience_s": recipe.network.patience,
+        "gather_s": recipe.network.gather,
         "follows": said <= {"checkpoints"} and saved.model_fields_set <= {"folder"},
     }
 

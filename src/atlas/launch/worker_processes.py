@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,6 +54,8 @@ class WorkerGroup(ABC):
         self.names = list(names)
         self.warn: Callable[[str], None] = log.warning
         self._received: queue.SimpleQueue[WorkerMessage] = queue.SimpleQueue()
+        self._deferred: deque[WorkerMessage] = deque()
+        """Received but not asked for yet: the next call takes them first, so that their order is kept."""
 
     @abstractmethod
     def send(self, name: str, message: dict[str, Any]) -> None:
@@ -87,30 +90,39 @@ class WorkerGroup(ABC):
                 if new.name in names or new.message is None or "error" in new.message:
                     raise self._root_cause(new.name, new.message)
                 others.append(new)
-        for other in others:
-            self._received.put(other)
+        self._deferred.extendleft(reversed(others))
         return replies
 
-    def request(self, name: str, message: dict[str, Any], key: str, timeout_s: float) -> tuple[Any, int]:
-        """One worker's reply to a message, and when it was received. Messages of other workers stay queued."""
-        self.send(name, message)
-        others: list[WorkerMessage] = []
-        while True:
-            new = self._next(timeout_s, lambda: f"no {key!r} from {name}")
-            if new.name == name and new.message is not None and key in new.message:
-                for other in others:
-                    self._received.put(other)
-                return new.message[key], new.at_ns
-            if new.message is None or "error" in new.message:
+    @property
+    def clock_of(self) -> dict[str, str]:
+        """By worker: who is asked for its clock. Processes of one host have one clock."""
+        return {name: name for name in self.names}
+
+    def request(
+        self, names: Sequence[str], message: dict[str, Any], key: str, timeout_s: float
+    ) -> dict[str, tuple[Any, int]]:
+        """The replies of all these to a message, and when each was received. Other messages stay queued, in order."""
+        replies, others = dict[str, tuple[Any, int]](), list[WorkerMessage]()
+        for name in names:
+            self.send(name, message)
+        while len(replies) < len(names):
+            new = self._next(timeout_s, lambda: f"no {key!r} from {', '.join(n for n in names if n not in replies)}")
+            if new.message is not None and key in new.message:
+                replies[new.name] = (new.message[key], new.at_ns)
+            elif new.message is None or "error" in new.message:
                 raise self._root_cause(new.name, new.message)
-            others.append(new)
+            else:
+                others.append(new)
+        self._deferred.extendleft(reversed(others))
+        return replies
 
     def _next(self, timeout_s: float, missing: Callable[[], str]) -> WorkerMessage:
         """The next message that is not a warning; warnings are passed to `warn`."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                new = self._received.get(timeout=max(0.0, deadline - time.monotonic()))
+                left_s = max(0.0, deadline - time.monotonic())
+                new = self._deferred.popleft() if self._deferred else self._received.get(timeout=left_s)
             except queue.Empty:
                 raise WorkerError(f"{missing()} within {timeout_s:g} s") from None
             if new.message is None or "warning" not in new.message:

@@ -90,6 +90,8 @@ class NetworkRecipe(Frozen):
     """Seconds after which a datacenter out of reach is lost."""
     patience: Seconds = 60.0
     """Seconds that a worker waits for a peer before it fails."""
+    gather: Seconds = 600.0
+    """Seconds that launchers wait for each other at the start."""
 
 
 class LoggingRecipe(Frozen):
