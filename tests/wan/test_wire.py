@@ -53,9 +53,11 @@ def test_a_record_survives(kind: RecordKind, lane: int, epoch: int, a: int, b: i
     assert unpack_record(pack_record(record)) == record
 
 
-@given(names, names, st.integers(0, 65535), st.integers(0, 2**32 - 1), u64, u64)
-def test_a_greeting_survives(name: str, peer: str, lane: int, epoch: int, instance: int, staging: int) -> None:
-    greeting = Greeting(name, peer, lane, epoch, instance, staging)
+@given(names, names, st.integers(0, 65535), st.integers(0, 2**32 - 1), u64, u64, st.booleans())
+def test_a_greeting_survives(
+    name: str, peer: str, lane: int, epoch: int, instance: int, staging: int, reverse: bool
+) -> None:
+    greeting = Greeting(name, peer, lane, epoch, instance, staging, reverse, lane)
     assert unpack_greeting(pack_greeting(greeting)) == greeting
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.launch.control_channel import ControlChannel, Message, frame, unframed
-from atlas.wan.security.credentials import Security, require_name
+from atlas.wan.security.credentials import Protection, Security, require_name
 from atlas.wan.transport.base import Address
 
 log = logging.getLogger("atlas.launch")
@@ -110,10 +110,10 @@ class Rendezvous:
     def _handshake(self, sock: socket.socket) -> None:
         try:
             sock.settimeout(HELLO_S)
-            if not self._security.trusts(sock.getpeername()[0]):
-                if self._security.credentials is None:
-                    raise WorkerError("a connection from outside loopback, and there are no certificates")
+            if self._security.credentials is not None:
                 sock = self._security.server_context.wrap_socket(sock, server_side=True)
+            elif not self._security.trusts(sock.getpeername()[0]):
+                raise WorkerError("a connection from outside loopback, and there are no certificates")
             hello, early = _read_hello(sock)
             self._admit(sock, hello, early)
         except Exception as error:  # invalid input ends this connection and nothing else
@@ -236,7 +236,8 @@ class RendezvousClient:
         sock = socket.create_connection(self.address, timeout=HELLO_S)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self.security.require(sock.getpeername()[0], self.host.node):
+            protection = self.security.protection(sock.getpeername()[0], self.mine.node, self.host.node)
+            if protection is not Protection.PLAIN:  # inside a trusted network too: a hello proves its name
                 sock = self.security.client_context.wrap_socket(sock)
                 require_name(sock.getpeercert(), self.host.node)
             hello = {"atlas": VERSION, "agent": list(self.mine), "instance": self.instance, "plan": self.plan}

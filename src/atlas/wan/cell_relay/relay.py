@@ -31,8 +31,8 @@ all paths finish together. A slice costs a relay about a millisecond of CPU at a
 many."""
 SCARCE_SLICES = 2
 """A sender with fewer slices at a relay than this is notified at once when one departs."""
-SLICE_LANE, NOTE_LANE = 64, 63
-"""Lane n of a cell uses lane SLICE_LANE + n of its endpoints."""
+FIRST_LANE = 63
+"""Of a cell's lanes at its endpoints, unless the caller says otherwise: first notes, then slices of lane 0, 1, ..."""
 NOTE_TURN = -1
 """Notes precede all slices."""
 WATCH_S = 0.2
@@ -41,8 +41,8 @@ WATCH_S = 0.2
 
 class Cell(Transport):
     """`pairs`: the nodes of this node's cell and their counterparts on the other side of the WAN. Uses lanes of
-    `endpoint`. Then `connect` to the cell and to the counterpart. `sends`: the lanes on which this side sends; None:
-    all of them."""
+    `endpoint` from `first_lane` on, so several cells can share it. Then `connect` to the cell and to the counterpart.
+    `sends`: the lanes on which this side sends; None: all of them."""
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class Cell(Transport):
         lanes: Iterable[int] = (0,),
         slice_bytes: int = SLICE_BYTES,
         sends: Iterable[int] | None = None,
+        first_lane: int = FIRST_LANE,
     ) -> None:
         self.endpoint, self.pairs, self.name, self.slice_bytes = endpoint, dict(pairs), endpoint.name, slice_bytes
         self._lock = threading.Lock()
@@ -61,21 +62,30 @@ class Cell(Transport):
         self._closing = threading.Event()
         self._lanes = list(lanes)
         self._sends = self._lanes if sends is None else list(sends)
+        self._note_lane, self._slice_lane = first_lane, first_lane + 1
         for lane in self._lanes:
-            endpoint.consume(SLICE_LANE + lane, self._on_slice)
-        endpoint.consume(NOTE_LANE, self._on_note)
+            endpoint.consume(self._slice_lane + lane, self._on_slice)
+        endpoint.consume(self._note_lane, self._on_note)
         self._batcher = AckBatcher(f"atlas wan notes {self.name}", self._return)
         self._watcher = threading.Thread(target=self._watch, daemon=True, name=f"atlas wan cell {self.name}")
         self._watcher.start()
 
-    def connect(self, peers: dict[str, Address], timeout_s: float = 30.0) -> None:
-        """Connects to the other nodes of the cell and to the counterpart on the other side of the WAN."""
-        self.endpoint.connect(peers, [NOTE_LANE], timeout_s, light=True)
+    def dial_for(self, peers: Mapping[str, Address]) -> None:
+        """Dials the connections on which these peers send: they cannot dial this node. Call it before `connect`."""
+        for name, address in peers.items():
+            theirs = [lane for lane in self._lanes if name in self.pairs or lane not in self._sends] or self._lanes
+            for lane in (self._note_lane, *(self._slice_lane + lane for lane in theirs)):
+                self.endpoint.dial_for(name, lane, address)
+
+    def connect(self, peers: Mapping[str, Address | None], timeout_s: float = 30.0) -> None:
+        """Connects to the other nodes of the cell and to the counterpart on the other side of the WAN. None in place of
+        an address: the peer calls `dial_for`."""
+        self.endpoint.connect(peers, [self._note_lane], timeout_s, light=True)
         near = {name: address for name, address in peers.items() if name in self.pairs}
         far = {name: address for name, address in peers.items() if name not in self.pairs}
-        self.endpoint.connect(near, [SLICE_LANE + lane for lane in self._lanes], timeout_s)
+        self.endpoint.connect(near, [self._slice_lane + lane for lane in self._lanes], timeout_s)
         # Not the lanes on which this side sends nothing: their warm-up would take half of the path.
-        self.endpoint.connect(far, [SLICE_LANE + lane for lane in self._sends], timeout_s)
+        self.endpoint.connect(far, [self._slice_lane + lane for lane in self._sends], timeout_s)
 
     def send(self, key: Key, buffer: Buffer, turn: int = 0, what: str = "") -> Handle:
         handle = Handle(what or f"{key} to {key.peer}")
@@ -109,7 +119,7 @@ class Cell(Transport):
     def _forward(self, one: RelaySlice, data: bytes | memoryview, on_start: Callable[[], None] | None = None) -> None:
         """Sends a slice to the next hop, in its turn."""
         following = one.hops[one.hops.index(self.name) + 1]
-        key = Key(following, SLICE_LANE + one.lane, (next(self._counter), 0, 0, 0))
+        key = Key(following, self._slice_lane + one.lane, (next(self._counter), 0, 0, 0))
         self.endpoint.send(key, data, one.turn, "a slice", on_start, whole=True)
 
     def _hand_over(self, path: RelayPath, one: RelaySlice, payload: memoryview) -> None:
@@ -168,7 +178,7 @@ class Cell(Transport):
     def _return(self, note: Note) -> None:
         preceding = note.hops[note.hops.index(self.name) - 1]
         self.endpoint.send(
-            Key(preceding, NOTE_LANE, (next(self._counter), 0, 0, 0)), pack_note(note), NOTE_TURN, "a note"
+            Key(preceding, self._note_lane, (next(self._counter), 0, 0, 0)), pack_note(note), NOTE_TURN, "a note"
         )
 
     def _on_note(self, key: Key, data: memoryview) -> None:
@@ -189,7 +199,7 @@ class Cell(Transport):
                 outbox = Outbox(self.slice_bytes, len(self.pairs), LAST_SLICE_BYTES, FIRST_SLICE_BYTES)
                 outbox.freed(0, self.endpoint.settings.staging_bytes)
                 paths = hops_of(self.name, destination, self.pairs)
-                own = self.endpoint.channel(self.pairs[self.name], SLICE_LANE + lane)
+                own = self.endpoint.channel(self.pairs[self.name], self._slice_lane + lane)
                 self._senders[destination, lane] = SliceSender(
                     outbox, lane, paths, self._hand_over, lambda: own.tuner.paced_s(self.slice_bytes)
                 )

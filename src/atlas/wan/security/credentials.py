@@ -1,4 +1,4 @@
-"""Which peers may connect, and how: plain inside trusted networks, mutual TLS 1.3 everywhere else.
+"""Which peers may connect, and how: with mutual TLS 1.3, and with no encryption after it inside trusted networks.
 
 A certificate lists the names that its node may use, as URIs `atlas://datacenter/worker` among its alternative names, or
 `atlas://datacenter/*` for all nodes of a datacenter. The greeting inside the connection must match it. Knows
@@ -16,6 +16,7 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -40,14 +41,23 @@ class Credentials:
     @classmethod
     def of_folder(cls, folder: Path, name: str) -> Credentials:
         """The files of node `datacenter/worker`, or those of its datacenter if it has none of its own."""
-        stem, datacenter = name.replace("/", "."), name.partition("/")[0]
+        stem, datacenter = name.replace("/", "."), datacenter_of(name)
         if not (folder / f"{stem}.pem").exists() and (folder / f"{datacenter}.pem").exists():
             stem = datacenter
         return cls(folder / "ca.pem", folder / f"{stem}.pem", folder / f"{stem}.key")
 
 
+class Protection(Enum):
+    """Of the bytes after the handshake."""
+
+    PLAIN = "neither end has a certificate"
+    AUTHENTICATED = "both ends have proved their names; the bytes are not encrypted"
+    ENCRYPTED = "both ends have proved their names; the bytes are encrypted"
+
+
 class Security:
-    """With credentials, all traffic outside `trusted_networks` is encrypted. Without, only loopback works."""
+    """With credentials, both ends of every connection prove their names, and everything is encrypted except between
+    nodes of one datacenter inside `trusted_networks`. Without, only trusted networks work; the default is loopback."""
 
     def __init__(self, credentials: Credentials | None = None, trusted_networks: Sequence[str] | None = None) -> None:
         if trusted_networks is None:
@@ -56,22 +66,32 @@ class Security:
         self.trusted_networks = [ipaddress.ip_network(network) for network in trusted_networks]
 
     def trusts(self, host: str) -> bool:
-        """Whether traffic with this IP address may be unencrypted."""
+        """Whether this IP address is in a trusted network."""
         address = ipaddress.ip_address(host)
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
             address = address.ipv4_mapped
         return any(address in network for network in self.trusted_networks)
 
-    def require(self, host: str, peer: str) -> bool:
-        """Whether the connection needs TLS. Raises AtlasError if it does and there are no certificates."""
-        if self.trusts(host):
-            return False
+    def protection(self, host: str, name: str, peer: str) -> Protection:
+        """For a connection of node `name` to `peer` at this IP address. Raises AtlasError if it needs certificates and
+        there are none."""
+        if self.credentials is None and self.trusts(host):
+            return Protection.PLAIN
         if self.credentials is None:
             raise AtlasError(
                 f"{peer} at {host} is outside the trusted networks {[str(n) for n in self.trusted_networks]}, and "
                 "there are no certificates: make some with `atlas wan certs`, or add the network to the trusted ones"
             )
-        return True
+        return Protection.AUTHENTICATED if self._may_be_open(host, name, peer) else Protection.ENCRYPTED
+
+    def accepts(self, found: Protection, host: str, name: str, peer: str) -> bool:
+        """Whether a connection to node `name` from `peer` at this IP address may be protected like this."""
+        if found is Protection.PLAIN:
+            return self.credentials is None and self.trusts(host)
+        return found is Protection.ENCRYPTED or self._may_be_open(host, name, peer)
+
+    def _may_be_open(self, host: str, name: str, peer: str) -> bool:
+        return datacenter_of(name) == datacenter_of(peer) and self.trusts(host)
 
     @cached_property
     def server_context(self) -> ssl.SSLContext:
@@ -108,15 +128,22 @@ def _check_key_file(path: Path) -> None:
         raise AtlasError(f"{path} is readable by other users (mode {mode:o}): run chmod 600 on it")
 
 
+def datacenter_of(node: str) -> str:
+    return node.partition("/")[0]
+
+
 def require_name(certificate: object, name: str) -> None:
     """Raises WorkerError unless the certificate has `name`."""
     alternatives = certificate.get("subjectAltName", ()) if isinstance(certificate, dict) else ()
     names = [value.removeprefix(URI) for kind, value in alternatives if kind == "URI" and value.startswith(URI)]
-    if name not in names and f"{name.partition('/')[0]}/*" not in names:
+    if name not in names and f"{datacenter_of(name)}/*" not in names:
         raise WorkerError(f"the peer claims to be {name}, but its certificate is for {', '.join(names) or 'no node'}")
 
 
-CLOSED = "the peer closed the connection during the handshake: does one side require certificates that the other lacks?"
+CLOSED = (
+    "the peer closed the connection during the handshake: does one side require certificates that the other lacks, or "
+    "trust a network that the other does not?"
+)
 
 
 class PlainExchange:

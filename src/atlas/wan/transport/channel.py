@@ -1,9 +1,9 @@
 """The sending side of one lane to one peer: streams that pull chunks from the outbox and are replaced when they fail.
 
 Each stream has a thread that writes and one that reads the peer's records. Streams that are not needed now stay open
-and warm. A stream that breaks or gets no answers returns its chunks and connects again, with growing pauses. If no
-stream is connected, or nothing is delivered, until the deadline, everything queued fails. Knows no tensors and no
-turns.
+and warm. A stream that breaks or gets no answers returns its chunks and connects again, with growing pauses. Without an
+address the peer dials (`inbound_dialer`), and streams wait for its connections. If no stream is connected, or nothing
+is delivered, until the deadline, everything queued fails. Knows no tensors and no turns.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Channel:
     def __init__(
         self,
         mine: Greeting,
-        address: Address,
+        address: Address | None,
         security: Security,
         settings: TransportSettings,
         log: Callable[[str], None],
@@ -87,10 +87,32 @@ class Channel:
         """Waits for the first stream and, on a long path, sends until its rate is known."""
         while not self._connected.wait(CONNECT_POLL_S):
             if self.outbox.failure is not None or time.monotonic() > deadline:
-                raise WorkerError(f"{self.name} at {self.address}: {self.outbox.failure or self.last_error}")
+                raise WorkerError(f"{self.name} {self._where}: {self.outbox.failure or self.last_error}")
         if self._light:
             return
         self.tuner.warm(deadline)
+
+    @property
+    def _where(self) -> str:
+        return "over connections that the peer dials" if self.address is None else f"at {self.address}"
+
+    def may_adopt(self, slot: int) -> bool:
+        """Whether it waits for connections of the peer, and has a place of this number."""
+        return self.address is None and slot < len(self._slots) and not self._closing.is_set()
+
+    def adopt(self, stream: SocketStream, theirs: Greeting) -> bool:
+        """Uses a connection that the peer has dialled, in place of an earlier one of the same number."""
+        if not self.may_adopt(theirs.slot):
+            return False
+        slot = self._slots[theirs.slot]
+        if (before := slot.stream) is not None:
+            before.abort()
+        slot.dialled.put((stream, theirs))
+        return True
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
 
     def watch(self) -> None:
         """Called a few times a second: tunes the streams, and fails what has made no progress until the deadline."""
@@ -123,12 +145,15 @@ class Channel:
             if (sock := slot.dialing) is not None:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
+            slot.dialled.put(None)
 
     def close(self, timeout_s: float) -> bool:
         """Returns whether everything was delivered."""
         delivered = self.outbox.drain(timeout_s) and self.outbox.failure is None
         self._closing.set()
         self.outbox.close()
+        for slot in self._slots:
+            slot.dialled.put(None)
         deadline = time.monotonic() + CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -151,7 +176,7 @@ class Channel:
         pause_s = FIRST_RETRY_S
         while not self._closing.is_set():
             try:
-                stream = self._dial(slot)
+                stream = self._dial(slot) if self.address is not None else self._await_dial(slot)
             except RefusedError as error:
                 self.last_error = str(error)
                 if error.final:
@@ -163,12 +188,23 @@ class Channel:
                 self.fail(str(error))
                 return
             else:
-                if self._serve(slot, stream):
+                if stream is None or self._serve(slot, stream):
                     pause_s = FIRST_RETRY_S
-            self._closing.wait(pause_s * (0.5 + random.random()))
-            pause_s = min(LONGEST_RETRY_S, 2 * pause_s)
+            if self.address is not None:
+                self._closing.wait(pause_s * (0.5 + random.random()))
+                pause_s = min(LONGEST_RETRY_S, 2 * pause_s)
+
+    def _await_dial(self, slot: StreamSlot) -> SocketStream | None:
+        """Waits for a connection of the peer; None if the channel is being closed."""
+        arrived = slot.dialled.get()
+        while arrived is not None and not slot.dialled.empty():  # the peer has dialled again: the older one is lost
+            arrived[0].close()
+            arrived = slot.dialled.get()
+        return None if arrived is None else self._joined(slot, *arrived)
 
     def _dial(self, slot: StreamSlot) -> SocketStream:
+        assert self.address is not None
+
         def on_socket(sock: socket.socket) -> None:
             slot.dialing = sock
 
@@ -176,6 +212,9 @@ class Channel:
             stream, theirs = dial(self.address, self.mine, self.security, self.settings.handshake_s, on_socket)
         finally:
             slot.dialing = None
+        return self._joined(slot, stream, theirs)
+
+    def _joined(self, slot: StreamSlot, stream: SocketStream, theirs: Greeting) -> SocketStream:
         with self._lock:
             self._peer_instance = self._peer_instance or theirs.instance
             if theirs.instance != self._peer_instance:

@@ -1,8 +1,9 @@
 """A node's end of the WAN: sends to and receives from other nodes by key. The `Transport` that uses sockets.
 
-The sender connects: a channel of several streams to every peer and lane; acknowledgements return on them. Names are
-`datacenter/worker`. An epoch ends when the group restarts; an endpoint belongs to one epoch, and refuses connections of
-other epochs and of other processes with the same name. Knows no tensors and no Programs.
+The sender connects: a channel of several streams to every peer and lane; acknowledgements return on them. Where it
+cannot, the receiver dials for it (`dial_for`). Names are `datacenter/worker`. An epoch ends when the group restarts; an
+endpoint belongs to one epoch, and refuses connections of other epochs and of other processes with the same name. Knows
+no tensors and no Programs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from atlas.errors import AtlasError, WorkerError
@@ -21,6 +22,7 @@ from atlas.wan.transport.base import ZERO_TAG, Address, Buffer, Handle, Key, Tag
 from atlas.wan.transport.channel import Channel
 from atlas.wan.transport.handshake import Answer, receive
 from atlas.wan.transport.inbound import Inbound
+from atlas.wan.transport.inbound_dialer import InboundDialer
 from atlas.wan.transport.inbox import Inbox
 from atlas.wan.transport.settings import TransportSettings
 from atlas.wan.transport.stream import SocketStream, broken
@@ -55,6 +57,7 @@ class Endpoint(Transport):
         self._inbound: dict[tuple[str, int], list[Inbound]] = {}
         self._gone_since: dict[tuple[str, int], float] = {}
         self._instances: dict[str, int] = {}
+        self._dialers: dict[tuple[str, int], InboundDialer] = {}
         self._consumers: dict[int, Consumer] = {}
         self._threads: dict[threading.Thread, bool] = {}
         """Threads of connections to this node, and whether the peer was accepted: those count against `max_inbound`."""
@@ -69,10 +72,15 @@ class Endpoint(Transport):
 
     # ---- the transport -----------------------------------------------------------------------------------------
     def connect(
-        self, peers: dict[str, Address], lanes: Iterable[int] = (0,), timeout_s: float = 30.0, *, light: bool = False
+        self,
+        peers: Mapping[str, Address | None],
+        lanes: Iterable[int] = (0,),
+        timeout_s: float = 30.0,
+        *,
+        light: bool = False,
     ) -> None:
         """Opens channels to all peers and warms them up: the first burst on a cold path is two to three times
-        slower."""
+        slower. None in place of an address: the peer calls `dial_for`."""
         lanes = list(lanes)
         places = [(peer, lane, address) for peer, address in peers.items() for lane in lanes]
         self.warm_up([self.open(*place, light=light) for place in places], timeout_s)
@@ -123,6 +131,9 @@ class Endpoint(Transport):
         self._closing.set()
         self._watcher.join()
         self._acceptor.close()
+        dialers = list(self._dialers.values())
+        for dialer in dialers:
+            dialer.close()
         with self._lock:
             threads = list(self._threads)
             inbound = [i for streams in self._inbound.values() for i in streams]
@@ -130,6 +141,8 @@ class Endpoint(Transport):
             stream.abort()
         for thread in threads:
             thread.join(self.settings.handshake_s)
+        for dialer in dialers:
+            dialer.join(self.settings.handshake_s)
         for inbox in list(self._inboxes.values()):
             inbox.fail(WorkerError(f"{self.name} was closed"))
 
@@ -153,8 +166,9 @@ class Endpoint(Transport):
         return Faults.sum(channel.faults for channel in list(self._channels.values()))
 
     # ---- sending side ------------------------------------------------------------------------------------------
-    def open(self, peer: str, lane: int, address: Address, *, light: bool = False) -> Channel:
-        """Opens a channel that connects in the background. `light`: for small messages only."""
+    def open(self, peer: str, lane: int, address: Address | None, *, light: bool = False) -> Channel:
+        """Opens a channel that connects in the background. `light`: for small messages only. Without an address the
+        peer calls `dial_for`."""
         with self._lock:
             if self._closing.is_set():
                 raise WorkerError(f"{self.name} is closed")
@@ -164,6 +178,27 @@ class Endpoint(Transport):
             return self._channels[peer, lane]
 
     # ---- receiving side ----------------------------------------------------------------------------------------
+    def dial_for(self, peer: str, lane: int, address: Address) -> None:
+        """Dials, in the background, the connections on which a peer that cannot dial this node sends on a lane. A lane
+        with a consumer must have it by now."""
+        inbox = self._inbox(peer, lane)
+        mine = Greeting(self.name, peer, lane, self.epoch, self.instance, self.settings.staging_bytes, reverse=True)
+        with self._lock:
+            if not self._closing.is_set() and (peer, lane) not in self._dialers:
+                self._dialers[peer, lane] = InboundDialer(
+                    mine, address, self.security, self.settings, self._serve_dialled, inbox.fail
+                )
+
+    def _serve_dialled(self, stream: SocketStream, theirs: Greeting) -> None:
+        with self._lock:
+            known = self._instances.setdefault(theirs.name, theirs.instance) == theirs.instance
+        inbox = self._inbox(theirs.name, theirs.lane)
+        if known:
+            self._serve(Inbound(stream, theirs, inbox, self.settings))
+            return
+        stream.close()
+        inbox.fail(WorkerError(f"{theirs.name} has restarted: a restart needs a new epoch"))
+
     def _inbox(self, peer: str, lane: int) -> Inbox:
         with self._lock:
             if (peer, lane) not in self._inboxes:
@@ -193,24 +228,33 @@ class Endpoint(Transport):
         with self._lock:
             if self._instances.get(theirs.name, theirs.instance) != theirs.instance:
                 return Answer.OTHER_LIFE, mine
-            if sum(self._threads.values()) >= self.settings.max_inbound:
+            channel = self._channels.get((theirs.name, theirs.lane))
+            if theirs.reverse:
+                if channel is None or not channel.may_adopt(theirs.slot):
+                    return Answer.NOT_READY, mine
+                mine = mine._replace(slot=channel.num_slots)
+            elif sum(self._threads.values()) >= self.settings.max_inbound:
                 return Answer.FULL, mine
             self._instances[theirs.name] = theirs.instance
-            self._threads[threading.current_thread()] = True
+            self._threads[threading.current_thread()] = not theirs.reverse
         return Answer.WELCOME, mine
 
     def _admit(self, sock: socket.socket, mode: int) -> None:
-        """Runs on a thread of its own, from the preamble to the end of the stream."""
+        """Runs on a thread of its own, from the preamble to the end of the stream, or until a channel has it."""
         me = threading.current_thread()
         with self._lock:
             self._threads[me] = False
+        accepted, adopted = None, False
         try:
             accepted = self._shake_hands(sock, mode)
-            if accepted is not None:
+            if accepted is not None and accepted[1].reverse:
+                adopted = self._channels[accepted[1].name, accepted[1].lane].adopt(*accepted)
+            elif accepted is not None:
                 stream, theirs = accepted
                 self._serve(Inbound(stream, theirs, self._inbox(theirs.name, theirs.lane), self.settings))
         finally:
-            sock.close()
+            if not adopted:
+                sock.close()
             with self._lock:
                 del self._threads[me]
 
@@ -254,4 +298,6 @@ class Endpoint(Transport):
             for place, inbox in list(self._inboxes.items()):
                 gone_s = now - self._gone_since[place]
                 if not self._inbound[place] and inbox.waits and gone_s > self.settings.deadline_s:
-                    inbox.fail(WorkerError(f"no connection from {place[0]} to {self.name} for {gone_s:.1f} s"))
+                    dialer = self._dialers.get(place)
+                    why = f"; dialled for it at {dialer.address}: {dialer.last_error}" if dialer is not None else ""
+                    inbox.fail(WorkerError(f"no connection from {place[0]} to {self.name} for {gone_s:.1f} s{why}"))

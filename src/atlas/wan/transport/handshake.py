@@ -1,7 +1,8 @@
 """How two nodes set up a connection: preamble, TLS if required, one greeting each way, then a SocketStream.
 
-The listener's answer begins with one byte that accepts or refuses. Peers without a valid certificate get no answer.
-Knows the order of these steps; the caller's `accept` decides which greetings are accepted.
+The listener's answer begins with one byte that accepts or refuses. Peers without a valid certificate get no answer. The
+dialer of a reverse connection, on which the listener sends, confirms the answer with one byte, which gives the listener
+the round trip. Knows the order of these steps; the caller's `accept` decides which greetings are accepted.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from enum import IntEnum
 
 from atlas.errors import WorkerError
 from atlas.wan.security.aead import SECRET_BYTES, cipher_of
-from atlas.wan.security.credentials import PlainExchange, Security, TlsExchange, require_name
+from atlas.wan.security.credentials import PlainExchange, Protection, Security, TlsExchange, require_name
 from atlas.wan.transport.base import Address
 from atlas.wan.transport.stream import SocketStream
 from atlas.wan.transport.unix_sockets import can_be_unix, dial_unix, peer_host
 from atlas.wan.transport.wire import (
+    AUTHENTICATED,
     ENCRYPTED,
     GREETING_BYTES,
     PLAIN,
@@ -39,6 +41,8 @@ class Answer(IntEnum):
     OTHER_LIFE = 3
     OTHER_NODE = 4
     FULL = 5
+    NOT_READY = 6
+    """The listener has not opened the channel that a reverse connection is for. The dialer should try again."""
 
 
 REASONS: dict[int, str] = {
@@ -47,8 +51,16 @@ REASONS: dict[int, str] = {
     Answer.OTHER_LIFE: "another process of our name is connected in this epoch: a restart needs a new epoch",
     Answer.OTHER_NODE: "it is another node than the one addressed",
     Answer.FULL: "it has as many connections as its setting max_inbound allows",
+    Answer.NOT_READY: "it has nothing to send on this lane yet",
 }
-RETRY = (Answer.NEW_EPOCH, Answer.FULL)
+RETRY = (Answer.NEW_EPOCH, Answer.FULL, Answer.NOT_READY)
+MODES = {
+    Protection.PLAIN: PLAIN,
+    Protection.AUTHENTICATED: AUTHENTICATED,
+    Protection.ENCRYPTED: ENCRYPTED,
+}
+PROTECTIONS = {mode: protection for protection, mode in MODES.items()}
+CONFIRM = b"\1"
 
 
 class RefusedError(WorkerError):
@@ -73,17 +85,18 @@ def dial(
     deadline = time.monotonic() + timeout_s
     # An encrypted connection gains nothing from a Unix socket.
     unix = dial_unix(address) if can_be_unix(address) and security.trusts(address[0]) else None
-    sock = unix or socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+    family, where = (unix.family, address) if unix is not None else resolve(address)
+    sock = unix or socket.socket(family, socket.SOCK_STREAM)
     try:
         on_socket(sock)
         sock.settimeout(timeout_s)
         if unix is None:
-            sock.connect(address)
+            sock.connect(where)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        encrypted, exchange = security.require(peer_host(sock), mine.peer), PlainExchange(sock, deadline)
-        exchange.write(preamble(ENCRYPTED if encrypted else PLAIN))
-        secret = b""
-        if encrypted:
+        protection = security.protection(peer_host(sock), mine.name, mine.peer)
+        exchange, secret = PlainExchange(sock, deadline), b""
+        exchange.write(preamble(MODES[protection]))
+        if protection is not Protection.PLAIN:
             exchange = TlsExchange(exchange, security.client_context, server_side=False)
             require_name(exchange.certificate, mine.peer)
             secret = os.urandom(SECRET_BYTES)
@@ -92,11 +105,20 @@ def dial(
         answer = exchange.read(len(secret) + 1 + GREETING_BYTES)
         rtt_s = time.monotonic() - begin  # the kernel's own estimate would end at the nearest proxy
         theirs = _accepted(answer[len(secret) :], mine)
-        cipher = cipher_of(secret, answer[: len(secret)], is_dialer=True) if encrypted else None
+        if mine.reverse:
+            exchange.write(CONFIRM)
+        is_encrypted = protection is Protection.ENCRYPTED
+        cipher = cipher_of(secret, answer[: len(secret)], is_dialer=True) if is_encrypted else None
         return SocketStream(sock, cipher, rtt_s=rtt_s), theirs
     except BaseException:
         sock.close()
         raise
+
+
+def resolve(address: Address) -> tuple[socket.AddressFamily, tuple[object, ...]]:
+    """The family and the socket address of a host, which may be a name. Raises OSError."""
+    family, _, _, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+    return family, where
 
 
 def _accepted(answer: bytes, mine: Greeting) -> Greeting:
@@ -117,10 +139,11 @@ def receive(
     timeout_s: float,
 ) -> tuple[SocketStream, Greeting] | None:
     """The listener's side, after the preamble. None if the greeting was refused. The caller closes the socket."""
-    exchange, secret, encrypted = PlainExchange(sock, time.monotonic() + timeout_s), b"", mode == ENCRYPTED
-    if not encrypted and not security.trusts(peer_host(sock)):
-        raise WorkerError("a plain connection from outside the trusted networks")
-    if encrypted:
+    exchange, secret, protection = PlainExchange(sock, time.monotonic() + timeout_s), b"", PROTECTIONS[mode]
+    host = peer_host(sock)
+    if protection is Protection.PLAIN and not security.accepts(protection, host, "", ""):
+        raise WorkerError("a plain connection from outside the trusted networks, or to a node with a certificate")
+    if protection is not Protection.PLAIN:
         if security.credentials is None:
             raise WorkerError("a TLS connection, but this node has no certificate")
         exchange, secret = TlsExchange(exchange, security.server_context, server_side=True), os.urandom(SECRET_BYTES)
@@ -128,8 +151,16 @@ def receive(
     theirs = unpack_greeting(message[len(secret) :])
     if isinstance(exchange, TlsExchange):
         require_name(exchange.certificate, theirs.name)
+    if not security.accepts(protection, host, theirs.peer, theirs.name):
+        raise WorkerError(f"{theirs.name} at {host} does not encrypt, and is not trusted to: check --trusted there")
     answer, mine = accept(theirs)
+    begin, rtt_s = time.monotonic(), 0.0
     exchange.write(secret + bytes([answer]) + pack_greeting(mine))
     if answer != Answer.WELCOME:
         return None
-    return SocketStream(sock, cipher_of(message[: len(secret)], secret, is_dialer=False) if secret else None), theirs
+    if theirs.reverse:
+        exchange.read(len(CONFIRM))
+        rtt_s = time.monotonic() - begin
+    is_encrypted = protection is Protection.ENCRYPTED
+    cipher = cipher_of(message[: len(secret)], secret, is_dialer=False) if is_encrypted else None
+    return SocketStream(sock, cipher, rtt_s=rtt_s), theirs

@@ -6,6 +6,7 @@ Thread-safe. Knows no frames and no messages.
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from atlas.wan.transport.stream import SocketStream
+from atlas.wan.transport.wire import Greeting
 
 
 class Faults(NamedTuple):
@@ -40,6 +42,8 @@ class StreamSlot:
         self.index = index
         self.stream: SocketStream | None = None
         self.dialing: socket.socket | None = None
+        self.dialled: queue.SimpleQueue[tuple[SocketStream, Greeting] | None] = queue.SimpleQueue()
+        """Connections that the peer has dialled for this slot; None: the channel is being closed."""
         self.num_connections = self.num_answers = 0
         self.warm_bytes = 0
         """Warm-up bytes in flight on this stream."""

@@ -16,11 +16,11 @@ from atlas.errors import WorkerError
 from atlas.wan.congestion.tuning import NEAR_CHUNK_BYTES
 from atlas.wan.transport.base import ZERO_TAG, Tag
 
-VERSION = 2
+VERSION = 3
 PREAMBLE = struct.Struct("!8sBB")
 PREAMBLE_MAGIC, HEADER_MAGIC, RECORD_MAGIC, GREETING_MAGIC = b"ATLASWAN", b"AF", b"AR", b"ATLG"
-PLAIN, ENCRYPTED = 0x50, 0x53
-"""Modes of a connection."""
+PLAIN, AUTHENTICATED, ENCRYPTED = 0x50, 0x41, 0x53
+"""Modes of a connection. AUTHENTICATED: both ends prove their names in a TLS handshake; later bytes are plain."""
 MAX_CHUNK_BYTES = NEAR_CHUNK_BYTES
 """The longest that is ever chosen."""
 MAX_MESSAGE_BYTES = 1 << 36
@@ -31,7 +31,7 @@ MAX_POSTED = 1 << 17
 _CHECKSUM = struct.Struct("!I")
 _HEADER = struct.Struct("!2sBBHIQQQI4q")
 _RECORD = struct.Struct("!2sBBHIQQ4q")
-_GREETING = struct.Struct(f"!4sBHIQQBB{MAX_NAME_BYTES}s{MAX_NAME_BYTES}s")
+_GREETING = struct.Struct(f"!4sBHIQQ?HBB{MAX_NAME_BYTES}s{MAX_NAME_BYTES}s")
 HEADER_BYTES, RECORD_BYTES, GREETING_BYTES = (each.size + _CHECKSUM.size for each in (_HEADER, _RECORD, _GREETING))
 
 
@@ -110,7 +110,11 @@ class Greeting(NamedTuple):
     epoch: int
     instance: int
     staging_bytes: int = 0
-    """How much the receiver stages for this lane, in the listener's greeting."""
+    """How much the receiver stages for this lane, in the receiver's greeting."""
+    reverse: bool = False
+    """The dialer receives and the listener sends: the listener cannot dial."""
+    slot: int = 0
+    """Of a reverse connection: its number, from the dialer; how many there should be, from the listener."""
 
 
 def preamble(mode: int) -> bytes:
@@ -118,9 +122,9 @@ def preamble(mode: int) -> bytes:
 
 
 def read_preamble(data: bytes) -> int:
-    """The mode: PLAIN or ENCRYPTED."""
+    """The mode: PLAIN, AUTHENTICATED or ENCRYPTED."""
     magic, version, mode = PREAMBLE.unpack(data)
-    if magic != PREAMBLE_MAGIC or mode not in (PLAIN, ENCRYPTED):
+    if magic != PREAMBLE_MAGIC or mode not in (PLAIN, AUTHENTICATED, ENCRYPTED):
         raise WorkerError("the first bytes are not an Atlas preamble")
     if version != VERSION:
         raise WorkerError(f"the peer has protocol version {version}, this side {VERSION}: run the same release on both")
@@ -180,10 +184,10 @@ def unpack_greeting(data: bytes | bytearray) -> Greeting:
     if len(data) != GREETING_BYTES:
         raise WorkerError(f"a greeting has {len(data)} bytes, not {GREETING_BYTES}")
     _require_checksum(data, GREETING_MAGIC, "greeting")
-    _, version, lane, epoch, instance, staging, name_bytes, peer_bytes, name, peer = _GREETING.unpack_from(data)
+    _, version, *fields, name_bytes, peer_bytes, name, peer = _GREETING.unpack_from(data)
     if version != VERSION or not (0 < name_bytes <= MAX_NAME_BYTES and 0 < peer_bytes <= MAX_NAME_BYTES):
         raise WorkerError("a greeting of another release, or without names")
     try:
-        return Greeting(name[:name_bytes].decode(), peer[:peer_bytes].decode(), lane, epoch, instance, staging)
+        return Greeting(name[:name_bytes].decode(), peer[:peer_bytes].decode(), *fields)
     except UnicodeDecodeError:
         raise WorkerError("a greeting's names are not UTF-8") from None

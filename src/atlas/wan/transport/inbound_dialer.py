@@ -1,0 +1,126 @@
+"""Dials a peer that cannot dial this node, so that the peer can send: after the handshake the listener is the sender.
+
+One connection first; its answer says how many the peer's channel uses. Each is served like a connection that the peer
+has dialled, and dialled again when it ends, with growing pauses. Knows one peer and lane; not what arrives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+from collections.abc import Callable
+
+from atlas.errors import AtlasError, WorkerError
+from atlas.wan.security.credentials import Security
+from atlas.wan.transport.base import Address
+from atlas.wan.transport.handshake import RefusedError, dial
+from atlas.wan.transport.settings import TransportSettings
+from atlas.wan.transport.stream import SocketStream, broken
+from atlas.wan.transport.unix_sockets import is_unix
+from atlas.wan.transport.wire import Greeting
+
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.02, 1.0
+"""Pause before a connection is dialled again. It doubles with each failure."""
+MAX_SLOTS = 256
+"""Connections that a peer may ask for."""
+KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_PROBES = 5, 2, 3
+"""The sender finds a dead connection by missing answers, but only this side can dial again. The kernel finds it here
+within 5 + 3 x 2 seconds."""
+
+Serve = Callable[[SocketStream, Greeting], None]
+"""Serves a connection to its end; does not raise."""
+
+
+class InboundDialer:
+    """Dials from the start, until `close`. `mine`: the greeting of its first connection."""
+
+    def __init__(
+        self,
+        mine: Greeting,
+        address: Address,
+        security: Security,
+        settings: TransportSettings,
+        serve: Serve,
+        give_up: Callable[[WorkerError], None],
+    ) -> None:
+        """`give_up` is called once if the peer refuses for good."""
+        self.mine, self.address, self.security, self.settings = mine, address, security, settings
+        self.last_error = "it was never reached"
+        self._serve, self._give_up = serve, give_up
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._dialing: dict[int, socket.socket] = {}
+        self._threads: list[threading.Thread] = []
+        self._ensure(1)
+
+    def close(self) -> None:
+        """The caller aborts the streams that are being served."""
+        self._closing.set()
+        with self._lock:
+            for sock in self._dialing.values():
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def join(self, timeout_s: float) -> None:
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def _ensure(self, num_slots: int) -> None:
+        """Starts the connections that are missing."""
+        with self._lock:
+            for slot in range(len(self._threads), min(num_slots, MAX_SLOTS)):
+                name = f"atlas wan {self.mine.name} <- {self.mine.peer} (lane {self.mine.lane}) {slot}"
+                self._threads.append(threading.Thread(target=self._run, args=(slot,), daemon=True, name=name))
+                self._threads[-1].start()
+
+    def _run(self, slot: int) -> None:
+        pause_s = FIRST_RETRY_S
+        while not self._closing.is_set():
+            try:
+                stream, theirs = self._dial(slot)
+            except RefusedError as error:
+                self.last_error = str(error)
+                if error.final:
+                    self._stop(error)
+                    return
+            except (OSError, WorkerError) as error:
+                self.last_error = str(broken(error))
+            except AtlasError as error:
+                self._stop(WorkerError(str(error)))
+                return
+            else:
+                pause_s = FIRST_RETRY_S
+                self._ensure(theirs.slot)
+                self._serve(stream, theirs)
+            self._closing.wait(pause_s * (0.5 + random.random()))
+            pause_s = min(LONGEST_RETRY_S, 2 * pause_s)
+
+    def _dial(self, slot: int) -> tuple[SocketStream, Greeting]:
+        def on_socket(sock: socket.socket) -> None:
+            with self._lock:
+                self._dialing[slot] = sock
+            _keep_alive(sock)
+
+        try:
+            mine = self.mine._replace(slot=slot)
+            return dial(self.address, mine, self.security, self.settings.handshake_s, on_socket)
+        finally:
+            with self._lock:
+                self._dialing.pop(slot, None)
+
+    def _stop(self, error: WorkerError) -> None:
+        if not self._closing.is_set():
+            self._closing.set()
+            self._give_up(error)
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    if is_unix(sock):
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+    for name, value in zip(names, (KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_PROBES), strict=True):
+        if (option := getattr(socket, name, None)) is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
