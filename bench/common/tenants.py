@@ -21,7 +21,7 @@ from atlas.ir.program import Kind, Op
 from atlas.runtime.device import Device, Span
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.models.task import DecoderTask
-from atlas.runtime.optimizer import make_optimizer
+from atlas.runtime.optimizer import FlatSlice, make_optimizer
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.stage import Stage
 from atlas.runtime.waits import SharedDevice
@@ -90,7 +90,8 @@ class Trainer:
             scene.trained, (4, 4, 4), 1, scene.length, MICROBATCHES, _no_data, dtype=scene.dtype, device=device.place
         )  # fmt: skip
         self.stage = Stage(task, MIDDLE, STAGES, 0, 1.0 / MICROBATCHES)
-        self.optimizer = make_optimizer(OptimizerSettings(LearningRate(1e-5), "adamw"), self.stage.named_parameters)
+        settings, slices = OptimizerSettings(LearningRate(1e-5), "adamw"), [FlatSlice.whole(self.stage.flat)]
+        self.optimizer = make_optimizer(settings, self.stage.named_parameters, slices)
         shape = (1, scene.length, scene.trained.width)
         self.x = torch.randn(shape, device=device.place).to(scene.dtype)
         self.gradient = torch.randn(shape, device=device.place).to(scene.dtype) * 1e-4
@@ -109,8 +110,7 @@ class Trainer:
 
     def step(self) -> Span:
         def update() -> None:
-            for parameter, gradient in zip(self.stage.parameters, self.stage.gradients.total(), strict=True):
-                parameter.grad = gradient
+            self.stage.adopt(self.stage.outgoing())
             self.optimizer.step()
             self.optimizer.zero_grad()
             self._slots += MICROBATCHES

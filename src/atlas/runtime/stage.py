@@ -12,21 +12,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from atlas.runtime.flat import FlatParameters, local_part
 from atlas.runtime.models.decoder import TIED_HEAD, loss_of
 from atlas.runtime.models.linear import Linear, WeightWork, recording
 from atlas.runtime.models.task import DecoderTask
 
 
 class GradientSum:
-    """Sums gradients of microbatches in ascending order and in float32; keeps those that come early.
+    """Sums gradients of microbatches in ascending order and in float32, in flat memory; keeps those that come early."""
 
-    Until `total`, the sum is in the parameters' `.grad`: the backward of the next microbatch may add there itself,
-    which saves a pass through memory.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
-        self._sum: list[Tensor] | None = None
+    def __init__(self, sums: Sequence[Tensor]) -> None:
+        self._sums = list(sums)
         self._early: dict[int, Sequence[Tensor]] = {}
         self._first = self._next = 0
 
@@ -37,45 +33,23 @@ class GradientSum:
 
     def begin(self, first_slot: int) -> None:
         assert not self._early, "an iteration ended with gradients missing"
-        self._sum, self._first, self._next = None, first_slot, first_slot
-
-    def is_next(self, slot: int) -> bool:
-        """Whether a backward may add this microbatch to `.grad` itself and then call `added`."""
-        return slot == self._next
-
-    def added(self, slot: int) -> None:
-        assert slot == self._next, "added out of order"
-        self._next += 1
-        self._add_early()
+        self._first, self._next = first_slot, first_slot
 
     def add(self, slot: int, gradients: Sequence[Tensor]) -> None:
         self._early[slot] = gradients
-        self._add_early()
-
-    def _add_early(self) -> None:
         while self._next in self._early:
             ready = list(self._early.pop(self._next))
-            if self._parameters[0].grad is None:
-                for parameter, gradient in zip(self._parameters, ready, strict=True):
-                    parameter.grad = gradient.to(torch.float32, copy=True)
+            if self._next == self._first:
+                torch._foreach_copy_(self._sums, ready)
             else:
-                torch._foreach_add_(_gradients(self._parameters), ready)
+                torch._foreach_add_(self._sums, ready)
             self._next += 1
 
     def total(self) -> list[Tensor]:
-        """The sum, which the caller now owns; `.grad` is empty."""
+        """The sums, which change again with the next iteration."""
         assert not self._early, "the gradient of an earlier microbatch is missing"
-        if self._sum is None:
-            self._sum = _gradients(self._parameters)
-            for parameter in self._parameters:
-                parameter.grad = None
-        return self._sum
-
-
-def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    found = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    assert len(found) == len(parameters), "no backward has run"
-    return found
+        assert self._next > self._first, "no backward has run"
+        return list(self._sums)
 
 
 class _Pass(NamedTuple):
@@ -113,15 +87,13 @@ class Stage:
         self._trained = list(self.module.parameters())
         deferrable = {id(m.weight) for m in self.module.modules() if isinstance(m, Linear)}
         self._direct = [p for p in self._trained if id(p) not in deferrable]
-        self.named_parameters: Mapping[str, Tensor] = {n: _local(p) for n, p in self.module.named_parameters()}
+        self.flat = FlatParameters(self.module)
+        """The memory of all parameters and gradients."""
+        self.named_parameters: Mapping[str, Tensor] = {n: local_part(p) for n, p in self.module.named_parameters()}
         """This process's part of every parameter, by its name in the whole model; `.grad` is float32."""
         for parameter in self.named_parameters.values():
             parameter.grad_dtype = torch.float32
-        self.gradients = GradientSum(self.parameters)
-        self._adds_in_place = all(
-            trained is share and share.dtype == torch.float32
-            for trained, share in zip(self._trained, self.parameters, strict=True)
-        )
+        self.gradients = GradientSum([self.flat.gradient_of[name] for name in self.named_parameters])
         self._data: dict[int, tuple[Tensor, Tensor]] = {}
         self._losses: dict[int, Tensor] = {}
         self._inputs: dict[int, Tensor] = {}
@@ -187,11 +159,6 @@ class Stage:
     def backward(self, slot: int, gradient: Tensor | None) -> Tensor | None:
         """Both halves at once; the gradient of the input, where there is a stage before."""
         output = self._passes.pop(slot).output
-        if self._adds_in_place and self.gradients.is_next(slot):
-            x = self._inputs.pop(slot)
-            torch.autograd.backward(output, gradient)
-            self.gradients.added(slot)
-            return x.grad
         x_gradient, gradients = self._differentiate(slot, output, self._trained, gradient)
         self._add(slot, gradients)
         return x_gradient
@@ -217,8 +184,10 @@ class Stage:
 
     def adopt(self, sums: Sequence[Tensor]) -> None:
         """Use the sums of the `outgoing` gradients as gradients."""
-        for parameter, gradient in zip(self.parameters, sums, strict=True):
-            parameter.grad = gradient
+        for (name, parameter), gradient in zip(self.named_parameters.items(), sums, strict=True):
+            parameter.grad = self.flat.gradient_of[name]
+            if gradient.data_ptr() != parameter.grad.data_ptr():
+                parameter.grad.copy_(gradient)
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
     def _microbatch(self, slot: int) -> tuple[Tensor, Tensor]:
@@ -247,17 +216,11 @@ class Stage:
         self.gradients.add(slot, [_local(g, p) for g, p in zip(gradients, self._trained, strict=True)])
 
 
-def _local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """This process's part of a tensor, in the layout of `like`; the tensor itself if it is not sharded.
-
-    Checks for the method and not for DTensor, whose import takes a second that most processes do not need.
-    """
-    if not hasattr(tensor, "to_local"):
-        return tensor
-    if like is not None:
-        tensor = tensor.redistribute(placements=like.placements)  # type: ignore[attr-defined]
-    local: Tensor = tensor.to_local().detach()
-    return local
+def _local(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """This process's part of a gradient, in the layout of its parameter."""
+    if hasattr(gradient, "to_local"):
+        gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return local_part(gradient)
 
 
 def _is_replicated(parameter: Tensor) -> bool:

@@ -16,7 +16,7 @@ from atlas.runtime.checkpoint import LayerState, states_of
 from atlas.runtime.models.decoder import layer_of
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.models.tied import join
-from atlas.runtime.optimizer import clip, make_optimizer, squares
+from atlas.runtime.optimizer import FlatSlice, clip_factor, make_optimizer, squares
 from atlas.runtime.stage import Stage
 from atlas.runtime.training import make_task
 from atlas.runtime.wiring import WorkerRole
@@ -42,7 +42,8 @@ class StageSet:
         self.parameters: dict[str, Tensor] = {}
         for stage in self.stages.values():
             self.parameters |= stage.named_parameters
-        self.optimizer = make_optimizer(training.optimizer, self.parameters)
+        slices = [FlatSlice.whole(stage.flat) for stage in self.stages.values()]
+        self.optimizer = make_optimizer(training.optimizer, self.parameters, slices)
         self.optimizer.num_steps = assignment.first_step
 
     def _built(self, task: DecoderTask) -> DecoderTask:
@@ -82,14 +83,15 @@ class StageSet:
         return gradient
 
     def adopt_tied(self, name: str, gradient: Tensor) -> None:
-        self.parameters[name].grad = gradient.to(self.parameters[name].device)
+        self.tied_gradient(name).copy_(gradient)
 
     def squares(self) -> list[float]:
         """The squared gradient norms of these stages, for the global norm."""
         return squares(self.parameters, {name for stage in self.stages.values() for name in stage.counted})
 
     def clip(self, norm: float, max_norm: float) -> None:
-        clip(self.parameters, norm, max_norm)
+        """The next step does it, in the pass that it makes over the gradients."""
+        self.optimizer.factor = clip_factor(norm, max_norm)
 
     def step(self, num_done: int) -> None:
         """An optimizer step; `num_done`: steps of the training after it."""

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from atlas.errors import SpecError, WorkerError
-from atlas.runtime.optimizer import AdamW, clip, global_norm, make_optimizer, squares
+from atlas.runtime.flat import ALIGNMENT, FlatParameters
+from atlas.runtime.optimizer import AdamW, FlatSlice, clip, global_norm, make_optimizer, squares
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 
 SHAPES = {"matrix": (5, 7), "bias": (7,), "other": (3, 3)}
@@ -59,12 +60,40 @@ def test_a_resumed_optimizer_is_equal_to_the_bit() -> None:
                 second = AdamW(broken, settings)
                 second.num_steps = 3
                 for name, parameter in broken.items():
-                    second.state[parameter] = saved[name]
+                    for slot, kept in second.state[parameter].items():
+                        kept.copy_(saved[name][slot])
             set_gradients(straight, step)
             set_gradients(broken, step)
             first.step()
             second.step()
         assert all(torch.equal(straight[n], broken[n]) for n in SHAPES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slices_of_flat_memory_take_the_steps_of_single_parameters(dtype: torch.dtype) -> None:
+    single, module = parameters(dtype=dtype), torch.nn.ParameterDict(parameters(dtype=dtype))
+    flat = FlatParameters(module)
+    named = dict(module.named_parameters())
+    for name, parameter in named.items():
+        assert torch.equal(parameter, single[name])
+        parameter.grad_dtype = torch.float32
+        parameter.grad = flat.gradient_of[name]
+    settings = OptimizerSettings(LearningRate(1e-2))
+    cut = ALIGNMENT  # in the middle: two owners
+    owners = [AdamW(named, settings, [FlatSlice(flat, a, b)]) for a, b in ((0, cut), (cut, flat.num_values))]
+    alone = AdamW(single, settings)
+    for step in range(3):
+        set_gradients(single, step)
+        for name in SHAPES:
+            named[name].grad.copy_(single[name].grad)  # type: ignore[union-attr, arg-type]
+        for optimizer in (alone, *owners):
+            optimizer.factor = 0.5
+            optimizer.step()
+    assert all(torch.equal(named[name], single[name]) for name in SHAPES)
+    kept = {id(p): state for owner in owners for p, state in owner.state.items()}
+    for name in SHAPES:
+        for slot, tensor in alone.state[single[name]].items():
+            assert torch.equal(kept[id(named[name])][slot], tensor), (name, slot)
 
 
 def test_two_names_of_one_memory_step_once_and_share_their_state() -> None:

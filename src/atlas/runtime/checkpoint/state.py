@@ -79,8 +79,11 @@ def restore(
             if optimizer is not None and name in state.optimizer:
                 # Moments are on the device of their parameter; the step count only for fused or capturable optimizers.
                 home = torch.device("cpu") if parameter not in on_device else parameter.device
+                kept = optimizer.state.get(parameter, {})
                 optimizer.state[parameter] = {
-                    slot: value.to(parameter.device if value.dim() else home, copy=True)
+                    slot: kept[slot].copy_(value)  # its memory may be part of a larger one
+                    if slot in kept and value.dim()
+                    else value.to(parameter.device if value.dim() else home, copy=True)
                     for slot, value in state.optimizer[name].items()
                 }
 

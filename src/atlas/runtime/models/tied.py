@@ -18,7 +18,8 @@ def join(parameters: Mapping[str, Tensor]) -> None:
     embedding, head = parameters[TIED_EMBEDDING], parameters[TIED_HEAD]
     assert embedding.grad is not None, "the embedding's gradient is missing"
     assert head.grad is not None, "the head's gradient is missing"
-    embedding.grad = head.grad = joined(embedding.grad, head.grad)
+    embedding.grad.copy_(joined(embedding.grad, head.grad))
+    head.grad.copy_(embedding.grad)
 
 
 def joined(embedding_gradient: Tensor, head_gradient: Tensor) -> Tensor:

@@ -56,12 +56,24 @@ class ShardedStageSet(StageSet):
     def scatter_sums(self, number: int, sums: Sequence[Tensor] = ()) -> None:
         """Give each rank its part of the leader's `sums`, in the layout of `gather_gradients`."""
         named = self.stages[number].named_parameters
-        whole = [p for name, p in named.items() if not self.shares.is_sharded(name)]
-        cut = [p for name, p in named.items() if self.shares.is_sharded(name)]
-        flat = torch.cat([s.flatten() for s in sums[: len(whole)]]) if sums else torch.empty(_num_values(whole))
+
+        def num_values(names: Sequence[str]) -> int:
+            return sum(named[name].numel() for name in names)
+
+        whole = [name for name in named if not self.shares.is_sharded(name)]
+        cut = [name for name in named if self.shares.is_sharded(name)]
+        flat = torch.cat([s.flatten() for s in sums[: len(whole)]]) if sums else torch.empty(num_values(whole))
         self.group.share(flat)
-        _adopt(whole, flat.to(self.group.place))
-        _adopt(cut, self.group.scatter(sums[len(whole) :], torch.empty(_num_values(cut))))
+        self._adopt(number, whole, flat.to(self.group.place))
+        self._adopt(number, cut, self.group.scatter(sums[len(whole) :], torch.empty(num_values(cut))))
+
+    def _adopt(self, number: int, names: Sequence[str], flat: Tensor) -> None:
+        """Set the gradients from one flat tensor."""
+        stage, end = self.stages[number], 0
+        for name in names:
+            gradient = stage.named_parameters[name].grad = stage.flat.gradient_of[name]
+            begin, end = end, end + gradient.numel()
+            gradient.copy_(flat[begin:end].view(gradient.shape))
 
     def adopt_own(self, number: int) -> None:
         """A follower without other pipelines to sum with: its own gradients are the sums."""
@@ -101,15 +113,3 @@ class ShardedStageSet(StageSet):
 
     def weights(self) -> dict[str, Tensor]:
         return gathered(self.group, self.shares, self.parameters)
-
-
-def _num_values(parameters: Sequence[Tensor]) -> int:
-    return sum(parameter.numel() for parameter in parameters)
-
-
-def _adopt(parameters: Sequence[Tensor], flat: Tensor) -> None:
-    """Set the gradients from one flat tensor."""
-    end = 0
-    for parameter in parameters:
-        begin, end = end, end + parameter.numel()
-        parameter.grad = flat[begin:end].view(parameter.shape)
