@@ -65,6 +65,7 @@ BENCHES: dict[str, Bench] = {
     "planner": Bench(15, 90),
     "planner_geo": Bench(20, 20),
     "planner_sailor": Bench(6, 10),
+    "regions": Bench(2, 5, ()),
     "schedules": Bench(12, 30),
     "serve_emulated": Bench(8, 50),
     "serve_kills": Bench(60, 60),

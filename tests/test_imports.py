@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "api": {"ir", "spec", "cost", "schedules", "evaluate", "planner", "view", "launch"},
     "ir": set(),
     "spec": set(),
+    "catalogue": set(),
     "cost": {"ir", "spec"},
     "sim": {"ir", "spec", "cost"},
     "schedules": {"ir", "spec", "cost", "sim"},

@@ -18,6 +18,7 @@ from atlas import __version__
 from atlas.errors import AtlasError, MissingExtraError
 
 COMMANDS = {
+    "regions": "what is known of cloud regions: GPU prices, latency, throughput, egress",
     "simulate": "simulate a job under one or more schedules",
     "schedules": "list the schedules, or print the Program of one",
     "view": "draw timeline files as a page, a trace or a figure",

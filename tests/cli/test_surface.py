@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PICTURES = {"--page", "--png", "--svg", "--trace"}
 SEARCH = {"--tries", "--seed", "--set", "--tcp"}
 SURFACE = {
+    "regions": {"region", "--json"},
     "simulate": {"job", "--schedule", "--iterations", "--monte-carlo", "--json", "--out", "--save"} | PICTURES | SEARCH,
     "schedules": {"--show", "--torch", "--json"} | SEARCH,
     "view": {"files"} | PICTURES,
