@@ -19,9 +19,10 @@ from common.report import Report
 from atlas.cost.table import TURNS, Costs, kind_costs, uniform_costs
 from atlas.ir.program import Layout, Program
 from atlas.schedules import one_f_one_b
-from atlas.sim import compiled, lower, reference, simulate
+from atlas.sim import compiled, lower, simulate
 from atlas.sim.extrapolate import extrapolate
 from atlas.sim.lower import NONE, Tables
+from atlas.sim.simulate import reference
 
 MS = 1_000_000
 
@@ -97,7 +98,7 @@ def main() -> int:
     report.figure("compiled engine against simpy", theirs / ours, "x", at_least=40)
     report.figure("reference engine against simpy", theirs / plain, "x")
     report.figure("makespan apart from simpy's", abs(their_makespan - int(events.op_end_ns.max())), "ns", at_most=0)
-    same = all(np.array_equal(a, b) for a, b in zip(reference.run(tables), events, strict=True))
+    same = all(np.array_equal(a, b) for a, b in zip(reference(tables), events, strict=True))
     report.figure("events on which the engines differ", 0 if same else 1, "", at_most=0)
 
     def long(num_microbatches: int) -> Program:

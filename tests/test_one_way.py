@@ -1,4 +1,4 @@
-"""From a job file to a page, a traced run: nothing is parsed, priced, simulated or analysed twice."""
+"""From a job file to a page, a traced run: few files are visited, and nothing is parsed, priced or analysed twice."""
 
 from __future__ import annotations
 
@@ -7,41 +7,53 @@ from collections import Counter
 from pathlib import Path
 from types import FrameType
 
+import pytest
+
 import atlas
-import atlas.api
-from atlas.view import write_page
+from atlas import load_job, simulate
 
 SRC = Path(atlas.__file__).parent
 TINY = SRC.parents[1] / "examples" / "tiny.yaml"
+MAX_FILES = 20
 ONCE = {
     "spec/document.py": ["parse_yaml"],
     "cost/arrange.py": ["arrange"],
     "evaluate.py": ["prepare", "evaluate"],
     "ir/assemble.py": ["check"],
     "sim/lower.py": ["lower"],
-    "sim/simulate.py": ["run", "timeline"],
+    "sim/simulate.py": ["simulate", "reference"],
     "ir/analysis.py": ["summary", "link_utilization", "bubbles", "critical_path"],
-    "view/page.py": ["groups"],
+    "view/page.py": ["page_html", "groups"],
 }
 
 
-def test_nothing_is_done_twice_between_the_job_file_and_the_page(tmp_path: Path) -> None:
-    calls: Counter[tuple[str, str]] = Counter()
+@pytest.fixture(scope="module")
+def calls() -> Counter[tuple[str, str]]:
+    """By file and function: how often it was called on the way from the job file to the table and the page."""
+    found: Counter[tuple[str, str]] = Counter()
 
     def count(frame: FrameType, event: str, _: object) -> None:
         path = Path(frame.f_code.co_filename)
         if event == "call" and path.is_relative_to(SRC):
-            calls[str(path.relative_to(SRC)), frame.f_code.co_name] += 1
+            found[str(path.relative_to(SRC)), frame.f_code.co_name] += 1
 
     before = sys.getprofile()
     sys.setprofile(count)
     try:
-        simulation = atlas.simulate(TINY, "1f1b")
+        simulation = simulate(load_job(TINY), "1f1b")
         simulation.table()
-        write_page(tmp_path / "page.html", [simulation.best.timeline])
-        simulation.figure()
+        page = simulation.page()
     finally:
         sys.setprofile(before)
-    assert {(file, name): calls[file, name] for file, names in ONCE.items() for name in names} == {
-        (file, name): 1 for file, names in ONCE.items() for name in names
-    }
+    assert "<title>tiny</title>" in page
+    return found
+
+
+def test_one_microbatch_visits_few_files_between_the_job_file_and_the_page(calls: Counter[tuple[str, str]]) -> None:
+    visited = {file for file, _ in calls}
+    assert len(visited) <= MAX_FILES, sorted(visited)
+
+
+def test_nothing_is_done_twice_between_the_job_file_and_the_page(calls: Counter[tuple[str, str]]) -> None:
+    once = [(file, name) for file, names in ONCE.items() for name in names]
+    assert {call: calls[call] for call in once} == dict.fromkeys(once, 1)

@@ -20,6 +20,7 @@ from atlas.cost.compute import pricing
 from atlas.cost.price import Tcp
 from atlas.evaluate import Progress, Result, default_choices, evaluate_all, find_schedule, rows
 from atlas.ir.replace import write_whole
+from atlas.ir.timeline import Timeline
 from atlas.planner import report
 from atlas.planner.change import Sweep, parse_sweep
 from atlas.planner.files import candidate_of, plan_of
@@ -34,6 +35,7 @@ from atlas.spec import Job
 from atlas.spec.plan import Plan, load_job_or_plan, plan_text
 from atlas.view.chart import curves_svg
 from atlas.view.map import plan_page
+from atlas.view.page import page_html
 from atlas.view.svg import Figure
 
 if TYPE_CHECKING:
@@ -84,7 +86,19 @@ class Simulation:
         return [result for result in self.results if result.tcp == "many"] or list(self.results)
 
     def figure(self) -> Figure:
-        return Figure(*(result.timeline for result in self.drawn), title=self.results[0].case.job.name)
+        return Figure(*self._timelines, title=self._title)
+
+    def page(self) -> str:
+        """The timelines as one HTML page to zoom and search in."""
+        return page_html(self._timelines, title=self._title)
+
+    @property
+    def _timelines(self) -> list[Timeline]:
+        return [result.timeline for result in self.drawn]
+
+    @property
+    def _title(self) -> str:
+        return self.results[0].case.job.name
 
     def _repr_html_(self) -> str:
         return self.figure()._repr_html_()

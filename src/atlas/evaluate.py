@@ -8,10 +8,9 @@ It makes no choices: datacenters and cells are the job's. Prints nothing.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -21,16 +20,14 @@ from atlas.cost.cluster_arrays import GIB
 from atlas.cost.compute import head_flops, layer_attention_flops, layer_matrix_flops, pricing
 from atlas.cost.memory import memory_rule, peak_memory
 from atlas.cost.price import Tcp, can_share, layout, price
-from atlas.cost.table import Costs, kind_costs, uniform_costs
+from atlas.cost.table import Costs
 from atlas.errors import AtlasError, InfeasibleError, SpecError
 from atlas.ir.analysis import summary
 from atlas.ir.assemble import check, repeated, with_optimizer
 from atlas.ir.program import Layout, Memory, Program
 from atlas.ir.timeline import Timeline
-from atlas.schedules import SCHEDULES, Bound, Schedule, Setting, gpipe, lower_bound
-from atlas.sim import SeededNoise, Tables, lower
-from atlas.sim.lower import noisy
-from atlas.sim.simulate import SMALL, run, timeline
+from atlas.schedules import SCHEDULES, Bound, Schedule, Setting, lower_bound
+from atlas.sim import SeededNoise, simulate
 from atlas.spec import Job, override
 
 Progress = Callable[[str, int, int], None]
@@ -57,6 +54,10 @@ class Case:
     """None where nothing can be shared: one connection, one pipeline, or one datacenter."""
     memory: Memory
 
+    def costs_of(self, program: Program) -> Costs:
+        """What a Program of this case is priced at: with turns on the WAN if it takes them."""
+        return self.turns if program.sharing and self.turns is not None else self.apart
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -81,15 +82,11 @@ class Result:
     single: Timeline
     """Of one iteration: what every figure but `steady_s` is read from."""
     bound: Bound
-    engine_s: float
-    """CPU seconds of the engine alone, for one iteration."""
     spread: Spread | None = None
 
     @property
     def costs(self) -> Costs:
-        """What the Program was priced at: with turns on the WAN if it takes them."""
-        turns = self.case.turns
-        return turns if self.single.program.sharing and turns is not None else self.case.apart
+        return self.case.costs_of(self.single.program)
 
     def row(self) -> dict[str, Any]:
         """The figures, JSON-able. Seconds are simulated; `engine_s` alone was measured."""
@@ -120,7 +117,7 @@ class Result:
             **{k: figures[k] for k in ("peak_in_flight", "bubbles_s", "critical_path_s", "links", "num_workers")},
             "num_gpus": _num_gpus(self.case),
             "num_events": figures["num_events"],
-            "engine_s": self.engine_s,
+            "engine_s": self.single.meta["engine_s"],
             "spread": None if self.spread is None else vars(self.spread),
         }
 
@@ -205,22 +202,13 @@ def evaluate(
     chosen = find_schedule(schedule)
     case = prepare(job, chosen, tcp, iterations, sharing=sharing)
     program = build(case, chosen, budget=budget, seed=seed, progress=progress)
-    costs = case.turns if program.sharing and case.turns is not None else case.apart
-    tables = lower(program, costs)
-    if program.num_events > SMALL:
-        _warm_up()
-    began = time.process_time()
-    events = run(tables)
-    engine_s = time.process_time() - began
+    costs = case.costs_of(program)
     bound = _bound(case, chosen, program)
-    meta = {"tcp": tcp, "job": job.name, "engine_s": engine_s, "lower_bound_s": bound.ns / 1e9, "seed": seed}
-    single = many = timeline(program, costs, tables, events, meta)
-    if iterations > 1:
-        longer = repeated(program, iterations)
-        again = lower(longer, costs)
-        many = timeline(longer, costs, again, run(again), meta)
-    spread = _spread(case.job, program, tables, jitter_runs) if jitter_runs else None
-    return Result(chosen.name, tcp, case, many, single, bound, engine_s, spread)
+    meta = {"tcp": tcp, "job": job.name, "lower_bound_s": bound.ns / 1e9, "seed": seed}
+    single = simulate(program, costs, meta=meta)
+    many = simulate(repeated(program, iterations), costs, meta=meta) if iterations > 1 else single
+    spread = _spread(case.job, program, costs, jitter_runs) if jitter_runs else None
+    return Result(chosen.name, tcp, case, many, single, bound, spread)
 
 
 def build(
@@ -301,7 +289,7 @@ def _bound(case: Case, schedule: Schedule, program: Program) -> Bound:
 
 
 # ---- jitter ------------------------------------------------------------------------------------------------
-def _spread(job: Job, program: Program, tables: Tables, runs: int) -> Spread:
+def _spread(job: Job, program: Program, costs: Costs, runs: int) -> Spread:
     """The same Program with new random durations in each run; only transfers between datacenters jitter."""
     if not (job.jitter.compute or job.jitter.wan):
         raise SpecError(
@@ -311,10 +299,8 @@ def _spread(job: Job, program: Program, tables: Tables, runs: int) -> Spread:
             rule="Monte-Carlo runs need a spread, and the job has none",
             remedy="Write jitter: {compute: 0.05, wan: 0.1}, or --set jitter.wan=0.1",
         )
-    times = []
-    for k in range(runs):
-        events = run(noisy(tables, SeededNoise(job.jitter.seed + k, job.jitter.compute, job.jitter.wan), program))
-        times.append(int(events.op_end_ns.max() - events.op_start_ns.min()) / 1e9)
+    noises = (SeededNoise(job.jitter.seed + k, job.jitter.compute, job.jitter.wan) for k in range(runs))
+    times = [simulate(program, costs, jitter=noise).makespan_ns / 1e9 for noise in noises]
     low, middle, high = (float(v) for v in np.percentile(times, [5, 50, 95]))
     return Spread(runs, low, middle, high, max(times))
 
@@ -331,10 +317,3 @@ def _require_feasible_size(job: Job, frame: Layout, iterations: int) -> None:
             f"more than the {MAX_EVENTS:,} that fit in memory",
             remedy="Fewer microbatches, stages, pipelines_per_cell or --iterations; cells cost nothing",
         )
-
-
-@cache
-def _warm_up() -> None:
-    """Load and compile the engine before it is timed."""
-    program = gpipe(Layout.even(1, 2, 1))
-    run(lower(program, uniform_costs(1, 2, kind_costs(forward_ns=1, backward_ns=1))), "compiled")

@@ -15,7 +15,8 @@ from atlas.errors import ProgramError
 from atlas.ir.assemble import assemble, check, repeated, with_optimizer
 from atlas.ir.program import Kind, Layout, Memory, Op, Program
 from atlas.schedules.classic import gpipe, interleaved, one_f_one_b
-from atlas.sim import lower, reference
+from atlas.sim import lower
+from atlas.sim.simulate import reference
 
 
 def orders_of(program: Program) -> list[list[Op]]:
@@ -34,7 +35,7 @@ def two_stages(first: str, second: str, num_microbatches: int = 2, **kw) -> Prog
 def finishes(program: Program) -> bool:
     costs = uniform_costs(program.num_pipelines, program.num_stages, kind_costs(forward_ns=1, backward_ns=2))
     try:
-        reference.run(lower(program, costs))
+        reference(lower(program, costs))
     except ProgramError:
         return False
     return True
@@ -59,7 +60,7 @@ def test_it_accepts_every_order_made_of_ready_ops(program: Program):
 @given(programs(max_iterations=1), st.data())
 @settings(max_examples=40)
 def test_acceptance_does_not_depend_on_costs(program: Program, data: st.DataObject):
-    reference.run(lower(program, data.draw(costs_for(program))))
+    reference(lower(program, data.draw(costs_for(program))))
     check(program)
 
 

@@ -9,12 +9,11 @@ from math import prod
 import pytest
 from exact_optimum import optimum
 
-from atlas.cost.table import kind_costs, uniform_costs
+from atlas.cost.table import kind_costs, lower_bound, uniform_costs
 from atlas.ir.assemble import check
 from atlas.ir.program import Layout, Memory
 from atlas.ir.text import to_text
 from atlas.schedules.atlas import atlas
-from atlas.schedules.bound import lower_bound
 from atlas.schedules.classic import gpipe, one_f_one_b
 from atlas.schedules.search import Family, search
 from atlas.schedules.setting import Setting

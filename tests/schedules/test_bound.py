@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_jobs import costs_for, programs
 
-from atlas.cost.table import Costs, kind_costs, uniform_costs
+from atlas.cost.table import Costs, kind_costs, lower_bound, uniform_costs
 from atlas.errors import AtlasError
 from atlas.ir.program import Kind, Layout, Memory, Program
-from atlas.schedules.bound import lower_bound
 from atlas.schedules.classic import gpipe, one_f_one_b
 from atlas.sim import simulate
 

@@ -17,9 +17,9 @@ from atlas.errors import AtlasError, ProgramError
 from atlas.ir.assemble import assemble, check, default_turns
 from atlas.ir.program import Kind, Layout, Memory, Op
 from atlas.schedules.classic import gpipe, one_f_one_b
-from atlas.sim import SeededNoise, compiled, lower, reference, simulate
+from atlas.sim import SeededNoise, compiled, lower, simulate
 from atlas.sim.policy import Rule, freeze, play
-from atlas.sim.simulate import SMALL
+from atlas.sim.simulate import SMALL, Engine, reference
 
 PER_KIND = kind_costs(forward_ns=60, input_ns=61, weight_ns=59, recompute_ns=57)
 
@@ -52,9 +52,10 @@ def test_turns_are_taken_by_the_costs_that_say_so():
 
 def test_small_programs_stay_with_the_reference_and_large_ones_go_to_the_compiled_engine(monkeypatch):
     used: list[str] = []
-    for module, name in ((reference, "reference"), (compiled, "compiled")):
-        run = module.run
-        monkeypatch.setattr(module, "run", lambda tables, run=run, name=name: (used.append(name), run(tables))[1])
+    simulate(gpipe(Layout.even(1, 2, 1, 1)), uniform_costs(1, 2, PER_KIND), engine="compiled")  # loads it
+    for home, name in ((Engine, "reference"), (compiled, "compiled")):
+        run = home.run
+        monkeypatch.setattr(home, "run", lambda given, run=run, name=name: (used.append(name), run(given))[1])
     small, large = gpipe(Layout.even(1, 2, 3, 1)), gpipe(Layout.even(2, 8, 1500, 1))
     assert small.num_events < 100
     assert large.num_events > SMALL
@@ -111,13 +112,13 @@ def test_a_program_with_a_hole_is_refused_by_name():
         simulate(program, uniform_costs(1, 2, PER_KIND))
 
 
-@pytest.mark.parametrize("engine", [reference, compiled])
+@pytest.mark.parametrize("engine", [reference, compiled.run])
 def test_a_deadlock_is_an_error_that_points_to_the_checker(engine):
     orders = [[Op(Kind.F, 0, 0), Op(Kind.B, 0, 0), Op(Kind.F, 0, 1), Op(Kind.B, 0, 1)]]
     orders.append([Op(Kind.F, 1, 0), Op(Kind.F, 1, 1), Op(Kind.B, 1, 0), Op(Kind.B, 1, 1)])
     program = assemble("stuck", Layout(1, 2, 2, ("a", "b")), orders)
-    with pytest.raises(ProgramError, match=r"deadlocks: 2 workers never finish.*atlas.ir.assemble"):
-        engine.run(lower(program, uniform_costs(1, 2, PER_KIND)))
+    with pytest.raises(ProgramError, match=r"deadlocks: 2 workers never finish.*atlas.ir.assemble.check"):
+        engine(lower(program, uniform_costs(1, 2, PER_KIND)))
 
 
 def test_the_simulator_is_imported_without_numba():

@@ -17,8 +17,9 @@ from atlas.cost.table import FAIR, PRIVATE, TURNS, Costs, LinkCost, Trace, kind_
 from atlas.ir.assemble import assemble
 from atlas.ir.program import Kind, Layout, Op, Program
 from atlas.schedules.classic import gpipe
-from atlas.sim import Tables, lower, reference
-from atlas.sim.reference import Events
+from atlas.sim import Tables, lower
+from atlas.sim.lower import Events
+from atlas.sim.simulate import reference
 
 LONG = (10**9,)
 """Durations so long that two events of a random run never fall on the same nanosecond."""
@@ -29,7 +30,7 @@ def runs(draw: st.DrawFn, policy: int, **costs_kw) -> tuple[Program, Costs, Tabl
     program = draw(programs())
     costs = draw(costs_for(program, (policy,), **costs_kw))
     tables = lower(program, costs)
-    return program, costs, tables, reference.run(tables)
+    return program, costs, tables, reference(tables)
 
 
 def members(tables: Tables, link: int) -> list[int]:
@@ -153,25 +154,25 @@ def one_link(policy: int, came_ns: list[int], work_ns: int, **link_kw) -> tuple[
 def test_an_urgent_turn_takes_over_at_the_next_chunk_boundary_and_not_before():
     # Pipeline 1 (turn 1) comes first, pipeline 0 (turn 0) at 25: the chunk of 10 that began at 20 is finished first.
     program, costs = one_link(TURNS, [25, 0], 100, quantum_ns=10)
-    events = reference.run(lower(program, costs))
+    events = reference(lower(program, costs))
     assert events.start_ns[:2].tolist() == [30, 0]
     assert events.sent_ns[:2].tolist() == [130, 200]
 
 
 def test_without_a_quantum_a_transfer_is_never_interrupted():
     program, costs = one_link(TURNS, [25, 0], 100, quantum_ns=0)
-    events = reference.run(lower(program, costs))
+    events = reference(lower(program, costs))
     assert events.sent_ns[:2].tolist() == [200, 100]
 
 
 def test_a_later_turn_never_interrupts_an_earlier_one():
     program, costs = one_link(TURNS, [0, 25], 100, quantum_ns=10)
-    assert reference.run(lower(program, costs)).sent_ns[:2].tolist() == [100, 200]
+    assert reference(lower(program, costs)).sent_ns[:2].tolist() == [100, 200]
 
 
 def test_of_transfers_that_come_together_the_smallest_turn_goes_first():
     program, costs = one_link(TURNS, [7, 7, 7], 10, quantum_ns=5)
-    assert reference.run(lower(program, costs)).sent_ns[:3].tolist() == [17, 27, 37]
+    assert reference(lower(program, costs)).sent_ns[:3].tolist() == [17, 27, 37]
 
 
 # ---- FAIR ---------------------------------------------------------------------------------------------------
@@ -242,7 +243,7 @@ def test_a_fair_link_never_carries_more_than_its_capacity(run):
 @pytest.mark.parametrize(("capacity", "sent"), [(3.0, 100), (1.5, 200), (0.5, 600)])
 def test_beyond_its_capacity_a_fair_link_slows_all_members_alike(capacity: float, sent: int):
     program, costs = one_link(FAIR, [0, 0, 0], 100, capacity=capacity)
-    assert reference.run(lower(program, costs)).sent_ns[:3].tolist() == [sent] * 3
+    assert reference(lower(program, costs)).sent_ns[:3].tolist() == [sent] * 3
 
 
 def test_a_fair_link_with_room_for_all_equals_private_links():
@@ -259,7 +260,7 @@ def test_a_fair_link_with_room_for_all_equals_private_links():
     )
     roomy.channel_link[0, :, 1], roomy.channel_link[1, :, 1] = len(apart.links), len(apart.links) + 1
     program = gpipe(layout)
-    for one, other in zip(reference.run(lower(program, apart)), reference.run(lower(program, roomy)), strict=True):
+    for one, other in zip(reference(lower(program, apart)), reference(lower(program, roomy)), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -269,7 +270,7 @@ def test_a_trace_slows_the_part_of_a_transfer_that_falls_into_it_and_adds_its_la
     trace = Trace((0, 30), (1.0, 0.5), (5, 11))
     for policy in (PRIVATE, FAIR, TURNS):
         program, costs = one_link(policy, [0], 100, trace=trace)
-        events = reference.run(lower(program, costs))
+        events = reference(lower(program, costs))
         assert events.sent_ns[0] == 170
         assert events.arrive_ns[0] in (175, 181), "the latency of the span in which it starts, or is sent"
 
@@ -278,7 +279,7 @@ def test_a_trace_slows_the_part_of_a_transfer_that_falls_into_it_and_adds_its_la
 def test_latency_is_that_of_the_span_in_which_a_transfer_starts(policy: int):
     trace = Trace((0, 30), (1.0, 1.0), (5, 11))
     program, costs = one_link(policy, [0], 100, trace=trace)
-    assert reference.run(lower(program, costs)).arrive_ns[0] == 105
+    assert reference(lower(program, costs)).arrive_ns[0] == 105
 
 
 @given(st.data())
@@ -295,5 +296,5 @@ def test_a_trace_that_changes_nothing_changes_nothing(data: st.DataObject):
         costs.before_ns,
         costs.latency_ns,
     )
-    for one, other in zip(reference.run(lower(program, costs)), reference.run(lower(program, traced)), strict=True):
+    for one, other in zip(reference(lower(program, costs)), reference(lower(program, traced)), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -16,14 +16,15 @@ from atlas.cost.table import FAIR, PRIVATE, TURNS, Costs, kind_costs, uniform_co
 from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Kind, Layout, Program
 from atlas.schedules.classic import gpipe, one_f_one_b
-from atlas.sim import SeededNoise, lower, reference, simulate
-from atlas.sim.reference import Events
+from atlas.sim import SeededNoise, lower, simulate
+from atlas.sim.lower import Events
+from atlas.sim.simulate import reference
 
 ALL = (PRIVATE, FAIR, TURNS)
 
 
 def run(program: Program, costs: Costs) -> Events:
-    return reference.run(lower(program, costs))
+    return reference(lower(program, costs))
 
 
 # ---- causality ----------------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ def test_over_private_links_a_longer_op_or_transfer_never_shortens_anything(data
         op_ns=tables.op_ns + rng.integers(0, 3, tables.op_ns.shape) * rng.integers(0, 100),
         transfer_work_ns=tables.transfer_work_ns + rng.integers(0, 3, tables.transfer_work_ns.shape),
     )
-    before, after = reference.run(tables), reference.run(longer)
+    before, after = reference(tables), reference(longer)
     for once, later in zip(before, after, strict=True):
         assert (later >= once).all()
 

@@ -141,8 +141,8 @@ def model_times(job: Job) -> Callable[[str], ModelTime]:
         if key not in known:
             price = calibrated if job.is_calibrated and not job.profile else analytic
             found = price(job, job.cluster.gpu(dc_name), peer_bps(job, dc))
-            if (entry := entry_of(job, dc.gpu)) is not None:
-                found = measured(job, entry, found)
+            if job.profile is not None:
+                found = measured(job, entry_of(job, job.profile, dc.gpu), found)
             found = replace(found, head=_head_at_once(found.head))
             if job.recompute and RUNTIMES[job.runtime].recomputes_in_backward:
                 found = replace(found, layers=_each(found.layers, _recomputed_in_backward))

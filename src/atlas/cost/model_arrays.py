@@ -63,9 +63,9 @@ def model_size(job: Job, gpu: str) -> ModelSize:
     # Logits, and what the loss keeps of them.
     logits = 2.0 * job.microbatch * model.seq_len * model.vocab * job.element_bytes / job.tp
     head = PieceSize(head_params(model), logits)
-    entry = entry_of(job, gpu)
-    if entry is None:
+    if job.profile is None:
         return ModelSize(embedding, (layer,) * model.layers, head)
+    entry = entry_of(job, job.profile, gpu)
     return ModelSize(
         _measured(job, entry.embedding, embedding),
         tuple(_measured(job, one, layer) for one in _layers(job, entry)),

@@ -144,9 +144,9 @@ def shape_of(job: Job) -> dict[str, int | str]:
     }
 
 
-def entry_of(job: Job, gpu: str) -> Entry | None:
-    """The entry that prices this job on a GPU type; None without a profile."""
-    return None if job.profile is None else find_entry(_loaded(job.profile), job, gpu)
+def entry_of(job: Job, profile: str, gpu: str) -> Entry:
+    """The entry of the job's profile that prices it on a GPU type."""
+    return find_entry(_loaded(profile), job, gpu)
 
 
 def _loaded(path: str) -> Profile:

@@ -55,7 +55,7 @@ def prepare_job(job: Job, options: TrainOptions, before: PreparedJob | None = No
     if options.clip is not None:
         program = with_norm(program)
     require_runnable(program)
-    costs = case.turns if program.sharing and case.turns is not None else case.apart
+    costs = case.costs_of(program)
     if before is None:
         training = make_training(case, options, program.num_stages)
     else:

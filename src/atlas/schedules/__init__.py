@@ -7,17 +7,14 @@ Importing this package loads no numba; a searched schedule loads it when it is b
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
+from atlas.cost.table import Bound, lower_bound
 from atlas.ir.program import Program
-from atlas.schedules.atlas import atlas
-from atlas.schedules.bound import Bound, lower_bound
-from atlas.schedules.classic import gpipe, interleaved, one_f_one_b
+from atlas.schedules.classic import gpipe, interleaved, one_f_one_b, without_costs
 from atlas.schedules.eager import eager_of
-from atlas.schedules.setting import Progress, Setting
-from atlas.schedules.varuna import varuna
-from atlas.schedules.zero_bubble import zero_bubble
+from atlas.schedules.setting import Builder, Progress, Setting
 
 
 @dataclass(frozen=True)
@@ -26,11 +23,22 @@ class Schedule:
 
     name: str
     summary: str
-    build: Callable[[Setting, Progress | None], Program]
+    build: Builder
     virtual_stages: bool = False
     """Whether a worker may hold several stages; all others need exactly one."""
     shares: bool = False
     """Whether its pipelines may take turns on the WAN (which needs many connections)."""
+
+
+def _dispatched(name: str) -> Builder:
+    """A schedule whose order the compiled dispatcher finds. Its module loads numba (half a second), so it is imported
+    when it is first built."""
+
+    def build(setting: Setting, progress: Progress | None) -> Program:
+        program: Program = getattr(import_module(f"{__name__}.{name}"), name)(setting, progress)
+        return program
+
+    return build
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -39,12 +47,12 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule(
             "gpipe",
             "all forwards, then all backwards; holds every microbatch, whatever the memory cap",
-            lambda setting, _: gpipe(setting.layout, recompute=setting.recompute),
+            without_costs(gpipe),
         ),
         Schedule(
             "1f1b",
             "Megatron's: forwards and backwards in turn, at most one microbatch in flight per remaining stage",
-            lambda setting, _: one_f_one_b(setting.layout, recompute=setting.recompute),
+            without_costs(one_f_one_b),
         ),
         Schedule(
             "1f1b-eager",
@@ -55,15 +63,23 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule(
             "interleaved",
             "1F1B with several stages per worker: less fill and drain, more traffic",
-            lambda setting, _: interleaved(setting.layout, recompute=setting.recompute),
+            without_costs(interleaved),
             virtual_stages=True,
         ),
-        Schedule("varuna", "opportunistic: backward before recompute before forward, forwards pulled ahead", varuna),
-        Schedule("zero-bubble", "backward split in two, weight gradients fill the bubbles; searched", zero_bubble),
+        Schedule(
+            "varuna",
+            "opportunistic: backward before recompute before forward, forwards pulled ahead",
+            _dispatched("varuna"),
+        ),
+        Schedule(
+            "zero-bubble",
+            "backward split in two, weight gradients fill the bubbles; searched",
+            _dispatched("zero_bubble"),
+        ),
         Schedule(
             "atlas",
             "turns on the WAN with the capacity of the whole cell, split backward where it pays; searched",
-            atlas,
+            _dispatched("atlas"),
             shares=True,
         ),
     )
@@ -75,11 +91,8 @@ __all__ = [
     "Progress",
     "Schedule",
     "Setting",
-    "atlas",
     "gpipe",
     "interleaved",
     "lower_bound",
     "one_f_one_b",
-    "varuna",
-    "zero_bubble",
 ]

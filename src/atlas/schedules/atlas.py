@@ -10,6 +10,7 @@ from dataclasses import replace
 from atlas.ir.program import Program
 from atlas.schedules.classic import gpipe, one_f_one_b
 from atlas.schedules.eager import warm_ups
+from atlas.schedules.search import Family, found_on_grid
 from atlas.schedules.setting import Progress, Setting
 from atlas.schedules.varuna import varuna
 from atlas.schedules.zero_bubble import zero_bubble_orders
@@ -22,8 +23,6 @@ MANY_EVENTS = 200_000
 
 def atlas(setting: Setting, progress: Progress | None = None) -> Program:
     """The fastest order that was found within the setting's budget and memory."""
-    from atlas.schedules.search import Family, found_on_grid
-
     sharings = (False,) if setting.turns is None else (True, False)
     layout = setting.layout
     events = 6 * layout.num_pipelines * layout.num_stages * layout.num_microbatches

@@ -6,9 +6,17 @@ follow its own forward. They use no costs: the simulator shows the effect of the
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from atlas.errors import ProgramError
 from atlas.ir.assemble import assemble
 from atlas.ir.program import Kind, Layout, Memory, Op, Program
+from atlas.schedules.setting import Builder
+
+
+def without_costs(schedule: Callable[..., Program]) -> Builder:
+    """A schedule of this module as `SCHEDULES` builds it."""
+    return lambda setting, _: schedule(setting.layout, recompute=setting.recompute)
 
 
 def gpipe(layout: Layout, *, recompute: bool = False) -> Program:
@@ -27,16 +35,21 @@ def one_f_one_b(layout: Layout, *, recompute: bool = False) -> Program:
     """Megatron's 1F1B: stage s runs P-1-s forwards ahead, then forwards and backwards in turn, then drains."""
     num_mb, depth = layout.num_microbatches, layout.num_stages
     _require_one_stage_per_worker("1f1b", layout)
+    aheads = [min(num_mb, depth - 1 - s) for s in range(depth)]
+    return assemble("1f1b", layout, alternating(num_mb, aheads, recompute), memory=Memory(min(num_mb, depth)))
+
+
+def alternating(num_microbatches: int, aheads: Sequence[int], recompute: bool) -> list[list[Op]]:
+    """By stage: so many forwards ahead, then forwards and backwards in turn, then the backwards that are left."""
     orders = []
-    for s in range(depth):
-        ahead = min(num_mb, depth - 1 - s)
-        order = [Op(Kind.F, s, m) for m in range(ahead)]
-        for m in range(num_mb):
-            if ahead + m < num_mb:
-                order.append(Op(Kind.F, s, ahead + m))
-            order.append(Op(Kind.B, s, m))
-        orders.append(with_recompute(order, layout.num_stages - 1) if recompute else order)
-    return assemble("1f1b", layout, orders, memory=Memory(min(num_mb, depth)))
+    for stage, ahead in enumerate(aheads):
+        order = [Op(Kind.F, stage, m) for m in range(ahead)]
+        for m in range(num_microbatches):
+            if ahead + m < num_microbatches:
+                order.append(Op(Kind.F, stage, ahead + m))
+            order.append(Op(Kind.B, stage, m))
+        orders.append(with_recompute(order, len(aheads) - 1) if recompute else order)
+    return orders
 
 
 def interleaved(layout: Layout, *, recompute: bool = False) -> Program:

@@ -16,8 +16,8 @@ import numpy as np
 
 from atlas.cost.table import FAIR, Costs
 from atlas.ir.assemble import assemble
-from atlas.ir.program import BACKWARD, FORWARD, Ints, Kind, Layout, Memory, Op, Program
-from atlas.schedules.classic import with_recompute
+from atlas.ir.program import BACKWARD, FORWARD, Ints, Kind, Layout, Memory, Program
+from atlas.schedules.classic import alternating
 from atlas.schedules.grid import slow_boundaries
 from atlas.schedules.setting import Progress, Setting
 
@@ -68,15 +68,7 @@ def within(wanted: list[int], layout: Layout, memory: Memory) -> tuple[int, ...]
 
 def written(layout: Layout, aheads: Sequence[int], memory: Memory, *, recompute: bool, sharing: bool) -> Program:
     """Every stage's forwards ahead, then forwards and backwards in turn."""
-    num_mb, depth = layout.num_microbatches, layout.num_stages
-    orders = []
-    for stage, ahead in enumerate(aheads):
-        order = [Op(Kind.F, stage, m) for m in range(ahead)]
-        for m in range(num_mb):
-            if ahead + m < num_mb:
-                order.append(Op(Kind.F, stage, ahead + m))
-            order.append(Op(Kind.B, stage, m))
-        orders.append(with_recompute(order, depth - 1) if recompute else order)
+    orders = alternating(layout.num_microbatches, aheads, recompute)
     return assemble(NAME, layout, orders, memory=memory, sharing=sharing)
 
 

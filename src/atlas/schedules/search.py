@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from atlas.cost.table import TURNS, Costs
+from atlas.cost.table import TURNS, Costs, lower_bound
 from atlas.errors import ProgramError
 from atlas.ir.assemble import default_turns
 from atlas.ir.program import Ints, Kind
-from atlas.schedules.bound import lower_bound
 from atlas.schedules.grid import prices, references
 from atlas.schedules.order import Order, positions
 from atlas.schedules.setting import Progress, Setting

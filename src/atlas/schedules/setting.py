@@ -9,6 +9,7 @@ import numpy as np
 
 from atlas.cost.table import Costs
 from atlas.ir.program import Ints, Kind, Layout, Memory, Program
+from atlas.sim.simulate import SMALL, simulate
 
 Progress = Callable[[int, int], None]
 """Called by a search with (tries done, tries allowed)."""
@@ -41,8 +42,6 @@ class Setting:
 
     def simulated_ns(self, program: Program, *, compiled: bool = False) -> int:
         """The iteration of a Program that is not closed yet, closed. `compiled`: numba is loaded anyway."""
-        from atlas.sim.simulate import SMALL, simulate
-
         engine = "compiled" if compiled or program.num_events > SMALL // 20 else "reference"
         timeline = simulate(program, self.costs_of(program), engine=engine)
         ends = np.zeros(program.num_workers, np.int64)
@@ -51,3 +50,7 @@ class Setting:
 
     def costs_of_sharing(self, sharing: bool) -> Costs:
         return self.turns if sharing and self.turns is not None else self.apart
+
+
+Builder = Callable[[Setting, Progress | None], Program]
+"""A schedule: of a setting, its Program."""

@@ -9,21 +9,16 @@ under the real costs, the list and the bare rule twice, and freezes the fastest:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.ir.assemble import default_turns
 from atlas.ir.program import Ints, Kind, Layout, Memory, Program
+from atlas.schedules.order import positions
 from atlas.schedules.setting import Progress, Setting
-
-if TYPE_CHECKING:
-    from atlas.sim.policy import PlayedOrder, Rule
+from atlas.sim.policy import ON_ARRIVAL, WHEN_NEXT_STARTS, PlayedOrder, Rule, freeze, play, priority_keys
 
 
 def varuna(setting: Setting, progress: Progress | None = None) -> Program:
     """The fastest of the three readings, frozen."""
-    from atlas.sim.policy import freeze
-
     layout, memory = setting.layout, setting.memory
     rule, played = min(variants(layout, setting.apart, memory, setting.recompute), key=lambda v: v[1].makespan_ns)
     return freeze("varuna", layout, rule, played, memory=memory, turn=default_turns(layout), sharing=False)
@@ -31,8 +26,6 @@ def varuna(setting: Setting, progress: Progress | None = None) -> Program:
 
 def variants(layout: Layout, costs: Costs, memory: Memory, recompute: bool) -> list[tuple[Rule, PlayedOrder]]:
     """(rule, what was played) of: the list with pulled forwards, the rule on arrival, the rule a step ahead."""
-    from atlas.sim.policy import ON_ARRIVAL, WHEN_NEXT_STARTS, Rule, play
-
     turn, by_rule = default_turns(layout), rule_keys(layout)
     rules = [
         (Rule(recompute, gate=ON_ARRIVAL, hold=True, in_order=True), list_keys(layout, memory, recompute)),
@@ -44,16 +37,11 @@ def variants(layout: Layout, costs: Costs, memory: Memory, recompute: bool) -> l
 
 def rule_keys(layout: Layout) -> Ints:
     """Backward before recompute before forward, microbatches in ascending order."""
-    from atlas.sim.policy import priority_keys
-
     return priority_keys(layout, (Kind.B, Kind.R, Kind.F, Kind.W))
 
 
 def list_keys(layout: Layout, memory: Memory, recompute: bool) -> Ints:
     """The position of every op in the unit-time list of its stage."""
-    from atlas.schedules.order import positions
-    from atlas.sim.policy import WHEN_NEXT_STARTS, Rule, play
-
     unit = kind_costs(forward_ns=1, backward_ns=2, recompute_ns=1)
     costs = uniform_costs(layout.num_pipelines, layout.num_stages, unit)
     rule = Rule(recompute, gate=WHEN_NEXT_STARTS, hold=True)

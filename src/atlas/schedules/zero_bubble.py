@@ -9,13 +9,11 @@ one with the shortest iteration is used.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from atlas.ir.program import Program
+from atlas.schedules.order import Order
+from atlas.schedules.search import Family, found_on_grid, period_ns
 from atlas.schedules.setting import Progress, Setting
-
-if TYPE_CHECKING:
-    from atlas.schedules.order import Order
 
 
 def zero_bubble(setting: Setting, progress: Progress | None = None) -> Program:
@@ -26,8 +24,6 @@ def zero_bubble(setting: Setting, progress: Progress | None = None) -> Program:
 def zero_bubble_orders(setting: Setting, progress: Progress | None = None) -> list[Order]:
     """The best order of every reference setting, priced for this one, fastest first. Half of the tries: Atlas
     looks at these orders too, and at three more families."""
-    from atlas.schedules.search import Family, found_on_grid, period_ns
-
     family = Family(splits=(True,), sharings=(False,))
     own = replace(setting, turns=None)
     return found_on_grid(own, family, max(1, setting.budget // 2), keep=4, score=period_ns, progress=progress)

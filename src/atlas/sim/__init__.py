@@ -1,7 +1,7 @@
 """The simulator: Program + Costs -> Timeline.
 
     simulate(program, costs)            the Timeline of one run
-    lower, reference.run, compiled.run  the two engines, equal event for event
+    simulate.reference, compiled.run    the two engines, equal event for event
 
 Importing this package does not import numba; the compiled engine does, if a Program is large enough to need it.
 """

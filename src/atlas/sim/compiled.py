@@ -1,4 +1,4 @@
-"""The fast engine, for numba. A test checks that it equals `sim.reference` to the nanosecond.
+"""The fast engine, for numba. A test checks that it equals `simulate.reference` to the nanosecond.
 
 It computes the same times in another way. A worker's order is fixed and a private link is first come, first served, so
 a worker can be advanced until it needs a transfer whose arrival is not known. The order of events matters only where
@@ -15,9 +15,8 @@ from atlas.errors import ProgramError
 from atlas.ir.program import Ints
 from atlas.sim.future import DELIVERED, LINK_SHIFT, OFFER, SEQUENCE_MASK, SIZE, WHAT_SHIFT, WHICH_MASK, drop_first, push
 from atlas.sim.jit import entry, njit
-from atlas.sim.lower import NONE, Tables
+from atlas.sim.lower import NONE, UNKNOWN, Events, Tables
 from atlas.sim.network import offer, wake
-from atlas.sim.reference import UNKNOWN, Events
 from atlas.sim.rows import (
     L_POLICY,
     L_SERVER,
@@ -182,6 +181,7 @@ def run(tables: Tables) -> Events:
     if (stuck := np.flatnonzero(workers[:, W_NEXT] != workers[:, W_LAST])).size:
         raise ProgramError(
             f"the Program deadlocks: {stuck.size} workers never finish, the first of them worker {stuck[0]} "
-            f"at its op {workers[stuck[0], W_NEXT] - t.worker_ptr[stuck[0]]}; `atlas.ir.assemble` names the circle"
+            f"at its op {workers[stuck[0], W_NEXT] - t.worker_ptr[stuck[0]]}; "
+            "`atlas.ir.assemble.check` names the circle"
         )
     return Events(op_time[:, OP_START], op_time[:, OP_END], *(times[:, column] for column in range(4)))

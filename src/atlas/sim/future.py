@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from atlas.ir.program import Ints
-from atlas.sim import reference as kinds
 from atlas.sim.jit import njit
+from atlas.sim.lower import FUTURE
 
-OP, OFFER, LINK, ARRIVE = (np.int64(kind) for kind in (kinds.OP, kinds.OFFER, kinds.LINK, 3))
+OP, OFFER, LINK, ARRIVE = (np.int64(kind) for kind in (*FUTURE, 3))
 """What an event is. Not plain integers: of those numba makes a type each, and compiles `push` for every one."""
 
 WHAT_SHIFT, SEQUENCE_SHIFT = 60, 26

@@ -6,6 +6,7 @@ queues. The engines determine the order of events.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +18,11 @@ from atlas.errors import ProgramError
 from atlas.ir.program import Ints, Kind, Program
 
 NONE = -1
+UNKNOWN = -1
+"""A time that has not been settled yet."""
+OP, OFFER, LINK = FUTURE = 0, 1, 2
+"""What a foreseen event is, and in which order events of the same nanosecond happen: an op ends, a transfer reaches
+its link, a link decides (something is done, its chunk is over, or it was idle and something came)."""
 
 
 class Tables(NamedTuple):
@@ -49,6 +55,62 @@ class Tables(NamedTuple):
     trace_at_ns: Ints
     trace_rate: NDArray[np.float64]
     trace_latency_ns: Ints
+
+
+class Events(NamedTuple):
+    """What an engine returns: all in nanoseconds, by op and by transfer."""
+
+    op_start_ns: Ints
+    op_end_ns: Ints
+    ready_ns: Ints
+    start_ns: Ints
+    sent_ns: Ints
+    arrive_ns: Ints
+
+
+class Pace:
+    """A link's rate over time: how long work takes, how much is done, what latency holds."""
+
+    def __init__(self, tables: Tables, link: int) -> None:
+        spans = slice(*tables.trace_ptr[link : link + 2])
+        self.at_ns: list[int] = tables.trace_at_ns[spans].tolist()
+        self.rate: list[float] = tables.trace_rate[spans].tolist()
+        self.latency_ns: list[int] = tables.trace_latency_ns[spans].tolist()
+
+    def _span(self, now: int) -> int:
+        k = 0
+        while k + 1 < len(self.at_ns) and self.at_ns[k + 1] <= now:
+            k += 1
+        return k
+
+    def finish(self, start_ns: int, work_ns: float, share: float) -> int:
+        """When `work_ns` begun at `start_ns` is done with `share` of the link."""
+        if not self.at_ns:
+            return start_ns + math.ceil(work_ns / share)
+        now, left = start_ns, float(work_ns)
+        for k in range(self._span(start_ns), len(self.at_ns)):
+            speed = self.rate[k] * share
+            if k + 1 == len(self.at_ns) or left <= (self.at_ns[k + 1] - now) * speed:
+                return now + math.ceil(left / speed)
+            left -= (self.at_ns[k + 1] - now) * speed
+            now = self.at_ns[k + 1]
+        raise AssertionError("the last span of a trace has no end")
+
+    def done(self, start_ns: int, end_ns: int, share: float) -> float:
+        """How much work is done between two moments with `share` of the link."""
+        if not self.at_ns:
+            return (end_ns - start_ns) * share
+        now, work = start_ns, 0.0
+        for k in range(self._span(start_ns), len(self.at_ns)):
+            until = end_ns if k + 1 == len(self.at_ns) else min(end_ns, self.at_ns[k + 1])
+            work += (until - now) * self.rate[k] * share
+            now = until
+            if now == end_ns:
+                break
+        return work
+
+    def latency(self, now: int) -> int:
+        return self.latency_ns[self._span(now)] if self.at_ns else 0
 
 
 @dataclass(frozen=True)

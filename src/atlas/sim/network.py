@@ -1,8 +1,8 @@
 """The network for numba: the links of both compiled engines.
 
 `offer` gives a transfer to its link, `wake` processes a link's event; finished transfers are left in `delivered` for
-the caller. The rules are exactly those of `sim.reference`. `sim.rows` defines the arrays and columns. Private to `sim`:
-import it only if numba is needed.
+the caller. The rules are exactly those of `simulate.reference`. `rows` defines the arrays and columns. Private to
+`sim`: import it only if numba is needed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from atlas.cost.table import FAIR, PRIVATE
 from atlas.ir.program import Ints, before
 from atlas.sim.future import DELIVERED, LINK, push
 from atlas.sim.jit import inlined, njit
-from atlas.sim.lower import NONE
-from atlas.sim.reference import UNKNOWN
+from atlas.sim.lower import NONE, UNKNOWN
 from atlas.sim.rows import (
     L_ACTIVE,
     L_CHANGING,

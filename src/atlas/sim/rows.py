@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.ir.program import Ints
-from atlas.sim.lower import NONE, Tables
-from atlas.sim.reference import UNKNOWN
+from atlas.sim.lower import NONE, UNKNOWN, Tables
 
 Floats = NDArray[np.float64]
 

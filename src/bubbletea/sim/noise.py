@@ -44,7 +44,7 @@ class Noise:
     def __init__(self, result: Result, compute: float, wan: float, seed: int = 0) -> None:
         self._compute, self._wan, self._seed = compute, wan, seed
         self._program = program = result.single.program
-        self._costs = result.case.turns if program.sharing and result.case.turns is not None else result.case.apart
+        self._costs = result.costs
         self._tables = lower(program, self._costs)
         self._before, self._behind, self._turned = borders(result.single)
 
