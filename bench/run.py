@@ -56,6 +56,7 @@ BENCHES: dict[str, Bench] = {
     "bits": Bench(8, 40),
     "bubbletea_sim": Bench(30, 150, ("--case", "c4", "--case", "slowdown")),
     "engine": Bench(4, 30, ()),
+    "evidence": Bench(8, 20),
     "faults": Bench(20, 80),
     "gpu_fill": Bench(15, 300, ()),
     "load_generator": Bench(12, 0, None),

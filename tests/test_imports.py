@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "wan": {"ir"},
     "runtime": {"ir", "wan", "spec", "cost"},
     "view": {"ir"},
+    "evidence": {"ir", "spec", "cost", "view"},
     "launch": {"ir", "spec", "cost", "sim", "schedules", "evaluate", "planner", "wan", "runtime"},
 }
 """`ir, spec <- cost <- sim <- schedules <- evaluate <- planner <- launch <- cli`; `planner <- sailor`;

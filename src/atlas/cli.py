@@ -21,6 +21,8 @@ COMMANDS = {
     "regions": "what is known of cloud regions: GPU prices, latency, throughput, egress",
     "simulate": "simulate a job under one or more schedules",
     "schedules": "list the schedules, or print the Program of one",
+    "card": "write a run as evidence: workload card, traces, launch files",
+    "metrics": "compute the metrics of runs from their traces, as CCL-Bench defines them and as Atlas does",
     "view": "draw timeline files as a page, a trace or a figure",
     "compare": "compare two timelines op by op",
     "plan": "find the best datacenters, parallelism and schedule for a job",

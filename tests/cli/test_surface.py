@@ -21,6 +21,9 @@ SURFACE = {
     "schedules": {"--show", "--torch", "--json"} | SEARCH,
     "view": {"files"} | PICTURES,
     "compare": {"a", "b", "--json"} | PICTURES | SEARCH,
+    "card": {"source", "--out", "--job", "--schedule", "--steps", "--contributor", "--contact"}
+    | {"--set", "--tries", "--seed"},
+    "metrics": {"folders", "--against", "--salvage", "--definitions", "--json", "--page"},
     "train": {"plan", "--emulate", "--schedule", "--tcp", "--steps", "--slower", "--page", "--set", "--device"}
     | {
         "--recipe",

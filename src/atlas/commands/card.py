@@ -1,0 +1,108 @@
+"""Write a run as evidence that others can check: a folder with CCL-Bench's workload card, a trace per worker and the
+launch files.
+
+SOURCE is a plan or a job (it is simulated), a timeline file of a run (then give --job), or the folder of a run. The
+card and the traces say whether times are simulated, emulated or measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from atlas.api import simulate
+from atlas.console import Meter, job_flags, require_folder, say, search_flags, show, whole
+from atlas.cost.arrange import arrange
+from atlas.errors import AtlasError
+from atlas.evidence.data_point import DataPoint
+from atlas.evidence.run_folder import find_run
+from atlas.evidence.write_card import RunFacts, require_new, write_data_point
+from atlas.ir.program import Program
+from atlas.ir.store import load_timeline
+from atlas.spec import Job
+from atlas.spec.plan import load_job_or_plan, plan_text
+
+DEFAULT_STEPS = 7
+"""Simulated: five count, because the first and the last are left out."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", type=Path, metavar="SOURCE", help="a plan, a job, a timeline file, or the folder of a run")
+    add("--out", type=Path, required=True, metavar="DIR", help="the folder to write; new or empty")
+    add("--job", type=Path, metavar="FILE", help="the plan or job of a timeline file")
+    add("--schedule", metavar="NAME", help="for a job: how to run it (default: 1f1b)")
+    add("--steps", type=whole(1, 1000), default=DEFAULT_STEPS, metavar="N", help="iterations to simulate (default 7)")
+    add("--contributor", default="", metavar="NAME", help="your name, for the card")
+    add("--contact", default="", metavar="EMAIL", help="your address, for the card")
+    job_flags(parser)
+    search_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    require_folder(args.out, "--out")
+    require_new(args.out)
+    is_yaml = args.source.suffix in (".yaml", ".yml")
+    if is_yaml and args.job is not None:
+        raise AtlasError(f"--job is for a timeline file, and {args.source} is a plan or a job. Leave it out")
+    point = _simulated(args) if is_yaml else _recorded(args)
+    told = [f"{len(point.ranks)} traces, times are {point.source}."]
+    told += [
+        f"{name}: {value:.6g} {unit}"
+        for name, value, unit in ((m.name, m.value, m.unit) for m in point.ccl[:4])
+        if value is not None
+    ]
+    show(f"Wrote {args.out}: {told[0]}", *(f"  {line}" for line in told[1:]))
+    for finding in point.findings:
+        say(f"atlas: {finding}")
+    return 0
+
+
+def _simulated(args: argparse.Namespace) -> DataPoint:
+    job, plan = load_job_or_plan(args.source, args.set)
+    schedule = args.schedule or (None if plan is not None else "1f1b")
+    with Meter() as meter:
+        options = {"iterations": args.steps, "tries": args.tries, "seed": args.seed, "progress": meter}
+        found = simulate(plan or job, schedule, **options).best
+    facts = RunFacts(
+        found.schedule,
+        found.tcp,
+        command=["atlas", *sys.argv[1:]],
+        plan_text="" if plan is None else plan_text(plan),
+        contributor=args.contributor,
+        contact=args.contact,
+    )
+    return write_data_point(args.out, found.timeline, found.case.job, found.case.arrangement, facts)
+
+
+def _recorded(args: argparse.Namespace) -> DataPoint:
+    """From the timeline file of a run, which has every op of its last steps."""
+    source = find_run(args.source)
+    job_file = args.job or source.job
+    if job_file is None:
+        raise AtlasError(f"{args.source}: the card needs the run's plan or job. Give it with --job FILE")
+    job, plan = load_job_or_plan(job_file, args.set)
+    timeline = load_timeline(source.timeline)
+    arrangement = arrange(job)
+    _require_same(job, arrangement.num_pipelines, timeline.program, args.source, job_file)
+    facts = RunFacts(
+        timeline.program.name,
+        str(timeline.meta.get("tcp", "many")),
+        command=source.command or ["atlas", *sys.argv[1:]],
+        plan_text="" if plan is None else plan_text(plan),
+        contributor=args.contributor,
+        contact=args.contact,
+        slower=int(timeline.meta.get("slower", 1)),
+        trained=str(timeline.meta.get("trained", "")),
+    )
+    return write_data_point(args.out, timeline, job, arrangement, facts)
+
+
+def _require_same(job: Job, num_pipelines: int, program: Program, run: Path, job_file: Path) -> None:
+    mine = (num_pipelines, job.num_stages, job.num_microbatches)
+    theirs = (program.num_pipelines, program.num_stages, program.num_microbatches)
+    if mine != theirs:
+        names = ("pipelines", "stages", "microbatches")
+        words = [f"{a} {name} and {b}" for name, a, b in zip(names, mine, theirs, strict=True) if a != b]
+        raise AtlasError(f"{job_file} is not the job of {run}: {', '.join(words)}. Name the plan that ran")

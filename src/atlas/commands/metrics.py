@@ -1,0 +1,107 @@
+"""Compute the metrics of runs from their traces: data points of CCL-Bench, or folders of torch.profiler's Kineto files.
+
+CCL-Bench's metrics are computed by its definitions under its names; Atlas's own say what is exposed, idle and uneven.
+`--against` shows the first data point beside another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from atlas.console import Meter, as_json, require_writable, say, show
+from atlas.evidence.data_point import DataPoint, read_data_point
+from atlas.evidence.metric import CCL_DEFINITIONS, Metric
+from atlas.evidence.own import OWN_DEFINITIONS
+from atlas.evidence.page import metrics_page
+from atlas.ir.replace import write_whole
+from atlas.view.table import plain_table
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("folders", nargs="+", type=Path, metavar="DIR", help="a data point, a folder of traces, or one trace")
+    add("--against", type=Path, metavar="DIR", help="compare with this one: ratios are over it")
+    add("--salvage", action="store_true", help="use the events before the damage of a truncated trace")
+    add("--definitions", action="store_true", help="print what every metric means")
+    add("--json", action="store_true", help="print the metrics as JSON")
+    add("--page", type=Path, metavar="FILE", help="write an HTML page")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.page is not None:
+        require_writable(args.page, "--page")
+    folders = [*args.folders, *([] if args.against is None else [args.against])]
+    with Meter() as meter:
+        points = [read_data_point(folder, salvage=args.salvage, progress=meter) for folder in folders]
+    if args.json:
+        sys.stdout.write(as_json([as_dict(point) for point in points]))
+    else:
+        compared = args.against is not None
+        show(_table("CCL-Bench's metrics", [point.ccl for point in points], points, compared=compared), "")
+        show(_table("Atlas's metrics", [point.own for point in points], points, compared=compared))
+        if len(points) == 1:
+            show(*_without_value(points[0]))
+        if args.definitions:
+            show("", *(f"{name}: {words}" for name, words in {**CCL_DEFINITIONS, **OWN_DEFINITIONS}.items()))
+    for point in points:
+        for finding in point.findings:
+            say(f"atlas: {point.name}: {finding}")
+    if args.page is not None:
+        write_whole(args.page, metrics_page(points, against=args.against is not None).encode())
+        say(f"wrote {args.page}")
+    return 0
+
+
+def as_dict(point: DataPoint) -> dict[str, Any]:
+    """A data point's metrics, JSON-able."""
+
+    def rows(metrics: list[Metric], words: dict[str, str]) -> list[dict[str, Any]]:
+        return [{**vars(metric), "definition": words[metric.name]} for metric in metrics]
+
+    return {
+        "folder": str(point.found.folder),
+        "source": point.source,
+        "num_traces": len(point.ranks),
+        "ccl_bench": rows(point.ccl, CCL_DEFINITIONS),
+        "atlas": rows(point.own, OWN_DEFINITIONS),
+        "findings": point.findings,
+    }
+
+
+def _table(title: str, metrics: list[list[Metric]], points: list[DataPoint], *, compared: bool) -> Table:
+    """One line per metric that any data point has a value of."""
+    table = plain_table(title)
+    table.add_column("metric", no_wrap=True)
+    for point in points:
+        table.add_column(f"{point.name[:24]}\n({point.source})", justify="right")
+    table.add_column("unit")
+    if compared:
+        table.add_column("ratio", justify="right")
+    for row in zip(*metrics, strict=True):
+        if all(metric.value is None for metric in row):
+            continue
+        ratio = [ratio_text(row[0].value, row[-1].value)] if compared else []
+        table.add_row(row[0].name, *(value_text(metric.value) for metric in row), row[0].unit, *ratio)
+    return table
+
+
+def value_text(value: float | None) -> str:
+    return "–" if value is None else f"{value:.6g}"
+
+
+def ratio_text(value: float | None, other: float | None) -> str:
+    return "–" if value is None or not other else f"{value / other:.3f}x"
+
+
+def _without_value(point: DataPoint) -> list[str]:
+    """The metrics without a value, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for metric in (*point.ccl, *point.own):
+        if metric.value is None:
+            by_reason.setdefault(metric.reason, []).append(metric.name)
+    return [f"{point.name}: no value of {', '.join(names)}: {reason}." for reason, names in by_reason.items()]

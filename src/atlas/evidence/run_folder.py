@@ -1,0 +1,64 @@
+"""The folder of a run (`runs/NAME`): where its timeline, its plan and its step log are. Reads names, not contents."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atlas.errors import AtlasError
+
+TIMELINES = ("run.timeline", "timeline", "timeline.jsonl")
+PLANS = ("plan.yaml", "job.yaml")
+LOGS = ("run.jsonl", "steps.jsonl", "log.jsonl")
+RECORD = "run.json"
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What was found of a run."""
+
+    timeline: Path
+    job: Path | None = None
+    log: Path | None = None
+    record: dict[str, Any] | None = None
+    """`run.json`: attempts, reasons, hosts, checkpoints, goodput."""
+
+    @property
+    def command(self) -> list[str]:
+        words = (self.record or {}).get("command")
+        return [str(word) for word in words] if isinstance(words, list) else []
+
+
+def find_run(source: Path) -> RunFiles:
+    """A timeline file, or the folder of a run with one in it."""
+    if source.is_file():
+        return RunFiles(source)
+    if not source.is_dir():
+        raise AtlasError(f"{source}: there is no such file or folder. Name a timeline file or the folder of a run")
+    record = _record(source / RECORD)
+    timeline = _first(source, TIMELINES, "*.timeline")
+    if timeline is None:
+        raise AtlasError(f"{source}: has no timeline ({', '.join(TIMELINES)}). Train with --timeline FILE")
+    return RunFiles(timeline, _first(source, PLANS), _first(source, LOGS, "*.jsonl"), record)
+
+
+def _first(folder: Path, names: tuple[str, ...], pattern: str = "") -> Path | None:
+    """The first of these files, in the folder or one or two levels below it."""
+    for level in ("", "*/", "*/*/"):
+        for name in (*names, *([pattern] if pattern else [])):
+            found = sorted(path for path in folder.glob(f"{level}{name}") if path.is_file())
+            if found:
+                return found[-1]
+    return None
+
+
+def _record(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise AtlasError(f"{path}: cannot be read as JSON ({error}). Remove it, or name the timeline file") from error
+    return data if isinstance(data, dict) else None
