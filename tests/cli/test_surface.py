@@ -15,6 +15,12 @@ from atlas.cli import COMMANDS, command_parser
 ROOT = Path(__file__).parents[2]
 PICTURES = {"--page", "--png", "--svg", "--trace"}
 SEARCH = {"--tries", "--seed", "--set", "--tcp"}
+HOW = (
+    {"--recipe", "--schedule", "--tcp", "--steps", "--warmup", "--decay", "--seed", "--model", "--data", "--set"}
+    | {"--learning-rate", "--clip", "--save-every", "--no-bar", "--log", "--timeline", "--metrics-port"}
+    | {"--metrics-host", "--certs", "--trusted", "--auto-replan", "--without", "--grace", "--patience", "--gather"}
+    | {"--max-restarts"}
+)
 SURFACE = {
     "regions": {"region", "--json"},
     "simulate": {"job", "--schedule", "--iterations", "--monte-carlo", "--json", "--out", "--save"} | PICTURES | SEARCH,
@@ -24,22 +30,10 @@ SURFACE = {
     "card": {"source", "--out", "--job", "--schedule", "--steps", "--contributor", "--contact"}
     | {"--set", "--tries", "--seed"},
     "metrics": {"folders", "--against", "--salvage", "--definitions", "--json", "--page"},
-    "train": {"plan", "--emulate", "--schedule", "--tcp", "--steps", "--slower", "--page", "--set", "--device"}
-    | {
-        "--recipe",
-        "--warmup",
-        "--decay",
-        "--seed",
-        "--model",
-        "--data",
-        "--learning-rate",
-        "--clip",
-        "--checkpoints",
-        "--save-every",
-    }
-    | {"--no-bar", "--log", "--timeline", "--metrics-port", "--metrics-host"}
-    | {"--dc", "--rendezvous", "--listen", "--certs", "--trusted", "--node", "--auto-replan", "--without"}
-    | {"--grace", "--patience", "--gather", "--max-restarts"},
+    "train": {"plan", "--emulate", "--slower", "--page", "--device", "--checkpoints"}
+    | {"--dc", "--rendezvous", "--coordinator", "--listen", "--node"}
+    | HOW,
+    "coordinator": {"plan", "--listen", "--state"} | HOW,
     "profile": {"job", "--gpu", "--out", "--device", "--repeats", "--set"},
     "plan": {"job", "--json", "--out", "--page", "--set"}
     | {"--strategy", "--objective", "--budget", "--min-throughput", "--tokens", "--deadline", "--keep"}

@@ -15,13 +15,14 @@ import yaml
 from atlas.commands.train_dc import agent_name
 from atlas.launch.agent import AgentSettings
 from atlas.launch.coordinator import RunCallbacks
-from atlas.launch.multi_dc import train_here
+from atlas.launch.multi_dc import COORDINATOR, _coordinator, coordinated, train_here
 from atlas.launch.prepared_job import prepare_job
 from atlas.launch.supervisor import RestartPolicy
 from atlas.launch.train_options import TrainOptions
 from atlas.runtime.checkpoint import LocalStore, choose, load_layers
 from atlas.runtime.reference import train_alone
 from atlas.spec import Job, load_job
+from atlas.wan.security.credentials import Security
 
 OPTIONS = TrainOptions("1f1b", device="cpu", model="job", data="shipped", learning_rate=3e-3)
 LIMIT_S = 120.0
@@ -73,6 +74,10 @@ class Run:
     starts: int = 0
 
 
+class CrashError(BaseException):
+    """Ends a coordinator as a kill does: it sends nothing more, and writes nothing more."""
+
+
 def train_options(steps: int, **changes: Any) -> TrainOptions:
     return replace(OPTIONS, steps=steps, restarts=QUICK, **changes)
 
@@ -89,8 +94,11 @@ def run_datacenters(
     launchers: Sequence[str] | None = None,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     port: int | None = None,
+    state: Path | None = None,
+    crash_after: Sequence[int] = (),
 ) -> Run:
-    """Run every launcher to its end: `west` or `west 1/2`. `launchers`: only these; the others run elsewhere."""
+    """Run every launcher to its end: `west` or `west 1/2`. `launchers`: only these; the others run elsewhere. `state`:
+    coordinate them apart, with this folder, and crash and start again after each of the steps `crash_after`."""
     run, port = Run(), port or free_port()
     names = list(folders) if launchers is None else list(launchers)
 
@@ -105,14 +113,41 @@ def run_datacenters(
     def launch(name: str) -> None:
         own = {"checkpoints": folders[name], "device": "cpu", **(settings or {}).get(name, {})}
         dc, _, node = name.partition(" ")
-        mine = AgentSettings(agent_name(dc, node or None, {})[0], ("127.0.0.1", port), auto_replan=auto_replan, **own)
+        place = agent_name(dc, node or None, {})[0]
+        mine = AgentSettings(place, ("127.0.0.1", port), apart=state is not None, auto_replan=auto_replan, **own)
         try:
             callbacks = RunCallbacks(run.said.append, note_step, started, route)
             run.codes[name] = train_here(job, options, mine, callbacks)
         except BaseException as error:
             run.errors[name] = error
 
-    threads = [threading.Thread(target=launch, args=(name,), name=f"launcher of {name}") for name in names]
+    def coordinate_apart(folder: Path) -> None:
+        crashes = list(crash_after)
+
+        def crash(event: Any, timeline: Any) -> None:
+            note_step(event, timeline)
+            if crashes and event["step"] >= crashes[0]:
+                crashes.pop(0)
+                coordinator.rendezvous.close()
+                coordinator._file._folder = None
+                raise CrashError
+
+        apart = AgentSettings(COORDINATOR, ("127.0.0.1", port), auto_replan=auto_replan)
+        while True:
+            callbacks = RunCallbacks(run.said.append, crash, started, route)
+            try:
+                coordinator = _coordinator(prepare_job(job, options), options, apart, callbacks, Security(), folder)
+                run.codes["coordinator"] = coordinated(coordinator, callbacks)
+                return
+            except CrashError:
+                continue
+            except BaseException as error:
+                run.errors["coordinator"] = error
+                return
+
+    threads = [threading.Thread(target=launch, args=(name,), name=f"launcher of {name}", daemon=True) for name in names]
+    if state is not None:
+        threads.append(threading.Thread(target=coordinate_apart, args=(state,), name="coordinator", daemon=True))
     for thread in threads:
         thread.start()
     for thread in threads:

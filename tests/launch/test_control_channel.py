@@ -18,7 +18,7 @@ from atlas.launch import control_channel as module
 from atlas.launch.agent import Agent, AgentSettings, _Attempt
 from atlas.launch.control_channel import ControlChannel, frame, unframed
 from atlas.launch.remote_workers import RemoteWorkers
-from atlas.launch.rendezvous import AgentName, JoinedAgent, Rendezvous, RendezvousClient
+from atlas.launch.rendezvous import VERSION, AgentName, JoinedAgent, Rendezvous, RendezvousClient
 from atlas.launch.run_monitor import _StallWatch
 from atlas.launch.worker_processes import WorkerMessage
 from atlas.wan.security.credentials import Security
@@ -163,8 +163,8 @@ def test_a_rendezvous_accepts_again_after_an_error(monkeypatch: pytest.MonkeyPat
     "hello",
     [
         struct.pack("!I", 60_000) + b"[" * 60_000,
-        frame({"atlas": 2, "agent": ["west"], "instance": 1, "plan": "plan", "received": 0}),
-        frame({"atlas": 2, "agent": ["west", 0, 1], "instance": float("inf"), "plan": "plan", "received": 0}),
+        frame({"atlas": VERSION, "agent": ["west"], "instance": 1, "plan": "plan", "received": 0}),
+        frame({"atlas": VERSION, "agent": ["west", 0, 1], "instance": float("inf"), "plan": "plan", "received": 0}),
     ],
     ids=["60,000 brackets", "incomplete name", "infinite number"],
 )
@@ -234,7 +234,7 @@ def test_the_stall_report_names_a_worker_that_cannot_be_asked() -> None:
 
 
 def test_an_invalid_message_of_an_agent_is_its_error() -> None:
-    agent = JoinedAgent(WEST, 1, lambda: None)
+    agent = JoinedAgent(WEST, 1, 0, lambda: None)
     rendezvous = SimpleNamespace(agents={("west", 0): agent})
     with RemoteWorkers(7, cast(Any, rendezvous), [agent], {"p0.s0": agent}, grace_s=60) as workers:
         agent.channel.inbox.put({"epoch": 7, "from": "p0.s0"})

@@ -335,7 +335,7 @@ def test_a_lost_datacenter_ends_the_run_without_permission_to_replan(small: Job,
     port = free_port()
     (tmp_path / "west").mkdir()
     (tmp_path / "west" / "job.yaml").write_text(job_text(*TWO))
-    west = Launcher("west", tmp_path / "west", port)
+    west = Launcher("west", tmp_path / "west", port, "--steps", "100000")
     strike = Strike(3, lambda pids: west.process.kill())
     options = train_options(100_000, save_every=2, grace_s=1.0, patience_s=10)
     try:

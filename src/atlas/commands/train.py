@@ -33,6 +33,20 @@ from atlas.view import write_page
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="a plan, or a job with --schedule")
     parser.add_argument("--emulate", action="store_true", help="run it on this machine")
+    how_flags(parser)
+    parser.add_argument("--device", metavar="NAME", help="paced, cpu, cuda or cuda:N (default: paced; with --dc: cuda)")
+    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="save there, and resume from there")
+    parser.add_argument(
+        "--slower", type=whole(1, 1000), default=1, metavar="X", help="multiply every duration by X, for a slow host"
+    )
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write both timelines as a page")
+    watch_flags(parser)
+    dc_flags(parser)
+    job_flags(parser)
+
+
+def how_flags(parser: argparse.ArgumentParser) -> None:
+    """How the plan is trained: the same for all launchers."""
     parser.add_argument("--schedule", metavar="NAME", help="for a job: how to run it (default: 1f1b)")
     parser.add_argument("--tcp", choices=("one", "many"), help="connections between two nodes (default: many)")
     parser.add_argument(
@@ -43,7 +57,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="DIR", help="a Hugging Face folder, or job (default: a stand-in; with --dc: job)"
     )
     parser.add_argument("--data", metavar="DIR", help="shards of tokens, or shipped (default: made up)")
-    parser.add_argument("--device", metavar="NAME", help="paced, cpu, cuda or cuda:N (default: paced; with --dc: cuda)")
     parser.add_argument(
         "--learning-rate", type=number(0, 1e6), metavar="X", help="default: 0.001 (AdamW; a stand-in: 0.1, SGD)"
     )
@@ -58,17 +71,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="clip gradients to this global norm (default: no clipping)",
     )
     parser.add_argument("--seed", type=whole(0, 2**32 - 1), metavar="N", help="of weights and data (default 0)")
-    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="save there, and resume from there")
     parser.add_argument(
         "--save-every", type=whole(0, 10**9), metavar="N", help="steps between saves (default: at the end)"
     )
-    parser.add_argument(
-        "--slower", type=whole(1, 1000), default=1, metavar="X", help="multiply every duration by X, for a slow host"
-    )
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write both timelines as a page")
-    watch_flags(parser)
-    dc_flags(parser)
-    job_flags(parser)
 
 
 FLAGS = {
@@ -127,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
     """The recipe of `--recipe`, with the keys that flags replace."""
-    given = {key: getattr(args, flag) for flag, key in FLAGS.items()}
+    given = {key: getattr(args, flag, None) for flag, key in FLAGS.items()}
     plain = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
     return load_recipe(args.recipe, {key: None if value in ([], "") else value for key, value in plain.items()})
 

@@ -31,9 +31,13 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dc", metavar="NAME", help="the datacenter that this is")
     group.add_argument(
         "--rendezvous",
-        default=f"127.0.0.1:{PORT}",
         metavar="HOST:PORT",
         help=f"an address of the plan's first datacenter, which all others connect to (default: 127.0.0.1:{PORT})",
+    )
+    group.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="the address of `atlas coordinator`; without it, the first launcher of the plan coordinates",
     )
     group.add_argument(
         "--listen",
@@ -41,6 +45,12 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         help="this host's address, as the other datacenters reach it (default: 127.0.0.1 only)",
     )
+    group.add_argument("--node", metavar="I/N", help="this host, of several in the datacenter, from 0 (default: 0/1)")
+    group_flags(group)
+
+
+def group_flags(group: argparse._ActionsContainer) -> None:
+    """What `atlas coordinator` has too."""
     group.add_argument("--certs", type=Path, metavar="DIR", help="certificates, as `atlas wan certs` made them")
     group.add_argument(
         "--trusted",
@@ -49,7 +59,6 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NETWORK",
         help="network in which bytes may travel unencrypted (repeatable)",
     )
-    group.add_argument("--node", metavar="I/N", help="this host, of several in the datacenter, from 0 (default: 0/1)")
     group.add_argument("--auto-replan", action="store_true", help="continue without a lost datacenter, without asking")
     group.add_argument(
         "--without", action="append", default=[], metavar="NAME", help="a datacenter that is lost (repeatable)"
@@ -58,11 +67,11 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
         "--grace",
         type=number(0.1, 1e6),
         metavar="S",
-        help="treat a datacenter as lost after S seconds out of reach (30)",
+        help="treat a launcher as lost after S seconds out of reach (30)",
     )
     group.add_argument(
         "--gather",
-        type=number(0.1, 1e7),
+        type=number(0.1, 1e6),
         metavar="S",
         help="wait S seconds for all launchers at the start: hours, for queued jobs (600)",
     )
@@ -85,9 +94,15 @@ def run_dc(args: argparse.Namespace, job: Job, options: TrainOptions, recipe: Re
 
     name, local_rank = agent_name(args.dc, args.node, os.environ)
     _require_own(args.listen)
+    if args.coordinator is not None and args.rendezvous is not None:
+        raise AtlasError(
+            "--coordinator and --rendezvous: give the first where `atlas coordinator` runs, the second otherwise"
+        )
+    flag = "--rendezvous" if args.coordinator is None else "--coordinator"
     settings = AgentSettings(
         name,
-        _address(args.rendezvous),
+        address_of(flag, args.coordinator or args.rendezvous or f"127.0.0.1:{PORT}"),
+        apart=args.coordinator is not None,
         host=args.listen,
         certificates=args.certs,
         trusted_networks=recipe.network.trusted,
@@ -104,7 +119,7 @@ def run_dc(args: argparse.Namespace, job: Job, options: TrainOptions, recipe: Re
     def say_line(line: str) -> None:
         say(f"atlas: {line}")
 
-    signal.signal(signal.SIGTERM, _interrupt)  # a scheduler sends it before it takes the hosts away
+    signal.signal(signal.SIGTERM, interrupt)  # a scheduler sends it before it takes the hosts away
     with ExitStack() as stack:
         callbacks = RunCallbacks(say_line)
         if is_coordinator(job, options, settings):
@@ -113,7 +128,7 @@ def run_dc(args: argparse.Namespace, job: Job, options: TrainOptions, recipe: Re
         return train_here(job, options, settings, callbacks)
 
 
-def _interrupt(number: int, stack: object) -> None:
+def interrupt(number: int, stack: object) -> None:
     raise KeyboardInterrupt
 
 
@@ -143,8 +158,8 @@ def _require_own(host: str) -> None:
         ) from None
 
 
-def _address(text: str) -> tuple[str, int]:
+def address_of(flag: str, text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise AtlasError(f"--rendezvous {text}: must be HOST:PORT, such as 10.0.0.1:{PORT}")
+        raise AtlasError(f"{flag} {text}: must be HOST:PORT, such as 10.0.0.1:{PORT}")
     return host.strip("[]"), int(port)

@@ -8,9 +8,11 @@ messages to and from them, keeps checkpoints, and ends everything when asked to,
     <- {"admit": {node: address}}  -> {"admitted": true}                workers that copy their checkpoints to here
     <- {"clock": any}              -> {"clock": ns}                     this host's, and so its workers'
     <- {"to": name, "message"}        for a worker; -> {"from": name, "message"} of one
+    <- {"done": n}                    so many steps are reported (`ledger`)
     <- {"end": true}                  ends the workers
     <- {"finish": {text, code}}       and the launcher
                                    -> {"interrupt": true}               a user pressed Ctrl-C here
+                                   -> {"rejoined": {start_ns}}          first, to a coordinator that was started again
                                    -> {"error": "...", "user_error": bool}
 
 Knows its own hosts, folders and devices; decides nothing.
@@ -21,13 +23,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.ir.text import from_text
 from atlas.launch.checkpoint_exchange import CheckpointExchange
 from atlas.launch.control_channel import Message
+from atlas.launch.ledger import Ledger
 from atlas.launch.preflight import devices_for, layers_of, require_room
 from atlas.launch.rendezvous import AgentName, RendezvousClient
 from atlas.launch.worker_processes import WorkerProcesses
@@ -45,6 +48,8 @@ class AgentSettings:
 
     name: AgentName
     rendezvous: Address = ("127.0.0.1", 0)
+    apart: bool = False
+    """Whether `atlas coordinator` runs at `rendezvous`; otherwise the first launcher coordinates."""
     host: str = "127.0.0.1"
     """The address that its workers and its checkpoint server listen on, and that the others connect to."""
     certificates: Path | None = None
@@ -71,6 +76,9 @@ class _Attempt:
     exchange: CheckpointExchange | None = None
     servers: dict[str, Address] | None = None
     workers: WorkerProcesses | None = None
+    start_ns: int | None = None
+    """When the workers began, on this host's clock."""
+    ledger: Ledger = field(default_factory=Ledger)
     forwarder: threading.Thread | None = None
 
 
@@ -84,6 +92,9 @@ class Agent:
         self._client, self._security = client, security
         self._attempt: _Attempt | None = None
         self._interrupted = False
+        self._sending = threading.Lock()
+        """Held while a message is recorded and sent, and while all is sent again."""
+        client.restart, client.epoch = self._rejoin, lambda: self._attempt.epoch if self._attempt is not None else 0
 
     def run(self) -> int:
         try:
@@ -91,8 +102,8 @@ class Agent:
                 message = self._next()
                 if "gone" in message:
                     raise AtlasError(
-                        f"{message['gone']}. This datacenter's workers were ended. Start again when it is back, or "
-                        "without it (--without, with another --rendezvous)"
+                        f"{message['gone']}. This datacenter's workers were ended. Start again when it is back"
+                        + ("" if self.settings.apart else ", or without it (--without, with another --rendezvous)")
                     )
                 if "finish" in message:
                     return self._finish(message["finish"])
@@ -141,6 +152,7 @@ class Agent:
             "admit": self._admit,
             "clock": lambda attempt, _message: self._reply(attempt, {"clock": time.monotonic_ns()}),
             "to": self._forward,
+            "done": self._note_done,
             "end": lambda _attempt, _message: self._end(),
         }
         kind = next(key for key in handlers if key in message)
@@ -185,8 +197,29 @@ class Agent:
         self._reply(attempt, {"admitted": True})
 
     def _forward(self, attempt: _Attempt, message: Message) -> None:
-        if attempt.workers is not None:
-            attempt.workers.send(str(message["to"]), message["message"])
+        if attempt.workers is None:
+            return
+        body = message["message"]
+        attempt.start_ns = body.get("start_ns", attempt.start_ns)
+        if "complete" in body:
+            with self._sending:
+                attempt.ledger.complete(body["complete"])
+        attempt.workers.send(str(message["to"]), body)
+
+    def _note_done(self, attempt: _Attempt, message: Message) -> None:
+        with self._sending:
+            attempt.ledger.done(int(message["done"]))
+
+    def _rejoin(self) -> None:
+        """Say to a coordinator that was started again where this launcher is, and what it may not have received."""
+        with self._sending:
+            attempt, messages = self._attempt, list[Message]()
+            if attempt is not None:
+                messages = [{"epoch": attempt.epoch, "rejoined": {"start_ns": attempt.start_ns}}]
+                messages += attempt.ledger.messages
+            if self._interrupted:
+                messages.append({"interrupt": True})
+            self._client.channel.restart(messages)
 
     def _prepare(self, attempt: _Attempt, message: Message) -> None:
         wanted, mine = message["prepare"], self.settings
@@ -266,7 +299,9 @@ class Agent:
             elif "ready" in new.message and attempt.exchange is not None:
                 attempt.exchange.delete_fetched()  # workers have read what they need before they listen
             try:
-                self._client.channel.send(forwarded)
+                with self._sending:
+                    attempt.ledger.add(forwarded)
+                    self._client.channel.send(forwarded)
             except WorkerError as error:  # on a thread: reported through the inbox of `run`
                 self._client.channel.inbox.put({"gone": str(error)})
                 return

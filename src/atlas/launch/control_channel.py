@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from atlas.errors import WorkerError
@@ -120,8 +120,19 @@ class ControlChannel:
         if connection is not None:
             connection.close()
 
-    def _take(self, body: Message) -> None:
+    def restart(self, messages: Sequence[Message]) -> None:
+        """Begin again, with these messages: the other side is a new process and knows nothing of the earlier ones."""
         with self._lock:
+            self.detach()
+            self._kept.clear()
+            self._kept_bytes = self._num_sent = self._num_received = 0
+            for message in messages:
+                self.send(message)
+
+    def _take(self, connection: _Connection, body: Message) -> None:
+        with self._lock:
+            if self._connection is not connection:
+                return
             self._forget(int(body["received"]))
             if body.get("number", 0) != self._num_received + 1:  # a heartbeat or a duplicate
                 return
@@ -150,7 +161,7 @@ class _Connection:
     def __init__(
         self,
         sock: socket.socket,
-        take: Callable[[Message], None],
+        take: Callable[[_Connection, Message], None],
         lost: Callable[[_Connection], None],
         heartbeat: Callable[[], bytes],
     ) -> None:
@@ -218,9 +229,9 @@ class _Connection:
                 received = True
                 self._in += data
                 while (body := unframed(self._in)) is not None:
-                    self._take(body)
+                    self._take(self, body)
         while (body := unframed(self._in)) is not None:  # bytes that `attach` was given
-            self._take(body)
+            self._take(self, body)
         return received
 
     def _flush(self) -> bool:

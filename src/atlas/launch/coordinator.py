@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.ir.text import to_text
+from atlas.launch.clocks import offsets_ns
 from atlas.launch.prepared_job import PreparedJob, difference
 from atlas.launch.remote_workers import RemoteWorkers
 from atlas.launch.rendezvous import AgentName, JoinedAgent, Rendezvous
 from atlas.launch.report.events import OnStep
 from atlas.launch.run_monitor import RunMonitor, RunOutcome, connect_workers
+from atlas.launch.run_state import ResumePoint, RunningAttempt, StateFile
 from atlas.launch.supervisor import run_with_restarts
 from atlas.launch.train_options import TrainOptions
 from atlas.runtime.wiring import MAIN, PeerLink, WorkerRole
@@ -52,18 +55,12 @@ class RunCallbacks:
     route: Route = lambda src, dst, address: address
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where an attempt starts, and where its checkpoints are copied to."""
+class FinishedBeforeError(Exception):
+    """An earlier coordinator has ended the run already."""
 
-    first_step: int = 0
-    attempt: int = 0
-    """The number of this attempt in the names of its checkpoints."""
-    resume: int | None = None
-    """The step of the checkpoint; None: from the beginning."""
-    copies: dict[str, str] = field(default_factory=dict)
-    """By agent: the agent whose checkpoint server its workers copy to."""
-    saves: bool = False
+    def __init__(self, sentence: str, code: int) -> None:
+        super().__init__(sentence)
+        self.sentence, self.code = sentence, code
 
 
 class Coordinator:
@@ -78,27 +75,35 @@ class Coordinator:
         options: TrainOptions,
         callbacks: RunCallbacks,
         replan: Replan,
+        state: StateFile,
     ) -> None:
-        self.prepared, self.options, self._plan = prepared, options, plan
+        self.prepared, self.options, self._plan, self._file = prepared, options, plan, state
         self._callbacks, self._say, self._replan = callbacks, callbacks.say, replan
-        self._epoch = int(time.time())  # later than any earlier attempt, also of another coordinator
         self._members = list(prepared.datacenters)
         """Datacenters in the run; those without a worker keep copies of checkpoints."""
         self._all_datacenters = tuple(prepared.datacenters)
         self._num_done = 0
+        self._left_running = state.state.running
+        """By an earlier coordinator."""
         self._failure: BaseException | None = None
         self.rendezvous = Rendezvous(address, security, self._why_not)
 
     def close(self) -> None:
         self.rendezvous.close()
+        self._file.close()
 
     def run(self) -> RunOutcome:
         """The outcome; raises an error that no restart can fix."""
         try:
-            outcome = run_with_restarts(self._attempt, lambda: self._num_done, self.options.restarts, self._say)
+            outcome = run_with_restarts(self._next, lambda: self._num_done, self.options.restarts, self._say)
         except KeyboardInterrupt:
             self._finish("interrupted", 130)
             raise
+        except FinishedBeforeError as error:
+            self._finish(error.sentence, error.code)
+            if error.code == 2:
+                raise AtlasError(error.sentence) from None
+            return RunOutcome(0, [], error.sentence, stopped=error.code != 0)
         except AtlasError as error:
             self._finish(str(error), 2)
             raise
@@ -113,6 +118,7 @@ class Coordinator:
             agent.channel.inbox.put({"failed": str(error) or repr(error)})
 
     def _finish(self, text: str, code: int) -> None:
+        self._file.update(running=None, finished=(text, code))
         agents = list(self.rendezvous.agents.values())
         for agent in agents:
             with contextlib.suppress(WorkerError):  # an agent that does not read must not block the others
@@ -143,6 +149,7 @@ class Coordinator:
                     raise AtlasError(str(self._failure))  # no restart would help
                 if self._failure is not None:
                     raise self._failure
+                self._require_unfinished()
                 missing = self._missing()
                 if not missing:
                     return [a for a in self.rendezvous.agents.values() if a.name.datacenter in self._members]
@@ -161,6 +168,12 @@ class Coordinator:
             )
         self._lose(lost)
         return self._gather()
+
+    def _require_unfinished(self) -> None:
+        """Raise if an earlier coordinator has ended the run, but was killed before all launchers knew."""
+        state = self._file.state
+        if state.finished is not None and any(a.epoch == state.epoch for a in self.rendezvous.agents.values()):
+            raise FinishedBeforeError(*state.finished)
 
     def _missing(self) -> dict[str, float]:
         """Datacenters that are not fully connected, and since when; 0 for those that have not connected yet."""
@@ -184,15 +197,51 @@ class Coordinator:
         return f"{host}:{port}"
 
     # ---- one attempt -----------------------------------------------------------------------------------------------
+    def _next(self) -> RunOutcome:
+        """The attempt that an earlier coordinator has left running, or a new one."""
+        running, self._left_running = self._left_running, None
+        if running is not None and (outcome := self._rejoin(running)) is not None:
+            return outcome
+        return self._attempt()
+
+    def _rejoin(self, running: RunningAttempt) -> RunOutcome | None:
+        """Follow the workers of an earlier coordinator's attempt; None if not all of their launchers are left."""
+        epoch = self._file.state.epoch
+        agents = self._wait_left(epoch, running.instances)
+        if agents is None or running.program != _program_digest(self.prepared):
+            return None
+        with self._workers(epoch, agents) as workers:
+            with workers.interrupts_held():
+                found = workers.wait_for("rejoined", REPLY_S, of=workers.agents)
+                if any(facts["start_ns"] is None for facts in found.values()):
+                    return None
+                offsets = offsets_ns(workers)
+            some = workers.names[0]
+            zero_ns = found[workers.agent_of(some)]["start_ns"] - offsets[some]
+            self._say(f"the coordinator was started again; the workers went on, and step {running.num_done} was done")
+            monitor = self._monitor(workers, running.start, running.num_done)
+            return self._followed(workers, monitor, lambda: monitor.rejoin(zero_ns, offsets))
+
+    def _wait_left(self, epoch: int, instances: Mapping[str, int]) -> list[JoinedAgent] | None:
+        """Wait for these launchers to connect again; None if one has left the attempt, or does not come in time."""
+        deadline = time.monotonic() + self.options.grace_s
+        with self.rendezvous.changed:
+            while time.monotonic() < deadline:
+                found = {agent.name.node: agent for agent in self.rendezvous.agents.values()}
+                known = [found[node] for node in instances if node in found]
+                if any((a.instance, a.epoch) != (instances[a.name.node], epoch) for a in known):
+                    return None
+                if len(known) == len(instances):
+                    return known
+                self.rendezvous.changed.wait(0.2)
+        return None
+
     def _attempt(self) -> RunOutcome:
         agents = self._gather()
-        self._epoch += 1
-        owner = {role.name: agent for agent in agents for role in self.prepared.roles_of(agent.name)}
-        agent_of_worker = {role.name: owner[role.name] for role in self.prepared.roles}  # in the Program's order
-        grace_s, num_steps = self.options.grace_s, self.options.steps
-        with RemoteWorkers(self._epoch, self.rendezvous, agents, agent_of_worker, grace_s) as workers:
-            workers.warn = self._say
-            workers.send_agents({"begin": self._epoch, "datacenters": list(self._all_datacenters)})
+        state = self._file.next_attempt()
+        num_steps = self.options.steps
+        with self._workers(state.epoch, agents) as workers:
+            workers.send_agents({"begin": state.epoch, "datacenters": list(self._all_datacenters)})
             found = workers.wait_for("begun", REPLY_S, of=workers.agents)
             start = self._resume_point(workers, agents, found)
             if start.first_step >= num_steps:
@@ -200,25 +249,49 @@ class Coordinator:
                 return RunOutcome(start.first_step, [], sentence)
             self._num_done = max(self._num_done, start.first_step)
             self._prepare(workers, agents, start)
-            monitor = RunMonitor(
-                workers,
-                self.prepared.program,
-                self.prepared.costs,
-                start.first_step,
-                silence_s=SILENT_PATIENCES * self.options.patience_s,
-                saves=start.saves,
-                copies=bool(start.copies),
-                say=self._say,
-                on_step=self._callbacks.on_step,
-                predicted_s=self.prepared.predicted_s,
-            )
+            monitor = self._monitor(workers, start, start.first_step)
             self._connect(workers, {agent: facts["host"] for agent, facts in found.items()}, start, monitor)
             if start.resume is not None:
                 self._say(f"resumed from the checkpoint of step {start.resume}")
-            try:
-                return monitor.play()
-            finally:
-                self._num_done = max(self._num_done, monitor.num_done)
+            instances = {agent.name.node: agent.instance for agent in agents}
+            running = RunningAttempt(start, instances, _program_digest(self.prepared), start.first_step)
+            self._file.update(running=running)
+            return self._followed(workers, monitor, monitor.play)
+
+    def _workers(self, epoch: int, agents: Sequence[JoinedAgent]) -> RemoteWorkers:
+        owner = {role.name: agent for agent in agents for role in self.prepared.roles_of(agent.name)}
+        agent_of_worker = {role.name: owner[role.name] for role in self.prepared.roles}  # in the Program's order
+        workers = RemoteWorkers(epoch, self.rendezvous, agents, agent_of_worker, self.options.grace_s)
+        workers.warn = self._say
+        return workers
+
+    def _monitor(self, workers: RemoteWorkers, start: ResumePoint, first_step: int) -> RunMonitor:
+        def note_done(num_done: int) -> None:
+            if self._file.state.running is not None:
+                self._file.update(running=dataclasses.replace(self._file.state.running, num_done=num_done))
+            workers.send_agents({"done": num_done})
+
+        return RunMonitor(
+            workers,
+            self.prepared.program,
+            self.prepared.costs,
+            first_step,
+            silence_s=SILENT_PATIENCES * self.options.patience_s,
+            saves=start.saves,
+            copies=bool(start.copies),
+            say=self._say,
+            on_step=self._callbacks.on_step,
+            on_done=note_done,
+            predicted_s=self.prepared.predicted_s,
+        )
+
+    def _followed(self, workers: RemoteWorkers, monitor: RunMonitor, follow: Callable[[], RunOutcome]) -> RunOutcome:
+        """The outcome of an attempt whose workers run; afterwards a restarted coordinator finds none."""
+        try:
+            return follow()
+        finally:
+            self._num_done = max(self._num_done, monitor.num_done)
+            self._file.update(running=None)
 
     def _resume_point(
         self, workers: RemoteWorkers, agents: Sequence[JoinedAgent], found: Mapping[str, Any]
@@ -310,3 +383,7 @@ class Coordinator:
         tied = self.prepared.training.model.config.tied
         connect_workers(workers, list(roles.values()), tied=tied, address_of=address_of)
         workers.wait_for("ready", FETCH_S, meanwhile=monitor.note)  # copies of earlier saves may finish meanwhile
+
+
+def _program_digest(prepared: PreparedJob) -> str:
+    return hashlib.sha256(to_text(prepared.program).encode()).hexdigest()

@@ -1,6 +1,6 @@
 """`atlas train PLAN --dc NAME`: this datacenter's part of a run over several. All launchers connect to the first
-datacenter of the plan, where the run is coordinated; in each datacenter an `Agent` starts workers and keeps
-checkpoints.
+datacenter of the plan, where the run is coordinated, or to `atlas coordinator PLAN`; in each datacenter an `Agent`
+starts workers and keeps checkpoints.
 
 Datacenters share messages only: plan, data and checkpoints are each datacenter's own.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 from atlas.cost.arrange import arrange
 from atlas.errors import AtlasError
@@ -19,15 +20,20 @@ from atlas.launch.preflight import devices_for, require_executable, require_room
 from atlas.launch.prepared_job import PreparedJob, digest_of, prepare_job
 from atlas.launch.rendezvous import AgentName, RendezvousClient
 from atlas.launch.replan import replan
+from atlas.launch.run_state import StateFile
 from atlas.launch.train_options import TrainOptions
 from atlas.spec import Job
 from atlas.wan.security.credentials import Credentials, Security
 from atlas.wan.transport.base import Address
 
+COORDINATOR = AgentName("coordinator")
+"""Of `atlas coordinator`: its certificate is for this name in place of a datacenter's."""
+
 
 def is_coordinator(job: Job, options: TrainOptions, settings: AgentSettings) -> bool:
     """Whether this launcher coordinates the run."""
-    return settings.name.node == AgentName(_datacenters(_without_lost(job, options, settings))[0]).node
+    first = AgentName(_datacenters(_without_lost(job, options, settings))[0])
+    return not settings.apart and settings.name.node == first.node
 
 
 def train_here(job: Job, options: TrainOptions, settings: AgentSettings, callbacks: RunCallbacks) -> int:
@@ -40,9 +46,11 @@ def train_here(job: Job, options: TrainOptions, settings: AgentSettings, callbac
         raise AtlasError(
             f"--dc {mine.datacenter}: the plan has no worker there; it has them in {', '.join(datacenters)}"
         )
+    if settings.apart:
+        _require_other_name(datacenters)
     _require_devices(job, settings)
     security = security_of(settings)
-    first = AgentName(datacenters[0])
+    first = COORDINATOR if settings.apart else AgentName(datacenters[0])
     digest = digest_of(job, options)
 
     def agent(address: Address) -> Agent:
@@ -55,12 +63,7 @@ def train_here(job: Job, options: TrainOptions, settings: AgentSettings, callbac
         return agent(settings.rendezvous).run()
     prepared = prepare_job(job, options)
     require_room(prepared.roles_of(mine), prepared.training, settings.device, tp=job.tp)
-
-    def replanned(before: PreparedJob, lost: list[str]) -> PreparedJob:
-        return _replanned(before, lost, options, callbacks, auto=settings.auto_replan)
-
-    ours = digest_of(job, replace(options, follows=False))  # what it says applies to all
-    coordinator = Coordinator(settings.rendezvous, security, ours, prepared, options, callbacks, replanned)
+    coordinator = _coordinator(prepared, options, settings, callbacks, security, options.checkpoints)
     try:
         own = agent(coordinator.rendezvous.address)
         own.say = lambda line: None  # the coordinator says the same
@@ -82,6 +85,54 @@ def train_here(job: Job, options: TrainOptions, settings: AgentSettings, callbac
         coordinator.close()
     callbacks.say(outcome.sentence)
     return 130 if outcome.stopped else 0
+
+
+def coordinate(job: Job, options: TrainOptions, settings: AgentSettings, callbacks: RunCallbacks, state: Path) -> int:
+    """Coordinate a run from a host without workers; the exit code. `state`: the folder for what a coordinator that is
+    started again must know."""
+    require_executable(job)
+    job = _without_lost(job, options, settings)
+    _require_other_name(_datacenters(job))
+    prepared, security = prepare_job(job, options), security_of(settings)
+    return coordinated(_coordinator(prepared, options, settings, callbacks, security, state), callbacks)
+
+
+def coordinated(coordinator: Coordinator, callbacks: RunCallbacks) -> int:
+    """Run it to the end; the exit code."""
+    try:
+        outcome = coordinator.run()
+    finally:
+        coordinator.close()
+    callbacks.say(outcome.sentence)
+    return 130 if outcome.stopped else 0
+
+
+def _coordinator(
+    prepared: PreparedJob,
+    options: TrainOptions,
+    settings: AgentSettings,
+    callbacks: RunCallbacks,
+    security: Security,
+    folder: Path | None,
+) -> Coordinator:
+    def replanned(before: PreparedJob, lost: list[str]) -> PreparedJob:
+        return _replanned(before, lost, options, callbacks, auto=settings.auto_replan)
+
+    digest = digest_of(prepared.job, replace(options, follows=False))  # what the coordinator says applies to all
+    state = StateFile(folder, digest.partition(" ")[0])
+    try:
+        return Coordinator(settings.rendezvous, security, digest, prepared, options, callbacks, replanned, state)
+    except BaseException:
+        state.close()
+        raise
+
+
+def _require_other_name(datacenters: list[str]) -> None:
+    if COORDINATOR.datacenter in datacenters:
+        raise AtlasError(
+            f"the plan has a datacenter named {COORDINATOR.datacenter!r}, and that name is the coordinator's, also in "
+            "its certificate. Rename the datacenter"
+        )
 
 
 def security_of(settings: AgentSettings) -> Security:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from atlas.errors import WorkerError
@@ -39,6 +40,7 @@ class RemoteWorkers(WorkerGroup):
         self._rendezvous, self._agent_of_worker = rendezvous, dict(agent_of_worker)
         self._agents = {agent.name.node: agent for agent in agents}
         self._exit_reasons: dict[str, str] = {}
+        self._held: list[WorkerMessage] | None = None
         self._ended = threading.Event()
         self._threads = [
             threading.Thread(target=self._read, args=(agent,), daemon=True, name=f"reader of {agent.name}")
@@ -84,10 +86,23 @@ class RemoteWorkers(WorkerGroup):
         return f"worker {name} in {self._agent_of_worker[name].name.datacenter}"
 
     def _next(self, timeout_s: float, missing: Callable[[], str]) -> WorkerMessage:
-        new = super()._next(timeout_s, missing)
-        if new.message is not None and "interrupt" in new.message:
-            raise KeyboardInterrupt
-        return new
+        while True:
+            new = super()._next(timeout_s, missing)
+            if new.message is None or "interrupt" not in new.message:
+                return new
+            if self._held is None:
+                raise KeyboardInterrupt
+            self._held.append(new)
+
+    @contextmanager
+    def interrupts_held(self) -> Iterator[None]:
+        """Inside the block a user's Ctrl-C waits."""
+        self._held = []
+        try:
+            yield
+        finally:
+            self._deferred.extend(self._held)
+            self._held = None
 
     def close(self) -> None:
         for node in self._agents:

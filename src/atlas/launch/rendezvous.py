@@ -1,8 +1,9 @@
 """Where the launchers of all datacenters connect: one listens; the others connect and send their name and a digest of
 their plan. With certificates both sides use mutual TLS; without, only loopback is allowed.
 
-    launcher   {"atlas": 2, "agent": ["west", 0, 1], "instance": 8461…, "plan": "9f…", "received": 0}
-    rendezvous {"welcome": 0}, or {"refused": "one sentence"}, and then the messages of a `ControlChannel`
+    launcher   {"atlas": 3, "agent": ["west", 0, 1], "instance": 8461…, "plan": "9f…", "epoch": 0, "received": 0}
+    rendezvous {"welcome": 0, "channel": 5102…}, or {"refused": "one sentence"}, and then the messages of a
+               `ControlChannel`; another `channel` than before: a new process that knows nothing of earlier messages
 
 Knows names and connections. What the launchers do together is the `coordinator`'s part.
 """
@@ -25,7 +26,7 @@ from atlas.wan.security.credentials import Protection, Security, require_name
 from atlas.wan.transport.base import Address
 
 log = logging.getLogger("atlas.launch")
-VERSION = 2
+VERSION = 3
 HELLO_S = 10.0
 RETRY_S = 0.3
 MAX_HELLO_BYTES = 1 << 16
@@ -54,10 +55,13 @@ class AgentName(NamedTuple):
 
 
 class JoinedAgent:
-    """A launcher that has joined. `instance`: a random number of its process."""
+    """A launcher that has joined. `instance`: a random number of its process. `epoch`: of the attempt that it was in
+    when it joined; 0: in none."""
 
-    def __init__(self, name: AgentName, instance: int, on_change: Callable[[], None]) -> None:
-        self.name, self.instance = name, instance
+    def __init__(self, name: AgentName, instance: int, epoch: int, on_change: Callable[[], None]) -> None:
+        self.name, self.instance, self.epoch = name, instance, epoch
+        self.token = secrets.randbits(62)
+        """Of this channel."""
         self.channel = ControlChannel(on_change)
 
 
@@ -80,7 +84,8 @@ class Rendezvous:
         except OSError as error:
             raise AtlasError(
                 f"--rendezvous {address[0]}:{address[1]}: cannot listen there: {error.strerror}. Choose a port that is "
-                "free and an address of this host, the same in every datacenter"
+                "free and an address of this host, the same in every datacenter. If `atlas coordinator` listens there, "
+                "give --coordinator in place of --rendezvous"
             ) from None
         self.address: Address = self._server.getsockname()[:2]
         threading.Thread(target=self._accept, daemon=True, name="rendezvous").start()
@@ -134,21 +139,23 @@ class Rendezvous:
         with self.changed:  # the next launcher is compared with this one
             reason = reason or self._disagrees(name)
             if not reason:
-                agent = self._joined(name, int(hello["instance"]))
-                sock.sendall(frame({"welcome": agent.channel.num_received}))
-                agent.channel.attach(sock, int(hello["received"]), early)
+                agent, is_new = self._joined(name, int(hello["instance"]), int(hello["epoch"]))
+                sock.sendall(frame({"welcome": agent.channel.num_received, "channel": agent.token}))
+                agent.channel.attach(sock, 0 if is_new else int(hello["received"]), early)
                 return
         sock.sendall(frame({"refused": reason}))
         sock.close()
 
-    def _joined(self, name: AgentName, instance: int) -> JoinedAgent:
+    def _joined(self, name: AgentName, instance: int, epoch: int) -> tuple[JoinedAgent, bool]:
+        """And whether it has joined just now."""
         place = (name.datacenter, name.part)
         known = self.agents.get(place)
-        if known is None or known.instance != instance:
-            if known is not None:
-                known.channel.detach()
-            known = self.agents[place] = JoinedAgent(name, instance, self._notify)
-        return known
+        if known is not None and known.instance == instance:
+            return known, False
+        if known is not None:
+            known.channel.detach()
+        self.agents[place] = JoinedAgent(name, instance, epoch, self._notify)
+        return self.agents[place], True
 
     def _disagrees(self, name: AgentName) -> str:
         """Why a launcher conflicts with connected ones of its datacenter; forget disconnected ones that conflict."""
@@ -190,6 +197,11 @@ class RendezvousClient:
         self.grace_s = grace_s
         self.instance = secrets.randbits(62)
         self.channel = ControlChannel(self._changed)
+        self.restart: Callable[[], None] = lambda: self.channel.restart(())
+        """Begins again with a new coordinator: the agent says where it is."""
+        self.epoch: Callable[[], int] = lambda: 0
+        """Of the attempt that the agent is in."""
+        self._token: int | None = None
         self._closing = threading.Event()
         self._disconnected = threading.Event()
         self._connect(time.monotonic() + patience_s)
@@ -241,7 +253,7 @@ class RendezvousClient:
                 sock = self.security.client_context.wrap_socket(sock)
                 require_name(sock.getpeercert(), self.host.node)
             hello = {"atlas": VERSION, "agent": list(self.mine), "instance": self.instance, "plan": self.plan}
-            sock.sendall(frame({**hello, "received": self.channel.num_received}))
+            sock.sendall(frame({**hello, "epoch": self.epoch(), "received": self.channel.num_received}))
             reply, early = _read_hello(sock)
         except BaseException:
             sock.close()
@@ -250,6 +262,10 @@ class RendezvousClient:
             sock.close()
             raise AtlasError(f"{where}: refused {self.mine}: {reply['refused']}")
         try:
+            token = int(reply["channel"])
+            if self._token not in (None, token):
+                self.restart()
+            self._token = token
             self.channel.attach(sock, int(reply["welcome"]), early)
         except (KeyError, TypeError, ValueError):
             sock.close()

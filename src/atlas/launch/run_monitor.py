@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -64,7 +64,7 @@ def connect_workers(
 
 @dataclass
 class RunMonitor:
-    """Call `play` once all workers are connected."""
+    """Call `play` once all workers are connected, or `rejoin` where they run already."""
 
     workers: WorkerGroup
     program: Program
@@ -77,6 +77,8 @@ class RunMonitor:
     """Whether checkpoints are complete only when they are copied to another datacenter."""
     say: Callable[[str], None] = log.warning
     on_step: OnStep | None = None
+    on_done: Callable[[int], None] = lambda num_done: None
+    """Called with the number of steps that all have finished, before they are reported."""
     predicted_s: float | None = None
     """Simulated seconds of an iteration."""
     sent_bytes: Callable[[], int] | None = None
@@ -91,8 +93,10 @@ class RunMonitor:
         self.records = Records(self.program)
         self._clock: RunClock | None = None
         self._num_reports: Counter[int] = Counter()
+        self._next_step = dict.fromkeys(self.workers.names, self.first_step)
         self._num_passes = 0
-        self._last_end_ns, self._last_bytes, self._last_faults = 0, 0, Faults()
+        self._last_end_ns: int | None = 0
+        self._last_bytes, self._last_faults = 0, Faults()
         self._written: dict[tuple[int, int], set[str]] = {}
         self._complete: set[tuple[int, int]] = set()
         self._watch = _StallWatch(self)
@@ -102,11 +106,24 @@ class RunMonitor:
         run is saved; a second one stops them at once."""
         offsets = offsets_ns(self.workers)
         zero_ns = time.monotonic_ns() + self.headstart_ns
+        self._begin(zero_ns, offsets)
+        for name in self.workers.names:
+            self.workers.send(name, {"start_ns": zero_ns + offsets[name]})
+        return self._follow()
+
+    def rejoin(self, zero_ns: int, offsets: Mapping[str, int]) -> RunOutcome:
+        """Follow workers that run already since `zero_ns`, from `first_step` on. Messages that an earlier monitor has
+        handled are ignored."""
+        self._begin(zero_ns, offsets)
+        self._last_end_ns = None  # of a step that the earlier monitor reported
+        return self._follow()
+
+    def _begin(self, zero_ns: int, offsets: Mapping[str, int]) -> None:
         names = self.workers.names[: self.program.num_workers]
         self._clock = RunClock(names, self.costs, zero_ns, offsets, source=self.source)
         self._last_bytes = self.sent_bytes() if self.sent_bytes is not None else 0
-        for name in self.workers.names:
-            self.workers.send(name, {"start_ns": zero_ns + offsets[name]})
+
+    def _follow(self) -> RunOutcome:
         stopped = False
         with self._watch:
             try:
@@ -126,7 +143,8 @@ class RunMonitor:
         return self.records.timeline(self._clock)
 
     def _sentence(self, losses: list[float], *, stopped: bool) -> str:
-        done = f"step {self.num_done} is done, loss {losses[-1]:.4f}" if losses else "no step was done"
+        done = f"step {self.num_done} is done" if self.num_done else "no step was done"
+        done += f", loss {losses[-1]:.4f}" if losses else ""
         if not self.saves:
             return done
         saved = max((step for _, step in self._complete), default=None)
@@ -165,12 +183,16 @@ class RunMonitor:
 
     def _note_step(self, name: str, message: dict[str, Any]) -> None:
         first = message["step"]
+        if first < self._next_step[name]:
+            return  # received twice: the coordinator was started again
+        self._next_step[name] = first + self.program.num_iterations
         self.records.add(name, message)
         self._num_reports[first] += 1
         if self._num_reports[first] < len(self.workers.names):
             return
         del self._num_reports[first]
         self.num_done = first + self.program.num_iterations
+        self.on_done(self.num_done)
         self._report(self._num_passes - self.records.num_forgotten)
         self._num_passes += 1
         if not self.keep_all and self._num_passes > 1:
@@ -181,7 +203,8 @@ class RunMonitor:
         assert self._clock is not None
         timeline = self.records.timeline(self._clock, number, number + 1)
         end_ns, faults = int(timeline.op_end_ns.max()), self.records.faults
-        seconds, new_faults = (end_ns - self._last_end_ns) / 1e9, faults.since(self._last_faults)
+        begin_ns = int(timeline.op_start_ns.min()) if self._last_end_ns is None else self._last_end_ns
+        seconds, new_faults = (end_ns - begin_ns) / 1e9, faults.since(self._last_faults)
         self._last_end_ns, self._last_faults = end_ns, faults
         self._watch.moved(seconds)
         if self.on_step is None:

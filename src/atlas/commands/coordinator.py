@@ -1,0 +1,75 @@
+"""Coordinate a run on a host of its own, without GPUs: the launchers (`atlas train PLAN --dc NAME --coordinator
+HOST:PORT`) connect to it from all datacenters (docs/operating.md).
+
+What it must not forget is in the folder `--state`: killed and started again within `--grace`, it finds the workers
+running and follows them. Ctrl-C stops all workers after the same step, with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from pathlib import Path
+
+from atlas.commands.train import how_flags, recipe_of
+from atlas.commands.train_dc import PORT, address_of, group_flags, interrupt
+from atlas.commands.watching import watch_flags, watched
+from atlas.console import job_flags, require_apart, require_writable, say
+from atlas.launch.report import RunReport
+from atlas.launch.supervisor import RestartPolicy
+from atlas.launch.train_options import OWN, TrainOptions, recipe_options
+from atlas.spec.plan import load_job_or_plan
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="a plan, or a job with --schedule")
+    parser.add_argument(
+        "--listen",
+        default=f"127.0.0.1:{PORT}",
+        metavar="HOST:PORT",
+        help=f"where the launchers connect to (default: 127.0.0.1:{PORT})",
+    )
+    parser.add_argument("--state", type=Path, required=True, metavar="DIR", help="a folder, of this run alone")
+    how_flags(parser)
+    group_flags(parser)
+    watch_flags(parser)
+    job_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    # torch: 1.9 s
+    from atlas.launch.agent import AgentSettings
+    from atlas.launch.coordinator import RunCallbacks
+    from atlas.launch.multi_dc import COORDINATOR, coordinate
+
+    recipe = recipe_of(args)
+    job, plan = load_job_or_plan(args.plan, [*recipe.job_overrides, *args.set])
+    named = {"--log": recipe.logging.lines, "--timeline": recipe.logging.timeline}
+    wanted = {flag: Path(path) for flag, path in named.items() if path is not None}
+    for flag, path in wanted.items():
+        require_writable(path, flag)
+    require_apart(wanted, job.files)
+    options = TrainOptions.of(
+        plan,
+        args.schedule,
+        args.tcp,
+        device="cuda",
+        restarts=RestartPolicy(args.max_restarts),
+        **recipe_options(recipe, model=OWN),
+    )
+    settings = AgentSettings(
+        COORDINATOR,
+        address_of("--listen", args.listen),
+        certificates=args.certs,
+        trusted_networks=recipe.network.trusted,
+        auto_replan=args.auto_replan,
+        without=tuple(args.without),
+    )
+
+    def say_line(line: str) -> None:
+        say(f"atlas: {line}")
+
+    signal.signal(signal.SIGTERM, interrupt)
+    choice = watched(args, recipe.logging, {"job": job.name, "schedule": options.schedule})
+    with RunReport(choice, options.steps) as report:
+        return coordinate(job, options, settings, RunCallbacks(say_line, report.step), args.state)
