@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from keyword import iskeyword
 from typing import Any, NoReturn
 
 from atlas import __version__
@@ -23,6 +24,7 @@ COMMANDS = {
     "schedules": "list the schedules, or print the Program of one",
     "card": "write a run as evidence: workload card, traces, launch files",
     "metrics": "compute the metrics of runs from their traces, as CCL-Bench defines them and as Atlas does",
+    "import": "make a job and a profile from a card and its traces",
     "view": "draw timeline files as a page, a trace or a figure",
     "compare": "compare two timelines op by op",
     "plan": "find the best datacenters, parallelism and schedule for a job",
@@ -76,7 +78,9 @@ def top_parser() -> CommandParser:
 
 def command_parser(name: str) -> tuple[CommandParser, Any]:
     """A command's parser and its module."""
-    module: Any = import_module(f"atlas.commands.{name}") if name in COMMANDS else _plugins()[name].load()
+    # A module cannot be named like a keyword: the command `import` is in `import_`.
+    file = f"{name}_" if iskeyword(name) else name
+    module: Any = import_module(f"atlas.commands.{file}") if name in COMMANDS else _plugins()[name].load()
     parser = CommandParser(prog=f"atlas {name}", description=module.__doc__)
     module.configure(parser)
     return parser, module

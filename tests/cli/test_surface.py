@@ -18,7 +18,17 @@ SEARCH = {"--tries", "--seed", "--set", "--tcp"}
 HOW = (
     {"--recipe", "--schedule", "--tcp", "--steps", "--warmup", "--decay", "--seed", "--model", "--data", "--set"}
     | {"--learning-rate", "--clip", "--save-every", "--no-bar", "--log", "--timeline", "--metrics-port"}
-    | {"--metrics-host", "--certs", "--trusted", "--auto-replan", "--without", "--grace", "--patience", "--gather"}
+    | {
+        "--evidence",
+        "--metrics-host",
+        "--certs",
+        "--trusted",
+        "--auto-replan",
+        "--without",
+        "--grace",
+        "--patience",
+        "--gather",
+    }
     | {"--max-restarts"}
 )
 SURFACE = {
@@ -29,6 +39,7 @@ SURFACE = {
     "compare": {"a", "b", "--json"} | PICTURES | SEARCH,
     "card": {"source", "--out", "--job", "--schedule", "--steps", "--contributor", "--contact"}
     | {"--set", "--tries", "--seed"},
+    "import": {"folder", "--out", "--gpu", "--recompute", "--no-recompute", "--salvage"},
     "metrics": {"folders", "--against", "--salvage", "--definitions", "--json", "--page"},
     "train": {"plan", "--emulate", "--slower", "--page", "--device", "--checkpoints"}
     | {"--dc", "--rendezvous", "--coordinator", "--listen", "--node"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from atlas.errors import AtlasError
 from atlas.evidence.card import lacking_keys
 from atlas.evidence.data_point import DataPoint, read_data_point
 from atlas.evidence.rank_trace import COLLECTIVES
+from atlas.evidence.recorder import EvidenceRecorder
+from atlas.evidence.run_folder import find_run
 from atlas.evidence.write_card import CARD, RunFacts, write_data_point
 from atlas.ir.analysis import bubbles
 from atlas.ir.timeline import Timeline
@@ -106,7 +109,24 @@ def test_a_timeline_file_needs_its_job_and_not_another(tmp_path: Path, capsys: p
 
 
 def test_a_run_folder_without_a_timeline_is_refused(tmp_path: Path) -> None:
-    from atlas.evidence.run_folder import find_run
-
     with pytest.raises(AtlasError, match="has no timeline"):
         find_run(tmp_path)
+
+
+def test_a_recorder_keeps_the_steps_since_the_last_restart(tmp_path: Path) -> None:
+    found = atlas.simulate(TINY, "1f1b").best
+    recorder = EvidenceRecorder(tmp_path / "point", found.case.job, RunFacts("1f1b"))
+    with pytest.raises(AtlasError, match="no step was done"):
+        recorder.write()
+    length = found.timeline.makespan_ns
+    for step, place in ((1, 0), (2, 1), (3, 2), (2, 3), (3, 4), (4, 5)):  # after step 3 it resumes after step 1
+        recorder.step(step, shifted(found.timeline, place * length))
+    point = recorder.write()
+    assert {rank.num_steps for rank in point.ranks} == {3}
+    assert point.value("avg_step_time") == pytest.approx(length / 1e9, rel=1e-6)
+
+
+def shifted(timeline: Timeline, by_ns: int) -> Timeline:
+    names = ("op_start_ns", "op_end_ns", "transfer_ready_ns", "transfer_start_ns", "transfer_sent_ns")
+    names += ("transfer_arrive_ns",)
+    return replace(timeline, **{name: getattr(timeline, name) + by_ns for name in names})

@@ -16,11 +16,10 @@ from atlas.console import Meter, job_flags, require_folder, say, search_flags, s
 from atlas.cost.arrange import arrange
 from atlas.errors import AtlasError
 from atlas.evidence.data_point import DataPoint
+from atlas.evidence.recorder import require_same
 from atlas.evidence.run_folder import find_run
 from atlas.evidence.write_card import RunFacts, require_new, write_data_point
-from atlas.ir.program import Program
 from atlas.ir.store import load_timeline
-from atlas.spec import Job
 from atlas.spec.plan import load_job_or_plan, plan_text
 
 DEFAULT_STEPS = 7
@@ -85,7 +84,7 @@ def _recorded(args: argparse.Namespace) -> DataPoint:
     job, plan = load_job_or_plan(job_file, args.set)
     timeline = load_timeline(source.timeline)
     arrangement = arrange(job)
-    _require_same(job, arrangement.num_pipelines, timeline.program, args.source, job_file)
+    require_same(job, arrangement.num_pipelines, timeline.program, args.source, job_file)
     facts = RunFacts(
         timeline.program.name,
         str(timeline.meta.get("tcp", "many")),
@@ -97,12 +96,3 @@ def _recorded(args: argparse.Namespace) -> DataPoint:
         trained=str(timeline.meta.get("trained", "")),
     )
     return write_data_point(args.out, timeline, job, arrangement, facts)
-
-
-def _require_same(job: Job, num_pipelines: int, program: Program, run: Path, job_file: Path) -> None:
-    mine = (num_pipelines, job.num_stages, job.num_microbatches)
-    theirs = (program.num_pipelines, program.num_stages, program.num_microbatches)
-    if mine != theirs:
-        names = ("pipelines", "stages", "microbatches")
-        words = [f"{a} {name} and {b}" for name, a, b in zip(names, mine, theirs, strict=True) if a != b]
-        raise AtlasError(f"{job_file} is not the job of {run}: {', '.join(words)}. Name the plan that ran")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from atlas.commands.train import how_flags, recipe_of
 from atlas.commands.train_dc import PORT, address_of, group_flags, interrupt
-from atlas.commands.watching import watch_flags, watched
+from atlas.commands.watching import evidence_of, recorded, watch_flags, watched, write_evidence
 from atlas.console import job_flags, require_apart, require_writable, say
 from atlas.launch.report import RunReport
 from atlas.launch.supervisor import RestartPolicy
@@ -71,5 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
     signal.signal(signal.SIGTERM, interrupt)
     choice = watched(args, recipe.logging, {"job": job.name, "schedule": options.schedule})
+    evidence = evidence_of(args.evidence, job, options)
     with RunReport(choice, options.steps) as report:
-        return coordinate(job, options, settings, RunCallbacks(say_line, report.step), args.state)
+        code = coordinate(job, options, settings, RunCallbacks(say_line, recorded(report, evidence)), args.state)
+    write_evidence(evidence)
+    return code

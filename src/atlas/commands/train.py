@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atlas.commands.train_dc import dc_flags, run_dc
-from atlas.commands.watching import watch_flags, watched
+from atlas.commands.watching import evidence_of, recorded, watch_flags, watched, write_evidence
 from atlas.console import job_flags, number, require_apart, require_folder, require_writable, whole
 from atlas.errors import AtlasError
 from atlas.launch.rehearse import Rehearsal, rehearse
@@ -118,12 +118,14 @@ def run(args: argparse.Namespace) -> int:
         restarts=RestartPolicy(args.max_restarts),
         **recipe_options(recipe, model="" if args.emulate else OWN),
     )
+    evidence = evidence_of(args.evidence, job, options)
     if args.dc is not None:
-        return run_dc(args, job, options, recipe)
+        return run_dc(args, job, options, recipe, evidence)
     choice = watched(args, recipe.logging, {"job": job.name, "schedule": options.schedule})
     with RunReport(choice, options.steps) as report:
-        result = rehearse(job, options, on_step=report.step)
+        result = rehearse(job, options, on_step=recorded(report, evidence))
     _print(job.name, options, result)
+    write_evidence(evidence)
     if args.page is not None:
         write_page(args.page, [result.predicted, result.measured], title=f"{job.name}: prediction over measurement")
         print(f"The timeline page: {args.page}")

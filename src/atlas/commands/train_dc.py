@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from atlas.commands.watching import watched
+from atlas.commands.watching import recorded, watched, write_evidence
 from atlas.console import number, say, whole
 from atlas.errors import AtlasError, SpecError
+from atlas.evidence.recorder import EvidenceRecorder
 from atlas.launch.rendezvous import AgentName
 from atlas.launch.report import RunReport
 from atlas.launch.train_options import OWN, TrainOptions
@@ -86,7 +87,13 @@ def group_flags(group: argparse._ActionsContainer) -> None:
     )
 
 
-def run_dc(args: argparse.Namespace, job: Job, options: TrainOptions, recipe: Recipe) -> int:
+def run_dc(
+    args: argparse.Namespace,
+    job: Job,
+    options: TrainOptions,
+    recipe: Recipe,
+    evidence: EvidenceRecorder | None = None,
+) -> int:
     # torch: 1.9 s
     from atlas.launch.agent import AgentSettings
     from atlas.launch.coordinator import RunCallbacks
@@ -124,7 +131,8 @@ def run_dc(args: argparse.Namespace, job: Job, options: TrainOptions, recipe: Re
         callbacks = RunCallbacks(say_line)
         if is_coordinator(job, options, settings):
             report = stack.enter_context(RunReport(choice, options.steps))
-            callbacks = RunCallbacks(say_line, report.step)
+            callbacks = RunCallbacks(say_line, recorded(report, evidence))
+            stack.callback(write_evidence, evidence)
         return train_here(job, options, settings, callbacks)
 
 

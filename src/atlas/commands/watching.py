@@ -1,12 +1,21 @@
-"""The flags for reports of a run (`launch.report`)."""
+"""The flags for reports of a run (`launch.report`) and for its evidence (`evidence.recorder`)."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from atlas.launch.report import ReportChoice
+from atlas.console import require_folder, say
+from atlas.errors import AtlasError
+from atlas.evidence.recorder import EvidenceRecorder
+from atlas.evidence.write_card import RunFacts
+from atlas.ir.timeline import Timeline
+from atlas.launch.report import ReportChoice, RunReport, StepEvent
+from atlas.launch.report.events import OnStep
+from atlas.launch.train_options import OWN, TrainOptions
+from atlas.spec import Job
 from atlas.spec.recipe import LoggingRecipe
 
 
@@ -20,6 +29,9 @@ def watch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="address of /metrics (default: 127.0.0.1 only)"
     )
+    parser.add_argument(
+        "--evidence", type=Path, metavar="DIR", help="write the last steps as card, traces and launch files, for others"
+    )
 
 
 def watched(args: argparse.Namespace, logging: LoggingRecipe, labels: Mapping[str, str]) -> ReportChoice:
@@ -32,3 +44,52 @@ def watched(args: argparse.Namespace, logging: LoggingRecipe, labels: Mapping[st
         metrics_host=args.metrics_host,
         labels=labels,
     )
+
+
+# ---- evidence --------------------------------------------------------------------------------------------------
+def evidence_of(folder: Path | None, job: Job, options: TrainOptions) -> EvidenceRecorder | None:
+    """What `--evidence` asks for. Raises AtlasError for a folder with files, or where the card would be wrong."""
+    if folder is None:
+        return None
+    require_folder(folder, "--evidence")
+    paced = options.device == "paced"
+    if not paced and options.model != OWN:
+        raise AtlasError(
+            f"--evidence describes the job's model, but {options.model or 'a stand-in'} runs on {options.device}. "
+            "Train with --model job, or on paced devices"
+        )
+    facts = RunFacts(
+        options.schedule,
+        options.tcp,
+        command=["atlas", *sys.argv[1:]],
+        dataset=options.data or "made up",
+        trained=(options.model or "a stand-in, paced to the job's durations") if options.model != OWN else "",
+        device="cpu" if options.device == "cpu" else "",
+        slower=options.slower,
+    )
+    return EvidenceRecorder(folder, job, facts)
+
+
+def recorded(report: RunReport, evidence: EvidenceRecorder | None) -> OnStep:
+    """Reports a step, and keeps its timeline for `--evidence`."""
+
+    def step(event: StepEvent, timeline: Timeline) -> None:
+        report.step(event, timeline)
+        if evidence is not None:
+            evidence.step(event["step"], timeline)
+
+    return step
+
+
+def write_evidence(evidence: EvidenceRecorder | None) -> None:
+    """At the end of a run. What cannot be written is said; the run itself was fine."""
+    if evidence is None:
+        return
+    try:
+        point = evidence.write()
+    except AtlasError as error:
+        say(f"atlas: --evidence: {error}")
+        return
+    say(f"wrote {evidence.folder}: {len(point.ranks)} traces, times are {point.source}")
+    for finding in point.findings:
+        say(f"atlas: {finding}")

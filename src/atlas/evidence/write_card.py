@@ -48,6 +48,8 @@ class RunFacts:
     dataset: str = "made up"
     trained: str = ""
     """The model that really ran, where it is not the job's: a stand-in."""
+    device: str = ""
+    """What computed, where it is not the GPU of the plan: cpu."""
     slower: int = 1
     """Every duration was multiplied by this."""
     contributor: str = ""
@@ -136,7 +138,7 @@ def card_of(timeline: Timeline, job: Job, arrangement: Arrangement, facts: RunFa
                 "output_len": 0,
                 "dataset": facts.dataset,
             },
-            "hardware": _hardware(job, arrangement, timeline.source, job.tp * job.pp * dp),
+            "hardware": _hardware(job, arrangement, timeline.source, facts.device, job.tp * job.pp * dp),
         },
         "Model-executor": {
             "framework": {"name": "atlas", "compiler_tool_selection": "plain_pytorch"},
@@ -152,15 +154,17 @@ def card_of(timeline: Timeline, job: Job, arrangement: Arrangement, facts: RunFa
             "protocol_selection": ["tcp", "p2p"],
         },
         "metric_source": {"traces": ["json"], "metrics_specific_trace": []},
-        "atlas": _own_part(timeline, job, facts),
+        "atlas": _own_part(timeline, job, arrangement, facts),
     }
 
 
-def _own_part(timeline: Timeline, job: Job, facts: RunFacts) -> dict[str, Any]:
+def _own_part(timeline: Timeline, job: Job, arrangement: Arrangement, facts: RunFacts) -> dict[str, Any]:
     part: dict[str, Any] = {
         "source": timeline.source,
         "schedule": facts.schedule,
         "num_microbatches": job.num_microbatches,
+        "layers_per_stage": list(arrangement.layers_per_stage),
+        "gpu": job.cluster.dc(arrangement.rank_dc[0]).gpu,
         "num_traces": timeline.program.num_workers,
         "traced": f"the {timeline.program.num_workers} workers of one of {job.cells} cells, {job.tp} GPUs each",
         "iteration_s": timeline.iteration_ns / 1e9,
@@ -178,7 +182,7 @@ def _places(job: Job, arrangement: Arrangement) -> str:
     return f"{len(names)} datacenter{'s' if len(names) > 1 else ''} ({', '.join(names)})"
 
 
-def _hardware(job: Job, arrangement: Arrangement, source: str, num_devices: int) -> dict[str, Any]:
+def _hardware(job: Job, arrangement: Arrangement, source: str, device: str, num_devices: int) -> dict[str, Any]:
     used = [job.cluster.dc(name) for name in dict.fromkeys(arrangement.rank_dc)]
     kinds = list(dict.fromkeys(dc.gpu for dc in used))
     first = used[0]
@@ -199,8 +203,8 @@ def _hardware(job: Job, arrangement: Arrangement, source: str, num_devices: int)
             "bandwidth_gbps": [job.cluster.node_gbps(first), job.cluster.gpu_type(first.gpu).peer_gbps],
         },
         "xpu_spec": {
-            "type": "GPU",
-            "model": card_model(kinds[0]) if len(kinds) == 1 else "mixed: " + ", ".join(kinds),
+            "type": device.upper() or "GPU",
+            "model": device or (card_model(kinds[0]) if len(kinds) == 1 else "mixed: " + ", ".join(kinds)),
             "total_count": num_devices,
             "count_per_node": first.gpus_per_node,
         },

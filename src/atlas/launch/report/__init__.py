@@ -23,7 +23,7 @@ from atlas.launch.report.progress import ProgressBar
 
 log: Callable[[str], None] = logging.getLogger("atlas.report").warning
 
-__all__ = ["Report", "ReportChoice", "StepEvent"]
+__all__ = ["ReportChoice", "RunReport", "StepEvent"]
 
 
 @dataclass(frozen=True)
