@@ -19,6 +19,7 @@ from atlas import __version__
 from atlas.errors import AtlasError, MissingExtraError
 
 COMMANDS = {
+    "init": "write a job file from a model and cloud regions",
     "regions": "what is known of cloud regions: GPU prices, latency, throughput, egress",
     "simulate": "simulate a job under one or more schedules",
     "schedules": "list the schedules, or print the Program of one",

@@ -32,6 +32,7 @@ HOW = (
     | {"--max-restarts"}
 )
 SURFACE = {
+    "init": {"--model", "--dc", "--batch", "--seq", "--out", "--force", "--list-models"},
     "regions": {"region", "--json"},
     "simulate": {"job", "--schedule", "--iterations", "--monte-carlo", "--json", "--out", "--save"} | PICTURES | SEARCH,
     "schedules": {"--show", "--torch", "--json"} | SEARCH,

@@ -167,7 +167,7 @@ def test_a_bad_set_names_itself(text: str, words: str) -> None:
         ("pp: 4", "pp: 4\npp: 4", ["job.yaml:29", "is written twice"]),
         ("name: west", "name: east", ["two datacenters have this name"]),
         ("name: west", "name: we.st", ["should be letters, digits, - and _"]),
-        ("gpu: A100-40", "gpu: A100-4", ["no such GPU type", "Did you mean 'A100-40'?"]),
+        ("gpu: A100-40", "gpu: A100-4", ["no such GPU type", "Did you mean A100-40GB?"]),
         ("name: east,", "name: east, location: [91, 0],", ["location[0] = 91", "less than or equal to 90"]),
         ("name: east,", "name: east, location: [0],", ["location", "missing"]),
         ("heads: 16", "heads: 15", ["must divide model.hidden"]),
@@ -272,7 +272,7 @@ NASTY: dict[str, bytes] = {
 def test_a_nasty_file_is_one_message(tmp_path: Path, name: str) -> None:
     text = message(write(tmp_path, NASTY[name]))
     assert "job.yaml" in text or "nowhere" in text or str(tmp_path) in text or "xxx" in text
-    assert text.isprintable()
+    assert text.replace("\n", "").isprintable()
     assert len(text) < 1500
 
 

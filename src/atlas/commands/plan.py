@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     for flag, path in wanted.items():
         (require_drawable if flag == "--pareto" else require_writable)(path, flag)
     require_apart(wanted)
-    job, _ = load_job_or_plan(args.job, args.set)
+    job, _ = load_job_or_plan(args.job, args.set, to_plan=True)
     require_apart(wanted, job.files)
     if args.pareto is not None and not has_prices(cluster_arrays(job)):
         raise SpecError(

@@ -17,6 +17,7 @@ from atlas.cost.price import Tcp
 from atlas.cost.profile import load_profile
 from atlas.errors import AtlasError, InfeasibleError, SpecError
 from atlas.spec import Job
+from atlas.spec.batch import batch_sequences
 
 MAX_MICROBATCH = 16
 MAX_CELL = 16
@@ -66,6 +67,9 @@ def space_of(job: Job, *, keep: Collection[str] = (), global_batch: int | None =
         if key not in KEEPABLE:
             remedy = f"One of {', '.join(KEEPABLE)}"
             raise SpecError(where="--keep", key=key, value=None, rule="is nothing the planner chooses", remedy=remedy)
+        if key in job.left_open:
+            rule, remedy = "is not stated in the job, so there is nothing to keep", f"Write {key}: in the job"
+            raise SpecError(where="--keep", key=key, value=None, rule=rule, remedy=remedy)
     if len(job.cluster.datacenters) > 1 and job.cluster.links is None and job.cluster.wan.latency_ms is None:
         raise SpecError(
             where=job.where,
@@ -107,6 +111,8 @@ def _kept_datacenters(job: Job) -> frozenset[str]:
 
 def batch_of(job: Job) -> int:
     """Sequences of one iteration of the job as it is written."""
+    if job.batch is not None:
+        return batch_sequences(job.batch, job.model.seq_len, where=job.where)
     pipelines = job.pipelines_per_cell
     if pipelines is None:
         try:

@@ -103,3 +103,14 @@ GPUS: dict[str, Gpu] = {
     "RTX-3090": _gpu(71, 35.6, 24, 936, 256),
 }
 """The types a file may name without defining them. After each the common node that its network is taken from."""
+
+ALIASES = {
+    "A100-40GB": "A100-40",
+    "A100-80GB": "A100-80",
+    "H100-80GB": "H100",
+    "H200-141GB": "H200",
+    "V100": "V100-16",
+    "V100-16GB": "V100-16",
+    "A10G": "A10",
+}
+"""Other names that files and flags may use, as price lists have them."""

@@ -34,20 +34,33 @@ TWO_MATRICES = (
 TIED_BY_DEFAULT = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "bloom", "gemma", "gemma2", "gemma3_text")
 """Types whose embeddings are tied when the file does not say (transformers leaves defaults out)."""
 
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of a mixture of experts."""
+
+NO_DECODERS = (
+    "bert", "roberta", "distilbert", "deberta-v2", "electra", "vit", "clip", "whisper", "mamba", "mamba2",
+    "falcon_mamba", "rwkv", "jamba", "zamba", "zamba2", "recurrent_gemma", "bamba", "nemotron_h",
+)  # fmt: skip
+"""Values of `model_type` that are encoders, or whose layers differ from each other."""
+
 MAX_SEQ_LEN = 8192
 """A training sequence is rarely as long as the longest context a model allows; longer must be asked for."""
 
 
 def dimensions(path: Path, key: str = "model.config") -> dict[str, Any]:
-    """Keys of `Model` found in a config file. Values are checked later, with the rest of the job."""
+    """Keys of `Model` found in a config file, or in a model's folder. Values are checked later, with the whole job."""
+    path = path / "config.json" if path.is_dir() else path
     config = read_json(path, key=key, max_bytes=1024 * 1024)
     if not isinstance(config, dict):
         raise _bad(path, key, shown(config), "is not the config of a model", "Name a Hugging Face config.json")
     if isinstance(config.get("text_config"), dict):  # multimodal models wrap their decoder
         config = {**config, **config["text_config"]}
-    experts = next((k for k in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(k)), None)
+    experts = next((name for name in EXPERTS if config.get(name)), None)
     if experts is not None and config[experts] != 1:
         raise _bad(path, experts, shown(config[experts]), "mixtures of experts are not priced", "Use a dense model")
+    kind = str(config.get("model_type", "")).lower()
+    if (reason := _unsupported(config, kind)) is not None:
+        raise _bad(path, "model_type", kind or None, reason, "Use a dense decoder, such as Llama, Qwen or GPT")
     found = {name: _first(config, aliases) for name, aliases in ALIASES.items()}
     missing = [name for name in REQUIRED if found[name] is None]
     if missing:
@@ -55,7 +68,6 @@ def dimensions(path: Path, key: str = "model.config") -> dict[str, Any]:
         raise _bad(
             path, ALIASES[missing[0]][0], None, f"the config has no {names}", f"Write model.{missing[0]} beside it"
         )
-    kind = str(config.get("model_type", "")).lower()
     found["family"] = "gpt" if kind in TWO_MATRICES else "llama"
     if found["tied_embeddings"] is None and kind in TIED_BY_DEFAULT:
         found["tied_embeddings"] = True
@@ -64,6 +76,20 @@ def dimensions(path: Path, key: str = "model.config") -> dict[str, Any]:
     if isinstance(found["seq_len"], int):
         found["seq_len"] = min(found["seq_len"], MAX_SEQ_LEN)
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _unsupported(config: dict[str, Any], kind: str) -> str | None:
+    """Why layers of this model would be priced wrongly."""
+    if config.get("is_encoder_decoder"):
+        return "models with an encoder and a decoder are not priced"
+    if kind in NO_DECODERS:
+        return "is not a decoder of equal transformer layers, and would be priced wrongly"
+    if config.get("kv_lora_rank"):
+        return "attention with compressed keys and values (MLA) is not priced"
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and any("attention" not in str(one) or "linear" in str(one) for one in kinds):
+        return "layers without softmax attention are not priced"
+    return None
 
 
 def _first(config: dict[str, Any], aliases: tuple[str, ...]) -> Any:

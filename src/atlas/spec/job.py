@@ -37,6 +37,28 @@ WINDOW_BYTES = 3_000_000
 over the round trip."""
 
 
+Unknown = Literal["unknown"]
+"""A figure that no source has."""
+
+
+class DataCenterPrior(Frozen):
+    """Figures of a datacenter that come from the catalogue. One that is no longer the same was replaced by the user."""
+
+    usd_per_gpu_hour: NonNegative | Unknown | None = None
+    """Rent of one GPU, US dollars an hour."""
+
+
+class LinkPrior(Frozen):
+    """Figures of a link that come from the catalogue. One that is no longer the same was replaced by the user."""
+
+    latency_ms: NonNegative | None = None
+    """One-way latency, milliseconds."""
+    pair_gbps: Positive | Unknown | None = None
+    """The most one pair of nodes gets, Gbit/s."""
+    egress_usd_per_gb: NonNegative | Unknown | None = None
+    """Price of 10^9 bytes that leave a datacenter."""
+
+
 class DataCenter(Frozen):
     """One site whose nodes share a fast network."""
 
@@ -57,6 +79,8 @@ class DataCenter(Frozen):
     """Rent of one GPU, US dollars an hour."""
     location: tuple[Latitude, Longitude] | None = None
     """`[latitude, longitude]` in degrees, north and east positive: where the map of a plan draws it. Nothing else."""
+    prior: DataCenterPrior = DataCenterPrior()
+    """Figures that `atlas init` took from its catalogue: reports call them priors as long as they are unchanged."""
 
 
 class Wan(Frozen):
@@ -93,6 +117,8 @@ class Link(Frozen):
     """Price of 10^9 bytes that leave a datacenter over this link."""
     trace: Text | None = None
     """File of how rate and latency change over time."""
+    prior: LinkPrior = LinkPrior()
+    """Figures that `atlas init` took from its catalogue: reports call them priors as long as they are unchanged."""
 
     def joins(self, a: str, b: str) -> bool:
         return {a, b} == set(self.between)
@@ -146,7 +172,7 @@ class Cluster(Frozen):
             link = next((link for link in self.links if link.joins(a, b)), None)
             if link is None:
                 return None
-            own = {key: value for key, value in link if key != "between" and value is not None}
+            own = {key: value for key, value in link if key not in ("between", "prior") and value is not None}
         merged = {**dict(self.wan), **own}
         return Route.model_validate(merged) if merged["latency_ms"] is not None else None
 
@@ -234,6 +260,9 @@ class Job(Frozen):
     """Sequences in one microbatch (b)."""
     num_microbatches: Annotated[int, Field(strict=True, ge=1, le=MAX_MICROBATCHES)]
     """Microbatches per pipeline and iteration (M)."""
+    batch: Annotated[int, Field(strict=True, ge=1, le=10**15)] | Text | None = None
+    """Of one iteration, over all pipelines: tokens (`1M`) or sequences (`512 sequences`). The planner keeps it; left
+    out, it is what microbatch, num_microbatches, cells and pipelines make."""
     tp: Annotated[int, Field(strict=True, ge=1, le=1024)] = 1
     """Tensor parallelism: GPUs of one worker, in one node or in several whole ones."""
     pp: Annotated[int, Field(strict=True, ge=1, le=MAX_RANKS)]
@@ -279,6 +308,7 @@ class Job(Frozen):
 
     _where: str = PrivateAttr(default="job")
     _files: tuple[str, ...] = PrivateAttr(default=())
+    _left_open: tuple[str, ...] = PrivateAttr(default=())
 
     @property
     def where(self) -> str:
@@ -289,6 +319,11 @@ class Job(Frozen):
     def files(self) -> tuple[str, ...]:
         """Every file that this job was read from, and those it names."""
         return self._files
+
+    @property
+    def left_open(self) -> tuple[str, ...]:
+        """Keys that the file does not state and the planner chooses; their values here mean nothing."""
+        return self._left_open
 
     @property
     def is_calibrated(self) -> bool:

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from atlas.errors import InfeasibleError, SpecError
+from atlas.errors import SpecError
+from atlas.spec.check import Where, check_cluster, check_job, together, unknown_gpu
 from atlas.spec.document import Document, Keys, apply_override, dotted, nearest, read_yaml, shown
 from atlas.spec.fields import NAME, Frozen
-from atlas.spec.gpus import GPUS, Calibration, Gpu
+from atlas.spec.gpus import ALIASES, GPUS, Calibration, Gpu
 from atlas.spec.huggingface import dimensions
-from atlas.spec.job import Cluster, DataCenter, Jitter, Job, Link, Model, Place, Wan
-from atlas.spec.trace import read_trace
+from atlas.spec.job import Cluster, DataCenter, DataCenterPrior, Jitter, Job, Link, LinkPrior, Model, Place, Wan
 
 MAX_BASES = 8
 
@@ -32,6 +31,8 @@ ROOMS: dict[tuple[str, ...], type[Frozen]] = {
     ("cluster", "datacenters", "*"): DataCenter,
     ("cluster", "wan"): Wan,
     ("cluster", "links", "*"): Link,
+    ("cluster", "datacenters", "*", "prior"): DataCenterPrior,
+    ("cluster", "links", "*", "prior"): LinkPrior,
     ("cluster", "gpus", "*"): Gpu,
     ("cluster", "gpus", "*", "calibration"): Calibration,
     ("placement", "*"): Place,
@@ -40,24 +41,29 @@ ROOMS: dict[tuple[str, ...], type[Frozen]] = {
 """Which model holds at which place of a job file: the keys to choose from when one is misspelt."""
 
 M = TypeVar("M", bound=Frozen)
+OPEN: dict[str, int] = {"pp": 1, "num_microbatches": 1}
+"""What `atlas plan` chooses where a job does not state it, and the value that stands for it until then."""
 
 
-def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
-    """The job in a YAML file, with each `key.path=value` of `overrides` applied. Raises SpecError."""
+def load_job(path: str | Path, overrides: Sequence[str] = (), *, to_plan: bool = False) -> Job:
+    """The job in a YAML file, with each `key.path=value` of `overrides` applied. Raises SpecError. A job `to_plan` may
+    leave out `pp` and `num_microbatches`."""
     path = Path(path)
-    return job_of(read_yaml(path, key="job file"), path, overrides)
+    return job_of(read_yaml(path, key="job file"), path, overrides, to_plan=to_plan)
 
 
-def job_of(document: Document, path: Path, overrides: Sequence[str]) -> Job:
+def job_of(document: Document, path: Path, overrides: Sequence[str], *, to_plan: bool = False) -> Job:
     """The job in a file that has been read already."""
-    return finished(_with_bases(document, path), overrides, str(path))
+    return finished(_with_bases(document, path), overrides, str(path), to_plan=to_plan)
 
 
 def override(job: Job, overrides: Sequence[str]) -> Job:
     """A loaded job with some keys changed and validated again, for what-if and planner."""
     data = job.model_dump(mode="json", exclude_none=True)
     data["model"].pop("config", None)
-    return finished(Document(data), overrides, job.where)
+    for key in job.left_open:
+        data.pop(key, None)
+    return finished(Document(data), overrides, job.where, to_plan=True)
 
 
 def parse_job(data: Any, where: str = "job") -> Job:
@@ -75,19 +81,33 @@ def load_cluster(path: str | Path) -> Cluster:
     return cluster
 
 
-def finished(document: Document, overrides: Sequence[str], where: str) -> Job:
+def finished(document: Document, overrides: Sequence[str], where: str, *, to_plan: bool = False) -> Job:
     """The job in a document that was read, overrides applied; `where` names it where no line does."""
     for text in overrides:
         if text.lstrip().startswith("cluster."):
             document = _with_cluster(document)
         document = apply_override(document, text)
-    document = _with_dimensions(_with_cluster(document))
+    document = _with_gpu_names(_with_dimensions(_with_cluster(document)))
 
     def origin(keys: Keys) -> str:
         return document.origin(keys, where)
 
+    left_open: tuple[str, ...] = ()
+    if isinstance(document.data, dict):
+        left_open = tuple(key for key in OPEN if document.data.get(key) is None)
+        document = Document({**document.data, **{key: OPEN[key] for key in left_open}}, document.origins)
     job = _validated(Job, document.data, origin)
-    job._where = where
+    if left_open and not to_plan:
+        raise _only_to_plan(job, left_open, where)
+    if "num_microbatches" in left_open and job.batch is None:
+        raise SpecError(
+            where=where,
+            key="batch",
+            value=None,
+            rule="is required and missing: a plan needs the batch of one iteration",
+            remedy="Add batch: 1M (tokens) or batch: 512 sequences",
+        )
+    job._where, job._left_open = where, left_open
     job._files = _files(job, document)
     check_job(job, origin)
     return job
@@ -165,6 +185,34 @@ def _with_dimensions(document: Document) -> Document:
     return Document({**document.data, "model": found}, document.origins)
 
 
+def _only_to_plan(job: Job, left_open: tuple[str, ...], where: str) -> SpecError:
+    """A job for the planner was given to a command that runs or simulates."""
+    if job.batch is None:
+        remedy = f"Add {left_open[0]}: to it, or a batch: and let `atlas plan` choose"
+    else:
+        remedy = f"Write it, or let `atlas plan {where} --out plan.yaml` choose and use plan.yaml"
+    rule = "is required and missing"
+    errors = [SpecError(where=where, key=key, value=None, rule=rule, remedy=remedy) for key in left_open]
+    found = together(errors)
+    assert found is not None
+    return found
+
+
+def _with_gpu_names(document: Document) -> Document:
+    """Other names of built-in GPU types replaced, unless the cluster defines a type of that name."""
+    cluster = document.data.get("cluster") if isinstance(document.data, dict) else None
+    if not isinstance(cluster, dict) or not isinstance(cluster.get("datacenters"), list):
+        return document
+    own: Any = cluster.get("gpus") if isinstance(cluster.get("gpus"), dict) else {}
+
+    def named(dc: Any) -> Any:
+        gpu = dc.get("gpu") if isinstance(dc, dict) else None
+        return {**dc, "gpu": ALIASES[gpu]} if isinstance(gpu, str) and gpu in ALIASES and gpu not in own else dc
+
+    dcs = [named(dc) for dc in cluster["datacenters"]]
+    return Document({**document.data, "cluster": {**cluster, "datacenters": dcs}}, document.origins)
+
+
 def _files(job: Job, document: Document) -> tuple[str, ...]:
     """What a job was read from, and the files it names."""
     lines = [at for at in document.origins.values() if not at.startswith("--set ")]
@@ -178,7 +226,24 @@ def _validated(kind: type[M], data: Any, where: Where, room: tuple[str, ...] = (
         return kind.model_validate(data)
     except ValidationError as error:
         remedy = "Change it; docs/jobs.md explains the key"
-        raise refusal(error, where, lambda keys: list(_room((*room, *keys)).model_fields), remedy) from None
+        found = refusals(error, where, lambda keys: list(_room((*room, *keys)).model_fields), remedy)
+        refused = together([*found, *_unknown_gpus(data, where, room)])
+        assert refused is not None
+        raise refused from None
+
+
+def _unknown_gpus(data: Any, where: Where, room: tuple[str, ...]) -> list[SpecError]:
+    """In a file that cannot be validated: GPU types that there are not."""
+    cluster = data if room else data.get("cluster") if isinstance(data, dict) else None
+    dcs = cluster.get("datacenters") if isinstance(cluster, dict) else None
+    own = cluster.get("gpus") if isinstance(cluster, dict) else None
+    found = []
+    for i, dc in enumerate(dcs if isinstance(dcs, list) else []):
+        gpu = dc.get("gpu") if isinstance(dc, dict) else None
+        if isinstance(gpu, str) and gpu not in GPUS and gpu not in (own if isinstance(own, dict) else {}):
+            keys: Keys = ("cluster", "datacenters", i, "gpu")
+            found.append(unknown_gpu(gpu, own or {}, where(keys[len(room) :]), dotted(keys)))
+    return found
 
 
 def _room(keys: Keys) -> type[Frozen]:
@@ -189,111 +254,31 @@ def _room(keys: Keys) -> type[Frozen]:
     raise AssertionError(f"no room for {keys}")
 
 
-# ---- rules that more than one key takes part in --------------------------------------------------------------------
-Where = Callable[[Keys], str]
-"""The file and line of a key."""
-
-
-def check_job(job: Job, where: Where) -> None:
-    """Raises SpecError or InfeasibleError at the first rule that does not hold."""
-    check_cluster(job.cluster, where, ("cluster",))
-    _check_model(job, where)
-    _check_stages(job, where)
-    _check_placement(job, where)
-
-
-def check_cluster(cluster: Cluster, where: Where, at: Keys = ()) -> None:
-    names = [dc.name for dc in cluster.datacenters]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise _bad(where, (*at, "datacenters"), twice[0], "two datacenters have this name", "Rename one")
-    for i, dc in enumerate(cluster.datacenters):
-        if dc.gpu not in GPUS and dc.gpu not in cluster.gpus:
-            remedy = f"{nearest(dc.gpu, [*GPUS, *cluster.gpus])} Or define it under cluster.gpus"
-            raise _bad(where, (*at, "datacenters", i, "gpu"), dc.gpu, "no such GPU type", remedy)
-    _check_links(cluster, names, where, at)
-
-
-def _check_links(cluster: Cluster, names: list[str], where: Where, at: Keys) -> None:
-    seen: set[frozenset[str]] = set()
-    for i, link in enumerate(cluster.links or ()):
-        key: Keys = (*at, "links", i)
-        for end in link.between:
-            if end not in names:
-                raise _bad(where, (*key, "between"), end, "no such datacenter", nearest(end, names))
-        pair = frozenset(link.between)
-        if len(pair) == 1:
-            raise _bad(where, (*key, "between"), link.between[0], "a link joins two datacenters", "Name two")
-        if pair in seen:
-            raise _bad(where, (*key, "between"), ", ".join(link.between), "this pair has a link already", "Keep one")
-        seen.add(pair)
-        if link.latency_ms is None and cluster.wan.latency_ms is None:
-            remedy = "Write it here, or cluster.wan.latency_ms for all links"
-            raise _bad(where, (*key, "latency_ms"), None, "is needed: the link has no default latency", remedy)
-        if link.trace is not None:
-            read_trace(Path(link.trace), dotted((*key, "trace")))
-    if cluster.wan.trace is not None:
-        read_trace(Path(cluster.wan.trace), dotted((*at, "wan", "trace")))
-
-
-def _check_model(job: Job, where: Where) -> None:
-    model = job.model
-    if model.head_dim is None and model.hidden % model.heads:
-        rule = f"must divide model.hidden ({model.hidden}) where model.head_dim is not given"
-        raise _bad(where, ("model", "heads"), model.heads, rule, "Change one, or write head_dim")
-    if model.heads % model.num_kv_heads:
-        remedy = "Every group of queries shares one key: change either"
-        raise _bad(where, ("model", "kv_heads"), model.kv_heads, f"must divide model.heads ({model.heads})", remedy)
-    if model.heads % job.tp:
-        raise _bad(where, ("tp",), job.tp, f"must divide model.heads ({model.heads})", "Choose another tp")
-
-
-def _check_stages(job: Job, where: Where) -> None:
-    layers, stages = job.model.layers, job.num_stages
-    cut = f"pp x interleave = {job.pp} x {job.interleave}" if job.interleave > 1 else "pp"
-    if stages > layers:
-        rule = f"{stages} stages are more than the model's {layers} layers ({cut})"
-        raise InfeasibleError(where=where(("pp",)), key="pp", value=job.pp, rule=rule, remedy=f"At most {layers}")
-    split = job.layers_per_stage
-    if split is None:
-        return
-    key: Keys = ("layers_per_stage",)
-    if len(split) != stages:
-        raise _bad(where, key, list(split[:8]), f"has {len(split)} numbers for {stages} stages ({cut})", "One for each")
-    if sum(split) != layers:
-        rule = f"adds up to {sum(split)}, but the model has {layers} layers"
-        raise _bad(where, key, list(split[:8]), rule, "Change a stage, or leave it out to have it balanced")
-
-
-def _check_placement(job: Job, where: Where) -> None:
-    if job.placement is None:
-        return
-    names = [dc.name for dc in job.cluster.datacenters]
-    for i, place in enumerate(job.placement):
-        if place.dc not in names:
-            raise _bad(where, ("placement", i, "dc"), place.dc, "no such datacenter", nearest(place.dc, names))
-        if i and job.placement[i - 1].dc == place.dc:
-            raise _bad(where, ("placement", i, "dc"), place.dc, "follows itself", "Add the two numbers of stages up")
-    total = sum(place.stages for place in job.placement)
-    if total != job.pp:
-        rule = f"its stages add up to {total}, but pp is {job.pp}"
-        raise _bad(where, ("placement",), None, rule, "Change one of the two, or leave placement out")
-
-
-def _bad(where: Where, keys: Keys, value: object, rule: str, remedy: str) -> SpecError:
-    return SpecError(where=where(keys), key=dotted(keys), value=value, rule=rule, remedy=remedy)
-
-
 # ---- pydantic's errors in our words --------------------------------------------------------------------------------
 MAPPINGS = ("model_type", "model_attributes_type", "dict_type")
 
 
-def refusal(
-    error: ValidationError, where: Callable[[Keys], str], known: Callable[[Keys], Sequence[str]], remedy: str
-) -> SpecError:
-    """The first thing that is wrong. `known` gives the keys there are at a place, `remedy` what helps otherwise."""
+Known = Callable[[Keys], Sequence[str]]
+"""The keys there are at a place."""
+
+
+def refusal(error: ValidationError, where: Where, known: Known, remedy: str) -> SpecError:
+    """Everything that is wrong, in one error. `remedy` is what helps where nothing better is known."""
+    found = together(refusals(error, where, known, remedy))
+    assert found is not None
+    return found
+
+
+def refusals(error: ValidationError, where: Where, known: Known, remedy: str) -> list[SpecError]:
+    """One error for each thing that is wrong; misspelt keys first."""
+    all_: list[Any] = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+    misspelt = {tuple(e["loc"])[:-1] for e in all_ if e["type"] == "extra_forbidden"}
     # A misspelt key is also a missing key: report the former.
-    first: Any = min(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+    wanted = [e for e in all_ if not (e["type"] == "missing" and tuple(e["loc"])[:-1] in misspelt)]
+    return [_refusal_of(one, where, known, remedy) for one in wanted]
+
+
+def _refusal_of(first: Any, where: Where, known: Known, remedy: str) -> SpecError:
     kind, keys, value = first["type"], tuple(first["loc"]), shown(first["input"])
     if kind == "extra_forbidden":
         rule, remedy, value = "unknown key", nearest(str(keys[-1]), list(known(keys[:-1]))), None

@@ -119,12 +119,15 @@ ROOMS: dict[str, type[Frozen]] = {
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
-def load_job_or_plan(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Job, Plan | None]:
-    """A job file, or the job of a Plan file and the Plan. `--set` changes the job, and so unmakes the predictions."""
+def load_job_or_plan(
+    path: str | Path, overrides: Sequence[str] = (), *, to_plan: bool = False
+) -> tuple[Job, Plan | None]:
+    """A job file, or the job of a Plan file and the Plan. `--set` changes the job, and so unmakes the predictions.
+    A job `to_plan` may leave out what the planner chooses."""
     path = Path(path)
     document = read_yaml(path, key="job file")
     if not isinstance(document.data, dict) or "plan" not in document.data:
-        return job_of(document, path, overrides), None
+        return job_of(document, path, overrides, to_plan=to_plan), None
     plan = _plan(document, path, overrides)
     return plan.job, plan
 

@@ -1,0 +1,118 @@
+"""Write a job file from a model's name and the cloud regions that have GPUs for you.
+
+    atlas init --model llama-3-8b --dc aws:us-east-1=64xH100 --dc gcp:europe-west4=32xA100-80GB --batch 1M --seq 8192
+
+On a terminal it asks for what the flags leave out. Latency, throughput and prices come from the catalogue that
+`atlas regions` shows; the file marks them as priors. Then: atlas plan job.yaml
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from atlas.catalogue.jobfile import dates, job_text, model, site, sites
+from atlas.catalogue.models import shapes
+from atlas.commands.regions import warn_of_old
+from atlas.console import require_writable, say, show, whole
+from atlas.errors import SpecError
+from atlas.ir.replace import write_whole
+from atlas.spec.batch import batch_sequences
+from atlas.spec.document import parse_yaml
+from atlas.spec.load import finished
+from atlas.view.table import plain_table
+
+T = TypeVar("T")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", metavar="NAME", help="a built-in shape, a Hugging Face folder or a config.json")
+    add(
+        "--dc",
+        action="append",
+        default=[],
+        metavar="CLOUD:REGION=COUNTxGPU",
+        help="GPUs in a region, such as aws:us-east-1=64xH100; @2.5 after it states your price of a GPU hour; repeat",
+    )
+    add("--batch", metavar="SIZE", help="of one iteration: tokens (1M) or sequences ('512 sequences')")
+    add("--seq", type=whole(1, 10**8), metavar="N", help="tokens of one sequence (default: the model's, at most 8192)")
+    add("--out", type=Path, default=Path("job.yaml"), metavar="FILE", help="the job file (default: job.yaml)")
+    add("--force", action="store_true", help="replace the file if there is one")
+    add("--list-models", action="store_true", help="print the built-in shapes with their sources")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.list_models:
+        _show_models()
+        return 0
+    require_writable(args.out, "--out")
+    if args.out.exists() and not args.force:
+        remedy = "Choose another name, or give --force to replace it"
+        raise SpecError(where="--out", key="file", value=str(args.out), rule="is there already", remedy=remedy)
+    _require(args) if not sys.stdin.isatty() else _ask(args)
+    chosen = model(args.model, args.seq)
+    where = sites(args.dc)
+    text = job_text(chosen, where, args.batch, str(args.out))
+    finished(parse_yaml(text, str(args.out)), (), str(args.out), to_plan=True)
+    write_whole(args.out, text.encode())
+    warn_of_old(dates(where))
+    say(f"wrote {args.out}. Next: atlas plan {args.out} --out plan.yaml --page plan.html")
+    return 0
+
+
+def _require(args: argparse.Namespace) -> None:
+    examples = {"model": "llama-3-8b", "dc": "aws:us-east-1=64xH100", "batch": "1M"}
+    missing = [flag for flag in examples if not getattr(args, flag)]
+    if missing:
+        remedy = "Add " + " ".join(f"--{flag} {examples[flag]}" for flag in missing) + ", or run it on a terminal"
+        names = ", ".join(f"--{flag}" for flag in missing)
+        raise SpecError(where="atlas init", key=names, value=None, rule="is missing", remedy=remedy)
+
+
+def _show_models() -> None:
+    table = plain_table()
+    table.add_column("model", no_wrap=True)
+    for name in ("parameters", "layers", "hidden"):
+        table.add_column(name, justify="right")
+    table.add_column("source", overflow="fold")
+    for one in shapes().values():
+        table.add_row(one.name, f"{one.billions:g}B", str(one.keys["layers"]), str(one.keys["hidden"]), one.source)
+    show(table)
+
+
+# ---- questions ---------------------------------------------------------------------------------------------
+def _ask(args: argparse.Namespace) -> None:
+    """Ask for what is missing, again until it is right."""
+    if not args.model:
+        question = "Model (a name such as llama-3-8b, or a Hugging Face folder): "
+        args.model = _answer(question, lambda t: _named(t, args.seq))
+    while not args.dc:
+        say("GPUs you can have, one region a line, such as aws:us-east-1=64xH100. An empty line ends the list.")
+        while text := _answer("  GPUs: ", lambda t: (site(t), t)[1] if t else ""):
+            args.dc.append(text)
+    if not args.batch:
+        length = model(args.model, args.seq).seq_len
+        question = "Batch of one iteration (tokens such as 1M, or '512 sequences'): "
+        args.batch = _answer(question, lambda t: (batch_sequences(t, length, where="batch"), t)[1])
+
+
+def _named(text: str, seq_len: int | None) -> str:
+    model(text, seq_len)
+    return text
+
+
+def _answer(question: str, checked: Callable[[str], T]) -> T:
+    while True:
+        print(question, end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            rule, remedy = "ended before all questions were answered", "Give the flags instead: atlas init --help"
+            raise SpecError(where="atlas init", key="input", value=None, rule=rule, remedy=remedy)
+        try:
+            return checked(line.strip())
+        except SpecError as error:
+            say(f"  {error}")
