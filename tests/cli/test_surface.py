@@ -41,6 +41,7 @@ SURFACE = {
     "card": {"source", "--out", "--job", "--schedule", "--steps", "--contributor", "--contact"}
     | {"--set", "--tries", "--seed"},
     "import": {"folder", "--out", "--gpu", "--recompute", "--no-recompute", "--salvage"},
+    "report": {"runs", "--out", "--title", "--salvage"},
     "metrics": {"folders", "--against", "--salvage", "--definitions", "--json", "--page"},
     "train": {"plan", "--emulate", "--slower", "--page", "--device", "--checkpoints"}
     | {"--dc", "--rendezvous", "--coordinator", "--listen", "--node"}

@@ -1,0 +1,36 @@
+"""Write a report of a run, or of several side by side, for people who were not there: one self-contained HTML page.
+
+RUN is a data point (`atlas card`, `atlas train --evidence`), a timeline file, or the folder of a run with a timeline
+and a step log (`run.jsonl`) in it. Every figure says whether it is simulated, emulated or measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from atlas.console import Meter, require_apart, require_writable, say, show
+from atlas.evidence.report_page import report_page, verdict
+from atlas.evidence.run_summary import run_summary
+from atlas.ir.replace import write_whole
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="a data point, a timeline file, or the folder of a run")
+    add("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write (default report.html)")
+    add("--title", default="", metavar="WORDS", help="of the page (default: the runs' names)")
+    add("--salvage", action="store_true", help="use the events before the damage of a truncated trace")
+
+
+def run(args: argparse.Namespace) -> int:
+    require_writable(args.out, "--out")
+    require_apart({"--out": args.out}, args.runs)
+    with Meter() as meter:
+        found = [run_summary(source, salvage=args.salvage, progress=meter) for source in args.runs]
+    write_whole(args.out, report_page(found, args.title).encode(errors="replace"))
+    show(verdict(found))
+    for note in (note for one in found for note in one.notes):
+        say(f"atlas: {note}")
+    say(f"wrote {args.out}")
+    return 0
