@@ -94,9 +94,9 @@ def train(setup: EmulationSettings, seconds: list[float]) -> Emulation:
 
 
 async def filled_run(tally: Tally, num_steps: int, seconds: list[float]) -> Emulation:
-    ground = of_training(simulate(repeated(PROGRAM, 4), COSTS), 64 << 20, PIECE, 10 * MS)
+    windows = of_training(simulate(repeated(PROGRAM, 4), COSTS), 64 << 20, PIECE, 10 * MS)
     settings = ServiceSettings("tiny", Served(MODEL), split=1, chunk=128, arena_bytes=64 << 20, budget=0.01)
-    parts = assemble(settings, ground, Keys.open_to_all())
+    parts = assemble(settings, windows, Keys.open_to_all())
     tally.listen(parts)
     with tempfile.TemporaryDirectory() as folder:
         address = await parts.start(Path(folder))

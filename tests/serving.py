@@ -52,8 +52,8 @@ def serving(
     busy: float = 0.3,
     drain_s: float = 20.0,
 ) -> Iterator[Serving]:
-    ground = alone(num_workers, settings.arena_bytes, PERIOD_S, busy)
-    parts = assemble(settings, ground, keys or Keys.open_to_all())
+    windows = alone(num_workers, settings.arena_bytes, PERIOD_S, busy)
+    parts = assemble(settings, windows, keys or Keys.open_to_all())
     started, found = threading.Event(), list[Serving]()
     made = list[DedicatedWorkers]()
 

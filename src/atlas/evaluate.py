@@ -218,8 +218,8 @@ def build(
     tries = default_budget(case) if budget is None else budget
     turns = case.turns if schedule.shares else None
     setting = Setting(case.layout, case.apart, turns, case.memory, case.job.recompute, tries, seed)
-    tell = None if progress is None else partial(progress, schedule.name)
-    program = with_optimizer(schedule.build(setting, tell))
+    report = None if progress is None else partial(progress, schedule.name)
+    program = with_optimizer(schedule.build(setting, report))
     check(program)
     return program
 

@@ -1,8 +1,8 @@
 """Load a service and measure its responses: `bubbletea bench URL`. Streams completions for many concurrent clients and
 counts every request exactly once: answered, refused (with its Retry-After) or failed.
 
-Uses asyncio's sockets directly: no dependencies, and little load on the measured machine. Knows HTTP and the format of
-the responses; nothing of the service.
+Uses asyncio's sockets directly: no dependencies, and little load on the measured machine. It works with any
+OpenAI-compatible service.
 """
 
 from __future__ import annotations

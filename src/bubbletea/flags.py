@@ -7,8 +7,8 @@ import argparse
 from atlas.console import positive, share
 
 
-def aim_flags(parser: argparse.ArgumentParser, limit: str) -> None:
-    """The flags of `admit.aims`; `limit` is the command's word for a request's deadline."""
+def aim_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `admit.aims`."""
     parser.add_argument(
         "--goal",
         type=positive,
@@ -20,5 +20,5 @@ def aim_flags(parser: argparse.ArgumentParser, limit: str) -> None:
         type=share,
         default=0.0,
         metavar="X",
-        help=f"share of admitted requests that may miss their {limit} (default 0)",
+        help="share of admitted requests that may miss their deadline (default 0)",
     )

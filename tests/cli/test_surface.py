@@ -82,15 +82,14 @@ def started(*words: str, **options: object) -> subprocess.Popen[bytes]:
 
 AFTER_THE_FIRST_RUN = """
 import sys
-from atlas import cli
-from atlas.evaluate import job as evaluate
+from atlas import cli, evaluate
 
-def run(tables, engine=None, first=evaluate.run):
-    events = first(tables) if engine is None else first(tables, engine)
+def simulate(*words, first=evaluate.simulate, **options):
+    timeline = first(*words, **options)
     print("ready", flush=True)
-    return events
+    return timeline
 
-evaluate.run = run
+evaluate.simulate = simulate
 sys.exit(cli.main(["simulate", "examples/paper-5-dcs.yaml"]))
 """
 

@@ -64,10 +64,10 @@ def test_every_schedule_on_every_network_learns_the_same_bits() -> None:
             for worker in found[name, network].workers:
                 assert worker.links.is_direct == (network == "direct")
     first = found["gpipe", "one"]
-    for case, crew in found.items():
-        assert crew.losses() == first.losses(), case
+    for case, trained in found.items():
+        assert trained.losses() == first.losses(), case
         for pipeline in range(2):
-            for name, weights in crew.weights(pipeline).items():
+            for name, weights in trained.weights(pipeline).items():
                 assert np.array_equal(weights, first.weights()[name]), (case, name)
     losses, weights = train_alone(TRAINING, 2, 4, NUM_STEPS)
     assert first.losses() == pytest.approx(losses, rel=1e-5)

@@ -55,19 +55,19 @@ class Slicer:
 
 class Broken(Slicer):
     def fill(self, position: Position, arrived: Callable[[], bool]) -> None:
-        raise RuntimeError("a guest that misbehaves")
+        raise RuntimeError("a filler that fails")
 
 
 def train(filler: Callable[[int], Filler | None] = lambda worker: None) -> tuple[ThreadedRun, float]:
     pace = tuple(tuple(ROW) for _ in range(2))
     began = time.monotonic()
-    crew = run_in_threads(
+    trained = run_in_threads(
         PROGRAM, TRAINING, 3, device=Paced, filler=filler, change=lambda a: replace(a, compute_ns=pace)
     )
     assert time.monotonic() - began < 30
-    ends = [records[-1].op_end_ns[-1] for records in crew.records]
-    starts = [records[0].op_start_ns[0] for records in crew.records]
-    return crew, (max(ends) - min(starts)) / 1e9
+    ends = [records[-1].op_end_ns[-1] for records in trained.records]
+    starts = [records[0].op_start_ns[0] for records in trained.records]
+    return trained, (max(ends) - min(starts)) / 1e9
 
 
 def test_a_filler_changes_neither_losses_nor_iteration_time() -> None:
@@ -89,10 +89,10 @@ def test_a_filler_changes_neither_losses_nor_iteration_time() -> None:
 
 def test_a_filler_knows_where_it_waits() -> None:
     slicers = [Slicer(), Slicer()]
-    crew, _ = train(slicers.__getitem__)
+    trained, _ = train(slicers.__getitem__)
     facts = slicers[0].facts
     assert facts is not None
-    assert (facts.name, facts.datacenter, len(facts.ops)) == ("p0.s0", "a", len(crew.workers[0].ops))
+    assert (facts.name, facts.datacenter, len(facts.ops)) == ("p0.s0", "a", len(trained.workers[0].ops))
     indices = [{position.index for position, _ in slicers[0].waits if position.step == step} for step in range(3)]
     assert indices[0] == indices[1] == indices[2], "the same ops wait in every step"
     assert all(str(facts.ops[index])[1] == "B" for index in indices[0])
@@ -101,8 +101,8 @@ def test_a_filler_knows_where_it_waits() -> None:
 
 
 def test_a_failing_filler_is_dropped_and_training_continues(caplog: pytest.LogCaptureFixture) -> None:
-    crew, _ = train(lambda worker: Broken())
-    assert len(crew.losses()) == 3
+    trained, _ = train(lambda worker: Broken())
+    assert len(trained.losses()) == 3
     assert "not called again" in caplog.text
 
 

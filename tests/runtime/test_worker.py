@@ -32,17 +32,17 @@ def assert_learns_like_one_process(
     tolerance: float = 1e-5,
     num_cells: int = 1,
 ) -> ThreadedRun:
-    crew = run_in_threads(program, training, num_steps, num_cells=num_cells)
+    trained = run_in_threads(program, training, num_steps, num_cells=num_cells)
     num_steps = program.num_iterations if program.num_iterations > 1 else num_steps
     num_pipelines = program.num_pipelines * num_cells
     losses, weights = train_alone(training, num_pipelines, program.num_microbatches, num_steps)
     for pipeline in range(num_pipelines):
-        mine = crew.weights(pipeline)
+        mine = trained.weights(pipeline)
         assert mine.keys() == weights.keys()
         for name, expected in weights.items():
             assert np.linalg.norm(mine[name] - expected) <= tolerance * np.linalg.norm(expected), name
-    assert np.allclose(crew.losses(), losses, rtol=1e-5)
-    return crew
+    assert np.allclose(trained.losses(), losses, rtol=1e-5)
+    return trained
 
 
 def program_of(orders: list[str], num_pipelines: int = 1, num_microbatches: int = 2, *, norm: bool = False) -> Program:
@@ -118,8 +118,8 @@ def test_tied_ends_on_two_workers_learn_as_one_matrix() -> None:
 
 def test_gradients_are_clipped_by_the_norm_of_the_whole_model() -> None:
     training = real(QWEN, max_norm=0.5, layers=(1, 2))
-    crew = assert_learns_like_one_process(program_of(ONE_BY_ONE, 2, norm=True), training, tolerance=1e-4)
-    norms = {tuple(norm for record in records for norm in record.norms) for records in crew.records}
+    trained = assert_learns_like_one_process(program_of(ONE_BY_ONE, 2, norm=True), training, tolerance=1e-4)
+    norms = {tuple(norm for record in records for norm in record.norms) for records in trained.records}
     assert len(norms) == 1, "every worker clips by the same number"
     assert all(norm > 0.5 for norm in norms.pop()), "or nothing was clipped"
     with pytest.raises(ProgramError, match="no NORM computes their norm"):
@@ -136,10 +136,10 @@ def test_dropout_draws_the_same_whatever_the_order() -> None:
 
 def test_bf16_crosses_as_bf16() -> None:
     training = replace(TRAINING, model=replace(TRAINING.model, dtype="bf16"))
-    crew = run_in_threads(program_of(ONE_BY_ONE), training, 2)
+    trained = run_in_threads(program_of(ONE_BY_ONE), training, 2)
     alone, _ = train_alone(training, 1, 2, 2)
-    assert crew.workers[0].transfers.dtype == torch.bfloat16
-    assert np.allclose(crew.losses(), alone, rtol=1e-2)
+    assert trained.workers[0].transfers.dtype == torch.bfloat16
+    assert np.allclose(trained.losses(), alone, rtol=1e-2)
 
 
 # ---- orders and records ------------------------------------------------------------------------------------------
@@ -154,25 +154,25 @@ def test_a_recompute_may_wait_for_its_gradient() -> None:
     layout = Layout(1, 2, 1, ("a", "b"))
     orders = [[Op(Kind.F, 0, 0), Op(Kind.R, 0, 0), Op(Kind.B, 0, 0)], [Op(Kind.F, 1, 0), Op(Kind.B, 1, 0)]]
     program = with_optimizer(assemble("varuna", layout, orders, recompute_on_arrival=True))
-    crew = assert_learns_like_one_process(program)
-    first = crew.records[0][0]
+    trained = assert_learns_like_one_process(program)
+    first = trained.records[0][0]
     assert first.arrive_ns[1] <= first.op_end_ns[1]
 
 
 def test_the_record_has_every_op_and_every_transfer() -> None:
     program = program_of(ONE_BY_ONE, num_pipelines=2)
-    crew = run_in_threads(program, TRAINING, 2)
-    for records, worker in zip(crew.records, crew.workers, strict=True):
+    trained = run_in_threads(program, TRAINING, 2)
+    for records, worker in zip(trained.records, trained.workers, strict=True):
         assert [record.first_step for record in records] == [0, 1]
         for record in records:
             assert len(record.op_start_ns) == len(record.op_end_ns) == len(worker.ops)
             assert record.op_end_ns == sorted(record.op_end_ns)
     for number in range(2):
-        told = [records[number].to_json() for records in crew.records]
+        told = [records[number].to_json() for records in trained.records]
         for moments in ("ready_ns", "start_ns", "arrive_ns"):
             seen = sorted(transfer for step in told for transfer, _ in step[moments])
             assert seen == list(range(program.num_transfers)), moments
-    assert sum(record.tokens for records in crew.records for record in records) == 2 * 2 * 2 * 2 * 8
+    assert sum(record.tokens for records in trained.records for record in records) == 2 * 2 * 2 * 2 * 8
 
 
 def test_gradients_are_summed_in_ascending_order_to_the_bit() -> None:

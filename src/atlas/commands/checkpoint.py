@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for action in (listed, verify, export):
         action.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folder with checkpoints")
     for action in (verify, export):
-        action.add_argument("--step", type=int, metavar="N", help="which one (default: the newest complete one)")
+        action.add_argument("--step", type=int, metavar="N", help="step of the save (default: the newest complete one)")
     export.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to create")
     for action in (listed, verify):
         action.add_argument("--json", action="store_true", help="print as JSON")

@@ -1,4 +1,4 @@
-"""Text to shards of tokens for `atlas train`, and a check of shards.
+"""Tokenize text into shards for `atlas train`, and check shards.
 
 A text file is one document, a .jsonl file one per line ({"text": ...}). Without a tokenizer, tokens are bytes.
 """

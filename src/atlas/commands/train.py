@@ -52,17 +52,19 @@ def how_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe", type=Path, metavar="FILE", help="how to train (docs/recipes.md); the flags below replace its keys"
     )
-    parser.add_argument("--steps", type=whole(1, 10**9), metavar="N", help="of the whole run (default 3)")
+    parser.add_argument(
+        "--steps", type=whole(1, 10**9), metavar="N", help="steps of the whole run, resumed ones included (default 3)"
+    )
     parser.add_argument(
         "--model", metavar="DIR", help="a Hugging Face folder, or job (default: a stand-in; with --dc: job)"
     )
-    parser.add_argument("--data", metavar="DIR", help="shards of tokens, or shipped (default: made up)")
+    parser.add_argument("--data", metavar="DIR", help="shards of tokens, or shipped (default: synthetic)")
     parser.add_argument(
         "--learning-rate", type=number(0, 1e6), metavar="X", help="default: 0.001 (AdamW; a stand-in: 0.1, SGD)"
     )
     parser.add_argument("--warmup", type=whole(0, 10**9), metavar="N", help="steps of a linear warm-up (default 0)")
     parser.add_argument(
-        "--decay", choices=("constant", "linear", "cosine"), help="of the learning rate, to the last step"
+        "--decay", choices=("constant", "linear", "cosine"), help="shape of the learning rate after the warm-up"
     )
     parser.add_argument(
         "--clip",
@@ -70,7 +72,9 @@ def how_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NORM",
         help="clip gradients to this global norm (default: no clipping)",
     )
-    parser.add_argument("--seed", type=whole(0, 2**32 - 1), metavar="N", help="of weights and data (default 0)")
+    parser.add_argument(
+        "--seed", type=whole(0, 2**32 - 1), metavar="N", help="seed of weights, dropout and data order (default 0)"
+    )
     parser.add_argument(
         "--save-every", type=whole(0, 10**9), metavar="N", help="steps between saves (default: at the end)"
     )

@@ -29,7 +29,7 @@ PORT = 7700
 
 def dc_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("over several datacenters (docs/operating.md): run it in each of them")
-    group.add_argument("--dc", metavar="NAME", help="the datacenter that this is")
+    group.add_argument("--dc", metavar="NAME", help="name of this datacenter")
     group.add_argument(
         "--rendezvous",
         metavar="HOST:PORT",
@@ -83,7 +83,11 @@ def group_flags(group: argparse._ActionsContainer) -> None:
         help="report a stalled worker after S seconds (60)",
     )
     group.add_argument(
-        "--max-restarts", type=whole(0, 1000), default=5, metavar="N", help="in a row without progress (default 5)"
+        "--max-restarts",
+        type=whole(0, 1000),
+        default=5,
+        metavar="N",
+        help="restarts in a row without a new step (default 5)",
     )
 
 

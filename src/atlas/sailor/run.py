@@ -39,11 +39,15 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--trace": {"metavar": "TRACE.csv", "help": "GPUs by zone; a path, or a name in DIR/traces"},
     "--model": {"metavar": "NAME", "help": "a model of Sailor's files, such as OPT-350"},
     "--gpu": {"action": "append", "default": [], "metavar": "TYPE", "help": "use only this GPU type; may be repeated"},
-    "--cost": {"choices": ("sailor", "events"), "default": "sailor", "help": "what ranks the finalists"},
+    "--cost": {
+        "choices": ("sailor", "events"),
+        "default": "sailor",
+        "help": "rank the best plans by Sailor's formula or by event simulation",
+    },
     "--max-usd": {"type": positive, "metavar": "USD", "help": "the most that an iteration may cost"},
     "--gpu-price": {"action": "append", "default": [], "metavar": "TYPE=USD", "help": "USD an hour; may be repeated"},
     "--judge": {"type": Path, "metavar": "PLAN.json", "help": "score this plan instead of searching"},
-    "--no-simulate": {"action": "store_true", "help": "leave our event simulation out"},
+    "--no-simulate": {"action": "store_true", "help": "skip our event simulation of the plan"},
     "--out-sailor": {"type": Path, "metavar": "PLAN.json", "help": "write the plan in Sailor's format"},
 }
 """The flags for Sailor's files, with argparse's settings."""

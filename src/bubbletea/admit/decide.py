@@ -164,7 +164,7 @@ def _delivered(state: State, request: PrefillRequest, lanes: Ints, now_ns: int) 
     where = (state.tracks, state.workers, state.first_layer, lanes)
     out, chunks = np.empty((len(lanes), 3), np.int64), np.array(state.chunks, np.int64)
     times = (now_ns, now_ns + POUR_NS)
-    count = fit.delivered_on(state.ground, *where, request.prompt_tokens, chunks, *times, out)
+    count = fit.delivered_on(state.arrays, *where, request.prompt_tokens, chunks, *times, out)
     found: list[list[int]] = out[:count].tolist()
     return found
 
@@ -174,7 +174,7 @@ def _ranked(state: State, request: PrefillRequest, now_ns: int, count: int) -> t
     best, when = np.empty(count, np.int64), np.empty(count)
     where = (state.tracks, state.workers, state.first_layer, state.leaders)
     tokens = (0, request.prompt_tokens)
-    found = fit.best_lanes(state.ground, *where, tokens, state.chunks[0], now_ns, best, when)
+    found = fit.best_lanes(state.arrays, *where, tokens, state.chunks[0], now_ns, best, when)
     return best[:found], when[:found]
 
 

@@ -58,22 +58,22 @@ class WorkerArrays(NamedTuple):
 
 
 @njit
-def layer_ns(ground: WorkerArrays, worker: int, tokens: int, context: int) -> int:
-    rate = ground.rate[worker]
+def layer_ns(arrays: WorkerArrays, worker: int, tokens: int, context: int) -> int:
+    rate = arrays.rate[worker]
     pairs = tokens * (context + tokens / 2.0)
     return int(np.ceil(max(rate[0], rate[1] + rate[2] * tokens + rate[3] * pairs)))
 
 
 @njit
-def sent_ns(ground: WorkerArrays, worker: int, from_ns: int, count: float) -> int:
+def sent_ns(arrays: WorkerArrays, worker: int, from_ns: int, count: float) -> int:
     """When the last of `count` bytes has been sent, from `from_ns` on, with the bandwidth that training leaves."""
-    low, high = ground.net_ptr[worker], ground.net_ptr[worker + 1]
-    at, left = ground.net_at_ns[low:high], ground.net_bytes[low:high]
+    low, high = arrays.net_ptr[worker], arrays.net_ptr[worker + 1]
+    at, left = arrays.net_at_ns[low:high], arrays.net_bytes[low:high]
     total = left[-1]
     if total <= 0.0:
         return NEVER
-    turn = (from_ns - ground.anchor_ns) // ground.period_ns
-    offset = (from_ns - ground.anchor_ns) - turn * ground.period_ns
+    turn = (from_ns - arrays.anchor_ns) // arrays.period_ns
+    offset = (from_ns - arrays.anchor_ns) - turn * arrays.period_ns
     i = min(int(np.searchsorted(at, offset, side="right")) - 1, len(at) - 2)
     gone = left[i] + (left[i + 1] - left[i]) * (offset - at[i]) / (at[i + 1] - at[i])
     wanted = gone + count
@@ -81,27 +81,27 @@ def sent_ns(ground: WorkerArrays, worker: int, from_ns: int, count: float) -> in
     wanted -= turns * total
     j = np.searchsorted(left, wanted, side="left")
     if j == 0:
-        return int(ground.anchor_ns + (turn + turns) * ground.period_ns)
+        return int(arrays.anchor_ns + (turn + turns) * arrays.period_ns)
     part = (wanted - left[j - 1]) / (left[j] - left[j - 1])
     inside = at[j - 1] + part * (at[j] - at[j - 1])
-    return max(from_ns, int(ground.anchor_ns + (turn + turns) * ground.period_ns + np.ceil(inside)))
+    return max(from_ns, int(arrays.anchor_ns + (turn + turns) * arrays.period_ns + np.ceil(inside)))
 
 
 @njit
-def cut_to(ground: WorkerArrays, worker: int, first: int, last: int, grain: int, room_ns: int) -> int:
+def cut_to(arrays: WorkerArrays, worker: int, first: int, last: int, grain: int, room_ns: int) -> int:
     """The end of the part of a layer over tokens `[first, last)` that fits into `room_ns`: `last`, or a whole number of
     grains; `first` if none fits."""
-    if layer_ns(ground, worker, last - first, first) <= room_ns:
+    if layer_ns(arrays, worker, last - first, first) <= room_ns:
         return last
     cut = first + (last - first - 1) // grain * grain
-    while cut > first and layer_ns(ground, worker, cut - first, first) > room_ns:
+    while cut > first and layer_ns(arrays, worker, cut - first, first) > room_ns:
         cut -= grain
     return cut
 
 
 @njit
 def run_layers(
-    ground: WorkerArrays,
+    arrays: WorkerArrays,
     worker: int,
     from_ns: int,
     one_ns: int,
@@ -118,15 +118,15 @@ def run_layers(
 
     The KV of every slice is copied out and sent while the next one runs: `ways` (when the host has everything, when the
     network is clear) is moved on."""
-    low, high = ground.ptr[worker], ground.ptr[worker + 1]
-    ends, starts = ground.end_ns[low:high], ground.start_ns[low:high]
-    origin = ground.anchor_ns + ground.phase_ns[worker]
-    base = origin + (from_ns - origin) // ground.period_ns * ground.period_ns
+    low, high = arrays.ptr[worker], arrays.ptr[worker + 1]
+    ends, starts = arrays.end_ns[low:high], arrays.start_ns[low:high]
+    origin = arrays.anchor_ns + arrays.phase_ns[worker]
+    base = origin + (from_ns - origin) // arrays.period_ns * arrays.period_ns
     i, at, layer, token = np.searchsorted(ends, from_ns - base, side="right"), from_ns, layers[0], tokens[0]
     barren = 0
     while layer < layers[1]:
         if i >= len(ends):
-            i, base = 0, base + ground.period_ns
+            i, base = 0, base + arrays.period_ns
             barren += 1
             if barren > 2 or not len(ends):
                 return NEVER, row
@@ -136,20 +136,20 @@ def run_layers(
             if whole > 0:
                 count, each, until = whole, one_ns, tokens[1]
             else:
-                until = cut_to(ground, worker, token, tokens[1], grain, close - begin) if grain > 0 else token
+                until = cut_to(arrays, worker, token, tokens[1], grain, close - begin) if grain > 0 else token
                 if until == token:
                     break
-                count, each = 1, layer_ns(ground, worker, until - token, token)
+                count, each = 1, layer_ns(arrays, worker, until - token, token)
             at, barren = begin + count * each, 0
             if row < len(out):
                 out[row, 0], out[row, 1], out[row, 2] = worker, begin, at
                 out[row, 3], out[row, 4], out[row, 5], out[row, 6] = layer, layer + count, token, until
             row += 1
-            size = (until - token) * ground.kv_bytes
-            copy = size / ground.pcie_bytes_per_ns
+            size = (until - token) * arrays.kv_bytes
+            copy = size / arrays.pcie_bytes_per_ns
             ways[0] = max(max(ways[0], begin + each) + int(np.ceil(count * copy)), at + int(np.ceil(copy)))
-            sent = sent_ns(ground, worker, max(ways[1], begin + each), count * size)
-            ways[1] = max(sent, sent_ns(ground, worker, ways[0], size))
+            sent = sent_ns(arrays, worker, max(ways[1], begin + each), count * size)
+            ways[1] = max(sent, sent_ns(arrays, worker, ways[0], size))
             begin, token = at, until
             if until < tokens[1]:
                 break
@@ -160,7 +160,7 @@ def run_layers(
 
 @njit
 def place(
-    ground: WorkerArrays,
+    arrays: WorkerArrays,
     track: Ints,
     workers: Ints,
     first_layer: Ints,
@@ -177,7 +177,7 @@ def place(
     than `out` has rows for are counted, not written. NEVER for both times when it fits no window.
     """
     ready0, floor_ns = times
-    num, row, computed, grain = len(workers), 0, 0, max(ground.least_tokens, chunk // ground.parts)
+    num, row, computed, grain = len(workers), 0, 0, max(arrays.least_tokens, chunk // arrays.parts)
     ways = np.empty(2, np.int64)
     first, last = tokens[0], tokens[0]
     while last < tokens[1]:
@@ -185,31 +185,31 @@ def place(
         ready = ready0
         for j in range(num):
             w, depth = workers[j], first_layer[j + 1] - first_layer[j]
-            per_token = depth * ground.kv_bytes
+            per_token = depth * arrays.kv_bytes
             start = max(track[FREE, j], ready, floor_ns)
             if first == tokens[0]:
-                start = max(start, ready0 + int(first * per_token / ground.pcie_bytes_per_ns))
+                start = max(start, ready0 + int(first * per_token / arrays.pcie_bytes_per_ns))
                 whole = int(tokens[2] * per_token)
                 if start >= track[OUT, j]:
                     track[HELD, j] = 0
-                elif track[HELD, j] + whole > ground.room_bytes[w]:
+                elif track[HELD, j] + whole > arrays.room_bytes[w]:
                     start, track[HELD, j] = track[OUT, j], 0
                 track[HELD, j] += whole
                 if cached > 0:
-                    track[CLEAR, j] = sent_ns(ground, w, max(ready0, track[CLEAR, j]), cached * per_token)
-            one, layers = layer_ns(ground, w, last - first, first), (first_layer[j], first_layer[j + 1])
+                    track[CLEAR, j] = sent_ns(arrays, w, max(ready0, track[CLEAR, j]), cached * per_token)
+            one, layers = layer_ns(arrays, w, last - first, first), (first_layer[j], first_layer[j + 1])
             ways[0], ways[1] = track[OUT, j], track[CLEAR, j]
-            end, row = run_layers(ground, w, start, one, layers, (first, last), grain, ways, out, row)
+            end, row = run_layers(arrays, w, start, one, layers, (first, last), grain, ways, out, row)
             track[OUT, j], track[CLEAR, j] = ways
-            if end < NEVER and j == num - 1 and last == tokens[2] and ground.head_ns[w] > 0:
+            if end < NEVER and j == num - 1 and last == tokens[2] and arrays.head_ns[w] > 0:
                 head = (layers[1], layers[1] + 1)
-                end, row = run_layers(ground, w, end, ground.head_ns[w], head, (last, last), 0, ways, out, row)
+                end, row = run_layers(arrays, w, end, arrays.head_ns[w], head, (last, last), 0, ways, out, row)
                 if end < NEVER and row - 1 < len(out):
                     out[row - 1, 4], out[row - 1, 5] = layers[1], first
             if end >= NEVER:
                 return row, NEVER, NEVER
             track[FREE, j] = end
-            ready = end + int(np.ceil(ground.hop_ns + ground.hop_token_ns * (last - first)))
+            ready = end + int(np.ceil(arrays.hop_ns + arrays.hop_token_ns * (last - first)))
             computed = max(computed, end)
     delivered = computed
     for j in range(num):
@@ -218,28 +218,28 @@ def place(
 
 
 @njit
-def idle_until(ground: WorkerArrays, worker: int, from_ns: int, need_ns: float) -> float:
+def idle_until(arrays: WorkerArrays, worker: int, from_ns: int, need_ns: float) -> float:
     """When a worker's windows from `from_ns` on add up to `need_ns`, without rounding to layers."""
-    low, high = ground.ptr[worker], ground.ptr[worker + 1]
-    total = ground.idle_ns[worker]
+    low, high = arrays.ptr[worker], arrays.ptr[worker + 1]
+    total = arrays.idle_ns[worker]
     if total <= 0:
         return float(NEVER)
-    starts, ends, before = ground.start_ns[low:high], ground.end_ns[low:high], ground.before_ns[low:high]
-    origin = ground.anchor_ns + ground.phase_ns[worker]
-    turn = (from_ns - origin) // ground.period_ns
-    offset = from_ns - origin - turn * ground.period_ns
+    starts, ends, before = arrays.start_ns[low:high], arrays.end_ns[low:high], arrays.before_ns[low:high]
+    origin = arrays.anchor_ns + arrays.phase_ns[worker]
+    turn = (from_ns - origin) // arrays.period_ns
+    offset = from_ns - origin - turn * arrays.period_ns
     i = np.searchsorted(ends, offset, side="right")
     gone = total if i >= len(ends) else before[i] + max(0, offset - starts[i])
     wanted = gone + need_ns
     turns = int(wanted // total)
     wanted -= turns * total
     j = np.searchsorted(before, wanted, side="right") - 1
-    return float(origin + (turn + turns) * ground.period_ns + starts[j] + (wanted - before[j]))
+    return float(origin + (turn + turns) * arrays.period_ns + starts[j] + (wanted - before[j]))
 
 
 @njit
 def best_lanes(
-    ground: WorkerArrays,
+    arrays: WorkerArrays,
     tracks: Ints,
     workers: Ints,
     first_layer: Ints,
@@ -261,9 +261,9 @@ def best_lanes(
             last -= 1
         for j in range(last + 1):  # the first chunk through all stages, the others behind it through the last
             w = workers[lane, j]
-            one = (first_layer[lane, j + 1] - first_layer[lane, j]) * layer_ns(ground, w, size, tokens[0])
+            one = (first_layer[lane, j + 1] - first_layer[lane, j]) * layer_ns(arrays, w, size, tokens[0])
             begin = max(int(end), tracks[lane, FREE, j])
-            end = idle_until(ground, w, begin, one * (count if j == last else 1.0))
+            end = idle_until(arrays, w, begin, one * (count if j == last else 1.0))
             if found == len(best) and end >= when[found - 1]:
                 break
         if found == len(best) and end >= when[found - 1]:
@@ -279,7 +279,7 @@ def best_lanes(
 
 @njit
 def delivered_on(
-    ground: WorkerArrays,
+    arrays: WorkerArrays,
     tracks: Ints,
     workers: Ints,
     first_layer: Ints,
@@ -303,7 +303,7 @@ def delivered_on(
             where = (workers[lane, :size], first_layer[lane, : size + 1])
             times, all_of_it = (now_ns, now_ns), (0, tokens, tokens)
             track = tracks[lane, :, :size].copy()
-            _, _, delivered = place(ground, track, where[0], where[1], all_of_it, even, times, 0, row)
+            _, _, delivered = place(arrays, track, where[0], where[1], all_of_it, even, times, 0, row)
             if delivered < first:
                 chunk, first = chunks[c], delivered
             if delivered < NEVER and row[0, 1] > soon_ns:

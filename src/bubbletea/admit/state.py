@@ -150,7 +150,7 @@ class State:
         self._tails: list[tuple[int, int]] = [(0, index) for index in range(len(lanes))]
         self.leaders = np.array([heap[0][1] for heap in self._heaps], np.int64)
         """By kind of lane: the one that becomes free first."""
-        self.ground = build_ground(self)
+        self.arrays = worker_arrays(self)
         self.max_tokens = self._max_tokens()
         self._out = np.empty((4096, COLUMNS), np.int64)
 
@@ -163,7 +163,7 @@ class State:
         size, times = self.sizes[lane], (wanted.ready_ns, floor_ns)
         where = (self.workers[lane, :size], self.first_layer[lane, : size + 1])
         rows, computed, delivered = fit.place(
-            self.ground, after, *where, tokens, wanted.chunk, times, wanted.cached, self._out
+            self.arrays, after, *where, tokens, wanted.chunk, times, wanted.cached, self._out
         )
         if computed >= NEVER:
             return None, track
@@ -225,7 +225,7 @@ class State:
 
     def rebuild(self) -> None:
         """Reads the forecast's current windows."""
-        self.ground = build_ground(self)
+        self.arrays = worker_arrays(self)
 
     # ---- whole --------------------------------------------------------------------------------------------------
     def snapshot(self) -> tuple[object, ...]:
@@ -243,12 +243,12 @@ class State:
 
     def _max_tokens(self) -> int:
         """The longest prompt whose KV some lane has room for."""
-        per_token = np.maximum(1, np.diff(self.first_layer, axis=1)) * self.ground.kv_bytes
-        most = np.where(self.workers >= 0, self.ground.room_bytes[self.workers] // per_token, np.inf)
+        per_token = np.maximum(1, np.diff(self.first_layer, axis=1)) * self.arrays.kv_bytes
+        most = np.where(self.workers >= 0, self.arrays.room_bytes[self.workers] // per_token, np.inf)
         return int(most.min(axis=1).max())
 
 
-def build_ground(state: State) -> WorkerArrays:
+def worker_arrays(state: State) -> WorkerArrays:
     """Forecast, network and costs as the arrays that `fit` works on."""
     pattern, costs = state.forecast.pattern, state.costs
     start, end = state.forecast.spans()

@@ -38,24 +38,24 @@ class DedicatedWorker:
 
 
 def main() -> int:
-    guest = DedicatedWorker(**json.loads(sys.stdin.readline()))
+    settings = DedicatedWorker(**json.loads(sys.stdin.readline()))
     Lifeline(sys.stdin.fileno())
     torch.set_num_threads(1)
     sys.setswitchinterval(0.0005)
-    filler = BubbleTea({"address": guest.address, "token_file": guest.token_file})
-    device = SharedDevice(make_device(guest.device), lambda span: None)
-    filler.open(f"w{guest.worker}", guest.datacenter, guest.worker, device)
+    filler = BubbleTea({"address": settings.address, "token_file": settings.token_file})
+    device = SharedDevice(make_device(settings.device), lambda span: None)
+    filler.open(f"w{settings.worker}", settings.datacenter, settings.worker, device)
     gc.freeze()  # excluded from garbage collection, which could otherwise delay a piece
-    run(filler, guest)
+    run(filler, settings)
     return 0
 
 
-def run(filler: BubbleTea, guest: DedicatedWorker, steps: int = 2**62) -> None:
+def run(filler: BubbleTea, settings: DedicatedWorker, steps: int = 2**62) -> None:
     """Periods start at multiples of their length, so that all workers of one machine are in step."""
-    period_ns = int(guest.period_s * 1e9)
+    period_ns = int(settings.period_s * 1e9)
     step = time.monotonic_ns() // period_ns
     for number in range(step, step + steps):
-        began_ns = number * period_ns + int(guest.busy * period_ns)
+        began_ns = number * period_ns + int(settings.busy * period_ns)
         end_ns = (number + 1) * period_ns
         time.sleep(max(0, began_ns - time.monotonic_ns()) / 1e9)
         began_ns = max(began_ns, time.monotonic_ns())

@@ -46,9 +46,9 @@ class Api:
         self.service, self.keys, self.max_body_bytes = service, keys, max_body_bytes
         self._openapi = openapi(__version__)
         routes = [
-            Route("/v1/completions", self._told(self.completions), methods=["POST"]),
-            Route("/v1/chat/completions", self._told(self.chat), methods=["POST"]),
-            Route("/v1/models", self._told(self.models), methods=["GET"]),
+            Route("/v1/completions", self._answering_errors(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._answering_errors(self.chat), methods=["POST"]),
+            Route("/v1/models", self._answering_errors(self.models), methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/openapi.json", self.document, methods=["GET"]),
@@ -198,8 +198,8 @@ class Api:
         events = _events(first, deltas, form, with_usage=body.with_usage)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
-    def _told(self, handler: Handler) -> Handler:
-        async def told(request: Request) -> Response:
+    def _answering_errors(self, handler: Handler) -> Handler:
+        async def answered(request: Request) -> Response:
             try:
                 return await handler(request)
             except ApiError as error:
@@ -210,7 +210,7 @@ class Api:
                 log.exception("a request failed")
                 return FAILURE.response()
 
-        return told
+        return answered
 
 
 class Completion:

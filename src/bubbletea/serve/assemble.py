@@ -77,7 +77,7 @@ class Parts:
     settings: ServiceSettings
     token: str
     lanes: list[PrefillLane]
-    crew: WorkerConnections
+    connections: WorkerConnections
     dispatcher: Dispatcher
     kv_server: KvServer
     service: Service
@@ -90,48 +90,48 @@ class Parts:
         (folder / "token").write_text(self.token)
         await self.kv_server.start(*handoff, anywhere=anywhere)
         self.dispatcher.start()
-        return await self.crew.start(folder / "workers.sock")
+        return await self.connections.start(folder / "workers.sock")
 
     async def close(self) -> None:
         await self.dispatcher.close()
-        await self.crew.close()
+        await self.connections.close()
         await self.kv_server.close()
         self.service.decoder.close()
 
 
-def assemble(settings: ServiceSettings, ground: WorkerWindows, keys: Keys, token: str = "") -> Parts:
+def assemble(settings: ServiceSettings, windows: WorkerWindows, keys: Keys, token: str = "") -> Parts:
     served = settings.served
     token = token or secrets.token_hex(32)
-    layer = ground.pace or ground.layer or calibrated(served, settings.chunk)
-    costs = costs_of(served, layer, ground.head_ns)
+    layer = windows.pace or windows.layer or calibrated(served, settings.chunk)
+    costs = costs_of(served, layer, windows.head_ns)
     # Admission assumes two bytes per element: a model with four needs twice the arena.
     scale = served.torch_dtype.itemsize / ELEMENT_BYTES
-    pattern = replace(ground.pattern, memory_bytes=(ground.pattern.memory_bytes / scale).astype("int64"))
-    lanes = build_lanes(pattern, costs, split=settings.split, num_ranks=ground.num_ranks, chunk=settings.chunk)
+    pattern = replace(windows.pattern, memory_bytes=(windows.pattern.memory_bytes / scale).astype("int64"))
+    lanes = build_lanes(pattern, costs, split=settings.split, num_ranks=windows.num_ranks, chunk=settings.chunk)
     slice_ns = costs.layer(settings.chunk, served.config.max_length // 2)
     forecast = Forecast(pattern, budget=settings.budget, slice_ns=slice_ns)
     planner = Planner(
         forecast,
         costs,
         lanes,
-        ground.slots,
+        windows.slots,
         _chunks(settings.chunk),
-        learns_costs=ground.pace is None,
+        learns_costs=windows.pace is None,
         weights=keys.weights,
         aims=settings.aims,
     )
     planner.warm_up()
-    orders = _orders(settings, ground, lanes, forecast.risk)
-    crew = WorkerConnections(token, orders.get, served.id)
+    orders = _orders(settings, windows, lanes, forecast.risk)
+    connections = WorkerConnections(token, orders.get, served.id)
     store, metrics = KvStore(served, settings.store_bytes, keys.weights), ServiceMetrics(settings.name)
     prefixes = Prefixes(settings.prefix_bytes, keys.weights)
-    promise = Promise(settings.budget) if ground.trains else None
-    dispatcher = Dispatcher(crew, planner, store, prefixes, metrics, settings.patience_s, promise=promise)
+    promise = Promise(settings.budget) if windows.trains else None
+    dispatcher = Dispatcher(connections, planner, store, prefixes, metrics, settings.patience_s, promise=promise)
     kv_server = KvServer(store, token)
     text = Text.of_folder(served.folder) if served.folder is not None else Text.of_bytes()
     decoder = DecodeEngine(served)
     service = Service(settings.name, served, text, dispatcher, decoder, kv_server, metrics, settings.deadline_s)
-    return Parts(settings, token, lanes, crew, dispatcher, kv_server, service, Api(service, keys))
+    return Parts(settings, token, lanes, connections, dispatcher, kv_server, service, Api(service, keys))
 
 
 def _chunks(longest: int) -> tuple[int, ...]:
@@ -140,7 +140,7 @@ def _chunks(longest: int) -> tuple[int, ...]:
 
 
 def _orders(
-    settings: ServiceSettings, ground: WorkerWindows, lanes: list[PrefillLane], risk: float
+    settings: ServiceSettings, windows: WorkerWindows, lanes: list[PrefillLane], risk: float
 ) -> dict[int, WorkerOrder]:
     """By worker: its part of the model and its limits."""
     orders: dict[int, WorkerOrder] = {}
@@ -155,11 +155,11 @@ def _orders(
                 workspace_bytes=settings.workspace_bytes,
                 chunk=settings.chunk,
                 risk=risk,
-                pace=ground.pace,
-                head_ns=ground.head_ns,
+                pace=windows.pace,
+                head_ns=windows.head_ns,
                 budget=settings.budget,
-                sensitivity=ground.sensitivity,
-                waits_ns=ground.waits_ns(worker),
+                sensitivity=windows.sensitivity,
+                waits_ns=windows.waits_ns(worker),
             )
     return orders
 

@@ -122,7 +122,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        crew: WorkerConnections,
+        connections: WorkerConnections,
         planner: Planner,
         store: KvStore,
         prefixes: Prefixes,
@@ -131,14 +131,14 @@ class Dispatcher:
         lane_s: float = LANE_S,
         promise: Promise | None = None,
     ) -> None:
-        self.crew, self.planner, self.store, self.prefixes = crew, planner, store, prefixes
+        self.connections, self.planner, self.store, self.prefixes = connections, planner, store, prefixes
         self.metrics, self.patience_s, self.lane_s = metrics, patience_s, lane_s
         self.promise, self._paused = promise, False
         self._jobs = itertools.count(1)
         self._runs: dict[int, _PrefillRun] = {}
         self._by_request: dict[str, _PrefillRun] = {}
         self._ticker: asyncio.Task[None] | None = None
-        crew.listener = self
+        connections.listener = self
 
     def start(self) -> None:
         self._ticker = asyncio.create_task(self._tick())
@@ -233,19 +233,19 @@ class Dispatcher:
         length = len(run.prompt.tokens)
         ends = tuple(end for end in placement.ends if end > run.cached)
         self._expect(run, placement.delivered_ns)
-        run.sent, run.since_ns = self.crew.of_lane(lane), time.monotonic_ns()
+        run.sent, run.since_ns = self.connections.of_lane(lane), time.monotonic_ns()
         peers = tuple(member.transport for member in run.sent)
         if not run.attempt:
             self.metrics.cached(run.cached, length)
         for stage, member in enumerate(run.sent):
             task = PrefillTask(run.job, run.attempt, length, run.cached, ends, stage, run.due_ns, peers)
             first, end = lane.layers(stage)
-            self.crew.send(member, task, run.prompt.tokens, cached[first:end])
+            self.connections.send(member, task, run.prompt.tokens, cached[first:end])
 
     def _recall(self, run: _PrefillRun) -> None:
         """Cancels its tasks on the workers that have them."""
         for member in run.sent:
-            self.crew.cancel(member, run.job, run.attempt)
+            self.connections.cancel(member, run.job, run.attempt)
         run.attempt, run.logits, run.sent = run.attempt + 1, None, ()
 
     def _expect(self, run: _PrefillRun, delivered_ns: int) -> None:
@@ -282,7 +282,7 @@ class Dispatcher:
             self._recall(run)
             self.planner.cancel(run.request.id, time.monotonic_ns())
 
-    # ---- from the crew -----------------------------------------------------------------------------------------
+    # ---- from the workers -----------------------------------------------------------------------------------------
     def joined(self, member: ConnectedWorker) -> None:
         self.metrics.joined(member.name)
         self._update_lanes()
@@ -294,7 +294,7 @@ class Dispatcher:
 
     def _update_lanes(self) -> None:
         now_ns = time.monotonic_ns()
-        self.planner.set_alive((m.worker for m in self.crew.members.values() if m.ready), now_ns)
+        self.planner.set_alive((m.worker for m in self.connections.members.values() if m.ready), now_ns)
         self.metrics.lanes(self.planner.num_lanes)
         self._follow(self.planner.advance(now_ns))
 
@@ -341,7 +341,7 @@ class Dispatcher:
         for step, op, began_ns, ended_ns, filled_ns in waits:
             self.planner.waited(member.worker, step, op, began_ns, ended_ns)
             if self.promise is not None:
-                self.promise.waited(member.worker, step, began_ns, filled_ns, len(self.crew.members))
+                self.promise.waited(member.worker, step, began_ns, filled_ns, len(self.connections.members))
             self.metrics.waited(member.name, ended_ns - began_ns, filled_ns)
 
     # ---- time --------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ class Dispatcher:
             run = self._by_request.get(placement.request.id)
             if run is None or run.future.done():
                 continue
-            if run.sent == self.crew.of_lane(placement.lane):
+            if run.sent == self.connections.of_lane(placement.lane):
                 self._expect(run, placement.delivered_ns)
                 continue
             if run.sent:
@@ -372,7 +372,7 @@ class Dispatcher:
         if self.promise is not None:  # when overcommitted, admitted online requests are finished and offline ones wait
             is_due = any(run.request.kind == "online" for run in self._runs.values())
             self._paused = self.promise.overcommitted and not is_due
-            self.crew.share(0.0 if self._paused else self.promise.allowed)
+            self.connections.share(0.0 if self._paused else self.promise.allowed)
         urgent: dict[tuple[ConnectedWorker, ...], _PrefillRun] = {}
         for run in self._runs.values():
             if run.sent and not run.future.done():

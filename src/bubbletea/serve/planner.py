@@ -169,9 +169,9 @@ class Planner:
         # Offline work is placed early, after all other work, so that a worker ahead of its plan does not idle.
         poured = advance(state, now_ns + AHEAD_NS)
         names, self._moved = self._moved, set()
-        told = {placement.request.id: placement for placement in (*moved, *poured)}
-        told |= {name: state.placement(name) for name in names if name in state.lane_of and name not in told}
-        return [self._placed(placement) for placement in told.values()]
+        changed = {placement.request.id: placement for placement in (*moved, *poured)}
+        changed |= {name: state.placement(name) for name in names if name in state.lane_of and name not in changed}
+        return [self._placed(placement) for placement in changed.values()]
 
     def late(self, request_id: str, token: int, now_ns: int) -> list[Placement]:
         """It is behind its plan; returns its new placement and those of later requests."""
@@ -312,8 +312,8 @@ class Planner:
 
     def _is_off(self) -> bool:
         took = sum(seconds for _, _, seconds in self._points)
-        told = sum(self.costs.layer(tokens, context) for tokens, context, _ in self._points) / 1e9
-        return abs(told / took - 1) > TRUST
+        predicted_s = sum(self.costs.layer(tokens, context) for tokens, context, _ in self._points) / 1e9
+        return abs(predicted_s / took - 1) > TRUST
 
     def waited(self, worker: int, step: int, op: int, began_ns: int, ended_ns: int) -> None:
         """Records one wait of a training worker; a period is evaluated when the next one starts."""

@@ -51,10 +51,12 @@ def start(args: argparse.Namespace) -> int:
         budget=args.slowdown,
         aims=Aims(args.goal, args.late, LATE_TOKENS),
     )
-    ground, workers = _alone(args, settings.arena_bytes) if args.plan is None else _training(args, settings.arena_bytes)
+    windows, workers = (
+        _alone(args, settings.arena_bytes) if args.plan is None else _training(args, settings.arena_bytes)
+    )
     keys = Keys.read(args.keys) if args.keys else Keys.open_to_all()
     token = args.token_file.read_text(encoding="utf-8").strip() if args.token_file else ""
-    parts = assemble(settings, ground, keys, token)
+    parts = assemble(settings, windows, keys, token)
     where = Where(args.host, args.port, args.handoff_port, args.handoff_anywhere, args.drain)
 
     def on_start(server: HttpServer) -> None:
@@ -107,10 +109,10 @@ def _alone(args: argparse.Namespace, arena_bytes: int) -> Started:
         raise AtlasError(
             f"--alone {args.alone} --busy {args.busy}: give at least one worker, and a busy share from 0 to below 1"
         )
-    ground = alone(args.alone, arena_bytes, busy=args.busy)
+    windows = alone(args.alone, arena_bytes, busy=args.busy)
     if args.device != "cpu":
-        ground = dataclasses.replace(ground, layer=calibrated(_served(args), args.chunk, args.device))
-    period_s = ground.pattern.period_ns / 1e9
+        windows = dataclasses.replace(windows, layer=calibrated(_served(args), args.chunk, args.device))
+    period_s = windows.pattern.period_ns / 1e9
 
     def workers(address: str, token_file: str, *, on_step: Callable[[float], None]) -> DedicatedWorkers:
         return DedicatedWorkers(
@@ -120,7 +122,7 @@ def _alone(args: argparse.Namespace, arena_bytes: int) -> Started:
             ]
         )
 
-    return ground, workers
+    return windows, workers
 
 
 def _training(args: argparse.Namespace, arena_bytes: int) -> Started:
@@ -131,13 +133,13 @@ def _training(args: argparse.Namespace, arena_bytes: int) -> Started:
     priced = price_prefill(gpu, model_of(_served(args)))
     if args.device == "paced":
         pace = dataclasses.replace(priced.layer, floor_ns=max(priced.layer.floor_ns, PIECE_NS))
-        ground = of_training(what.predicted, arena_bytes, pace, max(priced.head_ns, PIECE_NS))
+        windows = of_training(what.predicted, arena_bytes, pace, max(priced.head_ns, PIECE_NS))
     else:
-        ground = of_training(what.predicted, arena_bytes, head_ns=priced.head_ns)
-        ground = dataclasses.replace(ground, layer=None if args.device == "cpu" else priced.layer)
-    ground = dataclasses.replace(ground, sensitivity=sensitivity(what.program, what.costs))
+        windows = of_training(what.predicted, arena_bytes, head_ns=priced.head_ns)
+        windows = dataclasses.replace(windows, layer=None if args.device == "cpu" else priced.layer)
+    windows = dataclasses.replace(windows, sensitivity=sensitivity(what.program, what.costs))
 
     def workers(address: str, token_file: str, *, on_step: Callable[[float], None]) -> TrainingProcess:
         return TrainingProcess(source, {"address": address, "token_file": token_file}, on_step)
 
-    return ground, workers
+    return windows, workers

@@ -148,20 +148,20 @@ class TrainingProcess:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
-                told = json.loads(line)
-                if "error" in told:
-                    then = "it has ended: fix this and start again" if told["ends"] else "it is restarted"
-                    print(f"bubbletea: training: {told['error']}; {then}", file=sys.stderr)
+                message = json.loads(line)
+                if "error" in message:
+                    then = "it has ended: fix this and start again" if message["ends"] else "it is restarted"
+                    print(f"bubbletea: training: {message['error']}; {then}", file=sys.stderr)
                 else:
-                    self.steps.append(told)
-                    if told["step"] > 1:  # the first one includes the start
-                        self._on_step(told["seconds"])
+                    self.steps.append(message)
+                    if message["step"] > 1:  # the first one includes the start
+                        self._on_step(message["seconds"])
 
 
 def main() -> int:
-    told = json.loads(sys.stdin.readline())
+    settings = json.loads(sys.stdin.readline())
     Lifeline(sys.stdin.fileno())
-    source = TrainingSource(**{**told["source"], "changes": tuple(told["source"]["changes"])})
+    source = TrainingSource(**{**settings["source"], "changes": tuple(settings["source"]["changes"])})
     what = rehearsed(source)
 
     def on_step(event: StepEvent, timeline: Timeline) -> None:
@@ -169,7 +169,7 @@ def main() -> int:
 
     while True:
         try:
-            train(what, source, told["filler"], on_step)
+            train(what, source, settings["filler"], on_step)
         except AtlasError as error:
             ends = not isinstance(error, WorkerError)
             _say({"error": str(error), "ends": ends})

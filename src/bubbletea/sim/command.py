@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="deadline of a request, in seconds (default 10)",
     )
-    aim_flags(parser, "patience")
+    aim_flags(parser)
     parser.add_argument(
         "--split",
         type=whole(1, 64),

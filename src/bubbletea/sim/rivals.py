@@ -25,7 +25,7 @@ class Paper:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self._used = np.zeros((TURNS, len(state.ground.start_ns)), np.int64)
+        self._used = np.zeros((TURNS, len(state.arrays.start_ns)), np.int64)
         """By period (a ring buffer) and window: the end of the used part."""
         self._turn = 0
 
@@ -35,13 +35,13 @@ class Paper:
         stages = state.sizes[0]
         spans = np.empty((2, stages, 4), np.int64)
         where = (state.workers, state.first_layer)
-        lane = first_fit(state.ground, self._used, *where, request.prompt_tokens, now_ns, spans)
+        lane = first_fit(state.arrays, self._used, *where, request.prompt_tokens, now_ns, spans)
         if lane < 0:
             return (AdmissionRefusal(request, "too-long"),)
         best = spans[0]
-        layer_bytes = request.prompt_tokens * state.ground.kv_bytes
+        layer_bytes = request.prompt_tokens * state.arrays.kv_bytes
         delivered = max(
-            sent_ns(state.ground, int(state.workers[lane, j]), int(best[j, 1]), layer_bytes) for j in range(stages)
+            sent_ns(state.arrays, int(state.workers[lane, j]), int(best[j, 1]), layer_bytes) for j in range(stages)
         )
         if request.deadline_ns is not None and delivered > request.deadline_ns:
             return (AdmissionRefusal(request, "deadline", delivered, now_ns + delivered - request.deadline_ns),)
@@ -59,7 +59,7 @@ class Paper:
 
     def _forget(self, now_ns: int) -> None:
         """Clears the rows of past periods for future ones."""
-        turn = (now_ns - self.state.ground.anchor_ns) // self.state.ground.period_ns - 1
+        turn = (now_ns - self.state.arrays.anchor_ns) // self.state.arrays.period_ns - 1
         for gone in range(self._turn, min(turn, self._turn + TURNS)):
             self._used[gone % TURNS] = 0
         self._turn = max(self._turn, turn)
@@ -67,7 +67,7 @@ class Paper:
 
 @njit_uncached
 def first_fit(
-    ground: WorkerArrays, used: Ints, workers: Ints, first_layer: Ints, tokens: int, now_ns: int, spans: Ints
+    arrays: WorkerArrays, used: Ints, workers: Ints, first_layer: Ints, tokens: int, now_ns: int, spans: Ints
 ) -> int:
     """The lane on which it can start first, or -1; `spans[0]` is by stage: start, end, period, window."""
     found = -1
@@ -75,15 +75,15 @@ def first_fit(
         ready, fits = now_ns, True
         for j in range(workers.shape[1]):
             w = workers[lane, j]
-            need = (first_layer[lane, j + 1] - first_layer[lane, j]) * layer_ns(ground, w, tokens, 0)
+            need = (first_layer[lane, j + 1] - first_layer[lane, j]) * layer_ns(arrays, w, tokens, 0)
             if j == workers.shape[1] - 1:
-                need += ground.head_ns[w]
-            start, turn, window = one_bubble(ground, used, w, ready, need)
+                need += arrays.head_ns[w]
+            start, turn, window = one_bubble(arrays, used, w, ready, need)
             if start >= NEVER or (found >= 0 and j == 0 and start >= spans[0, 0, 0]):
                 fits = False
                 break
             spans[1, j, 0], spans[1, j, 1], spans[1, j, 2], spans[1, j, 3] = start, start + need, turn, window
-            ready = start + need + int(np.ceil(ground.hop_ns + ground.hop_token_ns * tokens))
+            ready = start + need + int(np.ceil(arrays.hop_ns + arrays.hop_token_ns * tokens))
         if fits:
             found = lane
             spans[0] = spans[1]
@@ -91,18 +91,18 @@ def first_fit(
 
 
 @njit_uncached
-def one_bubble(ground: WorkerArrays, used: Ints, worker: int, from_ns: int, need_ns: int) -> tuple[int, int, int]:
+def one_bubble(arrays: WorkerArrays, used: Ints, worker: int, from_ns: int, need_ns: int) -> tuple[int, int, int]:
     """(start, period, window) of the first bubble with enough time; NEVER if none is long enough."""
-    low, high = ground.ptr[worker], ground.ptr[worker + 1]
-    origin = ground.anchor_ns + ground.phase_ns[worker]
-    turn = (from_ns - origin) // ground.period_ns
-    i = low + np.searchsorted(ground.end_ns[low:high], from_ns - origin - turn * ground.period_ns, side="right")
+    low, high = arrays.ptr[worker], arrays.ptr[worker + 1]
+    origin = arrays.anchor_ns + arrays.phase_ns[worker]
+    turn = (from_ns - origin) // arrays.period_ns
+    i = low + np.searchsorted(arrays.end_ns[low:high], from_ns - origin - turn * arrays.period_ns, side="right")
     last = turn + len(used) - 2
     while turn < last:
         for k in range(i, high):
-            base = origin + turn * ground.period_ns
-            start = max(from_ns, base + ground.start_ns[k], used[turn % len(used), k])
-            if start + need_ns <= base + ground.end_ns[k]:
+            base = origin + turn * arrays.period_ns
+            start = max(from_ns, base + arrays.start_ns[k], used[turn % len(used), k])
+            if start + need_ns <= base + arrays.end_ns[k]:
                 return start, turn, k
         turn, i = turn + 1, low
     return NEVER, 0, 0

@@ -32,7 +32,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--port", type=number(0, 65535, "a port"), default=PORT, metavar="N", help=f"default {PORT}; 0: any"
     )
     parser.add_argument(
-        "--log", type=Path, default=Path("tvcache.log"), metavar="FILE", help="the values (default ./tvcache.log)"
+        "--log",
+        type=Path,
+        default=Path("tvcache.log"),
+        metavar="FILE",
+        help="file of the values (default ./tvcache.log)",
     )
     parser.add_argument("--fsync", action="store_true", help="values also survive a power failure (slower stores)")
     parser.add_argument(

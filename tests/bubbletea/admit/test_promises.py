@@ -108,7 +108,7 @@ def test_memory_is_never_exceeded(made: Pattern, split: int, arriving: list[Pref
                 size = entry.request.prompt_tokens * int(depth) * COSTS.kv_bytes
                 held += [(int(own[0, 1]), size), (int(own[-1, 2]), -size)]
             peak = max(itertools.accumulate(size for _, size in sorted(held)), default=0)
-            assert peak <= state.ground.room_bytes[worker]
+            assert peak <= state.arrays.room_bytes[worker]
 
 
 @settings(max_examples=30)

@@ -55,15 +55,15 @@ async def until(heard: Heard, event: tuple[str, int]) -> None:
 
 def test_a_restarted_worker_replaces_its_old_connection(tmp_path: Path) -> None:
     async def play() -> list[tuple[str, int]]:
-        crew, heard = WorkerConnections("token", lambda worker: ORDER, "model"), Heard()
-        crew.listener = heard  # type: ignore[assignment]
-        address = await crew.start(tmp_path / "workers.sock")
+        connections, heard = WorkerConnections("token", lambda worker: ORDER, "model"), Heard()
+        connections.listener = heard  # type: ignore[assignment]
+        address = await connections.start(tmp_path / "workers.sock")
         sockets = []
         for pid in (1, 2):
             sockets.append(await asyncio.to_thread(call, address, pid))
             await until(heard, ("joined", pid))
-        assert crew.members[0].pid == 2
-        await crew.close()
+        assert connections.members[0].pid == 2
+        await connections.close()
         for sock in sockets:
             sock.close()
         return heard.events
@@ -75,18 +75,18 @@ def test_nothing_is_written_to_a_lost_worker(tmp_path: Path, caplog: pytest.LogC
     """A line of the log for every such write, after the fifth."""
 
     async def play() -> None:
-        crew, heard = WorkerConnections("token", lambda worker: ORDER, "model"), Heard()
-        crew.listener = heard  # type: ignore[assignment]
-        address = await crew.start(tmp_path / "workers.sock")
+        connections, heard = WorkerConnections("token", lambda worker: ORDER, "model"), Heard()
+        connections.listener = heard  # type: ignore[assignment]
+        address = await connections.start(tmp_path / "workers.sock")
         sock = await asyncio.to_thread(call, address, 1)
         await until(heard, ("joined", 1))
-        member = crew.members[0]
+        member = connections.members[0]
         sock.close()
         for job in range(20):  # before the event loop could notice
-            crew.send(member, PrefillTask(job, 0, 4, 0, (4,), 0, 0, (member.transport,)), [1, 2, 3, 4], ())
-            crew.cancel(member, job, 0)
+            connections.send(member, PrefillTask(job, 0, 4, 0, (4,), 0, 0, (member.transport,)), [1, 2, 3, 4], ())
+            connections.cancel(member, job, 0)
         await until(heard, ("left", 1))
-        await crew.close()
+        await connections.close()
 
     asyncio.run(play())
     assert not caplog.records

@@ -82,11 +82,11 @@ class Played:
     """A dispatcher on such workers, inside an event loop; its clock is ticked by hand."""
 
     def __init__(self, lane_s: float = 60.0) -> None:
-        ground = replace(alone(NUM_WORKERS, ARENA_BYTES, 0.2), layer=LAYER)
-        parts = assemble(replace(TINY, split=1, arena_bytes=ARENA_BYTES), ground, Keys.open_to_all())
+        windows = replace(alone(NUM_WORKERS, ARENA_BYTES, 0.2), layer=LAYER)
+        parts = assemble(replace(TINY, split=1, arena_bytes=ARENA_BYTES), windows, Keys.open_to_all())
         self.workers, old = Workers(), parts.dispatcher
-        crew, metrics = cast(WorkerConnections, self.workers), old.metrics
-        self.dispatcher = Dispatcher(crew, old.planner, old.store, old.prefixes, metrics, 30.0, lane_s)
+        connections, metrics = cast(WorkerConnections, self.workers), old.metrics
+        self.dispatcher = Dispatcher(connections, old.planner, old.store, old.prefixes, metrics, 30.0, lane_s)
         self.planner, self.tasks = old.planner, list[asyncio.Task[Prefilled]]()
 
     async def ask(self, length: int, *, offline: bool = False) -> None:

@@ -26,18 +26,18 @@ COSTS = uniform_costs(
 )  # fmt: skip
 
 
-def ground_and_planner() -> tuple[WorkerWindows, Planner]:
+def windows_and_planner() -> tuple[WorkerWindows, Planner]:
     pace = LayerTime(10.0 * MS, 0.0, 0.0, 0.0)
-    ground = of_training(simulate(repeated(PROGRAM, 4), COSTS), 64 << 20, pace, 10 * MS)
+    windows = of_training(simulate(repeated(PROGRAM, 4), COSTS), 64 << 20, pace, 10 * MS)
     settings = ServiceSettings("tiny", Served(LLAMA), split=1, chunk=128, arena_bytes=64 << 20, budget=0.01)
-    return ground, assemble(settings, ground, Keys.open_to_all()).dispatcher.planner
+    return windows, assemble(settings, windows, Keys.open_to_all()).dispatcher.planner
 
 
-def report(planner: Planner, ground: WorkerWindows, step: int, period_ns: int) -> None:
+def report(planner: Planner, windows: WorkerWindows, step: int, period_ns: int) -> None:
     """One period as planned, but perhaps longer than that; a window that goes over the end of the period before is
     waited through at the first op of this one."""
-    pattern = ground.pattern
-    for worker, slots in enumerate(ground.slots):
+    pattern = windows.pattern
+    for worker, slots in enumerate(windows.slots):
         origin_ns = step * period_ns + int(pattern.phase_ns[worker])
         for op, slot in slots.items():
             opened, closed = int(pattern.start_ns[slot]), int(pattern.end_ns[slot])
@@ -52,32 +52,32 @@ def spans(forecast: Forecast) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_every_window_belongs_to_the_ops_that_wait_through_it() -> None:
-    ground, _ = ground_and_planner()
-    ends = ground.pattern.end_ns
-    first = [slots.get(0) for slots in ground.slots[1:]]
-    assert all(slot is not None and ends[slot] >= ground.pattern.period_ns for slot in first)
-    for slots in ground.slots:
-        ops = [op for op, slot in slots.items() if ends[slot] >= ground.pattern.period_ns]
+    windows, _ = windows_and_planner()
+    ends = windows.pattern.end_ns
+    first = [slots.get(0) for slots in windows.slots[1:]]
+    assert all(slot is not None and ends[slot] >= windows.pattern.period_ns for slot in first)
+    for slots in windows.slots:
+        ops = [op for op, slot in slots.items() if ends[slot] >= windows.pattern.period_ns]
         assert ops in ([], [0]), "no other op of the iteration waits through the window before its first"
 
 
 def test_windows_across_the_period_end_are_learnt_correctly() -> None:
-    ground, planner = ground_and_planner()
-    period_ns = ground.pattern.period_ns
+    windows, planner = windows_and_planner()
+    period_ns = windows.pattern.period_ns
     for step in range(8):
-        report(planner, ground, step, period_ns)
+        report(planner, windows, step, period_ns)
     start, end = spans(planner.forecast)
-    assert np.abs(start - ground.pattern.start_ns).max() < MS
-    assert np.abs(end - ground.pattern.end_ns).max() < MS
+    assert np.abs(start - windows.pattern.start_ns).max() < MS
+    assert np.abs(end - windows.pattern.end_ns).max() < MS
     assert planner.forecast.anchor_ns == 6 * period_ns
     assert planner.slowdown == 0.0
 
 
 def test_a_longer_period_moves_no_window_before_it_opens() -> None:
-    ground, planner = ground_and_planner()
-    period_ns = ground.pattern.period_ns + 20 * MS
+    windows, planner = windows_and_planner()
+    period_ns = windows.pattern.period_ns + 20 * MS
     for step in range(8):
-        report(planner, ground, step, period_ns)
+        report(planner, windows, step, period_ns)
     start, _ = spans(planner.forecast)
-    assert np.abs(start - ground.pattern.start_ns).max() < MS
+    assert np.abs(start - windows.pattern.start_ns).max() < MS
     assert 0.005 < planner.slowdown < 0.01

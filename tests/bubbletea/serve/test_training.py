@@ -76,9 +76,9 @@ class InThread(AbstractContextManager[object]):
 def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
     predicted = simulate(repeated(PROGRAM, 4), smoke_program()[1])
     pace = LayerTime(10 * MS, 0.0, 0.0, 0.0) if device == "paced" else None
-    ground = of_training(predicted, TINY.arena_bytes, pace, 10 * MS)
-    assert all(ground.slots), "every worker has windows and knows at which op"
-    parts = assemble(replace(TINY, budget=0.05), ground, Keys.open_to_all())
+    windows = of_training(predicted, TINY.arena_bytes, pace, 10 * MS)
+    assert all(windows.slots), "every worker has windows and knows at which op"
+    parts = assemble(replace(TINY, budget=0.05), windows, Keys.open_to_all())
     made, texts = list[InThread](), list[str]()
     names = {PROGRAM.worker_name(w) for w in range(PROGRAM.num_workers)}
     # A GPU is so quick that one lane may answer every request.
