@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from view_samples import job
 from atlas.cli import main
 from atlas.errors import AtlasError
 from atlas.ir.analysis import bubbles
+from atlas.ir.store import joined
+from atlas.ir.timeline import Timeline
 from atlas.view.page import page_html, write_page
+from atlas.view.verdict import best_first, verdict
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
@@ -46,6 +50,17 @@ def test_the_page_needs_no_network_and_escapes_names(tmp_path: Path) -> None:
     header = re.search(r'id="header">(.*?)</script>', page)
     assert header is not None
     assert json.loads(header.group(1))["schedules"][0]["name"] == nasty
+
+
+def test_the_fastest_comes_first_unless_sources_differ() -> None:
+    slow, fast = job(), job(sharing=True, name="atlas")
+    assert best_first([slow, fast]) == [fast, slow]
+    assert verdict([fast, slow]).startswith("atlas is the fastest: ")
+    assert f"{slow.iteration_ns / fast.iteration_ns:.2f}x over 1f1b" in verdict([fast, slow])
+    measured = replace(fast, source="measured")
+    assert best_first([slow, measured]) == [slow, measured]
+    assert "1f1b simulated" in verdict([slow, measured])
+    assert "largest loss is" in verdict([slow])
 
 
 def test_a_page_without_timelines_is_an_atlas_error() -> None:
@@ -90,6 +105,17 @@ def opened(browser: Any, path: Path, scheme: str = "light") -> tuple[Any, list[s
     return page, complaints
 
 
+def long_job(num_iterations: int) -> Timeline:
+    """The same iteration many times, one after another."""
+    one = job(2, 3, 6)
+    length = one.makespan_ns
+    names = ("op_start_ns", "op_end_ns", "transfer_ready_ns", "transfer_start_ns", "transfer_sent_ns")
+    names += ("transfer_arrive_ns",)
+    return joined(
+        [replace(one, **{name: getattr(one, name) + k * length for name in names}) for k in range(num_iterations)]
+    )
+
+
 def shot(page: Any, name: str) -> None:
     """Set ATLAS_SHOTS=/some/folder to keep the screenshots."""
     folder = os.environ.get("ATLAS_SHOTS")
@@ -106,7 +132,8 @@ def test_the_testbed_page_opens_with_both_schedules_on_one_axis(browser: Any, tm
     assert page.locator("#table tbody tr").count() == 2
     assert page.locator("#sources .badge").all_inner_texts() == ["SIMULATED"]
     ends = page.evaluate("atlas.view.schedules.map(s => atlas.toX(s.makespan))")
-    assert ends[1] < ends[0] < 1400
+    assert ends[0] < ends[1] < 1400, "the fastest comes first"
+    assert page.locator("#notes .verdict").inner_text().startswith("atlas is the fastest: ")
     colours = page.evaluate(COUNT_COLOURS)
     assert colours > 20, "the plot is empty"
     shot(page, f"test-testbed-{scheme}.png")
@@ -174,6 +201,116 @@ def test_wheel_drag_and_keys_move_the_view(browser: Any, tmp_path: Path) -> None
     window()
     shot(page, "test-folded-path.png")
     assert complaints == []
+    page.close()
+
+
+def settled(page: Any) -> None:
+    page.evaluate("() => new Promise(r => requestAnimationFrame(() => setTimeout(r, 0)))")
+
+
+@pytest.mark.browser
+def test_a_long_run_opens_at_one_step_with_marks(browser: Any, tmp_path: Path) -> None:
+    timeline = long_job(12)
+    write_page(tmp_path / "p.html", [timeline])
+    page, complaints = opened(browser, tmp_path / "p.html")
+    t0, t1, extent = page.evaluate("[atlas.view.t0, atlas.view.t1, atlas.view.extent]")
+    assert t1 - t0 < 1.1 * timeline.iteration_ns < 0.2 * extent
+    ends = page.evaluate("atlas.view.schedules[0].steps")
+    assert ends == (timeline.iteration_ends_ns - timeline.op_start_ns.min()).tolist()
+    assert any(abs(end - t1) < 0.02 * (t1 - t0) for end in ends)
+    shot(page, "test-one-step.png")
+    page.keyboard.press("0")
+    settled(page)
+    assert page.evaluate("atlas.view.t1 - atlas.view.t0") == pytest.approx(extent)
+    page.keyboard.press("1")
+    settled(page)
+    assert page.evaluate("atlas.view.t1 - atlas.view.t0") < 1.1 * timeline.iteration_ns
+    assert complaints == []
+    page.close()
+
+
+@pytest.mark.browser
+def test_a_click_pins_a_span_a_search_finds_an_op_and_a_range_has_statistics(browser: Any, tmp_path: Path) -> None:
+    both = [job(4, 3, 12), job(4, 3, 12, sharing=True, name="atlas")]
+    write_page(tmp_path / "p.html", both)
+    page, complaints = opened(browser, tmp_path / "p.html")
+    page.keyboard.press("/")
+    page.keyboard.type("2B7")
+    page.keyboard.press("Enter")
+    settled(page)
+    assert page.locator("#found").inner_text() == "1 of 8"  # four pipelines, two schedules
+    assert page.locator("#pin h2").inner_text() == "2B7"
+    page.keyboard.press("Enter")
+    assert page.locator("#found").inner_text() == "2 of 8"
+    page.locator("#search").fill("9Z9")
+    page.keyboard.press("Enter")
+    assert page.locator("#found").inner_text().startswith("none")
+    page.keyboard.press("Escape")
+    page.keyboard.press("Escape")
+    assert page.locator("#pin").is_hidden()
+
+    x, y = page.evaluate(
+        """() => { const s = atlas.view.schedules[0], box = atlas.rowBox(s, 0), i = s.ptr[0];
+                   const canvas = document.getElementById('plot').getBoundingClientRect();
+                   return [canvas.x + atlas.toX((s.start[i] + s.end[i]) / 2), canvas.y + box.y + box.h / 2]; }"""
+    )
+    page.mouse.click(x, y)
+    assert page.locator("#pin h2").inner_text() == "0F0"
+    page.mouse.move(900, 700)
+    assert page.locator("#pin h2").inner_text() == "0F0", "it stays while the pointer moves"
+
+    canvas = page.locator("#plot").bounding_box()
+    page.mouse.move(canvas["x"] + 169, canvas["y"] + 10)
+    page.mouse.down()
+    page.mouse.move(canvas["x"] + canvas["width"] - 11, canvas["y"] + 10, steps=4)
+    page.mouse.up()
+    rows = page.evaluate("atlas.inspected.range.rows")
+    best = min(both, key=lambda timeline: timeline.iteration_ns)
+    assert [row["name"] for row in rows] == ["atlas", "1f1b"]
+    share = best.utilization * best.makespan_ns / page.evaluate("atlas.inspected.range.b - atlas.inspected.range.a")
+    assert rows[0]["busy"] == pytest.approx(share, rel=0.02)
+    assert rows[0]["ops"] == best.program.num_ops - 4, "all but those that start at 0, left of the range"
+    assert page.locator("#range tr").count() == 3
+    shot(page, "test-range-pin.png")
+    assert complaints == []
+    page.close()
+
+
+@pytest.mark.browser
+def test_two_runs_beside_each_other_share_rows_and_time(browser: Any, tmp_path: Path) -> None:
+    write_page(tmp_path / "p.html", [job(4, 3, 12), job(4, 3, 12, sharing=True, name="atlas")])
+    page, complaints = opened(browser, tmp_path / "p.html")
+    before = page.evaluate("atlas.view.rowHeight")
+    page.keyboard.press("v")
+    settled(page)
+    left, right = page.evaluate("atlas.view.schedules.map(s => atlas.toX(0, s))")
+    assert right > left + 400
+    for worker in (0, 5, 11):
+        heights = page.evaluate("w => atlas.view.schedules.map(s => atlas.rowBox(s, s.rowOfWorker[w]).y)", worker)
+        assert heights[0] == heights[1], "also below links, of which the two have different numbers"
+    assert page.evaluate("atlas.view.rowHeight") > before, "half as many rows have twice the room"
+    x, y = page.evaluate(
+        """() => { const s = atlas.view.schedules[1], box = atlas.rowBox(s, 0), i = s.ptr[0];
+                   const canvas = document.getElementById('plot').getBoundingClientRect();
+                   return [canvas.x + atlas.toX((s.start[i] + s.end[i]) / 2, s), canvas.y + box.y + box.h / 2]; }"""
+    )
+    page.mouse.move(x, y)
+    assert "1f1b" in page.locator("#tip").inner_text()
+    assert page.evaluate(COUNT_COLOURS) > 20
+    shot(page, "test-beside.png")
+    page.keyboard.press("v")
+    settled(page)
+    assert page.evaluate("atlas.view.rowHeight") == before
+    assert complaints == []
+    page.close()
+
+
+@pytest.mark.browser
+def test_runs_of_other_shapes_are_not_put_beside_each_other(browser: Any, tmp_path: Path) -> None:
+    write_page(tmp_path / "p.html", [job(4, 3, 12), job(2, 3, 12, name="other")])
+    page, _ = opened(browser, tmp_path / "p.html")
+    assert page.locator("#beside").is_hidden()
+    assert page.locator("#one").is_hidden()
     page.close()
 
 

@@ -55,10 +55,11 @@ class Timeline:
         n = self.program.num_iterations
         if n == 1:
             return self.makespan_ns
-        ends = self._iteration_ends()
+        ends = self.iteration_ends_ns
         return int(ends[-1] - ends[n // 2 - 1]) // (n - n // 2)
 
-    def _iteration_ends(self) -> Ints:
+    @property
+    def iteration_ends_ns(self) -> Ints:
         """The end of the last op of each iteration."""
         per_mb = self.program.kind <= Kind.W
         slot = self.program.microbatch.astype(np.int64)

@@ -27,6 +27,7 @@ from atlas.ir.analysis import Cause, bubbles, critical_path, running_end, summar
 from atlas.ir.program import COLLECTIVES, Ints, Kind
 from atlas.ir.replace import write_whole
 from atlas.ir.timeline import Timeline, computed_once
+from atlas.view.verdict import best_first, verdict
 
 MAX_PATH = 20_000
 """A critical path of more segments than this is not drawn."""
@@ -48,8 +49,10 @@ def page_html(timelines: Sequence[Timeline], *, title: str = "Atlas timeline", n
     """The page as text."""
     if not timelines or any(not timeline.program.num_ops for timeline in timelines):
         raise AtlasError("a timeline page needs at least one timeline, and each needs at least one op")
+    timelines = best_first(timelines)
     header = {
         "title": title,
+        "verdict": verdict(timelines),
         "notes": [notes] if isinstance(notes, str) else list(notes),
         "styles": [style._asdict() for style in STYLES],
         "kinds": [kind.name for kind in Kind],
@@ -64,7 +67,9 @@ def page_html(timelines: Sequence[Timeline], *, title: str = "Atlas timeline", n
         # "<" never appears in the JSON, so that no name can close the script element.
         "HEADER": json.dumps(header).replace("<", "\\u003c"),
         "DATA": data,
-        "SCRIPT": "\n".join(_asset(name) for name in ("data.js", "draw.js", "text.js", "main.js", "move.js")),
+        "SCRIPT": "\n".join(
+            _asset(name) for name in ("data.js", "draw.js", "text.js", "main.js", "inspect.js", "move.js")
+        ),
     }
     pieces = _asset("page.html").split("%%")
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
@@ -88,10 +93,18 @@ def _describe(timeline: Timeline) -> dict[str, Any]:
         "tcp": str(timeline.meta["tcp"]) if "tcp" in timeline.meta else None,
         "figures": figures,
         "makespan": timeline.makespan_ns,
+        "steps": (timeline.iteration_ends_ns - zero).tolist(),
+        "firstStep": _first_step(timeline),
         "stages": timeline.program.num_stages,
         "groups": [_group(timeline, group) for group in groups(timeline)],
         "path": [[s.start_ns - zero, s.end_ns - zero, s.category, s.worker] for s in drawn],
     }
+
+
+def _first_step(timeline: Timeline) -> int:
+    """The number of the first step: of a run that journals its steps, not 1."""
+    last = timeline.meta.get("last_step")
+    return max(1, last - timeline.program.num_iterations + 1) if isinstance(last, int) else 1
 
 
 def _group(timeline: Timeline, group: RowGroup) -> dict[str, Any]:

@@ -31,12 +31,15 @@ class Raster {
     this.pixels = new Uint32Array(this.image.data.buffer);
     this.line = new Uint32Array(Math.max(1, width));
     this.runs = [];
+    this.window(0, width);
   }
+  /** Rows are drawn into these columns only. */
+  window(left, columns) { this.left = left; this.columns = Math.max(1, Math.min(columns, this.width - left)); }
   clear() { this.pixels.fill(Paint.bg); }
 
   /** One row of spans between the pixel rows y0 and y1. `wide(i, x0, x1)` is called for spans that can hold a label. */
   row(s, row, t0, scale, y0, y1, wide, labelWidth) {
-    const { line, width } = this, { rgb, u32, edge, bgRgb } = Paint;
+    const { line, columns: width } = this, { rgb, u32, edge, bgRgb } = Paint;
     const begin = s.ptr[row], stop = s.ptr[row + 1];
     line.fill(Paint.bg);
     this.runs.length = 0;
@@ -79,9 +82,9 @@ class Raster {
 
   /** Copies the finished line to its rows of pixels; long waits are hatched. */
   stamp(y0, y1) {
-    const { line, width, pixels, runs } = this;
+    const { width, left, columns, pixels, runs } = this, line = this.line.subarray(0, columns);
     for (let y = Math.max(0, y0); y < Math.min(this.height, y1); y++) {
-      const base = y * width;
+      const base = y * width + left;
       pixels.set(line, base);
       for (let j = 0; j < runs.length; j += 3) {
         const color = Paint.hatch[runs[j + 2]], to = base + runs[j + 1];

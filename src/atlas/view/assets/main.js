@@ -1,10 +1,11 @@
 // The view: what part of the run is shown, how rows are laid out, and how the user moves. Everything is redrawn from
-// `view` in one animation frame; hovering only redraws the transparent canvas on top.
+// `view` in one animation frame; hovering only redraws the transparent canvas on top. Schedules lie above each other on
+// one time axis, or in panes beside each other that show the same window of time.
 
 const $ = id => document.getElementById(id);
-const GUTTER = 168, RULER = 24, BAR = 10, MARGIN = 1.02;
+const GUTTER = 168, RULER = 24, BAR = 10, MARGIN = 1.02, PANE_GAP = 12;
 const HEIGHT = { schedule: 28, group: 19, folded: 46, foldedLinks: 30, thin: 3, thick: 30 };
-const view = { t0: 0, t1: 1, scroll: 0, rowHeight: 18, path: false, schedules: [], items: [], total: 0, extent: 1 };
+const view = { t0: 0, t1: 1, scroll: 0, rowHeight: 18, path: false, beside: false, schedules: [], items: [], total: 0, extent: 1 };
 const raster = new Raster(), small = new Raster();
 const frames = [];
 let plot, over, overview, hover = null, drag = null, queued = false;
@@ -13,26 +14,44 @@ let plot, over, overview, hover = null, drag = null, queued = false;
 
 function layOut() {
   const items = [];
-  let y = 4;
+  let y = 4, lowest = 0;
+  // Beside each other, a group is as tall in every pane as in the one that has most rows, so that rows lie at one height.
+  const count = (s, k) => view.beside ? Math.max(...view.schedules.map(one => one.groups[k].rows.length)) : s.groups[k].rows.length;
   for (const s of view.schedules) {
+    if (view.beside) y = 4;
     items.push({ kind: "schedule", s, y, h: HEIGHT.schedule }); y += HEIGHT.schedule;
-    for (const group of s.groups) {
+    s.groups.forEach((group, k) => {
       const h = !group.folded ? HEIGHT.group : group.links ? HEIGHT.foldedLinks : HEIGHT.folded;
       items.push({ kind: "group", s, group, y, h }); y += h + (group.folded ? 3 : 0);
-      if (group.folded) continue;
+      if (group.folded) return;
       const height = group.links ? Math.max(HEIGHT.thin, Math.min(view.rowHeight, 14)) : view.rowHeight;
       items.push({ kind: "rows", s, group, y, h: height * group.rows.length, rowHeight: height });
-      y += height * group.rows.length + 3;
-    }
+      y += height * count(s, k) + 3;
+    });
     y += 8;
+    lowest = Math.max(lowest, y);
   }
-  view.items = items; view.total = y;
+  view.items = items; view.total = lowest;
 }
 
 const size = canvas => ({ w: canvas.clientWidth, h: canvas.clientHeight });
 const plotWidth = () => Math.max(50, size(plot).w - GUTTER - BAR);
-const toX = t => GUTTER + (t - view.t0) / (view.t1 - view.t0) * plotWidth();
-const toT = x => view.t0 + (x - GUTTER) / plotWidth() * (view.t1 - view.t0);
+
+/** Where a schedule is drawn, from the gutter on: everywhere, or in its own pane. */
+function pane(s) {
+  const whole = plotWidth(), n = view.schedules.length;
+  if (!view.beside) return { left: 0, width: whole };
+  const width = (whole - (n - 1) * PANE_GAP) / n;
+  return { left: view.schedules.indexOf(s) * (width + PANE_GAP), width };
+}
+function scheduleAt(x) {
+  const inside = s => { const p = pane(s); return x < GUTTER + p.left + p.width + PANE_GAP / 2; };
+  return view.schedules.find(inside) || view.schedules[view.schedules.length - 1];
+}
+/** Panes beside each other share the names of workers, so all schedules must have the same. */
+const alike = () => view.schedules.length > 1 && new Set(view.schedules.map(s => JSON.stringify(s.groups.map(g => [g.name, g.links || g.rows])))).size === 1;
+const toX = (t, s = view.schedules[0]) => { const p = pane(s); return GUTTER + p.left + (t - view.t0) / (view.t1 - view.t0) * p.width; };
+const toT = x => { const p = pane(scheduleAt(x)); return view.t0 + (x - GUTTER - p.left) / p.width * (view.t1 - view.t0); };
 const maxScroll = () => Math.max(0, view.total - (size(plot).h - RULER));
 
 function clampView() {
@@ -75,13 +94,14 @@ function visibleItems(height) {
 
 function drawPlot() {
   const { ctx, w, h, ratio } = fitCanvas(plot), width = plotWidth();
-  const columns = Math.round(width * ratio), scale = columns / (view.t1 - view.t0);
-  raster.resize(columns, Math.round((h - RULER) * ratio));
+  raster.resize(Math.round(width * ratio), Math.round((h - RULER) * ratio));
   raster.clear();
   const labels = [], items = visibleItems(h);
   for (const item of items) {
-    if (item.kind === "rows") rasterRows(item, scale, ratio, h, labels);
-    else if (item.kind === "group" && item.group.folded) rasterFolded(item, columns, ratio);
+    const p = pane(item.s);
+    raster.window(Math.round(p.left * ratio), Math.round(p.width * ratio));
+    if (item.kind === "rows") rasterRows(item, raster.columns / (view.t1 - view.t0), ratio, h, labels);
+    else if (item.kind === "group" && item.group.folded) rasterFolded(item, ratio);
   }
   ctx.fillStyle = Paint.back;
   ctx.fillRect(0, 0, w, h);
@@ -105,14 +125,14 @@ function rasterRows(item, scale, ratio, h, labels) {
   for (let j = from; j < to; j++) {
     const y = top + j * rowHeight, y0 = Math.round(y * ratio), y1 = Math.round((y + rowHeight - air) * ratio);
     raster.row(s, group.first + j, view.t0, scale, y0, Math.max(y0 + 1, y1),
-      (i, x0, x1) => labels.push({ s, i, x: x0 / ratio, w: (x1 - x0) / ratio, y: y + (rowHeight - air) / 2, h: rowHeight }), labelled);
+      (i, x0, x1) => labels.push({ s, i, x: (raster.left + x0) / ratio, w: (x1 - x0) / ratio, y: y + (rowHeight - air) / 2, h: rowHeight }), labelled);
   }
 }
 
-function rasterFolded(item, columns, ratio) {
+function rasterFolded(item, ratio) {
   const y = item.y - view.scroll;
-  const shares = groupShares(item.s, item.group, view.t0, view.t1, columns);
-  raster.stack(shares, 0, columns, Math.round((y + 2) * ratio), Math.round((y + item.h) * ratio));
+  const shares = groupShares(item.s, item.group, view.t0, view.t1, raster.columns);
+  raster.stack(shares, raster.left, raster.columns, Math.round((y + 2) * ratio), Math.round((y + item.h) * ratio));
 }
 
 function drawLabels(ctx, labels) {
@@ -136,28 +156,32 @@ function drawLabels(ctx, labels) {
 }
 
 function drawHeading(ctx, item, w) {
-  const y = RULER + item.y - view.scroll, { s, group } = item;
+  const y = RULER + item.y - view.scroll, { s, group } = item, p = pane(s);
+  const first = !view.beside || s === view.schedules[0], from = first ? 0 : GUTTER + p.left, to = view.beside ? GUTTER + p.left + p.width : w - BAR;
   ctx.textBaseline = "middle"; ctx.textAlign = "left";
   if (item.kind === "schedule") {
-    ctx.fillStyle = Paint.panel; ctx.fillRect(0, y, w - BAR, item.h);
+    ctx.save(); ctx.beginPath(); ctx.rect(from, y, to - from, item.h); ctx.clip();
+    ctx.fillStyle = Paint.panel; ctx.fillRect(from, y, to - from, item.h);
     ctx.fillStyle = Paint.text; ctx.font = "650 14px system-ui, 'DejaVu Sans', sans-serif";
-    ctx.fillText(s.name, 12, y + item.h / 2);
-    const at = 12 + ctx.measureText(s.name).width + 12;
+    ctx.fillText(s.name, from + 12, y + item.h / 2);
+    const at = from + 12 + ctx.measureText(s.name).width + 12;
     ctx.font = "700 10.5px system-ui, 'DejaVu Sans', sans-serif"; ctx.fillStyle = Paint.accent;
     ctx.fillText(s.source.toUpperCase(), at, y + item.h / 2 + 1);
     ctx.font = "12px system-ui, 'DejaVu Sans', sans-serif"; ctx.fillStyle = Paint.soft;
     ctx.fillText(`one iteration ${duration(s.figures.iteration_s * 1e9)} · accelerators busy ${percent(s.figures.utilization)} · ${s.figures.num_workers} workers`,
       at + s.source.length * 8.6 + 10, y + item.h / 2 + 1);
+    ctx.restore();
   } else if (item.kind === "group") {
     const middle = y + (!group.folded ? item.h / 2 : group.links ? 9 : 14);
-    if (!group.folded) { ctx.strokeStyle = Paint.line; ctx.beginPath(); ctx.moveTo(0, y + item.h - 1.5); ctx.lineTo(w - BAR, y + item.h - 1.5); ctx.stroke(); }
+    if (!group.folded) { ctx.strokeStyle = Paint.line; ctx.beginPath(); ctx.moveTo(from, y + item.h - 1.5); ctx.lineTo(to, y + item.h - 1.5); ctx.stroke(); }
+    if (!first) return;
     ctx.fillStyle = Paint.text; ctx.font = "600 12px system-ui, 'DejaVu Sans', sans-serif";
     ctx.fillText(clipText(ctx, `${group.folded ? "▸" : "▾"} ${group.name}`, GUTTER - 14), 10, middle);
     ctx.fillStyle = Paint.soft; ctx.font = "11px system-ui, 'DejaVu Sans', sans-serif";
     const what = `${group.rows.length} ${group.links ? "link tracks" : "workers"}`;
     if (group.folded) ctx.fillText(what, 22, middle + (group.links ? 14 : 16));
     else ctx.fillText(what, GUTTER + 4, middle);
-  } else drawRowNames(ctx, item, y);
+  } else if (first) drawRowNames(ctx, item, y);
 }
 
 function drawRowNames(ctx, item, y) {
@@ -174,12 +198,12 @@ function drawRowNames(ctx, item, y) {
 
 function drawRuler(ctx, w, h) {
   ctx.fillStyle = Paint.panel; ctx.fillRect(0, 0, w, RULER);
-  const { step, found } = ticks(view.t0, view.t1, plotWidth());
+  const panes = view.beside ? view.schedules : view.schedules.slice(0, 1), { step, found } = ticks(view.t0, view.t1, pane(panes[0]).width);
   ctx.font = "11px system-ui, 'DejaVu Sans', sans-serif"; ctx.textBaseline = "middle"; ctx.textAlign = "left";
   ctx.strokeStyle = Paint.line;
-  for (const t of found) {
-    const x = Math.round(toX(t)) + 0.5;
-    if (x > w - 46) continue;  // its label would be cut
+  for (const s of panes) for (const t of found) {
+    const x = Math.round(toX(t, s)) + 0.5, p = pane(s);
+    if (x > GUTTER + p.left + p.width - 36) continue;  // its label would be cut
     ctx.beginPath(); ctx.moveTo(x, 0); ctx.lineTo(x, RULER); ctx.stroke();
     ctx.fillStyle = Paint.soft;
     ctx.fillText(tickLabel(t, step), x + 4, RULER / 2 + 1);
@@ -188,20 +212,36 @@ function drawRuler(ctx, w, h) {
   ctx.fillStyle = Paint.soft; ctx.fillText("showing " + duration(view.t1 - view.t0), 12, RULER / 2 + 1);
 }
 
-/** Marks the end of each schedule's run. */
+/** Marks the end of each schedule's run, and of each step in it. */
 function drawEnds(ctx, h) {
   ctx.font = "600 11px system-ui, 'DejaVu Sans', sans-serif";
   for (const s of view.schedules) {
-    const mine = view.items.filter(item => item.s === s), x = toX(s.makespan);
-    if (x < GUTTER || x > GUTTER + plotWidth() + 1) continue;
+    const mine = view.items.filter(item => item.s === s), x = toX(s.makespan, s), p = pane(s), edge = GUTTER + p.left + p.width;
     const last = mine[mine.length - 1], y0 = RULER + mine[0].y + mine[0].h - view.scroll, y1 = RULER + last.y + last.h - view.scroll;
+    drawSteps(ctx, s, p, y0, y1);
+    if (x < GUTTER + p.left || x > edge + 1) continue;
     ctx.strokeStyle = Paint.text; ctx.lineWidth = 1.5;
     ctx.beginPath(); ctx.moveTo(x, y0); ctx.lineTo(x, y1); ctx.stroke(); ctx.lineWidth = 1;
     const text = "end " + duration(s.makespan), wide = ctx.measureText(text).width + 8;
-    const right = x + wide + 4 < GUTTER + plotWidth();
+    const right = x + wide + 4 < edge;
     ctx.fillStyle = Paint.back; ctx.globalAlpha = 0.75; ctx.fillRect(right ? x + 1 : x - wide - 1, y0 + 2, wide, 15); ctx.globalAlpha = 1;
     ctx.fillStyle = Paint.text; ctx.textAlign = right ? "left" : "right"; ctx.textBaseline = "middle";
     ctx.fillText(text, right ? x + 5 : x - 5, y0 + 10);
+  }
+}
+
+function drawSteps(ctx, s, p, y0, y1) {
+  const shown = s.steps.map((t, k) => [toX(t, s), k]).filter(([x]) => x >= GUTTER + p.left && x <= GUTTER + p.left + p.width);
+  if (s.steps.length < 2 || shown.length > p.width / 8) return;  // too many to tell apart
+  ctx.textBaseline = "middle"; ctx.textAlign = "right";
+  for (const [x, k] of shown) {
+    ctx.strokeStyle = Paint.accent; ctx.setLineDash([5, 4]);
+    ctx.beginPath(); ctx.moveTo(x, y0); ctx.lineTo(x, y1); ctx.stroke(); ctx.setLineDash([]);
+    if (k === s.steps.length - 1 || shown.length > p.width / 70) continue;
+    const text = `step ${s.firstStep + k} ends`, wide = ctx.measureText(text).width + 6;
+    if (x - wide < GUTTER + p.left) continue;
+    ctx.fillStyle = Paint.back; ctx.globalAlpha = 0.8; ctx.fillRect(x - wide - 1, y0 + 2, wide, 15); ctx.globalAlpha = 1;
+    ctx.fillStyle = Paint.accent; ctx.fillText(text, x - 4, y0 + 10);
   }
 }
 

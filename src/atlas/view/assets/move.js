@@ -1,13 +1,13 @@
 // Pointing and moving: the hovered span and the path of its microbatch, the critical path, wheel, drag and keys. Draws only
 // on the transparent canvas; changes `view` and asks for a redraw.
 
-function itemAt(y) {
-  const at = y - RULER + view.scroll;
-  return y < RULER ? undefined : view.items.find(item => at >= item.y && at < item.y + item.h);
+function itemAt(x, y) {
+  const at = y - RULER + view.scroll, s = view.beside ? scheduleAt(x) : null;
+  return y < RULER ? undefined : view.items.find(item => at >= item.y && at < item.y + item.h && (!s || item.s === s));
 }
 
 function pick(x, y) {
-  const item = itemAt(y);
+  const item = itemAt(x, y);
   if (!item) return null;
   const t = toT(x), found = { item, t, x, y, row: -1, i: -1 };
   if (item.kind === "rows") {
@@ -29,8 +29,9 @@ function rowBox(s, row) {
 function outline(ctx, s, row, a, b, color, width) {
   const box = rowBox(s, row);
   if (!box || box.y > size(plot).h || box.y + box.h < RULER) return;
-  const x0 = Math.max(GUTTER - 4, toX(a)), x1 = Math.min(GUTTER + plotWidth() + 4, toX(b));
-  if (x1 < GUTTER || x0 > GUTTER + plotWidth()) return;
+  const p = pane(s), left = GUTTER + p.left, right = left + p.width;
+  const x0 = Math.max(left - 4, toX(a, s)), x1 = Math.min(right + 4, toX(b, s));
+  if (x1 < left || x0 > right) return;
   ctx.strokeStyle = color; ctx.lineWidth = width;
   ctx.strokeRect(x0, box.y, Math.max(2, x1 - x0), Math.max(2, box.h));
 }
@@ -42,7 +43,9 @@ function drawOver() {
   ctx.beginPath(); ctx.rect(GUTTER, RULER, plotWidth(), h - RULER); ctx.clip();
   if (view.path) view.schedules.forEach(s => drawPath(ctx, s));
   if (hover && hover.i >= 0) drawMicrobatch(ctx, hover, h);
+  drawPin(ctx);
   ctx.restore();
+  drawRange(ctx, h);
   if (drag && drag.select) {
     ctx.fillStyle = Paint.accent; ctx.globalAlpha = 0.18;
     ctx.fillRect(Math.min(drag.x, drag.to), 0, Math.abs(drag.to - drag.x), h); ctx.globalAlpha = 1;
@@ -78,12 +81,13 @@ function placeOf(s, row) {
 
 function drawPath(ctx, s) {
   let last = null;
-  const places = new Map();
+  const places = new Map(), p = pane(s);
+  ctx.save(); ctx.beginPath(); ctx.rect(GUTTER + p.left, RULER, p.width, size(plot).h); ctx.clip();
   ctx.lineJoin = "round";
   for (const [a, b, category, worker] of s.path) {
     if (!places.has(worker)) places.set(worker, placeOf(s, s.rowOfWorker[worker]));
     const box = places.get(worker);
-    const y = box.y + box.h - 1, x0 = toX(a), x1 = toX(b), moved = category !== "compute" && category !== "sync";
+    const y = box.y + box.h - 1, x0 = toX(a, s), x1 = toX(b, s), moved = category !== "compute" && category !== "sync";
     if (last && last.y !== y) { ctx.strokeStyle = "#d0006f"; ctx.lineWidth = 1.5; ctx.beginPath(); ctx.moveTo(last.x, last.y); ctx.lineTo(x0, y); ctx.stroke(); }
     if (x1 >= GUTTER && x0 <= GUTTER + plotWidth()) {
       ctx.strokeStyle = "#d0006f"; ctx.lineWidth = moved ? 1.5 : 3;
@@ -92,6 +96,7 @@ function drawPath(ctx, s) {
     }
     last = { x: x1, y };
   }
+  ctx.restore();
 }
 
 function showTip(at) {
@@ -99,7 +104,7 @@ function showTip(at) {
   tip.replaceChildren();
   if (at && at.i >= 0) tipForSpan(tip, at.item.s, at.row, at.i);
   else if (at && at.item.kind === "group" && at.item.group.folded && at.x >= GUTTER && at.t <= view.extent) {
-    const nap = (view.t1 - view.t0) / plotWidth();
+    const nap = (view.t1 - view.t0) / pane(at.item.s).width;
     tipForShares(tip, at.item.s, at.item.group, measureShares(at.item.s, at.item.group.first, at.item.group.last, at.t, at.t + nap, 1), at.t);
   }
   tip.hidden = !tip.childElementCount;
@@ -125,13 +130,19 @@ function setRowHeight(height) {
   view.rowHeight = Math.min(HEIGHT.thick, Math.max(HEIGHT.thin, height));
   layOut(); view.scroll = part * view.total; redraw();
 }
+/** Panes beside each other fold together, so that their rows stay at one height. */
+function fold(group, folded) {
+  const k = view.schedules.find(s => s.groups.includes(group)).groups.indexOf(group);
+  for (const s of view.beside ? view.schedules : []) s.groups[k].folded = folded;
+  group.folded = folded; layOut(); redraw();
+}
 function foldAll(folded) { for (const s of view.schedules) for (const g of s.groups) g.folded = folded; layOut(); redraw(); }
 
 function onWheel(event) {
   event.preventDefault();
   const unit = event.deltaMode === 1 ? 16 : event.deltaMode === 2 ? 300 : 1, dx = event.deltaX * unit, dy = event.deltaY * unit;
   if (event.shiftKey || event.offsetX < GUTTER) return scrollBy(dy || dx);
-  if (Math.abs(dx) > Math.abs(dy)) return pan(dx / plotWidth());
+  if (Math.abs(dx) > Math.abs(dy)) return pan(dx / pane(scheduleAt(event.offsetX)).width);
   zoomAt(toT(event.offsetX), Math.exp(Math.max(-200, Math.min(200, dy)) * 0.0022));
 }
 
@@ -140,7 +151,7 @@ function onDown(event) {
   plot.focus({ preventScroll: true });
   const { w } = size(plot);
   drag = { x: event.offsetX, y: event.offsetY, to: event.offsetX, t0: view.t0, t1: view.t1, scroll: view.scroll, moved: false,
-    select: event.offsetY < RULER && event.offsetX > GUTTER, bar: event.offsetX > w - BAR };
+    select: (event.offsetY < RULER || event.shiftKey) && event.offsetX > GUTTER, bar: event.offsetX > w - BAR };
 }
 
 function onMove(event) {
@@ -152,7 +163,7 @@ function onMove(event) {
   if (drag.select) { drag.to = x; return drawOver(); }
   if (drag.bar) { view.scroll = drag.scroll + (y - drag.y) / (size(plot).h - RULER) * view.total; return redraw(); }
   plot.classList.add("grab");
-  const d = (drag.x - x) / plotWidth() * (drag.t1 - drag.t0);
+  const d = (drag.x - x) / pane(scheduleAt(drag.x)).width * (drag.t1 - drag.t0);
   view.scroll = drag.scroll + drag.y - y;
   show(drag.t0 + d, drag.t1 + d);
 }
@@ -163,9 +174,11 @@ function onUp(event) {
   const was = drag;
   drag = null; plot.classList.remove("grab");
   if (!was) return;
-  if (was.select && was.moved) return show(Math.min(toT(was.x), toT(was.to)), Math.max(toT(was.x), toT(was.to)));
+  if (was.select && was.moved) return selectRange(toT(was.x), toT(was.to));
   const at = pick(event.offsetX, event.offsetY);
-  if (!was.moved && foldable(at)) { at.item.group.folded = !at.item.group.folded; layOut(); redraw(); }
+  if (was.moved) return;
+  if (foldable(at)) fold(at.item.group, !at.item.group.folded);
+  else pinSpan(at && at.i >= 0 ? { s: at.item.s, row: at.row, i: at.i } : null);
 }
 
 function onDouble(event) {
@@ -193,7 +206,8 @@ const KEYS = {
   ArrowLeft: () => pan(-0.1), ArrowRight: () => pan(0.1), ArrowUp: () => scrollBy(-60), ArrowDown: () => scrollBy(60),
   PageUp: () => scrollBy(-500), PageDown: () => scrollBy(500), 0: () => show(0, view.extent), f: () => show(0, view.extent),
   "[": () => setRowHeight(view.rowHeight * 0.75), "]": () => setRowHeight(view.rowHeight / 0.75 + 0.5),
-  c: () => $("toggle-path").click(), h: () => $("toggle-head").click(),
+  c: () => $("toggle-path").click(), h: () => $("toggle-head").click(), v: () => { if (!$("beside").hidden) $("beside").click(); }, 1: () => showStep(),
+  "/": () => $("search").focus(), Escape: () => { pinSpan(null); selectRange(0, 0); },
 };
 
 function listen() {
@@ -208,12 +222,14 @@ function listen() {
   overview.addEventListener("pointerup", () => { overview.from = undefined; });
   addEventListener("keydown", event => {
     const act = KEYS[event.key] || KEYS[event.key.toLowerCase()];
-    if (!act || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (!act || event.ctrlKey || event.metaKey || event.altKey || event.target.id === "search") return;
     event.preventDefault(); act();
   });
   new ResizeObserver(redraw).observe($("stage"));
   const press = (id, act) => $(id).addEventListener("click", act);
-  press("fit", () => show(0, view.extent));
+  press("fit", () => show(0, view.extent)); press("one", () => showStep());
+  press("beside", event => { view.beside = !view.beside; event.target.setAttribute("aria-pressed", view.beside); if (view.beside) matchFolds(); fitRows(false); redraw(); });
+  listenSearch();
   press("expand", () => foldAll(false)); press("collapse", () => foldAll(true));
   press("thinner", KEYS["["]); press("thicker", KEYS["]"]);
   press("toggle-path", event => { view.path = !view.path; event.target.setAttribute("aria-pressed", view.path); redraw(); });
@@ -246,9 +262,10 @@ async function start() {
   for (const s of view.schedules) for (const g of s.groups) g.folded = many;
   overview.style.height = 10 + 18 * view.schedules.length + "px";
   setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
-  fitRows(many); listen(); redraw();
+  $("beside").hidden = !alike(); $("one").hidden = !view.schedules.some(s => s.steps.length > 1);
+  fitRows(many); listen(); showStep(); redraw();
   // For tests and for the browser's console.
-  window.atlas = { view, frames, toX, rowBox, spanName, zoomAt, show, foldAll, setRowHeight, drawAll, setTheme };
+  window.atlas = { view, frames, toX, toT, rowBox, inspected, spanName, zoomAt, show, foldAll, setRowHeight, drawAll, setTheme };
   document.documentElement.dataset.ready = "yes";
 }
 

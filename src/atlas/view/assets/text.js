@@ -18,6 +18,7 @@ function fillHeader(schedules) {
   for (const source of new Set(schedules.map(s => s.source))) make("span", "badge " + source, source, sources);
   const notes = document.getElementById("notes");
   notes.replaceChildren();
+  if (HEAD.verdict) make("p", "verdict", HEAD.verdict, notes);
   for (const note of HEAD.notes) make("p", "", note, notes);
   fillTable(schedules);
   fillCaption();
@@ -32,13 +33,13 @@ function fillTable(schedules) {
   for (const [name, numeric] of [["schedule", 0], ...(mixed ? [["", 0]] : []), ["iteration", 1], ...(several ? [["speed-up", 1]] : []),
     ["accelerators busy", 1], ["time of all workers", 0], ["in flight", 1], ["busiest WAN link", 1], ["critical path: compute / WAN", 1]])
     make("th", numeric ? "n" : "", name, head);
-  const body = make("tbody", "", null, table);
+  const body = make("tbody", "", null, table), slowest = Math.max(...schedules.map(s => s.figures.iteration_s));
   for (const s of schedules) {
     const row = make("tr", "", null, body), f = s.figures;
     make("td", "name", s.name + (s.tcp ? ` · ${s.tcp} TCP` : ""), row);
     if (mixed) make("span", "badge " + s.source, s.source, make("td", "", null, row));
     make("td", "n", duration(f.iteration_s * 1e9), row);
-    if (several) make("td", "n", (schedules[0].figures.iteration_s / f.iteration_s).toFixed(2) + "×", row);
+    if (several) make("td", "n", (slowest / f.iteration_s).toFixed(2) + "×", row);
     make("td", "n", percent(f.utilization), row);
     fillSplit(make("div", "split", null, make("td", "", null, row)), s);
     make("td", "n", String(f.peak_in_flight), row);
