@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import random
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -60,6 +62,23 @@ def write_job(folder: Path, *datacenters: str, **options: Any) -> Job:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
+
+
+def free_ports(length: int, count: int) -> list[int]:
+    """The first ports of so many free ranges, below those that the kernel gives away."""
+    found: list[int] = []
+    for first in random.Random(os.getpid()).sample(range(20_000, 32_000, length), 200):
+        if len(found) < count and not any(map(is_taken, range(first, first + length))):
+            found.append(first)
+    return found
+
+
+def is_taken(port: int) -> bool:
+    try:
+        with socket.create_server(("127.0.0.1", port)):
+            return False
+    except OSError:
+        return True
 
 
 @dataclass

@@ -20,7 +20,9 @@ from multi_dc_runs import (
     OPTIONS,
     Run,
     free_port,
+    free_ports,
     hashes,
+    is_taken,
     job_text,
     losses_alone,
     run_datacenters,
@@ -35,6 +37,7 @@ from atlas.launch import run_monitor
 from atlas.launch.agent import Agent
 from atlas.launch.rehearse import rehearse
 from atlas.launch.report.events import StepEvent
+from atlas.launch.site_network import PortRange, SiteNetwork
 from atlas.runtime.checkpoint import LocalStore, complete_ids
 from atlas.runtime.checkpoint.copied_parts import read_records
 from atlas.spec import Job
@@ -102,10 +105,22 @@ def test_all_workers_restart_after_one_is_killed_and_nothing_is_lost(
 
 
 def test_a_datacenter_of_several_hosts_has_a_launcher_on_each(tmp_path: Path) -> None:
+    """And west cannot be dialled from east: its hosts dial for both directions. Each host has its range of ports."""
     job = write_job(tmp_path, *TWO, pp=4)
     launchers = ("east 0/2", "east 1/2", "west 0/2", "west 1/2")
     folders = {name: tmp_path / name.replace("/", "-") for name in launchers}
-    run = run_datacenters(job, folders, replace(SETTINGS, steps=2))
+    ranges = [PortRange(port, port + 1) for port in free_ports(2, len(launchers))]
+    networks = {
+        name: {"network": SiteNetwork(advertise="none" if name.startswith("west") else "", ports=ports)}
+        for name, ports in zip(launchers, ranges, strict=True)
+    }
+    listening: set[int] = set()
+
+    def look(run: Run, step: int) -> None:
+        listening.update(port for ports in ranges for port in (ports.first, ports.last) if is_taken(port))
+
+    run = run_datacenters(job, folders, replace(SETTINGS, steps=2), settings=networks, on_step=look)
+    assert listening == {port for ports in ranges for port in (ports.first, ports.last)}, "a server and a worker each"
     assert run.codes == dict.fromkeys(launchers, 0), run.errors
     require_the_same(run.losses, losses_alone(job, 2))
     for number, folder in enumerate(folders.values()):

@@ -62,7 +62,7 @@ def run_in_threads(
 
     def run(worker: Worker) -> None:
         links = worker.role.links(tied=training.model.config.tied)
-        ports = [by_node[link.peer].links.ports[link.peer_end] for link in links]
+        ports = [by_node[link.peer].links.port for link in links]
         worker.connect(
             [(link.end, link.peer, link.lane, "127.0.0.1", port) for link, port in zip(links, ports, strict=True)]
         )

@@ -11,8 +11,9 @@ import argparse
 import signal
 from pathlib import Path
 
+from atlas.commands.network_flags import PORT, address_of
 from atlas.commands.train import how_flags, recipe_of
-from atlas.commands.train_dc import PORT, address_of, group_flags, interrupt
+from atlas.commands.train_dc import group_flags, interrupt
 from atlas.commands.watching import evidence_of, recorded, watch_flags, watched, write_evidence
 from atlas.console import job_flags, require_apart, require_writable, say
 from atlas.launch.report import RunReport

@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.ir.text import from_text
@@ -33,11 +34,12 @@ from atlas.launch.control_channel import Message
 from atlas.launch.ledger import Ledger
 from atlas.launch.preflight import devices_for, layers_of, require_room
 from atlas.launch.rendezvous import AgentName, RendezvousClient
+from atlas.launch.site_network import SiteNetwork
 from atlas.launch.worker_processes import WorkerProcesses
 from atlas.runtime.assignment import SHIPPED, Assignment, SaveChoice, TrainingSetup, read
 from atlas.runtime.wiring import WorkerRole
 from atlas.wan.security.credentials import Security
-from atlas.wan.transport.base import Address
+from atlas.wan.transport.base import Address, PeerRoute
 
 POLL_S = 0.2
 
@@ -50,8 +52,7 @@ class AgentSettings:
     rendezvous: Address = ("127.0.0.1", 0)
     apart: bool = False
     """Whether `atlas coordinator` runs at `rendezvous`; otherwise the first launcher coordinates."""
-    host: str = "127.0.0.1"
-    """The address that its workers and its checkpoint server listen on, and that the others connect to."""
+    network: SiteNetwork = field(default_factory=SiteNetwork)
     certificates: Path | None = None
     trusted_networks: tuple[str, ...] = ()
     checkpoints: Path | None = None
@@ -61,6 +62,8 @@ class AgentSettings:
     device: str = "cuda"
     local_rank: int | None = None
     """Of the first worker on this host, under torchrun; None: 0."""
+    launchers_here: int = 1
+    """On this host, sharing its range of ports; under torchrun one per worker."""
     auto_replan: bool = False
     """Whether to continue without a lost datacenter without asking."""
     without: tuple[str, ...] = ()
@@ -74,7 +77,7 @@ class _Attempt:
     epoch: int
     datacenters: list[str]
     exchange: CheckpointExchange | None = None
-    servers: dict[str, Address] | None = None
+    servers: dict[str, PeerRoute] | None = None
     workers: WorkerProcesses | None = None
     start_ns: int | None = None
     """When the workers began, on this host's clock."""
@@ -161,7 +164,7 @@ class Agent:
         except AtlasError as error:
             self._reply(attempt, {"error": str(error), "user_error": not isinstance(error, WorkerError)})
         except OSError as error:
-            where = error.filename or self.settings.host
+            where = error.filename or self.settings.network.listen
             text = f"{where}: {error.strerror or error}. Fix it and start again"
             self._reply(attempt, {"error": text, "user_error": True})
 
@@ -170,19 +173,25 @@ class Agent:
 
     def _begin(self, attempt: _Attempt, message: Message) -> None:
         mine = self.settings
+        site = mine.network.facts(mine.name, mine.rendezvous).to_json()
         if mine.checkpoints is None:
-            self._reply(attempt, {"begun": {"host": mine.host, "server": None, "stores": []}})
+            self._reply(attempt, {"begun": {"site": site, "server": None, "stores": []}})
             return
         if mine.checkpoints.exists() and not mine.checkpoints.is_dir():
             raise AtlasError(f"{mine.checkpoints}: not a folder. Choose another place for checkpoints")
         exchange = attempt.exchange = CheckpointExchange(
-            mine.checkpoints, mine.name, attempt.datacenters, mine.host, attempt.epoch, self._security
+            mine.checkpoints,
+            mine.name,
+            attempt.datacenters,
+            (mine.network.listen, mine.network.port(0)),
+            attempt.epoch,
+            self._security,
         )
-        found = {"host": mine.host, "server": list(exchange.address), "stores": list(exchange.local)}
+        found = {"site": site, "server": exchange.port, "stores": list(exchange.local)}
         self._reply(attempt, {"begun": found})
 
     def _connect(self, attempt: _Attempt, message: Message) -> None:
-        attempt.servers = {node: (host, port) for node, (host, port) in message["servers"].items()}
+        attempt.servers = _routes(message["servers"])
         if attempt.exchange is not None:
             attempt.exchange.connect(attempt.servers, message["stores"])
         self._reply(attempt, {"connected": True})
@@ -193,7 +202,7 @@ class Agent:
 
     def _admit(self, attempt: _Attempt, message: Message) -> None:
         if attempt.exchange is not None:
-            attempt.exchange.admit(message["admit"])
+            attempt.exchange.admit(_routes(message["admit"]))
         self._reply(attempt, {"admitted": True})
 
     def _forward(self, attempt: _Attempt, message: Message) -> None:
@@ -228,13 +237,15 @@ class Agent:
         roles = [WorkerRole(program, worker, cell, wanted["num_cells"]) for cell, worker in wanted["workers"]]
         devices = devices_for(len(roles), mine.device, mine.name.datacenter, mine.local_rank, tp=wanted["tp"])
         require_room(roles, training, mine.device, tp=wanted["tp"])
+        saves = attempt.exchange is not None
+        mine.network.require_ports(len(roles), saves=saves, serves=saves)  # a new plan may have more workers here
         save = self._save_choice(attempt, wanted, [layer for role in roles for layer in layers_of(role, training)])
         workers = attempt.workers = WorkerProcesses("atlas.runtime.process", [role.name for role in roles])
         attempt.forwarder = threading.Thread(
             target=self._forward_replies, args=(attempt, workers), daemon=True, name="forwarder"
         )
         attempt.forwarder.start()
-        for role, device in zip(roles, devices, strict=True):
+        for index, (role, device) in enumerate(zip(roles, devices, strict=True)):
             assignment = Assignment(
                 worker=role.worker,
                 program=wanted["program"],
@@ -246,7 +257,8 @@ class Agent:
                 compute_ns=tuple(map(tuple, wanted["compute_ns"].get(role.name, ()))),
                 device=device,
                 tp=wanted["tp"],
-                listen=mine.host,
+                listen=mine.network.listen,
+                port=mine.network.port(index + saves),
                 streams=wanted["streams"],
                 certificates=str(mine.certificates or ""),
                 trusted_networks=mine.trusted_networks,
@@ -317,3 +329,11 @@ class Agent:
             attempt.forwarder.join()
         if attempt.exchange is not None:
             attempt.exchange.close()
+
+
+def _routes(given: Mapping[str, Any]) -> dict[str, PeerRoute]:
+    """From JSON."""
+    return {
+        node: PeerRoute(None if address is None else (str(address[0]), int(address[1])), bool(dial_for))
+        for node, (address, dial_for) in given.items()
+    }

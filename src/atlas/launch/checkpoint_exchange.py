@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from atlas.errors import AtlasError
 from atlas.launch.rendezvous import AgentName
@@ -34,7 +33,7 @@ from atlas.runtime.checkpoint.load import Checkpoint
 from atlas.runtime.checkpoint.manifest import Blob
 from atlas.runtime.checkpoint.tensors import Tally, chunks_of
 from atlas.wan.security.credentials import Security
-from atlas.wan.transport.base import Address
+from atlas.wan.transport.base import Address, PeerRoute
 from atlas.wan.transport.endpoint import Endpoint
 
 
@@ -42,34 +41,34 @@ class CheckpointExchange:
     """Open from the beginning of an attempt to its end."""
 
     def __init__(
-        self, folder: Path, name: AgentName, datacenters: Sequence[str], host: str, epoch: int, security: Security
+        self, folder: Path, name: AgentName, datacenters: Sequence[str], where: Address, epoch: int, security: Security
     ) -> None:
+        """`where`: the address to listen on."""
         self.folder, self.name = folder, name
         self.own = LocalStore(folder / OWN)
         kept = {copies_of(dc) for dc in datacenters if dc != name.datacenter}
         kept |= {found.name for found in folder.glob(copies_of("*")) if found.is_dir()}
         self.local: dict[str, LocalStore] = {store: LocalStore(folder / store) for store in (OWN, *sorted(kept))}
         self._remote_names: dict[str, Sequence[str]] = {}
-        self._endpoint = Endpoint(name.node, (host, 0), epoch=epoch, security=security)
+        self._endpoint = Endpoint(name.node, where, epoch=epoch, security=security)
         self._server = CheckpointServer(self._endpoint, self.local)
         self._clients: dict[str, CheckpointClient] = {}
         self._fetched: tempfile.TemporaryDirectory[str] | None = None
 
     @property
-    def address(self) -> Address:
-        return self._endpoint.address
+    def port(self) -> int:
+        return self._endpoint.address[1]
 
-    def connect(self, servers: Mapping[str, Address], stores: Mapping[str, Sequence[str]]) -> None:
+    def connect(self, servers: Mapping[str, PeerRoute], stores: Mapping[str, Sequence[str]]) -> None:
         """The checkpoint servers of the other launchers and the names of their stores, by node."""
         self._remote_names = dict(stores)
-        others = {node: address for node, address in servers.items() if node != self.name.node}
-        self.admit(others)
-        for node, address in others.items():
-            self._clients[node] = CheckpointClient(self._endpoint, node, address)
+        self.admit(servers)
+        for node, route in servers.items():
+            self._clients[node] = CheckpointClient(self._endpoint, node, route)
 
-    def admit(self, nodes: Mapping[str, Any]) -> None:
+    def admit(self, nodes: Mapping[str, PeerRoute]) -> None:
         """Let these nodes use the checkpoint server."""
-        self._server.admit({node: (str(host), int(port)) for node, (host, port) in nodes.items()})
+        self._server.admit(nodes)
 
     def choose(self) -> tuple[tuple[int, int] | None, int]:
         """(attempt, step) of the newest checkpoint that is complete over all connected stores; the next attempt."""
@@ -77,10 +76,9 @@ class CheckpointExchange:
         found = choose(stores)
         return ((found.id.attempt, found.id.step) if found is not None else None), next_attempt(stores)
 
-    def copy_choice(self, peer: str, servers: Mapping[str, Address]) -> CopyChoice:
+    def copy_choice(self, peer: str, servers: Mapping[str, PeerRoute]) -> CopyChoice:
         """For a worker of this launcher: where another launcher keeps this datacenter's copies."""
-        host, port = servers[peer]
-        return CopyChoice(peer, str(host), int(port), copies_of(self.name.datacenter))
+        return CopyChoice(peer, servers[peer], copies_of(self.name.datacenter))
 
     def fetch(self, step: int, layers: Iterable[str]) -> list[str]:
         """Folders that hold these layers of a step. Layers that no local store has are fetched over the network."""

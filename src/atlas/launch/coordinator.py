@@ -13,22 +13,24 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.ir.text import to_text
 from atlas.launch.clocks import offsets_ns
-from atlas.launch.prepared_job import PreparedJob, difference
+from atlas.launch.prepared_job import PreparedJob, copy_targets, difference
 from atlas.launch.remote_workers import RemoteWorkers
 from atlas.launch.rendezvous import AgentName, JoinedAgent, Rendezvous
 from atlas.launch.report.events import OnStep
 from atlas.launch.run_monitor import RunMonitor, RunOutcome, connect_workers
 from atlas.launch.run_state import ResumePoint, RunningAttempt, StateFile
+from atlas.launch.site_network import SiteFacts, require_apart, require_connected
 from atlas.launch.supervisor import run_with_restarts
 from atlas.launch.train_options import TrainOptions
-from atlas.runtime.wiring import MAIN, PeerLink, WorkerRole
+from atlas.runtime.wiring import PeerLink, WorkerRole
 from atlas.wan.security.credentials import Security
-from atlas.wan.transport.base import Address
+from atlas.wan.transport.base import Address, PeerRoute
 
 REPLY_S = 30.0
 """For an agent's reply that needs no reading of checkpoints."""
@@ -243,14 +245,15 @@ class Coordinator:
         with self._workers(state.epoch, agents) as workers:
             workers.send_agents({"begin": state.epoch, "datacenters": list(self._all_datacenters)})
             found = workers.wait_for("begun", REPLY_S, of=workers.agents)
-            start = self._resume_point(workers, agents, found)
+            sites = self._sites(workers, found)
+            start = self._resume_point(workers, agents, found, sites)
             if start.first_step >= num_steps:
                 sentence = f"{start.first_step} steps are done already, and --steps says {num_steps}"
                 return RunOutcome(start.first_step, [], sentence)
             self._num_done = max(self._num_done, start.first_step)
             self._prepare(workers, agents, start)
             monitor = self._monitor(workers, start, start.first_step)
-            self._connect(workers, {agent: facts["host"] for agent, facts in found.items()}, start, monitor)
+            self._connect(workers, sites, start, monitor)
             if start.resume is not None:
                 self._say(f"resumed from the checkpoint of step {start.resume}")
             instances = {agent.name.node: agent.instance for agent in agents}
@@ -293,12 +296,26 @@ class Coordinator:
             self._num_done = max(self._num_done, monitor.num_done)
             self._file.update(running=None)
 
+    def _sites(self, workers: RemoteWorkers, found: Mapping[str, Any]) -> dict[str, SiteFacts]:
+        """By agent: its place in the network. Raises if a pair that must exchange messages cannot."""
+        sites = {agent: SiteFacts.from_json(facts["site"]) for agent, facts in found.items()}
+        pairs = {(workers.agent_of(a), workers.agent_of(b)) for a, b in self.prepared.peers}
+        if any(facts["server"] is not None for facts in found.values()):  # all checkpoint servers connect
+            pairs = set(combinations(sites, 2))
+        require_apart(list(sites.values()))
+        require_connected((sites[a], sites[b]) for a, b in sorted(pairs) if a != b)
+        return sites
+
     def _resume_point(
-        self, workers: RemoteWorkers, agents: Sequence[JoinedAgent], found: Mapping[str, Any]
+        self,
+        workers: RemoteWorkers,
+        agents: Sequence[JoinedAgent],
+        found: Mapping[str, Any],
+        sites: Mapping[str, SiteFacts],
     ) -> ResumePoint:
         """Connect the checkpoint servers of all agents and choose the checkpoint to resume from."""
         servers = {agent: facts["server"] for agent, facts in found.items()}
-        without = [agent.partition("/")[0] for agent, address in servers.items() if address is None]
+        without = [agent.partition("/")[0] for agent, port in servers.items() if port is None]
         if without and len(without) < len(servers):
             raise AtlasError(
                 f"{', '.join(without)} has no --checkpoints, the others have: give every datacenter a folder, or none"
@@ -306,7 +323,9 @@ class Coordinator:
         if without:
             return ResumePoint()
         stores = {agent: facts["stores"] for agent, facts in found.items()}
-        workers.send_agents({"servers": servers, "stores": stores})
+        for agent in workers.agents:
+            routes = {node: sites[agent].route(sites[node], port) for node, port in servers.items() if node != agent}
+            workers.send_agent(agent, {"servers": routes, "stores": stores})
         workers.wait_for("connected", REPLY_S, of=workers.agents)
         asked = workers.agents[0]
         workers.send_agent(asked, {"choose": True})
@@ -314,19 +333,9 @@ class Coordinator:
         step = chosen["save"][1] if chosen["save"] is not None else None
         if step is None and chosen["next"]:
             self._say("no complete checkpoint is left in the connected datacenters: starting from the first step")
-        return ResumePoint(step or 0, chosen["next"], step, self._copy_targets(agents), saves=True)
-
-    def _copy_targets(self, agents: Sequence[JoinedAgent]) -> dict[str, str]:
-        """By agent: the agent in the next datacenter that its workers copy to; the same in every attempt."""
-        ring = [dc for dc in self._members if any(agent.name.datacenter == dc for agent in agents)]
-        if len(ring) < 2:
-            return {}
-        targets: dict[str, str] = {}
-        for agent in agents:
-            after = ring[(ring.index(agent.name.datacenter) + 1) % len(ring)]
-            theirs = sorted(other.name.part for other in agents if other.name.datacenter == after)
-            targets[agent.name.node] = AgentName(after, theirs[agent.name.part % len(theirs)]).node
-        return targets
+        return ResumePoint(
+            step or 0, chosen["next"], step, copy_targets(self._members, [agent.name for agent in agents]), saves=True
+        )
 
     def _prepare(self, workers: RemoteWorkers, agents: Sequence[JoinedAgent], start: ResumePoint) -> None:
         prepared, options = self.prepared, self.options
@@ -362,23 +371,24 @@ class Coordinator:
             self._callbacks.on_start({name: pid for found in pids.values() for name, pid in found.items()})
 
     def _connect(
-        self, workers: RemoteWorkers, hosts: Mapping[str, str], start: ResumePoint, monitor: RunMonitor
+        self, workers: RemoteWorkers, sites: Mapping[str, SiteFacts], start: ResumePoint, monitor: RunMonitor
     ) -> None:
         """Send workers the addresses of their peers, and checkpoint servers the workers that will copy to them."""
         ports = workers.wait_for("listening", FETCH_S)
         roles = {role.node: role for role in self.prepared.roles}
-        clients: dict[str, dict[str, Address]] = {agent: {} for agent in workers.agents}
+        clients: dict[str, dict[str, PeerRoute]] = {agent: {} for agent in workers.agents}
         for node, role in roles.items():
             if (server := start.copies.get(workers.agent_of(role.name))) is not None:
-                clients[server][node] = (hosts[workers.agent_of(role.name)], ports[role.name][MAIN])
+                client = sites[workers.agent_of(role.name)]
+                clients[server][node] = sites[server].route(client, ports[role.name])
         for agent, nodes in clients.items():
             workers.send_agent(agent, {"admit": nodes})
         workers.wait_for("admitted", REPLY_S, of=workers.agents)
 
-        def address_of(role: WorkerRole, link: PeerLink) -> Address:
-            peer = roles[link.peer].name
-            address = (hosts[workers.agent_of(peer)], ports[peer][link.peer_end])
-            return self._callbacks.route(role.node, link.peer, address)
+        def address_of(role: WorkerRole, link: PeerLink) -> Address | None:
+            here, peer = sites[workers.agent_of(role.name)], roles[link.peer].name
+            address = here.route(sites[workers.agent_of(peer)], ports[peer]).address
+            return None if address is None else self._callbacks.route(role.node, link.peer, address)
 
         tied = self.prepared.training.model.config.tied
         connect_workers(workers, list(roles.values()), tied=tied, address_of=address_of)

@@ -182,15 +182,15 @@ def _connect(
     """Connect workers through the emulator where there is a path between their nodes, and directly elsewhere."""
     ports = workers.wait_for("listening", START_TIMEOUT_S)
     name_of = {role.node: role.name for role in roles}
-    emulated: dict[tuple[str, str, str], Address] = {}
+    emulated: dict[tuple[str, str], Address] = {}
 
     def address_of(role: WorkerRole, link: PeerLink) -> Address:
-        address = ("127.0.0.1", ports[name_of[link.peer]][link.peer_end])
+        address = ("127.0.0.1", ports[name_of[link.peer]])
         has_path = (role.node, link.peer) in paths or (link.peer, role.node) in paths
         # The cost of a SYNC includes the exchange of tied embeddings: the emulator must not delay it again.
         if net is None or not has_path or link.lane == TIED:
             return address
-        target = (role.node, link.peer, link.peer_end)
+        target = (role.node, link.peer)
         if target not in emulated:
             emulated[target] = net.listen(role.node, link.peer, address)
         return emulated[target]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +22,10 @@ from atlas.launch.prepared_job import PreparedJob, digest_of, prepare_job
 from atlas.launch.rendezvous import AgentName, RendezvousClient
 from atlas.launch.replan import replan
 from atlas.launch.run_state import StateFile
+from atlas.launch.site_network import SiteNetwork, is_own, is_wildcard
 from atlas.launch.train_options import TrainOptions
 from atlas.spec import Job
+from atlas.wan.security.certs import expiry_warnings, require_current
 from atlas.wan.security.credentials import Credentials, Security
 from atlas.wan.transport.base import Address
 
@@ -48,8 +51,10 @@ def train_here(job: Job, options: TrainOptions, settings: AgentSettings, callbac
         )
     if settings.apart:
         _require_other_name(datacenters)
-    _require_devices(job, settings)
+    _require_host(job, settings, callbacks.say)
     security = security_of(settings)
+    for warning in expiry_warnings(settings.certificates, mine.datacenter):
+        callbacks.say(warning)
     first = COORDINATOR if settings.apart else AgentName(datacenters[0])
     digest = digest_of(job, options)
 
@@ -65,7 +70,8 @@ def train_here(job: Job, options: TrainOptions, settings: AgentSettings, callbac
     require_room(prepared.roles_of(mine), prepared.training, settings.device, tp=job.tp)
     coordinator = _coordinator(prepared, options, settings, callbacks, security, options.checkpoints)
     try:
-        own = agent(coordinator.rendezvous.address)
+        host, port = coordinator.rendezvous.address
+        own = agent(("127.0.0.1" if is_wildcard(host) else host, port))
         own.say = lambda line: None  # the coordinator says the same
 
         def run_agent() -> None:
@@ -119,9 +125,10 @@ def _coordinator(
         return _replanned(before, lost, options, callbacks, auto=settings.auto_replan)
 
     digest = digest_of(prepared.job, replace(options, follows=False))  # what the coordinator says applies to all
+    address = rendezvous_to_bind(settings)
     state = StateFile(folder, digest.partition(" ")[0])
     try:
-        return Coordinator(settings.rendezvous, security, digest, prepared, options, callbacks, replanned, state)
+        return Coordinator(address, security, digest, prepared, options, callbacks, replanned, state)
     except BaseException:
         state.close()
         raise
@@ -138,18 +145,38 @@ def _require_other_name(datacenters: list[str]) -> None:
 def security_of(settings: AgentSettings) -> Security:
     if settings.certificates is None:
         return Security()
+    require_current(settings.certificates, settings.name.datacenter)
     credentials = Credentials.of_folder(settings.certificates, settings.name.node)
     security = Security(credentials, settings.trusted_networks)
     _ = security.server_context, security.client_context  # raises now if files are missing or do not match
     return security
 
 
-def _require_devices(job: Job, settings: AgentSettings) -> None:
-    """Before connecting to any other launcher: the devices of this launcher's workers."""
-    found, name = arrange(job), settings.name
+def rendezvous_to_bind(settings: AgentSettings) -> Address:
+    """Where the rendezvous listens: at its own address if this host has it, else at --listen, with the same port: the
+    address that others dial may belong to a NAT."""
+    (host, port), listen, ports = settings.rendezvous, settings.network.listen, settings.network.ports
+    if ports is not None and ports.first <= port <= ports.last:
+        raise AtlasError(f"--ports {ports}: the rendezvous listens here on port {port}. Give a range without it")
+    return (host if is_own(host) or listen == SiteNetwork().listen else listen), port
+
+
+def num_workers_of(job: Job, name: AgentName) -> int:
+    """Workers that one launcher runs."""
+    found = arrange(job)
     count = found.rank_dc.count(name.datacenter) * found.num_pipelines * job.cells
-    num_workers = len(range(count)[name.share(count)])
+    return len(range(count)[name.share(count)])
+
+
+def _require_host(job: Job, settings: AgentSettings, say: Callable[[str], None]) -> None:
+    """Before connecting to any other launcher: this launcher's network, and the devices of its workers."""
+    name, network, num_workers = settings.name, settings.network, num_workers_of(job, settings.name)
     devices_for(num_workers, settings.device, name.datacenter, settings.local_rank, tp=job.tp)
+    network.require_valid([dc.name for dc in job.cluster.datacenters])
+    saves = settings.checkpoints is not None
+    network.require_ports(num_workers, saves=saves, launchers=settings.launchers_here)
+    if network.ports is not None:
+        say(f"{name} {network.said(num_workers, saves=saves)}")
 
 
 def _datacenters(job: Job) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from atlas.cost.table import Costs
@@ -40,6 +41,13 @@ class PreparedJob:
     def datacenters(self) -> list[str]:
         """In the order of the pipeline."""
         return list(dict.fromkeys(self.program.rank_dc))
+
+    @property
+    def peers(self) -> list[tuple[str, str]]:
+        """The names of workers that exchange messages."""
+        roles = {role.node: role for role in self.roles}
+        tied = self.training.model.config.tied
+        return [(role.name, roles[link.peer].name) for role in roles.values() for link in role.links(tied=tied)]
 
     def roles_of(self, agent: AgentName) -> list[WorkerRole]:
         """The workers that one launcher of a datacenter runs: a consecutive share, nearly equal for all launchers."""
@@ -90,3 +98,16 @@ def difference(theirs: str, ours: str) -> str | None:
         f"its recipe differs: {key} is {found.get(key)!r} there and {wanted.get(key)!r} at the rendezvous. Give both "
         "the same recipe and flags"
     )
+
+
+def copy_targets(datacenters: Sequence[str], agents: Sequence[AgentName]) -> dict[str, str]:
+    """By agent: the agent in the next datacenter that its workers copy checkpoints to; the same in every attempt."""
+    ring = [dc for dc in datacenters if any(agent.datacenter == dc for agent in agents)]
+    if len(ring) < 2:
+        return {}
+    targets: dict[str, str] = {}
+    for agent in agents:
+        after = ring[(ring.index(agent.datacenter) + 1) % len(ring)]
+        theirs = sorted(other.part for other in agents if other.datacenter == after)
+        targets[agent.node] = AgentName(after, theirs[agent.part % len(theirs)]).node
+    return targets

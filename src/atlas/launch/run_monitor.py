@@ -24,6 +24,7 @@ from atlas.launch.clocks import offsets_ns
 from atlas.launch.measured import Records, RunClock
 from atlas.launch.report.events import OnStep, StepEvent
 from atlas.launch.worker_processes import WorkerGroup
+from atlas.runtime.links import PeerAddress
 from atlas.runtime.wiring import PeerLink, WorkerRole
 from atlas.wan.transport.base import Address
 from atlas.wan.transport.stream_slot import Faults
@@ -53,13 +54,26 @@ class RunOutcome:
 
 
 def connect_workers(
-    workers: WorkerGroup, roles: list[WorkerRole], *, tied: bool, address_of: Callable[[WorkerRole, PeerLink], Address]
+    workers: WorkerGroup,
+    roles: list[WorkerRole],
+    *,
+    tied: bool,
+    address_of: Callable[[WorkerRole, PeerLink], Address | None],
 ) -> None:
-    """Send every worker the addresses of its peers."""
+    """Send every worker the addresses of its peers. Where a worker cannot dial a peer, the peer dials for it."""
+    channels: dict[str, list[PeerAddress]] = {role.node: [] for role in roles}
+    dial_for: dict[str, list[PeerAddress]] = {role.node: [] for role in roles}
+    by_node = {role.node: role for role in roles}
     for role in roles:
-        links = role.links(tied=tied)
-        peers = [(link.end, link.peer, link.lane, *address_of(role, link)) for link in links]
-        workers.send(role.name, {"channels": peers})
+        for link in role.links(tied=tied):
+            host, port = address_of(role, link) or (None, 0)
+            channels[role.node].append((link.end, link.peer, link.lane, host, port))
+            if host is None:
+                back = PeerLink(link.peer_end, role.node, link.end, link.lane)
+                host, port = address_of(by_node[link.peer], back) or (None, 0)
+                dial_for[link.peer].append((back.end, back.peer, back.lane, host, port))
+    for role in roles:
+        workers.send(role.name, {"channels": channels[role.node], "dial_for": dial_for[role.node]})
 
 
 @dataclass

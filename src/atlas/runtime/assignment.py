@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
+from atlas.wan.transport.base import PeerRoute
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -113,8 +114,7 @@ class CopyChoice:
 
     peer: str
     """Its node."""
-    host: str
-    port: int
+    route: PeerRoute
     store: str
 
 
@@ -147,6 +147,8 @@ class Assignment:
     """Processes of this node that share each stage by tensor parallelism; on CUDA, on as many GPUs from N on."""
     listen: str = "127.0.0.1"
     """The address to listen on."""
+    port: int = 0
+    """The port to listen on; 0: the kernel chooses one."""
     streams: int = 0
     """TCP connections to each peer; 0: the transport chooses."""
     certificates: str = ""

@@ -1,4 +1,4 @@
-"""A worker's connections: an endpoint for most traffic, a relay for each boundary that its cell shares, direct links to
+"""A worker's connections: one endpoint, on it a relay for each boundary that its cell shares, and direct links to
 neighbours on its host. Sends and receives by purpose; `wiring` says who the peer is.
 
 Knows transports and names. Does not know tensors, nor when anything is sent.
@@ -17,7 +17,7 @@ from atlas.runtime.wiring import AFTER, BEFORE, CONTROL, MAIN, WorkerRole, is_al
 from atlas.wan.cell_relay.relay import SLICE_BYTES, Cell
 from atlas.wan.cell_relay.slices import head_bytes
 from atlas.wan.security.credentials import Credentials, Security
-from atlas.wan.transport.base import Buffer, Handle, Key, Tag, Transport
+from atlas.wan.transport.base import Address, Buffer, Handle, Key, Tag, Transport
 from atlas.wan.transport.direct import DirectTransport
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.settings import TransportSettings
@@ -35,8 +35,8 @@ SENDS = {AFTER: FORWARD, BEFORE: BACKWARD}
 WARM_UP = (-1, -1, -1, -1)
 """The tag of each channel's first message, which is not read."""
 
-PeerAddress = tuple[str, str, int, str, int]
-"""(end, peer, lane, host, port) of one connection."""
+PeerAddress = tuple[str, str, int, str | None, int]
+"""(end, peer, lane, host, port) of one connection. Without a host the peer dials."""
 
 
 class WorkerLinks:
@@ -49,26 +49,19 @@ class WorkerLinks:
         if assignment.streams:
             settings = replace(settings, max_streams=assignment.streams)
         security = _security(assignment, role.node)
-        self._ends = {
-            end: Endpoint(
-                role.node, (assignment.listen, 0), epoch=assignment.epoch, security=security, settings=settings
-            )
-            for end in role.ends
-        }
+        where = (assignment.listen, assignment.port)
+        self.main = Endpoint(role.node, where, epoch=assignment.epoch, security=security, settings=settings)
         self._direct: DirectTransport | None = None
         if direct and not assignment.certificates:
             patience_s = settings.deadline_s
             self._direct = DirectTransport(role.node, self.main.address, epoch=assignment.epoch, patience_s=patience_s)
         slice_bytes = slice_bytes_of(assignment.training.activation_bytes, role.program.num_pipelines)
+        both = (FORWARD, BACKWARD)
         self._relays = {
-            end: Cell(self._ends[end], role.pairs(end), (FORWARD, BACKWARD), slice_bytes, (SENDS[end],))
+            end: Cell(self.main, role.pairs(end), both, slice_bytes, (SENDS[end],), role.relay_lane(end))
             for end in role.ends
             if end != MAIN
         }
-
-    @property
-    def main(self) -> Endpoint:
-        return self._ends[MAIN]
 
     @property
     def is_direct(self) -> bool:
@@ -78,33 +71,41 @@ class WorkerLinks:
     def is_sending(self, besides: Collection[int] = ()) -> bool:
         """Whether a message on other lanes than these is unsent or unacknowledged."""
         direct = self._direct is not None and self._direct.is_sending
-        return direct or any(endpoint.is_sending(besides) for endpoint in self._ends.values())
+        return direct or self.main.is_sending(besides)
 
     @property
     def faults(self) -> Faults:
         """Of all streams of this worker since the start."""
-        return Faults.sum(endpoint.faults for endpoint in self._ends.values())
+        return self.main.faults
 
     @property
-    def ports(self) -> dict[str, int]:
-        """The listening port of each end."""
-        return {end: endpoint.address[1] for end, endpoint in self._ends.items()}
+    def port(self) -> int:
+        """The listening port."""
+        return self.main.address[1]
 
-    def connect(self, places: Iterable[PeerAddress]) -> None:
+    def connect(self, places: Iterable[PeerAddress], dial_for: Iterable[PeerAddress] = ()) -> None:
         """Open every connection and use it once: a first burst over a cold connection is several times slower.
 
-        Nothing may be sent or received through a relay before all peers have returned from this.
+        `dial_for`: the connections of peers that cannot dial this worker. Nothing may be sent or received through a
+        relay before all peers have returned from this.
         """
-        main, channels, opened = self._ends[MAIN], [], []
-        relayed: dict[str, dict[str, tuple[str, int]]] = {}
+        for end, peer, lane, host, port in dial_for:
+            assert host is not None, "the launcher has refused pairs in which neither can dial"
+            if end == MAIN:
+                self.main.dial_for(peer, lane, (host, port))
+            else:
+                self._relays[end].dial_for({peer: (host, port)})
+        main, channels, opened = self.main, [], []
+        relayed: dict[str, dict[str, Address | None]] = {}
         for end, peer, lane, host, port in places:
-            if end == MAIN and self._is_direct(peer, lane, host, port):
+            address = None if host is None else (host, port)
+            if end == MAIN and address is not None and self._is_direct(peer, lane, address):
                 continue
             if end == MAIN:
-                channels.append(main.open(peer, lane, (host, port), light=lane == CONTROL))
+                channels.append(main.open(peer, lane, address, light=lane == CONTROL))
                 opened.append((peer, lane))
             else:
-                relayed.setdefault(end, {})[peer] = (host, port)
+                relayed.setdefault(end, {})[peer] = address
         main.warm_up(channels, CONNECT_S)
         for end, peers in relayed.items():
             self._relays[end].connect(peers, CONNECT_S)
@@ -115,11 +116,11 @@ class WorkerLinks:
         for handle in sent:
             handle.wait(self.patience_s)
 
-    def _is_direct(self, peer: str, lane: int, host: str, port: int) -> bool:
+    def _is_direct(self, peer: str, lane: int, address: Address) -> bool:
         """Use a direct link if possible; whether it is. Never between datacenters, also when emulated on one host."""
         if self._direct is None or peer.partition("/")[0] != self.role.datacenter or not is_along(lane):
             return False
-        return self._direct.dial(peer, lane, (host, port))
+        return self._direct.dial(peer, lane, address)
 
     # ---- along the pipeline ------------------------------------------------------------------------------------------
     def send(self, direction: int, boundary: int, tag: Tag, buffer: Buffer, turn: int, what: str) -> Handle:
@@ -141,14 +142,14 @@ class WorkerLinks:
         lane, direct = lane_of(direction, boundary), self._direct
         if direct is not None and (direct.sends_to(peer, lane) if sends else direct.receives_from(peer, lane)):
             return direct, Key(peer, lane, tag)
-        return self._ends[MAIN], Key(peer, lane, tag)
+        return self.main, Key(peer, lane, tag)
 
     # ---- across pipelines, and along the pipeline for what is not an activation --------------------------------------
     def send_to(self, lane: int, pipeline: int, rank: int, tag: Tag, buffer: Buffer, what: str) -> Handle:
-        return self._ends[MAIN].send(Key(self.role.node_of(pipeline, rank), lane, tag), buffer, what=what)
+        return self.main.send(Key(self.role.node_of(pipeline, rank), lane, tag), buffer, what=what)
 
     def recv_from(self, lane: int, pipeline: int, rank: int, tag: Tag, buffer: Buffer | None, what: str) -> Handle:
-        return self._ends[MAIN].recv(Key(self.role.node_of(pipeline, rank), lane, tag), buffer, what)
+        return self.main.recv(Key(self.role.node_of(pipeline, rank), lane, tag), buffer, what)
 
     def close(self) -> None:
         """Close every connection at once."""
@@ -156,8 +157,7 @@ class WorkerLinks:
             self._direct.close(0.0)
         for relay in self._relays.values():
             relay.close(0.0)
-        for endpoint in self._ends.values():
-            endpoint.close(0.0)
+        self.main.close(0.0)
 
 
 def slice_bytes_of(transfer_bytes: int, num_nodes: int) -> int:

@@ -1,8 +1,8 @@
 """`python -m atlas.runtime.process`: one worker as a process. Reads messages as JSON lines from stdin, replies on
 stdout.
 
-    <- {"assignment": ...}     -> {"listening": {end: port}}
-    <- {"channels": [...]}     -> {"ready": true}
+    <- {"assignment": ...}     -> {"listening": port}
+    <- {"channels": [...], "dial_for": [...]}  -> {"ready": true}
     <- {"clock": any}          -> {"clock": ns}                     any number of times, to compare clocks
     <- {"start_ns": ns}        -> {"step": n, "loss": ..., ...}     as steps finish, then {"result": ...}
     <- {"stop": true}          -> {"stopping": n}                   the first step it has not begun; it begins no other
@@ -144,8 +144,9 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
     worker = Worker(
         assignment, device, followers=followers, filler=filler, on_step=on_step, on_saved=saved, on_copied=copied
     )
-    out.send({"listening": worker.links.ports})
-    worker.connect([tuple(place) for place in _read(messages)["channels"]])
+    out.send({"listening": worker.links.port})
+    peers = _read(messages)
+    worker.connect(*([tuple(place) for place in peers.get(key, ())] for key in ("channels", "dial_for")))
     out.send({"ready": True})
     stop_control = StopControl(worker, out)
     while "start_ns" not in (message := _read(messages)):

@@ -90,7 +90,7 @@ class Saving:
         if copy is None:
             forget_targets(store, self.role.name)
             return
-        target = RemoteStore(CheckpointClient(links.main, copy.peer, (copy.host, copy.port)), copy.store)
+        target = RemoteStore(CheckpointClient(links.main, copy.peer, copy.route), copy.store)
         self._replicator = Replicator(
             store,
             target,

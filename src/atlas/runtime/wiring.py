@@ -2,7 +2,7 @@
 the launcher that sends it addresses both use this module, so they agree. Loads no torch.
 
 A worker has a main end. Where the pipelines of a cell share the WAN, each boundary between datacenters has an end of
-its own on each side, because a relay serves one boundary.
+its own on each side, because a relay serves one boundary. All ends of a worker listen on one port.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ MAIN, BEFORE, AFTER = "main", "before", "after"
 """Ends of a worker: everything else; the shared boundary before its stage; the shared boundary after it."""
 RELAY = -1
 """Stands for all lanes of a cell's relay, which numbers them itself."""
+RELAY_LANES = (61_000, 61_100)
+"""The first lane of a relay, by the parity of the rank before its boundary: a worker has relays of at most two
+boundaries, and they follow each other. Above the lanes of any Program and of checkpoints."""
 
 
 class PeerLink(NamedTuple):
@@ -96,6 +99,10 @@ class WorkerRole:
     @property
     def ends(self) -> list[str]:
         return list(dict.fromkeys([MAIN, *(self.end_of(b) for b in self.boundaries)]))
+
+    def relay_lane(self, end: str) -> int:
+        """The first lane of the relay of a shared boundary; the same on both of its sides."""
+        return RELAY_LANES[(self.rank if end == AFTER else self.rank - 1) % len(RELAY_LANES)]
 
     @property
     def boundaries(self) -> list[int]:

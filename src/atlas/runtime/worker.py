@@ -127,8 +127,8 @@ class Worker:
         return self.stage_set.parameters
 
     # ---- start, run and end ------------------------------------------------------------------------------------------
-    def connect(self, places: Sequence[PeerAddress]) -> None:
-        self.links.connect(places)
+    def connect(self, places: Sequence[PeerAddress], dial_for: Sequence[PeerAddress] = ()) -> None:
+        self.links.connect(places, dial_for)
         if self.saving is not None:
             self.saving.start_copying(self.links, self._on_copied)
         self.stage_set.warm_up()

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 
 from atlas.errors import SpecError
 from atlas.spec.document import Document, Keys, read_yaml
-from atlas.spec.fields import Flag, Frozen, Positive, Text
+from atlas.spec.fields import Flag, Frozen, Name, Positive, Text
 from atlas.spec.load import refusal
 
 Steps = Annotated[int, Field(strict=True, ge=1, le=10**9)]
@@ -81,9 +81,24 @@ class DataRecipe(Frozen):
     """A folder of shards, or `shipped`."""
 
 
-class NetworkRecipe(Frozen):
+class SiteRecipe(Frozen):
+    """`network:`, for all datacenters, or `network.sites.NAME:`, for one of them."""
+
+    listen: Text | None = None
+    """The address to bind; 0.0.0.0: all of the host."""
+    advertise: Text | None = None
+    """The address or name that other datacenters dial, or `none`."""
+    ports: Text | None = None
+    """`LO-HI`, for workers and checkpoint servers."""
+    reach: dict[Text, Text] = Field(default_factory=dict)
+    """By datacenter: where to dial it, in place of what it advertises."""
+
+
+class NetworkRecipe(SiteRecipe):
     """`network:`"""
 
+    sites: dict[Name, SiteRecipe] = Field(default_factory=dict)
+    """By datacenter: what replaces the keys for all."""
     trusted: tuple[Text, ...] = ()
     """Networks in which bytes may travel unencrypted."""
     grace: Seconds = 30.0
@@ -165,7 +180,8 @@ def load_recipe(path: Path | None, flags: Mapping[str, Any] | None = None) -> Re
     except ValidationError as error:
 
         def known(keys: Keys) -> list[str]:
-            return list(ROOMS[keys].model_fields)
+            is_site = keys[:2] == ("network", "sites")
+            return list((SiteRecipe if is_site else ROOMS[keys]).model_fields)
 
         remedy = "Change it; docs/recipes.md explains the key"
         raise refusal(error, lambda keys: document.origin(keys, where), known, remedy) from None

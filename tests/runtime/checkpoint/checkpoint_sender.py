@@ -14,6 +14,7 @@ from checkpoint_samples import LAYERS, meta_at, numbered
 
 from atlas.runtime.checkpoint import CheckpointClient, Checkpointer, LocalStore, RemoteStore, Replicator, copies_of
 from atlas.runtime.checkpoint.store import Chunk
+from atlas.wan.transport.base import PeerRoute
 from atlas.wan.transport.endpoint import Endpoint
 
 SIZE = 400_000
@@ -39,7 +40,7 @@ def main(port: int, root: Path) -> None:
     checkpointer.close()
     endpoint = Endpoint("east/w")
     print(endpoint.address[1], flush=True)
-    target = Told(CheckpointClient(endpoint, "west/w", ("127.0.0.1", port)), copies_of("east"))
+    target = Told(CheckpointClient(endpoint, "west/w", PeerRoute(("127.0.0.1", port))), copies_of("east"))
     Replicator(source, target, yield_way=lambda: time.sleep(0.1)).start()
     threading.Event().wait()
 

@@ -26,6 +26,7 @@ from atlas.runtime.checkpoint import (
     choose,
     load_layers,
 )
+from atlas.wan.transport.base import PeerRoute
 from atlas.wan.transport.endpoint import Endpoint
 
 NUM_LAYERS, SAVES = 8, 5
@@ -76,8 +77,11 @@ def main(root: Path, num_mb: int, device: str) -> None:
     replicate_s = replicate(store, copy) * num_bytes
     with Endpoint("east/w") as east, Endpoint("west/w") as west:
         server = CheckpointServer(west, {"of-east": LocalStore(root / "of-east")})
-        server.admit({"east/w": east.address})
-        network_s = replicate(store, RemoteStore(CheckpointClient(east, "west/w", west.address), "of-east")) * num_bytes
+        server.admit({"east/w": PeerRoute(east.address)})
+        network_s = (
+            replicate(store, RemoteStore(CheckpointClient(east, "west/w", PeerRoute(west.address)), "of-east"))
+            * num_bytes
+        )
         server.close()
     print(f"{num_mb} MB on {device}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {root}")
     for what, seconds in (

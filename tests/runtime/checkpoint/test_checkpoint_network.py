@@ -29,7 +29,7 @@ from atlas.runtime.checkpoint import (
     load_layers,
 )
 from atlas.runtime.checkpoint.calls import CALL_LANE, MAX_QUEUED_BYTES, PIECE_BYTES, WINDOW_BYTES, pack, unpack
-from atlas.wan.transport.base import Key
+from atlas.wan.transport.base import Key, PeerRoute
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.settings import TransportSettings
 
@@ -48,8 +48,8 @@ class Datacenter:
 
     def connect(self, other: Datacenter) -> None:
         peer = f"{self.other}/w"
-        self.server.admit({peer: other.endpoint.address})
-        self.client = CheckpointClient(self.endpoint, peer, other.endpoint.address, patience_s=5)
+        self.server.admit({peer: PeerRoute(other.endpoint.address)})
+        self.client = CheckpointClient(self.endpoint, peer, PeerRoute(other.endpoint.address), patience_s=5)
         self.replica = RemoteStore(self.client, copies_of(self.name))
 
     def save(self, step: int, size: int = 1000) -> None:
@@ -142,7 +142,7 @@ def test_a_kill_in_the_middle_of_a_copy_leaves_nothing_that_counts(tmp_path: Pat
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            server.admit({"east/w": ("127.0.0.1", int(process.stdout.readline()))})
+            server.admit({"east/w": PeerRoute(("127.0.0.1", int(process.stdout.readline())))})
             for _ in range(4):
                 under_way = process.stdout.readline().split()[1]
             if victim == "sender":

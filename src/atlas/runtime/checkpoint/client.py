@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Protocol, cast
 from atlas.errors import WorkerError
 from atlas.runtime.checkpoint.calls import CALL_LANE, PIECE_BYTES, REPLY_LANE, WINDOW_BYTES, pack, unpack
 from atlas.runtime.checkpoint.store import Chunk
-from atlas.wan.transport.base import Address, Handle, Key
+from atlas.wan.transport.base import Handle, Key, PeerRoute
 from atlas.wan.transport.endpoint import Endpoint
 
 PATIENCE_S = 60.0
@@ -31,12 +31,14 @@ LOOK_S = 0.005
 class CheckpointClient:
     """The calls of this node to one checkpoint server, for any number of stores and threads."""
 
-    def __init__(self, endpoint: Endpoint, peer: str, address: Address, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, endpoint: Endpoint, peer: str, route: PeerRoute, *, patience_s: float = PATIENCE_S) -> None:
         self.endpoint, self.peer, self.patience_s = endpoint, peer, patience_s
         self.upload_numbers = itertools.count()
         self._calls = itertools.count()
         self._lock = threading.Lock()
-        endpoint.open(peer, CALL_LANE, address, light=True)
+        endpoint.open(peer, CALL_LANE, route.address, light=True)
+        if route.dial_for and route.address is not None:
+            endpoint.dial_for(peer, REPLY_LANE, route.address)
 
     def call(self, verb: str, payload: Chunk = b"", **arguments: Any) -> StoreCall:
         """Send a call; `wait` for its reply."""

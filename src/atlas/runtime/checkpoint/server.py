@@ -28,7 +28,7 @@ from atlas.runtime.checkpoint.calls import (
     unpack,
 )
 from atlas.runtime.checkpoint.store import BlobWriter, Chunk, LocalStore
-from atlas.wan.transport.base import Address, Key
+from atlas.wan.transport.base import Key, PeerRoute
 from atlas.wan.transport.endpoint import Endpoint
 
 IDLE_S = 60.0
@@ -59,10 +59,12 @@ class CheckpointServer:
         self._closed = False
         endpoint.consume(CALL_LANE, self._arrived)
 
-    def admit(self, peers: Mapping[str, Address]) -> None:
-        """Nodes that may call, and the addresses for their replies."""
-        for peer, address in peers.items():
-            self.endpoint.open(peer, REPLY_LANE, address, light=True)
+    def admit(self, peers: Mapping[str, PeerRoute]) -> None:
+        """Nodes that may call, and how to reach them."""
+        for peer, route in peers.items():
+            self.endpoint.open(peer, REPLY_LANE, route.address, light=True)
+            if route.dial_for and route.address is not None:
+                self.endpoint.dial_for(peer, CALL_LANE, route.address)
 
     def close(self) -> None:
         """Drop blobs that are incomplete."""

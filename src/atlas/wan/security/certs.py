@@ -19,6 +19,8 @@ from atlas.wan.security.credentials import URI, Credentials
 
 DEFAULT_DAYS, CA_DAYS = 90, 3650
 """Validity of a node's certificate and of the CA's, unless the user says otherwise."""
+WARN_DAYS = 14
+"""Before a certificate ends, a launcher warns."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]+/([A-Za-z0-9_.-]+|\*)")
 
 
@@ -80,9 +82,50 @@ def make_node(
 
 
 def expires(cert_file: Path) -> dt.datetime:
+    return _validity(cert_file)[1]
+
+
+def require_current(folder: Path, datacenter: str) -> None:
+    """Raises AtlasError if a certificate of the datacenter, or the CA's, is not valid now."""
+    now = dt.datetime.now(dt.UTC)
+    for file in _files_of(folder, datacenter):
+        start, end = _validity(file)
+        if not start <= now <= end:
+            since = (
+                f"expired on {end:%Y-%m-%d %H:%M} UTC" if now > end else f"is valid from {start:%Y-%m-%d %H:%M} UTC on"
+            )
+            raise AtlasError(
+                f"{file} {since}, and it is {now:%Y-%m-%d %H:%M} UTC here. Make a new one with `atlas wan certs`, or "
+                "correct this host's clock"
+            )
+
+
+def expiry_warnings(folder: Path | None, datacenter: str) -> list[str]:
+    """One line for each certificate that ends soon."""
+    if folder is None:
+        return []
+    now = dt.datetime.now(dt.UTC)
+    left = {file: _validity(file)[1] - now for file in _files_of(folder, datacenter)}
+    return [
+        f"warning: {file} expires in {time.days} days: make a new one with `atlas wan certs` and copy it there"
+        for file, time in left.items()
+        if time < dt.timedelta(days=WARN_DAYS)
+    ]
+
+
+def _files_of(folder: Path, datacenter: str) -> list[Path]:
+    """The certificates that a launcher of this datacenter and its workers use."""
+    found = [folder / "ca.pem", folder / f"{datacenter}.pem", *sorted(folder.glob(f"{datacenter}.*.pem"))]
+    return [file for file in found if file.exists()]
+
+
+def _validity(cert_file: Path) -> tuple[dt.datetime, dt.datetime]:
     x509, _, _, _ = _x509()
-    end: dt.datetime = x509.load_pem_x509_certificate(cert_file.read_bytes()).not_valid_after_utc
-    return end
+    try:
+        found = x509.load_pem_x509_certificate(cert_file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise AtlasError(f"{cert_file}: not a certificate ({error}). Make one with `atlas wan certs`") from None
+    return found.not_valid_before_utc, found.not_valid_after_utc
 
 
 def _usage(x509: Any, *, sign_certificates: bool) -> Any:

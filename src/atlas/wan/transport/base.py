@@ -17,6 +17,17 @@ Tag = tuple[int, int, int, int]
 ZERO_TAG: Tag = (0, 0, 0, 0)
 Address = tuple[str, int]
 """Host and port."""
+
+
+class PeerRoute(NamedTuple):
+    """How a node and a peer connect."""
+
+    address: Address | None
+    """Where this node dials the peer. None: it cannot, and the peer dials for both directions."""
+    dial_for: bool = False
+    """The peer cannot dial this node: this node dials for both directions."""
+
+
 Buffer = Any
 """Anything with a contiguous buffer: bytes, bytearray, memoryview, a numpy array."""
 

@@ -1,0 +1,81 @@
+"""The flags for a launcher's place in the network, shared by `atlas train --dc` and `atlas wan check`, and the
+`network:` of a recipe that they replace. A value for one datacenter (`network.sites`) comes before one for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from atlas.errors import AtlasError
+from atlas.launch.site_network import PortRange, SiteNetwork
+from atlas.spec.recipe import NetworkRecipe
+
+PORT = 7700
+
+
+def network_flags(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help=f"an address of the plan's first datacenter, which all others connect to (default: 127.0.0.1:{PORT})",
+    )
+    group.add_argument(
+        "--listen", metavar="ADDRESS", help="bind this address of this host; 0.0.0.0: all of them (default: 127.0.0.1)"
+    )
+    group.add_argument(
+        "--advertise",
+        metavar="HOST",
+        help="address or name that other datacenters dial, or none if they cannot (default: that of --listen)",
+    )
+    group.add_argument(
+        "--ports", metavar="LO-HI", help="for the workers and the checkpoint server of this host (default: any)"
+    )
+    group.add_argument(
+        "--reach",
+        action="append",
+        default=[],
+        metavar="NAME=HOST",
+        help="dial datacenter NAME (or its host, NAME/1) there, or none: a VPN, a peering (repeatable)",
+    )
+    group.add_argument("--node", metavar="I/N", help="this host, of several in the datacenter, from 0 (default: 0/1)")
+
+
+def security_flags(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--certs", type=Path, metavar="DIR", help="certificates, as `atlas wan certs` made them")
+    group.add_argument(
+        "--trusted",
+        action="append",
+        default=[],
+        metavar="NETWORK",
+        help="network inside the datacenter in which bytes may travel unencrypted (repeatable)",
+    )
+
+
+def network_of(args: argparse.Namespace, recipe: NetworkRecipe, *, share: tuple[int, int] = (0, 1)) -> SiteNetwork:
+    """Of this launcher. `share`: which of how many launchers on this host it is; they divide its ports."""
+    site = recipe.sites.get(args.dc)
+    places = [place for place in (site, recipe) if place is not None]
+
+    def first(key: str) -> str | None:
+        given = [getattr(args, key), *(getattr(place, key) for place in places)]
+        return next((value for value in given if value is not None), None)
+
+    reach = {**recipe.reach, **(site.reach if site is not None else {}), **dict(map(_reach, args.reach))}
+    text = first("ports")
+    ports = None if text is None else PortRange.of(text).share(*share)
+    return SiteNetwork(first("listen") or SiteNetwork().listen, first("advertise") or "", ports, reach)
+
+
+def address_of(flag: str, text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise AtlasError(f"{flag} {text}: must be HOST:PORT, such as 10.0.0.1:{PORT}")
+    return host.strip("[]"), int(port)
+
+
+def _reach(text: str) -> tuple[str, str]:
+    name, equals, host = text.partition("=")
+    if not (name and equals and host):
+        raise AtlasError(f"--reach {text}: must be NAME=HOST, such as west=10.8.0.5, or NAME/1=HOST for one host")
+    return name, host
