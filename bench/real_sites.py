@@ -1,0 +1,166 @@
+"""Three datacenters behind real NAT: one public, one with 1:1 NAT and a port range, one masqueraded with no way in.
+
+    python bench/real_sites.py [--quick]
+
+Trains 50 steps over an emulated WAN (10 ms one way, 100 Mbit/s per pair) between network namespaces, with nftables in
+the gateways; then the same over the same paths without NAT, and on loopback. Launchers are `atlas train --dc`
+processes with certificates, a range of ports, and checkpoints that are copied to the next datacenter. Two pipelines
+share the WAN, so relays cross the NAT too. `ss` looks at the listening ports of every site during the run.
+
+Needs root, `ip` and `nft`; exits 77 elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "launch"))
+from common.report import Report, not_measured
+from lab.sites import DNAT, MASQUERADE, PORTS, PUBLIC, Site, Sites, certificates, missing
+from multi_dc_runs import free_port, hashes
+
+from atlas.wan.emulator.paths import PathSpec
+
+KINDS = {"east": PUBLIC, "west": DNAT, "south": MASQUERADE}
+PATH = PathSpec(latency_s=0.010, pair_bps=100e6, window_bytes=None)
+NUM_STEPS, FIRST_COUNTED = 50, 5
+RENDEZVOUS = 7700
+LIMIT_S = 150.0
+CHECK_S = 15.0
+ATLAS = [sys.executable, "-m", "atlas"]
+
+
+def job_text(datacenters: Sequence[str]) -> str:
+    return yaml.dump(
+        {
+            "name": "real-sites",
+            "model": {"layers": 6, "hidden": 64, "heads": 2, "vocab": 300, "seq_len": 64},
+            "cluster": {
+                "wan": {"latency_ms": PATH.latency_s * 1e3, "pair_gbps": 0.1},
+                "datacenters": [{"name": dc, "nodes": 2, "gpus_per_node": 1} for dc in datacenters],
+            },
+            "precision": "fp32",
+            "microbatch": 2,
+            "num_microbatches": 4,
+            "pp": len(datacenters),
+            "pipelines_per_cell": 2,
+        }
+    )
+
+
+@dataclass
+class Finished:
+    """What one run of all launchers left."""
+
+    iteration_s: float
+    weights: Mapping[str, str]
+    listening: dict[str, set[int]]
+    """By site: all ports on which anything listened."""
+
+
+def train(base: Path, sites: Mapping[str, Site] | None, num_steps: int) -> Finished:
+    """Run to the end. Without sites: on loopback."""
+    rendezvous = f"127.0.0.1:{free_port()}"
+    if sites is not None:
+        rendezvous = f"{sites['east'].gateway.address}:{RENDEZVOUS}"
+    folders = {dc: base / dc for dc in KINDS}
+    processes: dict[str, subprocess.Popen[Any]] = {}
+    with contextlib.ExitStack() as stack:
+        for dc, folder in folders.items():
+            folder.mkdir(parents=True)
+            (folder / "plan.yaml").write_text(job_text(list(KINDS)))
+            command = [*ATLAS, "train", "plan.yaml", "--dc", dc, "--schedule", "atlas", "--no-bar", "--device", "cpu"]
+            command += ["--data", "shipped", "--learning-rate", "0.003", "--steps", str(num_steps)]
+            command += ["--save-every", "20", "--checkpoints", "saves", "--rendezvous", rendezvous, "--log", "steps"]
+            if sites is not None:
+                site = sites[dc]
+                command += ["--listen", site.listen, "--advertise", site.advertise, "--certs", str(base.parent / "ca")]
+                command += ["--ports", f"{PORTS[0]}-{PORTS[1]}"]
+            log = stack.enter_context((folder / "log").open("w"))
+            popen = subprocess.Popen if sites is None else sites[dc].popen
+            processes[dc] = popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            stack.callback(_end, processes[dc])
+        listening = _follow(processes, sites, folders)
+    weights = hashes({dc: folder / "saves" for dc, folder in folders.items()}, num_steps)
+    lines = map(json.loads, (folders["east"] / "steps").read_text().splitlines())
+    took = [line["iteration_s"] for line in lines if line["step"] > FIRST_COUNTED]
+    return Finished(statistics.median(took), weights, listening)
+
+
+def _follow(
+    processes: Mapping[str, subprocess.Popen[Any]], sites: Mapping[str, Site] | None, folders: Mapping[str, Path]
+) -> dict[str, set[int]]:
+    """Wait for the end, and meanwhile note who listens where."""
+    listening: dict[str, set[int]] = {dc: set() for dc in processes}
+    deadline = time.monotonic() + LIMIT_S
+    while any(process.poll() is None for process in processes.values()):
+        if time.monotonic() > deadline or any(process.poll() for process in processes.values()):
+            break
+        for dc, site in (sites or {}).items():
+            listening[dc] |= site.listening()
+        time.sleep(0.5)
+    if any(process.poll() != 0 for process in processes.values()):
+        texts = "\n".join(f"{dc}: {(folder / 'log').read_text()[-2000:]}" for dc, folder in folders.items())
+        raise RuntimeError(f"the launchers ended with {[p.poll() for p in processes.values()]}:\n{texts}")
+    return listening
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def measure_training(report: Report, base: Path, num_steps: int, rounds: int) -> None:
+    certificates(base / "ca", list(KINDS))
+    took: dict[bool, list[float]] = {True: [], False: []}
+    runs: list[Finished] = []
+    for number in range(rounds):
+        for nat in (False, True):
+            with Sites(KINDS, PATH, nat=nat) as sites:
+                found = train(base / f"{'nat' if nat else 'plain'}-{number}", sites.sites, num_steps)
+            took[nat].append(found.iteration_s)
+            runs.append(found)
+            print(f"# {'NAT' if nat else 'plain'}: iteration {found.iteration_s * 1e3:.1f} ms, {found.listening}")
+    alone = train(base / "loopback", None, num_steps)
+    same = sum(run.weights == alone.weights for run in runs)
+    report.figure("runs with weights equal to the bit to loopback", same, "runs", at_least=len(runs))
+    allowed = set(range(PORTS[0], PORTS[1] + 1))
+    outside = [port for run in runs for dc, ports in run.listening.items() for port in ports - allowed]
+    outside = [port for port in outside if port != RENDEZVOUS]
+    counted = sum(len(ports & allowed) for run in runs for ports in run.listening.values())
+    report.figure("listening ports seen inside the range", counted, "ports", at_least=len(runs) * 3 * len(KINDS))
+    report.figure("listening ports outside the range", len(outside), "ports", at_most=0)
+    plain_s, nat_s = min(took[False]), min(took[True])
+    report.figure("iteration without NAT", plain_s * 1e3, "ms")
+    report.figure("iteration behind NAT over the same paths without it", nat_s / plain_s, "x", at_most=1.03)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="20 steps, once")
+    args = parser.parse_args()
+    if reason := missing():
+        return not_measured("real_sites", reason)
+    report = Report("Datacenters behind NAT", "the same run on loopback and without NAT")
+    with tempfile.TemporaryDirectory(prefix="atlas-sites-") as folder:
+        measure_training(report, Path(folder), 20 if args.quick else NUM_STEPS, 1 if args.quick else 2)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
