@@ -1,7 +1,8 @@
 """The `atlas` command: picks the command to run and prints errors. A command's code is in `atlas.commands` and is
 loaded only when it runs, so that `atlas --help` is instant.
 
-Exit codes: 0 done; 1 a bug in Atlas, with its traceback; 2 a mistake in the input, in one message; 130 interrupted.
+Exit codes: 0 done; 1 a bug in Atlas, with its traceback; 2 a mistake in the input, in one message; 75 start it again
+(a scheduler stopped it, or another datacenter was out of reach); 130 interrupted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from keyword import iskeyword
 from typing import Any, NoReturn
 
 from atlas import __version__
-from atlas.errors import AtlasError, MissingExtraError
+from atlas.errors import START_AGAIN, AtlasError, MissingExtraError, StopSignal
 
 COMMANDS = {
     "init": "write a job file from a model and cloud regions",
@@ -104,12 +105,15 @@ def guarded(run: Callable[[list[str]], int], name: str, argv: Sequence[str] | No
         sys.stdout.flush()
         return code
     except AtlasError as error:
-        return _print_error(name, error)
+        _print_error(name, error)
+        return error.exit_code
     except ModuleNotFoundError as error:
         missing = MissingExtraError.of(error, f"{name} {words[0]}" if words else name)
         if missing is None:
             raise
         return _print_error(name, missing)
+    except StopSignal:
+        return START_AGAIN
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -6,10 +6,12 @@
     |-- ProgramError           a Program that cannot be executed (names the ops and why)
     |-- MissingExtraError      an optional dependency is needed and absent (names the extra to install)
     |-- WorkerError            a worker or a connection failed while a Program ran
+    |-- DivergedError          the loss or the gradients are not finite: the recipe must change
+    |-- StartAgainError        another part of the run was out of reach: the same command will do; exit code 75
     |-- EmulatorLateError      the emulated network fell too far behind for a run to count (wan.emulator.lateness)
     `-- ProbeError             a probe could not measure a path (wan.probe; names the reason)
 
-A bug in Atlas is never an AtlasError: it keeps its traceback.
+A bug in Atlas is never an AtlasError: it keeps its traceback. `StopSignal` is no error: a scheduler asked for the end.
 """
 
 from __future__ import annotations
@@ -30,8 +32,14 @@ PACKAGES = {"resvg_py": "resvg-py", "prometheus_client": "prometheus-client"}
 """By module: the name of its package, where it differs."""
 
 
+START_AGAIN = 75
+"""Exit code (EX_TEMPFAIL of <sysexits.h>): the same command, started again, continues the run."""
+
+
 class AtlasError(Exception):
     """A mistake that the user can fix. The message has what was given, the rule, and what to change."""
+
+    exit_code = 2
 
 
 class SpecError(AtlasError):
@@ -66,3 +74,22 @@ class MissingExtraError(AtlasError):
 
 class WorkerError(AtlasError):
     """A worker died, stalled or lost its peer while a Program ran."""
+
+
+class DivergedError(AtlasError):
+    """The loss or the norm of the gradients is not finite. A restart would diverge again."""
+
+    def __init__(self, step: int, what: str) -> None:
+        self.step = step
+        """The first step that is not finite, from 1."""
+        super().__init__(f"the training has diverged: {what} of step {step}")
+
+
+class StartAgainError(AtlasError):
+    """Another part of the run was out of reach; nothing here must change."""
+
+    exit_code = START_AGAIN
+
+
+class StopSignal(KeyboardInterrupt):
+    """SIGTERM or SIGUSR1: a scheduler takes the hosts away, and starts the same command again later."""

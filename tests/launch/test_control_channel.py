@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from atlas.errors import AtlasError, WorkerError
+from atlas.errors import AtlasError, StartAgainError, WorkerError
 from atlas.launch import control_channel as module
 from atlas.launch.agent import Agent, AgentSettings, _Attempt
 from atlas.launch.control_channel import ControlChannel, frame, unframed
@@ -121,7 +121,7 @@ def test_a_refused_launcher_gets_the_reason() -> None:
     with pytest.raises(AtlasError, match=r"cannot listen there.*Choose a port that is free"):
         Rendezvous(rendezvous.address, Security(), admission)
     rendezvous.close()
-    with pytest.raises(WorkerError, match=r"not reached.*correct --rendezvous"):
+    with pytest.raises(StartAgainError, match=r"not reached.*correct --rendezvous"):
         RendezvousClient(rendezvous.address, EAST, WEST, "ours", Security(), grace_s=0.2, patience_s=0.2)
 
 
@@ -190,7 +190,7 @@ def test_connecting_to_another_service_is_an_error_that_says_so() -> None:
 
         threading.Thread(target=answer, daemon=True).start()
         address = server.getsockname()
-        with pytest.raises(WorkerError, match="not reached: not atlas"):
+        with pytest.raises(StartAgainError, match="not reached: not atlas"):
             RendezvousClient(address, EAST, WEST, "plan", Security(), grace_s=0.2, patience_s=0.2)
         server.shutdown(socket.SHUT_RDWR)
 

@@ -76,7 +76,7 @@ def test_a_second_signal_while_it_saves_ends_it_and_spoils_no_save(
         time.sleep(later_s)
         job.send_signal(second)
         _, errors = job.communicate(timeout=20)
-    assert job.returncode in (130, -second), "it may have ended before the second"
+    assert job.returncode in (130, 75, -second), "it may have ended before the second"
     assert "Traceback" not in errors
     deadline = time.monotonic() + 5
     while [pid for pid in running if Path(f"/proc/{pid}").exists()]:

@@ -8,12 +8,11 @@ running and follows them. Ctrl-C stops all workers after the same step, with a c
 from __future__ import annotations
 
 import argparse
-import signal
 from pathlib import Path
 
 from atlas.commands.network_flags import PORT, address_of
-from atlas.commands.train import how_flags, recipe_of
-from atlas.commands.train_dc import group_flags, interrupt
+from atlas.commands.train import end_on_signals, how_flags, recipe_of
+from atlas.commands.train_dc import group_flags
 from atlas.commands.watching import evidence_of, recorded, watch_flags, watched, write_evidence
 from atlas.console import job_flags, require_apart, require_writable, say
 from atlas.launch.report import RunReport
@@ -70,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     def say_line(line: str) -> None:
         say(f"atlas: {line}")
 
-    signal.signal(signal.SIGTERM, interrupt)
+    end_on_signals()
     choice = watched(args, recipe.logging, {"job": job.name, "schedule": options.schedule})
     evidence = evidence_of(args.evidence, job, options)
     with RunReport(choice, options.steps) as report:

@@ -14,13 +14,15 @@ cannot execute is refused, with the reason.
 from __future__ import annotations
 
 import argparse
+import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from atlas.commands.train_dc import dc_flags, run_dc
 from atlas.commands.watching import evidence_of, recorded, watch_flags, watched, write_evidence
 from atlas.console import job_flags, number, require_apart, require_folder, require_writable, whole
-from atlas.errors import AtlasError
+from atlas.errors import AtlasError, StopSignal
 from atlas.launch.rehearse import Rehearsal, rehearse
 from atlas.launch.report import RunReport
 from atlas.launch.supervisor import RestartPolicy
@@ -80,6 +82,8 @@ def how_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""A scheduler sends them before it takes the hosts away: save, and end with 75."""
 FLAGS = {
     "steps": "steps",
     "model": "model",
@@ -103,6 +107,7 @@ FLAGS = {
 
 
 def run(args: argparse.Namespace) -> int:
+    end_on_signals()
     if args.emulate == (args.dc is not None):
         raise AtlasError(
             "give --emulate to run all of it on this machine, or --dc NAME for this datacenter's part of it"
@@ -133,7 +138,18 @@ def run(args: argparse.Namespace) -> int:
     if args.page is not None:
         write_page(args.page, [result.predicted, result.measured], title=f"{job.name}: prediction over measurement")
         print(f"The timeline page: {args.page}")
-    return 130 if result.run.stopped else 0
+    return result.run.exit_code
+
+
+def end_on_signals() -> None:
+    """From now on a scheduler's signal raises StopSignal in the main thread."""
+
+    def stop(number: int, stack: object) -> None:
+        raise StopSignal
+
+    if threading.current_thread() is threading.main_thread():
+        for number in STOP_SIGNALS:
+            signal.signal(number, stop)
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:

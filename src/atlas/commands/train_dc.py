@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 from collections.abc import Mapping
 from contextlib import ExitStack
 
@@ -110,7 +109,6 @@ def run_dc(
     def say_line(line: str) -> None:
         say(f"atlas: {line}")
 
-    signal.signal(signal.SIGTERM, interrupt)  # a scheduler sends it before it takes the hosts away
     with ExitStack() as stack:
         callbacks = RunCallbacks(say_line)
         if is_coordinator(job, options, settings):
@@ -118,10 +116,6 @@ def run_dc(
             callbacks = RunCallbacks(say_line, recorded(report, evidence))
             stack.callback(write_evidence, evidence)
         return train_here(job, options, settings, callbacks)
-
-
-def interrupt(number: int, stack: object) -> None:
-    raise KeyboardInterrupt
 
 
 def agent_name(datacenter: str, node: str | None, environment: Mapping[str, str]) -> tuple[AgentName, int | None]:

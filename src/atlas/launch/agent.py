@@ -11,7 +11,7 @@ messages to and from them, keeps checkpoints, and ends everything when asked to,
     <- {"done": n}                    so many steps are reported (`ledger`)
     <- {"end": true}                  ends the workers
     <- {"finish": {text, code}}       and the launcher
-                                   -> {"interrupt": true}               a user pressed Ctrl-C here
+                                   -> {"interrupt": true}               Ctrl-C here ("scheduler": SIGTERM)
                                    -> {"rejoined": {start_ns}}          first, to a coordinator that was started again
                                    -> {"error": "...", "user_error": bool}
 
@@ -27,12 +27,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from atlas.errors import AtlasError, WorkerError
+from atlas.errors import START_AGAIN, AtlasError, StartAgainError, StopSignal, WorkerError
 from atlas.ir.text import from_text
 from atlas.launch.checkpoint_exchange import CheckpointExchange
 from atlas.launch.control_channel import Message
 from atlas.launch.ledger import Ledger
 from atlas.launch.preflight import devices_for, layers_of, require_room
+from atlas.launch.remote_workers import BY_SCHEDULER
 from atlas.launch.rendezvous import AgentName, RendezvousClient
 from atlas.launch.site_network import SiteNetwork
 from atlas.launch.worker_processes import WorkerProcesses
@@ -104,7 +105,8 @@ class Agent:
             while True:
                 message = self._next()
                 if "gone" in message:
-                    raise AtlasError(
+                    kind = StartAgainError if message.get("code", START_AGAIN) == START_AGAIN else AtlasError
+                    raise kind(
                         f"{message['gone']}. This datacenter's workers were ended. Start again when it is back"
                         + ("" if self.settings.apart else ", or without it (--without, with another --rendezvous)")
                     )
@@ -126,12 +128,12 @@ class Agent:
         while True:
             try:
                 return self._client.channel.inbox.get()
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as interrupt:
                 if self._interrupted:
                     raise
                 self._interrupted = True
                 self.say("stopping after this step, with a checkpoint; again to stop at once")
-                self._client.channel.send({"interrupt": True})
+                self._client.channel.send({"interrupt": BY_SCHEDULER if isinstance(interrupt, StopSignal) else True})
 
     def _finish(self, how: Message) -> int:
         self._end()

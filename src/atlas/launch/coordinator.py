@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from atlas.errors import AtlasError, WorkerError
+from atlas.errors import AtlasError, StartAgainError, WorkerError
 from atlas.ir.text import to_text
 from atlas.launch.clocks import offsets_ns
 from atlas.launch.prepared_job import PreparedJob, copy_targets, difference
 from atlas.launch.remote_workers import RemoteWorkers
 from atlas.launch.rendezvous import AgentName, JoinedAgent, Rendezvous
 from atlas.launch.report.events import OnStep
-from atlas.launch.run_monitor import RunMonitor, RunOutcome, connect_workers
+from atlas.launch.run_monitor import RunMonitor, RunOutcome, connect_workers, interrupt_code
 from atlas.launch.run_state import ResumePoint, RunningAttempt, StateFile
 from atlas.launch.site_network import SiteFacts, require_apart, require_connected
 from atlas.launch.supervisor import run_with_restarts
@@ -98,18 +98,18 @@ class Coordinator:
         """The outcome; raises an error that no restart can fix."""
         try:
             outcome = run_with_restarts(self._next, lambda: self._num_done, self.options.restarts, self._say)
-        except KeyboardInterrupt:
-            self._finish("interrupted", 130)
+        except KeyboardInterrupt as interrupt:
+            self._finish("interrupted", interrupt_code(interrupt))
             raise
         except FinishedBeforeError as error:
             self._finish(error.sentence, error.code)
             if error.code == 2:
                 raise AtlasError(error.sentence) from None
-            return RunOutcome(0, [], error.sentence, stopped=error.code != 0)
+            return RunOutcome(0, [], error.sentence, error.code)
         except AtlasError as error:
-            self._finish(str(error), 2)
+            self._finish(str(error), error.exit_code)
             raise
-        self._finish(outcome.sentence, 130 if outcome.stopped else 0)
+        self._finish(outcome.sentence, outcome.exit_code)
         return outcome
 
     def fail(self, name: AgentName, error: BaseException) -> None:
@@ -164,7 +164,7 @@ class Coordinator:
                     self._say(f"waiting for {', '.join(missing)} at {self._address}")
                 self.rendezvous.changed.wait(0.2)
         if not lost:
-            raise AtlasError(
+            raise StartAgainError(
                 f"{', '.join(missing)} did not connect to {self._address} within {self.options.gather_s:g} s. Start "
                 "`atlas train PLAN --dc NAME` there, or leave it out with --without"
             )

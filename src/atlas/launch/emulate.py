@@ -83,8 +83,12 @@ class Emulation:
     """Time by which the host was slower than a paced device's cost, worst worker."""
     norms: list[float]
     """Of the gradients, by step, if the Program computes them."""
-    stopped: bool = False
-    """Whether a user stopped it before its last step."""
+    exit_code: int = 0
+    """130 where a user stopped it before its last step, 75 where a scheduler did."""
+
+    @property
+    def stopped(self) -> bool:
+        return self.exit_code != 0
 
 
 def emulate(
@@ -139,7 +143,9 @@ def emulate(
             {"late_s": late_s, "overrun_s": overrun_s, "streams": settings.streams, "copied": copied}
         )
         weights = _weights(workers, program) if settings.keep_weights else {}
-        return Emulation(timeline, outcome.losses, weights, late_s, overrun_s, monitor.records.norms(), outcome.stopped)
+        return Emulation(
+            timeline, outcome.losses, weights, late_s, overrun_s, monitor.records.norms(), outcome.exit_code
+        )
 
 
 def _assign(

@@ -146,7 +146,13 @@ def fork_server(module: str) -> ForkServer:
 
 # ---- the fork server's own process -----------------------------------------------------------------------------------
 def _serve(module: str, launcher: socket.socket) -> None:
-    """Fork a child for each request and report each child that ends, until the launcher is gone."""
+    """Fork a child for each request and report each child that ends, until the launcher is gone.
+
+    Schedulers (Slurm) send their signals to every process of a job. The launcher handles them; workers must go on until
+    it has saved, and end with it.
+    """
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     lifeline = Lifeline(launcher.fileno())  # the import takes seconds, and the launcher may die meanwhile
     main = importlib.import_module(module).main
     lifeline.stop()

@@ -90,7 +90,7 @@ def train_here(job: Job, options: TrainOptions, settings: AgentSettings, callbac
     finally:
         coordinator.close()
     callbacks.say(outcome.sentence)
-    return 130 if outcome.stopped else 0
+    return outcome.exit_code
 
 
 def coordinate(job: Job, options: TrainOptions, settings: AgentSettings, callbacks: RunCallbacks, state: Path) -> int:
@@ -110,7 +110,7 @@ def coordinated(coordinator: Coordinator, callbacks: RunCallbacks) -> int:
     finally:
         coordinator.close()
     callbacks.say(outcome.sentence)
-    return 130 if outcome.stopped else 0
+    return outcome.exit_code
 
 
 def _coordinator(
@@ -124,7 +124,7 @@ def _coordinator(
     def replanned(before: PreparedJob, lost: list[str]) -> PreparedJob:
         return _replanned(before, lost, options, callbacks, auto=settings.auto_replan)
 
-    digest = digest_of(prepared.job, replace(options, follows=False))  # what the coordinator says applies to all
+    digest = digest_of(prepared.job, replace(options, stated=None))  # what the coordinator says applies to all
     address = rendezvous_to_bind(settings)
     state = StateFile(folder, digest.partition(" ")[0])
     try:

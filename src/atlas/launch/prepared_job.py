@@ -77,12 +77,12 @@ def prepare_job(job: Job, options: TrainOptions, before: PreparedJob | None = No
 
 def digest_of(job: Job, options: TrainOptions) -> str:
     """What two launchers must agree on before they train together: a digest of the plan, and the keys of the recipe
-    as JSON, so that a refusal can name the one that differs. No keys where the user gave none here."""
+    as JSON, so that a refusal can name the one that differs. Only keys that the user wrote here."""
     what = job.model_dump(mode="json", exclude={"name", "profile"})
     what["model"].pop("config", None)
     text = json.dumps([what, options.schedule, options.tcp, options.budget], sort_keys=True)
-    keys = "" if options.follows else json.dumps(agreed(options), sort_keys=True)
-    return f"{hashlib.sha256(text.encode()).hexdigest()} {keys}"
+    keys = {key: v for key, v in agreed(options).items() if options.stated is None or key in options.stated}
+    return f"{hashlib.sha256(text.encode()).hexdigest()} {json.dumps(keys, sort_keys=True)}"
 
 
 def difference(theirs: str, ours: str) -> str | None:
@@ -90,13 +90,13 @@ def difference(theirs: str, ours: str) -> str | None:
     (their_plan, _, their_keys), (our_plan, _, our_keys) = theirs.partition(" "), ours.partition(" ")
     if their_plan != our_plan:
         return "its plan differs from the plan at the rendezvous: copy the same file to both"
-    if not their_keys or not our_keys or their_keys == our_keys:
-        return None
     found, wanted = json.loads(their_keys), json.loads(our_keys)
-    key = next((key for key in wanted if found.get(key) != wanted[key]), "a key that this release lacks")
+    key = next((key for key in found if found[key] != wanted.get(key)), None)
+    if key is None:
+        return None
     return (
-        f"its recipe differs: {key} is {found.get(key)!r} there and {wanted.get(key)!r} at the rendezvous. Give both "
-        "the same recipe and flags"
+        f"its recipe differs: {key} is {found[key]!r} there and {wanted.get(key)!r} at the rendezvous. Give both the "
+        "same recipe and flags"
     )
 
 

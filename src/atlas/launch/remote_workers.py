@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from atlas.errors import WorkerError
+from atlas.errors import StopSignal, WorkerError
 from atlas.launch.control_channel import Message
 from atlas.launch.rendezvous import JoinedAgent, Rendezvous
 from atlas.launch.worker_processes import WorkerGroup, WorkerMessage
 
 POLL_S = 0.1
+BY_SCHEDULER = "scheduler"
+"""Value of an agent's {"interrupt"}: its scheduler sent a signal, no user pressed Ctrl-C."""
 
 
 class RemoteWorkers(WorkerGroup):
@@ -91,7 +93,7 @@ class RemoteWorkers(WorkerGroup):
             if new.message is None or "interrupt" not in new.message:
                 return new
             if self._held is None:
-                raise KeyboardInterrupt
+                raise StopSignal if new.message["interrupt"] == BY_SCHEDULER else KeyboardInterrupt
             self._held.append(new)
 
     @contextmanager

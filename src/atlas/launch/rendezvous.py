@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from atlas.errors import AtlasError, WorkerError
+from atlas.errors import AtlasError, StartAgainError, WorkerError
 from atlas.launch.control_channel import ControlChannel, Message, frame, unframed
 from atlas.wan.security.credentials import Protection, Security, require_name
 from atlas.wan.transport.base import Address
@@ -222,7 +222,8 @@ class RendezvousClient:
             try:
                 self._connect(time.monotonic() + self.grace_s)
             except Exception as error:  # on a thread: reported through the inbox, whose reader would wait forever
-                self.channel.inbox.put({"gone": str(error) if isinstance(error, AtlasError) else repr(error)})
+                text = str(error) if isinstance(error, AtlasError) else repr(error)
+                self.channel.inbox.put({"gone": text, "code": getattr(error, "exit_code", 2)})
                 return
 
     def _connect(self, deadline: float) -> None:
@@ -239,7 +240,7 @@ class RendezvousClient:
             except (OSError, ValueError, KeyError, TypeError) as error:  # no listener, or not a rendezvous
                 if time.monotonic() > deadline:
                     why = getattr(error, "strerror", None) or (error if isinstance(error, OSError) else "not atlas")
-                    raise WorkerError(
+                    raise StartAgainError(
                         f"{where}: not reached: {why}. Start `atlas train` there, or correct --rendezvous"
                     ) from None
             self._closing.wait(RETRY_S)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from atlas.cost.table import Costs
-from atlas.errors import WorkerError
+from atlas.errors import START_AGAIN, StopSignal, WorkerError
 from atlas.ir.program import Program
 from atlas.ir.timeline import Timeline
 from atlas.launch.clocks import offsets_ns
@@ -47,10 +47,15 @@ class RunOutcome:
     losses: list[float]
     """Of the steps of this attempt."""
     sentence: str
-    stopped: bool = False
-    """Whether a user stopped it before the last step."""
+    exit_code: int = 0
+    """Of `atlas train`: 130 where a user stopped it before the last step, 75 where a scheduler did."""
     results: dict[str, Any] = field(default_factory=dict)
     """By worker."""
+
+
+def interrupt_code(interrupt: KeyboardInterrupt) -> int:
+    """The exit code after Ctrl-C, or after a scheduler's signal."""
+    return START_AGAIN if isinstance(interrupt, StopSignal) else 130
 
 
 def connect_workers(
@@ -138,17 +143,17 @@ class RunMonitor:
         self._last_bytes = self.sent_bytes() if self.sent_bytes is not None else 0
 
     def _follow(self) -> RunOutcome:
-        stopped = False
+        code = 0
         with self._watch:
             try:
                 results = self.workers.wait_for("result", self.silence_s, meanwhile=self.note)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as interrupt:
                 if not self.saves:
                     raise
                 self.say("stopping after this step, with a checkpoint; again to stop at once")
-                results, stopped = self._stop(), True
+                results, code = self._stop(), interrupt_code(interrupt)
         losses = self.records.losses()
-        return RunOutcome(self.num_done, losses, self._sentence(losses, stopped=stopped), stopped, results)
+        return RunOutcome(self.num_done, losses, self._sentence(losses, stopped=code != 0), code, results)
 
     def timeline(self, meta: dict[str, Any]) -> Timeline:
         """Of all passes whose records are kept."""

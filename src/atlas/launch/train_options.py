@@ -11,7 +11,7 @@ from typing import Any, Literal
 from atlas.errors import AtlasError, SpecError
 from atlas.evaluate import Case
 from atlas.launch.supervisor import RestartPolicy
-from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, TrainingSetup, stand_in
+from atlas.runtime.assignment import DataChoice, ModelChoice, TrainingSetup, stand_in
 from atlas.runtime.data.batches import open_dataset
 from atlas.runtime.models.config import from_spec
 from atlas.runtime.models.huggingface import read_config
@@ -50,8 +50,8 @@ class TrainOptions:
     clip: float | None = None
     seed: int = 0
     """Of weights, of dropout and of the order of the data."""
-    follows: bool = False
-    """The user said nothing here on how to train: what the first datacenter says applies."""
+    stated: frozenset[str] | None = None
+    """Keys of the recipe that the user wrote here; for the others, the first datacenter's apply. None: all."""
     checkpoints: Path | None = None
     save_every: int = 0
     keep: int = 3
@@ -77,7 +77,7 @@ class TrainOptions:
 
 def recipe_options(recipe: Recipe, *, model: str) -> dict[str, Any]:
     """The fields of TrainOptions that a recipe holds. `model`: the one to train where the recipe names none."""
-    saved, said = recipe.checkpoints, recipe.model_fields_set - {"model", "data", "network", "logging"}
+    saved = recipe.checkpoints
     return {
         "steps": recipe.steps,
         "model": recipe.model or model,
@@ -92,7 +92,7 @@ def recipe_options(recipe: Recipe, *, model: str) -> dict[str, Any]:
         "grace_s": recipe.network.grace,
         "patience_s": recipe.network.patience,
         "gather_s": recipe.network.gather,
-        "follows": said <= {"checkpoints"} and saved.model_fields_set <= {"folder"},
+        "stated": frozenset(recipe.stated),
     }
 
 
@@ -115,13 +115,11 @@ def optimizer_settings(options: TrainOptions) -> OptimizerSettings:
 
 
 def agreed(options: TrainOptions) -> dict[str, Any]:
-    """What launchers must agree on beside the plan, by key of the recipe. Folders may differ, their use may not."""
+    """What launchers must agree on beside the plan, by key of the recipe. Folders may differ."""
     settings = optimizer_settings(options)
     rate = settings.learning_rate
     return {
         "steps": options.steps,
-        "model": OWN if options.model == OWN else "a folder" if options.model else "",
-        "data.shards": SHIPPED if options.data == SHIPPED else "a folder" if options.data else "",
         "optimizer.name": settings.name,
         "optimizer.betas": [settings.beta1, settings.beta2],
         "optimizer.eps": settings.eps,

@@ -149,6 +149,16 @@ class Recipe(Frozen):
     """Files and ports of this launcher's reports."""
 
     @property
+    def stated(self) -> set[str]:
+        """The keys that were written, such as `learning_rate.peak`."""
+        found: set[str] = set()
+        for name in self.model_fields_set:
+            value = getattr(self, name)
+            inside = sorted(value.model_fields_set) if isinstance(value, Frozen) else None
+            found |= {name} if inside is None else {f"{name}.{key}" for key in inside}
+        return found
+
+    @property
     def job_overrides(self) -> list[str]:
         """The keys that replace those of the job, as `--set` writes them."""
         found = {"precision": self.precision, "recompute": self.recompute}
