@@ -6,7 +6,7 @@
     |-- ProgramError           a Program that cannot be executed (names the ops and why)
     |-- MissingExtraError      an optional dependency is needed and absent (names the extra to install)
     |-- WorkerError            a worker or a connection failed while a Program ran
-    |-- DivergedError          the loss or the gradients are not finite: the recipe must change
+    |-- DivergedRunError       the loss or the gradients are not finite: the recipe must change
     |-- StartAgainError        another part of the run was out of reach: the same command will do; exit code 75
     |-- EmulatorLateError      the emulated network fell too far behind for a run to count (wan.emulator.lateness)
     `-- ProbeError             a probe could not measure a path (wan.probe; names the reason)
@@ -76,7 +76,7 @@ class WorkerError(AtlasError):
     """A worker died, stalled or lost its peer while a Program ran."""
 
 
-class DivergedError(AtlasError):
+class DivergedRunError(AtlasError):
     """The loss or the norm of the gradients is not finite. A restart would diverge again."""
 
     def __init__(self, step: int, what: str) -> None:
