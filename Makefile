@@ -14,7 +14,7 @@ demo: .venv/runtime
 
 test: .venv/dev chromium check
 	$(BIN)/python -m pytest -n auto --durations=10 $(ROOMS)
-	$(BIN)/python -m pytest -n auto --dist loadfile --durations=15 $(addprefix --ignore=,$(ROOMS))
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15 $(addprefix --ignore=,$(ROOMS))
 
 smoke: .venv/runtime
 	$(BIN)/python -m atlas.launch.smoke

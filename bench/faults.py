@@ -108,8 +108,15 @@ class Striker:
 
 
 def child(event: str, seed: int, base: Path) -> int:
-    """The launchers of both datacenters and the fault; ends with the process that started it."""
+    """`launch_here` in a process of its own, which ends with the one that started it."""
     Lifeline(sys.stdin.fileno())
+    result = launch_here(event, seed, base)
+    print(json.dumps(result))
+    return 0 if set(result["codes"].values()) == {0} and len(result["codes"]) == len(DATACENTERS) else 1
+
+
+def launch_here(event: str, seed: int, base: Path) -> dict[str, Any]:
+    """The launchers of both datacenters and the fault, to the end of the run."""
     job = write_job(base / "plan", *DATACENTERS)
     with ProxyNet({NODES: PathSpec(latency_s=0.002, window_bytes=None)}) as net:
         striker = Striker(event, seed, base, net)
@@ -127,18 +134,20 @@ def child(event: str, seed: int, base: Path) -> int:
             route=route,
         )
     result = {"starts": run.starts, "struck": striker.struck, "codes": run.codes, "said": run.said}
-    print(json.dumps({**result, "errors": str(run.errors)}))
-    return 0 if set(run.codes.values()) == {0} and len(run.codes) == len(DATACENTERS) else 1
+    return {**result, "errors": str(run.errors)}
 
 
 # ---- a run from outside ----------------------------------------------------------------------------------------------
-def run_case(event: str, seed: int, base: Path) -> dict[str, Any]:
-    """Run to the end, with as many restarts as needed; the last reply and the hashes of the weights."""
+def run_case(event: str, seed: int, base: Path, *, apart: bool = True) -> dict[str, Any]:
+    """Run to the end, with as many restarts as needed; the last reply and the hashes of the weights. `apart`: in a
+    process of its own, as every run that crashes."""
     base.mkdir(parents=True)
     began = time.monotonic()
     with _small_disk(event, seed, base):
-        crashed = _launch(event, seed, base, crash=event == "crash")
-        result = _launch("none", seed, base) if event == "crash" else crashed
+        if event == "crash":
+            _launch(event, seed, base, crash=True)
+        launch = _launch if apart else launch_here
+        result = launch("none" if event == "crash" else event, seed, base)
         weights = hashes(folders_of(base), NUM_STEPS)
     return {**result, "weights": weights, "seconds": round(time.monotonic() - began, 1)}
 

@@ -1,13 +1,27 @@
 """One hypothesis profile for all tests: no deadline (the first example may compile numba) and the same examples on
 every run, so that a failing test fails for everyone. `HYPOTHESIS_PROFILE=explore` draws new examples.
+
+Files that start many processes come first, so that none of them is alone on one core at the end of `make test`.
 """
 
 from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+FIRST = ("launch", "runtime", "bubbletea", "wan")
+"""Folders of tests, the slowest files first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        folder = item.nodeid.split("/")[1]
+        return FIRST.index(folder) if folder in FIRST else len(FIRST)
+
+    items.sort(key=place)

@@ -37,7 +37,8 @@ def training(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A run that has done its first step, and the processes below it."""
     flags = ["--set=pp=2", "--set=pipelines_per_cell=1", "--set=num_microbatches=2", "--steps", "1000"]
     words = ["train", str(TINY), "--emulate", "--checkpoints", str(folder / "saved"), "--log", str(folder / "log")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    (folder / "logs").mkdir()
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder / "logs")}
     command = [sys.executable, "-m", "atlas.cli", *words, *flags]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
@@ -62,6 +63,7 @@ def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path: Path) -> None:
     assert 1 <= num_done < 1000
     assert f"Stopped after step {num_done}" in out
     assert not [pid for pid in running if Path(f"/proc/{pid}").exists()]
+    assert not list((tmp_path / "logs").glob("atlas-*")), "only a launcher that was killed may leave its logs"
 
 
 @pytest.mark.slow

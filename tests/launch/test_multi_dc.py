@@ -222,11 +222,11 @@ def steps_in(log: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in map(json.loads, log.read_text().splitlines())}
 
 
-def lose(launcher: Launcher, watched: Launcher, folder: Path, copy: str) -> None:
+def lose(launcher: Launcher, folder: Path, copy: str) -> None:
     """Kill it and delete its disk, once its part of the second step is copied."""
     deadline = time.monotonic() + LIMIT_S
     while not list(folder.glob(f"{copy}/step-00000002-a0/*.part.json")):
-        assert time.monotonic() < deadline, watched.said
+        assert time.monotonic() < deadline, launcher.said
         time.sleep(0.02)
     kill(launcher)
     shutil.rmtree(Path(launcher.log.name).parent)
@@ -250,18 +250,19 @@ def test_the_run_continues_without_a_lost_datacenter_from_copies_of_its_checkpoi
 ) -> None:
     job = write_job(tmp_path / "plan", *THREE, tight=True)
     alone = losses_alone(job, 12)
-    port, log = free_port(), tmp_path / "steps.jsonl"
-    flags = ["--steps", "12", "--grace", "1.5", "--auto-replan"]
-    east = launched("east", port, *flags, "--log", str(log))
-    others = {dc: launched(dc, port, *flags) for dc in THREE[1:]}
-    lose(others["south"], east, tmp_path, "east/saves/of-south")
-    assert east.process.wait(LIMIT_S) == 0, east.said
-    assert others["west"].process.wait(LIMIT_S) == 0
-    assert "datacenter south is lost. On the remaining ones: 2 stages (1 in east, 1 in west)" in east.said
-    assert "resumed from the checkpoint of step" in east.said
-    found = steps_in(log)
-    assert sorted(found) == list(range(1, 13))
-    require_the_same(found, alone)
+    port, folders = free_port(), {dc: tmp_path / dc / "saves" for dc in TWO}
+    south = launched("south", port, "--steps", "12")
+    killer = threading.Thread(target=lose, args=(south, tmp_path, "east/saves/of-south"))
+    killer.start()
+    options = train_options(12, save_every=2, grace_s=1.5)
+    run = run_datacenters(job, folders, options, port=port, auto_replan=True)
+    killer.join()
+    assert run.codes == dict.fromkeys(TWO, 0), (run.errors, run.said)
+    said = "\n".join(run.said)
+    assert "datacenter south is lost. On the remaining ones: 2 stages (1 in east, 1 in west)" in said
+    assert "resumed from the checkpoint of step" in said
+    assert sorted(run.losses) == list(range(1, 13))
+    require_the_same(run.losses, alone)
     targets = {record.target for record in read_records(LocalStore(tmp_path / "west" / "saves" / "own"))}
     assert targets == {"east/site0:of-west"}, "saves that wait for a copy to south would never be deleted"
 
@@ -274,7 +275,7 @@ def test_the_others_continue_with_without_when_the_first_datacenter_is_lost(
     port, log = free_port(), tmp_path / "steps.jsonl"
     flags = ["--steps", "100000", "--grace", "1.5"]
     first = {dc: launched(dc, port, *flags) for dc in THREE}
-    lose(first["east"], first["west"], tmp_path, "west/saves/of-east")
+    lose(first["east"], tmp_path, "west/saves/of-east")
     for dc in THREE[1:]:
         assert first[dc].process.wait(LIMIT_S) == 75, first[dc].said
         assert "--without" in first[dc].said
@@ -298,7 +299,7 @@ def test_a_terminal_asks_before_continuing_without_a_datacenter(
     port, flags = free_port(), ["--steps", "12", "--grace", "1.5"]
     east = launched("east", port, *flags, stdin=theirs)
     others = {dc: launched(dc, port, *flags) for dc in THREE[1:]}
-    lose(others["south"], east, tmp_path, "east/saves/of-south")
+    lose(others["south"], tmp_path, "east/saves/of-south")
     deadline = time.monotonic() + LIMIT_S
     while "Continue with that? [y/N]" not in east.said:
         assert time.monotonic() < deadline, east.said

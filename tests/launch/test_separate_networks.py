@@ -94,7 +94,9 @@ def faults() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def wanted(faults: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    weights: dict[str, str] = faults.run_case("none", 0, tmp_path_factory.mktemp("faults") / "undisturbed")["weights"]
+    weights: dict[str, str] = faults.run_case(
+        "none", 0, tmp_path_factory.mktemp("faults") / "undisturbed", apart=False
+    )["weights"]
     return weights
 
 
@@ -102,6 +104,6 @@ def wanted(faults: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict
 def test_the_weights_are_those_of_the_undisturbed_run(
     event: str, seed: int, faults: ModuleType, wanted: dict[str, str], tmp_path: Path
 ) -> None:
-    found = faults.run_case(event, seed, tmp_path / event)
+    found = faults.run_case(event, seed, tmp_path / event, apart=False)
     assert found["weights"] == wanted
     assert found["starts"] == (2 if event == "kill" else 1)  # a cut path and a full disk cost no restart

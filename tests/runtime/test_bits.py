@@ -21,7 +21,7 @@ from atlas.schedules import SCHEDULES, Setting
 
 torch.set_num_threads(1)
 MS = 1_000_000
-NUM_STEPS = 3
+NUM_STEPS = 2
 QWEN = DecoderConfig(
     "qwen3", num_layers=4, width=32, num_heads=4, num_kv_heads=2, head_width=8, ffn_width=64, vocabulary=256,
     max_length=16, qk_norm=True, tied=True,

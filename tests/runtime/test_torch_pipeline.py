@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -32,30 +35,40 @@ p0.s1 @west: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3
 TIMEOUT_S = 60.0
 
 
+RANKS = multiprocessing.get_context("forkserver")
+RANKS.set_forkserver_preload(["torch.distributed.pipelining", "atlas.runtime.process_group"])
+"""Imports them once: they take seconds, and there are six ranks."""
+
+
 def run(*words: str) -> list[str]:
-    """What the last of two ranks says, each on loopback."""
+    """The output of the last of two ranks, each on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    ranks = []
-    for rank in range(2):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        command = [sys.executable, str(EXAMPLES / "torch_pipeline.py"), *SMALL, *words]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    try:
-        said = [process.communicate(timeout=TIMEOUT_S)[0] for process in ranks]
-    finally:
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(rank) for rank in range(2)]
+        ranks = [RANKS.Process(target=_rank, args=(rank, port, words, outputs[rank])) for rank in range(2)]
         for process in ranks:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in ranks] == [0, 0]
-    return said[1].splitlines()
+            process.start()
+        try:
+            for process in ranks:
+                process.join(TIMEOUT_S)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+        assert [process.exitcode for process in ranks] == [0, 0], [output.read_text() for output in outputs]
+        return outputs[1].read_text().splitlines()
+
+
+def _rank(rank: int, port: int, words: tuple[str, ...], output: Path) -> None:
+    """The example as torchrun starts it."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    example = EXAMPLES / "torch_pipeline.py"
+    sys.argv = [str(example), *SMALL, *words]
+    with output.open("w") as sys.stdout:
+        sys.stderr = sys.stdout
+        runpy.run_path(str(example), run_name="__main__")
 
 
 def losses(lines: list[str]) -> list[str]:
