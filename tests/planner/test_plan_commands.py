@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,14 +110,14 @@ def test_an_interrupt_prints_the_best_plan_so_far(
 ) -> None:
     from atlas.planner import strategies
 
-    real, calls = strategies.judge, iter(range(100))
+    real, calls = strategies.simulate_whole, iter(range(100))
 
-    def judge(*args: object) -> object:
+    def simulate_whole(*args: Any, **named: Any) -> object:
         if next(calls) == 3:
             raise KeyboardInterrupt
-        return real(*args)  # type: ignore[arg-type]
+        return real(*args, **named)
 
-    monkeypatch.setattr(strategies, "judge", judge)
+    monkeypatch.setattr(strategies, "simulate_whole", simulate_whole)
     assert cli.main(["plan", TINY]) == 0
     found = capsys.readouterr()
     assert "interrupted" in found.err

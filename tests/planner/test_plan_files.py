@@ -74,7 +74,7 @@ def test_simulate_finds_the_figure_of_several_groups_and_of_turns(
     ]
     for groups in ((over,), tuple(alone)):
         best = judge(search.space, search.cluster, Candidate(1, 1, groups, sharing))
-        planned = finished(search, best, "ours", tries, 0)
+        planned = finished(search, best, "ours", tries)
         plan = plan_of(planned)
         assert plan.schedule.name == ("atlas" if tries else "1f1b-eager")
         assert simulated_s(plan, tmp_path / "plan.yaml", capsys) == pytest.approx(plan.predicted.iteration_s, rel=1e-9)

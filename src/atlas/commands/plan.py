@@ -143,7 +143,7 @@ def _run_sailor(args: argparse.Namespace) -> int:
 # ---- tables ------------------------------------------------------------------------------------------------
 def _show(search: PlanSearch) -> None:
     planned = search.found
-    best, job = planned.figures, planned.job
+    best, job = planned.winner, planned.job
     figures, candidate = best.figures, best.candidate
     money = has_prices(planned.cluster)
     lines = [

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints, lan_bps, ring_s, wan_rate
-from atlas.cost.model_arrays import FORWARD, INPUT, UPDATE, WEIGHT, ModelArrays, microbatch_s
+from atlas.cost.model_arrays import FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT, ModelArrays, microbatch_s
 from atlas.cost.price import sent_bytes
 from atlas.cost.runtimes import RUNTIMES
+from atlas.planner.floor import Floors
 from atlas.planner.shapes import Shape
 from atlas.planner.space import Space
 from atlas.planner.split import Split, busy_seconds, split_layers
@@ -63,6 +64,11 @@ class Estimate:
     fits: Flags
     layers: Ints
     """[n, s]"""
+    floors: Floors
+
+    def floor_s(self) -> Floats:
+        """[v]: no order is faster."""
+        return self.floors.iteration_s(np.arange(len(self.period_s)), self.num_microbatches)
 
 
 def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Batch) -> Estimate:
@@ -95,11 +101,11 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Ba
     short = behind_s.max(axis=1) / (np.maximum(held, 1) * period_s)
     stalls = (short > 1) & (num_mb > held)
     period_s = np.where(stalls, period_s * np.maximum(LOCKSTEP, 1.1 * short), period_s)
-    closing_s = _ring_s(cluster, model, batch, dc, split) + seconds[UPDATE][u]
+    own_closing_s = _ring_s(cluster, model, batch, dc, split) + seconds[UPDATE][u]
     # A stage's all-reduce hides behind the gradients that still travel to stage 0.
     drain_s = np.zeros((len(v), batch.depth))
     drain_s[:, 1:] = np.cumsum(backward_s[u][:, :-1] + hops.back_s, axis=1)
-    closing_s = np.max(closing_s - drain_s, axis=1)
+    closing_s = np.max(own_closing_s - drain_s, axis=1)
     iteration_s = through_s + (num_mb - 1) * period_s + closing_s
     usd_per_s = cluster.usd_per_gpu_s[dc].sum(axis=1)[v] * batch.replicas * batch.tp
     egress = 2 * slots * model.job.activation_bytes * hops.usd_per_byte
@@ -113,6 +119,16 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Ba
         usd_per_s,
         held >= 1,
         split.layers[split.sort],
+        Floors(
+            forward_s[u],
+            seconds[RECOMPUTE][u],
+            seconds[INPUT][u],
+            seconds[WEIGHT][u],
+            hops.least_s,
+            hops.wan_s,
+            own_closing_s,
+            split.stashed[u],
+        ),
     )
 
 
@@ -136,6 +152,8 @@ class _Hops:
         self.back_s: Floats = self.way_s / 2
         self.load_s: Floats = self.way_s / 2
         self.turn_s: Floats = np.zeros(len(shape))
+        self.least_s: Floats = self.back_s.copy()
+        self.wan_s: Floats = np.zeros_like(self.back_s)
         self.usd_per_byte: Floats = np.zeros(len(shape))
         at = np.nonzero((dc[:, :-1] != dc[:, 1:])[shape])
         v, boundary = at
@@ -147,5 +165,10 @@ class _Hops:
         work_s = bits / rate.rate_bps
         one_way_s = work_s + rate.before_s + rate.after_s + cluster.latency_s[a, b]
         self.way_s[at], self.back_s[at], self.load_s[at] = 2 * one_way_s, one_way_s, cell * work_s
+        # Without turns a transfer has one pair's path, and no slices to scatter: it may be the faster one.
+        apart = wan_rate(cluster, batch.tp, a, b, bits, replicas=replicas, cells=replicas, turns=1, tcp=space.tcp)
+        apart_s = bits / apart.rate_bps + cluster.latency_s[a, b]
+        self.least_s[at] = np.minimum(one_way_s, apart_s)
+        self.wan_s[at] = np.minimum(cell * work_s, bits / apart.rate_bps)
         np.maximum.at(self.turn_s, v, (cell - 1) * work_s)
         np.add.at(self.usd_per_byte, v, cluster.usd_per_byte[a, b])

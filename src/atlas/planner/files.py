@@ -20,7 +20,7 @@ from atlas.spec.plan import VERSION, Origin, Plan, PlanGroup, PlanSchedule, Pred
 
 def plan_of(planned: Planned) -> Plan:
     """The Plan of a search's winner."""
-    candidate, figures = planned.winner.candidate, planned.figures.figures
+    candidate, figures = planned.winner.candidate, planned.winner.figures
     return Plan(
         plan=VERSION,
         job=candidate.job(planned.job, 0 if planned.whole is None else planned.whole.slowest),

@@ -8,6 +8,7 @@ all-reduce begins when its last pipeline in any group has finished; groups in di
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -93,9 +94,21 @@ class SimulatedGroup:
 
 def judge(space: Space, cluster: ClusterArrays, candidate: Candidate, *, exact: bool = False) -> Judged:
     """Simulate a candidate; InfeasibleError if it cannot run. `exact`: long runs too, where feasible."""
+    require_runnable(space, cluster, candidate)
+    played = [play(candidate.job(space.job, k), candidate, exact=exact) for k in range(len(candidate.groups))]
+    return judged_groups(space, cluster, candidate, played)
+
+
+def require_runnable(space: Space, cluster: ClusterArrays, candidate: Candidate) -> None:
+    """Room for every stage, and no more microbatches than a job may have."""
     require_gpus(space.job, cluster, candidate)
     _require_playable(space.job, candidate)
-    played = [play(candidate.job(space.job, k), candidate, exact=exact) for k in range(len(candidate.groups))]
+
+
+def judged_groups(
+    space: Space, cluster: ClusterArrays, candidate: Candidate, played: Sequence[SimulatedGroup]
+) -> Judged:
+    """The figures of a candidate whose groups are simulated; InfeasibleError where they cannot meet."""
     between_s = meeting_s(cluster, played[0].arrangement.model.gradient_bytes, candidate)
     if between_s is None:
         raise InfeasibleError(
@@ -199,6 +212,8 @@ def _require_playable(job: Job, candidate: Candidate) -> None:
 def _parts(played: SimulatedGroup, until_s: float) -> dict[str, float]:
     """Where the time until the last backward went."""
     totals = path_totals_ns(critical_path(played.timeline))
+    if bool((played.timeline.program.kind == Kind.STEP).any()):  # its all-reduce and optimizer are counted apart
+        totals["compute"] = max(0, totals["compute"] - round(1e9 * float(played.closing_s.sum(axis=0).max())))
     parts = {"compute": totals["compute"] / 1e9, "wait": totals["wait"] / 1e9}
     parts["wan"] = (totals["wire"] + totals["latency"] + totals["queue"]) / 1e9
     # Where only a part was played, the rest is like it.
@@ -211,7 +226,7 @@ def _figures(
     candidate: Candidate,
     iteration_s: float,
     parts_s: dict[str, float],
-    played: list[SimulatedGroup],
+    played: Sequence[SimulatedGroup],
 ) -> Figures:
     price_s = dict(zip(cluster.names, cluster.usd_per_gpu_s.tolist(), strict=True))
     rent = iteration_s * sum(gpus * price_s[name] for name, gpus in candidate.gpus.items())

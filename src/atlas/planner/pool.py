@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +25,11 @@ from atlas.planner.split import max_layers
 
 SLACK = 0.03
 """Share of a limit that an estimate may miss without being dropped: the simulator decides."""
-PER_BATCH = 6
-"""Candidates kept of one tp, microbatch size and depth."""
+BY_ESTIMATE, BY_FLOOR = 4, 16
+"""Candidates of each kind kept of one tp, microbatch size and depth."""
 
-WORSE = 1.02
-"""If a larger microbatch is worse by this factor, larger ones are not tried."""
+WORSE = 1.1
+"""If a larger microbatch has a floor higher by this factor, larger ones are not tried."""
 
 Tick = Callable[[str, int, int], None]
 
@@ -41,6 +42,8 @@ class EstimatedCandidate:
     score: float
     iteration_s: float
     usd: float
+    floor: float
+    """A score that no order can beat."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +120,7 @@ def single_groups(
             batch = variants(space, frame, depth)
             if batch is not None:
                 values = estimate(space, cluster, frame.model, batch)
-                found += kept(space, cluster, objective, batch, values, PER_BATCH)
+                found += kept(space, cluster, objective, batch, values)
                 count += len(batch.shape)
         if not frame.usable.any():
             continue
@@ -133,7 +136,7 @@ def _is_better(found: list[EstimatedCandidate], tp: int, best: dict[tuple[int, s
     scores: dict[str, float] = {}
     for entry in found:
         kind = kind_of(entry.candidate)
-        scores[kind] = min(entry.score, scores.get(kind, np.inf))
+        scores[kind] = min(entry.floor, scores.get(kind, np.inf))
     better = not any(known == tp for known, _ in best)
     for kind, score in scores.items():
         before = best.get((tp, kind), np.inf)
@@ -174,32 +177,34 @@ def cell_sizes(space: Space, replicas: int) -> list[int]:
 
 
 def kept(
-    space: Space, cluster: ClusterArrays, objective: Objective, batch: Batch, found: Estimate, count: int
+    space: Space, cluster: ClusterArrays, objective: Objective, batch: Batch, found: Estimate
 ) -> list[EstimatedCandidate]:
-    """The best variants of a batch, those that fit."""
-    score = objective.score(found.iteration_s, found.usd, space.tokens, SLACK)
-    score = np.where(found.fits, score, np.inf)
-    order = _first(score, 4 * count)
-    entries: list[EstimatedCandidate] = []
-    seen: dict[tuple[int, ...], int] = {}
-    for v in order.tolist():
-        # Of the same datacenters and replicas only the two best ways to deal the stages.
-        shape = batch.shapes[int(batch.shape[v])]
-        alike = (int(batch.replicas[v]), *sorted(i for i, _ in shape))
-        seen[alike] = seen.get(alike, 0) + 1
-        if not np.isfinite(score[v]) or seen[alike] > 2:
-            continue
-        entries.append(entry_of(space, cluster, batch, found, v, float(score[v])))
-        if len(entries) == count:
-            break
-    # The best in one region and the best across regions are always kept.
+    """The best variants of a batch that fit, in one region and across regions: by estimate and by floor."""
+    score = np.where(found.fits, objective.score(found.iteration_s, found.usd, space.tokens, SLACK), np.inf)
+    floor = np.where(found.fits, floors(space, objective, found), np.inf)
     is_alone = np.array([len(shape) == 1 for shape in batch.shapes])[batch.shape]
-    for kind in (is_alone, ~is_alone) if cluster.num_dcs > 1 else ():
-        near = np.where(kind, score, np.inf)
-        v = int(np.argmin(near))
-        if np.isfinite(near[v]):
-            entries.append(entry_of(space, cluster, batch, found, v, float(score[v])))
-    return entries
+    chosen: dict[int, None] = {}
+    for kind in (is_alone, ~is_alone):
+        for by, count in ((score, BY_ESTIMATE), (floor, BY_FLOOR)):
+            chosen |= dict.fromkeys(_first(np.where(kind, by, np.inf), count).tolist())
+    return [
+        entry_of(space, cluster, batch, found, v, float(score[v]), float(floor[v]))
+        for v in chosen
+        if np.isfinite(score[v])
+    ]
+
+
+def floors(space: Space, objective: Objective, found: Estimate) -> Floats:
+    """[v]: no order scores lower, except where a limit is missed by the estimate: there the estimate counts."""
+    floor_s = found.floor_s()
+    usd = found.usd - (found.iteration_s - floor_s) * found.usd_per_s
+    return np.asarray(floor_score(space, objective, floor_s, usd, found.iteration_s, found.usd))
+
+
+def floor_score(space: Space, objective: Objective, floor_s: Any, floor_usd: Any, iteration_s: Any, usd: Any) -> Any:
+    missed = objective.missed(iteration_s, usd, space.tokens, SLACK) > 0
+    free = Objective(objective.minimise).score(floor_s, floor_usd, space.tokens)
+    return np.where(missed, objective.score(iteration_s, usd, space.tokens, SLACK), free)
 
 
 def _first(score: Floats, count: int) -> Ints:
@@ -212,7 +217,7 @@ def _first(score: Floats, count: int) -> Ints:
 
 
 def entry_of(
-    space: Space, cluster: ClusterArrays, batch: Batch, found: Estimate, v: int, score: float
+    space: Space, cluster: ClusterArrays, batch: Batch, found: Estimate, v: int, score: float, floor: float
 ) -> EstimatedCandidate:
     shape, cell = batch.shapes[int(batch.shape[v])], int(batch.cell[v])
     group = Group(
@@ -229,4 +234,4 @@ def entry_of(
         sharing=cell > 1 and len(shape) > 1,
         tcp=space.tcp,
     )
-    return EstimatedCandidate(candidate, score, float(found.iteration_s[v]), float(found.usd[v]))
+    return EstimatedCandidate(candidate, score, float(found.iteration_s[v]), float(found.usd[v]), floor)

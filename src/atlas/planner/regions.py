@@ -21,7 +21,7 @@ from atlas.planner.estimate import Batch, Estimate, estimate
 from atlas.planner.judge import wan_traffic
 from atlas.planner.meet import meeting_s
 from atlas.planner.objective import Objective
-from atlas.planner.pool import SLACK, EstimatedCandidate, Frame, Tick, depths
+from atlas.planner.pool import SLACK, EstimatedCandidate, Frame, Tick, depths, floor_score
 from atlas.planner.shapes import FEW_DCS, Shape
 from atlas.planner.space import Space
 
@@ -56,18 +56,34 @@ class _Scene:
     found: Estimate
     at: dict[Team, int]
     lanes: Lanes
+    by_floor: bool
+    """Whether plans are compared under searched orders, which come close to their floors."""
 
     @cached_property
     def figures(self) -> list[tuple[float, ...]]:
         """[v]: period, fill, rent, closing, as plain numbers."""
-        columns = (self.found.period_s, self.found.fill_s, self.found.usd_per_s, self.found.closing_s)
+        found = self.found
+        period_s, fill_s = found.period_s, found.fill_s
+        if self.by_floor:
+            v, count = np.arange(len(period_s)), found.num_microbatches
+            one_s, two_s = (found.floors.done_s(v, k * count).max(axis=1) for k in (1, 2))
+            period_s = (two_s - one_s) / count
+            fill_s = one_s - (count - 1) * period_s
+        columns = (period_s, fill_s, found.usd_per_s, found.closing_s)
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def several_groups(
-    space: Space, cluster: ClusterArrays, objective: Objective, worth: Sequence[Frame], tick: Tick | None = None
+    space: Space,
+    cluster: ClusterArrays,
+    objective: Objective,
+    worth: Sequence[Frame],
+    tick: Tick | None = None,
+    *,
+    by_floor: bool = False,
 ) -> tuple[list[EstimatedCandidate], int]:
-    """The best candidates of two groups or more, best first, and how many were estimated."""
+    """The best candidates of two groups or more, best first, and how many were estimated. `by_floor`: microbatches are
+    dealt for searched orders."""
     if cluster.num_dcs == 1 or space.num_cells is not None:
         return [], 0
     quick: list[tuple[float, int, _Scene, tuple[Team, ...]]] = []
@@ -76,7 +92,7 @@ def several_groups(
         if tick is not None:
             tick("estimating regions", k, len(worth))
         for depth in depths(space, cluster, frame):
-            scene, lines = _scene(space, cluster, frame, depth, lanes)
+            scene, lines = _scene(space, cluster, frame, depth, lanes, by_floor)
             if scene is None:
                 continue
             unique: dict[frozenset[Team], tuple[float, tuple[Team, ...]]] = {}
@@ -90,7 +106,7 @@ def several_groups(
 
 
 def _scene(
-    space: Space, cluster: ClusterArrays, frame: Frame, depth: int, lanes: Lanes
+    space: Space, cluster: ClusterArrays, frame: Frame, depth: int, lanes: Lanes, by_floor: bool
 ) -> tuple[_Scene | None, list[tuple[Team, ...]]]:
     workers = [n if space.can_use(name) else 0 for n, name in zip(_room(frame), cluster.names, strict=True)]
     lines = dict.fromkeys(
@@ -106,7 +122,7 @@ def _scene(
     rows = np.array([(shapes[shape], replicas, cell) for shape, replicas, cell in every], np.int64)
     batch = Batch(frame.tp, frame.microbatch, depth, list(shapes), rows[:, 0], rows[:, 1], rows[:, 2])
     found = estimate(space, cluster, frame.model, batch)
-    return _Scene(frame, batch, found, {team: v for v, team in enumerate(every)}, lanes), kept
+    return _Scene(frame, batch, found, {team: v for v, team in enumerate(every)}, lanes, by_floor), kept
 
 
 def _levels(space: Space, frame: Frame, depth: int) -> list[int]:
@@ -238,7 +254,7 @@ def entry_of(
     """The candidate of some teams, with the meeting priced as `judge` will."""
     frame, found = scene.frame, scene.found
     members = [scene.at[team] for team in line]
-    fill, period = ([float(a[v]) for v in members] for a in (found.fill_s, found.period_s))
+    period, fill = ([scene.figures[v][k] for v in members] for k in (0, 1))
     counts = deal(space.slots(frame.microbatch), [replicas for _, replicas, _ in line], fill, period)
     if counts is None:
         return None
@@ -259,8 +275,13 @@ def entry_of(
         return None
     ends = [f + (n - 1) * p for f, p, n in zip(fill, period, counts, strict=True)]
     iteration_s = max(ends) + max(float(found.closing_s[v]) for v in members) + max(float(one.max()) for one in between)
-    rent = iteration_s * sum(float(found.usd_per_s[v]) for v in members)
-    usd = rent + wan_traffic(space, cluster, frame.model.gradient_bytes, candidate)[0]
-    return EstimatedCandidate(
-        candidate, float(objective.score(iteration_s, usd, space.tokens, SLACK)), iteration_s, usd
+    floor_s = max(
+        float(found.floors.iteration_s(np.array([v]), np.array([n]), own)[0])
+        for v, n, own in zip(members, counts, between, strict=True)
     )
+    rent = sum(float(found.usd_per_s[v]) for v in members)
+    egress = wan_traffic(space, cluster, frame.model.gradient_bytes, candidate)[0]
+    usd = iteration_s * rent + egress
+    floor = floor_score(space, objective, floor_s, floor_s * rent + egress, iteration_s, usd)
+    score = objective.score(iteration_s, usd, space.tokens, SLACK)
+    return EstimatedCandidate(candidate, float(score), iteration_s, usd, float(floor))

@@ -14,6 +14,7 @@ from atlas.planner.judge import Figures, Judged, as_dict
 from atlas.planner.meet import lane_bps
 from atlas.planner.objective import Objective
 from atlas.planner.run import Planned
+from atlas.schedules.eager import NAME
 
 SPENT_ON = {
     "compute": "compute",
@@ -25,7 +26,7 @@ SPENT_ON = {
 
 
 def rows(planned: Planned) -> list[dict[str, Any]]:
-    """The winner, then its rivals; all figures under the order that candidates are compared by."""
+    """The winner, then its rivals."""
     best = planned.winner
     found = []
     for k, judged in enumerate((best, *planned.rivals)):
@@ -104,9 +105,8 @@ def front(planned: Planned) -> list[Judged]:
 
 def compared(planned: Planned) -> str:
     """How the figures of a table were computed."""
-    text = f"{planned.num_estimated:,} candidates estimated, {planned.num_simulated} simulated with 1f1b-eager"
-    if planned.tries:
-        text += f"; the winner under {planned.schedule} takes {_seconds(planned.iteration_s, 4)}"
+    how = "with 1f1b-eager" if planned.compared_by == NAME else "each under its own searched order"
+    text = f"{planned.num_estimated:,} candidates estimated, {planned.num_simulated} simulated, {how}"
     return f"{text}. All times are simulated."
 
 
@@ -118,9 +118,8 @@ def has_prices(cluster: ClusterArrays) -> bool:
 def scene(planned: Planned, count: int = 6) -> dict[str, Any]:
     """Datacenters, links and the placements of the first few plans: what `view.map` draws."""
     cluster, described = planned.cluster, planned.job.cluster
-    shown = [planned.figures, *planned.rivals[: count - 1]]
+    shown = [planned.winner, *planned.rivals[: count - 1]]
     found = rows(planned)
-    own = {**found[0], **as_dict(planned.figures)}
     return {
         "title": planned.job.name,
         "datacenters": [
@@ -137,7 +136,7 @@ def scene(planned: Planned, count: int = 6) -> dict[str, Any]:
         "joined": cluster.joined.tolist(),
         "plans": [
             {
-                "row": found[k] if k else own,
+                "row": found[k],
                 "gpus": dict(judged.candidate.gpus),
                 "groups": [list(group.places) for group in judged.candidate.groups],
                 "links": links(cluster, judged.candidate, judged.figures),

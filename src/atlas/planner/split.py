@@ -29,6 +29,8 @@ class Split(NamedTuple):
     """[u, s]"""
     held: Ints
     """[u]: microbatches that every stage has room for at once; 0 where it does not fit."""
+    stashed: Ints
+    """[u]: microbatches whose forwards alone there is room for: no order holds more."""
     sort: Ints
     """[n]: which of u each pipeline is."""
 
@@ -47,8 +49,9 @@ def split_layers(cluster: ClusterArrays, model: ModelArrays, stage_dc: Ints) -> 
     layers, fits = _split(cluster, model, dc)
     end = np.cumsum(layers, axis=1)
     memory = _memory(cluster, model, dc, end - layers, end)
-    held = in_flight(memory.free, *memory.per_microbatch(model.job.recompute)).most
-    return Split(dc, layers, np.where(fits, held, 0), sort)
+    rule = in_flight(memory.free, *memory.per_microbatch(model.job.recompute))
+    stashed = np.maximum(1, rule.cap // np.maximum(1, rule.forward))
+    return Split(dc, layers, np.where(fits, rule.most, 0), stashed, sort)
 
 
 def busy_seconds(model: ModelArrays, dc: Ints, layers: Ints) -> Floats:

@@ -1,8 +1,9 @@
 """The ways to look for a plan, by name. Each gives candidates to a Search, which simulates and ranks
 them and keeps all results, so that an interrupted search still has the best so far.
 
-    ours         estimates of every kind of candidate; the best of each kind, some along the Pareto front, the best of
-                 all and the neighbours of the leader are simulated, 26 in all
+    ours         estimates and floors of every kind of candidate; of each kind those are simulated, under their own
+                 searched orders, whose floor is lower than the best of the kind; then neighbours of the leaders and
+                 some along the Pareto front
     algorithm1   the paper's: degrees as the job has them, largest datacenters first, one loop over the cells
     exhaustive   every candidate simulated: the yardstick, for small clusters
 """
@@ -10,6 +11,7 @@ them and keeps all results, so that an interrupted search still has the best so 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -20,7 +22,7 @@ from atlas.cost.cluster_arrays import ClusterArrays
 from atlas.errors import AtlasError, InfeasibleError
 from atlas.planner.candidate import Candidate, kind_of
 from atlas.planner.estimate import Batch, estimate
-from atlas.planner.judge import Judged, judge
+from atlas.planner.judge import Judged, judge, judged_groups, require_runnable
 from atlas.planner.objective import Objective
 from atlas.planner.pool import (
     SLACK,
@@ -29,17 +31,18 @@ from atlas.planner.pool import (
     Tick,
     cell_sizes,
     entry_of,
+    floors,
     frames,
     single_groups,
 )
 from atlas.planner.regions import several_groups
 from atlas.planner.shapes import Shape
 from atlas.planner.space import Space
+from atlas.planner.whole import Whole, simulate_whole
+from atlas.schedules.eager import NAME
 
 SIMULATIONS = 26
-"""What `ours` may simulate."""
-PER_KIND = 6
-"""Of those, the best estimates of each kind of plan."""
+"""What `ours` simulates at most where no order is searched."""
 FRONT = 4
 """Of those, along the estimated Pareto front of time and money."""
 NEIGHBOURS = 4
@@ -47,9 +50,25 @@ NEIGHBOURS = 4
 SAME = 0.0005
 """Estimates within this share of each other would be simulated alike."""
 WORSE = 1.02
-"""A neighbour estimated this much worse than the leader is not simulated."""
-FAR = 1.2
-"""An estimate this much worse than the leader of its kind is not simulated: estimates are a few per cent off."""
+"""A neighbour that promises this much less than the leader is not simulated."""
+PLAYED_EVENTS = 2_000_000
+"""What the searches of all candidates may play through together: one or two seconds."""
+MOST = 60
+"""Candidates that are searched at most."""
+LEAST = 4
+"""Candidates that are searched in any case, however large."""
+FEW = 24
+"""Tries of a candidate's search: mostly within 3 % of a full one (7 % in the worst of 70 plans)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Played:
+    """A candidate simulated in full under a schedule."""
+
+    judged: Judged
+    schedule: str
+    tries: int
+    whole: Whole
 
 
 @dataclass
@@ -60,10 +79,18 @@ class Search:
     cluster: ClusterArrays
     objective: Objective
     tick: Tick | None = None
+    tries: int = 0
+    """Orders that are tried for each candidate; 0: all are compared under `1f1b-eager`."""
+    seed: int = 0
     judged: dict[Candidate, Judged] = field(default_factory=dict)
+    played: dict[Candidate, Played] = field(default_factory=dict)
     refused: dict[Candidate, InfeasibleError] = field(default_factory=dict)
+    floors: dict[Candidate, float] = field(default_factory=dict)
+    """Scores that the candidates cannot beat."""
     num_estimated: int = 0
     num_simulated: int = 0
+    events: int = 0
+    """Played so far."""
     interrupted: bool = False
 
     def score(self, judged: Judged) -> float:
@@ -82,13 +109,50 @@ class Search:
         if self.tick is not None:
             self.tick("simulating", self.num_simulated, of)
         try:
-            self.judged[candidate] = judge(self.space, self.cluster, candidate)
+            self.judged[candidate] = self._simulated(candidate)
         except InfeasibleError as error:
             self.refused[candidate] = error
             return None
         finally:
             self.num_simulated += 1
         return self.judged[candidate]
+
+    def _simulated(self, candidate: Candidate) -> Judged:
+        if self.tries:
+            require_runnable(self.space, self.cluster, candidate)
+            self.events += self.tries * events(candidate)
+            with suppress(InfeasibleError):  # too many events to simulate in full
+                return self.play(candidate, self.tries).judged
+        return judge(self.space, self.cluster, candidate)
+
+    def play(self, candidate: Candidate, tries: int) -> Played:
+        """Under the best order that a search finds, or without tries under the order of the comparison."""
+        schedule = NAME
+        if max(group.pp for group in candidate.groups) == 1:
+            schedule, tries = "1f1b", 0  # with one stage there is nothing to order
+        elif tries:
+            schedule = "atlas"
+        whole = simulate_whole(
+            self.space.job, self.cluster, candidate, schedule,
+            sharing=candidate.sharing or schedule != NAME, budget=tries, seed=self.seed,
+        )  # fmt: skip
+        judged = judged_groups(self.space, self.cluster, candidate, whole.groups)
+        found = Played(judged, schedule, tries, whole)
+        old = self.played.get(candidate)
+        if old is None or whole.iteration_s < old.whole.iteration_s:
+            self.played[candidate], self.judged[candidate] = found, judged
+        return found
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether no more candidates should be simulated."""
+        if not self.tries:
+            return self.num_simulated >= SIMULATIONS
+        return self.events >= PLAYED_EVENTS and self.num_simulated >= LEAST
+
+    def promise(self, entry: EstimatedCandidate) -> float:
+        """What candidates are tried by, the lowest first: searched orders come close to their floors."""
+        return entry.floor if self.tries else entry.score
 
     def ranking(self) -> list[Judged]:
         """Best first; equals in the order in which they were found."""
@@ -104,49 +168,67 @@ class Search:
         return min(found, key=self.score, default=None)
 
 
+def events(candidate: Candidate) -> int:
+    """Of one try."""
+    return sum(6 * g.pipelines_per_cell * g.pp * g.num_microbatches for g in candidate.groups)
+
+
 # ---- ours --------------------------------------------------------------------------------------------------
 def ours(search: Search) -> None:
-    """Estimate widely, simulate the few that matter."""
-    for entry in _algorithm1_entries(search)[:2]:
+    """Estimate widely, simulate the few that matter: of every kind of plan those whose floor is lower than the best of
+    that kind. Where the simulations suffice for all of them, no candidate that was estimated is better."""
+    known = _algorithm1_entries(search)[:2]
+    for entry in known[: 2 if search.tries == 0 else 1]:
         search.simulate(entry.candidate)
     space, cluster, goal = search.space, search.cluster, search.objective
     alone, looked, worth = single_groups(space, cluster, goal, search.tick)
     for entry in alone[:1]:
         search.simulate(entry.candidate)  # from here on an interrupt leaves a result
-    apart, more = several_groups(space, cluster, goal, worth, search.tick)
+    apart, more = several_groups(space, cluster, goal, worth, search.tick, by_floor=search.tries > 0)
     search.num_estimated += looked + more
-    entries = sorted(alone + apart, key=lambda entry: entry.score)
-    shown = [*_of_each_kind(entries), *_front(entries)]
-    seen: set[tuple[object, ...]] = set()
-    for k, entry in enumerate([*shown, *entries]):
-        if search.num_simulated >= SIMULATIONS - NEIGHBOURS:
-            break
-        rival = search.best_of(kind_of(entry.candidate))
-        if k < len(shown) or rival is None or entry.score < FAR * search.score(rival):
-            # The same stages in another order of the datacenters, estimated the same, would be simulated the same.
-            alike = (round(entry.score, 12), *_stages(entry.candidate))
-            if alike not in seen:
-                seen.add(alike)
-                search.simulate(entry.candidate)
+    _best_of_each_kind(search, [*known, *alone, *apart])
     _improve(search)
     _improve(search, "pipeline")
+    for entry in _front([*alone, *apart]):
+        if not search.is_spent:
+            search.simulate(entry.candidate)
+
+
+def _best_of_each_kind(search: Search, entries: list[EstimatedCandidate]) -> None:
+    """The kinds in turn: the best estimate of each, then by promise, as long as a floor is lower than the best."""
+    kinds: dict[str, list[EstimatedCandidate]] = {}
+    for entry in sorted(entries, key=search.promise):
+        kinds.setdefault(kind_of(entry.candidate), []).append(entry)
+    queues = [iter([min(found, key=lambda e: e.score), *found]) for found in kinds.values()]
+    seen: set[tuple[object, ...]] = set()
+    reserve = NEIGHBOURS if search.tries == 0 else 0
+    while queues and not search.is_spent and search.num_simulated + reserve < (MOST if search.tries else SIMULATIONS):
+        for queue in list(queues):
+            new = next((e for e in queue if _is_new(search, e, seen)), None)
+            if new is None:
+                queues.remove(queue)
+            else:
+                search.simulate(new.candidate)
+
+
+def _is_new(search: Search, entry: EstimatedCandidate, seen: set[tuple[object, ...]]) -> bool:
+    """Whether an entry may be the best of its kind, and no equal of one that was simulated."""
+    rival = search.best_of(kind_of(entry.candidate))
+    if rival is not None and entry.floor >= search.score(rival):
+        return False
+    # The same stages in another order of the datacenters, estimated the same, are simulated the same.
+    alike = (round(entry.score, 12), round(entry.floor, 12), *_stages(entry.candidate))
+    if alike in seen or entry.candidate in search.judged or entry.candidate in search.refused:
+        return False
+    seen.add(alike)
+    search.floors[entry.candidate] = entry.floor
+    return True
 
 
 def _stages(candidate: Candidate) -> tuple[object, ...]:
     """The same for candidates that differ in the order of their datacenters or groups only."""
     groups = sorted((group.cells, group.pipelines_per_cell, sorted(group.places)) for group in candidate.groups)
     return (candidate.tp, candidate.microbatch, str(groups))
-
-
-def _of_each_kind(entries: list[EstimatedCandidate]) -> list[EstimatedCandidate]:
-    """The best few of every kind: what is reported as the best of its kind is the best of those simulated."""
-    kinds: dict[str, dict[Candidate, EstimatedCandidate]] = {}
-    for entry in entries:
-        found = kinds.setdefault(kind_of(entry.candidate), {})
-        least = next(iter(found.values()), entry).score
-        if len(found) < PER_KIND and entry.score < FAR * least:
-            found.setdefault(entry.candidate, entry)
-    return [entry for found in kinds.values() for entry in found.values()]
 
 
 def _front(entries: list[EstimatedCandidate]) -> list[EstimatedCandidate]:
@@ -161,31 +243,26 @@ def _front(entries: list[EstimatedCandidate]) -> list[EstimatedCandidate]:
 
 
 def _improve(search: Search, kind: str | None = None) -> None:
-    """Neighbours of the leader (of a kind), best estimate first, as long as simulations are left."""
+    """Neighbours of the leader (of a kind), most promising first, as long as simulations are left."""
     tried: set[Candidate] = set()
-    while search.num_simulated < SIMULATIONS:
+    while not search.is_spent:
         best = search.best_of(kind)
         if best is None or best.candidate in tried or len(best.candidate.groups) > 1:
             return
         tried.add(best.candidate)
-        near = _neighbours(search, best.candidate)
-        own = next((e.score for e in near if e.candidate == best.candidate), search.score(best))
-        # What is estimated the same as the leader would be simulated the same: only a real difference is worth it.
-        better = [e for e in near if e.candidate not in search.judged and abs(e.score / own - 1) >= SAME]
+        near = sorted(_neighbours(search, best.candidate), key=search.promise)
+        own = next((e for e in near if e.candidate == best.candidate), None)
+        seen: set[tuple[object, ...]] = set()
+        better = [e for e in near if _is_new(search, e, seen) and (own is None or _differs(search, e, own))]
         for entry in better[:NEIGHBOURS]:
-            if search.num_simulated < SIMULATIONS and entry.score < WORSE * own:
+            if not search.is_spent:
                 search.simulate(entry.candidate)
 
 
-def mirrored(search: Search, candidate: Candidate) -> Judged | None:
-    """The same stages with the datacenters in reverse order. Estimates and plain orders hardly tell the two apart; a
-    searched order does, by up to 8 %, where the datacenters' networks differ."""
-    group = candidate.groups[0]
-    if len(candidate.groups) > 1 or len(group.places) == 1:
-        return None
-    frame, shape = _frame_and_shape(search, candidate)
-    entries = _entries(search, frame, group.pp, [shape[::-1]], [(0, group.replicas, group.pipelines_per_cell)])
-    return search.simulate(entries[0].candidate) if entries else None
+def _differs(search: Search, entry: EstimatedCandidate, own: EstimatedCandidate) -> bool:
+    """Whether a neighbour promises something else than the leader, and not much less."""
+    ratio = search.promise(entry) / search.promise(own)
+    return abs(ratio - 1) >= SAME and ratio < WORSE
 
 
 def _frame_and_shape(search: Search, candidate: Candidate) -> tuple[Frame, Shape]:
@@ -217,8 +294,9 @@ def _entries(
     batch = Batch(frame.tp, frame.microbatch, depth, shapes, table[:, 0], table[:, 1], table[:, 2])
     found = estimate(search.space, search.cluster, frame.model, batch)
     score = search.objective.score(found.iteration_s, found.usd, search.space.tokens, SLACK)
+    floor = floors(search.space, search.objective, found)
     order = [v for v in np.argsort(score, kind="stable").tolist() if found.fits[v]]
-    return [entry_of(search.space, search.cluster, batch, found, v, float(score[v])) for v in order]
+    return [entry_of(search.space, search.cluster, batch, found, v, float(score[v]), float(floor[v])) for v in order]
 
 
 # ---- the paper's -------------------------------------------------------------------------------------------
@@ -304,4 +382,4 @@ STRATEGIES: dict[str, tuple[str, Callable[[Search], None]]] = {
     "exhaustive": ("simulate every candidate: small clusters only", exhaustive),
 }
 
-__all__ = ["STRATEGIES", "Search", "mirrored"]
+__all__ = ["FEW", "STRATEGIES", "Played", "Search", "events"]

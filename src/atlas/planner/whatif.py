@@ -75,7 +75,7 @@ class Asked:
     def judged(self, job: Job) -> Judged:
         """The figures of the changed job under its searched schedule: those of `atlas simulate` (or, with `replan`, of
         `atlas plan`). InfeasibleError where it cannot run."""
-        return make_plan(job).figures if self.replan else self.searched(job)[0]
+        return make_plan(job).winner if self.replan else self.searched(job)[0]
 
     def searched(self, job: Job) -> tuple[Judged, Whole | None]:
         """The figures under the plan's own schedule, or under `atlas`, and the simulation. A job too long to be

@@ -17,6 +17,7 @@ from atlas.cost.table import Costs
 from atlas.evaluate import Case, Progress, Result, evaluate, find_schedule, prepare
 from atlas.ir.program import Kind
 from atlas.planner.candidate import Candidate
+from atlas.planner.judge import SimulatedGroup
 from atlas.planner.meet import meeting_s, started_s
 from atlas.spec import Job
 
@@ -28,6 +29,7 @@ class Whole:
     iteration_s: float
     results: tuple[Result, ...]
     """By group."""
+    groups: tuple[SimulatedGroup, ...]
     slowest: int
     """The group that is done last: what a Plan calls its job."""
 
@@ -82,16 +84,19 @@ def _prices(costs: Costs) -> tuple[Any, ...]:
 
 def _together(cluster: ClusterArrays, candidate: Candidate, results: tuple[Result, ...]) -> Whole:
     """The iteration of all groups, and which of them is last: as `judge` has it, with each group's own order."""
-    ends, closings = [], []
-    for result in results:
-        timeline, program = result.single, result.single.program
-        work = program.kind <= Kind.W
-        done = np.zeros(program.num_ranks, np.int64)
-        np.maximum.at(done, program.op_worker[work] % program.num_ranks, timeline.op_end_ns[work])
-        ends.append(done / 1e9)
-        closings.append(result.case.apart.compute_ns[0][:, [Kind.SYNC, Kind.STEP]].sum(axis=1) / 1e9)
-    between = meeting_s(cluster, results[0].case.arrangement.model.gradient_bytes, candidate)
-    assert between is not None, "the judge let it pass"
-    starts = started_s(candidate, ends)
-    total = [float((s + c + b).max()) for s, c, b in zip(starts, closings, between, strict=True)]
-    return Whole(max(total), results, int(np.argmax([end.max() for end in ends])))
+    groups = tuple(_simulated(result) for result in results)
+    between = meeting_s(cluster, groups[0].arrangement.model.gradient_bytes, candidate)
+    assert between is not None, "the search let it pass"
+    starts = started_s(candidate, [group.done_s for group in groups])
+    total = [float((s + g.closing_s.sum(axis=0) + b).max()) for s, g, b in zip(starts, groups, between, strict=True)]
+    return Whole(max(total), results, groups, int(np.argmax([group.done_s.max() for group in groups])))
+
+
+def _simulated(result: Result) -> SimulatedGroup:
+    timeline, case = result.single, result.case
+    program = timeline.program
+    work = program.kind <= Kind.W
+    done = np.zeros(program.num_ranks, np.int64)
+    np.maximum.at(done, program.op_worker[work] % program.num_ranks, timeline.op_end_ns[work])
+    closing_s = case.apart.compute_ns[0][:, [Kind.SYNC, Kind.STEP]].T / 1e9
+    return SimulatedGroup(case.job, case.arrangement, result.costs, timeline, done / 1e9, closing_s)

@@ -1,0 +1,67 @@
+"""Floors: seconds that no order of a pipeline's ops can beat, for many pipelines at once.
+
+The arguments of `schedules.bound`, in closed form over arrays, so that a search can order tens of thousands of
+candidates by them and stop where no floor is lower than the best plan found. A searched order is mostly within a few
+per cent of its floor. Grants what a real order may lack: a link to itself, and a split backward.
+
+Index legend: v variant, s stage, b boundary between s = b and s = b + 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from atlas.cost.cluster_arrays import Floats, Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Floors:
+    """What the floors of one batch are made of."""
+
+    forward_s: Floats
+    recompute_s: Floats
+    input_s: Floats
+    weight_s: Floats
+    """[v, s]: of one microbatch."""
+    way_s: Floats
+    """[v, b]: the fastest transfer to the next stage; the way back is the same."""
+    load_s: Floats
+    """[v, b]: what the cell's microbatch of one pipeline each occupies a link for, one way; 0 inside a datacenter."""
+    closing_s: Floats
+    """[v, s]: all-reduce and optimizer."""
+    held: Ints
+    """[v]: microbatches that memory holds at once."""
+
+    def done_s(self, v: Ints, num_mb: Ints) -> Floats:
+        """[., s]: when a stage can have finished its last backward at the earliest, with `num_mb` microbatches."""
+        forward, again, inner, weight = (a[v] for a in (self.forward_s, self.recompute_s, self.input_s, self.weight_s))
+        way, load, depth = self.way_s[v], self.load_s[v], forward.shape[1]
+        count = num_mb[:, None].astype(np.float64)
+        held = np.minimum(self.held[v], num_mb)[:, None]
+        head = np.zeros_like(forward)
+        head[:, 1:] = np.cumsum(forward[:, :-1] + way, axis=1)
+        away = np.zeros_like(forward)
+        for s in range(depth - 2, -1, -1):
+            loop = 2 * way[:, s] + forward[:, s + 1] + away[:, s + 1] + inner[:, s + 1]
+            away[:, s] = np.maximum(loop, again[:, s])
+        first = head + forward + away  # the first gradient can be there
+        work = forward + again + inner + weight
+        # When the last gradient has left a stage: it computes all the while, or the last microbatch still travels.
+        left = head + count * (forward + again + inner)
+        left = np.maximum(left, head + count * forward + (count - held) * (again + inner) + away + inner)
+        if depth > 1:
+            there = head[:, :-1] + forward[:, :-1] + count * load + forward[:, 1:] + away[:, 1:] + inner[:, 1:]
+            left[:, 1:] = np.maximum(left[:, 1:], there)
+            left[:, :-1] = np.maximum(left[:, :-1], first[:, 1:] + inner[:, 1:] + count * load + inner[:, :-1])
+        for s in range(depth - 2, -1, -1):
+            left[:, s] = np.maximum(left[:, s], left[:, s + 1] + way[:, s] + inner[:, s])
+        done = np.maximum(left + weight, head + count * work)
+        done = np.maximum(done, first + count * work - held * (forward + again))
+        stay = forward + away + inner
+        return np.asarray(np.maximum(done, head + count * stay / held + weight))
+
+    def iteration_s(self, v: Ints, num_mb: Ints, between_s: Floats | float = 0.0) -> Floats:
+        """[.]: with the all-reduce, the optimizer, and `between_s` [., s] for a meeting of several groups."""
+        return np.asarray((self.done_s(v, num_mb) + self.closing_s[v] + between_s).max(axis=1))
