@@ -17,7 +17,8 @@ from atlas.planner.candidate import Candidate, Group
 from atlas.planner.judge import judge
 from atlas.planner.objective import Objective
 from atlas.planner.pool import single_groups, useful_replicas
-from atlas.planner.regions import deal
+from atlas.planner.regions import deal, several_groups
+from atlas.planner.run import start
 from atlas.planner.shapes import compositions
 from atlas.planner.space import space_of
 
@@ -36,6 +37,24 @@ def test_estimates_are_within_a_few_per_cent_of_the_simulator() -> None:
     assert len(ratios) > 20
     assert 0.95 < float(np.median(ratios)) < 1.05
     assert float(np.percentile(np.abs(np.log(ratios)), 90)) < 0.2
+
+
+def test_no_searched_order_beats_its_floor() -> None:
+    gaps = []
+    for seed in range(6):
+        search = start(random_job(seed), Objective())
+        search.tries = 24
+        space, cluster = search.space, search.cluster
+        alone, _, worth = single_groups(space, cluster, search.objective)
+        apart, _ = several_groups(space, cluster, search.objective, worth, by_floor=True)
+        for entries in (alone, apart):
+            for entry in sorted(entries, key=lambda e: e.floor)[:30:10]:
+                judged = search.simulate(entry.candidate)
+                if judged is not None:
+                    gaps.append(search.score(judged) / entry.floor)
+    assert len(gaps) > 20
+    assert min(gaps) > 1 - 1e-6
+    assert float(np.median(gaps)) < 1.1
 
 
 @given(st.integers(1, 400), st.integers(1, 60))

@@ -67,12 +67,12 @@ def test_simulate_finds_the_figure_of_several_groups_and_of_turns(
     sharing: bool, tries: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = job_of(num_microbatches=6)
-    search = start(job, Objective())
     over = Group((("east", 1), ("west", 1)), (4, 4), 1, 2, 6)
     alone = [
         Group(((name, 2),), layers, 1, 1, count) for name, layers, count in (("east", (3, 5), 7), ("west", (4, 4), 5))
     ]
     for groups in ((over,), tuple(alone)):
+        search = start(job, Objective())
         best = judge(search.space, search.cluster, Candidate(1, 1, groups, sharing))
         planned = finished(search, best, "ours", tries)
         plan = plan_of(planned)

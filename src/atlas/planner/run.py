@@ -141,8 +141,9 @@ def _fastest(search: Search, best: Judged, tries: int | None) -> Played:
         known = search.played.get(best.candidate)
         return known or search.play(best.candidate, 0 if tries == 0 else FEW)
     found: list[Played] = []
-    near = [one for one in search.ranking() if search.score(one) <= NEAR * search.score(best)]
-    for judged in near[:FINALISTS]:
+    others = [one for one in search.ranking() if one.candidate != best.candidate]
+    near = [one for one in others if search.score(one) <= NEAR * search.score(best)]
+    for judged in [best, *near][:FINALISTS]:
         least = min((search.score(one.judged) for one in found), default=float("inf"))
         if search.floors.get(judged.candidate, 0.0) >= least:
             continue
