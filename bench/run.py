@@ -57,6 +57,7 @@ BENCHES: dict[str, Bench] = {
     "bubbletea_sim": Bench(30, 150, ("--case", "c4", "--case", "slowdown")),
     "engine": Bench(4, 30, ()),
     "evidence": Bench(8, 20),
+    "evidence_gpu": Bench(8, 90, ()),
     "faults": Bench(20, 80),
     "gpu_fill": Bench(15, 300, ()),
     "load_generator": Bench(12, 0, None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,7 +68,12 @@ def evidence_of(folder: Path | None, job: Job, options: TrainOptions) -> Evidenc
         device="cpu" if options.device == "cpu" else "",
         slower=options.slower,
     )
-    return EvidenceRecorder(folder, job, facts)
+    recorder = EvidenceRecorder(folder, job, facts, traced=options.device.startswith("cuda"))
+    if recorder.traced:
+        from atlas.runtime.kineto import FOLDER  # torch: 1.9 s
+
+        os.environ[FOLDER] = str(folder.absolute())  # workers are started with this environment
+    return recorder
 
 
 def recorded(report: RunReport, evidence: EvidenceRecorder | None) -> OnStep:

@@ -21,9 +21,10 @@ from atlas.spec.job import Job
 class EvidenceRecorder:
     """Call `step` with the timeline of every step, then `write`."""
 
-    def __init__(self, folder: Path, job: Job, facts: RunFacts) -> None:
+    def __init__(self, folder: Path, job: Job, facts: RunFacts, *, traced: bool = False) -> None:
+        """`traced`: the workers write their own traces into the folder (torch.profiler on GPUs)."""
         require_new(folder)
-        self.folder, self.job, self.facts = folder, job, facts
+        self.folder, self.job, self.facts, self.traced = folder, job, facts, traced
         self._steps: deque[Timeline] = deque(maxlen=LAST_STEPS)
         self._number = -1
 
@@ -40,7 +41,7 @@ class EvidenceRecorder:
         arrangement = arrange(self.job)
         timeline = joined(list(self._steps))
         require_same(self.job, arrangement.num_pipelines, timeline.program, "the run", self.job.where)
-        return write_data_point(self.folder, timeline, self.job, arrangement, self.facts)
+        return write_data_point(self.folder, timeline, self.job, arrangement, self.facts, traced=self.traced)
 
 
 def require_same(job: Job, num_pipelines: int, program: Program, run: object, job_file: object) -> None:

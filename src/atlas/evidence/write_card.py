@@ -66,18 +66,25 @@ def require_new(folder: Path) -> None:
 
 
 def write_data_point(
-    folder: Path, timeline: Timeline, job: Job, arrangement: Arrangement, facts: RunFacts
+    folder: Path, timeline: Timeline, job: Job, arrangement: Arrangement, facts: RunFacts, *, traced: bool = False
 ) -> DataPoint:
-    """Write the folder, then read it back: the metrics of the run."""
-    require_new(folder)
+    """Write the folder, then read it back: the metrics of the run. `traced`: the workers have written their traces."""
+    if not traced:
+        require_new(folder)
     card = card_of(timeline, job, arrangement, facts)
+    if traced:
+        card["atlas"] |= {
+            "num_traces": len(list(folder.glob("rank*_trace.json"))),
+            "traced": "the workers of this host, each with torch.profiler",
+        }
     lacking = lacking_keys(card)
     assert not lacking, f"the card lacks {lacking}"
     try:
         (folder / LAUNCH).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise AtlasError(f"{folder}: cannot be created: {error.strerror}. Choose another place") from error
-    write_traces(folder, timeline, sizes_of(timeline, job, arrangement))
+    if not traced:
+        write_traces(folder, timeline, sizes_of(timeline, job, arrangement))
     _write_launch(folder / LAUNCH, job, facts)
     # The card last: a folder with a card is complete.
     write_whole(folder / CARD, yaml.safe_dump(card, sort_keys=False, width=110, allow_unicode=True).encode())

@@ -41,6 +41,7 @@ from atlas.errors import AtlasError
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import SaveId
 from atlas.runtime.hardware import make_device
+from atlas.runtime.kineto import KinetoRecorder
 from atlas.runtime.messages import MessageWriter, error_message
 from atlas.runtime.record import StepRecord
 from atlas.runtime.waits import load_filler
@@ -144,6 +145,7 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
     worker = Worker(
         assignment, device, followers=followers, filler=filler, on_step=on_step, on_saved=saved, on_copied=copied
     )
+    kineto = KinetoRecorder.of(worker.role.number * assignment.tp, worker.last_step)
     out.send({"listening": worker.links.port})
     peers = _read(messages)
     worker.connect(*([tuple(place) for place in peers.get(key, ())] for key in ("channels", "dial_for")))
@@ -156,7 +158,10 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
             _handle(message, worker, stop_control, out)
     gc.freeze()  # existing objects stay: no collection visits them in the middle of a step
     threading.Thread(target=_handle_all, args=(messages, worker, stop_control, out), daemon=True).start()
-    worker.run(message["start_ns"] - skew_ns, stop_control.may_begin)
+    may_begin = stop_control.may_begin if kineto is None else kineto.before(stop_control.may_begin)
+    worker.run(message["start_ns"] - skew_ns, may_begin)
+    if kineto is not None:
+        kineto.finish()
     if assignment.weights_file:
         weights = worker.stage_set.weights()
         arrays = {name: weight.detach().float().cpu().numpy() for name, weight in weights.items()}

@@ -55,6 +55,11 @@ class WorkerRole:
         return self.cell * self.program.num_pipelines + self.worker // self.program.num_ranks
 
     @property
+    def number(self) -> int:
+        """Over the workers of all cells."""
+        return self.cell * self.program.num_workers + self.worker
+
+    @property
     def num_pipelines(self) -> int:
         return self.num_cells * self.program.num_pipelines
 

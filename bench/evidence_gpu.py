@@ -1,0 +1,101 @@
+"""A run on one GPU under torch.profiler: the figures of its Kineto trace against our own Timeline, and the job that
+`atlas import` makes of it against the run.
+
+    python bench/evidence_gpu.py [cuda:0]
+
+Trains a Llama shape of 1.1 billion parameters for 12 steps with `atlas train --emulate --model job --evidence`, as one
+worker. Ends with 77 without an NVIDIA GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import yaml
+from common.report import Report, not_measured
+
+import atlas
+from atlas.cli import main as command
+from atlas.evidence.data_point import read_data_point
+from atlas.ir.store import load_timeline
+from atlas.spec import load_job
+
+MAX_OFF, MAX_IMPORT_OFF = 2.0, 5.0
+"""Per cent."""
+STEPS, COUNTED = 14, 10
+"""Twelve are recorded, of which the first and the last do not count."""
+
+
+def job_data(gpu: str) -> dict[str, object]:
+    """One worker on one GPU."""
+    here = {"name": "here", "nodes": 1, "gpus_per_node": 1, "gpu": gpu}
+    model = {"family": "llama", "layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192}
+    return {
+        "name": "one-gpu",
+        "model": {**model, "vocab": 32_000, "seq_len": 2048},
+        "cluster": {"datacenters": [here], "wan": {"latency_ms": 20, "pair_gbps": 5}},
+        "microbatch": 2,
+        "num_microbatches": 8,
+        "pp": 1,
+        "pipelines_per_cell": 1,
+        "recompute": False,
+    }
+
+
+def off(value: float | None, wanted: float) -> float:
+    """Per cent."""
+    return 100 * abs((value or 0.0) / wanted - 1)
+
+
+def main() -> int:
+    place = sys.argv[1] if len(sys.argv) > 1 else "cuda:0"
+    if not torch.cuda.is_available():
+        return not_measured("evidence_gpu", "needs an NVIDIA GPU")
+    name = torch.cuda.get_device_name()
+    gpu = next((kind for kind in ("GH200-96", "H200", "H100", "A100-80") if kind.split("-")[0] in name), "H100")
+    report = Report(f"Evidence of one {name} (measured)", "our own Timeline of the same run")
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        job = folder / "job.yaml"
+        job.write_text(yaml.safe_dump(job_data(gpu)))
+        words = ["train", str(job), "--emulate", "--device", place, "--model", "job", "--steps", str(STEPS), "--no-bar"]
+        words += ["--timeline", str(folder / "run.timeline"), "--evidence", str(folder / "point")]
+        if command(words):
+            return not_measured("evidence_gpu", "the run failed")
+        timeline = load_timeline(folder / "run.timeline")
+        point = read_data_point(folder / "point")
+        print("findings:", point.findings)
+        ends = timeline.iteration_ends_ns
+        step_s = float(ends[-2] - ends[-2 - COUNTED]) / 1e9 / COUNTED  # the steps that count in the trace
+        busy_s = float(timeline.busy_ns.sum()) / 1e9 / timeline.program.num_iterations
+        report.figure("step time, timeline", step_s, "s")
+        report.figure("step time of Kineto off", off(point.value("avg_step_time"), step_s), "%", at_most=MAX_OFF)
+        report.figure("compute, timeline", busy_s, "s")
+        report.figure("compute of Kineto off", off(point.value("compute_time"), busy_s), "%", at_most=MAX_OFF)
+        tokens = load_job(job).model.seq_len * 2 * 8
+        report.figure("tokens per second of Kineto off", off(point.value("tokens_per_s"), tokens / step_s), "%")
+        mfu = point.value("flops_utilization") or 0.0
+        wanted = mfu * (point.value("avg_step_time") or 0.0) / step_s
+        report.figure("MFU of Kineto", mfu, "%")
+        report.figure("MFU of Kineto off the timeline's", off(mfu, wanted), "%", at_most=MAX_OFF)
+        imported = folder / "imported.yaml"
+        # As another user's trace: without the job that ran.
+        (folder / "point" / "launch" / "job.yaml").unlink()
+        if command(["import", str(folder / "point"), "--out", str(imported), "--no-recompute"]):
+            return not_measured("evidence_gpu", "the import failed")
+        found = atlas.simulate(imported, "1f1b", iterations=3).best.timeline.iteration_ns / 1e9
+        report.figure("imported job, simulated iteration off the run", off(found, step_s), "%", at_most=MAX_IMPORT_OFF)
+        data = yaml.safe_load(imported.read_text())
+        here = {**data["cluster"]["datacenters"][0], "nodes": 2}
+        data["cluster"]["datacenters"] = [here, {**here, "name": "there"}]
+        imported.write_text(yaml.safe_dump(data))
+        plan = atlas.plan(imported, tries=0).plan
+        report.figure("plan of the imported job over two datacenters, iteration", plan.predicted.iteration_s, "s")
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

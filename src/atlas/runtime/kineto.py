@@ -1,0 +1,74 @@
+"""Records the last steps of a worker on a GPU with torch.profiler: a real Kineto trace beside our own Timeline.
+
+`ATLAS_KINETO` names the folder; without it nothing is recorded. A trace that cannot be written is a warning: training
+goes on. Knows steps, not ops.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+FOLDER = "ATLAS_KINETO"
+LAST_STEPS = 12
+"""Recorded: ten count, because metrics leave out the first and the last."""
+
+log = logging.getLogger("atlas.kineto")
+
+
+class KinetoRecorder:
+    """Call `begin` before each step, then `finish`."""
+
+    def __init__(self, path: Path, first: int) -> None:
+        self._path, self._first = path, first
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=kinds):
+            torch.ones(1, device="cuda" if len(kinds) > 1 else "cpu").add_(1)  # the first use takes seconds
+        self._profile = torch.profiler.profile(activities=kinds, acc_events=True)
+        self._step: torch.profiler.record_function | None = None
+
+    @classmethod
+    def of(cls, rank: int, last_step: int, environment: Mapping[str, str] = os.environ) -> KinetoRecorder | None:
+        """What the environment asks for; None: nothing."""
+        folder = environment.get(FOLDER)
+        if not folder:
+            return None
+        return cls(Path(folder) / f"rank{rank}_trace.json", last_step - LAST_STEPS + 1)
+
+    def before(self, may_begin: Callable[[int], None]) -> Callable[[int], None]:
+        """Mark each step after `may_begin` has allowed it."""
+
+        def begin(step: int) -> None:
+            may_begin(step)
+            self.begin(step)
+
+        return begin
+
+    def begin(self, step: int) -> None:
+        if step < self._first:
+            return
+        if self._step is None:
+            self._profile.start()
+        else:
+            self._step.__exit__(None, None, None)
+        self._step = torch.profiler.record_function(f"ProfilerStep#{step}")
+        self._step.__enter__()  # type: ignore[no-untyped-call]
+
+    def finish(self) -> None:
+        if self._step is None:
+            return
+        try:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the last step ends when its kernels have
+            self._step.__exit__(None, None, None)
+            self._profile.stop()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(self._path))
+        except (OSError, RuntimeError) as error:
+            log.warning("%s: the trace could not be written: %s. Training is not affected", self._path, error)
