@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 from cli_runner import Atlas
+from shipped_jobs import SHIPPED
 
 from atlas.ir.store import load_timeline
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-RECIPE = EXAMPLES / "recipe.yaml"
-"""Not a job."""
 FAST = ("--schedule", "1f1b", "--schedule", "gpipe")
 PROMISED = {
     "schedule",
@@ -154,7 +152,7 @@ def test_an_interleaved_job_runs_under_every_schedule(atlas: Atlas) -> None:
     assert [row["schedule"] for row in json.loads(said.out)] == ["interleaved", "1f1b", "gpipe"]
 
 
-@pytest.mark.parametrize("path", sorted(set(EXAMPLES.rglob("*.yaml")) - {RECIPE}), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_job_can_be_simulated(atlas: Atlas, path: Path) -> None:
     said = atlas("simulate", str(path), "--schedule", "1f1b", "--schedule", "varuna", "--json")
     assert said.code == 0, said.err

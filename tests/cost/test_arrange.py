@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shipped_jobs import EXAMPLES, SHIPPED
 
 from atlas.cost.arrange import arrange, balanced_split
 from atlas.errors import InfeasibleError, SpecError
 from atlas.spec import load_job
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = EXAMPLES / "tiny.yaml"
 
 
@@ -103,7 +103,7 @@ def test_a_single_datacenter_needs_no_path() -> None:
     assert set(arrange(job).rank_dc) == {"east"}
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_the_commands_in_the_examples_comments_work(path: Path) -> None:
     for line in path.read_text().splitlines():
         if line.startswith("#   atlas simulate"):

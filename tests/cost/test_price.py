@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from shipped_jobs import EXAMPLES, SHIPPED
 
 from atlas.cost.arrange import arrange
 from atlas.cost.price import layout, price
@@ -14,9 +15,7 @@ from atlas.errors import InfeasibleError, SpecError
 from atlas.ir.program import Kind
 from atlas.spec import Job, load_job
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = EXAMPLES / "tiny.yaml"
-SHIPPED = sorted(EXAMPLES.rglob("*.yaml"))
 ACTIVATION_BITS = 2048 * 2048 * 2 * 8
 WAN = 1
 """The boundary of tiny.yaml that crosses."""

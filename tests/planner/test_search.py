@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plan_jobs import job_of, random_job, two_regions
 
 from atlas.cost.arrange import arrange
-from atlas.cost.memory import require_fits
+from atlas.cost.memory import memory_rule
 from atlas.errors import InfeasibleError
 from atlas.planner.candidate import kind_of
 from atlas.planner.objective import Objective
@@ -89,7 +89,7 @@ def test_nothing_simulated_exceeds_gpus_or_memory(seed: int) -> None:
         assert judged.figures.peak_gib <= judged.figures.memory_gib
         for k in range(len(candidate.groups)):
             one = candidate.job(job, k)
-            require_fits(one, arrangement=arrange(one))
+            memory_rule(one, arrangement=arrange(one))
 
 
 def test_the_same_search_twice_gives_the_same_plan() -> None:

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from shipped_jobs import EXAMPLES, SHIPPED
 
 from atlas.errors import AtlasError, InfeasibleError, SpecError
 from atlas.spec import Job, load_cluster, load_job, override, parse_job
 from atlas.spec.document import MAX_BYTES
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = EXAMPLES / "tiny.yaml"
-SHIPPED = sorted(EXAMPLES.rglob("*.yaml"))
 
 
 def write(folder: Path, text: str | bytes, name: str = "job.yaml") -> Path:

@@ -183,20 +183,6 @@ def peak_memory(
     return tuple((w, w.static + int(needs[rank == r].max(initial=0))) for r, w in enumerate(workers))
 
 
-def require_fits(job: Job, program: Program | None = None, *, arrangement: Arrangement | None = None) -> None:
-    """Raises InfeasibleError where the model and one microbatch do not fit, or a Program holds more than there is."""
-    arrangement = arrangement or arrange(job)
-    if program is None:
-        _require_room(job, arrangement, worker_memory(job, arrangement), job.recompute)
-        return
-    for rank, (worker, need) in enumerate(peak_memory(job, program, arrangement=arrangement)):
-        if need > worker.cap:
-            holds = f"schedule {program.name!r} holds up to {program.peak_in_flight} microbatches in flight"
-            remedy = _remedy(job, bool((program.kind == Kind.R).any()))
-            dc = arrangement.rank_dc[rank]
-            raise _too_big(job, dc, rank, worker, need, holds, f"Choose a schedule that respects memory, or {remedy}")
-
-
 def _require_room(job: Job, arrangement: Arrangement, workers: tuple[WorkerMemory, ...], recompute: bool) -> None:
     """Static bytes and one microbatch, on every worker."""
     for rank, worker in enumerate(workers):
@@ -208,27 +194,22 @@ def _require_room(job: Job, arrangement: Arrangement, workers: tuple[WorkerMemor
                 f"runtime {worker.overhead / GIB:.1f}, "
                 f"reserved {worker.reserved / GIB:.1f}, one microbatch {(need - worker.static) / GIB:.1f}"
             )
-            remedy = _remedy(job, recompute)
-            raise _too_big(job, arrangement.rank_dc[rank], rank, worker, need, parts, remedy[0].upper() + remedy[1:])
-
-
-def _too_big(job: Job, dc: str, rank: int, worker: WorkerMemory, need: int, why: str, remedy: str) -> InfeasibleError:
-    return InfeasibleError(
-        where=job.where,
-        key="memory_gib",
-        value=round(worker.cap / GIB, 1),
-        rule=f"worker {rank} of each pipeline ({dc}) needs {need / GIB:.1f} GiB per GPU "
-        f"of {worker.cap / GIB:.1f} ({why})",
-        remedy=remedy,
-    )
+            raise InfeasibleError(
+                where=job.where,
+                key="memory_gib",
+                value=round(worker.cap / GIB, 1),
+                rule=f"worker {rank} of each pipeline ({arrangement.rank_dc[rank]}) needs {need / GIB:.1f} GiB per GPU "
+                f"of {worker.cap / GIB:.1f} ({parts})",
+                remedy=_remedy(job, recompute),
+            )
 
 
 def _remedy(job: Job, recompute: bool) -> str:
     """The cheapest thing to change."""
     if not recompute:
-        return "set recompute: true"
+        return "Set recompute: true"
     if job.reserved_gib > 0:
-        return "lower reserved_gib"
+        return "Lower reserved_gib"
     if job.microbatch > 1:
-        return "lower microbatch"
-    return "raise pp or tp, or use GPUs with more memory"
+        return "Lower microbatch"
+    return "Raise pp or tp, or use GPUs with more memory"
