@@ -7,7 +7,8 @@ the gateways; then the same over the same paths without NAT, and on loopback. La
 processes with certificates, a range of ports, and checkpoints that are copied to the next datacenter. Two pipelines
 share the WAN, so relays cross the NAT too. `ss` looks at the listening ports of every site during the run.
 
-Needs root, `ip` and `nft`; exits 77 elsewhere.
+And `atlas wan check` on four sites, of which one gives a port range that its NAT does not forward, one has a
+certificate of another CA, and one is filtered by its firewall. Needs root, `ip` and `nft`; exits 77 elsewhere.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -28,10 +30,12 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "launch"))
 from common.report import Report, not_measured
-from lab.sites import DNAT, MASQUERADE, PORTS, PUBLIC, Site, Sites, certificates, missing
+from lab.sites import DNAT, FILTERED, MASQUERADE, PORTS, PUBLIC, Site, Sites, certificates, missing
 from multi_dc_runs import free_port, hashes
+from process_trees import below
 
 from atlas.wan.emulator.paths import PathSpec
 
@@ -150,14 +154,70 @@ def measure_training(report: Report, base: Path, num_steps: int, rounds: int) ->
     report.figure("iteration behind NAT over the same paths without it", nat_s / plain_s, "x", at_most=1.03)
 
 
+# ---- atlas wan check -------------------------------------------------------------------------------------------------
+FOUR = {"east": PUBLIC, "west": DNAT, "south": PUBLIC, "north": FILTERED}
+WRONG_PORTS = (7720, 7729)
+"""Of west: its NAT forwards 7710 to 7719."""
+
+
+def check_sites(base: Path) -> tuple[float, dict[str, int], dict[str, str], int]:
+    """Seconds from the start to the last end, exit codes, outputs, and processes that the checks have started."""
+    certificates(base / "ca", [dc for dc in FOUR if dc != "south"])
+    certificates(base / "foreign", ["south"])
+    (base / "plan.yaml").write_text(job_text(list(FOUR)))
+    processes: dict[str, subprocess.Popen[Any]] = {}
+    started: set[int] = set()
+    with Sites(FOUR, PATH) as sites, contextlib.ExitStack() as stack:
+        begun = time.monotonic()
+        for dc, site in sites.sites.items():
+            command = [*ATLAS, "wan", "check", "plan.yaml", "--dc", dc, "--listen", site.listen]
+            command += ["--advertise", site.advertise, "--certs", "foreign" if dc == "south" else "ca"]
+            command += ["--ports", "{}-{}".format(*(WRONG_PORTS if dc == "west" else PORTS))]
+            command += ["--rendezvous", f"{sites.sites['east'].gateway.address}:{RENDEZVOUS}"]
+            log = stack.enter_context((base / f"{dc}.log").open("w"))
+            processes[dc] = site.popen(command, cwd=base, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            stack.callback(_end, processes[dc])
+        while any(process.poll() is None for process in processes.values()) and time.monotonic() < begun + LIMIT_S:
+            started |= {pid for process in processes.values() for pid in below(process.pid)}
+            time.sleep(0.05)
+        took_s = time.monotonic() - begun
+    codes = {dc: int(process.returncode) for dc, process in processes.items()}
+    return took_s, codes, {dc: (base / f"{dc}.log").read_text() for dc in FOUR}, len(started)
+
+
+def measure_check(report: Report, base: Path) -> None:
+    took_s, codes, said, num_started = check_sites(base)
+    east = said["east"]
+    print("\n".join(f"# {line}" for line in east.splitlines()))
+    address = r"[0-9.]+"
+    wanted = {
+        "wrong port": rf"west/0 is not reached at {address}, port 7720-7722, from east/0, north/0: refused",
+        "wrong certificate": rf"refused a connection from {address}: .*(ca|certificate).*",
+        "filtered": rf"north/0 is not reached at {address}, port 7710-7712, from east/0, west/0: no answer",
+    }
+    named = sum(re.search(pattern, east) is not None for pattern in wanted.values())
+    named += "south did not join" in east
+    named += "TLS refused: CERTIFICATE_VERIFY_FAILED" in said["south"]
+    report.figure("wan check, faults named: port, certificate (there too), site, filter", named, "of 5", at_least=5)
+    report.figure("wan check, all three named within", took_s, "s", at_most=CHECK_S)
+    report.figure("wan check, sites that end with exit code 2", list(codes.values()).count(2), "of 4", at_least=4)
+    report.figure("wan check, processes started", num_started, "", at_most=0)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="20 steps, once")
+    parser.add_argument("--check-only", action="store_true", help="only `atlas wan check`")
     args = parser.parse_args()
     if reason := missing():
         return not_measured("real_sites", reason)
     report = Report("Datacenters behind NAT", "the same run on loopback and without NAT")
     with tempfile.TemporaryDirectory(prefix="atlas-sites-") as folder:
+        check = Path(folder) / "check"
+        check.mkdir()
+        measure_check(report, check)
+        if args.check_only:
+            return report.finish()
         measure_training(report, Path(folder), 20 if args.quick else NUM_STEPS, 1 if args.quick else 2)
     return report.finish()
 

@@ -107,7 +107,7 @@ def test_a_wildcard_tells_mates_the_address_on_the_way_out() -> None:
         (["--advertise", "0.0.0.0"], "others cannot dial that"),
         (["--ports", "7719-7710"], "must be LO-HI"),
         (["--ports", "7710"], "must be LO-HI"),
-        (["--ports", "7700-7709"], "the rendezvous listens here on port 7700"),
+        (["--ports", "7700-7709"], "the rendezvous has port 7700"),
         (["--reach", "west"], "must be NAME=HOST"),
         (["--reach", "moon=10.8.0.1"], "the plan has no such datacenter; it has east, west"),
         (["--reach", "west=no.such.name.invalid"], "does not resolve"),

@@ -1,8 +1,9 @@
-"""The network between datacenters: emulate it, measure it, and make certificates for it.
+"""The network between datacenters: emulate it, measure it, check it, and make certificates for it.
 
     atlas wan emulate CLUSTER.yaml     emulate the cluster's paths on this machine, with their delays and caps
     atlas wan probe                    measure round trips, rates, and whether node pairs or trunks limit them
     atlas wan certs DC/WORKER...       make a small CA and a certificate per node
+    atlas wan check PLAN --dc NAME     check, in every datacenter, that all can reach all
 
 `atlas wan ACTION --help` explains an action.
 """
@@ -17,11 +18,12 @@ ACTIONS = {
     "emulate": "emulate a cluster's paths on this machine",
     "probe": "measure the paths between hosts",
     "certs": "make certificates for nodes",
+    "check": "check the network of a plan before training",
 }
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", help="emulate, probe or certs")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", help=", ".join(ACTIONS))
     for name, summary in ACTIONS.items():
         module = _module(name)
         module.configure(actions.add_parser(name, description=module.__doc__, help=summary))

@@ -22,7 +22,7 @@ from atlas.launch.prepared_job import PreparedJob, digest_of, prepare_job
 from atlas.launch.rendezvous import AgentName, RendezvousClient
 from atlas.launch.replan import replan
 from atlas.launch.run_state import StateFile
-from atlas.launch.site_network import SiteNetwork, is_own, is_wildcard
+from atlas.launch.site_network import is_wildcard, rendezvous_to_bind
 from atlas.launch.train_options import TrainOptions
 from atlas.spec import Job
 from atlas.wan.security.certs import expiry_warnings, require_current
@@ -125,7 +125,7 @@ def _coordinator(
         return _replanned(before, lost, options, callbacks, auto=settings.auto_replan)
 
     digest = digest_of(prepared.job, replace(options, stated=None))  # what the coordinator says applies to all
-    address = rendezvous_to_bind(settings)
+    address = rendezvous_to_bind(settings.rendezvous, settings.network)
     state = StateFile(folder, digest.partition(" ")[0])
     try:
         return Coordinator(address, security, digest, prepared, options, callbacks, replanned, state)
@@ -150,15 +150,6 @@ def security_of(settings: AgentSettings) -> Security:
     security = Security(credentials, settings.trusted_networks)
     _ = security.server_context, security.client_context  # raises now if files are missing or do not match
     return security
-
-
-def rendezvous_to_bind(settings: AgentSettings) -> Address:
-    """Where the rendezvous listens: at its own address if this host has it, else at --listen, with the same port: the
-    address that others dial may belong to a NAT."""
-    (host, port), listen, ports = settings.rendezvous, settings.network.listen, settings.network.ports
-    if ports is not None and ports.first <= port <= ports.last:
-        raise AtlasError(f"--ports {ports}: the rendezvous listens here on port {port}. Give a range without it")
-    return (host if is_own(host) or listen == SiteNetwork().listen else listen), port
 
 
 def num_workers_of(job: Job, name: AgentName) -> int:

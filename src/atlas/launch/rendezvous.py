@@ -17,6 +17,7 @@ import socket
 import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -54,6 +55,15 @@ class AgentName(NamedTuple):
         return self.datacenter if self.num_parts == 1 else f"{self.datacenter} ({self.part + 1} of {self.num_parts})"
 
 
+class Refusal(NamedTuple):
+    """A connection that did not prove its name."""
+
+    host: str
+    why: str
+    at: float
+    """On the monotonic clock."""
+
+
 class JoinedAgent:
     """A launcher that has joined. `instance`: a random number of its process. `epoch`: of the attempt that it was in
     when it joined; 0: in none."""
@@ -76,6 +86,8 @@ class Rendezvous:
         self._security, self._admission = security, admission
         self.agents: dict[tuple[str, int], JoinedAgent] = {}
         self.changed = threading.Condition()
+        self.refusals: deque[Refusal] = deque(maxlen=MAX_HANDSHAKES)
+        """Connections that proved no name, or not the one they gave; the latest."""
         self._closing = False
         self._handshakes = threading.Semaphore(MAX_HANDSHAKES)
         try:
@@ -113,8 +125,10 @@ class Rendezvous:
             threading.Thread(target=self._handshake, args=(sock,), daemon=True).start()
 
     def _handshake(self, sock: socket.socket) -> None:
+        host = "a closed connection"
         try:
             sock.settimeout(HELLO_S)
+            host = str(sock.getpeername()[0])
             if self._security.credentials is not None:
                 sock = self._security.server_context.wrap_socket(sock, server_side=True)
             elif not self._security.trusts(sock.getpeername()[0]):
@@ -123,6 +137,9 @@ class Rendezvous:
             self._admit(sock, hello, early)
         except Exception as error:  # invalid input ends this connection and nothing else
             log.debug("rendezvous: a connection was refused: %r", error)
+            if isinstance(error, ssl.SSLError | WorkerError):
+                why = getattr(error, "reason", None) or str(error)
+                self.refusals.append(Refusal(host, str(why).replace("_", " ").lower(), time.monotonic()))
             sock.close()
         finally:
             self._handshakes.release()

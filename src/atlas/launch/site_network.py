@@ -223,6 +223,15 @@ def is_own(host: str) -> bool:
     return _bind_error(host, 0) is None
 
 
+def rendezvous_to_bind(rendezvous: Address, network: SiteNetwork) -> Address:
+    """Where the rendezvous listens: at its own address if this host has it, else at --listen, with the same port: the
+    address that others dial may belong to a NAT."""
+    (host, port), listen, ports = rendezvous, network.listen, network.ports
+    if ports is not None and ports.first <= port <= ports.last:
+        raise AtlasError(f"--ports {ports}: the rendezvous has port {port}. Give a range without it")
+    return (host if is_own(host) or listen == SiteNetwork().listen else listen), port
+
+
 def require_own(host: str) -> None:
     reason = _bind_error(host, 0)
     if reason is not None:

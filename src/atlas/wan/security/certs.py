@@ -113,6 +113,34 @@ def expiry_warnings(folder: Path | None, datacenter: str) -> list[str]:
     ]
 
 
+def described(folder: Path | None, datacenter: str) -> dict[str, dict[str, Any]]:
+    """By file: the names and the end of each certificate that a launcher of this datacenter uses."""
+    files = [] if folder is None else _files_of(folder, datacenter)
+    return {file.name: {"names": names_of(file), "until": _validity(file)[1].isoformat()} for file in files}
+
+
+def names_of(cert_file: Path) -> list[str]:
+    """The nodes that a certificate is for."""
+    x509, _, _, _ = _x509()
+    found = x509.load_pem_x509_certificate(cert_file.read_bytes())
+    try:
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    return [uri.removeprefix(URI) for uri in uris if uri.startswith(URI)]
+
+
+def require_own_name(folder: Path, datacenter: str) -> None:
+    """Raises AtlasError if the datacenter's certificate is for another one."""
+    file = folder / f"{datacenter}.pem"
+    if file.exists() and f"{datacenter}/*" not in names_of(file):
+        raise AtlasError(
+            f"{file} is for {', '.join(names_of(file)) or 'no node'}, not for {datacenter}. Make one with `atlas wan "
+            f"certs {datacenter}`"
+        )
+
+
 def _files_of(folder: Path, datacenter: str) -> list[Path]:
     """The certificates that a launcher of this datacenter and its workers use."""
     found = [folder / "ca.pem", folder / f"{datacenter}.pem", *sorted(folder.glob(f"{datacenter}.*.pem"))]
