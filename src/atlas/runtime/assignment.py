@@ -60,6 +60,8 @@ class TrainingSetup:
     optimizer: OptimizerSettings
     max_norm: float | None = None
     """Clip the gradients' global norm to this; needs a Program with NORM. None: no clipping."""
+    compile: str = ""
+    """The backend of torch's compiler for layers and head: inductor, or aot_eager for tests; empty: run eagerly."""
 
     @property
     def activation_shape(self) -> tuple[int, int, int]:

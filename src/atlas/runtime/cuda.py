@@ -52,10 +52,13 @@ class Cuda:
         """Waits for the end of the work without holding the GIL."""
         running = self.begin(work, cost_ns, ready_ns)
         span = running.wait()
+        self.ran(span)
+        return running.result, span
+
+    def ran(self, span: Span) -> None:
         if span.end_ns - self._base.at_ns > REBASE_NS:
             self._base = self._compare_clocks()
         self._computed.append(span)
-        return running.result, span
 
     def begin(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> Running[T]:
         """Queued on the compute stream; its span is measured by the GPU."""

@@ -76,6 +76,10 @@ class Device(Protocol):
         """As `run`, but a device with a queue returns at once, so that the next work can be queued."""
         ...
 
+    def ran(self, span: Span) -> None:
+        """Work of training that `begin` started has ended, for statistics."""
+        ...
+
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Host memory that copies well to and from the device."""
         ...
@@ -133,6 +137,9 @@ class Cpu:
 
     def begin(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> Running[T]:
         return _Done(*self.run(work, cost_ns, ready_ns))
+
+    def ran(self, span: Span) -> None:
+        pass
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)

@@ -103,8 +103,8 @@ class Recorder:
         self.current = StepRecord(first_step)
         return self.current
 
-    def end(self) -> None:
-        self._waiting.append(self.current)
+    def end(self, record: StepRecord) -> None:
+        self._waiting.append(record)
         self.flush()
 
     def flush(self) -> None:

@@ -1,70 +1,24 @@
-"""One stage of the model while it trains: forwards, recomputes, backwards whole or split, and gradients summed in
-ascending order of microbatch, whatever order the Program computes them in, so that sums are reproducible.
+"""One stage of the model while it trains: forwards, recomputes, and backwards in two halves. A whole backward is the
+input half, and after each layer its weight half: one path, so that every schedule gets the same bits.
 
-Knows tensors and autograd. Does not know where its inputs come from, nor time.
+Knows tensors and units (`units`). Does not know where its inputs come from, nor time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from atlas.runtime import compiling
 from atlas.runtime.flat import FlatParameters, local_part
-from atlas.runtime.models.decoder import TIED_HEAD, loss_of
-from atlas.runtime.models.linear import Linear, WeightWork, recording
+from atlas.runtime.gradient_sum import GradientSum
+from atlas.runtime.models.decoder import TIED_HEAD
+from atlas.runtime.models.linear import Product, multiply
+from atlas.runtime.models.rope import rotation
 from atlas.runtime.models.task import DecoderTask
-
-
-class GradientSum:
-    """Sums gradients of microbatches in ascending order and in float32, in flat memory; keeps those that come early."""
-
-    def __init__(self, sums: Sequence[Tensor]) -> None:
-        self._sums = list(sums)
-        self._early: dict[int, Sequence[Tensor]] = {}
-        self._first = self._next = 0
-
-    @property
-    def num_added(self) -> int:
-        """Microbatches in the sum so far."""
-        return self._next - self._first
-
-    def begin(self, first_slot: int) -> None:
-        assert not self._early, "an iteration ended with gradients missing"
-        self._first, self._next = first_slot, first_slot
-
-    def add(self, slot: int, gradients: Sequence[Tensor]) -> None:
-        self._early[slot] = gradients
-        while self._next in self._early:
-            ready = list(self._early.pop(self._next))
-            if self._next == self._first:
-                torch._foreach_copy_(self._sums, ready)
-            else:
-                torch._foreach_add_(self._sums, ready)
-            self._next += 1
-
-    def total(self) -> list[Tensor]:
-        """The sums, which change again with the next iteration."""
-        assert not self._early, "the gradient of an earlier microbatch is missing"
-        assert self._next > self._first, "no backward has run"
-        return list(self._sums)
-
-
-class _Pass(NamedTuple):
-    """What a backward needs of its forward."""
-
-    output: Tensor
-    work: WeightWork
-
-
-class _Half(NamedTuple):
-    """What the weight half of a backward needs of its input half."""
-
-    direct: Sequence[Tensor]
-    """Gradients of norms, biases, embedding and head: cheap, or cheaper to compute at once than to keep inputs."""
-    work: WeightWork
+from atlas.runtime.units import EmbeddingPass, HeadPass, Layers, LossHead, Surroundings, UnitPass
 
 
 class Stage:
@@ -78,27 +32,34 @@ class Stage:
         pipeline: int,
         loss_scale: float,
         *,
-        splits: bool = True,
+        backend: str = compiling.EAGER,
     ) -> None:
-        """`splits`: whether backwards come in two halves; if not, linear layers are torch's own, which are faster."""
-        self.task, self.pipeline, self.loss_scale, self.splits = task, pipeline, loss_scale, splits
+        """`backend`: the compiler of layers and head."""
+        self.task, self.pipeline, self.loss_scale = task, pipeline, loss_scale
         self.is_first, self.is_last = stage == 0, stage == num_stages - 1
         self.module = task.build_stage(stage, num_stages)
-        self._trained = list(self.module.parameters())
-        deferrable = {id(m.weight) for m in self.module.modules() if isinstance(m, Linear)}
-        self._direct = [p for p in self._trained if id(p) not in deferrable]
         self.flat = FlatParameters(self.module)
         """The memory of all parameters and gradients."""
         self.named_parameters: Mapping[str, Tensor] = {n: local_part(p) for n, p in self.module.named_parameters()}
         """This process's part of every parameter, by its name in the whole model; `.grad` is float32."""
         for parameter in self.named_parameters.values():
             parameter.grad_dtype = torch.float32
-        self.gradients = GradientSum([self.flat.gradient_of[name] for name in self.named_parameters])
+        trained = self.module.named_parameters()
+        self.gradients = GradientSum({id(p): self.flat.gradient_of[name] for name, p in trained}, _local)
+        compile = compiling.compiler(backend)
+        self._layers = Layers(list(self.module.layers.values()), compile)  # type: ignore[arg-type]
+        self._head = None if self.module.head is None else LossHead(self.module.head, compile)
+        self._place = self.flat.weights.device
         self._data: dict[int, tuple[Tensor, Tensor]] = {}
         self._losses: dict[int, Tensor] = {}
         self._inputs: dict[int, Tensor] = {}
-        self._passes: dict[int, _Pass] = {}
-        self._halves: dict[int, _Half] = {}
+        """Of forwards that a recompute follows."""
+        self._passes: dict[int, list[UnitPass]] = {}
+        self._products: dict[int, list[list[Product]]] = {}
+        """Between the halves of a backward: by unit, the last one first."""
+        self._x_gradient: Tensor | None = None
+        """Result of the last input half."""
+        self._constants: Surroundings | None = None
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -109,10 +70,10 @@ class Stage:
         """By slot, on the last stage. Waits for the device."""
         return {slot: loss.item() for slot, loss in self._losses.items()}
 
-    def pop_losses(self, last_slot: int) -> list[float]:
-        """Remove and return the losses up to a slot, ascending. Waits for the device."""
+    def pop_losses(self, last_slot: int) -> list[Tensor]:
+        """Remove and return the losses up to a slot, ascending, on the device."""
         slots = sorted(slot for slot in self._losses if slot <= last_slot)
-        return [self._losses.pop(slot).item() for slot in slots]
+        return [self._losses.pop(slot) for slot in slots]
 
     def forget_losses(self) -> None:
         self._losses.clear()
@@ -128,12 +89,20 @@ class Stage:
         }
 
     def warm_up(self) -> None:
-        """Pay torch's first-call costs before anything is timed; changes no state."""
-        some = self._trained[0]
-        shape = self.task.activation_shape
-        x = torch.zeros(shape[:2], dtype=torch.int64) if self.is_first else torch.zeros(shape, dtype=some.dtype)
-        x = x.to(some.device).requires_grad_(not self.is_first)
-        torch.autograd.grad(self.module(x).float().square().mean(), self._trained)
+        """Pay torch's first-call costs, and compile, before anything is timed; changes no state."""
+        batch, length, _ = shape = self.task.activation_shape
+        dtype = torch.int64 if self.is_first else self.flat.weights.dtype
+        x = torch.zeros(shape[:2] if self.is_first else shape, dtype=dtype, device=self._place)
+        targets = torch.zeros(batch, length, dtype=torch.int64, device=self._place)
+        passes, y = self._run(x, targets, self._around(length), keep=True)
+        gradient = None if self._head is not None else torch.zeros_like(y)
+        scratch: dict[torch.Size, Tensor] = {}
+        while passes:
+            gradient, _, products = passes.pop().input_half(gradient)
+            for product in products:
+                total = scratch.setdefault(product.weight.shape, torch.empty_like(local_part(product.weight).float()))
+                multiply(product, total, first=True)
+                multiply(product, total, first=False)
 
     def look_ahead(self, slots: Iterable[int]) -> None:
         """Read the data of later forwards, if this stage needs data."""
@@ -143,39 +112,30 @@ class Stage:
     def forward(self, slot: int, x: Tensor | None, *, keep: bool) -> Tensor:
         """`keep` false: discard the activations; a recompute follows."""
         if x is None:
-            x = self._microbatch(slot)[0].to(self._trained[0].device)
-        else:
-            x.requires_grad_(True)
-        self._inputs[slot] = x
-        with torch.set_grad_enabled(keep):
-            done = self._run(slot, x)
-        if keep:
-            self._passes[slot] = done
-        return done.output.detach()
+            x = self._to_device(self._microbatch(slot)[0])
+        if not keep:
+            self._inputs[slot] = x
+        return self._compute(slot, x, keep=keep)
 
     def recompute(self, slot: int) -> None:
-        self._passes[slot] = self._run(slot, self._inputs[slot])
+        self._compute(slot, self._inputs.pop(slot), keep=True)
 
     def backward(self, slot: int, gradient: Tensor | None) -> Tensor | None:
-        """Both halves at once; the gradient of the input, where there is a stage before."""
-        output = self._passes.pop(slot).output
-        x_gradient, gradients = self._differentiate(slot, output, self._trained, gradient)
-        self._add(slot, gradients)
-        return x_gradient
+        """Both halves; the gradient of the input, where there is a stage before."""
+        for products in self._input_halves(slot, gradient):
+            self.gradients.add_products(slot, products)
+        self.gradients.weight_done(slot)
+        return self._x_gradient
 
     def backward_input(self, slot: int, gradient: Tensor | None) -> Tensor | None:
-        """The gradient of the input; what the weights need is kept, the rest of the graph is freed."""
-        assert self.splits, "its forward kept nothing for a weight gradient of its own"
-        output, work = self._passes.pop(slot)
-        work.deferring = True
-        x_gradient, direct = self._differentiate(slot, output, self._direct, gradient)
-        self._halves[slot] = _Half(direct, work)
-        return x_gradient
+        """The gradient of the input; what the matrices need is kept, the rest is freed."""
+        self._products[slot] = list(self._input_halves(slot, gradient))
+        return self._x_gradient
 
     def backward_weight(self, slot: int) -> None:
-        half = self._halves.pop(slot)
-        gradients = half.work.finish() | {id(p): g for p, g in zip(self._direct, half.direct, strict=True)}
-        self._add(slot, [gradients[id(p)] for p in self._trained])
+        for products in self._products.pop(slot):
+            self.gradients.add_products(slot, products)
+        self.gradients.weight_done(slot)
 
     # ---- gradients, after the last microbatch ----------------------------------------------------------------------
     def outgoing(self) -> list[Tensor]:
@@ -190,30 +150,72 @@ class Stage:
                 parameter.grad.copy_(gradient)
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
-    def _microbatch(self, slot: int) -> tuple[Tensor, Tensor]:
-        return self._data.pop(slot, None) or self.task.microbatch(slot, self.pipeline)
-
-    def _run(self, slot: int, x: Tensor) -> _Pass:
-        work = WeightWork()
-        with recording(work if self.splits else None):
-            output: Tensor = self.module(x, self.task.draw(slot, self.pipeline))
+    def _compute(self, slot: int, x: Tensor, *, keep: bool) -> Tensor:
+        targets = self._to_device(self._microbatch(slot)[1]) if self.is_last else None
+        around = self._around(x.shape[1])._replace(draw=self.task.draw(slot, self.pipeline))
+        passes, y = self._run(x, targets, around, keep=keep)
+        if keep:
+            self._passes[slot] = passes
         if self.is_last:
-            loss = loss_of(output, self._microbatch(slot)[1].to(output.device))
-            self._losses[slot] = loss.detach()
-            output = loss * self.loss_scale
-        return _Pass(output, work)
+            self._losses[slot] = y
+        return y
 
-    def _differentiate(
-        self, slot: int, output: Tensor, wanted: Sequence[Tensor], gradient: Tensor | None
-    ) -> tuple[Tensor | None, Sequence[Tensor]]:
-        x = self._inputs.pop(slot)
-        if self.is_first:
-            return None, torch.autograd.grad(output, wanted, gradient)
-        x_gradient, *gradients = torch.autograd.grad(output, [x, *wanted], gradient)
-        return x_gradient, gradients
+    def _run(
+        self, x: Tensor, targets: Tensor | None, around: Surroundings, *, keep: bool
+    ) -> tuple[list[UnitPass], Tensor]:
+        """All units; the output is detached."""
+        passes: list[UnitPass] = []
 
-    def _add(self, slot: int, gradients: Sequence[Tensor]) -> None:
-        self.gradients.add(slot, [_local(g, p) for g, p in zip(gradients, self._trained, strict=True)])
+        def passed(unit_pass: UnitPass) -> Tensor:
+            if keep:
+                passes.append(unit_pass)
+            return unit_pass.output.detach()
+
+        with torch.set_grad_enabled(keep):
+            if self.module.embedding is not None:
+                x = passed(EmbeddingPass(self.module.embedding, x, around))
+            for layer in self._layers.layers:
+                x = passed(self._layers.forward(layer, x.detach().requires_grad_(keep), around))
+            if self._head is not None:
+                assert targets is not None
+                x = passed(self._head.forward(x.detach().requires_grad_(keep), targets, self.loss_scale))
+        return passes, x
+
+    def _input_halves(self, slot: int, gradient: Tensor | None) -> Iterator[list[Product]]:
+        """I, unit by unit; yields the products of each unit. `_x_gradient` has the result."""
+        passes = self._passes.pop(slot)
+        self._data.pop(slot, None)
+        while passes:
+            unit_pass = passes.pop()
+            at_once = isinstance(unit_pass, HeadPass)
+            gradient, direct, products = unit_pass.input_half(gradient)
+            del unit_pass
+            self.gradients.add_direct(slot, direct, products if at_once else [])
+            if not at_once:
+                yield products
+        self._x_gradient = gradient
+        self.gradients.input_done(slot)
+
+    def _around(self, length: int) -> Surroundings:
+        """Without dropout."""
+        if self._constants is None or len(self._constants.positions_L) != length:
+            config = self.module.config
+            positions = torch.arange(self.module.require_known(length), device=self._place)
+            rope = config.positions == "rope"
+            turned = rotation(config, positions, self.flat.weights.dtype) if rope else None
+            self._constants = Surroundings(positions, turned, None)
+        return self._constants
+
+    def _microbatch(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Kept until the backward."""
+        if slot not in self._data:
+            self._data[slot] = self.task.microbatch(slot, self.pipeline)
+        return self._data[slot]
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        if self._place.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._place, non_blocking=True)
 
 
 def _local(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ from collections.abc import Collection
 
 from torch import Tensor
 
-from atlas.ir.program import Kind
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import LayerState, states_of
+from atlas.runtime.compiling import available
 from atlas.runtime.models.decoder import layer_of
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.models.tied import join
@@ -30,6 +30,8 @@ class StageSet:
     def __init__(self, assignment: Assignment, role: WorkerRole, place: str) -> None:
         program, training = role.program, assignment.training
         self.role = role
+        self.backend = available(training.compile, place, assignment.tp)
+        """The compiler of its layers; empty: they run eagerly."""
         self.task = make_task(
             training,
             num_stages=program.num_stages,
@@ -54,8 +56,7 @@ class StageSet:
         program, role = self.role.program, self.role
         # The mean over the whole batch: all microbatches of all pipelines have the same weight.
         scale = 1.0 / (program.num_microbatches * role.num_pipelines)
-        splits = any(op.kind == Kind.I for op in program.ops(role.worker))
-        return self.stage_kind(task, stage, program.num_stages, role.pipeline, scale, splits=splits)
+        return self.stage_kind(task, stage, program.num_stages, role.pipeline, scale, backend=self.backend)
 
     @property
     def layers(self) -> list[str]:

@@ -122,14 +122,12 @@ class Transfers:
         return arrival.tensor, arrival.handle.end_ns
 
     # ---- out ---------------------------------------------------------------------------------------------------------
-    def send(self, op: Op, slot: int, num_passes: int, tensor: Tensor, ready_ns: int, record: StepRecord) -> None:
-        """Send the output of a forward or a backward; `num_passes`: passes through the Program before this one."""
-        direction = BACKWARD if op.kind in BACKWARDS else FORWARD
-        need = StageInput(direction, op.stage + 1 if direction == FORWARD else op.stage - 1, slot)
+    def send(self, op: Op, slot: int, num_passes: int, tensor: Tensor, record: StepRecord) -> None:
+        """Send the output of a forward or a backward; `num_passes`: passes through the Program before this one. The
+        device may still compute it: copies wait for the device, the caller does not."""
+        direction, need = self._need(op, slot)
         transfer = self.transfer(direction, need.boundary, op.microbatch)
-        record.ready_ns[transfer] = ready_ns
         if self.program.stage_rank[need.stage] == self.role.rank:
-            record.start_ns[transfer] = ready_ns
             self._here[need] = (tensor, time.monotonic_ns())
             return
         turn = int(self.program.turn[transfer]) + num_passes * self._later
@@ -142,6 +140,19 @@ class Transfers:
             sending.handle.on_done(lambda handle: self._failed.append(handle.error) if handle.error else None)
 
         self.device.download(tensor, post)
+
+    def note_ready(self, op: Op, ready_ns: int, record: StepRecord) -> None:
+        """When the output of an op was computed."""
+        direction, need = self._need(op, 0)
+        transfer = self.transfer(direction, need.boundary, op.microbatch)
+        record.ready_ns[transfer] = ready_ns
+        if self.program.stage_rank[need.stage] == self.role.rank:
+            record.start_ns[transfer] = ready_ns
+
+    def _need(self, op: Op, slot: int) -> tuple[int, StageInput]:
+        """Whose input the output of an op is."""
+        direction = BACKWARD if op.kind in BACKWARDS else FORWARD
+        return direction, StageInput(direction, op.stage + 1 if direction == FORWARD else op.stage - 1, slot)
 
     def raise_failed(self) -> None:
         """Raise the error of a send that has failed."""

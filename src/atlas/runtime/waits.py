@@ -101,6 +101,10 @@ class Waits:
         self.now_for = ""
         """What the worker waits for at this moment, in words; empty while it computes."""
 
+    @property
+    def has_filler(self) -> bool:
+        return self._filler is not None
+
     def attach(self, facts: WorkerFacts, device: Device, note: Callable[[Span], None]) -> None:
         if self._filler is not None:
             self._call(lambda filler: filler.attach(facts, SharedDevice(device, note)))

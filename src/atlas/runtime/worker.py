@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from atlas.errors import ProgramError
@@ -22,6 +23,7 @@ from atlas.runtime.checkpoint import SaveId
 from atlas.runtime.device import Device, Span
 from atlas.runtime.links import PeerAddress, WorkerLinks
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD
+from atlas.runtime.op_queue import OpQueue
 from atlas.runtime.record import Recorder, StepRecord
 from atlas.runtime.saving import Saving, resume
 from atlas.runtime.stage_set import StageSet
@@ -93,7 +95,8 @@ class Worker:
         self._outgoing: dict[int, list[Tensor]] = {}
         """Gradients that are being summed over pipelines, by stage."""
         self._recomputed = {(op.stage, op.microbatch) for op in self.ops if op.kind == Kind.R}
-        self._dispatch: dict[Kind, Callable[[Op, int, ProgramPass], Span]] = {
+        self._queue = OpQueue(device)
+        self._dispatch: dict[Kind, Callable[[Op, int, ProgramPass], None]] = {
             Kind.F: self._forward,
             Kind.R: self._recompute,
             Kind.B: self._backward,
@@ -151,6 +154,7 @@ class Worker:
                 break
             self._run_pass(number, start_ns if number == 0 else 0)
             number += 1
+        self._queue.settle()
         self.recorder.finish(self.waits.patience_s)
         self.waits.close()
         if self.saving is not None:
@@ -163,13 +167,10 @@ class Worker:
         self.next_step += self.program.num_iterations
         self._look_ahead(now)
         for index, op in enumerate(self.ops):
-            span = self._dispatch[op.kind](op, index, now)
-            now.record.note_op(span)
-            self.waits.ran(Position(now.first_step, index), span)
+            self._dispatch[op.kind](op, index, now)
             self.transfers.raise_failed()
             self.recorder.flush()
-        self._note_losses(now)
-        self.recorder.end()
+        self._end_pass(now)
 
     def _look_ahead(self, now: ProgramPass) -> None:
         """A worker that first waits for another one reads the first iteration's data meanwhile."""
@@ -178,11 +179,22 @@ class Worker:
             for stage in self.stages.values():
                 stage.look_ahead(range(first, first + self.program.num_microbatches))
 
-    def _note_losses(self, now: ProgramPass) -> None:
+    def _end_pass(self, now: ProgramPass) -> None:
+        """Report the pass when its last op is done; the losses are copied to the host without waiting for them."""
         stage = self.stages.get(self.program.num_stages - 1)
-        if stage is not None:
-            now.record.losses = stage.pop_losses(self.next_step * self.program.num_microbatches - 1)
-            now.record.tokens = len(now.record.losses) * self.task.microbatch_size * self.task.length
+        losses = [] if stage is None else stage.pop_losses(self.next_step * self.program.num_microbatches - 1)
+        host = self.device.buffer((len(losses),), torch.float32)
+
+        def copy() -> None:
+            if losses:
+                host.copy_(torch.stack(losses), non_blocking=True)
+
+        def report(span: Span) -> None:
+            now.record.losses = host.tolist()
+            now.record.tokens = len(losses) * self.task.microbatch_size * self.task.length
+            self.recorder.end(now.record)
+
+        self._queue.launch(copy, 0, 0, report)
 
     def close(self) -> None:
         """Close every connection at once."""
@@ -190,38 +202,36 @@ class Worker:
         self.device.close()
 
     # ---- ops: each waits for its input, runs, sends its output -------------------------------------------------------
-    def _forward(self, op: Op, index: int, now: ProgramPass) -> Span:
+    def _forward(self, op: Op, index: int, now: ProgramPass) -> None:
         stage, slot, x, ready_ns = self.stages[op.stage], self._slot(op, now), None, now.start_ns
         if op.stage > 0:
             x, ready_ns = self._receive(op, FORWARD, index, now)
         keep = (op.stage, op.microbatch) not in self._recomputed
-        y, span = self._on_device(op, ready_ns, lambda: stage.forward(slot, x, keep=keep))
+        y = self._launch(op, index, now, ready_ns, lambda: stage.forward(slot, x, keep=keep), sends=not stage.is_last)
         if not stage.is_last:
-            self.transfers.send(op, slot, now.number, y, span.end_ns, now.record)
-        return span
+            self.transfers.send(op, slot, now.number, y, now.record)
 
-    def _recompute(self, op: Op, index: int, now: ProgramPass) -> Span:
+    def _recompute(self, op: Op, index: int, now: ProgramPass) -> None:
         stage, slot, ready_ns = self.stages[op.stage], self._slot(op, now), now.start_ns
         if self.program.recompute_on_arrival and not stage.is_last:
             _, ready_ns = self._receive(op, BACKWARD, index, now, keep=True)
-        return self._on_device(op, ready_ns, lambda: stage.recompute(slot))[1]
+        self._launch(op, index, now, ready_ns, lambda: stage.recompute(slot))
 
-    def _backward(self, op: Op, index: int, now: ProgramPass) -> Span:
+    def _backward(self, op: Op, index: int, now: ProgramPass) -> None:
         stage, slot, gradient, ready_ns = self.stages[op.stage], self._slot(op, now), None, now.start_ns
         if not stage.is_last:
             gradient, ready_ns = self._receive(op, BACKWARD, index, now)
         half = stage.backward if op.kind == Kind.B else stage.backward_input
-        x_gradient, span = self._on_device(op, ready_ns, lambda: half(slot, gradient))
+        sends = not stage.is_first
+        x_gradient = self._launch(op, index, now, ready_ns, lambda: half(slot, gradient), sends=sends)
         if x_gradient is not None:
-            self.transfers.send(op, slot, now.number, x_gradient, span.end_ns, now.record)
+            self.transfers.send(op, slot, now.number, x_gradient, now.record)
         self._begin_sync(op, now)
-        return span
 
-    def _backward_weight(self, op: Op, index: int, now: ProgramPass) -> Span:
+    def _backward_weight(self, op: Op, index: int, now: ProgramPass) -> None:
         stage, slot = self.stages[op.stage], self._slot(op, now)
-        span = self._on_device(op, now.start_ns, lambda: stage.backward_weight(slot))[1]
+        self._launch(op, index, now, now.start_ns, lambda: stage.backward_weight(slot))
         self._begin_sync(op, now)
-        return span
 
     # ---- the end of an iteration -------------------------------------------------------------------------------------
     def _begin_sync(self, op: Op, now: ProgramPass) -> None:
@@ -232,7 +242,7 @@ class Worker:
             outgoing = self._outgoing[op.stage] = self.stages[op.stage].outgoing()
             self.sync.begin(step, op.stage, outgoing)
 
-    def _sync(self, op: Op, index: int, now: ProgramPass) -> Span:
+    def _sync(self, op: Op, index: int, now: ProgramPass) -> None:
         step, wait, moments = now.first_step + op.microbatch, self._waiter(index, now), [now.start_ns]
         for number, stage in self.stages.items():
             if stage.gradients.num_added != self.program.num_microbatches:
@@ -242,7 +252,7 @@ class Worker:
             moments.append(arrived_ns)
         if self.training.model.config.tied:
             moments.append(self._join_tied(step, wait))
-        return self._on_device(op, max(moments), lambda: None)[1]
+        self._launch(op, index, now, max(moments), lambda: None)
 
     def _join_tied(self, step: int, wait: Callable[[Sequence[Handle]], None]) -> int:
         here = [name for name in (TIED_EMBEDDING, TIED_HEAD) if name in self.parameters]
@@ -254,22 +264,21 @@ class Worker:
         self.stage_set.adopt_tied(here[0], whole)
         return arrived_ns
 
-    def _norm(self, op: Op, index: int, now: ProgramPass) -> Span:
+    def _norm(self, op: Op, index: int, now: ProgramPass) -> None:
         step = now.first_step + op.microbatch
         norm, arrived_ns = self.norm.take(step, self.stage_set.squares(), self._waiter(index, now))
         now.record.norms.append(norm)
         limit = self.training.max_norm
         work = (lambda: None) if limit is None else (lambda: self.stage_set.clip(norm, limit))
-        return self._on_device(op, max(now.start_ns, arrived_ns), work)[1]
+        self._launch(op, index, now, max(now.start_ns, arrived_ns), work)
 
-    def _step(self, op: Op, index: int, now: ProgramPass) -> Span:
+    def _step(self, op: Op, index: int, now: ProgramPass) -> None:
         if any(parameter.grad is None for parameter in self.parameters.values()):
             raise ProgramError(f"{self._who(op)}: no SYNC before it; every STEP needs one (see `with_optimizer`)")
         num_done = now.first_step + op.microbatch + 1
-        span = self._on_device(op, now.start_ns, lambda: self.stage_set.step(num_done))[1]
+        self._launch(op, index, now, now.start_ns, lambda: self.stage_set.step(num_done))
         if self.saving is not None:
             self.saving.after_step(num_done)
-        return span
 
     # ---- inputs ------------------------------------------------------------------------------------------------------
     def _receive(
@@ -278,7 +287,7 @@ class Worker:
         need = StageInput(direction, op.stage, self._slot(op, now))
         arrival = self.transfers.arrival(need)
         if arrival is not None:
-            self.waits.until(Position(now.first_step, index), [arrival])
+            self._wait(index, now, [arrival])
         tensor, arrive_ns = self.transfers.take(need, keep=keep)
         self.transfers.post_ahead()
         now.record.arrive_ns[self.transfers.transfer(direction, need.boundary, op.microbatch)] = arrive_ns
@@ -298,11 +307,27 @@ class Worker:
             step += program.num_iterations
 
     def _waiter(self, index: int, now: ProgramPass) -> Callable[[Sequence[Handle]], None]:
-        return lambda handles: self.waits.until(Position(now.first_step, index), handles)
+        return lambda handles: self._wait(index, now, handles)
+
+    def _wait(self, index: int, now: ProgramPass, handles: Sequence[Handle]) -> None:
+        """A filler gets a device that is idle."""
+        if self.waits.has_filler:
+            self._queue.settle()
+        self.waits.until(Position(now.first_step, index), handles)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
-    def _on_device(self, op: Op, ready_ns: int, work: Callable[[], T]) -> tuple[T, Span]:
-        return self.device.run(work, int(self.compute_ns[op.stage, op.kind]), ready_ns)
+    def _launch(
+        self, op: Op, index: int, now: ProgramPass, ready_ns: int, work: Callable[[], T], *, sends: bool = False
+    ) -> T:
+        """Queue an op on the device; its span is noted when it is done. `sends`: its output goes to another stage."""
+
+        def note(span: Span) -> None:
+            now.record.note_op(span)
+            if sends:
+                self.transfers.note_ready(op, span.end_ns, now.record)
+            self.waits.ran(Position(now.first_step, index), span)
+
+        return self._queue.launch(work, int(self.compute_ns[op.stage, op.kind]), ready_ns, note)
 
     def _slot(self, op: Op, now: ProgramPass) -> int:
         """The number of a microbatch over all steps of the training."""

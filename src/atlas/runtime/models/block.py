@@ -18,9 +18,9 @@ from torch.nn import functional
 
 from atlas.errors import ProgramError
 from atlas.runtime.models.config import DecoderConfig
-from atlas.runtime.models.dropout import Draw
-from atlas.runtime.models.linear import Linear
-from atlas.runtime.models.rope import rotate, rotation
+from atlas.runtime.models.dropout import Masks
+from atlas.runtime.models.linear import Linear, Tape
+from atlas.runtime.models.rope import Rotation, rotate, rotation
 
 Kv = tuple[Tensor, Tensor]
 """Keys (rotated) and values of every token so far, each [B, K, T, E]."""
@@ -72,16 +72,25 @@ class Attention(nn.Module):
             self.q_norm = RmsNorm(config.head_width, config.norm_eps)
             self.k_norm = RmsNorm(config.head_width, config.norm_eps)
 
-    def forward(self, x_BLD: Tensor, positions_L: Tensor, kv: Kv | KvSlab | None) -> tuple[Tensor, Kv]:  # noqa: N803
-        q, k, v = (self._heads(projected) for projected in (self.q(x_BLD), self.k(x_BLD), self.v(x_BLD)))
+    def forward(
+        self,
+        x_BLD: Tensor,  # noqa: N803
+        positions_L: Tensor,  # noqa: N803
+        kv: Kv | KvSlab | None,
+        *,
+        turned: Rotation | None = None,
+        tape: Tape | None = None,
+    ) -> tuple[Tensor, Kv]:
+        """`turned`: the rotation of the positions, if it is known already."""
+        q, k, v = (self._heads(project(x_BLD, tape=tape)) for project in (self.q, self.k, self.v))
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.config.positions == "rope":
-            cos, sin = rotation(self.config, positions_L, q.dtype)
+            cos, sin = rotation(self.config, positions_L, q.dtype) if turned is None else turned
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         k, v = _with_past(k, v, kv)
         mixed_BHLE = _attend(q, k, v)
-        return self.o(mixed_BHLE.transpose(1, 2).flatten(2)), (k, v)
+        return self.o(mixed_BHLE.transpose(1, 2).flatten(2), tape=tape), (k, v)
 
     def _heads(self, projected: Tensor) -> Tensor:
         B, L, _ = projected.shape
@@ -125,10 +134,10 @@ class Mlp(nn.Module):
         self.up = Linear(config.width, config.ffn_width, bias=config.mlp_bias)
         self.down = Linear(config.ffn_width, config.width, bias=config.mlp_bias)
 
-    def forward(self, x_BLD: Tensor) -> Tensor:  # noqa: N803
-        up = self.up(x_BLD)
-        inner = self._activate(up) if self.gate is None else self._activate(self.gate(x_BLD)) * up
-        return cast(Tensor, self.down(inner))
+    def forward(self, x_BLD: Tensor, *, tape: Tape | None = None) -> Tensor:  # noqa: N803
+        up = self.up(x_BLD, tape=tape)
+        inner = self._activate(up) if self.gate is None else self._activate(self.gate(x_BLD, tape=tape)) * up
+        return cast(Tensor, self.down(inner, tape=tape))
 
     def _activate(self, x: Tensor) -> Tensor:
         if self.activation == "silu":
@@ -151,12 +160,23 @@ class DecoderLayer(nn.Module):
         x_BLD: Tensor,  # noqa: N803
         positions_L: Tensor,  # noqa: N803
         kv: Kv | KvSlab | None = None,
-        draw: Draw | None = None,
+        *,
+        masks: Masks | None = None,
+        turned: Rotation | None = None,
+        tape: Tape | None = None,
     ) -> tuple[Tensor, Kv]:
-        """`draw`: the randomness of dropout; None, as in inference: no dropout."""
-        mixed, new = self.attention(self.attention_norm(x_BLD), positions_L, kv)
-        x_BLD = x_BLD + self._drop(mixed, draw, "attention")
-        return x_BLD + self._drop(self.mlp(self.mlp_norm(x_BLD)), draw, "mlp"), new
+        """`masks`: of dropout; None, as in inference: no dropout. `tape`: takes the weight gradients."""
+        mixed, new = self.attention(self.attention_norm(x_BLD), positions_L, kv, turned=turned, tape=tape)
+        attention_mask, mlp_mask = masks or (None, None)
+        x_BLD = x_BLD + self._drop(mixed, attention_mask)
+        return x_BLD + self._drop(self.mlp(self.mlp_norm(x_BLD), tape=tape), mlp_mask), new
 
-    def _drop(self, x: Tensor, draw: Draw | None, site: str) -> Tensor:
-        return x if draw is None or not self.dropout else draw.dropout(x, self.dropout, self.index, site)
+    @property
+    def linears(self) -> list[Linear]:
+        """In the order in which `forward` calls them."""
+        attention, mlp = self.attention, self.mlp
+        found = [attention.q, attention.k, attention.v, attention.o, mlp.up, mlp.gate, mlp.down]
+        return [linear for linear in found if linear is not None]
+
+    def _drop(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return x if mask is None else x * mask / (1.0 - self.dropout)

@@ -22,6 +22,7 @@ from atlas.errors import SpecError
 from atlas.runtime.models.block import DecoderLayer, make_norm
 from atlas.runtime.models.config import DecoderConfig, wrong
 from atlas.runtime.models.dropout import EMBEDDING, Draw, seed_of
+from atlas.runtime.models.linear import Linear, Tape
 
 TIED_EMBEDDING, TIED_HEAD = "embedding.token.weight", "head.out.weight"
 """The two ends of one matrix, if the embeddings are tied."""
@@ -88,19 +89,15 @@ def _table(rows: int, width: int) -> nn.Embedding:
 
 
 class Head(nn.Module):
-    """Final norm and the projection to the vocabulary.
-
-    Its weight gradient is never deferred: that would keep the gradient of the logits, the largest tensor, for every
-    microbatch between its I and its W.
-    """
+    """Final norm and the projection to the vocabulary."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.norm = make_norm(config)
-        self.out = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.out = Linear(config.width, config.vocabulary, bias=False)
 
-    def forward(self, x_BLD: Tensor) -> Tensor:  # noqa: N803
-        logits_BLV: Tensor = self.out(self.norm(x_BLD))
+    def forward(self, x_BLD: Tensor, *, tape: Tape | None = None) -> Tensor:  # noqa: N803
+        logits_BLV: Tensor = self.out(self.norm(x_BLD), tape=tape)
         return logits_BLV
 
 
@@ -122,7 +119,9 @@ class Decoder(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x, positions_L, draw)
         for layer in self.layers.values():
-            x, _ = layer(x, positions_L, None, draw)
+            assert isinstance(layer, DecoderLayer)
+            masks = draw.masks(x, self.config.dropout, layer.index) if draw is not None else None
+            x, _ = layer(x, positions_L, masks=masks)
         return x if self.head is None else self.head(x)
 
     def retie(self) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Masks = tuple[Tensor, Tensor]
+"""Of one layer: after the attention and after the MLP."""
 EMBEDDING = -1
 """The layer number of the embedding."""
 
@@ -26,9 +28,15 @@ class Draw:
     """Its number in the step, over all pipelines."""
 
     def dropout(self, x: Tensor, share: float, layer: int, site: str) -> Tensor:
-        generator = torch.Generator(x.device).manual_seed(seed_of(self.seed, self.step, self.microbatch, layer, site))
-        mask = torch.empty_like(x).bernoulli_(1.0 - share, generator=generator)
-        return x * mask / (1.0 - share)
+        return x * self.mask(x, share, layer, site) / (1.0 - share)
+
+    def mask(self, like: Tensor, share: float, layer: int, site: str) -> Tensor:
+        generator = torch.Generator(like.device)
+        generator.manual_seed(seed_of(self.seed, self.step, self.microbatch, layer, site))
+        return torch.empty_like(like, requires_grad=False).bernoulli_(1.0 - share, generator=generator)
+
+    def masks(self, like: Tensor, share: float, layer: int) -> Masks:
+        return self.mask(like, share, layer, "attention"), self.mask(like, share, layer, "mlp")
 
 
 def seed_of(*key: object) -> int:

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from atlas.runtime.models.config import DecoderConfig, RopeScaling
 
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines, each [L, E]."""
+
 
 @functools.lru_cache(maxsize=32)
 def frequencies(config: DecoderConfig, device: torch.device) -> Tensor:
@@ -37,8 +40,8 @@ def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
     return (1 - blend) * plain / scaling.factor + blend * plain
 
 
-def rotation(config: DecoderConfig, positions_L: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # noqa: N803
-    """Cosines and sines [L, E] for `rotate`; computed in float32, used in the model's dtype."""
+def rotation(config: DecoderConfig, positions_L: Tensor, dtype: torch.dtype) -> Rotation:  # noqa: N803
+    """For `rotate`; computed in float32, used in the model's dtype."""
     angles = positions_L.float()[:, None] * frequencies(config, positions_L.device)
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)

@@ -1,0 +1,179 @@
+"""The parts of a stage that are differentiated one by one: embedding, each layer, head with loss. A stage's backward
+goes through them from the last to the first, and the memory of a part is free before the next one begins.
+
+A unit's pass ends in an input half (I): the gradient of its input, gradients of vectors, and the products that make the
+gradients of its matrices (W, `models.linear`). Layers and head run eagerly, or as one compiled function each, which all
+layers share. Knows modules and autograd; not microbatches, not sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from atlas.runtime.models.block import DecoderLayer
+from atlas.runtime.models.decoder import Embedding, Head, loss_of
+from atlas.runtime.models.dropout import Draw, Masks
+from atlas.runtime.models.linear import EagerTape, Product, TapTape, make_taps
+from atlas.runtime.models.rope import Rotation
+
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Returns a compiled function, or the function itself."""
+
+
+class InputHalf(NamedTuple):
+    """What I gives."""
+
+    x_gradient: Tensor | None
+    direct: list[tuple[Tensor, Tensor]]
+    """Parameters whose gradients are complete: norms, biases, embeddings."""
+    products: list[Product]
+
+
+class UnitPass(Protocol):
+    """A forward that a backward follows."""
+
+    @property
+    def output(self) -> Tensor: ...
+
+    def input_half(self, y_gradient: Tensor | None) -> InputHalf: ...
+
+
+class Surroundings(NamedTuple):
+    """What every layer of a pass uses."""
+
+    positions_L: Tensor  # noqa: N815
+    turned: Rotation | None
+    draw: Draw | None
+
+
+# ---- embedding -------------------------------------------------------------------------------------------------------
+class EmbeddingPass:
+    def __init__(self, embedding: Embedding, tokens_BL: Tensor, around: Surroundings) -> None:  # noqa: N803
+        self._parameters = list(embedding.parameters())
+        self.output: Tensor = embedding(tokens_BL, around.positions_L, around.draw)
+
+    def input_half(self, y_gradient: Tensor | None) -> InputHalf:
+        gradients = torch.autograd.grad(self.output, self._parameters, y_gradient)
+        return InputHalf(None, list(zip(self._parameters, gradients, strict=True)), [])
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+class Layers:
+    """How the layers of a stage run."""
+
+    def __init__(self, layers: Sequence[DecoderLayer], compile: Compile | None) -> None:
+        self.layers = layers
+        self._run = None if compile is None else compile(_tapped_layer)
+        self._taps: list[Tensor] = []
+
+    def forward(self, layer: DecoderLayer, x: Tensor, around: Surroundings) -> LayerPass:
+        """`x` requires a gradient, unless autograd is off."""
+        masks = None
+        if around.draw is not None and layer.dropout:
+            masks = around.draw.masks(x, layer.dropout, layer.index)
+        if self._run is None:
+            tape = EagerTape() if torch.is_grad_enabled() else None
+            y, _ = layer(x, around.positions_L, masks=masks, turned=around.turned, tape=tape)
+            return LayerPass(layer, x, y, tape, ())
+        if not self._taps or self._taps[0].shape[:-1] != x.shape[:-1]:
+            self._taps = make_taps(layer.linears, x)
+        y, inputs = self._run(layer, x, around.positions_L, masks, around.turned, self._taps)
+        return LayerPass(layer, x, y, None, list(zip(layer.linears, self._taps, inputs, strict=True)))
+
+
+def _tapped_layer(
+    layer: DecoderLayer,
+    x: Tensor,
+    positions_L: Tensor,  # noqa: N803
+    masks: Masks | None,
+    turned: Rotation | None,
+    taps: list[Tensor],
+) -> tuple[Tensor, list[Tensor]]:
+    tape = TapTape(taps)
+    y, _ = layer(x, positions_L, masks=masks, turned=turned, tape=tape)
+    return y, tape.inputs
+
+
+class LayerPass:
+    """`tape` of an eager layer, `tapped` (matrix, tap, input) of a compiled one."""
+
+    def __init__(
+        self,
+        layer: DecoderLayer,
+        x: Tensor,
+        y: Tensor,
+        tape: EagerTape | None,
+        tapped: Sequence[tuple[Any, Tensor, Tensor]],
+    ) -> None:
+        self.output = y
+        self._x, self._tape, self._tapped = x, tape, tapped
+        matrices = {id(linear.weight) for linear in layer.linears}
+        self._direct = [p for p in layer.parameters() if id(p) not in matrices]
+
+    def input_half(self, y_gradient: Tensor | None) -> InputHalf:
+        taps = [tap for _, tap, _ in self._tapped]
+        found = torch.autograd.grad(self.output, [self._x, *taps, *self._direct], y_gradient)
+        x_gradient, tapped, direct = found[0], found[1 : 1 + len(taps)], found[1 + len(taps) :]
+        if self._tape is not None:
+            products = self._tape.products
+        else:
+            pairs = zip(self._tapped, tapped, strict=True)
+            products = [Product(linear.weight, x, y_gradient) for (linear, _, x), y_gradient in pairs]
+        return InputHalf(x_gradient, list(zip(self._direct, direct, strict=True)), products)
+
+
+# ---- head ------------------------------------------------------------------------------------------------------------
+class LossHead:
+    """How head and loss run. The product of the head's matrix belongs to I: deferring it would keep the gradient of the
+    logits, the largest tensor, from I to W."""
+
+    def __init__(self, head: Head, compile: Compile | None) -> None:
+        self.head = head
+        self._run = None if compile is None else compile(_tapped_loss)
+
+    def forward(self, x: Tensor, targets_BL: Tensor, scale: float) -> HeadPass:  # noqa: N803
+        if self._run is None:
+            tape = EagerTape() if torch.is_grad_enabled() else None
+            return HeadPass(self.head, x, loss_of(self.head(x, tape=tape), targets_BL), scale, tape, None)
+        (tap,) = make_taps([self.head.out], x)
+        loss, input = self._run(self.head, x, targets_BL, [tap])
+        return HeadPass(self.head, x, loss, scale, None, (tap, input))
+
+
+def _tapped_loss(head: Head, x: Tensor, targets_BL: Tensor, taps: list[Tensor]) -> tuple[Tensor, Tensor]:  # noqa: N803
+    tape = TapTape(taps)
+    logits = head(x, tape=tape)
+    loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets_BL.flatten())
+    return loss, tape.inputs[0]
+
+
+class HeadPass:
+    def __init__(
+        self,
+        head: Head,
+        x: Tensor,
+        loss: Tensor,
+        scale: float,
+        tape: EagerTape | None,
+        tapped: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        self.output = loss
+        self._head, self._x, self._scale, self._tape, self._tapped = head, x, scale, tape, tapped
+        self._direct = list(head.norm.parameters())
+
+    def input_half(self, y_gradient: Tensor | None) -> InputHalf:
+        """Of the loss times `scale`."""
+        taps = [] if self._tapped is None else [self._tapped[0]]
+        wanted = [self._x, *taps, *self._direct]
+        found = torch.autograd.grad(self.output, wanted, torch.full_like(self.output, self._scale))
+        if self._tape is not None:
+            products = self._tape.products
+        else:
+            assert self._tapped is not None
+            products = [Product(self._head.out.weight, self._tapped[1], found[1])]
+        return InputHalf(found[0], list(zip(self._direct, found[1 + len(taps) :], strict=True)), products)
