@@ -15,7 +15,7 @@ def test_the_last_step_is_reported_after_its_output_leaves_the_device() -> None:
     told = list[StepRecord]()
     recorder, sending, handle = Recorder(told.append), PendingSend(0), Handle("an activation")
     recorder.begin(7).sendings.append(sending)
-    recorder.end()
+    recorder.end(recorder.current)
     assert not told
 
     def leave() -> None:
@@ -30,6 +30,6 @@ def test_the_last_step_is_reported_after_its_output_leaves_the_device() -> None:
 def test_an_output_that_never_comes_off_the_device_is_an_error() -> None:
     recorder = Recorder(lambda record: None)
     recorder.begin(0).sendings.append(PendingSend(3))
-    recorder.end()
+    recorder.end(recorder.current)
     with pytest.raises(WorkerError, match=r"transfer 3 was not copied from the device within 0\.05 s"):
         recorder.finish(0.05)

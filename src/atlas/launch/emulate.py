@@ -138,10 +138,11 @@ def emulate(
         outcome = monitor.play()
         late_s = net.lateness.worst_s if net is not None else 0.0
         overrun_s = max(result["overrun_ns"] for result in outcome.results.values()) / 1e9
-        copied = {name: result["copied"] for name, result in outcome.results.items()}
-        timeline = monitor.timeline(
-            {"late_s": late_s, "overrun_s": overrun_s, "streams": settings.streams, "copied": copied}
-        )
+        told = {
+            key: {name: result[key] for name, result in outcome.results.items()}
+            for key in ("copied", "compiled", "peak_bytes")
+        }
+        timeline = monitor.timeline({"late_s": late_s, "overrun_s": overrun_s, "streams": settings.streams, **told})
         weights = _weights(workers, program) if settings.keep_weights else {}
         return Emulation(
             timeline, outcome.losses, weights, late_s, overrun_s, monitor.records.norms(), outcome.exit_code

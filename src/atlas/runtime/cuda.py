@@ -107,6 +107,9 @@ class Cuda:
         total_ns = sum(span.end_ns - span.start_ns for span in kept)
         return Copied(len(kept), total_ns, sum(map(compute.within_ns, kept)))
 
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.place)
+
     def on_failure(self, report: Callable[[WorkerError], None]) -> None:
         self._copies.report = report
 

@@ -96,6 +96,10 @@ class Device(Protocol):
         """Wait for pending copies. Nothing is counted if host and device are the same."""
         ...
 
+    def peak_bytes(self) -> int:
+        """The most memory of the device that tensors have had at once; 0 if it is the host's."""
+        ...
+
     def on_failure(self, report: Callable[[WorkerError], None]) -> None:
         """`report` is called, on another thread, with errors of background threads."""
         ...
@@ -152,6 +156,9 @@ class Cpu:
 
     def copied(self) -> Copied:
         return Copied(0, 0, 0)
+
+    def peak_bytes(self) -> int:
+        return 0
 
     def on_failure(self, report: Callable[[WorkerError], None]) -> None:
         pass

@@ -167,7 +167,13 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
         arrays = {name: weight.detach().float().cpu().numpy() for name, weight in weights.items()}
         np.savez(assignment.weights_file, **arrays)  # type: ignore[arg-type]
     worker.stage_set.end()
-    return {"steps": worker.next_step, "overrun_ns": device.overrun_ns, "copied": device.copied()}
+    return {
+        "steps": worker.next_step,
+        "overrun_ns": device.overrun_ns,
+        "copied": device.copied(),
+        "compiled": worker.stage_set.backend,
+        "peak_bytes": device.peak_bytes(),
+    }
 
 
 def _handle_all(messages: TextIO, worker: Worker, stop_control: StopControl, out: MessageWriter) -> None:

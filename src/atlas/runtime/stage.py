@@ -6,7 +6,9 @@ Knows tensors and units (`units`). Does not know where its inputs come from, nor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +23,17 @@ from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.units import EmbeddingPass, HeadPass, Layers, LossHead, Surroundings, UnitPass
 
 
+class Again(NamedTuple):
+    """Runs a unit with a graph."""
+
+    run: Callable[[Tensor], UnitPass]
+    x: Tensor
+
+    def __call__(self) -> UnitPass:
+        with torch.enable_grad():
+            return self.run(self.x.requires_grad_(self.x.is_floating_point()))
+
+
 class Stage:
     """One stage of one pipeline. `slot` counts microbatches over all iterations."""
 
@@ -33,9 +46,11 @@ class Stage:
         loss_scale: float,
         *,
         backend: str = compiling.EAGER,
+        by_layer: bool = False,
     ) -> None:
-        """`backend`: the compiler of layers and head."""
-        self.task, self.pipeline, self.loss_scale = task, pipeline, loss_scale
+        """`backend`: the compiler of layers and head. `by_layer`: a recompute happens inside the backward that follows
+        it, unit by unit, from inputs that the forward kept: one unit's activations exist at a time."""
+        self.task, self.pipeline, self.loss_scale, self.by_layer = task, pipeline, loss_scale, by_layer
         self.is_first, self.is_last = stage == 0, stage == num_stages - 1
         self.module = task.build_stage(stage, num_stages)
         self.flat = FlatParameters(self.module)
@@ -54,7 +69,7 @@ class Stage:
         self._losses: dict[int, Tensor] = {}
         self._inputs: dict[int, Tensor] = {}
         """Of forwards that a recompute follows."""
-        self._passes: dict[int, list[UnitPass]] = {}
+        self._passes: dict[int, list[UnitPass | Again]] = {}
         self._products: dict[int, list[list[Product]]] = {}
         """Between the halves of a backward: by unit, the last one first."""
         self._x_gradient: Tensor | None = None
@@ -98,7 +113,7 @@ class Stage:
         gradient = None if self._head is not None else torch.zeros_like(y)
         scratch: dict[torch.Size, Tensor] = {}
         while passes:
-            gradient, _, products = passes.pop().input_half(gradient)
+            gradient, _, products = _ready(passes.pop()).input_half(gradient)
             for product in products:
                 total = scratch.setdefault(product.weight.shape, torch.empty_like(local_part(product.weight).float()))
                 multiply(product, total, first=True)
@@ -113,12 +128,13 @@ class Stage:
         """`keep` false: discard the activations; a recompute follows."""
         if x is None:
             x = self._to_device(self._microbatch(slot)[0])
-        if not keep:
+        if not keep and not self.by_layer:
             self._inputs[slot] = x
         return self._compute(slot, x, keep=keep)
 
     def recompute(self, slot: int) -> None:
-        self._compute(slot, self._inputs.pop(slot), keep=True)
+        if not self.by_layer:
+            self._compute(slot, self._inputs.pop(slot), keep=True)
 
     def backward(self, slot: int, gradient: Tensor | None) -> Tensor | None:
         """Both halves; the gradient of the input, where there is a stage before."""
@@ -154,7 +170,7 @@ class Stage:
         targets = self._to_device(self._microbatch(slot)[1]) if self.is_last else None
         around = self._around(x.shape[1])._replace(draw=self.task.draw(slot, self.pipeline))
         passes, y = self._run(x, targets, around, keep=keep)
-        if keep:
+        if keep or self.by_layer:
             self._passes[slot] = passes
         if self.is_last:
             self._losses[slot] = y
@@ -162,23 +178,28 @@ class Stage:
 
     def _run(
         self, x: Tensor, targets: Tensor | None, around: Surroundings, *, keep: bool
-    ) -> tuple[list[UnitPass], Tensor]:
-        """All units; the output is detached."""
-        passes: list[UnitPass] = []
+    ) -> tuple[list[UnitPass | Again], Tensor]:
+        """All units; the output is detached. `keep` false: no graph, but what runs each unit again."""
+        passes: list[UnitPass | Again] = []
 
-        def passed(unit_pass: UnitPass) -> Tensor:
-            if keep:
-                passes.append(unit_pass)
+        def through(run: Callable[[Tensor], UnitPass], x: Tensor) -> Tensor:
+            x = x.detach()
+            again = Again(run, x)
+            if not keep:
+                passes.append(again)
+                with torch.no_grad():
+                    return run(x).output
+            unit_pass = again()
+            passes.append(unit_pass)
             return unit_pass.output.detach()
 
-        with torch.set_grad_enabled(keep):
-            if self.module.embedding is not None:
-                x = passed(EmbeddingPass(self.module.embedding, x, around))
-            for layer in self._layers.layers:
-                x = passed(self._layers.forward(layer, x.detach().requires_grad_(keep), around))
-            if self._head is not None:
-                assert targets is not None
-                x = passed(self._head.forward(x.detach().requires_grad_(keep), targets, self.loss_scale))
+        if self.module.embedding is not None:
+            x = through(functools.partial(EmbeddingPass, self.module.embedding, around), x)
+        for layer in self._layers.layers:
+            x = through(functools.partial(self._layers.forward, layer, around), x)
+        if self._head is not None:
+            assert targets is not None
+            x = through(functools.partial(self._head.forward, targets, self.loss_scale), x)
         return passes, x
 
     def _input_halves(self, slot: int, gradient: Tensor | None) -> Iterator[list[Product]]:
@@ -186,7 +207,7 @@ class Stage:
         passes = self._passes.pop(slot)
         self._data.pop(slot, None)
         while passes:
-            unit_pass = passes.pop()
+            unit_pass = _ready(passes.pop())
             at_once = isinstance(unit_pass, HeadPass)
             gradient, direct, products = unit_pass.input_half(gradient)
             del unit_pass
@@ -216,6 +237,10 @@ class Stage:
         if self._place.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self._place, non_blocking=True)
+
+
+def _ready(found: UnitPass | Again) -> UnitPass:
+    return found() if isinstance(found, Again) else found
 
 
 def _local(gradient: Tensor, parameter: Tensor) -> Tensor:

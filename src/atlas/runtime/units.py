@@ -53,7 +53,7 @@ class Surroundings(NamedTuple):
 
 # ---- embedding -------------------------------------------------------------------------------------------------------
 class EmbeddingPass:
-    def __init__(self, embedding: Embedding, tokens_BL: Tensor, around: Surroundings) -> None:  # noqa: N803
+    def __init__(self, embedding: Embedding, around: Surroundings, tokens_BL: Tensor) -> None:  # noqa: N803
         self._parameters = list(embedding.parameters())
         self.output: Tensor = embedding(tokens_BL, around.positions_L, around.draw)
 
@@ -71,7 +71,7 @@ class Layers:
         self._run = None if compile is None else compile(_tapped_layer)
         self._taps: list[Tensor] = []
 
-    def forward(self, layer: DecoderLayer, x: Tensor, around: Surroundings) -> LayerPass:
+    def forward(self, layer: DecoderLayer, around: Surroundings, x: Tensor) -> LayerPass:
         """`x` requires a gradient, unless autograd is off."""
         masks = None
         if around.draw is not None and layer.dropout:
@@ -136,7 +136,7 @@ class LossHead:
         self.head = head
         self._run = None if compile is None else compile(_tapped_loss)
 
-    def forward(self, x: Tensor, targets_BL: Tensor, scale: float) -> HeadPass:  # noqa: N803
+    def forward(self, targets_BL: Tensor, scale: float, x: Tensor) -> HeadPass:  # noqa: N803
         if self._run is None:
             tape = EagerTape() if torch.is_grad_enabled() else None
             return HeadPass(self.head, x, loss_of(self.head(x, tape=tape), targets_BL), scale, tape, None)

@@ -71,6 +71,7 @@ class Worker:
         require_runnable(program)
         self.role = WorkerRole(program, assignment.worker, assignment.cell, assignment.num_cells)
         self.ops = program.ops(assignment.worker)
+        self._has_norm = any(op.kind == Kind.NORM for op in self.ops)
         self._require_norm()
         self.compute_ns = np.array(assignment.compute_ns, np.int64).reshape(-1, NUM_KINDS)
         if not len(self.compute_ns):
@@ -108,8 +109,7 @@ class Worker:
         }
 
     def _require_norm(self) -> None:
-        has = any(op.kind == Kind.NORM for op in self.ops)
-        if self.training.max_norm is not None and not has:
+        if self.training.max_norm is not None and not self._has_norm:
             raise ProgramError(
                 f"program {self.program.name!r}: gradients are clipped at {self.training.max_norm:g}, but no NORM "
                 "computes their norm: add one before each STEP (with_optimizer(..., norm=True)), or do not clip"
@@ -252,7 +252,8 @@ class Worker:
             moments.append(arrived_ns)
         if self.training.model.config.tied:
             moments.append(self._join_tied(step, wait))
-        self._launch(op, index, now, max(moments), lambda: None)
+        work = self.stage_set.begin_norm if self._has_norm else (lambda: None)
+        self._launch(op, index, now, max(moments), work)
 
     def _join_tied(self, step: int, wait: Callable[[Sequence[Handle]], None]) -> int:
         here = [name for name in (TIED_EMBEDDING, TIED_HEAD) if name in self.parameters]
@@ -266,6 +267,7 @@ class Worker:
 
     def _norm(self, op: Op, index: int, now: ProgramPass) -> None:
         step = now.first_step + op.microbatch
+        self._queue.settle()
         norm, arrived_ns = self.norm.take(step, self.stage_set.squares(), self._waiter(index, now))
         now.record.norms.append(norm)
         limit = self.training.max_norm

@@ -173,3 +173,9 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 def model_layers(config: DecoderConfig) -> list[str]:
     """The layers of the whole model, as checkpoints name them."""
     return ["embedding", *(f"layers.{i}" for i in range(config.num_layers)), "head"]
+
+
+def activation_width(config: DecoderConfig) -> int:
+    """Values a token that the backward of one layer needs: inputs of norms and of all products, and attention's."""
+    queries, keys = config.num_heads * config.head_width, config.num_kv_heads * config.head_width
+    return 4 * config.width + 2 * queries + 2 * keys + (3 if config.gated else 2) * config.ffn_width

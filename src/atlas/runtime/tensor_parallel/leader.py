@@ -179,6 +179,7 @@ class LeaderStageSet(ShardedStageSet):
     join_tied = on_all_ranks(ShardedStageSet.join_tied)
     gather_gradients = on_all_ranks(ShardedStageSet.gather_gradients)
     gather_tied = on_all_ranks(ShardedStageSet.gather_tied)
+    begin_norm = on_all_ranks(ShardedStageSet.begin_norm)
     squares = on_all_ranks(ShardedStageSet.squares)
     clip = on_all_ranks(ShardedStageSet.clip)
     step = on_all_ranks(ShardedStageSet.step)
