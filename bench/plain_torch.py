@@ -85,11 +85,19 @@ class Baseline:
         if self.device != "cpu":
             self.found.peak_bytes = torch.cuda.max_memory_allocated()
 
+    def precise(self, num_microbatches: int) -> Measured:
+        """Two steps with gradients summed in float32."""
+        self._model.sum_in_float32()
+        kept, self.found = self.found, Measured()
+        self.run(2, num_microbatches)
+        kept, self.found = self.found, kept
+        return kept
+
     def optimizer_s(self, repeats: int = 10) -> float:
         took = []
         for _ in range(repeats + 2):
             for parameter in self._model.parameters:
-                parameter.grad = torch.full_like(parameter, 1e-3)
+                parameter.grad = torch.full_like(parameter, 1e-3)  # the model's dtype, as after one microbatch
             _finish(self.device)
             began = time.perf_counter()
             self._model.update()
@@ -203,7 +211,7 @@ def compare(report: Report, name: str, shape: PlainShape, args: argparse.Namespa
     baseline.run(args.steps, args.microbatches)
     ours.run("split", args.steps, args.microbatches, split)
     alone_s = baseline.optimizer_s()
-    theirs = baseline.found
+    theirs, precise = baseline.found, baseline.precise(args.microbatches)
     del baseline
     _forget(device)
     checked = Baseline(shape, device, recompute=True)
@@ -230,7 +238,9 @@ def compare(report: Report, name: str, shape: PlainShape, args: argparse.Namespa
     report.figure(f"{name}: first step, cold", ours.first_step_s[0], "s", at_most=90.0)
     report.figure(f"{name}: first step, kernels kept", ours.first_step_s[1], "s", at_most=12.0)
     if device != "cpu":
-        memory(report, name, shape, args, theirs, {"whole": whole, "split": split})
+        report.figure(f"{name}: plain torch with float32 sums", rate(precise), "tokens/s")
+        report.figure(f"{name}: plain torch with bf16 sums, peak memory", theirs.peak_bytes / GIB, "GiB")
+        memory(report, name, shape, args, precise, {"whole": whole, "split": split})
         report.figure(f"{name}: recompute, peak memory", again.peak_bytes / GIB, "GiB")
         report.figure(f"{name}: checkpointing, peak memory", theirs_again.peak_bytes / GIB, "GiB")
 
@@ -243,8 +253,8 @@ def memory(
     theirs: Measured,
     ours: dict[str, Measured],
 ) -> None:
-    """One microbatch in flight; the split backward has one W pending."""
-    report.figure(f"{name}: plain torch, peak memory", theirs.peak_bytes / GIB, "GiB")
+    """One microbatch in flight; the split backward has one W pending. Both sides sum gradients in float32."""
+    report.figure(f"{name}: plain torch with float32 sums, peak memory", theirs.peak_bytes / GIB, "GiB")
     for kind, found in ours.items():
         planned = planned_bytes(shape, kind, args.microbatches)
         report.figure(f"{name}: {kind}, peak memory", found.peak_bytes / GIB, "GiB")

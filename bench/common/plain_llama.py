@@ -129,6 +129,11 @@ class PlainLlama:
         self.update()
         return loss.detach()
 
+    def sum_in_float32(self) -> None:
+        """From now on gradients are summed over microbatches in float32, as ours are: 2 more bytes a parameter."""
+        for parameter in self.parameters:
+            parameter.grad_dtype = torch.float32
+
     def update(self) -> None:
         """Clip, step, and refresh the bf16 weights."""
         with torch.no_grad():

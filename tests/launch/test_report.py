@@ -21,10 +21,13 @@ from atlas.cli import main
 from atlas.commands.watching import watch_flags, watched
 from atlas.errors import AtlasError
 from atlas.ir.store import load_timeline
-from atlas.launch.report import ReportChoice, RunReport, StepEvent
+from atlas.launch.report import GpuFacts, ReportChoice, RunReport, StepEvent
 from atlas.launch.report.events import against_prediction, tokens_per_s
 from atlas.launch.report.metrics import MetricsServer, TrainingMetrics
 from atlas.launch.report.progress import ProgressBar, figures
+from atlas.launch.train_options import TrainOptions
+from atlas.spec import load_job
+from atlas.spec.recipe import load_recipe
 
 EVENT: StepEvent = {
     "step": 7,
@@ -193,5 +196,19 @@ def test_the_flags_of_a_run_that_is_watched(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     watch_flags(parser)
     args = parser.parse_args(["--log", str(tmp_path / "a"), "--metrics-port", "0", "--no-bar"])
-    choice = watched(args, {"job": "x"})
-    assert choice == ReportChoice(bar=False, lines=tmp_path / "a", metrics_port=0, labels={"job": "x"})
+    recipe = load_recipe(None, {"logging.lines": str(args.log), "logging.metrics_port": args.metrics_port})
+    job = load_job(Path(__file__).parents[2] / "examples" / "tiny.yaml")
+    choice = watched(args, recipe.logging, job, TrainOptions("atlas"))
+    labels = {"job": job.name, "schedule": "atlas"}
+    assert choice == ReportChoice(bar=False, lines=tmp_path / "a", metrics_port=0, labels=labels)
+    on_gpus = watched(args, recipe.logging, job, TrainOptions("atlas", device="cuda", model="job")).gpus
+    assert on_gpus is not None
+    assert on_gpus.flops_per_token > 6 * job.model.layers * 12 * job.model.hidden**2
+
+
+def test_figures_of_a_gpu() -> None:
+    facts = GpuFacts(per_worker=2, flops_per_token=1e9, peak_flops=1e13)
+    event = facts.figures({**EVENT, "num_workers": 4})
+    assert event["tokens_per_gpu_s"] == 4096 / 0.41 / 8
+    assert round(event["mfu"], 4) == 0.1249
+    assert "10.0k tok/s  1.2k tok/s/GPU, MFU 12.5%  410 ms" in figures(event)

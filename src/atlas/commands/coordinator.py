@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         say(f"atlas: {line}")
 
     end_on_signals()
-    choice = watched(args, recipe.logging, {"job": job.name, "schedule": options.schedule})
+    choice = watched(args, recipe.logging, job, options)
     evidence = evidence_of(args.evidence, job, options)
     with RunReport(choice, options.steps) as report:
         code = coordinate(job, options, settings, RunCallbacks(say_line, recorded(report, evidence)), args.state)

@@ -75,6 +75,9 @@ def how_flags(parser: argparse.ArgumentParser) -> None:
         help="clip gradients to this global norm (default: no clipping)",
     )
     parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, help="compile layers by torch's compiler (default: on GPUs)"
+    )
+    parser.add_argument(
         "--seed", type=whole(0, 2**32 - 1), metavar="N", help="seed of weights, dropout and data order (default 0)"
     )
     parser.add_argument(
@@ -92,6 +95,7 @@ FLAGS = {
     "warmup": "learning_rate.warmup",
     "decay": "learning_rate.decay",
     "clip": "clip",
+    "compile": "compile",
     "seed": "seed",
     "checkpoints": "checkpoints.folder",
     "save_every": "checkpoints.every",
@@ -130,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     evidence = evidence_of(args.evidence, job, options)
     if args.dc is not None:
         return run_dc(args, job, options, recipe, evidence)
-    choice = watched(args, recipe.logging, {"job": job.name, "schedule": options.schedule})
+    choice = watched(args, recipe.logging, job, options)
     with RunReport(choice, options.steps) as report:
         result = rehearse(job, options, on_step=recorded(report, evidence))
     _print(job.name, options, result)

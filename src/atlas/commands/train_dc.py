@@ -104,7 +104,7 @@ def run_dc(
         auto_replan=args.auto_replan,
         without=tuple(args.without),
     )
-    choice = watched(args, recipe.logging, {"job": job.name, "schedule": options.schedule})
+    choice = watched(args, recipe.logging, job, options)
 
     def say_line(line: str) -> None:
         say(f"atlas: {line}")

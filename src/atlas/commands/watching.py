@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from atlas.console import require_folder, say
+from atlas.cost.compute import flops_per_token
 from atlas.errors import AtlasError
 from atlas.evidence.recorder import EvidenceRecorder
 from atlas.evidence.write_card import RunFacts
 from atlas.ir.timeline import Timeline
-from atlas.launch.report import ReportChoice, RunReport, StepEvent
+from atlas.launch.report import GpuFacts, ReportChoice, RunReport, StepEvent
 from atlas.launch.report.events import OnStep
 from atlas.launch.train_options import OWN, TrainOptions
 from atlas.spec import Job
@@ -35,7 +35,7 @@ def watch_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def watched(args: argparse.Namespace, logging: LoggingRecipe, labels: Mapping[str, str]) -> ReportChoice:
+def watched(args: argparse.Namespace, logging: LoggingRecipe, job: Job, options: TrainOptions) -> ReportChoice:
     """The reports that the recipe and the flags choose."""
     return ReportChoice(
         bar=not args.no_bar,
@@ -43,8 +43,19 @@ def watched(args: argparse.Namespace, logging: LoggingRecipe, labels: Mapping[st
         timeline=Path(logging.timeline) if logging.timeline is not None else None,
         metrics_port=logging.metrics_port,
         metrics_host=args.metrics_host,
-        labels=labels,
+        labels={"job": job.name, "schedule": options.schedule},
+        gpus=_gpu_facts(job, options),
     )
+
+
+def _gpu_facts(job: Job, options: TrainOptions) -> GpuFacts | None:
+    """Of a run of the job's own model on GPUs of one type."""
+    types = {dc.gpu for dc in job.cluster.datacenters}
+    if not options.device.startswith("cuda") or options.model != OWN or len(types) != 1:
+        return None
+    gpu = job.cluster.gpu_type(types.pop())
+    peak = gpu.fp32_tflops if job.precision == "fp32" else gpu.bf16_tflops
+    return GpuFacts(job.tp, flops_per_token(job.model), peak * 1e12)
 
 
 # ---- evidence --------------------------------------------------------------------------------------------------

@@ -81,6 +81,12 @@ def head_flops(model: Model, microbatch: int) -> float:
     return 2.0 * microbatch * model.seq_len * model.hidden * model.vocab
 
 
+def flops_per_token(model: Model) -> float:
+    """Forward and backward of all products, attention causal; nothing is counted twice for recompute."""
+    forward = model.layers * (layer_matrix_flops(model, 1) + layer_attention_flops(model, 1)) + head_flops(model, 1)
+    return 3.0 * forward / model.seq_len
+
+
 def logits_bytes(model: Model, microbatch: int) -> float:
     """Memory traffic of the loss over the logits."""
     return 4.0 * LOGIT_PASSES * microbatch * model.seq_len * model.vocab

@@ -235,6 +235,7 @@ class RunMonitor:
             "loss": math.fsum(losses) / len(losses),
             "tokens": sum(step["tokens"] for step in steps),
             "iteration_s": seconds,
+            "num_workers": len(self.workers.names),
             "predicted_s": self.predicted_s,
             "wan_streams_replaced": new_faults.num_replaced,
             "wan_chunks_resent": new_faults.num_resent,

@@ -48,6 +48,8 @@ class TrainOptions:
     learning_rate: LearningRateRecipe | float | None = None
     """A number: constant."""
     clip: float | None = None
+    compile: bool | None = None
+    """Whether layers are compiled; None: on GPUs."""
     seed: int = 0
     """Of weights, of dropout and of the order of the data."""
     stated: frozenset[str] | None = None
@@ -85,6 +87,7 @@ def recipe_options(recipe: Recipe, *, model: str) -> dict[str, Any]:
         "optimizer": recipe.optimizer,
         "learning_rate": recipe.learning_rate,
         "clip": recipe.clip,
+        "compile": recipe.compile,
         "seed": recipe.seed,
         "checkpoints": Path(saved.folder) if saved.folder is not None else None,
         "save_every": saved.every,
@@ -129,6 +132,7 @@ def agreed(options: TrainOptions) -> dict[str, Any]:
         "learning_rate.decay": rate.decay,
         "learning_rate.final": rate.floor,
         "clip": options.clip,
+        "compile": options.compile,
         "seed": options.seed,
         "checkpoints.every": options.save_every,
         "checkpoints.keep": options.keep,
@@ -149,7 +153,14 @@ def make_training(case: Case, options: TrainOptions, num_stages: int) -> Trainin
         data=replace(training.data, seed=options.seed),
         optimizer=settings,
         max_norm=options.clip,
+        compile=_backend(options),
     )
+
+
+def _backend(options: TrainOptions) -> str:
+    """Of torch's compiler; empty: layers run eagerly."""
+    wanted = options.device.startswith("cuda") if options.compile is None else options.compile
+    return "inductor" if wanted else ""
 
 
 def _model(case: Case, options: TrainOptions, num_stages: int) -> tuple[ModelChoice, int, int]:

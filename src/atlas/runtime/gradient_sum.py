@@ -93,6 +93,12 @@ class GradientSum:
             product = products.pop()
             multiply(product, self._sums[id(product.weight)], first=first)
 
+    def try_out(self, products: list[Product]) -> None:
+        """Multiply in place of the sums, before the first microbatch begins them."""
+        for product in products:
+            multiply(product, self._sums[id(product.weight)], first=False)
+        self._multiply(products, first=True)
+
     def total(self) -> list[Tensor]:
         """The sums, which change again with the next iteration."""
         assert self.num_added > 0, "no backward has run"

@@ -17,7 +17,7 @@ from atlas.runtime import compiling
 from atlas.runtime.flat import FlatParameters, local_part
 from atlas.runtime.gradient_sum import GradientSum
 from atlas.runtime.models.decoder import TIED_HEAD
-from atlas.runtime.models.linear import Product, multiply
+from atlas.runtime.models.linear import Product
 from atlas.runtime.models.rope import rotation
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.units import EmbeddingPass, HeadPass, Layers, LossHead, Surroundings, UnitPass
@@ -30,8 +30,7 @@ class Again(NamedTuple):
     x: Tensor
 
     def __call__(self) -> UnitPass:
-        with torch.enable_grad():
-            return self.run(self.x.requires_grad_(self.x.is_floating_point()))
+        return self.run(self.x.requires_grad_(self.x.is_floating_point()))
 
 
 class Stage:
@@ -62,6 +61,7 @@ class Stage:
         trained = self.module.named_parameters()
         self.gradients = GradientSum({id(p): self.flat.gradient_of[name] for name, p in trained}, _local)
         compile = compiling.compiler(backend)
+        self.backend = backend
         self._layers = Layers(list(self.module.layers.values()), compile)  # type: ignore[arg-type]
         self._head = None if self.module.head is None else LossHead(self.module.head, compile)
         self._place = self.flat.weights.device
@@ -104,25 +104,23 @@ class Stage:
         }
 
     def warm_up(self) -> None:
-        """Pay torch's first-call costs, and compile, before anything is timed; changes no state."""
+        """Pay torch's first-call costs, compile, and take the memory of a microbatch, before anything is timed. Changes
+        no state: sums begin with the first microbatch."""
         batch, length, _ = shape = self.task.activation_shape
         dtype = torch.int64 if self.is_first else self.flat.weights.dtype
         x = torch.zeros(shape[:2] if self.is_first else shape, dtype=dtype, device=self._place)
         targets = torch.zeros(batch, length, dtype=torch.int64, device=self._place)
-        passes, y = self._run(x, targets, self._around(length), keep=True)
+        passes, y = self._run(x, targets, self._around(length), keep=not self.by_layer)
         gradient = None if self._head is not None else torch.zeros_like(y)
-        scratch: dict[torch.Size, Tensor] = {}
         while passes:
             gradient, _, products = _ready(passes.pop()).input_half(gradient)
-            for product in products:
-                total = scratch.setdefault(product.weight.shape, torch.empty_like(local_part(product.weight).float()))
-                multiply(product, total, first=True)
-                multiply(product, total, first=False)
+            self.gradients.try_out(products)
 
     def look_ahead(self, slots: Iterable[int]) -> None:
         """Read the data of later forwards, if this stage needs data."""
         if self.is_first or self.is_last:
-            self._data |= {slot: self.task.microbatch(slot, self.pipeline) for slot in slots}
+            for slot in slots:
+                self._microbatch(slot)
 
     def forward(self, slot: int, x: Tensor | None, *, keep: bool) -> Tensor:
         """`keep` false: discard the activations; a recompute follows."""
@@ -182,15 +180,12 @@ class Stage:
         """All units; the output is detached. `keep` false: no graph, but what runs each unit again."""
         passes: list[UnitPass | Again] = []
 
-        def through(run: Callable[[Tensor], UnitPass], x: Tensor) -> Tensor:
-            x = x.detach()
-            again = Again(run, x)
-            if not keep:
-                passes.append(again)
-                with torch.no_grad():
-                    return run(x).output
-            unit_pass = again()
-            passes.append(unit_pass)
+        def through(run: Callable[[Tensor], UnitPass], x: Tensor, keep: bool = keep) -> Tensor:
+            again = Again(run, x.detach())
+            # A compiled function without a graph is another one, with other bits: run it with one and discard it.
+            with torch.set_grad_enabled(keep or self.backend != compiling.EAGER):
+                unit_pass = again()
+            passes.append(unit_pass if keep else again)
             return unit_pass.output.detach()
 
         if self.module.embedding is not None:
@@ -199,8 +194,12 @@ class Stage:
             x = through(functools.partial(self._layers.forward, layer, around), x)
         if self._head is not None:
             assert targets is not None
-            x = through(functools.partial(self._head.forward, targets, self.loss_scale), x)
+            x = through(functools.partial(self._head.forward, targets, self.loss_scale), x, keep or self._keeps_loss())
         return passes, x
+
+    def _keeps_loss(self) -> bool:
+        """Whether head and loss keep their graph though layers do not: if no other microbatch's exists."""
+        return self.by_layer and not any(isinstance(found[-1], HeadPass) for found in self._passes.values())
 
     def _input_halves(self, slot: int, gradient: Tensor | None) -> Iterator[list[Product]]:
         """I, unit by unit; yields the products of each unit. `_x_gradient` has the result."""
@@ -230,13 +229,13 @@ class Stage:
     def _microbatch(self, slot: int) -> tuple[Tensor, Tensor]:
         """Kept until the backward."""
         if slot not in self._data:
-            self._data[slot] = self.task.microbatch(slot, self.pipeline)
+            tokens, targets = self.task.microbatch(slot, self.pipeline)
+            pins = self._place.type == "cuda"
+            self._data[slot] = (tokens.pin_memory(), targets.pin_memory()) if pins else (tokens, targets)
         return self._data[slot]
 
     def _to_device(self, tensor: Tensor) -> Tensor:
-        if self._place.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._place, non_blocking=True)
+        return tensor.to(self._place, non_blocking=True)
 
 
 def _ready(found: UnitPass | Again) -> UnitPass:

@@ -175,7 +175,12 @@ class Worker:
     def _look_ahead(self, now: ProgramPass) -> None:
         """A worker that first waits for another one reads the first iteration's data meanwhile."""
         if self.ops and self.ops[0].stage > 0:
-            first = now.first_step * self.program.num_microbatches
+            self._read_ahead(now.first_step)
+
+    def _read_ahead(self, step: int) -> None:
+        """Read the data of a step of the run, while the device computes."""
+        if step <= self.last_step:
+            first = step * self.program.num_microbatches
             for stage in self.stages.values():
                 stage.look_ahead(range(first, first + self.program.num_microbatches))
 
@@ -267,6 +272,7 @@ class Worker:
 
     def _norm(self, op: Op, index: int, now: ProgramPass) -> None:
         step = now.first_step + op.microbatch
+        self._read_ahead(step + 1)
         self._queue.settle()
         norm, arrived_ns = self.norm.take(step, self.stage_set.squares(), self._waiter(index, now))
         now.record.norms.append(norm)

@@ -133,6 +133,8 @@ class Recipe(Frozen):
     """Of weights and activations, in place of the job's."""
     recompute: Flag | None = None
     """Whether backward passes compute activations again, in place of the job's."""
+    compile: Flag | None = None
+    """Whether layers are compiled; default: on GPUs."""
     optimizer: OptimizerRecipe | None = None
     """Default: AdamW; for the stand-in model, SGD."""
     learning_rate: LearningRateRecipe = LearningRateRecipe()

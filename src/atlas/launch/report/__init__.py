@@ -17,13 +17,13 @@ from typing import Any
 
 from atlas.ir.store import AppendedLines, Journal
 from atlas.ir.timeline import Timeline
-from atlas.launch.report.events import StepEvent
+from atlas.launch.report.events import GpuFacts, StepEvent
 from atlas.launch.report.metrics import MetricsServer, TrainingMetrics
 from atlas.launch.report.progress import ProgressBar
 
 log: Callable[[str], None] = logging.getLogger("atlas.report").warning
 
-__all__ = ["ReportChoice", "RunReport", "StepEvent"]
+__all__ = ["GpuFacts", "ReportChoice", "RunReport", "StepEvent"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class ReportChoice:
     metrics_host: str = "127.0.0.1"
     labels: Mapping[str, str] = field(default_factory=dict)
     """For Prometheus: job, schedule."""
+    gpus: GpuFacts | None = None
+    """To report MFU; None: not on GPUs, or not of one type."""
 
 
 class RunReport:
@@ -56,6 +58,7 @@ class RunReport:
         warn: Callable[[str], None] = log,
     ) -> None:
         self.metrics = TrainingMetrics(choice.labels)
+        self._gpus = choice.gpus
         self._warn, self._warned = warn, set[str]()
         self._bar = ProgressBar(num_steps, first_step) if choice.bar else None
         self._lines: AppendedLines | None = None
@@ -81,6 +84,8 @@ class RunReport:
 
     def step(self, event: StepEvent, timeline: Timeline | None = None) -> None:
         """Report a step. `timeline`: of the pass that did it."""
+        if self._gpus is not None and "num_workers" in event:
+            event = self._gpus.figures(event)
         self.metrics.step(event)
         if self._lines is not None:
             lines = self._lines

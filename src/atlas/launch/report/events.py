@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
 from atlas.ir.timeline import Timeline
@@ -17,6 +18,12 @@ class StepEvent(TypedDict):
     tokens: int
     """Trained on in this step, by all pipelines."""
     iteration_s: float
+    num_workers: NotRequired[int]
+    """Of all pipelines."""
+    tokens_per_gpu_s: NotRequired[float]
+    """Tokens a second, divided by the GPUs."""
+    mfu: NotRequired[float]
+    """Model FLOPs (causal attention, no recompute) a second, divided by what the GPUs could do at most."""
     predicted_s: NotRequired[float | None]
     """Simulated `iteration_s`."""
     wan_gbit_s: NotRequired[float | None]
@@ -33,6 +40,23 @@ OnStep = Callable[[StepEvent, Timeline], None]
 
 def tokens_per_s(event: StepEvent) -> float:
     return event["tokens"] / event["iteration_s"] if event["iteration_s"] > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """What makes tokens a second comparable between runs."""
+
+    per_worker: int
+    """GPUs of a worker."""
+    flops_per_token: float
+    """Forward and backward."""
+    peak_flops: float
+    """Of one GPU, FLOP/s by its data sheet."""
+
+    def figures(self, event: StepEvent) -> StepEvent:
+        """The event with the figures of a GPU."""
+        rate = tokens_per_s(event) / (event["num_workers"] * self.per_worker)
+        return {**event, "tokens_per_gpu_s": rate, "mfu": rate * self.flops_per_token / self.peak_flops}
 
 
 def against_prediction(event: StepEvent) -> float | None:

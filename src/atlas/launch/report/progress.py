@@ -67,6 +67,8 @@ def figures(event: StepEvent) -> str:
     words = [f"loss {event['loss']:.4f}", f"{_short(tokens_per_s(event))} tok/s", _time(event["iteration_s"])]
     if off is not None:
         words[-1] += f" ({off:+.1%})"
+    if "mfu" in event:
+        words.insert(2, f"{_short(event['tokens_per_gpu_s'])} tok/s/GPU, MFU {event['mfu']:.1%}")
     if wan is not None:
         words.append(f"WAN {wan:.2f} Gbit/s" if wan >= 0.1 else f"WAN {wan * 1e3:.2f} Mbit/s")
     return "  ".join(words)

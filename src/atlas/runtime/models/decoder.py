@@ -26,6 +26,8 @@ from atlas.runtime.models.linear import Linear, Tape
 
 TIED_EMBEDDING, TIED_HEAD = "embedding.token.weight", "head.out.weight"
 """The two ends of one matrix, if the embeddings are tied."""
+DRAWN_AT_ONCE = 1 << 24
+"""Initial weights from one generator; later runs of a matrix have generators of their own, so threads can share it."""
 MANY_WEIGHTS = 100_000_000
 """From this number on, several threads draw the initial weights."""
 
@@ -170,8 +172,9 @@ def initialize(decoder: Decoder, seed: int) -> None:
     config = decoder.config
     shared = config.tied and decoder.cut.has_embedding
     named = [(name, p) for name, p in decoder.named_parameters() if not (shared and name == TIED_HEAD)]
+    runs = [(name, p, run) for name, p in named for run in range(-(-p.numel() // DRAWN_AT_ONCE))]
     with ThreadPoolExecutor(1 if sum(p.numel() for _, p in named) < MANY_WEIGHTS else None) as pool:
-        list(pool.map(lambda item: _draw(item[1], item[0], config, seed), named))
+        list(pool.map(lambda item: _draw(item[1], item[0], item[2], config, seed), runs))
 
 
 def empty(config: DecoderConfig, cut: LayerRange, dtype: torch.dtype, device: torch.device | str) -> Decoder:
@@ -185,18 +188,19 @@ def empty(config: DecoderConfig, cut: LayerRange, dtype: torch.dtype, device: to
 
 
 @torch.no_grad()
-def _draw(parameter: Tensor, name: str, config: DecoderConfig, seed: int) -> None:
-    """Normal, with smaller outputs of residual branches in deep models; norms are one.
+def _draw(parameter: Tensor, name: str, run: int, config: DecoderConfig, seed: int) -> None:
+    """One run of a parameter's values. Normal, with smaller outputs of residual branches in deep models; norms are one.
 
     Biases are normal too: the keys' bias has only a rounding gradient, and from zero it would stay so small that a
     comparison of two runs could not distinguish it from an error.
     """
+    values = parameter.view(-1)[run * DRAWN_AT_ONCE : (run + 1) * DRAWN_AT_ONCE]
     if "norm" in name:
-        parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        values.fill_(0.0 if name.endswith("bias") else 1.0)
         return
     deep = name.endswith(("attention.o.weight", "mlp.down.weight"))
     std = config.init_std / (math.sqrt(2 * config.num_layers) if deep else 1.0)
     source = TIED_EMBEDDING if config.tied and name == TIED_HEAD else name
-    generator = torch.Generator().manual_seed(seed_of(seed, source))
+    generator = torch.Generator().manual_seed(seed_of(seed, source, *([run] if run else [])))
     # On the CPU and in float32: all devices and dtypes start from the same values.
-    parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+    values.copy_(torch.empty(values.shape).normal_(0.0, std, generator=generator))
