@@ -17,7 +17,7 @@ Add = Callable[[bool], None]
 """Adds one gradient to its sum, or begins the sum with it."""
 
 
-class Turns:
+class SlotOrder:
     """Runs additions in the order of their slots; those that come early wait, with what they hold."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class GradientSum:
     def __init__(self, sums: Mapping[int, Tensor], local: Callable[[Tensor, Tensor], Tensor]) -> None:
         """`sums`: by `id` of the parameter; `local`: this process's part of a gradient, given the parameter."""
         self._sums, self._local = dict(sums), local
-        self._at_input, self._at_weight = Turns(), Turns()
+        self._at_input, self._at_weight = SlotOrder(), SlotOrder()
 
     @property
     def num_added(self) -> int:

@@ -20,10 +20,10 @@ from atlas.runtime.models.decoder import TIED_HEAD
 from atlas.runtime.models.linear import Product
 from atlas.runtime.models.rope import rotation
 from atlas.runtime.models.task import DecoderTask
-from atlas.runtime.units import EmbeddingPass, HeadPass, Layers, LossHead, Surroundings, UnitPass
+from atlas.runtime.units import EmbeddingPass, HeadPass, LayerRunner, LossHead, Surroundings, UnitPass
 
 
-class Again(NamedTuple):
+class UnitAgain(NamedTuple):
     """Runs a unit with a graph."""
 
     run: Callable[[Tensor], UnitPass]
@@ -62,14 +62,14 @@ class Stage:
         self.gradients = GradientSum({id(p): self.flat.gradient_of[name] for name, p in trained}, _local)
         compile = compiling.compiler(backend)
         self.backend = backend
-        self._layers = Layers(list(self.module.layers.values()), compile)  # type: ignore[arg-type]
+        self._layers = LayerRunner(list(self.module.layers.values()), compile)  # type: ignore[arg-type]
         self._head = None if self.module.head is None else LossHead(self.module.head, compile)
         self._place = self.flat.weights.device
         self._data: dict[int, tuple[Tensor, Tensor]] = {}
         self._losses: dict[int, Tensor] = {}
         self._inputs: dict[int, Tensor] = {}
         """Of forwards that a recompute follows."""
-        self._passes: dict[int, list[UnitPass | Again]] = {}
+        self._passes: dict[int, list[UnitPass | UnitAgain]] = {}
         self._products: dict[int, list[list[Product]]] = {}
         """Between the halves of a backward: by unit, the last one first."""
         self._x_gradient: Tensor | None = None
@@ -176,12 +176,12 @@ class Stage:
 
     def _run(
         self, x: Tensor, targets: Tensor | None, around: Surroundings, *, keep: bool
-    ) -> tuple[list[UnitPass | Again], Tensor]:
+    ) -> tuple[list[UnitPass | UnitAgain], Tensor]:
         """All units; the output is detached. `keep` false: no graph, but what runs each unit again."""
-        passes: list[UnitPass | Again] = []
+        passes: list[UnitPass | UnitAgain] = []
 
         def through(run: Callable[[Tensor], UnitPass], x: Tensor, keep: bool = keep) -> Tensor:
-            again = Again(run, x.detach())
+            again = UnitAgain(run, x.detach())
             # A compiled function without a graph is another one, with other bits: run it with one and discard it.
             with torch.set_grad_enabled(keep or self.backend != compiling.EAGER):
                 unit_pass = again()
@@ -238,8 +238,8 @@ class Stage:
         return tensor.to(self._place, non_blocking=True)
 
 
-def _ready(found: UnitPass | Again) -> UnitPass:
-    return found() if isinstance(found, Again) else found
+def _ready(found: UnitPass | UnitAgain) -> UnitPass:
+    return found() if isinstance(found, UnitAgain) else found
 
 
 def _local(gradient: Tensor, parameter: Tensor) -> Tensor:
