@@ -2,7 +2,7 @@
 goes through them from the last to the first, and the memory of a part is free before the next one begins.
 
 A unit's pass ends in an input half (I): the gradient of its input, gradients of vectors, and the products that make the
-gradients of its matrices (W, `models.linear`). LayerRunner and head run eagerly, or as one compiled function each, which all
+gradients of its matrices (W, `models.linear`). Layers and head run eagerly, or as one compiled function each, which all
 layers share. Knows modules and autograd; not microbatches, not sums.
 """
 
