@@ -86,7 +86,7 @@ class RunReport:
         """Report a step. `timeline`: of the pass that did it."""
         if self._gpus is not None and "num_workers" in event:
             event = self._gpus.figures(event)
-        self.metrics.step(event)
+        self.metrics.step(event, timeline)
         if self._lines is not None:
             lines = self._lines
             self._try("lines", lambda: lines.append({"time": round(time.time(), 3), **_finite(event)}))

@@ -1,7 +1,8 @@
 """Prometheus metrics of a run: the figures of the last step in the text format (0.0.4), on a port, loopback by default.
 
 The standard library's server is enough for one page that is scraped every few seconds. Names follow Prometheus's
-conventions (base units, `_total` for counters). Knows step events; requests never reach training.
+conventions (base units, `_total` for counters). Series by worker and by link come from the step's Timeline, so every
+worker is in them, wherever it runs. Knows step events and Timelines; requests never reach training.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ import time
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
+
 from atlas.errors import AtlasError
+from atlas.ir.analysis import Cause, bubbles, link_utilization
+from atlas.ir.timeline import Timeline
 from atlas.launch.report.events import StepEvent, tokens_per_s
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -30,7 +35,13 @@ HELP = {
     "wan_streams_replaced_total": ("counter", "Connections of the transport that broke and were replaced."),
     "wan_chunks_resent_total": ("counter", "Chunks sent again because their connection broke."),
     "last_step_timestamp_seconds": ("gauge", "When the last step ended, in Unix time."),
+    "worker_busy_seconds": ("gauge", "Of the last step: a worker's accelerator computes."),
+    "worker_wait_seconds": ("gauge", "Of the last step: a worker's accelerator waits, by cause."),
+    "link_busy_ratio": ("gauge", "Of the last step: share of the time in which a WAN link sends."),
 }
+
+Series = dict[str, list[tuple[dict[str, str], float]]]
+"""By name: labels and value of each series."""
 
 
 class TrainingMetrics:
@@ -41,11 +52,14 @@ class TrainingMetrics:
         self._values: dict[str, float] = dict.fromkeys(
             ("steps_total", "tokens_total", "wan_streams_replaced_total", "wan_chunks_resent_total"), 0
         )
+        self._series: Series = {}
         self._lock = threading.Lock()
 
-    def step(self, event: StepEvent) -> None:
+    def step(self, event: StepEvent, timeline: Timeline | None = None) -> None:
         predicted_s, wan = event.get("predicted_s"), event.get("wan_gbit_s")
+        series = {} if timeline is None else _by_worker(timeline)
         with self._lock:
+            self._series = series
             self._values["steps_total"] += 1
             self._values["tokens_total"] += event["tokens"]
             self._values["wan_streams_replaced_total"] += event.get("wan_streams_replaced", 0)
@@ -65,19 +79,40 @@ class TrainingMetrics:
     def text(self) -> str:
         """In the text format."""
         with self._lock:
-            values = {"info": 1.0, **self._values}
+            series: Series = {name: [({}, value)] for name, value in self._values.items()}
+            series |= {"info": [(self.labels, 1.0)], **self._series}
         lines = []
         for name, (kind, explanation) in HELP.items():
-            if name in values:
-                labels = self._label_text() if name == "info" else ""
+            if name in series:
                 lines.append(f"# HELP {PREFIX}{name} {explanation}\n# TYPE {PREFIX}{name} {kind}\n")
-                lines.append(f"{PREFIX}{name}{labels} {_number(values[name])}\n")
+                lines += [f"{PREFIX}{name}{_labels(labels)} {_number(value)}\n" for labels, value in series[name]]
         return "".join(lines)
 
-    def _label_text(self) -> str:
-        if not self.labels:
-            return ""
-        return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in self.labels.items()) + "}"
+
+def _by_worker(timeline: Timeline) -> Series:
+    """Seconds of each worker of the Timeline's cell, and how busy its links are."""
+    program, found = timeline.program, bubbles(timeline)
+    waits = np.zeros((program.num_workers, len(Cause)), np.int64)
+    np.add.at(waits, (found.worker, found.cause), found.end_ns - found.start_ns)
+    names = [
+        {"worker": program.worker_name(worker), "datacenter": program.worker_dc(worker)}
+        for worker in range(program.num_workers)
+    ]
+    return {
+        "worker_busy_seconds": [(names[w], ns / 1e9) for w, ns in enumerate(found.busy_ns.tolist())],
+        "worker_wait_seconds": [
+            ({**names[w], "cause": cause.name.lower()}, int(waits[w, cause]) / 1e9)
+            for w in range(program.num_workers)
+            for cause in Cause
+        ],
+        "link_busy_ratio": [({"link": link}, share) for link, share in link_utilization(timeline).items()],
+    }
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    if not labels:
+        return ""
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
 
 
 class MetricsServer:

@@ -1,0 +1,176 @@
+"""The alert rules and dashboards of examples/monitoring: they name series that exist, and Prometheus answers them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import atlas
+from atlas.ir.analysis import link_utilization
+from atlas.launch.report.metrics import HELP, PREFIX, TrainingMetrics
+
+ROOT = Path(__file__).parents[2]
+MONITORING = ROOT / "examples" / "monitoring"
+DASHBOARDS = ("grafana-training.json", "grafana-bubbletea.json")
+SERIES = re.compile(r"\b(?:atlas_training_|bubbletea:|vllm:)\w+")
+
+
+def queries() -> dict[str, str]:
+    """By where it is written: every query of the dashboards and the alerts."""
+    found = {}
+    for name in DASHBOARDS:
+        for panel in json.loads((MONITORING / name).read_text())["panels"]:
+            for target in panel["targets"]:
+                found[f"{name}: {panel['title']} {target['refId']}"] = target["expr"]
+    for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]:
+        for rule in group["rules"]:
+            # With `bool` a comparison has a value whether or not it holds.
+            found[rule["alert"]] = re.sub(r" (>|<|==|!=) ", r" \1 bool ", rule["expr"])
+            for number, inner in enumerate(re.findall(r'query "([^"]+)"', rule["annotations"]["description"])):
+                found[f"{rule['alert']} text {number}"] = inner
+    return found
+
+
+def service_metrics() -> Any:
+    """BubbleTea's, after some of everything."""
+    serve = pytest.importorskip("bubbletea.serve.metrics", reason="needs the extra `serve`")
+    metrics = serve.ServiceMetrics("m")
+    metrics.first_token(0.2)
+    metrics.answered(0.2, 1.0, 20, "stop")
+    metrics.refused("deadline")
+    metrics.cached(5, 10)
+    return metrics
+
+
+def test_every_query_names_series_that_exist() -> None:
+    text = service_metrics().text().decode()
+    known = {PREFIX + name for name in HELP} | set(re.findall(r"^([\w:]+?)(?:\{| )", text, re.M))
+    known |= {name.removesuffix("_total") + "_total" for name in re.findall(r"# TYPE (\S+) counter", text)}
+    for where, query in queries().items():
+        named = set(SERIES.findall(query))
+        assert named, where
+        assert named <= known, f"{where}: {sorted(named - known)}"
+
+
+def test_every_worker_and_link_has_series() -> None:
+    timeline = atlas.simulate(ROOT / "examples" / "tiny.yaml", "1f1b").best.timeline
+    metrics = TrainingMetrics()
+    metrics.step({"step": 1, "loss": 1.0, "tokens": 10, "iteration_s": 2.0}, timeline)
+    text = metrics.text()
+    busy = re.findall(r'worker_busy_seconds\{worker="(\S+?)",datacenter="(\S+?)"\} (\S+)', text)
+    assert [float(value) for _, _, value in busy] == [ns / 1e9 for ns in timeline.busy_ns.tolist()]
+    waits = re.findall(r"worker_wait_seconds\{.*\} (\S+)", text)
+    assert sum(map(float, waits)) + sum(float(value) for *_, value in busy) == pytest.approx(
+        timeline.makespan_ns / 1e9 * timeline.program.num_workers
+    )
+    assert text.count("link_busy_ratio{") == len(link_utilization(timeline)) > 0
+
+
+def test_dashboards_have_distinct_panels_inside_the_grid() -> None:
+    for name in DASHBOARDS:
+        panels = json.loads((MONITORING / name).read_text())["panels"]
+        assert len({panel["id"] for panel in panels}) == len(panels)
+        assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in panels)
+
+
+# ---- with Debian's prometheus -----------------------------------------------------------------------------------
+class _Page(BaseHTTPRequestHandler):
+    metrics: Any
+
+    def do_GET(self) -> None:
+        self.metrics.first_token(0.3)
+        self.metrics.answered(0.3, 1.0, 20, "stop")
+        self.metrics.cached(5, 10)
+        self.metrics.refused("deadline")
+        for name in ("_bubbles", "_slices", "_late"):
+            getattr(self.metrics, name).labels("m", "p0.s0").inc()
+        for name in ("_bubble_s", "_filled_s"):
+            getattr(self.metrics, name).labels("m", "p0.s0").inc(0.5)
+        self.metrics._iterations.labels("m").observe(0.4)
+        for name in ("queued_s", "prefill_s"):
+            getattr(self.metrics, name).labels("m").observe(0.1)
+        for name in ("prompt_tokens", "answer_tokens"):
+            getattr(self.metrics, name).labels("m").inc(100)
+        body = self.metrics.text()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@contextlib.contextmanager
+def bubbletea_page() -> Iterator[int]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Page", (_Page,), {"metrics": service_metrics()}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def answer(port: int, query: str) -> list[Any]:
+    url = f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+    with urllib.request.urlopen(url, timeout=5) as reply:
+        return list(json.load(reply)["data"]["result"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus: apt-get install prometheus")
+def test_prometheus_answers_every_query_about_a_real_run(tmp_path: Path) -> None:
+    subprocess.run(["promtool", "check", "rules", str(MONITORING / "alerts.yml")], check=True, capture_output=True)
+    training, port = free_port(), free_port()
+    words = ["train", "examples/tiny.yaml", "--emulate", "--slower", "3", "--steps", "1000", "--no-bar"]
+    with contextlib.ExitStack() as stack:
+        service = stack.enter_context(bubbletea_page())
+        config = {
+            "global": {"scrape_interval": "1s"},
+            "scrape_configs": [
+                {
+                    "job_name": "atlas",
+                    "static_configs": [{"targets": [f"127.0.0.1:{training}", f"127.0.0.1:{service}"]}],
+                }
+            ],
+        }
+        (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+        for command in (
+            [sys.executable, "-m", "atlas", *words, "--metrics-port", str(training)],
+            [
+                "prometheus",
+                f"--config.file={tmp_path / 'prometheus.yml'}",
+                f"--storage.tsdb.path={tmp_path / 'data'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+        ):
+            process = stack.enter_context(
+                subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            )
+            stack.callback(process.kill)
+        open_ones, deadline = queries(), time.monotonic() + 120
+        while open_ones and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):  # it is starting
+                open_ones = {where: query for where, query in open_ones.items() if not answer(port, query)}
+            time.sleep(1)
+    assert open_ones == {}
