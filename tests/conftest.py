@@ -1,7 +1,8 @@
 """One hypothesis profile for all tests: no deadline (the first example may compile numba) and the same examples on
 every run, so that a failing test fails for everyone. `HYPOTHESIS_PROFILE=explore` draws new examples.
 
-Files that start many processes come first, so that none of them is alone on one core at the end of `make test`.
+Files that start many processes come first, so that none of them is alone on one core at the end of `make test`. torch
+computes on one thread, in the tests and in the processes that they start: the threads of small models mostly wait.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import pytest
 from hypothesis import settings
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
