@@ -188,6 +188,15 @@ def test_a_restarted_receiver_in_the_same_epoch_is_an_error() -> None:
             a.send(Key("dc2/b"), b"hello").wait(10)
 
 
+def test_a_node_with_many_peers_in_its_datacenter_has_few_streams() -> None:
+    with Endpoint("dc1/a", settings=replace(QUICK, max_streams=12)) as a:
+        nowhere = ("127.0.0.1", 1)
+        channels = [a.open(f"dc1/p{i}", 0, nowhere) for i in range(100)]
+        far = a.open("dc2/b", 0, nowhere)
+        assert [channels[0].num_slots, channels[-1].num_slots, far.num_slots] == [2, 1, 12]
+        assert sum(channel.num_slots for channel in channels) <= 64 + 100
+
+
 def test_the_wrong_node_is_refused() -> None:
     with (
         Endpoint("dc1/a", settings=QUICK) as a,

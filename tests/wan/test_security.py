@@ -152,6 +152,20 @@ def test_a_key_file_readable_by_other_users_is_refused(certs: Path) -> None:
         _ = Security(credentials).client_context
 
 
+def test_a_renewed_certificate_is_used_without_a_restart(certs: Path) -> None:
+    credentials = Credentials.of_folder(certs, "dc1/a")
+    security = Security(credentials)
+    before = security.client_context
+    assert security.client_context is before
+    credentials.key_file.write_text("half a copy")
+    os.utime(credentials.key_file, ns=(1, 1))
+    assert security.client_context is before, "until the pair matches"
+    with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b, Endpoint("dc1/a", security=security) as a:
+        make_node(certs, "dc1/a")
+        assert security.client_context is not before
+        a.connect({"dc2/b": b.address})
+
+
 def test_a_node_needs_a_valid_name(certs: Path) -> None:
     with pytest.raises(AtlasError, match="datacenter/worker"):
         make_node(certs, "no/body/here")

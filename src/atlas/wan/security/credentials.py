@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import os
 import socket
 import ssl
@@ -17,12 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
 from atlas.errors import AtlasError, WorkerError
 
+log = logging.getLogger("atlas.wan")
 URI = "atlas://"
 LOOPBACK = ("127.0.0.0/8", "::1/128")
 TLS_HEAD_BYTES, MAX_TLS_RECORD_BYTES = 5, 16384 + 256
@@ -63,6 +64,8 @@ class Security:
         if trusted_networks is None:
             trusted_networks = LOOPBACK if credentials is None else ()
         self.credentials = credentials
+        self._contexts: dict[int, tuple[tuple[int, ...], ssl.SSLContext]] = {}
+        """By protocol: the version of the files, and what was made of them."""
         self.trusted_networks = [ipaddress.ip_network(network) for network in trusted_networks]
 
     def trusts(self, host: str) -> bool:
@@ -93,13 +96,35 @@ class Security:
     def _may_be_open(self, host: str, name: str, peer: str) -> bool:
         return datacenter_of(name) == datacenter_of(peer) and self.trusts(host)
 
-    @cached_property
+    @property
     def server_context(self) -> ssl.SSLContext:
-        return self._context(ssl.PROTOCOL_TLS_SERVER)
+        return self._current(ssl.PROTOCOL_TLS_SERVER)
 
-    @cached_property
+    @property
     def client_context(self) -> ssl.SSLContext:
-        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+        return self._current(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _current(self, protocol: int) -> ssl.SSLContext:
+        """Of the files as they are now: a renewed certificate serves all connections made after it was copied. While
+        its files do not match, the earlier one does."""
+        known = self._contexts.get(protocol)
+        version = self._version() if known is not None else ()
+        if known is None or known[0] != version:
+            try:
+                known = self._version(), self._context(protocol)
+            except AtlasError as error:
+                if known is None:
+                    raise
+                log.warning("%s; the certificate read before is used", error)
+                known = version, known[1]
+            self._contexts[protocol] = known
+        return known[1]
+
+    def _version(self) -> tuple[int, ...]:
+        """Changes with the files."""
+        assert self.credentials is not None
+        files = (self.credentials.ca_file, self.credentials.cert_file, self.credentials.key_file)
+        return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in files)
 
     def _context(self, protocol: int) -> ssl.SSLContext:
         assert self.credentials is not None

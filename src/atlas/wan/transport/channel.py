@@ -62,8 +62,10 @@ class Channel:
         log: Callable[[str], None],
         *,
         light: bool = False,
+        num_streams: int | None = None,
     ) -> None:
-        """`light`: for small messages; one stream, not warmed up, without an in-flight limit."""
+        """`light`: for small messages; one stream, not warmed up, without an in-flight limit. `num_streams`: in place
+        of the settings' `max_streams`."""
         self.mine, self.address, self.security, self.settings, self.log = mine, address, security, settings, log
         self.name = f"{mine.name} -> {mine.peer} (lane {mine.lane})"
         self.outbox = Outbox()
@@ -72,7 +74,7 @@ class Channel:
         self._lock = threading.Lock()
         self._peer_instance: int | None = None
         self._light = light
-        self._slots = [StreamSlot(i) for i in range(1 if light else settings.max_streams)]
+        self._slots = [StreamSlot(i) for i in range(1 if light else num_streams or settings.max_streams)]
         self.tuner = ChannelTuner(self._slots, self.outbox, settings, light=light)
         self._down_since = time.monotonic()
         self._closing = threading.Event()

@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.wan.security.credentials import Security
+from atlas.wan.congestion.tuning import NEAR_STREAMS
+from atlas.wan.security.credentials import Security, datacenter_of
 from atlas.wan.transport.acceptor import Acceptor
 from atlas.wan.transport.base import ZERO_TAG, Address, Buffer, Handle, Key, Tag, Transport, view_of, writable_view_of
 from atlas.wan.transport.channel import Channel
@@ -32,6 +33,8 @@ from atlas.wan.transport.wire import MAX_CHUNK_BYTES, Greeting, RecordKind
 
 WATCH_S = 0.2
 """How often channels and inboxes are checked for their deadlines."""
+MAX_NEAR_STREAMS = 64
+"""To nodes of its own datacenter, in all; beyond that, one for each further peer and lane. Each has two threads."""
 Consumer = Callable[[Key, memoryview], None]
 
 
@@ -174,8 +177,23 @@ class Endpoint(Transport):
                 raise WorkerError(f"{self.name} is closed")
             if (peer, lane) not in self._channels:
                 mine = Greeting(self.name, peer, lane, self.epoch, self.instance)
-                self._channels[peer, lane] = Channel(mine, address, self.security, self.settings, self.log, light=light)
+                self._channels[peer, lane] = Channel(
+                    mine,
+                    address,
+                    self.security,
+                    self.settings,
+                    self.log,
+                    light=light,
+                    num_streams=self._num_streams(peer),
+                )
             return self._channels[peer, lane]
+
+    def _num_streams(self, peer: str) -> int:
+        """A path inside a datacenter uses no more than NEAR_STREAMS, and a node may have a hundred peers there."""
+        if datacenter_of(peer) != datacenter_of(self.name) or self.settings.num_streams is not None:
+            return self.settings.max_streams
+        num_near = sum(datacenter_of(other) == datacenter_of(peer) for other, _ in self._channels)
+        return min(self.settings.max_streams, NEAR_STREAMS if num_near * NEAR_STREAMS < MAX_NEAR_STREAMS else 1)
 
     # ---- receiving side ----------------------------------------------------------------------------------------
     def dial_for(self, peer: str, lane: int, address: Address) -> None:
