@@ -59,6 +59,7 @@ BENCHES: dict[str, Bench] = {
     "evidence": Bench(8, 20),
     "evidence_gpu": Bench(8, 90, ()),
     "faults": Bench(20, 80),
+    "first_job": Bench(20, 90),
     "gpu_fill": Bench(15, 300, ()),
     "load_generator": Bench(12, 0, None),
     "monotone": Bench(60, 120),

@@ -22,12 +22,15 @@ from atlas.evaluate import Progress, Result, default_choices, evaluate_all, find
 from atlas.ir.replace import write_whole
 from atlas.ir.timeline import Timeline
 from atlas.planner import report
+from atlas.planner.breakeven import BreakEven, break_even
 from atlas.planner.change import Sweep, parse_sweep
+from atlas.planner.families import Families, find_families
 from atlas.planner.files import candidate_of, plan_of
 from atlas.planner.judge import Judged, as_dict
 from atlas.planner.objective import objective_of
 from atlas.planner.run import Planned, make_plan
 from atlas.planner.space import batch_of
+from atlas.planner.verdict import family_rows, headline, origins
 from atlas.planner.whatif import Asked, Marginal, Point, marginals, percentiles, spread, sweep
 from atlas.planner.whole import Whole, simulate_whole
 from atlas.schedules import SCHEDULES
@@ -48,11 +51,11 @@ WAN_SIGMA = 0.2
 """Spread of bandwidth and latency in Monte-Carlo runs of a job whose `jitter` has none."""
 
 
-def opened(job: JobSource) -> tuple[Job, Plan | None]:
+def opened(job: JobSource, *, to_plan: bool = False) -> tuple[Job, Plan | None]:
     """The job, and the plan that it comes from, if any."""
     if isinstance(job, Plan):
         return job.job, job
-    return (job, None) if isinstance(job, Job) else load_job_or_plan(Path(job))
+    return (job, None) if isinstance(job, Job) else load_job_or_plan(Path(job), to_plan=to_plan)
 
 
 # ---- simulate ----------------------------------------------------------------------------------------------
@@ -178,6 +181,10 @@ class PlanSearch:
 
     found: Planned
     """The winner and its rivals, as the planner has them."""
+    families: Families
+    """The best plan of each family."""
+    ask_break_even: bool = True
+    progress: Progress | None = None
 
     @cached_property
     def plan(self) -> Plan:
@@ -196,8 +203,22 @@ class PlanSearch:
             "pareto": [as_dict(judged) for judged in report.front(self.found)],
             "pricing": pricing(self.found.job),
             "runtime": self.found.job.runtime,
-            "notes": report.verdict(self.found),
+            "verdict": self.verdict,
+            "families": family_rows(self.families),
+            "break_even": [vars(one) for one in self.break_even],
+            "origins": origins(self.found.job),
+            "notes": report.notes(self.found),
         }
+
+    @cached_property
+    def break_even(self) -> list[BreakEven]:
+        """From which bandwidth, latency, number of GPUs or egress price on the verdict changes. Takes seconds."""
+        return break_even(self.families, tick=self.progress) if self.ask_break_even else []
+
+    @property
+    def verdict(self) -> str:
+        """Whether to train over several regions, in a sentence or two."""
+        return headline(self.families, self.break_even)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the Plan file (YAML)."""
@@ -205,8 +226,12 @@ class PlanSearch:
 
     def page(self) -> str:
         """The map and the tables as one HTML page without scripts."""
-        notes = [f"Objective: {self.found.objective.words()}.", *report.verdict(self.found)]
-        return plan_page(report.scene(self.found), notes=notes)
+        notes = [f"Objective: {self.found.objective.words()}.", *report.notes(self.found), *origins(self.found.job)]
+        scene = report.scene(self.found)
+        scene["verdict"] = self.verdict
+        scene["families"] = [one for one in family_rows(self.families) if one["plan"] is not None]
+        scene["break_even"] = [one.text for one in self.break_even]
+        return plan_page(scene, notes=notes)
 
     def _repr_html_(self) -> str:
         return f'<iframe srcdoc="{html.escape(self.page())}" width="100%" height="700" frameborder="0"></iframe>'
@@ -226,6 +251,7 @@ def plan(
     tcp: Tcp = "many",
     tries: int | None = None,
     seed: int = 0,
+    break_even: bool = True,
     progress: Progress | None = None,
 ) -> PlanSearch:
     """Find which datacenters, which parallelism and which schedule to run a job with: `atlas plan`.
@@ -240,8 +266,9 @@ def plan(
     `objective` is "throughput" or "cost"; the default is "cost" where `min_throughput` ("0.03it/s", "50000tok/s") or
     `tokens` with a `deadline` ("300B", "30d") is given, else "throughput". `budget` limits dollars ("500/h", "2.5/it").
     `keep` names the keys that stay as the job has them; `tries` are those of the winner's schedule search (0: none).
+    With `break_even`, the result also says when its verdict changes, once that is asked for.
     """
-    job, _ = opened(job)
+    job, _ = opened(job, to_plan=True)
     batch = global_batch or batch_of(job)
     cheapest = min_throughput is not None or deadline is not None
     goal = objective_of(
@@ -252,19 +279,19 @@ def plan(
         deadline=deadline,
         tokens_per_iteration=batch * job.model.seq_len,
     )
-    return PlanSearch(
-        make_plan(
-            job,
-            strategy=strategy,
-            objective=goal,
-            keep=keep,
-            global_batch=batch,
-            tcp=tcp,
-            tries=tries,
-            seed=seed,
-            tick=progress,
-        )
+    planned = make_plan(
+        job,
+        strategy=strategy,
+        objective=goal,
+        keep=keep,
+        global_batch=batch,
+        tcp=tcp,
+        tries=tries,
+        seed=seed,
+        tick=progress,
     )
+    families = find_families(planned, keep=keep, global_batch=batch, tries=tries, tick=progress)
+    return PlanSearch(families.planned, families, break_even, progress)
 
 
 # ---- what-if -----------------------------------------------------------------------------------------------

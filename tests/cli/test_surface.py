@@ -50,8 +50,19 @@ SURFACE = {
     "profile": {"job", "--gpu", "--out", "--device", "--repeats", "--set"},
     "plan": {"job", "--json", "--out", "--page", "--set"}
     | {"--strategy", "--objective", "--budget", "--min-throughput", "--tokens", "--deadline", "--keep"}
-    | {"--global-batch", "--tcp", "--tries", "--seed", "--pareto", "--from-sailor", "--trace", "--model", "--gpu"}
-    | {"--cost", "--max-usd", "--gpu-price", "--judge", "--no-simulate", "--out-sailor"},
+    | {
+        "--global-batch",
+        "--tcp",
+        "--tries",
+        "--seed",
+        "--pareto",
+        "--no-break-even",
+        "--from-sailor",
+        "--trace",
+        "--model",
+        "--gpu",
+    }
+    | {"--no-break-even", "--cost", "--max-usd", "--gpu-price", "--judge", "--no-simulate", "--out-sailor"},
     "whatif": {"job", "--json", "--out", "--page", "--set"}
     | {"--sweep", "--replan", "--monte-carlo", "--wan-sigma", "--seed", "--no-marginals"},
     "wan": {"action"},

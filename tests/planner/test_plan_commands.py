@@ -24,7 +24,11 @@ def _commands(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plan_prints_the_winner_and_why_the_others_lost(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", TINY, "--tries", "2"]) == 0
     out = capsys.readouterr().out
-    assert "One region alone is best: east" in out
+    assert out.startswith("Not worth it: east alone is fastest")
+    assert "it would" in out
+    assert "low communication" in out
+    assert "not run by Atlas" in " ".join(out.split())
+    assert "latency: below" in out
     assert "the winner" in out
     assert "x slower (+" in out
     assert "Runnable: yes" in out
@@ -33,7 +37,7 @@ def test_plan_prints_the_winner_and_why_the_others_lost(capsys: pytest.CaptureFi
 def test_plan_writes_what_it_is_asked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = {flag: tmp_path / name for flag, name in (("out", "p.yaml"), ("page", "p.html"), ("pareto", "p.svg"))}
     flags = [word for flag, path in names.items() for word in (f"--{flag}", str(path))]
-    assert cli.main(["plan", THREE, "--tries", "1", "--json", *flags]) == 0
+    assert cli.main(["plan", THREE, "--tries", "1", "--no-break-even", "--json", *flags]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["plan"]["origin"]["strategy"] == "ours"
     assert data["candidates"][0]["lost"] == ""

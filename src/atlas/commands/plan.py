@@ -19,10 +19,11 @@ from atlas.cost.compute import pricing
 from atlas.errors import SpecError
 from atlas.ir.replace import write_whole
 from atlas.planner.objective import OBJECTIVES
-from atlas.planner.report import compared, front, has_prices, rows, verdict
+from atlas.planner.report import compared, distinct, front, has_prices, notes, rows
 from atlas.planner.run import Planned
 from atlas.planner.space import KEEPABLE
 from atlas.planner.strategies import STRATEGIES
+from atlas.planner.verdict import dollars, family_rows, origins
 from atlas.sailor.run import FLAGS, run_sailor
 from atlas.spec.plan import load_job_or_plan
 from atlas.view.chart import front_svg, write_chart
@@ -57,6 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="orders that the winner's schedule search may try; 0: no search",
     )
     add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of that search (default 0)")
+    add("--no-break-even", action="store_true", help="do not look for the figures at which the verdict changes")
     job_flags(parser)
     add("--json", action="store_true", help="print the result as JSON instead of tables")
     add("--out", type=Path, metavar="PLAN.yaml", help="write the plan for `atlas simulate`, `whatif` and `train`")
@@ -106,8 +108,10 @@ def run(args: argparse.Namespace) -> int:
             tcp=args.tcp,
             tries=args.tries,
             seed=args.seed,
+            break_even=not args.no_break_even,
             progress=meter,
         )
+        search.break_even  # noqa: B018 - found here, while the bar is shown
     if args.json:
         sys.stdout.write(as_json(search.as_dict()))
     else:
@@ -147,8 +151,9 @@ def _show(search: PlanSearch) -> None:
     figures, candidate = best.figures, best.candidate
     money = has_prices(planned.cluster)
     lines = [
-        f"{job.name}: {planned.objective.words()}, {planned.space.sequences:,} sequences an iteration",
+        search.verdict,
         "",
+        f"{job.name}: {planned.objective.words()}, {planned.space.sequences:,} sequences an iteration",
         f"  {candidate.where()}",
         f"  {candidate.how()}, {candidate.num_gpus:,} GPUs"
         + (", pipelines taking turns on the WAN" if candidate.sharing else ""),
@@ -160,8 +165,32 @@ def _show(search: PlanSearch) -> None:
             f"  ${figures.usd_per_iteration:,.4g} an iteration (${figures.egress_usd:,.3g} of it egress), "
             f"${figures.usd_per_hour:,.2f} an hour, ${figures.usd_per_tera_token:,.0f} per trillion tokens"
         )
-    lines += ["", *(f"  {line}" for line in verdict(planned)), f"  Runnable: {search.plan.runnable}.", ""]
-    show(*lines, _table(planned, money))
+    lines += [*(f"  {line}" for line in notes(planned)), f"  Runnable: {search.plan.runnable}."]
+    lines += [f"  {line}" for line in origins(job)]
+    show(*lines, "")
+    if len(planned.cluster.names) > 1:
+        show(_families(search, money), "")
+    if search.break_even:
+        show("The verdict changes with:", *(f"  {one.text}" for one in search.break_even), "")
+    show(_table(planned, money))
+
+
+def _families(search: PlanSearch, money: bool) -> Any:
+    table = plain_table(caption="Low communication is simulated as data parallelism that meets every so many steps.")
+    table.add_column("best of each family", overflow="fold", ratio=3)
+    table.add_column("stages in", overflow="fold", ratio=3)
+    table.add_column("iteration", justify="right", no_wrap=True)
+    if money:
+        table.add_column("$/T tokens", justify="right", no_wrap=True)
+    table.add_column("lost by", overflow="fold", ratio=3)
+    for row in family_rows(search.families):
+        plan = row["plan"]
+        cost = [dollars(plan["usd_per_tera_token"]) if plan else ""] if money else []
+        figures = [plan["where"], seconds(plan["iteration_s"])] if plan else ["", ""]
+        table.add_row(
+            row["family"], *figures, *cost, row["lost"] or "the winner", style=None if row["lost"] else "green"
+        )
+    return table
 
 
 def _table(planned: Planned, money: bool) -> Any:
@@ -175,13 +204,13 @@ def _table(planned: Planned, money: bool) -> Any:
     if money:
         table.add_column("$/iteration", justify="right", no_wrap=True)
     table.add_column("lost by", overflow="fold", ratio=3)
-    shown = [planned.winner, *planned.rivals][: SHOWN + 1]
+    shown = distinct(planned)[: SHOWN + 1]
     for judged, row in zip(shown, rows(planned), strict=False):
         mark = "*" if judged.candidate in on_front else ""
         cost = [f"{row['usd_per_iteration']:,.4g}{mark}"] if money else []
         lost = row["lost"] or "the winner"
         cells = [row["where"], row["how"], seconds(row["iteration_s"]), *cost, lost]
-        table.add_row(*cells, style="green" if judged is planned.winner else None)
+        table.add_row(*cells, style="green" if judged.candidate == planned.winner.candidate else None)
     return table
 
 

@@ -132,6 +132,21 @@ def judged_groups(
     return Judged(candidate, _figures(space, cluster, candidate, float(ends[k][last]), parts_s, played))
 
 
+def timed(judged: Judged, iteration_s: float) -> Judged:
+    """The same plan with another iteration time, such as that of a searched order."""
+    old = judged.figures
+    ratio = iteration_s / old.iteration_s
+    new = replace(
+        old,
+        iteration_s=iteration_s,
+        tokens_per_s=old.tokens / iteration_s,
+        rent_usd=ratio * old.rent_usd,
+        usd_per_iteration=ratio * old.rent_usd + old.egress_usd,
+        parts_s={part: ratio * spent_s for part, spent_s in old.parts_s.items()},
+    )
+    return Judged(judged.candidate, new)
+
+
 def play(job: Job, candidate: Candidate, *, exact: bool = False) -> SimulatedGroup:
     """One group's cell, simulated up to its last backward."""
     arrangement = arrange(job)

@@ -180,9 +180,10 @@ def kept(
     space: Space, cluster: ClusterArrays, objective: Objective, batch: Batch, found: Estimate
 ) -> list[EstimatedCandidate]:
     """The best variants of a batch that fit, in one region and across regions: by estimate and by floor."""
-    score = np.where(found.fits, objective.score(found.iteration_s, found.usd, space.tokens, SLACK), np.inf)
-    floor = np.where(found.fits, floors(space, objective, found), np.inf)
     is_alone = np.array([len(shape) == 1 for shape in batch.shapes])[batch.shape]
+    fits = found.fits & np.where(is_alone, space.is_kind("one"), space.is_kind("pipeline"))
+    score = np.where(fits, objective.score(found.iteration_s, found.usd, space.tokens, SLACK), np.inf)
+    floor = np.where(fits, floors(space, objective, found), np.inf)
     chosen: dict[int, None] = {}
     for kind in (is_alone, ~is_alone):
         for by, count in ((score, BY_ESTIMATE), (floor, BY_FLOOR)):

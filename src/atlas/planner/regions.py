@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import permutations
+from itertools import combinations, islice, pairwise, permutations, product
 
 import numpy as np
 
@@ -22,12 +22,16 @@ from atlas.planner.judge import wan_traffic
 from atlas.planner.meet import meeting_s
 from atlas.planner.objective import Objective
 from atlas.planner.pool import SLACK, EstimatedCandidate, Frame, Tick, depths, floor_score
-from atlas.planner.shapes import FEW_DCS, Shape
+from atlas.planner.shapes import FEW_DCS, Shape, compositions
 from atlas.planner.space import Space
 
 MAX_TOURS = 6
 MAX_PARTS = 8
 """Datacenters of a team that are always tried; memory and distance may need more."""
+FEW_TEAMS = 3
+FEW_REPLICAS = 8
+MOST_LINES = 3_000
+"""Up to so many datacenters, replicas and combinations are all tried where only this kind of plan is asked for."""
 KEEP = 40
 """Candidates that are priced in full."""
 
@@ -115,6 +119,8 @@ def _scene(
         for replicas in _levels(space, frame, depth)
     )
     kept = [line for line in lines if len(line) > 1]
+    if space.kind == "data" and cluster.num_dcs <= FEW_TEAMS:
+        kept = list(dict.fromkeys([*kept, *_every_line(space, cluster, workers, depth)]))
     every = list(dict.fromkeys(team for line in kept for team in line))
     if not every:
         return None, []
@@ -123,6 +129,35 @@ def _scene(
     batch = Batch(frame.tp, frame.microbatch, depth, list(shapes), rows[:, 0], rows[:, 1], rows[:, 2])
     found = estimate(space, cluster, frame.model, batch)
     return _Scene(frame, batch, found, {team: v for v, team in enumerate(every)}, lanes, by_floor), kept
+
+
+def _every_line(space: Space, cluster: ClusterArrays, workers: list[int], depth: int) -> Iterator[tuple[Team, ...]]:
+    """On few datacenters, where only this kind of plan is asked for: teams of all sizes, also smaller than there is
+    room for, in all combinations, up to `MOST_LINES`."""
+    by_dcs: dict[frozenset[int], list[Team]] = {}
+    usable = [i for i, n in enumerate(workers) if n]
+    for size in range(1, min(len(usable), depth) + 1):
+        for order in permutations(usable, size):
+            if all(cluster.joined[a, b] for a, b in pairwise(order)):
+                by_dcs.setdefault(frozenset(order), []).extend(_teams_of(space, workers, order, depth))
+    lines = (
+        line
+        for size in range(2, len(usable) + 1)
+        for sets in combinations(by_dcs, size)
+        if sum(map(len, sets)) == len(frozenset().union(*sets))
+        for line in product(*(by_dcs[one] for one in sets))
+    )
+    yield from islice(lines, MOST_LINES)
+
+
+def _teams_of(space: Space, workers: list[int], order: tuple[int, ...], depth: int) -> Iterator[Team]:
+    most = max(workers[i] for i in order)
+    counts = range(1, most + 1) if most <= FEW_REPLICAS else sorted({most >> k for k in range(4)})
+    for replicas in counts:
+        cells = {1} if len(order) == 1 else {c for c in space.cell_sizes if replicas % c == 0}
+        for stages in compositions(depth, [workers[i] // replicas for i in order], MOST_LINES):
+            for cell in sorted(cells):
+                yield tuple(zip(order, stages, strict=True)), replicas, cell
 
 
 def _levels(space: Space, frame: Frame, depth: int) -> list[int]:

@@ -26,13 +26,24 @@ SPENT_ON = {
 
 
 def rows(planned: Planned) -> list[dict[str, Any]]:
-    """The winner, then its rivals."""
+    """The winner, then its rivals; see `distinct`."""
     best = planned.winner
     found = []
-    for k, judged in enumerate((best, *planned.rivals)):
+    for k, judged in enumerate(distinct(planned)):
         lost = "" if k == 0 else why_lost(judged, best, planned.objective)
         found.append({**as_dict(judged), "kind": KINDS[kind_of(judged.candidate)], "lost": lost})
     return found
+
+
+def distinct(planned: Planned) -> list[Judged]:
+    """The winner and its rivals without mirror images (the same stages with the datacenters in another order) and
+    without plans that differ in microbatch size or cells only: the best of each is kept."""
+    found: dict[tuple[object, ...], Judged] = {}
+    for judged in (planned.winner, *planned.rivals):
+        candidate = judged.candidate
+        groups = sorted((group.replicas, *sorted(group.places)) for group in candidate.groups)
+        found.setdefault((candidate.tp, *groups), judged)
+    return list(found.values())
 
 
 def why_lost(rival: Judged, best: Judged, objective: Objective) -> str:
@@ -69,20 +80,9 @@ def _differences(its: Figures, mine: Figures) -> dict[str, float]:
     return {part: its.parts_s.get(part, 0.0) - mine.parts_s.get(part, 0.0) for part in SPENT_ON}
 
 
-def verdict(planned: Planned) -> list[str]:
-    """Notes on the result, in sentences."""
+def notes(planned: Planned) -> list[str]:
+    """On the winner, in sentences."""
     best, lines = planned.winner, []
-    kind = kind_of(best.candidate)
-    if len(planned.cluster.names) > 1 and kind == "one":
-        where = best.candidate.groups[0].places[0][0]
-        lines.append(f"One region alone is best: {where}.")
-    for other in KINDS:
-        rival = next((r for r in planned.rivals if kind_of(r.candidate) == other), None)
-        if other != kind and rival is not None:
-            lost = why_lost(rival, best, planned.objective)
-            lines.append(f"Best with {KINDS[other]}: {rival.candidate.where()}, {lost}.")
-        elif other != kind and len(planned.cluster.names) > 1 and planned.strategy != "algorithm1":
-            lines.append(f"No plan with {KINDS[other]} was estimated well enough to be simulated.")
     parts = best.figures.parts_s
     part = max(SPENT_ON, key=lambda name: parts.get(name, 0.0))
     share = parts[part] / best.figures.iteration_s
@@ -118,7 +118,7 @@ def has_prices(cluster: ClusterArrays) -> bool:
 def scene(planned: Planned, count: int = 6) -> dict[str, Any]:
     """Datacenters, links and the placements of the first few plans: what `view.map` draws."""
     cluster, described = planned.cluster, planned.job.cluster
-    shown = [planned.winner, *planned.rivals[: count - 1]]
+    shown = distinct(planned)[:count]
     found = rows(planned)
     return {
         "title": planned.job.name,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from atlas.cost.cluster_arrays import ClusterArrays, cluster_arrays
 from atlas.cost.price import Tcp
@@ -76,10 +76,13 @@ def make_plan(
     tries: int | None = None,
     seed: int = 0,
     tick: Tick | None = None,
+    kind: str | None = None,
 ) -> Planned:
-    """The best plan that the strategy finds. `tries` is the winner's schedule search (None: by size; 0: none)."""
+    """The best plan that the strategy finds. `tries` is the winner's schedule search (None: by size; 0: none); `kind`
+    restricts the search to one kind of plan."""
     with _seldom_collected():
-        search = start(job, objective or Objective(), keep=keep, global_batch=global_batch, tcp=tcp, tick=tick)
+        goal = objective or Objective()
+        search = start(job, goal, keep=keep, global_batch=global_batch, tcp=tcp, tick=tick, kind=kind)
         if strategy != "exhaustive":
             search.tries, search.seed = FEW if tries is None else min(FEW, tries), seed
         explore(search, strategy)
@@ -160,20 +163,6 @@ def _fastest(search: Search, best: Judged, tries: int | None) -> Played:
     return min(found, key=lambda one: (search.missed(one.judged) > 0, search.score(one.judged)))
 
 
-def timed(judged: Judged, iteration_s: float) -> Judged:
-    """The same plan with another iteration time."""
-    old = judged.figures
-    rent = old.rent_usd / old.iteration_s * iteration_s
-    new = replace(
-        old,
-        iteration_s=iteration_s,
-        tokens_per_s=old.tokens / iteration_s,
-        rent_usd=rent,
-        usd_per_iteration=rent + old.egress_usd,
-    )
-    return Judged(judged.candidate, new)
-
-
 def start(
     job: Job,
     objective: Objective,
@@ -182,11 +171,13 @@ def start(
     global_batch: int | None = None,
     tcp: Tcp = "many",
     tick: Tick | None = None,
+    kind: str | None = None,
 ) -> Search:
     """A new search."""
     if objective.needs_prices:
         require_prices(job)
-    return Search(space_of(job, keep=keep, global_batch=global_batch, tcp=tcp), cluster_arrays(job), objective, tick)
+    space = space_of(job, keep=keep, global_batch=global_batch, tcp=tcp, kind=kind)
+    return Search(space, cluster_arrays(job), objective, tick)
 
 
 def explore(search: Search, strategy: str) -> None:

@@ -43,6 +43,8 @@ class Space:
     tcp: Tcp
     datacenters: frozenset[str] | None
     """A candidate uses all of these and no others; None: any."""
+    kind: str | None = None
+    """Only candidates of this kind (`candidate.KINDS`); None: any."""
 
     @property
     def tokens(self) -> int:
@@ -53,6 +55,9 @@ class Space:
         """Whether a candidate in these datacenters is in those that are kept."""
         return self.datacenters is None or self.datacenters == frozenset(names)
 
+    def is_kind(self, kind: str) -> bool:
+        return self.kind in (None, kind)
+
     def can_use(self, name: str) -> bool:
         return self.datacenters is None or name in self.datacenters
 
@@ -61,7 +66,14 @@ class Space:
         return self.sequences // microbatch
 
 
-def space_of(job: Job, *, keep: Collection[str] = (), global_batch: int | None = None, tcp: Tcp = "many") -> Space:
+def space_of(
+    job: Job,
+    *,
+    keep: Collection[str] = (),
+    global_batch: int | None = None,
+    tcp: Tcp = "many",
+    kind: str | None = None,
+) -> Space:
     """Every choice that fits the job's dimensions, except for the keys in `keep`."""
     for key in keep:
         if key not in KEEPABLE:
@@ -99,6 +111,7 @@ def space_of(job: Job, *, keep: Collection[str] = (), global_batch: int | None =
         num_cells=job.cells if "cells" in keep else None,
         tcp=tcp,
         datacenters=_kept_datacenters(job) if "datacenters" in keep else None,
+        kind=kind,
     )
 
 

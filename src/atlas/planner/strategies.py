@@ -184,7 +184,10 @@ def ours(search: Search) -> None:
     alone, looked, worth = single_groups(space, cluster, goal, search.tick)
     for entry in alone[:1]:
         search.simulate(entry.candidate)  # from here on an interrupt leaves a result
-    apart, more = several_groups(space, cluster, goal, worth, search.tick, by_floor=search.tries > 0)
+    apart: list[EstimatedCandidate] = []
+    more = 0
+    if space.is_kind("data"):
+        apart, more = several_groups(space, cluster, goal, worth, search.tick, by_floor=search.tries > 0)
     search.num_estimated += looked + more
     _best_of_each_kind(search, [*known, *alone, *apart])
     _improve(search)
@@ -281,6 +284,7 @@ def _neighbours(search: Search, candidate: Candidate) -> list[EstimatedCandidate
     cells = cell_sizes(space, group.replicas)
     rows = [(k, group.replicas, cell) for k, s in enumerate(shapes) for cell in (cells if len(s) > 1 else cells[:1])]
     rows = [row for row in rows if space.uses_kept(cluster.names[i] for i, _ in shapes[row[0]])]
+    rows = [row for row in rows if space.is_kind("one" if len(shapes[row[0]]) == 1 else "pipeline")]
     return _entries(search, frame, group.pp, shapes, rows)
 
 
@@ -338,6 +342,7 @@ def _algorithm1_entries(search: Search) -> list[EstimatedCandidate]:
         if shape is None:
             break
         kept = space.uses_kept(cluster.names[i] for i, _ in shape)
+        kept &= space.is_kind("one" if len(shape) == 1 else "pipeline")
         if kept and all(cluster.joined[a[0], b[0]] for a, b in pairwise(shape)):
             rows.append((len(shapes), cells * pipelines, pipelines if len(shape) > 1 else 1))
             shapes.append(shape)
@@ -366,7 +371,7 @@ def exhaustive(search: Search) -> None:
     candidates = every_candidate(search.space, search.cluster)
     search.num_estimated += len(candidates)
     for candidate, floor in candidates:
-        if floor(search.objective) > best:
+        if not search.space.is_kind(kind_of(candidate)) or floor(search.objective) > best:
             continue
         judged = search.simulate(candidate, len(candidates))
         if judged is not None:

@@ -24,8 +24,8 @@ from atlas.evaluate import restaged
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.change import Sweep, changed
 from atlas.planner.files import candidate_of, space_of_plan
-from atlas.planner.judge import Judged, judge
-from atlas.planner.run import make_plan, timed
+from atlas.planner.judge import Judged, judge, timed
+from atlas.planner.run import make_plan
 from atlas.planner.space import space_of
 from atlas.planner.whole import Whole, simulate_whole
 from atlas.sim.lower import SeededNoise, lower, noisy, stretched

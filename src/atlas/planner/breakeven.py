@@ -1,0 +1,233 @@
+"""From which bandwidth, latency, number of GPUs or egress price on does the verdict change? Found by bisection over
+planner runs restricted to plans over several regions.
+
+The verdict is whether the best plan over several regions beats the best in one, by the plan's own objective. Searches
+here use the plain order; the figure is scaled by what the searched order of the winner saves. Knows no output.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from atlas.errors import AtlasError
+from atlas.planner.candidate import kind_of
+from atlas.planner.families import Families, faster_links, score
+from atlas.planner.pool import Tick
+from atlas.planner.run import Planned, make_plan
+from atlas.spec import Job
+
+STEPS = 6
+"""Halvings: 256 times is narrowed to a tenth."""
+WIDEST = 256.0
+"""The factor on a figure up to which the change is looked for."""
+MOST_S = 13.0
+"""CPU time of all searches together; what is not found by then is said so."""
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """One answer."""
+
+    what: str
+    """bandwidth, latency, gpus or egress."""
+    value: float | None
+    """From which on the verdict changes; None: it does not, or was not found."""
+    text: str
+    """The answer as a sentence."""
+
+
+@dataclass
+class _Asker:
+    """The comparison at changed figures."""
+
+    families: Families
+    tick: Tick | None
+    until: float
+    searched: float = 1.0
+    """What a searched order saves, as a factor."""
+    asked: int = 0
+
+    @property
+    def planned(self) -> Planned:
+        return self.families.planned
+
+    def best(self, job: Job, kind: str) -> float:
+        """The score of the best plan of a kind; infinite without one."""
+        if time.process_time() > self.until:
+            raise TimeoutError
+        if self.tick is not None:
+            self.tick("break-even", self.asked, 0)
+        self.asked += 1
+        batch = self.planned.space.sequences
+        try:
+            found = make_plan(job, objective=self.planned.objective, global_batch=batch, tries=0, kind=kind)
+        except AtlasError:
+            return math.inf
+        by = self.searched if kind == "pipeline" else 1.0
+        return score(self.planned, found.winner) * by
+
+    def together_wins(self, job: Job, alone: float) -> bool:
+        return self.best(job, "pipeline") < alone or self.best(job, "data") < alone
+
+
+def break_even(families: Families, *, tick: Tick | None = None) -> list[BreakEven]:
+    """Bandwidth, latency, GPUs and egress, one answer each; none where there is nothing to compare."""
+    planned = families.planned
+    alone, together = families.alone, families.together
+    if alone is None or together is None or planned.objective.has_limits:
+        return []
+    asker = _Asker(families, tick, time.process_time() + MOST_S)
+    try:
+        plain = asker.best(planned.job, "pipeline")
+        if kind_of(together.candidate) == "pipeline" and math.isfinite(plain):
+            asker.searched = min(1.0, score(planned, together) / plain)
+    except (TimeoutError, KeyboardInterrupt):
+        return []
+    wins = score(planned, together) < score(planned, alone)
+    found = []
+    for what, question in (("bandwidth", _bandwidth), ("latency", _latency), ("gpus", _gpus), ("egress", _egress)):
+        try:
+            found.append(question(asker, wins))
+        except TimeoutError:
+            found.append(BreakEven(what, None, f"{what}: not found within {MOST_S:g} s of CPU time."))
+        except KeyboardInterrupt:
+            break
+    return found
+
+
+def _edge(wins_at: Callable[[float], bool], wins: bool, far: float) -> float | None:
+    """The factor between 1 and `far` at which the verdict changes, on its far side; None where it does not."""
+    if wins_at(far) == wins:
+        return None
+    near = 1.0
+    for _ in range(STEPS):
+        middle = math.sqrt(near * far)
+        near, far = (middle, far) if wins_at(middle) == wins else (near, middle)
+    return far
+
+
+def _bandwidth(asker: _Asker, wins: bool) -> BreakEven:
+    alone = asker.families.alone
+    assert alone is not None
+    least = score(asker.planned, alone)
+
+    def wins_at(factor: float) -> bool:
+        return asker.together_wins(changed_links(asker.planned.job, gbps=factor), least)
+
+    edge = _edge(wins_at, wins, 1 / WIDEST if wins else WIDEST)
+    now = _slowest_gbps(asker.planned.job)
+    if edge is None:
+        return BreakEven("bandwidth", None, _never("bandwidth", "Gbit/s per node pair", now, wins, 1 / WIDEST, WIDEST))
+    word = "below" if wins else "from"
+    text = f"bandwidth: {word} {_round(edge * now)} Gbit/s per node pair{'' if wins else ' on'} (now {now:g})"
+    return BreakEven("bandwidth", edge * now, f"{text}.")
+
+
+def _latency(asker: _Asker, wins: bool) -> BreakEven:
+    alone = asker.families.alone
+    assert alone is not None
+    least = score(asker.planned, alone)
+
+    def wins_at(factor: float) -> bool:
+        return asker.together_wins(changed_links(asker.planned.job, latency=factor), least)
+
+    edge = _edge(wins_at, wins, WIDEST if wins else 1 / WIDEST)
+    now = _longest_ms(asker.planned.job)
+    if edge is None:
+        return BreakEven("latency", None, _never("latency", "ms one way", now, wins, WIDEST, 1 / WIDEST))
+    word = "above" if wins else "below"
+    return BreakEven("latency", edge * now, f"latency: {word} {_round(edge * now)} ms one way (now {now:g}).")
+
+
+def _gpus(asker: _Asker, wins: bool) -> BreakEven:
+    """Of the region that adds most to the best single one."""
+    families = asker.families
+    assert families.alone is not None
+    home = families.alone.candidate.groups[0].places[0][0]
+    others = [dc for dc in asker.planned.job.cluster.datacenters if dc.name != home]
+    dc = max(others, key=lambda one: one.nodes * one.gpus_per_node)
+
+    def job_of(factor: float) -> Job:
+        cluster = asker.planned.job.cluster
+        nodes = max(1, round(dc.nodes * factor))
+        more = dc.model_copy(update={"nodes": nodes})
+        dcs = tuple(more if one.name == dc.name else one for one in cluster.datacenters)
+        return asker.planned.job.model_copy(update={"cluster": cluster.model_copy(update={"datacenters": dcs})})
+
+    def wins_at(factor: float) -> bool:
+        job = job_of(factor)
+        return asker.together_wins(job, asker.best(job, "one"))
+
+    most = WIDEST / 4
+    edge = _edge(wins_at, wins, 1 / dc.nodes if wins else most)
+    now = dc.nodes * dc.gpus_per_node
+    if edge is None:
+        if wins:
+            return BreakEven("gpus", None, f"GPUs in {dc.name}: worth it from the first node on (now {now}).")
+        return BreakEven("gpus", None, f"GPUs in {dc.name}: up to {now * most:,.0f} do not change it (now {now}).")
+    count = max(1, round(dc.nodes * edge)) * dc.gpus_per_node
+    word = f"with {count:,} or fewer" if wins else f"from {count:,} on"
+    return BreakEven("gpus", float(count), f"GPUs in {dc.name}: {word} (now {now:,}).")
+
+
+def _egress(asker: _Asker, wins: bool) -> BreakEven:
+    """Where speed is the goal, egress changes only which of the two is cheaper per token."""
+    alone, together = asker.families.alone, asker.families.together
+    assert alone is not None
+    assert together is not None
+    now = _dearest(asker.planned.job)
+    figures = together.figures
+    if not figures.egress_usd or not now:
+        return BreakEven("egress", None, "egress: no price is known, so none changes it.")
+    # The cost of a token is linear in the price of egress, and the plan is the one above.
+    edge = (alone.figures.usd_per_iteration - figures.rent_usd) / figures.egress_usd
+    speed = asker.planned.objective.minimise == "throughput"
+    lead = "egress: does not change how fast it is; " if speed else "egress: "
+    if edge <= 0:
+        text = f"{lead}across regions a token costs more even with free egress (now ${now:g}/GB)."
+        return BreakEven("egress", None, text)
+    word = "below" if figures.usd_per_iteration > alone.figures.usd_per_iteration else "up to"
+    text = f"{lead}across regions a token is cheaper {word} ${_round(edge * now)}/GB (now ${now:g}/GB)."
+    return BreakEven("egress", edge * now, text)
+
+
+# ---- figures of a job --------------------------------------------------------------------------------------
+def changed_links(job: Job, *, gbps: float = 1.0, latency: float = 1.0) -> Job:
+    """The job with every link's bandwidth and latency times a factor."""
+    if gbps != 1.0:
+        job = faster_links(job, gbps, only=("pair_gbps", "trunk_gbps"))
+    if latency != 1.0:
+        job = faster_links(job, 1 / latency, only=("latency_ms",))
+    return job
+
+
+def _routes(job: Job) -> list[tuple[float, float, float]]:
+    names = [dc.name for dc in job.cluster.datacenters]
+    pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
+    found = [route for a, b in pairs if (route := job.cluster.route(a, b)) is not None]
+    return [(route.pair_gbps, route.latency_ms, route.egress_usd_per_gb) for route in found]
+
+
+def _slowest_gbps(job: Job) -> float:
+    return min(gbps for gbps, _, _ in _routes(job))
+
+
+def _longest_ms(job: Job) -> float:
+    return max(ms for _, ms, _ in _routes(job))
+
+
+def _dearest(job: Job) -> float:
+    return max(usd for _, _, usd in _routes(job))
+
+
+def _round(value: float) -> str:
+    return f"{value:.2g}" if value < 100 else f"{value:,.0f}"
+
+
+def _never(what: str, unit: str, now: float, wins: bool, if_wins: float, if_not: float) -> str:
+    factor = if_wins if wins else if_not
+    word = "up" if factor > 1 else "down"
+    return f"{what}: no change {word} to {_round(now * factor)} {unit} (now {now:g})."

@@ -1,0 +1,133 @@
+"""The best plan of each family: one region alone, pipelines across regions, data parallelism across regions; and what
+low-communication training would take.
+
+Each family has a search of its own, so that its best is not judged by how near it came to the winner. On many
+datacenters that would take too long, and the best of the one search is taken. Prints nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from atlas.errors import AtlasError
+from atlas.planner.candidate import KINDS, kind_of
+from atlas.planner.judge import Judged
+from atlas.planner.pool import Tick
+from atlas.planner.run import Planned, make_plan
+from atlas.planner.strategies import FEW
+from atlas.spec import Job, Link
+from atlas.spec.job import Wan
+
+MANY_DCS = 8
+"""From this many datacenters on, families are what the one search found of them."""
+INNER_STEPS = 100
+"""Iterations between two exchanges of low-communication training (H); DiLoCo reports 50 to 500 (arXiv 2311.08105)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Families:
+    """By kind of plan, the best of it; and the winner, which may have come out of a family's own search."""
+
+    planned: Planned
+    best: dict[str, Judged]
+    refused: dict[str, str]
+    """By kind without a plan: the reason."""
+    low_communication: Judged | None
+    """Data parallelism across regions that meets every `INNER_STEPS` iterations; None where regions cannot do so."""
+
+    @property
+    def alone(self) -> Judged | None:
+        return self.best.get("one")
+
+    @property
+    def together(self) -> Judged | None:
+        """The best plan over several regions."""
+        found = [judged for kind, judged in self.best.items() if kind != "one"]
+        return min(found, key=lambda judged: score(self.planned, judged), default=None)
+
+
+def score(planned: Planned, judged: Judged) -> float:
+    figures = judged.figures
+    return float(planned.objective.score(figures.iteration_s, figures.usd_per_iteration, figures.tokens))
+
+
+def find_families(
+    planned: Planned,
+    *,
+    keep: Collection[str] = (),
+    global_batch: int | None = None,
+    tries: int | None = None,
+    tick: Tick | None = None,
+) -> Families:
+    """The families of a search that has ended. An interrupt leaves those found so far."""
+    job, cluster = planned.job, planned.cluster
+    best: dict[str, Judged] = {}
+    refused: dict[str, str] = {}
+    winner = planned
+    own = kind_of(planned.winner.candidate)
+    everything = [planned.winner, *planned.rivals]
+    for kind in KINDS:
+        near = next((judged for judged in everything if kind_of(judged.candidate) == kind), None)
+        if near is not None:
+            best[kind] = near
+        if kind == own or not 1 < len(cluster.names) < MANY_DCS or planned.strategy != "ours" or winner.interrupted:
+            continue
+        try:
+            found = make_plan(
+                job,
+                objective=planned.objective,
+                keep=keep,
+                global_batch=global_batch or planned.space.sequences,
+                tcp=planned.space.tcp,
+                tries=FEW if tries is None else min(FEW, tries),
+                seed=planned.seed,
+                tick=tick,
+                kind=kind,
+            )
+        except AtlasError as error:
+            refused[kind] = str(error)
+            continue
+        except KeyboardInterrupt:
+            winner = replace(winner, interrupted=True)
+            continue
+        if near is None or score(planned, found.winner) <= score(planned, near):
+            best[kind] = found.winner
+        if score(planned, found.winner) < (1 - 1e-6) * score(planned, winner.winner):
+            rivals = tuple(sorted([winner.winner, *winner.rivals, *found.rivals], key=lambda j: score(planned, j)))
+            winner = replace(found, space=planned.space, rivals=rivals)
+    low = None if winner.interrupted else _low_communication(planned, global_batch, tick)
+    return Families(winner, best, refused, low)
+
+
+def _low_communication(planned: Planned, global_batch: int | None, tick: Tick | None) -> Judged | None:
+    """Every region trains alone for `INNER_STEPS` iterations, then they exchange once what they otherwise exchange in
+    each: links that are so many times faster and cheaper give the mean iteration."""
+    names = planned.cluster.names
+    if not 1 < len(names) < MANY_DCS or planned.strategy != "ours":
+        return None
+    try:
+        job = faster_links(planned.job, INNER_STEPS)
+        sequences = global_batch or planned.space.sequences
+        found = make_plan(job, objective=planned.objective, global_batch=sequences, tries=0, tick=tick, kind="data")
+    except (AtlasError, KeyboardInterrupt):
+        return None
+    every = [found.winner, *found.rivals]
+    return next((one for one in every if all(len(group.places) == 1 for group in one.candidate.groups)), None)
+
+
+BETTER = {"latency_ms": -1, "pair_gbps": 1, "trunk_gbps": 1, "egress_usd_per_gb": -1}
+"""Keys of a link, and whether more of each is better."""
+
+
+def faster_links(job: Job, factor: float, only: Collection[str] = tuple(BETTER)) -> Job:
+    """The job with every link so many times as fast, as near and as cheap, or some of these."""
+    cluster = job.cluster
+
+    def faster(old: Wan | Link) -> dict[str, float]:
+        values = {key: getattr(old, key) for key in only}
+        return {key: value * factor ** BETTER[key] for key, value in values.items() if value is not None}
+
+    wan = cluster.wan.model_copy(update=faster(cluster.wan))
+    links = None if cluster.links is None else tuple(one.model_copy(update=faster(one)) for one in cluster.links)
+    return job.model_copy(update={"cluster": cluster.model_copy(update={"wan": wan, "links": links})})

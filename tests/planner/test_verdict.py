@@ -1,0 +1,116 @@
+"""The verdict: the best of each family is really the best, one time for the winner, break-even on the right side."""
+
+from __future__ import annotations
+
+import pytest
+from plan_jobs import job_of, random_job
+
+from atlas.api import plan
+from atlas.errors import AtlasError, SpecError
+from atlas.planner.breakeven import break_even, changed_links
+from atlas.planner.candidate import kind_of
+from atlas.planner.families import Families, find_families
+from atlas.planner.objective import Objective
+from atlas.planner.report import distinct, rows
+from atlas.planner.run import explore, make_plan, start
+from atlas.planner.verdict import dollars, family_rows, headline, origins
+from atlas.spec import Job, parse_job
+
+
+def families_of(job: Job) -> Families:
+    return find_families(make_plan(job, tries=0), tries=0)
+
+
+@pytest.mark.parametrize("seed", [1, 4, 11])
+def test_the_best_of_a_family_is_as_good_as_simulating_all_of_it(seed: int) -> None:
+    """bench/first_job.py does it for 30 clusters."""
+    job = random_job(seed)
+    found = families_of(job)
+    for kind, judged in found.best.items():
+        assert kind_of(judged.candidate) == kind
+        every = start(job, Objective(), kind=kind)
+        explore(every, "exhaustive")
+        assert every.best is not None
+        assert judged.figures.iteration_s <= 1.01 * every.best.figures.iteration_s
+
+
+def test_the_winner_has_one_time_everywhere() -> None:
+    search = plan(job_of(), tries=2, break_even=False)
+    predicted = search.plan.predicted.iteration_s
+    assert search.table()[0]["iteration_s"] == pytest.approx(predicted)
+    winner = next(row for row in search.as_dict()["families"] if not row["lost"])
+    assert winner["plan"]["iteration_s"] == pytest.approx(predicted)
+
+
+def test_mirror_images_and_duplicates_are_folded() -> None:
+    found = make_plan(job_of(), tries=0)
+    seen = [
+        (one.candidate.tp, sorted((g.replicas, *sorted(g.places)) for g in one.candidate.groups))
+        for one in distinct(found)
+    ]
+    assert len(seen) == len({str(one) for one in seen})
+    assert len(rows(found)) == len(seen)
+
+
+def test_a_better_network_turns_the_verdict() -> None:
+    slow, fast = job_of(), changed_links(job_of(), gbps=20.0, latency=0.05)
+    assert headline(families_of(slow)).startswith("Not worth it: east alone is fastest ($")
+    said = headline(families_of(fast))
+    assert said.startswith("Worth it: ")
+    assert "x faster than east alone and costs" in said
+    assert "per trillion tokens" in said
+
+
+def test_break_even_is_between_what_wins_and_what_loses() -> None:
+    found = families_of(job_of())
+    answers = {one.what: one for one in break_even(found)}
+    edge = answers["bandwidth"].value
+    assert edge is not None
+    for factor, start_ in ((0.9, "Not worth it"), (1.1, "Worth it")):
+        changed = changed_links(job_of(), gbps=factor * edge / 5.0)
+        assert headline(families_of(changed)).startswith(start_)
+    assert "Gbit/s per node pair on (now 5)" in answers["bandwidth"].text
+    assert {"latency", "gpus", "egress"} < set(answers)
+
+
+def test_low_communication_is_a_row_that_says_it_is_not_run() -> None:
+    row = family_rows(families_of(job_of()))[-1]
+    assert "DiLoCo-style, 100 inner steps" in row["family"]
+    assert row["lost"] == "changes training semantics; not run by Atlas"
+    data = next(one for one in family_rows(families_of(job_of())) if one["kind"] == "data")
+    assert row["plan"]["iteration_s"] < data["plan"]["iteration_s"]
+
+
+def test_priors_and_unknown_figures_are_named() -> None:
+    job = job_of()
+    data = job.model_dump(mode="json", exclude_none=True)
+    data["cluster"]["datacenters"][0]["prior"] = {"usd_per_gpu_hour": 2.0}
+    data["cluster"]["datacenters"][1].pop("usd_per_gpu_hour")
+    data["cluster"]["datacenters"][1]["prior"] = {"usd_per_gpu_hour": "unknown"}
+    known = {"latency_ms": 20.0, "pair_gbps": 4.0, "egress_usd_per_gb": "unknown"}
+    data["cluster"]["links"] = [{"between": ["east", "west"], "latency_ms": 20.0, "pair_gbps": 5.0, "prior": known}]
+    prior, unknown = origins(parse_job(data))
+    assert prior == "Prior, not measured by you: GPU price of east; latency between east and west."
+    assert unknown == ("Unknown and left out: the price of A100-40 in west; the egress price between east and west.")
+    assert origins(job) == []
+
+
+def test_a_batch_in_tokens_or_sequences_is_kept_by_every_plan() -> None:
+    data = job_of().model_dump(mode="json", exclude_none=True)
+    data["batch"] = "32 sequences"
+    assert make_plan(parse_job(data), tries=0).space.sequences == 32
+    data["batch"] = "64K"
+    assert make_plan(parse_job(data), tries=0).space.sequences == 32
+    data["batch"] = "65000"
+    with pytest.raises(SpecError, match="31.74 sequences of 2,048 tokens") as error:
+        parse_job(data)
+    assert "63488 (31 sequences) or 65536 (32 sequences)" in str(error.value)
+
+
+def test_keeping_what_the_job_leaves_open_is_refused() -> None:
+    with pytest.raises(AtlasError, match="nothing the planner chooses"):
+        make_plan(job_of(), keep=["num_microbatches"])
+
+
+def test_dollars_are_short() -> None:
+    assert [dollars(x) for x in (1.0714e6, 250_415, 12.3, 3.2e9)] == ["$1.07M", "$250K", "$12.3", "$3.2B"]
