@@ -8,6 +8,7 @@ against simulating all of it, and `--keep datacenters` on random jobs.
 from __future__ import annotations
 
 import argparse
+import resource
 import subprocess
 import sys
 import tempfile
@@ -50,8 +51,6 @@ def ask(model: str, batch: str, sites: tuple[str, ...]) -> tuple[float, float, b
         [*atlas, "init", "--model", model, "--batch", batch, *dcs],
         [*atlas, "plan", "job.yaml", "--out", "plan.yaml", "--page", "plan.html"],
     ]
-    import resource
-
     before, began, well = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), True
     with tempfile.TemporaryDirectory() as folder:
         for command in commands:
@@ -93,7 +92,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a sample of each")
     args = parser.parse_args()
-    report = Report("The first job", "the issue of a new user: regions in, verdict out")
+    report = Report("The first job", "simulating every candidate of a family")
     asked = [ask(*question) for question in (QUESTIONS[:2] if args.quick else QUESTIONS)]
     report.figure(
         "questions answered without an error", sum(well for *_, well in asked), "questions", at_least=len(asked)

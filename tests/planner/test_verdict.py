@@ -21,7 +21,7 @@ def families_of(job: Job) -> Families:
     return find_families(make_plan(job, tries=0), tries=0)
 
 
-@pytest.mark.parametrize("seed", [1, 4, 11])
+@pytest.mark.parametrize("seed", [4, 5])
 def test_the_best_of_a_family_is_as_good_as_simulating_all_of_it(seed: int) -> None:
     """bench/first_job.py does it for 30 clusters."""
     job = random_job(seed)
@@ -102,7 +102,7 @@ def test_a_batch_in_tokens_or_sequences_is_kept_by_every_plan() -> None:
     data["batch"] = "64K"
     assert make_plan(parse_job(data), tries=0).space.sequences == 32
     data["batch"] = "65000"
-    with pytest.raises(SpecError, match="31.74 sequences of 2,048 tokens") as error:
+    with pytest.raises(SpecError, match=r"31\.74 sequences of 2,048 tokens") as error:
         parse_job(data)
     assert "63488 (31 sequences) or 65536 (32 sequences)" in str(error.value)
 
