@@ -30,7 +30,7 @@ from atlas.planner.judge import Judged, as_dict
 from atlas.planner.objective import objective_of
 from atlas.planner.run import Planned, make_plan
 from atlas.planner.space import batch_of
-from atlas.planner.verdict import family_rows, headline, origins
+from atlas.planner.verdict import family_rows, headline, origins, page_scene
 from atlas.planner.whatif import Asked, Marginal, Point, marginals, percentiles, spread, sweep
 from atlas.planner.whole import Whole, simulate_whole
 from atlas.schedules import SCHEDULES
@@ -227,11 +227,7 @@ class PlanSearch:
     def page(self) -> str:
         """The map and the tables as one HTML page without scripts."""
         notes = [f"Objective: {self.found.objective.words()}.", *report.notes(self.found), *origins(self.found.job)]
-        scene = report.scene(self.found)
-        scene["verdict"] = self.verdict
-        scene["families"] = [one for one in family_rows(self.families) if one["plan"] is not None]
-        scene["break_even"] = [one.text for one in self.break_even]
-        return plan_page(scene, notes=notes)
+        return plan_page(page_scene(self.families, self.break_even), notes=notes)
 
     def _repr_html_(self) -> str:
         return f'<iframe srcdoc="{html.escape(self.page())}" width="100%" height="700" frameborder="0"></iframe>'
@@ -280,16 +276,9 @@ def plan(
         tokens_per_iteration=batch * job.model.seq_len,
     )
     planned = make_plan(
-        job,
-        strategy=strategy,
-        objective=goal,
-        keep=keep,
-        global_batch=batch,
-        tcp=tcp,
-        tries=tries,
-        seed=seed,
+        job, strategy=strategy, objective=goal, keep=keep, global_batch=batch, tcp=tcp, tries=tries, seed=seed,
         tick=progress,
-    )
+    )  # fmt: skip
     families = find_families(planned, keep=keep, global_batch=batch, tries=tries, tick=progress)
     return PlanSearch(families.planned, families, break_even, progress)
 

@@ -134,19 +134,21 @@ def scene(planned: Planned, count: int = 6) -> dict[str, Any]:
         ],
         "latency_ms": (1000 * cluster.latency_s).tolist(),
         "joined": cluster.joined.tolist(),
-        "plans": [
-            {
-                "row": found[k],
-                "gpus": dict(judged.candidate.gpus),
-                "groups": [list(group.places) for group in judged.candidate.groups],
-                "links": links(cluster, judged.candidate, judged.figures),
-            }
-            for k, judged in enumerate(shown)
-        ],
+        "plans": [drawn_plan(cluster, judged, row) for judged, row in zip(shown, found, strict=False)],
         "rows": found,
         "front": [as_dict(judged) for judged in front(planned)],
         "priced": has_prices(planned.cluster),
         "told": compared(planned),
+    }
+
+
+def drawn_plan(cluster: ClusterArrays, judged: Judged, row: dict[str, Any]) -> dict[str, Any]:
+    """One plan of a scene."""
+    return {
+        "row": row,
+        "gpus": dict(judged.candidate.gpus),
+        "groups": [list(group.places) for group in judged.candidate.groups],
+        "links": links(cluster, judged.candidate, judged.figures),
     }
 
 
@@ -178,5 +180,7 @@ def links(cluster: ClusterArrays, candidate: Candidate, figures: Figures) -> lis
             "gbps": capacity / 1e9,
             "pipeline": any({a, b} == {one, two} for one, two in hops),
             "latency_ms": 1000 * float(cluster.latency_s[at[a], at[b]]),
+            "usd_per_hour": old.get("usd_per_hour", 0.0)
+            + sent * float(cluster.usd_per_byte[at[a], at[b]]) / figures.iteration_s * 3600,
         }
     return list(found.values())

@@ -13,7 +13,7 @@ from atlas.planner.breakeven import BreakEven
 from atlas.planner.candidate import KINDS, Candidate, kind_of
 from atlas.planner.families import INNER_STEPS, Families
 from atlas.planner.judge import Judged, as_dict
-from atlas.planner.report import has_prices, why_lost
+from atlas.planner.report import drawn_plan, has_prices, scene, why_lost
 from atlas.planner.run import Planned
 from atlas.spec import Job
 
@@ -112,6 +112,23 @@ def family_rows(families: Families) -> list[dict[str, Any]]:
         low = families.low_communication
         rows.append({"family": LOW_COMMUNICATION, "kind": "low", "plan": as_dict(low), "lost": NOT_RUN})
     return rows
+
+
+def page_scene(families: Families, answers: Sequence[BreakEven]) -> dict[str, Any]:
+    """What `view.map` draws: the scene of the plans, the verdict and the families."""
+    found = scene(families.planned)
+    cluster, priors = families.planned.cluster, prior_links(families.planned.job)
+    for row in (one for one in family_rows(families) if one["plan"] is not None):
+        judged = families.low_communication if row["kind"] == "low" else families.best[row["kind"]]
+        assert judged is not None
+        drawn = drawn_plan(cluster, judged, {**row["plan"], "kind": row["family"], "lost": row["lost"]})
+        found.setdefault("families", []).append(drawn)
+    for plan in [*found["plans"], *found.get("families", [])]:
+        for link in plan["links"]:
+            link["prior"] = frozenset((link["a"], link["b"])) in priors
+    found["verdict"] = headline(families, answers)
+    found["break_even"] = [one.text for one in answers]
+    return found
 
 
 # ---- where the figures come from ---------------------------------------------------------------------------
