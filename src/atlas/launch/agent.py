@@ -32,12 +32,13 @@ from atlas.ir.text import from_text
 from atlas.launch.checkpoint_exchange import CheckpointExchange
 from atlas.launch.control_channel import Message
 from atlas.launch.ledger import Ledger
+from atlas.launch.local_sums import LOOPBACK, is_trusted
 from atlas.launch.preflight import devices_for, layers_of, require_room
 from atlas.launch.remote_workers import BY_SCHEDULER
 from atlas.launch.rendezvous import AgentName, RendezvousClient
 from atlas.launch.site_network import SiteNetwork
 from atlas.launch.worker_processes import WorkerProcesses
-from atlas.runtime.assignment import SHIPPED, Assignment, SaveChoice, TrainingSetup, read
+from atlas.runtime.assignment import SHIPPED, Assignment, SaveChoice, SumsKind, TrainingSetup, read
 from atlas.runtime.wiring import WorkerRole
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address, PeerRoute
@@ -175,9 +176,10 @@ class Agent:
 
     def _begin(self, attempt: _Attempt, message: Message) -> None:
         mine = self.settings
-        site = mine.network.facts(mine.name, mine.rendezvous).to_json()
+        facts = mine.network.facts(mine.name, mine.rendezvous)
+        about = {"site": facts.to_json(), "trusted": is_trusted(self._security, facts.local)}
         if mine.checkpoints is None:
-            self._reply(attempt, {"begun": {"site": site, "server": None, "stores": []}})
+            self._reply(attempt, {"begun": {**about, "server": None, "stores": []}})
             return
         if mine.checkpoints.exists() and not mine.checkpoints.is_dir():
             raise AtlasError(f"{mine.checkpoints}: not a folder. Choose another place for checkpoints")
@@ -189,7 +191,7 @@ class Agent:
             attempt.epoch,
             self._security,
         )
-        found = {"site": site, "server": exchange.port, "stores": list(exchange.local)}
+        found = {**about, "server": exchange.port, "stores": list(exchange.local)}
         self._reply(attempt, {"begun": found})
 
     def _connect(self, attempt: _Attempt, message: Message) -> None:
@@ -234,7 +236,8 @@ class Agent:
 
     def _prepare(self, attempt: _Attempt, message: Message) -> None:
         wanted, mine = message["prepare"], self.settings
-        training = self._local(read(TrainingSetup, wanted["training"]))
+        sums, on_loopback = wanted["sums"]
+        training = self._local(read(TrainingSetup, wanted["training"]), sums)
         program = from_text(wanted["program"])
         roles = [WorkerRole(program, worker, cell, wanted["num_cells"]) for cell, worker in wanted["workers"]]
         devices = devices_for(len(roles), mine.device, mine.name.datacenter, mine.local_rank, tp=wanted["tp"])
@@ -260,6 +263,8 @@ class Agent:
                 device=device,
                 tp=wanted["tp"],
                 listen=mine.network.listen,
+                sums_listen=LOOPBACK if on_loopback else mine.network.facts(mine.name, mine.rendezvous).local,
+                shares_gpu=":" in mine.device,
                 port=mine.network.port(index + saves),
                 streams=wanted["streams"],
                 certificates=str(mine.certificates or ""),
@@ -271,14 +276,14 @@ class Agent:
             workers.send(role.name, {"assignment": assignment.to_json()})
         self._reply(attempt, {"prepared": workers.pids})
 
-    def _local(self, training: TrainingSetup) -> TrainingSetup:
-        """With this datacenter's own folders."""
+    def _local(self, training: TrainingSetup, sums: SumsKind) -> TrainingSetup:
+        """With this datacenter's own folders and sums."""
         data, model, mine = training.data, training.model, self.settings
         if data.folder and data.folder != SHIPPED:
             data = replace(data, folder=mine.data or data.folder)
         if model.weights:
             model = replace(model, weights=mine.weights or model.weights)
-        return replace(training, data=data, model=model)
+        return replace(training, data=data, model=model, sums=sums)
 
     def _save_choice(self, attempt: _Attempt, wanted: Message, layers: Sequence[str]) -> SaveChoice | None:
         exchange = attempt.exchange

@@ -19,6 +19,7 @@ from typing import Any
 from atlas.errors import AtlasError, StartAgainError, WorkerError
 from atlas.ir.text import to_text
 from atlas.launch.clocks import offsets_ns
+from atlas.launch.local_sums import sums_by_datacenter
 from atlas.launch.prepared_job import PreparedJob, copy_targets, difference
 from atlas.launch.remote_workers import RemoteWorkers
 from atlas.launch.rendezvous import AgentName, JoinedAgent, Rendezvous
@@ -245,7 +246,7 @@ class Coordinator:
         with self._workers(state.epoch, agents) as workers:
             workers.send_agents({"begin": state.epoch, "datacenters": list(self._all_datacenters)})
             found = workers.wait_for("begun", REPLY_S, of=workers.agents)
-            sites = self._sites(workers, found)
+            self._sums, sites = sums_by_datacenter(self.prepared, found, self._say), self._sites(workers, found)
             start = self._resume_point(workers, agents, found, sites)
             if start.first_step >= num_steps:
                 sentence = f"{start.first_step} steps are done already, and --steps says {num_steps}"
@@ -360,11 +361,8 @@ class Coordinator:
                 for role in roles
                 if options.device == "paced"
             }
-            own = {
-                "workers": [[role.cell, role.worker] for role in roles],
-                "compute_ns": pace,
-                "copy_to": start.copies.get(agent.name.node),
-            }
+            own: dict[str, Any] = {"workers": [[role.cell, role.worker] for role in roles], "compute_ns": pace}
+            own |= {"copy_to": start.copies.get(agent.name.node), "sums": self._sums[agent.name.datacenter]}
             workers.send_agent(agent.name.node, {"prepare": {**common, **own}})
         pids = workers.wait_for("prepared", FETCH_S, of=workers.agents)
         if self._callbacks.on_start is not None:

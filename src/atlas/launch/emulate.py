@@ -64,6 +64,8 @@ class EmulationSettings:
     """Whether to return the timeline of all steps; otherwise of the last pass, so that memory does not grow."""
     predicted_s: float | None = None
     """Simulated seconds of an iteration, for `on_step`."""
+    nccl_on_shared_gpu: bool = False
+    """For tests: sums by NCCL although workers share a GPU."""
     skews_ns: Mapping[str, int] = field(default_factory=dict)
     """For tests: by worker name, how far its clock is ahead."""
 
@@ -178,6 +180,8 @@ def _assign(
             save=settings.save.get(role.datacenter),
             filler=settings.fillers.get(role.name),
             weights_file=str(_weights_file(workers, role.name)) if keeps else "",
+            shares_gpu=True,
+            nccl_on_shared_gpu=settings.nccl_on_shared_gpu,
             skew_ns=settings.skews_ns.get(role.name, 0),
         )
         workers.send(role.name, {"assignment": assignment.to_json()})

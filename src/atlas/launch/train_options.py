@@ -11,7 +11,7 @@ from typing import Any, Literal
 from atlas.errors import AtlasError, SpecError
 from atlas.evaluate import Case
 from atlas.launch.supervisor import RestartPolicy
-from atlas.runtime.assignment import DataChoice, ModelChoice, TrainingSetup, stand_in
+from atlas.runtime.assignment import DataChoice, ModelChoice, SumsKind, TrainingSetup, stand_in
 from atlas.runtime.data.batches import open_dataset
 from atlas.runtime.models.config import from_spec
 from atlas.runtime.models.huggingface import read_config
@@ -52,6 +52,10 @@ class TrainOptions:
     """Whether layers are compiled; None: on GPUs."""
     seed: int = 0
     """Of weights, of dropout and of the order of the data."""
+    sums: SumsKind = "ordered"
+    """How gradients are summed over pipelines (`TrainingSetup.sums`)."""
+    zero: int = 0
+    """1: optimizer state is divided among the pipelines (ZeRO-1)."""
     stated: frozenset[str] | None = None
     """Keys of the recipe that the user wrote here; for the others, the first datacenter's apply. None: all."""
     checkpoints: Path | None = None
@@ -89,6 +93,8 @@ def recipe_options(recipe: Recipe, *, model: str) -> dict[str, Any]:
         "clip": recipe.clip,
         "compile": recipe.compile,
         "seed": recipe.seed,
+        "sums": recipe.sums,
+        "zero": recipe.zero,
         "checkpoints": Path(saved.folder) if saved.folder is not None else None,
         "save_every": saved.every,
         "keep": saved.keep,
@@ -134,6 +140,8 @@ def agreed(options: TrainOptions) -> dict[str, Any]:
         "clip": options.clip,
         "compile": options.compile,
         "seed": options.seed,
+        "sums": options.sums,
+        "zero": options.zero,
         "checkpoints.every": options.save_every,
         "checkpoints.keep": options.keep,
     }
@@ -154,6 +162,8 @@ def make_training(case: Case, options: TrainOptions, num_stages: int) -> Trainin
         optimizer=settings,
         max_norm=options.clip,
         compile=_backend(options),
+        sums=options.sums,
+        zero=options.zero,
     )
 
 

@@ -17,6 +17,7 @@ from atlas.wan.transport.base import PeerRoute
 
 T = TypeVar("T")
 Json = dict[str, Any]
+SumsKind = Literal["ordered", "fast", "transport"]
 
 
 # ---- what is trained -------------------------------------------------------------------------------------------------
@@ -62,6 +63,11 @@ class TrainingSetup:
     """Clip the gradients' global norm to this; needs a Program with NORM. None: no clipping."""
     compile: str = ""
     """The backend of torch's compiler for layers and head: inductor, or aot_eager for tests; empty: run eagerly."""
+    sums: SumsKind = "ordered"
+    """How gradients are summed over pipelines. ordered: by torch.distributed, added in the order of pipelines; fast:
+    added by the backend in an order of its own; transport: over the WAN transport, added in the order of pipelines."""
+    zero: int = 0
+    """1: each pipeline keeps the optimizer state of its own slice of the parameters (ZeRO-1). 0: of all of them."""
 
     @property
     def activation_shape(self) -> tuple[int, int, int]:
@@ -165,6 +171,12 @@ class Assignment:
     filler: FillerChoice | None = None
     weights_file: str = ""
     """Where to write the final weights (npz); empty: nowhere."""
+    sums_listen: str = "127.0.0.1"
+    """The address on which it exchanges with the other pipelines by torch.distributed."""
+    shares_gpu: bool = False
+    """Whether workers share one GPU: then they sum in host memory, unless `nccl_on_shared_gpu`."""
+    nccl_on_shared_gpu: bool = False
+    """For tests: each process appears to NCCL as a host of its own. Correct, and slow."""
     skew_ns: int = 0
     """For tests: how far this worker's clock is ahead."""
 

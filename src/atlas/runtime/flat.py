@@ -8,6 +8,7 @@ arithmetic does not depend on what lies before it. Knows tensors; not optimizers
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,20 @@ ALIGNMENT = 64
 """Values. 128 bytes in bf16, the widest line that a GPU or a CPU loads at once. Cut slices at multiples of it."""
 
 
+class FlatPiece(NamedTuple):
+    """The part of a parameter that is in a slice of flat memory."""
+
+    within: slice
+    """Of the parameter, flattened."""
+    at: slice
+    """Of the flat memory."""
+
+
 class FlatParameters:
     """Moves the parameters of a module into flat memory; they stay the module's parameters, with the same names."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, num_slices: int = 1) -> None:
+        """`num_slices`: the flat memory can be divided into so many equal slices."""
         found = dict(module.named_parameters())
         some = local_part(next(iter(found.values())))
         first = _owners(found)
@@ -33,13 +44,16 @@ class FlatParameters:
             self.offsets[name] = self.num_values
             self.num_values += _padded(local_part(found[name]).numel())
             self.num_decayed = self.num_values if found[name].dim() > 1 else self.num_decayed
-        num_gradients = self.num_values
-        for name in found.keys() - self.offsets.keys():
+        self.num_values = num_gradients = _padded(self.num_values, num_slices)
+        for name in [name for name in found if name not in self.offsets]:
             self.offsets[name] = num_gradients
             num_gradients += _padded(local_part(found[name]).numel())
+        num_gradients = _padded(num_gradients, num_slices)
         self.weights = torch.zeros(self.num_values, dtype=some.dtype, device=some.device)
         self.gradients = torch.zeros(num_gradients, dtype=torch.float32, device=some.device)
         """`[: num_values]` lies as `weights` does."""
+        self.num_slices, self.owner = num_slices, first
+        """`owner`, by name: the first name of the same memory, usually its own."""
         shapes = {name: local_part(parameter).shape for name, parameter in found.items()}
         self.gradient_of = {name: self.view(self.gradients, name, shapes[name]) for name in found}
         self.weight_of = {name: self.view(self.weights, first[name], shapes[name]) for name in found}
@@ -52,6 +66,21 @@ class FlatParameters:
         """A parameter's part of a tensor that lies as `weights` or `gradients`."""
         begin = self.offsets[name]
         return flat[begin : begin + math.prod(shape)].view(shape)
+
+    def slice_of(self, rank: int) -> slice:
+        """One of the equal slices of `weights`."""
+        length = self.num_values // self.num_slices
+        return slice(rank * length, (rank + 1) * length)
+
+    def pieces(self, part: slice) -> dict[str, FlatPiece]:
+        """The parameters that lie in a part of `weights`, or begin or end there; in order, without second names."""
+        found: dict[str, FlatPiece] = {}
+        for name, weight in self.weight_of.items():
+            begin = self.offsets[name]
+            first, last = max(begin, part.start), min(begin + weight.numel(), part.stop)
+            if self.owner[name] == name and first < last:
+                found[name] = FlatPiece(slice(first - begin, last - begin), slice(first, last))
+        return found
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -70,8 +99,9 @@ def _move(parameter: Tensor, memory: Tensor) -> None:
     inner.data = memory
 
 
-def _padded(count: int) -> int:
-    return -(-count // ALIGNMENT) * ALIGNMENT
+def _padded(count: int, num_slices: int = 1) -> int:
+    unit = ALIGNMENT * num_slices
+    return -(-count // unit) * unit
 
 
 def _owners(parameters: dict[str, nn.Parameter]) -> dict[str, str]:

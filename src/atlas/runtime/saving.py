@@ -21,12 +21,10 @@ from atlas.runtime.checkpoint import (
     choose,
     forget_targets,
     load_layers,
-    restore,
     share,
 )
 from atlas.runtime.links import WorkerLinks
 from atlas.runtime.models.config import model_layers
-from atlas.runtime.models.decoder import layer_of
 from atlas.runtime.stage_set import StageSet
 from atlas.runtime.training import data_digest, run_config
 from atlas.runtime.wiring import WorkerRole
@@ -45,7 +43,7 @@ def resume(training: TrainingSetup, choice: SaveChoice, role: WorkerRole, stage_
     config = run_config(training, global_batch_of(training, role))
     checkpoint.meta.require_same_run(config, data_digest(training.data))
     states = {layer: stage_set.of_state(state) for layer, state in load_layers(checkpoint, stage_set.layers).items()}
-    restore(states, stage_set.parameters.items(), stage_set.optimizer, layer_of)
+    stage_set.restore(states)
 
 
 def global_batch_of(training: TrainingSetup, role: WorkerRole) -> int:

@@ -7,7 +7,7 @@ Knows tensors and units (`units`). Does not know where its inputs come from, nor
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -46,13 +46,15 @@ class Stage:
         *,
         backend: str = compiling.EAGER,
         by_layer: bool = False,
+        num_slices: int = 1,
     ) -> None:
         """`backend`: the compiler of layers and head. `by_layer`: a recompute happens inside the backward that follows
-        it, unit by unit, from inputs that the forward kept: one unit's activations exist at a time."""
+        it, unit by unit, from inputs that the forward kept: one unit's activations exist at a time.
+        `num_slices`: into how many equal slices its flat memory can be divided."""
         self.task, self.pipeline, self.loss_scale, self.by_layer = task, pipeline, loss_scale, by_layer
         self.is_first, self.is_last = stage == 0, stage == num_stages - 1
         self.module = task.build_stage(stage, num_stages)
-        self.flat = FlatParameters(self.module)
+        self.flat = FlatParameters(self.module, num_slices)
         """The memory of all parameters and gradients."""
         self.named_parameters: Mapping[str, Tensor] = {n: local_part(p) for n, p in self.module.named_parameters()}
         """This process's part of every parameter, by its name in the whole model; `.grad` is float32."""
@@ -152,16 +154,10 @@ class Stage:
         self.gradients.weight_done(slot)
 
     # ---- gradients, after the last microbatch ----------------------------------------------------------------------
-    def outgoing(self) -> list[Tensor]:
-        """The gradients to sum over the pipelines."""
-        return self.gradients.total()
-
-    def adopt(self, sums: Sequence[Tensor]) -> None:
-        """Use the sums of the `outgoing` gradients as gradients."""
-        for (name, parameter), gradient in zip(self.named_parameters.items(), sums, strict=True):
+    def adopt(self) -> None:
+        """Use what is in the flat memory, usually sums over the pipelines, as gradients."""
+        for name, parameter in self.named_parameters.items():
             parameter.grad = self.flat.gradient_of[name]
-            if gradient.data_ptr() != parameter.grad.data_ptr():
-                parameter.grad.copy_(gradient)
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
     def _compute(self, slot: int, x: Tensor, *, keep: bool) -> Tensor:

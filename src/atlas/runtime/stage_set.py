@@ -7,23 +7,30 @@ not ops, links or time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from atlas.ir.program import BACKWARDS, Kind, Op
 from atlas.runtime.assignment import Assignment
-from atlas.runtime.checkpoint import LayerState, states_of
+from atlas.runtime.checkpoint import LayerState, restore, share, states_of
+from atlas.runtime.collectives import GroupStore, torch_exchanges
 from atlas.runtime.compiling import available
+from atlas.runtime.device import Device
+from atlas.runtime.exchange import Exchange
 from atlas.runtime.models.config import activation_width
-from atlas.runtime.models.decoder import layer_of
+from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, layer_of
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.models.tied import join
 from atlas.runtime.optimizer import FlatSlice, clip_factor, make_optimizer, norms_of, squares_of
 from atlas.runtime.stage import Stage
+from atlas.runtime.sync import GradientSync, Wait
 from atlas.runtime.training import make_task
+from atlas.runtime.waits import Pending
 from atlas.runtime.wiring import WorkerRole
+from atlas.runtime.zero import ShardedState, gather_weights
 
 
 class StageSet:
@@ -31,27 +38,35 @@ class StageSet:
 
     stage_kind = Stage
 
-    def __init__(self, assignment: Assignment, role: WorkerRole, place: str) -> None:
+    def __init__(self, assignment: Assignment, role: WorkerRole, device: Device) -> None:
         program, training = role.program, assignment.training
-        self.role = role
-        self.backend = available(training.compile, place, assignment.tp)
+        self.assignment, self.role, self.device = assignment, role, device
+        self.backend = available(training.compile, device.place, assignment.tp)
         """The compiler of its layers; empty: they run eagerly."""
         self.task = make_task(
             training,
             num_stages=program.num_stages,
             num_pipelines=role.num_pipelines,
             num_microbatches=program.num_microbatches,
-            place=place,
+            place=device.place,
         )
         self.stages = {stage: self._make_stage(self._built(self.task), stage) for stage in role.stages}
         self.begin(assignment.first_step)
         self.parameters: dict[str, Tensor] = {}
         for stage in self.stages.values():
             self.parameters |= stage.named_parameters
-        slices = [FlatSlice.whole(stage.flat) for stage in self.stages.values()]
+        self.zero = training.zero > 0 and role.num_pipelines > 1
+        """Whether this pipeline steps, and keeps optimizer state of, its own slice of each stage only (ZeRO-1)."""
+        slices = [self._stepped(stage) for stage in self.stages.values()]
         self.optimizer = make_optimizer(training.optimizer, self.parameters, slices)
         self.optimizer.num_steps = assignment.first_step
         self._norms: Tensor | None = None
+        self.sync: GradientSync | None = None
+        """None without other pipelines."""
+
+    def _stepped(self, stage: Stage) -> FlatSlice:
+        mine = stage.flat.slice_of(self.role.pipeline)
+        return FlatSlice(stage.flat, mine.start, mine.stop) if self.zero else FlatSlice.whole(stage.flat)
 
     def _built(self, task: DecoderTask) -> DecoderTask:
         """The task that builds the stages."""
@@ -69,6 +84,7 @@ class StageSet:
             scale,
             backend=self.backend,
             by_layer=self._recomputes_by_layer(stage),
+            num_slices=role.num_pipelines,
         )
 
     def _recomputes_by_layer(self, stage: int) -> bool:
@@ -97,6 +113,38 @@ class StageSet:
         for stage in self.stages.values():
             stage.warm_up()
 
+    # ---- sums over pipelines -----------------------------------------------------------------------------------------
+    def open_exchanges(self, store: GroupStore) -> Mapping[int, Exchange]:
+        """Join the process groups of these stages."""
+        return torch_exchanges(self.assignment, self.role, store)
+
+    def sum_by(self, exchanges: Mapping[int, Exchange]) -> None:
+        """Sum over the other pipelines by these exchanges."""
+        self.sync = GradientSync(exchanges, self.device, f"{self.role.name} ({self.role.datacenter})")
+
+    def begin_sum(self, step: int, number: int) -> None:
+        """Start to sum a stage's gradients over pipelines: its last one is computed."""
+        if self.sync is not None:
+            self.sync.begin(step, number, self.stages[number].flat.gradients)
+
+    def finish_sum(self, step: int, number: int, wait: Wait | None = None) -> int:
+        """Use the sums as gradients; when the last of them arrived. With ZeRO-1, of this pipeline's slice only."""
+        arrived_ns = 0
+        if self.sync is not None:
+            whole = not self.zero or self._is_tied(number)
+            arrived_ns = self.sync.finish(step, number, wait or self._wait, whole=whole)
+        self.stages[number].adopt()
+        return arrived_ns
+
+    def _is_tied(self, number: int) -> bool:
+        """Whether a stage has an end of tied embeddings: the ends are joined as whole gradients."""
+        named, tied = self.stages[number].named_parameters, self.task.config.tied
+        return tied and (TIED_EMBEDDING in named or TIED_HEAD in named)
+
+    def _wait(self, pending: Sequence[Pending]) -> None:
+        for each in pending:
+            each.wait(self.assignment.patience_s)
+
     # ---- the end of an iteration -------------------------------------------------------------------------------------
     def join_tied(self) -> None:
         """Join the gradients of tied embeddings, if both ends are here."""
@@ -113,15 +161,25 @@ class StageSet:
 
     def begin_norm(self) -> None:
         """Compute the norms of the gradients and copy them to the host, without waiting for the device."""
-        counted = {name for stage in self.stages.values() for name in stage.counted}
-        gradients = [p.grad for name, p in self.parameters.items() if name in counted and p.grad is not None]
-        norms = norms_of(gradients)
+        gradients = list(self._counted_gradients().values())
+        norms = norms_of(gradients) if gradients else torch.empty(0)
         self._norms = torch.empty(norms.shape, pin_memory=norms.is_cuda).copy_(norms, non_blocking=True)
 
     def squares(self) -> list[float]:
-        """The squared gradient norms of these stages, for the global norm; after the device has done `begin_norm`."""
+        """The squared gradient norms of this pipeline's slices, for the global norm; after the device has done
+        `begin_norm`."""
         assert self._norms is not None, "begin_norm first"
         return squares_of(self._norms)
+
+    def _counted_gradients(self) -> dict[str, Tensor]:
+        """What this process counts in the global norm: its pipeline's part of the gradients that its stages count. The
+        same with and without ZeRO-1."""
+        return {
+            name: stage.flat.gradients[piece.at]
+            for stage in self.stages.values()
+            for name, piece in stage.flat.pieces(stage.flat.slice_of(self.role.pipeline)).items()
+            if name in stage.counted
+        }
 
     def clip(self, norm: float, max_norm: float) -> None:
         """The next step does it, in the pass that it makes over the gradients."""
@@ -131,13 +189,44 @@ class StageSet:
         """An optimizer step; `num_done`: steps of the training after it."""
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.zero:
+            assert self.sync is not None, "there are other pipelines"
+            flats = {number: stage.flat for number, stage in self.stages.items()}
+            gather_weights(num_done, flats, self.sync.exchanges, self._wait)
         self.begin(num_done)
 
     # ---- state -------------------------------------------------------------------------------------------------------
     def states(self, layers: Collection[str]) -> dict[str, LayerState]:
         """The whole state of some layers; the tensors may be the live ones."""
-        found = states_of(self.parameters.items(), self.optimizer, layer_of)
-        return {layer: found[layer] for layer in layers}
+        found = states_of(self.parameters.items(), None if self.zero else self.optimizer, layer_of)
+        if not self.zero:
+            return {layer: found[layer] for layer in layers}
+        kept = self._whole_optimizer_state()
+        return {
+            layer: LayerState(weights, {name: kept[name] for name in weights if name in kept})
+            for layer in layers
+            if (weights := found[layer].parameters)
+        }
+
+    def _whole_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """Of the layers that this pipeline saves; all pipelines take part."""
+        assert self.sync is not None, "there are other pipelines"
+        names: list[list[str]] = []
+        for pipeline in range(self.role.num_pipelines):
+            theirs = set(share(self.layers, pipeline, self.role.num_pipelines))
+            names.append([name for name in self.parameters if layer_of(name) in theirs])
+        return self._sharded_state.gather(names, self.sync.exchanges, self._wait)
+
+    @cached_property
+    def _sharded_state(self) -> ShardedState:
+        by_stage = zip(self.stages.items(), self.optimizer.flat_state, strict=True)
+        return ShardedState({n: (stage.flat, kept) for (n, stage), kept in by_stage}, self.role.pipeline)
+
+    def restore(self, states: Mapping[str, LayerState]) -> None:
+        """Use saved states: this process's part of each (`of_state`)."""
+        restore(states, self.parameters.items(), None if self.zero else self.optimizer, layer_of)
+        if self.zero:
+            self._sharded_state.restore({name: kept for s in states.values() for name, kept in s.optimizer.items()})
 
     def of_state(self, state: LayerState) -> LayerState:
         """This process's part of a saved layer."""

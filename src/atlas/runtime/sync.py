@@ -12,26 +12,25 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from atlas.errors import WorkerError
 from atlas.runtime.device import Device
+from atlas.runtime.exchange import ENDS, HALVES, NORMS, PARTS, SUMS, Exchange, ExchangeKey
 from atlas.runtime.links import WorkerLinks
 from atlas.runtime.models.decoder import TIED_EMBEDDING
 from atlas.runtime.models.tied import joined
 from atlas.runtime.optimizer import global_norm
 from atlas.runtime.transfers import bytes_of
+from atlas.runtime.waits import Pending
 from atlas.runtime.wiring import CONTROL, GRADIENTS, TIED
 from atlas.wan.transport.base import Handle
 
-Wait = Callable[[Sequence[Handle]], None]
-PARTS, SUMS, ENDS, HALVES = range(4)
-"""The last number of a tag: a part of a sum; a sum; an end of the tied matrix; its joined slices."""
+Wait = Callable[[Sequence[Pending]], None]
 UP, DOWN = range(2)
 
 
@@ -41,90 +40,106 @@ def slices(length: int, count: int) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(edges)]
 
 
-def is_on_host(tensors: Sequence[Tensor]) -> bool:
-    return all(tensor.device.type == "cpu" for tensor in tensors)
+class CombinedHandle(Handle):
+    """Done when all of others are that begin later."""
+
+    def follow(self, others: Sequence[Pending]) -> None:
+        handles = [other for other in others if isinstance(other, Handle)]
+        assert len(handles) == len(others), "polled operations are awaited directly"
+        left, lock = len(handles), threading.Lock()
+
+        def ended(handle: Handle) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+            if left == 0 or handle.error is not None:
+                self.finish(handle.error)
+
+        for handle in handles:
+            handle.on_done(ended)
 
 
 @dataclass
 class _Sum:
-    """A pending sum of one stage's gradients over all pipelines, flat in host memory."""
+    """A pending sum of one stage's gradients over all pipelines."""
 
     flat: Tensor
-    parts: dict[int, Tensor]
-    """Of this pipeline's slice, by pipeline."""
-    received: list[Handle] = field(default_factory=list)
-    sums: list[Handle] = field(default_factory=list)
-    own_is_ready: threading.Event = field(default_factory=threading.Event)
-    """Set when this worker's own gradients are in host memory."""
+    """This worker's gradients; later the sums."""
+    parts: Tensor
+    """Of this pipeline's slice, one of each pipeline; or, where the backend adds, the sum."""
+    arrived: Sequence[Pending] = ()
+    """The exchange that fills `parts`."""
+    sent: Tensor | None = None
+    """`flat`, where the exchange takes its tensors."""
 
 
 class GradientSync:
-    """Sums the gradients of one worker's stages over all pipelines."""
+    """Sums the gradients of one process's stages over all pipelines, in place.
 
-    def __init__(self, links: WorkerLinks, device: Device, who: str) -> None:
-        self.links, self.device, self.who = links, device, who
-        self.role = links.role
+    Each pipeline adds its slice of the gradients in the order of pipelines, or has the backend add (`sums: fast`).
+    """
+
+    def __init__(self, exchanges: Mapping[int, Exchange], device: Device, who: str) -> None:
+        """`exchanges`: by stage."""
+        self.exchanges, self.device, self.who = exchanges, device, who
         self._sums: dict[tuple[int, int], _Sum] = {}
 
-    def begin(self, step: int, stage: int, gradients: Sequence[Tensor]) -> None:
-        """Post the receives and send every pipeline its slice of this worker's gradients. Returns at once."""
-        if not self.role.other_pipelines:
-            return
-        num_values = sum(gradient.numel() for gradient in gradients)
-        cut = slices(num_values, self.role.num_pipelines)
-        flat = self.device.buffer((num_values,), torch.float32)
-        mine = cut[self.role.pipeline]
-        parts = {c: torch.empty(mine.stop - mine.start) for c in self.role.other_pipelines}
-        total = _Sum(flat, parts)
-        for c in self.role.other_pipelines:
-            total.received.append(self._recv(c, (step, stage, c, PARTS), parts[c]))
-            total.sums.append(self._recv(c, (step, stage, c, SUMS), flat[cut[c]]))
-        self._sums[step, stage] = total
+    def begin(self, step: int, stage: int, flat: Tensor) -> None:
+        """Send every pipeline its slice of these gradients, which must not change before `finish`. Returns at once.
 
-        def send_parts(host: Tensor) -> None:
-            flat_own = host.view(-1)
-            parts[self.role.pipeline] = flat_own[mine]
-            for c in self.role.other_pipelines:
-                self._send(c, (step, stage, self.role.pipeline, PARTS), flat_own[cut[c]])
-            total.own_is_ready.set()
+        `flat` has as many values for each pipeline.
+        """
+        exchange, what = self.exchanges[stage], self._what(step)
+        num_values = len(flat) // exchange.size if exchange.reduces else len(flat)
+        parts = torch.empty(num_values) if exchange.on_host else flat.new_empty(num_values)
+        total = self._sums[step, stage] = _Sum(flat, parts)
 
-        own = torch.cat([gradient.flatten() for gradient in gradients])
-        if is_on_host(gradients):
-            send_parts(own)
+        def exchange_parts(mine: Tensor) -> Sequence[Pending]:
+            total.sent, key = mine, ExchangeKey(step, stage, PARTS)
+            if exchange.reduces:
+                return exchange.reduce(key, mine, parts, what)
+            return exchange.swap(key, mine, parts, None, what)
+
+        if exchange.on_host and flat.device.type != "cpu":
+            arrived = CombinedHandle(f"{what}, its own copied from the device included,")
+            total.arrived = [arrived]
+            self.device.download(flat, lambda host: arrived.follow(exchange_parts(host)))
         else:
-            self.device.download(own, send_parts)
+            total.arrived = exchange_parts(flat)
 
-    def finish(self, step: int, stage: int, gradients: Sequence[Tensor], wait: Wait) -> tuple[list[Tensor], int]:
-        """The sums over all pipelines, in the shapes and on the device of `gradients`, and when the last arrived."""
-        if not self.role.other_pipelines:
-            return list(gradients), 0
-        total = self._sums.pop((step, stage))
-        wait(total.received)
-        if not total.own_is_ready.wait(self.links.patience_s):
-            raise WorkerError(
-                f"SYNC of step {step} on {self.who}: its own gradients of stage {stage} were not copied from the "
-                f"device within {self.links.patience_s:g} s"
-            )
-        mine = slices(len(total.flat), self.role.num_pipelines)[self.role.pipeline]
-        added = total.flat[mine]
-        added.zero_()
-        for c in sorted(total.parts):
-            added += total.parts[c]
-        tag = (step, stage, self.role.pipeline, SUMS)
-        sent = [self._send(c, tag, added) for c in self.role.other_pipelines]
-        wait([*total.sums, *sent])  # the sent slice is part of the sums, which may be clipped in place from now on
-        on_device = total.flat if is_on_host(gradients) else self.device.upload(total.flat).get()
-        ends = list(itertools.accumulate(gradient.numel() for gradient in gradients))
-        summed = [on_device[end - g.numel() : end].view(g.shape) for end, g in zip(ends, gradients, strict=True)]
-        return summed, max(handle.end_ns for handle in (*total.received, *total.sums))
+    def finish(self, step: int, stage: int, wait: Wait, *, whole: bool) -> int:
+        """Wait until the gradients are the sums: all, or with `whole` false those of this pipeline's slice. Returns
+        when the last arrived."""
+        total, exchange = self._sums.pop((step, stage)), self.exchanges[stage]
+        wait(total.arrived)
+        assert total.sent is not None, "it was exchanged"
+        length = len(total.flat) // exchange.size
+        own = slice(exchange.rank * length, (exchange.rank + 1) * length)
+        added, gathered = _add(total.parts, 1 if exchange.reduces else exchange.size), list[Pending]()
+        if whole:
+            mine = total.sent[own].copy_(added)
+            gathered = exchange.gather(ExchangeKey(step, stage, SUMS), mine, total.sent, self._what(step))
+            wait(gathered)  # the sent slice is part of the sums, which may be clipped in place from now on
+            if total.sent is not total.flat:
+                total.flat.copy_(self.device.upload(total.sent).get())
+        else:
+            total.flat[own] = added if added.device == total.flat.device else self.device.upload(added).get()
+        return max(_last_ns(total.arrived), _last_ns(gathered))
 
-    def _send(self, pipeline: int, tag: tuple[int, int, int, int], values: Tensor) -> Handle:
-        what = f"{self.who} sends gradients of step {tag[0]} to pipeline {pipeline}"
-        return self.links.send_to(GRADIENTS, pipeline, self.role.rank, tag, bytes_of(values), what)
+    def _what(self, step: int) -> str:
+        return f"SYNC of step {step} on {self.who} waits for gradients"
 
-    def _recv(self, pipeline: int, tag: tuple[int, int, int, int], values: Tensor) -> Handle:
-        what = f"SYNC of step {tag[0]} on {self.who} waits for gradients of p{pipeline}.s{self.role.rank}"
-        return self.links.recv_from(GRADIENTS, pipeline, self.role.rank, tag, bytes_of(values), what)
+
+def _add(parts: Tensor, count: int) -> Tensor:
+    """The sum of `count` equal parts, in their order."""
+    first, *others = parts.view(count, -1).unbind()
+    for part in others:
+        first.add_(part)
+    return first
+
+
+def _last_ns(pending: Sequence[Pending]) -> int:
+    return max((each.end_ns for each in pending), default=0)
 
 
 class TiedEnds:
@@ -167,7 +182,10 @@ class GlobalNorm:
         self.links, self.who, self.role = links, who, links.role
 
     def take(self, step: int, squares: Sequence[float], wait: Wait) -> tuple[float, int]:
-        """The norm, and when it arrived. The sum is exact, so the order does not matter."""
+        """The norm, and when it arrived. The sum is exact, so the order does not matter.
+
+        `squares`: of this pipeline's slices; the last stages of all pipelines exchange theirs.
+        """
         last, moments = self.role.program.num_ranks - 1, [0]
         gathered = np.array(squares, np.float64)
         if self.role.rank > 0:
@@ -179,10 +197,26 @@ class GlobalNorm:
             norm, at_ns = self._recv(self.role.rank + 1, (step, DOWN, 0, 0), wait)
             moments.append(at_ns)
         else:
-            norm = np.array([global_norm([gathered.tolist()])])
+            of_others, at_ns = self._exchange(step, gathered, wait)
+            moments.append(at_ns)
+            norm = np.array([global_norm([gathered.tolist(), *of_others])])
         if self.role.rank > 0:
             self._send(self.role.rank - 1, (step, DOWN, 0, 0), norm)
         return float(norm[0]), max(moments)
+
+    def _exchange(self, step: int, squares: np.ndarray, wait: Wait) -> tuple[list[list[float]], int]:
+        """The squares of the other pipelines, and when the last arrived."""
+        role, what = self.role, f"NORM of step {step} on {self.who} waits for other pipelines"
+        handles = [
+            self.links.recv_from(GRADIENTS, c, role.rank, (step, 0, c, NORMS), None, what) for c in role.other_pipelines
+        ]
+        for c in role.other_pipelines:
+            tag = (step, 0, role.pipeline, NORMS)
+            self.links.send_to(GRADIENTS, c, role.rank, tag, squares.tobytes(), f"{self.who} sends squares")
+        if handles:
+            wait(handles)
+        found = [np.frombuffer(handle.buffer or b"", np.float64).tolist() for handle in handles]
+        return found, _last_ns(handles)
 
     def _send(self, rank: int, tag: tuple[int, int, int, int], values: np.ndarray) -> None:
         what = f"{self.who} sends the norm of step {tag[0]} to p{self.role.pipeline}.s{rank}"

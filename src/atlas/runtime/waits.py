@@ -19,11 +19,28 @@ from atlas.errors import AtlasError
 from atlas.ir.program import Ints, Op, Program
 from atlas.runtime.assignment import FillerChoice, Json
 from atlas.runtime.device import Device, Running, Span
-from atlas.wan.transport.base import Handle
 
 GROUP = "atlas.fillers"
 T = TypeVar("T")
 log = logging.getLogger("atlas.waits")
+
+
+class Pending(Protocol):
+    """An operation that was started; a transport's `Handle` is one."""
+
+    what: str
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def end_ns(self) -> int:
+        """When it was done, on the monotonic clock."""
+        ...
+
+    def wait(self, timeout_s: float | None = None) -> object:
+        """Return when it is done; raise its error, or a WorkerError after `timeout_s`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -109,7 +126,7 @@ class Waits:
         if self._filler is not None:
             self._call(lambda filler: filler.attach(facts, SharedDevice(device, note)))
 
-    def until(self, position: Position, handles: Sequence[Handle]) -> None:
+    def until(self, position: Position, handles: Sequence[Pending]) -> None:
         """Wait until all are done; raises their error, or a timeout."""
         began_ns = 0 if self._filler is None else self._fill(position, handles)
         for handle in handles:
@@ -120,7 +137,7 @@ class Waits:
             ended_ns = max(began_ns, *(handle.end_ns for handle in handles))
             self._call(lambda filler: filler.waited(position, began_ns, ended_ns))
 
-    def _fill(self, position: Position, handles: Sequence[Handle]) -> int:
+    def _fill(self, position: Position, handles: Sequence[Pending]) -> int:
         """Let the filler use the wait; returns when the wait began."""
 
         def arrived() -> bool:

@@ -24,14 +24,14 @@ from atlas.runtime.device import Device, Span
 from atlas.runtime.links import PeerAddress, WorkerLinks
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD
 from atlas.runtime.op_queue import OpQueue
+from atlas.runtime.pipeline_group import PipelineGroup
 from atlas.runtime.record import Recorder, StepRecord
 from atlas.runtime.saving import Saving, resume
 from atlas.runtime.stage_set import StageSet
-from atlas.runtime.sync import GlobalNorm, GradientSync, TiedEnds
+from atlas.runtime.sync import GlobalNorm, TiedEnds, Wait
 from atlas.runtime.transfers import StageInput, Transfers
-from atlas.runtime.waits import Filler, Position, Waits, WorkerFacts
+from atlas.runtime.waits import Filler, Pending, Position, Waits, WorkerFacts
 from atlas.runtime.wiring import WorkerRole, require_runnable
-from atlas.wan.transport.base import Handle
 
 if TYPE_CHECKING:
     from atlas.runtime.tensor_parallel.leader import Followers
@@ -84,7 +84,7 @@ class Worker:
             self.saving = Saving(assignment, assignment.save, self.role, self.stage_set, on_saved)
         self.links = WorkerLinks(self.role, assignment, direct=device.is_thread and filler is None)
         self.transfers = Transfers(self.links, device, self.task.activation_shape, self.task.dtype, self._needs())
-        self.sync = GradientSync(self.links, device, self._me)
+        self.pipeline_group = PipelineGroup(assignment, self.role, self.links, self._me)
         self.tied = TiedEnds(self.links, self._me)
         self.norm = GlobalNorm(self.links, self._me)
         self.waits = Waits(assignment.patience_s, filler)
@@ -93,8 +93,6 @@ class Worker:
         """May be lowered while it runs, but not below a step that has begun (`next_step`)."""
         self.next_step = assignment.first_step
         """The first step that has not begun."""
-        self._outgoing: dict[int, list[Tensor]] = {}
-        """Gradients that are being summed over pipelines, by stage."""
         self._recomputed = {(op.stage, op.microbatch) for op in self.ops if op.kind == Kind.R}
         self._queue = OpQueue(device)
         self._dispatch: dict[Kind, Callable[[Op, int, ProgramPass], None]] = {
@@ -117,12 +115,12 @@ class Worker:
 
     def _hold(self, followers: Followers | None) -> StageSet:
         if followers is None:
-            return StageSet(self.assignment, self.role, self.device.place)
+            return StageSet(self.assignment, self.role, self.device)
         from atlas.runtime.tensor_parallel.leader import (
             LeaderStageSet,  # DTensor: 1 s, and most workers do not need it
         )
 
-        return LeaderStageSet(self.assignment, self.role, self.device.place, followers)
+        return LeaderStageSet(self.assignment, self.role, self.device, followers)
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -132,6 +130,7 @@ class Worker:
     # ---- start, run and end ------------------------------------------------------------------------------------------
     def connect(self, places: Sequence[PeerAddress], dial_for: Sequence[PeerAddress] = ()) -> None:
         self.links.connect(places, dial_for)
+        self.pipeline_group.join(self.stage_set)
         if self.saving is not None:
             self.saving.start_copying(self.links, self._on_copied)
         self.stage_set.warm_up()
@@ -203,6 +202,7 @@ class Worker:
 
     def close(self) -> None:
         """Close every connection at once."""
+        self.pipeline_group.close()
         self.links.close()
         self.device.close()
 
@@ -244,23 +244,20 @@ class Worker:
         gradients = self.stages[op.stage].gradients
         if gradients.num_added == self.program.num_microbatches:
             step = now.first_step + op.microbatch // self.program.num_microbatches
-            outgoing = self._outgoing[op.stage] = self.stages[op.stage].outgoing()
-            self.sync.begin(step, op.stage, outgoing)
+            self.stage_set.begin_sum(step, op.stage)
 
     def _sync(self, op: Op, index: int, now: ProgramPass) -> None:
         step, wait, moments = now.first_step + op.microbatch, self._waiter(index, now), [now.start_ns]
         for number, stage in self.stages.items():
             if stage.gradients.num_added != self.program.num_microbatches:
                 raise ProgramError(f"{self._who(op)}: its backwards of stage {number} come later; put them before it")
-            sums, arrived_ns = self.sync.finish(step, number, self._outgoing.pop(number), wait)
-            stage.adopt(sums)
-            moments.append(arrived_ns)
+            moments.append(self.stage_set.finish_sum(step, number, wait))
         if self.training.model.config.tied:
             moments.append(self._join_tied(step, wait))
         work = self.stage_set.begin_norm if self._has_norm else (lambda: None)
         self._launch(op, index, now, max(moments), work)
 
-    def _join_tied(self, step: int, wait: Callable[[Sequence[Handle]], None]) -> int:
+    def _join_tied(self, step: int, wait: Wait) -> int:
         here = [name for name in (TIED_EMBEDDING, TIED_HEAD) if name in self.parameters]
         if len(here) == 2:
             self.stage_set.join_tied()
@@ -314,10 +311,10 @@ class Worker:
                     yield StageInput(BACKWARD, op.stage, slot)
             step += program.num_iterations
 
-    def _waiter(self, index: int, now: ProgramPass) -> Callable[[Sequence[Handle]], None]:
+    def _waiter(self, index: int, now: ProgramPass) -> Wait:
         return lambda handles: self._wait(index, now, handles)
 
-    def _wait(self, index: int, now: ProgramPass, handles: Sequence[Handle]) -> None:
+    def _wait(self, index: int, now: ProgramPass, handles: Sequence[Pending]) -> None:
         """A filler gets a device that is idle."""
         if self.waits.has_filler:
             self._queue.settle()

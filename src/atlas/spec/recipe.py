@@ -143,6 +143,10 @@ class Recipe(Frozen):
     """Clip gradients to this global norm; default: no clipping."""
     seed: Seed = 0
     """Of the first weights, of dropout and of the order of the data."""
+    sums: Literal["ordered", "fast", "transport"] = "ordered"
+    """How gradients are summed over the pipelines of a datacenter."""
+    zero: Annotated[int, Field(strict=True, ge=0, le=1)] = 0
+    """1: optimizer state is divided among the pipelines (ZeRO-1); 0: every pipeline has all of it."""
     checkpoints: CheckpointRecipe = CheckpointRecipe()
     """Where and how often the run is saved."""
     network: NetworkRecipe = NetworkRecipe()

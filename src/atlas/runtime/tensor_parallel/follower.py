@@ -29,9 +29,9 @@ def follow(assignment: Assignment, rank: int, port: int, orders: TextIO, replies
     """Make calls until the leader ends them, or is gone."""
     try:
         role = WorkerRole(from_text(assignment.program), assignment.worker, assignment.cell, assignment.num_cells)
-        place = make_device(assignment.device).place
-        group = TensorGroup(rank, assignment.tp, port, place, assignment.patience_s)
-        stage_set = ShardedStageSet(assignment, role, place, group)
+        device = make_device(assignment.device)
+        group = TensorGroup(rank, assignment.tp, port, device.place, assignment.patience_s)
+        stage_set = ShardedStageSet(assignment, role, device, group)
         if assignment.save is not None:
             resume(assignment.training, assignment.save, role, stage_set)
         for line in orders:

@@ -11,17 +11,23 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TextIO, TypeVar
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.ir.text import from_text
 from atlas.lifetime import describe_exit, end_with_parent
 from atlas.runtime.assignment import Assignment
+from atlas.runtime.collectives import GroupStore
+from atlas.runtime.device import Device
+from atlas.runtime.exchange import Exchange
 from atlas.runtime.stage import Stage
+from atlas.runtime.sync import Wait
 from atlas.runtime.tensor_parallel.follower import TENSOR, follow
 from atlas.runtime.tensor_parallel.group import LEADER, TensorGroup, listen, place_of
 from atlas.runtime.tensor_parallel.sharding import ShardedStageSet
@@ -111,7 +117,8 @@ def _fork(assignment: Assignment, rank: int, port: int) -> _Process:
             os.dup2(2, 1)  # a library's print must not become a reply
             os.dup2(their_replies, 3)
             os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # descriptors of the leader
-            mine = replace(assignment, device=place_of(assignment.device, rank))
+            place = assignment.device if assignment.nccl_on_shared_gpu else place_of(assignment.device, rank)
+            mine = replace(assignment, device=place)
             follow(mine, rank, port, os.fdopen(0), os.fdopen(3, "w"))
             code = 0
         finally:
@@ -149,18 +156,6 @@ class LeaderStage(Stage):
     backward_input = on_all_ranks(Stage.backward_input)
     backward_weight = on_all_ranks(Stage.backward_weight)
 
-    def outgoing(self) -> list[Tensor]:
-        """The gradients of all ranks, if there are other pipelines to sum with."""
-        return super().outgoing() if self.owner.is_alone else self.owner.gather_gradients(self.number)
-
-    def adopt(self, sums: Sequence[Tensor]) -> None:
-        if self.owner.is_alone:
-            self.owner.followers.order("adopt_own", args=[self.number])
-            super().adopt(sums)
-        else:
-            self.owner.followers.order("scatter_sums", args=[self.number])
-            self.owner.scatter_sums(self.number, sums)
-
 
 class LeaderStageSet(ShardedStageSet):
     """The leader's stages."""
@@ -168,14 +163,46 @@ class LeaderStageSet(ShardedStageSet):
     stage_kind = LeaderStage
     number = None
 
-    def __init__(self, assignment: Assignment, role: WorkerRole, place: str, followers: Followers) -> None:
+    def __init__(self, assignment: Assignment, role: WorkerRole, device: Device, followers: Followers) -> None:
         self.owner, self.followers = self, followers
-        self.is_alone = not role.other_pipelines
-        super().__init__(assignment, role, place, followers.join(assignment, place))
+        self._packed: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        """Of sums through the leader, by stage: all ranks' gradients in one tensor, and one by one."""
+        self.sums_through_leader = role.num_pipelines > 1 and assignment.training.sums == "transport"
+        super().__init__(assignment, role, device, followers.join(assignment, device.place))
         for number, stage in self.stages.items():
             assert isinstance(stage, LeaderStage)
             stage.owner, stage.number = self, number
 
+    # ---- sums over pipelines: every rank its own shards, or, over the WAN transport, the leader for all -------------
+    def open_exchanges(self, store: GroupStore) -> Mapping[int, Exchange]:
+        self.followers.order("join_pipelines", args=[store.host, store.port, store.prefix])
+        return super().open_exchanges(store)
+
+    def begin_sum(self, step: int, number: int) -> None:
+        if self.sums_through_leader:
+            assert self.sync is not None, "there are other pipelines"
+            found: list[Tensor] = self.gather_gradients(number)
+            packed = torch.cat([gradient.flatten() for gradient in found])
+            padding = -len(packed) % self.role.num_pipelines
+            self._packed[number] = functional.pad(packed, (0, padding)), found
+            self.sync.begin(step, number, self._packed[number][0])
+            return
+        self.followers.order("begin_sum", args=[step, number])
+        super().begin_sum(step, number)
+
+    def finish_sum(self, step: int, number: int, wait: Wait | None = None) -> int:
+        if not self.sums_through_leader:
+            self.followers.order("finish_sum", args=[step, number])
+            return super().finish_sum(step, number, wait)
+        assert self.sync is not None, "there are other pipelines"
+        arrived_ns = self.sync.finish(step, number, wait or self._wait, whole=True)
+        packed, like = self._packed.pop(number)
+        sums = torch.split(packed[: sum(g.numel() for g in like)], [g.numel() for g in like])
+        self.followers.order("scatter_sums", args=[number])
+        self.scatter_sums(number, sums)
+        return arrived_ns
+
+    # ---- the rest of an iteration, and state -------------------------------------------------------------------------
     join_tied = on_all_ranks(ShardedStageSet.join_tied)
     gather_gradients = on_all_ranks(ShardedStageSet.gather_gradients)
     gather_tied = on_all_ranks(ShardedStageSet.gather_tied)

@@ -4,7 +4,7 @@ followers. All ranks call every method here, in the same order; the leader gets 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import LayerState
+from atlas.runtime.collectives import GroupStore, torch_exchanges
+from atlas.runtime.device import Device
+from atlas.runtime.exchange import Exchange
 from atlas.runtime.models.decoder import Decoder
 from atlas.runtime.models.parallel import parallelize
 from atlas.runtime.models.task import DecoderTask
@@ -35,9 +38,9 @@ class ShardedTask(DecoderTask):
 class ShardedStageSet(StageSet):
     """One rank's part of the stages."""
 
-    def __init__(self, assignment: Assignment, role: WorkerRole, place: str, group: TensorGroup) -> None:
+    def __init__(self, assignment: Assignment, role: WorkerRole, device: Device, group: TensorGroup) -> None:
         self.group = group
-        super().__init__(assignment, role, place)
+        super().__init__(assignment, role, device)
         named = [item for stage in self.stages.values() for item in stage.module.named_parameters()]
         self.shares = ParameterShards(group.rank, group.size, named)
 
@@ -45,6 +48,14 @@ class ShardedStageSet(StageSet):
         return ShardedTask(**vars(task), mesh=self.group.mesh)
 
     # ---- the end of an iteration -------------------------------------------------------------------------------------
+    def open_exchanges(self, store: GroupStore) -> Mapping[int, Exchange]:
+        """Every rank sums its own shards with the same rank of the other pipelines."""
+        return torch_exchanges(self.assignment, self.role, store, self.group.rank)
+
+    def join_pipelines(self, host: str, port: int, prefix: str) -> None:
+        """A follower's part of `PipelineGroup.join`."""
+        self.sum_by(self.open_exchanges(GroupStore(host, port, prefix)))
+
     def gather_gradients(self, number: int) -> list[Tensor]:
         """A stage's gradients in host memory: unsharded ones once; then the parts of every rank, flat."""
         stage = self.stages[number]
@@ -75,11 +86,6 @@ class ShardedStageSet(StageSet):
             begin, end = end, end + gradient.numel()
             gradient.copy_(flat[begin:end].view(gradient.shape))
 
-    def adopt_own(self, number: int) -> None:
-        """A follower without other pipelines to sum with: its own gradients are the sums."""
-        stage = self.stages[number]
-        stage.adopt(stage.outgoing())
-
     def gather_tied(self, name: str) -> Tensor | None:
         parts = self.group.gather(super().tied_gradient(name))
         return self.shares.join(name, parts) if parts else None
@@ -91,8 +97,7 @@ class ShardedStageSet(StageSet):
     def squares(self) -> list[float]:
         """Squares of sharded parameters from all ranks; of others from the leader only (`Stage.counted`)."""
         mine = super().squares()
-        counted = {name for stage in self.stages.values() for name in stage.counted}
-        num_parts = sum(self.shares.is_sharded(name) for name in counted)
+        num_parts = sum(map(self.shares.is_sharded, self._counted_gradients()))
         parts = [0.0] * num_parts if self.group.rank == LEADER else mine
         gathered_squares = self.group.gather(torch.tensor(parts, dtype=torch.float64))
         return [*mine, *(square for part in gathered_squares[1:] for square in part.tolist())]

@@ -1,0 +1,191 @@
+"""Exchanges among the workers of one stage by torch.distributed: NCCL between GPUs, Gloo in host memory.
+
+Each stage has a process group of its own, one rank of each pipeline (and one for each tensor-parallel rank): stages of
+one worker finish in an order that differs from pipeline to pipeline. The first pipeline's worker has the store through
+which the others find each other. Store and groups carry plain bytes and unpickle nothing; they neither encrypt nor
+authenticate, so the launcher allows them on loopback and in trusted networks only (docs/transport.md).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import threading
+import time
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ReduceScatterOptions, TCPStore
+
+from atlas.errors import WorkerError
+from atlas.runtime.assignment import Assignment
+from atlas.runtime.exchange import ExchangeKey, PartSizes
+from atlas.runtime.waits import Pending
+from atlas.runtime.wiring import WorkerRole
+from atlas.wan.transport.base import Handle
+
+START_S = 90.0
+"""Processes start one after the other, possibly on a busy host."""
+OPERATION_S = 24 * 3600.0
+"""No time limit of torch's own: a sum begins long before it is awaited, and the waiting worker has a time limit."""
+NUM_THREADS = 2
+"""Of a Gloo group."""
+POLL_S = 100e-6
+DETERMINISTIC = {"NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
+"""NCCL adds in one order in every run on the same ranks, as in Megatron-LM's deterministic mode."""
+
+
+def store_listener(host: str) -> tuple[int, int]:
+    """A descriptor that listens at this address of the host, for a store, and its port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    server = socket.create_server((host, 0), family=family)
+    port: int = server.getsockname()[1]
+    return server.detach(), port
+
+
+class GroupStore(NamedTuple):
+    """Where the processes of a group find each other."""
+
+    host: str
+    port: int
+    prefix: str
+    """Of all keys."""
+    listener: int | None = None
+    """The descriptor, in the process that has the store."""
+
+    def open(self, patience_s: float) -> TCPStore:
+        patience, place = datetime.timedelta(seconds=max(START_S, patience_s)), (self.host, self.port)
+        if self.listener is None:
+            return TCPStore(*place, is_master=False, timeout=patience)
+        fd = self.listener
+        return TCPStore(*place, is_master=True, timeout=patience, wait_for_workers=False, master_listen_fd=fd)
+
+
+def torch_exchanges(
+    assignment: Assignment, role: WorkerRole, found: GroupStore, tensor_rank: int = 0
+) -> dict[int, TorchExchange]:
+    """Of every stage of a process of this worker. Returns when all pipelines have joined."""
+    store = found.open(assignment.patience_s)
+    on_gpu = assignment.device.startswith("cuda") and (assignment.nccl_on_shared_gpu or not assignment.shares_gpu)
+    if assignment.nccl_on_shared_gpu:
+        appear_alone(f"{role.node}.{tensor_rank}")
+    return {
+        stage: TorchExchange(
+            store,
+            f"{found.prefix}.{assignment.epoch}.s{stage}.t{tensor_rank}",
+            role.pipeline,
+            role.num_pipelines,
+            host=assignment.sums_listen,
+            place=assignment.device,
+            backend="nccl" if on_gpu else "gloo",
+            fast=assignment.training.sums == "fast",
+        )
+        for stage in role.stages
+    }
+
+
+def appear_alone(name: str) -> None:
+    """Appear to NCCL as a host of its own: it refuses two ranks of one host on one GPU."""
+    os.environ |= {"NCCL_HOSTID": name, "NCCL_SOCKET_IFNAME": "lo"}
+
+
+class TorchExchange:
+    """Among the ranks of one process group."""
+
+    def __init__(
+        self, store: TCPStore, name: str, rank: int, size: int, *, host: str, place: str, backend: str, fast: bool
+    ) -> None:
+        """`name`: of the group, in the store. `host`: the address of this host that Gloo listens on."""
+        self.rank, self.size, self.on_host = rank, size, backend == "gloo"
+        self.reduces = fast and not self.on_host  # Gloo's reduce_scatter takes 2.6 times as long as `swap` and a sum
+        self._place = torch.device("cpu" if self.on_host else place)
+        limit = datetime.timedelta(seconds=OPERATION_S)
+        if self.on_host:
+            gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            gloo._timeout, gloo._threads = limit, NUM_THREADS
+            self._group: Any = dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, gloo)
+        else:
+            if fast:
+                os.environ.update({key: os.environ.get(key, value) for key, value in DETERMINISTIC.items()})
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = limit
+            self._group = dist.ProcessGroupNCCL(PrefixStore(name, store), rank, size, nccl)
+        self._warm_up(name)
+
+    def _warm_up(self, name: str) -> None:
+        """Connect all ranks: NCCL does so in its first operation."""
+        out, into = torch.zeros(self.size, device=self._place), torch.zeros(self.size, device=self._place)
+        for pending in self.swap(ExchangeKey(-1, 0, 0), out, into, None, f"the start of {name}"):
+            pending.wait(START_S)
+
+    def swap(self, key: ExchangeKey, out: Tensor, into: Tensor, sizes: PartSizes | None, what: str) -> list[Pending]:
+        outs, intos = (list(sizes.out), list(sizes.into)) if sizes else ([], [])
+        return self._started(self._group.alltoall_base(into, out, intos, outs), what)
+
+    def gather(self, key: ExchangeKey, mine: Tensor, whole: Tensor, what: str) -> list[Pending]:
+        return self._started(self._group._allgather_base(whole, mine, AllgatherOptions()), what)
+
+    def reduce(self, key: ExchangeKey, out: Tensor, mine: Tensor, what: str) -> list[Pending]:
+        return [PolledWork(self._group._reduce_scatter_base(mine, out, ReduceScatterOptions()), what)]
+
+    def close(self) -> None:
+        """Peers that wait for this rank fail at once."""
+        self._group.abort()
+
+    def _started(self, work: Any, what: str) -> list[Pending]:
+        return [_gloo_handle(work, what) if self.on_host else PolledWork(work, what)]
+
+
+def _gloo_handle(work: Any, what: str) -> Handle:
+    handle = Handle(what)
+
+    def settle(future: Any) -> None:
+        try:
+            future.value()
+        except RuntimeError as error:
+            handle.fail(str(error).partition("\n")[0])
+        else:
+            handle.finish()
+
+    work.get_future().add_done_callback(settle)
+    return handle
+
+
+class PolledWork:
+    """An operation on a stream of the device, which does not report its end: the host asks."""
+
+    def __init__(self, work: Any, what: str) -> None:
+        self._work, self.what = work, what
+        self._end_ns = 0
+        self._lock = threading.Lock()
+
+    @property
+    def done(self) -> bool:
+        try:
+            completed: bool = self._work.is_completed()
+        except RuntimeError as error:
+            raise WorkerError(f"{self.what}: {error}") from error
+        with self._lock:
+            if completed and not self._end_ns:
+                self._end_ns = time.monotonic_ns()
+        return completed
+
+    @property
+    def end_ns(self) -> int:
+        """When the host first saw that it was done."""
+        return self._end_ns or time.monotonic_ns()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        deadline = time.monotonic() + (OPERATION_S if timeout_s is None else timeout_s)
+        while not self.done:
+            if time.monotonic() > deadline:
+                raise WorkerError(f"{self.what}: not done within {timeout_s:g} s")
+            time.sleep(POLL_S)
+        try:
+            self._work.wait()  # the compute stream waits too; raises the operation's error
+        except RuntimeError as error:
+            raise WorkerError(f"{self.what}: {error}") from error

@@ -1,0 +1,61 @@
+"""The workers that hold the same stages, one of each pipeline: how they find each other and which exchange they use.
+
+By torch.distributed, through a store of the first pipeline's worker, or over the WAN transport. The store's address and
+the prefix of its keys, a secret, travel over the transport, which authenticates. Knows the assignment and links; not
+what is exchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+
+from atlas.runtime.assignment import Assignment
+from atlas.runtime.collectives import START_S, GroupStore, store_listener
+from atlas.runtime.exchange import Exchange, TransportExchange
+from atlas.runtime.links import WorkerLinks
+from atlas.runtime.stage_set import StageSet
+from atlas.runtime.wiring import GRADIENTS, WorkerRole
+
+FOUND = (-2, 0, 0, 0)
+"""The tag of the message with the store's address."""
+
+
+class PipelineGroup:
+    """`join` when all links are connected."""
+
+    def __init__(self, assignment: Assignment, role: WorkerRole, links: WorkerLinks, who: str) -> None:
+        self.assignment, self.role, self.links, self.who = assignment, role, links, who
+        self._exchanges: dict[int, Exchange] = {}
+
+    def join(self, stage_set: StageSet) -> None:
+        """Returns when all pipelines have joined."""
+        if self.role.num_pipelines == 1:
+            return
+        if self.assignment.training.sums == "transport":
+            self._exchanges = dict.fromkeys(self.role.stages, TransportExchange(self.links, self.who))
+        else:
+            self._exchanges = dict(stage_set.open_exchanges(self._open() if self.role.pipeline == 0 else self._find()))
+        stage_set.sum_by(self._exchanges)
+
+    def _open(self) -> GroupStore:
+        """Have the store, and tell the others."""
+        host = self.assignment.sums_listen
+        listener, port = store_listener(host)
+        store = GroupStore(host, port, secrets.token_hex(16), listener)
+        for pipeline in self.role.other_pipelines:
+            what = f"{self.who} sends the address of the store to pipeline {pipeline}"
+            message = json.dumps([host, port, store.prefix]).encode()
+            self.links.send_to(GRADIENTS, pipeline, self.role.rank, FOUND, message, what)
+        return store
+
+    def _find(self) -> GroupStore:
+        what = f"{self.who} waits for the address of the store of p0.s{self.role.rank}"
+        message = self.links.recv_from(GRADIENTS, 0, self.role.rank, FOUND, None, what).wait(START_S)
+        host, port, prefix = json.loads(bytes(message or b""))
+        return GroupStore(str(host), int(port), str(prefix))
+
+    def close(self) -> None:
+        """Peers that wait for this worker fail at once."""
+        for exchange in self._exchanges.values():
+            exchange.close()
