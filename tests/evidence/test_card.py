@@ -109,7 +109,7 @@ def test_a_timeline_file_needs_its_job_and_not_another(tmp_path: Path, capsys: p
 
 
 def test_a_run_folder_without_a_timeline_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AtlasError, match="has no timeline"):
+    with pytest.raises(AtlasError, match="not the folder of a run"):
         find_run(tmp_path)
 
 

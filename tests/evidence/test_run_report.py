@@ -43,7 +43,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, timelines: dict[str, Timeline
     ]
     lines = [json.dumps(step) for step in steps]
     (run / "run.jsonl").write_text("\n".join([*lines, '{"step": 9, "lo']) + "\n")
-    record = {"command": ["atlas", "train", "<b>"], "goodput": 0.9, "attempts": [{"reason": "host lost"}, {}]}
+    record = {"command": ["atlas", "train", "<b>"], "attempts": [{"reason": "host lost"}, {}]}
+    record |= {"steps_kept": 9, "steps_done": 10, "goodput_steps_per_s": 1.5}
     (folder / "run" / "run.json").write_text(json.dumps(record))
     result = atlas.simulate(TINY, "1f1b", iterations=4).best
     write_data_point(folder / "point", result.timeline, result.case.job, result.case.arrangement, RunFacts("1f1b"))
@@ -75,6 +76,17 @@ def test_the_figures_are_those_of_the_files(runs: Path, timelines: dict[str, Tim
     assert point.shares[PARTS[0]] == pytest.approx(run.shares[PARTS[0]], rel=0.05)
 
 
+def test_a_run_that_left_no_timeline_is_reported_by_its_record(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text((runs / "run" / "run.json").read_text())
+    (tmp_path / "run.jsonl").write_text((runs / "run" / "attempt-1" / "run.jsonl").read_text())
+    found = run_summary(tmp_path)
+    assert found.figures["iteration"].value == pytest.approx(0.5)
+    assert found.figures["goodput"].value == 1.5
+    assert ("attempts", "2: host lost") in found.about
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "r.html")]) == 0
+    assert main(["card", str(tmp_path), "--job", str(TINY), "--out", str(tmp_path / "point")]) == 2
+
+
 def test_the_fastest_is_named_only_among_equals(runs: Path) -> None:
     same = [run_summary(runs / f"{name}.timeline") for name in ("gpipe", "1f1b")]
     assert "It is the fastest" in verdict(same)
@@ -95,6 +107,8 @@ def test_the_middle_iteration_is_a_timeline_of_its_own(timelines: dict[str, Time
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(TINY), "--out", str(tmp_path / "r.html")]) == 2
     assert "atlas card" in capsys.readouterr().err
+    with pytest.raises(AtlasError, match="not the folder of a run"):
+        run_summary(tmp_path)
     with pytest.raises(AtlasError, match="no such file or folder"):
         run_summary(tmp_path / "nothing")
     (tmp_path / "run.json").write_text("{")

@@ -82,7 +82,7 @@ def _recorded(args: argparse.Namespace) -> DataPoint:
     if job_file is None:
         raise AtlasError(f"{args.source}: the card needs the run's plan or job. Give it with --job FILE")
     job, plan = load_job_or_plan(job_file, args.set)
-    timeline = load_timeline(source.timeline)
+    timeline = load_timeline(source.require_timeline(args.source))
     arrangement = arrange(job)
     require_same(job, arrangement.num_pipelines, timeline.program, args.source, job_file)
     facts = RunFacts(

@@ -64,6 +64,8 @@ def metrics_table(
         else:
             cells += f"<td>{row[0].unit}</td>"
         why = html.escape(definitions[row[0].name])
+        reasons = dict.fromkeys(metric.reason for metric in row if metric.value is None)
+        why += "".join(f"<br>No value: {html.escape(reason)}." for reason in reasons)
         lines.append(f'<tr><td>{row[0].name}</td>{cells}<td class="why">{why}</td></tr>')
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 

@@ -90,7 +90,7 @@ def _figures(runs: Sequence[RunSummary]) -> str:
         row = [run.figures.get(label, RunFigure(label)) for run in runs]
         if all(figure.value is None and not figure.text for figure in row):
             continue
-        best = _best(row) if len({run.source for run in runs}) == 1 else None
+        best = _best(row) if len({(run.source, run.workload) for run in runs}) == 1 else None
         cells = "".join(
             f'<td class="n{" best" if figure.value is not None and figure.value == best else ""}">{_shown(figure)}</td>'
             for figure in row
@@ -188,6 +188,7 @@ def _notes(runs: Sequence[RunSummary]) -> str:
         "simulated": "Simulated times come from the simulator: nothing ran.",
         "emulated": "Emulated times come from real processes, sockets and gradients over an emulated WAN.",
         "measured": "Measured times come from a run on the hardware that is named.",
+        "run": "Times of a run without a timeline come from its step log.",
         "trace": "Traces without a source come from a profiler of another system.",
     }
     notes = [sources[source] for source in dict.fromkeys(run.source for run in runs) if source in sources]

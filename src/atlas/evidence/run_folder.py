@@ -19,11 +19,17 @@ RECORD = "run.json"
 class RunFiles:
     """What was found of a run."""
 
-    timeline: Path
+    timeline: Path | None
     job: Path | None = None
     log: Path | None = None
     record: dict[str, Any] | None = None
     """`run.json`: attempts, reasons, hosts, checkpoints, goodput."""
+
+    def require_timeline(self, source: Path) -> Path:
+        """Raise AtlasError where the run left none."""
+        if self.timeline is None:
+            raise AtlasError(f"{source}: has no timeline ({', '.join(TIMELINES)}). Train with --timeline FILE in it")
+        return self.timeline
 
     @property
     def command(self) -> list[str]:
@@ -39,8 +45,10 @@ def find_run(source: Path) -> RunFiles:
         raise AtlasError(f"{source}: there is no such file or folder. Name a timeline file or the folder of a run")
     record = _record(source / RECORD)
     timeline = _first(source, TIMELINES, "*.timeline")
-    if timeline is None:
-        raise AtlasError(f"{source}: has no timeline ({', '.join(TIMELINES)}). Train with --timeline FILE")
+    if timeline is None and record is None:
+        raise AtlasError(
+            f"{source}: has neither {RECORD} nor a timeline ({', '.join(TIMELINES)}): not the folder of a run"
+        )
     return RunFiles(timeline, _first(source, PLANS), _first(source, LOGS, "*.jsonl"), record)
 
 

@@ -79,46 +79,47 @@ def _is_data_point(folder: Path) -> bool:
 
 # ---- a timeline ----------------------------------------------------------------------------------------------------
 def _of_run(source: Path, files: RunFiles) -> RunSummary:
-    timeline = load_timeline(files.timeline)
+    timeline = None if files.timeline is None else load_timeline(files.timeline)
+    steps = read_steps(files.log) if files.log is not None else []
+    name = str((files.record or {}).get("name") or (source.name if source.is_dir() else source.stem))
+    measured = _mean_step_s(steps)
+    figures = [
+        RunFigure("iteration", measured if timeline is None else timeline.iteration_ns / 1e9, "s", better="low"),
+        RunFigure("predicted iteration", _last(steps, "predicted_s"), "s"),
+        RunFigure("tokens per second", _tokens_per_s(steps), "tok/s", better="high"),
+        RunFigure("loss, last step", _last(steps, "loss")),
+        RunFigure("steps reported", float(len(steps)) if steps else None),
+        *_record_figures(files.record),
+    ]
+    about = [*([("command", " ".join(files.command))] if files.command else []), *_attempts(files.record)]
+    if timeline is None:
+        return RunSummary(name, "run", _by_label(figures), {}, steps=steps, about=about)
     found, program = summary(timeline), timeline.program
     total_s = timeline.makespan_ns / 1e9 * program.num_workers
     waits = {cause: seconds / total_s if total_s else 0.0 for cause, seconds in found["bubbles_s"].items()}
-    steps = read_steps(files.log) if files.log is not None else []
-    figures = [
-        RunFigure("iteration", found["iteration_s"], "s", better="low"),
-        RunFigure("predicted iteration", _last(steps, "predicted_s"), "s"),
+    figures += [
         RunFigure("accelerators busy", 100 * found["utilization"], "%", better="high"),
-        RunFigure("tokens per second", _tokens_per_s(steps), "tok/s", better="high"),
         RunFigure("busiest WAN link", 100 * max(found["links"].values(), default=0.0), "%"),
-        RunFigure("loss, last step", _last(steps, "loss")),
-        RunFigure("steps reported", float(len(steps)) if steps else None),
-        RunFigure("goodput", _goodput(files.record), "%", better="high"),
         RunFigure("workers", float(found["num_workers"])),
     ]
     shares = dict(zip(PARTS, (found["utilization"], waits["wan"], waits["peer"], waits["sync"]), strict=False))
     shares["fill and drain"] = waits["fill"] + waits["drain"]
-    places = ", ".join(dict.fromkeys(program.rank_dc))
-    about = [
-        ("schedule", program.name + (", pipelines take turns on the WAN" if program.sharing else "")),
-        ("datacenters", places),
-        (
-            "shape",
-            f"{program.num_pipelines} pipelines x {program.num_stages} stages, {program.num_microbatches} microbatches",
-        ),
-        ("timeline", f"the last {program.num_iterations} iterations, from {files.timeline.name}"),
-        *([("command", " ".join(files.command))] if files.command else []),
-        *_attempts(files.record),
-    ]
-    name = str(timeline.meta.get("job") or (source.name if source.is_dir() else source.stem))
+    shape = f"{program.num_pipelines} pipelines x {program.num_stages} stages, {program.num_microbatches} microbatches"
     return RunSummary(
-        f"{name} ({program.name})",
+        f"{timeline.meta.get('job') or name} ({program.name})",
         timeline.source,
         _by_label(figures),
         shares,
-        workload=f"{program.num_pipelines} x {program.num_stages} x {program.num_microbatches}",
+        workload=shape,
         timeline=timeline,
         steps=steps,
-        about=about,
+        about=[
+            ("schedule", program.name + (", pipelines take turns on the WAN" if program.sharing else "")),
+            ("datacenters", ", ".join(dict.fromkeys(program.rank_dc))),
+            ("shape", shape),
+            ("timeline", f"the last {program.num_iterations} iterations"),
+            *about,
+        ],
     )
 
 
@@ -153,9 +154,21 @@ def _tokens_per_s(steps: list[dict[str, Any]]) -> float | None:
     return sum(step["tokens"] for step in half) / seconds if seconds > 0 else None
 
 
-def _goodput(record: dict[str, Any] | None) -> float | None:
-    value = (record or {}).get("goodput")
-    return 100 * float(value) if isinstance(value, int | float) and 0 <= value <= 1 else None
+def _mean_step_s(steps: list[dict[str, Any]]) -> float | None:
+    """Over the second half of the steps."""
+    half = [float(s["iteration_s"]) for s in steps[len(steps) // 2 :] if isinstance(s.get("iteration_s"), int | float)]
+    return sum(half) / len(half) if half else None
+
+
+def _record_figures(record: dict[str, Any] | None) -> list[RunFigure]:
+    """Of `run.json`: steps that were kept, of those done, and per second of wall time, restarts included."""
+    kept, done = ((record or {}).get(key) for key in ("steps_kept", "steps_done"))
+    rate = (record or {}).get("goodput_steps_per_s")
+    share = 100 * kept / done if isinstance(kept, int) and isinstance(done, int) and done > 0 else None
+    return [
+        RunFigure("steps kept, of those done", share, "%", better="high"),
+        RunFigure("goodput", float(rate) if isinstance(rate, int | float) else None, "steps/s", better="high"),
+    ]
 
 
 def _attempts(record: dict[str, Any] | None) -> list[tuple[str, str]]:
