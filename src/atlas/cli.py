@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from keyword import iskeyword
@@ -63,35 +64,58 @@ class CommandParser(argparse.ArgumentParser):
         return found
 
 
-def top_parser() -> CommandParser:
-    """What `atlas --help` shows."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
-    lines += [f"  {name:{width}}  from {entry.value.partition('.')[0]}" for name, entry in sorted(_plugins().items())]
-    parser = CommandParser(
-        prog="atlas",
-        usage="atlas COMMAND [...]",
-        description="Plan, simulate and run language-model training across datacenters.",
-        epilog="commands:\n" + "\n".join(lines) + "\n\n`atlas COMMAND --help` explains a command.",
-    )
-    parser.add_argument("--version", action="version", version=f"atlas {__version__}")
-    parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
-    return parser
+@dataclass(frozen=True)
+class CommandLine:
+    """A program with commands; each is a module with `configure(parser)` and `run(args)`, loaded when it runs."""
 
+    prog: str
+    description: str
+    commands: Mapping[str, str]
+    """What each command does, in a line."""
+    load: Callable[[str], Any]
+    """A command's module."""
+    plugins: Callable[[], Mapping[str, str]] = dict
+    """The commands of other packages."""
 
-def command_parser(name: str) -> tuple[CommandParser, Any]:
-    """A command's parser and its module."""
-    # A module cannot be named like a keyword: the command `import` is in `import_`.
-    file = f"{name}_" if iskeyword(name) else name
-    module: Any = import_module(f"atlas.commands.{file}") if name in COMMANDS else _plugins()[name].load()
-    parser = CommandParser(prog=f"atlas {name}", description=module.__doc__)
-    module.configure(parser)
-    return parser, module
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Run one command; the process's exit code."""
+        return guarded(self._run, self.prog, argv)
 
+    def top_parser(self) -> CommandParser:
+        """What `--help` shows."""
+        commands = {**self.commands, **self.plugins()}
+        width = max(map(len, commands))
+        lines = [f"  {name:{width}}  {summary}" for name, summary in commands.items()]
+        parser = CommandParser(
+            prog=self.prog,
+            usage=f"{self.prog} COMMAND [...]",
+            description=self.description,
+            epilog="commands:\n" + "\n".join(lines) + f"\n\n`{self.prog} COMMAND --help` explains a command.",
+        )
+        parser.add_argument("--version", action="version", version=f"{self.prog} {__version__}")
+        parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
+        return parser
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the process's exit code."""
-    return guarded(_run, "atlas", argv)
+    def command_parser(self, name: str) -> tuple[CommandParser, Any]:
+        """A command's parser and its module."""
+        module = self.load(name)
+        parser = CommandParser(prog=f"{self.prog} {name}", description=module.__doc__)
+        module.configure(parser)
+        return parser, module
+
+    def _run(self, words: list[str]) -> int:
+        if not words:
+            self.top_parser().print_help()
+            return 0
+        if words[0].startswith("-"):
+            self.top_parser().parse_args(words)
+        if words[0] not in self.commands and words[0] not in self.plugins():
+            commands = {**self.commands, **self.plugins()}
+            near = get_close_matches(words[0], commands, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(commands)}"
+            raise AtlasError(f"no command {words[0]!r}: {hint}")
+        parser, module = self.command_parser(words[0])
+        return int(module.run(parser.parse_args(words[1:])))
 
 
 def guarded(run: Callable[[list[str]], int], name: str, argv: Sequence[str] | None = None) -> int:
@@ -126,18 +150,14 @@ def guarded(run: Callable[[list[str]], int], name: str, argv: Sequence[str] | No
         )
 
 
-def _run(words: list[str]) -> int:
-    if not words:
-        top_parser().print_help()
-        return 0
-    if words[0].startswith("-"):
-        top_parser().parse_args(words)
-    if words[0] not in COMMANDS and words[0] not in _plugins():
-        near = get_close_matches(words[0], [*COMMANDS, *_plugins()], n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join([*COMMANDS, *_plugins()])}"
-        raise AtlasError(f"no command {words[0]!r}: {hint}")
-    parser, module = command_parser(words[0])
-    return int(module.run(parser.parse_args(words[1:])))
+def _origins() -> dict[str, str]:
+    return {name: f"from {entry.value.partition('.')[0]}" for name, entry in sorted(_plugins().items())}
+
+
+def _load(name: str) -> Any:
+    # A module cannot be named like a keyword: the command `import` is in `import_`.
+    file = f"{name}_" if iskeyword(name) else name
+    return import_module(f"atlas.commands.{file}") if name in COMMANDS else _plugins()[name].load()
 
 
 def _plugins() -> dict[str, Any]:
@@ -150,6 +170,11 @@ def _print_error(name: str, error: object) -> int:
     print(f"{name}: {error}", file=sys.stderr)
     return 2
 
+
+ATLAS = CommandLine(
+    "atlas", "Plan, simulate and run language-model training across datacenters.", COMMANDS, _load, _origins
+)
+main, top_parser, command_parser = ATLAS.main, ATLAS.top_parser, ATLAS.command_parser
 
 if __name__ == "__main__":
     sys.exit(main())
