@@ -18,6 +18,7 @@ SEARCH = {"--tries", "--seed", "--set", "--tcp"}
 HOW = (
     {"--recipe", "--schedule", "--tcp", "--steps", "--warmup", "--decay", "--seed", "--model", "--data", "--set"}
     | {"--learning-rate", "--clip", "--save-every", "--no-bar", "--log", "--timeline", "--metrics-port"}
+    | {"--compile", "--no-compile"}
     | {
         "--evidence",
         "--metrics-host",
