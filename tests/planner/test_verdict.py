@@ -81,6 +81,18 @@ def test_low_communication_is_a_row_that_says_it_is_not_run() -> None:
     assert row["plan"]["iteration_s"] < data["plan"]["iteration_s"]
 
 
+def test_the_page_begins_with_the_verdict_and_has_families_as_tabs() -> None:
+    found = plan(job_of(), tries=0, break_even=False)
+    page = found.page()
+    assert f"<h1>{found.verdict}</h1>" in page
+    assert page.index("<h1>") < page.index("<svg")
+    for row in found.as_dict()["families"]:
+        assert f">{row['family']} · " in page
+    assert "20 ms · " in page
+    assert "/hour</text>" in page
+    assert page.count("dots: gradients between groups") == 2  # data parallelism and low communication, no other map
+
+
 def test_priors_and_unknown_figures_are_named() -> None:
     job = job_of()
     data = job.model_dump(mode="json", exclude_none=True)

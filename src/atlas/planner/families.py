@@ -113,7 +113,12 @@ def _low_communication(planned: Planned, global_batch: int | None, tick: Tick | 
     except (AtlasError, KeyboardInterrupt):
         return None
     every = [found.winner, *found.rivals]
-    return next((one for one in every if all(len(group.places) == 1 for group in one.candidate.groups)), None)
+    best = next((one for one in every if all(len(group.places) == 1 for group in one.candidate.groups)), None)
+    if best is None:
+        return None
+    sent = {pair: n / INNER_STEPS for pair, n in best.figures.link_bytes.items()}
+    figures = replace(best.figures, link_bytes=sent, wan_bytes=best.figures.wan_bytes / INNER_STEPS)
+    return Judged(best.candidate, figures)
 
 
 BETTER = {"latency_ms": -1, "pair_gbps": 1, "trunk_gbps": 1, "egress_usd_per_gb": -1}

@@ -37,36 +37,45 @@ GROUPS = ("#0072b2", "#cc79a7", "#8c6d1f", "#009e73", "#d55e00", "#56b4e9")
 def plan_page(scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> str:
     """The page as text."""
     at = positions(scene)
-    plans = scene["plans"]
+    # Families where the scene has them, else the winner and the next plans.
+    drawn = scene.get("families") or scene["plans"]
+    labels = [_tab(k, plan["row"], "families" in scene) for k, plan in enumerate(drawn)]
+    first = next((k for k, plan in enumerate(drawn) if not plan["row"]["lost"]), 0)
     style = theme() + (resources.files("atlas.view") / "assets" / "map.css").read_text(encoding="utf-8")
     style += "".join(
         f"#t{k}:checked~.tabs label[for=t{k}]{{background:var(--accent);color:#fff;border-color:var(--accent)}}"
         f"#t{k}:checked~.maps #m{k}{{display:block}}\n"
-        for k in range(len(plans))
+        for k in range(len(drawn))
     )
     inputs = "".join(
-        f'<input type="radio" name="t" id="t{k}"{" checked" if k == 0 else ""}>' for k in range(len(plans))
+        f'<input type="radio" name="t" id="t{k}"{" checked" if k == first else ""}>' for k in range(len(drawn))
     )
-    tabs = "".join(
-        f'<label for="t{k}">{f"plan {k + 1}" if k else "winner"} · {html.escape(seconds(row["iteration_s"]))}</label>'
-        for k, row in enumerate(scene["rows"][: len(plans)])
-    )
+    tabs = "".join(f'<label for="t{k}">{html.escape(label)}</label>' for k, label in enumerate(labels))
     maps = "".join(
-        f'<figure id="m{k}"><div class="wide">{map_svg(scene, plan, at)}</div>{_caption(plan, row)}</figure>'
-        for k, (plan, row) in enumerate(zip(plans, scene["rows"], strict=False))
+        f'<figure id="m{k}"><div class="wide">{map_svg(scene, plan, at)}</div>{_caption(plan)}</figure>'
+        for k, plan in enumerate(drawn)
     )
     front = ""
     if scene["priced"]:
-        drawn = front_svg(scene["rows"], scene["front"], title="")
-        front = f'<h2>Time and cost</h2><div class="wide">{drawn}</div>'
+        chart = front_svg(scene["rows"], scene["front"], title="")
+        front = f'<h2>Time and cost</h2><div class="wide">{chart}</div>'
     said = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
+    edges = "".join(f"<li>{html.escape(text)}</li>" for text in scene.get("break_even", ()))
+    edges = f"<h2>The verdict changes with</h2><ul>{edges}</ul>" if edges else ""
     title = f"{scene['title']}: the plan"
     body = (
-        f'<h1>{html.escape(title)} <span class="badge">simulated</span></h1><div class="notes">{said}</div>'
+        f'<p class="soft">{html.escape(title)} <span class="badge">simulated</span></p>'
+        f"<h1>{html.escape(scene.get('verdict') or title)}</h1>"
         f'<section>{inputs}<div class="tabs">{tabs}</div><div class="maps">{maps}</div></section>'
+        f'<div class="notes">{said}</div>{edges}'
         f'<h2>The winner and the other plans</h2><p class="soft">{html.escape(scene["told"])}</p>{_table(scene)}{front}'
     )
     return page_text(title, style, body)
+
+
+def _tab(k: int, row: Mapping[str, Any], by_family: bool) -> str:
+    name = row["kind"] if by_family else f"plan {k + 1}" if k else "winner"
+    return f"{name} · {seconds(row['iteration_s'])}"
 
 
 # ---- one map ---------------------------------------------------------------------------------------------------
@@ -80,7 +89,9 @@ def map_svg(scene: Mapping[str, Any], plan: Mapping[str, Any], at: Sequence[tupl
     body += [_dc(dc, plan, place, 26.0 if few else 19.0) for dc in scene["datacenters"]]
     low, high = min(y for _, y in at), max(y for _, y in at)
     top, bottom = low - 72, high + 110
-    body.append(_legend(bottom))
+    used = {frozenset((link["a"], link["b"])) for link in plan["links"]}
+    pairs = {frozenset((names[i], names[j])) for i in range(len(names)) for j in range(i) if scene["joined"][i][j]}
+    body.append(_legend(bottom, plan, few and bool(pairs - used)))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {top:.0f} {WIDTH} {bottom - top:.0f}" role="img" '
         f'aria-label="placement">{"".join(body)}</svg>'
@@ -108,19 +119,30 @@ def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]], few
     """Solid where pipelines cross, dashed where groups only exchange gradients."""
     (x1, y1), (x2, y2) = place[link["a"]], place[link["b"]]
     color = _color(link["load"])
+    usd = link.get("usd_per_hour", 0.0)
+    prior = ", a prior" if link.get("prior") else ""
     hint = (
         f"{link['a']} - {link['b']}: {100 * link['load']:.0f} % of {link['gbps']:.3g} Gbit/s each way, "
-        f"{link['gb']:.3g} GB an iteration, {link['latency_ms']:.3g} ms one way"
+        f"{link['gb']:.3g} GB an iteration, {link['latency_ms']:.3g} ms one way{prior}"
+        + (f", ${usd:,.2f} an hour" if usd else "")
         + ("" if link["pipeline"] else ", gradients between groups")
     )
     dash = "" if link["pipeline"] else ' stroke-dasharray="2 7"'
     width = 3 + 5 * min(1.0, link["load"]) if link["pipeline"] else 2.2
-    label = f"{100 * link['load']:.0f}%" if few or link["pipeline"] else ""
     x, y = (x1 + x2) / 2, (y1 + y2) / 2
+    label = f"{100 * link['load']:.0f}%" if few or link["pipeline"] else ""
+    words = [label]
+    if few:
+        words = [f"{link['latency_ms']:.3g} ms · {link['gbps']:.3g} Gbit/s{' (prior)' if prior else ''}"]
+        words.append(f"{label} load" + (f" · ${usd:,.0f}/hour" if usd else ""))
+    first = y + 4 - 15 * (len(words) - 1)
+    texts = "".join(
+        f'<text class="load" x="{x:.1f}" y="{first + 15 * k - 6 * (len(words) > 1):.1f}">{html.escape(text)}</text>'
+        for k, text in enumerate(words)
+    )
     return (
         f'<g><title>{html.escape(hint)}</title><path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="{color}" '
-        f'stroke-width="{width:.1f}" stroke-linecap="round"{dash}/>'
-        f'<text class="load" x="{x:.1f}" y="{y + 4:.1f}">{label}</text></g>'
+        f'stroke-width="{width:.1f}" stroke-linecap="round"{dash}/>{texts}</g>'
     )
 
 
@@ -178,32 +200,33 @@ def _stages(name: str, plan: Mapping[str, Any]) -> str:
     return ""
 
 
-def _legend(bottom: float) -> str:
-    parts = [(color, text) for _, color, text in LOADS] + [FULL]
+def _legend(bottom: float, plan: Mapping[str, Any], has_idle: bool) -> str:
+    """Only what this map shows."""
+    colors = {_color(link["load"]) for link in plan["links"]}
+    parts = [(color, text) for color, text in [*((c, t) for _, c, t in LOADS), FULL] if color in colors]
     items = "".join(
         f'<path d="M{12 + 112 * k} {bottom - 14:.0f}h22" stroke="{color}" stroke-width="5"/>'
         f'<text class="key" x="{40 + 112 * k}" y="{bottom - 10:.0f}">{text}</text>'
         for k, (color, text) in enumerate(parts)
     )
-    ring = (
-        f'<text class="key" x="{WIDTH - 12}" y="{bottom - 32:.0f}" text-anchor="end">'
-        "number: GPUs in use · ring: their share, one colour per group · dashed: gradients between groups</text>"
-    )
-    return f'<text class="key" x="12" y="{bottom - 32:.0f}">load of a link, busier direction</text>{items}{ring}'
+    if parts:
+        items = f'<text class="key" x="12" y="{bottom - 32:.0f}">load of a link, busier direction</text>{items}'
+    words = ["number: GPUs in use", "ring: their share, one colour per group"]
+    words += ["dots: gradients between groups"] if any(not link["pipeline"] for link in plan["links"]) else []
+    words += ["thin dashes: a link that is not used"] if has_idle else []
+    text = " · ".join(words)
+    return f'{items}<text class="key" x="{WIDTH - 12}" y="{bottom - 32:.0f}" text-anchor="end">{text}</text>'
 
 
 # ---- words -----------------------------------------------------------------------------------------------------
-def _caption(plan: Mapping[str, Any], compared: Mapping[str, Any]) -> str:
-    """The caption of a map; for the winner also its time with the schedule of the comparison."""
+def _caption(plan: Mapping[str, Any]) -> str:
+    """The caption of a map."""
     row = plan["row"]
-    plain = ""
-    if seconds(row["iteration_s"]) != seconds(compared["iteration_s"]):
-        plain = f" ({seconds(compared['iteration_s'])} with 1f1b-eager, like the other plans)"
     money = f", ${row['usd_per_iteration']:,.4g} an iteration" if row["usd_per_iteration"] else ""
     lost = f" Lost: {row['lost']}." if row["lost"] else ""
     return (
         f"<figcaption><b>{html.escape(row['where'])}</b> — {html.escape(row['how'])}, {row['num_gpus']:,} GPUs, "
-        f"{html.escape(seconds(row['iteration_s']) + ' an iteration' + plain)}, {row['tokens_per_s']:,.0f} tokens/s"
+        f"{html.escape(seconds(row['iteration_s']))} an iteration, {row['tokens_per_s']:,.0f} tokens/s"
         f"{money}.{html.escape(lost)}</figcaption>"
     )
 
