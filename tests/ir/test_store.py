@@ -16,7 +16,7 @@ from atlas.errors import AtlasError
 from atlas.ir.difference import difference
 from atlas.ir.program import Layout, Memory, Program
 from atlas.ir.replace import replacing
-from atlas.ir.store import load_timeline, save_timeline
+from atlas.ir.store import Journal, load_timeline, save_timeline
 from atlas.ir.timeline import Timeline
 from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate
@@ -99,6 +99,15 @@ def test_a_pickle_is_never_opened(tmp_path: Path, timeline: Timeline) -> None:
     bad = rewritten(tmp_path / "t.npz", op_start_ns=np.array([{"a": 1}], object))
     with pytest.raises(AtlasError, match="not a complete timeline file"):
         load_timeline(bad)
+
+
+def test_a_timeline_file_and_a_journal_name_their_own_formats(tmp_path: Path, timeline: Timeline) -> None:
+    save_timeline(tmp_path / "t.npz", timeline)
+    assert json.loads(header(tmp_path / "t.npz").tobytes())["format"] == "atlas-timeline"
+    journal = Journal(tmp_path / "t.jsonl")
+    journal.append(1, timeline)
+    journal.close()
+    assert '"format":"atlas-timeline-journal"' in (tmp_path / "t.jsonl").read_text()
 
 
 def test_a_newer_format_is_refused(tmp_path: Path, timeline: Timeline) -> None:

@@ -163,7 +163,7 @@ def _problem(timeline: Timeline) -> str | None:
     return None
 
 
-FORMAT, VERSION = "atlas-timeline-journal", 1
+JOURNAL_FORMAT, JOURNAL_VERSION = "atlas-timeline-journal", 1
 LAST_STEPS = 20
 """Steps that are read back: enough to look at, for a run of any length."""
 
@@ -171,7 +171,6 @@ _OPS = ("op_start_ns", "op_end_ns")
 _TRANSFERS = ("transfer_ready_ns", "transfer_start_ns", "transfer_sent_ns", "transfer_arrive_ns")
 
 
-# ---- writing -----------------------------------------------------------------------------------------------------
 # ---- the journal ---------------------------------------------------------------------------------------------------
 class AppendedLines:
     """A file of JSON lines that only grows. When `append` returns, the kernel has the line."""
@@ -219,8 +218,8 @@ class Journal:
 
 def _head(timeline: Timeline) -> dict[str, Any]:
     return {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": JOURNAL_FORMAT,
+        "version": JOURNAL_VERSION,
         "source": timeline.source,
         "links": timeline.links,
         "transfer_link": _packed(timeline.transfer_link.astype(np.int64)),
@@ -246,15 +245,17 @@ def load_journal(path: str | os.PathLike[str], last: int = LAST_STEPS) -> Timeli
     with Path(path).open("rb") as file:
         for line in file:
             record = _record(line)
-            if record.get("format") == FORMAT:
+            if record.get("format") == JOURNAL_FORMAT:
                 head = record
                 steps.clear()
             elif "step" in record:
                 steps.append(record)
     if head is None or not steps:
         raise AtlasError(f"{path}: not a journal, or the run ended before its first step. Run it again")
-    if head.get("version") != VERSION:
-        raise AtlasError(f"{path}: journal version {head.get('version')!r}, but this atlas reads {VERSION}: upgrade")
+    if head.get("version") != JOURNAL_VERSION:
+        raise AtlasError(
+            f"{path}: journal version {head.get('version')!r}, but this atlas reads {JOURNAL_VERSION}: upgrade"
+        )
     try:
         program = from_text(str(head["program"]))
         return joined([_pass(program, head, record) for record in steps])
