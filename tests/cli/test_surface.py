@@ -45,7 +45,7 @@ SURFACE = {
     "report": {"runs", "--out", "--title", "--salvage"},
     "metrics": {"folders", "--against", "--salvage", "--definitions", "--json", "--page"},
     "train": {"plan", "--emulate", "--slower", "--page", "--device", "--checkpoints"}
-    | {"--dc", "--rendezvous", "--coordinator", "--listen", "--advertise", "--ports", "--reach", "--node"}
+    | {"--dc", "--rendezvous", "--coordinator", "--listen", "--advertise", "--ports", "--reach", "--node", "--spare"}
     | HOW,
     "coordinator": {"plan", "--listen", "--state"} | HOW,
     "profile": {"job", "--gpu", "--out", "--device", "--repeats", "--set"},

@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
 from atlas.commands.train_dc import agent_name
-from atlas.launch.agent import AgentSettings
+from atlas.launch import multi_dc
+from atlas.launch.agent import Agent, AgentSettings
 from atlas.launch.coordinator import RunCallbacks
 from atlas.launch.multi_dc import COORDINATOR, _coordinator, coordinated, train_here
 from atlas.launch.prepared_job import prepare_job
@@ -93,6 +96,27 @@ class Run:
     starts: int = 0
 
 
+class TrackedAgent(Agent):
+    """Of a launcher in this process, so that a test can end it as a lost host ends."""
+
+    running: ClassVar[dict[str, TrackedAgent]] = {}
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.running[self.settings.name.node] = self
+
+    def vanish(self) -> None:
+        """Workers and connections end, and nothing more is sent."""
+        self._client._closing.set()
+        self._client.channel.detach()
+        attempt = self._attempt
+        if attempt is not None and attempt.workers is not None:
+            for pid in attempt.workers.pids.values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._client.channel.inbox.put({"gone": "the host is lost"})
+
+
 class CrashError(BaseException):
     """Ends a coordinator as a kill does: it sends nothing more, and writes nothing more."""
 
@@ -114,11 +138,14 @@ def run_datacenters(
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     port: int | None = None,
     state: Path | None = None,
+    apart: bool = False,
     crash_after: Sequence[int] = (),
 ) -> Run:
     """Run every launcher to its end: `west` or `west 1/2`. `launchers`: only these; the others run elsewhere. `state`:
-    coordinate them apart, with this folder, and crash and start again after each of the steps `crash_after`."""
+    coordinate them apart, with this folder, and crash and start again after each of the steps `crash_after`. `apart`:
+    that is done elsewhere."""
     run, port = Run(), port or free_port()
+    multi_dc.Agent = TrackedAgent  # type: ignore[misc]
     names = list(folders) if launchers is None else list(launchers)
 
     def started(pids: Mapping[str, int]) -> None:
@@ -132,8 +159,12 @@ def run_datacenters(
     def launch(name: str) -> None:
         own = {"checkpoints": folders[name], "device": "cpu", **(settings or {}).get(name, {})}
         dc, _, node = name.partition(" ")
-        place = agent_name(dc, node or None, {})[0]
-        mine = AgentSettings(place, ("127.0.0.1", port), apart=state is not None, auto_replan=auto_replan, **own)
+        place = agent_name(dc, None if node.startswith("spare") else node or None, {}, spare=node.startswith("spare"))[
+            0
+        ]
+        mine = AgentSettings(
+            place, ("127.0.0.1", port), apart=apart or state is not None, auto_replan=auto_replan, **own
+        )
         try:
             callbacks = RunCallbacks(run.said.append, note_step, started, route)
             run.codes[name] = train_here(job, options, mine, callbacks)
@@ -179,7 +210,9 @@ def losses_alone(job: Job, num_steps: int) -> dict[int, float]:
     """Losses by step of one process that trains the same batches."""
     prepared = prepare_job(job, OPTIONS)
     program = prepared.program
-    losses, _ = train_alone(prepared.training, program.num_pipelines, program.num_microbatches, num_steps)
+    losses, _ = train_alone(
+        prepared.training, prepared.job.cells * program.num_pipelines, program.num_microbatches, num_steps
+    )
     return dict(enumerate(losses, 1))
 
 

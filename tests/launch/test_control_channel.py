@@ -210,7 +210,7 @@ class FullChannel:
 def test_an_agent_that_cannot_forward_messages_ends() -> None:
     channel = FullChannel()
     agent = Agent(AgentSettings(WEST), cast(Any, SimpleNamespace(channel=channel)), Security(), lambda line: None)
-    attempt = _Attempt(1, ["east", "west"])
+    attempt = _Attempt(1, ["east", "west"], WEST)
     attempt.workers = cast(Any, SimpleNamespace(next_message=lambda s: WorkerMessage("p0.s0", {"step": 1}, 0)))
     thread = threading.Thread(target=agent._forward_replies, args=(attempt, attempt.workers))
     thread.start()
@@ -236,7 +236,7 @@ def test_the_stall_report_names_a_worker_that_cannot_be_asked() -> None:
 def test_an_invalid_message_of_an_agent_is_its_error() -> None:
     agent = JoinedAgent(WEST, 1, 0, lambda: None)
     rendezvous = SimpleNamespace(agents={("west", 0): agent})
-    with RemoteWorkers(7, cast(Any, rendezvous), [agent], {"p0.s0": agent}, grace_s=60) as workers:
+    with RemoteWorkers(7, cast(Any, rendezvous), [agent], {"p0.s0": agent}, grace_s=lambda agent: 60) as workers:
         agent.channel.inbox.put({"epoch": 7, "from": "p0.s0"})
         with pytest.raises(WorkerError, match=r"datacenter west failed: its launcher sent an invalid message"):
             workers.wait_for("ready", 10)

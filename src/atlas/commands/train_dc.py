@@ -16,7 +16,7 @@ from atlas.commands.watching import recorded, watched, write_evidence
 from atlas.console import number, say, whole
 from atlas.errors import AtlasError, SpecError
 from atlas.evidence.recorder import EvidenceRecorder
-from atlas.launch.rendezvous import AgentName
+from atlas.launch.rendezvous import SPARE, AgentName
 from atlas.launch.report import RunReport
 from atlas.launch.train_options import OWN, TrainOptions
 from atlas.spec import Job
@@ -32,6 +32,9 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
         help="the address of `atlas coordinator`; without it, the first launcher of the plan coordinates",
     )
     network_flags(group)
+    group.add_argument(
+        "--spare", action="store_true", help="wait here, and take the place of a host of this datacenter that is lost"
+    )
     group_flags(group)
 
 
@@ -81,7 +84,7 @@ def run_dc(
     from atlas.launch.coordinator import RunCallbacks
     from atlas.launch.multi_dc import is_coordinator, train_here
 
-    name, local_rank = agent_name(args.dc, args.node, os.environ)
+    name, local_rank = agent_name(args.dc, args.node, os.environ, spare=args.spare)
     if args.coordinator is not None and args.rendezvous is not None:
         raise AtlasError(
             "--coordinator and --rendezvous: give the first where `atlas coordinator` runs, the second otherwise"
@@ -118,8 +121,14 @@ def run_dc(
         return train_here(job, options, settings, callbacks)
 
 
-def agent_name(datacenter: str, node: str | None, environment: Mapping[str, str]) -> tuple[AgentName, int | None]:
+def agent_name(
+    datacenter: str, node: str | None, environment: Mapping[str, str], *, spare: bool = False
+) -> tuple[AgentName, int | None]:
     """Which launcher of its datacenter this is, and its first GPU under torchrun."""
+    if spare and node is not None:
+        raise AtlasError(f"--spare and --node {node}: a spare has no number until it takes a place. Leave out --node")
+    if spare:
+        return AgentName(datacenter, SPARE), None
     if "TORCHELASTIC_RUN_ID" in environment:
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         return AgentName(datacenter, rank, size), int(environment["LOCAL_RANK"])

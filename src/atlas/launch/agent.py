@@ -1,7 +1,7 @@
 """One launcher's side of a run over several datacenters: starts its workers when the coordinator asks for it, forwards
 messages to and from them, keeps checkpoints, and ends everything when asked to, or when the rendezvous is gone.
 
-    <- {"begin": epoch}            -> {"begun": {host, server, stores}} a new attempt: ends what the last one left
+    <- {"begin": epoch, "name"}    -> {"begun": {site, server, stores, folder}}  a new attempt, at this place
     <- {"servers": {agent: address}, "stores": {agent: names}}  -> {"connected": true}
     <- {"choose": true}            -> {"chosen": {save, next}}          the checkpoint to resume from; the next attempt
     <- {"prepare": {...}}          -> {"prepared": pids}                its workers run, and have their assignments
@@ -78,6 +78,8 @@ class _Attempt:
 
     epoch: int
     datacenters: list[str]
+    name: AgentName
+    """The place of this launcher: a spare takes that of a lost host."""
     exchange: CheckpointExchange | None = None
     servers: dict[str, PeerRoute] | None = None
     workers: WorkerProcesses | None = None
@@ -96,6 +98,7 @@ class Agent:
         self.settings, self.say = settings, say
         self._client, self._security = client, security
         self._attempt: _Attempt | None = None
+        self._name = settings.name
         self._interrupted = False
         self._sending = threading.Lock()
         """Held while a message is recorded and sent, and while all is sent again."""
@@ -146,7 +149,11 @@ class Agent:
     def _handle(self, message: Message) -> None:
         if "begin" in message:
             self._end()
-            self._attempt = _Attempt(int(message["begin"]), list(message["datacenters"]))
+            name = AgentName(*message["name"])
+            self._attempt = _Attempt(int(message["begin"]), list(message["datacenters"]), name)
+            if name != self._name:
+                self._name = name
+                self.say(f"this host takes the place of {name}")
         attempt = self._attempt
         if attempt is None or ("begin" not in message and message["epoch"] != attempt.epoch):
             return  # of an attempt that has ended
@@ -185,14 +192,14 @@ class Agent:
             raise AtlasError(f"{mine.checkpoints}: not a folder. Choose another place for checkpoints")
         exchange = attempt.exchange = CheckpointExchange(
             mine.checkpoints,
-            mine.name,
+            attempt.name,
             attempt.datacenters,
             (mine.network.listen, mine.network.port(0)),
             attempt.epoch,
             self._security,
         )
         found = {**about, "server": exchange.port, "stores": list(exchange.local)}
-        self._reply(attempt, {"begun": found})
+        self._reply(attempt, {"begun": {**found, "folder": exchange.folder_id}})
 
     def _connect(self, attempt: _Attempt, message: Message) -> None:
         attempt.servers = _routes(message["servers"])
@@ -240,7 +247,7 @@ class Agent:
         training = self._local(read(TrainingSetup, wanted["training"]), sums)
         program = from_text(wanted["program"])
         roles = [WorkerRole(program, worker, cell, wanted["num_cells"]) for cell, worker in wanted["workers"]]
-        devices = devices_for(len(roles), mine.device, mine.name.datacenter, mine.local_rank, tp=wanted["tp"])
+        devices = devices_for(len(roles), mine.device, attempt.name.datacenter, mine.local_rank, tp=wanted["tp"])
         require_room(roles, training, mine.device, tp=wanted["tp"])
         saves = attempt.exchange is not None
         mine.network.require_ports(len(roles), saves=saves, serves=saves)  # a new plan may have more workers here

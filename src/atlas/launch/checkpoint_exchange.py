@@ -3,13 +3,17 @@ access to the stores of the other launchers. Chooses what all resume from, and f
 lack.
 
     FOLDER/own        what this datacenter's workers save
-    FOLDER/of-west    copies of what west's workers save; also of a datacenter that is no longer in the run
+    FOLDER/of-west    copies of what west's workers save; also of a datacenter that is no longer in the run. In west
+                      itself: of another host there, if there is no other datacenter
+    FOLDER/folder.id  a random number, by which launchers find out that they have one folder
 
 Knows stores and checkpoint servers; not why an attempt began.
 """
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -36,6 +40,8 @@ from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address, PeerRoute
 from atlas.wan.transport.endpoint import Endpoint
 
+ID_FILE = "folder.id"
+
 
 class CheckpointExchange:
     """Open from the beginning of an attempt to its end."""
@@ -46,7 +52,7 @@ class CheckpointExchange:
         """`where`: the address to listen on."""
         self.folder, self.name = folder, name
         self.own = LocalStore(folder / OWN)
-        kept = {copies_of(dc) for dc in datacenters if dc != name.datacenter}
+        kept = {copies_of(dc) for dc in {*datacenters, name.datacenter}}
         kept |= {found.name for found in folder.glob(copies_of("*")) if found.is_dir()}
         self.local: dict[str, LocalStore] = {store: LocalStore(folder / store) for store in (OWN, *sorted(kept))}
         self._remote_names: dict[str, Sequence[str]] = {}
@@ -58,6 +64,20 @@ class CheckpointExchange:
     @property
     def port(self) -> int:
         return self._endpoint.address[1]
+
+    @property
+    def folder_id(self) -> str:
+        """The same for launchers that share a folder; empty if it cannot be written."""
+        file, number = self.folder / ID_FILE, secrets.token_hex(8)
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            new = self.folder / f"{ID_FILE}.{number}"
+            new.write_text(number)
+            with contextlib.suppress(FileExistsError):
+                file.hardlink_to(new)  # at once, with its content, and only by the first
+            new.unlink()
+            return file.read_text()
+        return ""
 
     def connect(self, servers: Mapping[str, PeerRoute], stores: Mapping[str, Sequence[str]]) -> None:
         """The checkpoint servers of the other launchers and the names of their stores, by node."""

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from atlas.errors import AtlasError, StartAgainError, WorkerError
+from atlas.errors import AtlasError, WorkerError
 from atlas.ir.text import to_text
+from atlas.launch.active_plan import ActivePlan, Ask
 from atlas.launch.clocks import offsets_ns
 from atlas.launch.local_sums import sums_by_datacenter
-from atlas.launch.prepared_job import PreparedJob, copy_targets, difference
+from atlas.launch.membership import LostHostsError, Membership
+from atlas.launch.prepared_job import PreparedJob, copy_targets
 from atlas.launch.remote_workers import RemoteWorkers
 from atlas.launch.rendezvous import AgentName, JoinedAgent, Rendezvous
 from atlas.launch.report.events import OnStep
@@ -39,11 +41,8 @@ FETCH_S = 600.0
 """Workers read a checkpoint before they listen, and it may be large; a worker that dies is reported at once anyway."""
 SILENT_PATIENCES = 10
 """The run fails when no worker sends anything for this many times `patience_s`."""
-REMIND_S = 10.0
 FINISH_S = 5.0
 
-Replan = Callable[[PreparedJob, list[str]], PreparedJob]
-"""The job without these datacenters; raises if that is impossible, or was not allowed."""
 Route = Callable[[str, str, Address], Address]
 """For tests: the address at which `src` reaches an address of `dst`."""
 
@@ -77,19 +76,23 @@ class Coordinator:
         prepared: PreparedJob,
         options: TrainOptions,
         callbacks: RunCallbacks,
-        replan: Replan,
+        ask: Ask,
         state: StateFile,
     ) -> None:
-        self.prepared, self.options, self._plan, self._file = prepared, options, plan, state
-        self._callbacks, self._say, self._replan = callbacks, callbacks.say, replan
-        self._members = list(prepared.datacenters)
-        """Datacenters in the run; those without a worker keep copies of checkpoints."""
-        self._all_datacenters = tuple(prepared.datacenters)
+        self.options, self._file = options, state
+        self._callbacks, self._say = callbacks, callbacks.say
+        self.membership = Membership(prepared.datacenters, plan, state, options, callbacks.say)
+        self.active = ActivePlan(prepared, self.membership, options, callbacks.say, ask)
         self._num_done = 0
         self._left_running = state.state.running
         """By an earlier coordinator."""
         self._failure: BaseException | None = None
-        self.rendezvous = Rendezvous(address, security, self._why_not)
+        self.rendezvous = Rendezvous(address, security, self.membership.why_not)
+        self.membership.use(self.rendezvous)
+
+    @property
+    def prepared(self) -> PreparedJob:
+        return self.active.prepared
 
     def close(self) -> None:
         self.rendezvous.close()
@@ -122,7 +125,7 @@ class Coordinator:
 
     def _finish(self, text: str, code: int) -> None:
         self._file.update(running=None, finished=(text, code))
-        agents = list(self.rendezvous.agents.values())
+        agents = self.rendezvous.everyone
         for agent in agents:
             with contextlib.suppress(WorkerError):  # an agent that does not read must not block the others
                 agent.channel.send({"finish": {"text": text, "code": code}})
@@ -131,86 +134,38 @@ class Coordinator:
             agent.channel.wait_sent(max(0.0, deadline - time.monotonic()) if agent.channel.is_connected else 0.0)
 
     # ---- who is in the run -----------------------------------------------------------------------------------------
-    def _why_not(self, agent: AgentName, plan: str) -> str | None:
-        """Why a launcher may not join; None: it may."""
-        if agent.datacenter not in self._members:
-            if agent.datacenter in self._all_datacenters:
-                return "the run continues without this datacenter; let it end, and start again with it"
-            return f"the plan has no datacenter of this name; it has {', '.join(self._members)}"
-        if (why := difference(plan, self._plan)) is not None:
-            return why
-        if not 0 <= agent.part < agent.num_parts:
-            return f"there is no launcher {agent.part} of {agent.num_parts}"
-        return None
-
     def _gather(self) -> list[JoinedAgent]:
-        """Wait for every launcher of every member; replan if one does not come back in time."""
-        deadline, remind = time.monotonic() + self.options.gather_s, time.monotonic() + REMIND_S
-        with self.rendezvous.changed:
-            while True:
-                if isinstance(self._failure, WorkerError):
-                    raise AtlasError(str(self._failure))  # no restart would help
-                if self._failure is not None:
-                    raise self._failure
-                self._require_unfinished()
-                missing = self._missing()
-                if not missing:
-                    return [a for a in self.rendezvous.agents.values() if a.name.datacenter in self._members]
-                grace_s = self.options.grace_s
-                lost = [dc for dc, since in missing.items() if since and time.monotonic() - since > grace_s]
-                if lost or time.monotonic() > deadline:
-                    break
-                if time.monotonic() > remind:
-                    remind += REMIND_S
-                    self._say(f"waiting for {', '.join(missing)} at {self._address}")
-                self.rendezvous.changed.wait(0.2)
-        if not lost:
-            raise StartAgainError(
-                f"{', '.join(missing)} did not connect to {self._address} within {self.options.gather_s:g} s. Start "
-                "`atlas train PLAN --dc NAME` there, or leave it out with --without"
-            )
-        self._lose(lost)
-        return self._gather()
+        """Wait for a launcher at every place; continue on fewer hosts if one does not come back in time."""
+        while True:
+            try:
+                return self.membership.gather(self._check, self.prepared.predicted_s)
+            except LostHostsError as error:
+                self.active.lose(error.places)
 
-    def _require_unfinished(self) -> None:
-        """Raise if an earlier coordinator has ended the run, but was killed before all launchers knew."""
+    def _check(self) -> None:
+        if isinstance(self._failure, WorkerError):
+            raise AtlasError(str(self._failure))  # no restart would help
+        if self._failure is not None:
+            raise self._failure
         state = self._file.state
-        if state.finished is not None and any(a.epoch == state.epoch for a in self.rendezvous.agents.values()):
+        if state.finished is not None and any(agent.epoch == state.epoch for agent in self.rendezvous.everyone):
             raise FinishedBeforeError(*state.finished)
-
-    def _missing(self) -> dict[str, float]:
-        """Datacenters that are not fully connected, and since when; 0 for those that have not connected yet."""
-        missing: dict[str, float] = {}
-        for dc in self._members:
-            agents = [agent for agent in self.rendezvous.agents.values() if agent.name.datacenter == dc]
-            gone_since = [agent.channel.gone_since for agent in agents if not agent.channel.is_connected]
-            if gone_since or not agents or len(agents) < agents[0].name.num_parts:
-                missing[dc] = min(gone_since, default=0.0)
-        return missing
-
-    def _lose(self, lost: list[str]) -> None:
-        self.prepared = self._replan(self.prepared, lost)
-        self._members = [dc for dc in self._members if dc not in lost]
-        for place in [place for place in self.rendezvous.agents if place[0] in lost]:
-            self.rendezvous.agents.pop(place).channel.detach()
-
-    @property
-    def _address(self) -> str:
-        host, port = self.rendezvous.address
-        return f"{host}:{port}"
 
     # ---- one attempt -----------------------------------------------------------------------------------------------
     def _next(self) -> RunOutcome:
-        """The attempt that an earlier coordinator has left running, or a new one."""
+        """The attempt that an earlier coordinator has left running, or a new one; and others, where hosts came back."""
         running, self._left_running = self._left_running, None
-        if running is not None and (outcome := self._rejoin(running)) is not None:
-            return outcome
-        return self._attempt()
+        outcome = self._rejoin(running) if running is not None else None
+        while outcome is None or (outcome.paused and outcome.num_done < self.options.steps):
+            if outcome is not None:
+                self.active.grow(outcome.num_done)
+            outcome = self._attempt()
+        return outcome
 
     def _rejoin(self, running: RunningAttempt) -> RunOutcome | None:
         """Follow the workers of an earlier coordinator's attempt; None if not all of their launchers are left."""
         epoch = self._file.state.epoch
-        agents = self._wait_left(epoch, running.instances)
+        agents = self.membership.rejoined(running.instances, epoch)
         if agents is None or running.program != _program_digest(self.prepared):
             return None
         with self._workers(epoch, agents) as workers:
@@ -225,26 +180,14 @@ class Coordinator:
             monitor = self._monitor(workers, running.start, running.num_done)
             return self._followed(workers, monitor, lambda: monitor.rejoin(zero_ns, offsets))
 
-    def _wait_left(self, epoch: int, instances: Mapping[str, int]) -> list[JoinedAgent] | None:
-        """Wait for these launchers to connect again; None if one has left the attempt, or does not come in time."""
-        deadline = time.monotonic() + self.options.grace_s
-        with self.rendezvous.changed:
-            while time.monotonic() < deadline:
-                found = {agent.name.node: agent for agent in self.rendezvous.agents.values()}
-                known = [found[node] for node in instances if node in found]
-                if any((a.instance, a.epoch) != (instances[a.name.node], epoch) for a in known):
-                    return None
-                if len(known) == len(instances):
-                    return known
-                self.rendezvous.changed.wait(0.2)
-        return None
-
     def _attempt(self) -> RunOutcome:
         agents = self._gather()
         state = self._file.next_attempt()
         num_steps = self.options.steps
         with self._workers(state.epoch, agents) as workers:
-            workers.send_agents({"begin": state.epoch, "datacenters": list(self._all_datacenters)})
+            for agent in agents:
+                begin = {"begin": state.epoch, "name": list(agent.name)}
+                workers.send_agent(agent.name.node, {**begin, "datacenters": list(self.membership.datacenters)})
             found = workers.wait_for("begun", REPLY_S, of=workers.agents)
             self._sums, sites = sums_by_datacenter(self.prepared, found, self._say), self._sites(workers, found)
             start = self._resume_point(workers, agents, found, sites)
@@ -263,9 +206,11 @@ class Coordinator:
             return self._followed(workers, monitor, monitor.play)
 
     def _workers(self, epoch: int, agents: Sequence[JoinedAgent]) -> RemoteWorkers:
-        owner = {role.name: agent for agent in agents for role in self.prepared.roles_of(agent.name)}
+        by_name = {agent.name: agent for agent in agents}
+        shares = self.prepared.roles_by_agent(list(by_name))
+        owner = {role.name: by_name[name] for name, roles in shares.items() for role in roles}
         agent_of_worker = {role.name: owner[role.name] for role in self.prepared.roles}  # in the Program's order
-        workers = RemoteWorkers(epoch, self.rendezvous, agents, agent_of_worker, self.options.grace_s)
+        workers = RemoteWorkers(epoch, self.rendezvous, agents, agent_of_worker, self.membership.grace_s)
         workers.warn = self._say
         return workers
 
@@ -286,6 +231,8 @@ class Coordinator:
             say=self._say,
             on_step=self._callbacks.on_step,
             on_done=note_done,
+            may_pause=self.active.could_grow,
+            saves_on_the_way=self.options.save_every > 0,
             predicted_s=self.prepared.predicted_s,
         )
 
@@ -334,9 +281,9 @@ class Coordinator:
         step = chosen["save"][1] if chosen["save"] is not None else None
         if step is None and chosen["next"]:
             self._say("no complete checkpoint is left in the connected datacenters: starting from the first step")
-        return ResumePoint(
-            step or 0, chosen["next"], step, copy_targets(self._members, [agent.name for agent in agents]), saves=True
-        )
+        folders = {agent: facts["folder"] for agent, facts in found.items()}
+        copies = copy_targets(self.membership.members, [agent.name for agent in agents], folders)
+        return ResumePoint(step or 0, chosen["next"], step, copies, saves=True)
 
     def _prepare(self, workers: RemoteWorkers, agents: Sequence[JoinedAgent], start: ResumePoint) -> None:
         prepared, options = self.prepared, self.options
@@ -354,8 +301,9 @@ class Coordinator:
             "streams": 1 if options.tcp == "one" else 0,
             "patience_s": options.patience_s,
         }
+        shares = prepared.roles_by_agent([agent.name for agent in agents])
         for agent in agents:
-            roles = prepared.roles_of(agent.name)
+            roles = shares[agent.name]
             pace = {
                 role.name: prepared.costs.compute_ns[role.worker // prepared.program.num_ranks].tolist()
                 for role in roles

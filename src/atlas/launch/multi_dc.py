@@ -65,7 +65,10 @@ def train_here(job: Job, options: TrainOptions, settings: AgentSettings, callbac
         return Agent(settings, client, security, callbacks.say)
 
     if mine.node != first.node:
-        return agent(settings.rendezvous).run()
+        own = agent(settings.rendezvous)
+        if mine.is_spare:
+            callbacks.say(f"a spare of {mine.datacenter}: it waits until a host there is lost")
+        return own.run()
     prepared = prepare_job(job, options)
     require_room(prepared.roles_of(mine), prepared.training, settings.device, tp=job.tp)
     coordinator = _coordinator(prepared, options, settings, callbacks, security, options.checkpoints)
@@ -121,14 +124,14 @@ def _coordinator(
     security: Security,
     folder: Path | None,
 ) -> Coordinator:
-    def replanned(before: PreparedJob, lost: list[str]) -> PreparedJob:
-        return _replanned(before, lost, options, callbacks, auto=settings.auto_replan)
+    def ask(offer: str, lost: str) -> None:
+        _ask(offer, lost, callbacks.say, auto=settings.auto_replan)
 
     digest = digest_of(prepared.job, replace(options, stated=None))  # what the coordinator says applies to all
     address = rendezvous_to_bind(settings.rendezvous, settings.network)
     state = StateFile(folder, digest.partition(" ")[0])
     try:
-        return Coordinator(address, security, digest, prepared, options, callbacks, replanned, state)
+        return Coordinator(address, security, digest, prepared, options, callbacks, ask, state)
     except BaseException:
         state.close()
         raise
@@ -156,7 +159,7 @@ def num_workers_of(job: Job, name: AgentName) -> int:
     """Workers that one launcher runs."""
     found = arrange(job)
     count = found.rank_dc.count(name.datacenter) * found.num_pipelines * job.cells
-    return len(range(count)[name.share(count)])
+    return 1 if name.is_spare else len(range(count)[name.share(count)])
 
 
 def _require_host(job: Job, settings: AgentSettings, say: Callable[[str], None]) -> None:
@@ -184,24 +187,18 @@ def _without_lost(job: Job, options: TrainOptions, settings: AgentSettings) -> J
     return replan(job, settings.without, options.schedule) if settings.without else job
 
 
-def _replanned(
-    before: PreparedJob, lost: list[str], options: TrainOptions, callbacks: RunCallbacks, *, auto: bool
-) -> PreparedJob:
-    """The job on the remaining datacenters, after asking the user."""
-    new = prepare_job(replan(before.job, lost, options.schedule), options, before)
-    counts = ", ".join(f"{new.program.rank_dc.count(dc)} in {dc}" for dc in new.datacenters)
-    offer = (
-        f"datacenter {' and '.join(lost)} is lost. On the remaining ones: {new.program.num_ranks} stages ({counts}), "
-        f"{new.predicted_s:.3g} s an iteration instead of {before.predicted_s:.3g} s (simulated)"
-    )
+def _ask(offer: str, lost: str, say: Callable[[str], None], *, auto: bool) -> None:
+    """Raise unless the user agrees to continue with another plan."""
     if auto:
-        callbacks.say(f"{offer}; continuing with that, from the last checkpoint that survived")
-        return new
+        say(f"{offer}; continuing with that, from the last checkpoint that survived")
+        return
     if sys.stdin.isatty():
-        callbacks.say(f"{offer}. Continue with that? [y/N]")
+        say(f"{offer}. Continue with that? [y/N]")
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
-            return new
+            return
+    name = lost.removeprefix("datacenter ").partition(" ")[0]
+    without = f"with --without {name} in every datacenter" if lost.startswith("datacenter ") else "with --auto-replan"
     raise AtlasError(
-        f"{offer}. Start again with --without {lost[0]} in every datacenter to continue with that, or with it when it "
-        "is back; --auto-replan does the former by itself"
+        f"{offer}. Start again {without} to continue with that, or with it when it is back; --auto-replan does the "
+        "former by itself"
     )

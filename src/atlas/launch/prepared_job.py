@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from atlas.cost.table import Costs
@@ -53,6 +53,15 @@ class PreparedJob:
         """The workers that one launcher of a datacenter runs: a consecutive share, nearly equal for all launchers."""
         mine = [role for role in self.roles if role.datacenter == agent.datacenter]
         return mine[agent.share(len(mine))]
+
+    def roles_by_agent(self, agents: Sequence[AgentName]) -> dict[AgentName, list[WorkerRole]]:
+        """The same where hosts are missing: those that are there share the workers of their datacenter."""
+        found: dict[AgentName, list[WorkerRole]] = {}
+        for dc in dict.fromkeys(agent.datacenter for agent in agents):
+            here = sorted(agent for agent in agents if agent.datacenter == dc)
+            for number, agent in enumerate(here):
+                found[agent] = self.roles_of(AgentName(dc, number, len(here)))
+        return found
 
 
 def prepare_job(job: Job, options: TrainOptions, before: PreparedJob | None = None) -> PreparedJob:
@@ -100,14 +109,19 @@ def difference(theirs: str, ours: str) -> str | None:
     )
 
 
-def copy_targets(datacenters: Sequence[str], agents: Sequence[AgentName]) -> dict[str, str]:
-    """By agent: the agent in the next datacenter that its workers copy checkpoints to; the same in every attempt."""
-    ring = [dc for dc in datacenters if any(agent.datacenter == dc for agent in agents)]
-    if len(ring) < 2:
-        return {}
+def copy_targets(members: Sequence[str], agents: Sequence[AgentName], folders: Mapping[str, str]) -> dict[str, str]:
+    """By agent: the agent of the next datacenter that keeps copies of its checkpoints; in a run in one datacenter, the
+    next host with another folder. `folders`: by agent, a number of its folder."""
+    ring = [dc for dc in members if any(agent.datacenter == dc for agent in agents)]
     targets: dict[str, str] = {}
     for agent in agents:
-        after = ring[(ring.index(agent.datacenter) + 1) % len(ring)]
-        theirs = sorted(other.part for other in agents if other.datacenter == after)
-        targets[agent.node] = AgentName(after, theirs[agent.part % len(theirs)]).node
+        if len(ring) > 1:
+            after = ring[(ring.index(agent.datacenter) + 1) % len(ring)]
+            theirs = sorted(other for other in agents if other.datacenter == after)
+            targets[agent.node] = theirs[agent.part % len(theirs)].node
+        else:
+            later = sorted(agents, key=lambda other: (other <= agent, other))
+            theirs = [other for other in later if folders[other.node] != folders[agent.node]]
+            if theirs:
+                targets[agent.node] = theirs[0].node
     return targets

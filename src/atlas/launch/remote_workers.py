@@ -26,7 +26,8 @@ BY_SCHEDULER = "scheduler"
 class RemoteWorkers(WorkerGroup):
     """The workers of one attempt. `with RemoteWorkers(...)`: leaving the block has every agent end its workers.
 
-    `agent_of_worker`: the agent that runs each worker, in the order of the Program.
+    `agent_of_worker`: the agent that runs each worker, in the order of the Program. `grace_s`: how long an agent may be
+    out of reach.
     """
 
     def __init__(
@@ -35,10 +36,10 @@ class RemoteWorkers(WorkerGroup):
         rendezvous: Rendezvous,
         agents: Sequence[JoinedAgent],
         agent_of_worker: Mapping[str, JoinedAgent],
-        grace_s: float,
+        grace_s: Callable[[JoinedAgent], float],
     ) -> None:
         super().__init__(list(agent_of_worker))
-        self.epoch, self.grace_s = epoch, grace_s
+        self.epoch, self._grace_s = epoch, grace_s
         self._rendezvous, self._agent_of_worker = rendezvous, dict(agent_of_worker)
         self._agents = {agent.name.node: agent for agent in agents}
         self._exit_reasons: dict[str, str] = {}
@@ -84,7 +85,8 @@ class RemoteWorkers(WorkerGroup):
 
     def title(self, name: str) -> str:
         if name in self._agents:
-            return f"datacenter {self._agents[name].name}"
+            agent = self._agents[name].name
+            return f"{'datacenter' if agent.num_parts == 1 else 'host'} {agent}"
         return f"worker {name} in {self._agent_of_worker[name].name.datacenter}"
 
     def _next(self, timeout_s: float, missing: Callable[[], str]) -> WorkerMessage:
@@ -137,8 +139,9 @@ class RemoteWorkers(WorkerGroup):
             if self._rendezvous.agents.get((agent.name.datacenter, agent.name.part)) is not agent:
                 self._put(node, {"error": "its launcher was started again"})
                 return
-            if not agent.channel.is_connected and time.monotonic() - agent.channel.gone_since > self.grace_s:
-                self._put(node, {"error": f"its launcher has been out of reach for {self.grace_s:g} s"})
+            grace_s = self._grace_s(agent)
+            if not agent.channel.is_connected and time.monotonic() - agent.channel.gone_since > grace_s:
+                self._put(node, {"error": f"its launcher has been out of reach for {grace_s:g} s"})
                 return
 
     def _receive(self, agent: JoinedAgent, message: Message) -> None:

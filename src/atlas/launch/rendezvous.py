@@ -35,23 +35,37 @@ MAX_HANDSHAKES = 64
 """At a time; further connections are closed."""
 
 
+SPARE = -1
+"""In place of a launcher's number."""
+
+
 class AgentName(NamedTuple):
-    """A launcher (its agent): one of `num_parts` in its datacenter."""
+    """A launcher (its agent): one of `num_parts` in its datacenter, or a spare, which has no number."""
 
     datacenter: str
     part: int = 0
     num_parts: int = 1
 
     @property
+    def is_spare(self) -> bool:
+        return self.part == SPARE
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.datacenter, self.part
+
+    @property
     def node(self) -> str:
         """Its name for the transport and in certificates."""
-        return f"{self.datacenter}/site{self.part}"
+        return f"{self.datacenter}/spare" if self.is_spare else f"{self.datacenter}/site{self.part}"
 
     def share(self, count: int) -> slice:
         """This launcher's share of `count` workers of its datacenter."""
         return slice(count * self.part // self.num_parts, count * (self.part + 1) // self.num_parts)
 
     def __str__(self) -> str:
+        if self.is_spare:
+            return f"a spare of {self.datacenter}"
         return self.datacenter if self.num_parts == 1 else f"{self.datacenter} ({self.part + 1} of {self.num_parts})"
 
 
@@ -70,6 +84,8 @@ class JoinedAgent:
 
     def __init__(self, name: AgentName, instance: int, epoch: int, on_change: Callable[[], None]) -> None:
         self.name, self.instance, self.epoch = name, instance, epoch
+        self.home = name
+        """The name that it gave; `name` is its place in the run."""
         self.token = secrets.randbits(62)
         """Of this channel."""
         self.channel = ControlChannel(on_change)
@@ -80,11 +96,15 @@ Admission = Callable[[AgentName, str], str | None]
 
 
 class Rendezvous:
-    """Listens at `address`. `agents`: all launchers that have joined, connected or not. `changed`: notified of both."""
+    """Listens at `address`. `agents`: the launcher at each place, connected or not. `waiting`: those that have none, by
+    the number of their process. `changed`: notified when one joins or is disconnected."""
 
     def __init__(self, address: Address, security: Security, admission: Admission) -> None:
         self._security, self._admission = security, admission
         self.agents: dict[tuple[str, int], JoinedAgent] = {}
+        self.waiting: dict[int, JoinedAgent] = {}
+        self.closed: frozenset[tuple[str, int]] = frozenset()
+        """Places that the run does without: who comes back there waits."""
         self.changed = threading.Condition()
         self.refusals: deque[Refusal] = deque(maxlen=MAX_HANDSHAKES)
         """Connections that proved no name, or not the one they gave; the latest."""
@@ -107,7 +127,7 @@ class Rendezvous:
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
-        for agent in list(self.agents.values()):
+        for agent in self.everyone:
             agent.channel.detach()
 
     def _accept(self) -> None:
@@ -165,21 +185,40 @@ class Rendezvous:
 
     def _joined(self, name: AgentName, instance: int, epoch: int) -> tuple[JoinedAgent, bool]:
         """And whether it has joined just now."""
-        place = (name.datacenter, name.part)
-        known = self.agents.get(place)
-        if known is not None and known.instance == instance:
-            return known, False
-        if known is not None:
-            known.channel.detach()
-        self.agents[place] = JoinedAgent(name, instance, epoch, self._notify)
-        return self.agents[place], True
+        for known in (*self.agents.values(), *self.waiting.values()):
+            if known.instance == instance:
+                return known, False
+        new, holder = JoinedAgent(name, instance, epoch, self._notify), self.agents.get(name.place)
+        is_taken = holder is not None and holder.home != name and holder.channel.is_connected
+        if name.is_spare or name.place in self.closed or is_taken:
+            self.waiting[instance] = new
+        else:
+            self.put(new, name)
+        return new, True
+
+    def put(self, agent: JoinedAgent, name: AgentName) -> None:
+        """Give it this place; who had it is out of the run."""
+        before = self.agents.get(name.place)
+        if before is not None and before is not agent:
+            before.channel.detach()
+        self.waiting.pop(agent.instance, None)
+        agent.name = name
+        self.agents[name.place] = agent
+
+    def waiting_in(self, datacenter: str) -> list[JoinedAgent]:
+        """Connected launchers of a datacenter without a place."""
+        return [a for a in list(self.waiting.values()) if a.home.datacenter == datacenter and a.channel.is_connected]
+
+    @property
+    def everyone(self) -> list[JoinedAgent]:
+        return [*self.agents.values(), *self.waiting.values()]
 
     def _disagrees(self, name: AgentName) -> str:
         """Why a launcher conflicts with connected ones of its datacenter; forget disconnected ones that conflict."""
         others = {
             place: agent
             for place, agent in self.agents.items()
-            if place[0] == name.datacenter and agent.name.num_parts != name.num_parts
+            if place[0] == name.datacenter and agent.name.num_parts != name.num_parts and not name.is_spare
         }
         connected = [agent for agent in others.values() if agent.channel.is_connected]
         if connected:

@@ -6,7 +6,7 @@ Knows jobs and the planner. Does not know checkpoints or the user.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from atlas.cost.arrange import num_workers
 from atlas.errors import AtlasError, InfeasibleError
@@ -20,9 +20,10 @@ KEPT = ("tp", "microbatch")
 """Fields that must not change: the training state and its workers depend on them."""
 
 
-def replan(job: Job, lost: Collection[str], schedule: str = "1f1b") -> Job:
-    """A job that trains on the same batches without these datacenters; raises AtlasError if none is possible."""
-    left = _without(job, lost)
+def replan(job: Job, lost: Collection[str], schedule: str = "1f1b", nodes: Mapping[str, int] | None = None) -> Job:
+    """A job that trains on the same batches without these datacenters; raises AtlasError if none is possible. `nodes`:
+    by datacenter, where some are lost."""
+    left = _without(job, lost, nodes or {})
     batch = batch_of(job)
     try:
         planned = make_plan(left, keep=KEPT, global_batch=batch, tries=0)
@@ -38,10 +39,15 @@ def replan(job: Job, lost: Collection[str], schedule: str = "1f1b") -> Job:
     return _one_pipeline(left, batch, schedule)
 
 
-def _without(job: Job, lost: Collection[str]) -> Job:
+def _without(job: Job, lost: Collection[str], nodes: Mapping[str, int]) -> Job:
     """The job without these datacenters, and without its placement."""
     cluster = job.cluster
-    datacenters = tuple(dc for dc in cluster.datacenters if dc.name not in lost)
+    lost = {*lost, *(name for name, count in nodes.items() if count == 0)}
+    datacenters = tuple(
+        dc.model_copy(update={"nodes": nodes.get(dc.name, dc.nodes)})
+        for dc in cluster.datacenters
+        if dc.name not in lost
+    )
     if not datacenters:
         raise AtlasError(f"without {', '.join(lost)} no datacenter is left. Start again when one is back")
     links = cluster.links

@@ -51,6 +51,12 @@ class RunOutcome:
     """Of `atlas train`: 130 where a user stopped it before the last step, 75 where a scheduler did."""
     results: dict[str, Any] = field(default_factory=dict)
     """By worker."""
+    paused: bool = False
+    """Whether it was stopped to continue on other hosts."""
+
+
+class PauseError(Exception):
+    """All workers are to stop after a common step, with a checkpoint."""
 
 
 def interrupt_code(interrupt: KeyboardInterrupt) -> int:
@@ -98,6 +104,10 @@ class RunMonitor:
     on_step: OnStep | None = None
     on_done: Callable[[int], None] = lambda num_done: None
     """Called with the number of steps that all have finished, before they are reported."""
+    may_pause: Callable[[], bool] = lambda: False
+    """Asked when a checkpoint is complete, or after a step where none is written on the way: whether to stop all
+    workers after a common step, with a checkpoint, to continue on other hosts."""
+    saves_on_the_way: bool = True
     predicted_s: float | None = None
     """Simulated seconds of an iteration."""
     sent_bytes: Callable[[], int] | None = None
@@ -118,6 +128,7 @@ class RunMonitor:
         self._last_bytes, self._last_faults = 0, Faults()
         self._written: dict[tuple[int, int], set[str]] = {}
         self._complete: set[tuple[int, int]] = set()
+        self._can_pause = False
         self._watch = _StallWatch(self)
 
     def play(self) -> RunOutcome:
@@ -143,17 +154,21 @@ class RunMonitor:
         self._last_bytes = self.sent_bytes() if self.sent_bytes is not None else 0
 
     def _follow(self) -> RunOutcome:
-        code = 0
+        code, paused = 0, False
         with self._watch:
             try:
+                self._can_pause = self.saves
                 results = self.workers.wait_for("result", self.silence_s, meanwhile=self.note)
+            except PauseError:
+                results, paused = self._stop(), True
             except KeyboardInterrupt as interrupt:
                 if not self.saves:
                     raise
                 self.say("stopping after this step, with a checkpoint; again to stop at once")
                 results, code = self._stop(), interrupt_code(interrupt)
         losses = self.records.losses()
-        return RunOutcome(self.num_done, losses, self._sentence(losses, stopped=code != 0), code, results)
+        sentence = self._sentence(losses, stopped=code != 0)
+        return RunOutcome(self.num_done, losses, sentence, code, results, paused)
 
     def timeline(self, meta: dict[str, Any]) -> Timeline:
         """Of all passes whose records are kept."""
@@ -183,6 +198,7 @@ class RunMonitor:
                 results[name] = message["result"]
             return "result" in message or self.note(name, message)
 
+        self._can_pause = False
         self.workers.send_all({"stop": True})
         begun = self.workers.wait_for("stopping", self.silence_s, meanwhile=meanwhile)
         self.workers.send_all({"last_step": max(begun.values()) - 1})
@@ -216,6 +232,8 @@ class RunMonitor:
         self._num_passes += 1
         if not self.keep_all and self._num_passes > 1:
             self.records.forget_pass()
+        if self._can_pause and not self.saves_on_the_way and self.may_pause():
+            raise PauseError
 
     def _report(self, number: int) -> None:
         """Report the pass `number` of those that are kept."""
@@ -255,6 +273,8 @@ class RunMonitor:
         if len(writers) == len(self.workers.names):
             self._complete.add((attempt, step))
             self.workers.send_all({"complete": [[attempt, step]]})
+            if self._can_pause and self.may_pause():
+                raise PauseError
 
 
 class _StallWatch:

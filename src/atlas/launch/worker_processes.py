@@ -79,18 +79,26 @@ class WorkerGroup(ABC):
         """The value of `key` from each worker (or from each of `of`), once all have sent it.
 
         Messages without `key` go to `meanwhile`. Messages of workers that are not in `of` stay queued for a later call.
-        Raises when nothing arrives for `timeout_s`, and on the first error of any worker.
+        Raises when nothing arrives for `timeout_s`, and on the first error of any worker. After an exception of
+        `meanwhile`, or Ctrl-C, replies stay queued too.
         """
         names, replies, others = list(self.names if of is None else of), dict[str, Any](), list[WorkerMessage]()
-        while len(replies) < len(names):
-            new = self._next(timeout_s, lambda: f"no {key!r} from {', '.join(n for n in names if n not in replies)}")
-            if new.message is not None and key in new.message and new.name in names:
-                replies[new.name] = new.message[key]
-            elif new.message is None or not meanwhile(new.name, new.message):
-                if new.name in names or new.message is None or "error" in new.message:
-                    raise self._root_cause(new.name, new.message)
-                others.append(new)
-        self._deferred.extendleft(reversed(others))
+        taken: list[WorkerMessage] = []
+        try:
+            while len(replies) < len(names):
+                new = self._next(
+                    timeout_s, lambda: f"no {key!r} from {', '.join(n for n in names if n not in replies)}"
+                )
+                if new.message is not None and key in new.message and new.name in names:
+                    replies[new.name] = new.message[key]
+                    taken.append(new)
+                elif new.message is None or not meanwhile(new.name, new.message):
+                    if new.name in names or new.message is None or "error" in new.message:
+                        raise self._root_cause(new.name, new.message)
+                    others.append(new)
+            taken = []
+        finally:
+            self._deferred.extendleft(reversed([*taken, *others]))
         return replies
 
     @property
