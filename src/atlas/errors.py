@@ -79,10 +79,10 @@ class WorkerError(AtlasError):
 class DivergedRunError(AtlasError):
     """The loss or the norm of the gradients is not finite. A restart would diverge again."""
 
-    def __init__(self, step: int, what: str) -> None:
+    def __init__(self, text: str, step: int) -> None:
         self.step = step
         """The first step that is not finite, from 1."""
-        super().__init__(f"the training has diverged: {what} of step {step}")
+        super().__init__(text)
 
 
 class StartAgainError(AtlasError):

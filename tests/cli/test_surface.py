@@ -17,7 +17,7 @@ PICTURES = {"--page", "--png", "--svg", "--trace"}
 SEARCH = {"--tries", "--seed", "--set", "--tcp"}
 HOW = (
     {"--recipe", "--schedule", "--tcp", "--steps", "--warmup", "--decay", "--seed", "--model", "--data", "--set"}
-    | {"--learning-rate", "--clip", "--save-every", "--no-bar", "--log", "--timeline", "--metrics-port"}
+    | {"--learning-rate", "--clip", "--save-every", "--no-bar", "--log", "--runs", "--timeline", "--metrics-port"}
     | {"--compile", "--no-compile"}
     | {
         "--evidence",

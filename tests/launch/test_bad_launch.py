@@ -13,6 +13,7 @@ from multi_dc_runs import Run, free_port, job_text, run_datacenters, train_optio
 from atlas.cli import main
 from atlas.errors import AtlasError
 from atlas.launch.rendezvous import AgentName, Rendezvous, RendezvousClient
+from atlas.spec.recipe import OptimizerRecipe
 from atlas.wan.security.certs import make_ca, make_node
 from atlas.wan.security.credentials import Credentials, Security
 
@@ -170,3 +171,16 @@ def test_a_launcher_with_another_plan_is_refused_with_the_reason(tmp_path: Path)
     coordinator.join()
     assert "refused west: its plan differs from the plan" in str(run.errors["west"])
     assert "west did not connect to" in str(runs["east"].errors["east"])
+
+
+def test_a_divergence_is_the_users_error_and_the_last_good_checkpoint_is_named(tmp_path: Path) -> None:
+    job, folders = write_job(tmp_path, *TWO), {dc: tmp_path / dc for dc in TWO}
+    sgd = OptimizerRecipe(name="sgd")
+    assert run_datacenters(job, folders, train_options(2, optimizer=sgd)).codes == dict.fromkeys(TWO, 0)
+    run = run_datacenters(job, folders, train_options(100, optimizer=sgd, learning_rate=1e6, save_every=50))
+    assert run.starts == 1, "no restart helps"
+    assert run.codes == {"west": 2}
+    assert max(run.losses) < 50
+    said = str(run.errors["east"])
+    assert "the training has diverged at step" in said
+    assert "The last good checkpoint is of step 2. Lower learning_rate.peak" in said

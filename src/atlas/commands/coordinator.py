@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from atlas.launch.agent import AgentSettings
     from atlas.launch.coordinator import RunCallbacks
     from atlas.launch.multi_dc import COORDINATOR, coordinate
+    from atlas.launch.run_record import RunRecord
 
     recipe = recipe_of(args)
     job, plan = load_job_or_plan(args.plan, [*recipe.job_overrides, *args.set])
@@ -71,8 +72,11 @@ def run(args: argparse.Namespace) -> int:
 
     end_on_signals()
     choice = watched(args, recipe.logging, job, options)
+    record = RunRecord(Path(recipe.logging.folder or args.state), {"run": job.name, "steps": options.steps})
     evidence = evidence_of(args.evidence, job, options)
     with RunReport(choice, options.steps) as report:
-        code = coordinate(job, options, settings, RunCallbacks(say_line, recorded(report, evidence)), args.state)
+        code = coordinate(
+            job, options, settings, RunCallbacks(say_line, recorded(report, evidence), record=record), args.state
+        )
     write_evidence(evidence)
     return code

@@ -103,6 +103,7 @@ FLAGS = {
     "grace": "network.grace",
     "gather": "network.gather",
     "patience": "network.patience",
+    "runs": "logging.folder",
     "log": "logging.lines",
     "timeline": "logging.timeline",
     "metrics_port": "logging.metrics_port",

@@ -10,10 +10,11 @@ import argparse
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 from atlas.commands.network_flags import PORT, address_of, network_flags, network_of, security_flags
 from atlas.commands.watching import recorded, watched, write_evidence
-from atlas.console import number, say, whole
+from atlas.console import number, require_folder, say, whole
 from atlas.errors import AtlasError, SpecError
 from atlas.evidence.recorder import EvidenceRecorder
 from atlas.launch.rendezvous import SPARE, AgentName
@@ -83,6 +84,7 @@ def run_dc(
     from atlas.launch.agent import AgentSettings
     from atlas.launch.coordinator import RunCallbacks
     from atlas.launch.multi_dc import is_coordinator, train_here
+    from atlas.launch.run_record import RunRecord
 
     name, local_rank = agent_name(args.dc, args.node, os.environ, spare=args.spare)
     if args.coordinator is not None and args.rendezvous is not None:
@@ -91,6 +93,8 @@ def run_dc(
         )
     flag = "--rendezvous" if args.coordinator is None else "--coordinator"
     launchers_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if local_rank is not None else 1
+    logs = Path(recipe.logging.folder or Path("runs") / job.name)
+    require_folder(logs, "--runs")
     settings = AgentSettings(
         name,
         address_of(flag, args.coordinator or args.rendezvous or f"127.0.0.1:{PORT}"),
@@ -101,6 +105,7 @@ def run_dc(
         checkpoints=options.checkpoints,
         data=options.data,
         weights=options.model if options.model != OWN else "",
+        logs=logs,
         device=options.device,
         local_rank=local_rank,
         launchers_here=launchers_here,
@@ -116,7 +121,8 @@ def run_dc(
         callbacks = RunCallbacks(say_line)
         if is_coordinator(job, options, settings):
             report = stack.enter_context(RunReport(choice, options.steps))
-            callbacks = RunCallbacks(say_line, recorded(report, evidence))
+            record = RunRecord(logs, {"run": job.name, "steps": options.steps})
+            callbacks = RunCallbacks(say_line, recorded(report, evidence), record=record)
             stack.callback(write_evidence, evidence)
         return train_here(job, options, settings, callbacks)
 

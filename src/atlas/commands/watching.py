@@ -22,6 +22,9 @@ from atlas.spec.recipe import LoggingRecipe
 
 def watch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-bar", action="store_true", help="no progress bar")
+    parser.add_argument(
+        "--runs", type=Path, metavar="DIR", help="logs of workers and run.json (default with --dc: runs/NAME)"
+    )
     parser.add_argument("--log", type=Path, metavar="FILE", help="append a JSON line for every step")
     parser.add_argument(
         "--timeline", type=Path, metavar="FILE", help="append the timeline of every step, for `atlas view`"

@@ -36,7 +36,9 @@ from atlas.launch.local_sums import LOOPBACK, is_trusted
 from atlas.launch.preflight import devices_for, layers_of, require_room
 from atlas.launch.remote_workers import BY_SCHEDULER
 from atlas.launch.rendezvous import AgentName, RendezvousClient
+from atlas.launch.run_state import ATTEMPT_BITS
 from atlas.launch.site_network import SiteNetwork
+from atlas.launch.worker_logs import WorkerLogs, log_folder
 from atlas.launch.worker_processes import WorkerProcesses
 from atlas.runtime.assignment import SHIPPED, Assignment, SaveChoice, SumsKind, TrainingSetup, read
 from atlas.runtime.wiring import WorkerRole
@@ -44,6 +46,8 @@ from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address, PeerRoute
 
 POLL_S = 0.2
+ROTATE_S = 10.0
+"""Between looks at the sizes of log files."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class AgentSettings:
     data: str = ""
     """This datacenter's shards; other datacenters may have them in other folders."""
     weights: str = ""
+    logs: Path | None = None
+    """The run's folder of logs; None: logs are deleted with the workers."""
     device: str = "cuda"
     local_rank: int | None = None
     """Of the first worker on this host, under torchrun; None: 0."""
@@ -252,7 +258,9 @@ class Agent:
         saves = attempt.exchange is not None
         mine.network.require_ports(len(roles), saves=saves, serves=saves)  # a new plan may have more workers here
         save = self._save_choice(attempt, wanted, [layer for role in roles for layer in layers_of(role, training)])
-        workers = attempt.workers = WorkerProcesses("atlas.runtime.process", [role.name for role in roles])
+        workers = attempt.workers = WorkerProcesses(
+            "atlas.runtime.process", [role.name for role in roles], self._logs(attempt)
+        )
         attempt.forwarder = threading.Thread(
             target=self._forward_replies, args=(attempt, workers), daemon=True, name="forwarder"
         )
@@ -282,6 +290,13 @@ class Agent:
             )
             workers.send(role.name, {"assignment": assignment.to_json()})
         self._reply(attempt, {"prepared": workers.pids})
+
+    def _logs(self, attempt: _Attempt) -> WorkerLogs:
+        mine = self.settings
+        if mine.logs is None:
+            return WorkerLogs()
+        number = attempt.epoch % (1 << ATTEMPT_BITS)
+        return WorkerLogs(log_folder(mine.logs, number, mine.name.datacenter, mine.name.part))
 
     def _local(self, training: TrainingSetup, sums: SumsKind) -> TrainingSetup:
         """With this datacenter's own folders and sums."""
@@ -315,7 +330,11 @@ class Agent:
     # ---- workers -----------------------------------------------------------------------------------------------------
     def _forward_replies(self, attempt: _Attempt, workers: WorkerProcesses) -> None:
         """Forward messages of workers as they come, with the exit reason, which only this host can find."""
+        rotated = time.monotonic()
         while attempt.workers is workers:
+            if time.monotonic() - rotated > ROTATE_S:
+                workers.logs.rotate()
+                rotated = time.monotonic()
             new = workers.next_message(POLL_S)
             if new is None or attempt.workers is not workers:
                 continue

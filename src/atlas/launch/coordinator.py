@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -27,7 +27,8 @@ from atlas.launch.remote_workers import RemoteWorkers
 from atlas.launch.rendezvous import AgentName, JoinedAgent, Rendezvous
 from atlas.launch.report.events import OnStep
 from atlas.launch.run_monitor import RunMonitor, RunOutcome, connect_workers, interrupt_code
-from atlas.launch.run_state import ResumePoint, RunningAttempt, StateFile
+from atlas.launch.run_record import RunRecord
+from atlas.launch.run_state import FinishedBeforeError, ResumePoint, RunningAttempt, StateFile
 from atlas.launch.site_network import SiteFacts, require_apart, require_connected
 from atlas.launch.supervisor import run_with_restarts
 from atlas.launch.train_options import TrainOptions
@@ -55,14 +56,7 @@ class RunCallbacks:
     on_start: Callable[[Mapping[str, int]], None] | None = None
     """Process ids by worker, at every start; for tests."""
     route: Route = lambda src, dst, address: address
-
-
-class FinishedBeforeError(Exception):
-    """An earlier coordinator has ended the run already."""
-
-    def __init__(self, sentence: str, code: int) -> None:
-        super().__init__(sentence)
-        self.sentence, self.code = sentence, code
+    record: RunRecord = field(default_factory=lambda: RunRecord(None, {}))
 
 
 class Coordinator:
@@ -238,8 +232,10 @@ class Coordinator:
 
     def _followed(self, workers: RemoteWorkers, monitor: RunMonitor, follow: Callable[[], RunOutcome]) -> RunOutcome:
         """The outcome of an attempt whose workers run; afterwards a restarted coordinator finds none."""
+        hosts = {node: [name for name in workers.names if workers.agent_of(name) == node] for node in workers.agents}
         try:
-            return follow()
+            with self._callbacks.record.attempt(self._file.state.attempt, hosts, monitor):
+                return follow()
         finally:
             self._num_done = max(self._num_done, monitor.num_done)
             self._file.update(running=None)

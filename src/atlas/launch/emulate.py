@@ -211,7 +211,7 @@ def _connect(
 
 
 def _weights_file(workers: WorkerProcesses, name: str) -> Path:
-    return workers.folder / f"{name}.npz"
+    return workers.logs.folder / f"{name}.npz"
 
 
 def _weights(workers: WorkerProcesses, program: Program) -> Weights:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from atlas.cost.table import Costs
-from atlas.errors import START_AGAIN, StopSignal, WorkerError
+from atlas.errors import START_AGAIN, DivergedRunError, StopSignal, WorkerError
 from atlas.ir.program import Program
 from atlas.ir.timeline import Timeline
 from atlas.launch.clocks import offsets_ns
@@ -166,9 +166,28 @@ class RunMonitor:
                     raise
                 self.say("stopping after this step, with a checkpoint; again to stop at once")
                 results, code = self._stop(), interrupt_code(interrupt)
+            except DivergedRunError as error:
+                raise DivergedRunError(f"{error}. {self._after_divergence(error.step)}", error.step) from None
         losses = self.records.losses()
         sentence = self._sentence(losses, stopped=code != 0)
         return RunOutcome(self.num_done, losses, sentence, code, results, paused)
+
+    @property
+    def saved_steps(self) -> list[int]:
+        """Steps whose checkpoint became complete in this attempt."""
+        return sorted(step for _, step in self._complete)
+
+    def _after_divergence(self, step: int) -> str:
+        """Which checkpoint is good, and what to change. A checkpoint is known to be good when the step after it was
+        finite."""
+        change = "Lower learning_rate.peak, lengthen learning_rate.warmup, or set clip"
+        saved = {done for _, done in self._complete} | ({self.first_step} if self.saves and self.first_step else set())
+        good = max((done for done in saved if done <= step - 2), default=None)
+        if good is None:
+            return f"{change}, and start again: no checkpoint before it is known to be good"
+        suspect = [done for done in sorted(saved) if good < done < step]
+        delete = f" (first delete the later save of step {suspect[0]}: it may be damaged)" if suspect else ""
+        return f"The last good checkpoint is of step {good}. {change}: the same command resumes from there{delete}"
 
     def timeline(self, meta: dict[str, Any]) -> Timeline:
         """Of all passes whose records are kept."""

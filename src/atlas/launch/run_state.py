@@ -72,6 +72,14 @@ class RunState:
     """What all launchers are told at the end: a sentence and an exit code."""
 
 
+class FinishedBeforeError(Exception):
+    """An earlier coordinator has ended the run already."""
+
+    def __init__(self, sentence: str, code: int) -> None:
+        super().__init__(sentence)
+        self.sentence, self.code = sentence, code
+
+
 class StateFile:
     """`state`, and `update` to change it."""
 

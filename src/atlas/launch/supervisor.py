@@ -46,10 +46,17 @@ def run_with_restarts(
             in_a_row = 1 if progress() > furthest else in_a_row + 1
             furthest = max(furthest, progress())
             if in_a_row > policy.max_in_a_row:
-                raise WorkerError(
-                    f"{error}. Given up after {policy.max_in_a_row} restarts in a row without a step of progress; "
-                    "checkpoints are as they were"
-                ) from None
+                given_up = (
+                    f"Given up after {policy.max_in_a_row} restarts in a row without a step of progress; checkpoints "
+                    "are as they were"
+                )
+                raise WorkerError(_with_sentence(error, given_up)) from None
             wait_s = policy.wait_s(in_a_row)
-            say(f"{error}. Restart {in_a_row} of {policy.max_in_a_row} in a row, in {wait_s:g} s")
+            say(_with_sentence(error, f"Restart {in_a_row} of {policy.max_in_a_row} in a row, in {wait_s:g} s"))
             sleep(wait_s)
+
+
+def _with_sentence(error: WorkerError, sentence: str) -> str:
+    """After the error's own sentence and before the log lines that follow it, if any."""
+    first, newline, lines = str(error).partition("\n")
+    return f"{first}{newline}{lines}\n{sentence}" if newline else f"{first}. {sentence}"

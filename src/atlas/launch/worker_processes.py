@@ -11,18 +11,17 @@ import json
 import logging
 import os
 import queue
-import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from atlas.errors import EXTRAS, AtlasError, MissingExtraError, WorkerError
+from atlas.errors import EXTRAS, AtlasError, DivergedRunError, MissingExtraError, WorkerError
 from atlas.launch.forkserver import Child, fork_server
+from atlas.launch.worker_logs import WorkerLogs
 from atlas.lifetime import describe_exit
 
 log = logging.getLogger("atlas.launch")
@@ -139,7 +138,8 @@ class WorkerGroup(ABC):
 
     def _root_cause(self, name: str, message: dict[str, Any] | None) -> AtlasError:
         """The error to report. A worker that ended without an error explains the errors of its peers; otherwise the
-        first error counts. An error that the user must fix is not a WorkerError: a restart would not help."""
+        first error counts, those that the user must fix before the others. They are no WorkerErrors: a restart would
+        not help."""
         errors = [(name, message)]
         deadline = time.monotonic() + GRACE_S
         with contextlib.suppress(queue.Empty):
@@ -149,10 +149,13 @@ class WorkerGroup(ABC):
         for who, found in errors:
             if found is None and who not in explained:
                 return WorkerError(f"{self.title(who)} {self.exit_reason(who)}")
-        first = next(((n, m) for n, m in errors if m is not None and "error" in m), errors[0])
-        assert first[1] is not None, "a worker that ended is found above"
-        kind = AtlasError if first[1].get("user_error") else WorkerError
-        return kind(f"{self.title(first[0])} failed: {first[1].get('error', first[1])}")
+        reported = [(n, m) for n, m in errors if m is not None and "error" in m]
+        who, found = next(((n, m) for n, m in reported if m.get("user_error")), reported[0] if reported else errors[0])
+        assert found is not None, "a worker that ended is found above"
+        text = f"{self.title(who)} failed: {found.get('error', found)}"
+        if "diverged" in found:
+            return DivergedRunError(text, int(found["diverged"]))
+        return AtlasError(text) if found.get("user_error") else WorkerError(text)
 
 
 def _require_importable(*packages: str) -> None:
@@ -170,11 +173,10 @@ class _Worker(NamedTuple):
 class WorkerProcesses(WorkerGroup):
     """`with WorkerProcesses("atlas.runtime.process", names) as workers:` ends all processes on exit."""
 
-    def __init__(self, module: str, names: Sequence[str]) -> None:
+    def __init__(self, module: str, names: Sequence[str], logs: WorkerLogs | None = None) -> None:
         super().__init__(names)
         _require_importable("torch", "safetensors")
-        self._folder = tempfile.TemporaryDirectory(prefix="atlas-workers-")
-        self.folder = Path(self._folder.name)
+        self.logs = logs or WorkerLogs()
         self._workers: dict[str, _Worker] = {}
         self._readers: list[threading.Thread] = []
         try:
@@ -205,7 +207,7 @@ class WorkerProcesses(WorkerGroup):
             worker.child.wait(max(0.0, deadline - time.monotonic()))
         for reader in self._readers:
             reader.join(max(0.0, deadline - time.monotonic()))
-        self._folder.cleanup()
+        self.logs.close()
 
     def __enter__(self) -> WorkerProcesses:
         return self
@@ -217,7 +219,7 @@ class WorkerProcesses(WorkerGroup):
         their_stdin, stdin = os.pipe()
         stdout, their_stdout = os.pipe()
         try:
-            with (self.folder / f"{name}.log").open("w") as stderr:
+            with self.logs.file(name).open("a") as stderr:
                 child = fork_server(module).start(their_stdin, their_stdout, stderr.fileno())
         except BaseException:
             os.close(stdin)
@@ -247,5 +249,5 @@ class WorkerProcesses(WorkerGroup):
         code = self._workers[name].child.wait(timeout_s=2)
         if code is None:
             return "closed its output but is still running"
-        tail = (self.folder / f"{name}.log").read_text(errors="replace").strip().splitlines()[-5:]
-        return describe_exit(code) + (f"; its last log lines: {' | '.join(tail)}" if tail else "")
+        tail = self.logs.tail(name)
+        return describe_exit(code) + (f"; {tail}" if tail else "")

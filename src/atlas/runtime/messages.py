@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import torch
 
-from atlas.errors import AtlasError, WorkerError
+from atlas.errors import AtlasError, DivergedRunError, WorkerError
 
 
 class MessageWriter:
@@ -34,6 +34,8 @@ class MessageWriter:
 
 def error_message(error: Exception) -> dict[str, Any]:
     """`user_error`: the user must change something, a restart would not help."""
+    if isinstance(error, DivergedRunError):
+        return {"error": str(error), "user_error": True, "diverged": error.step}
     if isinstance(error, AtlasError):
         return {"error": str(error), "user_error": not isinstance(error, WorkerError)}
     if isinstance(error, torch.OutOfMemoryError):

@@ -105,9 +105,13 @@ class Saving:
         self.retention.confirm(*complete)
         self._copies.confirm(*complete)
 
+    def is_due(self, num_done: int) -> bool:
+        """Whether this step is saved while the run goes on."""
+        return bool(self.choice.every) and num_done % self.choice.every == 0
+
     def after_step(self, num_done: int) -> None:
         """Save if it is time to."""
-        if self.choice.every and num_done % self.choice.every == 0:
+        if self.is_due(num_done):
             self.save(num_done)
 
     def save(self, num_done: int) -> None:

@@ -7,15 +7,16 @@ the cluster, not the costs of others, not who started it.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from atlas.errors import ProgramError
+from atlas.errors import DivergedRunError, ProgramError
 from atlas.ir.program import BACKWARD, BACKWARDS, FORWARD, NUM_KINDS, PER_MICROBATCH, Kind, Op
 from atlas.ir.text import from_text
 from atlas.runtime.assignment import Assignment
@@ -195,6 +196,7 @@ class Worker:
 
         def report(span: Span) -> None:
             now.record.losses = host.tolist()
+            _require_finite(now.record.losses, now.first_step + 1)
             now.record.tokens = len(losses) * self.task.microbatch_size * self.task.length
             self.recorder.end(now.record)
 
@@ -273,6 +275,8 @@ class Worker:
         self._queue.settle()
         norm, arrived_ns = self.norm.take(step, self.stage_set.squares(), self._waiter(index, now))
         now.record.norms.append(norm)
+        if not math.isfinite(norm):
+            raise _diverged(step + 1, f"the gradients' global norm is {norm}")
         limit = self.training.max_norm
         work = (lambda: None) if limit is None else (lambda: self.stage_set.clip(norm, limit))
         self._launch(op, index, now, max(now.start_ns, arrived_ns), work)
@@ -281,9 +285,18 @@ class Worker:
         if any(parameter.grad is None for parameter in self.parameters.values()):
             raise ProgramError(f"{self._who(op)}: no SYNC before it; every STEP needs one (see `with_optimizer`)")
         num_done = now.first_step + op.microbatch + 1
+        if self.saving is not None and self.saving.is_due(num_done):
+            self._require_finite(num_done)
         self._launch(op, index, now, now.start_ns, lambda: self.stage_set.step(num_done))
         if self.saving is not None:
             self.saving.after_step(num_done)
+
+    def _require_finite(self, step: int) -> None:
+        """Raise before a save of a step whose loss is not finite: this worker's part of it is then never written, so no
+        such save is complete. Waits for the device."""
+        stage = self.stages.get(self.program.num_stages - 1)
+        if stage is not None:
+            _require_finite(stage.losses.values(), step)
 
     # ---- inputs ------------------------------------------------------------------------------------------------------
     def _receive(
@@ -345,3 +358,13 @@ class Worker:
 
     def _who(self, op: Op) -> str:
         return f"{op} on {self._me}"
+
+
+def _diverged(step: int, what: str) -> DivergedRunError:
+    return DivergedRunError(f"the training has diverged at step {step}: {what}", step)
+
+
+def _require_finite(losses: Iterable[float], step: int) -> None:
+    wrong = next((loss for loss in losses if not math.isfinite(loss)), None)
+    if wrong is not None:
+        raise _diverged(step, f"the loss is {wrong}")

@@ -32,6 +32,7 @@ PATHS: tuple[Keys, ...] = (
     ("model",),
     ("data", "shards"),
     ("checkpoints", "folder"),
+    ("logging", "folder"),
     ("logging", "lines"),
     ("logging", "timeline"),
 )
@@ -112,6 +113,8 @@ class NetworkRecipe(SiteRecipe):
 class LoggingRecipe(Frozen):
     """`logging:`"""
 
+    folder: Text | None = None
+    """Logs of workers, and `run.json`; default with --dc: runs/NAME, in the working directory."""
     lines: Text | None = None
     """A file of JSON lines, one for each step."""
     timeline: Text | None = None

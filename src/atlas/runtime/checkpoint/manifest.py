@@ -54,12 +54,12 @@ class Meta:
 
     def require_same_run(self, config: dict[str, Any], dataset: str) -> None:
         """Raise if a run with this configuration and these data cannot resume from here."""
-        config = json.loads(_canonical(config))
-        for key in sorted(self.config.keys() | config.keys()):
-            if self.config.get(key) != config.get(key):
+        now, then = _fixed(json.loads(_canonical(config))), _fixed(self.config)
+        for key in sorted(then.keys() | now.keys()):
+            if then.get(key) != now.get(key):
                 raise AtlasError(
-                    f"checkpoint: it was saved with {key} = {self.config.get(key)!r}, this run has "
-                    f"{config.get(key)!r}. Resume with the saved value, or start a new run in another folder"
+                    f"checkpoint: it was saved with {key} = {then.get(key)!r}, this run has "
+                    f"{now.get(key)!r}. Resume with the saved value, or start a new run in another folder"
                 )
         if self.dataset != dataset:
             raise AtlasError(
@@ -125,6 +125,15 @@ class Part:
                 f"{where}: not a complete checkpoint manifest ({error}). Restore the file from a replica, or delete "
                 "its folder to resume from an earlier checkpoint"
             ) from error
+
+
+def _fixed(config: dict[str, Any]) -> dict[str, Any]:
+    """What a resumed run may not change: all but the learning rate and clipping, which a user lowers after a
+    divergence."""
+    found = {key: value for key, value in config.items() if key != "max_norm"}
+    if isinstance(found.get("optimizer"), dict):
+        found["optimizer"] = {key: value for key, value in found["optimizer"].items() if key != "learning_rate"}
+    return found
 
 
 def part_name(id: SaveId, writer: str) -> str:
