@@ -130,3 +130,11 @@ def shifted(timeline: Timeline, by_ns: int) -> Timeline:
     names = ("op_start_ns", "op_end_ns", "transfer_ready_ns", "transfer_start_ns", "transfer_sent_ns")
     names += ("transfer_arrive_ns",)
     return replace(timeline, **{name: getattr(timeline, name) + by_ns for name in names})
+
+
+def test_one_pipeline_sums_nothing(tmp_path: Path) -> None:
+    words = ["--set", "pipelines_per_cell=1", "--steps", "3", "--out", str(tmp_path / "point")]
+    assert main(["card", str(TINY), "--schedule", "1f1b", *words]) == 0
+    point = read_data_point(tmp_path / "point")
+    assert point.value("collective_vol_allreduce_gb") == 0
+    assert point.value("bandwidth_utilization_allreduce_group_6") is None

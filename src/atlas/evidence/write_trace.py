@@ -137,8 +137,11 @@ def _ops(timeline: Timeline, sizes: Sizes, worker: int) -> Iterator[dict[str, An
             event = _span(f"atlas_{op.kind.name} {op}", "kernel", DEVICE, COMPUTE, start, length)
             event["args"] = {"device": 0, "stream": COMPUTE, "stage": op.stage, "microbatch": op.microbatch}
         else:
+            args = _sum_args(program, sizes, worker, op.kind)
+            if args["Group size"] == 1:
+                continue  # nothing is summed
             event = _span(f"atlas_allreduce {op.kind.name.lower()} {op}", "kernel", DEVICE, SYNC, start, length)
-            event["args"] = _sum_args(program, sizes, worker, op.kind)
+            event["args"] = args
         yield event
 
 
