@@ -5,7 +5,8 @@
 Trains 50 steps over an emulated WAN (10 ms one way, 100 Mbit/s per pair) between network namespaces, with nftables in
 the gateways; then the same over the same paths without NAT, and on loopback. Launchers are `atlas train --dc`
 processes with certificates, a range of ports, and checkpoints that are copied to the next datacenter. Two pipelines
-share the WAN, so relays cross the NAT too. `ss` looks at the listening ports of every site during the run.
+share the WAN, so relays cross the NAT too. `ss` looks at the listening ports of every site during the run. In one more
+run the masqueraded site is cut off for 7 s.
 
 And `atlas wan check` on four sites, of which one gives a port range that its NAT does not forward, one has a
 certificate of another CA, and one is filtered by its firewall. Needs root, `ip` and `nft`; exits 77 elsewhere.
@@ -45,6 +46,9 @@ NUM_STEPS, FIRST_COUNTED = 50, 5
 RENDEZVOUS = 7700
 LIMIT_S = 150.0
 CHECK_S = 15.0
+CUT_S = 7.0
+"""Longer than a sender waits for answers (`TransportSettings.stall_s`): all streams are replaced, by the side that can
+dial."""
 ATLAS = [sys.executable, "-m", "atlas"]
 
 
@@ -74,10 +78,13 @@ class Finished:
     weights: Mapping[str, str]
     listening: dict[str, set[int]]
     """By site: all ports on which anything listened."""
+    longest_s: float
+    """The longest iteration."""
+    restarts: int
 
 
-def train(base: Path, sites: Mapping[str, Site] | None, num_steps: int) -> Finished:
-    """Run to the end. Without sites: on loopback."""
+def train(base: Path, sites: Mapping[str, Site] | None, num_steps: int, *, cut: bool = False) -> Finished:
+    """Run to the end. Without sites: on loopback. `cut`: the masqueraded site is cut off for a while."""
     rendezvous = f"127.0.0.1:{free_port()}"
     if sites is not None:
         rendezvous = f"{sites['east'].gateway.address}:{RENDEZVOUS}"
@@ -98,15 +105,20 @@ def train(base: Path, sites: Mapping[str, Site] | None, num_steps: int) -> Finis
             popen = subprocess.Popen if sites is None else sites[dc].popen
             processes[dc] = popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
             stack.callback(_end, processes[dc])
-        listening = _follow(processes, sites, folders)
+        listening = _follow(processes, sites, folders, cut=cut)
     weights = hashes({dc: folder / "saves" for dc, folder in folders.items()}, num_steps)
     lines = map(json.loads, (folders["east"] / "steps").read_text().splitlines())
     took = [line["iteration_s"] for line in lines if line["step"] > FIRST_COUNTED]
-    return Finished(statistics.median(took), weights, listening)
+    restarts = (folders["east"] / "log").read_text().count("Restart ")
+    return Finished(statistics.median(took), weights, listening, max(took), restarts)
 
 
 def _follow(
-    processes: Mapping[str, subprocess.Popen[Any]], sites: Mapping[str, Site] | None, folders: Mapping[str, Path]
+    processes: Mapping[str, subprocess.Popen[Any]],
+    sites: Mapping[str, Site] | None,
+    folders: Mapping[str, Path],
+    *,
+    cut: bool,
 ) -> dict[str, set[int]]:
     """Wait for the end, and meanwhile note who listens where."""
     listening: dict[str, set[int]] = {dc: set() for dc in processes}
@@ -116,6 +128,10 @@ def _follow(
             break
         for dc, site in (sites or {}).items():
             listening[dc] |= site.listening()
+        steps = folders["east"] / "steps"
+        if cut and sites is not None and steps.exists() and len(steps.read_text().splitlines()) > FIRST_COUNTED:
+            cut = False
+            sites["south"].cut(CUT_S)
         time.sleep(0.5)
     if any(process.poll() != 0 for process in processes.values()):
         texts = "\n".join(f"{dc}: {(folder / 'log').read_text()[-2000:]}" for dc, folder in folders.items())
@@ -140,6 +156,12 @@ def measure_training(report: Report, base: Path, num_steps: int, rounds: int) ->
             took[nat].append(found.iteration_s)
             runs.append(found)
             print(f"# {'NAT' if nat else 'plain'}: iteration {found.iteration_s * 1e3:.1f} ms, {found.listening}")
+    with Sites(KINDS, PATH) as sites:
+        cut = train(base / "cut", sites.sites, num_steps, cut=True)
+    print(f"# cut for {CUT_S:g} s: longest iteration {cut.longest_s:.1f} s")
+    report.figure("masqueraded site cut off for 7 s: restarts of workers", cut.restarts, "", at_most=0)
+    report.figure("masqueraded site cut off for 7 s: longest iteration", cut.longest_s, "s", at_least=0.8 * CUT_S)
+    runs.append(cut)
     alone = train(base / "loopback", None, num_steps)
     same = sum(run.weights == alone.weights for run in runs)
     report.figure("runs with weights equal to the bit to loopback", same, "runs", at_least=len(runs))

@@ -70,7 +70,7 @@ BENCHES: dict[str, Bench] = {
     "planner_geo": Bench(20, 20),
     "planner_sailor": Bench(6, 10),
     "regions": Bench(2, 5, ()),
-    "real_sites": Bench(10, 75),
+    "real_sites": Bench(12, 120),
     "schedules": Bench(12, 30),
     "serve_emulated": Bench(8, 50),
     "serve_kills": Bench(60, 60),

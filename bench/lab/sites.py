@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -50,6 +51,12 @@ class Site:
         if not self.netns:
             return self.gateway.popen(command, **options)
         return subprocess.Popen(["ip", "netns", "exec", self.netns, *command], **options)
+
+    def cut(self, seconds: float) -> None:
+        """Takes the link between the host and its gateway down for a while."""
+        for state in ("down", "up"):
+            self.gateway.run(lambda state=state: _run("ip", "link", "set", "lan0", state))
+            time.sleep(seconds if state == "down" else 0.0)
 
     def listening(self) -> set[int]:
         """The TCP ports on which anything listens at this site (`ss`)."""

@@ -48,23 +48,29 @@ def test_a_worker_has_the_name_and_the_order_that_the_run_gives_it(tmp_path: Pat
     assert nodes_of(job, AgentName("west", 1, 2)) == ["west/site1", "west/p1.s2", "west/p1.s3"]
 
 
-def test_two_sites_check_each_other_and_one_cannot_be_dialled(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["first launcher", "coordinator"])
+def test_two_sites_check_each_other_and_one_cannot_be_dialled(
+    job: Job, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(port_check, "BURST_S", 0.1)
     rendezvous = ("127.0.0.1", free_port())
     (first,) = free_ports(2, 1)
     networks = {"east": SiteNetwork(ports=PortRange(first, first + 1)), "west": SiteNetwork(advertise="none")}
+    if apart:
+        networks["coordinator"] = SiteNetwork()
     reports: dict[str, dict[str, object]] = {}
 
     def check(dc: str) -> None:
-        settings = CheckSettings(AgentName(dc), networks[dc], rendezvous, rendezvous, gather_s=30.0)
+        settings = CheckSettings(AgentName(dc), networks[dc], rendezvous, rendezvous, gather_s=30.0, apart=apart)
         reports[dc] = check_network(job, settings, lambda line: None)
 
-    threads = [threading.Thread(target=check, args=(dc,)) for dc in TWO]
+    threads = [threading.Thread(target=check, args=(dc,)) for dc in networks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert reports["east"] == reports["west"]
+    assert all(report == reports["east"] for report in reports.values())
+    assert set(reports) == set(networks)
     report = reports["east"]
     assert report["faults"] == []
     to_west, to_east = matrix(report)[1:]

@@ -15,6 +15,7 @@ from atlas.commands.train import end_on_signals, how_flags, recipe_of
 from atlas.commands.train_dc import group_flags
 from atlas.commands.watching import evidence_of, recorded, watch_flags, watched, write_evidence
 from atlas.console import job_flags, require_apart, require_writable, say
+from atlas.launch.rendezvous import COORDINATOR
 from atlas.launch.report import RunReport
 from atlas.launch.supervisor import RestartPolicy
 from atlas.launch.train_options import OWN, TrainOptions, recipe_options
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     # torch: 1.9 s
     from atlas.launch.agent import AgentSettings
     from atlas.launch.coordinator import RunCallbacks
-    from atlas.launch.multi_dc import COORDINATOR, coordinate
+    from atlas.launch.multi_dc import coordinate
     from atlas.launch.run_record import RunRecord
 
     recipe = recipe_of(args)

@@ -5,7 +5,9 @@ whom on which port, certificates, MTU, clocks and rates.
     atlas wan check plan.yaml --dc west --rendezvous 203.0.113.10:7700 --listen 0.0.0.0 --advertise 198.51.100.7 \\
         --ports 7710-7719 --certs certs
 
-Exit code 0: all is well; 2: there are faults, each named with its remedy. Starts no worker.
+With `atlas coordinator`, run it on the coordinator's host too (`--dc coordinator`), and give `--coordinator HOST:PORT`
+in place of `--rendezvous` everywhere. Exit code 0: all is well; 2: there are faults, each named with its remedy. Starts
+no worker.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="a plan, or a job")
     parser.add_argument("--dc", required=True, metavar="NAME", help="the datacenter that this is")
     parser.add_argument("--recipe", type=Path, metavar="FILE", help="its `network:` applies (docs/recipes.md)")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="the address that `atlas coordinator` will have")
     network_flags(parser)
     security_flags(parser)
     parser.add_argument(
@@ -45,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     job, _ = load_job_or_plan(args.plan, [*recipe.job_overrides, *args.set])
     name, _ = agent_name(args.dc, args.node, os.environ)
     network = network_of(args, recipe.network)
-    rendezvous = address_of("--rendezvous", args.rendezvous or f"127.0.0.1:{PORT}")
+    flag = "--rendezvous" if args.coordinator is None else "--coordinator"
+    rendezvous = address_of(flag, args.coordinator or args.rendezvous or f"127.0.0.1:{PORT}")
     if args.certs is not None:
         require_current(args.certs, name.datacenter)
         require_own_name(args.certs, name.datacenter)
@@ -57,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         certificates=args.certs,
         trusted_networks=tuple(args.trusted) or recipe.network.trusted,
         gather_s=args.gather,
+        apart=args.coordinator is not None,
     )
     report = check_network(job, settings, lambda line: say(f"atlas: {line}"))
     if args.json:

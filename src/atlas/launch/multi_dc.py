@@ -19,7 +19,7 @@ from atlas.launch.agent import Agent, AgentSettings
 from atlas.launch.coordinator import Coordinator, RunCallbacks
 from atlas.launch.preflight import devices_for, require_executable, require_room
 from atlas.launch.prepared_job import PreparedJob, digest_of, prepare_job
-from atlas.launch.rendezvous import AgentName, RendezvousClient
+from atlas.launch.rendezvous import COORDINATOR, AgentName, RendezvousClient
 from atlas.launch.replan import replan
 from atlas.launch.run_state import StateFile
 from atlas.launch.site_network import is_wildcard, rendezvous_to_bind
@@ -28,9 +28,6 @@ from atlas.spec import Job
 from atlas.wan.security.certs import expiry_warnings, require_current
 from atlas.wan.security.credentials import Credentials, Security
 from atlas.wan.transport.base import Address
-
-COORDINATOR = AgentName("coordinator")
-"""Of `atlas coordinator`: its certificate is for this name in place of a datacenter's."""
 
 
 def is_coordinator(job: Job, options: TrainOptions, settings: AgentSettings) -> bool:

@@ -1,5 +1,6 @@
 """`atlas wan check`: every launcher of a plan listens on the ports that its workers would have and dials those of the
-others; nothing is trained. The first datacenter collects what all have found and sends the report to all.
+others; nothing is trained. The first datacenter, or a coordinator apart from it, collects what all have found and sends
+the report to all.
 
     <- {"clock": n}              -> {"clock": seconds}      by this host's wall clock
     <- {"peers": {host: ...}}    -> {"reached": [...]}      one row for each other host
@@ -27,7 +28,7 @@ from atlas.cost.arrange import arrange
 from atlas.errors import AtlasError
 from atlas.launch.check_report import compiled
 from atlas.launch.control_channel import Message
-from atlas.launch.rendezvous import AgentName, JoinedAgent, Rendezvous, RendezvousClient
+from atlas.launch.rendezvous import COORDINATOR, AgentName, JoinedAgent, Rendezvous, RendezvousClient
 from atlas.launch.site_network import SiteFacts, SiteNetwork, is_wildcard
 from atlas.spec import Job
 from atlas.wan.probe.port_check import check_burst, check_port
@@ -59,6 +60,8 @@ class CheckSettings:
     certificates: Path | None = None
     trusted_networks: tuple[str, ...] = ()
     gather_s: float = 60.0
+    apart: bool = False
+    """Whether the rendezvous is on a host of its own (`COORDINATOR`), as with `atlas coordinator`."""
 
     def security(self, node: str) -> Security:
         if self.certificates is None:
@@ -81,31 +84,37 @@ def nodes_of(job: Job, name: AgentName) -> list[str]:
 def check_network(job: Job, settings: CheckSettings, say: Callable[[str], None]) -> Message:
     """Check together with all other launchers of the plan; the report. Raises AtlasError if this one cannot join."""
     datacenters = list(dict.fromkeys(arrange(job).rank_dc))
-    first, mine = AgentName(datacenters[0]), settings.name
-    if mine.datacenter not in datacenters:
+    first, mine = COORDINATOR if settings.apart else AgentName(datacenters[0]), settings.name
+    if mine.datacenter not in [*datacenters, first.datacenter]:
         raise AtlasError(
             f"--dc {mine.datacenter}: the plan has no worker there; it has them in {', '.join(datacenters)}"
         )
-    nodes, ports = nodes_of(job, mine), settings.network.ports
-    if ports is not None and ports.count < len(nodes):
-        nodes = nodes[1:]  # without checkpoints there is no checkpoint server
-    settings.network.require_valid([dc.name for dc in job.cluster.datacenters])
-    settings.network.require_ports(len(nodes), saves=False)
     digest = "check " + hashlib.sha256(json.dumps(job.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
     security = settings.security(mine.node)
     if security.credentials is not None:
         _ = security.server_context, security.client_context  # raises now if files are missing or do not match
     with ExitStack() as stack:
-        coordinator = None
         address = settings.rendezvous
         if mine.node == first.node:
             coordinator = stack.enter_context(CheckCoordinator(settings, security, digest, datacenters, say))
+            if settings.apart:
+                return coordinator.report()
             host, port = coordinator.rendezvous.address
             address = ("127.0.0.1" if is_wildcard(host) else host, port)
-        site = stack.enter_context(CheckedSite(settings, nodes))
+        site = stack.enter_context(CheckedSite(settings, _listeners(job, settings)))
         client = RendezvousClient(address, first, mine, digest, security, grace_s=REPLY_S, patience_s=settings.gather_s)
         stack.callback(client.close)
         return site.serve(client)
+
+
+def _listeners(job: Job, settings: CheckSettings) -> list[str]:
+    """The nodes of this launcher, in the order of their ports, after its network was found usable."""
+    nodes, ports = nodes_of(job, settings.name), settings.network.ports
+    if ports is not None and ports.count < len(nodes):
+        nodes = nodes[1:]  # without checkpoints there is no checkpoint server
+    settings.network.require_valid([dc.name for dc in job.cluster.datacenters])
+    settings.network.require_ports(len(nodes), saves=False)
+    return nodes
 
 
 class CheckedSite:
@@ -204,6 +213,7 @@ class CheckCoordinator:
     def __post_init__(self) -> None:
         self.rendezvous = Rendezvous(self.settings.bind, self.security, self._why_not)
         self._closing = threading.Event()
+        self._report: Message = {}
         self._thread = threading.Thread(target=self._run, daemon=True, name="network check")
 
     def __enter__(self) -> CheckCoordinator:
@@ -214,6 +224,11 @@ class CheckCoordinator:
         self._closing.set()
         self._thread.join()
         self.rendezvous.close()
+
+    def report(self) -> Message:
+        """Waits for the end of the check."""
+        self._thread.join()
+        return self._report
 
     def _why_not(self, agent: AgentName, plan: str) -> str | None:
         if agent.datacenter not in self.datacenters:
@@ -226,10 +241,15 @@ class CheckCoordinator:
         try:
             self._check()
         except Exception as error:  # on a thread: all sites wait for a report
-            report = {"rows": [], "sites": [], "warnings": [], "faults": [f"the check itself failed: {error!r}"]}
-            for agent in list(self.rendezvous.agents.values()):
-                agent.channel.send({"report": report})
+            self._send({"rows": [], "sites": [], "warnings": [], "faults": [f"the check itself failed: {error!r}"]})
             raise
+
+    def _send(self, report: Message) -> None:
+        self._report, agents = report, list(self.rendezvous.agents.values())
+        for agent in agents:
+            agent.channel.send({"report": report})
+        for agent in agents:
+            agent.channel.wait_sent(2.0)
 
     def _check(self) -> None:
         missing = self._gather()
@@ -240,11 +260,7 @@ class CheckCoordinator:
             agents[host].channel.send({"peers": {other: facts for other, facts in joined.items() if other != host}})
         rows = [row for host in joined for row in self._ask(agents[host], None, "reached") or ()]
         refused = list(self.rendezvous.refusals)
-        report = compiled(joined, rows, clocks, missing, refused, self.settings.rendezvous)
-        for agent in agents.values():
-            agent.channel.send({"report": report})
-        for agent in agents.values():
-            agent.channel.wait_sent(2.0)
+        self._send(compiled(joined, rows, clocks, missing, refused, self.settings.rendezvous))
 
     def _gather(self) -> list[str]:
         """Wait for all; the names of those that did not come."""

@@ -69,6 +69,10 @@ class AgentName(NamedTuple):
         return self.datacenter if self.num_parts == 1 else f"{self.datacenter} ({self.part + 1} of {self.num_parts})"
 
 
+COORDINATOR = AgentName("coordinator")
+"""Of `atlas coordinator`: its certificate is for this name in place of a datacenter's."""
+
+
 class Refusal(NamedTuple):
     """A connection that did not prove its name."""
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from atlas.errors import WorkerError
 from atlas.ir.program import BACKWARD, FORWARD
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.wiring import AFTER, BEFORE, CONTROL, MAIN, WorkerRole, is_along, lane_of
@@ -106,9 +107,12 @@ class WorkerLinks:
                 opened.append((peer, lane))
             else:
                 relayed.setdefault(end, {})[peer] = address
-        main.warm_up(channels, CONNECT_S)
-        for end, peers in relayed.items():
-            self._relays[end].connect(peers, CONNECT_S)
+        try:
+            main.warm_up(channels, CONNECT_S)
+            for end, peers in relayed.items():
+                self._relays[end].connect(peers, CONNECT_S)
+        except WorkerError as error:
+            raise WorkerError(f"{error}. `atlas wan check` in every datacenter shows who reaches whom") from None
         sent = [
             main.send(Key(peer, lane, WARM_UP), b"0", what=f"{self.role.name} warms up the connection to {peer}")
             for peer, lane in opened
