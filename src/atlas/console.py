@@ -184,16 +184,18 @@ class Meter:
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(),
             console=console,
             transient=True,
         )
-        self._task = self._bar.add_task("", total=None)
+        self._task = self._bar.add_task("", total=None, count="")
         self._timer = threading.Timer(PATIENCE_S, self._bar.start) if console.is_terminal else None
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        self._bar.update(self._task, description=what, completed=done, total=total or None)
+        count = f"{done:,}/{total:,}" if total else ""
+        self._bar.update(self._task, description=what[:30], completed=done, total=total or None, count=count)
 
     def __enter__(self) -> Meter:
         if self._timer is not None:

@@ -90,3 +90,10 @@ def test_compare_and_schedules_accept_a_plan(atlas: Atlas) -> None:
     assert found["a"]["schedule"] == "1f1b"
     program = from_text(atlas("schedules", "--show", "1f1b", "plan.yaml").out)
     assert program.num_microbatches == found["a"]["peak_in_flight"] * 4
+
+
+def test_unrelated_jobs_are_not_compared(atlas: Atlas) -> None:
+    said = atlas("compare", "tiny.yaml:gpipe", str(Path(__file__).parents[2] / "examples" / "gpt-a.yaml") + ":gpipe")
+    assert said.code == 2
+    assert "unrelated jobs cannot be compared" in said.err
+    assert "dc1, dc2, dc3" in said.err

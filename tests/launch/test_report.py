@@ -43,6 +43,9 @@ def test_the_figures_of_a_step() -> None:
     assert figures(EVENT) == "loss 2.3412  10.0k tok/s  410 ms (+2.5%)  WAN 3.20 Gbit/s"
     plain: StepEvent = {"step": 1, "loss": float("nan"), "tokens": 90, "iteration_s": 2.0}
     assert figures(plain) == "loss nan  45 tok/s  2.00 s"
+    assert figures(EVENT, 30) == "loss 2.3412  410 ms (+2.5%)"
+    slow = {**EVENT, "iteration_s": 1000.0 * EVENT["iteration_s"]}
+    assert figures(slow, 60).endswith("410.00 s (not the job's hardware)")
     assert against_prediction(plain) is None
     assert tokens_per_s({**plain, "iteration_s": 0.0}) == 0.0
     assert "WAN 40.00 Mbit/s" in figures({**plain, "wan_gbit_s": 0.04})

@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     outputs.require_apart(inputs)
     with Meter() as meter:
         a, b = make_a(meter), make_b(meter)
+    _require_related(a, b, args)
     found = difference(a, b)
     if args.json:
         sys.stdout.write(as_json({"a": summary(a), "b": summary(b), "difference": found.as_dict()}))
@@ -55,6 +56,19 @@ def run(args: argparse.Namespace) -> int:
         show(side_by_side(summary(a), summary(b)), "", compare_table(found))
     outputs.write([a, b], [a, b], f"{a.program.name} and {b.program.name}", [], inputs)
     return 0
+
+
+def _require_related(a: Timeline, b: Timeline, args: argparse.Namespace) -> None:
+    """Raise where the two are of jobs that have nothing in common: no datacenter, and another shape."""
+    one, other = a.program, b.program
+    shapes = [(p.num_pipelines, p.num_stages, p.num_microbatches) for p in (one, other)]
+    names = [frozenset(p.rank_dc) for p in (one, other)]
+    if not names[0] & names[1] and shapes[0] != shapes[1]:
+        said = [
+            f"{text} has {pipelines} pipelines of {stages} stages in {', '.join(sorted(dcs))}"
+            for text, (pipelines, stages, _), dcs in zip((args.a, args.b), shapes, names, strict=True)
+        ]
+        raise AtlasError(f"unrelated jobs cannot be compared: {'; '.join(said)}. Compare two runs of one job")
 
 
 def _source(text: str, args: argparse.Namespace) -> tuple[Callable[[Progress], Timeline], tuple[str, ...]]:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 LINE_EVERY_S = 10.0
+BAR_WIDTH = 8
+OTHER_HARDWARE = 10.0
+"""An iteration that takes so many times longer than predicted runs on other hardware than the job describes."""
 
 
 class ProgressBar:
@@ -42,7 +45,9 @@ class ProgressBar:
     def _update(self, event: StepEvent) -> None:
         if self._bar is None:
             self._bar = self._started()
-        self._bar.update(self._bar.task_ids[0], completed=event["step"], figures=figures(event))
+        taken = len(f"step {self.num_steps}/{self.num_steps} ") + BAR_WIDTH + len(" 00:00:00  ")
+        room = self._bar.console.width - taken
+        self._bar.update(self._bar.task_ids[0], completed=event["step"], figures=figures(event, room))
 
     def _started(self) -> Progress:
         from rich.console import Console  # rich.progress: 90 ms, only on a terminal
@@ -51,7 +56,7 @@ class ProgressBar:
         bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=BAR_WIDTH),
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(compact=True),
             console=Console(file=self._stream),
@@ -61,17 +66,26 @@ class ProgressBar:
         return bar
 
 
-def figures(event: StepEvent) -> str:
-    """`loss 2.3412  12.3k tok/s  410 ms (+2.1 %)  WAN 3.2 Gbit/s`."""
-    off, wan = against_prediction(event), event.get("wan_gbit_s")
-    words = [f"loss {event['loss']:.4f}", f"{_short(tokens_per_s(event))} tok/s", _time(event["iteration_s"])]
-    if off is not None:
-        words[-1] += f" ({off:+.1%})"
+def figures(event: StepEvent, room: int | None = None) -> str:
+    """`loss 2.3412  12.3k tok/s  410 ms (+2.1 %)  WAN 3.2 Gbit/s`: as many of these as there is room for."""
+    wan = event.get("wan_gbit_s")
+    words = {"loss": f"loss {event['loss']:.4f}", "speed": f"{_short(tokens_per_s(event))} tok/s"}
     if "mfu" in event:
-        words.insert(2, f"{_short(event['tokens_per_gpu_s'])} tok/s/GPU, MFU {event['mfu']:.1%}")
+        words["mfu"] = f"{_short(event['tokens_per_gpu_s'])} tok/s/GPU, MFU {event['mfu']:.1%}"
+    words["time"] = _time(event["iteration_s"]) + _off(against_prediction(event))
     if wan is not None:
-        words.append(f"WAN {wan:.2f} Gbit/s" if wan >= 0.1 else f"WAN {wan * 1e3:.2f} Mbit/s")
-    return "  ".join(words)
+        words["wan"] = f"WAN {wan:.2f} Gbit/s" if wan >= 0.1 else f"WAN {wan * 1e3:.2f} Mbit/s"
+    for least in ("wan", "mfu", "speed", "time"):
+        if room is not None and len("  ".join(words.values())) > room:
+            words.pop(least, None)
+    return "  ".join(words.values())
+
+
+def _off(off: float | None) -> str:
+    """How far the prediction is off; a run on other hardware is not compared with it."""
+    if off is None:
+        return ""
+    return f" ({off:+.1%})" if off < OTHER_HARDWARE else " (not the job's hardware)"
 
 
 def _short(value: float) -> str:
