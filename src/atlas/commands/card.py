@@ -63,7 +63,10 @@ def _simulated(args: argparse.Namespace) -> DataPoint:
     schedule = args.schedule or (None if plan is not None else "1f1b")
     with Meter() as meter:
         options = {"iterations": args.steps, "tries": args.tries, "seed": args.seed, "progress": meter}
-        found = simulate(plan or job, schedule, **options).best
+        simulation = simulate(plan or job, schedule, **options)
+    found, whole = simulation.best, simulation.whole
+    if whole is not None:
+        say(f"atlas: the card is of the slowest of {len(whole.results)} groups of pipelines; each group needs its own")
     facts = RunFacts(
         found.schedule,
         found.tcp,
