@@ -237,6 +237,6 @@ def test_an_invalid_message_of_an_agent_is_its_error() -> None:
     agent = JoinedAgent(WEST, 1, 0, lambda: None)
     rendezvous = SimpleNamespace(agents={("west", 0): agent})
     with RemoteWorkers(7, cast(Any, rendezvous), [agent], {"p0.s0": agent}, grace_s=lambda agent: 60) as workers:
-        agent.channel.inbox.put({"epoch": 7, "from": "p0.s0"})
+        agent.channel.put({"epoch": 7, "from": "p0.s0"})
         with pytest.raises(WorkerError, match=r"datacenter west failed: its launcher sent an invalid message"):
             workers.wait_for("ready", 10)

@@ -30,7 +30,7 @@ from typing import Any
 from atlas.errors import START_AGAIN, AtlasError, StartAgainError, StopSignal, WorkerError
 from atlas.ir.text import from_text
 from atlas.launch.checkpoint_exchange import CheckpointExchange
-from atlas.launch.control_channel import Message
+from atlas.launch.control_channel import Message, unpack_text
 from atlas.launch.ledger import Ledger
 from atlas.launch.local_sums import LOOPBACK, is_trusted
 from atlas.launch.preflight import devices_for, layers_of, require_room
@@ -251,7 +251,8 @@ class Agent:
         wanted, mine = message["prepare"], self.settings
         sums, on_loopback = wanted["sums"]
         training = self._local(read(TrainingSetup, wanted["training"]), sums)
-        program = from_text(wanted["program"])
+        text = unpack_text(wanted["program"])
+        program = from_text(text)
         roles = [WorkerRole(program, worker, cell, wanted["num_cells"]) for cell, worker in wanted["workers"]]
         devices = devices_for(len(roles), mine.device, attempt.name.datacenter, mine.local_rank, tp=wanted["tp"])
         require_room(roles, training, mine.device, tp=wanted["tp"])
@@ -268,7 +269,7 @@ class Agent:
         for index, (role, device) in enumerate(zip(roles, devices, strict=True)):
             assignment = Assignment(
                 worker=role.worker,
-                program=wanted["program"],
+                program=text,
                 training=training,
                 num_steps=wanted["num_steps"] - wanted["first_step"],
                 first_step=wanted["first_step"],

@@ -6,8 +6,10 @@ Knows sockets and message numbers. Does not know what the messages mean, or who 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
+import logging
 import queue
 import selectors
 import socket
@@ -15,12 +17,15 @@ import ssl
 import struct
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from atlas.errors import WorkerError
 
+log = logging.getLogger("atlas.launch")
 MAX_FRAME_BYTES = 64 << 20
 """Larger than the text of a Program of half a million ops."""
 MAX_KEPT_BYTES = 4 * MAX_FRAME_BYTES
@@ -38,6 +43,15 @@ def frame(message: Message) -> bytes:
     if len(body) > MAX_FRAME_BYTES:
         raise WorkerError(f"a message of {len(body):,} bytes is larger than the limit of {MAX_FRAME_BYTES:,}")
     return _LENGTH.pack(len(body)) + body
+
+
+def pack_text(text: str) -> str:
+    """A long text, compressed, as a value of a message."""
+    return base64.b85encode(zlib.compress(text.encode(), 1)).decode()
+
+
+def unpack_text(packed: str) -> str:
+    return zlib.decompress(base64.b85decode(packed)).decode()
 
 
 def unframed(buffer: bytearray) -> Message | None:
@@ -60,7 +74,8 @@ def unframed(buffer: bytearray) -> Message | None:
 
 
 class ControlChannel:
-    """One side of a channel. `send` at any time; received messages are in `inbox`. `attach` gives it a connection."""
+    """One side of a channel. `send` at any time; received messages are in `inbox`, or go to a handler (`deliver_to`).
+    `attach` gives it a connection."""
 
     def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -72,6 +87,7 @@ class ControlChannel:
         self._kept_bytes = 0
         self._num_sent, self._num_received = 0, 0
         self._connection: _Connection | None = None
+        self._handler: Callable[[Message], None] | None = None
 
     @property
     def is_connected(self) -> bool:
@@ -137,7 +153,20 @@ class ControlChannel:
             if body.get("number", 0) != self._num_received + 1:  # a heartbeat or a duplicate
                 return
             self._num_received += 1
-        self.inbox.put(dict(body["message"]))
+            self.put(dict(body["message"]))
+
+    def put(self, message: Message) -> None:
+        """As if it were received."""
+        with self._lock:
+            (self._handler or self.inbox.put)(message)
+
+    def deliver_to(self, handler: Callable[[Message], None] | None) -> None:
+        """From now on call `handler` with every message, on the loop's thread: it must not wait. First with those that
+        are in `inbox`. None: messages go to `inbox`."""
+        with self._lock:
+            while handler is not None and not self.inbox.empty():
+                handler(self.inbox.get())
+            self._handler = handler
 
     def _forget(self, num_received: int) -> None:
         while self._kept and self._kept[0][0] <= num_received:
@@ -156,7 +185,7 @@ class ControlChannel:
 
 
 class _Connection:
-    """A socket and the one thread that reads and writes it: a TLS socket does not allow two."""
+    """A socket and what is to be written to it. The loop alone reads and writes: a TLS socket does not allow two."""
 
     def __init__(
         self,
@@ -165,65 +194,57 @@ class _Connection:
         lost: Callable[[_Connection], None],
         heartbeat: Callable[[], bytes],
     ) -> None:
-        self._sock, self._take, self._lost, self._heartbeat = sock, take, lost, heartbeat
+        self.sock, self._take, self._lost, self._heartbeat = sock, take, lost, heartbeat
         self._out, self._in = bytearray(), bytearray()
         self._lock = threading.Lock()
-        self._closed = False
-        self._wake, self._woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="control channel")
+        self.is_closed = False
+        self.events = selectors.EVENT_READ
+        self._last_read = self._last_write = time.monotonic()
 
     def start(self, early: bytes) -> None:
         self._in += early
-        self._thread.start()
+        self.sock.setblocking(False)
+        _loop().add(self)
 
     def write(self, data: bytes) -> None:
         with self._lock:
             self._out += data
-        with contextlib.suppress(OSError):
-            self._wake.send(b"!")
+        _loop().wake(self)
 
     def close(self) -> None:
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._wake.send(b"!")
+        self.is_closed = True
+        _loop().wake(self)
 
-    def _run(self) -> None:
-        self._sock.setblocking(False)
+    def ended(self) -> None:
+        self.sock.close()
+        self._lost(self)
+
+    def serve(self, now: float) -> bool:
+        """Read and write what is possible; whether the connection is alive."""
+        if self.is_closed:
+            return False
         try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._sock, selectors.EVENT_READ)
-                selector.register(self._woken, selectors.EVENT_READ)
-                self._serve(selector)
-        except (OSError, ValueError, KeyError, TypeError, ArithmeticError):  # broken, or not our protocol
-            pass
-        finally:
-            for sock in (self._sock, self._wake, self._woken):
-                sock.close()
-            self._lost(self)
-
-    def _serve(self, selector: selectors.BaseSelector) -> None:
-        last_read = last_write = time.monotonic()
-        while not self._closed:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
-            selector.modify(self._sock, events)
-            for key, _ in selector.select(HEARTBEAT_S):
-                if key.fileobj is self._woken:
-                    self._woken.recv(4096)
-            now = time.monotonic()
             if self._read():
-                last_read = now
-            if now - last_read > SILENCE_S:
-                return
-            if now - last_write > HEARTBEAT_S and not self._out:
-                self.write(self._heartbeat())
+                self._last_read = now
+            if now - self._last_read > SILENCE_S:
+                return False
+            if now - self._last_write > HEARTBEAT_S and not self._out:
+                self._out += self._heartbeat()
             if self._flush():
-                last_write = now
+                self._last_write = now
+        except (OSError, ValueError, KeyError, TypeError, ArithmeticError):  # broken, or not our protocol
+            return False
+        return True
+
+    @property
+    def wanted_events(self) -> int:
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
 
     def _read(self) -> bool:
         received = False
         with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             while True:
-                data = self._sock.recv(READ_BYTES)
+                data = self.sock.recv(READ_BYTES)
                 if not data:
                     raise ConnectionResetError("the other side closed the connection")
                 received = True
@@ -238,7 +259,79 @@ class _Connection:
         wrote = False
         with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError), self._lock:
             while self._out:
-                num_bytes = self._sock.send(self._out[:READ_BYTES])
+                num_bytes = self.sock.send(self._out[:READ_BYTES])
                 del self._out[:num_bytes]
                 wrote = True
         return wrote
+
+
+class _ChannelLoop:
+    """One thread that reads and writes the connections of all channels of this process."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        for end in (self._wake, self._woken):
+            end.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._lock = threading.Lock()
+        self._new: list[_Connection] = []
+        self._due: set[_Connection] = set()
+        self._connections: set[_Connection] = set()
+        threading.Thread(target=self._run, daemon=True, name="control channels").start()
+
+    def add(self, connection: _Connection) -> None:
+        with self._lock:
+            self._new.append(connection)
+        self.wake(connection)
+
+    def wake(self, connection: _Connection) -> None:
+        """Serve a connection soon: there is something to write, or it was closed."""
+        with self._lock:
+            self._due.add(connection)
+        with contextlib.suppress(BlockingIOError):  # it is awake
+            self._wake.send(b"!")
+
+    def _run(self) -> None:
+        ticked = time.monotonic()
+        while True:
+            ready = {key.data for key, _ in self._selector.select(HEARTBEAT_S / 2)}
+            if None in ready:
+                with contextlib.suppress(BlockingIOError):
+                    self._woken.recv(1 << 16)
+            now = time.monotonic()
+            with self._lock:
+                new, due, self._new, self._due = self._new, self._due, [], set()
+            for connection in new:
+                self._register(connection)
+            due |= ready - {None}
+            if now - ticked > HEARTBEAT_S / 2:  # heartbeats, and connections that are silent
+                due, ticked = set(self._connections), now
+            for connection in due & self._connections:
+                self._serve(connection, now)
+
+    def _register(self, connection: _Connection) -> None:
+        try:
+            self._selector.register(connection.sock, connection.events, connection)
+            self._connections.add(connection)
+        except (ValueError, OSError):  # closed meanwhile
+            connection.ended()
+
+    def _serve(self, connection: _Connection, now: float) -> None:
+        try:
+            is_alive = connection.serve(now)
+        except Exception:  # a bug: it ends this connection and no other
+            log.exception("a control channel failed")
+            is_alive = False
+        if not is_alive:
+            self._connections.discard(connection)
+            self._selector.unregister(connection.sock)
+            connection.ended()
+        elif connection.events != connection.wanted_events:
+            connection.events = connection.wanted_events
+            self._selector.modify(connection.sock, connection.events, connection)
+
+
+@cache
+def _loop() -> _ChannelLoop:
+    return _ChannelLoop()

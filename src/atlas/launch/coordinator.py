@@ -20,6 +20,7 @@ from atlas.errors import AtlasError, WorkerError
 from atlas.ir.text import to_text
 from atlas.launch.active_plan import ActivePlan, Ask
 from atlas.launch.clocks import offsets_ns
+from atlas.launch.control_channel import pack_text
 from atlas.launch.local_sums import sums_by_datacenter
 from atlas.launch.membership import LostHostsError, Membership
 from atlas.launch.prepared_job import PreparedJob, copy_targets
@@ -115,7 +116,7 @@ class Coordinator:
         self._failure = error
         agent = self.rendezvous.agents.get((name.datacenter, name.part))
         if agent is not None:
-            agent.channel.inbox.put({"failed": str(error) or repr(error)})
+            agent.channel.put({"failed": str(error) or repr(error)})
 
     def _finish(self, text: str, code: int) -> None:
         self._file.update(running=None, finished=(text, code))
@@ -284,7 +285,7 @@ class Coordinator:
     def _prepare(self, workers: RemoteWorkers, agents: Sequence[JoinedAgent], start: ResumePoint) -> None:
         prepared, options = self.prepared, self.options
         common = {
-            "program": to_text(prepared.program),
+            "program": pack_text(to_text(prepared.program)),
             "training": dataclasses.asdict(prepared.training),
             "num_cells": prepared.job.cells,
             "tp": prepared.job.tp,

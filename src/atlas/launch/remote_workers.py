@@ -6,11 +6,11 @@ Agents are named by their node (`west/site0`), workers by their own name (`p0.s1
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from atlas.errors import StopSignal, WorkerError
@@ -45,12 +45,10 @@ class RemoteWorkers(WorkerGroup):
         self._exit_reasons: dict[str, str] = {}
         self._held: list[WorkerMessage] | None = None
         self._ended = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._read, args=(agent,), daemon=True, name=f"reader of {agent.name}")
-            for agent in agents
-        ]
-        for thread in self._threads:
-            thread.start()
+        for agent in agents:
+            agent.channel.deliver_to(partial(self._take, agent))
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="watch of the agents")
+        self._thread.start()
 
     @property
     def agents(self) -> list[str]:
@@ -115,8 +113,9 @@ class RemoteWorkers(WorkerGroup):
             except WorkerError:  # disconnected for long; the next attempt has another agent
                 continue
         self._ended.set()
-        for thread in self._threads:
-            thread.join()
+        self._thread.join()
+        for agent in self._agents.values():
+            agent.channel.deliver_to(None)
 
     def __enter__(self) -> RemoteWorkers:
         return self
@@ -124,25 +123,29 @@ class RemoteWorkers(WorkerGroup):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, agent: JoinedAgent) -> None:
-        """Receive an agent's messages until it has been disconnected for too long or was replaced."""
-        node = agent.name.node
-        while not self._ended.is_set():
-            try:
-                self._receive(agent, agent.channel.inbox.get(timeout=POLL_S))
-                continue
-            except queue.Empty:
-                pass
-            except Exception as error:  # on a thread: reported as this agent's error
-                self._put(node, {"error": f"its launcher sent an invalid message: {error!r}"})
-                return
-            if self._rendezvous.agents.get((agent.name.datacenter, agent.name.part)) is not agent:
-                self._put(node, {"error": "its launcher was started again"})
-                return
-            grace_s = self._grace_s(agent)
-            if not agent.channel.is_connected and time.monotonic() - agent.channel.gone_since > grace_s:
-                self._put(node, {"error": f"its launcher has been out of reach for {grace_s:g} s"})
-                return
+    def _watch(self) -> None:
+        """Report agents that are out of reach for too long, or were replaced."""
+        watched = dict(self._agents)
+        while not self._ended.wait(POLL_S):
+            for node, agent in list(watched.items()):
+                if (why := self._why_lost(agent)) is not None:
+                    self._put(node, {"error": why})
+                    del watched[node]
+
+    def _why_lost(self, agent: JoinedAgent) -> str | None:
+        if self._rendezvous.agents.get((agent.name.datacenter, agent.name.part)) is not agent:
+            return "its launcher was started again"
+        grace_s = self._grace_s(agent)
+        if not agent.channel.is_connected and time.monotonic() - agent.channel.gone_since > grace_s:
+            return f"its launcher has been out of reach for {grace_s:g} s"
+        return None
+
+    def _take(self, agent: JoinedAgent, message: Message) -> None:
+        """On the thread of the channels."""
+        try:
+            self._receive(agent, message)
+        except Exception as error:  # reported as this agent's error
+            self._put(agent.name.node, {"error": f"its launcher sent an invalid message: {error!r}"})
 
     def _receive(self, agent: JoinedAgent, message: Message) -> None:
         if "interrupt" in message or "failed" in message:
