@@ -9,7 +9,9 @@ if numba is needed.
 from __future__ import annotations
 
 from atlas.ir.program import Ints
-from atlas.sim.future import (
+from atlas.sim.jit import entry, inlined, njit
+from atlas.sim.lower import NONE
+from atlas.sim.network import (
     ARRIVE,
     DELIVERED,
     LINK_SHIFT,
@@ -20,11 +22,10 @@ from atlas.sim.future import (
     WHAT_SHIFT,
     WHICH_MASK,
     drop_first,
+    offer,
     push,
+    wake,
 )
-from atlas.sim.jit import entry, inlined, njit
-from atlas.sim.lower import NONE
-from atlas.sim.network import offer, wake
 from atlas.sim.rows import T_ARRIVE, T_BEFORE, T_DST, Floats
 
 SLOT_F, SLOT_R, SLOT_B, SLOT_W = range(4)

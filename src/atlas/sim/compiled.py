@@ -13,10 +13,21 @@ import numpy as np
 from atlas.cost.table import PRIVATE
 from atlas.errors import ProgramError
 from atlas.ir.program import Ints
-from atlas.sim.future import DELIVERED, LINK_SHIFT, OFFER, SEQUENCE_MASK, SIZE, WHAT_SHIFT, WHICH_MASK, drop_first, push
 from atlas.sim.jit import entry, njit
 from atlas.sim.lower import NONE, UNKNOWN, Events, Tables
-from atlas.sim.network import offer, wake
+from atlas.sim.network import (
+    DELIVERED,
+    LINK_SHIFT,
+    OFFER,
+    SEQUENCE_MASK,
+    SIZE,
+    WHAT_SHIFT,
+    WHICH_MASK,
+    drop_first,
+    offer,
+    push,
+    wake,
+)
 from atlas.sim.rows import (
     L_POLICY,
     L_SERVER,
