@@ -3,6 +3,7 @@ against simulating all of it, and `--keep datacenters` on random jobs.
 
     python bench/first_job.py            11 questions, 30 clusters, 200 jobs
     python bench/first_job.py --quick    2 questions, 4 clusters, 20 jobs
+    python bench/first_job.py --part questions
 """
 
 from __future__ import annotations
@@ -91,21 +92,25 @@ def kept(job: Job) -> bool | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a sample of each")
+    parser.add_argument("--part", choices=("questions", "families", "kept"), help="only this part")
     args = parser.parse_args()
     report = Report("The first job", "simulating every candidate of a family")
-    asked = [ask(*question) for question in (QUESTIONS[:2] if args.quick else QUESTIONS)]
-    report.figure(
-        "questions answered without an error", sum(well for *_, well in asked), "questions", at_least=len(asked)
-    )
-    report.figure("init and plan, slowest question", max(wall for wall, *_ in asked), "s", at_most=MOST_S)
-    report.figure("init and plan, slowest question, CPU", max(cpu for _, cpu, _ in asked), "s")
-    seeds = range(4) if args.quick else range(30)
-    worst = max(families_apart(random_job(seed)) for seed in seeds)
-    report.figure(f"best of each family / all of it simulated, worst of {len(seeds)}", worst, "x", at_most=1.01)
-    jobs = range(100, 120) if args.quick else range(100, 300)
-    answers = [kept(random_job(seed)) for seed in jobs]
-    report.figure("jobs with --keep datacenters planned", sum(one is not None for one in answers), "jobs", at_least=1)
-    report.figure("of them with another datacenter in a plan", answers.count(False), "jobs", at_most=0)
+    if args.part in (None, "questions"):
+        asked = [ask(*question) for question in (QUESTIONS[:2] if args.quick else QUESTIONS)]
+        answered = sum(well for *_, well in asked)
+        report.figure("questions answered without an error", answered, "questions", at_least=len(asked))
+        report.figure("init and plan, slowest question", max(wall for wall, *_ in asked), "s", at_most=MOST_S)
+        report.figure("init and plan, slowest question, CPU", max(cpu for _, cpu, _ in asked), "s")
+    if args.part in (None, "families"):
+        seeds = range(4) if args.quick else range(30)
+        worst = max(families_apart(random_job(seed)) for seed in seeds)
+        report.figure(f"best of each family / all of it simulated, worst of {len(seeds)}", worst, "x", at_most=1.01)
+    if args.part in (None, "kept"):
+        jobs = range(100, 120) if args.quick else range(100, 300)
+        answers = [kept(random_job(seed)) for seed in jobs]
+        planned = sum(one is not None for one in answers)
+        report.figure("jobs with --keep datacenters planned", planned, "jobs", at_least=1)
+        report.figure("of them with another datacenter in a plan", answers.count(False), "jobs", at_most=0)
     return report.finish()
 
 

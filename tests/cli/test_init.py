@@ -123,3 +123,20 @@ def test_all_mistakes_of_a_file_are_reported_at_once(atlas: Atlas) -> None:
     text = Path("tiny.yaml").read_text().replace("pp: 4", "pp: 40").replace("heads: 16", "heads: 17")
     Path("bad.yaml").write_text(text)
     assert "2 mistakes" in atlas("simulate", "bad.yaml").err
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "sites"),
+    [
+        ("qwen3-0.6b", "256K", ("aws:us-west-2=8xL40S", "azure:westeurope=8xA100-80GB")),
+    ],
+)
+def test_regions_in_verdict_out(atlas: Atlas, model: str, batch: str, sites: tuple[str, ...]) -> None:
+    """bench/first_job.py asks eleven such questions with all searches."""
+    dcs = [word for site in sites for word in ("--dc", site)]
+    assert atlas("init", "--model", model, "--batch", batch, *dcs).code == 0
+    said = atlas("plan", "job.yaml", "--tries", "0", "--no-break-even")
+    assert said.code == 0, said.err
+    assert said.out.startswith(("Worth it: ", "Not worth it: "))
+    assert "per trillion tokens" in " ".join(said.out.split())
+    assert "Prior, not measured by you" in said.out

@@ -107,6 +107,8 @@ def test_whatif_draws_and_tells(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "p95" in out
     assert page.read_text().startswith("<!doctype html>")
     assert "<svg" in page.read_text()
+    assert "<h2>Bottleneck</h2>" in page.read_text()
+    assert "<title>iteration: " in page.read_text()
 
 
 def test_an_interrupt_prints_the_best_plan_so_far(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from plan_jobs import job_of, random_job
 
-from atlas.api import plan
+from atlas.api import PlanSearch, plan
 from atlas.errors import AtlasError, SpecError
 from atlas.planner.breakeven import break_even, changed_links
 from atlas.planner.candidate import kind_of
@@ -21,7 +21,13 @@ def families_of(job: Job) -> Families:
     return find_families(make_plan(job, tries=0), tries=0)
 
 
-@pytest.mark.parametrize("seed", [4, 5])
+@pytest.fixture(scope="module")
+def slow() -> Families:
+    """Of two sites that are too far apart."""
+    return families_of(job_of())
+
+
+@pytest.mark.parametrize("seed", [5])
 def test_the_best_of_a_family_is_as_good_as_simulating_all_of_it(seed: int) -> None:
     """bench/first_job.py does it for 30 clusters."""
     job = random_job(seed)
@@ -34,8 +40,12 @@ def test_the_best_of_a_family_is_as_good_as_simulating_all_of_it(seed: int) -> N
         assert judged.figures.iteration_s <= 1.01 * every.best.figures.iteration_s
 
 
-def test_the_winner_has_one_time_everywhere() -> None:
-    search = plan(job_of(), tries=0, break_even=False)
+@pytest.fixture(scope="module")
+def search() -> PlanSearch:
+    return plan(job_of(), tries=0, break_even=False)
+
+
+def test_the_winner_has_one_time_everywhere(search: PlanSearch) -> None:
     predicted = search.plan.predicted.iteration_s
     assert search.table()[0]["iteration_s"] == pytest.approx(predicted)
     winner = next(row for row in search.as_dict()["families"] if not row["lost"])
@@ -52,41 +62,40 @@ def test_mirror_images_and_duplicates_are_folded() -> None:
     assert len(rows(found)) == len(seen)
 
 
-def test_a_better_network_turns_the_verdict() -> None:
-    slow, fast = job_of(), changed_links(job_of(), gbps=20.0, latency=0.05)
-    assert headline(families_of(slow)).startswith("Not worth it: east alone is fastest ($")
-    said = headline(families_of(fast))
+def test_a_better_network_turns_the_verdict(slow: Families) -> None:
+    assert headline(slow).startswith("Not worth it: east alone is fastest ($")
+    said = headline(families_of(changed_links(job_of(), gbps=20.0, latency=0.05)))
     assert said.startswith("Worth it: ")
     assert "x faster than east alone and costs" in said
     assert "per trillion tokens" in said
 
 
-def test_break_even_is_between_what_wins_and_what_loses() -> None:
-    found = families_of(job_of())
-    answers = {one.what: one for one in break_even(found)}
+def test_break_even_is_between_what_wins_and_what_loses(slow: Families) -> None:
+    """bench/first_job.py asks all four questions."""
+    answers = {one.what: one for one in break_even(slow, ask=("bandwidth", "egress"))}
     edge = answers["bandwidth"].value
     assert edge is not None
-    for factor, start_ in ((0.9, "Not worth it"), (1.1, "Worth it")):
+    for factor, wins in ((0.9, False), (1.1, True)):
         changed = changed_links(job_of(), gbps=factor * edge / 5.0)
-        assert headline(families_of(changed)).startswith(start_)
+        best = make_plan(changed, tries=0)
+        assert (kind_of(best.winner.candidate) != "one") is wins
     assert "Gbit/s per node pair on (now 5)" in answers["bandwidth"].text
-    assert {"latency", "gpus", "egress"} < set(answers)
+    assert "egress: does not change how fast it is" in answers["egress"].text
 
 
-def test_low_communication_is_a_row_that_says_it_is_not_run() -> None:
-    row = family_rows(families_of(job_of()))[-1]
+def test_low_communication_is_a_row_that_says_it_is_not_run(slow: Families) -> None:
+    row = family_rows(slow)[-1]
     assert "DiLoCo-style, 100 inner steps" in row["family"]
     assert row["lost"] == "changes training semantics; not run by Atlas"
-    data = next(one for one in family_rows(families_of(job_of())) if one["kind"] == "data")
+    data = next(one for one in family_rows(slow) if one["kind"] == "data")
     assert row["plan"]["iteration_s"] < data["plan"]["iteration_s"]
 
 
-def test_the_page_begins_with_the_verdict_and_has_families_as_tabs() -> None:
-    found = plan(job_of(), tries=0, break_even=False)
-    page = found.page()
-    assert f"<h1>{found.verdict}</h1>" in page
+def test_the_page_begins_with_the_verdict_and_has_families_as_tabs(search: PlanSearch) -> None:
+    page = search.page()
+    assert f"<h1>{search.verdict}</h1>" in page
     assert page.index("<h1>") < page.index("<svg")
-    for row in found.as_dict()["families"]:
+    for row in search.as_dict()["families"]:
         assert f">{row['family']} · " in page
     assert "20 ms · " in page
     assert "/hour</text>" in page

@@ -13,6 +13,7 @@ at every value.
 from __future__ import annotations
 
 import argparse
+import html
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,9 +100,23 @@ def run(args: argparse.Namespace) -> int:
         _show(found)
     for path, as_page in ((args.out, None), (args.page, True)):
         if path is not None:
-            write_chart(path, found.curve(), found.title, as_page=as_page)
+            write_chart(path, found.curve(), found.title, as_page=as_page, below=_below(found))
             say(f"wrote {path}")
     return 0
+
+
+def _below(found: WhatIf) -> str:
+    """The bottleneck table, for a page."""
+    if not found.marginals:
+        return ""
+    cells = []
+    for one in found.marginals[:10]:
+        share = one.saves_s / (one.iteration_s + one.saves_s)
+        cells.append((one.resource, f"{one.now:g}", f"{one.more:g}", seconds(one.saves_s), f"{100 * share:.1f} %"))
+    head = "".join(f"<th align=left>{name}</th>" for name in ("resource", "from", "to", "saves", "of the iteration"))
+    rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
+    said = html.escape(_bottleneck(found.marginals))
+    return f"<h2>Bottleneck</h2><p>{said}</p><table cellpadding=4>{head}{rows}</table>"
 
 
 def _show(found: WhatIf) -> None:

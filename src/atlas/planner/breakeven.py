@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from atlas.errors import AtlasError
@@ -73,7 +73,9 @@ class _Asker:
         return self.best(job, "pipeline") < alone or self.best(job, "data") < alone
 
 
-def break_even(families: Families, *, tick: Tick | None = None) -> list[BreakEven]:
+def break_even(
+    families: Families, *, ask: Collection[str] = ("bandwidth", "latency", "gpus", "egress"), tick: Tick | None = None
+) -> list[BreakEven]:
     """Bandwidth, latency, GPUs and egress, one answer each; none where there is nothing to compare."""
     planned = families.planned
     alone, together = families.alone, families.together
@@ -88,7 +90,8 @@ def break_even(families: Families, *, tick: Tick | None = None) -> list[BreakEve
         return []
     wins = score(planned, together) < score(planned, alone)
     found = []
-    for what, question in (("bandwidth", _bandwidth), ("latency", _latency), ("gpus", _gpus), ("egress", _egress)):
+    questions = {"bandwidth": _bandwidth, "latency": _latency, "gpus": _gpus, "egress": _egress}
+    for what, question in ((what, questions[what]) for what in ask):
         try:
             found.append(question(asker, wins))
         except TimeoutError:

@@ -49,13 +49,16 @@ class Axis(NamedTuple):
         return self.pixel_low + (v - low) / (high - low) * (self.pixel_high - self.pixel_low)
 
 
-def write_chart(path: str | os.PathLike[str], chart: str, title: str, *, as_page: bool | None = None) -> None:
-    """Write an SVG, or a page around it; `as_page` None: a page where the name ends in .html."""
+def write_chart(
+    path: str | os.PathLike[str], chart: str, title: str, *, as_page: bool | None = None, below: str = ""
+) -> None:
+    """Write an SVG, or a page around it; `as_page` None: a page where the name ends in .html. `below` is HTML that a
+    page has below the chart."""
     if as_page is None:
         as_page = os.fspath(path).lower().endswith((".html", ".htm"))
     if as_page:
         style = f"{theme()}body {{ max-width: {WIDTH + 40}px; }}"
-        chart = page_text(title, style, f'<div class="wide">{chart}</div>')
+        chart = page_text(title, style, f'<div class="wide">{chart}</div>{below}')
     write_whole(path, chart.encode())
 
 
@@ -180,9 +183,11 @@ def curves_svg(
     right = WIDTH - 24 - min(230, max(7 * len(name) for name in lines) + 14)
     x = axis([p[0] for p in known], log_x, LEFT, right)
     y = axis([p[1] for p in known], log_y, HEIGHT - BOTTOM, TOP)
-    body = frame(x, y, x_label, y_label)
-    for k, points in enumerate(lines.values()):
-        body += _line(points, x, y, SERIES[k % len(SERIES)], MARKERS[k // len(SERIES) % len(MARKERS)])
+    starts = "" if log_y or y.low == 0 else f" (the axis starts at {y.low:.3g})"
+    body = frame(x, y, x_label, y_label + starts)
+    for k, (name, points) in enumerate(lines.items()):
+        hints = [f"{name}: {p[1]:.4g} at {x_label} = {p[0]:g}" if p is not None else "" for p in points]
+        body += _line(points, x, y, SERIES[k % len(SERIES)], MARKERS[k // len(SERIES) % len(MARKERS)], hints)
     return chart_svg(title, "", body + _names(lines, x, y, right))
 
 
@@ -192,15 +197,17 @@ def _shown(point: tuple[float, float], log_x: bool, log_y: bool) -> tuple[float,
     return (x, y) if usable else None
 
 
-def _line(points: Sequence[tuple[float, float] | None], x: Axis, y: Axis, color: str, shape: str) -> list[str]:
+def _line(
+    points: Sequence[tuple[float, float] | None], x: Axis, y: Axis, color: str, shape: str, hints: Sequence[str]
+) -> list[str]:
     path, pen, marks = "", "M", []
-    for point in points:
+    for point, hint in zip(points, hints, strict=True):
         if point is None:
             pen = "M"
             continue
         px, py = x.at(point[0]), y.at(point[1])
         path, pen = path + f"{pen}{px:.1f} {py:.1f}", "L"
-        marks.append(marker(px, py, shape, color))
+        marks.append(f"<g><title>{html.escape(NO_XML.sub('', hint))}</title>{marker(px, py, shape, color)}</g>")
     return [f'<path d="{path}" fill="none" stroke="{color}" stroke-width="2.2" stroke-linejoin="round"/>', *marks]
 
 
