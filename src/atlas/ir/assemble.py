@@ -32,15 +32,14 @@ def assemble(
 
     `turn` is by transfer; without it the order of the dispatch rule (oldest microbatch first) is used.
     """
-    if len(orders) == layout.num_ranks and layout.num_pipelines > 1:
-        orders = list(orders) * layout.num_pipelines
-    if len(orders) != layout.num_ranks * layout.num_pipelines:
+    alike = layout.num_pipelines if len(orders) == layout.num_ranks else 1
+    if len(orders) * alike != layout.num_ranks * layout.num_pipelines:
         raise ProgramError(
             f"{len(orders)} lists of ops for {layout.num_pipelines} pipelines of {layout.num_ranks} workers: "
             "give one list per worker, or one per rank"
         )
     num_slots = layout.num_microbatches * num_iterations
-    flat = np.array([op for order in orders for op in order], np.int64).reshape(-1, 3)
+    flat = np.tile(np.array([op for order in orders for op in order], np.int64).reshape(-1, 3), (alike, 1))
     if len(flat) and (flat[:, 1].max() >= layout.num_stages or flat[:, 2].max() >= num_slots or flat.min() < 0):
         raise ProgramError(
             f"program {name!r}: an op names a stage or a microbatch outside "
@@ -56,7 +55,7 @@ def assemble(
         num_iterations=num_iterations,
         stage_rank=layout.stage_rank,
         rank_dc=layout.rank_dc,
-        worker_ptr=np.concatenate([[0], np.cumsum([len(order) for order in orders])]).astype(np.int64),
+        worker_ptr=np.concatenate([[0], np.cumsum([len(order) for order in orders] * alike)]).astype(np.int64),
         kind=flat[:, 0].astype(np.int8),
         stage=flat[:, 1].astype(np.int32),
         microbatch=flat[:, 2].astype(np.int32),

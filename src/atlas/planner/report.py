@@ -14,7 +14,6 @@ from atlas.planner.judge import Figures, Judged, as_dict
 from atlas.planner.meet import lane_bps
 from atlas.planner.objective import Objective
 from atlas.planner.run import Planned
-from atlas.schedules.eager import NAME
 
 SPENT_ON = {
     "compute": "compute",
@@ -105,9 +104,10 @@ def front(planned: Planned) -> list[Judged]:
 
 def compared(planned: Planned) -> str:
     """How the figures of a table were computed."""
-    how = "with 1f1b-eager" if planned.compared_by == NAME else "each under its own searched order"
-    text = f"{planned.num_estimated:,} candidates estimated, {planned.num_simulated} simulated, {how}"
-    return f"{text}. All times are simulated."
+    text = f"{planned.num_estimated:,} candidates estimated, {planned.num_simulated} simulated"
+    how = {0: "with 1f1b-eager", planned.num_simulated: "each under its own searched order"}
+    some = f"{planned.num_searched} under searched orders, the others with 1f1b-eager"
+    return f"{text}, {how.get(planned.num_searched, some)}. All times are simulated."
 
 
 def has_prices(cluster: ClusterArrays) -> bool:

@@ -55,8 +55,8 @@ class Planned:
     num_estimated: int
     num_simulated: int
     interrupted: bool
-    compared_by: str
-    """The schedule of the rivals' figures."""
+    num_searched: int
+    """Of those simulated, under searched orders; the others under `1f1b-eager`."""
     whole: Whole | None = None
     """The simulation behind `iteration_s`; None where there was no time, or too much to simulate in full."""
 
@@ -125,7 +125,7 @@ def finished(search: Search, best: Judged, strategy: str, tries: int | None) -> 
         objective=search.objective,
         strategy=strategy,
         winner=best,
-        rivals=tuple(other for other in search.ranking() if other.candidate != best.candidate),
+        rivals=tuple(other for other in search.everything() if other.candidate != best.candidate),
         schedule=NAME if played is None else played.schedule,
         iteration_s=best.figures.iteration_s,
         tries=0 if played is None else played.tries,
@@ -133,7 +133,7 @@ def finished(search: Search, best: Judged, strategy: str, tries: int | None) -> 
         num_estimated=search.num_estimated,
         num_simulated=search.num_simulated,
         interrupted=search.interrupted,
-        compared_by="atlas" if search.tries else NAME,
+        num_searched=sum(one.schedule != NAME for one in search.played.values()),
         whole=None if played is None else played.whole,
     )
 

@@ -55,8 +55,13 @@ PLAYED_EVENTS = 2_000_000
 """What the searches of all candidates may play through together: one or two seconds."""
 MOST = 60
 """Candidates that are searched at most."""
-LEAST = 4
+LEAST = 3
 """Candidates that are searched in any case, however large."""
+ENOUGH = 12
+"""Searches that must be affordable to go by floors; where they are not, leaders under `1f1b-eager` are searched."""
+NEAR_EAGER = 1.25
+"""Those leaders are within this factor of the first: a searched order saves nothing in some plans and a fifth in
+others."""
 FEW = 24
 """Tries of a candidate's search: mostly within 3 % of a full one (7 % in the worst of 70 plans)."""
 
@@ -85,6 +90,8 @@ class Search:
     judged: dict[Candidate, Judged] = field(default_factory=dict)
     played: dict[Candidate, Played] = field(default_factory=dict)
     refused: dict[Candidate, InfeasibleError] = field(default_factory=dict)
+    screened: dict[Candidate, Judged] = field(default_factory=dict)
+    """Under `1f1b-eager`, where the search of an order takes too long to search every candidate's."""
     floors: dict[Candidate, float] = field(default_factory=dict)
     """Scores that the candidates cannot beat."""
     num_estimated: int = 0
@@ -158,6 +165,11 @@ class Search:
         """Best first; equals in the order in which they were found."""
         return sorted(self.judged.values(), key=self.score)
 
+    def everything(self) -> list[Judged]:
+        """The ranking, then what was compared under `1f1b-eager` alone."""
+        rest = [judged for candidate, judged in self.screened.items() if candidate not in self.judged]
+        return [*self.ranking(), *sorted(rest, key=self.score)]
+
     @property
     def best(self) -> Judged | None:
         return self.best_of(None)
@@ -177,24 +189,57 @@ def events(candidate: Candidate) -> int:
 def ours(search: Search) -> None:
     """Estimate widely, simulate the few that matter: of every kind of plan those whose floor is lower than the best of
     that kind. Where the simulations suffice for all of them, no candidate that was estimated is better."""
-    known = _algorithm1_entries(search)[:2]
-    for entry in known[: 2 if search.tries == 0 else 1]:
-        search.simulate(entry.candidate)
+    known = _algorithm1_entries(search)[: 1 if search.tries else 2]
     space, cluster, goal = search.space, search.cluster, search.objective
     alone, looked, worth = single_groups(space, cluster, goal, search.tick)
-    for entry in alone[:1]:
-        search.simulate(entry.candidate)  # from here on an interrupt leaves a result
+    few = [*known, *alone[:1]]
+    is_large = search.tries > 0 and bool(few) and ENOUGH * FEW * events(few[-1].candidate) > PLAYED_EVENTS
+    if not is_large:
+        for entry in few:
+            search.simulate(entry.candidate)  # from here on an interrupt leaves a result
+    by_floor = search.tries > 0 and not is_large
     apart: list[EstimatedCandidate] = []
     more = 0
     if space.is_kind("data"):
-        apart, more = several_groups(space, cluster, goal, worth, search.tick, by_floor=search.tries > 0)
+        apart, more = several_groups(space, cluster, goal, worth, search.tick, by_floor=by_floor)
     search.num_estimated += looked + more
-    _best_of_each_kind(search, [*known, *alone, *apart])
+    entries = [*known, *alone, *apart]
+    if is_large:
+        _best_when_screened(search, entries)
+        return
+    _best_of_each_kind(search, entries)
     _improve(search)
     _improve(search, "pipeline")
     for entry in _front([*alone, *apart]):
         if not search.is_spent:
             search.simulate(entry.candidate)
+
+
+def _best_when_screened(search: Search, entries: list[EstimatedCandidate]) -> None:
+    """Plans too large to search many: all are compared under `1f1b-eager` first, then the leaders are searched."""
+    first = Search(search.space, search.cluster, search.objective, search.tick)
+    try:
+        _best_of_each_kind(first, entries)
+        _improve(first)
+        _improve(first, "pipeline")
+        for entry in _front(entries):
+            first.simulate(entry.candidate)
+    finally:
+        search.screened, search.refused, search.num_simulated = first.judged, first.refused, first.num_simulated
+        best = first.best
+        if best is not None:  # an interrupt leaves a result
+            search.judged[best.candidate] = best
+    ranking = first.ranking()
+    if not ranking:
+        return
+    kinds = {kind_of(one.candidate): one for one in reversed(ranking)}
+    leaders = [one for one in kinds.values() if first.score(one) <= NEAR_EAGER * first.score(ranking[0])]
+    for one in dict.fromkeys([ranking[0].candidate, *(o.candidate for o in [*leaders, *ranking])]):
+        if len(search.played) >= LEAST and search.events >= PLAYED_EVENTS:
+            break
+        search.events += search.tries * events(one)
+        with suppress(InfeasibleError):
+            search.play(one, search.tries)
 
 
 def _best_of_each_kind(search: Search, entries: list[EstimatedCandidate]) -> None:
