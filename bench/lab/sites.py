@@ -58,11 +58,17 @@ class Site:
             self.gateway.run(lambda state=state: _run("ip", "link", "set", "lan0", state))
             time.sleep(seconds if state == "down" else 0.0)
 
-    def listening(self) -> set[int]:
-        """The TCP ports on which anything listens at this site (`ss`)."""
+    def listening(self) -> set[tuple[str, int]]:
+        """The addresses and TCP ports on which anything listens at this site (`ss`)."""
         found = self.popen(["ss", "-H", "-ltn"], stdout=subprocess.PIPE, text=True)
         text, _ = found.communicate(timeout=10)
-        return {int(line.split()[3].rpartition(":")[2]) for line in text.splitlines()}
+        places = (line.split()[3].rpartition(":") for line in text.splitlines())
+        return {(host.strip("[]"), int(port)) for host, _, port in places}
+
+
+def is_local(host: str) -> bool:
+    """Whether only processes of the host itself reach it."""
+    return host.startswith("127.") or host == "::1"
 
 
 class Sites:
