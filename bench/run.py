@@ -55,6 +55,7 @@ BENCHES: dict[str, Bench] = {
     "admission": Bench(4, 45, ()),
     "bits": Bench(8, 40),
     "bubbletea_sim": Bench(30, 150, ("--case", "c4", "--case", "slowdown")),
+    "control_plane": Bench(4, 30),
     "engine": Bench(4, 30, ()),
     "evidence": Bench(8, 20),
     "evidence_gpu": Bench(8, 90, ()),

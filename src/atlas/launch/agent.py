@@ -189,7 +189,7 @@ class Agent:
 
     def _begin(self, attempt: _Attempt, message: Message) -> None:
         mine = self.settings
-        facts = mine.network.facts(mine.name, mine.rendezvous)
+        facts = mine.network.facts(attempt.name, mine.rendezvous)
         about = {"site": facts.to_json(), "trusted": is_trusted(self._security, facts.local)}
         if mine.checkpoints is None:
             self._reply(attempt, {"begun": {**about, "server": None, "stores": []}})
