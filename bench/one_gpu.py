@@ -44,6 +44,7 @@ TRAINING = TrainingSetup(
     DataChoice(1024, 2, SHIPPED),
     OptimizerSettings(LearningRate(3e-5, "cosine", 2, 50)),
     max_norm=1.0,
+    compile="inductor",
 )
 
 

@@ -67,6 +67,7 @@ BENCHES: dict[str, Bench] = {
     "monotone": Bench(60, 120),
     "one_gpu": Bench(10, 120, ()),
     "optimum": Bench(15, 20),
+    "plain_torch": Bench(10, 280, ()),
     "planner": Bench(15, 90),
     "planner_geo": Bench(20, 20),
     "planner_sailor": Bench(6, 10),

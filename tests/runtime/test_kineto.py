@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
 from pathlib import Path
 
 import pytest
 import torch
 
+from atlas.commands.watching import begin_traces
+from atlas.errors import AtlasError
 from atlas.evidence.rank_trace import read_rank
-from atlas.runtime.kineto import FOLDER, LAST_STEPS, KinetoRecorder
+from atlas.launch.kineto_merge import merge_traces
+from atlas.runtime.kineto import FOLDER, LAST_STEPS, STEPS, KinetoRecorder
 
 
 def train(recorder: KinetoRecorder, num_steps: int) -> None:
@@ -54,3 +59,53 @@ def test_a_trace_that_cannot_be_written_is_a_warning(
     with caplog.at_level(logging.WARNING, "atlas.kineto"):
         train(recorder, 2)
     assert "could not be written" in caplog.text
+
+
+def test_chosen_steps_are_recorded_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Noting(NoProfile):
+        def start(self) -> None:
+            done.append("start")
+
+        def stop(self) -> None:
+            done.append("stop")
+
+        def export_chrome_trace(self, path: str) -> None:
+            done.append(path)
+
+    monkeypatch.setattr("torch.profiler.profile", Noting)
+    recorder = KinetoRecorder.of(1, 99, environment={FOLDER: str(tmp_path), STEPS: "3:4"})
+    assert recorder is not None
+    begin = recorder.before(lambda step: done.append(str(step)))
+    for step in range(6):
+        begin(step)
+    recorder.finish()
+    path = str(tmp_path / "rank1_trace.json")
+    assert done == ["0", "1", "2", "start", "3", "4", "stop", path, "5"]
+
+
+def test_merged_traces_have_one_clock_and_processes_and_flows_of_their_own(tmp_path: Path) -> None:
+    for rank, base_ns in ((0, 5_000), (1, 8_000)):
+        events = [
+            {"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"}},
+            {"ph": "X", "name": f"{rank}F0", "pid": 7, "ts": 10.0, "dur": 2.0},
+            {"ph": "s", "name": "ac2g", "id": 1, "pid": "Spans", "ts": 10.0},
+        ]
+        text = json.dumps({"baseTimeNanoseconds": base_ns, "traceEvents": events})
+        (tmp_path / f"rank{rank}_trace.json").write_text(text)
+    merged = json.loads(merge_traces(tmp_path, ["p0.s0", "p0.s1"]).read_text())["traceEvents"]
+    ops = [event for event in merged if event["name"].endswith("F0")]
+    assert [event["ts"] for event in ops] == [10.0, 13.0]
+    assert len({event["pid"] for event in merged}) == 4
+    assert len({event["id"] for event in merged if "id" in event}) == 2
+    assert [e["args"]["name"] for e in merged if e["ph"] == "M"] == ["p0.s0: python", "p0.s1: python"]
+    with pytest.raises(AtlasError, match="no worker has written a trace"):
+        merge_traces(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("given", ["3", "0:2", "4:3", "9:11", "a:b"])
+def test_a_range_of_steps_outside_the_run_is_refused(given: str, tmp_path: Path) -> None:
+    args = argparse.Namespace(profile=given, profile_out=tmp_path, evidence=None)
+    with pytest.raises(AtlasError, match=r"--profile .*: must be A:B, .* of the steps 1 to 10 of this run"):
+        begin_traces(args, 10)

@@ -3,8 +3,9 @@
     atlas profile JOB.yaml --gpu H200 --out h200.json
     atlas simulate JOB.yaml --set profile=h200.json
 
-Times the embedding, one layer and the head as the runtime runs them, at the job's microbatch size and precision, on one
-device without tensor parallelism. Entries of an existing file for other GPUs and sizes are kept. Needs torch.
+Times the embedding, one layer and the head as the runtime runs them, compiled as `atlas train` compiles them, at the
+job's microbatch size and precision, on one device without tensor parallelism. Entries of an existing file for other
+GPUs and sizes are kept. A job with another model refuses the profile. Needs torch.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=whole(1, 100_000), default=10, metavar="N", help="timed runs; the median counts"
     )
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="as `atlas train` with the same flag (default: on GPUs)",
+    )
     job_flags(parser)
 
 
@@ -37,8 +43,9 @@ def run(args: argparse.Namespace) -> int:
     job, _ = load_job_or_plan(args.job, args.set)
     require_apart({"--out": args.out}, [file for file in job.files if file != job.profile])  # that one may be added to
     kept = load_profile(args.out) if args.out.exists() else None
-    entry = measure(job, args.gpu, args.device, args.repeats)
-    same = {key: value for key, value in entry.items() if not isinstance(value, dict)}
+    compiled = args.device == "cuda" if args.compile is None else args.compile
+    entry = measure(job, args.gpu, args.device, args.repeats, "inductor" if compiled else "")
+    same = {key: entry[key] for key in ("gpu", "microbatch", "tp", *shape_of(job))}
     kept_entries = [e.model_dump(exclude_none=True) for e in (kept.entries if kept else ())]
     others = [e for e in kept_entries if any(e.get(key, value) != value for key, value in same.items())]
     with replacing(args.out) as file:
@@ -52,8 +59,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(job: Job, gpu: str, device: str, repeats: int) -> dict[str, Any]:
+def measure(job: Job, gpu: str, device: str, repeats: int, backend: str) -> dict[str, Any]:
     """One entry of a profile file."""
     from atlas.runtime.profile import profile  # torch: 1.9 s
 
-    return {"gpu": gpu, "microbatch": job.microbatch, "tp": 1, **shape_of(job), **profile(job, device, repeats)}
+    return {
+        "gpu": gpu,
+        "microbatch": job.microbatch,
+        "tp": 1,
+        **shape_of(job),
+        **profile(job, device, repeats, backend),
+    }

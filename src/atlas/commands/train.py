@@ -20,7 +20,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atlas.commands.train_dc import dc_flags, run_dc
-from atlas.commands.watching import evidence_of, recorded, watch_flags, watched, write_evidence
+from atlas.commands.watching import (
+    begin_traces,
+    end_traces,
+    evidence_of,
+    recorded,
+    trace_flags,
+    watch_flags,
+    watched,
+    write_evidence,
+)
 from atlas.console import job_flags, number, require_apart, require_folder, require_writable, whole
 from atlas.errors import AtlasError, StopSignal
 from atlas.launch.rehearse import Rehearsal, rehearse
@@ -43,6 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--page", type=Path, metavar="FILE", help="write both timelines as a page")
     watch_flags(parser)
+    trace_flags(parser)
     dc_flags(parser)
     job_flags(parser)
 
@@ -133,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
         **recipe_options(recipe, model="" if args.emulate else OWN),
     )
     evidence = evidence_of(args.evidence, job, options)
+    begin_traces(args, options.steps)
     if args.dc is not None:
         return run_dc(args, job, options, recipe, evidence)
     choice = watched(args, recipe.logging, job, options)
@@ -140,6 +151,7 @@ def run(args: argparse.Namespace) -> int:
         result = rehearse(job, options, on_step=recorded(report, evidence))
     _print(job.name, options, result)
     write_evidence(evidence)
+    end_traces(args)
     if args.page is not None:
         write_page(args.page, [result.predicted, result.measured], title=f"{job.name}: prediction over measurement")
         print(f"The timeline page: {args.page}")

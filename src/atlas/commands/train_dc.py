@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from atlas.commands.network_flags import PORT, address_of, network_flags, network_of, security_flags
-from atlas.commands.watching import recorded, watched, write_evidence
+from atlas.commands.watching import end_traces, recorded, watched, write_evidence
 from atlas.console import number, require_folder, say, whole
 from atlas.errors import AtlasError, SpecError
 from atlas.evidence.recorder import EvidenceRecorder
@@ -119,6 +119,7 @@ def run_dc(
 
     with ExitStack() as stack:
         callbacks = RunCallbacks(say_line)
+        stack.callback(end_traces, args)
         if is_coordinator(job, options, settings):
             report = stack.enter_context(RunReport(choice, options.steps))
             record = RunRecord(logs, {"run": job.name, "steps": options.steps})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from atlas.errors import AtlasError
 from atlas.evidence.recorder import EvidenceRecorder
 from atlas.evidence.write_card import RunFacts
 from atlas.ir.timeline import Timeline
+from atlas.launch.kineto_merge import merge_traces
 from atlas.launch.report import GpuFacts, ReportChoice, RunReport, StepEvent
 from atlas.launch.report.events import OnStep
 from atlas.launch.train_options import OWN, TrainOptions
@@ -59,6 +61,48 @@ def _gpu_facts(job: Job, options: TrainOptions) -> GpuFacts | None:
     gpu = job.cluster.gpu_type(types.pop())
     peak = gpu.fp32_tflops if job.precision == "fp32" else gpu.bf16_tflops
     return GpuFacts(job.tp, flops_per_token(job.model), peak * 1e12)
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
+def trace_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--profile", metavar="A:B", help="record steps A to B of every worker with torch.profiler, for Perfetto"
+    )
+    parser.add_argument(
+        "--profile-out",
+        type=Path,
+        default=Path("profile"),
+        metavar="DIR",
+        help="folder of --profile (default: profile)",
+    )
+
+
+def begin_traces(args: argparse.Namespace, num_steps: int) -> None:
+    """What `--profile` asks for: workers are started with this environment."""
+    if args.profile is None:
+        return
+    found = re.fullmatch(r"(\d+):(\d+)", args.profile)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]) <= num_steps:
+        raise AtlasError(
+            f"--profile {args.profile}: must be A:B, the first and the last step to record, of the steps 1 to "
+            f"{num_steps} of this run. Write for example --profile {max(1, num_steps - 2)}:{num_steps}"
+        )
+    if args.evidence is not None:
+        raise AtlasError("--profile and --evidence record different steps: give one of them")
+    require_folder(args.profile_out, "--profile-out")
+    from atlas.runtime.kineto import FOLDER, STEPS  # torch: 1.9 s
+
+    os.environ |= {FOLDER: str(args.profile_out.absolute()), STEPS: args.profile}
+
+
+def end_traces(args: argparse.Namespace) -> None:
+    """Merge the traces of this host's workers."""
+    if args.profile is None:
+        return
+    try:
+        say(f"wrote {merge_traces(args.profile_out)}: open it at ui.perfetto.dev")
+    except (AtlasError, OSError, ValueError) as error:
+        say(f"atlas: --profile: {error}")
 
 
 # ---- evidence --------------------------------------------------------------------------------------------------

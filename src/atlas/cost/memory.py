@@ -76,8 +76,8 @@ def batch_memory(cluster: ClusterArrays, model: ModelArrays, dc: Ints, params: F
         if job.recompute and runtime.recomputes_by_layer:
             # The loss is done before the first layer is recomputed: its bytes serve that layer.
             head[:, -1] -= np.minimum(head[:, -1], layer[:, -1])
-    else:
-        head[:, -1] = job.microbatch * job.model.seq_len * job.model.vocab * (job.element_bytes + 4) / job.tp
+    else:  # the logits and their gradient
+        head[:, -1] = job.microbatch * job.model.seq_len * job.model.vocab * 2 * job.element_bytes / job.tp
     on_gpu = np.ceil(params / job.tp)
     stash = job.activation_bytes / (job.tp if runtime.sequence_parallel else 1)
     layers_kept, layers_at_once = (layers, 1) if runtime.recomputes_by_layer else (np.ones_like(layers), layers)

@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError
 
 from atlas.errors import SpecError
 from atlas.spec.document import Keys, read_json, read_yaml
-from atlas.spec.fields import Count, Frozen, Size, Text
+from atlas.spec.fields import Count, Flag, Frozen, Size, Text
 from atlas.spec.job import Job
 from atlas.spec.load import refusal
 
@@ -72,6 +72,12 @@ class Entry(Frozen):
     """Rows of the embedding."""
     precision: Literal["bf16", "fp16", "fp32"] | None = None
     """Of weights and activations."""
+    torch: Text | None = None
+    """Version of torch that was measured."""
+    device: Text | None = None
+    """What the driver calls the accelerator."""
+    compiled: Flag | None = None
+    """Whether layers were compiled."""
     embedding: Piece = Piece(forward_s=0.0, backward_s=0.0)
     """Token embedding, on the first stage."""
     layer: Piece | None = None

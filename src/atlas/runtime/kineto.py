@@ -1,6 +1,7 @@
-"""Records the last steps of a worker on a GPU with torch.profiler: a real Kineto trace beside our own Timeline.
+"""Records steps of a worker with torch.profiler: a real Kineto trace beside our own Timeline.
 
-`ATLAS_KINETO` names the folder; without it nothing is recorded. A trace that cannot be written is a warning: training
+`ATLAS_KINETO` names the folder; without it nothing is recorded. `ATLAS_KINETO_STEPS` names the steps, `10:12`; without
+it the last ones are recorded. A trace that cannot be written is a warning: training
 goes on. Knows steps, not ops.
 """
 
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-FOLDER = "ATLAS_KINETO"
+FOLDER, STEPS = "ATLAS_KINETO", "ATLAS_KINETO_STEPS"
 LAST_STEPS = 12
 """Recorded: ten count, because metrics leave out the first and the last."""
 
@@ -23,8 +24,9 @@ log = logging.getLogger("atlas.kineto")
 class KinetoRecorder:
     """Call `begin` before each step, then `finish`."""
 
-    def __init__(self, path: Path, first: int) -> None:
-        self._path, self._first = path, first
+    def __init__(self, path: Path, first: int, last: int | None = None) -> None:
+        """`last`: the last step to record; None: until `finish`."""
+        self._path, self._first, self._last = path, first, last
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -39,7 +41,11 @@ class KinetoRecorder:
         folder = environment.get(FOLDER)
         if not folder:
             return None
-        return cls(Path(folder) / f"rank{rank}_trace.json", last_step - LAST_STEPS + 1)
+        path, steps = Path(folder) / f"rank{rank}_trace.json", environment.get(STEPS)
+        if not steps:
+            return cls(path, last_step - LAST_STEPS + 1)
+        first, last = map(int, steps.split(":"))
+        return cls(path, first - 1, last - 1)  # users count from 1
 
     def before(self, may_begin: Callable[[int], None]) -> Callable[[int], None]:
         """Mark each step after `may_begin` has allowed it."""
@@ -51,6 +57,9 @@ class KinetoRecorder:
         return begin
 
     def begin(self, step: int) -> None:
+        if self._last is not None and step > self._last:
+            self.finish()
+            return
         if step < self._first:
             return
         if self._step is None:
@@ -72,3 +81,4 @@ class KinetoRecorder:
             self._profile.export_chrome_trace(str(self._path))
         except (OSError, RuntimeError) as error:
             log.warning("%s: the trace could not be written: %s. Training is not affected", self._path, error)
+        self._step = None

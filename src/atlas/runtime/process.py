@@ -146,6 +146,7 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
         assignment, device, followers=followers, filler=filler, on_step=on_step, on_saved=saved, on_copied=copied
     )
     kineto = KinetoRecorder.of(worker.role.number * assignment.tp, worker.last_step)
+    worker.names_ops = kineto is not None
     out.send({"listening": worker.links.port})
     peers = _read(messages)
     worker.connect(*([tuple(place) for place in peers.get(key, ())] for key in ("channels", "dial_for")))

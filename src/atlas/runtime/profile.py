@@ -11,11 +11,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from atlas.errors import AtlasError
+from atlas.runtime.compiling import EAGER, available
 from atlas.runtime.models.config import DecoderConfig, from_spec
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.stage import Stage
@@ -42,15 +44,25 @@ class Times:
         return Times(*(value / count for value in asdict(self).values()))
 
 
-def profile(job: Job, device: str, repeats: int = 10) -> dict[str, dict[str, float]]:
-    """{"embedding": ..., "layer": ..., "head": ...} of a job's model, for one entry of a profile."""
+def profile(job: Job, device: str, repeats: int = 10, backend: str = EAGER) -> dict[str, Any]:
+    """{"embedding": ..., "layer": ..., "head": ...} of a job's model, for one entry of a profile, and on what.
+
+    `backend`: of torch's compiler, as a worker would use it.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise AtlasError("this host has no CUDA device: profile on the machine that will train, or say --device cpu")
     task = _task(job, device)
-    first, middle, last = (_time_stage(task, s, device, repeats) for s in range(3))
+    backend = available(backend, device, 1)
+    first, middle, last = (_time_stage(task, s, device, repeats, backend) for s in range(3))
     layer = middle.over(LAYERS)
     pieces = {"embedding": first.minus(middle), "layer": layer, "head": last.minus(middle)}
-    return {name: {k: round(v, 9) for k, v in asdict(times).items()} for name, times in pieces.items()}
+    facts = {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "compiled": bool(backend),
+    }
+    times = {name: {k: round(v, 9) for k, v in asdict(found).items()} for name, found in pieces.items()}
+    return {**facts, **times}
 
 
 def layer_times(job: Job, device: str, repeats: int = 10) -> Times:
@@ -73,9 +85,9 @@ def _tokens(config: DecoderConfig, microbatch: int, length: int) -> Callable[[in
     return lambda slot, pipeline: (tokens, tokens)
 
 
-def _time_stage(task: DecoderTask, number: int, device: str, repeats: int) -> Times:
+def _time_stage(task: DecoderTask, number: int, device: str, repeats: int, backend: str = EAGER) -> Times:
     """Medians over `repeats` microbatches, after three for warm-up."""
-    stage = Stage(task, number, 3, 0, 1.0)
+    stage = Stage(task, number, 3, 0, 1.0, backend=backend)
     found: dict[str, list[float]] = {"forward": [], "recompute": [], "backward": [], "weight": []}
     for slot in range(repeats + 3):
         stage.gradients.begin(slot)

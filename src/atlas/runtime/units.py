@@ -18,7 +18,7 @@ from torch.nn import functional
 from atlas.runtime.models.block import DecoderLayer
 from atlas.runtime.models.decoder import Embedding, Head, loss_of
 from atlas.runtime.models.dropout import Draw, Masks
-from atlas.runtime.models.linear import EagerTape, Product, TapTape, make_taps
+from atlas.runtime.models.linear import EagerTape, Linear, Product, TapTape, make_taps
 from atlas.runtime.models.rope import Rotation
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -62,6 +62,18 @@ class EmbeddingPass:
         return InputHalf(None, list(zip(self._parameters, gradients, strict=True)), [])
 
 
+class LayerParts(NamedTuple):
+    """The matrices of a layer, and its other parameters."""
+
+    linears: list[Linear]
+    direct: list[Tensor]
+
+
+def _parts(layer: DecoderLayer) -> LayerParts:
+    matrices = {id(linear.weight) for linear in layer.linears}
+    return LayerParts(layer.linears, [p for p in layer.parameters() if id(p) not in matrices])
+
+
 # ---- layers ----------------------------------------------------------------------------------------------------------
 class LayerRunner:
     """How the layers of a stage run."""
@@ -70,6 +82,7 @@ class LayerRunner:
         self.layers = layers
         self._run = None if compile is None else compile(_tapped_layer)
         self._taps: list[Tensor] = []
+        self._parts = {id(layer): _parts(layer) for layer in layers}
 
     def forward(self, layer: DecoderLayer, around: Surroundings, x: Tensor) -> LayerPass:
         """`x` requires a gradient, unless autograd is off."""
@@ -79,11 +92,12 @@ class LayerRunner:
         if self._run is None:
             tape = EagerTape() if torch.is_grad_enabled() else None
             y, _ = layer(x, around.positions_L, masks=masks, turned=around.turned, tape=tape)
-            return LayerPass(layer, x, y, tape, ())
+            return LayerPass(x, y, self._parts[id(layer)].direct, tape, ())
         if not self._taps or self._taps[0].shape[:-1] != x.shape[:-1]:
-            self._taps = make_taps(layer.linears, x)
+            self._taps = make_taps(self._parts[id(layer)].linears, x)
         y, inputs = self._run(layer, x, around.positions_L, masks, around.turned, self._taps)
-        return LayerPass(layer, x, y, None, list(zip(layer.linears, self._taps, inputs, strict=True)))
+        linears, direct = self._parts[id(layer)]
+        return LayerPass(x, y, direct, None, list(zip(linears, self._taps, inputs, strict=True)))
 
 
 def _tapped_layer(
@@ -104,16 +118,14 @@ class LayerPass:
 
     def __init__(
         self,
-        layer: DecoderLayer,
         x: Tensor,
         y: Tensor,
+        direct: Sequence[Tensor],
         tape: EagerTape | None,
         tapped: Sequence[tuple[Any, Tensor, Tensor]],
     ) -> None:
         self.output = y
-        self._x, self._tape, self._tapped = x, tape, tapped
-        matrices = {id(linear.weight) for linear in layer.linears}
-        self._direct = [p for p in layer.parameters() if id(p) not in matrices]
+        self._x, self._direct, self._tape, self._tapped = x, direct, tape, tapped
 
     def input_half(self, y_gradient: Tensor | None) -> InputHalf:
         taps = [tap for _, tap, _ in self._tapped]

@@ -96,6 +96,8 @@ class Worker:
         """The first step that has not begun."""
         self._recomputed = {(op.stage, op.microbatch) for op in self.ops if op.kind == Kind.R}
         self._queue = OpQueue(device)
+        self.names_ops = False
+        """Whether torch.profiler records its ops by name."""
         self._dispatch: dict[Kind, Callable[[Op, int, ProgramPass], None]] = {
             Kind.F: self._forward,
             Kind.R: self._recompute,
@@ -345,6 +347,8 @@ class Worker:
                 self.transfers.note_ready(op, span.end_ns, now.record)
             self.waits.ran(Position(now.first_step, index), span)
 
+        if self.names_ops:
+            work = _named(str(op), work)
         return self._queue.launch(work, int(self.compute_ns[op.stage, op.kind]), ready_ns, note)
 
     def _slot(self, op: Op, now: ProgramPass) -> int:
@@ -368,3 +372,11 @@ def _require_finite(losses: Iterable[float], step: int) -> None:
     wrong = next((loss for loss in losses if not math.isfinite(loss)), None)
     if wrong is not None:
         raise _diverged(step, f"the loss is {wrong}")
+
+
+def _named(name: str, work: Callable[[], T]) -> Callable[[], T]:
+    def run() -> T:
+        with torch.profiler.record_function(name):
+            return work()
+
+    return run

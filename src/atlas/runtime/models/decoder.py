@@ -203,4 +203,4 @@ def _draw(parameter: Tensor, name: str, run: int, config: DecoderConfig, seed: i
     source = TIED_EMBEDDING if config.tied and name == TIED_HEAD else name
     generator = torch.Generator().manual_seed(seed_of(seed, source, *([run] if run else [])))
     # On the CPU and in float32: all devices and dtypes start from the same values.
-    values.copy_(torch.empty(values.shape).normal_(0.0, std, generator=generator))
+    values.copy_(torch.empty(values.shape).normal_(0.0, std, generator=generator).to(values.dtype))
