@@ -44,11 +44,11 @@ SURFACE = {
     "import": {"folder", "--out", "--gpu", "--recompute", "--no-recompute", "--salvage"},
     "report": {"runs", "--out", "--title", "--salvage"},
     "metrics": {"folders", "--against", "--salvage", "--definitions", "--json", "--page"},
-    "train": {"plan", "--emulate", "--slower", "--page", "--device", "--checkpoints"}
+    "train": {"plan", "--emulate", "--slower", "--page", "--device", "--checkpoints", "--profile", "--profile-out"}
     | {"--dc", "--rendezvous", "--coordinator", "--listen", "--advertise", "--ports", "--reach", "--node", "--spare"}
     | HOW,
     "coordinator": {"plan", "--listen", "--state"} | HOW,
-    "profile": {"job", "--gpu", "--out", "--device", "--repeats", "--set"},
+    "profile": {"job", "--gpu", "--out", "--device", "--repeats", "--compile", "--no-compile", "--set"},
     "plan": {"job", "--json", "--out", "--page", "--set"}
     | {"--strategy", "--objective", "--budget", "--min-throughput", "--tokens", "--deadline", "--keep"}
     | {
