@@ -162,6 +162,18 @@ def test_the_links_of_a_job_with_its_cluster_inside_change_too() -> None:
     assert found.endswith("      trunk_gbps: 8.0\npp: 2\n")
 
 
+def test_a_probe_keeps_the_price_of_egress_and_replaces_the_priors_it_measures(tmp_path: Path) -> None:
+    price = "egress_usd_per_gb: 0.09"
+    link = f"{{between: [west, east], latency_ms: 9, {price}, prior: {{latency_ms: 9, {price}}}}}"
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"{HEAD}links:\n  - {link}\n")
+    write_links(file, [measured()])
+    links = load_cluster(file).links
+    assert links is not None
+    assert (links[0].latency_ms, links[0].egress_usd_per_gb) == (20.2, 0.09)
+    assert (links[0].prior.latency_ms, links[0].prior.egress_usd_per_gb) == (None, 0.09)
+
+
 @pytest.mark.parametrize("text", ["cluster: {wan: {latency_ms: 1}}\n", "[1]\n", "a: [\n", ""])
 def test_a_file_that_cannot_be_edited_is_an_error(text: str) -> None:
     with pytest.raises(SpecError):

@@ -6,10 +6,11 @@ Knows the text of a cluster file, not its classes: the caller passes plain figur
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -47,13 +48,20 @@ def to_figures(found: LinkMeasurement) -> LinkFigures:
     )
 
 
-def links_yaml(measurements: Iterable[LinkMeasurement], indent: int = 0) -> str:
+PRICE = "egress_usd_per_gb"
+Unmeasured = Mapping[frozenset[str], Mapping[str, Any]]
+"""By pair of datacenters: keys of its link that a probe does not measure."""
+
+
+def links_yaml(measurements: Iterable[LinkMeasurement], indent: int = 0, unmeasured: Unmeasured | None = None) -> str:
     """The text of the `links:` section."""
     lines = ["links:"]
     for found in measurements:
         lines += [f"  {line}" for line in _comments(found)]
         lines.append(f"  - between: [{', '.join(found.between)}]")
         lines += [f"    {key}: {value}" for key, value in to_figures(found)._asdict().items() if value is not None]
+        more = (unmeasured or {}).get(frozenset(found.between), {})
+        lines += [f"    {key}: {json.dumps(value)}" for key, value in more.items()]
     return "".join(" " * indent + line + "\n" for line in lines)
 
 
@@ -90,7 +98,7 @@ def with_links(text: str, measurements: Sequence[LinkMeasurement], where: str = 
     if cluster.flow_style:
         raise _bad(where, "has its cluster in one line, {...}", "Write one key a line, or use --out")
     indent = cluster.value[0][0].start_mark.column if cluster.value else 0
-    section = links_yaml(measurements, indent)
+    section = links_yaml(measurements, indent, _unmeasured(text))
     for key, value in cluster.value:
         if key.value == "links":
             start = key.start_mark.index - key.start_mark.column
@@ -98,6 +106,23 @@ def with_links(text: str, measurements: Sequence[LinkMeasurement], where: str = 
     end = _end(text, cluster)
     gap = "" if not end or text[end - 1] == "\n" else "\n"
     return text[:end] + gap + section + text[end:]
+
+
+def _unmeasured(text: str) -> Unmeasured:
+    """The price of egress, and that it is a prior: a measurement does not replace it."""
+    data = yaml.safe_load(text)
+    cluster = data.get("cluster", data) if isinstance(data, dict) else None
+    links = cluster.get("links") if isinstance(cluster, dict) else None
+    found: dict[frozenset[str], dict[str, Any]] = {}
+    for link in links if isinstance(links, list) else []:
+        between = link.get("between") if isinstance(link, dict) else None
+        if isinstance(between, list):
+            kept = {PRICE: link[PRICE]} if PRICE in link else {}
+            prior = link.get("prior")
+            if isinstance(prior, dict) and PRICE in prior:
+                kept["prior"] = {PRICE: prior[PRICE]}
+            found[frozenset(map(str, between))] = kept
+    return found
 
 
 def write_links(path: Path, measurements: Sequence[LinkMeasurement]) -> None:
