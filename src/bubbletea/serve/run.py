@@ -1,19 +1,15 @@
-"""Runs a service on an event loop, from its start until it is drained, together with its workers. Its token and the
-socket of its workers are in a private folder, which a small process removes when the service ends, also after kill -9.
-"""
+"""Runs a service on an event loop, from its start until it is drained, together with its workers."""
 
 from __future__ import annotations
 
 import socket
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from atlas.errors import AtlasError
 from bubbletea.serve.assemble import Parts
+from bubbletea.serve.folder import private_folder
 from bubbletea.serve.http import HttpServer
 
 Workers = Callable[[str, str], AbstractContextManager[object]]
@@ -55,22 +51,3 @@ def _listening(where: Where) -> socket.socket:
         raise AtlasError(
             f"{where.host}:{where.port} cannot listen there ({error.strerror}): choose another --host or --port"
         ) from None
-
-
-REMOVE = 'read -r _; rm -rf -- "$1"'
-"""`read` returns when the pipe is closed; the kernel closes it when the service ends."""
-
-
-@contextmanager
-def private_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="bubbletea-"))
-    remover = subprocess.Popen(
-        ["/bin/sh", "-c", REMOVE, "bubbletea-cleanup", str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is handled by the service
-    )
-    try:
-        yield folder
-    finally:
-        remover.communicate()

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from bubbletea.cli import main
-from bubbletea.serve.run import private_folder
+from bubbletea.serve.folder import private_folder
 
 KEEPER = """
 import sys
-from bubbletea.serve.run import private_folder
+from bubbletea.serve.folder import private_folder
 
 with private_folder() as folder:
     (folder / "token").write_text("secret")
