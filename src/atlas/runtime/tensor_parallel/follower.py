@@ -14,6 +14,7 @@ import torch
 
 from atlas.ir.text import from_text
 from atlas.runtime.assignment import Assignment
+from atlas.runtime.collectives import appear_alone
 from atlas.runtime.hardware import make_device
 from atlas.runtime.messages import MessageWriter, error_message
 from atlas.runtime.saving import resume
@@ -29,6 +30,8 @@ def follow(assignment: Assignment, rank: int, port: int, orders: TextIO, replies
     """Make calls until the leader ends them, or is gone."""
     try:
         role = WorkerRole(from_text(assignment.program), assignment.worker, assignment.cell, assignment.num_cells)
+        if assignment.nccl_on_shared_gpu:
+            appear_alone(f"{role.node}.{rank}")
         device = make_device(assignment.device)
         group = TensorGroup(rank, assignment.tp, port, device.place, assignment.patience_s)
         stage_set = ShardedStageSet(assignment, role, device, group)

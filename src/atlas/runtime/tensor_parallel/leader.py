@@ -23,7 +23,7 @@ from atlas.errors import AtlasError, WorkerError
 from atlas.ir.text import from_text
 from atlas.lifetime import describe_exit, end_with_parent
 from atlas.runtime.assignment import Assignment
-from atlas.runtime.collectives import GroupStore
+from atlas.runtime.collectives import GroupStore, appear_alone
 from atlas.runtime.device import Device
 from atlas.runtime.exchange import Exchange
 from atlas.runtime.stage import Stage
@@ -53,7 +53,7 @@ class Followers:
     def __init__(self, assignment: Assignment, lost: Callable[[AtlasError], None]) -> None:
         """`lost` is called, on another thread, when a follower ends by itself."""
         role = WorkerRole(from_text(assignment.program), assignment.worker, assignment.cell, assignment.num_cells)
-        self.name, self._lost = role.name, lost
+        self.name, self.node, self._lost = role.name, role.node, lost
         self._is_ending = False
         self._error: AtlasError | None = None
         self._has_error = threading.Event()
@@ -64,6 +64,8 @@ class Followers:
 
     def join(self, assignment: Assignment, place: str) -> TensorGroup:
         """Form the group."""
+        if assignment.nccl_on_shared_gpu:
+            appear_alone(f"{self.node}.{LEADER}")
         return TensorGroup(LEADER, assignment.tp, self._port, place, assignment.patience_s, self._listener)
 
     def order(self, call: str, stage: int | None = None, args: Sequence[Any] = (), kwargs: Any = None) -> None:
