@@ -35,6 +35,7 @@ COMMANDS = {
     "whatif": "change a job or a plan and simulate again: sweeps, bottleneck, random networks",
     "train": "train a plan across datacenters, or emulated on this machine",
     "coordinator": "coordinate the launchers of `atlas train` from a host of its own",
+    "launch": "write the files that start a plan under Slurm, Kubernetes, SkyPilot, torchrun or a shell",
     "profile": "measure a job's model on this machine's accelerator",
     "wan": "emulate, measure and secure the network between datacenters",
     "data": "tokenize text into shards, and check shards",

@@ -35,6 +35,7 @@ HOW = (
 SURFACE = {
     "init": {"--model", "--dc", "--batch", "--seq", "--out", "--force", "--list-models"},
     "regions": {"region", "--json"},
+    "launch": {"plan", "--recipe", "--target", "--out", "--rendezvous", "--image", "--ports", "--device", "--no-certs"},
     "simulate": {"job", "--schedule", "--iterations", "--monte-carlo", "--json", "--out", "--save"} | PICTURES | SEARCH,
     "schedules": {"--show", "--torch", "--json"} | SEARCH,
     "view": {"files"} | PICTURES,

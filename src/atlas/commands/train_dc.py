@@ -17,6 +17,7 @@ from atlas.commands.watching import end_traces, recorded, watched, write_evidenc
 from atlas.console import number, require_folder, say, whole
 from atlas.errors import AtlasError, SpecError
 from atlas.evidence.recorder import EvidenceRecorder
+from atlas.launch.hosts import scheduled_place
 from atlas.launch.rendezvous import SPARE, AgentName
 from atlas.launch.report import RunReport
 from atlas.launch.train_options import OWN, TrainOptions
@@ -86,7 +87,7 @@ def run_dc(
     from atlas.launch.multi_dc import is_coordinator, train_here
     from atlas.launch.run_record import RunRecord
 
-    name, local_rank = agent_name(args.dc, args.node, os.environ, spare=args.spare)
+    name, local_rank = _place(args, job)
     if args.coordinator is not None and args.rendezvous is not None:
         raise AtlasError(
             "--coordinator and --rendezvous: give the first where `atlas coordinator` runs, the second otherwise"
@@ -126,6 +127,17 @@ def run_dc(
             callbacks = RunCallbacks(say_line, recorded(report, evidence), record=record)
             stack.callback(write_evidence, evidence)
         return train_here(job, options, settings, callbacks)
+
+
+def _place(args: argparse.Namespace, job: Job) -> tuple[AgentName, int | None]:
+    """As `agent_name`; without --node and torchrun, as a scheduler counts. Hosts beyond the plan's are spares."""
+    found = None
+    if args.node is None and not args.spare and "TORCHELASTIC_RUN_ID" not in os.environ:
+        found = scheduled_place(job, args.dc, os.environ)
+    if found is None:
+        return agent_name(args.dc, args.node, os.environ, spare=args.spare)
+    part, count = found
+    return (AgentName(args.dc, part, count) if part < count else AgentName(args.dc, SPARE)), None
 
 
 def agent_name(

@@ -1,0 +1,59 @@
+"""Write the files that start a plan under a scheduler: one ordinary job for each datacenter, joined by the rendezvous
+(docs/operating.md). Starts nothing.
+
+The folder gets the jobs, the plan, the recipe, a Dockerfile (not built here) and a README with the commands.
+Certificates are referred to, never copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from atlas.commands.network_flags import address_of
+from atlas.console import make_folder, require_folder
+from atlas.errors import AtlasError
+from atlas.launch.job_files import TARGETS, LaunchChoice, write_files
+from atlas.launch.preflight import require_executable
+from atlas.launch.site_network import PortRange
+from atlas.spec.document import read_text
+from atlas.spec.plan import load_job_or_plan
+from atlas.spec.recipe import load_recipe
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("plan", type=Path, metavar="PLAN.yaml", help="a plan, or a job")
+    add("--recipe", type=Path, required=True, metavar="FILE", help="how to train (docs/recipes.md)")
+    add("--target", choices=sorted(TARGETS), required=True, help="the scheduler")
+    add("--out", type=Path, required=True, metavar="DIR", help="the folder to write to")
+    add("--rendezvous", required=True, metavar="HOST:PORT", help="an address of the plan's first datacenter")
+    add("--image", default="atlas:latest", metavar="NAME", help="of the container (default: atlas:latest)")
+    add("--ports", default="7701-7740", metavar="LO-HI", help="of workers and checkpoint servers (7701-7740)")
+    add("--device", default="cuda", metavar="NAME", help="cuda or cpu (default: cuda)")
+    add("--no-certs", action="store_true", help="without certificates: loopback only")
+
+
+def run(args: argparse.Namespace) -> int:
+    recipe = load_recipe(args.recipe)
+    job, plan = load_job_or_plan(args.plan, recipe.job_overrides)
+    require_executable(job)
+    if plan is not None and plan.runnable != "yes":
+        raise AtlasError(f"{job.where}: runnable: {plan.runnable}")
+    address_of("--rendezvous", args.rendezvous)
+    PortRange.of(args.ports)
+    require_folder(args.out, "--out")
+    make_folder(args.out)
+    choice = LaunchChoice(
+        job,
+        read_text(args.plan, key="plan"),
+        read_text(args.recipe, key="recipe"),
+        args.rendezvous,
+        args.image,
+        args.ports,
+        args.device,
+        not args.no_certs,
+    )
+    for path in write_files(choice, args.target, args.out):
+        print(path)
+    return 0

@@ -1,0 +1,50 @@
+"""Which host of its datacenter a launcher is on, from the variables that schedulers set, and how many hosts a plan
+needs.
+
+Knows environments and counts; starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from atlas.cost.arrange import arrange
+from atlas.errors import AtlasError
+from atlas.spec import Job
+
+NUM_HOSTS = "ATLAS_NUM_HOSTS"
+"""Set by launch files where a scheduler numbers its pods and does not count them."""
+SCHEDULERS = (
+    ("SLURM_NODEID", "SLURM_NNODES"),
+    ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
+    ("JOB_COMPLETION_INDEX", NUM_HOSTS),
+)
+"""Variables with a host's number from 0, and with the number of hosts."""
+
+
+def scheduled_place(job: Job, datacenter: str, environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """This host's number and the number of hosts, as a scheduler counts them; None without one. Hosts beyond those that
+    the plan uses have numbers from the second on: they are spares. Raises if there are too few."""
+    for number, count in SCHEDULERS:
+        if number not in environment or count not in environment:
+            continue
+        part, total = environment[number], environment[count]
+        if not (part.isdecimal() and total.isdecimal() and int(part) < int(total)):
+            raise AtlasError(f"{number}={part}, {count}={total}: no number below a count. Give --node I/N instead")
+        need = hosts_needed(job).get(datacenter, int(total))
+        if int(total) < need:
+            raise AtlasError(
+                f"{count}={total}: the plan uses {need} hosts in {datacenter}, by its gpus_per_node. Ask the scheduler "
+                f"for {need}, or plan for the hosts that are there"
+            )
+        return int(part), need
+    return None
+
+
+def hosts_needed(job: Job) -> dict[str, int]:
+    """By datacenter with workers, in the order of the pipeline: the hosts that the plan uses."""
+    found = arrange(job)
+    gpus = {dc.name: dc.gpus_per_node for dc in job.cluster.datacenters}
+    names = list(dict.fromkeys(found.rank_dc))
+    counts = {dc: found.rank_dc.count(dc) * found.num_pipelines * job.cells for dc in names}
+    return {dc: -(-counts[dc] // max(1, gpus[dc] // job.tp)) for dc in names}

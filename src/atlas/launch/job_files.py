@@ -1,0 +1,319 @@
+"""Files that start a plan under the schedulers people have: one ordinary job per datacenter, in that datacenter's own
+scheduler, joined by the rendezvous. Slurm scripts, Kubernetes manifests (JobSet, TrainJob), a SkyPilot job group,
+torchrun and plain shell scripts, a Dockerfile, and a README with the commands.
+
+Writes text. Starts nothing, and knows no cluster but what the plan says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from atlas.launch.hosts import NUM_HOSTS, hosts_needed
+from atlas.launch.job_readme import DOCKERFILE, readme
+from atlas.spec import Job
+
+ROOT = "/atlas"
+"""Where containers find the plan (config), the certificates (certs) and the disk."""
+MAX_RESTARTS = 100
+"""Of a Kubernetes job: hosts come and go for weeks."""
+EXIT_USER, EXIT_AGAIN = 2, 75
+
+
+@dataclass(frozen=True)
+class LaunchChoice:
+    """What the files are made of, beside the plan."""
+
+    job: Job
+    plan: str
+    """The text of the plan."""
+    recipe: str
+    """The text of the recipe."""
+    rendezvous: str
+    image: str
+    ports: str
+    device: str
+    certs: bool
+    """Whether certificates are mounted; without them only loopback works."""
+
+    @property
+    def name(self) -> str:
+        """The job's name as Kubernetes allows it."""
+        return self.job.name.lower().replace("_", "-").strip("-")
+
+    @property
+    def hosts(self) -> dict[str, int]:
+        return hosts_needed(self.job)
+
+    def gpus(self, dc: str) -> int:
+        """On each host; none where training runs on CPUs."""
+        if not self.device.startswith("cuda"):
+            return 0
+        return next(found.gpus_per_node for found in self.job.cluster.datacenters if found.name == dc)
+
+    def words(self, dc: str, *, config: str, disk: str) -> list[str]:
+        """`train ...`, the same on every host of a datacenter. Shell variables are expanded by a shell."""
+        found = ["train", f"{config}/plan.yaml", "--recipe", f"{config}/recipe.yaml", "--dc", dc, "--no-bar"]
+        found += ["--rendezvous", self.rendezvous, "--listen", "0.0.0.0", "--advertise", "$ADVERTISE"]
+        found += ["--ports", f"${{ATLAS_PORTS:-{self.ports}}}", "--device", self.device]
+        found += ["--checkpoints", f"{disk}/checkpoints", "--runs", f"{disk}/runs"]
+        return found + (["--certs", f"{config}/certs" if config == "." else f"{ROOT}/certs"] if self.certs else [])
+
+
+ADVERTISE = 'ADVERTISE="${ATLAS_ADVERTISE:-$(hostname -i | cut -d" " -f1)}"'
+"""The address that other datacenters dial: set ATLAS_ADVERTISE where it is not the host's own (NAT), or to none."""
+
+
+def _line(words: list[str], program: str) -> str:
+    quoted = [f'"{word}"' if "$" in word else word for word in [*program.split(), *words]]
+    return " ".join(quoted)
+
+
+# ---- shell, torchrun, Slurm ----------------------------------------------------------------------------------------
+def shell_files(choice: LaunchChoice) -> dict[str, str]:
+    """A script for each host."""
+    files: dict[str, str] = {}
+    for dc, count in choice.hosts.items():
+        for host in range(count):
+            words = [*choice.words(dc, config=".", disk=f"disk/{dc}"), "--node", f"{host}/{count}"]
+            files[f"{dc}.{host}.sh"] = _script(_line(words, "exec atlas"))
+    return files
+
+
+def torchrun_files(choice: LaunchChoice) -> dict[str, str]:
+    """A script for each datacenter, started on each of its hosts."""
+    files: dict[str, str] = {}
+    for dc, count in choice.hosts.items():
+        each = max(1, (choice.gpus(dc) or _workers_per_host(choice, dc)) // (choice.job.tp if choice.gpus(dc) else 1))
+        program = (
+            f"exec torchrun --nnodes {count} --nproc-per-node {each} --rdzv-backend c10d --rdzv-id {choice.name} "
+            "--rdzv-endpoint $HOST0 -m atlas"
+        )
+        line = _line(choice.words(dc, config=".", disk=f"disk/{dc}"), program)
+        need = ': "${HOST0:?set HOST0 to HOST:PORT of the first host of this datacenter, the same on each}"\n'
+        files[f"{dc}.sh"] = _script(line, need)
+    return files
+
+
+def _workers_per_host(choice: LaunchChoice, dc: str) -> int:
+    found = next(found for found in choice.job.cluster.datacenters if found.name == dc)
+    return max(1, found.gpus_per_node // choice.job.tp)
+
+
+def _script(line: str, before: str = "") -> str:
+    return f'#!/bin/bash\n# Written by `atlas launch`.\nset -eu\ncd "$(dirname "$0")"\n{before}{ADVERTISE}\n{line}\n'
+
+
+def slurm_files(choice: LaunchChoice) -> dict[str, str]:
+    """A batch script for each datacenter, for its own cluster."""
+    files: dict[str, str] = {}
+    for dc, count in choice.hosts.items():
+        gpus = choice.gpus(dc)
+        line = _line(choice.words(dc, config=".", disk=f"disk/{dc}"), "atlas")
+        files[f"{dc}.sbatch"] = SLURM.format(
+            name=f"{choice.name}-{dc}",
+            count=count,
+            gpus=f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
+            advertise=ADVERTISE,
+            line=f"exec {line}",
+            again=EXIT_AGAIN,
+        )
+    return files
+
+
+SLURM = """\
+#!/bin/bash
+# Written by `atlas launch`. One task on each node starts its workers. Nodes beyond those that the plan uses are spares.
+#SBATCH --job-name={name}
+#SBATCH --nodes={count}
+#SBATCH --ntasks-per-node=1
+{gpus}#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@120
+set -u
+cd "$SLURM_SUBMIT_DIR"
+# Slurm signals this shell before the time limit and when it preempts: the tasks save and end with {again}.
+trap 'kill -USR1 "$step"' USR1 TERM
+srun --kill-on-bad-exit=0 bash -c '
+{advertise}
+{line}
+' &
+step=$!
+wait "$step"; code=$?
+while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done
+if [ "$code" -eq {again} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$code"
+"""
+
+
+# ---- Kubernetes ----------------------------------------------------------------------------------------------------
+def _pod(choice: LaunchChoice, dc: str, container: str) -> dict[str, Any]:
+    """The pod of one host. Certificates and disks are referred to by name."""
+    volumes: list[dict[str, Any]] = [
+        {"name": "config", "configMap": {"name": f"{choice.name}-{dc}"}},
+        {"name": "disk", "persistentVolumeClaim": {"claimName": f"{choice.name}-{dc}"}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    mounts = [
+        {"name": "config", "mountPath": f"{ROOT}/config", "readOnly": True},
+        {"name": "disk", "mountPath": f"{ROOT}/disk"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    if choice.certs:
+        volumes.append({"name": "certs", "secret": {"secretName": f"{choice.name}-{dc}-certs"}})
+        mounts.append({"name": "certs", "mountPath": f"{ROOT}/certs", "readOnly": True})
+    line = f"{ADVERTISE}; {_line(choice.words(dc, config=f'{ROOT}/config', disk=f'{ROOT}/disk'), 'exec atlas')}"
+    found: dict[str, Any] = {
+        "name": container,
+        "image": choice.image,
+        "command": ["bash", "-c", line],
+        "env": [{"name": NUM_HOSTS, "value": str(choice.hosts[dc])}],
+        "volumeMounts": mounts,
+    }
+    if choice.gpus(dc):
+        found["resources"] = {"limits": {"nvidia.com/gpu": choice.gpus(dc)}}
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 120,
+        "hostNetwork": True,
+        "dnsPolicy": "ClusterFirstWithHostNet",
+        "containers": [found],
+        "volumes": volumes,
+    }
+
+
+def _indexed_job(choice: LaunchChoice, dc: str, pod: dict[str, Any], container: str) -> dict[str, Any]:
+    """A numbered pod for each host. Exit code 75 starts a pod again, 2 ends the job."""
+
+    def rule(action: str, code: int) -> dict[str, Any]:
+        return {"action": action, "onExitCodes": {"containerName": container, "operator": "In", "values": [code]}}
+
+    count = choice.hosts[dc]
+    return {
+        "parallelism": count,
+        "completions": count,
+        "completionMode": "Indexed",
+        "backoffLimit": MAX_RESTARTS,
+        "podFailurePolicy": {"rules": [rule("FailJob", EXIT_USER), rule("Ignore", EXIT_AGAIN)]},
+        "template": {"spec": pod},
+    }
+
+
+def _config_map(choice: LaunchChoice, dc: str) -> dict[str, Any]:
+    data = {"plan.yaml": choice.plan, "recipe.yaml": choice.recipe}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{choice.name}-{dc}"}, "data": data}
+
+
+def jobset_files(choice: LaunchChoice) -> dict[str, str]:
+    files: dict[str, str] = {}
+    for dc in choice.hosts:
+        job = _indexed_job(choice, dc, _pod(choice, dc, "atlas"), "atlas")
+        policy = {
+            "maxRestarts": MAX_RESTARTS,
+            "rules": [{"name": "usererror", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+        }
+        jobs = [{"name": "hosts", "replicas": 1, "template": {"spec": job}}]
+        manifest = {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": {"name": f"{choice.name}-{dc}"},
+            "spec": {"failurePolicy": policy, "replicatedJobs": jobs},
+        }
+        files[f"{dc}.jobset.yaml"] = _documents(_config_map(choice, dc), manifest)
+    return files
+
+
+def trainjob_files(choice: LaunchChoice) -> dict[str, str]:
+    """A TrainJob and the TrainingRuntime that it refers to. Kubeflow replaces the container named `node`."""
+    files: dict[str, str] = {}
+    for dc, count in choice.hosts.items():
+        name = f"{choice.name}-{dc}"
+        pod = _pod(choice, dc, "node")
+        container = pod["containers"][0]
+        command, env = container.pop("command"), container.pop("env")
+        job = _indexed_job(choice, dc, pod, "node")
+        for key in ("parallelism", "completions"):
+            job.pop(key)  # Kubeflow sets them by numNodes
+        labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+        template = {"metadata": {"labels": labels}, "spec": job}
+        jobs = [{"name": "node", "replicas": 1, "template": template}]
+        runtime = {
+            "apiVersion": "trainer.kubeflow.org/v1alpha1",
+            "kind": "TrainingRuntime",
+            "metadata": {"name": name},
+            "spec": {"mlPolicy": {"numNodes": count}, "template": {"spec": {"replicatedJobs": jobs}}},
+        }
+        reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name}
+        trainer = {"image": choice.image, "numNodes": count, "command": command, "env": env}
+        train_job = {
+            "apiVersion": "trainer.kubeflow.org/v1alpha1",
+            "kind": "TrainJob",
+            "metadata": {"name": name},
+            "spec": {"runtimeRef": reference, "trainer": trainer},
+        }
+        files[f"{dc}.trainjob.yaml"] = _documents(_config_map(choice, dc), runtime, train_job)
+    return files
+
+
+# ---- SkyPilot ------------------------------------------------------------------------------------------------------
+def skypilot_files(choice: LaunchChoice) -> dict[str, str]:
+    """One job group: a task for each datacenter, all at once."""
+    documents: list[dict[str, Any]] = [{"name": choice.name, "execution": "parallel"}]
+    for dc, count in choice.hosts.items():
+        found = next(found for found in choice.job.cluster.datacenters if found.name == dc)
+        resources: dict[str, Any] = {"image_id": f"docker:{choice.image}", "ports": [choice.ports]}
+        if choice.gpus(dc):
+            resources["accelerators"] = f"{found.gpu.split('-')[0].upper()}:{choice.gpus(dc)}"
+        line = _line(choice.words(dc, config=".", disk=f"disk/{dc}"), "exec atlas")
+        task = {"name": dc, "num_nodes": count, "resources": resources, "workdir": ".", "run": f"{ADVERTISE}\n{line}\n"}
+        documents.append(task)
+    return {"group.yaml": _documents(*documents)}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Text of several lines as a block, no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def _documents(*documents: dict[str, Any]) -> str:
+    body = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=110, explicit_start=True)
+    return f"# Written by `atlas launch`.\n{body}"
+
+
+TARGETS: dict[str, Callable[[LaunchChoice], dict[str, str]]] = {
+    "slurm": slurm_files,
+    "jobset": jobset_files,
+    "trainjob": trainjob_files,
+    "skypilot": skypilot_files,
+    "torchrun": torchrun_files,
+    "shell": shell_files,
+}
+
+
+def write_files(choice: LaunchChoice, target: str, folder: Path) -> list[Path]:
+    """Write the files of a target, the plan, the recipe, a Dockerfile and a README; their paths."""
+    own = TARGETS[target](choice)
+    files = {**own, "plan.yaml": choice.plan, "recipe.yaml": choice.recipe}
+    files |= {
+        "Dockerfile": DOCKERFILE,
+        "README.md": readme(choice.name, target, sorted(own), choice.hosts, certs=choice.certs),
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text)
+        if name.endswith((".sh", ".sbatch")):
+            (folder / name).chmod(0o755)
+    return [folder / name for name in files]

@@ -1,0 +1,63 @@
+"""The README and the Dockerfile beside launch files (`job_files`): the commands that start, watch and stop the jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+DOCKERFILE = """\
+# Written by `atlas launch`, which builds nothing: build it, and try `atlas --version` in it first.
+FROM python:3.11-slim
+RUN apt-get update && apt-get install -y --no-install-recommends bash && rm -rf /var/lib/apt/lists/*
+RUN pip install --no-cache-dir 'atlas-bubbletea[runtime,wan]'
+ENTRYPOINT []
+"""
+
+START = {
+    "slurm": "sbatch {file}    # in {dc}'s cluster; --nodes with one more than the script says adds a spare",
+    "jobset": "kubectl --context {dc} apply -f {file}",
+    "trainjob": "kubectl --context {dc} apply -f {file}",
+    "skypilot": "sky jobs launch {file}",
+    "torchrun": "HOST0=FIRST_HOST_OF_{dc}:29500 ./{file}    # on each host of {dc}",
+    "shell": "./{file}    # on that host of {dc}",
+}
+STOP = {
+    "slurm": "scancel --signal=TERM JOBID    # saves; the job is queued again. `scancel JOBID` ends it for good",
+    "jobset": "kubectl --context DC delete -f DC.jobset.yaml",
+    "trainjob": "kubectl --context DC delete -f DC.trainjob.yaml",
+    "skypilot": "sky jobs cancel ID",
+    "torchrun": "kill -TERM the launchers",
+    "shell": "kill -TERM the launchers",
+}
+
+
+def readme(name: str, target: str, files: Sequence[str], hosts: Mapping[str, int], *, certs: bool) -> str:
+    lines = [START[target].format(file=file, dc=file.partition(".")[0]) for file in files]
+    counted = ", ".join(f"{count} in {dc}" for dc, count in hosts.items())
+    parts = [
+        f"# {name} under {target}",
+        f"Written by `atlas launch`. The plan uses these hosts: {counted}. Each datacenter has an ordinary job of its "
+        "own; the jobs find each other at the rendezvous. Start them in any order:",
+        "```sh\n" + "\n".join(lines) + "\n```",
+        "Stop, with a checkpoint that the same job resumes from:",
+        f"```sh\n{STOP[target]}\n```",
+        "Exit codes: 0 done; 75 start it again (the files do); 2 change what the message says. `docs/operating.md` "
+        "explains ports, addresses behind NAT (`ATLAS_ADVERTISE`, `ATLAS_PORTS`) and failures.",
+    ]
+    if certs:
+        parts.append(_certs(name, target, list(hosts)))
+    if target in ("jobset", "trainjob"):
+        parts.append(f"Each datacenter needs a PersistentVolumeClaim `{name}-DC` for checkpoints and logs.")
+    parts.append("The Dockerfile was not built here; the image's name is a parameter of `atlas launch`.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _certs(name: str, target: str, datacenters: Sequence[str]) -> str:
+    make = f"atlas wan certs {' '.join(datacenters)} --out certs"
+    if target not in ("jobset", "trainjob"):
+        return f"Certificates are read from `certs/` beside this file: `{make}`, and copy each site its own pair."
+    one = datacenters[0]
+    secret = (
+        f"kubectl --context {one} create secret generic {name}-{one}-certs --from-file=certs/ca.pem "
+        f"--from-file=certs/{one}.pem --from-file=certs/{one}.key"
+    )
+    return f"Certificates are secrets, one for each datacenter:\n\n```sh\n{make}\n{secret}    # and so on\n```"
