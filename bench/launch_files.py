@@ -102,8 +102,9 @@ def rendered(target: str, root: Path) -> Path:
     (root / "recipe.yaml").write_text(yaml.dump(RECIPE))
     out = root / target
     words = ["launch", str(root / "job.yaml"), "--recipe", str(root / "recipe.yaml"), "--target", target]
-    words += ["--out", str(out), "--rendezvous", f"127.0.0.1:{free_port()}", "--device", "cpu", "--no-certs"]
+    words += ["--out", str(out), "--rendezvous", f"127.0.0.1:{free_port()}", "--device", "cpu"]
     assert atlas(words) == 0
+    assert atlas(["wan", "certs", *DATACENTERS, "--out", str(out / "certs")]) == 0
     return out
 
 
@@ -143,8 +144,9 @@ def pods(folder: Path, dc: str, target: str) -> list[Command]:
         (mounted / "config").mkdir(parents=True, exist_ok=True)
         (mounted / "config" / name).write_text(text)
     (mounted / "disk").mkdir(exist_ok=True)
+    shutil.copytree(folder / "certs", mounted / "certs")
     paths = {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert {"/atlas/config", "/atlas/disk"} <= paths, paths
+    assert {"/atlas/config", "/atlas/disk", "/atlas/certs"} <= paths, paths
     env = {variable["name"]: variable["value"] for variable in container["env"]}
     enter = ["unshare", "-m", "sh", "-c", 'mount --bind "$0" /atlas && exec "$@"', str(mounted)]
     return [

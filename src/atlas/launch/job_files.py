@@ -275,7 +275,7 @@ def skypilot_files(choice: LaunchChoice) -> dict[str, str]:
     return {"group.yaml": _documents(*documents)}
 
 
-class _Dumper(yaml.SafeDumper):
+class _BlockDumper(yaml.SafeDumper):
     """Text of several lines as a block, no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -286,11 +286,11 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-_Dumper.add_representer(str, _text)
+_BlockDumper.add_representer(str, _text)
 
 
 def _documents(*documents: dict[str, Any]) -> str:
-    body = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=110, explicit_start=True)
+    body = yaml.dump_all(documents, Dumper=_BlockDumper, sort_keys=False, width=110, explicit_start=True)
     return f"# Written by `atlas launch`.\n{body}"
 
 
