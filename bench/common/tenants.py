@@ -110,7 +110,7 @@ class Trainer:
 
     def step(self) -> Span:
         def update() -> None:
-            self.stage.adopt(self.stage.outgoing())
+            self.stage.adopt()
             self.optimizer.step()
             self.optimizer.zero_grad()
             self._slots += MICROBATCHES
