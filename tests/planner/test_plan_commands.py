@@ -114,16 +114,16 @@ def test_whatif_draws_and_tells(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_an_interrupt_prints_the_best_plan_so_far(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from atlas.planner import strategies
+    from atlas.planner import search
 
-    real, calls = strategies.simulate_whole, iter(range(100))
+    real, calls = search.simulate_whole, iter(range(100))
 
     def simulate_whole(*args: Any, **named: Any) -> object:
         if next(calls) == 3:
             raise KeyboardInterrupt
         return real(*args, **named)
 
-    monkeypatch.setattr(strategies, "simulate_whole", simulate_whole)
+    monkeypatch.setattr(search, "simulate_whole", simulate_whole)
     assert cli.main(["plan", TINY]) == 0
     found = capsys.readouterr()
     assert "interrupted" in found.err

@@ -18,7 +18,7 @@ from atlas.errors import InfeasibleError
 from atlas.planner.candidate import kind_of
 from atlas.planner.objective import Objective
 from atlas.planner.run import explore, make_plan, start
-from atlas.planner.strategies import SIMULATIONS, Search
+from atlas.planner.search import SIMULATIONS, Search
 from atlas.spec import Job, Place, parse_job
 
 

@@ -15,7 +15,7 @@ from atlas.planner.candidate import KINDS, kind_of
 from atlas.planner.judge import Judged
 from atlas.planner.pool import Tick
 from atlas.planner.run import Planned, make_plan
-from atlas.planner.strategies import FEW
+from atlas.planner.search import FEW
 from atlas.spec import Job, Link
 from atlas.spec.job import Wan
 

@@ -20,8 +20,9 @@ from atlas.planner.infeasible import explain
 from atlas.planner.judge import Judged, judge
 from atlas.planner.objective import Objective, require_prices
 from atlas.planner.pool import Tick
+from atlas.planner.search import FEW, Played, Search, events
 from atlas.planner.space import Space, space_of
-from atlas.planner.strategies import FEW, STRATEGIES, Played, Search, events
+from atlas.planner.strategies import STRATEGIES
 from atlas.planner.whole import Whole
 from atlas.schedules.eager import NAME
 from atlas.spec import Job

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -22,13 +21,11 @@ from atlas.cost.cluster_arrays import ClusterArrays
 from atlas.errors import AtlasError, InfeasibleError
 from atlas.planner.candidate import Candidate, kind_of
 from atlas.planner.estimate import Batch, estimate
-from atlas.planner.judge import Judged, judge, judged_groups, require_runnable
 from atlas.planner.objective import Objective
 from atlas.planner.pool import (
     SLACK,
     EstimatedCandidate,
     Frame,
-    Tick,
     cell_sizes,
     entry_of,
     floors,
@@ -36,153 +33,22 @@ from atlas.planner.pool import (
     single_groups,
 )
 from atlas.planner.regions import several_groups
+from atlas.planner.search import FEW, LEAST, MOST, PLAYED_EVENTS, SIMULATIONS, Search, events
 from atlas.planner.shapes import Shape
-from atlas.planner.space import Space
-from atlas.planner.whole import Whole, simulate_whole
-from atlas.schedules.eager import NAME
 
-SIMULATIONS = 26
-"""What `ours` simulates at most where no order is searched."""
 FRONT = 4
-"""Of those, along the estimated Pareto front of time and money."""
+"""Candidates along the estimated Pareto front of time and money that are simulated."""
 NEIGHBOURS = 4
-"""Of those, one change away from the leader."""
+"""Candidates one change away from the leader that are simulated at a time."""
 SAME = 0.0005
 """Estimates within this share of each other would be simulated alike."""
 WORSE = 1.02
 """A neighbour that promises this much less than the leader is not simulated."""
-PLAYED_EVENTS = 2_000_000
-"""What the searches of all candidates may play through together: one or two seconds."""
-MOST = 60
-"""Candidates that are searched at most."""
-LEAST = 3
-"""Candidates that are searched in any case, however large."""
 ENOUGH = 12
 """Searches that must be affordable to go by floors; where they are not, leaders under `1f1b-eager` are searched."""
 NEAR_EAGER = 1.25
 """Those leaders are within this factor of the first: a searched order saves nothing in some plans and a fifth in
 others."""
-FEW = 24
-"""Tries of a candidate's search: mostly within 3 % of a full one (7 % in the worst of 70 plans)."""
-
-
-@dataclass(frozen=True, eq=False)
-class Played:
-    """A candidate simulated in full under a schedule."""
-
-    judged: Judged
-    schedule: str
-    tries: int
-    whole: Whole
-
-
-@dataclass
-class Search:
-    """One search: its choices, its goal, and what it has found."""
-
-    space: Space
-    cluster: ClusterArrays
-    objective: Objective
-    tick: Tick | None = None
-    tries: int = 0
-    """Orders that are tried for each candidate; 0: all are compared under `1f1b-eager`."""
-    seed: int = 0
-    judged: dict[Candidate, Judged] = field(default_factory=dict)
-    played: dict[Candidate, Played] = field(default_factory=dict)
-    refused: dict[Candidate, InfeasibleError] = field(default_factory=dict)
-    screened: dict[Candidate, Judged] = field(default_factory=dict)
-    """Under `1f1b-eager`, where the search of an order takes too long to search every candidate's."""
-    floors: dict[Candidate, float] = field(default_factory=dict)
-    """Scores that the candidates cannot beat."""
-    num_estimated: int = 0
-    num_simulated: int = 0
-    events: int = 0
-    """Played so far."""
-    interrupted: bool = False
-
-    def score(self, judged: Judged) -> float:
-        figures = judged.figures
-        return float(self.objective.score(figures.iteration_s, figures.usd_per_iteration, figures.tokens))
-
-    def missed(self, judged: Judged) -> float:
-        """By which share the worst limit is missed; 0 where all are kept."""
-        figures = judged.figures
-        return float(self.objective.missed(figures.iteration_s, figures.usd_per_iteration, figures.tokens))
-
-    def simulate(self, candidate: Candidate, of: int = SIMULATIONS) -> Judged | None:
-        """The candidate's figures, or None where it cannot run."""
-        if candidate in self.judged or candidate in self.refused:
-            return self.judged.get(candidate)
-        if self.tick is not None:
-            self.tick("simulating", self.num_simulated, of)
-        try:
-            self.judged[candidate] = self._simulated(candidate)
-        except InfeasibleError as error:
-            self.refused[candidate] = error
-            return None
-        finally:
-            self.num_simulated += 1
-        return self.judged[candidate]
-
-    def _simulated(self, candidate: Candidate) -> Judged:
-        if self.tries:
-            require_runnable(self.space, self.cluster, candidate)
-            self.events += self.tries * events(candidate)
-            with suppress(InfeasibleError):  # too many events to simulate in full
-                return self.play(candidate, self.tries).judged
-        return judge(self.space, self.cluster, candidate)
-
-    def play(self, candidate: Candidate, tries: int) -> Played:
-        """Under the best order that a search finds, or without tries under the order of the comparison."""
-        schedule = NAME
-        if max(group.pp for group in candidate.groups) == 1:
-            schedule, tries = "1f1b", 0  # with one stage there is nothing to order
-        elif tries:
-            schedule = "atlas"
-        whole = simulate_whole(
-            self.space.job, self.cluster, candidate, schedule,
-            sharing=candidate.sharing or schedule != NAME, budget=tries, seed=self.seed,
-        )  # fmt: skip
-        judged = judged_groups(self.space, self.cluster, candidate, whole.groups)
-        found = Played(judged, schedule, tries, whole)
-        old = self.played.get(candidate)
-        if old is None or whole.iteration_s < old.whole.iteration_s:
-            self.played[candidate], self.judged[candidate] = found, judged
-        return found
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether no more candidates should be simulated."""
-        if not self.tries:
-            return self.num_simulated >= SIMULATIONS
-        return self.events >= PLAYED_EVENTS and self.num_simulated >= LEAST
-
-    def promise(self, entry: EstimatedCandidate) -> float:
-        """What candidates are tried by, the lowest first: searched orders come close to their floors."""
-        return entry.floor if self.tries else entry.score
-
-    def ranking(self) -> list[Judged]:
-        """Best first; equals in the order in which they were found."""
-        return sorted(self.judged.values(), key=self.score)
-
-    def everything(self) -> list[Judged]:
-        """The ranking, then what was compared under `1f1b-eager` alone."""
-        rest = [judged for candidate, judged in self.screened.items() if candidate not in self.judged]
-        return [*self.ranking(), *sorted(rest, key=self.score)]
-
-    @property
-    def best(self) -> Judged | None:
-        return self.best_of(None)
-
-    def best_of(self, kind: str | None) -> Judged | None:
-        """The best so far, of a kind where one is given."""
-        found = [judged for judged in self.judged.values() if kind in (None, kind_of(judged.candidate))]
-        return min(found, key=self.score, default=None)
-
-
-def events(candidate: Candidate) -> int:
-    """Of one try."""
-    return sum(6 * g.pipelines_per_cell * g.pp * g.num_microbatches for g in candidate.groups)
 
 
 # ---- ours --------------------------------------------------------------------------------------------------
@@ -249,8 +115,8 @@ def _best_of_each_kind(search: Search, entries: list[EstimatedCandidate]) -> Non
         kinds.setdefault(kind_of(entry.candidate), []).append(entry)
     queues = [iter([min(found, key=lambda e: e.score), *found]) for found in kinds.values()]
     seen: set[tuple[object, ...]] = set()
-    reserve = NEIGHBOURS if search.tries == 0 else 0
-    while queues and not search.is_spent and search.num_simulated + reserve < (MOST if search.tries else SIMULATIONS):
+    last = MOST if search.tries else SIMULATIONS - NEIGHBOURS
+    while queues and not search.is_spent and search.num_simulated < last:
         for queue in list(queues):
             new = next((e for e in queue if _is_new(search, e, seen)), None)
             if new is None:
@@ -431,5 +297,3 @@ STRATEGIES: dict[str, tuple[str, Callable[[Search], None]]] = {
     ),
     "exhaustive": ("simulate every candidate: small clusters only", exhaustive),
 }
-
-__all__ = ["FEW", "STRATEGIES", "Played", "Search", "events"]
