@@ -1,6 +1,6 @@
 """Floors: seconds that no order of a pipeline's ops can beat, for many pipelines at once.
 
-The arguments of `schedules.bound`, in closed form over arrays, so that a search can order tens of thousands of
+The arguments of `cost.table.lower_bound`, in closed form over arrays, so that a search can order tens of thousands of
 candidates by them and stop where no floor is lower than the best plan found. A searched order is mostly within a few
 per cent of its floor. Grants what a real order may lack: a link to itself, and a split backward.
 
