@@ -131,7 +131,7 @@ def against_the_optimum(
     )  # fmt: skip
     layout = Layout.even(pipelines, stages, num_mb, 2)
     # With one way only to use the links both sides face the same problem: turns, never interrupted.
-    setting = Setting(layout, turns, turns, Memory(cap), recompute=recompute, budget=2000)
+    setting = Setting(layout, turns, turns, Memory(cap), recompute=recompute, budget=600)
     ours = time_of(setting, atlas(setting))
     searched = search(setting, Family(splits=(True, False), sharings=(True, False))).makespan_ns
     solved = [
