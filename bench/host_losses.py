@@ -22,6 +22,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -274,6 +275,7 @@ def main() -> int:
     parser.add_argument("--losses", type=int, help="of the part that --only names")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # launchers are ended on the way out
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     counts = (3, 1, 3) if args.quick else (40, 5, 10)
     parts = dict(zip(("spare", "fewer", "coordinator"), counts, strict=True))

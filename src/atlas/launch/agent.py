@@ -31,6 +31,7 @@ from atlas.errors import START_AGAIN, AtlasError, StartAgainError, StopSignal, W
 from atlas.ir.text import from_text
 from atlas.launch.checkpoint_exchange import CheckpointExchange
 from atlas.launch.control_channel import Message, unpack_text
+from atlas.launch.forkserver import fork_server
 from atlas.launch.ledger import Ledger
 from atlas.launch.local_sums import LOOPBACK, is_trusted
 from atlas.launch.preflight import devices_for, layers_of, require_room
@@ -46,6 +47,7 @@ from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address, PeerRoute
 
 POLL_S = 0.2
+WORKER = "atlas.runtime.process"
 ROTATE_S = 10.0
 """Between looks at the sizes of log files."""
 
@@ -111,6 +113,7 @@ class Agent:
         client.restart, client.epoch = self._rejoin, lambda: self._attempt.epoch if self._attempt is not None else 0
 
     def run(self) -> int:
+        fork_server(WORKER)  # it imports torch while this launcher waits for the others, or as a spare
         try:
             while True:
                 message = self._next()
@@ -259,9 +262,7 @@ class Agent:
         saves = attempt.exchange is not None
         mine.network.require_ports(len(roles), saves=saves, serves=saves)  # a new plan may have more workers here
         save = self._save_choice(attempt, wanted, [layer for role in roles for layer in layers_of(role, training)])
-        workers = attempt.workers = WorkerProcesses(
-            "atlas.runtime.process", [role.name for role in roles], self._logs(attempt)
-        )
+        workers = attempt.workers = WorkerProcesses(WORKER, [role.name for role in roles], self._logs(attempt))
         attempt.forwarder = threading.Thread(
             target=self._forward_replies, args=(attempt, workers), daemon=True, name="forwarder"
         )

@@ -103,7 +103,8 @@ class RunMonitor:
     say: Callable[[str], None] = log.warning
     on_step: OnStep | None = None
     on_done: Callable[[int], None] = lambda num_done: None
-    """Called with the number of steps that all have finished, before they are reported."""
+    """Called with the number of steps that all have finished, after they are reported: who is killed in between
+    reports a step twice, and never not at all."""
     may_pause: Callable[[], bool] = lambda: False
     """Asked when a checkpoint is complete, or after a step where none is written on the way: whether to stop all
     workers after a common step, with a checkpoint, to continue on other hosts."""
@@ -246,8 +247,8 @@ class RunMonitor:
             return
         del self._num_reports[first]
         self.num_done = first + self.program.num_iterations
-        self.on_done(self.num_done)
         self._report(self._num_passes - self.records.num_forgotten)
+        self.on_done(self.num_done)
         self._num_passes += 1
         if not self.keep_all and self._num_passes > 1:
             self.records.forget_pass()
