@@ -33,7 +33,7 @@ FEW_REPLICAS = 8
 MOST_LINES = 3_000
 """Up to so many datacenters, replicas and combinations are all tried where only this kind of plan is asked for."""
 KEEP = 40
-"""Candidates that are priced in full."""
+"""Candidates that are priced in full; ten times as many where only this kind of plan is asked for."""
 
 Team = tuple[Shape, int, int]
 """Shape, replicas, pipelines per cell."""
@@ -104,7 +104,7 @@ def several_groups(
                 # The same teams in another order are the same candidate: the ring goes by distance.
                 unique[frozenset(line)] = (score, line)
             quick += [(score, len(quick) + n, scene, line) for n, (score, line) in enumerate(unique.values())]
-    best = sorted(quick, key=lambda q: (q[0], q[1]))[:KEEP]
+    best = sorted(quick, key=lambda q: (q[0], q[1]))[: 10 * KEEP if space.kind == "data" else KEEP]
     entries = [entry_of(space, cluster, objective, scene, line) for _, _, scene, line in best]
     return sorted((e for e in entries if e is not None), key=lambda entry: entry.score), len(quick)
 
