@@ -45,6 +45,8 @@ STALL_TRIPS = 8
 """On a long path, a stream is stalled after so many round trips at the earliest."""
 CONNECT_POLL_S, WARM_POLL_S = 0.05, 0.05
 """How often to check whether a stream is connected, and whether a warm-up may send."""
+ALL_DIALLED_S = 2.0
+"""How long a warm-up waits for all connections that the peer dials."""
 CLOSE_S = 1.0
 """How long streams may take to end by themselves when a channel is closed."""
 WARM_ZEROS = memoryview(bytes(MAX_PIECE_BYTES))
@@ -92,6 +94,10 @@ class Channel:
                 raise WorkerError(f"{self.name} {self._where}: {self.outbox.failure or self.last_error}")
         if self._light:
             return
+        if self.address is None:  # the peer dials the others after the first, and they take part in the warm-up
+            deadline_all = min(deadline, time.monotonic() + ALL_DIALLED_S)
+            while self.num_live < self.num_slots and time.monotonic() < deadline_all:
+                time.sleep(CONNECT_POLL_S)
         self.tuner.warm(deadline)
 
     @property
