@@ -157,7 +157,9 @@ class StageSet:
         return gradient
 
     def adopt_tied(self, name: str, gradient: Tensor) -> None:
-        self.tied_gradient(name).copy_(gradient)
+        own = self.parameters[name].grad  # `tied_gradient` may gather those of all ranks
+        assert own is not None, f"{name} has no gradient"
+        own.copy_(gradient)
 
     def begin_norm(self) -> None:
         """Compute the norms of the gradients and copy them to the host, without waiting for the device."""
