@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import json
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -235,6 +236,7 @@ def main() -> int:
     args = parser.parse_args()
     if reason := missing():
         return not_measured("real_sites", reason)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # processes and namespaces end on the way out
     report = Report("Datacenters behind NAT", "the same run on loopback and without NAT")
     with tempfile.TemporaryDirectory(prefix="atlas-sites-") as folder:
         check = Path(folder) / "check"
