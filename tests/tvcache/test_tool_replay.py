@@ -116,7 +116,7 @@ def test_wrong_outputs_are_counted_by_tool(tmp_path: Path) -> None:
         ('[{"task": "t", "messages": [{"tool_calls": [{"id": "1"}]}]}]', "needs id and function"),
         ("[" * 100_000, "deep"),
         (b"\x1f\x8b broken", "damaged"),
-        (gzip.compress(b'[{"task"')[:-6], "damaged"),
+        (gzip.compress(b'[{"task"', mtime=0)[:-6], "damaged"),
         (b"\xff\xfe", "damaged"),
     ],
 )
