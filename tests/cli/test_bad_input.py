@@ -98,7 +98,7 @@ def test_a_flag_that_is_not_a_number(atlas: Atlas, number: str) -> None:
 
 
 def test_a_run_that_cannot_start_or_finish(atlas: Atlas, tmp_path: Path) -> None:
-    train = ("train", "tiny.yaml", "--dc", "east")
+    train = ("train", "tiny.yaml", "--dc", "east", "--device", "cpu")
     refused(atlas(*train, "--listen", "192.0.2.1"), "--listen 192.0.2.1", "not an address of this host", "ip addr")
     refused(atlas(*train, "--page", "p.html"), "--page is for --emulate", "--timeline")
     refused(atlas("train", "tiny.yaml", "--emulate", "--checkpoints", "tiny.yaml/x"), "--checkpoints", "tiny.yaml")

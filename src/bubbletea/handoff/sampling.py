@@ -17,6 +17,8 @@ LEAST_TEMPERATURE = 1e-4
 """Below it the most likely token is practically certain, and the division would overflow."""
 BANNED = -1e9
 """Added to a logit. Finite: if all tokens are banned, the most likely one is still chosen."""
+LARGEST = 1e8
+"""Of a penalized logit. A tiny repetition penalty would make it infinite, and stronger than a ban."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,8 @@ def _adjusted(logits_V: Tensor, sampling: Sampling, prompt: Sequence[int], outpu
     if sampling.repetition_penalty != 1.0:
         seen = torch.tensor(sorted({*prompt, *output}))
         before = found_V[seen]
-        found_V[seen] = torch.where(
-            before > 0, before / sampling.repetition_penalty, before * sampling.repetition_penalty
-        )
+        penalty = sampling.repetition_penalty
+        found_V[seen] = torch.where(before > 0, before / penalty, before * penalty).clamp(-LARGEST, LARGEST)
     if output and (sampling.presence_penalty or sampling.frequency_penalty):
         counts = Counter(output)
         tokens, times = torch.tensor(list(counts)), torch.tensor(list(counts.values()), dtype=torch.float64)
