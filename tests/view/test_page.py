@@ -14,11 +14,10 @@ from view_samples import job
 
 from atlas.cli import main
 from atlas.errors import AtlasError
-from atlas.ir.analysis import bubbles
+from atlas.ir.analysis import best_first, bubbles, verdict
 from atlas.ir.store import joined
 from atlas.ir.timeline import Timeline
 from atlas.view.page import page_html, write_page
-from atlas.view.verdict import best_first, verdict
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""

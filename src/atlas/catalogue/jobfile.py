@@ -16,9 +16,9 @@ from atlas.catalogue.priors import great_circle_km, link_priors
 from atlas.catalogue.table import GpuPrice, Region, gpu_prices, region, regions, today
 from atlas.errors import SpecError
 from atlas.spec.batch import batch_sequences
-from atlas.spec.check import near_gpus
 from atlas.spec.gpus import ALIASES, GPUS
 from atlas.spec.huggingface import dimensions
+from atlas.spec.refusal import near_gpus
 
 _SITE = re.compile(r"(?P<region>[^=]+)=(?P<count>[0-9]{1,7})x(?P<gpu>[^@]+)(@\$?(?P<usd>[0-9]*\.?[0-9]+))?")
 NODE = 8

@@ -25,7 +25,7 @@ from atlas.errors import SpecError
 from atlas.spec.document import Keys, read_json, read_yaml
 from atlas.spec.fields import Count, Flag, Frozen, Size, Text
 from atlas.spec.job import Job
-from atlas.spec.load import refusal
+from atlas.spec.refusal import refusal
 
 Seconds = Annotated[float, Field(strict=True, ge=0, le=10_000, allow_inf_nan=False)]
 

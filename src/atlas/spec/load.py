@@ -7,20 +7,22 @@ file are found here, with file, line, key, value, rule and remedy; its price is 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from atlas.errors import SpecError
-from atlas.spec.check import Where, check_cluster, check_job, together, unknown_gpu
+from atlas.errors import InfeasibleError, SpecError
+from atlas.spec.batch import batch_sequences
 from atlas.spec.document import Document, Keys, apply_override, dotted, nearest, read_yaml, shown
-from atlas.spec.fields import NAME, Frozen
+from atlas.spec.fields import Frozen
 from atlas.spec.gpus import ALIASES, GPUS, Calibration, Gpu
 from atlas.spec.huggingface import dimensions
 from atlas.spec.job import Cluster, DataCenter, DataCenterPrior, Jitter, Job, Link, LinkPrior, Model, Place, Wan
+from atlas.spec.refusal import Where, bad, refusals, together, unknown_gpu
+from atlas.spec.trace import read_trace
 
 MAX_BASES = 8
 
@@ -77,7 +79,7 @@ def load_cluster(path: str | Path) -> Cluster:
     cluster = _validated(
         Cluster, document.data, lambda keys: document.origin(("cluster", *keys), str(path)), ("cluster",)
     )
-    check_cluster(cluster, lambda keys: document.origin(("cluster", *keys), str(path)))
+    _check(_cluster(cluster, lambda keys: document.origin(("cluster", *keys), str(path)), ()))
     return cluster
 
 
@@ -109,7 +111,7 @@ def finished(document: Document, overrides: Sequence[str], where: str, *, to_pla
         )
     job._where, job._left_open = where, left_open
     job._files = _files(job, document)
-    check_job(job, origin)
+    _check(_rules(job, origin))
     return job
 
 
@@ -192,10 +194,7 @@ def _only_to_plan(job: Job, left_open: tuple[str, ...], where: str) -> SpecError
     else:
         remedy = f"Write it, or let `atlas plan {where} --out plan.yaml` choose and use plan.yaml"
     rule = "is required and missing"
-    errors = [SpecError(where=where, key=key, value=None, rule=rule, remedy=remedy) for key in left_open]
-    found = together(errors)
-    assert found is not None
-    return found
+    return together(SpecError(where=where, key=key, value=None, rule=rule, remedy=remedy) for key in left_open)
 
 
 def _with_gpu_names(document: Document) -> Document:
@@ -227,9 +226,7 @@ def _validated(kind: type[M], data: Any, where: Where, room: tuple[str, ...] = (
     except ValidationError as error:
         remedy = "Change it; docs/jobs.md explains the key"
         found = refusals(error, where, lambda keys: list(_room((*room, *keys)).model_fields), remedy)
-        refused = together([*found, *_unknown_gpus(data, where, room)])
-        assert refused is not None
-        raise refused from None
+        raise together([*found, *_unknown_gpus(data, where, room)]) from None
 
 
 def _unknown_gpus(data: Any, where: Where, room: tuple[str, ...]) -> list[SpecError]:
@@ -254,49 +251,100 @@ def _room(keys: Keys) -> type[Frozen]:
     raise AssertionError(f"no room for {keys}")
 
 
-# ---- pydantic's errors in our words --------------------------------------------------------------------------------
-MAPPINGS = ("model_type", "model_attributes_type", "dict_type")
+# ---- rules over several keys ---------------------------------------------------------------------------------------
+def _check(errors: Iterable[SpecError]) -> None:
+    """Raise everything that is wrong in one error, so that a user corrects a file once."""
+    if found := list(errors):
+        raise together(found)
 
 
-Known = Callable[[Keys], Sequence[str]]
-"""The keys there are at a place."""
+def _rules(job: Job, where: Where) -> Iterator[SpecError]:
+    yield from _cluster(job.cluster, where, ("cluster",))
+    for rules in (_model, _batch, _stages, _placement):
+        yield from rules(job, where)
 
 
-def refusal(error: ValidationError, where: Where, known: Known, remedy: str) -> SpecError:
-    """Everything that is wrong, in one error. `remedy` is what helps where nothing better is known."""
-    found = together(refusals(error, where, known, remedy))
-    assert found is not None
-    return found
+def _cluster(cluster: Cluster, where: Where, at: Keys) -> Iterator[SpecError]:
+    names = [dc.name for dc in cluster.datacenters]
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield bad(where, (*at, "datacenters"), name, "two datacenters have this name", "Rename one")
+    for i, dc in enumerate(cluster.datacenters):
+        if dc.gpu not in GPUS and dc.gpu not in cluster.gpus:
+            key: Keys = (*at, "datacenters", i, "gpu")
+            yield unknown_gpu(dc.gpu, cluster.gpus, where(key), dotted(key))
+    yield from _links(cluster, names, where, at)
 
 
-def refusals(error: ValidationError, where: Where, known: Known, remedy: str) -> list[SpecError]:
-    """One error for each thing that is wrong; misspelt keys first."""
-    all_: list[Any] = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
-    misspelt = {tuple(e["loc"])[:-1] for e in all_ if e["type"] == "extra_forbidden"}
-    # A misspelt key is also a missing key: report the former.
-    wanted = [e for e in all_ if not (e["type"] == "missing" and tuple(e["loc"])[:-1] in misspelt)]
-    return [_refusal_of(one, where, known, remedy) for one in wanted]
+def _links(cluster: Cluster, names: list[str], where: Where, at: Keys) -> Iterator[SpecError]:
+    seen: set[frozenset[str]] = set()
+    for i, link in enumerate(cluster.links or ()):
+        key: Keys = (*at, "links", i)
+        for end in link.between:
+            if end not in names:
+                yield bad(where, (*key, "between"), end, "no such datacenter", nearest(end, names))
+        pair = frozenset(link.between)
+        if len(pair) == 1:
+            yield bad(where, (*key, "between"), link.between[0], "a link joins two datacenters", "Name two")
+        elif pair in seen:
+            yield bad(where, (*key, "between"), ", ".join(link.between), "this pair has a link already", "Keep one")
+        seen.add(pair)
+        if link.latency_ms is None and cluster.wan.latency_ms is None:
+            remedy = "Write it here, or cluster.wan.latency_ms for all links"
+            yield bad(where, (*key, "latency_ms"), None, "is needed: the link has no default latency", remedy)
+        if link.trace is not None:
+            read_trace(Path(link.trace), dotted((*key, "trace")))
+    if cluster.wan.trace is not None:
+        read_trace(Path(cluster.wan.trace), dotted((*at, "wan", "trace")))
 
 
-def _refusal_of(first: Any, where: Where, known: Known, remedy: str) -> SpecError:
-    kind, keys, value = first["type"], tuple(first["loc"]), shown(first["input"])
-    if kind == "extra_forbidden":
-        rule, remedy, value = "unknown key", nearest(str(keys[-1]), list(known(keys[:-1]))), None
-    elif kind == "missing":
-        rule, value = "is required and missing", None
-        remedy = f"Add {keys[-1]}: to it" if isinstance(keys[-1], str) else "Write one more"
-    elif kind in MAPPINGS:
-        rule, remedy = "must be a mapping of keys", "Write its keys below it, indented"
-    else:
-        rule = _plain(first["msg"])
-    if keys[-1:] == ("[key]",) and kind != "extra_forbidden":
-        keys = keys[:-1]  # pydantic's mark of a key that is wrong itself
-    return SpecError(where=where(keys), key=dotted(keys), value=value, rule=rule, remedy=remedy)
+def _model(job: Job, where: Where) -> Iterator[SpecError]:
+    model = job.model
+    if model.head_dim is None and model.hidden % model.heads:
+        rule = f"must divide model.hidden ({model.hidden}) where model.head_dim is not given"
+        yield bad(where, ("model", "heads"), model.heads, rule, "Change one, or write head_dim")
+    if model.heads % model.num_kv_heads:
+        remedy = "Every group of queries shares one key: change either"
+        yield bad(where, ("model", "kv_heads"), model.kv_heads, f"must divide model.heads ({model.heads})", remedy)
+    if model.heads % job.tp:
+        yield bad(where, ("tp",), job.tp, f"must divide model.heads ({model.heads})", "Choose another tp")
 
 
-def _plain(message: str) -> str:
-    """Without pydantic's words for Python's types."""
-    message = message.replace(f"match pattern '{NAME}'", "be letters, digits, - and _, a letter or a digit first")
-    message = re.sub(r"^(Input|String|Tuple|Dictionary|List) should", "should", message)
-    message = message.replace("valid tuple", "list").replace(" after validation", "").replace("\n", " ")
-    return message if message.isprintable() else ascii(message)[1:-1]
+def _batch(job: Job, where: Where) -> Iterator[SpecError]:
+    if job.batch is not None:
+        try:
+            batch_sequences(job.batch, job.model.seq_len, where=where(("batch",)))
+        except SpecError as error:
+            yield error
+
+
+def _stages(job: Job, where: Where) -> Iterator[SpecError]:
+    layers, stages = job.model.layers, job.num_stages
+    cut = f"pp x interleave = {job.pp} x {job.interleave}" if job.interleave > 1 else "pp"
+    if stages > layers:
+        rule = f"{stages} stages are more than the model's {layers} layers ({cut})"
+        yield InfeasibleError(where=where(("pp",)), key="pp", value=job.pp, rule=rule, remedy=f"At most {layers}")
+    split = job.layers_per_stage
+    if split is None:
+        return
+    key: Keys = ("layers_per_stage",)
+    if len(split) != stages:
+        yield bad(where, key, list(split[:8]), f"has {len(split)} numbers for {stages} stages ({cut})", "One for each")
+    if sum(split) != layers:
+        rule = f"adds up to {sum(split)}, but the model has {layers} layers"
+        yield bad(where, key, list(split[:8]), rule, "Change a stage, or leave it out to have it balanced")
+
+
+def _placement(job: Job, where: Where) -> Iterator[SpecError]:
+    if job.placement is None:
+        return
+    names = [dc.name for dc in job.cluster.datacenters]
+    for i, place in enumerate(job.placement):
+        if place.dc not in names:
+            yield bad(where, ("placement", i, "dc"), place.dc, "no such datacenter", nearest(place.dc, names))
+        if i and job.placement[i - 1].dc == place.dc:
+            yield bad(where, ("placement", i, "dc"), place.dc, "follows itself", "Add the two numbers of stages up")
+    total = sum(place.stages for place in job.placement)
+    if total != job.pp and "pp" not in job.left_open:
+        rule = f"its stages add up to {total}, but pp is {job.pp}"
+        yield bad(where, ("placement",), None, rule, "Change one of the two, or leave placement out")

@@ -18,7 +18,8 @@ from atlas.errors import SpecError
 from atlas.spec.document import Document, Keys, dotted, read_yaml
 from atlas.spec.fields import Count, Flag, Frozen, Name, NonNegative, Text
 from atlas.spec.job import MAX_RANKS, Job, Place
-from atlas.spec.load import finished, job_of, refusal
+from atlas.spec.load import finished, job_of
+from atlas.spec.refusal import refusal
 
 VERSION: Literal[1] = 1
 Quantity = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]

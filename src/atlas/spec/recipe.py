@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 from atlas.errors import SpecError
 from atlas.spec.document import Document, Keys, read_yaml
 from atlas.spec.fields import Flag, Frozen, Name, Positive, Text
-from atlas.spec.load import refusal
+from atlas.spec.refusal import refusal
 
 Steps = Annotated[int, Field(strict=True, ge=1, le=10**9)]
 StepsOrNone = Annotated[int, Field(strict=True, ge=0, le=10**9)]

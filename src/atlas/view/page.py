@@ -23,11 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.errors import AtlasError
-from atlas.ir.analysis import Cause, bubbles, critical_path, running_end, summary, wan_links
+from atlas.ir.analysis import Cause, best_first, bubbles, critical_path, running_end, summary, verdict, wan_links
 from atlas.ir.program import COLLECTIVES, Ints, Kind
 from atlas.ir.replace import write_whole
 from atlas.ir.timeline import Timeline, computed_once
-from atlas.view.verdict import best_first, verdict
 
 MAX_PATH = 20_000
 """A critical path of more segments than this is not drawn."""

@@ -1,0 +1,92 @@
+"""Errors about a user's file: pydantic's errors in our words, several mistakes in one error, the nearest GPU types.
+
+Called only when a file is wrong; `load` has the rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from atlas.errors import SpecError
+from atlas.spec.document import Keys, dotted, nearest, shown
+from atlas.spec.fields import NAME
+from atlas.spec.gpus import ALIASES, GPUS
+
+Where = Callable[[Keys], str]
+"""The file and line of a key."""
+Known = Callable[[Keys], Sequence[str]]
+"""The keys there are at a place."""
+MOST_MISTAKES = 20
+MAPPINGS = ("model_type", "model_attributes_type", "dict_type")
+
+
+def together(errors: Iterable[SpecError]) -> SpecError:
+    """One error that lists all of them; there is at least one."""
+    found = list({str(error): error for error in errors}.values())
+    if len(found) > 1:
+        first = f"{len(found)} mistakes:"
+        rest = [f"  {error}" for error in found[:MOST_MISTAKES]]
+        if len(found) > MOST_MISTAKES:
+            rest.append(f"  and {len(found) - MOST_MISTAKES} more")
+        found[0].args = ("\n".join([first, *rest]),)
+    return found[0]
+
+
+def bad(where: Where, keys: Keys, value: object, rule: str, remedy: str) -> SpecError:
+    return SpecError(where=where(keys), key=dotted(keys), value=value, rule=rule, remedy=remedy)
+
+
+def near_gpus(name: str, own: Iterable[str] = ()) -> str:
+    """ "Did you mean A100-40GB or A100-80GB?": types that begin alike come before types that are spelt alike."""
+    names = [*GPUS, *ALIASES, *own]
+    word = re.sub(r"[^a-z0-9]", "", name.lower())
+    alike = [one for one in names if word and re.sub(r"[^a-z0-9]", "", one.lower()).startswith(word)]
+    shown = [one for one in alike if ALIASES.get(one) or one not in ALIASES.values()]
+    return f"Did you mean {' or '.join(shown[:4])}?" if shown else nearest(name, [*GPUS, *own])
+
+
+def unknown_gpu(name: str, own: Iterable[str], where: str, key: str) -> SpecError:
+    remedy = f"{near_gpus(name, own)} Or define it under cluster.gpus"
+    return SpecError(where=where, key=key, value=name, rule="no such GPU type", remedy=remedy)
+
+
+def refusal(error: ValidationError, where: Where, known: Known, remedy: str) -> SpecError:
+    """Everything that is wrong, in one error. `remedy` is what helps where nothing better is known."""
+    return together(refusals(error, where, known, remedy))
+
+
+def refusals(error: ValidationError, where: Where, known: Known, remedy: str) -> list[SpecError]:
+    """One error for each thing that is wrong; misspelt keys first."""
+    all_: list[Any] = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+    misspelt = {tuple(e["loc"])[:-1] for e in all_ if e["type"] == "extra_forbidden"}
+    # A misspelt key is also a missing key: report the former.
+    wanted = [e for e in all_ if not (e["type"] == "missing" and tuple(e["loc"])[:-1] in misspelt)]
+    return [_refusal_of(one, where, known, remedy) for one in wanted]
+
+
+def _refusal_of(first: Any, where: Where, known: Known, remedy: str) -> SpecError:
+    kind, keys, value = first["type"], tuple(first["loc"]), shown(first["input"])
+    if kind == "extra_forbidden":
+        rule, remedy, value = "unknown key", nearest(str(keys[-1]), list(known(keys[:-1]))), None
+    elif kind == "missing":
+        rule, value = "is required and missing", None
+        remedy = f"Add {keys[-1]}: to it" if isinstance(keys[-1], str) else "Write one more"
+    elif kind in MAPPINGS:
+        rule, remedy = "must be a mapping of keys", "Write its keys below it, indented"
+    else:
+        rule = _plain(first["msg"])
+    if keys[-1:] == ("[key]",) and kind != "extra_forbidden":
+        keys = keys[:-1]  # pydantic's mark of a key that is wrong itself
+    return SpecError(where=where(keys), key=dotted(keys), value=value, rule=rule, remedy=remedy)
+
+
+def _plain(message: str) -> str:
+    """Without pydantic's words for Python's types."""
+    message = message.replace(f"match pattern '{NAME}'", "be letters, digits, - and _, a letter or a digit first")
+    message = re.sub(r"^(Input|String|Tuple|Dictionary|List) should", "should", message)
+    message = message.replace("valid tuple", "list").replace(" after validation", "").replace("\n", " ")
+    return message if message.isprintable() else ascii(message)[1:-1]
