@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from shipped_jobs import EXAMPLES
 
+from atlas.cost.memory import peak_memory
 from atlas.errors import AtlasError
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
 from atlas.launch import preflight
-from atlas.launch.preflight import layers_of, require_room, state_bytes
+from atlas.launch.preflight import WorkerNeed, layers_of, require_room, state_of, worker_needs
+from atlas.launch.prepared_job import prepare_job
+from atlas.launch.rehearse import rehearse
+from atlas.launch.train_options import TrainOptions, compiler
 from atlas.runtime.assignment import DataChoice, ModelChoice, TrainingSetup
 from atlas.runtime.models.config import gpt
 from atlas.runtime.models.decoder import Decoder, cuts
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.wiring import WorkerRole
 from atlas.schedules.classic import one_f_one_b
+from atlas.spec import load_job
 
 GPT = gpt(num_layers=4, width=256, num_heads=4, vocabulary=1000, max_length=64)
 PROGRAM = with_optimizer(one_f_one_b(Layout(1, 2, 2, ("a", "b"))))
@@ -32,21 +39,68 @@ def training(dtype: str, optimizer: str = "adamw") -> TrainingSetup:
 def test_the_count_matches_the_modules_and_the_optimizer(dtype: str, bytes_each: int) -> None:
     for stage, cut in enumerate(cuts(GPT, (2, 2))):
         role = WorkerRole(PROGRAM, stage)
-        found = state_bytes(training(dtype), layers_of(role, training(dtype)))
+        found = state_of(training(dtype), layers_of(role, training(dtype))).total
         with torch.device("meta"):
             num_values = sum(parameter.numel() for parameter in Decoder(GPT, cut).parameters())
         assert found == pytest.approx(num_values * bytes_each, rel=0.01)
 
 
-def test_master_weights_of_a_bf16_model_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_master_weights_of_a_bf16_model_count() -> None:
     """AdamW in bf16: 2 bytes of weight, 4 of gradient, 8 of moments, and 4 of master weight."""
-    what, role = training("bf16"), WorkerRole(PROGRAM, 0)
-    need = state_bytes(what, layers_of(role, what))
-    assert need == 18 * sum(preflight.num_parameters(GPT, layer) for layer in layers_of(role, what))
+    what, layers = training("bf16"), layers_of(WorkerRole(PROGRAM, 0), training("bf16"))
+    num_params = sum(preflight.num_parameters(GPT, layer) for layer in layers)
+    assert state_of(what, layers).total == 18 * num_params
     plain = replace(what, optimizer=replace(what.optimizer, name="sgd"))
-    assert state_bytes(plain, layers_of(role, plain)) == need * 6 // 18
-    monkeypatch.setattr(preflight, "_free_bytes", lambda: need - 1)
+    assert state_of(plain, layers).total == 6 * num_params
+    assert state_of(what, layers, shards=4).total == (6 + 12 / 4) * num_params
+
+
+def test_a_launcher_counts_as_the_planner_does() -> None:
+    """State, activations at the peak, gradients that arrive, and what a save copies; with ZeRO-1 a share of it."""
+    job = load_job(EXAMPLES / "tiny.yaml", ["pipelines_per_cell=2", "num_microbatches=2"])
+    prepared = prepare_job(job, TrainOptions("1f1b", model="job", steps=1))
+    sharded = prepare_job(
+        load_job(EXAMPLES / "tiny.yaml", ["pipelines_per_cell=2", "num_microbatches=2", "zero=1"]),
+        TrainOptions("1f1b", model="job", steps=1),
+    )
+    for case, shards in ((prepared, 1), (sharded, 2)):
+        needs = worker_needs(case.roles, case.job, case.training, saves=True)
+        for role, need in zip(case.roles, needs, strict=True):
+            worker, most = peak_memory(case.job, case.program)[role.rank]
+            state = worker.weights + worker.gradients + worker.optimizer
+            assert need.on_device == pytest.approx(max(most, state + worker.gradients), rel=0.01)
+            assert need.snapshot == pytest.approx((worker.weights + shards * worker.optimizer) / 2, rel=0.01)
+
+
+def test_host_memory_is_refused_before_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = [WorkerNeed(state=100, activations=50, received=60, snapshot=20)] * 2
+    enough = 2 * (100 + 60 + 20 + preflight.WORKER_BYTES)
+    monkeypatch.setattr(preflight, "free_bytes", lambda: enough)
+    require_room(needs, "cpu")
+    monkeypatch.setattr(preflight, "free_bytes", lambda: enough - 1)
+    with pytest.raises(AtlasError, match=r"the model does not fit: .* that is free on this host, for 2 worker"):
+        require_room(needs, "cpu")
+    started = list[object]()
+    monkeypatch.setattr("atlas.launch.rehearse.emulate", lambda *args, **kwargs: started.append(args))
+    monkeypatch.setattr(preflight, "free_bytes", lambda: 1 << 30)
     with pytest.raises(AtlasError, match="the model does not fit"):
-        require_room([role], what, "cpu")
-    monkeypatch.setattr(preflight, "_free_bytes", lambda: need)
-    require_room([role], what, "cpu")
+        rehearse(load_job(EXAMPLES / "tiny.yaml"), TrainOptions("1f1b", model="job", steps=1, device="cpu"))
+    assert not started
+
+
+def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
+    monkeypatch.setattr(preflight, "CGROUP_FILES", [(str(limit), str(used))])
+    without = preflight.free_bytes()
+    assert without is not None
+    limit.write_text("5000\n")
+    used.write_text("1000\n")
+    assert preflight.free_bytes() == 4000
+    limit.write_text("max\n")
+    assert preflight.free_bytes() == pytest.approx(without, rel=0.5)
+
+
+def test_layers_are_compiled_where_all_workers_are_on_gpus() -> None:
+    assert compiler(None, ["cuda", "cuda:0"]) == "inductor"
+    assert compiler(None, ["cuda", "cpu"]) == ""
+    assert (compiler(True, ["cpu"]), compiler(False, ["cuda"])) == ("inductor", "")

@@ -29,6 +29,26 @@ from atlas.spec.job import Job
 KIB = 2**10
 
 
+class StateBytes(NamedTuple):
+    """Of parameters at rest: the same count for a plan and for a launcher that is about to start."""
+
+    weights: Any
+    gradients: Any
+    """The sums, in float32 as a rule."""
+    optimizer: Any
+    """Moments and master weights."""
+
+    @property
+    def total(self) -> Any:
+        return self.weights + self.gradients + self.optimizer
+
+
+def state_bytes(params: Any, element: int, gradient: int, optimizer: int, shards: int = 1) -> StateBytes:
+    """Bytes of so many parameters, from the bytes of each. `shards`: pipelines that divide the optimizer state among
+    them (ZeRO-1)."""
+    return StateBytes(params * element, params * gradient, np.ceil(params * optimizer / shards))
+
+
 class WorkerMemory(NamedTuple):
     """Bytes on one GPU of a worker, whole numbers: of one worker, or arrays [n, s] for a batch of n pipelines."""
 
@@ -64,9 +84,12 @@ class WorkerMemory(NamedTuple):
         return (self.stash, self.activations) if recompute else (self.kept, 0 * self.kept)
 
 
-def batch_memory(cluster: ClusterArrays, model: ModelArrays, dc: Ints, params: Floats, layers: Ints) -> WorkerMemory:
+def batch_memory(
+    cluster: ClusterArrays, model: ModelArrays, dc: Ints, params: Floats, layers: Ints, shards: int = 1
+) -> WorkerMemory:
     """The memory rule, for workers in datacenters `dc` [n, s] that hold `params` parameters over their tp groups and at
-    most `layers` layers in one stage. The last column has the LM head."""
+    most `layers` layers in one stage. The last column has the LM head. `shards`: pipelines that divide the optimizer
+    state among them."""
     job, runtime = model.job, RUNTIMES[model.job.runtime]
     layer = model.layer_bytes[dc]
     head, temporary = np.zeros(dc.shape), np.zeros(dc.shape)
@@ -78,13 +101,13 @@ def batch_memory(cluster: ClusterArrays, model: ModelArrays, dc: Ints, params: F
             head[:, -1] -= np.minimum(head[:, -1], layer[:, -1])
     else:  # the logits and their gradient
         head[:, -1] = job.microbatch * job.model.seq_len * job.model.vocab * 2 * job.element_bytes / job.tp
-    on_gpu = np.ceil(params / job.tp)
+    state = state_bytes(np.ceil(params / job.tp), job.element_bytes, job.gradient_bytes, job.optimizer_bytes, shards)
     stash = job.activation_bytes / (job.tp if runtime.sequence_parallel else 1)
     layers_kept, layers_at_once = (layers, 1) if runtime.recomputes_by_layer else (np.ones_like(layers), layers)
     return WorkerMemory(
-        weights=on_gpu * job.element_bytes,
-        gradients=on_gpu * job.gradient_bytes,
-        optimizer=on_gpu * job.optimizer_bytes,
+        weights=state.weights,
+        gradients=state.gradients,
+        optimizer=state.optimizer,
         logits=np.ceil(head),
         # The temporaries of a layer's backward and of the loss exist one after the other.
         overhead=np.ceil(runtime.fixed_bytes + np.maximum(0.0, temporary - head)),
@@ -103,7 +126,8 @@ def worker_memory(job: Job, arrangement: Arrangement | None = None) -> tuple[Wor
     params = np.array([[arrangement.stage_params[own].sum() for own in stages]], np.float64)
     layers = np.array([[max(arrangement.layers_per_stage[own]) for own in stages]])
     dc = arrangement.stage_dc[:, : job.pp]
-    found = batch_memory(arrangement.cluster, arrangement.model, dc, params, layers)
+    shards = job.cells * arrangement.num_pipelines if job.zero else 1
+    found = batch_memory(arrangement.cluster, arrangement.model, dc, params, layers, shards)
     return tuple(WorkerMemory._make(int(part[0, rank]) for part in found) for rank in range(job.pp))
 
 

@@ -34,7 +34,7 @@ from atlas.launch.control_channel import Message, unpack_text
 from atlas.launch.forkserver import fork_server
 from atlas.launch.ledger import Ledger
 from atlas.launch.local_sums import LOOPBACK, is_trusted
-from atlas.launch.preflight import devices_for, layers_of, require_room
+from atlas.launch.preflight import WorkerNeed, devices_for, layers_of, require_room
 from atlas.launch.remote_workers import BY_SCHEDULER
 from atlas.launch.rendezvous import AgentName, RendezvousClient
 from atlas.launch.run_state import ATTEMPT_BITS
@@ -193,7 +193,8 @@ class Agent:
     def _begin(self, attempt: _Attempt, message: Message) -> None:
         mine = self.settings
         facts = mine.network.facts(attempt.name, mine.rendezvous)
-        about = {"site": facts.to_json(), "trusted": is_trusted(self._security, facts.local)}
+        about: Message = {"site": facts.to_json(), "trusted": is_trusted(self._security, facts.local)}
+        about["device"] = mine.device
         if mine.checkpoints is None:
             self._reply(attempt, {"begun": {**about, "server": None, "stores": []}})
             return
@@ -258,7 +259,7 @@ class Agent:
         program = from_text(text)
         roles = [WorkerRole(program, worker, cell, wanted["num_cells"]) for cell, worker in wanted["workers"]]
         devices = devices_for(len(roles), mine.device, attempt.name.datacenter, mine.local_rank, tp=wanted["tp"])
-        require_room(roles, training, mine.device, tp=wanted["tp"])
+        require_room([WorkerNeed(*need) for need in wanted["needs"]], mine.device, tp=wanted["tp"])
         saves = attempt.exchange is not None
         mine.network.require_ports(len(roles), saves=saves, serves=saves)  # a new plan may have more workers here
         save = self._save_choice(attempt, wanted, [layer for role in roles for layer in layers_of(role, training)])

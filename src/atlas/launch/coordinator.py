@@ -23,6 +23,7 @@ from atlas.launch.clocks import offsets_ns
 from atlas.launch.control_channel import pack_text
 from atlas.launch.local_sums import sums_by_datacenter
 from atlas.launch.membership import LostHostsError, Membership
+from atlas.launch.preflight import worker_needs
 from atlas.launch.prepared_job import PreparedJob, copy_targets
 from atlas.launch.remote_workers import RemoteWorkers
 from atlas.launch.rendezvous import AgentName, JoinedAgent, Rendezvous
@@ -32,7 +33,7 @@ from atlas.launch.run_record import RunRecord
 from atlas.launch.run_state import FinishedBeforeError, ResumePoint, RunningAttempt, StateFile
 from atlas.launch.site_network import SiteFacts, require_apart, require_connected
 from atlas.launch.supervisor import run_with_restarts
-from atlas.launch.train_options import TrainOptions
+from atlas.launch.train_options import TrainOptions, compiler
 from atlas.runtime.wiring import PeerLink, WorkerRole
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address, PeerRoute
@@ -185,6 +186,7 @@ class Coordinator:
                 workers.send_agent(agent.name.node, {**begin, "datacenters": list(self.membership.datacenters)})
             found = workers.wait_for("begun", REPLY_S, of=workers.agents)
             self._sums, sites = sums_by_datacenter(self.prepared, found, self._say), self._sites(workers, found)
+            self._devices = [facts.get("device", self.options.device) for facts in found.values()]
             start = self._resume_point(workers, agents, found, sites)
             if start.first_step >= num_steps:
                 sentence = f"{start.first_step} steps are done already, and --steps says {num_steps}"
@@ -286,7 +288,9 @@ class Coordinator:
         prepared, options = self.prepared, self.options
         common = {
             "program": pack_text(to_text(prepared.program)),
-            "training": dataclasses.asdict(prepared.training),
+            "training": dataclasses.asdict(
+                dataclasses.replace(prepared.training, compile=compiler(options.compile, self._devices))
+            ),
             "num_cells": prepared.job.cells,
             "tp": prepared.job.tp,
             "num_steps": options.steps,
@@ -307,6 +311,7 @@ class Coordinator:
                 if options.device == "paced"
             }
             own: dict[str, Any] = {"workers": [[role.cell, role.worker] for role in roles], "compute_ns": pace}
+            own["needs"] = worker_needs(roles, prepared.job, prepared.training, saves=start.saves)
             own |= {"copy_to": start.copies.get(agent.name.node), "sums": self._sums[agent.name.datacenter]}
             workers.send_agent(agent.name.node, {"prepare": {**common, **own}})
         pids = workers.wait_for("prepared", FETCH_S, of=workers.agents)

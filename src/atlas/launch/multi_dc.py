@@ -17,7 +17,7 @@ from atlas.cost.arrange import arrange
 from atlas.errors import AtlasError
 from atlas.launch.agent import Agent, AgentSettings
 from atlas.launch.coordinator import Coordinator, RunCallbacks
-from atlas.launch.preflight import devices_for, require_executable, require_room
+from atlas.launch.preflight import devices_for, require_executable, require_room, worker_needs
 from atlas.launch.prepared_job import PreparedJob, digest_of, prepare_job
 from atlas.launch.rendezvous import COORDINATOR, AgentName, RendezvousClient
 from atlas.launch.replan import replan
@@ -67,7 +67,9 @@ def train_here(job: Job, options: TrainOptions, settings: AgentSettings, callbac
             callbacks.say(f"a spare of {mine.datacenter}: it waits until a host there is lost")
         return own.run()
     prepared = prepare_job(job, options)
-    require_room(prepared.roles_of(mine), prepared.training, settings.device, tp=job.tp)
+    roles = prepared.roles_of(mine)
+    needs = worker_needs(roles, prepared.job, prepared.training, saves=settings.checkpoints is not None)
+    require_room(needs, settings.device, tp=job.tp)
     coordinator = _coordinator(prepared, options, settings, callbacks, security, options.checkpoints)
     try:
         host, port = coordinator.rendezvous.address

@@ -5,10 +5,13 @@ Counts; measures nothing. Loads torch only to ask for GPUs.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from atlas.cost.memory import StateBytes, peak_memory, state_bytes
 from atlas.errors import AtlasError, SpecError
 from atlas.runtime.assignment import TrainingSetup
 from atlas.runtime.models.config import DecoderConfig, even_layers, model_layers
@@ -20,6 +23,13 @@ GRADIENT_BYTES = 4
 """Of a parameter: gradients are summed in float32."""
 ADAMW_BYTES, MASTER_BYTES = 8, 4
 """Of a parameter: two moments; and a float32 copy where the model has fewer bits."""
+WORKER_BYTES = 256 << 20
+"""Host memory of a worker process besides: its own part of Python and torch, and buffers of the transport."""
+CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Limit and use of this container's memory, in version 2 and in version 1."""
 
 
 def require_executable(job: Job) -> None:
@@ -65,21 +75,65 @@ def devices_for(
     return [f"cuda:{first + k * tp}" for k in range(num_workers)]
 
 
-def require_room(roles: Sequence[WorkerRole], training: TrainingSetup, device: str, *, tp: int = 1) -> None:
-    """Raise if weights, gradients and optimizer state of these workers exceed the host's free memory, or a GPU's."""
-    needs = [state_bytes(training, layers_of(role, training)) for role in roles]
+class WorkerNeed(NamedTuple):
+    """Bytes of memory that a worker takes, over its tensor-parallel ranks."""
+
+    state: int
+    """Weights, gradients (the sums) and optimizer state."""
+    activations: int
+    """Of the microbatches in flight, and of the loss, at their most."""
+    received: int
+    """Parts of other pipelines' gradients while they are summed: after the last backward."""
+    snapshot: int
+    """In host memory: what a save copies before it is written."""
+
+    @property
+    def on_device(self) -> int:
+        return self.state + max(self.activations, self.received)
+
+
+def worker_needs(
+    roles: Sequence[WorkerRole], job: Job, training: TrainingSetup, *, saves: bool = False
+) -> list[WorkerNeed]:
+    """By worker, counted as for a plan (`cost.memory`)."""
+    peaks: tuple[int, ...] = ()
+    if roles and training.model.layers_per_stage:  # not the stand-in model: it is small
+        found = peak_memory(job, roles[0].program)
+        peaks = tuple(most - worker.weights - worker.gradients - worker.optimizer for worker, most in found)
+    return [_need(role, training, peaks[role.rank] * job.tp if peaks else 0, saves=saves) for role in roles]
+
+
+def _need(role: WorkerRole, training: TrainingSetup, activations: int, *, saves: bool) -> WorkerNeed:
+    pipelines = role.num_pipelines
+    mine = state_of(training, layers_of(role, training), pipelines if training.zero else 1)
+    whole = state_of(training, layers_of(role, training))
+    received = mine.gradients if pipelines > 1 else 0
+    snapshot = (whole.weights + whole.optimizer) / pipelines if saves else 0  # each saves its share of the layers
+    return WorkerNeed(int(mine.total), activations, int(received), int(snapshot))
+
+
+def require_room(needs: Sequence[WorkerNeed], device: str, *, tp: int = 1) -> None:
+    """Raise if these workers exceed the memory of a GPU here, or the host's free memory."""
+    on_host = sum(need.snapshot + WORKER_BYTES for need in needs)
+    on_device = [need.on_device for need in needs]
     if device.startswith("cuda"):
         from atlas.runtime.hardware import smallest_gpu_bytes  # torch: 1.9 s
 
         shared = ":" in device  # one GPU for all of them
-        need = (sum(needs) if shared else max(needs, default=0)) // tp
-        there, what = smallest_gpu_bytes(), f"of {device} for {len(roles)} worker(s)" if shared else "of a GPU here"
+        most = (sum(on_device) if shared else max(on_device, default=0)) // tp
+        _require(most, smallest_gpu_bytes(), f"of {device} for {len(needs)} worker(s)" if shared else "of a GPU here")
+        on_host += sum(2 * need.received for need in needs)  # sent and received, where they are summed on the host
     else:
-        need, there, what = sum(needs), _free_bytes(), f"that is free on this host, for {len(roles)} worker(s)"
+        on_host += sum(on_device)
+    _require(on_host, free_bytes(), f"that is free on this host, for {len(needs)} worker(s)")
+
+
+def _require(need: int, there: int | None, what: str) -> None:
     if there is not None and need > there:
         raise AtlasError(
-            f"the model does not fit: weights, gradients and optimizer state take {need / GIB:.1f} GiB, and there are "
-            f"{there / GIB:.1f} GiB {what}. Plan with more stages or more hosts, or train a smaller model"
+            f"the model does not fit: weights, gradients, optimizer state, activations and copies for saves take "
+            f"{need / GIB:.1f} GiB, and there are {there / GIB:.1f} GiB {what}. Plan with more stages or more hosts, set "
+            "zero: 1 or recompute: true, or train a smaller model"
         )
 
 
@@ -95,13 +149,14 @@ def layers_of(role: WorkerRole, training: TrainingSetup) -> list[str]:
     return found
 
 
-def state_bytes(training: TrainingSetup, layers: Sequence[str]) -> int:
-    """Of these layers, without activations."""
+def state_of(training: TrainingSetup, layers: Sequence[str], shards: int = 1) -> StateBytes:
+    """Of these layers at rest. `shards`: pipelines that divide the optimizer state among them."""
     weight = 4 if training.model.dtype == "fp32" else 2
     optimizer = 0
     if training.optimizer.name == "adamw":
         optimizer = ADAMW_BYTES + (MASTER_BYTES if weight < MASTER_BYTES else 0)
-    return sum(num_parameters(training.model.config, layer) for layer in layers) * (weight + GRADIENT_BYTES + optimizer)
+    params = sum(num_parameters(training.model.config, layer) for layer in layers)
+    return state_bytes(params, weight, GRADIENT_BYTES, optimizer, shards)
 
 
 def num_parameters(config: DecoderConfig, layer: str) -> int:
@@ -114,9 +169,13 @@ def num_parameters(config: DecoderConfig, layer: str) -> int:
     return attention + config.width * config.ffn_width * (3 if config.gated else 2)
 
 
-def _free_bytes() -> int | None:
-    try:
-        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None
+def free_bytes() -> int | None:
+    """Memory that processes of this host may still take: what is available, and what a container's limit leaves."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        found += [int(available[1]) * 1024] if available else []
+    for limit, used in CGROUP_FILES:
+        with contextlib.suppress(OSError, ValueError):  # another version of cgroups, or "max": no limit
+            found.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return min(found, default=None)

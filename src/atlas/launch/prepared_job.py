@@ -87,7 +87,7 @@ def prepare_job(job: Job, options: TrainOptions, before: PreparedJob | None = No
 def digest_of(job: Job, options: TrainOptions) -> str:
     """What two launchers must agree on before they train together: a digest of the plan, and the keys of the recipe
     as JSON, so that a refusal can name the one that differs. Only keys that the user wrote here."""
-    what = job.model_dump(mode="json", exclude={"name", "profile"})
+    what = job.model_dump(mode="json", exclude={"name", "profile", "zero"})  # zero is compared as a key of the recipe
     what["model"].pop("config", None)
     text = json.dumps([what, options.schedule, options.tcp, options.budget], sort_keys=True)
     keys = {key: v for key, v in agreed(options).items() if options.stated is None or key in options.stated}

@@ -16,7 +16,7 @@ from atlas.ir.timeline import Timeline
 from atlas.launch.checkpoint_folders import RunCheckpoints, find_checkpoints
 from atlas.launch.emulate import MANY_STREAMS, Emulation, EmulationSettings, emulate
 from atlas.launch.paths import require_emulable
-from atlas.launch.preflight import require_executable
+from atlas.launch.preflight import require_executable, require_room, worker_needs
 from atlas.launch.prepared_job import PreparedJob, prepare_job
 from atlas.launch.report.events import OnStep, StepEvent
 from atlas.launch.supervisor import run_with_restarts
@@ -53,6 +53,8 @@ def rehearse(job: Job, options: TrainOptions, *, on_step: OnStep | None = None) 
     require_executable(job)
     prepared = prepare_job(job, options)
     _require_small(prepared)
+    needs = worker_needs(prepared.roles, prepared.job, prepared.training, saves=options.checkpoints is not None)
+    require_room(needs, options.device, tp=prepared.job.tp)
     prepared = replace(prepared, costs=prepared.costs.scaled(options.slower))
     require_emulable(prepared.program, prepared.costs)
     num_done = 0

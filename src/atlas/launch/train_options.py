@@ -4,6 +4,7 @@ datacenters and by rehearsals alike. Starts nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -161,16 +162,17 @@ def make_training(case: Case, options: TrainOptions, num_stages: int) -> Trainin
         data=replace(training.data, seed=options.seed),
         optimizer=settings,
         max_norm=options.clip,
-        compile=_backend(options),
+        compile=compiler(options.compile, [options.device]),
         sums=options.sums,
-        zero=options.zero,
+        zero=max(options.zero, case.job.zero),
     )
 
 
-def _backend(options: TrainOptions) -> str:
-    """Of torch's compiler; empty: layers run eagerly."""
-    wanted = options.device.startswith("cuda") if options.compile is None else options.compile
-    return "inductor" if wanted else ""
+def compiler(wanted: bool | None, devices: Iterable[str]) -> str:
+    """The backend of torch's compiler for workers on these devices; empty: layers run eagerly. By default layers are
+    compiled where all devices are GPUs."""
+    compiled = all(device.startswith("cuda") for device in devices) if wanted is None else wanted
+    return "inductor" if compiled else ""
 
 
 def _model(case: Case, options: TrainOptions, num_stages: int) -> tuple[ModelChoice, int, int]:

@@ -170,7 +170,8 @@ class Recipe(Frozen):
     @property
     def job_overrides(self) -> list[str]:
         """The keys that replace those of the job, as `--set` writes them."""
-        found = {"precision": self.precision, "recompute": self.recompute}
+        zero = self.zero if "zero" in self.model_fields_set else None
+        found = {"precision": self.precision, "recompute": self.recompute, "zero": zero}
         return [f"{key}={str(value).lower()}" for key, value in found.items() if value is not None]
 
 
