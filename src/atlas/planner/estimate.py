@@ -66,9 +66,9 @@ class Estimate:
     """[n, s]"""
     floors: Floors
 
-    def floor_s(self) -> Floats:
-        """[v]: no order is faster."""
-        return self.floors.iteration_s(np.arange(len(self.period_s)), self.num_microbatches)
+    def floor_s(self, v: Ints) -> Floats:
+        """[.]: no order of these variants is faster."""
+        return self.floors.iteration_s(v, self.num_microbatches[v])
 
 
 def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Batch) -> Estimate:
@@ -120,10 +120,11 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Ba
         held >= 1,
         split.layers[split.sort],
         Floors(
-            forward_s[u],
-            seconds[RECOMPUTE][u],
-            seconds[INPUT][u],
-            seconds[WEIGHT][u],
+            u,
+            forward_s,
+            seconds[RECOMPUTE],
+            seconds[INPUT],
+            seconds[WEIGHT],
             hops.least_s,
             hops.wan_s,
             own_closing_s,

@@ -20,11 +20,13 @@ from atlas.cost.cluster_arrays import Floats, Ints
 class Floors:
     """What the floors of one batch are made of."""
 
+    sort: Ints
+    """[v]: the row of the seconds of a variant."""
     forward_s: Floats
     recompute_s: Floats
     input_s: Floats
     weight_s: Floats
-    """[v, s]: of one microbatch."""
+    """[row, s]: of one microbatch."""
     way_s: Floats
     """[v, b]: the fastest transfer to the next stage; the way back is the same."""
     load_s: Floats
@@ -36,7 +38,8 @@ class Floors:
 
     def done_s(self, v: Ints, num_mb: Ints) -> Floats:
         """[., s]: when a stage can have finished its last backward at the earliest, with `num_mb` microbatches."""
-        forward, again, inner, weight = (a[v] for a in (self.forward_s, self.recompute_s, self.input_s, self.weight_s))
+        u = self.sort[v]
+        forward, again, inner, weight = (a[u] for a in (self.forward_s, self.recompute_s, self.input_s, self.weight_s))
         way, load, depth = self.way_s[v], self.load_s[v], forward.shape[1]
         count = num_mb[:, None].astype(np.float64)
         held = np.minimum(self.held[v], num_mb)[:, None]

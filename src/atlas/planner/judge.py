@@ -167,7 +167,7 @@ def play(job: Job, candidate: Candidate, *, exact: bool = False) -> SimulatedGro
     if found is not None:
         timeline, later_s = found.timeline, found.later_ns / 1e9
     else:
-        timeline = simulate(program_of(few), costs, engine="reference")
+        timeline = simulate(program_of(few), costs)
         later_s = left * period_s(timeline) if left else 0.0
     ends = np.zeros((frame.num_pipelines, job.pp), np.int64)
     np.maximum.at(ends.reshape(-1), timeline.program.op_worker, timeline.op_end_ns)

@@ -27,6 +27,8 @@ SLACK = 0.03
 """Share of a limit that an estimate may miss without being dropped: the simulator decides."""
 BY_ESTIMATE, BY_FLOOR = 4, 16
 """Candidates of each kind kept of one tp, microbatch size and depth."""
+FAR = 2.0
+"""Variants that score worse than the best of their batch by this factor are not kept for their floors."""
 
 WORSE = 1.1
 """If a larger microbatch has a floor higher by this factor, larger ones are not tried."""
@@ -183,11 +185,15 @@ def kept(
     is_alone = np.array([len(shape) == 1 for shape in batch.shapes])[batch.shape]
     fits = found.fits & np.where(is_alone, space.is_kind("one"), space.is_kind("pipeline"))
     score = np.where(fits, objective.score(found.iteration_s, found.usd, space.tokens, SLACK), np.inf)
-    floor = np.where(fits, floors(space, objective, found), np.inf)
+    floor = np.full_like(score, np.inf)
     chosen: dict[int, None] = {}
     for kind in (is_alone, ~is_alone):
-        for by, count in ((score, BY_ESTIMATE), (floor, BY_FLOOR)):
-            chosen |= dict.fromkeys(_first(np.where(kind, by, np.inf), count).tolist())
+        of_kind = np.where(kind, score, np.inf)
+        best = _first(of_kind, BY_ESTIMATE)
+        near = np.union1d(best, np.flatnonzero(of_kind <= FAR * of_kind.min(initial=np.inf)))
+        near = near[np.isfinite(of_kind[near])]
+        floor[near] = floors(space, objective, found, near)
+        chosen |= dict.fromkeys([*best.tolist(), *_first(np.where(kind, floor, np.inf), BY_FLOOR).tolist()])
     return [
         entry_of(space, cluster, batch, found, v, float(score[v]), float(floor[v]))
         for v in chosen
@@ -195,11 +201,12 @@ def kept(
     ]
 
 
-def floors(space: Space, objective: Objective, found: Estimate) -> Floats:
-    """[v]: no order scores lower, except where a limit is missed by the estimate: there the estimate counts."""
-    floor_s = found.floor_s()
-    usd = found.usd - (found.iteration_s - floor_s) * found.usd_per_s
-    return np.asarray(floor_score(space, objective, floor_s, usd, found.iteration_s, found.usd))
+def floors(space: Space, objective: Objective, found: Estimate, v: Ints) -> Floats:
+    """[.]: no order of these variants scores lower, except where a limit is missed by the estimate: there the estimate
+    counts."""
+    floor_s = found.floor_s(v)
+    usd = found.usd[v] - (found.iteration_s[v] - floor_s) * found.usd_per_s[v]
+    return np.asarray(floor_score(space, objective, floor_s, usd, found.iteration_s[v], found.usd[v]))
 
 
 def floor_score(space: Space, objective: Objective, floor_s: Any, floor_usd: Any, iteration_s: Any, usd: Any) -> Any:

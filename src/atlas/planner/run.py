@@ -20,7 +20,7 @@ from atlas.planner.infeasible import explain
 from atlas.planner.judge import Judged, judge
 from atlas.planner.objective import Objective, require_prices
 from atlas.planner.pool import Tick
-from atlas.planner.search import FEW, Played, Search, events
+from atlas.planner.search import FEW, LEAST, Played, Search, events
 from atlas.planner.space import Space, space_of
 from atlas.planner.strategies import STRATEGIES
 from atlas.planner.whole import Whole
@@ -147,7 +147,7 @@ def _fastest(search: Search, best: Judged, tries: int | None) -> Played:
     found: list[Played] = []
     others = [one for one in search.ranking() if one.candidate != best.candidate]
     near = [one for one in others if search.score(one) <= NEAR * search.score(best)]
-    for judged in [best, *near][:FINALISTS]:
+    for judged in [best, *near][: LEAST if search.screened else FINALISTS]:
         least = min((search.score(one.judged) for one in found), default=float("inf"))
         if search.floors.get(judged.candidate, 0.0) >= least:
             continue
@@ -197,8 +197,9 @@ def explore(search: Search, strategy: str) -> None:
 
 
 def _tries(candidate: Candidate) -> int:
-    """Of a full search, by size."""
-    return max(FEW, min(150, POLISH_EVENTS // events(candidate)))
+    """Of a full search, by size. Somewhat more than FEW finds nothing better."""
+    most = min(150, POLISH_EVENTS // events(candidate))
+    return most if most > 2 * FEW else FEW
 
 
 def _limits_missed(search: Search, best: Judged, missed: float) -> InfeasibleError:

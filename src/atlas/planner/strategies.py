@@ -35,6 +35,7 @@ from atlas.planner.pool import (
 from atlas.planner.regions import several_groups
 from atlas.planner.search import FEW, LEAST, MOST, PLAYED_EVENTS, SIMULATIONS, Search, events
 from atlas.planner.shapes import Shape
+from atlas.sim.simulate import compiled_engine
 
 FRONT = 4
 """Candidates along the estimated Pareto front of time and money that are simulated."""
@@ -83,6 +84,7 @@ def ours(search: Search) -> None:
 
 def _best_when_screened(search: Search, entries: list[EstimatedCandidate]) -> None:
     """Plans too large to search many: all are compared under `1f1b-eager` first, then the leaders are searched."""
+    compiled_engine()  # the searches need it; loaded before, it plays the screening too
     first = Search(search.space, search.cluster, search.objective, search.tick)
     try:
         _best_of_each_kind(first, entries)
@@ -209,7 +211,7 @@ def _entries(
     batch = Batch(frame.tp, frame.microbatch, depth, shapes, table[:, 0], table[:, 1], table[:, 2])
     found = estimate(search.space, search.cluster, frame.model, batch)
     score = search.objective.score(found.iteration_s, found.usd, search.space.tokens, SLACK)
-    floor = floors(search.space, search.objective, found)
+    floor = floors(search.space, search.objective, found, np.arange(len(score)))
     order = [v for v in np.argsort(score, kind="stable").tolist() if found.fits[v]]
     return [entry_of(search.space, search.cluster, batch, found, v, float(score[v]), float(floor[v])) for v in order]
 

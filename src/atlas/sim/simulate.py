@@ -34,7 +34,7 @@ from atlas.sim.lower import LINK, NONE, OFFER, OP, UNKNOWN, Events, Pace, Seeded
 MAX_TOTAL_NS = 9e18
 """Nearly all that 64 bits hold: 285 years."""
 SMALL = 60_000
-"""Up to this many events the plain engine is faster than loading numba."""
+"""Up to this many events the plain engine is faster than loading the compiled one."""
 
 
 def simulate(
@@ -63,13 +63,13 @@ def _engine(tables: Tables, engine: str) -> Callable[[Tables], Events]:
     if engine not in ("auto", "reference", "compiled"):
         raise AtlasError(f"no engine is called {engine!r}: use auto, reference or compiled")
     _require_countable(tables)
-    is_small = len(tables.op_ns) + len(tables.transfer_dst) <= SMALL
-    return reference if engine == "reference" or (engine == "auto" and is_small) else _compiled().run
+    is_small = len(tables.op_ns) + len(tables.transfer_dst) <= SMALL and not compiled_engine.cache_info().currsize
+    return reference if engine == "reference" or (engine == "auto" and is_small) else compiled_engine().run
 
 
 @cache
-def _compiled() -> Any:
-    """The compiled engine, loaded and compiled."""
+def compiled_engine() -> Any:
+    """The compiled engine, loaded and compiled. Where it is loaded already, it is the faster one for every size."""
     from atlas.sim import compiled  # numba: half a second
 
     program = assemble("warm-up", Layout.even(1, 2, 1), [[Op(Kind.F, s, 0), Op(Kind.B, s, 0)] for s in range(2)])
