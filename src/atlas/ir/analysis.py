@@ -1,5 +1,5 @@
-"""The figures of a Timeline: how busy workers and links are, why each worker idles (bubbles), and the critical path. One
-sentence compares several Timelines.
+"""The figures of a Timeline: how busy workers and links are, why each worker idles (bubbles), and the critical path.
+One sentence compares several Timelines.
 
 Pure functions of the recorded times. Simulated and measured Timelines are treated alike: clocks that differ a little
 shift a border, but totals stay right. A wait is explained only by what was missing at that moment; costs and policies
