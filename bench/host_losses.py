@@ -7,7 +7,7 @@
     spare         4 hosts of one datacenter and a spare, each a launcher with a disk of its own. A random host is killed
                   (SIGKILL of its launcher; its workers end with it) and its disk is deleted. The spare takes its place;
                   a new spare is started. `next step`: from the kill to the report of a step that no worker had begun.
-    fewer         the same without a spare: fewer pipelines go on; then the host returns, and the run grows back
+    fewer         the same without a spare: fewer pipelines continue; then the host returns, and the run grows back
     coordinator   the coordinator is killed and started again; the workers must go on
 
 After every loss the next complete checkpoint is hashed. At the end an undisturbed run on one host goes through the same
@@ -204,7 +204,7 @@ def without_spare(base: Path, num_losses: int, draw: random.Random) -> dict[str,
             cluster.wait("the host's return", lambda n=number: said(cluster, "is back: all hosts") > n)  # type: ignore[misc]
             grown = cluster.furthest() + 2
             cluster.wait("a step on all hosts", lambda step=grown: cluster.furthest() > step)  # type: ignore[misc]
-        return {"losses": cluster.steps, "fewer": said(cluster, "1 of 2 pipelines goes on")}
+        return {"losses": cluster.steps, "fewer": said(cluster, "1 of 2 pipelines continues")}
 
 
 def said(cluster: Cluster, words: str) -> int:

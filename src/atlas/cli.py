@@ -22,13 +22,13 @@ from atlas.errors import START_AGAIN, AtlasError, MissingExtraError, StopSignal
 
 COMMANDS = {
     "init": "write a job file from a model and cloud regions",
-    "regions": "what is known of cloud regions: GPU prices, latency, throughput, egress",
+    "regions": "show what is known about cloud regions: GPU prices, latency, throughput, egress",
     "simulate": "simulate a job under one or more schedules",
     "schedules": "list the schedules, or print the Program of one",
     "card": "write a run as evidence: workload card, traces, launch files",
     "metrics": "compute the metrics of runs from their traces, as CCL-Bench defines them and as Atlas does",
     "import": "make a job and a profile from a card and its traces",
-    "report": "write a page about a run, or several side by side, for people who were not there",
+    "report": "write a page about a run, or several side by side",
     "view": "draw timeline files as a page, a trace or a figure",
     "compare": "compare two timelines op by op",
     "plan": "find the best datacenters, parallelism and schedule for a job",

@@ -13,7 +13,7 @@ def aim_flags(parser: argparse.ArgumentParser) -> None:
         "--goal",
         type=positive,
         metavar="S",
-        help="requests that cannot be delivered within S seconds leave fast lanes to those that can",
+        help="requests that cannot be delivered within S seconds use slow lanes",
     )
     parser.add_argument(
         "--late",

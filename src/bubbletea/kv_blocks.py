@@ -70,7 +70,7 @@ def unpack_block(frame: WireFrame, *, model: str | None = None) -> KvBlock:
         ticket, given = str(fields["ticket"]), str(fields["model"])
         promised = str(fields["digest"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise WorkerError(f"a block of keys and values without a proper {error}") from None
+        raise WorkerError(f"a block of keys and values without a valid {error}") from None
     if model is not None and given != model:
         raise WorkerError(f"keys and values of model {given}, this side runs {model}: serve the same model on both")
     right = len(shape) == 4 and shape[0] == 2 and shape[2] == stop - start > 0 and min(shape) > 0 <= min(start, layer)

@@ -256,7 +256,9 @@ class LogStore:
                 raise LogError(f"{self.path} is not a log of tvcache. Give the file that `tvcache serve --log` wrote")
             return log_id, end
         if end < size:
-            LOG.warning("tvcache: %s was cut in the middle of a record: the last %d bytes go", self.path, size - end)
+            LOG.warning(
+                "tvcache: %s ends in the middle of a record: the last %d bytes are removed", self.path, size - end
+            )
             os.ftruncate(self._file, end)
         if not log_id:
             log_id = secrets.token_hex(8)

@@ -16,7 +16,7 @@ class CacheMetrics:
     def __init__(self, server: CacheServer) -> None:
         self.registry = registry = CollectorRegistry()
         self.hits = Counter("tvcache_hits", "Calls answered from the cache", registry=registry)
-        self.misses = Counter("tvcache_misses", "Calls that a client was told to execute", registry=registry)
+        self.misses = Counter("tvcache_misses", "Calls that a client executed", registry=registry)
         self.stores = Counter("tvcache_stores", "Values stored by clients", registry=registry)
         self.saved_s = Counter("tvcache_saved_seconds", "Tool seconds that hits saved", registry=registry)
         self.differences = Counter(
@@ -30,7 +30,9 @@ class CacheMetrics:
         self._gauge("tvcache_values", "Values stored", lambda: len(log))
         self._gauge("tvcache_log_bytes", "Size of the log", lambda: log.end)
         self._gauge("tvcache_flights", "Calls being executed", lambda: len(server.flights))
-        self._gauge("tvcache_conflicts", "Values that came twice and differed: the first stayed", lambda: log.conflicts)
+        self._gauge(
+            "tvcache_conflicts", "Values that arrived twice and differed: the first was kept", lambda: log.conflicts
+        )
         self._gauge("tvcache_merged", "Values that came from other sites", lambda: log.merged)
         self._gauge("tvcache_peers_down", "Other sites that do not answer", lambda: server.peers.num_down)
 

@@ -91,7 +91,7 @@ class _Reader:
             try:
                 new = (record is not None and self.log.adopt(record)) or new
             except ArgumentsError as error:
-                LOG.warning("tvcache: site %s sent a record that is none (%s): left out", self.endpoint.url, error)
+                LOG.warning("tvcache: site %s sent an invalid record (%s): left out", self.endpoint.url, error)
         if new:
             self.grown.set()
         return new

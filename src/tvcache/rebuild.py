@@ -113,5 +113,5 @@ def _failed(history: History, place: Rebuilt, error: Exception) -> str:
     name = history.calls[place.length].name if place.length < len(history) else "?"
     return (
         f"task {history.task.name!r}: call {place.length + 1} ({name}) failed when it was executed again: {error}. "
-        "A tool that may fail by chance is volatile"
+        "Declare a tool that may fail by chance `volatile`"
     )

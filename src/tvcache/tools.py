@@ -30,7 +30,7 @@ class Tool:
     def __post_init__(self) -> None:
         if self.effect not in get_args(Effect):
             raise TvcacheError(
-                f"tool {self.name!r}: effect {self.effect!r} is none of {', '.join(get_args(Effect))}. "
+                f"tool {self.name!r}: effect {self.effect!r} is not one of {', '.join(get_args(Effect))}. "
                 "Leave it out if in doubt: a tool mutates by default"
             )
 

@@ -53,9 +53,9 @@ def whole() -> bytes:
 
 BROKEN: dict[str, tuple[bytes, str]] = {
     "empty.json": (b"", "is empty"),
-    "spaces.json": (b"  \n", "is cut off"),
-    "cut.json": (whole()[:4000], "cut off after"),
-    "cut.json.gz": (gzip.compress(whole())[:-200], "cut off after"),
+    "spaces.json": (b"  \n", "is truncated"),
+    "cut.json": (whole()[:4000], "truncated after"),
+    "cut.json.gz": (gzip.compress(whole())[:-200], "truncated after"),
     "garbled.json": (whole()[:3000] + b"\x00}{" + whole()[3000:], "not JSON"),
     "text.json": (b"hello", "neither { nor ["),
     "fake.json.gz": (whole(), "not gzip data"),

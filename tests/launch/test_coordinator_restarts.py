@@ -24,7 +24,7 @@ def test_workers_go_on_while_the_coordinator_is_started_again(tmp_path: Path) ->
     run = run_datacenters(job, folders, SETTINGS, state=tmp_path / "state", crash_after=(2, 3, 6))
     assert run.codes == {"east": 0, "west": 0, "coordinator": 0}, (run.errors, run.said)
     assert run.starts == 1, "no worker was started again"
-    assert run.said.count("the coordinator was started again; the workers went on, and step 2 was done") == 1
+    assert run.said.count("the coordinator was restarted; the workers kept running, and step 2 was done") == 1
     assert run.losses == undisturbed.losses, "no step is missing from the reports"
     assert hashes(folders, NUM_STEPS) == hashes(plain, NUM_STEPS)
 

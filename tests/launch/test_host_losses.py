@@ -1,4 +1,4 @@
-"""The unit of loss is a host: a spare takes its place, or fewer pipelines go on with the same batches; a host that
+"""The unit of loss is a host: a spare takes its place, or fewer pipelines continue with the same batches; a host that
 returns is taken back at a checkpoint."""
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def test_fewer_pipelines_go_on_and_the_run_grows_back_when_the_host_returns(
     assert returned[0].codes == {"east 1/2": 0}, returned[0].errors
     lost = [line for line in run.said if line.startswith("host east (2 of 2) is lost: out of reach for 0.5 s. 1 of 2")]
     assert len(lost) == 1, run.said
-    assert "1 of 2 pipelines goes on, with 8 microbatches in place of 4" in lost[0]
+    assert "1 of 2 pipelines continues, with 8 microbatches in place of 4" in lost[0]
     assert "(simulated)" in lost[0]
     back = [line for line in run.said if line.startswith("host east (2 of 2) is back: all hosts are there")]
     assert len(back) == 1, run.said

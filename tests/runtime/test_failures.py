@@ -96,7 +96,7 @@ class Exited(BaseException):
 
 @pytest.mark.parametrize(
     ("messages", "errors"),
-    [('{"complete": [[0, 1]]}\n', ["a bug, not a mistake of yours"]), ("", [])],
+    [('{"complete": [[0, 1]]}\n', ["a bug in Atlas"]), ("", [])],
     ids=["bug", "end"],
 )
 def test_an_invalid_message_ends_the_worker_with_an_error(

@@ -1,8 +1,8 @@
 """Coordinate a run on a host of its own, without GPUs: the launchers (`atlas train PLAN --dc NAME --coordinator
 HOST:PORT`) connect to it from all datacenters (docs/operating.md).
 
-What it must not forget is in the folder `--state`: killed and started again within `--grace`, it finds the workers
-running and follows them. Ctrl-C stops all workers after the same step, with a checkpoint.
+The folder `--state` keeps its state: if it is killed and started again within `--grace`, it reconnects to the running
+workers. Ctrl-C stops all workers after the same step, with a checkpoint.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, help="tokenize or check")
     write = actions.add_parser("tokenize", help="write shards", description="Write a folder of shards.")
     write.add_argument(
-        "inputs", nargs="*", type=Path, metavar="INPUT", help="text or .jsonl (default: the text that ships)"
+        "inputs", nargs="*", type=Path, metavar="INPUT", help="text or .jsonl (default: the included text)"
     )
     write.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to create")
     write.add_argument("--tokenizer", type=Path, metavar="FILE", help="a model's tokenizer.json (default: bytes)")
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     write.add_argument(
         "--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help=f"tokens per file ({SHARD_TOKENS:,})"
     )
-    check = actions.add_parser("check", help="verify shards", description="Verify shards and show their facts.")
+    check = actions.add_parser("check", help="verify shards", description="Verify shards and describe them.")
     check.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of shards, or shards")
     for action in (write, check):
         action.add_argument("--json", action="store_true", help="print as JSON")

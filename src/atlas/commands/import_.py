@@ -1,5 +1,5 @@
-"""Make a job file and a profile from a data point: the card describes the model and the hardware, the traces tell how
-long each layer takes. Planning then starts from the run that you have today.
+"""Make a job file and a profile from a data point: the card describes the model and the hardware, the traces give the
+time of each layer. Planning can then start from a run that you already have.
 
 Writes JOB.yaml and beside it JOB.profile.json, and simulates the job once, to compare it with the traces. Add
 datacenters under `cluster` of the job, then run `atlas plan`.

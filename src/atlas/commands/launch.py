@@ -2,7 +2,7 @@
 (docs/operating.md). Starts nothing.
 
 The folder gets the jobs, the plan, the recipe, a Dockerfile (not built here) and a README with the commands.
-Certificates are referred to, never copied.
+Certificates are not copied.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compute the metrics of runs from their traces: data points of CCL-Bench, or folders of torch.profiler's Kineto files.
 
-CCL-Bench's metrics are computed by its definitions under its names; Atlas's own say what is exposed, idle and uneven.
-`--against` shows the first data point beside another one.
+CCL-Bench's metrics are computed by its definitions under its names; Atlas's own measure exposed communication,
+idle time and imbalance. `--against` shows the first data point beside another one.
 """
 
 from __future__ import annotations

@@ -38,11 +38,13 @@ def network_flags(group: argparse._ActionsContainer) -> None:
         metavar="NAME=HOST",
         help="dial datacenter NAME (or its host, NAME/1) there, or none: a VPN, a peering (repeatable)",
     )
-    group.add_argument("--node", metavar="I/N", help="this host, of several in the datacenter, from 0 (default: 0/1)")
+    group.add_argument(
+        "--node", metavar="I/N", help="number of this host / hosts in the datacenter, from 0 (default: 0/1)"
+    )
 
 
 def security_flags(group: argparse._ActionsContainer) -> None:
-    group.add_argument("--certs", type=Path, metavar="DIR", help="certificates, as `atlas wan certs` made them")
+    group.add_argument("--certs", type=Path, metavar="DIR", help="folder of certificates from `atlas wan certs`")
     group.add_argument(
         "--trusted",
         action="append",

@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="orders that the winner's schedule search may try; 0: no search",
     )
     add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of that search (default 0)")
-    add("--no-break-even", action="store_true", help="do not look for the figures at which the verdict changes")
+    add("--no-break-even", action="store_true", help="skip the break-even search")
     job_flags(parser)
     add("--json", action="store_true", help="print the result as JSON instead of tables")
     add("--out", type=Path, metavar="PLAN.yaml", help="write the plan for `atlas simulate`, `whatif` and `train`")

@@ -5,7 +5,7 @@
 
 Times the embedding, one layer and the head as the runtime runs them, compiled as `atlas train` compiles them, at the
 job's microbatch size and precision, on one device without tensor parallelism. Entries of an existing file for other
-GPUs and sizes are kept. A job with another model refuses the profile. Needs torch.
+GPUs and sizes are kept. A job with another model cannot use the profile. Needs torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""List the cloud regions of the catalogue, or show what is known of some of them and of the paths between them.
+"""List the cloud regions of the catalogue, or show what is known about some of them and the paths between them.
 
     atlas regions                                    every region, its place and its GPU prices
     atlas regions aws                                those of one cloud

@@ -1,4 +1,4 @@
-"""Write a report of a run, or of several side by side, for people who were not there: one self-contained HTML page.
+"""Write a report of a run, or of several side by side: one self-contained HTML page.
 
 RUN is a data point (`atlas card`, `atlas train --evidence`), a timeline file, or the folder of a run with a timeline
 and a step log (`run.jsonl`) in it. Every figure says whether it is simulated, emulated or measured.

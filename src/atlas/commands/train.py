@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
             "give --emulate to run all of it on this machine, or --dc NAME for this datacenter's part of it"
         )
     if args.dc is not None and args.page is not None:
-        raise AtlasError("--page is for --emulate: with --dc give --timeline FILE, which `atlas view` makes a page of")
+        raise AtlasError("--page is for --emulate: with --dc give --timeline FILE, and draw it with `atlas view`")
     recipe = recipe_of(args)
     job, plan = load_job_or_plan(args.plan, [*recipe.job_overrides, *args.set])
     _require_files(args, recipe, job.files)

@@ -34,9 +34,7 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
         help="the address of `atlas coordinator`; without it, the first launcher of the plan coordinates",
     )
     network_flags(group)
-    group.add_argument(
-        "--spare", action="store_true", help="wait here, and take the place of a host of this datacenter that is lost"
-    )
+    group.add_argument("--spare", action="store_true", help="wait, and replace a host of this datacenter that is lost")
     group_flags(group)
 
 

@@ -6,7 +6,7 @@ namespace: real TCP between network namespaces, needs root. Each --at NODE="COMM
 $ATLAS_NODE is its name and $ATLAS_ADDRESS_<NODE> are the addresses of all nodes.
 
 Ends with its commands, after --for seconds, or when interrupted. Then it prints how late the emulator was, and exits
-with 4 if it was too late for the measurements to count.
+with 4 if it was so late that measurements are not valid.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             if late.num_pieces:
                 late.certify()
         except EmulatorLateError as error:
-            print(f"atlas: measurements of this run do not count: {error}", file=sys.stderr)
+            print(f"atlas: measurements of this run are not valid: {error}", file=sys.stderr)
             return LATE
     return 0
 

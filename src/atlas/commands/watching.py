@@ -36,7 +36,7 @@ def watch_flags(parser: argparse.ArgumentParser) -> None:
         "--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="address of /metrics (default: 127.0.0.1 only)"
     )
     parser.add_argument(
-        "--evidence", type=Path, metavar="DIR", help="write the last steps as card, traces and launch files, for others"
+        "--evidence", type=Path, metavar="DIR", help="write the last steps as card, traces and launch files"
     )
 
 

@@ -108,7 +108,7 @@ def load_profile(path: str | Path) -> Profile:
     try:
         profile = Profile.model_validate(data)
     except ValidationError as error:
-        remedy = "Is the file cut off? Measure again, or fix the value"
+        remedy = "Is the file truncated? Measure again, or fix the value"
         raise refusal(error, lambda _: str(path), _known, remedy) from None
     for i, entry in enumerate(profile.entries):
         if (entry.layer is None) == (entry.layers is None):
@@ -194,7 +194,7 @@ def find_entry(profile: Profile, job: Job, gpu: str) -> Entry:
         )
     if entry.layers is not None and len(entry.layers) != job.model.layers:
         rule = f"has {len(entry.layers)} layers for {wanted}, but the model has {job.model.layers}"
-        raise SpecError(where=path, key="layers", value=None, rule=rule, remedy="Is the file cut off?")
+        raise SpecError(where=path, key="layers", value=None, rule=rule, remedy="Is the file truncated?")
     return entry
 
 

@@ -185,7 +185,7 @@ class TraceFile:
         if cut and not self._dropped + self._at:
             what = "is empty"
         elif cut:
-            what = f"is cut off after {self.num_events:,} events"
+            what = f"is truncated after {self.num_events:,} events"
         else:
             what = f"character {self._dropped + self._at:,}, after {self.num_events:,} events: {what}"
         hint = ", or give --salvage to use the events before it" if self.num_events else ""

@@ -56,7 +56,7 @@ def import_job(point: DataPoint, *, gpu: str | None = None, recompute: bool | No
         raise AtlasError(f"{point.found.folder}: has no workload card, which describes the model. Add one")
     step_s = point.value("avg_step_time")
     if step_s is None or not any(rank.num_kernels for rank in point.ranks):
-        raise AtlasError(f"{point.found.folder}: has no steps with kernels, so nothing tells how long work takes")
+        raise AtlasError(f"{point.found.folder}: has no steps with kernels, so the time of an op is unknown")
     own = point.found.folder / LAUNCH / "job.yaml"
     if card.source and own.is_file():
         return _of_atlas(point, read_yaml(own, key="job").data, step_s)
@@ -124,7 +124,7 @@ def _of_others(point: DataPoint, card: Card, step_s: float, gpu: str | None, rec
     kind = gpu or gpu_name(card.text("workload.hardware.xpu_spec.model") or "")
     if kind is None:
         key = "workload.hardware.xpu_spec.model"
-        raise _lacks(card, key, card.text(key), "is no known GPU type", "Give it with --gpu TYPE")
+        raise _lacks(card, key, card.text(key), "is not a known GPU type", "Give it with --gpu TYPE")
     if card.shape is None:
         raise _lacks(card, "workload.model.model_arch", None, f"lacks {', '.join(card.lacking())}", "Add them")
     pp, tp = card.degree("pp") or 1, card.degree("tp") or 1

@@ -172,7 +172,7 @@ class Coordinator:
                 offsets = offsets_ns(workers)
             some = workers.names[0]
             zero_ns = found[workers.agent_of(some)]["start_ns"] - offsets[some]
-            self._say(f"the coordinator was started again; the workers went on, and step {running.num_done} was done")
+            self._say(f"the coordinator was restarted; the workers kept running, and step {running.num_done} was done")
             monitor = self._monitor(workers, running.start, running.num_done)
             return self._followed(workers, monitor, lambda: monitor.rejoin(zero_ns, offsets))
 

@@ -114,5 +114,5 @@ def _pipelines_in_words(full: PreparedJob, fewer: PreparedJob) -> str:
     before, now = (job.job.cells * job.program.num_pipelines for job in (full, fewer))
     if now == before:
         return "The other hosts have room for its workers"
-    each = f"{now} of {before} pipelines go on" if now > 1 else f"1 of {before} pipelines goes on"
+    each = f"{now} of {before} pipelines continue" if now > 1 else f"1 of {before} pipelines continues"
     return f"{each}, with {fewer.program.num_microbatches} microbatches in place of {full.program.num_microbatches}"

@@ -30,7 +30,9 @@ def scheduled_place(job: Job, datacenter: str, environment: Mapping[str, str]) -
             continue
         part, total = environment[number], environment[count]
         if not (part.isdecimal() and total.isdecimal() and int(part) < int(total)):
-            raise AtlasError(f"{number}={part}, {count}={total}: no number below a count. Give --node I/N instead")
+            raise AtlasError(
+                f"{number}={part}, {count}={total}: the first must be below the second. Give --node I/N instead"
+            )
         need = hosts_needed(job).get(datacenter, int(total))
         if int(total) < need:
             raise AtlasError(

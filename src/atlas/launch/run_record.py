@@ -80,5 +80,5 @@ class RunRecord:
             new.write_text(json.dumps(self.data, indent=1) + "\n")
             new.replace(self._file)
         except OSError as error:
-            log.warning("%s: %s. The run goes on without its record", self._file, error.strerror)
+            log.warning("%s: %s. The run continues without its record", self._file, error.strerror)
             self._file = None

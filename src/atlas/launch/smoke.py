@@ -129,7 +129,9 @@ def main() -> int:
             return 130
         print(report(program, result, run, time.monotonic() - began))
         if not result.learns_the_same:
-            print(f"smoke: the run does not learn what a single process learns ({MAX_RELATIVE_DIFFERENCE:g} allowed)")
+            print(
+                f"smoke: losses or weights differ from those of a single process ({MAX_RELATIVE_DIFFERENCE:g} allowed)"
+            )
             return 1
         if result.is_predicted:
             return 0

@@ -68,7 +68,7 @@ def _range(text: str, rest: str) -> tuple[Any, ...]:
         or not (math.isfinite(low) and math.isfinite(high))
         or (log and min(low, high) <= 0)
     ):
-        raise _bad(text, f"wants 2 to {MAX_POINTS} finite values, positive ones where it goes by factors", "Change it")
+        raise _bad(text, f"wants 2 to {MAX_POINTS} finite values (with log: positive values)", "Change it")
     raw = np.geomspace(low, high, count) if log else np.linspace(low, high, count)
     values = (
         [round(float(v)) for v in raw] if whole and abs(high - low) >= count - 1 else [float(f"{v:.6g}") for v in raw]
@@ -117,7 +117,7 @@ def _with_twin(job: Job, name: str) -> Job:
     twin = next((dc for dc in cluster.datacenters if dc.name == name), None)
     if twin is None:
         known = ", ".join(dc.name for dc in cluster.datacenters)
-        raise _bad(f"add={name}", "names a datacenter to copy, and there is none of this name", f"One of {known}")
+        raise _bad(f"add={name}", "there is no datacenter of this name to copy", f"One of {known}")
     taken = {dc.name for dc in cluster.datacenters}
     other = next(free for k in itertools.count(2) if (free := f"{name}-{k}") not in taken)
     links = cluster.links

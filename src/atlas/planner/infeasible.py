@@ -110,7 +110,7 @@ def _memory(space: Space, cluster: ClusterArrays) -> str | None:
     """Memory per GPU."""
     now = float(cluster.cap_bytes.max()) / GIB
     need = _least(now, 4096 * now, lambda gib: _fits(space.job.model_copy(update={"memory_gib": gib}), space))
-    return None if need is None else f"GPUs with {need:,.1f} GiB for the job (the roomiest now offers {now:,.1f})"
+    return None if need is None else f"GPUs with {need:,.1f} GiB for the job (the largest now has {now:,.1f})"
 
 
 def _nodes(space: Space, cluster: ClusterArrays) -> str | None:

@@ -78,8 +78,8 @@ def require_prices(job: Job) -> None:
                 where=job.where,
                 key=f"cluster.datacenters.{dc.name}.usd_per_gpu_hour",
                 value=None,
-                rule="is missing, and costs were asked for",
-                remedy="Write the rent of one GPU in dollars an hour; 0 where it is yours already",
+                rule="is missing, and the objective needs a price",
+                remedy="Write the rent of one GPU in dollars an hour; 0 if you own it",
             )
 
 
@@ -123,7 +123,7 @@ def objective_of(
         why.append(f"at {min_throughput.strip()}{'' if unit else ' it/s'} or more")
     if (tokens is None) != (deadline is None):
         missing = "--deadline" if deadline is None else "--tokens"
-        rule, remedy = "a deadline is for a number of tokens", f"Give {missing} too"
+        rule, remedy = "--tokens and --deadline need each other", f"Give {missing} too"
         raise SpecError(where=missing, key=missing.lstrip("-"), value=None, rule=rule, remedy=remedy)
     if tokens is not None and deadline is not None:
         count, _ = amount(tokens, "--tokens", {"": 1, "m": 1e6, "b": 1e9, "t": 1e12}, "1T or 300e9")

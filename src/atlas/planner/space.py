@@ -78,7 +78,7 @@ def space_of(
     for key in keep:
         if key not in KEEPABLE:
             remedy = f"One of {', '.join(KEEPABLE)}"
-            raise SpecError(where="--keep", key=key, value=None, rule="is nothing the planner chooses", remedy=remedy)
+            raise SpecError(where="--keep", key=key, value=None, rule="is not chosen by the planner", remedy=remedy)
         if key in job.left_open:
             rule, remedy = "is not stated in the job, so there is nothing to keep", f"Write {key}: in the job"
             raise SpecError(where="--keep", key=key, value=None, rule=rule, remedy=remedy)

@@ -43,4 +43,4 @@ def error_message(error: Exception) -> dict[str, Any]:
         text = f"the model does not fit: {why}. Use more stages, or a smaller microbatch"
         return {"error": text, "user_error": True}
     trace = "".join(traceback.format_exception(error))
-    return {"error": f"a bug, not a mistake of yours:\n{trace}", "user_error": False}
+    return {"error": f"a bug in Atlas:\n{trace}", "user_error": False}

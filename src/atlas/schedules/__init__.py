@@ -78,7 +78,7 @@ SCHEDULES: dict[str, Schedule] = {
         ),
         Schedule(
             "atlas",
-            "turns on the WAN with the capacity of the whole cell, split backward where it pays; searched",
+            "turns on the WAN with the capacity of the whole cell, split backward where it is faster; searched",
             _dispatched("atlas"),
             shares=True,
         ),

@@ -85,7 +85,7 @@ def read_text(path: Path, *, key: str, max_bytes: int = MAX_BYTES) -> str:
         if not path.is_file():
             raise fail("is not a regular file", "Name a plain file")
         if path.stat().st_size > max_bytes:
-            raise fail(f"has more than {max_bytes:,} bytes", "This is no job file; check the path")
+            raise fail(f"has more than {max_bytes:,} bytes", "This is not a job file; check the path")
         raw = path.read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -109,7 +109,7 @@ def read_json(path: Path, *, key: str, max_bytes: int = 64 * 1024 * 1024) -> Any
         rule = f"line {error.lineno}, column {error.colno}: not JSON ({error.msg})"
     except (RecursionError, ValueError):
         rule = "is nested too deeply or holds a number that is too long"
-    raise SpecError(where=str(path), key=key, value=None, rule=rule, remedy="Is it cut off? Write it again")
+    raise SpecError(where=str(path), key=key, value=None, rule=rule, remedy="Is the file truncated? Write it again")
 
 
 def parse_yaml(text: str, where: str) -> Document:

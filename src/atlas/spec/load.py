@@ -126,7 +126,9 @@ def _with_bases(document: Document, path: Path) -> Document:
             raise SpecError(where=at, key="base", value=shown(base), rule="is not a file", remedy="Name a job file")
         chain.append(_read(Path(base), "base"))
         if len(seen) > MAX_BASES or os.path.realpath(base) in seen:
-            raise SpecError(where=at, key="base", value=shown(base), rule="bases go in a circle", remedy="Cut it")
+            raise SpecError(
+                where=at, key="base", value=shown(base), rule="base files form a cycle", remedy="Remove this base"
+            )
         seen.append(os.path.realpath(base))
     merged = Document(chain[-1].data, dict(chain[-1].origins))
     for document in reversed(chain[:-1]):
@@ -230,7 +232,7 @@ def _validated(kind: type[M], data: Any, where: Where, room: tuple[str, ...] = (
 
 
 def _unknown_gpus(data: Any, where: Where, room: tuple[str, ...]) -> list[SpecError]:
-    """In a file that cannot be validated: GPU types that there are not."""
+    """In a file that cannot be validated: unknown GPU types."""
     cluster = data if room else data.get("cluster") if isinstance(data, dict) else None
     dcs = cluster.get("datacenters") if isinstance(cluster, dict) else None
     own = cluster.get("gpus") if isinstance(cluster, dict) else None
@@ -304,7 +306,7 @@ def _model(job: Job, where: Where) -> Iterator[SpecError]:
         rule = f"must divide model.hidden ({model.hidden}) where model.head_dim is not given"
         yield bad(where, ("model", "heads"), model.heads, rule, "Change one, or write head_dim")
     if model.heads % model.num_kv_heads:
-        remedy = "Every group of queries shares one key: change either"
+        remedy = "Change one of the two: every KV head serves the same number of heads"
         yield bad(where, ("model", "kv_heads"), model.kv_heads, f"must divide model.heads ({model.heads})", remedy)
     if model.heads % job.tp:
         yield bad(where, ("tp",), job.tp, f"must divide model.heads ({model.heads})", "Choose another tp")
@@ -343,7 +345,7 @@ def _placement(job: Job, where: Where) -> Iterator[SpecError]:
         if place.dc not in names:
             yield bad(where, ("placement", i, "dc"), place.dc, "no such datacenter", nearest(place.dc, names))
         if i and job.placement[i - 1].dc == place.dc:
-            yield bad(where, ("placement", i, "dc"), place.dc, "follows itself", "Add the two numbers of stages up")
+            yield bad(where, ("placement", i, "dc"), place.dc, "two entries in a row name it", "Merge the two entries")
     total = sum(place.stages for place in job.placement)
     if total != job.pp and "pp" not in job.left_open:
         rule = f"its stages add up to {total}, but pp is {job.pp}"

@@ -52,8 +52,8 @@ def build_lanes(
     most = int(pattern.memory_bytes.max()) / GIB
     raise AtlasError(
         f"no datacenter has {max(choices[-1])} workers with room for a share of the prefill model: one layer takes "
-        f"{least:.1f} GiB, the roomiest worker has {most:.1f} GiB to spare. Set reserved_gib in the job, raise pp or "
-        "tp, or split over more workers"
+        f"{least:.1f} GiB, the worker with most memory has {most:.1f} GiB to spare. Set reserved_gib in the job, raise "
+        "pp or tp, or split over more workers"
     )
 
 

@@ -41,7 +41,7 @@ class Ticket:
                 int(params["remote_num_tokens"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise WorkerError(f"kv_transfer_params without a proper {error}") from None
+            raise WorkerError(f"kv_transfer_params without a valid {error}") from None
 
 
 class Fetcher:

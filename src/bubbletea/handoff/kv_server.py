@@ -88,7 +88,7 @@ class KvServer(FrameServer):
             return
         parcel = self.store.find(ticket)
         if frame.kind != FETCH or parcel is None or not parcel.is_complete:
-            write(writer, GONE, {"why": "nothing under this ticket: it was fetched, has expired or never was"})
+            write(writer, GONE, {"why": "nothing under this ticket: it was fetched, has expired or never existed"})
             await writer.drain()
             return
         num_blocks = 0
@@ -106,7 +106,7 @@ class KvServer(FrameServer):
             start, stop = int(fields.get("start", 0)), int(fields.get("stop", parcel.length))
             layers = [int(i) for i in fields.get("layers") or range(len(parcel.slabs))]
         except (TypeError, ValueError, OverflowError):
-            raise WorkerError("a FETCH without proper numbers") from None
+            raise WorkerError("a FETCH without valid numbers") from None
         start, stop = max(0, start), min(stop, parcel.length)
         step = max(1, BLOCK_BYTES // self.store.served.kv_bytes_per_layer_token)
         return [

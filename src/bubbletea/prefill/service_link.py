@@ -153,7 +153,7 @@ class ServiceLink:
                 self._take(receive(self._sock))
             except Exception as error:  # a broken connection or an invalid message must not end this thread
                 if not isinstance(error, OSError | WorkerError):
-                    log.exception("what the service sent could not be taken")
+                    log.exception("a frame from the service could not be processed")
                 self._reconnect()
 
     def _take(self, frame: WireFrame) -> None:
@@ -166,7 +166,7 @@ class ServiceLink:
             cached = self._cached.pop(ticket_of(task), {})
             layers = self._engine.shard.cut.layers
             if task.start and any(i not in cached or cached[i].shape[2] != task.start for i in layers):
-                self.failed(task, "its cached tokens did not come with it")
+                self.failed(task, "its cached tokens did not arrive with it")
                 return
             self._engine.offer(task, tokens, [cached[i] for i in layers] if task.start else ())
         elif frame.kind == CANCEL:
@@ -191,7 +191,7 @@ class ServiceLink:
                 log.exception("a frame for the service could not be made")
                 if out.task is not None:
                     self._engine.cancel(out.task.job, out.task.attempt)
-                    self.failed(out.task, f"its results could not be taken off the device: {error!r}")
+                    self.failed(out.task, f"its results could not be copied from the device: {error!r}")
             if out.kv_bytes:
                 self._sent_bytes += out.kv_bytes
                 self._engine.changed.set()

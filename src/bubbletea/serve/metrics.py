@@ -44,7 +44,7 @@ class ServiceMetrics:
         self._kv_used = self._gauge("vllm:kv_cache_usage_perc", "Share of the host memory for KV in use (0 to 1)")
         self._refusals = self._counter("bubbletea:admission_rejections", "Requests refused", "reason", REFUSALS)
         self._handed_back = self._counter("bubbletea:requests_handed_back", "Admitted, but no worker left to do it")
-        self._lanes = self._gauge("bubbletea:lanes", "Lanes whose workers are all there")
+        self._lanes = self._gauge("bubbletea:lanes", "Lanes whose workers are all connected")
         self._backlog = self._gauge("bubbletea:offline_backlog", "Offline requests that wait for a bubble")
         self._fill = self._gauge("bubbletea:fill_ratio", "Share of recent bubbles' time spent on prefill")
         self._slowdown = self._gauge(
@@ -55,7 +55,8 @@ class ServiceMetrics:
         )
         self._share = self._gauge("bubbletea:fill_share", "Share of each wait that prefill may use")
         self._overcommitted = self._gauge(
-            "bubbletea:overcommitted", "1 while nothing new is let in because training is slower than promised"
+            "bubbletea:overcommitted",
+            "1 while new requests are refused because training is slower than --slowdown allows",
         )
         self._iterations = Summary(
             "bubbletea:training_iteration_seconds",
@@ -69,7 +70,7 @@ class ServiceMetrics:
         self._filled_s = self._counter("bubbletea:filled_seconds", "Of that, spent on prefill", "worker")
         self._slices = self._counter("bubbletea:slices", "Pieces of prefill run", "worker")
         self._late = self._counter("bubbletea:slices_late", "Pieces that took longer than predicted", "worker")
-        self._trouble = self._counter("bubbletea:scheduler_errors", "Errors that the scheduler survived")
+        self._trouble = self._counter("bubbletea:scheduler_errors", "Errors in the scheduler after which it continued")
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -306,15 +306,15 @@ EVENT = {"type": "object", "properties": {"data": {"type": "string"}}}
 """An event of a stream: a JSON object as text; the last one is [DONE]."""
 RETRY = {"Retry-After": {"description": "Seconds", "schema": {"type": "integer", "minimum": 0}}}
 STATUSES = {
-    "400": "Not a proper request",
+    "400": "Not a valid request",
     "401": "No key, or a wrong one",
     "404": "No such model or path",
     "405": "Another method",
-    "408": "The body did not come in time",
+    "408": "The body did not arrive in time",
     "413": "The body is too large",
     "415": "The body is not JSON",
     "429": "No bubble fits in time: Retry-After says when one will",
-    "503": "No worker is there, or the service drains: Retry-After says when to ask again",
+    "503": "No worker is connected, or the service is draining: Retry-After says when to retry",
 }
 
 

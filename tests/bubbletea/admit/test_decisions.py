@@ -193,7 +193,7 @@ def test_layers_are_distributed_by_the_length_of_windows() -> None:
 
 
 def test_missing_memory_on_all_workers_is_an_error() -> None:
-    with pytest.raises(AtlasError, match="roomiest worker"):
+    with pytest.raises(AtlasError, match="worker with most memory"):
         build_lanes(pattern(OPEN, 100 * MS, memory_bytes=1), COSTS, num_ranks=1, chunk=256)
 
 
