@@ -132,8 +132,8 @@ def _require(need: int, there: int | None, what: str) -> None:
     if there is not None and need > there:
         raise AtlasError(
             f"the model does not fit: weights, gradients, optimizer state, activations and copies for saves take "
-            f"{need / GIB:.1f} GiB, and there are {there / GIB:.1f} GiB {what}. Plan with more stages or more hosts, set "
-            "zero: 1 or recompute: true, or train a smaller model"
+            f"{need / GIB:.1f} GiB, and there are {there / GIB:.1f} GiB {what}. Plan with more stages or more hosts, "
+            "set zero: 1 or recompute: true, or train a smaller model"
         )
 
 
