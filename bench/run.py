@@ -63,6 +63,7 @@ BENCHES: dict[str, Bench] = {
     "first_job": Bench(20, 90),
     "gpu_fill": Bench(15, 300, ()),
     "host_losses": Bench(40, 150),
+    "join": Bench(12, 150),
     "launch_files": Bench(60, 60, ("--only", "shell", "torchrun")),
     "load_generator": Bench(12, 0, None),
     "monotone": Bench(60, 120),

@@ -1,7 +1,7 @@
 """Whether `bubbletea serve PLAN --slowdown X` keeps its limit: iteration times of training with and without requests.
 
-It starts the command, lets training run without requests, then loads the service with prompts of one length, and
-compares the iteration times that training reports.
+It starts the service and the training, lets training run without requests, then loads the service with prompts of one
+length, and compares the iteration times that the workers report.
 
     python bench/serve_slowdown.py            # prompts of 512 and of 4,000 tokens
     python bench/serve_slowdown.py --quick    # fewer iterations
@@ -19,6 +19,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -68,26 +69,19 @@ class Watch:
 
 
 class Command:
-    """`bubbletea serve examples/tiny.yaml`, as a user starts it."""
+    """`bubbletea serve` and `atlas train --filler bubbletea`, as a user starts them."""
 
-    def __init__(self, promised: float) -> None:
+    def __init__(self, promised: float, folder: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as sock:
             port = sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        given = [
-            "examples/tiny.yaml",
-            "--slower",
-            "3",
-            "--slowdown",
-            str(promised),
-            "--port",
-            str(port),
-            "--drain",
-            "1",
+        run = ["examples/tiny.yaml", "--slower", "3"]
+        serve = ["--slowdown", str(promised), "--port", str(port), "--drain", "1", "--folder", folder]
+        train = ["--emulate", "--steps", "1000000", "--no-bar", "--filler", "bubbletea", "--filler-folder", folder]
+        self._processes = [
+            subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, stdout=subprocess.DEVNULL)
+            for command in (["bubbletea.cli", "serve", *run, *serve], ["atlas", "train", *run, *train])
         ]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bubbletea.cli", "serve", *given], cwd=ROOT, stdout=subprocess.DEVNULL
-        )
 
     def __enter__(self) -> Command:
         deadline = time.monotonic() + 180
@@ -102,12 +96,14 @@ class Command:
         raise TimeoutError("the workers did not come")
 
     def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def load(url: str, length: int, over: threading.Event) -> None:
@@ -130,7 +126,7 @@ def error_of(seconds: list[float]) -> float:
 
 
 def measure(report: Report, length: int, num_alone: int, num_loaded: int, settle: int) -> None:
-    with Command(PROMISED) as service:
+    with tempfile.TemporaryDirectory() as folder, Command(PROMISED, folder) as service:
         watch, deadline = Watch(service.url), time.monotonic() + 400
         for _ in range(SETTLE):
             watch.next_s(deadline)

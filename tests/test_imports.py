@@ -50,6 +50,7 @@ BUBBLETEA_MAY_IMPORT = {
     "handoff": {"atlas.runtime", "frames", "kv_blocks", "model_identity", "prefill"},
     "serve": {
         *("atlas.ir", "atlas.spec", "atlas.cost", "atlas.sim", "atlas.evaluate", "atlas.runtime", "atlas.launch"),
+        *("atlas.console", "atlas.wan"),
         *("costs", "flags", "frames", "kv_blocks", "windows", "admit", "prefill", "handoff"),
     },
     "sim": {

@@ -14,11 +14,10 @@ import hmac
 import json
 import logging
 import secrets
-import socket
 import struct
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from atlas.errors import WorkerError
 
@@ -36,6 +35,20 @@ CHALLENGE, PROOF, WELCOME = 1, 2, 3
 """Kinds of the handshake; other modules number theirs from 16."""
 
 Payload = bytes | bytearray | memoryview
+
+
+class FrameSocket(Protocol):
+    """What a blocking socket has, with TLS or without."""
+
+    def settimeout(self, seconds: float | None, /) -> None: ...
+
+    def recv_into(self, buffer: memoryview, /) -> int: ...
+
+    def sendall(self, data: Payload, /) -> None: ...
+
+    def shutdown(self, how: int, /) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class ClosedError(WorkerError):
@@ -78,19 +91,19 @@ def _fields(text: bytes) -> dict[str, Any]:
 
 
 # ---- blocking sockets --------------------------------------------------------------------------------------------
-def send(sock: socket.socket, kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> None:
+def send(sock: FrameSocket, kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> None:
     sock.sendall(pack(kind, fields, payload))
     if len(payload):
         sock.sendall(payload)
 
 
-def receive(sock: socket.socket, *, max_payload: int = MAX_PAYLOAD_BYTES) -> WireFrame:
+def receive(sock: FrameSocket, *, max_payload: int = MAX_PAYLOAD_BYTES) -> WireFrame:
     kind, num_fields, num_payload = _sizes(bytes(_exactly(sock, _HEAD.size)), MAX_FIELDS_BYTES, max_payload)
     fields = _fields(bytes(_exactly(sock, num_fields)))
     return WireFrame(kind, fields, _exactly(sock, num_payload))
 
 
-def _exactly(sock: socket.socket, count: int) -> bytearray:
+def _exactly(sock: FrameSocket, count: int) -> bytearray:
     data = bytearray(count)
     view, done = memoryview(data), 0
     while done < count:
@@ -170,7 +183,7 @@ def _proof(token: str, role: str, first: str, second: str) -> str:
     return hmac.new(token.encode(), said, hashlib.sha256).hexdigest()
 
 
-def greet(sock: socket.socket, token: str, who: Mapping[str, Any]) -> dict[str, Any]:
+def greet(sock: FrameSocket, token: str, who: Mapping[str, Any]) -> dict[str, Any]:
     """The connecting side of the handshake; returns the other side's answer."""
     sock.settimeout(GREETING_S)
     challenge = receive(sock, max_payload=0)

@@ -46,6 +46,7 @@ SURFACE = {
     "report": {"runs", "--out", "--title", "--salvage"},
     "metrics": {"folders", "--against", "--salvage", "--definitions", "--json", "--page"},
     "train": {"plan", "--emulate", "--slower", "--page", "--device", "--checkpoints", "--profile", "--profile-out"}
+    | {"--filler", "--filler-folder", "--filler-mib"}
     | {"--dc", "--rendezvous", "--coordinator", "--listen", "--advertise", "--ports", "--reach", "--node", "--spare"}
     | HOW,
     "coordinator": {"plan", "--listen", "--state"} | HOW,

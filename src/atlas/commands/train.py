@@ -51,6 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--slower", type=whole(1, 1000), default=1, metavar="X", help="multiply every duration by X, for a slow host"
     )
     parser.add_argument("--page", type=Path, metavar="FILE", help="write both timelines as a page")
+    filler_flags(parser)
     watch_flags(parser)
     trace_flags(parser)
     dc_flags(parser)
@@ -95,6 +96,18 @@ def how_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def filler_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--filler", metavar="NAME", help="what uses the workers' waits: bubbletea (default: nothing; `bubbletea serve`)"
+    )
+    parser.add_argument(
+        "--filler-folder", type=Path, metavar="DIR", help="folder in which the filler's service says how to reach it"
+    )
+    parser.add_argument(
+        "--filler-mib", type=whole(1, 10**7), metavar="N", help="memory of each worker for the filler (default 256)"
+    )
+
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """A scheduler sends them before it takes the hosts away: save, and end with 75."""
 FLAGS = {
@@ -117,6 +130,9 @@ FLAGS = {
     "log": "logging.lines",
     "timeline": "logging.timeline",
     "metrics_port": "logging.metrics_port",
+    "filler": "filler.name",
+    "filler_folder": "filler.folder",
+    "filler_mib": "filler.memory_mib",
 }
 """By flag: the key of the recipe that it replaces."""
 

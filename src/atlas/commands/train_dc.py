@@ -110,6 +110,7 @@ def run_dc(
         launchers_here=launchers_here,
         auto_replan=args.auto_replan,
         without=tuple(args.without),
+        filler=options.filler,
     )
     choice = watched(args, recipe.logging, job, options)
 

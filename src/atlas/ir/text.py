@@ -8,6 +8,7 @@ text is well formed and names the line that is not. `ir.check` checks the Progra
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -57,6 +58,11 @@ def to_text(program: Program) -> str:
             lines.append(f"{pipelines}.s{rank} @{quoted(program.rank_dc[rank])}:{text}")
         first = last + 1
     return "\n".join(lines + _turn_lines(program)) + "\n"
+
+
+def program_id(text: str) -> str:
+    """The same for two that run the same Program."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def to_torch_csv(program: Program, pipeline: int = 0) -> str:

@@ -41,7 +41,7 @@ from atlas.launch.run_state import ATTEMPT_BITS
 from atlas.launch.site_network import SiteNetwork
 from atlas.launch.worker_logs import WorkerLogs, log_folder
 from atlas.launch.worker_processes import WorkerProcesses
-from atlas.runtime.assignment import SHIPPED, Assignment, SaveChoice, SumsKind, TrainingSetup, read
+from atlas.runtime.assignment import SHIPPED, Assignment, FillerChoice, SaveChoice, SumsKind, TrainingSetup, read
 from atlas.runtime.wiring import WorkerRole
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address, PeerRoute
@@ -78,6 +78,8 @@ class AgentSettings:
     """Whether to continue without a lost datacenter without asking."""
     without: tuple[str, ...] = ()
     """Datacenters that are known to be lost."""
+    filler: FillerChoice | None = None
+    """What uses the waits of its workers."""
 
 
 @dataclass
@@ -253,6 +255,7 @@ class Agent:
 
     def _prepare(self, attempt: _Attempt, message: Message) -> None:
         wanted, mine = message["prepare"], self.settings
+        local = mine.network.facts(mine.name, mine.rendezvous).local
         sums, on_loopback = wanted["sums"]
         training = self._local(read(TrainingSetup, wanted["training"]), sums)
         text = unpack_text(wanted["program"])
@@ -281,7 +284,7 @@ class Agent:
                 device=device,
                 tp=wanted["tp"],
                 listen=mine.network.listen,
-                sums_listen=LOOPBACK if on_loopback else mine.network.facts(mine.name, mine.rendezvous).local,
+                sums_listen=LOOPBACK if on_loopback else local,
                 shares_gpu=":" in mine.device,
                 port=mine.network.port(index + saves),
                 streams=wanted["streams"],
@@ -290,6 +293,7 @@ class Agent:
                 epoch=attempt.epoch,
                 patience_s=wanted["patience_s"],
                 save=save,
+                filler=None if mine.filler is None else replace(mine.filler, host=local),
             )
             workers.send(role.name, {"assignment": assignment.to_json()})
         self._reply(attempt, {"prepared": workers.pids})

@@ -38,7 +38,7 @@ def is_coordinator(job: Job, options: TrainOptions, settings: AgentSettings) -> 
 
 def train_here(job: Job, options: TrainOptions, settings: AgentSettings, callbacks: RunCallbacks) -> int:
     """Run this launcher to the end of the whole run; its exit code."""
-    require_executable(job)
+    require_executable(job, options.filler)
     job = _without_lost(job, options, settings)
     datacenters = _datacenters(job)
     mine = settings.name
@@ -98,7 +98,7 @@ def train_here(job: Job, options: TrainOptions, settings: AgentSettings, callbac
 def coordinate(job: Job, options: TrainOptions, settings: AgentSettings, callbacks: RunCallbacks, state: Path) -> int:
     """Coordinate a run from a host without workers; the exit code. `state`: the folder for what a coordinator that is
     started again must know."""
-    require_executable(job)
+    require_executable(job, options.filler)
     job = _without_lost(job, options, settings)
     _require_other_name(_datacenters(job))
     prepared, security = prepare_job(job, options), security_of(settings)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from atlas.cost.memory import StateBytes, peak_memory, state_bytes
 from atlas.errors import AtlasError, SpecError
-from atlas.runtime.assignment import TrainingSetup
+from atlas.runtime.assignment import FillerChoice, TrainingSetup
 from atlas.runtime.models.config import DecoderConfig, even_layers, model_layers
 from atlas.runtime.wiring import WorkerRole
 from atlas.spec import Job
@@ -32,8 +32,16 @@ CGROUP_FILES = (
 """Limit and use of this container's memory, in version 2 and in version 1."""
 
 
-def require_executable(job: Job) -> None:
-    """Raise for jobs of another runtime, and for a tensor-parallel group larger than a node."""
+def require_executable(job: Job, filler: FillerChoice | None = None) -> None:
+    """Raise for jobs of another runtime, for a tensor-parallel group larger than a node, and for one with a filler."""
+    if filler is not None and job.tp > 1:
+        raise SpecError(
+            where=job.where,
+            key="tp",
+            value=job.tp,
+            rule=f"filler {filler.name} uses the waits of workers of one GPU",
+            remedy="Write tp: 1, or train without --filler",
+        )
     if job.runtime != "atlas":
         raise SpecError(
             where=job.where,

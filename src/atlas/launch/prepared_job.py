@@ -10,9 +10,10 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from atlas.cost.table import Costs
-from atlas.evaluate import build, find_schedule, prepare
+from atlas.evaluate import Case, build, find_schedule, prepare
 from atlas.ir.program import Program
 from atlas.launch.measured import with_norm
 from atlas.launch.rendezvous import AgentName
@@ -64,15 +65,28 @@ class PreparedJob:
         return found
 
 
-def prepare_job(job: Job, options: TrainOptions, before: PreparedJob | None = None) -> PreparedJob:
-    """`before`: the run continues its training, with the layers divided as the new job says."""
+class BuiltProgram(NamedTuple):
+    """What the workers of a run execute, and what it costs."""
+
+    case: Case
+    program: Program
+    costs: Costs
+
+
+def build_program(job: Job, options: TrainOptions) -> BuiltProgram:
+    """The same for all launchers of a run, and for those who only watch it. Reads neither model nor data."""
     chosen = find_schedule(options.schedule)
     case = prepare(job, chosen, options.tcp)
     program = build(case, chosen, budget=options.budget)
     if options.clip is not None:
         program = with_norm(program)
     require_runnable(program)
-    costs = case.costs_of(program)
+    return BuiltProgram(case, program, case.costs_of(program))
+
+
+def prepare_job(job: Job, options: TrainOptions, before: PreparedJob | None = None) -> PreparedJob:
+    """`before`: the run continues its training, with the layers divided as the new job says."""
+    case, program, costs = build_program(job, options)
     if before is None:
         training = make_training(case, options, program.num_stages)
     else:

@@ -50,7 +50,7 @@ class Rehearsal:
 
 def rehearse(job: Job, options: TrainOptions, *, on_step: OnStep | None = None) -> Rehearsal:
     """Run the job's Program here; restart it after a failure where it is saved."""
-    require_executable(job)
+    require_executable(job, options.filler)
     prepared = prepare_job(job, options)
     _require_small(prepared)
     needs = worker_needs(prepared.roles, prepared.job, prepared.training, saves=options.checkpoints is not None)
@@ -94,6 +94,7 @@ def _attempt(prepared: PreparedJob, options: TrainOptions, on_step: OnStep) -> R
         tp=prepared.job.tp,
         patience_s=20.0 + 2 * predicted.iteration_ns / 1e9,
         save=found.by_datacenter,
+        fillers={} if options.filler is None else {role.name: options.filler for role in prepared.roles},
         keep_weights=False,
         predicted_s=predicted.iteration_ns / 1e9,
     )

@@ -12,13 +12,21 @@ from typing import Any, Literal
 from atlas.errors import AtlasError, SpecError
 from atlas.evaluate import Case
 from atlas.launch.supervisor import RestartPolicy
-from atlas.runtime.assignment import DataChoice, ModelChoice, SumsKind, TrainingSetup, stand_in
+from atlas.runtime.assignment import (
+    DataChoice,
+    FillerChoice,
+    ModelChoice,
+    SumsKind,
+    TrainingSetup,
+    find_filler,
+    stand_in,
+)
 from atlas.runtime.data.batches import open_dataset
 from atlas.runtime.models.config import from_spec
 from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.spec.plan import Plan, PlanSchedule
-from atlas.spec.recipe import LearningRateRecipe, OptimizerRecipe, Recipe
+from atlas.spec.recipe import FillerRecipe, LearningRateRecipe, OptimizerRecipe, Recipe
 
 STAND_IN_LENGTH = 64
 """Tokens of a sequence, where a stand-in reads real data."""
@@ -70,6 +78,8 @@ class TrainOptions:
     """How long a worker waits for a peer before it fails."""
     gather_s: float = 600.0
     """How long to wait for all launchers at the start."""
+    filler: FillerChoice | None = None
+    """What uses the workers' waits."""
 
     @classmethod
     def of(
@@ -103,7 +113,16 @@ def recipe_options(recipe: Recipe, *, model: str) -> dict[str, Any]:
         "patience_s": recipe.network.patience,
         "gather_s": recipe.network.gather,
         "stated": frozenset(recipe.stated),
+        "filler": _filler(recipe.filler),
     }
+
+
+def _filler(recipe: FillerRecipe) -> FillerChoice | None:
+    if recipe.name is None:
+        return None
+    find_filler(recipe.name)
+    folder = {"folder": recipe.folder} if recipe.folder is not None else {}
+    return FillerChoice(recipe.name, {**folder, "memory_mib": recipe.memory_mib})
 
 
 def optimizer_settings(options: TrainOptions) -> OptimizerSettings:

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter
 
+from atlas.errors import AtlasError
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.wan.transport.base import PeerRoute
 
 T = TypeVar("T")
+FILLERS = "atlas.fillers"
+"""The group of entry points."""
 Json = dict[str, Any]
 SumsKind = Literal["ordered", "fast", "transport"]
 
@@ -132,6 +136,17 @@ class FillerChoice:
 
     name: str
     settings: Json = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    """The address of this host inside its datacenter."""
+
+
+def find_filler(name: str) -> EntryPoint:
+    """Raises AtlasError if it is not installed."""
+    found = {entry.name: entry for entry in entry_points(group=FILLERS)}
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none"
+        raise AtlasError(f"filler {name!r}: not installed; installed are {known}. Install the package that provides it")
+    return found[name]
 
 
 @dataclass(frozen=True)

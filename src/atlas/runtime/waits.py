@@ -8,19 +8,18 @@ continues. Without a filler, waiting costs nothing extra.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib.metadata import entry_points
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from atlas.errors import AtlasError
 from atlas.ir.program import Ints, Op, Program
-from atlas.runtime.assignment import FillerChoice, Json
+from atlas.runtime.assignment import FillerChoice, Json, find_filler
 from atlas.runtime.device import Device, Running, Span
+from atlas.wan.security.credentials import Security
 
-GROUP = "atlas.fillers"
 T = TypeVar("T")
 log = logging.getLogger("atlas.waits")
 
@@ -60,11 +59,18 @@ class WorkerFacts:
     """`p0.s1`"""
     datacenter: str
     worker: int
+    """Its number over all cells."""
     program: Program
     ops: Sequence[Op]
     """Its own, in order: `Position.index` counts them."""
     compute_ns: Ints
     """[s, k] of its pipeline, by the cost model; zeros if it is not paced."""
+    plan: str = ""
+    """The id of the Program (`ir.text.program_id`)."""
+    host: str = "127.0.0.1"
+    """Its address inside the datacenter."""
+    security: Security = field(default_factory=Security)
+    """The run's certificates."""
 
 
 class SharedDevice:
@@ -164,18 +170,14 @@ class Waits:
             what(self._filler)
         except Exception as error:
             log.exception("the filler failed (%r) and is not called again; training continues", error)
-            self._filler = None
+            failed, self._filler = self._filler, None
+            with contextlib.suppress(Exception):
+                failed.close()  # its service must not count on this worker
 
 
 def load_filler(choice: FillerChoice | None) -> Filler | None:
     """The filler of an assignment."""
     if choice is None:
         return None
-    found = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if choice.name not in found:
-        known = ", ".join(sorted(found)) or "none"
-        raise AtlasError(
-            f"filler {choice.name!r}: not installed; installed are {known}. Install the package that provides it"
-        )
-    make: Callable[[Json], Filler] = found[choice.name].load()
+    make: Callable[[Json], Filler] = find_filler(choice.name).load()
     return make(choice.settings)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atlas.errors import DivergedRunError, ProgramError
 from atlas.ir.program import BACKWARD, BACKWARDS, FORWARD, NUM_KINDS, PER_MICROBATCH, Kind, Op
-from atlas.ir.text import from_text
+from atlas.ir.text import from_text, program_id
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import SaveId
 from atlas.runtime.device import Device, Span
@@ -137,8 +137,10 @@ class Worker:
         if self.saving is not None:
             self.saving.start_copying(self.links, self._on_copied)
         self.stage_set.warm_up()
+        role, filler, id = self.role, self.assignment.filler, program_id(self.assignment.program)
+        host, security = "127.0.0.1" if filler is None else filler.host, self.links.main.security
         facts = WorkerFacts(
-            self.role.name, self.role.datacenter, self.role.worker, self.program, self.ops, self.compute_ns
+            role.name, role.datacenter, role.number, self.program, self.ops, self.compute_ns, id, host, security
         )
         self.waits.attach(facts, self.device, lambda span: self.recorder.current.note_fill(span))
 

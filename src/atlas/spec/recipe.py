@@ -35,6 +35,7 @@ PATHS: tuple[Keys, ...] = (
     ("logging", "folder"),
     ("logging", "lines"),
     ("logging", "timeline"),
+    ("filler", "folder"),
 )
 
 
@@ -123,6 +124,17 @@ class LoggingRecipe(Frozen):
     """Serve /metrics for Prometheus there; 0: any free port."""
 
 
+class FillerRecipe(Frozen):
+    """`filler:`"""
+
+    name: Name | None = None
+    """What uses the workers' waits, such as `bubbletea`; default: nothing."""
+    folder: Text | None = None
+    """Where its service says how to reach it; default: the filler's own."""
+    memory_mib: Annotated[int, Field(strict=True, ge=1, le=10**7)] = 256
+    """Of each worker's device: reserved for it before the first step."""
+
+
 class Recipe(Frozen):
     """A whole recipe. Every key has a default."""
 
@@ -156,6 +168,8 @@ class Recipe(Frozen):
     """Between datacenters."""
     logging: LoggingRecipe = LoggingRecipe()
     """Files and ports of this launcher's reports."""
+    filler: FillerRecipe = FillerRecipe()
+    """What uses the time in which workers wait."""
 
     @property
     def stated(self) -> set[str]:
@@ -183,6 +197,7 @@ ROOMS: dict[Keys, type[Frozen]] = {
     ("checkpoints",): CheckpointRecipe,
     ("network",): NetworkRecipe,
     ("logging",): LoggingRecipe,
+    ("filler",): FillerRecipe,
 }
 """Which model holds at which place of a recipe: the keys to choose from when one is misspelt."""
 

@@ -45,6 +45,10 @@ class Arena:
     def free_bytes(self) -> int:
         return sum(end - start for start, end in self._free)
 
+    def clear(self) -> None:
+        """Frees all rooms: nothing may use them any more."""
+        self._free = [(0, self.num_bytes)]
+
     def take(self, num_bytes: int) -> Room | None:
         """The first free part that is long enough; None if there is none."""
         needed = aligned(num_bytes)

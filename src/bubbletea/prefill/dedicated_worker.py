@@ -17,6 +17,7 @@ import torch
 from atlas.lifetime import Lifeline
 from atlas.runtime.hardware import make_device
 from atlas.runtime.waits import Position, SharedDevice
+from bubbletea.prefill.joining import WorkerIdentity
 from bubbletea.prefill.plugin import BubbleTea
 
 
@@ -44,7 +45,7 @@ def main() -> int:
     sys.setswitchinterval(0.0005)
     filler = BubbleTea({"address": settings.address, "token_file": settings.token_file})
     device = SharedDevice(make_device(settings.device), lambda span: None)
-    filler.open(f"w{settings.worker}", settings.datacenter, settings.worker, device)
+    filler.open(WorkerIdentity(f"w{settings.worker}", settings.datacenter, settings.worker), device)
     gc.freeze()  # excluded from garbage collection, which could otherwise delay a piece
     run(filler, settings)
     return 0

@@ -89,6 +89,8 @@ class PrefillEngine:
         self._lock = threading.Lock()
         self._offers: dict[tuple[int, int], _Offer] = {}
         self._dropped: set[tuple[int, int]] = set()
+        self._gone: list[_Offer] = []
+        """Dropped; their memory is freed on the device's thread."""
         self.changed = threading.Event()
         """Set when there may be a new piece to run."""
 
@@ -119,7 +121,9 @@ class PrefillEngine:
 
     def cancel_all(self) -> None:
         with self._lock:
-            self._dropped.update(self._offers)
+            self._gone += self._offers.values()  # a new service numbers its tasks from 1 again
+            self._offers.clear()
+            self._dropped.clear()
         self.changed.set()
 
     @property
@@ -236,8 +240,9 @@ class PrefillEngine:
 
     def _forget_dropped(self) -> None:
         with self._lock:
-            gone = [self._offers.pop(key) for key in self._dropped if key in self._offers]
+            gone = [*self._gone, *(self._offers.pop(key) for key in self._dropped if key in self._offers)]
             self._dropped.clear()
+            self._gone.clear()
         for offer in gone:
             if offer.job is not None:
                 self.shard.arena.free(offer.job.room)

@@ -74,6 +74,11 @@ class Filling:
         if not self._fill_until(arrived) and self._paced_ns is None:
             self.engine.reconsider(lambda cost_ns: began_ns + cost_ns <= self.stop_ns)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a piece was started and not settled."""
+        return bool(self._queue)
+
     def over(self, position: Position, began_ns: int, ended_ns: int) -> int:
         """The wait is over; returns the time that prefill used."""
         self.guard.observe(position.index, began_ns, ended_ns)

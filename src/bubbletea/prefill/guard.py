@@ -45,6 +45,10 @@ class Guard:
         self._seen: dict[int, deque[_Wait]] = {}
         self._anchor = _Anchor(-1, 0)
 
+    def expect(self, risk: float, expected_ns: Mapping[int, int]) -> None:
+        """Another service: its risk, and what its schedule says. Observed waits are kept."""
+        self.risk, self._expected_ns = risk, dict(expected_ns)
+
     def wait_ns(self, index: int, began_ns: int) -> int:
         """The predicted length of the wait of op `index` that started at `began_ns`."""
         seen = self._seen.get(index) or deque[_Wait]()

@@ -53,6 +53,11 @@ class WorkerOrder:
     waits_ns: dict[int, int] = field(default_factory=dict)
     """By op: its expected wait, used until enough waits were observed."""
 
+    @property
+    def part(self) -> tuple[object, ...]:
+        """What has to be loaded for it."""
+        return self.served, self.layers_per_stage, self.stage, self.arena_bytes, self.workspace_bytes, self.chunk
+
     def paced_ns(self, piece: PrefillPiece) -> int:
         """How long a piece occupies a paced device."""
         assert self.pace is not None, "the device is not paced"

@@ -1,5 +1,5 @@
 """A worker's connection to the service: receives tasks, sends keys and values and reports. It has its own threads, so
-that the training thread never waits for a socket. Reconnects after a restart of the service.
+that the training thread never waits for a socket. When it breaks, all it has is dropped; `plugin` makes a new one.
 
 Knows messages and the engine's interface; not bubbles.
 """
@@ -11,7 +11,6 @@ import logging
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from atlas.errors import WorkerError
-from bubbletea.frames import Payload, WireFrame, greet, receive, send
+from bubbletea.frames import FrameSocket, Payload, WireFrame, receive, send
 from bubbletea.kv_blocks import KV, KvBlock, bytes_of, pack_block, unpack_block
 from bubbletea.prefill.engine import PrefillEngine
 from bubbletea.prefill.job import PrefillPiece, PrefillTask
@@ -39,24 +38,11 @@ from bubbletea.prefill.messages import (
 from bubbletea.prefill.staging import Staged
 
 log = logging.getLogger("bubbletea.link")
-CONNECT_S = 5.0
-AGAIN_S = 0.5
 REPORT_S = 0.05
 MAX_REPORTS = 256
 """Most pieces, and most waits, in one frame."""
 MAX_PENDING_BYTES = 256 << 20
 """Most bytes of keys and values that are not sent yet: if the service is slower than prefill, prefill waits."""
-
-
-def dial(address: str) -> socket.socket:
-    """`unix:PATH` or `HOST:PORT`."""
-    if address.startswith("unix:"):
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.settimeout(CONNECT_S)
-        sock.connect(address.removeprefix("unix:"))
-        return sock
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=CONNECT_S)
 
 
 class _Outgoing(NamedTuple):
@@ -69,14 +55,19 @@ class _Outgoing(NamedTuple):
 
 
 class ServiceLink:
-    """`order` is the service's WorkerOrder for this worker; then call `serve(engine)`. Also the engine's outlet."""
+    """After the handshake (`joining`): `order` is the service's WorkerOrder; then call `serve(engine)`. Also the
+    engine's outlet."""
 
-    def __init__(self, address: str, token: str, who: Json) -> None:
-        self.address, self.token, self.who = address, token, who
-        self._sock = dial(address)
-        self.order: Json = self._greet(self._sock)
+    def __init__(self, sock: FrameSocket, answer: Json, offset_ns: int = 0) -> None:
+        """`answer`: of the service, in the handshake."""
+        self._sock, self.offset_ns = sock, offset_ns
+        """Offset of the service's clock from this host's, within half a round trip."""
+        self.order: Json = answer["order"]
+        self.has_baseline = bool(answer.get("has_baseline"))
+        """The service has measured training's iterations without prefill."""
+        self.lost = threading.Event()
+        """The connection is broken or closed."""
         self._out: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
-        self._closed = threading.Event()
         self._lock = threading.Lock()
         self._ran: list[tuple[Any, ...]] = []
         self._waits: list[tuple[int, ...]] = []
@@ -85,16 +76,6 @@ class ServiceLink:
         self._cached: dict[str, dict[int, Tensor]] = {}
         self._queued_bytes = self._sent_bytes = 0
         """Of keys and values; the first is written by the engine's thread, the second by the sending thread."""
-
-    def _greet(self, sock: socket.socket) -> Json:
-        before = time.monotonic_ns()
-        answer = greet(sock, self.token, self.who)
-        self.offset_ns = int(answer["now_ns"]) - (before + time.monotonic_ns()) // 2
-        """Offset of the service's clock from this host's, within half a round trip."""
-        self.has_baseline = bool(answer.get("has_baseline"))
-        """The service has measured training's iterations without prefill."""
-        order: Json = answer["order"]
-        return order
 
     def serve(self, engine: PrefillEngine, on_share: Callable[[float], None] = lambda share: None) -> None:
         """Reports this worker as ready and starts the threads. `on_share` gets the share of each wait that may be
@@ -105,9 +86,11 @@ class ServiceLink:
             threading.Thread(target=target, daemon=True, name=f"bubbletea {target.__name__[1:]}").start()
 
     def close(self) -> None:
-        self._closed.set()
+        self.lost.set()
         self._out.put(None)
-        self._hang_up()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
 
     # ---- the engine's outlet -----------------------------------------------------------------------------------
     @property
@@ -148,13 +131,13 @@ class ServiceLink:
         return self._engine.shard.served.id
 
     def _read(self) -> None:
-        while not self._closed.is_set():
+        while not self.lost.is_set():
             try:
                 self._take(receive(self._sock))
-            except Exception as error:  # a broken connection or an invalid message must not end this thread
+            except Exception as error:  # an invalid message ends the connection, not the process
                 if not isinstance(error, OSError | WorkerError):
                     log.exception("a frame from the service could not be processed")
-                self._reconnect()
+                self.close()
 
     def _take(self, frame: WireFrame) -> None:
         assert self._engine is not None
@@ -183,9 +166,7 @@ class ServiceLink:
         while (out := self._out.get()) is not None:
             try:
                 frame = out.make()
-                with contextlib.suppress(
-                    OSError
-                ):  # the reading thread reconnects; frames for the old connection are void
+                with contextlib.suppress(OSError):  # the reading thread notices it too
                     send(self._sock, *frame)
             except Exception as error:  # only this frame fails
                 log.exception("a frame for the service could not be made")
@@ -197,7 +178,7 @@ class ServiceLink:
                 self._engine.changed.set()
 
     def _tick(self) -> None:
-        while not self._closed.wait(REPORT_S):
+        while not self.lost.wait(REPORT_S):
             self.report()
 
     def report(self) -> None:
@@ -206,27 +187,6 @@ class ServiceLink:
             waits, self._waits = self._waits[:MAX_REPORTS], self._waits[MAX_REPORTS:]
         if ran or waits:
             self._out.put(_Outgoing(lambda: (REPORT, {"ran": ran, "waits": waits}, b"")))
-
-    def _reconnect(self) -> None:
-        assert self._engine is not None
-        self._hang_up()
-        self._engine.cancel_all()
-        self._cached.clear()
-        while not self._closed.wait(AGAIN_S):
-            with contextlib.suppress(OSError, WorkerError, KeyError, TypeError, ValueError):
-                sock = dial(self.address)
-                if self._greet(sock) != self.order:
-                    sock.close()
-                    self.close()  # another service: this worker has other layers
-                    return
-                self._sock = sock
-                self._out.put(_Outgoing(lambda: (READY, {}, b"")))
-                return
-
-    def _hang_up(self) -> None:
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
 
 
 def _name(task: PrefillTask) -> Json:

@@ -14,6 +14,7 @@ import torch
 
 from atlas.runtime.models.decoder import LayerRange
 from atlas.spec.job import Model
+from atlas.wan.security.credentials import Security
 from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
 from bubbletea.admit.records import PrefillLane
@@ -34,6 +35,7 @@ from bubbletea.serve.metrics import ServiceMetrics
 from bubbletea.serve.planner import Planner
 from bubbletea.serve.prefix_store import Prefixes
 from bubbletea.serve.promise import Promise
+from bubbletea.serve.roster import Roster
 from bubbletea.serve.service import Service
 from bubbletea.serve.tokens import Text
 from bubbletea.serve.worker_windows import WorkerWindows
@@ -70,6 +72,16 @@ class ServiceSettings:
     aims: Aims = field(default_factory=Aims)
 
 
+@dataclass(frozen=True)
+class WorkersAt:
+    """Where workers of a run connect."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    security: Security | None = None
+    """The run's certificates."""
+
+
 @dataclass
 class Parts:
     """A service, ready to `start` on a running event loop."""
@@ -83,14 +95,23 @@ class Parts:
     service: Service
     api: Api
 
-    async def start(self, folder: Path, handoff: tuple[str, int] = ("127.0.0.1", 0), *, anywhere: bool = False) -> str:
-        """Listens for workers in `folder` (private to this user) and for decode engines; returns the workers'
+    async def start(
+        self,
+        folder: Path,
+        handoff: tuple[str, int] = ("127.0.0.1", 0),
+        *,
+        anywhere: bool = False,
+        workers: WorkersAt | None = None,
+    ) -> str:
+        """Listens for workers (None: in `folder`, private to this user) and for decode engines; returns the workers'
         address."""
         (folder / "token").touch(mode=0o600)
         (folder / "token").write_text(self.token)
         await self.kv_server.start(*handoff, anywhere=anywhere)
         self.dispatcher.start()
-        return await self.connections.start(folder / "workers.sock")
+        if workers is None:
+            return await self.connections.start(folder / "workers.sock")
+        return await self.connections.listen(workers.host, workers.port, workers.security)
 
     async def close(self) -> None:
         await self.dispatcher.close()
@@ -122,10 +143,11 @@ def assemble(settings: ServiceSettings, windows: WorkerWindows, keys: Keys, toke
     )
     planner.warm_up()
     orders = _orders(settings, windows, lanes, forecast.risk)
-    connections = WorkerConnections(token, orders.get, served.id)
+    roster = Roster(orders, windows.numbers, windows.plan, windows.device)
+    connections = WorkerConnections(token, roster.find, served.id)
     store, metrics = KvStore(served, settings.store_bytes, keys.weights), ServiceMetrics(settings.name)
     prefixes = Prefixes(settings.prefix_bytes, keys.weights)
-    promise = Promise(settings.budget) if windows.trains else None
+    promise = Promise(settings.budget, metrics.iterated) if windows.trains else None
     dispatcher = Dispatcher(connections, planner, store, prefixes, metrics, settings.patience_s, promise=promise)
     kv_server = KvServer(store, token)
     text = Text.of_folder(served.folder) if served.folder is not None else Text.of_bytes()

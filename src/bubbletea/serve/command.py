@@ -1,6 +1,7 @@
-"""Serve a model in the bubbles of a training job: starts the training (emulated, on this machine) with BubbleTea in
-every worker, and an OpenAI-compatible service for them.
+"""Serve a model in the bubbles of a training run: an OpenAI-compatible service that the run's workers join.
 
+Training is a command of its own: `atlas train PLAN --emulate --filler bubbletea`, or `--dc NAME` in each datacenter,
+with one service in each (`bubbletea serve PLAN --dc NAME`). Service and training start, stop and return in any order.
 Without PLAN there is no training: `--alone N` workers only prefill. Without --model a tiny random model is served.
 Ctrl-C drains the service: admitted requests are finished, new ones refused; a second Ctrl-C stops it at once.
 """
@@ -10,11 +11,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from atlas.console import whole
 from bubbletea.flags import aim_flags
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", nargs="?", metavar="PLAN.yaml", help="the plan or job to train (emulated)")
+    parser.add_argument("plan", nargs="?", type=Path, metavar="PLAN.yaml", help="the plan or job that is trained")
+    run_flags(parser)
     parser.add_argument("--alone", type=int, metavar="N", help="no training: start N workers that only prefill")
     parser.add_argument(
         "--busy",
@@ -26,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         metavar="NAME",
-        help="device of the workers: paced, cpu or cuda:N (default: paced; with --alone: cpu)",
+        help="device of the workers, as in training (default: paced; with --dc: cuda); with --alone: cpu or cuda:N",
     )
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="a Hugging Face folder (default: a tiny random model)"
@@ -70,8 +73,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds to finish admitted requests at the end (default 30)",
     )
+
+
+def run_flags(parser: argparse.ArgumentParser) -> None:
+    """Of the run whose workers join: as `atlas train` has them."""
+    parser.add_argument("--dc", metavar="NAME", help="serve with the workers of this datacenter (default: of all)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="where workers find this service, as in --filler-folder (default: this user's on this host)",
+    )
+    parser.add_argument(
+        "--workers-host", default="127.0.0.1", metavar="ADDRESS", help="listen for workers there (default 127.0.0.1)"
+    )
+    parser.add_argument("--workers-port", type=int, default=0, metavar="PORT", help="port for workers (default: any)")
+    parser.add_argument("--certs", type=Path, metavar="DIR", help="the run's certificates, for workers on other hosts")
+    parser.add_argument("--recipe", type=Path, metavar="FILE", help="the run's recipe, if it has one")
     parser.add_argument("--schedule", default="", metavar="NAME", help="schedule of a job (default: 1f1b)")
-    parser.add_argument("--slower", type=int, default=1, metavar="X", help="run training X times slower")
+    parser.add_argument("--tcp", choices=("one", "many"), help="connections between two nodes (default: many)")
+    parser.add_argument(
+        "--slower", type=whole(1, 1000), default=1, metavar="X", help="of an emulated run: X times slower"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the job (repeatable)")
 
 

@@ -7,6 +7,8 @@ once. Everything runs on the service's event loop. Knows frames and workers; not
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,9 +17,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from atlas.errors import WorkerError
+from atlas.errors import AtlasError, WorkerError
+from atlas.wan.security.credentials import Security, require_name
 from bubbletea.admit.records import PrefillLane
-from bubbletea.frames import FrameServer, WireFrame, admit_caller, receive_async, write
+from bubbletea.frames import GREETING_S, ClosedError, FrameServer, WireFrame, admit_caller, receive_async, write
+from bubbletea.handoff.kv_server import own_address
 from bubbletea.kv_blocks import KV, KvBlock, pack_block, unpack_block
 from bubbletea.prefill.job import PrefillTask
 from bubbletea.prefill.messages import (
@@ -34,6 +38,8 @@ from bubbletea.prefill.messages import (
     ticket_of,
 )
 from bubbletea.prefill.service_link import logits_of
+
+log = logging.getLogger("bubbletea.serve")
 
 
 @dataclass(eq=False)
@@ -74,19 +80,38 @@ class Listener(Protocol):
 
 
 class WorkerConnections(FrameServer):
-    """`orders(worker)` returns a worker's order, or None for an unknown worker."""
+    """`find(who)` returns the service's number of a worker and its order, or raises WorkerError to refuse it."""
 
-    def __init__(self, token: str, orders: Callable[[int], WorkerOrder | None], model: str) -> None:
+    def __init__(self, token: str, find: Callable[[dict[str, Any]], tuple[int, WorkerOrder]], model: str) -> None:
         super().__init__(token)
-        self.orders, self.model = orders, model
+        self.find, self.model = find, model
         self.listener: Listener | None = None
         self.members: dict[int, ConnectedWorker] = {}
+        self._refused: set[str] = set()
 
     async def start(self, path: Path) -> str:
         """Listens on a Unix socket that only this user can open; returns its address."""
         self._server = await asyncio.start_unix_server(self._serve, path)
         path.chmod(0o600)
         return f"unix:{path}"
+
+    async def listen(self, host: str, port: int, security: Security | None) -> str:
+        """Listens for workers of a run, with the run's certificates; returns the address that they dial. Without
+        certificates on loopback only."""
+        if security is None and not ipaddress.ip_address(host).is_loopback:
+            raise AtlasError(f"--workers-host {host}: workers of other hosts need certificates. Give --certs")
+        context, limit_s = (None, None) if security is None else (security.server_context, GREETING_S)
+        try:
+            self._server = server = await asyncio.start_server(
+                self._serve, host, port, ssl=context, ssl_handshake_timeout=limit_s
+            )
+        except OSError as error:
+            raise AtlasError(
+                f"{host}:{port} cannot listen there ({error.strerror}): choose another --workers-host or --workers-port"
+            ) from None
+        bound, port = server.sockets[0].getsockname()[:2]
+        name = own_address(bound)
+        return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
     def of_lane(self, lane: PrefillLane) -> tuple[ConnectedWorker, ...]:
         return tuple(self.members[worker] for worker in lane.workers)
@@ -125,27 +150,42 @@ class WorkerConnections(FrameServer):
                     self.listener.left(member)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> ConnectedWorker:
-        found: list[WorkerOrder] = []
+        found: list[tuple[int, WorkerOrder]] = []
 
         def answer(who: dict[str, Any]) -> dict[str, Any]:
-            order = self.orders(int(who["worker"]))
-            if order is None:
-                raise WorkerError(f"worker {who['worker']} is unknown to this service")
-            found.append(order)
+            certificate = writer.get_extra_info("peercert")
+            if certificate is not None:
+                require_name(certificate, f"{who['datacenter']}/{who['name']}")
+            try:
+                found.append(self.find(who))
+            except WorkerError as error:
+                return {"refused": str(error)}
             has_baseline = self.listener is not None and self.listener.has_baseline
-            return {"order": order.to_json(), "now_ns": time.monotonic_ns(), "has_baseline": has_baseline}
+            return {"order": found[0][1].to_json(), "now_ns": time.monotonic_ns(), "has_baseline": has_baseline}
 
         who = await admit_caller(reader, writer, self.token, answer)
+        if not found:
+            self._note_refused(who)
+            raise ClosedError("the worker was refused")
         name, host, port = who["transport"]
         transport = (str(name), str(host), int(port))
-        worker = int(who["worker"])
+        worker, order = found[0]
         member = ConnectedWorker(
-            worker, str(who["name"]), str(who["datacenter"]), int(who["pid"]), transport, found[0], writer
+            worker, str(who["name"]), str(who["datacenter"]), int(who["pid"]), transport, order, writer
         )
         before, self.members[worker] = self.members.get(worker), member
         if before is not None and before.ready and self.listener is not None:
             self.listener.left(before)  # the worker was restarted: its earlier tasks are lost
         return member
+
+    def _note_refused(self, who: dict[str, Any]) -> None:
+        """Logs the reason once: the worker comes again every few seconds."""
+        try:
+            self.find(who)
+        except WorkerError as error:
+            if str(error) not in self._refused:
+                self._refused.add(str(error))
+                log.warning("%s", error)
 
     def _take(self, member: ConnectedWorker, frame: WireFrame) -> None:
         listener, fields = self.listener, frame.fields

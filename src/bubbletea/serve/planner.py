@@ -31,7 +31,7 @@ from bubbletea.admit.fair import TenantShares
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillLane, PrefillRequest
 from bubbletea.admit.state import State, urgency
 from bubbletea.costs import PrefillCosts, measured
-from bubbletea.windows.bubbles import Forecast
+from bubbletea.windows.bubbles import Forecast, observed_pattern
 
 POINTS = 256
 """Measured pieces that costs are fitted to."""
@@ -44,6 +44,8 @@ AHEAD_NS = 500_000_000
 SECOND = 1_000_000_000
 AGAIN_NS = 2 * SECOND
 """Deadline, after the loss of its worker, that an offline request gets."""
+STEADY, SPREAD, OTHER = 5, 0.05, 0.02
+"""A run whose last periods are alike, and differ from the forecast by more than OTHER, has its own pattern."""
 TRUST = 0.15
 """Costs with a larger error are fitted again."""
 
@@ -86,6 +88,8 @@ class Planner:
         self._step = -1
         self._starts: deque[tuple[int, int]] = deque(maxlen=PERIODS)
         """(step, when it began)"""
+        self._observed: deque[tuple[int, Ints]] = deque(maxlen=STEADY)
+        """The last periods: their length, and when windows opened and closed."""
         self._gone_early, self._caught_up_ns = False, 0
         self._state: State | None = None
         self._built_on, self._costs_moved = forecast.version, False
@@ -331,6 +335,7 @@ class Planner:
         """Restarted workers count their steps from the first."""
         self._step = -1
         self._starts.clear()
+        self._observed.clear()
         self._open.fill(-1)
         self._closed.fill(-1)
 
@@ -343,8 +348,26 @@ class Planner:
                 np.where(self._round & (at >= 0), at + period_ns, at) for at in (self._open, self._closed)
             )
             self.forecast.observe(start_ns, opened, closed)
+            self._follow_run(start_ns, period_ns, opened, closed)
         self._open.fill(-1)
         self._closed.fill(-1)
+
+    def _follow_run(self, start_ns: int, period_ns: int, opened: Ints, closed: Ints) -> None:
+        """A run whose iterations are not as long as its plan's has other windows than its plan: those are taken that
+        were observed."""
+        self._observed.append(
+            (period_ns, np.stack([opened - start_ns, closed - start_ns, (opened >= 0) & (closed >= 0)]))
+        )
+        periods = [period for period, _ in self._observed]
+        usual_ns = int(np.median(periods))
+        is_steady = len(periods) == STEADY and max(periods) - min(periods) <= SPREAD * usual_ns
+        if is_steady and abs(usual_ns / self.forecast.period_ns - 1) > OTHER:
+            seen = np.stack([at for _, at in self._observed])
+            usual = np.median(seen, axis=0).astype(np.int64)
+            pattern = observed_pattern(self.forecast.pattern, usual_ns, usual[0], usual[1], seen[:, 2].min(axis=0) > 0)
+            self.forecast.replan(pattern, start_ns)
+            self._round = pattern.end_ns >= pattern.period_ns
+            self._costs_moved = True
 
     def _period_start(self) -> int | None:
         """The start of the period, from the ends of its windows."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from bubbletea.prefill.throttle import is_alone
@@ -43,8 +43,8 @@ PAUSE, LONGEST_PAUSE = 24, 384
 class Promise:
     """Call `waited` for every wait of every worker; workers may use `allowed` of each wait."""
 
-    def __init__(self, budget: float) -> None:
-        self.budget = budget
+    def __init__(self, budget: float, on_iteration: Callable[[float], None] = lambda seconds: None) -> None:
+        self.budget, self.on_iteration = budget, on_iteration
         self.share = 1.0
         self.slowdown = 0.0
         """Of iterations by prefill, when a share was last judged."""
@@ -106,6 +106,7 @@ class Promise:
     def _iterated(self, step: int, took_ns: int) -> None:
         if step == self._first:
             return  # the first step includes the start
+        self.on_iteration(took_ns / 1e9)
         filled, was_filled = self._filled.get(step, False), self._was_filled
         self._was_filled = filled
         if not filled:

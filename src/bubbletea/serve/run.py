@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 from atlas.errors import AtlasError
-from bubbletea.serve.assemble import Parts
+from bubbletea.serve.assemble import Parts, WorkersAt
 from bubbletea.serve.folder import private_folder
 from bubbletea.serve.http import HttpServer
 
@@ -26,6 +26,8 @@ class Where:
     anywhere: bool = False
     """The hand-off listens on `host`, not on loopback."""
     drain_s: float = 30.0
+    workers: WorkersAt | None = None
+    """Of a run that others start; None: this service starts its own workers."""
 
 
 async def run(parts: Parts, where: Where, workers: Workers, on_start: Callable[[HttpServer], None]) -> None:
@@ -35,7 +37,7 @@ async def run(parts: Parts, where: Where, workers: Workers, on_start: Callable[[
         server.port = sock.getsockname()[1]
         handoff = (where.host if where.anywhere else "127.0.0.1", where.handoff_port)
         try:
-            address = await parts.start(folder, handoff, anywhere=where.anywhere)
+            address = await parts.start(folder, handoff, anywhere=where.anywhere, workers=where.workers)
             stack.enter_context(workers(address, str(folder / "token")))
             on_start(server)
             await server.serve([sock])

@@ -1,4 +1,5 @@
-"""Starts `bubbletea serve` from its flags: the served model, the workers (with or without training) and the service.
+"""Starts `bubbletea serve` from its flags: the served model, the windows of the run (or workers without training) and
+the service.
 
 The heavy half of the command: imports torch. Knows the flags; the parts are put together by `assemble`.
 """
@@ -8,35 +9,44 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Protocol
 
 from atlas.errors import AtlasError
+from atlas.ir.assemble import repeated
+from atlas.ir.text import program_id, to_text
+from atlas.launch.prepared_job import build_program
+from atlas.launch.train_options import TrainOptions, recipe_options
 from atlas.runtime.hardware import require_device
 from atlas.runtime.models.config import DecoderConfig
+from atlas.sim import simulate
+from atlas.spec.plan import load_job_or_plan
+from atlas.spec.recipe import load_recipe
+from atlas.wan.security.certs import require_current
+from atlas.wan.security.credentials import Credentials, Security
 from bubbletea.admit.aims import LATE_TOKENS, Aims
 from bubbletea.costs import price_prefill
 from bubbletea.prefill.dedicated_worker import DedicatedWorker
+from bubbletea.prefill.joining import SERVICE
+from bubbletea.prefill.meeting import ServicePlace, announced, meeting_folder
 from bubbletea.prefill.shard import Served
-from bubbletea.serve.assemble import ServiceSettings, assemble, calibrated, model_of
+from bubbletea.serve.assemble import ServiceSettings, WorkersAt, assemble, calibrated, model_of
 from bubbletea.serve.auth import Keys
 from bubbletea.serve.dedicated_workers import DedicatedWorkers
 from bubbletea.serve.http import HttpServer
-from bubbletea.serve.run import Where, run
-from bubbletea.serve.training import TrainingProcess, TrainingSource, rehearsed
+from bubbletea.serve.run import Where, Workers, run
 from bubbletea.serve.worker_windows import WorkerWindows, alone, of_training, sensitivity
 
 PIECE_NS = 10_000_000
 """Shortest piece on a paced device: the host cannot time shorter ones."""
+PREDICTED = 4
+"""Simulated iterations; the last one is the steady state."""
 MIB = 1 << 20
 
 
 def start(args: argparse.Namespace) -> int:
     """Runs the service until it is drained."""
     if (args.plan is None) == (args.alone is None):
-        raise AtlasError("serve: give either a PLAN to train or --alone N for workers without training")
+        raise AtlasError("serve: give either the PLAN of a run or --alone N for workers without training")
     _require_device(args)
     served = _served(args)
     settings = ServiceSettings(
@@ -51,13 +61,17 @@ def start(args: argparse.Namespace) -> int:
         budget=args.slowdown,
         aims=Aims(args.goal, args.late, LATE_TOKENS),
     )
-    windows, workers = (
-        _alone(args, settings.arena_bytes) if args.plan is None else _training(args, settings.arena_bytes)
-    )
     keys = Keys.read(args.keys) if args.keys else Keys.open_to_all()
     token = args.token_file.read_text(encoding="utf-8").strip() if args.token_file else ""
+    trains = args.plan is not None
+    windows = _training(args) if trains else _alone(args)
+    workers_at = WorkersAt(args.workers_host, args.workers_port, _security(args)) if trains else None
     parts = assemble(settings, windows, keys, token)
-    where = Where(args.host, args.port, args.handoff_port, args.handoff_anywhere, args.drain)
+    where = Where(args.host, args.port, args.handoff_port, args.handoff_anywhere, args.drain, workers_at)
+
+    def announce(address: str, token_file: str) -> AbstractContextManager[object]:
+        place = ServicePlace(address, parts.token, args.certs is not None)
+        return announced(meeting_folder(args.folder), args.dc, place)
 
     def on_start(server: HttpServer) -> None:
         lanes = ", ".join(f"{lane.dc} ({len(lane.workers)} workers)" for lane in parts.lanes)
@@ -66,21 +80,39 @@ def start(args: argparse.Namespace) -> int:
             f"{parts.kv_server.address[1]}; lanes in {lanes}. /health reports when the workers are ready",
             flush=True,
         )
+        if trains:
+            print(f"workers join from `atlas train {args.plan} ... --filler bubbletea`", flush=True)
 
-    asyncio.run(run(parts, where, partial(workers, on_step=parts.service.metrics.iterated), on_start))
+    workers = announce if trains else _dedicated(args, windows)
+    asyncio.run(run(parts, where, workers, on_start))
     return 0
 
 
 def _require_device(args: argparse.Namespace) -> None:
     """Checked here, because a worker without its device would be restarted forever."""
-    args.device = args.device or ("paced" if args.plan else "cpu")
-    if args.device == "paced" and args.alone is not None:
+    if args.plan is not None:
+        args.device = (args.device or ("paced" if args.dc is None else "cuda")).partition(":")[0]
+        if args.device not in ("paced", "cpu", "cuda"):
+            raise AtlasError(f"--device {args.device}: must be that of the run: paced, cpu or cuda")
+        return
+    args.device = args.device or "cpu"
+    if args.device == "paced":
         raise AtlasError("--device paced: only training workers can be paced. Use cpu or cuda:N")
     require_device(args.device)
 
 
-def _served(args: argparse.Namespace) -> Served:
+def _security(args: argparse.Namespace) -> Security | None:
+    if args.certs is None:
+        return None
+    if args.dc is None:
+        raise AtlasError("--certs: certificates belong to one datacenter. Give --dc NAME too")
+    require_current(args.certs, args.dc)
+    security = Security(Credentials.of_folder(args.certs, f"{args.dc}/{SERVICE}"), ())
+    _ = security.server_context  # raises now if files are missing or do not match
+    return security
 
+
+def _served(args: argparse.Namespace) -> Served:
     return Served.of_folder(args.model, args.dtype) if args.model else Served(tiny(), dtype=args.dtype)
 
 
@@ -92,29 +124,21 @@ def tiny() -> DecoderConfig:
     )  # fmt: skip
 
 
-class Workers(Protocol):
-    """Starts the workers; `on_step` is called with the seconds of each training iteration."""
-
-    def __call__(
-        self, address: str, token_file: str, *, on_step: Callable[[float], None]
-    ) -> AbstractContextManager[object]: ...
-
-
-Started = tuple[WorkerWindows, Workers]
-
-
-def _alone(args: argparse.Namespace, arena_bytes: int) -> Started:
-
+def _alone(args: argparse.Namespace) -> WorkerWindows:
     if args.alone < 1 or not 0 <= args.busy < 1:
         raise AtlasError(
             f"--alone {args.alone} --busy {args.busy}: give at least one worker, and a busy share from 0 to below 1"
         )
-    windows = alone(args.alone, arena_bytes, busy=args.busy)
+    windows = alone(args.alone, args.arena_mib * MIB, busy=args.busy)
     if args.device != "cpu":
         windows = dataclasses.replace(windows, layer=calibrated(_served(args), args.chunk, args.device))
+    return windows
+
+
+def _dedicated(args: argparse.Namespace, windows: WorkerWindows) -> Workers:
     period_s = windows.pattern.period_ns / 1e9
 
-    def workers(address: str, token_file: str, *, on_step: Callable[[float], None]) -> DedicatedWorkers:
+    def workers(address: str, token_file: str) -> DedicatedWorkers:
         return DedicatedWorkers(
             [
                 DedicatedWorker(address, token_file, w, "here", period_s, args.busy, args.device)
@@ -122,24 +146,28 @@ def _alone(args: argparse.Namespace, arena_bytes: int) -> Started:
             ]
         )
 
-    return windows, workers
+    return workers
 
 
-def _training(args: argparse.Namespace, arena_bytes: int) -> Started:
-
-    source = TrainingSource(args.plan, tuple(args.set), args.schedule, slower=args.slower, device=args.device)
-    what = rehearsed(source)
-    gpu = what.job.cluster.gpu(what.program.worker_dc(0))
-    priced = price_prefill(gpu, model_of(_served(args)))
+def _training(args: argparse.Namespace) -> WorkerWindows:
+    """The windows of a run that `atlas train` starts, as its plan predicts them; its workers correct them."""
+    recipe = load_recipe(args.recipe)
+    job, plan = load_job_or_plan(args.plan, [*recipe.job_overrides, *args.set])
+    options = TrainOptions.of(plan, args.schedule or None, args.tcp, **recipe_options(recipe, model=""))
+    _, program, costs = build_program(job, options)
+    costs = costs.scaled(args.slower)
+    gpu = job.cluster.gpu(args.dc or program.worker_dc(0))
+    priced, pace = price_prefill(gpu, model_of(_served(args))), None
+    head_ns = priced.head_ns
     if args.device == "paced":
         pace = dataclasses.replace(priced.layer, floor_ns=max(priced.layer.floor_ns, PIECE_NS))
-        windows = of_training(what.predicted, arena_bytes, pace, max(priced.head_ns, PIECE_NS))
-    else:
-        windows = of_training(what.predicted, arena_bytes, head_ns=priced.head_ns)
-        windows = dataclasses.replace(windows, layer=None if args.device == "cpu" else priced.layer)
-    windows = dataclasses.replace(windows, sensitivity=sensitivity(what.program, what.costs))
-
-    def workers(address: str, token_file: str, *, on_step: Callable[[float], None]) -> TrainingProcess:
-        return TrainingProcess(source, {"address": address, "token_file": token_file}, on_step)
-
-    return windows, workers
+        head_ns = max(priced.head_ns, PIECE_NS)
+    predicted = simulate(repeated(program, PREDICTED), costs)
+    windows = of_training(predicted, args.arena_mib * MIB, pace, head_ns, cells=job.cells, datacenter=args.dc)
+    return dataclasses.replace(
+        windows,
+        layer=priced.layer if args.device == "cuda" else None,
+        sensitivity=sensitivity(program, costs),
+        plan=program_id(to_text(program)),
+        device=args.device,
+    )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from atlas.cost.table import Costs
+from atlas.errors import AtlasError
 from atlas.ir.program import USEFUL, Program
 from atlas.ir.timeline import Timeline
 from atlas.sim import simulate
@@ -35,6 +36,12 @@ class WorkerWindows:
     """The workers train; prefill must not slow them."""
     sensitivity: float = 1.0
     """Relative increase of an iteration per relative increase of its ops; 1 if unknown."""
+    numbers: tuple[int, ...] = ()
+    """Of each worker: its number in the run."""
+    plan: str = ""
+    """The id of the run's Program; empty: workers of any run are taken."""
+    device: str = ""
+    """Of the workers: paced, cpu or cuda; empty: any."""
 
     def waits_ns(self, worker: int) -> dict[int, int]:
         """By op: its expected wait."""
@@ -42,12 +49,32 @@ class WorkerWindows:
         return {op: int(pattern.end_ns[slot] - pattern.start_ns[slot]) for op, slot in self.slots[worker].items()}
 
 
-def of_training(timeline: Timeline, arena_bytes: int, pace: LayerTime | None = None, head_ns: int = 0) -> WorkerWindows:
-    """`timeline`: the simulated Timeline of the Program that the workers repeat."""
+def of_training(
+    timeline: Timeline,
+    arena_bytes: int,
+    pace: LayerTime | None = None,
+    head_ns: int = 0,
+    *,
+    cells: int = 1,
+    datacenter: str | None = None,
+) -> WorkerWindows:
+    """`timeline`: the simulated Timeline of the Program that the workers of each cell repeat. `datacenter`: only the
+    workers there."""
     program = timeline.program
-    pattern = pattern_of(timeline, np.full(program.num_workers, arena_bytes, np.int64))
-    slots = [_slots(timeline, pattern, worker) for worker in range(program.num_workers)]
-    return WorkerWindows(pattern, slots, program.num_ranks, pace, head_ns, trains=True)
+    one = pattern_of(timeline, np.full(program.num_workers, arena_bytes, np.int64))
+    by_worker = [_slots(timeline, one, worker) for worker in range(program.num_workers)]
+    numbers = [w for w in range(cells * program.num_workers) if datacenter in (None, one.worker_dc[w % len(by_worker)])]
+    if not numbers:
+        known = ", ".join(dict.fromkeys(one.worker_dc))
+        raise AtlasError(f"--dc {datacenter}: the plan has no worker there; it has them in {known}")
+    pattern = one.replicated(cells).only(numbers)
+    slots = []
+    for index, number in enumerate(numbers):
+        worker = number % program.num_workers
+        ahead = int(pattern.ptr[index] - one.ptr[worker])
+        slots.append({op: slot + ahead for op, slot in by_worker[worker].items()})
+    num_ranks = sum(datacenter in (None, dc) for dc in program.rank_dc)
+    return WorkerWindows(pattern, slots, num_ranks, pace, head_ns, trains=True, numbers=tuple(numbers))
 
 
 def sensitivity(program: Program, costs: Costs, longer: float = 0.1) -> float:
@@ -98,4 +125,5 @@ def alone(num_workers: int, arena_bytes: int, period_s: float = 1.0, busy: float
         memory_bytes=np.full(num_workers, arena_bytes, np.int64),
         busy_ns=int(busy * period_ns) * num_workers,
     )
-    return WorkerWindows(pattern, [{0: worker} for worker in range(num_workers)], num_ranks=1)
+    slots = [{0: worker} for worker in range(num_workers)]
+    return WorkerWindows(pattern, slots, num_ranks=1, numbers=tuple(range(num_workers)))

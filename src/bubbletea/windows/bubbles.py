@@ -7,11 +7,12 @@ A Pattern follows from the schedule. A Forecast is the Pattern for every cell, c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from atlas.errors import AtlasError
 from atlas.ir.program import USEFUL, Ints
@@ -64,6 +65,21 @@ class Pattern:
         total = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.end_ns - self.start_ns)])
         return np.asarray(total[self.ptr[1:]] - total[self.ptr[:-1]], np.int64)
 
+    def only(self, workers: Sequence[int]) -> Pattern:
+        """Of these workers, in this order."""
+        kept = np.concatenate([np.arange(self.ptr[w], self.ptr[w + 1]) for w in workers])
+        chosen = np.asarray(workers, np.int64)
+        return replace(
+            self,
+            phase_ns=self.phase_ns[chosen],
+            ptr=np.concatenate([np.zeros(1, np.int64), np.cumsum(np.diff(self.ptr)[chosen])]),
+            start_ns=self.start_ns[kept],
+            end_ns=self.end_ns[kept],
+            worker_dc=tuple(self.worker_dc[w] for w in workers),
+            memory_bytes=self.memory_bytes[chosen],
+            busy_ns=int((self.period_ns - self.idle_ns[chosen]).sum()),
+        )
+
     def replicated(self, cells: int) -> Pattern:
         """The same for every cell: all cells run the same timeline at the same time."""
         count = len(self.start_ns)
@@ -114,6 +130,30 @@ def pattern_of(timeline: Timeline, memory_bytes: Ints | None = None) -> Pattern:
         memory_bytes=np.asarray(room, np.int64),
         busy_ns=busy_ns,
     )
+
+
+def observed_pattern(
+    pattern: Pattern, period_ns: int, opened_ns: Ints, closed_ns: Ints, known_slots: NDArray[np.bool_]
+) -> Pattern:
+    """The Pattern of a run that is not as its plan predicts: with the period and the windows that were observed. Their
+    times count from any moment of a period, the same for all workers."""
+    ratio, phases = period_ns / pattern.period_ns, np.zeros_like(pattern.phase_ns)
+    starts, ends = (pattern.start_ns * ratio).astype(np.int64), (pattern.end_ns * ratio).astype(np.int64)
+    for worker, own in enumerate(map(slice, pattern.ptr[:-1].tolist(), pattern.ptr[1:].tolist())):
+        opened, closed, known = opened_ns[own], closed_ns[own], known_slots[own]
+        if not known.any():
+            phases[worker] = int(pattern.phase_ns[worker] * ratio)
+            continue
+        phase = int(np.median((closed - ends[own])[known]))
+        if known[-1] and pattern.end_ns[own][-1] >= pattern.period_ns:
+            phase = int(closed[-1]) - period_ns  # its first op starts when its last window closes
+        bounds = np.stack(
+            [np.where(known, opened - phase, starts[own]), np.where(known, closed - phase, ends[own])], axis=1
+        )
+        bounds = np.clip(np.maximum.accumulate(bounds.ravel()), 0, period_ns)
+        phases[worker], starts[own], ends[own] = phase, bounds[::2], bounds[1::2]
+    busy_ns = period_ns * pattern.num_workers - int((ends - starts).sum())
+    return replace(pattern, period_ns=period_ns, phase_ns=phases, start_ns=starts, end_ns=ends, busy_ns=busy_ns)
 
 
 def span(timeline: Timeline) -> tuple[int, int]:

@@ -21,10 +21,8 @@ from bubbletea.prefill.shard import Served
 
 def test_a_service_that_does_not_read_makes_the_link_full(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = socket.socketpair()
-    monkeypatch.setattr(module, "dial", lambda address: here)
-    monkeypatch.setattr(module, "greet", lambda sock, token, who: {"now_ns": time.monotonic_ns(), "order": {}})
     monkeypatch.setattr(module, "MAX_PENDING_BYTES", 1 << 20)
-    link, served = ServiceLink("unix:nobody", "token", {}), Served(LLAMA)
+    link, served = ServiceLink(here, {"order": {}}), Served(LLAMA)
     shard, changed = SimpleNamespace(served=served), threading.Event()
     link.serve(SimpleNamespace(shard=shard, changed=changed, cancel_all=lambda: None))  # type: ignore[arg-type]
     task, num = PrefillTask(1, 0, 4096, 0, (4096,), 0, 0), 4096
@@ -44,11 +42,9 @@ def test_a_service_that_does_not_read_makes_the_link_full(monkeypatch: pytest.Mo
     there.close()
 
 
-def test_a_frame_that_cannot_be_built_fails_only_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_that_cannot_be_built_fails_only_its_task() -> None:
     here, there = socket.socketpair()
-    monkeypatch.setattr(module, "dial", lambda address: here)
-    monkeypatch.setattr(module, "greet", lambda sock, token, who: {"now_ns": time.monotonic_ns(), "order": {}})
-    link, cancelled = ServiceLink("unix:nobody", "token", {}), list[tuple[int, int]]()
+    link, cancelled = ServiceLink(here, {"order": {}}), list[tuple[int, int]]()
     engine = SimpleNamespace(
         shard=SimpleNamespace(served=Served(LLAMA)),
         changed=threading.Event(),

@@ -12,8 +12,8 @@ from prefill_samples import LLAMA
 
 from bubbletea.frames import greet, send, write
 from bubbletea.prefill.job import PrefillTask
+from bubbletea.prefill.joining import dial
 from bubbletea.prefill.messages import READY, WorkerOrder
-from bubbletea.prefill.service_link import dial
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.connections import ConnectedWorker, WorkerConnections
 
@@ -55,7 +55,7 @@ async def until(heard: Heard, event: tuple[str, int]) -> None:
 
 def test_a_restarted_worker_replaces_its_old_connection(tmp_path: Path) -> None:
     async def play() -> list[tuple[str, int]]:
-        connections, heard = WorkerConnections("token", lambda worker: ORDER, "model"), Heard()
+        connections, heard = WorkerConnections("token", lambda who: (0, ORDER), "model"), Heard()
         connections.listener = heard  # type: ignore[assignment]
         address = await connections.start(tmp_path / "workers.sock")
         sockets = []
@@ -75,7 +75,7 @@ def test_nothing_is_written_to_a_lost_worker(tmp_path: Path, caplog: pytest.LogC
     """A line of the log for every such write, after the fifth."""
 
     async def play() -> None:
-        connections, heard = WorkerConnections("token", lambda worker: ORDER, "model"), Heard()
+        connections, heard = WorkerConnections("token", lambda who: (0, ORDER), "model"), Heard()
         connections.listener = heard  # type: ignore[assignment]
         address = await connections.start(tmp_path / "workers.sock")
         sock = await asyncio.to_thread(call, address, 1)

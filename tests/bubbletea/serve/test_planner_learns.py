@@ -81,3 +81,22 @@ def test_a_longer_period_moves_no_window_before_it_opens() -> None:
     start, _ = spans(planner.forecast)
     assert np.abs(start - windows.pattern.start_ns).max() < MS
     assert 0.005 < planner.slowdown < 0.01
+
+
+def test_the_windows_of_a_run_that_is_slower_than_its_plan_are_its_own() -> None:
+    windows, planner = windows_and_planner()
+    slower, pattern = 1.7, windows.pattern
+    for step in range(8):
+        for worker, slots in enumerate(windows.slots):
+            origin_ns = slower * (step * pattern.period_ns + pattern.phase_ns[worker])
+            for op, slot in slots.items():
+                opened, closed = pattern.start_ns[slot], pattern.end_ns[slot]
+                if closed >= pattern.period_ns:
+                    opened, closed = opened - pattern.period_ns, 0
+                planner.waited(worker, step, op, int(origin_ns + slower * opened), int(origin_ns + slower * closed))
+    found = planner.forecast.pattern
+    assert abs(found.period_ns / (slower * pattern.period_ns) - 1) < 0.001
+    start, end = spans(planner.forecast)
+    assert np.abs(start - slower * pattern.start_ns).max() < 2 * MS
+    assert np.abs(end - slower * pattern.end_ns).max() < 2 * MS
+    assert abs(planner.slowdown) < 0.001, "against what is now known of it"

@@ -27,7 +27,7 @@ with private_folder() as folder:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ([], "give either a PLAN to train"),
+        ([], "give either the PLAN of a run"),
         (["--alone", "0"], "give at least one worker"),
         (["--alone", "1", "--device", "paced"], "only training workers can be paced"),
         (["--alone", "1", "--device", "tpu"], "must be paced, cpu or cuda:N"),

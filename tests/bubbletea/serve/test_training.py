@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 
 import httpx2 as httpx
 import pytest
@@ -30,7 +29,6 @@ from bubbletea.serve.assemble import assemble
 from bubbletea.serve.auth import Keys
 from bubbletea.serve.http import HttpServer
 from bubbletea.serve.run import Where, run
-from bubbletea.serve.training import TrainingProcess, TrainingSource, rehearsed
 from bubbletea.serve.worker_windows import of_training
 
 MS = 1_000_000
@@ -127,15 +125,3 @@ def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
     assert is_enough(), f"after {len(filled)} steps: {len(texts)} answers, prefill on {used()}"
     expected = parts.service.text.decode(greedy_alone(whole(TINY.served), list(range(100)), 4))
     assert set(texts) == {expected}
-
-
-def test_a_plan_is_trained_next_to_the_service_and_ends_with_it() -> None:
-    job = Path(__file__).parents[3] / "examples" / "tiny.yaml"
-    source = TrainingSource(str(job), ("pp=2", "pipelines_per_cell=1", "num_microbatches=2"), steps=3)
-    assert rehearsed(source).program.num_workers == 2
-    with TrainingProcess(source, {}) as training:
-        deadline = time.monotonic() + 60
-        while len(training.steps) < 4:  # the run ends after three and begins again
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    assert [step["step"] for step in list(training.steps)[:4]] == [1, 2, 3, 1]

@@ -1,0 +1,96 @@
+"""How a worker gets a connection to the service of its datacenter: dial, prove the token, say who it is, and learn what
+the service wants of it. One attempt; `plugin` repeats it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from atlas.errors import WorkerError
+from atlas.wan.security.credentials import Security
+from bubbletea.frames import FrameSocket, greet
+from bubbletea.prefill.meeting import ServicePlace
+from bubbletea.prefill.service_link import ServiceLink
+from bubbletea.prefill.tls import secured
+
+CONNECT_S = 5.0
+SERVICE = "bubbletea"
+"""The service's name in its datacenter: `east/bubbletea`, as in certificates."""
+
+
+class JoinRefused(WorkerError):  # noqa: N818
+    """The service does not want this worker, and says why."""
+
+
+@dataclass(frozen=True)
+class WorkerIdentity:
+    """What a worker says of itself."""
+
+    name: str
+    """`p0.s1`"""
+    datacenter: str
+    worker: int
+    """Its number over all cells."""
+    plan: str = ""
+    """The id of its Program; empty: it does not train."""
+    device: str = ""
+    """paced, cpu or cuda."""
+    memory_bytes: int = 0
+    """Reserved for prefill before training; 0: as much as the service wants."""
+    security: Security = field(default_factory=Security, compare=False)
+
+    def said(self, transport: list[Any]) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "datacenter": self.datacenter,
+            "worker": self.worker,
+            "pid": os.getpid(),
+            "transport": transport,
+            "plan": self.plan,
+            "device": self.device,
+            "memory_bytes": self.memory_bytes,
+        }
+
+
+def dial(address: str) -> socket.socket:
+    """`unix:PATH` or `HOST:PORT`."""
+    if address.startswith("unix:"):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(CONNECT_S)
+        sock.connect(address.removeprefix("unix:"))
+        return sock
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
+
+
+def join(place: ServicePlace, me: WorkerIdentity, transport: list[Any]) -> ServiceLink:
+    """Raises OSError if nobody is there, JoinRefused if the service refuses this worker, WorkerError if it is not the
+    right one."""
+    sock = dial(place.address)
+    try:
+        connection = _protected(sock, place, me)
+        before_ns = time.monotonic_ns()
+        answer = greet(connection, place.token, me.said(transport))
+        offset_ns = int(answer.get("now_ns", 0)) - (before_ns + time.monotonic_ns()) // 2
+        if "refused" in answer:
+            raise JoinRefused(str(answer["refused"]))
+        return ServiceLink(connection, answer, offset_ns)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _protected(sock: socket.socket, place: ServicePlace, me: WorkerIdentity) -> FrameSocket:
+    peer = f"{me.datacenter}/{SERVICE}"
+    if place.tls and me.security.credentials is None:
+        raise WorkerError(f"{peer} at {place.address} needs certificates: give training --certs, as the service")
+    if place.tls:
+        return secured(sock, me.security, peer)
+    if not place.address.startswith("unix:") and not ipaddress.ip_address(sock.getpeername()[0]).is_loopback:
+        raise WorkerError(f"{peer} at {place.address} is on another host and has no certificates: give it --certs")
+    return sock
