@@ -5,6 +5,7 @@ lack.
     FOLDER/own        what this datacenter's workers save
     FOLDER/of-west    copies of what west's workers save; also of a datacenter that is no longer in the run. In west
                       itself: of another host there, if there is no other datacenter
+    FOLDER/fetched    what workers of this launcher are about to read; deleted when they have
     FOLDER/folder.id  a random number, by which launchers find out that they have one folder
 
 Knows stores and checkpoint servers; not why an attempt began.
@@ -14,12 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from atlas.errors import AtlasError
 from atlas.launch.rendezvous import AgentName
 from atlas.runtime.assignment import CopyChoice
 from atlas.runtime.checkpoint import (
@@ -33,14 +32,13 @@ from atlas.runtime.checkpoint import (
     copies_of,
     next_attempt,
 )
+from atlas.runtime.checkpoint.fetch import Copies, FetchFolder
 from atlas.runtime.checkpoint.load import Checkpoint
-from atlas.runtime.checkpoint.manifest import Blob
-from atlas.runtime.checkpoint.tensors import Tally, chunks_of
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address, PeerRoute
 from atlas.wan.transport.endpoint import Endpoint
 
-ID_FILE = "folder.id"
+ID_FILE, FETCHED = "folder.id", "fetched"
 
 
 class CheckpointExchange:
@@ -59,7 +57,7 @@ class CheckpointExchange:
         self._endpoint = Endpoint(name.node, where, epoch=epoch, security=security)
         self._server = CheckpointServer(self._endpoint, self.local)
         self._clients: dict[str, CheckpointClient] = {}
-        self._fetched: tempfile.TemporaryDirectory[str] | None = None
+        self._fetched = FetchFolder(folder / FETCHED / name.node.replace("/", "."))
 
     @property
     def port(self) -> int:
@@ -104,51 +102,27 @@ class CheckpointExchange:
         """Folders that hold these layers of a step. Layers that no local store has are fetched over the network."""
         found = choose(self._stores(), step=step)
         assert found is not None, "`choose` finds a step or raises"
-        self._fetched = tempfile.TemporaryDirectory(prefix="atlas-fetched-")
-        target = LocalStore(self._fetched.name)
+        wanted: list[Copies] = []
         for layer in dict.fromkeys(layers):
             holders = found.holders(layer)
             if not any(isinstance(store, LocalStore) for store, _ in holders):
                 for kind in ("weights", "optimizer"):
                     copies = [(s, getattr(part, kind)[layer]) for s, part in holders if layer in getattr(part, kind)]
-                    _fetch_blob(copies, target)
-        _write_parts(found, target)
-        return [*(str(store) for store in self.local.values()), str(target)]
+                    wanted += [copies] if copies else []
+        self._fetched.fetch(found.id, wanted)
+        _write_parts(found, self._fetched.store)
+        return [*(str(store) for store in self.local.values()), str(self._fetched.store)]
 
     def delete_fetched(self) -> None:
-        if self._fetched is not None:
-            self._fetched.cleanup()
-            self._fetched = None
+        self._fetched.delete()
 
     def close(self) -> None:
-        self.delete_fetched()
         self._server.close()
         self._endpoint.close(0.0)
 
     def _stores(self) -> list[BlobStore]:
         remote = [RemoteStore(client, s) for node, client in self._clients.items() for s in self._remote_names[node]]
         return [*self.local.values(), *remote]
-
-
-def _fetch_blob(copies: Sequence[tuple[BlobStore, Blob]], target: LocalStore) -> None:
-    """From the first store that has an undamaged copy."""
-    why = ""
-    for store, blob in copies:
-        tally = Tally()
-        try:
-            with store.open(blob.name) as file:
-                target.write(blob.name, tally.through(chunks_of(file)))
-        except OSError as error:
-            why = f"{store}/{blob.name}: {error.strerror or error}"
-            continue
-        if tally.sha256 == blob.sha256:
-            return
-        target.delete(blob.name)
-        why = f"{store}/{blob.name}: damaged"
-    if copies:
-        raise AtlasError(
-            f"{why}. Copy the file back from a replica, or delete this checkpoint to resume from an earlier"
-        )
 
 
 def _write_parts(checkpoint: Checkpoint, target: LocalStore) -> None:

@@ -49,6 +49,21 @@ def test_a_loaded_checkpoint_equals_the_saved_one(tmp_path: Path) -> None:
     assert same(load_layers(older, LAYERS), numbered(10))
 
 
+def test_equal_states_have_equal_files_in_whatever_order_their_slots_are(tmp_path: Path) -> None:
+    """A resumed optimizer has its slots in the order of the file that it was read from."""
+    files = []
+    for name in ("a", "b"):
+        states = numbered(10)
+        if name == "b":
+            turned = {n: dict(reversed(list(slots.items()))) for n, slots in states["0"].optimizer.items()}
+            states["0"] = LayerState(states["0"].parameters, turned)
+        checkpointer = Checkpointer(LocalStore(tmp_path / name), "w", LAYERS)
+        checkpointer.save(10, states, meta_at(10))
+        checkpointer.close()
+        files.append({p.name: p.read_bytes() for p in (tmp_path / name / "step-00000010-a0").iterdir()})
+    assert files[0] == files[1]
+
+
 def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
     tensors = {
         "0.bf16": torch.randn(3, 5).bfloat16(),

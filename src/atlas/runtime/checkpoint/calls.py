@@ -14,8 +14,9 @@ from typing import Any
 
 from atlas.runtime.checkpoint.store import Chunk
 
-CALL_LANE, REPLY_LANE = 60_000, 60_001
-"""Lanes of their own: a copy is never queued before training's traffic."""
+CALL_LANE, REPLY_LANE, BULK_LANE = 60_000, 60_001, 60_002
+"""Lanes of their own: a copy is never queued before training's traffic. Contents of large files come over BULK_LANE,
+which has as many streams as training's; it is opened when a client asks for it (`widen`)."""
 PIECE_BYTES = 1 << 20
 WINDOW_BYTES = 4 << 20
 """Unanswered bytes of one client: at most this much of a copy may be ahead of training's next send."""

@@ -157,7 +157,8 @@ class Checkpointer:
 
     def _put(self, name: str, tensors: Mapping[str, Tensor]) -> Blob:
         tally = Tally()
-        self.store.write(name, tally.through(stream(tensors)))
+        in_order = dict(sorted(tensors.items()))  # equal states have equal files, also after a resume
+        self.store.write(name, tally.through(stream(in_order)))
         return Blob(name, tally.num_bytes, tally.sha256)
 
     def _prune(self) -> None:

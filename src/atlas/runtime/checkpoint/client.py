@@ -18,7 +18,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, BinaryIO, Protocol, cast
 
 from atlas.errors import WorkerError
-from atlas.runtime.checkpoint.calls import CALL_LANE, PIECE_BYTES, REPLY_LANE, WINDOW_BYTES, pack, unpack
+from atlas.runtime.checkpoint.calls import (
+    BULK_LANE,
+    CALL_LANE,
+    PIECE_BYTES,
+    REPLY_LANE,
+    WINDOW_BYTES,
+    pack,
+    unpack,
+)
 from atlas.runtime.checkpoint.store import Chunk
 from atlas.wan.transport.base import Handle, Key, PeerRoute
 from atlas.wan.transport.endpoint import Endpoint
@@ -26,27 +34,42 @@ from atlas.wan.transport.endpoint import Endpoint
 PATIENCE_S = 60.0
 """For a reply: a large file takes its time to reach a disk."""
 LOOK_S = 0.005
+READ_AHEAD_BYTES = 16 << 20
+"""Of one file; launchers read several at once, before training starts."""
 
 
 class CheckpointClient:
     """The calls of this node to one checkpoint server, for any number of stores and threads."""
 
     def __init__(self, endpoint: Endpoint, peer: str, route: PeerRoute, *, patience_s: float = PATIENCE_S) -> None:
-        self.endpoint, self.peer, self.patience_s = endpoint, peer, patience_s
+        self.endpoint, self.peer, self.route, self.patience_s = endpoint, peer, route, patience_s
         self.upload_numbers = itertools.count()
         self._calls = itertools.count()
-        self._lock = threading.Lock()
+        self._lock, self._widening = threading.Lock(), threading.Lock()
+        self._is_wide = False
         endpoint.open(peer, CALL_LANE, route.address, light=True)
         if route.dial_for and route.address is not None:
             endpoint.dial_for(peer, REPLY_LANE, route.address)
 
+    def widen(self) -> None:
+        """Have contents of files come over many streams from now on: one stream does not fill a long path."""
+        with self._widening:
+            if self._is_wide:
+                return
+            if self.route.dial_for and self.route.address is not None:
+                self.endpoint.dial_for(self.peer, BULK_LANE, self.route.address)
+            self.call("widen").wait()
+            self._is_wide = True
+
     def call(self, verb: str, payload: Chunk = b"", **arguments: Any) -> StoreCall:
         """Send a call; `wait` for its reply."""
+        lane = BULK_LANE if verb == "read" and self._is_wide else REPLY_LANE
+        arguments["lane"] = lane
         message = pack({"verb": verb, **arguments}, payload)
         what = f"{verb} of {arguments.get('name', 'checkpoints')} at {self.peer}"
         with self._lock:
             tag = (next(self._calls), 0, 0, 0)
-            reply = self.endpoint.recv(Key(self.peer, REPLY_LANE, tag), what=what)
+            reply = self.endpoint.recv(Key(self.peer, lane, tag), what=what)
             sent = self.endpoint.send(Key(self.peer, CALL_LANE, tag), message, tag[0], what)
         return StoreCall(sent, reply, len(message), self.patience_s)
 
@@ -117,57 +140,79 @@ class RemoteStore:
 
 
 class RemoteFile(io.RawIOBase):
-    """A blob of a remote store, read piece by piece; `readall` has several pieces in flight."""
+    """A blob of a remote store. Up to READ_AHEAD_BYTES are asked for before they are read: a long path stays full."""
 
     def __init__(self, store: RemoteStore, name: str, num_bytes: int) -> None:
-        self.store, self.blob, self.num_bytes, self._at = store, name, num_bytes, 0
+        self.store, self.blob, self.num_bytes = store, name, num_bytes
+        self._at = self._asked = 0
+        self._ahead: deque[StoreCall] = deque()
+        self._piece = memoryview(b"")
+        """What is left of the piece that arrived last."""
 
     def readable(self) -> bool:
         return True
 
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.num_bytes}[whence]
+        self._at = self._asked = base + offset
+        self._ahead.clear()
+        self._piece = memoryview(b"")
+        return self._at
+
     def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), self.num_bytes - self._at)
-        if wanted <= 0:
-            return 0
-        data = self.store.read(self.blob, self._at, wanted).wait()
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+        if not self._piece:
+            self._ask_ahead()
+            self._piece = self._ahead.popleft().wait() if self._ahead else self._piece
+        count = min(len(buffer), len(self._piece))
+        buffer[:count] = self._piece[:count]
+        self._piece = self._piece[count:]
+        self._at += count
+        return count
+
+    def _ask_ahead(self) -> None:
+        if self.num_bytes > READ_AHEAD_BYTES:
+            self.store.client.widen()
+        while self._asked < min(self.num_bytes, self._at + READ_AHEAD_BYTES):
+            wanted = min(PIECE_BYTES, self.num_bytes - self._asked)
+            self._ahead.append(self.store.read(self.blob, self._asked, wanted))
+            self._asked += wanted
 
     def readall(self) -> bytes:
-        window = CallWindow()
-        for offset in range(self._at, self.num_bytes, PIECE_BYTES):
-            wanted = min(PIECE_BYTES, self.num_bytes - offset)
-            window.add(self.store.read(self.blob, offset, wanted), wanted)
-        self._at = self.num_bytes
-        return b"".join(window.drain())
+        pieces = []
+        buffer = bytearray(PIECE_BYTES)
+        while count := self.readinto(buffer):
+            pieces.append(bytes(buffer[:count]))
+        return b"".join(pieces)
 
 
 class CallWindow:
     """Unanswered calls of at most WINDOW_BYTES, in order."""
 
     def __init__(self) -> None:
-        self._open: deque[tuple[StoreCall, int]] = deque()
+        self._open: deque[StoreCall] = deque()
         self._open_bytes = 0
-        self._replies: list[bytes] = []
 
-    def add(self, call: StoreCall, num_bytes: int | None = None) -> None:
+    def add(self, call: StoreCall) -> None:
         """Wait for earlier calls if the window is full; raises their errors."""
-        size = num_bytes if num_bytes is not None else call.num_bytes
-        self._open.append((call, size))
-        self._open_bytes += size
+        self._open.append(call)
+        self._open_bytes += call.num_bytes
         while self._open_bytes > WINDOW_BYTES:
             self._settle()
 
-    def drain(self) -> list[bytes]:
+    def drain(self) -> None:
         while self._open:
             self._settle()
-        return self._replies
 
     def _settle(self) -> None:
-        call, size = self._open.popleft()
-        self._open_bytes -= size
-        self._replies.append(bytes(call.wait()))
+        call = self._open.popleft()
+        self._open_bytes -= call.num_bytes
+        call.wait()
 
 
 class HasTraffic(Protocol):
@@ -182,7 +227,7 @@ def behind(endpoint: HasTraffic, longest_s: float = 1.0) -> Callable[[], None]:
 
     def wait() -> None:
         until = time.monotonic() + longest_s
-        while endpoint.is_sending(besides=(CALL_LANE, REPLY_LANE)) and time.monotonic() < until:
+        while endpoint.is_sending(besides=(CALL_LANE, REPLY_LANE, BULK_LANE)) and time.monotonic() < until:
             time.sleep(LOOK_S)
 
     return wait

@@ -17,7 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from atlas.errors import WorkerError
 from atlas.runtime.checkpoint.calls import (
+    BULK_LANE,
     CALL_LANE,
     MAX_QUEUED_BYTES,
     PIECE_BYTES,
@@ -34,6 +36,7 @@ from atlas.wan.transport.endpoint import Endpoint
 IDLE_S = 60.0
 """Uploads of a node that sends nothing for this long are dropped."""
 MAX_UPLOADS = 8
+WIDEN_S = 30.0
 _log = logging.getLogger("atlas.checkpoint")
 
 
@@ -55,6 +58,7 @@ class CheckpointServer:
     def __init__(self, endpoint: Endpoint, stores: Mapping[str, LocalStore], *, idle_s: float = IDLE_S) -> None:
         self.endpoint, self.stores, self.idle_s = endpoint, dict(stores), idle_s
         self._sessions: dict[str, PeerSession] = {}
+        self._routes: dict[str, PeerRoute] = {}
         self._lock = threading.Lock()
         self._closed = False
         endpoint.consume(CALL_LANE, self._arrived)
@@ -62,9 +66,18 @@ class CheckpointServer:
     def admit(self, peers: Mapping[str, PeerRoute]) -> None:
         """Nodes that may call, and how to reach them."""
         for peer, route in peers.items():
+            self._routes[peer] = route
             self.endpoint.open(peer, REPLY_LANE, route.address, light=True)
             if route.dial_for and route.address is not None:
                 self.endpoint.dial_for(peer, CALL_LANE, route.address)
+
+    def widen(self, peer: str) -> None:
+        """Open the lane for contents of large files, with as many streams as the path needs."""
+        channel = self.endpoint.open(peer, BULK_LANE, self._routes[peer].address)
+        try:
+            self.endpoint.warm_up([channel], WIDEN_S)
+        except WorkerError as error:
+            raise ConnectionError(errno.ECONNREFUSED, str(error)) from error
 
     def close(self) -> None:
         """Drop blobs that are incomplete."""
@@ -142,7 +155,8 @@ class PeerSession:
     def _reply(self, request: StoreRequest, header: Mapping[str, Any], payload: Chunk = b"") -> None:
         with self._lock:
             self._queued_bytes -= len(request.payload)
-        key = Key(self.peer, REPLY_LANE, (request.number, 0, 0, 0))
+        lane = BULK_LANE if request.header.get("lane") == BULK_LANE else REPLY_LANE
+        key = Key(self.peer, lane, (request.number, 0, 0, 0))
         try:
             self.server.endpoint.send(key, pack(header, payload), request.number)
         except ValueError:
@@ -153,6 +167,9 @@ class PeerSession:
         header, verb = request.header, request.verb
         if verb in ("piece", "end", "drop"):
             self._continue_upload(request)
+            return b""
+        if verb == "widen":
+            self.server.widen(self.peer)
             return b""
         store = self._store(str(header["store"]), writes=verb in ("begin", "delete"))
         name = str(header["name"])
