@@ -55,6 +55,7 @@ BENCHES: dict[str, Bench] = {
     "admission": Bench(4, 45, ()),
     "bits": Bench(8, 40),
     "bubbletea_sim": Bench(30, 150, ("--case", "c4", "--case", "slowdown")),
+    "checkpoint_fetch": Bench(4, 60),
     "control_plane": Bench(4, 30),
     "engine": Bench(4, 30, ()),
     "evidence": Bench(8, 20),
