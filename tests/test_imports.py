@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "runtime": {"ir", "wan", "spec", "cost"},
     "view": {"ir"},
     "evidence": {"ir", "spec", "cost", "view"},
+    "ui": {"ir", "spec", "cost", "sim", "schedules", "evaluate", "planner", "view", "evidence"},
     "launch": {"ir", "spec", "cost", "sim", "schedules", "evaluate", "planner", "wan", "runtime"},
 }
 """`ir, spec <- cost <- sim <- schedules <- evaluate <- planner <- launch <- cli`; `planner <- sailor`;

@@ -21,6 +21,8 @@ HOW = (
     | {"--compile", "--no-compile"}
     | {
         "--evidence",
+        "--ui",
+        "--ui-at",
         "--metrics-host",
         "--certs",
         "--trusted",
@@ -43,6 +45,7 @@ SURFACE = {
     "card": {"source", "--out", "--job", "--schedule", "--steps", "--contributor", "--contact"}
     | {"--set", "--tries", "--seed"},
     "import": {"folder", "--out", "--gpu", "--recompute", "--no-recompute", "--salvage"},
+    "ui": {"run", "--at", "--token-file"},
     "report": {"runs", "--out", "--title", "--salvage"},
     "metrics": {"folders", "--against", "--salvage", "--definitions", "--json", "--page"},
     "train": {"plan", "--emulate", "--slower", "--page", "--device", "--checkpoints", "--profile", "--profile-out"}

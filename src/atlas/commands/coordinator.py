@@ -13,7 +13,7 @@ from pathlib import Path
 from atlas.commands.network_flags import PORT, address_of
 from atlas.commands.train import end_on_signals, how_flags, recipe_of
 from atlas.commands.train_dc import group_flags
-from atlas.commands.watching import evidence_of, recorded, watch_flags, watched, write_evidence
+from atlas.commands.watching import evidence_of, live_page, noted, recorded, watch_flags, watched, write_evidence
 from atlas.console import job_flags, require_apart, require_writable, say
 from atlas.launch.rendezvous import COORDINATOR
 from atlas.launch.report import RunReport
@@ -75,9 +75,8 @@ def run(args: argparse.Namespace) -> int:
     choice = watched(args, recipe.logging, job, options)
     record = RunRecord(Path(recipe.logging.folder or args.state), {"run": job.name, "steps": options.steps})
     evidence = evidence_of(args.evidence, job, options)
-    with RunReport(choice, options.steps) as report:
-        code = coordinate(
-            job, options, settings, RunCallbacks(say_line, recorded(report, evidence), record=record), args.state
-        )
+    with live_page(args, recipe.logging, job, options), RunReport(choice, options.steps) as report:
+        callbacks = RunCallbacks(noted(report, say_line), recorded(report, evidence), record=record)
+        code = coordinate(job, options, settings, callbacks, args.state)
     write_evidence(evidence)
     return code

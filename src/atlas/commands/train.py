@@ -24,6 +24,7 @@ from atlas.commands.watching import (
     begin_traces,
     end_traces,
     evidence_of,
+    live_page,
     recorded,
     trace_flags,
     watch_flags,
@@ -163,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dc is not None:
         return run_dc(args, job, options, recipe, evidence)
     choice = watched(args, recipe.logging, job, options)
-    with RunReport(choice, options.steps) as report:
+    with live_page(args, recipe.logging, job, options), RunReport(choice, options.steps) as report:
         result = rehearse(job, options, on_step=recorded(report, evidence))
     _print(job.name, options, result)
     write_evidence(evidence)

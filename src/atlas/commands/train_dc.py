@@ -10,10 +10,9 @@ import argparse
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 
 from atlas.commands.network_flags import PORT, address_of, network_flags, network_of, security_flags
-from atlas.commands.watching import end_traces, recorded, watched, write_evidence
+from atlas.commands.watching import end_traces, live_page, noted, recorded, run_folder, watched, write_evidence
 from atlas.console import number, require_folder, say, whole
 from atlas.errors import AtlasError, SpecError
 from atlas.evidence.recorder import EvidenceRecorder
@@ -92,7 +91,7 @@ def run_dc(
         )
     flag = "--rendezvous" if args.coordinator is None else "--coordinator"
     launchers_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if local_rank is not None else 1
-    logs = Path(recipe.logging.folder or Path("runs") / job.name)
+    logs = run_folder(recipe.logging, job)
     require_folder(logs, "--runs")
     settings = AgentSettings(
         name,
@@ -121,9 +120,10 @@ def run_dc(
         callbacks = RunCallbacks(say_line)
         stack.callback(end_traces, args)
         if is_coordinator(job, options, settings):
+            stack.enter_context(live_page(args, recipe.logging, job, options))
             report = stack.enter_context(RunReport(choice, options.steps))
             record = RunRecord(logs, {"run": job.name, "steps": options.steps})
-            callbacks = RunCallbacks(say_line, recorded(report, evidence), record=record)
+            callbacks = RunCallbacks(noted(report, say_line), recorded(report, evidence), record=record)
             stack.callback(write_evidence, evidence)
         return train_here(job, options, settings, callbacks)
 

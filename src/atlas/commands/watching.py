@@ -6,20 +6,26 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from atlas.console import require_folder, say
+from atlas.commands.ui import AT
+from atlas.console import make_folder, require_folder, say
 from atlas.cost.compute import flops_per_token
 from atlas.errors import AtlasError
 from atlas.evidence.recorder import EvidenceRecorder
 from atlas.evidence.write_card import RunFacts
 from atlas.ir.timeline import Timeline
 from atlas.launch.kineto_merge import merge_traces
-from atlas.launch.report import GpuFacts, ReportChoice, RunReport, StepEvent
+from atlas.launch.report import GpuFacts, PagePaths, ReportChoice, RunReport, StepEvent
 from atlas.launch.report.events import OnStep
 from atlas.launch.train_options import OWN, TrainOptions
 from atlas.spec import Job
 from atlas.spec.recipe import LoggingRecipe
+from atlas.ui.child import PageProcess
+from atlas.ui.run_files import EVENTS, STEPS, TIMELINE, TIMELINE_BYTES, PageFacts
+from atlas.ui.server import page_address
 
 
 def watch_flags(parser: argparse.ArgumentParser) -> None:
@@ -36,21 +42,57 @@ def watch_flags(parser: argparse.ArgumentParser) -> None:
         "--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="address of /metrics (default: 127.0.0.1 only)"
     )
     parser.add_argument(
+        "--ui", action="store_true", help="serve the live page of the run (docs/page.md); its records go to --runs"
+    )
+    parser.add_argument(
+        "--ui-at", metavar="[HOST:]PORT", help="where --ui serves (default: any port of 127.0.0.1; others need a token)"
+    )
+    parser.add_argument(
         "--evidence", type=Path, metavar="DIR", help="write the last steps as card, traces and launch files"
     )
 
 
 def watched(args: argparse.Namespace, logging: LoggingRecipe, job: Job, options: TrainOptions) -> ReportChoice:
     """The reports that the recipe and the flags choose."""
+    page = None
+    if _page_wanted(args):
+        folder = run_folder(logging, job)
+        require_folder(folder, "--runs")
+        make_folder(folder)
+        page = PagePaths(folder / STEPS, folder / EVENTS, folder / TIMELINE, TIMELINE_BYTES)
     return ReportChoice(
         bar=not args.no_bar,
         lines=Path(logging.lines) if logging.lines is not None else None,
         timeline=Path(logging.timeline) if logging.timeline is not None else None,
+        page=page,
         metrics_port=logging.metrics_port,
         metrics_host=args.metrics_host,
         labels={"job": job.name, "schedule": options.schedule},
         gpus=_gpu_facts(job, options),
     )
+
+
+def run_folder(logging: LoggingRecipe, job: Job) -> Path:
+    """Where a run's records go."""
+    return Path(logging.folder or Path("runs") / job.name)
+
+
+def _page_wanted(args: argparse.Namespace) -> bool:
+    return bool(args.ui or args.ui_at is not None)
+
+
+def live_page(
+    args: argparse.Namespace, logging: LoggingRecipe, job: Job, options: TrainOptions
+) -> AbstractContextManager[object]:
+    """What `--ui` asks for: the page of this run, in a process of its own, until the block is left."""
+    if not _page_wanted(args):
+        return nullcontext()
+    host, port = page_address(args.ui_at or AT, "--ui-at")
+    folder = run_folder(logging, job)
+    facts = PageFacts(job.name, options.schedule, options.tcp, options.steps, options.slower, options.device)
+    page = PageProcess(folder, facts, job, host, port)
+    say(f"atlas: the page is at {page.url}; after the run: atlas ui {folder}")
+    return page
 
 
 def _gpu_facts(job: Job, options: TrainOptions) -> GpuFacts | None:
@@ -143,6 +185,16 @@ def recorded(report: RunReport, evidence: EvidenceRecorder | None) -> OnStep:
             evidence.step(event["step"], timeline)
 
     return step
+
+
+def noted(report: RunReport, say_line: Callable[[str], None]) -> Callable[[str], None]:
+    """Says a line to the user, and keeps it as an event of the run."""
+
+    def both(line: str) -> None:
+        say_line(line)
+        report.note(line)
+
+    return both
 
 
 def write_evidence(evidence: EvidenceRecorder | None) -> None:

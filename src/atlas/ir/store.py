@@ -193,19 +193,32 @@ class AppendedLines:
             line = line[self._file.write(line) :]
         self._torn = False
 
+    @property
+    def size(self) -> int:
+        return self._file.seek(0, os.SEEK_END)
+
+    def clear(self) -> None:
+        """Begin the file anew."""
+        self._file.truncate(0)
+        self._torn = False
+
     def close(self) -> None:
         self._file.close()
 
 
 class Journal:
-    """The Timelines of a run, step by step. Each is one pass of its Program."""
+    """The Timelines of a run, step by step. Each is one pass of its Program. Beyond `max_bytes` the file is begun anew,
+    where only the last steps are of interest."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._lines = AppendedLines(path)
+    def __init__(self, path: str | os.PathLike[str], max_bytes: int | None = None) -> None:
+        self._lines, self._max_bytes = AppendedLines(path), max_bytes
         self._program: Program | None = None
 
     def append(self, step: int, timeline: Timeline) -> None:
         """`step`: the last step of the pass. Times are from the last start of the run."""
+        if self._max_bytes is not None and self._lines.size > self._max_bytes:
+            self._lines.clear()
+            self._program = None
         if timeline.program is not self._program:  # the first one, or training continues with another plan
             self._lines.append(_head(timeline))
             self._program = timeline.program
@@ -240,27 +253,53 @@ def is_journal(path: str | os.PathLike[str]) -> bool:
 
 def load_journal(path: str | os.PathLike[str], last: int = LAST_STEPS) -> Timeline:
     """The last `last` passes since the last start, as one Timeline that begins at 0. Partial lines are skipped."""
-    head: dict[str, Any] | None = None
-    steps: deque[dict[str, Any]] = deque(maxlen=last)
+    journal = JournalTail(path, last)
     with Path(path).open("rb") as file:
         for line in file:
-            record = _record(line)
-            if record.get("format") == JOURNAL_FORMAT:
-                head = record
-                steps.clear()
-            elif "step" in record:
-                steps.append(record)
-    if head is None or not steps:
+            journal.feed(line)
+    found = journal.timeline()
+    if found is None:
         raise AtlasError(f"{path}: not a journal, or the run ended before its first step. Run it again")
-    if head.get("version") != JOURNAL_VERSION:
-        raise AtlasError(
-            f"{path}: journal version {head.get('version')!r}, but this atlas reads {JOURNAL_VERSION}: upgrade"
-        )
-    try:
-        program = from_text(str(head["program"]))
-        return joined([_pass(program, head, record) for record in steps])
-    except (KeyError, TypeError, ValueError, zlib.error, ProgramError) as error:
-        raise AtlasError(f"{path}: not a complete journal: {type(error).__name__}: {error}. Run it again") from error
+    return found
+
+
+class JournalTail:
+    """The last passes of a journal that is read line by line, also while it grows."""
+
+    def __init__(self, path: str | os.PathLike[str], last: int = LAST_STEPS) -> None:
+        self.path = path
+        self._head: dict[str, Any] | None = None
+        self._steps: deque[dict[str, Any]] = deque(maxlen=last)
+        self._program: Program | None = None
+
+    def feed(self, line: bytes) -> None:
+        """The next line. A partial one is ignored."""
+        record = _record(line)
+        if record.get("format") == JOURNAL_FORMAT:
+            self._head, self._program = record, None
+            self._steps.clear()
+        elif "step" in record:
+            self._steps.append(record)
+
+    def timeline(self, last: int | None = None) -> Timeline | None:
+        """The last passes since the last start, joined; None before the first."""
+        head = self._head
+        steps = list(self._steps)[-last:] if last is not None else list(self._steps)
+        if head is None or not steps:
+            return None
+        if head.get("version") != JOURNAL_VERSION:
+            raise AtlasError(
+                f"{self.path}: journal version {head.get('version')!r}, but this atlas reads {JOURNAL_VERSION}: upgrade"
+            )
+        try:
+            if self._program is None:
+                self._program = from_text(str(head["program"]))
+            program = self._program
+            return joined([_pass(program, head, record) for record in steps])
+        except (KeyError, TypeError, ValueError, zlib.error, ProgramError) as error:
+            raise AtlasError(
+                f"{self.path}: not a complete journal: {type(error).__name__}: {error}. Run it again"
+            ) from error
 
 
 def _record(line: bytes) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from atlas.planner.judge import Figures, Judged, as_dict
 from atlas.planner.meet import lane_bps
 from atlas.planner.objective import Objective
 from atlas.planner.run import Planned
+from atlas.spec import Job
 
 SPENT_ON = {
     "compute": "compute",
@@ -117,11 +118,23 @@ def has_prices(cluster: ClusterArrays) -> bool:
 # ---- the scene of a map --------------------------------------------------------------------------------------
 def scene(planned: Planned, count: int = 6) -> dict[str, Any]:
     """Datacenters, links and the placements of the first few plans: what `view.map` draws."""
-    cluster, described = planned.cluster, planned.job.cluster
+    cluster = planned.cluster
     shown = distinct(planned)[:count]
     found = rows(planned)
     return {
-        "title": planned.job.name,
+        **places(planned.job, cluster),
+        "plans": [drawn_plan(cluster, judged, row) for judged, row in zip(shown, found, strict=False)],
+        "rows": found,
+        "front": [as_dict(judged) for judged in front(planned)],
+        "priced": has_prices(planned.cluster),
+        "told": compared(planned),
+    }
+
+
+def places(job: Job, cluster: ClusterArrays) -> dict[str, Any]:
+    """The part of a scene that all plans share: where the datacenters are."""
+    return {
+        "title": job.name,
         "datacenters": [
             {
                 "name": dc.name,
@@ -130,15 +143,10 @@ def scene(planned: Planned, count: int = 6) -> dict[str, Any]:
                 "usd_per_gpu_hour": dc.usd_per_gpu_hour,
                 "location": dc.location,
             }
-            for dc in described.datacenters
+            for dc in job.cluster.datacenters
         ],
         "latency_ms": (1000 * cluster.latency_s).tolist(),
         "joined": cluster.joined.tolist(),
-        "plans": [drawn_plan(cluster, judged, row) for judged, row in zip(shown, found, strict=False)],
-        "rows": found,
-        "front": [as_dict(judged) for judged in front(planned)],
-        "priced": has_prices(planned.cluster),
-        "told": compared(planned),
     }
 
 

@@ -41,7 +41,8 @@ def plan_page(scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> str:
     drawn = scene.get("families") or scene["plans"]
     labels = [_tab(k, plan["row"], "families" in scene) for k, plan in enumerate(drawn)]
     first = next((k for k, plan in enumerate(drawn) if not plan["row"]["lost"]), 0)
-    style = theme() + (resources.files("atlas.view") / "assets" / "map.css").read_text(encoding="utf-8")
+    folder = resources.files("atlas.view") / "assets"
+    style = theme() + "".join((folder / name).read_text(encoding="utf-8") for name in ("map.css", "mapsvg.css"))
     style += "".join(
         f"#t{k}:checked~.tabs label[for=t{k}]{{background:var(--accent);color:#fff;border-color:var(--accent)}}"
         f"#t{k}:checked~.maps #m{k}{{display:block}}\n"
@@ -132,7 +133,9 @@ def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]], few
     x, y = (x1 + x2) / 2, (y1 + y2) / 2
     label = f"{100 * link['load']:.0f}%" if few or link["pipeline"] else ""
     words = [label]
-    if few:
+    if few and "gbit_s" in link:  # of a run: what it sends now
+        words = [f"{link['gbit_s']:.3g} of {link['gbps']:.3g} Gbit/s", f"{label} load · {link['latency_ms']:.3g} ms"]
+    elif few:
         words = [f"{link['latency_ms']:.3g} ms · {link['gbps']:.3g} Gbit/s{' (prior)' if prior else ''}"]
         words.append(f"{label} load" + (f" · ${usd:,.0f}/hour" if usd else ""))
     first = y + 4 - 15 * (len(words) - 1)

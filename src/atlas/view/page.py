@@ -14,7 +14,7 @@ import html
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
@@ -46,9 +46,26 @@ def write_page(
 
 def page_html(timelines: Sequence[Timeline], *, title: str = "Atlas timeline", notes: str | Sequence[str] = ()) -> str:
     """The page as text."""
+    header, spans = page_data(timelines, title=title, notes=notes)
+    data = "\n".join(f'<script type="text/plain" id="spans-{k}">{text}</script>' for k, text in enumerate(spans))
+    parts = {
+        "TITLE": html.escape(title),
+        "STYLE": asset("page.css"),
+        "HEADER": json_element(header),
+        "DATA": data,
+        "SCRIPT": page_script() + asset("start.js"),
+    }
+    return filled(asset("page.html"), parts)
+
+
+def page_data(
+    timelines: Sequence[Timeline], *, title: str = "", notes: str | Sequence[str] = (), in_order: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """What the page's script draws: a JSON-able header, and the spans of each timeline, packed. The fastest comes
+    first, unless they are to stay `in_order`."""
     if not timelines or any(not timeline.program.num_ops for timeline in timelines):
         raise AtlasError("a timeline page needs at least one timeline, and each needs at least one op")
-    timelines = best_first(timelines)
+    timelines = list(timelines) if in_order else best_first(timelines)
     header = {
         "title": title,
         "verdict": verdict(timelines),
@@ -57,25 +74,28 @@ def page_html(timelines: Sequence[Timeline], *, title: str = "Atlas timeline", n
         "kinds": [kind.name for kind in Kind],
         "schedules": [_describe(timeline) for timeline in timelines],
     }
-    data = "\n".join(
-        f'<script type="text/plain" id="spans-{k}">{_packed(timeline)}</script>' for k, timeline in enumerate(timelines)
-    )
-    parts = {
-        "TITLE": html.escape(title),
-        "STYLE": _asset("page.css"),
-        # "<" never appears in the JSON, so that no name can close the script element.
-        "HEADER": json.dumps(header).replace("<", "\\u003c"),
-        "DATA": data,
-        "SCRIPT": "\n".join(
-            _asset(name) for name in ("data.js", "draw.js", "text.js", "main.js", "inspect.js", "move.js")
-        ),
-    }
-    pieces = _asset("page.html").split("%%")
+    return header, [_packed(timeline) for timeline in timelines]
+
+
+def page_script() -> str:
+    """What draws timelines; the page that includes it calls `openRun`."""
+    names = ("data.js", "draw.js", "text.js", "main.js", "inspect.js", "move.js")
+    return "".join(asset(name) + "\n" for name in names)
+
+
+def json_element(data: Any) -> str:
+    """JSON for a script element: "<" never appears in it, so that no name can close the element."""
+    return json.dumps(data).replace("<", "\\u003c")
+
+
+def filled(template: str, parts: Mapping[str, str]) -> str:
+    """A template with each `%%NAME%%` replaced."""
+    pieces = template.split("%%")
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
-def _asset(name: str) -> str:
-    return (resources.files("atlas.view") / "assets" / name).read_text(encoding="utf-8")
+def asset(name: str, package: str = "atlas.view") -> str:
+    return (resources.files(package) / "assets" / name).read_text(encoding="utf-8")
 
 
 # ---- header ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Reports a run while it runs: a progress bar, a file of JSON lines, Prometheus metrics, and a Timeline that grows
-step by step. The launcher calls `RunReport.step` after every step; training never waits for a report, nor fails with
-it.
+"""Reports a run while it runs: a progress bar, files of JSON lines (steps, events), Prometheus metrics, and a Timeline
+that grows step by step. The launcher calls `RunReport.step` after every step; training never waits for a report, nor
+fails with it.
 
 Loads no torch.
 """
@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,19 @@ from atlas.launch.report.progress import ProgressBar
 
 log: Callable[[str], None] = logging.getLogger("atlas.report").warning
 
-__all__ = ["GpuFacts", "ReportChoice", "RunReport", "StepEvent"]
+__all__ = ["GpuFacts", "PagePaths", "ReportChoice", "RunReport", "StepEvent"]
+
+
+@dataclass(frozen=True)
+class PagePaths:
+    """Files of a run's folder, for its live page."""
+
+    steps: Path
+    events: Path
+    """JSON lines: the start, what went wrong on the way, the end."""
+    timeline: Path
+    timeline_bytes: int
+    """A longer timeline file is begun anew."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,8 @@ class ReportChoice:
     """A file of JSON lines, one per step; a resumed run appends to it."""
     timeline: Path | None = None
     """A file for `atlas view`, readable at any time; a resumed run appends to it."""
+    page: PagePaths | None = None
+    """What the live page reads."""
     metrics_port: int | None = None
     """0: any free one."""
     metrics_host: str = "127.0.0.1"
@@ -61,8 +76,10 @@ class RunReport:
         self._gpus = choice.gpus
         self._warn, self._warned = warn, set[str]()
         self._bar = ProgressBar(num_steps, first_step) if choice.bar else None
-        self._lines: AppendedLines | None = None
-        self._journal: Journal | None = None
+        self._lines: list[AppendedLines] = []
+        self._journals: list[Journal] = []
+        self._events: AppendedLines | None = None
+        self._handler = _NoteHandler(self)
         self._server: MetricsServer | None = None
         try:
             self._open(choice)
@@ -72,9 +89,15 @@ class RunReport:
 
     def _open(self, choice: ReportChoice) -> None:
         if choice.lines is not None:
-            self._lines = AppendedLines(choice.lines)
+            self._lines.append(AppendedLines(choice.lines))
         if choice.timeline is not None:
-            self._journal = Journal(choice.timeline)
+            self._journals.append(Journal(choice.timeline))
+        if (page := choice.page) is not None:
+            self._lines.append(AppendedLines(page.steps))
+            self._journals.append(Journal(page.timeline, page.timeline_bytes))
+            self._events = AppendedLines(page.events)
+            self.note("the run begins", kind="begin")
+            logging.getLogger("atlas.launch").addHandler(self._handler)
         if choice.metrics_port is not None:
             self._server = MetricsServer(self.metrics, choice.metrics_port, choice.metrics_host)
 
@@ -87,20 +110,28 @@ class RunReport:
         if self._gpus is not None and "num_workers" in event:
             event = self._gpus.figures(event)
         self.metrics.step(event, timeline)
-        if self._lines is not None:
-            lines = self._lines
-            self._try("lines", lambda: lines.append({"time": round(time.time(), 3), **_finite(event)}))
-        if self._journal is not None and timeline is not None:
-            journal = self._journal
-            self._try("timeline", lambda: journal.append(event["step"], timeline))
+        if timeline is not None:
+            for journal in self._journals:
+                self._try("timeline", partial(journal.append, event["step"], timeline))
+        for lines in self._lines:
+            self._try("lines", partial(lines.append, {"time": round(time.time(), 3), **_finite(event)}))
         if self._bar is not None:
             bar = self._bar
             self._try("progress", lambda: bar.step(event))
 
+    def note(self, text: str, kind: str = "note") -> None:
+        """Record an event: a host is lost, a spare is taken, the run resumes. `kind`: begin, note, warning or end."""
+        if self._events is not None:
+            events, first = self._events, text.partition("\n")[0]
+            self._try("events", lambda: events.append({"time": round(time.time(), 3), "kind": kind, "text": first}))
+
     def close(self) -> None:
-        for part in (self._bar, self._lines, self._journal, self._server):
+        logging.getLogger("atlas.launch").removeHandler(self._handler)
+        self.note("the run ended", kind="end")
+        for part in (self._bar, *self._lines, *self._journals, self._events, self._server):
             if part is not None:
                 self._try("end", part.close)
+        self._events = None
 
     def __enter__(self) -> RunReport:
         return self
@@ -116,6 +147,17 @@ class RunReport:
             if what not in self._warned:
                 self._warned.add(what)
                 self._warn(f"report ({what}): {error}. Training continues; this part of the report is lost")
+
+
+class _NoteHandler(logging.Handler):
+    """Records what the launcher warns of."""
+
+    def __init__(self, report: RunReport) -> None:
+        super().__init__(logging.WARNING)
+        self._report = report
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._report.note(record.getMessage(), kind="warning")
 
 
 def _finite(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 // Data: unpacks the spans that page.py packed, and answers "what is at time t of row r" and "what share of a
 // group does what". Knows no pixels of the screen and no colours.
 
-const HEAD = JSON.parse(document.getElementById("header").textContent);
+let HEAD = JSON.parse(document.getElementById("header").textContent);  // a live page replaces it
 const NUM_KINDS = HEAD.kinds.length, NUM_CAUSES = 5;
 const WAIT = NUM_KINDS, SEND = WAIT + NUM_CAUSES, NUM_CODES = SEND + 2;
 const CAUSE = ["fill", "drain", "wan", "peer", "sync"];
@@ -13,10 +13,8 @@ async function inflate(text) {
   return new Response(stream).arrayBuffer();
 }
 
-async function loadSchedule(k) {
-  const element = document.getElementById("spans-" + k);
-  const buffer = await inflate(element.textContent);
-  element.remove();  // the base64 text would otherwise stay in memory
+async function loadSchedule(k, text) {
+  const buffer = await inflate(text);
   const [count, numRows] = new Float64Array(buffer, 0, 2);
   let at = 16;
   const take = (type, n) => { const part = new type(buffer, at, n); at += n * type.BYTES_PER_ELEMENT; return part; };

@@ -8,6 +8,7 @@ const HEIGHT = { schedule: 28, group: 19, folded: 46, foldedLinks: 30, thin: 3, 
 const view = { t0: 0, t1: 1, scroll: 0, rowHeight: 18, path: false, beside: false, schedules: [], items: [], total: 0, extent: 1 };
 const raster = new Raster(), small = new Raster();
 const frames = [];
+let thinnest = 10;  // of rows that are fitted to the screen
 let plot, over, overview, hover = null, drag = null, queued = false;
 
 // ---- layout: a list of {kind, y, h}, rebuilt when something folds or rows change height ---------------------------

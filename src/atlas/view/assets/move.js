@@ -222,7 +222,7 @@ function listen() {
   overview.addEventListener("pointerup", () => { overview.from = undefined; });
   addEventListener("keydown", event => {
     const act = KEYS[event.key] || KEYS[event.key.toLowerCase()];
-    if (!act || event.ctrlKey || event.metaKey || event.altKey || event.target.id === "search") return;
+    if (!act || event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
     event.preventDefault(); act();
   });
   new ResizeObserver(redraw).observe($("stage"));
@@ -247,29 +247,49 @@ function fitRows(many) {
   const tallest = many ? 6 : 22, fits = () => { layOut(); return view.total <= size(plot).h - RULER; };
   for (const limit of many ? [Infinity] : [Infinity, 4]) {
     for (const s of view.schedules) for (const g of s.groups) if (g.links && g.rows.length > limit) g.folded = true;
-    for (view.rowHeight = tallest; view.rowHeight > 10 && !fits();) view.rowHeight--;
+    for (view.rowHeight = tallest; view.rowHeight > thinnest && !fits();) view.rowHeight--;
     if (fits()) return;
   }
 }
 
-async function start() {
-  plot = $("plot"); over = $("over"); overview = $("overview");
-  view.schedules = await Promise.all(HEAD.schedules.map((_, k) => loadSchedule(k)));
+function layOutSchedules(schedules) {
+  view.schedules = schedules;
   view.extent = Math.max(...view.schedules.map(s => s.makespan)) * MARGIN;
-  view.t1 = view.extent;
-  const rows = view.schedules.reduce((n, s) => n + s.rowName.length, 0);
-  const many = rows > 120;
+  const many = view.schedules.reduce((n, s) => n + s.rowName.length, 0) > 120;
   for (const s of view.schedules) for (const g of s.groups) g.folded = many;
   overview.style.height = 10 + 18 * view.schedules.length + "px";
-  setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   $("beside").hidden = !alike(); $("one").hidden = !view.schedules.some(s => s.steps.length > 1);
+  return many;
+}
+
+/** Draws the schedules of HEAD for the first time. `texts`: the packed spans of each. */
+async function openRun(texts) {
+  plot = $("plot"); over = $("over"); overview = $("overview");
+  const many = layOutSchedules(await Promise.all(texts.map((text, k) => loadSchedule(k, text))));
+  view.t1 = view.extent;
+  setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   fitRows(many); listen(); showStep(); redraw();
   // For tests and for the browser's console.
   window.atlas = { view, frames, toX, toT, rowBox, inspected, spanName, zoomAt, show, foldAll, setRowHeight, drawAll, setTheme };
   document.documentElement.dataset.ready = "yes";
 }
 
-start().catch(error => {
-  $("caption").textContent = "This page could not be drawn: " + error + ". It needs a browser of 2023 or later (DecompressionStream).";
-  throw error;
-});
+/** Draws other schedules in place of those on the page: a live run goes on. The window of time, the heights of rows and what
+    is folded stay where the groups are the same. */
+async function replaceRun(header, texts) {
+  const before = view.schedules, extent = view.extent, whole = view.t1 - view.t0 > 0.98 * extent, folded = new Map();
+  for (const s of before) for (const g of s.groups) folded.set(s.source + g.name, g.folded);
+  HEAD = header;
+  const schedules = await Promise.all(texts.map((text, k) => loadSchedule(k, text)));
+  const same = schedules.length === before.length && schedules.every((s, k) => s.rowName.length === before[k].rowName.length);
+  if (inspected.pin) pinSpan(null);
+  if (inspected.range) selectRange(0, 0);
+  inspected.matches = []; inspected.at = -1; hover = null; small.key = "";
+  const many = layOutSchedules(schedules);
+  if (same) {
+    for (const s of schedules) for (const g of s.groups) g.folded = folded.get(s.source + g.name) ?? g.folded;
+    layOut();
+    if (whole) show(0, view.extent);
+  } else { view.scroll = 0; fitRows(many); show(0, view.extent); showStep(); }
+  fillHeader(view.schedules); redraw();
+}

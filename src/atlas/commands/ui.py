@@ -1,0 +1,60 @@
+"""Open the live page of a run in a browser: map, links, timelines of the last iterations, figures, events; and what-if
+by hand.
+
+    atlas ui runs/NAME            a run that runs, or a saved one (`atlas train --ui` writes the folder)
+    atlas ui run.timeline         a timeline file alone
+    atlas ui job.yaml             a job or a plan that does not run: the prediction, and what-if
+    atlas ui http://HOST:PORT     the page of another host, shown here
+
+Serves on 127.0.0.1. On another address the page needs the token that is printed with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from pathlib import Path
+
+from atlas.console import say
+from atlas.errors import AtlasError
+
+AT = "127.0.0.1:0"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", metavar="RUN|URL", help="a run's folder, a timeline, a job or plan file, or a page's address"
+    )
+    parser.add_argument(
+        "--at", default=AT, metavar="[HOST:]PORT", help="where to serve it (default: any port of 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="ask for the token in this file (default: a new one beyond loopback)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from atlas.ui.serve import ServedPage
+    from atlas.ui.server import page_address
+
+    host, port = page_address(args.at, "--at")
+    with ServedPage(args.run, host, port, token_of(args.token_file)) as page:
+        say(f"atlas: the page is at {page.url} (Ctrl-C ends it)")
+        threading.Event().wait()
+    return 0
+
+
+def token_of(file: Path | None) -> str:
+    """The token in a file; "" without one."""
+    if file is None:
+        return ""
+    try:
+        token = file.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise AtlasError(f"--token-file {file}: cannot be read: {error}. Name a file with one line") from error
+    if not token or not token.isascii() or any(c in token for c in ' ;,"\\') or len(token) > 200:
+        raise AtlasError(f"--token-file {file}: must have one line of up to 200 letters and digits. Write a new one")
+    return token

@@ -1,0 +1,94 @@
+"""The page of a run in a process of its own (`python -m` this module), so that clients and searches do not slow the
+process that trains. It reads the run's folder, and ends with the process that started it.
+
+Reads one JSON object from stdin, prints one JSON line: the page's address, or why there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from atlas.errors import AtlasError
+from atlas.lifetime import Lifeline
+from atlas.spec import Job
+from atlas.ui.run_files import PageFacts, write_facts
+
+NICENESS = 5
+
+
+class PageProcess:
+    """`with PageProcess(folder, facts, job, host, port, token) as page:` serves the run's page; `url` says where."""
+
+    def __init__(self, folder: Path, facts: PageFacts, job: Job, host: str, port: int, token: str = "") -> None:
+        write_facts(folder, facts, job)
+        source = str(Path(__file__).parents[2])
+        path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "atlas.ui.child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is for the training
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(
+                json.dumps({"source": str(folder), "host": host, "port": port, "token": token}) + "\n"
+            )
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+            reply: Mapping[str, Any] = json.loads(line) if line else {"error": "its process ended at once"}
+        except BaseException:
+            self.close()
+            raise
+        if "error" in reply:
+            self.close()
+            raise AtlasError(f"--ui: {reply['error']}")
+        self.url = str(reply["url"])
+
+    def close(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> PageProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def main() -> int:
+    settings = json.loads(sys.stdin.readline())
+    Lifeline(sys.stdin.fileno())
+    os.nice(NICENESS)
+    from atlas.ui.serve import ServedPage
+
+    try:
+        page = ServedPage(settings["source"], settings["host"], settings["port"], settings["token"])
+    except AtlasError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return 2
+    print(json.dumps({"url": page.url}), flush=True)
+    threading.Event().wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

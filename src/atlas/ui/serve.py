@@ -1,0 +1,133 @@
+"""Serves the page of a run until it is closed: follower, what-if and HTTP server put together.
+
+with ServedPage(source, host, port) as page: ...        a run's folder, a timeline, a job or plan file, or a URL
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from atlas.errors import AtlasError
+from atlas.ir.program import Kind
+from atlas.spec.plan import load_job_or_plan
+from atlas.ui.live_run import LiveRun
+from atlas.ui.remote import RemoteFollower
+from atlas.ui.run_files import FACTS, JOB, FolderFollower, PageFacts
+from atlas.ui.run_model import RunModel
+from atlas.ui.server import LOOPBACK, Answer, PageServer, is_loopback
+from atlas.ui.service import ServiceFollower
+from atlas.ui.whatif import WhatIfDesk
+from atlas.view.page import STYLES, asset, filled, json_element, page_script
+
+POLL_S, SERVICE_S = 0.2, 1.0
+
+
+class ServedPage:
+    """The page of one run. `url` is what a browser opens, with the token where there is one."""
+
+    def __init__(self, source: str, host: str = LOOPBACK, port: int = 0, token: str = "") -> None:
+        self.run = LiveRun()
+        self._desk: WhatIfDesk | None = None
+        self._desk_lock, self._closed = threading.Lock(), threading.Event()
+        self._file = source
+        self._remote: RemoteFollower | None = None
+        follower: FolderFollower | None = None
+        if source.startswith(("http://", "https://")):
+            self._remote = RemoteFollower(source, self.run)
+            self._remote.start()
+        else:
+            follower = self._follower(Path(source))
+        token = token or ("" if is_loopback(host) else secrets.token_urlsafe(24))
+        self.server = PageServer(self.run, page_html, self._answers(), host, port, token)
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self.server.port}/" + (f"?token={token}" if token else "")
+        if follower is not None:
+            threading.Thread(target=self._follow, args=(follower,), daemon=True, name="run files").start()
+        service = self.run.facts.get("service") or {}
+        if service:
+            threading.Thread(target=self._serve_cards, args=(service,), daemon=True, name="service cards").start()
+
+    def _follower(self, path: Path) -> FolderFollower | None:
+        """None for a job or plan file: it is shown as it is simulated."""
+        if path.suffix in (".yaml", ".yml") and path.is_file():
+            job, plan = load_job_or_plan(path)
+            schedule = plan.schedule.name if plan is not None else "atlas"
+            tcp = plan.schedule.tcp if plan is not None else "many"
+            self.run.begin(job.name, asdict(PageFacts(job.name, schedule, tcp)), job)
+            return None
+        follower = FolderFollower(path, self.run)
+        if path.is_dir():
+            self._file = str(path / JOB)
+        follower.poll()
+        return follower
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._remote is not None:
+            self._remote.close()
+        self.server.close()
+
+    def __enter__(self) -> ServedPage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- threads -----------------------------------------------------------------------------------------------------
+    def _follow(self, follower: FolderFollower) -> None:
+        while not self._closed.wait(POLL_S):
+            try:
+                follower.poll()
+            except AtlasError as error:
+                self.run.add(events=[{"kind": "warning", "text": str(error), "time": time.time()}])
+                return
+
+    def _serve_cards(self, facts: Mapping[str, Any]) -> None:
+        service = ServiceFollower(facts)
+        while not self._closed.wait(SERVICE_S):
+            self.run.set_service(service.poll())
+
+    # ---- what-if -----------------------------------------------------------------------------------------------------
+    def _answers(self) -> dict[str, Answer]:
+        def asked(name: str) -> Answer:
+            return lambda body: getattr(self._desk_of(), name)(body)
+
+        paths = {"sliders": "sliders", "quick": "quick", "search": "search", "job": "job_file"}
+        return {f"/api/whatif/{path}": asked(name) for path, name in paths.items()}
+
+    def _desk_of(self) -> WhatIfDesk:
+        """Made when it is first asked for."""
+        with self._desk_lock:
+            if self._desk is None:
+                model: RunModel | None = self.run.model
+                if model is None:
+                    raise AtlasError(f"there is no what-if here: no {JOB} beside {FACTS} describes the run")
+                self._desk = WhatIfDesk(model, self._file)
+            return self._desk
+
+
+@cache
+def page_html() -> str:
+    """The page as text; its data comes from the API."""
+    head = {
+        "title": "Atlas",
+        "verdict": "",
+        "notes": [],
+        "styles": [style._asdict() for style in STYLES],
+        "kinds": [kind.name for kind in Kind],
+        "schedules": [],
+    }
+    own = "atlas.ui"
+    parts = {
+        "STYLE": asset("page.css") + asset("mapsvg.css") + asset("live.css", own),
+        "HEADER": json_element(head),
+        "SCRIPT": page_script() + asset("live.js", own) + asset("whatif.js", own),
+    }
+    return filled(asset("live.html", own), parts)

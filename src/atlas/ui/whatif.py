@@ -1,0 +1,253 @@
+"""What if, by hand: a job with other bandwidth, latency, GPUs, cells, microbatches or schedule.
+
+    quick     at once: the order that is known for this shape, re-priced; or an order without a search
+    search    the figures of `atlas simulate`, with the command that prints them
+
+A setting becomes `--set` overrides, so that page, command and job file are one job. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from atlas.errors import AtlasError, SpecError
+from atlas.evaluate import Case, Result, build, evaluate, find_schedule, prepare, repriced, rows
+from atlas.evidence.write_card import job_text
+from atlas.ir.analysis import verdict
+from atlas.ir.program import Program
+from atlas.ir.timeline import Timeline
+from atlas.planner.judge import Judged
+from atlas.planner.placed import judged_result
+from atlas.schedules import SCHEDULES
+from atlas.spec import Job, override
+from atlas.ui.run_model import RunModel, shape_of
+from atlas.view.page import page_data
+
+QUICK_EVENTS = 30_000
+"""Beyond this a new shape is first shown under `1f1b-eager`, whose order takes no search."""
+PLAIN = "1f1b-eager"
+FROZEN = "re-priced: the order of ops stays as it was, only durations change"
+UNSEARCHED = "not searched yet: {} builds its order for this shape without trying others"
+STAND_IN = "not searched yet: shown with the order of 1f1b-eager"
+SEARCHED = "searched: these are the figures of `atlas simulate`"
+
+
+LIMITS: dict[str, tuple[float, float]] = {
+    "bandwidth": (0.01, 100.0),
+    "latency": (0.0, 100.0),
+    "pipelines": (1, 1024),
+    "cells": (1, 4096),
+    "microbatches": (1, 4096),
+}
+
+
+@dataclass(frozen=True)
+class SliderValues:
+    """The sliders. `bandwidth` and `latency` are factors on every link of the job."""
+
+    bandwidth: float = 1.0
+    latency: float = 1.0
+    pipelines: int = 1
+    """Of a cell: with the cells, they set the number of GPUs."""
+    cells: int = 1
+    microbatches: int = 1
+    schedule: str = "1f1b"
+
+    def changed(self, data: Mapping[str, Any]) -> SliderValues:
+        """These values with those of a request. AtlasError for one that is unknown or out of range."""
+        found: dict[str, Any] = {}
+        for key, value in data.items():
+            if key == "schedule":
+                found[key] = find_schedule(str(value)).name
+                continue
+            low, high = LIMITS.get(key, (0.0, -1.0))
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not low <= value <= high or (isinstance(low, int) and value != int(value)):
+                known = ", ".join(f"{name} {lo:g} to {hi:g}" for name, (lo, hi) in LIMITS.items())
+                raise SpecError(
+                    where="what-if",
+                    key=key[:40],
+                    value=str(value)[:40],
+                    rule="is out of range",
+                    remedy=f"Give {known}, or schedule",
+                )
+            found[key] = int(value) if isinstance(low, int) else float(value)
+        return replace(self, **found)
+
+
+class WhatIfDesk:
+    """Answers questions about one job. One search runs at a time: a new one ends the one before it."""
+
+    def __init__(self, model: RunModel, file: str = "job.yaml") -> None:
+        self.job: Job = model.case.job
+        self.file, self.tcp = file, model.result.tcp
+        case = model.case
+        self.base = SliderValues(
+            pipelines=case.layout.num_pipelines,
+            cells=self.job.cells,
+            microbatches=self.job.num_microbatches,
+            schedule=model.chosen.name,
+        )
+        self._orders: dict[tuple[Any, ...], Program] = {(model.chosen.name, *shape_of(case)): model.program}
+        self._stages = {name: case.layout.rank_dc.count(name) for name in dict.fromkeys(case.layout.rank_dc)}
+        self._now: Result = model.result
+        self._lock, self._number = threading.Lock(), 0
+
+    # ---- questions ---------------------------------------------------------------------------------------------------
+    def sliders(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """What the page needs to draw its sliders."""
+        links = self.job.cluster.links
+        wan = self.job.cluster.wan
+        rates = [link.pair_gbps or wan.pair_gbps for link in links] if links else [wan.pair_gbps]
+        found = [wan.latency_ms if link.latency_ms is None else link.latency_ms for link in links or ()]
+        delays = [delay for delay in found or [wan.latency_ms] if delay is not None] or [0.0]
+        return {
+            "base": vars(self.base),
+            "gbps": [min(rates), max(rates)],
+            "latency_ms": [min(delays), max(delays)],
+            "gpus_per_pipeline": self.job.tp * self.job.pp,
+            "schedules": {name: schedule.summary for name, schedule in SCHEDULES.items()},
+        }
+
+    def quick(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """At once, from an order that is known."""
+        values = self.base.changed(data)
+        with self._lock:
+            self._number += 1  # ends a search: its question is not the last one any more
+        job = self.changed_job(values)
+        chosen = find_schedule(values.schedule)
+        case = prepare(job, chosen, self.tcp)
+        program = self._orders.get((values.schedule, *shape_of(case)))
+        label, kind = FROZEN, "frozen"
+        if program is None:
+            program, label = self._plain(case, values.schedule)
+            kind = "unsearched"
+        return self._answer(repriced(case, chosen, self.tcp, program), values, label, kind)
+
+    def search(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The figures of `atlas simulate`; takes seconds. `superseded` where another question came meanwhile."""
+        values = self.base.changed(data)
+        with self._lock:
+            self._number += 1
+            number = self._number
+
+        def progress(what: str, done: int, total: int) -> None:
+            if self._number != number:
+                raise SupersededError
+
+        try:
+            result = evaluate(self.changed_job(values), values.schedule, tcp=self.tcp, progress=progress)
+        except SupersededError:
+            return {"superseded": True}
+        self._orders[(values.schedule, *shape_of(result.case))] = result.single.program
+        if values == self.base:
+            self._now = result
+        return self._answer(result, values, SEARCHED, "searched")
+
+    def job_file(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The changed job as YAML."""
+        values = self.base.changed(data)
+        head = f"# {self.job.name}, changed on the page of `atlas ui`. Simulate it with --schedule {values.schedule}\n"
+        return {"name": f"{self.job.name}-what-if.yaml", "text": head + job_text(self.changed_job(values))}
+
+    # ---- one job -----------------------------------------------------------------------------------------------------
+    def changed_job(self, values: SliderValues) -> Job:
+        changes = self.overrides(values)
+        return override(self.job, changes) if changes else self.job
+
+    def overrides(self, values: SliderValues) -> list[str]:
+        """The `--set` of these sliders; empty where nothing is changed."""
+        found = [*_links(self.job, "pair_gbps", values.bandwidth), *_links(self.job, "trunk_gbps", values.bandwidth)]
+        found += _links(self.job, "latency_ms", values.latency)
+        if values.microbatches != self.base.microbatches:
+            found.append(f"num_microbatches={values.microbatches}")
+        if (values.pipelines, values.cells) != (self.base.pipelines, self.base.cells):
+            found += [f"pipelines_per_cell={values.pipelines}", f"cells={values.cells}"]
+            for name, stages in self._stages.items():
+                dc = self.job.cluster.dc(name)
+                nodes = math.ceil(stages * self.job.tp * values.pipelines * values.cells / dc.gpus_per_node)
+                if nodes > dc.nodes:
+                    found.append(f"cluster.datacenters.{name}.nodes={nodes}")
+        return found
+
+    def command(self, values: SliderValues) -> str:
+        words = ["atlas", "simulate", self.file, "--schedule", values.schedule, "--tcp", self.tcp]
+        for change in self.overrides(values):
+            words += ["--set", change]
+        return shlex.join([*words, "--json"])
+
+    def _plain(self, case: Case, schedule: str) -> tuple[Program, str]:
+        """An order for a shape that was not searched yet."""
+        frame = case.layout
+        small = 6 * frame.num_pipelines * frame.num_stages * frame.num_microbatches <= QUICK_EVENTS
+        if small or SCHEDULES[schedule].virtual_stages:
+            return build(case, SCHEDULES[schedule], budget=0), UNSEARCHED.format(schedule)
+        return build(case, SCHEDULES[PLAIN], budget=0), STAND_IN
+
+    def _answer(self, result: Result, values: SliderValues, label: str, kind: str) -> dict[str, Any]:
+        row, now = rows([result])[0], self._now.row()
+        judged: Judged = judged_result(result)
+        figures = judged.figures
+        drawn = [_named(result.single, "what if"), _named(self._now.single, "now")]
+        header, spans = page_data(drawn, title=f"{self.job.name}: what if", in_order=True)
+        return {
+            "kind": kind,
+            "label": label,
+            "row": row,
+            "now_s": now["iteration_s"],
+            "usd_per_iteration": figures.usd_per_iteration,
+            "usd_per_hour": figures.usd_per_hour,
+            "wan_gb": figures.wan_bytes / 1e9,
+            "verdict": _sentence(row, now, result.single),
+            "command": self.command(values),
+            "header": header,
+            "spans": spans,
+        }
+
+
+class SupersededError(AtlasError):
+    """Another question was asked meanwhile."""
+
+
+def _sentence(row: Mapping[str, Any], now: Mapping[str, Any], timeline: Timeline) -> str:
+    """Faster or slower than now, whether it fits, and where the time goes."""
+    ratio = row["tokens_per_s"] / now["tokens_per_s"]
+    if abs(ratio - 1) < 5e-4:
+        first = "As many tokens a second as now."
+    else:
+        first = f"{ratio:.2f}x the tokens a second of now."
+    if not row["fits"]:
+        need, cap = row["peak_gib"], row["memory_gib"]
+        first = f"Does not fit: it needs {need:.1f} GiB of a GPU's {cap:.1f} GiB. {first}"
+    return f"{first} {verdict([timeline])}"
+
+
+def _named(timeline: Timeline, words: str) -> Timeline:
+    program = timeline.program
+    return replace(timeline, program=replace(program, name=f"{words}: {program.name}"))
+
+
+def _links(job: Job, key: str, factor: float) -> list[str]:
+    """Overrides that multiply one key of every link."""
+    if factor == 1.0:
+        return []
+    wan, links = job.cluster.wan, job.cluster.links
+    default = getattr(wan, key)
+    if links is None:
+        return [] if default is None else [f"cluster.wan.{key}={_text(default * factor)}"]
+    found = []
+    for k, link in enumerate(links):
+        own = getattr(link, key)
+        value = default if own is None else own
+        if value is not None:
+            found.append(f"cluster.links[{k}].{key}={_text(value * factor)}")
+    return found
+
+
+def _text(value: float) -> str:
+    return f"{value:.8g}"
