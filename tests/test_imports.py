@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parents[1] / "src"
+MAX_MODULE_LINES, MAX_FUNCTION_LINES = 400, 60
 MAY_IMPORT = {
     "errors": set(),
     "lifetime": set(),
@@ -262,3 +263,17 @@ def test_no_two_classes_have_one_name() -> None:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(name)
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
+def test_functions_and_modules_are_short() -> None:
+    long = []
+    for name, path in modules_of_src().items():
+        text = path.read_text()
+        if (lines := len(text.splitlines())) > MAX_MODULE_LINES:
+            long.append((name, lines))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    long.append((f"{name}.{node.name}", lines))
+    assert long == []

@@ -125,19 +125,9 @@ def cached(
             session = shared.of(agent_data, (task or task_of)(agent_data))
             async with session.turn:
                 shared.cache.declare(self._declared(shared.cache))
-                session.tools[self.name] = self._runner(instance_id, agent_data, kwargs)
+                session.tools[self.name] = _runner(self, self._created().get(instance_id, {}), agent_data, kwargs)
                 found = await session.loop.run_in_executor(shared.pool, session.rollout.call, self.name, parameters)
             return found if isinstance(found, tuple) else _unpacked(found, response_class)
-
-        def _runner(self, instance_id: str, agent_data: Any, kwargs: dict[str, Any]) -> Callable[[Any], Any]:
-            """How a call is executed, now or later. Holds `agent_data` weakly: the rollout ends when verl drops it."""
-            given, owner = self._created().get(instance_id, {}), weakref.ref(agent_data)
-            others = {name: value for name, value in kwargs.items() if name != "agent_data"}
-
-            async def run(parameters: dict[str, Any]) -> Any:
-                return _packed(await self._really(given, parameters, others | {"agent_data": owner()}))
-
-            return run
 
         async def release(self, instance_id: str, **kwargs: Any) -> None:
             self._created().pop(instance_id, None)
@@ -160,6 +150,17 @@ def cached(
 
     Cached.__name__ = Cached.__qualname__ = f"Cached{tool_class.__name__}"
     return Cached
+
+
+def _runner(tool: Any, given: Any, agent_data: Any, kwargs: dict[str, Any]) -> Callable[[Any], Any]:
+    """How a call is executed, now or later. Holds `agent_data` weakly: the rollout ends when verl drops it."""
+    owner = weakref.ref(agent_data)
+    others = {name: value for name, value in kwargs.items() if name != "agent_data"}
+
+    async def run(parameters: dict[str, Any]) -> Any:
+        return _packed(await tool._really(given, parameters, others | {"agent_data": owner()}))
+
+    return run
 
 
 def task_of(agent_data: Any) -> str:
