@@ -45,7 +45,7 @@ class AtlasError(Exception):
 class SpecError(AtlasError):
     """A job, cluster, profile or flag is wrong."""
 
-    def __init__(self, *, where: str, key: str, value: object, rule: str, remedy: str) -> None:
+    def __init__(self, *, where: str, key: str, value: object = None, rule: str, remedy: str) -> None:
         self.where, self.key, self.value, self.rule, self.remedy = where, key, value, rule, remedy
         given = f" = {value!r}" if value is not None else ""
         super().__init__(f"{where}: {key}{given}: {rule}. {remedy}")

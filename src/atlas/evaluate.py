@@ -301,7 +301,6 @@ def _spread(job: Job, program: Program, costs: Costs, runs: int) -> Spread:
         raise SpecError(
             where=job.where,
             key="jitter",
-            value=None,
             rule="Monte-Carlo runs need a spread, and the job has none",
             remedy="Write jitter: {compute: 0.05, wan: 0.1}, or --set jitter.wan=0.1",
         )

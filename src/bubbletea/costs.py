@@ -111,10 +111,10 @@ class PrefillCosts:
         """Hidden states of a chunk to the lane's next worker."""
         return self.hop_latency_ns + math.ceil(tokens * self.model.hidden * ELEMENT_BYTES * 1e9 / self.nic_bytes_per_s)
 
-    def prompt_ns(self, tokens: int, chunk: int | None = None, cached: int = 0) -> int:
+    def prompt_ns(self, tokens: int) -> int:
         """Accelerator time of a whole prompt in chunks, head included, over all its workers."""
-        total, step = self.head_ns, chunk or self.efficient_tokens
-        for first in range(cached, tokens, step):
+        total, step = self.head_ns, self.efficient_tokens
+        for first in range(0, tokens, step):
             total += self.model.layers * self.layer(min(step, tokens - first), first)
         return total
 

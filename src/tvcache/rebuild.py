@@ -45,23 +45,17 @@ class Rebuilder:
         environment in it, which has then executed all of the history."""
         if own is not None and own.length == length:
             return own
-        place = self._start(history, length, make, own)
-        try:
-            return self._replay(history, length, place)
-        except DivergedError:
-            raise
-        except Exception as error:
-            place.environment.close()
-            if make is None:
-                raise ReplayError(_failed(history, place, error)) from error
-        place = Rebuilt(make(), 0)  # the snapshot may be damaged: try again with a new environment
-        try:
-            return self._replay(history, length, place)
-        except DivergedError:
-            raise
-        except Exception as error:
-            place.environment.close()
-            raise ReplayError(_failed(history, place, error)) from error
+        place, again = self._start(history, length, make, own), make
+        while True:
+            try:
+                return self._replay(history, length, place)
+            except DivergedError:
+                raise
+            except Exception as error:
+                place.environment.close()
+                if again is None:
+                    raise ReplayError(_failed(history, place, error)) from error
+            place, again = Rebuilt(again(), 0), None  # the snapshot may be damaged: try again with a new environment
 
     def _start(self, history: History, length: int, make: Make | None, own: Rebuilt | None) -> Rebuilt:
         while True:

@@ -70,7 +70,7 @@ def _require(args: argparse.Namespace) -> None:
     if missing:
         remedy = "Add " + " ".join(f"--{flag} {examples[flag]}" for flag in missing) + ", or run it on a terminal"
         names = ", ".join(f"--{flag}" for flag in missing)
-        raise SpecError(where="atlas init", key=names, value=None, rule="is missing", remedy=remedy)
+        raise SpecError(where="atlas init", key=names, rule="is missing", remedy=remedy)
 
 
 def _show_models() -> None:
@@ -111,7 +111,7 @@ def _answer(question: str, checked: Callable[[str], T]) -> T:
         line = sys.stdin.readline()
         if not line:
             rule, remedy = "ended before all questions were answered", "Give the flags instead: atlas init --help"
-            raise SpecError(where="atlas init", key="input", value=None, rule=rule, remedy=remedy)
+            raise SpecError(where="atlas init", key="input", rule=rule, remedy=remedy)
         try:
             return checked(line.strip())
         except SpecError as error:

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.from_sailor is not None:
         return _run_sailor(args)
     if args.job is None:
-        raise SpecError(where="atlas plan", key="JOB.yaml", value=None, rule="is missing", remedy="Name a job file")
+        raise SpecError(where="atlas plan", key="JOB.yaml", rule="is missing", remedy="Name a job file")
     wanted = {f"--{flag}": path for flag in ("out", "page", "pareto") if (path := getattr(args, flag)) is not None}
     for flag, path in wanted.items():
         (require_drawable if flag == "--pareto" else require_writable)(path, flag)
@@ -90,7 +90,6 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError(
             where=job.where,
             key="usd_per_gpu_hour",
-            value=None,
             rule="the front of time and cost (--pareto) needs prices, and no datacenter has one",
             remedy="Write usd_per_gpu_hour in the cluster",
         )
@@ -133,7 +132,7 @@ def _require_one_kind(args: argparse.Namespace) -> None:
         if getattr(args, name) not in (None, False, []):
             flag = "JOB.yaml" if name == "job" else f"--{name.replace('_', '-')}"
             rule = "does not go with --from-sailor" if theirs else "is for --from-sailor DIR"
-            raise SpecError(where="atlas plan", key=flag, value=None, rule=rule, remedy="Leave one of the two out")
+            raise SpecError(where="atlas plan", key=flag, rule=rule, remedy="Leave one of the two out")
 
 
 def _run_sailor(args: argparse.Namespace) -> int:

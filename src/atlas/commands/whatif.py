@@ -77,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError(
             where="--out" if args.out else "--page",
             key="sweep",
-            value=None,
             rule="a curve needs a sweep over numbers",
             remedy="Give one, such as --sweep cluster.wan.latency_ms=10..100:10",
         )

@@ -173,14 +173,12 @@ def route_between(job: Job, a: str, b: str) -> Route:
         raise SpecError(
             where=job.where,
             key="cluster.wan.latency_ms",
-            value=None,
             rule=f"is needed: the pipeline goes from {a} to {b}",
             remedy="Write it, or list cluster.links",
         )
     raise InfeasibleError(
         where=job.where,
         key="cluster.links",
-        value=None,
         rule=f"the pipeline goes from {a} to {b}, and no link joins them",
         remedy=f"Add {{between: [{a}, {b}], latency_ms: ...}}, or order the placement along the links there are",
     )

@@ -115,7 +115,6 @@ def load_profile(path: str | Path) -> Profile:
             raise SpecError(
                 where=str(path),
                 key=f"entries[{i}].layer",
-                value=None,
                 rule="an entry has either `layer` (all alike) or `layers` (one by one)",
                 remedy="Give exactly one of the two",
             )
@@ -124,7 +123,6 @@ def load_profile(path: str | Path) -> Profile:
                 raise SpecError(
                     where=str(path),
                     key=f"entries[{i}].layer{'' if entry.layers is None else 's'}",
-                    value=None,
                     rule="a layer takes no time: forward_s and backward_s are more than 0",
                     remedy="Measure again",
                 )
@@ -179,7 +177,6 @@ def find_entry(profile: Profile, job: Job, gpu: str) -> Entry:
         raise SpecError(
             where=path,
             key="entries",
-            value=None,
             rule=f"nothing was measured for {wanted} (there is {have})",
             remedy="Measure it, change the job, or leave `profile` out",
         )
@@ -188,13 +185,12 @@ def find_entry(profile: Profile, job: Job, gpu: str) -> Entry:
         raise SpecError(
             where=path,
             key="entries",
-            value=None,
             rule=f"what was measured for {wanted} is another model: {'; '.join(differences)}",
             remedy="Measure this job's model with `atlas profile`, or leave `profile` out",
         )
     if entry.layers is not None and len(entry.layers) != job.model.layers:
         rule = f"has {len(entry.layers)} layers for {wanted}, but the model has {job.model.layers}"
-        raise SpecError(where=path, key="layers", value=None, rule=rule, remedy="Is the file truncated?")
+        raise SpecError(where=path, key="layers", rule=rule, remedy="Is the file truncated?")
     return entry
 
 

@@ -106,7 +106,6 @@ def _card(folder: Path, files: Sequence[Path]) -> Card | None:
         raise SpecError(
             where=str(folder),
             key="workload card",
-            value=None,
             rule=f"a data point has one card, but {names} are there",
             remedy="Keep the card of these traces",
         )

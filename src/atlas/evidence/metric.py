@@ -24,7 +24,6 @@ def missing(name: str, unit: str, reason: str) -> Metric:
     return Metric(name, None, unit, reason)
 
 
-_SAMPLE = "At most 16 rank files, chosen with a fixed seed."
 CCL_DEFINITIONS = {
     "avg_step_time": "Mean length of ProfilerStep#N without the first and the last, then mean over ranks.",
     "ttft": "Time to first token, from latency files of a serving benchmark.",

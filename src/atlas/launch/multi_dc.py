@@ -22,12 +22,12 @@ from atlas.launch.prepared_job import PreparedJob, digest_of, prepare_job
 from atlas.launch.rendezvous import COORDINATOR, AgentName, RendezvousClient
 from atlas.launch.replan import replan
 from atlas.launch.run_state import StateFile
-from atlas.launch.site_network import is_wildcard, rendezvous_to_bind
+from atlas.launch.site_network import rendezvous_to_bind
 from atlas.launch.train_options import TrainOptions
 from atlas.spec import Job
 from atlas.wan.security.certs import expiry_warnings, require_current
 from atlas.wan.security.credentials import Credentials, Security
-from atlas.wan.transport.base import Address
+from atlas.wan.transport.base import Address, is_wildcard
 
 
 def is_coordinator(job: Job, options: TrainOptions, settings: AgentSettings) -> bool:

@@ -29,12 +29,12 @@ from atlas.errors import AtlasError
 from atlas.launch.check_report import compiled
 from atlas.launch.control_channel import Message
 from atlas.launch.rendezvous import COORDINATOR, AgentName, JoinedAgent, Rendezvous, RendezvousClient
-from atlas.launch.site_network import SiteFacts, SiteNetwork, is_wildcard
+from atlas.launch.site_network import SiteFacts, SiteNetwork
 from atlas.spec import Job
 from atlas.wan.probe.port_check import check_burst, check_port
 from atlas.wan.security.certs import described
 from atlas.wan.security.credentials import Credentials, Security
-from atlas.wan.transport.base import Address
+from atlas.wan.transport.base import Address, is_wildcard
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.wire import Greeting
 

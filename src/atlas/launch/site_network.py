@@ -16,7 +16,7 @@ from typing import Any
 
 from atlas.errors import AtlasError
 from atlas.launch.rendezvous import AgentName
-from atlas.wan.transport.base import Address, PeerRoute
+from atlas.wan.transport.base import Address, PeerRoute, is_wildcard
 from atlas.wan.transport.handshake import resolve
 
 NONE = "none"
@@ -195,14 +195,6 @@ def require_apart(sites: Sequence[SiteFacts]) -> None:
 
 
 # ---- addresses -------------------------------------------------------------------------------------------------------
-def is_wildcard(host: str) -> bool:
-    """Whether it is 0.0.0.0 or ::."""
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
-
-
 def own_address(toward: Address) -> str:
     """This host's address on the way to another one. Sends nothing."""
     for where in (toward, ANYWHERE):

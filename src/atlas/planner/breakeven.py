@@ -54,6 +54,12 @@ class _Asker:
     def planned(self) -> Planned:
         return self.families.planned
 
+    @property
+    def alone_score(self) -> float:
+        """Of the best plan in one region."""
+        assert self.families.alone is not None
+        return score(self.planned, self.families.alone)
+
     def best(self, job: Job, kind: str) -> float:
         """The score of the best plan of a kind; infinite without one."""
         if time.process_time() > self.until:
@@ -113,12 +119,8 @@ def _edge(wins_at: Callable[[float], bool], wins: bool, far: float) -> float | N
 
 
 def _bandwidth(asker: _Asker, wins: bool) -> BreakEven:
-    alone = asker.families.alone
-    assert alone is not None
-    least = score(asker.planned, alone)
-
     def wins_at(factor: float) -> bool:
-        return asker.together_wins(changed_links(asker.planned.job, gbps=factor), least)
+        return asker.together_wins(changed_links(asker.planned.job, gbps=factor), asker.alone_score)
 
     edge = _edge(wins_at, wins, 1 / WIDEST if wins else WIDEST)
     now = _slowest_gbps(asker.planned.job)
@@ -130,12 +132,8 @@ def _bandwidth(asker: _Asker, wins: bool) -> BreakEven:
 
 
 def _latency(asker: _Asker, wins: bool) -> BreakEven:
-    alone = asker.families.alone
-    assert alone is not None
-    least = score(asker.planned, alone)
-
     def wins_at(factor: float) -> bool:
-        return asker.together_wins(changed_links(asker.planned.job, latency=factor), least)
+        return asker.together_wins(changed_links(asker.planned.job, latency=factor), asker.alone_score)
 
     edge = _edge(wins_at, wins, WIDEST if wins else 1 / WIDEST)
     now = _longest_ms(asker.planned.job)

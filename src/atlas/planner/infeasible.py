@@ -59,11 +59,7 @@ def explain(space: Space, cluster: ClusterArrays, refusals: Sequence[InfeasibleE
         rule += f". The nearest attempt: {refusals[0].rule}"
     remedy = "; or ".join(changes) if changes else "Use a smaller model, or more and larger GPUs"
     return InfeasibleError(
-        where=job.where,
-        key="cluster",
-        value=None,
-        rule=rule,
-        remedy=f"It would fit with this: {remedy}" if changes else remedy,
+        where=job.where, key="cluster", rule=rule, remedy=f"It would fit with this: {remedy}" if changes else remedy
     )
 
 

@@ -77,7 +77,6 @@ def require_prices(job: Job) -> None:
             raise SpecError(
                 where=job.where,
                 key=f"cluster.datacenters.{dc.name}.usd_per_gpu_hour",
-                value=None,
                 rule="is missing, and the objective needs a price",
                 remedy="Write the rent of one GPU in dollars an hour; 0 if you own it",
             )
@@ -124,7 +123,7 @@ def objective_of(
     if (tokens is None) != (deadline is None):
         missing = "--deadline" if deadline is None else "--tokens"
         rule, remedy = "--tokens and --deadline need each other", f"Give {missing} too"
-        raise SpecError(where=missing, key=missing.lstrip("-"), value=None, rule=rule, remedy=remedy)
+        raise SpecError(where=missing, key=missing.lstrip("-"), rule=rule, remedy=remedy)
     if tokens is not None and deadline is not None:
         count, _ = amount(tokens, "--tokens", {"": 1, "m": 1e6, "b": 1e9, "t": 1e12}, "1T or 300e9")
         seconds, _ = amount(deadline, "--deadline", {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}, "30d or 12h")

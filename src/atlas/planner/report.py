@@ -116,10 +116,14 @@ def has_prices(cluster: ClusterArrays) -> bool:
 
 
 # ---- the scene of a map --------------------------------------------------------------------------------------
-def scene(planned: Planned, count: int = 6) -> dict[str, Any]:
+MOST_ON_MAP = 6
+"""Plans whose placements a map shows."""
+
+
+def scene(planned: Planned) -> dict[str, Any]:
     """Datacenters, links and the placements of the first few plans: what `view.map` draws."""
     cluster = planned.cluster
-    shown = distinct(planned)[:count]
+    shown = distinct(planned)[:MOST_ON_MAP]
     found = rows(planned)
     return {
         **places(planned.job, cluster),

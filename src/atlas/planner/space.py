@@ -78,15 +78,14 @@ def space_of(
     for key in keep:
         if key not in KEEPABLE:
             remedy = f"One of {', '.join(KEEPABLE)}"
-            raise SpecError(where="--keep", key=key, value=None, rule="is not chosen by the planner", remedy=remedy)
+            raise SpecError(where="--keep", key=key, rule="is not chosen by the planner", remedy=remedy)
         if key in job.left_open:
             rule, remedy = "is not stated in the job, so there is nothing to keep", f"Write {key}: in the job"
-            raise SpecError(where="--keep", key=key, value=None, rule=rule, remedy=remedy)
+            raise SpecError(where="--keep", key=key, rule=rule, remedy=remedy)
     if len(job.cluster.datacenters) > 1 and job.cluster.links is None and job.cluster.wan.latency_ms is None:
         raise SpecError(
             where=job.where,
             key="cluster.wan.latency_ms",
-            value=None,
             rule="is needed to plan over several datacenters",
             remedy="Write it, or list cluster.links",
         )

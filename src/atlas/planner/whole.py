@@ -6,7 +6,6 @@ schedule may be a searched one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -49,14 +48,11 @@ def simulate_whole(
     budget: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-    tick: Callable[[int, int], None] | None = None,
 ) -> Whole:
     """The candidate under a schedule; InfeasibleError where it is too long to be simulated in full."""
     results: list[Result] = []
     known: dict[tuple[Any, ...], Result] = {}
     for k in range(len(candidate.groups)):
-        if tick is not None:
-            tick(k, len(candidate.groups))
         one = candidate.job(job, k)
         key = _priced(prepare(one, find_schedule(schedule), candidate.tcp, sharing=sharing))
         if key not in known:  # equal groups are simulated once

@@ -59,7 +59,6 @@ def _check_layers(inputs: Inputs, plan: SailorPlan, where: str) -> None:
         raise InfeasibleError(
             where=where,
             key="layers_per_stage",
-            value=None,
             rule=f"every layer 0..{inputs.num_layers - 1} must occur once, in order, and no stage may be empty",
             remedy="Fix the split",
         )

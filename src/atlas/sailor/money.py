@@ -37,7 +37,6 @@ def usd_per_gpu_s(inputs: Inputs, gpu: str) -> float:
         raise InfeasibleError(
             where=str(inputs.folder / "basic_cluster_config.json"),
             key=f"{gpu}.usd_per_gpu_hour",
-            value=None,
             rule="this GPU type has no price, and the objective needs one",
             remedy=f"Give --gpu-price {gpu}=USD_PER_HOUR, or write the key",
         )

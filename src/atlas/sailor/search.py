@@ -193,7 +193,7 @@ class SailorSearch:
         if self.objective.has_limits:
             rule = "no plan on these GPUs meets the goal"
             remedy = "Lower --min-throughput, raise --max-usd, or add GPUs"
-            return InfeasibleError(where=str(self.inputs.trace), key="goal", value=None, rule=rule, remedy=remedy)
+            return InfeasibleError(where=str(self.inputs.trace), key="goal", rule=rule, remedy=remedy)
         layers = range(self.inputs.num_layers)
         tps = sorted(self.inputs.sizes)
         need = min(max(stage_memory_bytes(self.inputs, (layer,), tp, 1, 1) for layer in layers) for tp in tps)

@@ -75,7 +75,7 @@ def read_text(path: Path, *, key: str, max_bytes: int = MAX_BYTES) -> str:
     """The file's text. `key` is what names the file, for the message."""
 
     def fail(rule: str, remedy: str) -> SpecError:
-        return SpecError(where=ascii(str(path))[1:-1][:300], key=key, value=None, rule=rule, remedy=remedy)
+        return SpecError(where=ascii(str(path))[1:-1][:300], key=key, rule=rule, remedy=remedy)
 
     try:
         if path.is_dir():
@@ -109,7 +109,7 @@ def read_json(path: Path, *, key: str, max_bytes: int = 64 * 1024 * 1024) -> Any
         rule = f"line {error.lineno}, column {error.colno}: not JSON ({error.msg})"
     except (RecursionError, ValueError):
         rule = "is nested too deeply or holds a number that is too long"
-    raise SpecError(where=str(path), key=key, value=None, rule=rule, remedy="Is the file truncated? Write it again")
+    raise SpecError(where=str(path), key=key, rule=rule, remedy="Is the file truncated? Write it again")
 
 
 def parse_yaml(text: str, where: str) -> Document:
@@ -206,7 +206,7 @@ def apply_override(document: Document, text: str) -> Document:
     where = f"--set {text[:120]}" if text.isprintable() else f"--set {text[:120]!a}"
     path, equals, value_text = text.partition("=")
     if not equals or not path.strip():
-        raise SpecError(where=where, key="--set", value=None, rule="is not key=value", remedy="Write --set pp=4")
+        raise SpecError(where=where, key="--set", rule="is not key=value", remedy="Write --set pp=4")
     value = parse_yaml(value_text, where).data
     keys = _keys(document.data, _steps(path.strip(), where), where)
     if isinstance(value, str) and (keys[-1] in PATH_KEYS or keys == ("cluster",)):
@@ -230,7 +230,6 @@ def _steps(path: str, where: str) -> list[str]:
         raise SpecError(
             where=where,
             key=path[:80],
-            value=None,
             rule="is not a path of keys",
             remedy="Write it like cluster.links[0].latency_ms or cluster.datacenters.east.nodes",
         )
@@ -247,12 +246,12 @@ def _keys(data: Any, steps: list[str], where: str) -> Keys:
         elif data is None and keys and (step.isdecimal() or "," in step):
             rule = f"there is no {dotted(keys)} in the job that could be numbered or named"
             remedy = f"Write {dotted(keys)} in the file first, or set what holds for all"
-            raise SpecError(where=where, key=f"{dotted(keys)}[{step}]", value=None, rule=rule, remedy=remedy)
+            raise SpecError(where=where, key=f"{dotted(keys)}[{step}]", rule=rule, remedy=remedy)
         elif isinstance(data, dict) or data is None:
             keys, data = (*keys, step), (data or {}).get(step)
         else:
             rule = f"{dotted(keys)} is {shown(data)!r}, which has no parts"
-            raise SpecError(where=where, key=".".join(steps), value=None, rule=rule, remedy="Shorten the path")
+            raise SpecError(where=where, key=".".join(steps), rule=rule, remedy="Shorten the path")
     return keys
 
 
@@ -265,7 +264,7 @@ def _index(items: list[Any], step: str, key: str, where: str) -> int:
         return found[0]
     known = ", ".join(n[0] for n in names if n) or "none with a name"
     rule = f"{key} has {len(items)} items ({known[:200]})"
-    raise SpecError(where=where, key=f"{key}[{step}]", value=None, rule=rule, remedy="Name one of them, or its number")
+    raise SpecError(where=where, key=f"{key}[{step}]", rule=rule, remedy="Name one of them, or its number")
 
 
 def _names(item: Any) -> list[str]:

@@ -105,7 +105,6 @@ def finished(document: Document, overrides: Sequence[str], where: str, *, to_pla
         raise SpecError(
             where=where,
             key="batch",
-            value=None,
             rule="is required and missing: a plan needs the batch of one iteration",
             remedy="Add batch: 1M (tokens) or batch: 512 sequences",
         )
@@ -150,7 +149,7 @@ def _read(path: Path, key: str, at: Keys = ()) -> Document:
 def _anchored(document: Document, path: Path, key: str, at: Keys = ()) -> Document:
     if not isinstance(document.data, dict):
         rule = f"a {key} is a mapping of keys, this is {'empty' if document.data is None else 'not one'}"
-        raise SpecError(where=str(path), key=key, value=None, rule=rule, remedy="Start from a file in examples/")
+        raise SpecError(where=str(path), key=key, rule=rule, remedy="Start from a file in examples/")
     _anchor({"cluster": document.data} if at else document.data, path.absolute().parent)
     return Document(document.data, {(*at, *keys): line for keys, line in document.origins.items()})
 
@@ -196,7 +195,7 @@ def _only_to_plan(job: Job, left_open: tuple[str, ...], where: str) -> SpecError
     else:
         remedy = f"Write it, or let `atlas plan {where} --out plan.yaml` choose and use plan.yaml"
     rule = "is required and missing"
-    return together(SpecError(where=where, key=key, value=None, rule=rule, remedy=remedy) for key in left_open)
+    return together(SpecError(where=where, key=key, rule=rule, remedy=remedy) for key in left_open)
 
 
 def _with_gpu_names(document: Document) -> Document:

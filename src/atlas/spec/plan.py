@@ -139,7 +139,6 @@ def _plan(document: Document, path: Path, overrides: Sequence[str]) -> Plan:
         raise SpecError(
             where=document.origin(("job",), str(path)),
             key="job",
-            value=None,
             rule="a Plan holds its job",
             remedy="Make the plan again",
         )

@@ -228,7 +228,7 @@ def _read(path: Path) -> Document:
     document = read_yaml(path, key="recipe")
     if not isinstance(document.data, dict):
         rule = f"a recipe is a mapping of keys, this is {'empty' if document.data is None else 'not one'}"
-        raise SpecError(where=str(path), key="recipe", value=None, rule=rule, remedy="Start from examples/recipe.yaml")
+        raise SpecError(where=str(path), key="recipe", rule=rule, remedy="Start from examples/recipe.yaml")
     for keys in PATHS:
         holder: Any = document.data
         for key in keys[:-1]:

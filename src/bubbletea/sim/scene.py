@@ -85,11 +85,9 @@ class Scene:
     ) -> State:
         return State(forecast, self.costs, lanes, residual=self.residual, chunks=chunks, kept=kept, aims=aims)
 
-    def capacity_tokens_per_s(self, trace: RequestTrace, lanes: Sequence[PrefillLane] | None = None) -> float:
-        """Prefill rate of the trace's prompts if all windows (of the lanes' workers) were filled without gaps: an upper
-        bound."""
-        workers = sorted({w for lane in lanes for w in lane.workers}) if lanes is not None else slice(None)
-        idle_s_per_s = float(self.pattern.idle_ns[workers].sum()) / self.pattern.period_ns
+    def capacity_tokens_per_s(self, trace: RequestTrace) -> float:
+        """Prefill rate of the trace's prompts if all windows were filled without gaps: an upper bound."""
+        idle_s_per_s = float(self.pattern.idle_ns.sum()) / self.pattern.period_ns
         return idle_s_per_s * 1e9 / self.ns_per_token(trace)
 
     def ns_per_token(self, trace: RequestTrace) -> float:

@@ -82,7 +82,6 @@ def load_trace(path: str | Path) -> RequestTrace:
         raise SpecError(
             where=str(path),
             key="trace",
-            value=None,
             rule=f"is neither an Azure CSV (TIMESTAMP, ContextTokens) nor a Mooncake file ({error})",
             remedy="Give one of those, or 'synthetic'",
         ) from None

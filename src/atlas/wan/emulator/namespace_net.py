@@ -12,7 +12,6 @@ up to 44 lost segments, so switch it off to study loss.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 from atlas.errors import AtlasError
 from atlas.wan.emulator.emulated_net import EmulatedNet
 from atlas.wan.emulator.kernel_shaping import path_of_node, shape_in_kernel
-from atlas.wan.emulator.netdev import Namespace, entered, in_thread, make_namespace
+from atlas.wan.emulator.netdev import Namespace, in_thread, make_namespace
 from atlas.wan.emulator.paths import MAX_NODES, WINDOW_BYTES, Paths, PathSpec, path_between
 
 STOCK_RMEM_BYTES, STOCK_WMEM_BYTES = 6_291_456, 4_194_304
@@ -39,10 +38,6 @@ class Node:
     def run(self, call: Callable[[], T]) -> T:
         """Calls it in a thread on this node. Sockets, threads and processes that it makes are on the node too."""
         return in_thread(call, self._namespace.fd)
-
-    def entered(self) -> contextlib.AbstractContextManager[None]:
-        """The calling thread is on the node inside the block."""
-        return entered(self._namespace.fd)
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Starts a process on this node. It is killed when the net is closed."""

@@ -4,14 +4,13 @@ their descriptors are open, so nothing is left behind, even after a crash. Linux
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -60,18 +59,6 @@ def enter(namespace_fd: int) -> None:
     """Moves the calling thread to a namespace, with everything that it starts."""
     if _LIBC.setns(namespace_fd, CLONE_NEWNET):
         raise _refused("enter a network namespace")
-
-
-@contextlib.contextmanager
-def entered(namespace_fd: int) -> Iterator[None]:
-    """The calling thread is in the namespace inside the block, and back in its own after it."""
-    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        enter(namespace_fd)
-        yield
-    finally:
-        enter(home)
-        os.close(home)
 
 
 def _make_here(address: str, *, gso: bool, sysctls: Mapping[str, str]) -> Namespace:

@@ -6,7 +6,6 @@ Listens on one explicit address and serves only clients that have the token. Eve
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any
 from atlas.errors import AtlasError
 from atlas.wan.probe import measure
 from atlas.wan.probe.wire import CONNECT_TIMEOUT_S, ProbeError, connect, has_token, read_json, require_token, send_json
+from atlas.wan.transport.base import is_wildcard
 
 MAX_CONNECTIONS = 256
 """Four surveys with the most streams each. Further connections are closed."""
@@ -31,7 +31,7 @@ class ProbeAgent:
 
     def __init__(self, host: str, port: int, token: str) -> None:
         self._token = require_token(token)
-        if not host or _is_unspecified(host):
+        if not host or is_wildcard(host):
             raise AtlasError(f"--listen {host}: a probe listens on one address, not on all. Name the one to measure")
         try:
             self._server = socket.create_server((host, port), backlog=128)
@@ -126,11 +126,3 @@ def _echo(sock: socket.socket) -> None:
     deadline = time.monotonic() + ECHO_S
     while time.monotonic() < deadline and (data := sock.recv(4096)):
         sock.sendall(data)
-
-
-def _is_unspecified(host: str) -> bool:
-    """Whether it is 0.0.0.0 or ::."""
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False

@@ -186,4 +186,4 @@ def _round(value: float) -> float:
 
 
 def _bad(where: str, rule: str, remedy: str) -> SpecError:
-    return SpecError(where=where, key="links", value=None, rule=rule, remedy=remedy)
+    return SpecError(where=where, key="links", rule=rule, remedy=remedy)

@@ -165,14 +165,14 @@ class Survey:
         return self.reach(src, dst) if self.reach is not None else self.agents[dst]
 
 
-def survey(how: Survey, links: Sequence[tuple[str, str]] | None = None) -> list[LinkMeasurement]:
-    """Measures the given links, or every pair of datacenters with agents, one after the other."""
+def survey(how: Survey) -> list[LinkMeasurement]:
+    """Measures every pair of datacenters with agents, one after the other."""
     names = list(dict.fromkeys(datacenter(name) for name in how.agents))
     if len(names) < 2:
         raise AtlasError(
             f"agents in {', '.join(names) or 'no datacenter'}: a survey needs two datacenters. Name more nodes"
         )
-    return [how.link(a, b) for a, b in (links or combinations(names, 2))]
+    return [how.link(a, b) for a, b in combinations(names, 2)]
 
 
 def datacenter(node: str) -> str:

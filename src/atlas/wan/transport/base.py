@@ -5,6 +5,7 @@ Knows bytes with keys, and turns. Does not know tensors, Programs, sockets or ho
 
 from __future__ import annotations
 
+import ipaddress
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -145,6 +146,14 @@ def writable_view_of(buffer: Buffer | None) -> memoryview | None:
     if view is not None and view.readonly and view.nbytes:
         raise ValueError("a buffer to receive into must be writable")
     return view
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether it is 0.0.0.0 or ::."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def size_error(key: Key, given: int, expected: int) -> WorkerError:
