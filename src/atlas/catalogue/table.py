@@ -1,6 +1,6 @@
 """The shipped tables: regions, measured throughput, egress prices and GPU prices, each row with its source and date.
 
-Only looks things up; values for pairs that nobody measured are in `priors`.
+Only looks things up; values for pairs without a measurement are in `priors`.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _too_wide(job: Job, dc: DataCenter) -> InfeasibleError:
 
 
 def _proportional(job: Job, room: dict[str, int], replicas: int) -> list[tuple[str, int]]:
-    """File order, in proportion to room, at least one each; when stages are few, the roomiest datacenters."""
+    """File order, in proportion to room, at least one each; when stages are few, the datacenters with most room."""
     widest = max(job.cluster.datacenters, key=lambda dc: dc.gpus_per_node)
     if all(dc.gpus_per_node < job.tp and job.tp % dc.gpus_per_node for dc in job.cluster.datacenters):
         raise _too_wide(job, widest)
@@ -144,8 +144,8 @@ def _proportional(job: Job, room: dict[str, int], replicas: int) -> list[tuple[s
             f"in which {sum(room.values())} stages find room",
             remedy="Fewer cells, pipelines_per_cell or stages, or more nodes",
         )
-    roomiest = sorted((name for name in room if room[name]), key=lambda name: -room[name])[: job.pp]
-    names = [name for name in room if name in roomiest]
+    largest = sorted((name for name in room if room[name]), key=lambda name: -room[name])[: job.pp]
+    names = [name for name in room if name in largest]
     stages = dict.fromkeys(names, 1)
     for _ in range(job.pp - len(names)):
         # The datacenter that would be least full with one more stage; the earlier one if two are equal.

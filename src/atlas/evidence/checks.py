@@ -1,7 +1,7 @@
 """Whether a card and its traces fit together: world size against parallelism, ranks against files, steps, parameters
 against the model's shape, FLOPs against the peak.
 
-What makes a figure wrong is refused (`require_plausible`); the rest is told (`findings`).
+What makes a figure wrong is an error (`require_plausible`); the rest is reported (`findings`).
 """
 
 from __future__ import annotations

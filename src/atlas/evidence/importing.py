@@ -2,7 +2,8 @@
 
 Seconds of a stage come from its ops where Atlas wrote the traces; else from the time in which a rank computes per
 step, divided by microbatches and layers. Ranks are numbered with the pipeline outermost, as torchtitan and Megatron do.
-What the card does not say (the MLP's width, keys' heads) is derived so that the parameters fit, and told.
+What the card does not say (the MLP's width, keys' heads) is derived so that the number of parameters is right, and
+reported.
 """
 
 from __future__ import annotations

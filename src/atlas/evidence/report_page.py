@@ -1,4 +1,4 @@
-"""`atlas report`: one self-contained HTML page of a run, or of several side by side, for people who were not there.
+"""`atlas report`: one self-contained HTML page of a run, or of several side by side.
 
 No scripts, no network requests. Says of every run whether its times are simulated, emulated or measured.
 """

@@ -169,7 +169,7 @@ class Membership:
         self.close_places(frozenset(place for place in self.lost if place[0] not in changed))
 
     def close_places(self, lost: frozenset[HostPlace]) -> None:
-        """The run does without these. Launchers there wait; they are told to end workers of the last attempt."""
+        """The run does without these. Launchers there wait; they end workers of the last attempt."""
         self.lost = self.rendezvous.closed = lost
         for place in [place for place in self.rendezvous.agents if place in lost]:
             agent = self.rendezvous.agents.pop(place)

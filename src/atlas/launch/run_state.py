@@ -1,4 +1,4 @@
-"""What a coordinator must not forget, in a file: the number of the last attempt, the lost hosts, and the attempt whose
+"""The state of a coordinator, in a file: the number of the last attempt, the lost hosts, and the attempt whose
 workers run. A coordinator that is started again reads it and goes on (`coordinator`).
 
     FOLDER/coordinator.json    replaced as a whole: a kill leaves the old one or the new one
@@ -69,7 +69,7 @@ class RunState:
     """Datacenter and number of each launcher that the run does without."""
     running: RunningAttempt | None = None
     finished: tuple[str, int] | None = None
-    """What all launchers are told at the end: a sentence and an exit code."""
+    """What all launchers receive at the end: a sentence and an exit code."""
 
 
 class FinishedBeforeError(Exception):
@@ -154,4 +154,4 @@ def _read(file: Path) -> RunState | None:
     try:
         return read(RunState, json.loads(text))
     except ValueError as error:  # pydantic's errors are ValueErrors
-        raise AtlasError(f"{file}: not the state of a coordinator ({error}). Delete it to start anew") from None
+        raise AtlasError(f"{file}: not the state of a coordinator ({error}). Delete it to start a new run") from None

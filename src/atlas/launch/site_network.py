@@ -134,7 +134,7 @@ class SiteNetwork:
 
 @dataclass(frozen=True)
 class SiteFacts:
-    """What a launcher tells the others about its network."""
+    """The network of a launcher, as sent to the others."""
 
     datacenter: str
     part: int

@@ -77,15 +77,15 @@ def frames(space: Space, cluster: ClusterArrays) -> Iterator[Frame]:
 
 
 def depths(space: Space, cluster: ClusterArrays, frame: Frame) -> list[int]:
-    """The depths at which the model could fit at all: every stage on the roomiest GPU there is."""
+    """The depths at which the model could fit at all: every stage on the GPU with most memory."""
     if not frame.usable.any():
         return []
     usable = np.flatnonzero(frame.usable)
-    roomiest = int(usable[np.argmax(cluster.cap_bytes[usable])])
+    largest = int(usable[np.argmax(cluster.cap_bytes[usable])])
     workers = int(frame.shapes.workers[usable].sum())
     found = []
     for depth in space.depths:
-        most = max_layers(cluster, frame.model, np.full((1, depth), roomiest))
+        most = max_layers(cluster, frame.model, np.full((1, depth), largest))
         if depth <= workers and most.min() >= 1 and most.sum() >= space.job.model.layers:
             found.append(depth)
     return found

@@ -39,7 +39,7 @@ class PipelineGroup:
         stage_set.sum_by(self._exchanges)
 
     def _open(self) -> GroupStore:
-        """Have the store, and tell the others."""
+        """Start the store, and send its address to the other workers."""
         host = self.assignment.sums_listen
         listener, port = store_listener(host)
         store = GroupStore(host, port, secrets.token_hex(16), listener)

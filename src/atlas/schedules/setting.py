@@ -25,7 +25,7 @@ class Setting:
     turns: Costs | None
     """Costs with turns on the WAN; None where turns are not possible."""
     memory: Memory
-    """What a worker may hold. GPipe and 1F1B ignore it; the others obey it."""
+    """What a worker may hold. GPipe and 1F1B ignore it; the others keep to it."""
     recompute: bool = False
     budget: int = 200
     """How many orders a search may try. The same budget and seed give the same schedule on any machine."""

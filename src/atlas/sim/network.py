@@ -58,7 +58,7 @@ WHICH_MASK = (1 << SEQUENCE_SHIFT) - 1
 SEQUENCE_MASK = (1 << LINK_SHIFT) - 1
 
 SEQUENCE, SIZE, DELIVERED = range(3)
-"""Places in `counters`: events foreseen so far, events in the heap, and transfers that a link has just let through."""
+"""Places in `counters`: events scheduled so far, events in the heap, and transfers that a link has just sent."""
 
 
 @njit

@@ -101,7 +101,7 @@ def read_yaml(path: Path, *, key: str) -> Document:
 
 
 def read_json(path: Path, *, key: str, max_bytes: int = 64 * 1024 * 1024) -> Any:
-    """A JSON file's content; nothing is promised of its shape."""
+    """A JSON file's content, of any shape."""
     text = read_text(path, key=key, max_bytes=max_bytes)
     try:
         return json.loads(text)

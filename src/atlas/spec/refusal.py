@@ -41,7 +41,7 @@ def bad(where: Where, keys: Keys, value: object, rule: str, remedy: str) -> Spec
 
 
 def near_gpus(name: str, own: Iterable[str] = ()) -> str:
-    """ "Did you mean A100-40GB or A100-80GB?": types that begin alike come before types that are spelt alike."""
+    """ "Did you mean A100-40GB or A100-80GB?": types with the same beginning come before types with a similar name."""
     names = [*GPUS, *ALIASES, *own]
     word = re.sub(r"[^a-z0-9]", "", name.lower())
     alike = [one for one in names if word and re.sub(r"[^a-z0-9]", "", one.lower()).startswith(word)]
