@@ -21,7 +21,7 @@ NONE = -1
 UNKNOWN = -1
 """A time that has not been settled yet."""
 OP, OFFER, LINK = FUTURE = 0, 1, 2
-"""The kinds of scheduled events, and in which order events of the same nanosecond happen: an op ends, a transfer reaches
+"""The kinds of scheduled events, in the order in which those of one nanosecond happen: an op ends, a transfer reaches
 its link, a link decides (something is done, its chunk is over, or it was idle and something came)."""
 
 
