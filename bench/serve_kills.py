@@ -218,7 +218,7 @@ class Load:
             await self.ask(draw.randrange(NUM_PROMPTS), offline=draw.random() < self.service.kind.offline)
 
     async def ask(self, number: int, *, offline: bool = False) -> None:
-        body = {"model": "tiny-random", "prompt": self.prompts[number], "max_tokens": NEW_TOKENS, "temperature": 0}
+        body = {"model": "tiny", "prompt": self.prompts[number], "max_tokens": NEW_TOKENS, "temperature": 0}
         body |= {"ignore_eos": True, "priority": "offline" if offline else "online"}
         asked = Asked(time.monotonic())
         while not asked.outcome:

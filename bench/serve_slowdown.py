@@ -111,9 +111,7 @@ def load(url: str, length: int, over: threading.Event) -> None:
     number = 0
     while not over.is_set():
         number += 1
-        asked = BenchLoad(
-            url, "tiny-random", CLIENTS, CLIENTS, prompt_tokens=(length, length), max_tokens=4, seed=number
-        )
+        asked = BenchLoad(url, "tiny", CLIENTS, CLIENTS, prompt_tokens=(length, length), max_tokens=4, seed=number)
         report = asyncio.run(bench(asked))
         refused = [outcome.retry_s for outcome in report.outcomes if outcome.retry_s is not None]
         over.wait(min([*refused, 1.0]) if len(refused) == CLIENTS else 0.0)

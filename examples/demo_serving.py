@@ -1,7 +1,7 @@
 """The last part of the demo: BubbleTea in the workers of a training run. A client sends prompts over HTTP and prints
 the streamed responses; background prompts use the remaining bubbles.
 
-The model is tiny and random: its text has no meaning.
+The model is tiny, and learnt one text by heart (`train_tiny.py`): it continues with sentences of that text.
 """
 
 from __future__ import annotations
@@ -26,25 +26,20 @@ from atlas.ir.assemble import repeated
 from atlas.ir.program import Program
 from atlas.launch.emulate import Emulation, EmulationSettings
 from atlas.runtime.assignment import FillerChoice
-from atlas.runtime.models.config import DecoderConfig
 from atlas.sim import simulate
 from bubbletea.costs import LayerTime
-from bubbletea.prefill.shard import Served
+from bubbletea.prefill.shard import TINY, Served
 from bubbletea.serve.assemble import Parts, ServiceSettings, assemble
 from bubbletea.serve.auth import Keys
 from bubbletea.serve.http import HttpServer
 from bubbletea.serve.run import Where, run
 from bubbletea.serve.worker_windows import of_training
 
-PROMPTS = ("The sea was calm, and", "Of all the machines in the hall,", "Tell me what waits between two datacenters:")
+PROMPTS = ("The sea was calm, and", "We the People of", "Four score and seven years ago")
 WAITING = 6
 """Background prompts that are always queued."""
 PIECE_NS = 10_000_000
 ARENA_BYTES = 64 << 20
-MODEL = DecoderConfig(
-    family="llama", num_layers=4, width=64, num_heads=4, num_kv_heads=2, head_width=16, ffn_width=128, vocabulary=256,
-    max_length=2048,
-)  # fmt: skip
 
 
 @dataclass
@@ -113,7 +108,7 @@ def train_and_serve(
     ground = of_training(
         simulate(repeated(program, 4), costs), ARENA_BYTES, LayerTime(PIECE_NS, 0.0, 0.0, 0.0), PIECE_NS
     )
-    settings = ServiceSettings("tiny", Served(MODEL), split=2, chunk=128, arena_bytes=ARENA_BYTES)
+    settings = ServiceSettings("tiny", Served.of_folder(TINY), split=2, chunk=128, arena_bytes=ARENA_BYTES)
     parts = assemble(settings, ground, Keys.open_to_all())
     runs: list[_Training] = []
     requests = _OpenRequests()
@@ -161,7 +156,7 @@ def _send_prompts(
         with client.printing:
             console.print(f"  [cyan]{prompt}[/cyan] ", end="")
             try:
-                for text in _ask(server, requests, {"prompt": prompt, "max_tokens": 16}, client.first_s):
+                for text in _ask(server, requests, {"prompt": prompt, "max_tokens": 48}, client.first_s):
                     console.print("".join(c if c.isprintable() else "·" for c in text), end="", markup=False)
                 console.print()
             except (OSError, http.client.HTTPException, AtlasError) as error:

@@ -26,6 +26,9 @@ from bubbletea.prefill.arena import Arena, Room, aligned
 
 FOR_ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Attention for prompts of any length: without cuDNN, which compiles a kernel for every new shape."""
+TINY = Path(__file__).parents[1] / "tiny"
+"""The folder of the model that is served where none is named: 0.66 million parameters, trained by
+`examples/train_tiny.py`."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -2,7 +2,7 @@
 
 Training is a command of its own: `atlas train PLAN --emulate --filler bubbletea`, or `--dc NAME` in each datacenter,
 with one service in each (`bubbletea serve PLAN --dc NAME`). Service and training start, stop and return in any order.
-Without PLAN there is no training: `--alone N` workers only prefill. Without --model a tiny random model is served.
+Without PLAN there is no training: `--alone N` workers only prefill. Without --model a tiny shipped model is served.
 Ctrl-C drains the service: admitted requests are finished, new ones refused; a second Ctrl-C stops it at once.
 """
 
@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="device of the workers, as in training (default: paced; with --dc: cuda); with --alone: cpu or cuda:N",
     )
     parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="a Hugging Face folder (default: a tiny random model)"
+        "--model", type=Path, metavar="DIR", help="a Hugging Face folder (default: a tiny shipped model)"
     )
     parser.add_argument("--name", metavar="NAME", help="model name in the API (default: the folder's name)")
     parser.add_argument(

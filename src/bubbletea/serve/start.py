@@ -17,7 +17,6 @@ from atlas.ir.text import program_id, to_text
 from atlas.launch.prepared_job import build_program
 from atlas.launch.train_options import TrainOptions, recipe_options
 from atlas.runtime.hardware import require_device
-from atlas.runtime.models.config import DecoderConfig
 from atlas.sim import simulate
 from atlas.spec.plan import load_job_or_plan
 from atlas.spec.recipe import load_recipe
@@ -28,7 +27,7 @@ from bubbletea.costs import price_prefill
 from bubbletea.prefill.dedicated_worker import DedicatedWorker
 from bubbletea.prefill.joining import SERVICE
 from bubbletea.prefill.meeting import ServicePlace, announced, meeting_folder
-from bubbletea.prefill.shard import Served
+from bubbletea.prefill.shard import TINY, Served
 from bubbletea.serve.assemble import ServiceSettings, WorkersAt, assemble, calibrated, model_of
 from bubbletea.serve.auth import Keys
 from bubbletea.serve.dedicated_workers import DedicatedWorkers
@@ -50,7 +49,7 @@ def start(args: argparse.Namespace) -> int:
     _require_device(args)
     served = _served(args)
     settings = ServiceSettings(
-        name=args.name or (args.model.resolve().name if args.model else "tiny-random"),
+        name=args.name or (args.model or TINY).resolve().name,
         served=served,
         split=args.stages,
         chunk=args.chunk,
@@ -113,15 +112,7 @@ def _security(args: argparse.Namespace) -> Security | None:
 
 
 def _served(args: argparse.Namespace) -> Served:
-    return Served.of_folder(args.model, args.dtype) if args.model else Served(tiny(), dtype=args.dtype)
-
-
-def tiny() -> DecoderConfig:
-    """The model that is served without --model."""
-    return DecoderConfig(
-        family="llama", num_layers=4, width=128, num_heads=4, num_kv_heads=2, head_width=32, ffn_width=256,
-        vocabulary=256, max_length=8192,
-    )  # fmt: skip
+    return Served.of_folder(args.model or TINY, args.dtype)
 
 
 def _alone(args: argparse.Namespace) -> WorkerWindows:
