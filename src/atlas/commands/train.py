@@ -102,7 +102,7 @@ def filler_flags(parser: argparse.ArgumentParser) -> None:
         "--filler", metavar="NAME", help="what uses the workers' waits: bubbletea (default: nothing; `bubbletea serve`)"
     )
     parser.add_argument(
-        "--filler-folder", type=Path, metavar="DIR", help="folder in which the filler's service says how to reach it"
+        "--filler-folder", type=Path, metavar="DIR", help="folder in which the filler's service writes its address"
     )
     parser.add_argument(
         "--filler-mib", type=whole(1, 10**7), metavar="N", help="memory of each worker for the filler (default 256)"

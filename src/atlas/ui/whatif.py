@@ -31,7 +31,7 @@ from atlas.view.page import page_data
 QUICK_EVENTS = 30_000
 """Beyond this a new shape is first shown under `1f1b-eager`, whose order takes no search."""
 PLAIN = "1f1b-eager"
-FROZEN = "re-priced: the order of ops stays as it was, only durations change"
+FROZEN = "re-priced: same order of ops, new durations"
 UNSEARCHED = "not searched yet: {} builds its order for this shape without trying others"
 STAND_IN = "not searched yet: shown with the order of 1f1b-eager"
 SEARCHED = "searched: these are the figures of `atlas simulate`"

@@ -62,7 +62,7 @@ class TlsSocket:
             except ValueError:
                 raise ConnectionResetError("the connection is closed") from None
             if not selector.select(self._timeout_s):
-                raise TimeoutError("the other side is silent")
+                raise TimeoutError("the other side does not answer")
 
 
 def secured(sock: socket.socket, security: Security, peer: str) -> TlsSocket:

@@ -291,7 +291,7 @@ async def _events(
             last = delta
             yield _event(form.event(delta, first=False))
     except Exception:  # the status is sent already: the stream has an error event and no [DONE]
-        log.exception("an answer broke off")
+        log.exception("an answer was interrupted")
         yield _event(FAILURE.body)
         return
     if with_usage:
