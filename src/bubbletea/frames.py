@@ -14,6 +14,7 @@ import hmac
 import json
 import logging
 import secrets
+import ssl
 import struct
 import zlib
 from collections.abc import Callable, Mapping
@@ -29,7 +30,9 @@ MAX_PAYLOAD_BYTES = 1 << 30
 MAX_GREETING_BYTES = 4096
 """Largest fields of a caller before the token is proved; a payload is not accepted."""
 GREETING_S = 10.0
-"""Time limit of the handshake."""
+"""Time limit of the handshake, of TLS and of the token together."""
+MAX_GREETING, MAX_CALLERS = 64, 4096
+"""Connections in the handshake, of which the oldest makes room for a new one, and connections in all."""
 
 CHALLENGE, PROOF, WELCOME = 1, 2, 3
 """Kinds of the handshake; other modules number theirs from 16."""
@@ -136,12 +139,16 @@ def write(writer: asyncio.StreamWriter, kind: int, fields: Mapping[str, Any], pa
 
 
 class FrameServer:
-    """Runs one task per connection on the event loop, until `close`. A subclass talks to one caller in `_talk`."""
+    """Runs one task per connection on the event loop, until `close`. A subclass talks to one caller in `_talk`, and
+    calls `_admit` first: until then a connection costs little and lasts shortly."""
 
-    def __init__(self, token: str) -> None:
-        self.token = token
+    def __init__(self, token: str, context: ssl.SSLContext | None = None) -> None:
+        """`context`: callers need a certificate, and everything is encrypted."""
+        self.token, self.context = token, context
         self._server: asyncio.AbstractServer | None = None
         self._callers: set[asyncio.Task[None]] = set()
+        self._greeting: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        """Callers that have not proved the token, the oldest first."""
 
     async def close(self) -> None:
         if self._server is not None:
@@ -153,7 +160,13 @@ class FrameServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         me = asyncio.current_task()
         assert me is not None
+        if len(self._greeting) >= MAX_GREETING:
+            self._greeting.pop(next(iter(self._greeting))).transport.abort()
+        if len(self._callers) >= MAX_CALLERS:
+            writer.transport.abort()
+            return
         self._callers.add(me)
+        self._greeting[me] = writer
         try:
             await self._talk(reader, writer)
         except (ClosedError, OSError, TimeoutError):
@@ -164,12 +177,38 @@ class FrameServer:
             pass  # cancelled by `close`
         finally:
             self._callers.discard(me)
+            self._greeting.pop(me, None)
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
+    async def _admit(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        answer: Callable[[dict[str, Any]], dict[str, Any]] = lambda who: {},
+    ) -> dict[str, Any]:
+        """The handshake; returns the caller's fields once the token is proved."""
+        async with asyncio.timeout(GREETING_S):
+            if self.context is not None:
+                await _start_tls(writer, self.context)
+            who = await admit_caller(reader, writer, self.token, answer)
+        me = asyncio.current_task()
+        assert me is not None
+        self._greeting.pop(me, None)
+        return who
+
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         raise NotImplementedError
+
+
+async def _start_tls(writer: asyncio.StreamWriter, context: ssl.SSLContext) -> None:
+    transport = writer.transport
+    try:
+        await writer.start_tls(context, ssl_handshake_timeout=GREETING_S)
+    except AttributeError:  # aborted meanwhile: asyncio loses the transport, and could not close the writer
+        writer._transport = transport  # type: ignore[attr-defined]
+        raise ClosedError("the other side has closed the connection") from None
 
 
 # ---- greeting ----------------------------------------------------------------------------------------------------

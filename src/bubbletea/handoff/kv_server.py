@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from atlas.errors import AtlasError, WorkerError
-from bubbletea.frames import FrameServer, WireFrame, admit_caller, receive_async, write
+from bubbletea.frames import FrameServer, WireFrame, receive_async, write
 from bubbletea.handoff.kv_store import KvStore, Parcel
 from bubbletea.handoff.signature import seal
 from bubbletea.kv_blocks import END, FETCH, GONE, KV, RELEASE, KvBlock, pack_block
@@ -73,7 +73,7 @@ class KvServer(FrameServer):
         return seal(named, self.token, prompt)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await admit_caller(reader, writer, self.token)
+        await self._admit(reader, writer)
         while True:
             async with asyncio.timeout(IDLE_S):
                 frame = await receive_async(reader)

@@ -67,6 +67,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--keys", type=Path, metavar="FILE", help="API keys by tenant (default: no key needed)")
     parser.add_argument(
+        "--without-keys", action="store_true", help="listen beyond loopback although --keys is not given"
+    )
+    parser.add_argument(
         "--drain",
         type=float,
         default=30.0,

@@ -20,7 +20,7 @@ from torch import Tensor
 from atlas.errors import AtlasError, WorkerError
 from atlas.wan.security.credentials import Security, require_name
 from bubbletea.admit.records import PrefillLane
-from bubbletea.frames import GREETING_S, ClosedError, FrameServer, WireFrame, admit_caller, receive_async, write
+from bubbletea.frames import ClosedError, FrameServer, WireFrame, receive_async, write
 from bubbletea.handoff.kv_server import own_address
 from bubbletea.kv_blocks import KV, KvBlock, pack_block, unpack_block
 from bubbletea.prefill.job import PrefillTask
@@ -100,11 +100,9 @@ class WorkerConnections(FrameServer):
         certificates on loopback only."""
         if security is None and not ipaddress.ip_address(host).is_loopback:
             raise AtlasError(f"--workers-host {host}: workers of other hosts need certificates. Give --certs")
-        context, limit_s = (None, None) if security is None else (security.server_context, GREETING_S)
+        self.context = None if security is None else security.server_context
         try:
-            self._server = server = await asyncio.start_server(
-                self._serve, host, port, ssl=context, ssl_handshake_timeout=limit_s
-            )
+            self._server = server = await asyncio.start_server(self._serve, host, port)
         except OSError as error:
             raise AtlasError(
                 f"{host}:{port} cannot listen there ({error.strerror}): choose another --workers-host or --workers-port"
@@ -163,7 +161,7 @@ class WorkerConnections(FrameServer):
             has_baseline = self.listener is not None and self.listener.has_baseline
             return {"order": found[0][1].to_json(), "now_ns": time.monotonic_ns(), "has_baseline": has_baseline}
 
-        who = await admit_caller(reader, writer, self.token, answer)
+        who = await self._admit(reader, writer, answer)
         if not found:
             self._note_refused(who)
             raise ClosedError("the worker was refused")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -19,6 +20,8 @@ HEADERS_S = 10.0
 """Time limit from the connection, or the first byte of a request, to the end of the headers."""
 KEEP_ALIVE_S = 15
 MAX_HEADER_BYTES = 64 << 10
+MAX_WAITING = 1024
+"""Connections without complete headers; the oldest makes room for a new one."""
 
 
 class HeaderTimeout(H11Protocol):
@@ -28,11 +31,11 @@ class HeaderTimeout(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._deadline = self.loop.call_later(HEADERS_S, self._expire)
+        self._await_headers()
 
     def data_received(self, data: bytes) -> None:
         if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
-            self._deadline = self.loop.call_later(HEADERS_S, self._expire)
+            self._await_headers()
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before:
@@ -42,15 +45,27 @@ class HeaderTimeout(H11Protocol):
         self._settle()
         super().connection_lost(exc)
 
+    def _await_headers(self) -> None:
+        self._deadline = self.loop.call_later(HEADERS_S, self._expire)
+        waiting = _WAITING.setdefault(self.server_state, {})
+        waiting[self] = None
+        if len(waiting) > MAX_WAITING:
+            next(iter(waiting))._expire()
+
     def _settle(self) -> None:
+        _WAITING.get(self.server_state, {}).pop(self, None)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
     def _expire(self) -> None:
-        self._deadline = None
+        self._settle()
         if self.transport is not None and not self.transport.is_closing():
             self.transport.close()
+
+
+_WAITING: WeakKeyDictionary[Any, dict[HeaderTimeout, None]] = WeakKeyDictionary()
+"""By server: connections that have not sent their headers, the oldest first."""
 
 
 class HttpServer(uvicorn.Server):

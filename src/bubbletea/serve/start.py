@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
+import ipaddress
 from contextlib import AbstractContextManager
 
 from atlas.errors import AtlasError
@@ -47,6 +49,7 @@ def start(args: argparse.Namespace) -> int:
     if (args.plan is None) == (args.alone is None):
         raise AtlasError("serve: give either the PLAN of a run or --alone N for workers without training")
     _require_device(args)
+    _require_keys(args)
     served = _served(args)
     settings = ServiceSettings(
         name=args.name or (args.model or TINY).resolve().name,
@@ -100,6 +103,17 @@ def _require_device(args: argparse.Namespace) -> None:
     require_device(args.device)
 
 
+def _require_keys(args: argparse.Namespace) -> None:
+    is_local = args.host == "localhost"
+    with contextlib.suppress(ValueError):
+        is_local = is_local or ipaddress.ip_address(args.host).is_loopback
+    if not is_local and args.keys is None and not args.without_keys:
+        raise AtlasError(
+            f"--host {args.host}: everybody who can reach it could use the service. Give --keys FILE, or "
+            "--without-keys if that is wanted"
+        )
+
+
 def _security(args: argparse.Namespace) -> Security | None:
     if args.certs is None:
         return None
@@ -147,16 +161,17 @@ def _training(args: argparse.Namespace) -> WorkerWindows:
     options = TrainOptions.of(plan, args.schedule or None, args.tcp, **recipe_options(recipe, model=""))
     _, program, costs = build_program(job, options)
     costs = costs.scaled(args.slower)
-    gpu = job.cluster.gpu(args.dc or program.worker_dc(0))
-    priced, pace = price_prefill(gpu, model_of(_served(args))), None
+    predicted = simulate(repeated(program, PREDICTED), costs)
+    windows = of_training(predicted, args.arena_mib * MIB, cells=job.cells, datacenter=args.dc)
+    priced, pace = price_prefill(job.cluster.gpu(windows.pattern.worker_dc[0]), model_of(_served(args))), None
     head_ns = priced.head_ns
     if args.device == "paced":
         pace = dataclasses.replace(priced.layer, floor_ns=max(priced.layer.floor_ns, PIECE_NS))
-        head_ns = max(priced.head_ns, PIECE_NS)
-    predicted = simulate(repeated(program, PREDICTED), costs)
-    windows = of_training(predicted, args.arena_mib * MIB, pace, head_ns, cells=job.cells, datacenter=args.dc)
+        head_ns = max(head_ns, PIECE_NS)
     return dataclasses.replace(
         windows,
+        pace=pace,
+        head_ns=head_ns,
         layer=priced.layer if args.device == "cuda" else None,
         sensitivity=sensitivity(program, costs),
         plan=program_id(to_text(program)),

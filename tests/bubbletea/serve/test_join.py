@@ -4,10 +4,11 @@ with certificates. What cannot work is refused with one sentence, and training c
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,11 +27,13 @@ from atlas.runtime.waits import Position, SharedDevice, Waits, WorkerFacts
 from atlas.schedules.classic import one_f_one_b
 from atlas.wan.security.certs import make_ca, make_node
 from atlas.wan.security.credentials import Credentials, Security
+from bubbletea.frames import MAX_GREETING
 from bubbletea.prefill import plugin
 from bubbletea.prefill.meeting import ServicePlace, announced, find
 from bubbletea.prefill.messages import WorkerOrder
 from bubbletea.prefill.plugin import BubbleTea
 from bubbletea.prefill.shard import Served
+from bubbletea.serve import http
 from bubbletea.serve.assemble import ServiceSettings, WorkersAt, assemble
 from bubbletea.serve.auth import Keys
 from bubbletea.serve.http import HttpServer
@@ -224,3 +227,34 @@ def test_a_filler_that_cannot_be_used_is_refused_before_the_start(
 ) -> None:
     assert atlas(["train", str(EXAMPLE), "--emulate", *flags]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_idle_connections_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each server keeps few of them, and a worker and a client still get in."""
+    monkeypatch.setattr(http, "MAX_WAITING", 40)
+    make_ca(tmp_path)
+    make_node(tmp_path, "here")
+    security = Security(Credentials.of_folder(tmp_path, "here/bubbletea"), ())
+    with service(tmp_path / "meet", SETTINGS, security) as url, ExitStack() as stack:
+        place = find({"folder": str(tmp_path / "meet")}, "here")
+        assert place is not None
+        ports = [int(place.address.rpartition(":")[2]), int(url.rpartition(":")[2])]
+        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", p), 5)) for p in ports for _ in range(200)]
+        assert len(idle) == 400
+        with training(tmp_path / "meet", security):
+            assert answer(url) == expected(SETTINGS)
+        closed = sum(is_closed(sock) for sock in idle)
+        assert closed >= 200 - MAX_GREETING + 200 - 40 - 2
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """By the other side; what it has said before is read."""
+    sock.setblocking(False)
+    try:
+        while sock.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    return True

@@ -29,6 +29,10 @@ with private_folder() as folder:
     [
         ([], "give either the PLAN of a run"),
         (["--alone", "0"], "give at least one worker"),
+        (["--alone", "1", "--host", "0.0.0.0"], "Give --keys FILE, or --without-keys"),
+        (["--alone", "1", "--host", "::"], "Give --keys FILE, or --without-keys"),
+        (["examples/tiny.yaml", "--certs", "nowhere"], "Give --dc NAME too"),
+        (["examples/tiny.yaml", "--dc", "north"], "it has them in east, west"),
         (["--alone", "1", "--device", "paced"], "only training workers can be paced"),
         (["--alone", "1", "--device", "tpu"], "must be paced, cpu or cuda:N"),
         (["--alone", "1", "--device", "cuda:99"], "device 'cuda:99': there are"),
