@@ -56,6 +56,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--deadline", type=float, default=30.0, metavar="S", help="deadline of requests that set none (default 30)"
     )
     aim_flags(parser)
+    port_flags(parser)
+
+
+def port_flags(parser: argparse.ArgumentParser) -> None:
+    """Where it listens, who may call, and how it ends."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000)")
     parser.add_argument(
