@@ -174,14 +174,20 @@ def _show(search: PlanSearch) -> None:
     show(_table(planned, money))
 
 
-def _families(search: PlanSearch, money: bool) -> Any:
-    table = plain_table(caption="Low communication is simulated as data parallelism that meets every so many steps.")
-    table.add_column("best of each family", overflow="fold", ratio=3)
-    table.add_column("stages in", overflow="fold", ratio=3)
-    table.add_column("iteration", justify="right", no_wrap=True)
-    if money:
-        table.add_column("$/T tokens", justify="right", no_wrap=True)
+def _ranking(caption: str, first: str, second: str, cost: str | None) -> Any:
+    """An empty table of plans: two columns of text, the time, the cost if there is one, and why a plan lost."""
+    table = plain_table(caption=caption)
+    for name in (first, second):
+        table.add_column(name, overflow="fold", ratio=3)
+    for name in ("iteration", *([cost] if cost else [])):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("lost by", overflow="fold", ratio=3)
+    return table
+
+
+def _families(search: PlanSearch, money: bool) -> Any:
+    caption = "Low communication is simulated as data parallelism that meets every so many steps."
+    table = _ranking(caption, "best of each family", "stages in", "$/T tokens" if money else None)
     for row in family_rows(search.families):
         plan = row["plan"]
         cost = [dollars(plan["usd_per_tera_token"]) if plan else ""] if money else []
@@ -195,14 +201,8 @@ def _families(search: PlanSearch, money: bool) -> Any:
 def _table(planned: Planned, money: bool) -> Any:
     caption = f"{compared(planned)} {priced(pricing(planned.job), planned.job.runtime)}"
     caption += " * Pareto-optimal." if money else ""
-    table = plain_table(caption=caption)
+    table = _ranking(caption, "stages in", "parallelism", "$/iteration" if money else None)
     on_front = {judged.candidate for judged in front(planned)} if money else set()
-    table.add_column("stages in", overflow="fold", ratio=3)
-    table.add_column("parallelism", overflow="fold", ratio=3)
-    table.add_column("iteration", justify="right", no_wrap=True)
-    if money:
-        table.add_column("$/iteration", justify="right", no_wrap=True)
-    table.add_column("lost by", overflow="fold", ratio=3)
     shown = distinct(planned)[: SHOWN + 1]
     for judged, row in zip(shown, rows(planned), strict=False):
         mark = "*" if judged.candidate in on_front else ""

@@ -94,7 +94,7 @@ function fillEvents(events) {
     const item = make("li", event.kind, null, list);
     make("time", "", clock(event.time), item); make("span", "", event.text, item);
   }
-  if (!events.length) make("li", "", "Nothing happened yet: connections lost, hosts lost, restarts and new plans are listed here.", list);
+  if (!events.length) make("li", "", "No events yet: connections lost, hosts lost, restarts and new plans are listed here.", list);
   list.dataset.count = events.length;
   if (atEnd) list.scrollTop = 0;
 }
@@ -154,7 +154,7 @@ async function draw(header, texts) {
     const ends = view.schedules.map(one => one.steps[0] || one.makespan);
     show(-0.01 * Math.max(...ends), 1.02 * Math.max(...ends));
   }
-  $("about").textContent = live.asking ? "what if, above what is now" : header.schedules.length > 1 ? "predicted, above measured" : header.schedules[0].source;
+  $("about").textContent = live.asking ? "what if, above the current figures" : header.schedules.length > 1 ? "predicted, above measured" : header.schedules[0].source;
   if (live.state) fillCards(live.state);
 }
 
