@@ -28,7 +28,7 @@ COMMANDS = {
     "card": "write a run as evidence: workload card, traces, launch files",
     "metrics": "compute the metrics of runs from their traces, as CCL-Bench defines them and as Atlas does",
     "import": "make a job and a profile from a card and its traces",
-    "ui": "open the live page of a run: map, timelines, figures, events; what-if by hand",
+    "ui": "open the live page of a run: map, timelines, figures, events, what-if",
     "report": "write a page about a run, or several side by side",
     "view": "draw timeline files as a page, a trace or a figure",
     "compare": "compare two timelines op by op",

@@ -1,5 +1,5 @@
-"""Open the live page of a run in a browser: map, links, timelines of the last iterations, figures, events; and what-if
-by hand.
+"""Open the live page of a run in a browser: map, links, timelines of the last iterations, figures, events, and
+what-if.
 
     atlas ui runs/NAME            a run that runs, or a saved one (`atlas train --ui` writes the folder)
     atlas ui run.timeline         a timeline file alone
