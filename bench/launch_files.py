@@ -160,10 +160,10 @@ def disks(target: str, folder: Path) -> dict[str, Path]:
     return {dc: folder / "disk" / dc for dc in DATACENTERS}
 
 
-def bits(target: str, folder: Path) -> str:
+def bits(target: str, folder: Path, step: int = STEPS) -> str:
     """SHA-256 of all weights and optimizer state of the last checkpoint."""
     stores = [LocalStore(disk / "checkpoints" / "own") for disk in disks(target, folder).values()]
-    found = choose(stores, step=STEPS)
+    found = choose(stores, step=step)
     assert found is not None
     digest = hashlib.sha256()
     for layer, state in sorted(load_layers(found, found.layers).items()):

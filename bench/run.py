@@ -80,6 +80,7 @@ BENCHES: dict[str, Bench] = {
     "serve_emulated": Bench(8, 50),
     "serve_kills": Bench(60, 60),
     "serve_slowdown": Bench(16, 120),
+    "slurm_clusters": Bench(5, 150),
     "sums": Bench(25, 60),
     "testbed": Bench(45, 70),
     "testbed_sim": Bench(5, 15),

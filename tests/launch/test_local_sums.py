@@ -9,11 +9,12 @@ from typing import cast
 import pytest
 
 from atlas.errors import AtlasError
-from atlas.launch.local_sums import LocalSums, sums_by_datacenter
+from atlas.launch.local_sums import LocalSums, is_loopback, sums_by_datacenter
 from atlas.launch.prepared_job import PreparedJob
+from atlas.launch.site_network import SiteNetwork
 from atlas.runtime.assignment import stand_in
 
-HOSTS = {"east/site0": {"trusted": False}, "west/site0": {"trusted": True}, "west/site1": {"trusted": False}}
+HOSTS = {"east/site0": {"private": False}, "west/site0": {"private": True}, "west/site1": {"private": False}}
 
 
 def prepared(tp: int = 1, **changes: object) -> PreparedJob:
@@ -22,17 +23,33 @@ def prepared(tp: int = 1, **changes: object) -> PreparedJob:
     return cast(PreparedJob, SimpleNamespace(training=training, job=SimpleNamespace(tp=tp)))
 
 
-def test_hosts_outside_trusted_networks_sum_over_the_encrypted_transport() -> None:
+def test_hosts_sum_over_the_transport_unless_their_network_is_private() -> None:
     said: list[str] = []
     found = sums_by_datacenter(prepared(), HOSTS, said.append)
     assert found == {"east": LocalSums("ordered", True), "west": LocalSums("transport", False)}
-    assert "west: gradients are summed over the encrypted transport" in said[0]
-    trusted = {host: {"trusted": True} for host in HOSTS}
-    assert sums_by_datacenter(prepared(), trusted, said.append)["west"] == LocalSums("ordered", False)
+    assert "west: gradients are summed over the transport" in said[0]
+    private = {host: {"private": True} for host in HOSTS}
+    assert sums_by_datacenter(prepared(), private, said.append)["west"] == LocalSums("ordered", False)
     assert len(said) == 1
 
 
 @pytest.mark.parametrize(("changes", "tp"), [({"sums": "fast"}, 1), ({"zero": 1}, 2)])
 def test_what_only_torch_can_do_is_refused_there(changes: dict[str, object], tp: int) -> None:
-    with pytest.raises(AtlasError, match="hosts of west are not in a trusted network"):
+    with pytest.raises(AtlasError, match="the network of west is private"):
         sums_by_datacenter(prepared(tp, **changes), HOSTS, print)
+
+
+@pytest.mark.parametrize(
+    ("network", "local", "private"),
+    [
+        (SiteNetwork(), "127.0.0.1", True),
+        (SiteNetwork(), "10.0.0.5", False),
+        (SiteNetwork(), "host.example.com", False),
+        (SiteNetwork(private=True), "10.0.0.5", True),
+    ],
+)
+def test_a_trusted_network_is_not_private_unless_the_recipe_says_so(
+    network: SiteNetwork, local: str, private: bool
+) -> None:
+    """`--trusted` drops encryption, never authentication."""
+    assert (network.private or is_loopback(local)) is private

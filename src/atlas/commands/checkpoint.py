@@ -1,4 +1,5 @@
-"""List checkpoints, verify every byte of one, or export one as a Hugging Face folder.
+"""List checkpoints, verify every byte of one, export one for transformers or torch.distributed.checkpoint, or import
+weights from there.
 
 A folder may be a datacenter's own, or a parent of several: all stores below it are used together, replicas too.
 """
@@ -22,28 +23,54 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, help="list, verify or export")
+    actions = parser.add_subparsers(
+        dest="action", metavar="ACTION", required=True, help="list, verify, export or import"
+    )
     listed = actions.add_parser("list", help="list the saves", description="List the saves, complete and not.")
     verify = actions.add_parser("verify", help="check every file", description="Compare every file with its hash.")
     export = actions.add_parser(
-        "export", help="export for transformers", description="Write a Hugging Face folder that transformers loads."
+        "export",
+        help="export for transformers or PyTorch",
+        description="Write a Hugging Face folder that transformers loads, or a folder of torch.distributed.checkpoint.",
     )
+    _configure_import(actions.add_parser("import", help="import weights", description=IMPORTS))
     for action in (listed, verify, export):
         action.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folder with checkpoints")
     for action in (verify, export):
         action.add_argument("--step", type=int, metavar="N", help="step of the save (default: the newest complete one)")
     export.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to create")
+    export.add_argument(
+        "--format", choices=("hf", "dcp"), default="hf", help="hf (default), or dcp with optimizer state"
+    )
     for action in (listed, verify):
         action.add_argument("--json", action="store_true", help="print as JSON")
 
 
+IMPORTS = (
+    "Write a Hugging Face folder, for `atlas train --model`, from the weights of a folder of "
+    "torch.distributed.checkpoint (model.NAME, with the names of Hugging Face). Its metadata is a pickle: import only "
+    "what you trust."
+)
+
+
+def _configure_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of torch.distributed.checkpoint")
+    parser.add_argument("--format", choices=("dcp",), default="dcp", help="of FOLDER")
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the model's config.json")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to create")
+
+
 def run(args: argparse.Namespace) -> int:
+    if args.action == "import":
+        return _import(args.folder, args.config, args.out)
     stores = stores_under(args.folders)
     if args.action == "list":
         _list(stores, args.json)
         return 0
     found = _chosen(stores, args.step)
-    return _verify(found, args.json) if args.action == "verify" else _export(found, args.out)
+    if args.action == "verify":
+        return _verify(found, args.json)
+    return _export_dcp(found, args.out) if args.format == "dcp" else _export(found, args.out)
 
 
 def stores_under(folders: Sequence[Path]) -> list[LocalStore]:
@@ -130,4 +157,20 @@ def _export(found: Checkpoint, folder: Path) -> int:
     with Meter() as meter:
         num_shards = export_checkpoint(found, folder, progress=meter)
     print(f"{folder}: the model after step {found.step}, in {num_shards} safetensors file(s), for transformers")
+    return 0
+
+
+def _export_dcp(found: Checkpoint, folder: Path) -> int:
+    from atlas.runtime.checkpoint.dcp import export_dcp  # torch: 1.9 s
+
+    num_tensors = export_dcp(found, folder)
+    print(f"{folder}: step {found.step}, {num_tensors} tensors, for torch.distributed.checkpoint")
+    return 0
+
+
+def _import(folder: Path, config: Path, out: Path) -> int:
+    from atlas.runtime.checkpoint.dcp import import_dcp  # torch: 1.9 s
+
+    num_tensors = import_dcp(folder, config, out)
+    print(f"{out}: {num_tensors} tensors, for `atlas train --model {out}`")
     return 0

@@ -64,9 +64,10 @@ def network_of(args: argparse.Namespace, recipe: NetworkRecipe, *, share: tuple[
         return next((value for value in given if value is not None), None)
 
     reach = {**recipe.reach, **(site.reach if site is not None else {}), **dict(map(_reach, args.reach))}
+    private = next((place.private for place in places if place.private is not None), False)
     text = first("ports")
     ports = None if text is None else PortRange.of(text).share(*share)
-    return SiteNetwork(first("listen") or SiteNetwork().listen, first("advertise") or "", ports, reach)
+    return SiteNetwork(first("listen") or SiteNetwork().listen, first("advertise") or "", ports, reach, private)
 
 
 def address_of(flag: str, text: str) -> tuple[str, int]:

@@ -33,7 +33,7 @@ from atlas.launch.checkpoint_exchange import CheckpointExchange
 from atlas.launch.control_channel import Message, unpack_text
 from atlas.launch.forkserver import fork_server
 from atlas.launch.ledger import Ledger
-from atlas.launch.local_sums import LOOPBACK, is_trusted
+from atlas.launch.local_sums import LOOPBACK, is_loopback
 from atlas.launch.preflight import WorkerNeed, devices_for, layers_of, require_room
 from atlas.launch.remote_workers import BY_SCHEDULER
 from atlas.launch.rendezvous import AgentName, RendezvousClient
@@ -195,8 +195,8 @@ class Agent:
     def _begin(self, attempt: _Attempt, message: Message) -> None:
         mine = self.settings
         facts = mine.network.facts(attempt.name, mine.rendezvous)
-        about: Message = {"site": facts.to_json(), "trusted": is_trusted(self._security, facts.local)}
-        about["device"] = mine.device
+        private = mine.network.private or is_loopback(facts.local)
+        about: Message = {"site": facts.to_json(), "private": private, "device": mine.device}
         if mine.checkpoints is None:
             self._reply(attempt, {"begun": {**about, "server": None, "stores": []}})
             return

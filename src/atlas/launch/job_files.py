@@ -128,18 +128,20 @@ def slurm_files(choice: LaunchChoice) -> dict[str, str]:
 
 SLURM = """\
 #!/bin/bash
-# Written by `atlas launch`. One task on each node starts its workers. Nodes beyond those that the plan uses are spares.
+# Written by `atlas launch`. One task on each node starts its workers. Nodes beyond those that the plan uses are spares:
+# a node that fails does not end the job (--no-kill).
 #SBATCH --job-name={name}
 #SBATCH --nodes={count}
 #SBATCH --ntasks-per-node=1
 {gpus}#SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@120
 set -u
 cd "$SLURM_SUBMIT_DIR"
 # Slurm signals this shell before the time limit and when it preempts: the tasks save and end with {again}.
 trap 'kill -USR1 "$step"' USR1 TERM
-srun --kill-on-bad-exit=0 bash -c '
+srun --no-kill --kill-on-bad-exit=0 bash -c '
 {advertise}
 {line}
 ' &

@@ -1,5 +1,6 @@
 """How gradients are summed in each datacenter. torch.distributed neither encrypts nor authenticates, so it is used on
-loopback, where all workers of a datacenter are on one host, and in trusted networks; elsewhere the WAN transport sums.
+loopback, where all workers of a datacenter are on one host, and where the recipe says that the network inside the
+datacenter is private (`network.private`). Elsewhere the WAN transport sums: it authenticates, with `--trusted` too.
 
 `ordered` and the transport give the same bits. Decides; starts nothing.
 """
@@ -7,13 +8,13 @@ loopback, where all workers of a datacenter are on one host, and in trusted netw
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from atlas.errors import AtlasError
 from atlas.launch.prepared_job import PreparedJob
 from atlas.runtime.assignment import SumsKind
-from atlas.wan.security.credentials import Security
 
 LOOPBACK = "127.0.0.1"
 
@@ -31,30 +32,30 @@ def sums_by_datacenter(
 ) -> dict[str, LocalSums]:
     """By datacenter. Tells the user where it differs from what the recipe says.
 
-    `hosts`: by agent (`west/site0`), what it said of itself: {"trusted": whether its address is in a trusted network}.
+    `hosts`: by agent (`west/site0`), what it said of itself: {"private": whether its network is}.
     """
     training = prepared.training
-    trusted: dict[str, list[bool]] = {}
+    private: dict[str, list[bool]] = {}
     for agent, facts in hosts.items():
-        trusted.setdefault(agent.partition("/")[0], []).append(bool(facts["trusted"]))
-    apart = [dc for dc, hosts_of in trusted.items() if len(hosts_of) > 1 and not all(hosts_of)]
-    found = {dc: LocalSums("transport" if dc in apart else training.sums, len(trusted[dc]) == 1) for dc in trusted}
+        private.setdefault(agent.partition("/")[0], []).append(bool(facts["private"]))
+    apart = [dc for dc, hosts_of in private.items() if len(hosts_of) > 1 and not all(hosts_of)]
+    found = {dc: LocalSums("transport" if dc in apart else training.sums, len(private[dc]) == 1) for dc in private}
     if not apart or training.sums == "transport":
         return found
     where = ", ".join(apart)
     if training.sums == "fast" or (training.zero and prepared.job.tp > 1):
         what = "sums: fast" if training.sums == "fast" else "zero: 1 with tensor parallelism"
         raise AtlasError(
-            f"{what} needs torch.distributed, which neither encrypts nor authenticates, and hosts of {where} are not "
-            "in a trusted network. Name it with --trusted (network.trusted in the recipe) on every host, or write "
-            "sums: transport and zero: 0"
+            f"{what} needs torch.distributed, which neither encrypts nor authenticates, and the recipe does not say "
+            f"that the network of {where} is private. Write network.private: true on every host if nobody else can "
+            "connect to them or insert packets (SECURITY.md), or write sums: transport and zero: 0"
         )
-    say(f"{where}: gradients are summed over the encrypted transport, as its hosts are in no trusted network")
+    say(f"{where}: gradients are summed over the transport, as the recipe has no network.private: true")
     return found
 
 
-def is_trusted(security: Security, address: str) -> bool:
-    """Whether an address of this host is in a trusted network; a name is not an address."""
+def is_loopback(address: str) -> bool:
+    """Whether nobody outside this host reaches an address; a name is not an address."""
     with contextlib.suppress(ValueError):
-        return security.trusts(address)
+        return ipaddress.ip_address(address).is_loopback
     return False

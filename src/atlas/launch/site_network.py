@@ -70,6 +70,9 @@ class SiteNetwork:
     """For the checkpoint server (the first) and the workers. None: the kernel chooses."""
     reach: Mapping[str, str] = field(default_factory=dict)
     """By datacenter (`west`) or host (`west/1`): what this host dials, in place of what that one advertises."""
+    private: bool = False
+    """Whether nobody else can connect to hosts of this datacenter, or insert packets there: torch.distributed, which
+    does not authenticate, may then sum gradients between them."""
 
     def require_valid(self, datacenters: Sequence[str]) -> None:
         """Raises AtlasError if this host cannot use it. `datacenters`: those of the plan."""

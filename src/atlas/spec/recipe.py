@@ -94,6 +94,8 @@ class SiteRecipe(Frozen):
     """`LO-HI`, for workers and checkpoint servers."""
     reach: dict[Text, Text] = Field(default_factory=dict)
     """By datacenter: where to dial it, in place of what it advertises."""
+    private: Flag | None = None
+    """Whether only this run's hosts can connect to each other, or insert packets, inside a datacenter."""
 
 
 class NetworkRecipe(SiteRecipe):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from atlas.cli import command_parser, main
@@ -40,7 +43,8 @@ def test_the_flags_are_these() -> None:
     assert found == {
         "list": {"folders", "--json"} | help_,
         "verify": {"folders", "--step", "--json"} | help_,
-        "export": {"folders", "--step", "--out"} | help_,
+        "export": {"folders", "--step", "--out", "--format"} | help_,
+        "import": {"folder", "--format", "--config", "--out"} | help_,
     }
     assert all(action.help for sub in actions.values() for action in sub._actions)
 
@@ -55,6 +59,45 @@ def test_transformers_loads_what_is_exported(tmp_path: Path, config: DecoderConf
     ours = build(config, cuts(config, (3,))[0], seed=1)
     with torch.no_grad():
         torch.testing.assert_close(theirs(TOKENS).logits, ours(TOKENS), atol=1e-5, rtol=1e-5)
+
+
+READ_DCP = """
+import sys, torch, torch.distributed.checkpoint as dcp
+reader = dcp.FileSystemReader(sys.argv[1])
+listed = reader.read_metadata().state_dict_metadata
+state = {name: torch.empty(kept.size, dtype=kept.properties.dtype) for name, kept in listed.items()}
+dcp.load(state, checkpoint_id=sys.argv[1], no_dist=True)
+torch.save(state, sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "fresh"),
+    [(GPT, False), (LLAMA, False), pytest.param(GPT, True, marks=pytest.mark.slow)],
+    ids=["gpt", "llama tied", "a fresh process"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's: it assumes a single process
+def test_torch_reads_a_dcp_export_and_it_comes_back(tmp_path: Path, config: DecoderConfig, fresh: bool) -> None:
+    saved(tmp_path / "run", config)
+    run = str(tmp_path / "run")
+    assert main(["checkpoint", "export", run, "--format", "dcp", "--out", str(tmp_path / "dcp")]) == 0
+    assert main(["checkpoint", "export", run, "--out", str(tmp_path / "hf")]) == 0
+    words = [str(tmp_path / "dcp"), str(tmp_path / "read")]
+    if fresh:
+        subprocess.run([sys.executable, "-W", "ignore", "-c", READ_DCP, *words], check=True)
+    else:
+        exec(READ_DCP.replace("sys.argv", "argv"), {"argv": ["", *words]})
+    read = torch.load(tmp_path / "read", weights_only=True)
+    shards = [safetensors.torch.load_file(file) for file in (tmp_path / "hf").glob("*.safetensors")]
+    theirs = {name: tensor for shard in shards for name, tensor in shard.items()}
+    assert int(read["step"]) == 5
+    assert {name for name in read if name.startswith("model.")} == {f"model.{name}" for name in theirs}
+    assert all(torch.equal(read[f"model.{name}"], tensor) for name, tensor in theirs.items())
+    words = ["--config", str(tmp_path / "hf" / "config.json"), "--out", str(tmp_path / "back")]
+    assert main(["checkpoint", "import", str(tmp_path / "dcp"), *words]) == 0
+    back = safetensors.torch.load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == theirs.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in theirs.items())
 
 
 def test_a_large_model_is_exported_in_several_files(tmp_path: Path) -> None:
