@@ -140,7 +140,7 @@ class Service:
 
     def _ask(self) -> None:
         prompt = list(range(100))
-        body = json.dumps({"model": "tiny-random", "prompt": prompt, "max_tokens": 1, "deadline_s": 60}).encode()
+        body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 1, "deadline_s": 60}).encode()
         headers = {"content-type": "application/json"}
         while not self._over.is_set():
             try:
