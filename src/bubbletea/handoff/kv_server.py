@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from atlas.errors import AtlasError, WorkerError
@@ -41,9 +41,11 @@ def own_address(bound: str) -> str:
 class KvServer(FrameServer):
     """`start` listens; `params(parcel)` is what a decode engine needs to fetch it."""
 
-    def __init__(self, store: KvStore, token: str) -> None:
+    def __init__(
+        self, store: KvStore, token: str, on_fetched: Callable[[str, int], None] = lambda ticket, n: None
+    ) -> None:
         super().__init__(token)
-        self.store = store
+        self.store, self.on_fetched = store, on_fetched
         self.address: tuple[str, int] = ("", 0)
 
     async def start(self, host: str, port: int, *, anywhere: bool = False) -> None:
@@ -97,6 +99,7 @@ class KvServer(FrameServer):
             num_blocks += 1
         write(writer, END, {"blocks": num_blocks})
         await writer.drain()
+        self.on_fetched(ticket, num_blocks)
 
     def _blocks(self, parcel: Parcel, fields: dict[str, Any]) -> list[KvBlock]:
         try:
