@@ -3,13 +3,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browsers import chromium
 from view_samples import job
 
 from atlas.cli import main
@@ -19,16 +19,6 @@ from atlas.ir.store import joined
 from atlas.ir.timeline import Timeline
 from atlas.view.page import page_html, write_page
 
-CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
-)
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 COUNT_COLOURS = """() => {
     const canvas = document.getElementById('plot'), context = canvas.getContext('2d');
     const pixels = new Uint32Array(context.getImageData(0, 0, canvas.width, canvas.height).data.buffer);
@@ -84,13 +74,8 @@ def test_a_page_takes_a_few_bytes_per_op() -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if not CHROMIUM:
-        pytest.skip("chromium is not installed: apt-get install chromium")
-    with api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+    with chromium() as found:
         yield found
-        found.close()
 
 
 def opened(browser: Any, path: Path, scheme: str = "light") -> tuple[Any, list[str]]:
