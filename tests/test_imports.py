@@ -52,7 +52,7 @@ BUBBLETEA_MAY_IMPORT = {
     "handoff": {"atlas.runtime", "frames", "kv_blocks", "model_identity", "prefill"},
     "serve": {
         *("atlas.ir", "atlas.spec", "atlas.cost", "atlas.sim", "atlas.evaluate", "atlas.runtime", "atlas.launch"),
-        *("atlas.console", "atlas.wan"),
+        *("atlas.console", "atlas.wan", "atlas.ui"),
         *("costs", "flags", "frames", "kv_blocks", "windows", "admit", "prefill", "handoff"),
     },
     "sim": {
@@ -64,7 +64,7 @@ BUBBLETEA_MAY_IMPORT = {
     "cli": {"atlas.cli"},
 }
 """`windows <- admit <- sim`; `frames <- kv_blocks <- prefill <- handoff <- serve`; `admit <- serve`; `handoff <- vllm`.
-Nobody imports Atlas's commands, planner or page. Everybody may import `atlas.errors` and
+Nobody imports Atlas's commands or planner. Everybody may import `atlas.errors` and
 `atlas.lifetime`."""
 BUBBLETEA_TORCH = {"kv_blocks", "prefill", "handoff", "serve", "vllm"}
 HEAVY = ("torch", "numba", "pydantic", "numpy", "rich")

@@ -19,7 +19,7 @@ from typing import Any
 from atlas.errors import AtlasError
 from atlas.lifetime import Lifeline
 from atlas.spec import Job
-from atlas.ui.run_files import PageFacts, write_facts
+from atlas.ui.run_files import FACTS, PageFacts, write_facts
 
 NICENESS = 5
 
@@ -27,8 +27,12 @@ NICENESS = 5
 class PageProcess:
     """`with PageProcess(folder, facts, job, host, port, token) as page:` serves the run's page; `url` says where."""
 
-    def __init__(self, folder: Path, facts: PageFacts, job: Job, host: str, port: int, token: str = "") -> None:
-        write_facts(folder, facts, job)
+    def __init__(
+        self, folder: Path, facts: PageFacts, job: Job, host: str, port: int, token: str = "", *, keep: bool = False
+    ) -> None:
+        """`keep`: the run may be described in the folder already, by the process that trains."""
+        if not (keep and (folder / FACTS).is_file()):
+            write_facts(folder, facts, job)
         source = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ from atlas.ui.live_run import LiveRun
 from atlas.ui.run_model import MAX_ITERATIONS, shown_iterations
 
 FACTS, JOB, STEPS, EVENTS, TIMELINE = "page.json", "job.yaml", "steps.jsonl", "events.jsonl", "timeline.jsonl"
+SERVICE = "service.json"
+"""Of a service beside training, while it runs: `metrics` (its URL) and `cards` (see `ui.service`)."""
 TIMELINE_BYTES = 256 << 20
 """A longer timeline file is begun anew: the page shows the last iterations."""
 MAX_LINE = 256 << 20
@@ -41,18 +44,39 @@ class PageFacts:
     """Of the whole run; 0: unknown."""
     slower: int = 1
     device: str = ""
-    service: Mapping[str, Any] = field(default_factory=dict)
-    """A service beside training: `metrics` (its URL) and `cards` (see `ui.service`)."""
 
 
 def write_facts(folder: Path, facts: PageFacts, job: Job) -> None:
     """Begin the files of a run. Those of an earlier run in this folder are continued, as a resumed run does."""
+    _make(folder)
+    write_whole(folder / FACTS, (json.dumps(asdict(facts), indent=1) + "\n").encode())
+    write_whole(folder / JOB, job_text(job).encode())
+
+
+def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise AtlasError(f"{folder}: cannot be made: {error.strerror}. Choose another folder with --runs") from error
-    write_whole(folder / FACTS, (json.dumps(asdict(facts), indent=1) + "\n").encode())
-    write_whole(folder / JOB, job_text(job).encode())
+
+
+@contextmanager
+def announced_service(folder: Path, service: Mapping[str, Any]) -> Iterator[None]:
+    """Tell the page of the run about a service, until the block is left."""
+    _make(folder)
+    write_whole(folder / SERVICE, json.dumps(service).encode())
+    try:
+        yield
+    finally:
+        (folder / SERVICE).unlink(missing_ok=True)
+
+
+def read_service(folder: Path) -> dict[str, Any]:
+    """Empty where there is no service."""
+    try:
+        return _parsed((folder / SERVICE).read_bytes()) or {}
+    except OSError:
+        return {}
 
 
 def read_facts(folder: Path) -> PageFacts | None:

@@ -8,18 +8,16 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from atlas.errors import AtlasError
 from atlas.ir.program import Kind
 from atlas.spec.plan import load_job_or_plan
 from atlas.ui.live_run import LiveRun
 from atlas.ui.remote import RemoteFollower
-from atlas.ui.run_files import FACTS, JOB, FolderFollower, PageFacts
+from atlas.ui.run_files import FACTS, JOB, FolderFollower, PageFacts, read_service
 from atlas.ui.run_model import RunModel
 from atlas.ui.server import LOOPBACK, Answer, PageServer, is_loopback
 from atlas.ui.service import ServiceFollower
@@ -50,9 +48,8 @@ class ServedPage:
         self.url = f"http://{shown}:{self.server.port}/" + (f"?token={token}" if token else "")
         if follower is not None:
             threading.Thread(target=self._follow, args=(follower,), daemon=True, name="run files").start()
-        service = self.run.facts.get("service") or {}
-        if service:
-            threading.Thread(target=self._serve_cards, args=(service,), daemon=True, name="service cards").start()
+        if follower is not None and Path(source).is_dir():
+            threading.Thread(target=self._serve_cards, args=(Path(source),), daemon=True, name="service cards").start()
 
     def _follower(self, path: Path) -> FolderFollower | None:
         """None for a job or plan file: it is shown as it is simulated."""
@@ -89,10 +86,14 @@ class ServedPage:
                 self.run.add(events=[{"kind": "warning", "text": str(error), "time": time.time()}])
                 return
 
-    def _serve_cards(self, facts: Mapping[str, Any]) -> None:
-        service = ServiceFollower(facts)
+    def _serve_cards(self, folder: Path) -> None:
+        """Services come and go beside training."""
+        service = ServiceFollower({})
         while not self._closed.wait(SERVICE_S):
-            self.run.set_service(service.poll())
+            facts = read_service(folder)
+            if facts.get("metrics", "") != service.url:
+                service = ServiceFollower(facts)
+            self.run.set_service(service.poll() if service.url else None)
 
     # ---- what-if -----------------------------------------------------------------------------------------------------
     def _answers(self) -> dict[str, Answer]:

@@ -2,7 +2,7 @@
 written by the service in the facts of the run (`cards`), so that Atlas knows no service by name.
 
 A card: `label`, `unit`, `kind` (`value`: the sum of a series; `mean`: of a histogram or summary, over the last polls;
-`rate`: a counter's growth a second) and `series`.
+`rate`: a counter's growth a second), `series` and `scale`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,15 @@ class ServiceFollower:
     def cards(self, text: str, now_s: float) -> list[dict[str, Any]]:
         sums = _sums(text)
         found = [
-            {"label": card.get("label"), "unit": card.get("unit", ""), "value": self._value(card, sums, now_s)}
+            {"label": card.get("label"), "unit": card.get("unit", ""), "value": self._scaled(card, sums, now_s)}
             for card in self._cards
         ]
         self._before, self._before_s = sums, now_s
         return found
+
+    def _scaled(self, card: Mapping[str, Any], sums: Mapping[str, float], now_s: float) -> float | None:
+        value, scale = self._value(card, sums, now_s), card.get("scale", 1)
+        return value * scale if value is not None and isinstance(scale, int | float) else value
 
     def _value(self, card: Mapping[str, Any], sums: Mapping[str, float], now_s: float) -> float | None:
         name, kind = str(card.get("series")), card.get("kind", "value")

@@ -57,6 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     aim_flags(parser)
     port_flags(parser)
+    page_flags(parser)
 
 
 def port_flags(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +82,15 @@ def port_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds to finish admitted requests at the end (default 30)",
     )
+
+
+def page_flags(parser: argparse.ArgumentParser) -> None:
+    """Of the live page (docs/page.md)."""
+    parser.add_argument("--ui", action="store_true", help="serve the live page of the run, with this service's figures")
+    parser.add_argument(
+        "--ui-at", metavar="[HOST:]PORT", help="where --ui serves (default: any port of 127.0.0.1; others need a token)"
+    )
+    parser.add_argument("--runs", type=Path, metavar="DIR", help="the run's folder (default: runs/NAME)")
 
 
 def run_flags(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import ipaddress
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 
 from atlas.errors import AtlasError
 from atlas.ir.assemble import repeated
@@ -20,6 +20,7 @@ from atlas.launch.prepared_job import build_program
 from atlas.launch.train_options import TrainOptions, recipe_options
 from atlas.runtime.hardware import require_device
 from atlas.sim import simulate
+from atlas.spec import Job
 from atlas.spec.plan import load_job_or_plan
 from atlas.spec.recipe import load_recipe
 from atlas.wan.security.certs import require_current
@@ -34,6 +35,7 @@ from bubbletea.serve.assemble import ServiceSettings, WorkersAt, assemble, calib
 from bubbletea.serve.auth import Keys
 from bubbletea.serve.dedicated_workers import DedicatedWorkers
 from bubbletea.serve.http import HttpServer
+from bubbletea.serve.page import live_page
 from bubbletea.serve.run import Where, Workers, run
 from bubbletea.serve.worker_windows import WorkerWindows, alone, of_training, sensitivity
 
@@ -48,6 +50,8 @@ def start(args: argparse.Namespace) -> int:
     """Runs the service until it is drained."""
     if (args.plan is None) == (args.alone is None):
         raise AtlasError("serve: give either the PLAN of a run or --alone N for workers without training")
+    if args.alone is not None and (args.ui or args.ui_at is not None):
+        raise AtlasError("--ui shows a training run: give its PLAN, or leave out --ui")
     _require_device(args)
     _require_keys(args)
     served = _served(args)
@@ -82,11 +86,14 @@ def start(args: argparse.Namespace) -> int:
             f"{parts.kv_server.address[1]}; lanes in {lanes}. /health reports when the workers are ready",
             flush=True,
         )
+        if args.ui or args.ui_at is not None:
+            print(f"the page is at {stack.enter_context(live_page(args, *_run_of(args), server.port))}", flush=True)
         if trains:
             print(f"workers join from `atlas train {args.plan} ... --filler bubbletea`", flush=True)
 
     workers = announce if trains else _dedicated(args, windows)
-    asyncio.run(run(parts, where, workers, on_start))
+    with ExitStack() as stack:
+        asyncio.run(run(parts, where, workers, on_start))
     return 0
 
 
@@ -154,11 +161,16 @@ def _dedicated(args: argparse.Namespace, windows: WorkerWindows) -> Workers:
     return workers
 
 
-def _training(args: argparse.Namespace) -> WorkerWindows:
-    """The windows of a run that `atlas train` starts, as its plan predicts them; its workers correct them."""
+def _run_of(args: argparse.Namespace) -> tuple[Job, TrainOptions]:
+    """The run whose workers join."""
     recipe = load_recipe(args.recipe)
     job, plan = load_job_or_plan(args.plan, [*recipe.job_overrides, *args.set])
-    options = TrainOptions.of(plan, args.schedule or None, args.tcp, **recipe_options(recipe, model=""))
+    return job, TrainOptions.of(plan, args.schedule or None, args.tcp, **recipe_options(recipe, model=""))
+
+
+def _training(args: argparse.Namespace) -> WorkerWindows:
+    """The windows of a run that `atlas train` starts, as its plan predicts them; its workers correct them."""
+    job, options = _run_of(args)
     _, program, costs = build_program(job, options)
     costs = costs.scaled(args.slower)
     predicted = simulate(repeated(program, PREDICTED), costs)
