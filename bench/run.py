@@ -66,6 +66,7 @@ BENCHES: dict[str, Bench] = {
     "host_losses": Bench(40, 150),
     "join": Bench(12, 150),
     "launch_files": Bench(60, 60, ("--only", "shell", "torchrun")),
+    "live_page": Bench(12, 60),
     "load_generator": Bench(12, 0, None),
     "monotone": Bench(60, 120),
     "one_gpu": Bench(10, 120, ()),

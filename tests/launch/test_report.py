@@ -13,10 +13,12 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import atlas
 from atlas.cli import main
 from atlas.commands.watching import watch_flags, watched
 from atlas.errors import AtlasError
@@ -25,6 +27,7 @@ from atlas.launch.report import GpuFacts, ReportChoice, RunReport, StepEvent
 from atlas.launch.report.events import against_prediction, tokens_per_s
 from atlas.launch.report.metrics import MetricsServer, TrainingMetrics
 from atlas.launch.report.progress import ProgressBar, figures
+from atlas.launch.supervisor import restarts
 from atlas.launch.train_options import TrainOptions
 from atlas.spec import load_job
 from atlas.spec.recipe import load_recipe
@@ -159,6 +162,7 @@ def test_a_full_disk_is_reported_once_and_does_not_stop_training() -> None:
 
 RUN = """
 import os, sys, time
+from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from view_samples import job
@@ -215,3 +219,25 @@ def test_figures_of_a_gpu() -> None:
     assert event["tokens_per_gpu_s"] == 4096 / 0.41 / 8
     assert round(event["mfu"], 4) == 0.1249
     assert "10.0k tok/s  1.2k tok/s/GPU, MFU 12.5%  410 ms" in figures(event)
+
+
+def test_memory_restarts_checkpoints_and_retransmits_have_series(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = atlas.simulate("examples/tiny.yaml", "1f1b").best.timeline
+    with RunReport(ReportChoice(bar=False), 9) as report:
+        began = report.metrics.text()
+        assert 'restarts_total{reason="host"} 0.0' in began
+        assert "last_checkpoint_step 0" in began
+        peaks = replace(timeline, meta={**timeline.meta, "peak_bytes": {"p0.s0": [7, 9]}})
+        report.step({**EVENT, "checkpoint_step": 5, "wan_retransmits": 3, "mfu": 0.4}, peaks)
+        report.step({**EVENT, "step": 8, "checkpoint_step": 5, "wan_retransmits": 2}, peaks)
+        restarts.info("west was lost")
+        restarts.info("p0.s1 was killed by SIGKILL")
+        text = report.metrics.text()
+    restarts.info("nobody listens")
+    assert 'worker_memory_peak_bytes{worker="p0.s0",datacenter="east",of="device"} 7.0' in text
+    assert 'worker_memory_peak_bytes{worker="p0.s0",datacenter="east",of="host"} 9.0' in text
+    assert 'restarts_total{reason="host"} 1.0' in text
+    assert 'restarts_total{reason="worker"} 1.0' in text
+    assert "wan_retransmits_total 5" in text
+    assert "last_checkpoint_step 5" in text
+    assert "mfu_ratio 0.4" in text

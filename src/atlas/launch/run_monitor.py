@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from atlas.cost.table import Costs
@@ -277,11 +277,15 @@ class RunMonitor:
             "predicted_s": self.predicted_s,
             "wan_streams_replaced": new_faults.num_replaced,
             "wan_chunks_resent": new_faults.num_resent,
+            "wan_retransmits": sum(step.get("retransmits", 0) for step in steps),
         }
+        if self._complete:
+            event["checkpoint_step"] = self.saved_steps[-1]
         if self.sent_bytes is not None:
             before, self._last_bytes = self._last_bytes, self.sent_bytes()
             event["wan_gbit_s"] = (self._last_bytes - before) * 8e-9 / seconds if seconds > 0 else None
-        self.on_step(event, timeline)
+        peaks = {name: found[number].get("peak_bytes") for name, found in self.records.by_worker.items()}
+        self.on_step(event, replace(timeline, meta={**timeline.meta, "peak_bytes": peaks}))
 
     def _note_saved(self, name: str, message: dict[str, Any]) -> None:
         """A checkpoint that all workers have written, and copied where required, is complete: older ones may go."""

@@ -6,6 +6,7 @@ Knows failures and delays. The caller knows what an attempt is: emulated workers
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ from typing import TypeVar
 from atlas.errors import WorkerError
 
 T = TypeVar("T")
+restarts = logging.getLogger("atlas.restarts")
+"""One record for each restart, with the error; for reports, not for the terminal."""
+restarts.setLevel(logging.INFO)
+restarts.propagate = False
+restarts.addHandler(logging.NullHandler())
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ def run_with_restarts(
                 )
                 raise WorkerError(_with_sentence(error, given_up)) from None
             wait_s = policy.wait_s(in_a_row)
+            restarts.info("%s", error)
             say(_with_sentence(error, f"Restart {in_a_row} of {policy.max_in_a_row} in a row, in {wait_s:g} s"))
             sleep(wait_s)
 

@@ -80,6 +80,11 @@ class WorkerLinks:
         return self.main.faults
 
     @property
+    def num_retransmits(self) -> int:
+        """TCP segments sent again on the connections that are open now."""
+        return self.main.num_retransmits
+
+    @property
     def port(self) -> int:
         """The listening port."""
         return self.main.address[1]

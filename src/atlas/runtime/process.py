@@ -28,6 +28,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import sys
 import threading
 import time
@@ -127,12 +128,19 @@ def _serve(messages: TextIO, out: MessageWriter) -> dict[str, Any]:
 
 
 def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, followers: Followers | None) -> dict[str, Any]:
-    skew_ns, faults = assignment.skew_ns, Faults()
+    skew_ns, faults, retransmits = assignment.skew_ns, Faults(), 0
 
     def on_step(record: StepRecord) -> None:
-        nonlocal faults
+        nonlocal faults, retransmits
         before, faults = faults, worker.links.faults
-        out.send({**record.to_json(skew_ns), "wan_faults": faults.since(before)})
+        sent_before, retransmits = retransmits, worker.links.num_retransmits
+        host_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        told = {
+            "wan_faults": faults.since(before),
+            "retransmits": max(0, retransmits - sent_before),  # less where a connection was replaced
+            "peak_bytes": [device.peak_bytes(), host_bytes],
+        }
+        out.send({**record.to_json(skew_ns), **told})
 
     def saved(id: SaveId) -> None:
         out.send({"saved": [id.attempt, id.step]})

@@ -79,7 +79,8 @@ class RunReport:
         self._lines: list[AppendedLines] = []
         self._journals: list[Journal] = []
         self._events: AppendedLines | None = None
-        self._handler = _NoteHandler(self)
+        self._handler, self._restarts = _NoteHandler(self), _RestartHandler(self.metrics)
+        logging.getLogger("atlas.restarts").addHandler(self._restarts)
         self._server: MetricsServer | None = None
         try:
             self._open(choice)
@@ -127,6 +128,7 @@ class RunReport:
 
     def close(self) -> None:
         logging.getLogger("atlas.launch").removeHandler(self._handler)
+        logging.getLogger("atlas.restarts").removeHandler(self._restarts)
         self.note("the run ended", kind="end")
         for part in (self._bar, *self._lines, *self._journals, self._events, self._server):
             if part is not None:
@@ -158,6 +160,17 @@ class _NoteHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._report.note(record.getMessage(), kind="warning")
+
+
+class _RestartHandler(logging.Handler):
+    """Counts what the supervisor restarts for."""
+
+    def __init__(self, metrics: TrainingMetrics) -> None:
+        super().__init__(logging.INFO)
+        self._metrics = metrics
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._metrics.restarted(record.getMessage())
 
 
 def _finite(event: Mapping[str, Any]) -> dict[str, Any]:

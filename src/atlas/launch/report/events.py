@@ -33,6 +33,11 @@ class StepEvent(TypedDict):
     wan_chunks_resent: NotRequired[int]
     """Chunks that were sent again because their connection broke."""
 
+    wan_retransmits: NotRequired[int]
+    """TCP segments that the kernels of all workers sent again in this step."""
+    checkpoint_step: NotRequired[int]
+    """Of the last checkpoint that is complete; absent before the first."""
+
 
 OnStep = Callable[[StepEvent, Timeline], None]
 """Called after every step, with the timeline of the pass that did it."""

@@ -34,11 +34,29 @@ HELP = {
     "wan_bytes_per_second": ("gauge", "Sent between datacenters in the last step, divided by its time."),
     "wan_streams_replaced_total": ("counter", "Connections of the transport that broke and were replaced."),
     "wan_chunks_resent_total": ("counter", "Chunks sent again because their connection broke."),
+    "wan_retransmits_total": ("counter", "TCP segments that the kernels of workers sent again."),
     "last_step_timestamp_seconds": ("gauge", "When the last step ended, in Unix time."),
+    "last_checkpoint_step": ("gauge", "Step of the last complete checkpoint; 0 before the first."),
+    "last_checkpoint_timestamp_seconds": (
+        "gauge",
+        "When the last complete checkpoint was reported, in Unix time; before the first, when this process began.",
+    ),
+    "restarts_total": ("counter", "Restarts of all workers, by reason."),
+    "mfu_ratio": ("gauge", "Model FLOPs utilization of the last step, of runs on GPUs of one type."),
+    "goodput_steps_per_second": ("gauge", "Steps that were kept since this process began, over its time."),
+    "worker_memory_peak_bytes": ("gauge", "Most memory of a worker so far, of its device and of its process."),
     "worker_busy_seconds": ("gauge", "Of the last step: a worker's accelerator computes."),
     "worker_wait_seconds": ("gauge", "Of the last step: a worker's accelerator waits, by cause."),
     "link_busy_ratio": ("gauge", "Of the last step: share of the time in which a WAN link sends."),
 }
+
+REASONS = {
+    "host": ("lost", "out of reach", "launcher"),
+    "network": ("connection", "transport", "did not answer", "not answer"),
+    "worker": ("killed by", "exit code", "ended early", "memory"),
+}
+"""By label of a restart: words in its error. The first that matches counts."""
+OTHER = "other"
 
 Series = dict[str, list[tuple[dict[str, str], float]]]
 """By name: labels and value of each series."""
@@ -50,8 +68,16 @@ class TrainingMetrics:
     def __init__(self, labels: Mapping[str, str] | None = None) -> None:
         self.labels = dict(labels or {})
         self._values: dict[str, float] = dict.fromkeys(
-            ("steps_total", "tokens_total", "wan_streams_replaced_total", "wan_chunks_resent_total"), 0
+            (
+                *("steps_total", "tokens_total", "wan_streams_replaced_total", "wan_chunks_resent_total"),
+                *("wan_retransmits_total", "last_checkpoint_step"),
+            ),
+            0,
         )
+        self._began = time.time()
+        self._first_step: int | None = None
+        self._values["last_checkpoint_timestamp_seconds"] = self._began
+        self._restarts = dict.fromkeys((*REASONS, OTHER), 0)
         self._series: Series = {}
         self._lock = threading.Lock()
 
@@ -71,16 +97,37 @@ class TrainingMetrics:
                 "iteration_seconds": event["iteration_s"],
                 "last_step_timestamp_seconds": time.time(),
             }
+            self._note_checkpoint(event)
+            if "mfu" in event:
+                self._values["mfu_ratio"] = event["mfu"]
             if predicted_s is not None:
                 self._values["iteration_predicted_seconds"] = predicted_s
             if wan is not None:
                 self._values["wan_bytes_per_second"] = wan * 1e9 / 8
 
+    def _note_checkpoint(self, event: StepEvent) -> None:
+        """Checkpoints, and steps that were kept: a restart does some again."""
+        self._values["wan_retransmits_total"] += event.get("wan_retransmits", 0)
+        if event.get("checkpoint_step", 0) > self._values["last_checkpoint_step"]:
+            self._values["last_checkpoint_step"] = event["checkpoint_step"]
+            self._values["last_checkpoint_timestamp_seconds"] = time.time()
+        if self._first_step is None:
+            self._first_step = event["step"] - 1
+        kept = event["step"] - self._first_step
+        self._values["goodput_steps_per_second"] = kept / max(1e-9, time.time() - self._began)
+
+    def restarted(self, reason: str) -> None:
+        """Count a restart. The label is one of a few words: the text itself is in the event log."""
+        found = next((name for name, words in REASONS.items() if any(word in reason for word in words)), OTHER)
+        with self._lock:
+            self._restarts[found] += 1
+
     def text(self) -> str:
         """In the text format."""
         with self._lock:
             series: Series = {name: [({}, value)] for name, value in self._values.items()}
-            series |= {"info": [(self.labels, 1.0)], **self._series}
+            restarts = [({"reason": reason}, float(count)) for reason, count in self._restarts.items()]
+            series |= {"info": [(self.labels, 1.0)], "restarts_total": restarts, **self._series}
         lines = []
         for name, (kind, explanation) in HELP.items():
             if name in series:
@@ -98,7 +145,14 @@ def _by_worker(timeline: Timeline) -> Series:
         {"worker": program.worker_name(worker), "datacenter": program.worker_dc(worker)}
         for worker in range(program.num_workers)
     ]
+    peaks = timeline.meta.get("peak_bytes")
+    memory = [
+        ({**name, "of": of}, float(value))
+        for name in names
+        for of, value in zip(("device", "host"), _pair(peaks, name["worker"]), strict=False)
+    ]
     return {
+        "worker_memory_peak_bytes": memory,
         "worker_busy_seconds": [(names[w], ns / 1e9) for w, ns in enumerate(found.busy_ns.tolist())],
         "worker_wait_seconds": [
             ({**names[w], "cause": cause.name.lower()}, int(waits[w, cause]) / 1e9)
@@ -107,6 +161,12 @@ def _by_worker(timeline: Timeline) -> Series:
         ],
         "link_busy_ratio": [({"link": link}, share) for link, share in link_utilization(timeline).items()],
     }
+
+
+def _pair(peaks: object, worker: str) -> list[int]:
+    """Of device and host; empty where a worker does not tell."""
+    found = peaks.get(worker) if isinstance(peaks, dict) else None
+    return [int(value) for value in found] if isinstance(found, list | tuple) else []
 
 
 def _labels(labels: Mapping[str, str]) -> str:

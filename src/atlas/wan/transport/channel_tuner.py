@@ -138,6 +138,11 @@ class ChannelTuner:
     def _num_connected(self) -> int:
         return sum(slot.stream is not None for slot in self._slots)
 
+    @property
+    def num_retransmits(self) -> int:
+        """Of the streams that are open now."""
+        return sum(facts.num_retransmits for facts in self._facts())
+
     def _facts(self) -> list[TcpFacts]:
         return [facts for slot in self._slots if slot.stream and (facts := slot.stream.facts())]
 

@@ -168,6 +168,11 @@ class Endpoint(Transport):
         """Of all channels since they were opened."""
         return Faults.sum(channel.faults for channel in list(self._channels.values()))
 
+    @property
+    def num_retransmits(self) -> int:
+        """Segments that the kernel sent again, on the connections that are open now."""
+        return sum(channel.tuner.num_retransmits for channel in list(self._channels.values()))
+
     # ---- sending side ------------------------------------------------------------------------------------------
     def open(self, peer: str, lane: int, address: Address | None, *, light: bool = False) -> Channel:
         """Opens a channel that connects in the background. `light`: for small messages only. Without an address the
