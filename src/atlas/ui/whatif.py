@@ -18,9 +18,7 @@ from typing import Any
 from atlas.errors import AtlasError, SpecError
 from atlas.evaluate import Case, Result, build, evaluate, find_schedule, prepare, repriced, rows
 from atlas.evidence.write_card import job_text
-from atlas.ir.analysis import verdict
 from atlas.ir.program import Program
-from atlas.ir.timeline import Timeline
 from atlas.planner.judge import Judged
 from atlas.planner.placed import judged_result
 from atlas.schedules import SCHEDULES
@@ -96,6 +94,7 @@ class WhatIfDesk:
         self._orders: dict[tuple[Any, ...], Program] = {(model.chosen.name, *shape_of(case)): model.program}
         self._stages = {name: case.layout.rank_dc.count(name) for name in dict.fromkeys(case.layout.rank_dc)}
         self._now: Result = model.result
+        self._now_drawn: tuple[Result, dict[str, Any], list[str]] | None = None
         self._lock, self._number = threading.Lock(), 0
 
     # ---- questions ---------------------------------------------------------------------------------------------------
@@ -193,8 +192,11 @@ class WhatIfDesk:
         row, now = rows([result])[0], self._now.row()
         judged: Judged = judged_result(result)
         figures = judged.figures
-        drawn = [_named(result.single, "what if"), _named(self._now.single, "now")]
-        header, spans = page_data(drawn, title=f"{self.job.name}: what if", in_order=True)
+        header, spans = page_data([result.single], title=f"{self.job.name}: what if")
+        if self._now_drawn is None or self._now_drawn[0] is not self._now:
+            self._now_drawn = (self._now, *page_data([self._now.single]))
+        _, before, before_spans = self._now_drawn
+        header["schedules"] = [_named(header, "what if"), _named(before, "now")]
         return {
             "kind": kind,
             "label": label,
@@ -203,10 +205,10 @@ class WhatIfDesk:
             "usd_per_iteration": figures.usd_per_iteration,
             "usd_per_hour": figures.usd_per_hour,
             "wan_gb": figures.wan_bytes / 1e9,
-            "verdict": _sentence(row, now, result.single),
+            "verdict": _sentence(row, now, header["verdict"]),
             "command": self.command(values),
             "header": header,
-            "spans": spans,
+            "spans": [*spans, *before_spans],
         }
 
 
@@ -214,7 +216,7 @@ class SupersededError(AtlasError):
     """Another question was asked meanwhile."""
 
 
-def _sentence(row: Mapping[str, Any], now: Mapping[str, Any], timeline: Timeline) -> str:
+def _sentence(row: Mapping[str, Any], now: Mapping[str, Any], spent: str) -> str:
     """Faster or slower than now, whether it fits, and where the time goes."""
     ratio = row["tokens_per_s"] / now["tokens_per_s"]
     if abs(ratio - 1) < 5e-4:
@@ -224,12 +226,12 @@ def _sentence(row: Mapping[str, Any], now: Mapping[str, Any], timeline: Timeline
     if not row["fits"]:
         need, cap = row["peak_gib"], row["memory_gib"]
         first = f"Does not fit: it needs {need:.1f} GiB of a GPU's {cap:.1f} GiB. {first}"
-    return f"{first} {verdict([timeline])}"
+    return f"{first} {spent}"
 
 
-def _named(timeline: Timeline, words: str) -> Timeline:
-    program = timeline.program
-    return replace(timeline, program=replace(program, name=f"{words}: {program.name}"))
+def _named(header: Mapping[str, Any], words: str) -> dict[str, Any]:
+    (described,) = header["schedules"]
+    return {**described, "name": f"{words}: {described['name']}"}
 
 
 def _links(job: Job, key: str, factor: float) -> list[str]:

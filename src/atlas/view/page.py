@@ -59,13 +59,12 @@ def page_html(timelines: Sequence[Timeline], *, title: str = "Atlas timeline", n
 
 
 def page_data(
-    timelines: Sequence[Timeline], *, title: str = "", notes: str | Sequence[str] = (), in_order: bool = False
+    timelines: Sequence[Timeline], *, title: str = "", notes: str | Sequence[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """What the page's script draws: a JSON-able header, and the spans of each timeline, packed. The fastest comes
-    first, unless they are to stay `in_order`."""
+    """What the page's script draws: a JSON-able header, and the spans of each timeline, packed."""
     if not timelines or any(not timeline.program.num_ops for timeline in timelines):
         raise AtlasError("a timeline page needs at least one timeline, and each needs at least one op")
-    timelines = list(timelines) if in_order else best_first(timelines)
+    timelines = best_first(timelines)
     header = {
         "title": title,
         "verdict": verdict(timelines),
