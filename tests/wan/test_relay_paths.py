@@ -56,7 +56,8 @@ def test_the_last_slices_are_sent_on_the_path_where_they_arrive_first() -> None:
         sender.close()
     chosen = list(ways.first_way.values())
     assert len(chosen) == 40
-    assert 4 < chosen.count(1) < 16, "both carry as much; ten fewer on the later one, and both finish together"
+    # Both carry as much; with ten fewer on the later one both finish together. Without the rule it would be 20 each.
+    assert 4 < chosen.count(1) < 18
 
 
 def test_the_own_path_waits_a_moment_for_a_smaller_turn_of_others() -> None:
