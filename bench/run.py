@@ -62,6 +62,7 @@ BENCHES: dict[str, Bench] = {
     "evidence_gpu": Bench(8, 90, ()),
     "faults": Bench(20, 80),
     "first_job": Bench(20, 90),
+    "groups": Bench(20, 120),
     "gpu_fill": Bench(15, 300, ()),
     "host_losses": Bench(40, 150),
     "join": Bench(12, 150),

@@ -39,6 +39,7 @@ from atlas.runtime.models.decoder import loss_of
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.training import make_task
+from atlas.runtime.wiring import BatchShare
 from atlas.schedules.classic import one_f_one_b
 
 NUM_STAGES, NUM_MICROBATCHES, NUM_COLD = 2, 8, 4
@@ -109,7 +110,8 @@ def rank_main(size: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    task = make_task(training(size), num_stages=NUM_STAGES, num_pipelines=1, num_microbatches=NUM_MICROBATCHES)
+    share = BatchShare(0, 0, NUM_MICROBATCHES)
+    task = make_task(training(size), num_stages=NUM_STAGES, share=share, num_microbatches=NUM_MICROBATCHES)
     module = task.build_stage(rank, NUM_STAGES)
     optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
     schedule = Schedule1F1B(

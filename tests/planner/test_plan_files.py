@@ -16,7 +16,6 @@ from atlas.planner.judge import judge
 from atlas.planner.objective import Objective
 from atlas.planner.report import front, rows, scene
 from atlas.planner.run import Planned, finished, make_plan, start
-from atlas.planner.runnable import runnable
 from atlas.spec.plan import Plan, load_job_or_plan, plan_text
 from atlas.view.map import plan_page, positions
 
@@ -111,11 +110,10 @@ def test_a_broken_plan_is_one_message_with_its_line(
     assert "plan.yaml:" in str(caught.value)
 
 
-def test_what_the_runtime_cannot_do_is_said() -> None:
-    group = Group((("east", 2), ("west", 2)), (2, 2, 2, 2), 1, 2, 8)
-    assert runnable(Candidate(1, 1, (group,))) == "yes"
-    assert runnable(Candidate(2, 1, (group,), True)) == "yes"
-    assert "regions" in runnable(Candidate(1, 1, (group, group)))
+def test_a_plan_for_another_runtime_says_that_it_is_not_runnable() -> None:
+    job = job_of(num_microbatches=6)
+    assert plan_of(make_plan(job, tries=0)).runnable == "yes"
+    assert "megatron" in plan_of(make_plan(job.model_copy(update={"runtime": "megatron"}), tries=0)).runnable
 
 
 def test_the_report_names_a_reason_for_every_rival(planned: Planned) -> None:

@@ -18,7 +18,8 @@ from atlas.ir.program import Layout
 from atlas.runtime.assignment import DataChoice, ModelChoice, TrainingSetup
 from atlas.runtime.device import Cpu
 from atlas.runtime.exchange import SUMS, TransportExchange
-from atlas.runtime.flat import ALIGNMENT, FlatParameters
+from atlas.runtime.flat import FlatParameters
+from atlas.runtime.flat_layout import ALIGNMENT
 from atlas.runtime.links import WorkerLinks
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.recipe import LearningRate, OptimizerSettings

@@ -42,7 +42,7 @@ from atlas.launch.site_network import SiteNetwork
 from atlas.launch.worker_logs import WorkerLogs, log_folder
 from atlas.launch.worker_processes import WorkerProcesses
 from atlas.runtime.assignment import SHIPPED, Assignment, FillerChoice, SaveChoice, SumsKind, TrainingSetup, read
-from atlas.runtime.wiring import WorkerRole
+from atlas.runtime.wiring import GroupShape, WorkerRole
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address, PeerRoute
 
@@ -257,15 +257,15 @@ class Agent:
         wanted, mine = message["prepare"], self.settings
         local = mine.network.facts(mine.name, mine.rendezvous).local
         sums, on_loopback = wanted["sums"]
-        training = self._local(read(TrainingSetup, wanted["training"]), sums)
-        text = unpack_text(wanted["program"])
-        program = from_text(text)
-        roles = [WorkerRole(program, worker, cell, wanted["num_cells"]) for cell, worker in wanted["workers"]]
+        trainings = [self._local(read(TrainingSetup, group["training"]), sums) for group in wanted["groups"]]
+        texts = [unpack_text(group["program"]) for group in wanted["groups"]]
+        roles = _roles(wanted, texts)
         devices = devices_for(len(roles), mine.device, attempt.name.datacenter, mine.local_rank, tp=wanted["tp"])
         require_room([WorkerNeed(*need) for need in wanted["needs"]], mine.device, tp=wanted["tp"])
         saves = attempt.exchange is not None
         mine.network.require_ports(len(roles), saves=saves, serves=saves)  # a new plan may have more workers here
-        save = self._save_choice(attempt, wanted, [layer for role in roles for layer in layers_of(role, training)])
+        layers = [layer for role in roles for layer in layers_of(role, trainings[role.group])]
+        save = self._save_choice(attempt, wanted, layers)
         workers = attempt.workers = WorkerProcesses(WORKER, [role.name for role in roles], self._logs(attempt))
         attempt.forwarder = threading.Thread(
             target=self._forward_replies, args=(attempt, workers), daemon=True, name="forwarder"
@@ -274,12 +274,14 @@ class Agent:
         for index, (role, device) in enumerate(zip(roles, devices, strict=True)):
             assignment = Assignment(
                 worker=role.worker,
-                program=text,
-                training=training,
+                program=texts[role.group],
+                training=trainings[role.group],
                 num_steps=wanted["num_steps"] - wanted["first_step"],
                 first_step=wanted["first_step"],
                 cell=role.cell,
                 num_cells=role.num_cells,
+                groups=role.groups,
+                group=role.group,
                 compute_ns=tuple(map(tuple, wanted["compute_ns"].get(role.name, ()))),
                 device=device,
                 tp=wanted["tp"],
@@ -369,6 +371,15 @@ class Agent:
             attempt.forwarder.join()
         if attempt.exchange is not None:
             attempt.exchange.close()
+
+
+def _roles(wanted: Message, texts: Sequence[str]) -> list[WorkerRole]:
+    """Of the workers here; `texts`: the Programs of all groups of pipelines."""
+    programs, shapes = [from_text(text) for text in texts], tuple(read(GroupShape, s) for s in wanted["shapes"])
+    return [
+        WorkerRole(programs[group], worker, cell, wanted["groups"][group]["num_cells"], shapes, group)
+        for group, cell, worker in wanted["workers"]
+    ]
 
 
 def _routes(given: Mapping[str, Any]) -> dict[str, PeerRoute]:

@@ -23,7 +23,6 @@ from atlas.launch.clocks import offsets_ns
 from atlas.launch.control_channel import pack_text
 from atlas.launch.local_sums import sums_by_datacenter
 from atlas.launch.membership import LostHostsError, Membership
-from atlas.launch.preflight import worker_needs
 from atlas.launch.prepared_job import PreparedJob, copy_targets
 from atlas.launch.remote_workers import RemoteWorkers
 from atlas.launch.rendezvous import AgentName, JoinedAgent, Rendezvous
@@ -286,12 +285,17 @@ class Coordinator:
 
     def _prepare(self, workers: RemoteWorkers, agents: Sequence[JoinedAgent], start: ResumePoint) -> None:
         prepared, options = self.prepared, self.options
+        backend = compiler(options.compile, self._devices)
         common = {
-            "program": pack_text(to_text(prepared.program)),
-            "training": dataclasses.asdict(
-                dataclasses.replace(prepared.training, compile=compiler(options.compile, self._devices))
-            ),
-            "num_cells": prepared.job.cells,
+            "groups": [
+                {
+                    "program": pack_text(to_text(part.program)),
+                    "training": dataclasses.asdict(dataclasses.replace(prepared.training_of(number), compile=backend)),
+                    "num_cells": part.job.cells,
+                }
+                for number, part in enumerate(prepared.parts)
+            ],
+            "shapes": [dataclasses.asdict(shape) for shape in prepared.shapes],
             "tp": prepared.job.tp,
             "num_steps": options.steps,
             "first_step": start.first_step,
@@ -306,12 +310,12 @@ class Coordinator:
         for agent in agents:
             roles = shares[agent.name]
             pace = {
-                role.name: prepared.costs.compute_ns[role.worker // prepared.program.num_ranks].tolist()
+                role.name: prepared.parts[role.group].costs.compute_ns[role.worker // role.program.num_ranks].tolist()
                 for role in roles
                 if options.device == "paced"
             }
-            own: dict[str, Any] = {"workers": [[role.cell, role.worker] for role in roles], "compute_ns": pace}
-            own["needs"] = worker_needs(roles, prepared.job, prepared.training, saves=start.saves)
+            own: dict[str, Any] = {"workers": [[role.group, role.cell, role.worker] for role in roles]}
+            own |= {"compute_ns": pace, "needs": prepared.needs_of(roles, saves=start.saves)}
             own |= {"copy_to": start.copies.get(agent.name.node), "sums": self._sums[agent.name.datacenter]}
             workers.send_agent(agent.name.node, {"prepare": {**common, **own}})
         pids = workers.wait_for("prepared", FETCH_S, of=workers.agents)
@@ -338,10 +342,9 @@ class Coordinator:
             address = here.route(sites[workers.agent_of(peer)], ports[peer]).address
             return None if address is None else self._callbacks.route(role.node, link.peer, address)
 
-        tied = self.prepared.training.model.config.tied
-        connect_workers(workers, list(roles.values()), tied=tied, address_of=address_of)
+        connect_workers(workers, list(roles.values()), links_of=self.prepared.links_of, address_of=address_of)
         workers.wait_for("ready", FETCH_S, meanwhile=monitor.note)  # copies of earlier saves may finish meanwhile
 
 
 def _program_digest(prepared: PreparedJob) -> str:
-    return hashlib.sha256(to_text(prepared.program).encode()).hexdigest()
+    return hashlib.sha256("".join(to_text(part.program) for part in prepared.parts).encode()).hexdigest()

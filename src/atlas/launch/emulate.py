@@ -7,7 +7,7 @@ really happened. Does not know plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +19,14 @@ from atlas.cost.table import Costs
 from atlas.ir.program import Kind, Program
 from atlas.ir.text import to_text
 from atlas.ir.timeline import Timeline
-from atlas.launch.paths import NodePaths, paths_of
+from atlas.launch.paths import NodePaths, meeting_paths, paths_of
+from atlas.launch.prepared_job import PreparedGroup, divided, shapes_of
 from atlas.launch.report.events import OnStep
 from atlas.launch.run_monitor import RunMonitor, connect_workers
 from atlas.launch.worker_processes import WorkerProcesses
+from atlas.planner.meet import group_lanes
 from atlas.runtime.assignment import Assignment, FillerChoice, SaveChoice, TrainingSetup
+from atlas.runtime.meeting_plan import meeting_links
 from atlas.runtime.models.config import require_divisible
 from atlas.runtime.wiring import TIED, PeerLink, WorkerRole, all_roles, require_runnable
 from atlas.wan.emulator.proxy_net import ProxyNet
@@ -50,10 +53,15 @@ class EmulationSettings:
     tp: int = 1
     """Processes that share each worker's stages by tensor parallelism."""
     streams: int = MANY_STREAMS
+    tcp: str = "many"
+    slower: int = 1
+    """How much slower than their jobs say groups of pipelines exchange gradients."""
     num_cells: int = 1
+    groups: tuple[PreparedGroup, ...] = ()
+    """Where pipelines are placed differently: all groups, of which the Program and the Costs are the first."""
     patience_s: float = 20.0
     paths: NodePaths | None = None
-    """By node pair. None: derived from the Costs."""
+    """By node pair. None: derived from the Costs, and between groups of pipelines from their jobs."""
     save: Mapping[str, SaveChoice] = field(default_factory=dict)
     """By datacenter."""
     fillers: Mapping[str, FillerChoice] = field(default_factory=dict)
@@ -110,15 +118,18 @@ def emulate(
     settings = settings or EmulationSettings()
     require_runnable(program)
     require_divisible(training.model.config, settings.tp)
-    paths = settings.paths
-    if paths is None:
-        paths = paths_of(program, costs, training.activation_bytes, settings.num_cells)
-    roles = all_roles(program, settings.num_cells)
+    roles = _roles(program, settings)
+    paths = _paths(program, costs, training, settings, roles) if settings.paths is None else settings.paths
     with ExitStack() as stack:
         workers = stack.enter_context(WorkerProcesses("atlas.runtime.process", [role.name for role in roles]))
         _assign(workers, roles, costs, training, settings)
         net = stack.enter_context(ProxyNet(paths)) if paths else None
-        _connect(workers, roles, net, paths, tied=training.model.config.tied)
+        config = training.model.config
+
+        def links_of(role: WorkerRole) -> list[PeerLink]:
+            return [*role.links(tied=config.tied), *meeting_links(role, config, settings.tp)]
+
+        _connect(workers, roles, net, paths, links_of)
         if on_start is not None:
             on_start(workers.pids)
         monitor = RunMonitor(
@@ -151,6 +162,30 @@ def emulate(
         )
 
 
+def _roles(program: Program, settings: EmulationSettings) -> list[WorkerRole]:
+    shapes = shapes_of(settings.groups)
+    if not shapes:
+        return all_roles(program, settings.num_cells)
+    return [r for k, g in enumerate(settings.groups) for r in all_roles(g.program, g.job.cells, shapes, k)]
+
+
+def _paths(
+    program: Program,
+    costs: Costs,
+    training: TrainingSetup,
+    settings: EmulationSettings,
+    roles: Sequence[WorkerRole],
+) -> NodePaths:
+    num_bytes = training.activation_bytes
+    if not settings.groups:
+        return paths_of(program, costs, num_bytes, settings.num_cells)
+    paths: NodePaths = {}
+    for number, group in enumerate(settings.groups):
+        paths |= paths_of(group.program, group.costs, num_bytes, group.job.cells, roles[0].groups, number)
+    lanes = group_lanes([group.job for group in settings.groups], settings.tcp, settings.slower)
+    return paths | meeting_paths(roles, training.model.config, settings.tp, lanes.transmit_s, lanes.latency_s)
+
+
 def _assign(
     workers: WorkerProcesses,
     roles: list[WorkerRole],
@@ -158,21 +193,24 @@ def _assign(
     training: TrainingSetup,
     settings: EmulationSettings,
 ) -> None:
-    program = roles[0].program
-    text = to_text(program)
-    pace_ns = costs.compute_ns.copy()
-    pace_ns[:, :, Kind.NORM] = 0  # its cost is the way over the emulated WAN
+    texts: dict[int, str] = {}
     for role in roles:
-        keeps = settings.keep_weights and role.pipeline == 0
+        program, group = role.program, settings.groups[role.group] if settings.groups else None
+        pace_ns = (costs if group is None else group.costs).compute_ns[role.worker // program.num_ranks].copy()
+        pace_ns[:, Kind.NORM] = 0  # its cost is the way over the emulated WAN
+        keeps = settings.keep_weights and role.pipeline == 0 and role.group == 0
+        text = texts.setdefault(role.group, to_text(program))
         assignment = Assignment(
             worker=role.worker,
             program=text,
-            training=training,
+            training=training if group is None else divided(training, group),
             num_steps=program.num_iterations if program.num_iterations > 1 else settings.num_steps,
             first_step=settings.first_step,
             cell=role.cell,
-            num_cells=settings.num_cells,
-            compute_ns=tuple(map(tuple, pace_ns[role.worker // program.num_ranks].tolist())),
+            num_cells=role.num_cells,
+            groups=role.groups,
+            group=role.group,
+            compute_ns=tuple(map(tuple, pace_ns.tolist())),
             device=settings.device,
             tp=settings.tp,
             streams=settings.streams,
@@ -188,7 +226,11 @@ def _assign(
 
 
 def _connect(
-    workers: WorkerProcesses, roles: list[WorkerRole], net: ProxyNet | None, paths: NodePaths, *, tied: bool
+    workers: WorkerProcesses,
+    roles: list[WorkerRole],
+    net: ProxyNet | None,
+    paths: NodePaths,
+    links_of: Callable[[WorkerRole], list[PeerLink]],
 ) -> None:
     """Connect workers through the emulator where there is a path between their nodes, and directly elsewhere."""
     ports = workers.wait_for("listening", START_TIMEOUT_S)
@@ -206,7 +248,7 @@ def _connect(
             emulated[target] = net.listen(role.node, link.peer, address)
         return emulated[target]
 
-    connect_workers(workers, roles, tied=tied, address_of=address_of)
+    connect_workers(workers, roles, links_of=links_of, address_of=address_of)
     workers.wait_for("ready", START_TIMEOUT_S)
 
 

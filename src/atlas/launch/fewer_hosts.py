@@ -47,7 +47,7 @@ def trained_on(
     left = {dc: count - sum(place[0] == dc for place in lost) for dc, count in num_hosts.items()}
     if not lost:
         return TrainedOn(full, lost, "all hosts are there", False)
-    fewer = _fewer_pipelines(full, num_hosts, left, options)
+    fewer = None if full.groups else _fewer_pipelines(full, num_hosts, left, options)
     if fewer is not None:
         return TrainedOn(fewer, lost, _pipelines_in_words(full, fewer), False)
     gone = {dc for dc, count in left.items() if count == 0}
@@ -59,12 +59,12 @@ def trained_on(
             if dc.name in maimed - gone
         }
         try:
-            job = replan(full.job, gone, options.schedule, nodes)
+            job = replan(full.job, gone, options.schedule, nodes, full.global_batch)
             return _replanned(full, job, lost, "On the remaining hosts", options)
         except AtlasError:
             pass  # without all hosts of these datacenters, then
     everything = frozenset((dc, part) for dc in maimed for part in range(num_hosts[dc]))
-    job = replan(full.job, sorted(maimed), options.schedule)
+    job = replan(full.job, sorted(maimed), options.schedule, batch=full.global_batch)
     return _replanned(full, job, lost | everything, "On the remaining ones", options)
 
 

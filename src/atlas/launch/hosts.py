@@ -45,8 +45,15 @@ def scheduled_place(job: Job, datacenter: str, environment: Mapping[str, str]) -
 
 def hosts_needed(job: Job) -> dict[str, int]:
     """By datacenter with workers, in the order of the pipeline: the hosts that the plan uses."""
-    found = arrange(job)
     gpus = {dc.name: dc.gpus_per_node for dc in job.cluster.datacenters}
-    names = list(dict.fromkeys(found.rank_dc))
-    counts = {dc: found.rank_dc.count(dc) * found.num_pipelines * job.cells for dc in names}
-    return {dc: -(-counts[dc] // max(1, gpus[dc] // job.tp)) for dc in names}
+    return {dc: -(-count // max(1, gpus[dc] // job.tp)) for dc, count in workers_by_datacenter(job).items()}
+
+
+def workers_by_datacenter(job: Job) -> dict[str, int]:
+    """In the order of the pipeline, group by group."""
+    counts: dict[str, int] = {}
+    for part in job.parts:
+        found = arrange(part)
+        for dc in found.rank_dc:
+            counts[dc] = counts.get(dc, 0) + found.num_pipelines * part.cells
+    return counts

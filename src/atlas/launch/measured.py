@@ -70,9 +70,10 @@ class Records:
 
     def losses(self) -> list[float]:
         """Mean over all microbatches of all pipelines, by step. The sum is exact, so the order does not matter."""
-        num_mb, gathered = self.program.num_microbatches, dict[int, list[float]]()
+        num_iterations, gathered = self.program.num_iterations, dict[int, list[float]]()
         for steps in self.by_worker.values():
             for step in steps:
+                num_mb = len(step["losses"]) // num_iterations  # groups of pipelines differ
                 for number, loss in enumerate(step["losses"]):
                     gathered.setdefault(step["step"] + number // num_mb, []).append(loss)
         return [*self._losses, *(math.fsum(found) / len(found) for _, found in sorted(gathered.items()))]

@@ -13,17 +13,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from atlas.cost.arrange import arrange
 from atlas.errors import AtlasError
 from atlas.launch.agent import Agent, AgentSettings
 from atlas.launch.coordinator import Coordinator, RunCallbacks
-from atlas.launch.preflight import devices_for, require_executable, require_room, worker_needs
+from atlas.launch.hosts import workers_by_datacenter
+from atlas.launch.preflight import devices_for, require_executable, require_room
 from atlas.launch.prepared_job import PreparedJob, digest_of, prepare_job
 from atlas.launch.rendezvous import COORDINATOR, AgentName, RendezvousClient
 from atlas.launch.replan import replan
 from atlas.launch.run_state import StateFile
 from atlas.launch.site_network import rendezvous_to_bind
 from atlas.launch.train_options import TrainOptions
+from atlas.planner.space import batch_of
 from atlas.spec import Job
 from atlas.wan.security.certs import expiry_warnings, require_current
 from atlas.wan.security.credentials import Credentials, Security
@@ -67,8 +68,7 @@ def train_here(job: Job, options: TrainOptions, settings: AgentSettings, callbac
             callbacks.say(f"a spare of {mine.datacenter}: it waits until a host there is lost")
         return own.run()
     prepared = prepare_job(job, options)
-    roles = prepared.roles_of(mine)
-    needs = worker_needs(roles, prepared.job, prepared.training, saves=settings.checkpoints is not None)
+    needs = prepared.needs_of(prepared.roles_of(mine), saves=settings.checkpoints is not None)
     require_room(needs, settings.device, tp=job.tp)
     coordinator = _coordinator(prepared, options, settings, callbacks, security, options.checkpoints)
     try:
@@ -156,8 +156,7 @@ def security_of(settings: AgentSettings) -> Security:
 
 def num_workers_of(job: Job, name: AgentName) -> int:
     """Workers that one launcher runs."""
-    found = arrange(job)
-    count = found.rank_dc.count(name.datacenter) * found.num_pipelines * job.cells
+    count = workers_by_datacenter(job).get(name.datacenter, 0)
     return 1 if name.is_spare else len(range(count)[name.share(count)])
 
 
@@ -174,7 +173,7 @@ def _require_host(job: Job, settings: AgentSettings, say: Callable[[str], None])
 
 def _datacenters(job: Job) -> list[str]:
     """In the order of the pipeline."""
-    return list(dict.fromkeys(arrange(job).rank_dc))
+    return list(workers_by_datacenter(job))
 
 
 def _without_lost(job: Job, options: TrainOptions, settings: AgentSettings) -> Job:
@@ -183,7 +182,10 @@ def _without_lost(job: Job, options: TrainOptions, settings: AgentSettings) -> J
     for name in settings.without:
         if name not in known:
             raise AtlasError(f"--without {name}: the plan has no such datacenter; it has {', '.join(known)}")
-    return replan(job, settings.without, options.schedule) if settings.without else job
+    if not settings.without:
+        return job
+    batch = sum(batch_of(part) for part in job.parts)
+    return replan(job, settings.without, options.schedule, batch=batch)
 
 
 def _ask(offer: str, lost: str, say: Callable[[str], None], *, auto: bool) -> None:

@@ -28,6 +28,7 @@ from atlas.cost.arrange import arrange
 from atlas.errors import AtlasError
 from atlas.launch.check_report import compiled
 from atlas.launch.control_channel import Message
+from atlas.launch.hosts import workers_by_datacenter
 from atlas.launch.rendezvous import COORDINATOR, AgentName, JoinedAgent, Rendezvous, RendezvousClient
 from atlas.launch.site_network import SiteFacts, SiteNetwork
 from atlas.spec import Job
@@ -71,25 +72,27 @@ class CheckSettings:
 
 def nodes_of(job: Job, name: AgentName) -> list[str]:
     """The checkpoint server of a launcher and its workers, in the order of their ports."""
-    found = arrange(job)
-    workers = [
-        f"{dc}/p{pipeline}.s{rank}"
-        for pipeline in range(job.cells * found.num_pipelines)
-        for rank, dc in enumerate(found.rank_dc)
-        if dc == name.datacenter
-    ]
+    workers: list[str] = []
+    first = 0
+    for part in job.parts:
+        found = arrange(part)
+        pipelines = range(first, first + part.cells * found.num_pipelines)
+        nodes = [(dc, f"{dc}/p{c}.s{rank}") for c in pipelines for rank, dc in enumerate(found.rank_dc)]
+        workers += [node for dc, node in nodes if dc == name.datacenter]
+        first = pipelines.stop
     return [name.node, *workers[name.share(len(workers))]]
 
 
 def check_network(job: Job, settings: CheckSettings, say: Callable[[str], None]) -> Message:
     """Check together with all other launchers of the plan; the report. Raises AtlasError if this one cannot join."""
-    datacenters = list(dict.fromkeys(arrange(job).rank_dc))
+    datacenters = list(workers_by_datacenter(job))
     first, mine = COORDINATOR if settings.apart else AgentName(datacenters[0]), settings.name
     if mine.datacenter not in [*datacenters, first.datacenter]:
         raise AtlasError(
             f"--dc {mine.datacenter}: the plan has no worker there; it has them in {', '.join(datacenters)}"
         )
-    digest = "check " + hashlib.sha256(json.dumps(job.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+    what = [part.model_dump(mode="json") for part in job.parts]
+    digest = "check " + hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
     security = settings.security(mine.node)
     if security.credentials is not None:
         _ = security.server_context, security.client_context  # raises now if files are missing or do not match

@@ -6,21 +6,33 @@ Knows Costs and paths. Starts nothing.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
 import numpy as np
 
 from atlas.cost.table import FAIR, TURNS, Costs
 from atlas.errors import ProgramError
 from atlas.ir.program import FORWARD, Program
 from atlas.runtime.links import sliced_bytes
-from atlas.runtime.wiring import WorkerRole
+from atlas.runtime.meeting_plan import norm_receivers, rounds, stage_meeting
+from atlas.runtime.models.config import DecoderConfig
+from atlas.runtime.wiring import GroupShape, WorkerRole
 from atlas.wan.emulator.paths import PathSpec, Trunk
 from atlas.wan.transport.wire import HEADER_BYTES
 
 NodePaths = dict[tuple[str, str], PathSpec]
 
 
-def paths_of(program: Program, costs: Costs, transfer_bytes: int, num_cells: int = 1) -> NodePaths:
-    """By node pair: for every channel with a cost."""
+def paths_of(
+    program: Program,
+    costs: Costs,
+    transfer_bytes: int,
+    num_cells: int = 1,
+    groups: tuple[GroupShape, ...] = (),
+    group: int = 0,
+) -> NodePaths:
+    """By node pair: for every channel with a cost, of one group of pipelines."""
     require_emulable(program, costs)
     paths: NodePaths = {}
     for cell in range(num_cells):
@@ -28,9 +40,51 @@ def paths_of(program: Program, costs: Costs, transfer_bytes: int, num_cells: int
             left, right = program.worker(pipeline, boundary), program.worker(pipeline, boundary + 1)
             path = _path(program, costs, transfer_bytes, pipeline, boundary, cell)
             if left != right and path is not None:
-                pair = (WorkerRole(program, left, cell).node, WorkerRole(program, right, cell).node)
-                paths.setdefault(pair, path)
+                ends = [WorkerRole(program, w, cell, num_cells, groups, group).node for w in (left, right)]
+                paths.setdefault((ends[0], ends[1]), path)
     return paths
+
+
+def meeting_paths(
+    roles: Sequence[WorkerRole],
+    config: DecoderConfig,
+    tp: int,
+    lane_s: Mapping[tuple[str, str], float],
+    latency_s: Callable[[str, str], float],
+) -> NodePaths:
+    """By node pair, between groups of pipelines: the two workers that exchange most take as long as their lane, and all
+    others on it have the same rate. `lane_s`: by datacenters, the transmission of all rounds."""
+    sent = {(role.node, node): num_bytes for role in roles for node, num_bytes in _met_bytes(role, config, tp).items()}
+    most: dict[tuple[str, str], int] = {}
+    for ends, num_bytes in sent.items():
+        most[_lane(*ends)] = max(most.get(_lane(*ends), 0), num_bytes)
+    paths: NodePaths = {}
+    for ends in sent:
+        lane = _lane(*ends)
+        if ends[::-1] not in paths:
+            paths[ends] = PathSpec(latency_s(*lane), None, most[lane] * 8 / lane_s[lane], None)
+    told = [(role.node, other.node_of(*peer)) for role in roles for other, peer in norm_receivers(role)]
+    for ends in told:
+        if ends not in paths and ends[::-1] not in paths:
+            paths[ends] = PathSpec(latency_s(*_lane(*ends)), None, None, None)
+    return paths
+
+
+def _lane(one: str, other: str) -> tuple[str, str]:
+    return one.partition("/")[0], other.partition("/")[0]
+
+
+def _met_bytes(role: WorkerRole, config: DecoderConfig, tp: int) -> Counter[str]:
+    """By node of the next group: what a worker sends to it in a step."""
+    after, plan, sent = (
+        role.groups[(role.group + 1) % len(role.groups)],
+        stage_meeting(role, config, tp),
+        Counter[str](),
+    )
+    for round in rounds(role.group, len(role.groups)):
+        for peer, parts in plan.sent[round.sent].items():
+            sent[after.node_of(*peer)] += HEADER_BYTES + 4 * tp * sum(part.stop - part.start for part in parts)
+    return sent
 
 
 def _path(

@@ -10,45 +10,138 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from atlas.cost.table import Costs
+from atlas.errors import ProgramError
 from atlas.evaluate import Case, build, find_schedule, prepare
-from atlas.ir.program import Program
+from atlas.ir.program import Kind, Program
 from atlas.launch.measured import with_norm
+from atlas.launch.preflight import WorkerNeed, worker_needs
 from atlas.launch.rendezvous import AgentName
 from atlas.launch.train_options import TrainOptions, agreed, make_training
+from atlas.planner.meet import group_waits
+from atlas.planner.whole import done_s
 from atlas.runtime.assignment import TrainingSetup
-from atlas.runtime.models.config import require_divisible
-from atlas.runtime.wiring import WorkerRole, all_roles, require_runnable
+from atlas.runtime.meeting_plan import meeting_links
+from atlas.runtime.models.config import even_layers, require_divisible
+from atlas.runtime.wiring import GroupShape, PeerLink, WorkerRole, all_roles, require_runnable
 from atlas.sim import simulate
 from atlas.spec import Job
 
 
 @dataclass(frozen=True, eq=False)
+class PreparedGroup:
+    """Pipelines that are placed alike."""
+
+    job: Job
+    program: Program
+    costs: Costs
+    layers_per_stage: tuple[int, ...]
+    waits_s: tuple[float, ...] = ()
+    """By rank: from its last backward to the end of the sum with other groups, simulated."""
+    norm_s: float = 0.0
+    """The way of the global norm from the first group."""
+
+    @property
+    def predicted(self) -> Costs:
+        """The costs with the waits for other groups: those of a simulation of this group alone."""
+        if not self.waits_s:
+            return self.costs
+        compute_ns = self.costs.compute_ns.copy()
+        compute_ns[:, :, Kind.SYNC] += np.array([round(1e9 * s) for s in self.waits_s], np.int64)
+        compute_ns[:, :, Kind.NORM] += round(1e9 * self.norm_s)
+        return replace(self.costs, compute_ns=compute_ns)
+
+    def scaled(self, factor: int) -> PreparedGroup:
+        waits_s = tuple(factor * s for s in self.waits_s)
+        return replace(self, costs=self.costs.scaled(factor), waits_s=waits_s, norm_s=factor * self.norm_s)
+
+
+def shapes_of(groups: Sequence[PreparedGroup]) -> tuple[GroupShape, ...]:
+    found: list[GroupShape] = []
+    for group in groups:
+        program, first = group.program, found[-1].first_pipeline + found[-1].num_pipelines if found else 0
+        count = program.num_pipelines * group.job.cells
+        shape = GroupShape(first, count, program.num_microbatches, program.rank_dc, group.layers_per_stage)
+        found.append(shape)
+    return tuple(found)
+
+
+def divided(training: TrainingSetup, group: PreparedGroup) -> TrainingSetup:
+    """The training with its layers divided as in one group."""
+    return replace(training, model=replace(training.model, layers_per_stage=group.layers_per_stage))
+
+
+@dataclass(frozen=True, eq=False)
 class PreparedJob:
     job: Job
+    """Of the first group of pipelines, as program and costs are; it knows the others (`Job.groups`)."""
     program: Program
     costs: Costs
     training: TrainingSetup
     predicted_s: float
     """Simulated seconds of an iteration."""
+    groups: tuple[PreparedGroup, ...] = ()
+    """Where pipelines are placed differently: all groups, the first one included."""
+
+    @property
+    def parts(self) -> tuple[PreparedGroup, ...]:
+        """All groups; where pipelines are placed alike, the one."""
+        model = self.training.model
+        layers = model.layers_per_stage or even_layers(model.config.num_layers, self.program.num_stages)
+        return self.groups or (PreparedGroup(self.job, self.program, self.costs, layers),)
+
+    @cached_property
+    def shapes(self) -> tuple[GroupShape, ...]:
+        """Of all groups; empty where pipelines are placed alike."""
+        return shapes_of(self.groups)
 
     @property
     def roles(self) -> list[WorkerRole]:
-        return all_roles(self.program, self.job.cells)
+        return [
+            role
+            for number, group in enumerate(self.parts)
+            for role in all_roles(group.program, group.job.cells, self.shapes, number)
+        ]
+
+    def training_of(self, group: int) -> TrainingSetup:
+        """With the layers divided as in one group."""
+        return divided(self.training, self.groups[group]) if self.groups else self.training
+
+    def needs_of(self, roles: Sequence[WorkerRole], *, saves: bool) -> list[WorkerNeed]:
+        """By worker: its memory."""
+        found: dict[str, WorkerNeed] = {}
+        for number, part in enumerate(self.parts):
+            mine = [role for role in roles if role.group == number]
+            needs = worker_needs(mine, part.job, self.training_of(number), saves=saves)
+            found |= {role.name: need for role, need in zip(mine, needs, strict=True)}
+        return [found[role.name] for role in roles]
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of a step."""
+        counts = [g.job.num_microbatches * g.program.num_pipelines * g.job.cells for g in self.parts]
+        return self.job.microbatch * sum(counts)
 
     @property
     def datacenters(self) -> list[str]:
-        """In the order of the pipeline."""
-        return list(dict.fromkeys(self.program.rank_dc))
+        """In the order of the pipeline, group by group."""
+        return list(dict.fromkeys(dc for group in self.parts for dc in group.program.rank_dc))
+
+    def links_of(self, role: WorkerRole) -> list[PeerLink]:
+        """All that a worker opens."""
+        config = self.training.model.config
+        return [*role.links(tied=config.tied), *meeting_links(role, config, self.job.tp)]
 
     @property
     def peers(self) -> list[tuple[str, str]]:
         """The names of workers that exchange messages."""
         roles = {role.node: role for role in self.roles}
-        tied = self.training.model.config.tied
-        return [(role.name, roles[link.peer].name) for role in roles.values() for link in role.links(tied=tied)]
+        return [(role.name, roles[link.peer].name) for role in roles.values() for link in self.links_of(role)]
 
     def roles_of(self, agent: AgentName) -> list[WorkerRole]:
         """The workers that one launcher of a datacenter runs: a consecutive share, nearly equal for all launchers."""
@@ -86,6 +179,8 @@ def build_program(job: Job, options: TrainOptions) -> BuiltProgram:
 
 def prepare_job(job: Job, options: TrainOptions, before: PreparedJob | None = None) -> PreparedJob:
     """`before`: the run continues its training, with the layers divided as the new job says."""
+    if job.groups:
+        return _prepare_groups(job, options)
     case, program, costs = build_program(job, options)
     if before is None:
         training = make_training(case, options, program.num_stages)
@@ -98,12 +193,41 @@ def prepare_job(job: Job, options: TrainOptions, before: PreparedJob | None = No
     return PreparedJob(job, program, costs, training, simulate(program, costs).iteration_ns / 1e9)
 
 
+def _prepare_groups(job: Job, options: TrainOptions) -> PreparedJob:
+    """Every group under the same schedule, and what the sums between them take."""
+    found = [prepare_job(part, options) for part in job.groups]
+    if any(part.program.num_stages != part.program.num_ranks for part in found):
+        raise ProgramError(
+            f"schedule {options.schedule}: groups of pipelines that are placed differently need one stage on each "
+            "worker. Choose a schedule that does not interleave"
+        )
+    deepest = max(found, key=lambda part: part.program.num_stages)
+    training = deepest.training
+    layers = [
+        part.training.model.layers_per_stage or even_layers(training.model.config.num_layers, part.program.num_stages)
+        for part in found
+    ]
+    timelines = [simulate(part.program, part.costs) for part in found]
+    waits = group_waits(job.groups, [done_s(timeline) for timeline in timelines], options.tcp)
+    groups = tuple(
+        PreparedGroup(part.job, part.program, part.costs, own, tuple(wait.sync_s.tolist()), wait.norm_s)
+        for part, own, wait in zip(found, layers, waits, strict=True)
+    )
+    slowest_s = max(simulate(group.program, group.predicted).iteration_ns for group in groups) / 1e9
+    first = groups[0]
+    whole = first.job.alone()
+    whole._groups = job.groups
+    return PreparedJob(whole, first.program, first.costs, training, slowest_s, groups)
+
+
 def digest_of(job: Job, options: TrainOptions) -> str:
     """What two launchers must agree on before they train together: a digest of the plan, and the keys of the recipe
     as JSON, so that a refusal can name the one that differs. Only keys that the user wrote here."""
-    what = job.model_dump(mode="json", exclude={"name", "profile", "zero"})  # zero is compared as a key of the recipe
-    what["model"].pop("config", None)
-    text = json.dumps([what, options.schedule, options.tcp, options.budget], sort_keys=True)
+    # zero is compared as a key of the recipe
+    what = [part.model_dump(mode="json", exclude={"name", "profile", "zero"}) for part in job.parts]
+    for part in what:
+        part["model"].pop("config", None)
+    text = json.dumps([*what, options.schedule, options.tcp, options.budget], sort_keys=True)
     keys = {key: v for key, v in agreed(options).items() if options.stated is None or key in options.stated}
     return f"{hashlib.sha256(text.encode()).hexdigest()} {json.dumps(keys, sort_keys=True)}"
 

@@ -16,7 +16,7 @@ from atlas.ir.timeline import Timeline
 from atlas.launch.checkpoint_folders import RunCheckpoints, find_checkpoints
 from atlas.launch.emulate import MANY_STREAMS, Emulation, EmulationSettings, emulate
 from atlas.launch.paths import require_emulable
-from atlas.launch.preflight import require_executable, require_room, worker_needs
+from atlas.launch.preflight import require_executable, require_room
 from atlas.launch.prepared_job import PreparedJob, prepare_job
 from atlas.launch.report.events import OnStep, StepEvent
 from atlas.launch.supervisor import run_with_restarts
@@ -53,10 +53,12 @@ def rehearse(job: Job, options: TrainOptions, *, on_step: OnStep | None = None) 
     require_executable(job, options.filler)
     prepared = prepare_job(job, options)
     _require_small(prepared)
-    needs = worker_needs(prepared.roles, prepared.job, prepared.training, saves=options.checkpoints is not None)
+    needs = prepared.needs_of(prepared.roles, saves=options.checkpoints is not None)
     require_room(needs, options.device, tp=prepared.job.tp)
-    prepared = replace(prepared, costs=prepared.costs.scaled(options.slower))
-    require_emulable(prepared.program, prepared.costs)
+    groups = tuple(group.scaled(options.slower) for group in prepared.groups)
+    prepared = replace(prepared, costs=prepared.costs.scaled(options.slower), groups=groups)
+    for part in prepared.parts:
+        require_emulable(part.program, part.costs)
     num_done = 0
 
     def note_step(event: StepEvent, timeline: Timeline) -> None:
@@ -77,20 +79,23 @@ def _attempt(prepared: PreparedJob, options: TrainOptions, on_step: OnStep) -> R
     """From the last complete checkpoint, if there is one, to the last step or a failure."""
     program, costs, found = prepared.program, prepared.costs, RunCheckpoints(0, {})
     if options.checkpoints is not None:
-        found = find_checkpoints(options.checkpoints, program.rank_dc, every=options.save_every, keep=options.keep)
+        found = find_checkpoints(options.checkpoints, prepared.datacenters, every=options.save_every, keep=options.keep)
     if found.first_step >= options.steps:
         raise AtlasError(
             f"{options.checkpoints}: step {found.first_step} is done already, and --steps says {options.steps}. Ask "
             "for more steps, or choose another folder for a new run"
         )
     num_steps = options.steps - found.first_step
-    predicted = simulate(repeated(program, num_steps) if num_steps > 1 else program, costs)
+    predicted = simulate(repeated(program, num_steps) if num_steps > 1 else program, prepared.parts[0].predicted)
     settings = EmulationSettings(
         num_steps,
         found.first_step,
         device=options.device,
         streams=1 if options.tcp == "one" else MANY_STREAMS,
+        tcp=options.tcp,
+        slower=options.slower,
         num_cells=prepared.job.cells,
+        groups=prepared.groups,
         tp=prepared.job.tp,
         patience_s=20.0 + 2 * predicted.iteration_ns / 1e9,
         save=found.by_datacenter,
@@ -103,7 +108,7 @@ def _attempt(prepared: PreparedJob, options: TrainOptions, on_step: OnStep) -> R
 
 
 def _require_small(prepared: PreparedJob) -> None:
-    num_workers, tp = prepared.program.num_workers * prepared.job.cells, prepared.job.tp
+    num_workers, tp = len(prepared.roles), prepared.job.tp
     if num_workers * tp > MAX_WORKERS:
         each, lower = (f" of {tp} processes each", "tp, ") if tp > 1 else ("", "")
         raise AtlasError(

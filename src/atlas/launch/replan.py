@@ -12,7 +12,6 @@ from atlas.cost.arrange import num_workers
 from atlas.errors import AtlasError, InfeasibleError
 from atlas.evaluate import find_schedule, prepare
 from atlas.planner.run import make_plan
-from atlas.planner.runnable import runnable
 from atlas.planner.space import batch_of
 from atlas.spec import Job
 
@@ -20,11 +19,17 @@ KEPT = ("tp", "microbatch")
 """Fields that must not change: the training state and its workers depend on them."""
 
 
-def replan(job: Job, lost: Collection[str], schedule: str = "1f1b", nodes: Mapping[str, int] | None = None) -> Job:
+def replan(
+    job: Job,
+    lost: Collection[str],
+    schedule: str = "1f1b",
+    nodes: Mapping[str, int] | None = None,
+    batch: int | None = None,
+) -> Job:
     """A job that trains on the same batches without these datacenters; raises AtlasError if none is possible. `nodes`:
-    by datacenter, where some are lost."""
+    by datacenter, where some are lost; `batch`: sequences of a step, if not those of the job alone."""
     left = _without(job, lost, nodes or {})
-    batch = batch_of(job)
+    batch = batch_of(job) if batch is None else batch
     try:
         planned = make_plan(left, keep=KEPT, global_batch=batch, tries=0)
     except InfeasibleError as error:
@@ -34,7 +39,7 @@ def replan(job: Job, lost: Collection[str], schedule: str = "1f1b", nodes: Mappi
     for judged in (planned.winner, *planned.rivals):
         candidate = judged.candidate
         is_whole = candidate.slots == planned.space.slots(candidate.microbatch)
-        if is_whole and runnable(candidate) == "yes":
+        if is_whole and len(candidate.groups) == 1:
             return candidate.job(left, 0)
     return _one_pipeline(left, batch, schedule)
 
@@ -55,7 +60,7 @@ def _without(job: Job, lost: Collection[str], nodes: Mapping[str, int]) -> Job:
         links = tuple(link for link in links if not set(link.between) & set(lost))
     smaller = cluster.model_copy(update={"datacenters": datacenters, "links": links})
     open_choices = dict.fromkeys(("placement", "layers_per_stage"))
-    return job.model_copy(update={"cluster": smaller, **open_choices})
+    return job.alone(cluster=smaller, **open_choices)
 
 
 def _one_pipeline(job: Job, batch: int, schedule: str) -> Job:

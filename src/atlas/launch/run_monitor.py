@@ -68,7 +68,7 @@ def connect_workers(
     workers: WorkerGroup,
     roles: list[WorkerRole],
     *,
-    tied: bool,
+    links_of: Callable[[WorkerRole], list[PeerLink]],
     address_of: Callable[[WorkerRole, PeerLink], Address | None],
 ) -> None:
     """Send every worker the addresses of its peers. Where a worker cannot dial a peer, the peer dials for it."""
@@ -76,7 +76,7 @@ def connect_workers(
     dial_for: dict[str, list[PeerAddress]] = {role.node: [] for role in roles}
     by_node = {role.node: role for role in roles}
     for role in roles:
-        for link in role.links(tied=tied):
+        for link in links_of(role):
             host, port = address_of(role, link) or (None, 0)
             channels[role.node].append((link.end, link.peer, link.lane, host, port))
             if host is None:

@@ -90,18 +90,16 @@ class Candidate:
     def job(self, job: Job, index: int = 0) -> Job:
         """The job that one group is: what `cost`, `sim` and `schedules` take."""
         group = self.groups[index]
-        return job.model_copy(
-            update={
-                "tp": self.tp,
-                "pp": group.pp,
-                "interleave": 1,
-                "microbatch": self.microbatch,
-                "num_microbatches": group.num_microbatches,
-                "cells": group.cells,
-                "pipelines_per_cell": group.pipelines_per_cell,
-                "placement": tuple(Place(dc=name, stages=stages) for name, stages in group.places),
-                "layers_per_stage": group.layers_per_stage,
-            }
+        return job.alone(
+            tp=self.tp,
+            pp=group.pp,
+            interleave=1,
+            microbatch=self.microbatch,
+            num_microbatches=group.num_microbatches,
+            cells=group.cells,
+            pipelines_per_cell=group.pipelines_per_cell,
+            placement=tuple(Place(dc=name, stages=stages) for name, stages in group.places),
+            layers_per_stage=group.layers_per_stage,
         )
 
     def where(self) -> str:

@@ -17,6 +17,7 @@ from atlas.cost.model_arrays import microbatch_s
 from atlas.errors import SpecError
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.estimate import Batch, estimate
+from atlas.planner.meet import ring
 from atlas.planner.objective import MISSED, Objective
 from atlas.planner.pool import Frame, cell_sizes, depths, frames
 from atlas.planner.regions import deal
@@ -63,7 +64,7 @@ def _of_depth(
             for v, count in zip(members, counts, strict=True)
         )
         sharing = any(single[v][2] > 1 for v in members)
-        candidate = Candidate(frame.tp, frame.microbatch, groups, sharing, space.tcp)
+        candidate = Candidate(frame.tp, frame.microbatch, ring(cluster, groups), sharing, space.tcp)
         yield candidate, _floor(space, cluster, frame, candidate)
 
 

@@ -12,19 +12,23 @@ from atlas.cost.model_arrays import model_arrays
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.meet import meeting_s
 from atlas.planner.run import Planned
-from atlas.planner.runnable import runnable
 from atlas.planner.space import Space, space_of
+from atlas.spec import Job
 from atlas.spec.job import Place
-from atlas.spec.plan import VERSION, Origin, Plan, PlanGroup, PlanSchedule, Predicted
+from atlas.spec.plan import VERSION, Origin, Plan, PlanGroup, PlanSchedule, Predicted, group_jobs
 
 
 def plan_of(planned: Planned) -> Plan:
     """The Plan of a search's winner."""
     candidate, figures = planned.winner.candidate, planned.winner.figures
+    job = candidate.job(planned.job, 0 if planned.whole is None else planned.whole.slowest)
+    groups = tuple(_group(group) for group in candidate.groups)
+    if len(groups) > 1:
+        job._groups = group_jobs(job, groups)
     return Plan(
         plan=VERSION,
-        job=candidate.job(planned.job, 0 if planned.whole is None else planned.whole.slowest),
-        groups=tuple(_group(group) for group in candidate.groups),
+        job=job,
+        groups=groups,
         schedule=PlanSchedule(
             name=planned.schedule,
             tcp=candidate.tcp,
@@ -56,8 +60,13 @@ def plan_of(planned: Planned) -> Plan:
             interrupted=planned.interrupted,
             atlas=__version__,
         ),
-        runnable=runnable(candidate),
+        runnable=_runnable(planned.job),
     )
+
+
+def _runnable(job: Job) -> str:
+    """Whether `atlas train` executes the plan: it does, unless another framework is meant to."""
+    return "yes" if job.runtime == "atlas" else f"no, because runtime {job.runtime} executes this job"
 
 
 def _between_s(planned: Planned) -> float:

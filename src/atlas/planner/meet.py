@@ -1,19 +1,27 @@
-"""Data parallelism over regions: the gradients of several groups of pipelines meet over the WAN, layer by layer.
+"""Data parallelism over regions: the gradients of several groups of pipelines meet over the WAN, as
+`runtime.meeting_plan` has it.
 
-Inside a group the ring all-reduce of `cost.price` leaves every replica with the sum; then the groups form a ring, and
-each layer's gradient goes around it once as sums and once as results: 2 (G - 1) / G of its bytes over every link. All
-nodes of a datacenter send at once (pair cap each, trunk for all), and all its layers at once, so they divide that.
-Nothing is overlapped with the backward. Knows bytes and rates; when stages get there is for `judge`.
+Inside a group each pipeline has the sum of its slice of every stage. The groups form a ring, in the order of the
+candidate; each slice goes to the workers of the next group that have the same values: all of it once between two
+groups, and 2 (G - 1) / G of it, in 2 (G - 1) rounds, among G. All workers of a group send at once. A lane is all that
+goes from one datacenter to another; it ends with its most loaded pair of nodes, or with the trunk. Stages that are done
+earlier begin earlier; here all of a lane's stages divide it, which is never too short. Knows bytes and rates; when
+stages get there is for `judge`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from atlas.cost.cluster_arrays import ClusterArrays, Floats, all_nodes_bps
+from atlas.cost.cluster_arrays import ClusterArrays, Floats, Ints, cluster_arrays, path_bps
+from atlas.cost.model_arrays import model_arrays
 from atlas.planner.candidate import Candidate, Group
+from atlas.spec import Job
 
 
 def ring(cluster: ClusterArrays, groups: tuple[Group, ...]) -> tuple[Group, ...]:
@@ -32,6 +40,99 @@ def _away_s(cluster: ClusterArrays, i: int, j: int) -> float:
     return float(cluster.latency_s[i, j]) if cluster.joined[i, j] else np.inf
 
 
+def num_rounds(count: int) -> int:
+    """Exchanges one after the other."""
+    return 1 if count == 2 else 2 * (count - 1)
+
+
+def _share(count: int) -> float:
+    """Of its gradients, what a group sends to the next one."""
+    return 2 * (count - 1) / count
+
+
+def _neighbours(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
+    """Each group and the next one of the ring; two groups send the same both ways."""
+    yield from pairwise(groups)
+    if len(groups) > 2:
+        yield groups[-1], groups[0]
+
+
+# ---- who sends what ------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class SentSlices:
+    """What the workers of one group send to the next, by pair of workers that have the same values."""
+
+    num_bytes: Floats
+    """Of the values themselves, once."""
+    src_dc: Ints
+    dst_dc: Ints
+    src_node: Ints
+    """Within its datacenter."""
+    dst_node: Ints
+
+
+class _Owners(NamedTuple):
+    """Workers of a group in the order of what they own of the model."""
+
+    first_byte: Floats
+    dc: Ints
+    node: Ints
+
+
+def _owners(cluster: ClusterArrays, piece_bytes: Floats, group: Group, tp: int) -> _Owners:
+    """Each pipeline owns an equal slice of each stage. Nodes are filled one after the other, pipeline by pipeline."""
+    replicas = np.arange(group.replicas)
+    stage_bytes = np.bincount(np.array(group.stage_of), weights=piece_bytes, minlength=group.pp)
+    begin = np.concatenate([[0.0], np.cumsum(stage_bytes)[:-1]])
+    first = begin[:, None] + stage_bytes[:, None] * replicas / group.replicas
+    dc = np.array([cluster.index[name] for name in group.stage_dc], np.int64)
+    here = np.array([np.count_nonzero(dc[:s] == dc[s]) for s in range(group.pp)], np.int64)
+    number = replicas * np.bincount(dc, minlength=cluster.num_dcs)[dc][:, None] + here[:, None]
+    per_node = np.maximum(1, cluster.gpus_per_node // tp)
+    return _Owners(first.ravel(), np.repeat(dc, group.replicas), (number // per_node[dc][:, None]).ravel())
+
+
+def sent_slices(cluster: ClusterArrays, piece_bytes: Floats, one: Group, other: Group, tp: int) -> SentSlices:
+    src, dst = (_owners(cluster, piece_bytes, group, tp) for group in (one, other))
+    edges = np.union1d(src.first_byte, dst.first_byte)
+    num_bytes = np.diff(np.append(edges, piece_bytes.sum()))
+    a, b = (np.searchsorted(owners.first_byte, edges, "right") - 1 for owners in (src, dst))
+    return SentSlices(num_bytes, src.dc[a], dst.dc[b], src.node[a], dst.node[b])
+
+
+# ---- how long it takes ---------------------------------------------------------------------------------------------
+def lanes_s(cluster: ClusterArrays, piece_bytes: Floats, candidate: Candidate) -> dict[tuple[int, int], float]:
+    """By datacenters, from one to another: seconds of transmission of all rounds, without latency. Infinite where there
+    is no path."""
+    found: dict[tuple[int, int], float] = {}
+    share = _share(len(candidate.groups))
+    for one, other in _neighbours(candidate.groups):
+        sent = sent_slices(cluster, piece_bytes, one, other, candidate.tp)
+        for i, j in sorted({*zip(sent.src_dc.tolist(), sent.dst_dc.tolist(), strict=True)}):
+            mine = (sent.src_dc == i) & (sent.dst_dc == j)
+            seconds = share * _lane_s(cluster, candidate, (i, j), sent, mine)
+            found[i, j] = max(found.get((i, j), 0.0), seconds)
+    return found
+
+
+def _lane_s(cluster: ClusterArrays, candidate: Candidate, pair: tuple[int, int], sent: SentSlices, mine: Ints) -> float:
+    bits = sent.num_bytes[mine] * 8
+    src, dst = sent.src_node[mine], sent.dst_node[mine]
+    ends = [_most(bits, node) / float(cluster.net_bps[dc]) for node, dc in zip((src, dst), pair, strict=True)]
+    if pair[0] == pair[1]:
+        return max(ends)
+    if not cluster.joined[pair]:
+        return np.inf
+    path = _most(bits, src * (int(dst.max()) + 1) + dst) / float(path_bps(cluster, *pair, candidate.tcp))
+    return max(*ends, path, float(bits.sum()) / float(cluster.trunk_bps[pair]))
+
+
+def _most(bits: Floats, at: Ints) -> float:
+    """The largest sum of what has the same number."""
+    _, number = np.unique(at, return_inverse=True)
+    return float(np.bincount(number, weights=bits).max())
+
+
 def meeting_s(cluster: ClusterArrays, piece_bytes: Floats, candidate: Candidate) -> list[Floats] | None:
     """By group and stage: seconds that the ring takes; None where two neighbours of it have no path. `piece_bytes`: the
     gradient of each piece of the model (`ModelArrays.gradient_bytes`)."""
@@ -39,28 +140,23 @@ def meeting_s(cluster: ClusterArrays, piece_bytes: Floats, candidate: Candidate)
     found = [np.zeros(group.pp) for group in candidate.groups]
     if count == 1:
         return found
-    at = {name: i for i, name in enumerate(cluster.names)}
-    tour = ring(cluster, candidate.groups)
-    share = 2 * (count - 1) / count
+    lanes = lanes_s(cluster, piece_bytes, candidate)
+    if not all(np.isfinite(seconds) for seconds in lanes.values()):
+        return None
     piece_s, latency_s = np.zeros((2, len(piece_bytes)))
-    for one, other in list(pairwise(tour)) + ([(tour[-1], tour[0])] if count > 2 else []):
-        ends = [(at[a], at[b]) for a, b in zip(_piece_dc(one), _piece_dc(other), strict=True)]
-        load: dict[tuple[int, int], float] = {}
-        for pair, n in zip(ends, piece_bytes.tolist(), strict=True):
-            load[pair] = load.get(pair, 0.0) + n
-        if not all(pair[0] == pair[1] or cluster.joined[pair] for pair in load):
-            return None
-        lane_s = {pair: share * n * 8 / lane_bps(cluster, candidate, pair) for pair, n in load.items()}
-        piece_s = np.maximum(piece_s, [lane_s[pair] for pair in ends])
-        latency_s = np.maximum(latency_s, [float(cluster.latency_s[pair]) for pair in ends])
-    piece_s += 2 * (count - 1) * latency_s
+    for one, other in _neighbours(candidate.groups):
+        for piece, pair in enumerate(zip(_piece_dc(cluster, one), _piece_dc(cluster, other), strict=True)):
+            # A piece may be divided between lanes: it ends with that of its stage.
+            piece_s[piece] = max(piece_s[piece], lanes.get(pair, 0.0))
+            latency_s[piece] = max(latency_s[piece], float(cluster.latency_s[pair]))
+    piece_s += num_rounds(count) * latency_s
     for group, stage_s in zip(candidate.groups, found, strict=True):
         np.maximum.at(stage_s, np.array(group.stage_of), piece_s)
     return found
 
 
-def _piece_dc(group: Group) -> list[str]:
-    dc = group.stage_dc
+def _piece_dc(cluster: ClusterArrays, group: Group) -> list[int]:
+    dc = [cluster.index[name] for name in group.stage_dc]
     return [dc[stage] for stage in group.stage_of]
 
 
@@ -76,32 +172,71 @@ def started_s(candidate: Candidate, done_s: list[Floats]) -> list[Floats]:
     return found
 
 
-def lane_bps(cluster: ClusterArrays, candidate: Candidate, pair: tuple[int, int]) -> float:
-    """What all nodes in use of two datacenters get together, one way."""
-    nodes = min(_nodes(cluster, candidate, i) for i in pair)
-    return float(all_nodes_bps(cluster, *pair, nodes, candidate.tcp))
+class GroupWaits(NamedTuple):
+    """What a group's SYNC and NORM wait for other groups."""
+
+    sync_s: Floats
+    """By stage: from its last backward to the end of the meeting."""
+    norm_s: float
 
 
-def _nodes(cluster: ClusterArrays, candidate: Candidate, i: int) -> int:
-    """Nodes that a candidate uses in a datacenter, filled one after the other."""
-    per_node = int(cluster.gpus_per_node[i])
-    per_node -= per_node % candidate.tp if per_node >= candidate.tp else 0
-    return max(1, -(-candidate.gpus[cluster.names[i]] // per_node))
+def group_waits(jobs: Sequence[Job], done_s: list[Floats], tcp: str) -> list[GroupWaits]:
+    """Of each group of a job that is to be executed. `done_s`: by group and stage, its last backward."""
+    candidate, cluster = candidate_of_jobs(jobs, tcp), cluster_arrays(jobs[0])
+    between = meeting_s(cluster, model_arrays(jobs[0], cluster).gradient_bytes, candidate)
+    assert between is not None, "the planner has refused groups without a path"
+    ends = [cluster.index[group.stage_dc[-1]] for group in candidate.groups]
+    return [
+        GroupWaits(np.asarray(start - done + meet), float(cluster.latency_s[ends[0], end]))
+        for start, done, meet, end in zip(started_s(candidate, done_s), done_s, between, ends, strict=True)
+    ]
+
+
+class GroupLanes(NamedTuple):
+    """Between datacenters of different groups, for an emulation."""
+
+    transmit_s: dict[tuple[str, str], float]
+    """Of all rounds, without latency."""
+    latencies_s: dict[tuple[str, str], float]
+
+    def latency_s(self, src: str, dst: str) -> float:
+        return self.latencies_s[src, dst]
+
+
+def group_lanes(jobs: Sequence[Job], tcp: str, slower: int = 1) -> GroupLanes:
+    """Of a job that is to be executed, every duration `slower` times as long."""
+    candidate, cluster = candidate_of_jobs(jobs, tcp), cluster_arrays(jobs[0])
+    names, lanes = cluster.names, lanes_s(cluster, model_arrays(jobs[0], cluster).gradient_bytes, candidate)
+    transmit_s = {(names[i], names[j]): slower * s for (i, j), s in lanes.items()}
+    if len(jobs) == 2:  # both ways
+        transmit_s |= {(b, a): s for (a, b), s in transmit_s.items()}
+    latency_s = slower * cluster.latency_s
+    return GroupLanes(transmit_s, {(a, b): latency_s[i, j] for i, a in enumerate(names) for j, b in enumerate(names)})
+
+
+def candidate_of_jobs(jobs: Sequence[Job], tcp: str) -> Candidate:
+    """The candidate that the groups of a plan are."""
+    groups = []
+    for job in jobs:
+        assert job.placement is not None, "a plan has one"
+        assert job.layers_per_stage is not None, "a plan has them"
+        places = tuple((place.dc, place.stages) for place in job.placement)
+        pipelines = job.pipelines_per_cell or 1
+        groups.append(Group(places, job.layers_per_stage, job.cells, pipelines, job.num_microbatches))
+    return Candidate(jobs[0].tp, jobs[0].microbatch, tuple(groups), tcp="one" if tcp == "one" else "many")
 
 
 def meeting_usd(
     cluster: ClusterArrays, piece_bytes: Floats, candidate: Candidate
 ) -> tuple[float, dict[tuple[str, str], float]]:
     """(dollars, bytes by link) that the ring sends over the WAN in one iteration."""
-    count = len(candidate.groups)
+    count, sent = len(candidate.groups), dict[tuple[str, str], float]()
     if count == 1:
-        return 0.0, {}
-    at = {name: i for i, name in enumerate(cluster.names)}
-    tour = ring(cluster, candidate.groups)
-    sent: dict[tuple[str, str], float] = {}
-    # Every group sends 2 (G - 1) / G of each piece to its successor; a ring of two has both directions.
-    for one, other in [*pairwise(tour), (tour[-1], tour[0])]:
-        for pair, n in zip(zip(_piece_dc(one), _piece_dc(other), strict=True), piece_bytes.tolist(), strict=True):
-            sent[pair] = sent.get(pair, 0.0) + 2 * (count - 1) / count * n
-    usd = sum(n * float(cluster.usd_per_byte[at[a], at[b]]) for (a, b), n in sent.items())
+        return 0.0, sent
+    for one, other in [*pairwise(candidate.groups), (candidate.groups[-1], candidate.groups[0])]:
+        found = sent_slices(cluster, piece_bytes, one, other, candidate.tp)
+        for i, j, n in zip(found.src_dc.tolist(), found.dst_dc.tolist(), found.num_bytes.tolist(), strict=True):
+            pair = (cluster.names[i], cluster.names[j])
+            sent[pair] = sent.get(pair, 0.0) + _share(count) * n
+    usd = sum(n * float(cluster.usd_per_byte[cluster.index[a], cluster.index[b]]) for (a, b), n in sent.items())
     return usd, sent

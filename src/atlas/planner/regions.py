@@ -19,7 +19,7 @@ from atlas.cost.cluster_arrays import ClusterArrays, all_nodes_bps
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.estimate import Batch, Estimate, estimate
 from atlas.planner.judge import wan_traffic
-from atlas.planner.meet import meeting_s
+from atlas.planner.meet import meeting_s, ring
 from atlas.planner.objective import Objective
 from atlas.planner.pool import SLACK, EstimatedCandidate, Frame, Tick, depths, floor_score
 from atlas.planner.shapes import FEW_DCS, Shape, compositions
@@ -303,6 +303,7 @@ def entry_of(
         )
         for (shape, replicas, cell), v, count in zip(line, members, counts, strict=True)
     )
+    groups = ring(cluster, groups)
     sharing = any(group.pipelines_per_cell > 1 for group in groups)
     candidate = Candidate(frame.tp, frame.microbatch, groups, sharing, space.tcp)
     between = meeting_s(cluster, frame.model.gradient_bytes, candidate)

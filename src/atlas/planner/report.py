@@ -8,10 +8,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from atlas.cost.cluster_arrays import ClusterArrays
+from atlas.cost.cluster_arrays import ClusterArrays, all_nodes_bps
 from atlas.planner.candidate import KINDS, Candidate, kind_of
 from atlas.planner.judge import Figures, Judged, as_dict
-from atlas.planner.meet import lane_bps
 from atlas.planner.objective import Objective
 from atlas.planner.run import Planned
 from atlas.spec import Job
@@ -166,12 +165,20 @@ def drawn_plan(cluster: ClusterArrays, judged: Judged, row: dict[str, Any]) -> d
 
 def _capacity_bps(cluster: ClusterArrays, candidate: Candidate, i: int, j: int) -> float:
     """What the nodes that talk to each other reach together: a pair for each pipeline, or all of them in a meeting."""
-    whole = lane_bps(cluster, candidate, (i, j))
+    nodes = min(_nodes(cluster, candidate, i), _nodes(cluster, candidate, j))
+    whole = float(all_nodes_bps(cluster, i, j, nodes, candidate.tcp))
     for group in candidate.groups:
         names = [name for name, _ in group.places]
         if cluster.names[i] in names and cluster.names[j] in names:
             return min(whole, group.replicas * float(cluster.pair_bps[i, j]))
     return whole
+
+
+def _nodes(cluster: ClusterArrays, candidate: Candidate, i: int) -> int:
+    """Nodes that a candidate uses in a datacenter, filled one after the other."""
+    per_node = int(cluster.gpus_per_node[i])
+    per_node -= per_node % candidate.tp if per_node >= candidate.tp else 0
+    return max(1, -(-candidate.gpus[cluster.names[i]] // per_node))
 
 
 def links(cluster: ClusterArrays, candidate: Candidate, figures: Figures) -> list[dict[str, Any]]:

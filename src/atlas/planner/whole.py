@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from atlas.cost.cluster_arrays import ClusterArrays
+from atlas.cost.cluster_arrays import ClusterArrays, Floats
 from atlas.cost.table import Costs
 from atlas.evaluate import Case, Progress, Result, evaluate, find_schedule, prepare
 from atlas.ir.program import Kind
+from atlas.ir.timeline import Timeline
 from atlas.planner.candidate import Candidate
 from atlas.planner.judge import SimulatedGroup
 from atlas.planner.meet import meeting_s, started_s
@@ -90,9 +91,14 @@ def _together(cluster: ClusterArrays, candidate: Candidate, results: tuple[Resul
 
 def _simulated(result: Result) -> SimulatedGroup:
     timeline, case = result.single, result.case
+    closing_s = case.apart.compute_ns[0][:, [Kind.SYNC, Kind.STEP]].T / 1e9
+    return SimulatedGroup(case.job, case.arrangement, result.costs, timeline, done_s(timeline), closing_s)
+
+
+def done_s(timeline: Timeline) -> Floats:
+    """[s]: when the last pipeline has finished its last backward."""
     program = timeline.program
     work = program.kind <= Kind.W
     done = np.zeros(program.num_ranks, np.int64)
     np.maximum.at(done, program.op_worker[work] % program.num_ranks, timeline.op_end_ns[work])
-    closing_s = case.apart.compute_ns[0][:, [Kind.SYNC, Kind.STEP]].T / 1e9
-    return SimulatedGroup(case.job, case.arrangement, result.costs, timeline, done / 1e9, closing_s)
+    return done / 1e9

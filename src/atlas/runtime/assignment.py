@@ -13,8 +13,10 @@ from typing import Any, Literal, TypeVar
 from pydantic import TypeAdapter
 
 from atlas.errors import AtlasError
+from atlas.ir.text import from_text
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
+from atlas.runtime.wiring import GroupShape, WorkerRole
 from atlas.wan.transport.base import PeerRoute
 
 T = TypeVar("T")
@@ -162,6 +164,9 @@ class Assignment:
     first_step: int = 0
     cell: int = 0
     num_cells: int = 1
+    groups: tuple[GroupShape, ...] = ()
+    """All groups of pipelines, where they are placed differently."""
+    group: int = 0
     compute_ns: tuple[tuple[int, ...], ...] = ()
     """[s, k] of its pipeline: op durations of a paced device. Empty: not paced."""
     device: str = "cpu"
@@ -194,6 +199,10 @@ class Assignment:
     """For tests: each process appears to NCCL as a host of its own. Correct, and slow."""
     skew_ns: int = 0
     """For tests: how far this worker's clock is ahead."""
+
+    @property
+    def role(self) -> WorkerRole:
+        return WorkerRole(from_text(self.program), self.worker, self.cell, self.num_cells, self.groups, self.group)
 
     def to_json(self) -> Json:
         return dataclasses.asdict(self)

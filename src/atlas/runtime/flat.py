@@ -1,8 +1,7 @@
 """The memory of a stage's parameters: all weights in one flat tensor, all gradients, in float32, in another, at the
 same offsets. One kernel then steps a whole stage, one copy refreshes its weights, and a slice can be sent or owned.
 
-Matrices come first: they decay, vectors do not. Every parameter begins at a multiple of ALIGNMENT values, so that its
-arithmetic does not depend on what lies before it. Knows tensors; not optimizers, not stages.
+`flat_layout` says where each parameter lies. Knows tensors; not optimizers, not stages.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-ALIGNMENT = 64
-"""Values. 128 bytes in bf16, the widest line that a GPU or a CPU loads at once. Cut slices at multiples of it."""
+from atlas.runtime.flat_layout import ParameterSize, flat_layout
 
 
 class FlatPiece(NamedTuple):
@@ -34,23 +32,11 @@ class FlatParameters:
         found = dict(module.named_parameters())
         some = local_part(next(iter(found.values())))
         first = _owners(found)
-        owned = [name for name in found if first[name] == name]
-        owned.sort(key=lambda name: found[name].dim() < 2)  # stable: names keep the module's order
-        self.offsets: dict[str, int] = {}
-        """Where each parameter begins. A second name of the same memory has a gradient only, behind all weights."""
-        self.num_values = self.num_decayed = 0
-        """Values of `weights`, and of the matrices at its beginning; padding included."""
-        for name in owned:
-            self.offsets[name] = self.num_values
-            self.num_values += _padded(local_part(found[name]).numel())
-            self.num_decayed = self.num_values if found[name].dim() > 1 else self.num_decayed
-        self.num_values = num_gradients = _padded(self.num_values, num_slices)
-        for name in [name for name in found if name not in self.offsets]:
-            self.offsets[name] = num_gradients
-            num_gradients += _padded(local_part(found[name]).numel())
-        num_gradients = _padded(num_gradients, num_slices)
+        sizes = {name: ParameterSize(local_part(p).numel(), p.dim() > 1) for name, p in found.items()}
+        layout = flat_layout(sizes, first, num_slices)
+        self.offsets, self.num_values, self.num_decayed = layout.offsets, layout.num_values, layout.num_decayed
         self.weights = torch.zeros(self.num_values, dtype=some.dtype, device=some.device)
-        self.gradients = torch.zeros(num_gradients, dtype=torch.float32, device=some.device)
+        self.gradients = torch.zeros(layout.num_gradients, dtype=torch.float32, device=some.device)
         """`[: num_values]` lies as `weights` does."""
         self.num_slices, self.owner = num_slices, first
         """`owner`, by name: the first name of the same memory, usually its own."""
@@ -97,11 +83,6 @@ def local_part(tensor: Tensor) -> Tensor:
 def _move(parameter: Tensor, memory: Tensor) -> None:
     inner = getattr(parameter, "_local_tensor", parameter)  # DTensor has no method that replaces its part
     inner.data = memory
-
-
-def _padded(count: int, num_slices: int = 1) -> int:
-    unit = ALIGNMENT * num_slices
-    return -(-count // unit) * unit
 
 
 def _owners(parameters: dict[str, nn.Parameter]) -> dict[str, str]:

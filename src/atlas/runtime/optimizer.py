@@ -26,7 +26,7 @@ MAX_RUN = 1 << 30
 
 
 class FlatSlice(NamedTuple):
-    """The part of a stage that one optimizer steps; `begin` and `end` are multiples of `flat.ALIGNMENT`."""
+    """The part of a stage that one optimizer steps; `begin` and `end` are multiples of `flat_layout.ALIGNMENT`."""
 
     flat: FlatParameters
     begin: int

@@ -1,4 +1,5 @@
-"""The workers that hold the same stages, one of each pipeline: how they find each other and which exchange they use.
+"""The workers that hold the same stages, one of each pipeline of a group: how they find each other and which exchange
+they use; and how the group sums with others.
 
 By torch.distributed, through a store of the first pipeline's worker, or over the WAN transport. The store's address and
 the prefix of its keys, a secret, travel over the transport, which authenticates. Knows the assignment and links; not
@@ -14,6 +15,7 @@ from atlas.runtime.assignment import Assignment
 from atlas.runtime.collectives import START_S, GroupStore, store_listener
 from atlas.runtime.exchange import Exchange, TransportExchange
 from atlas.runtime.links import WorkerLinks
+from atlas.runtime.meeting import GroupMeeting
 from atlas.runtime.stage_set import StageSet
 from atlas.runtime.wiring import GRADIENTS, WorkerRole
 
@@ -30,13 +32,17 @@ class PipelineGroup:
 
     def join(self, stage_set: StageSet) -> None:
         """Returns when all pipelines have joined."""
-        if self.role.num_pipelines == 1:
+        role, training = self.role, self.assignment.training
+        if role.num_pipelines == 1 and not role.groups:
             return
-        if self.assignment.training.sums == "transport":
+        if training.sums == "transport" or role.num_pipelines == 1:
             self._exchanges = dict.fromkeys(self.role.stages, TransportExchange(self.links, self.who))
         else:
-            self._exchanges = dict(stage_set.open_exchanges(self._open() if self.role.pipeline == 0 else self._find()))
-        stage_set.sum_by(self._exchanges)
+            self._exchanges = dict(stage_set.open_exchanges(self._open() if role.pipeline == 0 else self._find()))
+        meeting = None
+        if role.groups:
+            meeting = GroupMeeting(self.links, training.model.config, self.who, self.assignment.tp)
+        stage_set.sum_by(self._exchanges, meeting)
 
     def _open(self) -> GroupStore:
         """Start the store, and send its address to the other workers."""

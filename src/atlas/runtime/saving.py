@@ -48,7 +48,7 @@ def resume(training: TrainingSetup, choice: SaveChoice, role: WorkerRole, stage_
 
 def global_batch_of(training: TrainingSetup, role: WorkerRole) -> int:
     """Sequences of a step."""
-    return training.data.microbatch * role.num_pipelines * role.program.num_microbatches
+    return training.data.microbatch * role.share.total
 
 
 class Saving:
@@ -80,7 +80,8 @@ class Saving:
             retention=self.retention,
             on_written=self._written,
         )
-        self._mine = share(stage_set.layers, role.pipeline, role.num_pipelines)
+        # Every group has all layers; the first one saves them.
+        self._mine = share(stage_set.layers, role.pipeline, role.num_pipelines) if role.group == 0 else []
 
     def start_copying(self, links: WorkerLinks, on_copied: Written) -> None:
         """Copy saves to the store that the launcher chose, and no longer to one of an earlier plan: it may be lost."""
@@ -123,7 +124,8 @@ class Saving:
             dataset=self.digest,
             config=run_config(self.training, self.global_batch),
         )
-        self.checkpointer.save(num_done, self.stage_set.states(self._mine), meta)
+        states = self.stage_set.states(self._mine) if self.role.group == 0 else {}
+        self.checkpointer.save(num_done, states, meta)
 
     def close(self) -> None:
         """Wait for the last write and, for a limited time, for its copy."""

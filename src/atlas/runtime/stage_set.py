@@ -20,8 +20,9 @@ from atlas.runtime.collectives import GroupStore, torch_exchanges
 from atlas.runtime.compiling import available
 from atlas.runtime.device import Device
 from atlas.runtime.exchange import Exchange
-from atlas.runtime.models.config import activation_width
-from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, layer_of
+from atlas.runtime.meeting import Meeting
+from atlas.runtime.models.config import activation_width, layer_of
+from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.models.tied import join
 from atlas.runtime.optimizer import FlatSlice, clip_factor, make_optimizer, norms_of, squares_of
@@ -46,7 +47,7 @@ class StageSet:
         self.task = make_task(
             training,
             num_stages=program.num_stages,
-            num_pipelines=role.num_pipelines,
+            share=role.share,
             num_microbatches=program.num_microbatches,
             place=device.place,
         )
@@ -75,7 +76,7 @@ class StageSet:
     def _make_stage(self, task: DecoderTask, stage: int) -> Stage:
         program, role = self.role.program, self.role
         # The mean over the whole batch: all microbatches of all pipelines have the same weight.
-        scale = 1.0 / (program.num_microbatches * role.num_pipelines)
+        scale = 1.0 / role.share.total
         return self.stage_kind(
             task,
             stage,
@@ -118,9 +119,9 @@ class StageSet:
         """Join the process groups of these stages."""
         return torch_exchanges(self.assignment, self.role, store)
 
-    def sum_by(self, exchanges: Mapping[int, Exchange]) -> None:
-        """Sum over the other pipelines by these exchanges."""
-        self.sync = GradientSync(exchanges, self.device, f"{self.role.name} ({self.role.datacenter})")
+    def sum_by(self, exchanges: Mapping[int, Exchange], meeting: Meeting | None = None) -> None:
+        """Sum over the other pipelines by these exchanges, and over other groups of pipelines."""
+        self.sync = GradientSync(exchanges, self.device, f"{self.role.name} ({self.role.datacenter})", meeting)
 
     def begin_sum(self, step: int, number: int) -> None:
         """Start to sum a stage's gradients over pipelines: its last one is computed."""

@@ -22,12 +22,14 @@ from torch import Tensor
 from atlas.runtime.device import Device
 from atlas.runtime.exchange import ENDS, HALVES, NORMS, PARTS, SUMS, Exchange, ExchangeKey
 from atlas.runtime.links import WorkerLinks
+from atlas.runtime.meeting import Meeting
+from atlas.runtime.meeting_plan import norm_receivers
 from atlas.runtime.models.decoder import TIED_EMBEDDING
 from atlas.runtime.models.tied import joined
 from atlas.runtime.optimizer import global_norm
 from atlas.runtime.transfers import bytes_of
 from atlas.runtime.waits import Pending
-from atlas.runtime.wiring import CONTROL, GRADIENTS, TIED
+from atlas.runtime.wiring import CONTROL, GRADIENTS, MEETING, TIED
 from atlas.wan.transport.base import Handle
 
 Wait = Callable[[Sequence[Pending]], None]
@@ -79,9 +81,11 @@ class GradientSync:
     Each pipeline adds its slice of the gradients in the order of pipelines, or has the backend add (`sums: fast`).
     """
 
-    def __init__(self, exchanges: Mapping[int, Exchange], device: Device, who: str) -> None:
-        """`exchanges`: by stage."""
-        self.exchanges, self.device, self.who = exchanges, device, who
+    def __init__(
+        self, exchanges: Mapping[int, Exchange], device: Device, who: str, meeting: Meeting | None = None
+    ) -> None:
+        """`exchanges`: by stage. `meeting`: with other groups of pipelines."""
+        self.exchanges, self.device, self.who, self.meeting = exchanges, device, who, meeting
         self._sums: dict[tuple[int, int], _Sum] = {}
 
     def begin(self, step: int, stage: int, flat: Tensor) -> None:
@@ -116,6 +120,10 @@ class GradientSync:
         length = len(total.flat) // exchange.size
         own = slice(exchange.rank * length, (exchange.rank + 1) * length)
         added, gathered = _add(total.parts, 1 if exchange.reduces else exchange.size), list[Pending]()
+        met_ns = 0
+        if self.meeting is not None:
+            added = added.cpu()
+            met_ns = self.meeting.sum(step, added, wait)
         if whole:
             mine = total.sent[own].copy_(added)
             gathered = exchange.gather(ExchangeKey(step, stage, SUMS), mine, total.sent, self._what(step))
@@ -124,7 +132,7 @@ class GradientSync:
                 total.flat.copy_(self.device.upload(total.sent).get())
         else:
             total.flat[own] = added if added.device == total.flat.device else self.device.upload(added).get()
-        return max(_last_ns(total.arrived), _last_ns(gathered))
+        return max(_last_ns(total.arrived), met_ns, _last_ns(gathered))
 
     def _what(self, step: int) -> str:
         return f"SYNC of step {step} on {self.who} waits for gradients"
@@ -184,22 +192,31 @@ class GlobalNorm:
     def take(self, step: int, squares: Sequence[float], wait: Wait) -> tuple[float, int]:
         """The norm, and when it arrived. The sum is exact, so the order does not matter.
 
-        `squares`: of this pipeline's slices; the last stages of all pipelines exchange theirs.
+        `squares`: of this pipeline's slices; the last stages of all pipelines exchange theirs. Other groups get the
+        norm of the first one: they divide the gradients into other slices, whose squares differ in the last bit.
         """
         last, moments = self.role.program.num_ranks - 1, [0]
         gathered = np.array(squares, np.float64)
-        if self.role.rank > 0:
+        computes = self.role.group == 0
+        if self.role.rank > 0 and computes:
             earlier, at_ns = self._recv(self.role.rank - 1, (step, UP, 0, 0), wait)
             gathered = np.concatenate([earlier, gathered])
             moments.append(at_ns)
         if self.role.rank < last:
-            self._send(self.role.rank + 1, (step, UP, 0, 0), gathered)
+            if computes:
+                self._send(self.role.rank + 1, (step, UP, 0, 0), gathered)
             norm, at_ns = self._recv(self.role.rank + 1, (step, DOWN, 0, 0), wait)
             moments.append(at_ns)
-        else:
+        elif computes:
             of_others, at_ns = self._exchange(step, gathered, wait)
             moments.append(at_ns)
             norm = np.array([global_norm([gathered.tolist(), *of_others])])
+            for group, peer in norm_receivers(self.role):
+                what = f"{self.who} sends the norm of step {step} to another group"
+                self.links.send_node(MEETING, group.node_of(*peer), (step, 0, 0, NORMS), norm.tobytes(), what)
+        else:
+            norm, at_ns = self._of_first_group(step, wait)
+            moments.append(at_ns)
         if self.role.rank > 0:
             self._send(self.role.rank - 1, (step, DOWN, 0, 0), norm)
         return float(norm[0]), max(moments)
@@ -217,6 +234,15 @@ class GlobalNorm:
             wait(handles)
         found = [np.frombuffer(handle.buffer or b"", np.float64).tolist() for handle in handles]
         return found, _last_ns(handles)
+
+    def _of_first_group(self, step: int, wait: Wait) -> tuple[np.ndarray, int]:
+        """The norm, from the last stage of the first group's first pipeline."""
+        first = self.role.groups[0]
+        node = first.node_of(0, len(first.rank_dc) - 1)
+        what = f"NORM of step {step} on {self.who} waits for {node}"
+        handle = self.links.recv_node(MEETING, node, (step, 0, 0, NORMS), None, what)
+        wait([handle])
+        return np.frombuffer(handle.buffer or b"", np.float64), handle.end_ns
 
     def _send(self, rank: int, tag: tuple[int, int, int, int], values: np.ndarray) -> None:
         what = f"{self.who} sends the norm of step {tag[0]} to p{self.role.pipeline}.s{rank}"

@@ -17,6 +17,7 @@ from atlas.runtime.assignment import DataChoice, TrainingSetup
 from atlas.runtime.data.batches import Batches, open_dataset
 from atlas.runtime.models.config import DecoderConfig, even_layers
 from atlas.runtime.models.task import DecoderTask
+from atlas.runtime.wiring import BatchShare
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MADE_UP = "made up"
@@ -24,9 +25,10 @@ MADE_UP = "made up"
 
 
 def make_task(
-    training: TrainingSetup, *, num_stages: int, num_pipelines: int, num_microbatches: int, place: str = "cpu"
+    training: TrainingSetup, *, num_stages: int, share: BatchShare, num_microbatches: int, place: str = "cpu"
 ) -> DecoderTask:
-    """The task of every stage of a run; `num_pipelines` over all cells."""
+    """The task of every stage of a group of pipelines; `share`: its part of the microbatches of a step,
+    `num_microbatches`: of a pipeline."""
     model, data = training.model, training.data
     return DecoderTask(
         model.config,
@@ -34,7 +36,8 @@ def make_task(
         data.microbatch,
         data.length,
         num_microbatches,
-        _microbatches(data, model.config, num_pipelines, num_microbatches),
+        _microbatches(data, model.config, share, num_microbatches),
+        first_microbatch=share.first,
         dtype=DTYPES[model.dtype],
         device=place,
         seed=model.seed,
@@ -43,20 +46,19 @@ def make_task(
 
 
 def _microbatches(
-    data: DataChoice, config: DecoderConfig, num_pipelines: int, num_microbatches: int
+    data: DataChoice, config: DecoderConfig, share: BatchShare, num_microbatches: int
 ) -> Callable[[int, int], tuple[Tensor, Tensor]]:
     if not data.folder:
-        return lambda slot, pipeline: _made_up(data, config.vocabulary, slot, pipeline)
+        return lambda slot, pipeline: _made_up(data, config.vocabulary, slot, share.first_pipeline + pipeline)
     dataset = open_dataset(data.folder)
     dataset.require_vocabulary(config.vocabulary)
-    global_batch = data.microbatch * num_pipelines * num_microbatches
+    global_batch = data.microbatch * share.total
     batches = Batches(dataset, length=data.length, global_batch=global_batch, seed=data.seed)
 
     def microbatch(slot: int, pipeline: int) -> tuple[Tensor, Tensor]:
         step, number = divmod(slot, num_microbatches)
-        found = batches.microbatch(
-            step, pipeline, number, num_pipelines=num_pipelines, num_microbatches=num_microbatches
-        )
+        first = (share.first + pipeline * num_microbatches + number) * data.microbatch
+        found = batches.rows(step, first, first + data.microbatch)
         return torch.from_numpy(found.tokens), torch.from_numpy(found.targets)
 
     return microbatch

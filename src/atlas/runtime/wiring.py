@@ -13,8 +13,9 @@ from typing import NamedTuple
 from atlas.errors import ProgramError
 from atlas.ir.program import BACKWARD, FORWARD, Program
 
-GRADIENTS, CONTROL, TIED = 2, 3, 6
-"""Lanes beside those of activations and their gradients: gradient sums over pipelines; the norm; tied embeddings."""
+GRADIENTS, CONTROL, TIED, MEETING = 2, 3, 6, 7
+"""Lanes beside those of activations and their gradients: gradient sums over pipelines; the norm; tied embeddings; sums
+over groups of pipelines."""
 MAIN, BEFORE, AFTER = "main", "before", "after"
 """Ends of a worker: everything else; the shared boundary before its stage; the shared boundary after it."""
 RELAY = -1
@@ -35,15 +36,55 @@ class PeerLink(NamedTuple):
     lane: int
 
 
+@dataclass(frozen=True)
+class GroupShape:
+    """Pipelines that are placed alike. A run has several such groups where data parallelism spans regions."""
+
+    first_pipeline: int
+    """Over all groups."""
+    num_pipelines: int
+    """Over all cells."""
+    num_microbatches: int
+    """Of each pipeline in a step."""
+    rank_dc: tuple[str, ...]
+    """Each rank has one stage."""
+    layers_per_stage: tuple[int, ...]
+
+    @property
+    def batch(self) -> int:
+        """Microbatches of a step."""
+        return self.num_pipelines * self.num_microbatches
+
+    def node_of(self, pipeline: int, rank: int) -> str:
+        """`pipeline`: within the group."""
+        return f"{self.rank_dc[rank]}/p{self.first_pipeline + pipeline}.s{rank}"
+
+
+class BatchShare(NamedTuple):
+    """A group's part of the microbatches of a step."""
+
+    first_pipeline: int
+    """Of the group, over all groups."""
+    first: int
+    """Of its microbatches, over all groups."""
+    total: int
+    """Of all groups."""
+
+
 @dataclass(frozen=True, eq=False)
 class WorkerRole:
-    """One worker's part in a run: its rank, stages, name and peers. Pipelines are numbered over all cells."""
+    """One worker's part in a run: its rank, stages, name and peers. Pipelines are numbered over all cells of its
+    group; only names number them over all groups."""
 
     program: Program
     worker: int
     """Within the Program of its cell."""
     cell: int = 0
     num_cells: int = 1
+    groups: tuple[GroupShape, ...] = ()
+    """Of the run, in the order of their ring (`meeting_plan`). Empty: all pipelines are placed alike."""
+    group: int = 0
+    """Its own."""
 
     @property
     def rank(self) -> int:
@@ -51,17 +92,34 @@ class WorkerRole:
 
     @property
     def pipeline(self) -> int:
-        """Over all cells."""
+        """Over all cells of its group."""
         return self.cell * self.program.num_pipelines + self.worker // self.program.num_ranks
 
     @property
     def number(self) -> int:
-        """Over the workers of all cells."""
-        return self.cell * self.program.num_workers + self.worker
+        """Over the workers of all cells and groups."""
+        earlier = [g for g in self.groups if g.first_pipeline < self._first_pipeline]
+        before = sum(g.num_pipelines * len(g.rank_dc) for g in earlier)
+        return before + self.cell * self.program.num_workers + self.worker
 
     @property
     def num_pipelines(self) -> int:
+        """Of its group."""
         return self.num_cells * self.program.num_pipelines
+
+    @property
+    def share(self) -> BatchShare:
+        """Its group's part of the microbatches of a step."""
+        if not self.groups:
+            return BatchShare(0, 0, self.num_pipelines * self.program.num_microbatches)
+        counts = [group.batch for group in self.groups]
+        # In the order of pipelines: the ring may have another one.
+        before = [g.batch for g in self.groups if g.first_pipeline < self._first_pipeline]
+        return BatchShare(self._first_pipeline, sum(before), sum(counts))
+
+    @property
+    def _first_pipeline(self) -> int:
+        return self.groups[self.group].first_pipeline if self.groups else 0
 
     @property
     def cell_pipelines(self) -> range:
@@ -74,7 +132,7 @@ class WorkerRole:
 
     @property
     def name(self) -> str:
-        return f"p{self.pipeline}.s{self.rank}"
+        return f"p{self._first_pipeline + self.pipeline}.s{self.rank}"
 
     @property
     def datacenter(self) -> str:
@@ -85,7 +143,8 @@ class WorkerRole:
         return self.node_of(self.pipeline, self.rank)
 
     def node_of(self, pipeline: int, rank: int) -> str:
-        return f"{self.program.rank_dc[rank]}/p{pipeline}.s{rank}"
+        """`pipeline`: within its group."""
+        return f"{self.program.rank_dc[rank]}/p{self._first_pipeline + pipeline}.s{rank}"
 
     @property
     def stages(self) -> list[int]:
@@ -169,9 +228,15 @@ class WorkerRole:
         return last if self.rank == first else first
 
 
-def all_roles(program: Program, num_cells: int) -> list[WorkerRole]:
-    """Of every worker of a run, cell by cell."""
-    return [WorkerRole(program, w, cell, num_cells) for cell in range(num_cells) for w in range(program.num_workers)]
+def all_roles(
+    program: Program, num_cells: int, groups: tuple[GroupShape, ...] = (), group: int = 0
+) -> list[WorkerRole]:
+    """Of every worker of a group of pipelines, cell by cell."""
+    return [
+        WorkerRole(program, w, cell, num_cells, groups, group)
+        for cell in range(num_cells)
+        for w in range(program.num_workers)
+    ]
 
 
 def lane_of(direction: int, boundary: int) -> int:

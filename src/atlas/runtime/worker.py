@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atlas.errors import DivergedRunError, ProgramError
 from atlas.ir.program import BACKWARD, BACKWARDS, FORWARD, NUM_KINDS, PER_MICROBATCH, Kind, Op
-from atlas.ir.text import from_text, program_id
+from atlas.ir.text import program_id
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import SaveId
 from atlas.runtime.device import Device, Span
@@ -32,7 +32,7 @@ from atlas.runtime.stage_set import StageSet
 from atlas.runtime.sync import GlobalNorm, TiedEnds, Wait
 from atlas.runtime.transfers import StageInput, Transfers
 from atlas.runtime.waits import Filler, Pending, Position, Waits, WorkerFacts
-from atlas.runtime.wiring import WorkerRole, require_runnable
+from atlas.runtime.wiring import require_runnable
 
 if TYPE_CHECKING:
     from atlas.runtime.tensor_parallel.leader import Followers
@@ -68,9 +68,9 @@ class Worker:
         """`followers`: the other processes that share its stages, with tensor parallelism."""
         self.assignment, self.device, self.training = assignment, device, assignment.training
         self._on_copied = on_copied
-        self.program = program = from_text(assignment.program)
+        self.role = assignment.role
+        self.program = program = self.role.program
         require_runnable(program)
-        self.role = WorkerRole(program, assignment.worker, assignment.cell, assignment.num_cells)
         self.ops = program.ops(assignment.worker)
         self._has_norm = any(op.kind == Kind.NORM for op in self.ops)
         self._require_norm()

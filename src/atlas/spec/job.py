@@ -6,7 +6,7 @@ derived (pipelines per cell, placement, layers per stage) are computed by `cost.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
@@ -311,6 +311,7 @@ class Job(Frozen):
     _where: str = PrivateAttr(default="job")
     _files: tuple[str, ...] = PrivateAttr(default=())
     _left_open: tuple[str, ...] = PrivateAttr(default=())
+    _groups: tuple[Job, ...] = PrivateAttr(default=())
 
     @property
     def where(self) -> str:
@@ -326,6 +327,22 @@ class Job(Frozen):
     def left_open(self) -> tuple[str, ...]:
         """Keys that the file does not state and the planner chooses; their values here mean nothing."""
         return self._left_open
+
+    @property
+    def groups(self) -> tuple[Job, ...]:
+        """Of a plan with several groups of pipelines: the job of each, in the order in which they pass sums on."""
+        return self._groups
+
+    @property
+    def parts(self) -> tuple[Job, ...]:
+        """The jobs of all groups, or the job itself."""
+        return self._groups or (self,)
+
+    def alone(self, **changes: Any) -> Job:
+        """A copy with other values and without groups."""
+        found = self.model_copy(update=changes)
+        found._groups = ()
+        return found
 
     @property
     def is_calibrated(self) -> bool:

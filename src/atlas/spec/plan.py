@@ -102,7 +102,7 @@ class Plan(Frozen):
     job: Job
     """The job with its choices made; of the slowest group where there are several."""
     groups: Annotated[tuple[PlanGroup, ...], Field(min_length=1, max_length=1000)]
-    """All pipelines."""
+    """All pipelines. Several groups pass sums of gradients on in this order, in a ring."""
     schedule: PlanSchedule
     predicted: Predicted
     origin: Origin
@@ -153,7 +153,46 @@ def _plan(document: Document, path: Path, overrides: Sequence[str]) -> Plan:
 
         raise refusal(error, where, _known, "Change it, or make the plan again") from None
     _check_groups(plan, document, path)
+    if len(plan.groups) > 1:
+        _require_one_of(plan, document, path)
+        plan.job._groups = group_jobs(job, plan.groups)
     return plan
+
+
+SHAPE = ("pp", "interleave", "num_microbatches", "cells", "pipelines_per_cell", "placement", "layers_per_stage")
+"""Keys of a job in which groups differ."""
+
+
+def group_jobs(job: Job, groups: Sequence[PlanGroup]) -> tuple[Job, ...]:
+    """The job of each group."""
+    return tuple(
+        job.alone(
+            pp=len(group.layers_per_stage),
+            interleave=1,
+            num_microbatches=group.num_microbatches,
+            cells=group.cells,
+            pipelines_per_cell=group.pipelines_per_cell,
+            placement=group.placement,
+            layers_per_stage=group.layers_per_stage,
+        )
+        for group in groups
+    )
+
+
+def _require_one_of(plan: Plan, document: Document, path: Path) -> None:
+    """`--set` may not change what each group has of its own."""
+
+    def shape(job: Job) -> list[Any]:
+        return [getattr(job, key) for key in SHAPE]
+
+    if shape(plan.job) not in [shape(job) for job in group_jobs(plan.job, plan.groups)]:
+        raise SpecError(
+            where=document.origin(("groups",), str(path)),
+            key="groups",
+            value=len(plan.groups),
+            rule=f"the job has another shape ({', '.join(SHAPE)}) than each of the plan's groups",
+            remedy="Leave these keys as they are, or plan again",
+        )
 
 
 def _known(keys: Keys) -> list[str]:

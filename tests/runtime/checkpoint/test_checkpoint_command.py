@@ -16,8 +16,8 @@ import torch
 from atlas.cli import command_parser, main
 from atlas.runtime.checkpoint import Checkpointer, LocalStore, Meta, choose, states_of
 from atlas.runtime.checkpoint.export import export_checkpoint
-from atlas.runtime.models.config import DecoderConfig, gpt
-from atlas.runtime.models.decoder import build, cuts, layer_of
+from atlas.runtime.models.config import DecoderConfig, gpt, layer_of
+from atlas.runtime.models.decoder import build, cuts
 
 LLAMA = DecoderConfig("llama", 3, 32, 4, 2, 8, 48, 96, 128, tied=True)
 GPT = gpt(num_layers=3, width=32, num_heads=4, vocabulary=96, max_length=128)

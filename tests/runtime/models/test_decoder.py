@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from atlas.errors import SpecError
-from atlas.runtime.models.config import DecoderConfig, from_spec, gpt
-from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, LayerRange, build, cuts, layer_of
+from atlas.runtime.models.config import DecoderConfig, from_spec, gpt, layer_of
+from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, LayerRange, build, cuts
 from atlas.runtime.models.huggingface import parse_config
 from atlas.spec.job import Model
 

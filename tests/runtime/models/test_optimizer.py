@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from atlas.errors import SpecError, WorkerError
-from atlas.runtime.flat import ALIGNMENT, FlatParameters
+from atlas.runtime.flat import FlatParameters
+from atlas.runtime.flat_layout import ALIGNMENT
 from atlas.runtime.optimizer import AdamW, FlatSlice, clip, global_norm, make_optimizer, squares
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 

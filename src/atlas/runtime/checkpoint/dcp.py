@@ -26,8 +26,8 @@ from atlas.errors import AtlasError
 from atlas.runtime.checkpoint.export import decoder_of
 from atlas.runtime.checkpoint.load import Checkpoint, load_layers
 from atlas.runtime.checkpoint.state import LayerState, restore
-from atlas.runtime.models.config import DecoderConfig
-from atlas.runtime.models.decoder import TIED_HEAD, cuts, empty, layer_of
+from atlas.runtime.models.config import DecoderConfig, layer_of
+from atlas.runtime.models.decoder import TIED_HEAD, cuts, empty
 from atlas.runtime.models.export import hf_tensors
 from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.models.names import source_of

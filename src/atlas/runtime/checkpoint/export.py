@@ -17,8 +17,8 @@ from atlas.errors import AtlasError
 from atlas.runtime.assignment import read
 from atlas.runtime.checkpoint.load import Checkpoint, load_layers
 from atlas.runtime.checkpoint.state import restore
-from atlas.runtime.models.config import DecoderConfig
-from atlas.runtime.models.decoder import LayerRange, cuts, empty, layer_of
+from atlas.runtime.models.config import DecoderConfig, layer_of
+from atlas.runtime.models.decoder import LayerRange, cuts, empty
 from atlas.runtime.models.export import export_stage, finish_export
 
 MAX_SHARD_BYTES = 4 << 30

@@ -175,6 +175,11 @@ def model_layers(config: DecoderConfig) -> list[str]:
     return ["embedding", *(f"layers.{i}" for i in range(config.num_layers)), "head"]
 
 
+def layer_of(name: str) -> str:
+    """The part of the model that a parameter belongs to: `embedding`, `layers.3` or `head`."""
+    return ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
+
+
 def activation_width(config: DecoderConfig) -> int:
     """Values a token that the backward of one layer needs: inputs of norms and of all products, and attention's."""
     queries, keys = config.num_heads * config.head_width, config.num_kv_heads * config.head_width

@@ -143,11 +143,6 @@ class Decoder(nn.Module):
         return length
 
 
-def layer_of(name: str) -> str:
-    """The part of the model that a parameter belongs to: `embedding`, `layers.3` or `head`."""
-    return ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
-
-
 def loss_of(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:  # noqa: N803
     """Mean over the tokens; in float32 whatever the model computes in. Targets of -100 do not count."""
     return functional.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten())

@@ -34,6 +34,8 @@ class DecoderTask:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     seed: int = 0
+    first_microbatch: int = 0
+    """Of a step, over all groups of pipelines."""
     weights: Path | None = None
     """A Hugging Face folder; None: random weights from the seed."""
 
@@ -61,4 +63,4 @@ class DecoderTask:
         if not self.config.dropout:
             return None
         step, microbatch = divmod(slot, self.num_microbatches)
-        return Draw(self.seed, step, pipeline * self.num_microbatches + microbatch)
+        return Draw(self.seed, step, self.first_microbatch + pipeline * self.num_microbatches + microbatch)

@@ -12,7 +12,6 @@ from typing import Any, TextIO
 
 import torch
 
-from atlas.ir.text import from_text
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.collectives import appear_alone
 from atlas.runtime.hardware import make_device
@@ -20,7 +19,6 @@ from atlas.runtime.messages import MessageWriter, error_message
 from atlas.runtime.saving import resume
 from atlas.runtime.tensor_parallel.group import TensorGroup
 from atlas.runtime.tensor_parallel.sharding import ShardedStageSet
-from atlas.runtime.wiring import WorkerRole
 
 TENSOR = {"tensor": True}
 """In an order: an activation or a gradient, which the leader shares with the group."""
@@ -29,7 +27,7 @@ TENSOR = {"tensor": True}
 def follow(assignment: Assignment, rank: int, port: int, orders: TextIO, replies: TextIO) -> None:
     """Make calls until the leader ends them, or is gone."""
     try:
-        role = WorkerRole(from_text(assignment.program), assignment.worker, assignment.cell, assignment.num_cells)
+        role = assignment.role
         if assignment.nccl_on_shared_gpu:
             appear_alone(f"{role.node}.{rank}")
         device = make_device(assignment.device)

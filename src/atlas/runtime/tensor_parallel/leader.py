@@ -17,15 +17,14 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TextIO, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.ir.text import from_text
 from atlas.lifetime import describe_exit, end_with_parent
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.collectives import GroupStore, appear_alone
 from atlas.runtime.device import Device
 from atlas.runtime.exchange import Exchange
+from atlas.runtime.meeting import LedMeeting, Meeting
 from atlas.runtime.stage import Stage
 from atlas.runtime.sync import Wait
 from atlas.runtime.tensor_parallel.follower import TENSOR, follow
@@ -52,7 +51,7 @@ class Followers:
 
     def __init__(self, assignment: Assignment, lost: Callable[[AtlasError], None]) -> None:
         """`lost` is called, on another thread, when a follower ends by itself."""
-        role = WorkerRole(from_text(assignment.program), assignment.worker, assignment.cell, assignment.num_cells)
+        role = assignment.role
         self.name, self.node, self._lost = role.name, role.node, lost
         self._is_ending = False
         self._error: AtlasError | None = None
@@ -167,15 +166,21 @@ class LeaderStageSet(ShardedStageSet):
 
     def __init__(self, assignment: Assignment, role: WorkerRole, device: Device, followers: Followers) -> None:
         self.owner, self.followers = self, followers
-        self._packed: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        """Of sums through the leader, by stage: all ranks' gradients in one tensor, and one by one."""
-        self.sums_through_leader = role.num_pipelines > 1 and assignment.training.sums == "transport"
+        self._packed: dict[int, Tensor] = {}
+        """Of sums through the leader, by stage: all ranks' gradients, each pipeline's slices together."""
+        over_transport = assignment.training.sums == "transport" or role.num_pipelines == 1
+        self.sums_through_leader = over_transport and (role.num_pipelines > 1 or bool(role.groups))
         super().__init__(assignment, role, device, followers.join(assignment, device.place))
         for number, stage in self.stages.items():
             assert isinstance(stage, LeaderStage)
             stage.owner, stage.number = self, number
 
     # ---- sums over pipelines: every rank its own shards, or, over the WAN transport, the leader for all -------------
+    def sum_by(self, exchanges: Mapping[int, Exchange], meeting: Meeting | None = None) -> None:
+        if meeting is not None and not self.sums_through_leader:
+            meeting = LedMeeting(self.group, meeting)
+        super().sum_by(exchanges, meeting)
+
     def open_exchanges(self, store: GroupStore) -> Mapping[int, Exchange]:
         self.followers.order("join_pipelines", args=[store.host, store.port, store.prefix])
         return super().open_exchanges(store)
@@ -183,11 +188,9 @@ class LeaderStageSet(ShardedStageSet):
     def begin_sum(self, step: int, number: int) -> None:
         if self.sums_through_leader:
             assert self.sync is not None, "there are other pipelines"
-            found: list[Tensor] = self.gather_gradients(number)
-            packed = torch.cat([gradient.flatten() for gradient in found])
-            padding = -len(packed) % self.role.num_pipelines
-            self._packed[number] = functional.pad(packed, (0, padding)), found
-            self.sync.begin(step, number, self._packed[number][0])
+            ranks = torch.stack(self.gather_gradients(number)).view(self.group.size, self.role.num_pipelines, -1)
+            self._packed[number] = ranks.transpose(0, 1).reshape(-1)
+            self.sync.begin(step, number, self._packed[number])
             return
         self.followers.order("begin_sum", args=[step, number])
         super().begin_sum(step, number)
@@ -198,10 +201,9 @@ class LeaderStageSet(ShardedStageSet):
             return super().finish_sum(step, number, wait)
         assert self.sync is not None, "there are other pipelines"
         arrived_ns = self.sync.finish(step, number, wait or self._wait, whole=True)
-        packed, like = self._packed.pop(number)
-        sums = torch.split(packed[: sum(g.numel() for g in like)], [g.numel() for g in like])
+        packed = self._packed.pop(number).view(self.role.num_pipelines, self.group.size, -1)
         self.followers.order("scatter_sums", args=[number])
-        self.scatter_sums(number, sums)
+        self.scatter_sums(number, [rank.flatten() for rank in packed.unbind(1)])
         return arrived_ns
 
     # ---- the rest of an iteration, and state -------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from atlas.runtime.checkpoint import LayerState
 from atlas.runtime.collectives import GroupStore, torch_exchanges
 from atlas.runtime.device import Device
 from atlas.runtime.exchange import Exchange
+from atlas.runtime.meeting import LedMeeting
 from atlas.runtime.models.decoder import Decoder
 from atlas.runtime.models.parallel import parallelize
 from atlas.runtime.models.task import DecoderTask
@@ -54,37 +55,18 @@ class ShardedStageSet(StageSet):
 
     def join_pipelines(self, host: str, port: int, prefix: str) -> None:
         """A follower's part of `PipelineGroup.join`."""
-        self.sum_by(self.open_exchanges(GroupStore(host, port, prefix)))
+        meeting = LedMeeting(self.group, None) if self.role.groups else None
+        self.sum_by(self.open_exchanges(GroupStore(host, port, prefix)), meeting)
 
     def gather_gradients(self, number: int) -> list[Tensor]:
-        """A stage's gradients in host memory: unsharded ones once; then the parts of every rank, flat."""
-        stage = self.stages[number]
-        total = dict(zip(stage.named_parameters, stage.gradients.total(), strict=True))
-        cut = torch.cat([gradient.flatten() for name, gradient in total.items() if self.shares.is_sharded(name)])
-        parts = self.group.gather(cut)
-        return [*(gradient.cpu() for name, gradient in total.items() if not self.shares.is_sharded(name)), *parts]
+        """All ranks' gradients of a stage, as they lie in flat memory, in host memory on the leader."""
+        return self.group.gather(self.stages[number].flat.gradients)
 
     def scatter_sums(self, number: int, sums: Sequence[Tensor] = ()) -> None:
-        """Give each rank its part of the leader's `sums`, in the layout of `gather_gradients`."""
-        named = self.stages[number].named_parameters
-
-        def num_values(names: Sequence[str]) -> int:
-            return sum(named[name].numel() for name in names)
-
-        whole = [name for name in named if not self.shares.is_sharded(name)]
-        cut = [name for name in named if self.shares.is_sharded(name)]
-        flat = torch.cat([s.flatten() for s in sums[: len(whole)]]) if sums else torch.empty(num_values(whole))
-        self.group.share(flat)
-        self._adopt(number, whole, flat.to(self.group.place))
-        self._adopt(number, cut, self.group.scatter(sums[len(whole) :], torch.empty(num_values(cut))))
-
-    def _adopt(self, number: int, names: Sequence[str], flat: Tensor) -> None:
-        """Set the gradients from one flat tensor."""
-        stage, end = self.stages[number], 0
-        for name in names:
-            gradient = stage.named_parameters[name].grad = stage.flat.gradient_of[name]
-            begin, end = end, end + gradient.numel()
-            gradient.copy_(flat[begin:end].view(gradient.shape))
+        """Give each rank its part of the leader's `sums`."""
+        stage = self.stages[number]
+        stage.flat.gradients.copy_(self.group.scatter(sums, stage.flat.gradients))
+        stage.adopt()
 
     def gather_tied(self, name: str) -> Tensor | None:
         parts = self.group.gather(super().tied_gradient(name))

@@ -1,0 +1,99 @@
+"""Sums gradients over groups of pipelines, over the WAN transport: each worker exchanges its slice, which its own group
+has summed, with the workers of other groups that have the same values (`meeting_plan`). All workers of a group send at
+once, and a stage begins when its own sum is complete, while other stages still compute.
+
+Knows slices and links; not what lies in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from atlas.runtime.links import WorkerLinks
+from atlas.runtime.meeting_plan import Peer, rounds, stage_meeting
+from atlas.runtime.models.config import DecoderConfig
+from atlas.runtime.transfers import bytes_of
+from atlas.runtime.waits import Pending
+from atlas.runtime.wiring import MEETING
+from atlas.wan.transport.base import Handle
+
+if TYPE_CHECKING:
+    from atlas.runtime.tensor_parallel.group import TensorGroup
+
+Wait = Callable[[Sequence[Pending]], None]
+
+
+class Meeting(Protocol):
+    def sum(self, step: int, mine: Tensor, wait: Wait) -> int:
+        """Replace this pipeline's slice, in host memory, by the sum over all groups; returns when the last part
+        arrived."""
+        ...
+
+
+class GroupMeeting:
+    """Of a worker with one stage."""
+
+    def __init__(self, links: WorkerLinks, config: DecoderConfig, who: str, tp: int = 1) -> None:
+        self.links, self.who, self.tp = links, who, tp
+        role = links.role
+        count = len(role.groups)
+        self._after, self._before = (role.groups[(role.group + step) % count] for step in (1, -1))
+        self._rounds = rounds(role.group, count)
+        self._plan = stage_meeting(role, config, tp)
+
+    def sum(self, step: int, mine: Tensor, wait: Wait) -> int:
+        """`mine`: of all tensor-parallel ranks, one after the other."""
+        ranks, arrived_ns = mine.view(self.tp, -1), 0
+        sent: list[Handle] = []
+        what = f"SYNC of step {step} on {self.who} waits for gradients"
+        for number, (sends, receives, adds) in enumerate(self._rounds):
+            arriving = list(self._plan.received[receives].items())
+            buffers = [torch.empty(self.tp, sum(_length(part) for part in parts)) for _, parts in arriving]
+            handles = [
+                self._recv(peer, (step, number), buffer, what)
+                for (peer, _), buffer in zip(arriving, buffers, strict=True)
+            ]
+            for peer, parts in self._plan.sent[sends].items():
+                values = torch.cat([ranks[:, part] for part in parts], 1)
+                sent.append(self._send(peer, (step, number), values))
+            wait(handles)
+            for (_, parts), buffer in zip(arriving, buffers, strict=True):
+                for part, values in zip(parts, torch.split(buffer, [*map(_length, parts)], 1), strict=True):
+                    ranks[:, part] = ranks[:, part] + values if adds else values
+            arrived_ns = max([arrived_ns, *(handle.end_ns for handle in handles)])
+        wait(sent)
+        return arrived_ns
+
+    def _send(self, peer: Peer, key: tuple[int, int], values: Tensor) -> Handle:
+        node, rank = self._after.node_of(*peer), self.links.role.rank
+        what = f"{self.who} sends gradients of step {key[0]} to {node}"
+        return self.links.send_node(MEETING, node, (*key, rank, 0), bytes_of(values), what)
+
+    def _recv(self, peer: Peer, key: tuple[int, int], values: Tensor, what: str) -> Handle:
+        node = self._before.node_of(*peer)
+        return self.links.recv_node(MEETING, node, (*key, peer.rank, 0), bytes_of(values), f"{what} of {node}")
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+class LedMeeting:
+    """Of one rank of a tensor-parallel worker: its leader has the links and exchanges the slices of all ranks."""
+
+    def __init__(self, group: TensorGroup, leader: Meeting | None) -> None:
+        """`leader`: on the leader."""
+        self.group, self.leader = group, leader
+
+    def sum(self, step: int, mine: Tensor, wait: Wait) -> int:
+        parts, arrived_ns = self.group.gather(mine), 0
+        if self.leader is not None:
+            whole = torch.cat(parts)
+            arrived_ns = self.leader.sum(step, whole, wait)
+            parts = list(whole.chunk(self.group.size))
+        mine.copy_(self.group.scatter(parts, mine))
+        return arrived_ns
