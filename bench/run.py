@@ -53,6 +53,7 @@ BENCHES: dict[str, Bench] = {
     "accuracy_sailor": Bench(3, 2, ()),
     "calibrate_gpu": Bench(6, 0, None),
     "admission": Bench(4, 45, ()),
+    "batching": Bench(1, 5),
     "bits": Bench(8, 40),
     "bubbletea_sim": Bench(30, 150, ("--case", "c4", "--case", "slowdown")),
     "checkpoint_fetch": Bench(4, 60),

@@ -14,7 +14,7 @@ import pytest
 
 from atlas.runtime.device import Span
 from bubbletea.prefill import filling
-from bubbletea.prefill.job import HEAD, PrefillPiece
+from bubbletea.prefill.job import HEAD, PrefillPiece, together
 
 US, MS = 1_000, 1_000_000
 WAKE_NS = 60 * US
@@ -70,8 +70,8 @@ class Stream:
     ops: list[Span] = field(default_factory=list)
 
     def begin(self, work: Callable[[], Any], cost_ns: int = 0) -> Queued:
-        """`work` is a job's next piece."""
-        took_ns = self.piece_ns(work.__self__.piece)  # type: ignore[attr-defined]
+        """`work` runs the next pieces of some jobs."""
+        took_ns = self.piece_ns(together([job.piece for job in work.args[0]]))  # type: ignore[attr-defined]
         begun_ns = self.clock.now_ns
         self.clock.now_ns += LAUNCH_NS
         return Queued(work(), self._occupy(begun_ns, took_ns), self.clock)

@@ -9,8 +9,9 @@ service.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from atlas.errors import AtlasError
 from atlas.runtime.device import Running
 from atlas.wan.transport.base import Handle, Key, Transport
-from bubbletea.prefill.job import HEAD, PieceResult, PrefillJob, PrefillPiece, PrefillTask
+from bubbletea.prefill.job import HEAD, PieceResult, PrefillJob, PrefillPiece, PrefillTask, run_pieces, together
 from bubbletea.prefill.piece_times import PieceTimes
 from bubbletea.prefill.shard import ModelShard
 from bubbletea.prefill.staging import Staged, Staging
@@ -58,17 +59,19 @@ class _Offer:
 
 
 class BegunPiece(NamedTuple):
-    """A started piece."""
+    """A started piece, of one prompt or of several."""
 
     task: PrefillTask
+    """The most urgent of them."""
     piece: PrefillPiece
+    """Of several prompts: one that costs as much (`job.together`)."""
     predicted_ns: int
-    running: Running[PieceResult]
-    out: Staged | None
+    running: Running[list[PieceResult]]
+    outs: Sequence[tuple[PrefillTask, PrefillPiece, Staged]]
     """Activations for the next stage."""
 
 
-Begin = Callable[[Callable[[], PieceResult], PrefillPiece], Running[PieceResult]]
+Begin = Callable[[Callable[[], list[PieceResult]], PrefillPiece], Running[list[PieceResult]]]
 """Executes a piece on the device, or puts it into the device's queue."""
 
 
@@ -82,9 +85,12 @@ class PrefillEngine:
         transport: Transport | None = None,
         reach: Callable[[str, str, int], None] = lambda name, host, port: None,
         pace: PieceTimes | None = None,
+        batch_tokens: int = 0,
     ) -> None:
         self.shard, self.outlet, self.transport, self.reach = shard, outlet, transport, reach
         self.pace = pace or PieceTimes(shard.config)
+        self.batch_tokens = batch_tokens
+        """Most tokens of a piece of several prompts; 0: every piece is of one prompt."""
         self._staging = Staging(shard.arena.device)
         self._lock = threading.Lock()
         self._offers: dict[tuple[int, int], _Offer] = {}
@@ -138,13 +144,16 @@ class PrefillEngine:
             return None
         if not fits(offer.job.piece) and not offer.job.shorten(fits):
             return None
+        offers = self._batch(offer, fits)
         try:
-            flight = self._launch(offer, offer.job.piece, begin)
+            flight = self._launch(offers, begin)
         except AtlasError as error:
-            self._end(offer, str(error))
+            for one in offers:
+                self._end(one, str(error))
             return None
-        if offer.job.piece is None:
-            self._end(offer)
+        for one in offers:
+            if one.job is not None and one.job.piece is None:
+                self._end(one)
         return flight
 
     def predict_ns(self, piece: PrefillPiece) -> int:
@@ -167,23 +176,65 @@ class PrefillEngine:
         task, piece = flight.task, flight.piece
         self.pace.observe(piece.last - piece.first, piece.last, took_ns, is_head=piece.layer == HEAD)
         self.outlet.ran(task, piece, flight.predicted_ns, took_ns)
-        if flight.out is not None:
-            self._pass_on(task, piece, flight.out)
+        for out in flight.outs:
+            self._pass_on(*out)
 
-    def _launch(self, offer: _Offer, piece: PrefillPiece, begin: Begin) -> BegunPiece:
-        task, job = offer.task, offer.job
-        assert job is not None
-        if job.begins_chunk and task.stage:
-            data = offer.inputs[piece.chunk].wait(0)
-            x = torch.frombuffer(data, dtype=self.shard.dtype)
-            job.feed(self._staging.into(x.view(1, -1, self.shard.config.width)))
-        running = begin(job.run, piece)
-        kv, out = (None if tensor is None else self._staging.out(tensor) for tensor in running.result)
-        if kv is not None:
-            self.outlet.kv(task, piece, kv)
-        elif out is not None:
-            self.outlet.logits(task, out)
-        return BegunPiece(task, piece, self.predict_ns(piece), running, out if piece.layer != HEAD else None)
+    def _batch(self, lead: _Offer, fits: Callable[[PrefillPiece], bool]) -> list[_Offer]:
+        """It, and other prompts that wait for the same layer, up to `batch_tokens`. All of them are delivered when the
+        last of them would be without a batch, so that must be before the deadline of each."""
+        assert lead.job is not None
+        assert lead.job.piece is not None
+        found, pieces = [lead], [lead.job.piece]
+        due_ns, planned_ns, widest = lead.task.due_ns, lead.task.planned_ns, lead.task.length
+        for offer in self._waiting(lead):
+            job, task = offer.job, offer.task
+            if job is None or job.piece is None or job.piece.layer != pieces[0].layer:
+                continue
+            due_ns, planned_ns = min(due_ns, task.due_ns), max(planned_ns, task.planned_ns)
+            whole = together([*pieces, job.piece])
+            num, widest = whole.last - whole.first, max(widest, task.length)
+            if planned_ns > due_ns or num > self.batch_tokens or not fits(whole):
+                break
+            if self.shard.workspace_bytes(num, widest) > self.shard.arena.workspace_bytes:
+                break
+            found.append(offer)
+            pieces.append(job.piece)
+        return found
+
+    def _waiting(self, lead: _Offer) -> Iterator[_Offer]:
+        """The others that can run now, the earliest due first."""
+        if self.batch_tokens <= 1 or len(self._offers) < 2:
+            return
+        with self._lock:
+            offers = sorted(self._offers.values(), key=lambda o: (o.task.due_ns, o.task.job))
+        for offer in offers:
+            if offer.job is None and not self._begin(offer):
+                return  # later tasks must not take the memory it waits for
+            if offer is not lead and self._ready(offer):
+                yield offer
+
+    def _launch(self, offers: Sequence[_Offer], begin: Begin) -> BegunPiece:
+        jobs, pieces = [offer.job for offer in offers if offer.job is not None], list[PrefillPiece]()
+        for offer, job in zip(offers, jobs, strict=True):
+            assert job.piece is not None
+            pieces.append(job.piece)
+            if job.begins_chunk and offer.task.stage:
+                data = offer.inputs[job.piece.chunk].wait(0)
+                x = torch.frombuffer(data, dtype=self.shard.dtype)
+                job.feed(self._staging.into(x.view(1, -1, self.shard.config.width)))
+        whole = together(pieces)
+        predicted_ns = self.predict_ns(whole)
+        running = begin(partial(run_pieces, jobs), whole)
+        outs = list[tuple[PrefillTask, PrefillPiece, Staged]]()
+        for offer, piece, result in zip(offers, pieces, running.result, strict=True):
+            kv, out = (None if tensor is None else self._staging.out(tensor) for tensor in result)
+            if kv is not None:
+                self.outlet.kv(offer.task, piece, kv)
+            elif out is not None:
+                self.outlet.logits(offer.task, out)
+            if out is not None and piece.layer != HEAD:
+                outs.append((offer.task, piece, out))
+        return BegunPiece(offers[0].task, whole, predicted_ns, running, outs)
 
     def _pass_on(self, task: PrefillTask, piece: PrefillPiece, out: Staged) -> None:
         assert self.transport is not None, "a stage before another needs a transport"

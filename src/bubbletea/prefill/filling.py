@@ -110,7 +110,7 @@ class Filling:
     def _begin_one(self, now_ns: int) -> bool:
         free_ns, launched_ns = self._free_ns(now_ns), now_ns + self._launch_ns
 
-        def begin(work: Callable[[], PieceResult], piece: PrefillPiece) -> Running[PieceResult]:
+        def begin(work: Callable[[], list[PieceResult]], piece: PrefillPiece) -> Running[list[PieceResult]]:
             return self.device.begin(work, 0 if self._paced_ns is None else self._paced_ns(piece))
 
         def fits(piece: PrefillPiece) -> bool:

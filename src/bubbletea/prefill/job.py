@@ -40,6 +40,8 @@ class PrefillTask:
     """Deadline on the service's monotonic clock; earlier ones run first."""
     peers: tuple[tuple[str, str, int], ...] = ()
     """(name, host, port) of the transport of each stage, in order."""
+    planned_ns: int = 0
+    """When it is delivered by the plan, on the same clock."""
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
@@ -132,22 +134,57 @@ class PrefillJob:
         """Sets the activations of the next chunk, from the previous stage."""
         self._x[:, : x.shape[1]].copy_(x, non_blocking=True)
 
-    def run(self) -> PieceResult:
-        """Runs the next piece."""
+    def input(self) -> Tensor:
+        """The activations that the next piece starts from, [1, L, D]."""
         piece = self.piece
         assert piece is not None, "the job is done"
         first, last = self.task.chunks[piece.chunk]
         if self.begins_chunk and self.shard.cut.has_embedding:
             self.feed(self.shard.embed(self._tokens[first:last], first))
-        self._next += 1
-        chunk = self._x[:, : last - first]
         if piece.layer == HEAD:
-            return PieceResult(None, self.shard.logits(chunk).clone())
-        x = chunk[:, piece.first - first : piece.last - first]
-        x.copy_(self.shard.layer(piece.layer, x, self.slabs[piece.layer]))
+            return self._x[:, : last - first]
+        return self._x[:, piece.first - first : piece.last - first]
+
+    def finish(self, y: Tensor) -> PieceResult:
+        """The next piece has run, with this result."""
+        piece = self.piece
+        assert piece is not None, "the job is done"
+        self._next += 1
+        if piece.layer == HEAD:
+            return PieceResult(None, y.clone())
+        first, last = self.task.chunks[piece.chunk]
+        self._x[:, piece.first - first : piece.last - first].copy_(y)
         ends = piece.layer == self.shard.cut.layers[-1] and piece.last == last
+        chunk = self._x[:, : last - first]
         return PieceResult(self._kv(piece), chunk.clone() if ends and not self.shard.cut.has_head else None)
 
     def _kv(self, piece: PrefillPiece) -> Tensor:
         slab: KvSlab = self.slabs[piece.layer]
         return torch.stack([t[0, :, piece.first : piece.last] for t in (slab.k_BKTE, slab.v_BKTE)])
+
+
+def run_pieces(jobs: Sequence[PrefillJob]) -> list[PieceResult]:
+    """Runs the next piece of each; all are of the same layer."""
+    shard, layer = jobs[0].shard, _next_piece(jobs[0]).layer
+    xs = [job.input() for job in jobs]
+    if layer == HEAD:
+        return [job.finish(y) for job, y in zip(jobs, shard.logits(*xs), strict=True)]
+    ys = shard.layers(layer, xs, [job.slabs[layer] for job in jobs])
+    return [job.finish(y) for job, y in zip(jobs, ys, strict=True)]
+
+
+def _next_piece(job: PrefillJob) -> PrefillPiece:
+    assert job.piece is not None, "the job is done"
+    return job.piece
+
+
+def together(pieces: Sequence[PrefillPiece]) -> PrefillPiece:
+    """One piece that costs as much as these of several prompts: as many tokens, and as many pairs of tokens as `costs`
+    counts them. Its first token may be before 0."""
+    if len(pieces) == 1:
+        return pieces[0]
+    sizes = [piece.last - piece.first for piece in pieces]
+    num = sum(sizes)
+    num_pairs = sum(n * (piece.first + n / 2) for n, piece in zip(sizes, pieces, strict=True))
+    first = round(num_pairs / num - num / 2)
+    return PrefillPiece(0, first, first + num, pieces[0].layer)

@@ -180,7 +180,7 @@ class BubbleTea:
         with _own_stream(place):
             shard = ModelShard(order.served, order.served.cuts(order.layers_per_stage)[order.stage], arena)
             warm_up(shard, pace, order.chunk)
-        return PrefillEngine(shard, link, self._transport, self._reach, pace)
+        return PrefillEngine(shard, link, self._transport, self._reach, pace, order.chunk)
 
     def _say(self, text: str) -> None:
         """Once, not at every attempt."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from atlas.runtime.models.block import KvSlab
+from atlas.runtime.models.block import KvSlab, PackedSlabs
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import TIED_HEAD, Decoder, LayerRange, cuts, initialize
 from atlas.runtime.models.huggingface import read_config
@@ -112,11 +113,25 @@ class ModelShard:
         return y
 
     @torch.inference_mode()
-    def logits(self, x: Tensor) -> Tensor:
-        """[1, L, D] -> [V] of the last position, in float32."""
+    def layers(self, index: int, xs: Sequence[Tensor], slabs: Sequence[KvSlab]) -> Sequence[Tensor]:
+        """One layer of chunks of several prompts."""
+        if len(xs) == 1:
+            return [self.layer(index, xs[0], slabs[0])]
+        lengths = [x.shape[1] for x in xs]
+        starts = [
+            torch.arange(s.length, s.length + n, device=self.arena.device) for s, n in zip(slabs, lengths, strict=True)
+        ]
+        with self.arena.workspace(), sdpa_kernel(FOR_ANY_SHAPE):
+            packed, positions = PackedSlabs(slabs, lengths), torch.cat(starts)
+            y: Tensor = self.decoder.layers[str(index)](torch.cat(list(xs), dim=1), positions, packed)[0]
+        return torch.split(y, lengths, dim=1)
+
+    @torch.inference_mode()
+    def logits(self, *xs: Tensor) -> Tensor:
+        """[1, L, D] of each prompt -> [prompts, V] of its last position, in float32."""
         assert self.decoder.head is not None, "the head is another worker's"
         with self.arena.workspace():
-            found: Tensor = self.decoder.head(x[:, -1:])[0, 0].float()
+            found: Tensor = self.decoder.head(torch.cat([x[:, -1:] for x in xs], dim=1))[0].float()
         return found
 
     # ---- memory ------------------------------------------------------------------------------------------------

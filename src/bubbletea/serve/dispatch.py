@@ -230,15 +230,15 @@ class Dispatcher:
             run.parcel.put(KvBlock(run.parcel.ticket, run.parcel.model, layer, 0, run.cached, kv))
         # Postponed requests are placed as offline work.
         run.due_ns = request.deadline_ns or NEVER_DUE - 1 if request.kind == "online" else NEVER_DUE
-        length = len(run.prompt.tokens)
         ends = tuple(end for end in placement.ends if end > run.cached)
         self._expect(run, placement.delivered_ns)
         run.sent, run.since_ns = self.connections.of_lane(lane), time.monotonic_ns()
-        peers = tuple(member.transport for member in run.sent)
+        times = (run.due_ns, tuple(member.transport for member in run.sent), placement.delivered_ns)
+        length = len(run.prompt.tokens)
         if not run.attempt:
             self.metrics.cached(run.cached, length)
         for stage, member in enumerate(run.sent):
-            task = PrefillTask(run.job, run.attempt, length, run.cached, ends, stage, run.due_ns, peers)
+            task = PrefillTask(run.job, run.attempt, length, run.cached, ends, stage, *times)
             first, end = lane.layers(stage)
             self.connections.send(member, task, run.prompt.tokens, cached[first:end])
 

@@ -223,8 +223,9 @@ def test_a_filler_that_fails_is_closed_and_not_called_again() -> None:
     ],
 )
 def test_a_filler_that_cannot_be_used_is_refused_before_the_start(
-    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("atlas.commands.train.end_on_signals", lambda: None)  # they are this process's own
     assert atlas(["train", str(EXAMPLE), "--emulate", *flags]) == 2
     assert says in capsys.readouterr().err
 

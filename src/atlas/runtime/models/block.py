@@ -10,6 +10,7 @@ values, E head width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -41,6 +42,18 @@ class KvSlab:
         self.v_BKTE[:, :, self.length : end] = v_BKLE
         self.length = end
         return self.k_BKTE[:, :, :end], self.v_BKTE[:, :, :end]
+
+
+class PackedSlabs:
+    """Keys and values of several sequences whose new tokens are one after the other: `lengths` of each. Products with
+    weights are computed over all of them at once, attention over each alone."""
+
+    def __init__(self, slabs: Sequence[KvSlab], lengths: Sequence[int]) -> None:
+        self.slabs, self.lengths = slabs, list(lengths)
+
+    def attend(self, q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor) -> Tensor:  # noqa: N803
+        parts = zip(self.slabs, *(torch.split(at, self.lengths, dim=2) for at in (q_BHLE, k_BKLE, v_BKLE)), strict=True)
+        return torch.cat([_attend(q, *slab.extend(k, v)) for slab, q, k, v in parts], dim=2)
 
 
 class RmsNorm(nn.Module):
@@ -76,7 +89,7 @@ class Attention(nn.Module):
         self,
         x_BLD: Tensor,  # noqa: N803
         positions_L: Tensor,  # noqa: N803
-        kv: Kv | KvSlab | None,
+        kv: Kv | KvSlab | PackedSlabs | None,
         *,
         turned: Rotation | None = None,
         tape: Tape | None = None,
@@ -88,8 +101,11 @@ class Attention(nn.Module):
         if self.config.positions == "rope":
             cos, sin = rotation(self.config, positions_L, q.dtype) if turned is None else turned
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        k, v = _with_past(k, v, kv)
-        mixed_BHLE = _attend(q, k, v)
+        if isinstance(kv, PackedSlabs):
+            mixed_BHLE = kv.attend(q, k, v)
+        else:
+            k, v = _with_past(k, v, kv)
+            mixed_BHLE = _attend(q, k, v)
         return self.o(mixed_BHLE.transpose(1, 2).flatten(2), tape=tape), (k, v)
 
     def _heads(self, projected: Tensor) -> Tensor:
@@ -159,7 +175,7 @@ class DecoderLayer(nn.Module):
         self,
         x_BLD: Tensor,  # noqa: N803
         positions_L: Tensor,  # noqa: N803
-        kv: Kv | KvSlab | None = None,
+        kv: Kv | KvSlab | PackedSlabs | None = None,
         *,
         masks: Masks | None = None,
         turned: Rotation | None = None,
