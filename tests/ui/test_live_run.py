@@ -65,6 +65,17 @@ def test_a_run_is_followed_while_it_runs(tmp_path: Path) -> None:
     assert run.state()["run"]["status"] == "ended"
 
 
+def test_steps_that_are_done_again_replace_those_before(tmp_path: Path) -> None:
+    job = saved_run(tmp_path, 5)
+    run = LiveRun()
+    follower = FolderFollower(tmp_path, run)
+    follower.poll()
+    with RunReport(ReportChoice(bar=False, page=paths_of(tmp_path)), 9) as report:
+        report_steps(report, job, 4, 1)
+        follower.poll()
+    assert run.state()["series"]["step"] == [1, 2, 3, 4]
+
+
 def test_a_half_written_or_broken_line_is_skipped(tmp_path: Path) -> None:
     saved_run(tmp_path, 2)
     with (tmp_path / "steps.jsonl").open("a") as file:

@@ -185,6 +185,8 @@ class LiveRun:
             self.model = None
             self._event("warning", f"no prediction: {error}", None)
             return
+        if timeline is not None and shape_of(timeline.program) != shape_of(self.model.case):
+            self._event("warning", "the run has another shape than its job: the prediction is that of the job", None)
         row = self.model.row
         kept = ("utilization", "mfu", "tokens_per_s", "bubbles_s", "num_gpus", "fits", "num_workers")
         self._extra["predicted"] = {"iteration_s": self.model.iteration_s, **{key: row[key] for key in kept}}
@@ -200,6 +202,8 @@ class LiveRun:
         if step["mfu"] is None and self.model is not None and self.facts.get("device") == "paced" and seconds:
             # Paced devices take the job's durations: its MFU, at the measured iteration time.
             step["mfu"] = self.model.row["mfu"] * self.model.iteration_s / seconds
+        while self._history and self._history[-1]["step"] >= step["step"]:
+            self._history.pop()  # a restart does some steps again; a new run in this folder all of them
         self._history.append(step)
         self._run["status"] = "running"
         replaced, resent = event.get("wan_streams_replaced") or 0, event.get("wan_chunks_resent") or 0

@@ -111,7 +111,9 @@ function fillLinks(links) {
 
 function apply(state) {
   live.state = state; live.heard = Date.now(); live.lost = false;
+  const before = live.series && live.series.step[live.series.step.length - 1];
   if (state.series) live.series = state.series;
+  else if (state.last && before >= state.last.step + 1) api("/api/state").then(apply);  // a restart: steps are done again
   else if (live.series && state.last && state.last.step !== live.series.step[live.series.step.length - 1])
     for (const key of COLUMNS) { const row = live.series[key]; row.push(state.last[key] ?? null); if (row.length > MAX_POINTS) row.shift(); }
   document.title = `${state.run.name} – Atlas`;
