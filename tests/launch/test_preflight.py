@@ -14,9 +14,12 @@ from atlas.errors import AtlasError
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
 from atlas.launch import preflight
+from atlas.launch.emulate import EmulationSettings
+from atlas.launch.multi_dc import num_workers_of
 from atlas.launch.preflight import WorkerNeed, layers_of, require_room, state_of, worker_needs
 from atlas.launch.prepared_job import prepare_job
 from atlas.launch.rehearse import rehearse
+from atlas.launch.rendezvous import SPARE, AgentName
 from atlas.launch.train_options import TrainOptions, compiler
 from atlas.runtime.assignment import DataChoice, ModelChoice, TrainingSetup
 from atlas.runtime.models.config import gpt
@@ -104,3 +107,29 @@ def test_layers_are_compiled_where_all_workers_are_on_gpus() -> None:
     assert compiler(None, ["cuda", "cuda:0"]) == "inductor"
     assert compiler(None, ["cuda", "cpu"]) == ""
     assert (compiler(True, ["cpu"]), compiler(False, ["cuda"])) == ("inductor", "")
+
+
+def test_a_spare_needs_the_gpus_of_any_host_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused when it registers, not when it is needed."""
+    sets = ["cluster.datacenters.east.gpus_per_node=2", "cluster.datacenters.west.gpus_per_node=2"]
+    job = load_job(EXAMPLES / "tiny.yaml", [*sets, "pipelines_per_cell=2"])
+    need = num_workers_of(job, AgentName("east", SPARE))
+    assert need == max(num_workers_of(job, AgentName("east", part, 2)) for part in range(2)) == 2
+    monkeypatch.setattr("atlas.runtime.hardware.num_gpus", lambda: 1)
+    with pytest.raises(AtlasError, match=r"2 worker\(s\) on this host of east.*it has 1 GPU"):
+        preflight.devices_for(need, "cuda", "east")
+
+
+def test_logs_of_an_emulated_run_are_kept_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = list[Path | None]()
+
+    def emulated(program: object, costs: object, training: object, settings: EmulationSettings, **_: object) -> None:
+        seen.append(settings.logs)
+        if settings.logs is not None:
+            settings.logs.mkdir(parents=True)
+
+    monkeypatch.setattr("atlas.launch.rehearse.emulate", emulated)
+    job = load_job(EXAMPLES / "tiny.yaml")
+    for logs in (None, tmp_path, tmp_path):
+        rehearse(job, TrainOptions("1f1b", steps=1, logs=logs))
+    assert seen == [None, tmp_path / "attempt-1" / "emulated", tmp_path / "attempt-2" / "emulated"]

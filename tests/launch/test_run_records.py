@@ -57,13 +57,14 @@ def test_the_record_has_attempts_reasons_checkpoints_and_goodput(tmp_path: Path)
     with pytest.raises(WorkerError), record.attempt(1, {"east/site0": ["p0.s0"]}, monitor(0, 6, 2, 4)):
         raise WorkerError("worker p0.s0 was killed by SIGKILL; the last lines\n  of its log")
     again = RunRecord(tmp_path, {"run": "small", "steps": 10}, lambda: float(next(seconds)))
-    with again.attempt(2, {"east/site0": ["p0.s0"]}, monitor(4, 10, 6, 8, 10)):
+    with again.attempt(2, {"east/site0": ["p0.s0"]}, monitor(4, 10, 6, 8, 10), {"east/site0": "node7"}):
         pass
     found = json.loads((tmp_path / "run.json").read_text())
     first, second = found["attempts"]
     assert (first["first_step"], first["last_step"], first["checkpoints"]) == (0, 6, [2, 4])
     assert first["reason"] == "worker p0.s0 was killed by SIGKILL; the last lines"
     assert (second["reason"], second["hosts"]) == ("done", {"east/site0": ["p0.s0"]})
+    assert second["machines"] == {"east/site0": "node7"}
     assert (found["steps_kept"], found["steps_done"]) == (10, 12)
     assert found["goodput_steps_per_s"] == pytest.approx(10 / found["wall_s"], rel=1e-3)
 

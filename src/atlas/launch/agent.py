@@ -20,6 +20,7 @@ Knows its own hosts, folders and devices; decides nothing.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -197,6 +198,7 @@ class Agent:
         facts = mine.network.facts(attempt.name, mine.rendezvous)
         private = mine.network.private or is_loopback(facts.local)
         about: Message = {"site": facts.to_json(), "private": private, "device": mine.device}
+        about["machine"] = socket.gethostname()
         if mine.checkpoints is None:
             self._reply(attempt, {"begun": {**about, "server": None, "stores": []}})
             return

@@ -82,6 +82,8 @@ class Coordinator:
         self._left_running = state.state.running
         """By an earlier coordinator."""
         self._failure: BaseException | None = None
+        self._machines: dict[str, str] = {}
+        """Host names, by launcher, of an attempt that this coordinator has begun."""
         self.rendezvous = Rendezvous(address, security, self.membership.why_not)
         self.membership.use(self.rendezvous)
 
@@ -185,6 +187,7 @@ class Coordinator:
                 workers.send_agent(agent.name.node, {**begin, "datacenters": list(self.membership.datacenters)})
             found = workers.wait_for("begun", REPLY_S, of=workers.agents)
             self._sums, sites = sums_by_datacenter(self.prepared, found, self._say), self._sites(workers, found)
+            self._machines = {agent: str(facts.get("machine", "")) for agent, facts in found.items()}
             self._devices = [facts.get("device", self.options.device) for facts in found.values()]
             start = self._resume_point(workers, agents, found, sites)
             if start.first_step >= num_steps:
@@ -236,7 +239,7 @@ class Coordinator:
         """The outcome of an attempt whose workers run; afterwards a restarted coordinator finds none."""
         hosts = {node: [name for name in workers.names if workers.agent_of(name) == node] for node in workers.agents}
         try:
-            with self._callbacks.record.attempt(self._file.state.attempt, hosts, monitor):
+            with self._callbacks.record.attempt(self._file.state.attempt, hosts, monitor, self._machines):
                 return follow()
         finally:
             self._num_done = max(self._num_done, monitor.num_done)

@@ -23,6 +23,7 @@ from atlas.launch.paths import NodePaths, meeting_paths, paths_of
 from atlas.launch.prepared_job import PreparedGroup, divided, shapes_of
 from atlas.launch.report.events import OnStep
 from atlas.launch.run_monitor import RunMonitor, connect_workers
+from atlas.launch.worker_logs import WorkerLogs
 from atlas.launch.worker_processes import WorkerProcesses
 from atlas.planner.meet import group_lanes
 from atlas.runtime.assignment import Assignment, FillerChoice, SaveChoice, TrainingSetup
@@ -32,6 +33,7 @@ from atlas.runtime.wiring import TIED, PeerLink, WorkerRole, all_roles, require_
 from atlas.wan.emulator.proxy_net import ProxyNet
 from atlas.wan.transport.base import Address
 
+WORKER = "atlas.runtime.process"
 START_TIMEOUT_S = 600.0
 """Reading a large model or checkpoint takes minutes; a worker that dies is reported at once in any case."""
 HEADSTART_NS = 100_000_000
@@ -66,6 +68,8 @@ class EmulationSettings:
     """By datacenter."""
     fillers: Mapping[str, FillerChoice] = field(default_factory=dict)
     """By worker name."""
+    logs: Path | None = None
+    """The folder for the workers' logs; None: they are deleted."""
     keep_weights: bool = True
     """Whether to return the final weights."""
     keep_timeline: bool = True
@@ -121,7 +125,7 @@ def emulate(
     roles = _roles(program, settings)
     paths = _paths(program, costs, training, settings, roles) if settings.paths is None else settings.paths
     with ExitStack() as stack:
-        workers = stack.enter_context(WorkerProcesses("atlas.runtime.process", [role.name for role in roles]))
+        workers = stack.enter_context(WorkerProcesses(WORKER, [role.name for role in roles], WorkerLogs(settings.logs)))
         _assign(workers, roles, costs, training, settings)
         net = stack.enter_context(ProxyNet(paths)) if paths else None
         config = training.model.config

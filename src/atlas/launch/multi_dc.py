@@ -16,7 +16,7 @@ from pathlib import Path
 from atlas.errors import AtlasError
 from atlas.launch.agent import Agent, AgentSettings
 from atlas.launch.coordinator import Coordinator, RunCallbacks
-from atlas.launch.hosts import workers_by_datacenter
+from atlas.launch.hosts import hosts_needed, workers_by_datacenter
 from atlas.launch.preflight import devices_for, require_executable, require_room
 from atlas.launch.prepared_job import PreparedJob, digest_of, prepare_job
 from atlas.launch.rendezvous import COORDINATOR, AgentName, RendezvousClient
@@ -155,9 +155,11 @@ def security_of(settings: AgentSettings) -> Security:
 
 
 def num_workers_of(job: Job, name: AgentName) -> int:
-    """Workers that one launcher runs."""
+    """Workers that one launcher runs; a spare must be able to run those of any host of the plan."""
     count = workers_by_datacenter(job).get(name.datacenter, 0)
-    return 1 if name.is_spare else len(range(count)[name.share(count)])
+    if name.is_spare:
+        return -(-count // hosts_needed(job).get(name.datacenter, 1))
+    return len(range(count)[name.share(count)])
 
 
 def _require_host(job: Job, settings: AgentSettings, say: Callable[[str], None]) -> None:

@@ -21,6 +21,7 @@ from atlas.launch.prepared_job import PreparedJob, prepare_job
 from atlas.launch.report.events import OnStep, StepEvent
 from atlas.launch.supervisor import run_with_restarts
 from atlas.launch.train_options import TrainOptions
+from atlas.launch.worker_logs import new_attempt
 from atlas.sim import simulate
 from atlas.spec import Job
 
@@ -99,6 +100,7 @@ def _attempt(prepared: PreparedJob, options: TrainOptions, on_step: OnStep) -> R
         tp=prepared.job.tp,
         patience_s=20.0 + 2 * predicted.iteration_ns / 1e9,
         save=found.by_datacenter,
+        logs=None if options.logs is None else new_attempt(options.logs),
         fillers={} if options.filler is None else {role.name: options.filler for role in prepared.roles},
         keep_weights=False,
         predicted_s=predicted.iteration_ns / 1e9,

@@ -35,12 +35,20 @@ class RunRecord:
                 pass  # the first start, or a file that someone has changed
 
     @contextmanager
-    def attempt(self, number: int, hosts: Mapping[str, Sequence[str]], monitor: RunMonitor) -> Iterator[None]:
-        """Record an attempt from its first step to its end, whatever ends it. `hosts`: workers, by launcher."""
+    def attempt(
+        self,
+        number: int,
+        hosts: Mapping[str, Sequence[str]],
+        monitor: RunMonitor,
+        machines: Mapping[str, str] | None = None,
+    ) -> Iterator[None]:
+        """Record an attempt from its first step to its end, whatever ends it. `hosts`: workers, by launcher.
+        `machines`: host names, by launcher."""
         entry: dict[str, Any] = {
             "attempt": number,
             "began": round(self._clock(), 3),
             "hosts": dict(hosts),
+            "machines": dict(machines or {}),
             "first_step": monitor.first_step,
         }
         self.data["attempts"].append(entry)

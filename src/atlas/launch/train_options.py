@@ -65,6 +65,8 @@ class TrainOptions:
     """How gradients are summed over pipelines (`TrainingSetup.sums`)."""
     zero: int = 0
     """1: optimizer state is divided among the pipelines (ZeRO-1)."""
+    logs: Path | None = None
+    """Of workers of an emulated run; with --dc a launcher has its own (`AgentSettings.logs`)."""
     stated: frozenset[str] | None = None
     """Keys of the recipe that the user wrote here; for the others, the first datacenter's apply. None: all."""
     checkpoints: Path | None = None
@@ -106,6 +108,7 @@ def recipe_options(recipe: Recipe, *, model: str) -> dict[str, Any]:
         "seed": recipe.seed,
         "sums": recipe.sums,
         "zero": recipe.zero,
+        "logs": Path(recipe.logging.folder) if recipe.logging.folder is not None else None,
         "checkpoints": Path(saved.folder) if saved.folder is not None else None,
         "save_every": saved.every,
         "keep": saved.keep,

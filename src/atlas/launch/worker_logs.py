@@ -63,3 +63,9 @@ def log_folder(root: Path, attempt: int, datacenter: str, host: int) -> Path:
                 with contextlib.suppress(OSError):
                     empty.rmdir()
     return root / f"attempt-{attempt}" / place
+
+
+def new_attempt(root: Path) -> Path:
+    """The folder for an emulated attempt: all its workers are on this host."""
+    found = [int(match[1]) for old in root.glob("attempt-*") if (match := re.fullmatch(r"attempt-(\d+)", old.name))]
+    return root / f"attempt-{max(found, default=0) + 1}" / "emulated"
