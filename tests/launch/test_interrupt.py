@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from atlas.commands.train import STOP_SIGNALS, end_on_signals
+from atlas.errors import StopSignal
 from atlas.launch.checkpoint_folders import find_checkpoints
 from atlas.runtime.checkpoint import LocalStore, choose, load_layers
 
@@ -53,6 +55,30 @@ def training(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+class SignalledWhileDeleted:
+    """A signal arrives in its destructor, where Python drops every exception."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_is_not_lost_in_a_destructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # restored at the end
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+    def delete_one() -> None:
+        SignalledWhileDeleted()
+        time.sleep(10)
+
+    try:
+        end_on_signals()
+        with pytest.raises(StopSignal):
+            delete_one()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path: Path) -> None:
     with training(tmp_path) as (job, running):
         job.send_signal(signal.SIGINT)

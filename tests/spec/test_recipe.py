@@ -113,3 +113,15 @@ def test_a_recipe_trains_as_the_same_flags_do(tmp_path: Path) -> None:
 def test_a_recipe_with_an_unknown_key_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(TINY), "--emulate", "--recipe", str(written(tmp_path, "learning: 1\n"))]) == 2
     assert "Did you mean 'learning_rate'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["file", "flag"])
+def test_an_object_store_is_refused_and_no_folder_is_made_of_it(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = written(tmp_path, "checkpoints: {folder: 's3://bucket/run'}" if where == "file" else "steps: 2")
+    flags = ["--checkpoints", "s3://bucket/run"] if where == "flag" else []
+    assert main(["train", str(TINY), "--emulate", "--recipe", str(recipe), *flags]) == 2
+    assert "not to an object store. Give a folder" in " ".join(capsys.readouterr().err.split())
+    assert [file.name for file in tmp_path.iterdir()] == ["recipe.yaml"]

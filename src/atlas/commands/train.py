@@ -14,7 +14,9 @@ cannot execute is refused, with the reason.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,6 +112,7 @@ def filler_flags(parser: argparse.ArgumentParser) -> None:
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+AGAIN_S = 0.05
 """A scheduler sends them before it takes the hosts away: save, and end with 75."""
 FLAGS = {
     "steps": "steps",
@@ -181,7 +184,19 @@ def end_on_signals() -> None:
     def stop(number: int, stack: object) -> None:
         raise StopSignal
 
+    before = sys.unraisablehook
+
+    def again(lost: sys.UnraisableHookArgs) -> None:
+        """Python drops an exception that is raised in a destructor: send the signal once more."""
+        if not isinstance(lost.exc_value, StopSignal):
+            before(lost)
+            return
+        timer = threading.Timer(AGAIN_S, os.kill, (os.getpid(), STOP_SIGNALS[0]))
+        timer.daemon = True
+        timer.start()
+
     if threading.current_thread() is threading.main_thread():
+        sys.unraisablehook = again
         for number in STOP_SIGNALS:
             signal.signal(number, stop)
 

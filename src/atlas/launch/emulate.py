@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -198,7 +198,9 @@ def _assign(
     settings: EmulationSettings,
 ) -> None:
     texts: dict[int, str] = {}
+    first = {role.datacenter: role for role in reversed(roles)}
     for role in roles:
+        save = settings.save.get(role.datacenter)
         program, group = role.program, settings.groups[role.group] if settings.groups else None
         pace_ns = (costs if group is None else group.costs).compute_ns[role.worker // program.num_ranks].copy()
         pace_ns[:, Kind.NORM] = 0  # its cost is the way over the emulated WAN
@@ -219,7 +221,7 @@ def _assign(
             tp=settings.tp,
             streams=settings.streams,
             patience_s=settings.patience_s,
-            save=settings.save.get(role.datacenter),
+            save=save and replace(save, prunes=role is first[role.datacenter]),
             filler=settings.fillers.get(role.name),
             weights_file=str(_weights_file(workers, role.name)) if keeps else "",
             shares_gpu=True,

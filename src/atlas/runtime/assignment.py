@@ -120,6 +120,8 @@ class SaveChoice:
     resume: int | None = None
     """The step to resume from, chosen by the launcher for all workers; None: a new run."""
     copy: CopyChoice | None = None
+    prunes: bool = True
+    """Whether this worker deletes old saves, of all workers of its folder: one of a launcher's does."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,8 @@ class Saving:
         self.choice, self.role, self.stage_set = choice, role, stage_set
         self.global_batch = global_batch_of(self.training, role)
         self.digest = data_digest(self.training.data)
-        self.retention, self._copies = Retention(choice.keep), Retention(choice.keep)
+        self.retention = Retention(choice.keep, prunes=choice.prunes)
+        self._copies = Retention(choice.keep, prunes=choice.prunes)
         self._on_written = on_written
         self._replicator: Replicator | None = None
         self.checkpointer = Checkpointer(

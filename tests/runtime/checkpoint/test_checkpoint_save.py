@@ -200,6 +200,12 @@ def test_the_last_n_are_kept_and_leftovers_go_with_them(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004-a0", "step-00000005-a0"]
 
 
+def test_one_process_of_a_store_deletes_for_all(tmp_path: Path) -> None:
+    store = saved(tmp_path, 10, 20, 30)
+    assert Retention(1, prunes=False).prune(store) == []
+    assert [id.step for id in Retention(1).prune(store)] == [10, 20]
+
+
 def test_a_worker_deletes_only_confirmed_old_saves(tmp_path: Path) -> None:
     """Its peer may have failed to write: then the old checkpoint is the only one."""
     retention = Retention(keep=1)

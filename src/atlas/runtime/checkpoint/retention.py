@@ -16,9 +16,10 @@ from atlas.runtime.checkpoint.store import BlobStore
 class Retention:
     """Thread-safe; for the stores of one kind (the datacenters' own, or the replicas)."""
 
-    def __init__(self, keep: int = 3) -> None:
+    def __init__(self, keep: int = 3, *, prunes: bool = True) -> None:
+        """`prunes`: whether this process deletes; one of those that write to a store suffices."""
         assert keep >= 1, "keep at least one checkpoint"
-        self.keep = keep
+        self.keep, self.prunes = keep, prunes
         self._confirmed: set[SaveId] = set()
         self._lock = threading.Lock()
 
@@ -35,6 +36,8 @@ class Retention:
 
     def prune(self, store: BlobStore) -> list[SaveId]:
         """Delete old saves from `store`; returns them."""
+        if not self.prunes:
+            return []
         present = ids(store)
         with self._lock:
             known = sorted((self._confirmed & present) | set(complete_ids([store])))
