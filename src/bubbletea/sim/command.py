@@ -11,14 +11,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from atlas.console import Meter, as_json, job_flags, positive, require_apart, require_writable, say, show, whole
 from atlas.errors import AtlasError
 from atlas.view import write_curves
+from atlas.view.table import seconds
 from bubbletea.admit.aims import LATE_TOKENS, Aims
 from bubbletea.flags import aim_flags
+from bubbletea.sim.capacity import P50_RATIO, JudgedLoad, find_capacity
 from bubbletea.sim.figures import by_load, notes, table
 from bubbletea.sim.noise import Noise
 from bubbletea.sim.replay import Ours, ReplayResult, play
@@ -29,7 +32,8 @@ from bubbletea.sim.waits import load_waits, waiting
 from bubbletea.windows.bubbles import Forecast
 
 POLICIES = ("ours", "paper", "dedicated")
-PATIENCE_S = 10.0
+PATIENCE_S, RELAXED_S = 10.0, 20.0
+"""Deadlines: the default, and that of dedicated accelerators to which --capacity compares."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +44,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", type=positive, action="append", metavar="X", help="may be repeated; default: 0.6")
     parser.add_argument(
         "--prompt", type=whole(1, 1_000_000), action="append", metavar="N", help="scale prompts to N tokens on average"
+    )
+    parser.add_argument(
+        "--capacity",
+        action="store_true",
+        help="find the largest load at which p50, p95 and refusals are as promised (docs/bubbletea.md)",
     )
     parser.add_argument("--offline", action="store_true", help="requests have no deadline: fill all bubbles")
     parser.add_argument(
@@ -110,6 +119,8 @@ def run(args: argparse.Namespace) -> int:
         )
         if waits is not None:
             scene = waiting(scene, waits)
+        if args.capacity:
+            return _print_capacity(scene, trace, args, meter)
         found = [
             row | {"load": load, "prompt_tokens": round(float(one.tokens.mean()))}
             for one in _traces(trace, args.prompt)
@@ -124,6 +135,32 @@ def run(args: argparse.Namespace) -> int:
         series, x, log = by_load(found)
         write_curves(args.html, series, x, "TTFT p95, seconds (simulated)", f"{scene.name}: {trace.name}", log_y=log)
         say(f"wrote {args.html}")
+    return 0
+
+
+def _print_capacity(scene: Scene, trace: RequestTrace, args: argparse.Namespace, meter: Meter) -> int:
+    def judge(load: float) -> JudgedLoad:
+        meter(f"load {load:g}", 0, 0)
+        rate = load * scene.capacity_tokens_per_s(trace)
+        theirs = simulated(scene, "dedicated", trace, rate, argparse.Namespace(**{**vars(args), "patience": RELAXED_S}))
+        p50_s, p95_s = P50_RATIO * theirs["ttft_p50_s"], theirs["ttft_p95_s"] + scene.longest_op_ns / 1e9
+        mine = {"patience": p95_s, "goal": p50_s if args.late else args.goal}
+        ours = simulated(scene, "ours", trace, rate, argparse.Namespace(**{**vars(args), **mine}))
+        return JudgedLoad(load, ours["ttft_p50_s"], ours["ttft_p95_s"], ours["refused"], p50_s, p95_s)
+
+    found = find_capacity(judge)
+    if args.json:
+        sys.stdout.write(as_json({**scene.figures(), "trace": trace.name, **asdict(found)}))
+        return 0
+    for name, one in (("promise", found.best), ("too much", found.worse)):
+        if one is not None:
+            goal = f" --goal {one.p50_limit_s:.4f} --late {args.late:g}" if args.late else ""
+            show(
+                f"{name}: load {one.load:.2f}: p50 {seconds(one.p50_s)} (limit {seconds(one.p50_limit_s)}), p95 "
+                f"{seconds(one.p95_s)} (limit {seconds(one.p95_limit_s)}), {100 * one.refused:.1f} % refused"
+                + (f"; misses {', '.join(one.misses)}" if one.misses else "")
+                + f"\n  --load {one.load:.2f} --patience {one.p95_limit_s:.4f}{goal}"
+            )
     return 0
 
 

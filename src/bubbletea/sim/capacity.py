@@ -1,0 +1,62 @@
+"""The load that a seller can promise: the largest at which prefill in bubbles is nearly as fast as on accelerators of
+its own. Found by bisection; knows how to judge a load, not how it is simulated.
+
+The promise, against as many dedicated accelerators at the same load: p50 at most 1.10x, p95 at most one training op
+more, at most 5 % refused. The deadline of every request is that p95.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+P50_RATIO, MAX_REFUSED = 1.10, 0.05
+LEAST, MOST, STEP = 0.01, 1.0, 0.01
+"""Loads that are tried, as a share of what fills the bubbles; the answer is a multiple of STEP."""
+
+
+@dataclass(frozen=True)
+class JudgedLoad:
+    """TTFT in seconds, and the limits that follow from dedicated accelerators at this load."""
+
+    load: float
+    p50_s: float | None
+    p95_s: float | None
+    refused: float
+    p50_limit_s: float
+    p95_limit_s: float
+
+    @property
+    def misses(self) -> list[str]:
+        """Which parts of the promise it breaks. Without a served request it has no p50."""
+        found = {
+            "p50": self.p50_s is None or self.p50_s > self.p50_limit_s,
+            "p95": self.p95_s is None or self.p95_s > self.p95_limit_s,
+            "refused": self.refused > MAX_REFUSED,
+        }
+        return [name for name, missed in found.items() if missed]
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """`best`: the largest load that holds; None: not even LEAST does. `worse`: the next one, which does not; None: all
+    hold."""
+
+    best: JudgedLoad | None
+    worse: JudgedLoad | None
+
+
+def find_capacity(judge: Callable[[float], JudgedLoad]) -> Capacity:
+    """Bisection over multiples of STEP: a load holds if all smaller ones do."""
+    low, high = round(LEAST / STEP), round(MOST / STEP)
+    judged = {low: judge(LEAST)}
+    if judged[low].misses:
+        return Capacity(None, judged[low])
+    judged[high] = judge(MOST)
+    if not judged[high].misses:
+        return Capacity(judged[high], None)
+    while high - low > 1:
+        middle = (low + high) // 2
+        judged[middle] = judge(round(middle * STEP, 9))
+        low, high = (low, middle) if judged[middle].misses else (middle, high)
+    return Capacity(judged[low], judged[high])
