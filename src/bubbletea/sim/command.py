@@ -78,6 +78,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tenants", type=whole(1, 1000), default=1, metavar="N", help="number of tenants, assigned in turn (default 1)"
     )
+    window_flags(parser)
+    job_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="TTFT over load or prompt length, as a page or .svg")
+
+
+def window_flags(parser: argparse.ArgumentParser) -> None:
+    """Where the windows come from, and how well they are known."""
     parser.add_argument(
         "--jitter",
         type=positive,
@@ -95,9 +103,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--waits", type=Path, metavar="FILE", help="tool waits of rollouts, from `tvcache replay --waits`"
     )
     parser.add_argument("--without-cache", action="store_true", help="with --waits: the waits without a cache")
-    job_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="TTFT over load or prompt length, as a page or .svg")
 
 
 def run(args: argparse.Namespace) -> int:
