@@ -9,6 +9,7 @@ import pytest
 from multi_dc_runs import run_datacenters
 
 from atlas.errors import SpecError
+from atlas.launch.preflight import require_executable
 from atlas.launch.prepared_job import prepare_job
 from atlas.launch.rehearse import rehearse
 from atlas.launch.train_options import TrainOptions
@@ -116,3 +117,14 @@ def test_a_plan_with_groups_refuses_another_shape(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(plan_text(plan_of(make_plan(regions_job(), tries=0, kind="data"))))
     with pytest.raises(SpecError, match="num_microbatches"):
         load_job_or_plan(tmp_path / "plan.yaml", ["num_microbatches=77"])
+
+
+def test_nodes_of_a_datacenter_without_workers_do_not_limit_tensor_parallelism() -> None:
+    wide = regions_job(tp=2).alone(placement=(Place(dc="west", stages=2),))
+    narrow = [
+        dc.model_copy(update={"gpus_per_node": 1}) if dc.name == "east" else dc for dc in wide.cluster.datacenters
+    ]
+    cluster = wide.cluster.model_copy(update={"datacenters": tuple(narrow)})
+    require_executable(wide.alone(cluster=cluster))
+    with pytest.raises(SpecError, match="nodes of east"):
+        require_executable(wide.alone(cluster=cluster, placement=None))

@@ -50,7 +50,9 @@ def require_executable(job: Job, filler: FillerChoice | None = None) -> None:
             rule="another framework executes this job: it can be simulated and planned, not trained",
             remedy="Write runtime: atlas, or leave it out",
         )
-    narrow = next((dc for dc in job.cluster.datacenters if dc.gpus_per_node < job.tp), None)
+    placed = {place.dc for part in job.parts for place in part.placement or ()}
+    used = [dc for dc in job.cluster.datacenters if dc.name in placed or not placed]
+    narrow = next((dc for dc in used if dc.gpus_per_node < job.tp), None)
     if narrow is not None and job.tp > 1:
         raise SpecError(
             where=job.where,
