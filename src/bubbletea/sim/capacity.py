@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 P50_RATIO, MAX_REFUSED = 1.10, 0.05
-LEAST, MOST, STEP = 0.01, 1.0, 0.01
+LEAST, TENTH, STEP = 0.01, 0.1, 0.01
 """Loads that are tried, as a share of what fills the bubbles; the answer is a multiple of STEP."""
 
 
@@ -39,24 +39,26 @@ class JudgedLoad:
 
 @dataclass(frozen=True)
 class Capacity:
-    """`best`: the largest load that holds; None: not even LEAST does. `worse`: the next one, which does not; None: all
-    hold."""
+    """`best`: the largest load that holds; None: none does. `worse`: the next one, which does not, if there is one."""
 
     best: JudgedLoad | None
     worse: JudgedLoad | None
 
 
 def find_capacity(judge: Callable[[float], JudgedLoad]) -> Capacity:
-    """Bisection over multiples of STEP: a load holds if all smaller ones do."""
-    low, high = round(LEAST / STEP), round(MOST / STEP)
-    judged = {low: judge(LEAST)}
-    if judged[low].misses:
-        return Capacity(None, judged[low])
-    judged[high] = judge(MOST)
-    if not judged[high].misses:
-        return Capacity(judged[high], None)
-    while high - low > 1:
-        middle = (low + high) // 2
-        judged[middle] = judge(round(middle * STEP, 9))
-        low, high = (low, middle) if judged[middle].misses else (middle, high)
-    return Capacity(judged[low], judged[high])
+    """From the largest load down in tenths to the first that holds, then bisection above it. Smaller loads need not
+    hold: dedicated accelerators are faster there too, and so the limits are tighter."""
+    worse: JudgedLoad | None = None
+    for load in (*(round(tenths * TENTH, 9) for tenths in range(10, 0, -1)), LEAST):
+        found = judge(load)
+        if not found.misses:
+            return _bisected(judge, found, worse)
+        worse = found
+    return Capacity(None, worse)
+
+
+def _bisected(judge: Callable[[float], JudgedLoad], best: JudgedLoad, worse: JudgedLoad | None) -> Capacity:
+    while worse is not None and worse.load - best.load > 1.5 * STEP:
+        middle = judge(round((best.load + worse.load) / 2 / STEP) * STEP)
+        best, worse = (best, middle) if middle.misses else (middle, worse)
+    return Capacity(best, worse)
