@@ -3,7 +3,7 @@
 1. Two emulated regions of different shape, worker processes over an emulated WAN: losses against one process, and the
    iteration against the simulated one.
 2. `atlas plan` on random Llama jobs over two to four regions: every winning plan is prepared as `atlas train` does, and
-   the three smallest that span regions by data parallelism are run.
+   the best plans that span regions by data parallelism are run for three of these jobs.
 
     python bench/groups.py [--steps 20] [--jobs 20] [--part shapes|plans]
     python bench/groups.py --quick      # 6 steps, 4 jobs, one of them run
@@ -143,10 +143,11 @@ class PreparedPlan(NamedTuple):
     prepared: PreparedJob
 
 
-def prepared_plan(job: Job, folder: Path) -> PreparedPlan:
-    """The winning plan, written, read and prepared as `atlas train` does; raises AtlasError where that refuses it."""
+def prepared_plan(job: Job, folder: Path, kind: str | None = None) -> PreparedPlan:
+    """The winning plan, of one kind or of all, written, read and prepared as `atlas train` does. Raises AtlasError
+    where that refuses it."""
     path = folder / "plan.yaml"
-    path.write_text(plan_text(plan_of(make_plan(job, tries=0))))
+    path.write_text(plan_text(plan_of(make_plan(job, tries=0, kind=kind))))
     read, plan = load_job_or_plan(path)
     assert plan is not None
     options = TrainOptions.of(plan, model="job", steps=RUN_STEPS)
@@ -161,7 +162,7 @@ def prepared_plan(job: Job, folder: Path) -> PreparedPlan:
 
 
 def measure_plans(report: Report, num_jobs: int, num_run: int) -> None:
-    refused, spanning = 0, list[PreparedPlan]()
+    refused, num_spanning, spanning = 0, 0, list[PreparedPlan]()
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(num_jobs):
             try:
@@ -170,10 +171,11 @@ def measure_plans(report: Report, num_jobs: int, num_run: int) -> None:
                 refused += 1
                 print(f"random {seed}: {error}", file=sys.stderr)
                 continue
-            if len(found.plan.groups) > 1:
-                spanning.append(found)
+            num_spanning += len(found.plan.groups) > 1
+            if seed % 2 == 0 and len(spanning) < 2 * num_run:  # small ones
+                spanning.append(prepared_plan(random_job(seed), Path(folder), "data"))
         report.figure(f"{num_jobs} random jobs: winning plans that are refused", refused, "plans", at_most=0)
-        report.figure(f"{num_jobs} random jobs: plans of several groups", len(spanning), "plans")
+        report.figure(f"{num_jobs} random jobs: plans of several groups", num_spanning, "plans")
         fitting = [p for p in spanning if len(p.prepared.roles) * p.job.tp <= MAX_WORKERS]
         fitting = [p for p in fitting if p.plan.predicted.iteration_s <= LONGEST_S]
         chosen = sorted(fitting, key=lambda p: p.plan.predicted.iteration_s)[:num_run]

@@ -17,6 +17,7 @@ from atlas.planner.files import plan_of
 from atlas.planner.run import make_plan
 from atlas.runtime.assignment import SumsKind
 from atlas.runtime.reference import train_groups_alone
+from atlas.sim import simulate
 from atlas.spec import Job, parse_job
 from atlas.spec.job import Place
 from atlas.spec.plan import PlanGroup, group_jobs, load_job_or_plan, plan_text
@@ -94,6 +95,19 @@ def test_launchers_of_two_regions_train_save_and_resume(tmp_path: Path) -> None:
     assert (first.errors, again.errors) == ({}, {})
     losses, _ = train_groups_alone(prepare_job(job, options).training, [(1, 4), (2, 2)], 4)
     assert {**first.losses, **again.losses} == pytest.approx(dict(enumerate(losses, 1)), rel=1e-6)
+
+
+def test_every_group_is_predicted_to_take_as_long_as_the_slowest() -> None:
+    job = regions_job(group("west", (1, 2), 1, 4), group("east", (3,), 2, 9))
+    prepared = prepare_job(job, OPTIONS)
+    found = [simulate(one.program, one.predicted).iteration_ns / 1e9 for one in prepared.groups]
+    assert found == pytest.approx([prepared.predicted_s] * 2, rel=1e-6)
+
+
+def test_a_stand_in_needs_no_room_for_the_activations_of_the_job() -> None:
+    job = regions_job(group("west", (1, 2), 1, 4), group("east", (3,), 2, 9))
+    prepared = prepare_job(job, replace(OPTIONS, model="", data=""))
+    assert {need.activations for need in prepared.needs_of(prepared.roles, saves=False)} == {0}
 
 
 def test_the_best_plan_that_spans_regions_is_prepared_as_it_was_planned(tmp_path: Path) -> None:

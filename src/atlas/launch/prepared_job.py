@@ -117,7 +117,9 @@ class PreparedJob:
         found: dict[str, WorkerNeed] = {}
         for number, part in enumerate(self.parts):
             mine = [role for role in roles if role.group == number]
-            needs = worker_needs(mine, part.job, self.training_of(number), saves=saves)
+            stands_in = not self.training.model.layers_per_stage  # its activations are not the job's
+            training = self.training if stands_in else self.training_of(number)
+            needs = worker_needs(mine, part.job, training, saves=saves)
             found |= {role.name: need for role, need in zip(mine, needs, strict=True)}
         return [found[role.name] for role in roles]
 
@@ -213,7 +215,13 @@ def _prepare_groups(job: Job, options: TrainOptions) -> PreparedJob:
         PreparedGroup(part.job, part.program, part.costs, own, tuple(wait.sync_s.tolist()), wait.norm_s)
         for part, own, wait in zip(found, layers, waits, strict=True)
     )
-    slowest_s = max(simulate(group.program, group.predicted).iteration_ns for group in groups) / 1e9
+    # From step to step, a group that is done earlier waits for the slowest one.
+    seconds = [simulate(group.program, group.predicted).iteration_ns / 1e9 for group in groups]
+    slowest_s = max(seconds)
+    groups = tuple(
+        replace(group, waits_s=tuple(wait + slowest_s - own_s for wait in group.waits_s))
+        for group, own_s in zip(groups, seconds, strict=True)
+    )
     first = groups[0]
     whole = first.job.alone()
     whole._groups = job.groups
