@@ -11,6 +11,7 @@ import pytest
 
 import atlas
 from atlas import load_job, simulate
+from atlas.sim.simulate import compiled_engine
 
 SRC = Path(atlas.__file__).parent
 TINY = SRC.parents[1] / "examples" / "tiny.yaml"
@@ -37,6 +38,7 @@ def calls() -> Counter[tuple[str, str]]:
         if event == "call" and path.is_relative_to(SRC):
             found[str(path.relative_to(SRC)), frame.f_code.co_name] += 1
 
+    compiled_engine.cache_clear()  # other tests may have loaded it; a small job does not
     before = sys.getprofile()
     sys.setprofile(count)
     try:

@@ -20,8 +20,9 @@ from serving import TINY, serving
 from bubbletea.bench import BenchLoad, bench
 
 
-async def ask_many(url: str, num_requests: int, num_clients: int, found: Counter[str], *, retries: int = 8) -> None:
-    """With OpenAI's own client; `found` is what became of each, an answer that is not the model's counted apart."""
+async def ask_many(url: str, num_requests: int, num_clients: int, found: Counter[str], *, retries: int = 40) -> None:
+    """With OpenAI's own client; `found` is what became of each, an answer that is not the model's counted apart. A busy
+    host refuses some at first (429): the client tries again."""
     decoder = whole(TINY.served)
     prompts = [[(i * 7 + n) % 256 for i in range(1 + (n * 37) % 200)] for n in range(40)]
     expected = [greedy_alone(decoder, prompt, 4) for prompt in prompts]
