@@ -29,8 +29,7 @@ from common.report import Report
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "launch"))
 from multi_dc_runs import free_port
 
-from atlas.ir.text import from_text
-from atlas.launch.agent import Agent, AgentSettings, _Attempt
+from atlas.launch.agent import Agent, AgentSettings, _Attempt, _roles
 from atlas.launch.control_channel import Message, unpack_text
 from atlas.launch.coordinator import RunCallbacks
 from atlas.launch.multi_dc import COORDINATOR, coordinate, security_of
@@ -108,8 +107,7 @@ class StubAgent(Agent):
 
     def _prepare(self, attempt: _Attempt, message: Message) -> None:
         wanted = message["prepare"]
-        program = from_text(unpack_text(wanted["program"]))
-        roles = [WorkerRole(program, worker, cell, wanted["num_cells"]) for cell, worker in wanted["workers"]]
+        roles = _roles(wanted, [unpack_text(group["program"]) for group in wanted["groups"]])
         self.stub = (roles, threading.Event())
         self._reply(attempt, {"prepared": {role.name: 0 for role in roles}})
         for number, role in enumerate(roles):
