@@ -64,9 +64,18 @@ def test_what_is_searched_for_a_worse_link_is_searched_for_a_better_one() -> Non
         return sorted({int(point.apart.latency_ns.max()) for point in points})
 
     assert latencies(42) == latencies(43)
-    worse = latencies(42 * 1.35**2)
+    worse = latencies(42 * 1.35)
     assert worse != latencies(42)
-    assert set(worse[:3]) < set(latencies(42)), "its own grid cell and the next two"
+    assert set(worse[:4]) < set(latencies(42)), "its own grid cell and the next three"
+
+
+def test_turns_and_no_turns_are_on_one_scale() -> None:
+    """Two scales would cross their grid lines one after the other: a point that no better link uses."""
+    loads = [
+        {(int(p.apart.work_ns.max()), int(p.turns.work_ns.max())) for p in references(setting, 900) if p.turns}
+        for setting in (setting_of(20, wan, 2, 900) for wan in np.linspace(60, 75, 16))
+    ]
+    assert len(set().union(*loads)) == len(loads[0] | loads[-1])
 
 
 def test_every_fast_link_uses_the_same_slow_reference_points() -> None:

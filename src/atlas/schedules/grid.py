@@ -9,6 +9,7 @@ stage's work, which no link changes. Knows no order and no search.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -24,23 +25,20 @@ Flags = NDArray[np.bool_]
 
 
 class Move(NamedTuple):
-    """From a setting to a grid point that it uses: so many strides of the grid worse."""
+    """From a setting to a grid point that it uses: so many steps worse."""
 
     latency: int = 0
     load: int = 0
-    stride: int = 1
-    """In steps. The grid's places are its multiples."""
 
 
 LATENCY_STEP, LOAD_STEP = 1.35, 1.25
 SMALLEST = 1 / 16
 """Of the slowest stage's work: below the first step from here a grid point has no latency, or no load."""
 WIDE = (
-    *(Move(i, j, 2) for i in range(3) for j in range(3)),
-    *(Move(*axis, 2) for far in (3, 5, 8) for axis in ((far, 0), (0, far))),
+    *(Move(i, j) for i in range(4) for j in range(4)),
+    *(Move(*axis) for far in (4, 6, 9, 13) for axis in ((far, 0), (0, far))),
 )
-"""For a search with many tries. A step of 2 leaves few gaps between what neighbouring settings use; a finer grid finds
-orders that are 0.2 % faster, but lets one sweep in 60 break the rule above by a per cent."""
+"""For a search with many tries: all that the next worse settings use, and some far away."""
 NEAR = (Move(), Move(0, 1), Move(1, 0))
 """For a search with few tries: a setting's own grid point and one step worse."""
 MIN_TRIES = 12
@@ -48,14 +46,14 @@ MIN_TRIES = 12
 
 
 def references(setting: Setting, budget: int) -> list[Setting]:
-    """The grid points that a setting uses, each with its share of the budget. How many tries a point
-    gets does not depend on how many of the points coincide: a point has the same orders wherever it is used."""
+    """The grid points that a setting uses, each with its share of the budget. How many tries a point gets does not
+    depend on how many of the points coincide: a point has the same orders wherever it is used."""
     moves = next((m for m in (WIDE, NEAR) if budget >= MIN_TRIES * len(m)), NEAR[:1])
     tries = max(1, budget // len(moves))
     found: dict[tuple[bytes, ...], Setting] = {}
     for move in moves:
-        apart = _at_grid(setting, setting.apart, False, move)
-        turns = None if setting.turns is None else _at_grid(setting, setting.turns, True, move)
+        apart = _at_grid(setting, False, move)
+        turns = None if setting.turns is None else _at_grid(setting, True, move)
         point = replace(setting, apart=apart, turns=turns, budget=tries)
         found.setdefault(prices(point), point)
     return list(found.values())
@@ -64,7 +62,11 @@ def references(setting: Setting, budget: int) -> list[Setting]:
 def prices(setting: Setting) -> tuple[bytes, ...]:
     """The prices in which the grid points of one cell differ."""
     both = [setting.apart, *([] if setting.turns is None else [setting.turns])]
-    return tuple(array.tobytes() for costs in both for array in (costs.compute_ns, costs.work_ns, costs.latency_ns))
+    return tuple(
+        array.tobytes()
+        for costs in both
+        for array in (costs.compute_ns, costs.work_ns, costs.before_ns, costs.latency_ns)
+    )
 
 
 def slow_boundaries(layout: Layout) -> Ints:
@@ -74,25 +76,34 @@ def slow_boundaries(layout: Layout) -> Ints:
     return crosses if crosses.any() else np.ones_like(crosses)
 
 
-def _at_grid(setting: Setting, costs: Costs, sharing: bool, move: Move) -> Costs:
-    """The costs with every slow boundary at a grid point, reached from the one at or below it."""
-    slow = slow_boundaries(setting.layout).astype(bool)
+def _at_grid(setting: Setting, sharing: bool, move: Move) -> Costs:
+    """The costs with their slowest boundary at a grid point, reached from the one at or below it, and the other
+    boundaries in proportion. One scale serves with turns and without: two would cross a grid line one after the other,
+    and a slightly worse link would use a point that no better one uses."""
+    costs, layout = setting.costs_of_sharing(sharing), setting.layout
+    slow = slow_boundaries(layout).astype(bool)
     stage_ns = costs.compute_ns[0]
     again = stage_ns[:, Kind.R] * setting.recompute
     unit = max(1.0, float((stage_ns[:, Kind.F] + again + stage_ns[:, Kind.B]).max()))
-    num = setting.layout.num_pipelines if sharing else 1
-    load = _snapped(_alone_ns(costs) * num, unit, LOAD_STEP, move.load, move.stride) // num
-    latency = _snapped(costs.latency_ns + costs.before_ns, unit, LATENCY_STEP, move.latency, move.stride)
+    most_load = int(_alone_ns(setting.apart)[:, :, slow].max(initial=0))
+    most_latency = int(setting.apart.latency_ns[:, :, slow].max(initial=0))
+    load = _scaled(_alone_ns(costs), most_load, _snapped(most_load, unit, LOAD_STEP, move.load))
+    latency = _scaled(costs.latency_ns, most_latency, _snapped(most_latency, unit, LATENCY_STEP, move.latency))
     quantum_ns = max((link.quantum_ns for link in costs.links if link.policy == TURNS), default=0)
-    links, channel = _links(setting.layout, slow, sharing, quantum_ns)
-    return Costs(
-        costs.compute_ns,
-        links,
-        channel,
-        np.where(slow, load, costs.work_ns),
-        np.where(slow, 0, costs.before_ns),
-        np.where(slow, latency, costs.latency_ns),
+    links, channel = _links(layout, slow, sharing, quantum_ns)
+    return replace(
+        costs,
+        links=links,
+        channel_link=channel,
+        work_ns=np.where(slow, load, costs.work_ns),
+        latency_ns=np.where(slow, latency, costs.latency_ns),
     )
+
+
+def _scaled(ns: Ints, most_ns: int, wanted_ns: int) -> Ints:
+    """With `most_ns` at `wanted_ns`. Proportions are rounded, so that neighbouring settings have the same."""
+    share = np.round(ns / most_ns, 3) if most_ns else np.ones(ns.shape)
+    return np.rint(share * wanted_ns).astype(np.int64)
 
 
 def _alone_ns(costs: Costs) -> Ints:
@@ -105,12 +116,10 @@ def _alone_ns(costs: Costs) -> Ints:
     return np.rint(work).astype(np.int64)
 
 
-def _snapped(ns: Ints, unit: float, step: float, worse: int, stride: int) -> Ints:
-    """The place at or below, then so many strides up; 0 below the first step."""
-    with np.errstate(divide="ignore"):
-        place = np.floor(np.log(np.maximum(ns, 1) / (SMALLEST * unit)) / np.log(step) + 1e-9)
-    place = (np.maximum(place, 0) // stride + worse) * stride
-    return np.where(place == 0, 0, np.rint(SMALLEST * unit * step**place)).astype(np.int64)
+def _snapped(ns: int, unit: float, step: float, worse: int) -> int:
+    """The place at or below, then so many steps up; 0 below the first step."""
+    place = max(0, math.floor(math.log(max(ns, 1) / (SMALLEST * unit)) / math.log(step) + 1e-9)) + worse
+    return round(SMALLEST * unit * step**place) if place else 0
 
 
 def _links(

@@ -63,7 +63,7 @@ Score = Callable[[Order, Setting], int]
 _known: dict[Any, list[Order]] = {}
 BOUNDED = 30
 """With fewer tries a grid point is not worth its lower bound, at which a search may stop early."""
-REMEMBERED = 32
+REMEMBERED = 64
 """Grid points whose orders are remembered."""
 
 
