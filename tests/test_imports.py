@@ -7,6 +7,7 @@ import functools
 import resource
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -277,3 +278,9 @@ def test_functions_and_modules_are_short() -> None:
                 if lines > MAX_FUNCTION_LINES:
                     long.append((f"{name}.{node.name}", lines))
     assert long == []
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by name."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py")
+    assert [name for name, count in names.items() if count > 1] == []
