@@ -281,6 +281,6 @@ def test_functions_and_modules_are_short() -> None:
 
 
 def test_no_two_test_files_have_one_name() -> None:
-    """pytest imports them by name."""
+    """They are imported by name."""
     names = Counter(path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py")
     assert [name for name, count in names.items() if count > 1] == []
