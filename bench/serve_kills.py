@@ -62,6 +62,10 @@ class Kind:
     offline: float = 0.0
     """The share of offline requests."""
 
+    @property
+    def trains(self) -> bool:
+        return "--alone" not in self.arguments
+
 
 ALONE, TRAINING = ("--alone", "2"), (str(ROOT / "examples" / "tiny.yaml"), "--slower", "3")
 KINDS = (
@@ -129,37 +133,49 @@ class Outcome:
 
 
 class Service:
-    """`bubbletea serve` as a user starts it."""
+    """`bubbletea serve`, and with a job `atlas train --filler bubbletea`, as a user starts them."""
 
-    def __init__(self, kind: Kind, log: Path) -> None:
-        self.kind, self._log = kind, log
-        with log.open("w") as errors:
+    def __init__(self, kind: Kind, folder: Path) -> None:
+        self.kind, self._log = kind, folder / "log"
+        meet = ["--folder", str(folder)] if kind.trains else []
+        with self._log.open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "bubbletea.cli", "serve", *kind.arguments, "--port", "0"],
+                [sys.executable, "-m", "bubbletea.cli", "serve", *kind.arguments, "--port", "0", *meet],
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
             )
+            self._processes = [self._process]
+            if kind.trains:
+                train = ["--emulate", "--steps", "1000000", "--no-bar", "--filler", "bubbletea"]
+                train += ["--checkpoints", str(folder / "saved"), "--save-every", "5"]
+                words = ["train", *kind.arguments, *train, "--filler-folder", str(folder)]
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "atlas", *words], cwd=folder, stdout=subprocess.DEVNULL, stderr=errors
+                    )
+                )
         assert self._process.stdout is not None
         match = re.search(r"http://([\d.]+):(\d+)", self._process.stdout.readline())
         if match is None:
-            raise RuntimeError(f"bubbletea serve did not start: {log.read_text()[-2000:]}")
+            raise RuntimeError(f"bubbletea serve did not start: {self._log.read_text()[-2000:]}")
         self.host, self.port = match[1], int(match[2])
 
     @property
     def workers(self) -> list[int]:
-        """Process ids: the processes below the service that have no children, without the network emulator."""
+        """Process ids: the processes below service or training that have no children, without the network emulator."""
         parents, found = dict[int, int](), list[int]()
+        root = self._processes[-1].pid
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit():
                 with contextlib.suppress(OSError):
                     parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         for pid in parents.keys() - set(parents.values()):
             above = pid
-            while above in parents and above != self._process.pid:
+            while above in parents and above != root:
                 above = parents[above]
             with contextlib.suppress(OSError):
-                if above == self._process.pid and b"emulator" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if above == root and b"emulator" not in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)
         return sorted(found)
 
@@ -177,12 +193,14 @@ class Service:
                 await asyncio.sleep(0.1)
 
     def close(self) -> None:
-        self._process.send_signal(signal.SIGINT)
-        try:
-            self._process.communicate(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
+        for process in reversed(self._processes):
+            process.send_signal(signal.SIGINT if process is self._process else signal.SIGTERM)
+        for process in self._processes:
+            try:
+                process.communicate(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
 
 
 async def http(service: Service, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
@@ -287,7 +305,7 @@ async def first_answers(service: Service, texts: dict[int, str]) -> None:
 def runs(kind: Kind, seeds: list[int], size: tuple[int, int], num_noise: list[int]) -> Iterator[Outcome]:
     texts = dict[int, str]()
     with tempfile.TemporaryDirectory() as folder:
-        service = Service(kind, Path(folder) / "log")
+        service = Service(kind, Path(folder))
         try:
             asyncio.run(first_answers(service, texts))
             for seed in seeds:

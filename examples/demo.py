@@ -2,7 +2,7 @@
 
 A small GPT trains on the included text, on paced devices and over real sockets, with Varuna on one TCP connection,
 Varuna on many, and Atlas; then with Atlas again while BubbleTea answers prompts in its bubbles. The steps and the
-losses are the same each time, to the bit. Needs no root and no network; takes about 80 seconds on two cores.
+losses are the same each time, to the bit. Needs no root and no network; takes about 75 seconds on two cores.
 Writes out/demo/.
 """
 
@@ -42,7 +42,7 @@ LAYOUT = Layout(2, 3, 8, ("east", "middle", "west"))
 FORWARD_NS, WAN_NS, LATENCY_NS = 30 * MS, 60 * MS, 40 * MS
 ONE_SLOWER = 17.06
 """One connection moves one window per round trip: 293 Mbit/s at 40 ms, where many reach 5 Gbit/s."""
-STEPS, STEPS_OVER_ONE, SERVING_STEPS = 3, 2, 10
+STEPS, STEPS_OVER_ONE, SERVING_STEPS = 3, 1, 10
 """Over one connection a step takes eight times as long."""
 MAX_BUSY = 0.70
 TRAINING = TrainingSetup(

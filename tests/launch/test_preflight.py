@@ -133,3 +133,16 @@ def test_logs_of_an_emulated_run_are_kept_where_the_user_says(monkeypatch: pytes
     for logs in (None, tmp_path, tmp_path):
         rehearse(job, TrainOptions("1f1b", steps=1, logs=logs))
     assert seen == [None, tmp_path / "attempt-1" / "emulated", tmp_path / "attempt-2" / "emulated"]
+
+
+def test_a_run_of_a_million_steps_starts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def emulated(_program: object, _costs: object, _training: object, settings: EmulationSettings, **_: object) -> None:
+        seen.append(settings.num_steps)
+        raise InterruptedError
+
+    monkeypatch.setattr("atlas.launch.rehearse.emulate", emulated)
+    with pytest.raises(InterruptedError):
+        rehearse(load_job(EXAMPLES / "tiny.yaml"), TrainOptions("1f1b", steps=1_000_000))
+    assert seen == [1_000_000]

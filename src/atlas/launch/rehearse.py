@@ -26,6 +26,8 @@ from atlas.sim import simulate
 from atlas.spec import Job
 
 log = logging.getLogger("atlas.launch")
+MAX_PREDICTED = 20
+"""Iterations that are simulated. Later ones are like these."""
 MAX_WORKERS = 16
 """Processes with torch that start in reasonable time on a laptop."""
 
@@ -87,7 +89,7 @@ def _attempt(prepared: PreparedJob, options: TrainOptions, on_step: OnStep) -> R
             "for more steps, or choose another folder for a new run"
         )
     num_steps = options.steps - found.first_step
-    predicted = simulate(repeated(program, num_steps) if num_steps > 1 else program, prepared.parts[0].predicted)
+    predicted = simulate(repeated(program, min(num_steps, MAX_PREDICTED)), prepared.parts[0].predicted)
     settings = EmulationSettings(
         num_steps,
         found.first_step,
