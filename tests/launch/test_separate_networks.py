@@ -100,7 +100,15 @@ def wanted(faults: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict
     return weights
 
 
-@pytest.mark.parametrize(("event", "seed"), [("kill", 11), ("cut", 12), ("disk", 13), ("crash", 14)])
+@pytest.mark.parametrize(
+    ("event", "seed"),
+    [
+        ("kill", 11),
+        pytest.param("cut", 12, marks=pytest.mark.slow),
+        ("disk", 13),
+        pytest.param("crash", 14, marks=pytest.mark.slow),
+    ],
+)
 def test_the_weights_are_those_of_the_undisturbed_run(
     event: str, seed: int, faults: ModuleType, wanted: dict[str, str], tmp_path: Path
 ) -> None:
