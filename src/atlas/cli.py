@@ -32,6 +32,7 @@ COMMANDS = {
     "report": "write a page about a run, or several side by side",
     "view": "draw timeline files as a page, a trace or a figure",
     "compare": "compare two timelines op by op",
+    "fabric": "compare the networks a datacenter could be built with: ports, watts, dollars",
     "plan": "find the best datacenters, parallelism and schedule for a job",
     "whatif": "change a job or a plan and simulate again: sweeps, bottleneck, random networks",
     "train": "train a plan across datacenters, or emulated on this machine",

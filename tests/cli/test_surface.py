@@ -54,6 +54,7 @@ SURFACE = {
     | HOW,
     "coordinator": {"plan", "--listen", "--state"} | HOW,
     "profile": {"job", "--gpu", "--out", "--device", "--repeats", "--compile", "--no-compile", "--set"},
+    "fabric": {"job", "--set", "--json"},
     "plan": {"job", "--json", "--out", "--page", "--set"}
     | {"--strategy", "--objective", "--budget", "--min-throughput", "--tokens", "--deadline", "--keep"}
     | {

@@ -196,7 +196,7 @@ class _Builder:
 
 
 _STEP = re.compile(r"\.?([^.\[\]=]+)|\[([^\[\]]+)\]")
-PATH_KEYS = ("config", "profile", "trace")
+PATH_KEYS = ("config", "profile", "trace", "parts")
 """Keys whose value is a file. `cluster` is one too when it is text."""
 
 

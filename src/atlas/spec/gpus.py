@@ -6,7 +6,7 @@ Prices belong to a datacenter, measured times to a profile.
 
 from __future__ import annotations
 
-from atlas.spec.fields import Flag, Frozen, NonNegative, Positive, Share
+from atlas.spec.fields import Flag, Frozen, NonNegative, Positive, Share, Text
 
 
 class Calibration(Frozen):
@@ -49,6 +49,10 @@ class Gpu(Frozen):
     uses it."""
     net_gbps_per_gpu: Positive = OTHER_NET_GBPS
     """Network of a node inside its datacenter, Gbit/s by GPU, where the datacenter has no `net_gbps`."""
+    server_watts: Positive | None = None
+    """Of a server, divided by its GPUs: CPUs, NICs and fans counted, the fabric not. For `power_kw`."""
+    server_watts_source: Text = ""
+    """Where `server_watts` comes from."""
     calibration: Calibration | None = None
     """Measured constants; jobs are priced by them by default."""
 
@@ -76,6 +80,7 @@ def _gpu(
     peer_gbps: float,
     net_gbps_per_gpu: float = OTHER_NET_GBPS,
     calibration: Calibration | None = None,
+    server: tuple[float, str] | None = None,
 ) -> Gpu:
     return Gpu(
         bf16_tflops=bf16,
@@ -85,21 +90,33 @@ def _gpu(
         peer_gbps=peer_gbps,
         net_gbps_per_gpu=net_gbps_per_gpu,
         calibration=calibration,
+        server_watts=server and server[0],
+        server_watts_source=server[1] if server else "",
     )
 
 
+DGX_1 = (437.5, "NVIDIA DGX-1 (V100) data sheet: 3.5 kW for 8 GPUs")
+DGX_A100 = (812.5, "NVIDIA DGX A100 data sheet: 6.5 kW at most for 8 GPUs")
+DGX_H100 = (1275.0, "NVIDIA DGX H100 and H200 data sheets: 10.2 kW at most for 8 GPUs")
+DGX_B200 = (1787.5, "NVIDIA DGX B200 data sheet: 14.3 kW at most for 8 GPUs")
+NVL72 = (1667.0, "NVIDIA GB200 NVL72: about 120 kW a rack of 72 GPUs, NVLink switches counted")
+
+
 GPUS: dict[str, Gpu] = {
-    "A100-40": _gpu(312, 19.5, 40, 1555, 2400, 50),  # AWS p4d.24xlarge: 400 Gbit/s, 8 GPUs
+    "A100-40": _gpu(312, 19.5, 40, 1555, 2400, 50, server=DGX_A100),  # AWS p4d.24xlarge: 400 Gbit/s, 8 GPUs
     # The A100 cluster of vTrain's validation: 800 Gbit/s, 8 GPUs (DGX A100: 1,600; p4de: 400)
-    "A100-80": _gpu(312, 19.5, 80, 2039, 2400, 100, A100_MEASURED),
-    "H100": _gpu(989, 67, 80, 3350, 3600, 400),  # DGX H100, AWS p5, Azure ND H100 v5: 3,200 Gbit/s, 8 GPUs
-    "H200": _gpu(989, 67, 139, 4800, 3600, 400, H200_MEASURED),  # DGX H200, AWS p5e: 3,200 Gbit/s, 8 GPUs
+    "A100-80": _gpu(312, 19.5, 80, 2039, 2400, 100, A100_MEASURED, DGX_A100),
+    "H100": _gpu(
+        989, 67, 80, 3350, 3600, 400, server=DGX_H100
+    ),  # DGX H100, AWS p5, Azure ND H100 v5: 3,200 Gbit/s, 8 GPUs
+    "H200": _gpu(989, 67, 139, 4800, 3600, 400, H200_MEASURED, DGX_H100),  # DGX H200, AWS p5e: 3,200 Gbit/s, 8 GPUs
     "GH200-96": _gpu(989, 67, 96, 4000, 3600, 200),  # CSCS Alps: one Slingshot port of 200 Gbit/s a GPU
-    "B200": _gpu(2250, 80, 180, 8000, 7200, 400),  # DGX B200: 3,200 Gbit/s, 8 GPUs
+    "B200": _gpu(2250, 80, 180, 8000, 7200, 400, server=DGX_B200),  # DGX B200: 3,200 Gbit/s, 8 GPUs
+    "GB200": _gpu(2500, 80, 173, 8000, 7200, 800, server=NVL72),  # GB200 NVL72 with one 800 Gbit/s port a GPU
     "L4": _gpu(121, 30.3, 22.5, 300, 128),
     "L40S": _gpu(362, 91.6, 45, 864, 256, 50),  # AWS g6e.48xlarge: 400 Gbit/s, 8 GPUs
     "A10": _gpu(125, 31.2, 22.5, 600, 256),
-    "V100-16": _gpu(125, 15.7, 16, 900, 1200),
+    "V100-16": _gpu(125, 15.7, 16, 900, 1200, server=DGX_1),
     "RTX-3090": _gpu(71, 35.6, 24, 936, 256),
 }
 """The types a file may name without defining them. After each the common node that its network is taken from."""

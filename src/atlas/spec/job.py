@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
+from atlas.spec.fabric import Fabric
 from atlas.spec.fields import (
     Count,
     Flag,
@@ -65,7 +66,7 @@ class DataCenter(Frozen):
     name: Name
     """How links, placements and `--set` call it."""
     nodes: Count
-    """Machines a job may use here."""
+    """Machines a job may use here. With `power_kw` it may be left out: as many as the power allows."""
     gpus_per_node: Count = 8
     """GPUs of one machine."""
     gpu: Name = "A100-80"
@@ -77,6 +78,12 @@ class DataCenter(Frozen):
     """One-way latency inside the datacenter, microseconds."""
     usd_per_gpu_hour: NonNegative = 0.0
     """Rent of one GPU, US dollars an hour."""
+    power_kw: Positive | None = None
+    """IT power, kilowatts: servers and fabric, without cooling. Left out: no limit."""
+    pue: Annotated[float, Field(strict=True, ge=1, le=10, allow_inf_nan=False)] = 1.0
+    """Power of the whole site / IT power. Figures of energy are those of the site."""
+    fabric: Fabric | None = None
+    """The network between the nodes. Left out: no switch is simulated; for power and prices it counts as `rail`."""
     location: tuple[Latitude, Longitude] | None = None
     """`[latitude, longitude]` in degrees, north and east positive: where the map of a plan draws it. Nothing else."""
     prior: DataCenterPrior = DataCenterPrior()
@@ -311,6 +318,7 @@ class Job(Frozen):
     _where: str = PrivateAttr(default="job")
     _files: tuple[str, ...] = PrivateAttr(default=())
     _left_open: tuple[str, ...] = PrivateAttr(default=())
+    _powered: tuple[str, ...] = PrivateAttr(default=())
     _groups: tuple[Job, ...] = PrivateAttr(default=())
 
     @property
@@ -327,6 +335,11 @@ class Job(Frozen):
     def left_open(self) -> tuple[str, ...]:
         """Keys that the file does not state and the planner chooses; their values here mean nothing."""
         return self._left_open
+
+    @property
+    def powered(self) -> tuple[str, ...]:
+        """Datacenters whose `nodes` are what their power allows."""
+        return self._powered
 
     @property
     def groups(self) -> tuple[Job, ...]:

@@ -17,10 +17,12 @@ from pydantic import ValidationError
 from atlas.errors import InfeasibleError, SpecError
 from atlas.spec.batch import batch_sequences
 from atlas.spec.document import Document, Keys, apply_override, dotted, nearest, read_yaml, shown
+from atlas.spec.fabric import Fabric
 from atlas.spec.fields import Frozen
 from atlas.spec.gpus import ALIASES, GPUS, Calibration, Gpu
 from atlas.spec.huggingface import dimensions
 from atlas.spec.job import Cluster, DataCenter, DataCenterPrior, Jitter, Job, Link, LinkPrior, Model, Place, Wan
+from atlas.spec.power import nodes_allowed, power_rules, server_watts
 from atlas.spec.refusal import Where, bad, refusals, together, unknown_gpu
 from atlas.spec.trace import read_trace
 
@@ -31,6 +33,7 @@ ROOMS: dict[tuple[str, ...], type[Frozen]] = {
     ("model",): Model,
     ("cluster",): Cluster,
     ("cluster", "datacenters", "*"): DataCenter,
+    ("cluster", "datacenters", "*", "fabric"): Fabric,
     ("cluster", "wan"): Wan,
     ("cluster", "links", "*"): Link,
     ("cluster", "datacenters", "*", "prior"): DataCenterPrior,
@@ -65,6 +68,9 @@ def override(job: Job, overrides: Sequence[str]) -> Job:
     data["model"].pop("config", None)
     for key in job.left_open:
         data.pop(key, None)
+    for dc in data["cluster"]["datacenters"]:
+        if dc["name"] in job.powered:
+            dc.pop("nodes")
     return finished(Document(data), overrides, job.where, to_plan=True)
 
 
@@ -76,10 +82,13 @@ def parse_job(data: Any, where: str = "job") -> Job:
 def load_cluster(path: str | Path) -> Cluster:
     """The cluster in a YAML file of its own."""
     document = _read(Path(path), "cluster file", ("cluster",))
-    cluster = _validated(
-        Cluster, document.data, lambda keys: document.origin(("cluster", *keys), str(path)), ("cluster",)
-    )
-    _check(_cluster(cluster, lambda keys: document.origin(("cluster", *keys), str(path)), ()))
+
+    def origin(keys: Keys) -> str:
+        return document.origin(("cluster", *keys), str(path))
+
+    data, powered = _with_nodes(document.data)
+    cluster = _powered(_validated(Cluster, data, origin, ("cluster",)), powered)
+    _check(_cluster(cluster, origin, (), powered))
     return cluster
 
 
@@ -98,7 +107,12 @@ def finished(document: Document, overrides: Sequence[str], where: str, *, to_pla
     if isinstance(document.data, dict):
         left_open = tuple(key for key in OPEN if document.data.get(key) is None)
         document = Document({**document.data, **{key: OPEN[key] for key in left_open}}, document.origins)
+    powered: tuple[str, ...] = ()
+    if isinstance(document.data, dict):
+        cluster, powered = _with_nodes(document.data.get("cluster"))
+        document = Document({**document.data, "cluster": cluster}, document.origins)
     job = _validated(Job, document.data, origin)
+    job = job.model_copy(update={"cluster": _powered(job.cluster, powered)}) if powered else job
     if left_open and not to_plan:
         raise _only_to_plan(job, left_open, where)
     if "num_microbatches" in left_open and job.batch is None:
@@ -108,7 +122,7 @@ def finished(document: Document, overrides: Sequence[str], where: str, *, to_pla
             rule="is required and missing: a plan needs the batch of one iteration",
             remedy="Add batch: 1M (tokens) or batch: 512 sequences",
         )
-    job._where, job._left_open = where, left_open
+    job._where, job._left_open, job._powered = where, left_open, powered
     job._files = _files(job, document)
     _check(_rules(job, origin))
     return job
@@ -169,6 +183,9 @@ def _anchor(data: dict[str, Any], folder: Path) -> None:
         links = cluster.get("links")
         for holder in [cluster.get("wan"), *(links if isinstance(links, list) else [])]:
             anchor(holder, "trace")
+        dcs = cluster.get("datacenters")
+        for dc in dcs if isinstance(dcs, list) else []:
+            anchor(dc.get("fabric") if isinstance(dc, dict) else None, "parts")
 
 
 def _with_cluster(document: Document) -> Document:
@@ -217,7 +234,31 @@ def _files(job: Job, document: Document) -> tuple[str, ...]:
     """What a job was read from, and the files it names."""
     lines = [at for at in document.origins.values() if not at.startswith("--set ")]
     named = [job.model.config, job.profile, job.cluster.wan.trace, *(link.trace for link in job.cluster.links or ())]
+    named += [dc.fabric.parts for dc in job.cluster.datacenters if dc.fabric is not None]
     return tuple(sorted({job.where, *(line.rpartition(":")[0] for line in lines), *filter(None, named)}))
+
+
+def _with_nodes(cluster: Any) -> tuple[Any, tuple[str, ...]]:
+    """A number of nodes for each datacenter that states its power instead, and the names of these datacenters."""
+    dcs = cluster.get("datacenters") if isinstance(cluster, dict) else None
+    if not isinstance(dcs, list):
+        return cluster, ()
+    open_ = [isinstance(dc, dict) and dc.get("nodes") is None and dc.get("power_kw") is not None for dc in dcs]
+    filled = [{**dc, "nodes": 1} if is_open else dc for dc, is_open in zip(dcs, open_, strict=True)]
+    powered = tuple(str(dc.get("name")) for dc, is_open in zip(dcs, open_, strict=True) if is_open)
+    return {**cluster, "datacenters": filled}, powered
+
+
+def _powered(cluster: Cluster, powered: tuple[str, ...]) -> Cluster:
+    """The cluster with as many nodes as the power allows in the named datacenters."""
+
+    def with_nodes(dc: DataCenter) -> DataCenter:
+        known = dc.gpu in GPUS or dc.gpu in cluster.gpus
+        if dc.name not in powered or not known or server_watts(cluster, dc) is None:
+            return dc
+        return dc.model_copy(update={"nodes": max(1, nodes_allowed(cluster, dc))})
+
+    return cluster.model_copy(update={"datacenters": tuple(map(with_nodes, cluster.datacenters))})
 
 
 # ---- validation --------------------------------------------------------------------------------------------
@@ -260,12 +301,12 @@ def _check(errors: Iterable[SpecError]) -> None:
 
 
 def _rules(job: Job, where: Where) -> Iterator[SpecError]:
-    yield from _cluster(job.cluster, where, ("cluster",))
+    yield from _cluster(job.cluster, where, ("cluster",), job.powered)
     for rules in (_model, _batch, _stages, _placement):
         yield from rules(job, where)
 
 
-def _cluster(cluster: Cluster, where: Where, at: Keys) -> Iterator[SpecError]:
+def _cluster(cluster: Cluster, where: Where, at: Keys, powered: tuple[str, ...]) -> Iterator[SpecError]:
     names = [dc.name for dc in cluster.datacenters]
     for name, count in Counter(names).items():
         if count > 1:
@@ -274,6 +315,7 @@ def _cluster(cluster: Cluster, where: Where, at: Keys) -> Iterator[SpecError]:
         if dc.gpu not in GPUS and dc.gpu not in cluster.gpus:
             key: Keys = (*at, "datacenters", i, "gpu")
             yield unknown_gpu(dc.gpu, cluster.gpus, where(key), dotted(key))
+    yield from power_rules(cluster, where, at, powered)
     yield from _links(cluster, names, where, at)
 
 
