@@ -21,15 +21,16 @@ MAY_IMPORT = {
     "console": set(),
     "api": {"ir", "spec", "cost", "schedules", "evaluate", "planner", "view", "launch"},
     "ir": set(),
-    "spec": set(),
+    "weather": {"ir"},
+    "spec": {"weather"},
     "catalogue": {"spec"},
-    "cost": {"ir", "spec"},
+    "cost": {"ir", "spec", "weather"},
     "sim": {"ir", "spec", "cost"},
     "schedules": {"ir", "spec", "cost", "sim"},
     "evaluate": {"ir", "spec", "cost", "sim", "schedules"},
     "planner": {"ir", "spec", "cost", "sim", "schedules", "evaluate"},
     "sailor": {"ir", "spec", "cost", "sim", "schedules", "evaluate", "planner"},
-    "wan": {"ir"},
+    "wan": {"ir", "weather"},
     "runtime": {"ir", "wan", "spec", "cost"},
     "view": {"ir"},
     "evidence": {"ir", "spec", "cost", "view"},
@@ -37,7 +38,7 @@ MAY_IMPORT = {
     "launch": {"ir", "spec", "cost", "sim", "schedules", "evaluate", "planner", "wan", "runtime"},
 }
 """`ir, spec <- cost <- sim <- schedules <- evaluate <- planner <- launch <- cli`; `planner <- sailor`;
-`ir <- wan <- runtime <- launch`; `spec <- runtime`;
+`ir <- weather <- spec, wan`; `ir <- wan <- runtime <- launch`; `spec <- runtime`;
 `spec, cost <- runtime`; `ir <- view <- cli`. Everybody may import `errors` and `lifetime`; `cli` and `commands`
 may import all. `console` is for command lines, BubbleTea's too."""
 FREE = {"cli", "commands", "__main__"}

@@ -1,7 +1,8 @@
-"""The network between datacenters: emulate it, measure it, check it, and make certificates for it.
+"""The network between datacenters: emulate it, measure it, learn it, check it, and make certificates for it.
 
     atlas wan emulate CLUSTER.yaml     emulate the cluster's paths on this machine, with their delays and caps
     atlas wan probe                    measure round trips, rates, and whether node pairs or trunks limit them
+    atlas wan learn DIR --out F.path   learn what a path does from recorded packets
     atlas wan certs DC/WORKER...       make a small CA and a certificate per node
     atlas wan check PLAN --dc NAME     check, in every datacenter, that all can reach all
 
@@ -17,6 +18,7 @@ from typing import Any
 ACTIONS = {
     "emulate": "emulate a cluster's paths on this machine",
     "probe": "measure the paths between hosts",
+    "learn": "learn what a path does over time",
     "certs": "make certificates for nodes",
     "check": "check the network of a plan before training",
 }

@@ -1,0 +1,91 @@
+"""Learn what a path does from a table of its packets, and write a model for a link's `model:` key.
+
+    atlas wan probe ... --record DIR           record packets (or `atlas train --record-wan DIR`)
+    atlas wan learn DIR --out east-west.path   fit capacity, latency, buffer and cross traffic
+
+The last fifth of the rows is held out: the share of its delay's variance that the model explains is printed, with what
+this sender could not see. docs/weather.md explains the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from atlas.console import as_json, require_apart, require_writable, say, show
+from atlas.weather.fit import Learnt, learn
+from atlas.weather.packets import paths_in, read_path
+from atlas.weather.path_model import save_model
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a folder with NAME.packets.csv")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="write the model, such as east-west.path"
+    )
+    parser.add_argument("--path", metavar="NAME", help="which path, if the folder has several")
+    parser.add_argument(
+        "--method",
+        choices=("constant", "peak", "pairs"),
+        default="pairs",
+        help="how the capacity is found; `constant` has no weather (default pairs)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    require_writable(args.out, "--out")
+    require_apart({"--out": args.out}, [file for files in paths_in(args.folder).values() for file in files])
+    name, table = read_path(args.folder, args.path)
+    learnt = learn(table, args.method)
+    save_model(args.out, learnt.model)
+    if args.json:
+        sys.stdout.write(as_json(figures(name, learnt)))
+    else:
+        show(*described(name, learnt, table.span_s))
+    for warning in learnt.warnings:
+        say(f"atlas: {args.folder}/{name}: {warning}")
+    say(f"wrote {args.out}")
+    return 0
+
+
+def figures(name: str, learnt: Learnt) -> dict[str, object]:
+    model = learnt.model
+    return {
+        "path": name,
+        "method": model.method,
+        "capacity_mbps": model.capacity_bps / 1e6,
+        "capacity_is_bound": model.capacity_is_bound,
+        "latency_ms": model.rtt_ns / 2e6,
+        "buffer_bytes": model.buffer_bytes,
+        "buffer_is_bound": model.buffer_is_bound,
+        "cross_share": model.mean_share,
+        "windows": len(model.cross_bps),
+        "windows_seen": int(model.known.sum()),
+        "explained_ahead": learnt.explained,
+        "explained": learnt.followed,
+        "warnings": learnt.warnings,
+    }
+
+
+def described(name: str, learnt: Learnt, span_s: float) -> list[str]:
+    model = learnt.model
+    least, big = ("at least " if flag else "" for flag in (model.capacity_is_bound, model.buffer_is_bound))
+    seen = 100 * float(model.known.mean())
+    deep_ms = model.buffer_bytes * 8e3 / model.capacity_bps
+    peak = float(model.cross_bps.max()) / model.capacity_bps
+    return [
+        f"{name}: {span_s:.0f} s of packets, method {model.method}",
+        f"  capacity       {least}{model.capacity_bps / 1e6:.4g} Mbit/s",
+        f"  latency        {model.rtt_ns / 2e6:.4g} ms one way (half of the least round trip)",
+        f"  buffer         {big}{model.buffer_bytes / 1e3:.4g} KB, {deep_ms:.3g} ms",
+        f"  cross traffic  {100 * model.mean_share:.0f} % of the capacity on average, at most {100 * peak:.0f} %; "
+        f"seen in {seen:.0f} % of the time",
+        f"  explains       {_percent(learnt.explained)} of the variance of delay in the held-out last fifth, one "
+        f"window (0.1 s) ahead; {_percent(learnt.followed)} with each window's own cross traffic",
+    ]
+
+
+def _percent(share: float | None) -> str:
+    return "nothing varied" if share is None else f"{100 * share:.0f} %"

@@ -1,0 +1,67 @@
+"""New weather from a seed: stretches of the recorded cross traffic in a random order, as rows of a link's trace.
+
+Random numbers are raw bits of PCG64, and the rest is plain arithmetic: the same seed gives the same rows, bit for bit,
+on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from atlas.weather.cell import Floats
+from atlas.weather.path_model import WINDOW_NS, PathModel
+
+MEAN_BLOCK = 50
+"""Windows of a stretch on average: 5 s. Longer stretches keep more of what belongs together; shorter ones vary more."""
+LEAST_SHARE = 0.02
+"""Of the capacity: a sender that fills the path always gets some."""
+
+
+class Rows(NamedTuple):
+    """By window: the share of the capacity that cross traffic leaves, and the delay of its queue."""
+
+    rate: Floats
+    extra_latency_ns: Floats
+
+
+def drawn_rows(model: PathModel, seed: int, key: Sequence[object], num_windows: int, scale: float = 1.0) -> Rows:
+    """Windows of new weather. `key` tells draws of one seed apart; `scale` multiplies cross traffic."""
+    return rows_of(model, drawn_cross(model, seed, key, num_windows), scale)
+
+
+def drawn_cross(model: PathModel, seed: int, key: Sequence[object], num_windows: int) -> Floats:
+    """Cross traffic of consecutive windows: stretches of 1 to 2 `MEAN_BLOCK` windows from random moments."""
+    entropy = [seed, *(zlib.crc32(str(part).encode()) for part in key)]
+    bits = np.random.PCG64(np.random.SeedSequence(entropy))
+    num, found, made = len(model.cross_bps), np.empty(num_windows), 0
+    while made < num_windows:
+        start, length = (int(raw) for raw in bits.random_raw(2))
+        start, length = start % num, min(1 + length % (2 * MEAN_BLOCK - 1), num_windows - made)
+        found[made : made + length] = model.cross_bps[(start + np.arange(length)) % num]
+        made += length
+    return found
+
+
+def rows_of(model: PathModel, cross_bps: Floats, scale: float = 1.0) -> Rows:
+    """What cross traffic leaves to a sender, and how long its own queue is where it exceeds the capacity."""
+    share = cross_bps * (scale / model.capacity_bps)
+    rate = np.maximum(1.0 - share, LEAST_SHARE)
+    late = np.zeros(len(share))
+    most_ns = model.buffer_bytes * 8e9 / model.capacity_bps
+    if (share > 1.0).any():
+        queue_ns = 0.0
+        for k, excess in enumerate((share - 1.0).tolist()):
+            queue_ns = min(max(queue_ns + excess * WINDOW_NS, 0.0), most_ns)
+            late[k] = queue_ns
+    return Rows(rate, late)
+
+
+def mean_rows(model: PathModel, scale: float = 1.0) -> tuple[float, float]:
+    """(rate, extra latency in ns) on average: what a link has without draws."""
+    rate, late = rows_of(model, model.cross_bps, scale)
+    return math.fsum(rate) / len(rate), math.fsum(late) / len(late)

@@ -1,0 +1,285 @@
+"""Packets in, a PathModel out, with what it cannot know.
+
+    least delay       the smallest round trip
+    capacity          "peak": the largest rate of acknowledgements (as iBoxNet); "pairs": from packets sent back to
+                      back, whose delays differ by the time of one packet on the link, where enough of them agree
+    buffer            the queue that packets met just before others were lost
+    cross traffic     by conservation: where the queue was busy, what arrived is what left plus what the queue grew by
+
+Simulates nothing over a network and imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.errors import SpecError
+from atlas.weather.cell import Floats, packet_rtts
+from atlas.weather.packets import LOST, Ints, PacketTable
+from atlas.weather.path_model import WINDOW_NS, PathModel
+from atlas.weather.routes import route_pieces
+
+Method = Literal["constant", "peak", "pairs"]
+MIN_SPAN_S = 5.0
+HELD_OUT = 0.2
+"""The last share of the rows, which the constants are not fitted on."""
+BUSY_SHARE = 0.1
+"""A window counts as seen if the queue was busy for this share of it."""
+PEAK_NS = 100_000_000
+MIN_PAIRS, AGREEING = 100, 0.15
+"""Back-to-back packets that are needed, and how far their quartiles may be apart, relative to the median."""
+REORDERED = 0.05
+"""A larger share of packets that overtook others is no FIFO path."""
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """A fitted path and what to say of it."""
+
+    model: PathModel
+    explained: float | None
+    """Share of the variance of delay in the held-out last fifth, one window ahead. None: no delay varied there."""
+    followed: float | None
+    """The same with each window's own cross traffic: how well the cell describes the path."""
+    warnings: list[str] = field(default_factory=list)
+
+
+def learn(table: PacketTable, method: Method = "pairs") -> Learnt:
+    """Constants of the first four fifths, cross traffic of all, figures of the last fifth."""
+    require_usable(table)
+    pieces = route_pieces(table)
+    warnings = _piece_warnings(table, pieces)
+    table = table.part(*pieces[-1])
+    cut = int(len(table.sent_ns) * (1 - HELD_OUT))
+    train, test = table.part(0, cut), table.part(cut, len(table.sent_ns))
+    constants = _constants(train, method)
+    explained, followed = (_explained(constants, test, ahead=ahead) for ahead in (True, False))
+    model = with_cross(_constants(table, method), table) if method != "constant" else constants
+    return Learnt(model, explained, followed, warnings + _limits(table, model))
+
+
+def require_usable(table: PacketTable) -> None:
+    """The rules that need the whole table."""
+    num, where = len(table.sent_ns), table.where
+    if num < 2:
+        raise _bad(where, "rows", num, "a path needs at least two packets", "Record for longer")
+    if table.span_s < MIN_SPAN_S:
+        raise _bad(where, "rows", f"{table.span_s:.3g} s", f"must cover at least {MIN_SPAN_S:g} s", "Record for longer")
+    if table.lost.all():
+        raise _bad(where, "rtt_ns", "lost", "every packet was lost: nothing arrived", "Check that the path is up")
+    arrived = ~table.lost
+    at_ns = table.sent_ns[arrived] + table.rtt_ns[arrived]
+    overtook = float((np.diff(at_ns) < 0).mean()) if len(at_ns) > 1 else 0.0
+    if overtook > REORDERED:
+        rule = f"{100 * overtook:.0f} % of packets overtook others: this is no first-in-first-out path"
+        raise _bad(where, "rows", None, rule, "Record a single path: one node pair, no load balancing per packet")
+
+
+def _piece_warnings(table: PacketTable, pieces: list[tuple[int, int]]) -> list[str]:
+    said = []
+    if table.num_rows > len(table.sent_ns):
+        said.append(f"{table.num_rows:,} rows: only the newest {len(table.sent_ns):,} are used")
+    for (_, end), after in pairwise(pieces):
+        least = [_least_ns(table.part(*piece)) / 1e6 for piece in ((0, end), after)]
+        said.append(
+            f"row {end}: the route changed: the least round trip went from {least[0]:.1f} to {least[1]:.1f} ms and "
+            "stayed. Each piece is fitted by itself; the file has the last one"
+        )
+    arrived = table.rtt_ns[~table.lost] + table.sent_ns[~table.lost]
+    if (overtook := int((np.diff(arrived) < 0).sum())) > 0:
+        said.append(f"{overtook:,} packets overtook others; the model keeps the order of sending")
+    return said
+
+
+def _least_ns(table: PacketTable) -> int:
+    return int(table.rtt_ns[~table.lost].min(initial=2**62))
+
+
+# ---- constants -----------------------------------------------------------------------------------------------------
+def _constants(table: PacketTable, method: Method) -> PathModel:
+    """Capacity, least round trip and buffer; no cross traffic yet."""
+    arrived = ~table.lost
+    sent, size, rtt = table.sent_ns[arrived], table.num_bytes[arrived], table.rtt_ns[arrived]
+    peak_bps = peak_rate_bps(sent + rtt, size)
+    pairs_bps = pair_rate_bps(sent, size, rtt) if method == "pairs" else None
+    mean_bps = float(size.sum()) * 8e9 / max(1, int((sent + rtt).max() - (sent + rtt).min()))
+    capacity = mean_bps if method == "constant" else max(pairs_bps or 0.0, peak_bps)
+    idle = bool(np.percentile(rtt - rtt.min(), 99) < _queue_floor_ns(float(rtt.min())))
+    # A packet's own time on the link is no part of the least round trip. Without a queue that time is not known.
+    least_ns = max(1.0, float((rtt if idle else rtt - size * (8e9 / capacity)).min()))
+    queue_bytes = np.maximum(0.0, (rtt - least_ns) * (capacity / 8e9))
+    full = _before_losses(table, queue_bytes)
+    buffer_bytes = full if full is not None else float(queue_bytes.max())
+    none = np.zeros(1)
+    return PathModel(
+        capacity_bps=capacity,
+        rtt_ns=least_ns,
+        buffer_bytes=max(buffer_bytes, float(size.max())),
+        cross_bps=none,
+        known=none > 0,
+        start_ns=int(table.sent_ns[0]),
+        capacity_is_bound=idle,
+        buffer_is_bound=full is None,
+        method=method,
+    )
+
+
+def _queue_floor_ns(least_ns: float) -> float:
+    """A delay below this is no queue."""
+    return max(1e6, 0.02 * least_ns)
+
+
+def peak_rate_bps(at_ns: Ints, num_bytes: Ints) -> float:
+    """The largest rate of acknowledgements in any tenth of a second."""
+    order = np.argsort(at_ns, kind="stable")
+    at, total = at_ns[order], np.concatenate([[0], np.cumsum(num_bytes[order])])
+    behind = np.searchsorted(at, at + PEAK_NS, side="right")
+    # The packet that opens the interval left the link before it.
+    span_ns = np.maximum(at[behind - 1] - at, 1)
+    carried = total[behind] - total[np.arange(len(at)) + 1]
+    whole = span_ns >= PEAK_NS * 0.8
+    if not whole.any():
+        return float(total[-1]) * 8e9 / max(1, int(at[-1] - at[0]))
+    return float((carried[whole] * 8e9 / span_ns[whole]).max())
+
+
+def pair_rate_bps(sent: Ints, size: Ints, rtt: Ints) -> float | None:
+    """Of packets sent back to back: the second one's bytes over the spacing of arrivals. None where they disagree."""
+    if len(sent) < 2:
+        return None
+    apart_ns, spaced_ns, later = np.diff(sent), np.diff(sent + rtt), size[1:]
+    close = (spaced_ns > 0) & (apart_ns * 10 < spaced_ns)
+    rates = later[close] * 8e9 / spaced_ns[close]
+    if len(rates) < MIN_PAIRS:
+        return None
+    low, middle, high = np.percentile(rates, [25, 50, 75])
+    return float(middle) if high - low <= AGREEING * middle else None
+
+
+def _before_losses(table: PacketTable, queue_bytes: Floats) -> float | None:
+    """The queue that the last packet before each loss met, at the ninth decile; None without losses."""
+    lost = np.flatnonzero(table.lost)
+    index = np.cumsum(~table.lost) - 1
+    before = index[lost]
+    before = before[before >= 0]
+    return float(np.percentile(queue_bytes[before], 90)) if len(before) else None
+
+
+# ---- cross traffic -------------------------------------------------------------------------------------------------
+def window_of(table: PacketTable, start_ns: int) -> Ints:
+    """When a packet reached the queue is taken as when it was sent: the way there is part of the least round trip."""
+    return (table.sent_ns - start_ns) // WINDOW_NS
+
+
+def with_cross(model: PathModel, table: PacketTable) -> PathModel:
+    """The model with the cross traffic of every window, by conservation."""
+    start_ns = int(table.sent_ns[0])
+    arrived = ~table.lost
+    sent, size, rtt = table.sent_ns[arrived], table.num_bytes[arrived], table.rtt_ns[arrived]
+    num = int((table.sent_ns[-1] - start_ns) // WINDOW_NS) + 1
+    per_ns = model.capacity_bps / 8e9
+    behind = np.maximum(0.0, (rtt - model.rtt_ns) * per_ns)  # the queue with the packet itself
+    before = np.maximum(0.0, behind - size)
+    gap_ns = np.diff(sent)
+    floor = _queue_floor_ns(model.rtt_ns) * per_ns / 4
+    busy = (before[1:] > floor) & (gap_ns < 5 * WINDOW_NS)
+    # A busy queue: before_{i+1} = behind_i + (c - b) dt
+    inflow = np.maximum(0.0, np.where(busy, before[1:] - behind[:-1] + per_ns * gap_ns, 0.0))
+    window = (sent[1:] - start_ns) // WINDOW_NS
+    busy_ns = np.bincount(window, np.where(busy, gap_ns, 0), minlength=num)
+    crossed = np.bincount(window, inflow, minlength=num)
+    own_bps = np.bincount(window_of(table, start_ns)[arrived], size, minlength=num) * (8e9 / WINDOW_NS)
+    known = busy_ns >= BUSY_SHARE * WINDOW_NS
+    cross = np.zeros(num)
+    cross[known] = crossed[known] * 8e9 / busy_ns[known]
+    cross = np.where(known, np.minimum(cross, 2 * model.capacity_bps), 0.0)
+    filled = _held(cross, known)
+    left = np.maximum(0.0, model.capacity_bps - own_bps)  # an idle queue bounds it from above
+    cross = np.where(known, cross, np.minimum(filled, left))
+    return PathModel(**{**vars(model), "cross_bps": cross, "known": known, "start_ns": start_ns})
+
+
+def _held(values: Floats, known: NDArray[np.bool_]) -> Floats:
+    """Windows that were not seen repeat the last one that was."""
+    last = np.maximum.accumulate(np.where(known, np.arange(len(values)), -1))
+    return np.where(last >= 0, values[np.maximum(last, 0)], 0.0)
+
+
+# ---- judging -------------------------------------------------------------------------------------------------------
+def predicted_rtts(model: PathModel, table: PacketTable, *, ahead: bool = False) -> Ints:
+    """The cell's round trips of a table's packets under the cross traffic of its own windows, or (`ahead`) of the
+    window before. The queue at the start of every window is what was seen."""
+    found = with_cross(model, table)
+    cross = np.concatenate([[0.0], found.cross_bps[:-1]]) if ahead else found.cross_bps
+    window = window_of(table, found.start_ns)
+    rtts = np.empty(len(window), np.int64)
+    edges = np.concatenate([[0], np.flatnonzero(np.diff(window)) + 1, [len(window)]])
+    seen = np.where(table.lost, 0, table.rtt_ns)
+    per_ns = model.capacity_bps / 8e9
+    for first, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        queue = max(0.0, (float(seen[first]) - model.rtt_ns) * per_ns - float(table.num_bytes[first]))
+        rtts[first:end] = packet_rtts(
+            table.sent_ns[first:end],
+            table.num_bytes[first:end],
+            np.full(end - first, cross[window[first]]),
+            capacity_bps=model.capacity_bps,
+            rtt_ns=model.rtt_ns,
+            buffer_bytes=model.buffer_bytes * 1.05,
+            first_queue_bytes=queue,
+        )
+    return rtts
+
+
+def _explained(model: PathModel, table: PacketTable, *, ahead: bool) -> float | None:
+    if len(table.sent_ns) < 2 or table.lost.all():
+        return None
+    if model.method == "constant":
+        return 0.0
+    rtts = predicted_rtts(model, table, ahead=ahead)
+    both = ~table.lost & (rtts != LOST)
+    true = table.rtt_ns[both].astype(np.float64)
+    if len(true) < 2 or true.std() < 0.005 * true.mean():
+        return None
+    return 1.0 - float(((rtts[both] - true) ** 2).mean() / true.var())
+
+
+def _limits(table: PacketTable, model: PathModel) -> list[str]:
+    """What a sender like this one cannot tell."""
+    said = []
+    if model.capacity_is_bound:
+        flight = _in_flight(table)
+        steady = len(flight) > 20 and np.percentile(flight, 95) < 1.2 * np.median(flight)
+        why = (
+            f"its window held it at {np.median(flight) / 1e3:.0f} KB in flight" if steady else "no queue was ever seen"
+        )
+        said.append(f"the sender never filled the path ({why}): the capacity is only known to be at least this")
+        said.append("without a queue, cross traffic is not visible: the model has none")
+    elif not model.known.any() and model.method != "constant":
+        said.append("the queue was never busy for long enough: the model has no cross traffic")
+    if model.buffer_is_bound:
+        said.append("no packet was lost: the buffer is only known to be at least this")
+    return said
+
+
+def _in_flight(table: PacketTable) -> Floats:
+    """Bytes in flight when each packet was sent, of up to 20,000 packets."""
+    arrived = ~table.lost
+    sent, size, rtt = (
+        table.sent_ns[arrived][-20_000:],
+        table.num_bytes[arrived][-20_000:],
+        table.rtt_ns[arrived][-20_000:],
+    )
+    total = np.cumsum(size)
+    done = np.searchsorted(np.maximum.accumulate(sent + rtt), sent, side="right")
+    acked = np.concatenate([[0], total])[done]
+    flight: Floats = (total - acked).astype(np.float64)
+    return flight[len(sent) // 10 :]
+
+
+def _bad(where: str, key: str, value: object, rule: str, remedy: str) -> SpecError:
+    return SpecError(where=where, key=key, value=value, rule=rule, remedy=remedy)

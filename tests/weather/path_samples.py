@@ -1,0 +1,36 @@
+"""Packets of a sender over a path whose cross traffic is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from atlas.weather.cell import packet_rtts
+from atlas.weather.packets import LOST, PacketTable
+
+CAPACITY_BPS, RTT_NS, BUFFER = 40e6, 40_000_000, 200_000
+
+
+def cross_of(num_windows: int, share: float = 0.5) -> np.ndarray:
+    """On and off by turns of a second."""
+    return np.where(np.arange(num_windows) // 10 % 2 == 0, 0.0, share * CAPACITY_BPS)
+
+
+def sampled(seconds: float = 20.0, rate_bps: float = 36e6, *, burst: int = 8, share: float = 0.5) -> PacketTable:
+    """Bursts at a steady rate: the queue fills while cross traffic is on."""
+    size = 1448
+    gap_ns = burst * size * 8e9 / rate_bps
+    starts = (np.arange(int(seconds * 1e9 / gap_ns)) * gap_ns).astype(np.int64)
+    sent = 10**18 + np.repeat(starts, burst)
+    sizes = np.full(len(sent), size)
+    cross = cross_of(int(seconds * 10) + 1, share)[(sent - sent[0]) // 100_000_000]
+    rtt = packet_rtts(sent, sizes, cross, capacity_bps=CAPACITY_BPS, rtt_ns=RTT_NS, buffer_bytes=BUFFER)
+    return PacketTable("sample", sent, sizes, rtt, len(sent))
+
+
+def written(table: PacketTable, path: Path) -> Path:
+    rows = zip(table.sent_ns.tolist(), table.num_bytes.tolist(), table.rtt_ns.tolist(), strict=True)
+    lines = [f"{a},{b},{'lost' if c == LOST else c}" for a, b, c in rows]
+    path.write_text("\n".join(["sent_ns,bytes,rtt_ns", *lines]) + "\n")
+    return path
