@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 from ui_samples import TINY, paths_of, report_steps, saved_run
 
+from atlas.cli import main
 from atlas.errors import AtlasError
 from atlas.ir.analysis import summary
 from atlas.ir.store import Journal, load_timeline, save_timeline
 from atlas.launch.report import ReportChoice, RunReport
-from atlas.spec import load_job
+from atlas.spec import load_job, override
 from atlas.ui.live_run import LiveRun
 from atlas.ui.run_files import TIMELINE, FolderFollower, PageFacts, write_facts
 from atlas.ui.run_model import RunModel
+
+GPT = TINY.with_name("gpt-a.yaml")
 
 
 def test_a_saved_run_is_shown_with_its_steps_links_and_events(tmp_path: Path) -> None:
@@ -129,3 +132,20 @@ def test_a_timeline_file_alone_is_shown(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AtlasError, match="not the folder of a run"):
         FolderFollower(tmp_path, LiveRun())
+
+
+def test_a_job_file_is_shown_at_once_and_then_with_the_figures_of_simulate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(GPT), "--schedule", "atlas", "--set", "num_microbatches=8", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    run = LiveRun()
+    run.begin("gpt-a", {"schedule": "atlas"}, override(load_job(GPT), ["num_microbatches=8"]))
+    first = run.state()
+    found = run.search()
+    second = run.state()
+    assert (first["predicted"]["order"], second["predicted"]["order"]) == ("first", "searched")
+    assert first["predicted"]["iteration_s"] > second["predicted"]["iteration_s"] == row["iteration_s"]
+    assert second["predicted"]["mfu"] == row["mfu"]
+    assert second["timeline_version"] > first["timeline_version"]
+    assert found is run.model
+    run.close()
+    assert run.search() is None

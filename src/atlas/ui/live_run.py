@@ -62,6 +62,26 @@ class LiveRun:
             self._new_model(None)
             self._bump()
 
+    def search(self) -> RunModel | None:
+        """Replace the first prediction of a job that does not run with that of `atlas simulate`; takes seconds. None
+        where there is none, or where the page was closed meanwhile."""
+
+        def progress(what: str, done: int, total: int) -> None:
+            if self.closed:
+                raise ClosedPageError
+
+        with self._lock:
+            first = self.model
+        try:
+            found = None if first is None else first.searched(progress)
+        except ClosedPageError:
+            return None
+        with self._lock:
+            if found is not None and self.model is first:
+                self._predict(found, "searched")
+                self._bump()
+        return found
+
     def add(
         self,
         steps: Sequence[Mapping[str, Any]] = (),
@@ -187,9 +207,14 @@ class LiveRun:
             return
         if timeline is not None and shape_of(timeline.program) != shape_of(self.model.case):
             self._event("warning", "the run has another shape than its job: the prediction is that of the job", None)
-        row = self.model.row
+        self._predict(self.model)
+
+    def _predict(self, model: RunModel, order: str = "first") -> None:
+        """The figures of a prediction. `order`: the `first` one, or the one that was `searched`."""
+        self.model, row = model, model.row
         kept = ("utilization", "mfu", "tokens_per_s", "bubbles_s", "num_gpus", "fits", "num_workers")
-        self._extra["predicted"] = {"iteration_s": self.model.iteration_s, **{key: row[key] for key in kept}}
+        figures = {"iteration_s": model.iteration_s, **{key: row[key] for key in kept}}
+        self._extra["predicted"] = {**figures, "order": order}
         self._run["source"] = self._run.get("source") or "simulated"
         self._timeline_version += 1
         self._look()
@@ -259,6 +284,10 @@ class LiveRun:
             self._extra["verdict"] = verdict([self._last])
         elif self.model is not None:
             self._extra["verdict"] = verdict([self.model.result.single])
+
+
+class ClosedPageError(AtlasError):
+    """Nobody waits for the search any more."""
 
 
 def _number(value: object) -> float | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.cost.price import Tcp
-from atlas.evaluate import Case, Result, build, find_schedule, prepare, repriced
+from atlas.evaluate import Case, Progress, Result, build, find_schedule, prepare, repriced
 from atlas.ir.assemble import repeated
 from atlas.ir.program import Kind, Program
 from atlas.ir.timeline import Timeline
@@ -36,22 +36,28 @@ def shape_of(case_or_program: Case | Program) -> tuple[Any, ...]:
 
 
 class RunModel:
-    """A job under one schedule. `program`: the one that runs, if it is known and is of the job's shape."""
+    """A job under one schedule. `program`: the one that runs, if it is known and is of the job's shape.
+
+    Without it, the order that `atlas train` starts with: `searched` takes seconds, which a first look need not."""
 
     def __init__(
         self, job: Job, schedule: str, tcp: Tcp = "many", *, slower: int = 1, program: Program | None = None
     ) -> None:
-        self.slower, self.chosen = slower, find_schedule(schedule)
+        self.slower, self.chosen, self._job = slower, find_schedule(schedule), job
         self.case = prepare(job, self.chosen, tcp)
         fits = program is not None and shape_of(program) == shape_of(self.case)
         if program is None or not fits or bool((program.kind == Kind.P).any()):
-            # The order that `atlas train` starts with. A searched one takes seconds, which a first look need not.
             program = build(self.case, self.chosen, budget=0)
         self.program = program if program.num_iterations == 1 else build(self.case, self.chosen, budget=0)
         self.result: Result = repriced(self.case, self.chosen, tcp, self.program)
         self.cluster = cluster_arrays(self.case.job)
         self.judged: Judged = judged_result(self.result, self.cluster)
         self.row: dict[str, Any] = self.result.row()
+
+    def searched(self, progress: Progress | None = None) -> RunModel:
+        """With the order, and so the figures, of `atlas simulate`."""
+        program = build(self.case, self.chosen, progress=progress)
+        return RunModel(self._job, self.chosen.name, self.result.tcp, slower=self.slower, program=program)
 
     @property
     def iteration_s(self) -> float:

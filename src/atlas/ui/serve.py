@@ -46,6 +46,8 @@ class ServedPage:
         self.server = PageServer(self.run, page_html, self._answers(), host, port, token)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self.server.port}/" + (f"?token={token}" if token else "")
+        if follower is None and self._remote is None:
+            threading.Thread(target=self._search, daemon=True, name="search").start()
         if follower is not None:
             threading.Thread(target=self._follow, args=(follower,), daemon=True, name="run files").start()
         if follower is not None and Path(source).is_dir():
@@ -85,6 +87,13 @@ class ServedPage:
             except AtlasError as error:
                 self.run.add(events=[{"kind": "warning", "text": str(error), "time": time.time()}])
                 return
+
+    def _search(self) -> None:
+        """A job is shown at once in the order that it would start with, then in the one of `atlas simulate`."""
+        model = self.run.search()
+        with self._desk_lock:
+            if model is not None and self._desk is not None:
+                self._desk.set_now(model)
 
     def _serve_cards(self, folder: Path) -> None:
         """Services come and go beside training."""

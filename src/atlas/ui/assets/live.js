@@ -60,7 +60,7 @@ function fillCards(state) {
   const time = known(last.iteration_s) ? last.iteration_s : plan ? plan.iteration_s : null;
   const off = known(last.iteration_s) && plan ? last.iteration_s / plan.iteration_s - 1 : null;
   card("iteration", last.step ? "iteration, measured" : "iteration, predicted", time, known(time) ? duration(time * 1e9) : "",
-    off === null ? "" : `predicted ${duration(plan.iteration_s * 1e9)}, ${off >= 0 ? "+" : ""}${(100 * off).toFixed(1)} %`, spark(s.iteration_s || []), "Time of one optimizer step");
+    off === null ? plan && plan.order === "first" && run.source === "simulated" ? "order not searched yet…" : "" : `predicted ${duration(plan.iteration_s * 1e9)}, ${off >= 0 ? "+" : ""}${(100 * off).toFixed(1)} %`, spark(s.iteration_s || []), "Time of one optimizer step");
   const speed = known(last.tokens_per_s) ? last.tokens_per_s : plan && !last.step ? plan.tokens_per_s : null;
   card("tokens", "tokens a second", speed, known(speed) ? short(speed) : "", known(last.tokens_per_gpu_s) ? short(last.tokens_per_gpu_s) + " for each GPU" : "", spark(s.tokens_per_s || []));
   card("loss", "loss", last.loss, known(last.loss) ? last.loss.toFixed(4) : "", "", spark(s.loss || []));
@@ -77,12 +77,14 @@ function fillCards(state) {
 
 // ---- state ----------------------------------------------------------------------------------------------------------
 
+const unstarted = state => "not running: " + (!state.predicted ? "no prediction" : state.predicted.order === "searched" ? "predicted, the figures of atlas simulate" : "first prediction; a search for a better order goes on…");
+
 function fillStatus() {
   const state = live.state, run = state.run, last = state.last, box = $("status");
   const age = last && known(last.time) ? Date.now() / 1000 - last.time : null, late = age !== null && age > Math.max(10, 3 * last.iteration_s);
   const of = run.steps ? ` of ${run.steps.toLocaleString("en")}` : "", step = last ? `step ${last.step}${of}` : "";
   const words = live.lost ? "connection to the page's server lost" : run.status === "ended" ? "ended" + (run.reason ? `: ${run.reason}` : "")
-    : run.status === "running" ? late ? `no step for ${age.toFixed(0)} s` : "running" : run.source === "simulated" ? "not running: as predicted" : "waiting for the first step";
+    : run.status === "running" ? late ? `no step for ${age.toFixed(0)} s` : "running" : run.source === "simulated" ? unstarted(state) : "waiting for the first step";
   box.className = live.lost ? "lost" : run.status === "running" ? late ? "late" : "running" : "";
   box.replaceChildren(make("i"), [words, step, run.slower > 1 ? `slowed ${run.slower}x` : "", run.checkpoints && run.checkpoints.length ? `checkpoint of step ${run.checkpoints[run.checkpoints.length - 1]}` : ""].filter(t => t).join(" · "));
 }
