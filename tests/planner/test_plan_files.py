@@ -17,7 +17,8 @@ from atlas.planner.objective import Objective
 from atlas.planner.report import front, rows, scene
 from atlas.planner.run import Planned, finished, make_plan, start
 from atlas.spec.plan import Plan, load_job_or_plan, plan_text
-from atlas.view.map import plan_page, positions
+from atlas.view.map import plan_page
+from atlas.view.places import PANEL, map_places
 
 
 @pytest.fixture(scope="module")
@@ -140,18 +141,21 @@ def test_the_page_stands_alone_and_shows_every_datacenter(planned: Planned) -> N
 def test_datacenters_are_drawn_apart_and_near_ones_nearer() -> None:
     latency = [[0.0, 5.0, 50.0], [5.0, 0.0, 50.0], [50.0, 50.0, 0.0]]
     dcs = [{"name": n, "location": None} for n in "abc"]
-    at = positions({"datacenters": dcs, "latency_ms": latency, "joined": [[True] * 3] * 3})
+    at, coast = map_places({"datacenters": dcs, "latency_ms": latency, "joined": [[True] * 3] * 3})
 
     def apart(i: int, j: int) -> float:
         return ((at[i][0] - at[j][0]) ** 2 + (at[i][1] - at[j][1]) ** 2) ** 0.5
 
     assert 80 < apart(0, 1) < apart(0, 2)
+    assert coast == ""
 
 
 def test_datacenters_with_a_location_are_where_they_are() -> None:
     places = {"tokyo": (35.7, 139.7), "oregon": (45.6, -121.2), "virginia": (38.9, -77.5)}
     dcs = [{"name": name, "location": location} for name, location in places.items()]
     nowhere = [[0.0] * 3] * 3
-    tokyo, oregon, virginia = positions({"datacenters": dcs, "latency_ms": nowhere, "joined": nowhere})
-    assert tokyo[0] < oregon[0] < virginia[0]  # over the Pacific: the widest gap is Europe's side
-    assert oregon[1] < virginia[1] < tokyo[1]  # north is up
+    scene = {"datacenters": dcs, "latency_ms": nowhere, "joined": nowhere}
+    for (tokyo, oregon, virginia), coast in (map_places(scene), map_places(scene, PANEL)):
+        assert tokyo[0] < oregon[0] < virginia[0]  # over the Pacific: the widest gap is Europe's side
+        assert oregon[1] < virginia[1] < tokyo[1]  # north is up
+        assert 1000 < len(coast) < 8000

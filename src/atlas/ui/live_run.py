@@ -150,6 +150,7 @@ class LiveRun:
                 "whatif": self.job is not None,
             }
             if series:
+                found["coast"] = "" if self.model is None else self.model.coast
                 found["series"] = {key: [step.get(key) for step in self._history] for key in SERIES}
             return found
 

@@ -22,7 +22,8 @@ from atlas.planner.placed import judged_result
 from atlas.planner.report import drawn_plan, places
 from atlas.sim import simulate
 from atlas.spec import Job
-from atlas.view.map import map_svg, positions
+from atlas.view.map import load_color, map_svg
+from atlas.view.places import PANEL, MapPlaces, map_places
 
 MAX_EVENTS = 60_000
 """Iterations are drawn up to this number of events, at least one."""
@@ -72,9 +73,14 @@ class RunModel:
         return simulate(program, costs, meta=meta)
 
     @cached_property
-    def _scene(self) -> tuple[dict[str, Any], list[tuple[float, float]]]:
+    def _scene(self) -> tuple[dict[str, Any], MapPlaces]:
         scene = places(self.case.job, self.cluster)
-        return scene, positions(scene)
+        return scene, map_places(scene, PANEL)
+
+    @property
+    def coast(self) -> str:
+        """The outline of land behind the map. Apart from it, because it does not change from step to step."""
+        return self._scene[1].coast
 
     def links(self, iteration_s: float | None = None, transfers_ms: dict[str, float] | None = None) -> list[Any]:
         """Every pair of datacenters that exchanges something, at the measured iteration time. Rates and times are the
@@ -85,7 +91,7 @@ class RunModel:
         judged = replace(self.judged, figures=figures)
         found: list[Any] = drawn_plan(self.cluster, judged, {})["links"]
         for link in found:
-            link["gbit_s"] = link["load"] * link["gbps"]
+            link["gbit_s"], link["color"] = link["load"] * link["gbps"], load_color(link["load"])
             took = (transfers_ms or {}).get(f"{link['a']}|{link['b']}")
             link["transfer_ms"] = None if took is None else took / self.slower
         return found
@@ -94,7 +100,7 @@ class RunModel:
         """The map as SVG."""
         scene, at = self._scene
         plan = {**drawn_plan(self.cluster, self.judged, {}), "links": links}
-        return map_svg(scene, plan, at)
+        return map_svg(scene, plan, at._replace(coast=""), PANEL)
 
 
 def transfer_times_ms(timeline: Timeline) -> dict[str, float]:

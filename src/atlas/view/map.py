@@ -1,8 +1,7 @@
 """A plan on a schematic map: datacenters laid out by distance, stages inside them, links coloured by load, beside the
 plans that lost and why. One HTML page without scripts and without network requests.
 
-Takes the plain scene that `planner.report` makes. A datacenter is drawn by its `location` where every one has it, else
-by the latencies (classical scaling), so that near datacenters are drawn near each other.
+Takes the plain scene that `planner.report` makes; `view.places` says where each datacenter is drawn.
 """
 
 from __future__ import annotations
@@ -13,18 +12,12 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from atlas.view.chart import front_svg, page_text, theme
+from atlas.view.places import FEW, PAGE, MapPlaces, Picture, map_places
 from atlas.view.table import seconds
 
-WIDTH, HEIGHT, MARGIN = 900, 520, 90
-"""Of a map, in pixels."""
-FEW = 8
-"""Up to this number of datacenters, every link and every number is drawn."""
-
-Floats = NDArray[np.float64]
+ROOM = 170
+"""A shorter link of a live map has room for its load only."""
 SHOWN = 12
 """Plans in the table."""
 LOADS = ((0.1, "#56b4e9", "under 10 %"), (0.5, "#009e73", "under 50 %"), (0.85, "#e69f00", "under 85 %"))
@@ -36,7 +29,7 @@ GROUPS = ("#0072b2", "#cc79a7", "#8c6d1f", "#009e73", "#d55e00", "#56b4e9")
 
 def plan_page(scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> str:
     """The page as text."""
-    at = positions(scene)
+    places = map_places(scene)
     # Families where the scene has them, else the winner and the next plans.
     drawn = scene.get("families") or scene["plans"]
     labels = [_tab(k, plan["row"], "families" in scene) for k, plan in enumerate(drawn)]
@@ -53,7 +46,7 @@ def plan_page(scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> str:
     )
     tabs = "".join(f'<label for="t{k}">{html.escape(label)}</label>' for k, label in enumerate(labels))
     maps = "".join(
-        f'<figure id="m{k}"><div class="wide">{map_svg(scene, plan, at)}</div>{_caption(plan)}</figure>'
+        f'<figure id="m{k}"><div class="wide">{map_svg(scene, plan, places)}</div>{_caption(plan)}</figure>'
         for k, plan in enumerate(drawn)
     )
     front = ""
@@ -80,22 +73,25 @@ def _tab(k: int, row: Mapping[str, Any], by_family: bool) -> str:
 
 
 # ---- one map ---------------------------------------------------------------------------------------------------
-def map_svg(scene: Mapping[str, Any], plan: Mapping[str, Any], at: Sequence[tuple[float, float]]) -> str:
+def map_svg(scene: Mapping[str, Any], plan: Mapping[str, Any], places: MapPlaces, picture: Picture = PAGE) -> str:
     """Datacenters, the links in use, and which stages each holds."""
     names = [dc["name"] for dc in scene["datacenters"]]
-    place = dict(zip(names, at, strict=True))
-    body = [_idle(scene, names, at)]
+    place = dict(zip(names, places.at, strict=True))
     few = len(names) <= FEW
-    body += [_link(link, place, few) for link in sorted(plan["links"], key=lambda link: bool(link["pipeline"]))]
-    body += [_dc(dc, plan, place, 26.0 if few else 19.0) for dc in scene["datacenters"]]
-    low, high = min(y for _, y in at), max(y for _, y in at)
-    top, bottom = low - 72, high + 110
-    used = {frozenset((link["a"], link["b"])) for link in plan["links"]}
-    pairs = {frozenset((names[i], names[j])) for i in range(len(names)) for j in range(i) if scene["joined"][i][j]}
-    body.append(_legend(bottom, plan, few and bool(pairs - used)))
+    body = [f'<path class="coast" d="{places.coast}"/>', _idle(scene, names, places.at)]
+    links = sorted(plan["links"], key=lambda link: bool(link["pipeline"]))
+    body += [_link(link, place, few, picture.line) for link in links]
+    body += [_dc(dc, plan, place, picture.radius[not few], not picture.legend) for dc in scene["datacenters"]]
+    top, bottom = 0.0, float(picture.height)
+    if picture.legend:
+        low, high = min(y for _, y in places.at), max(y for _, y in places.at)
+        top, bottom = low - 72, high + 110
+        used = {frozenset((link["a"], link["b"])) for link in plan["links"]}
+        pairs = {frozenset((names[i], names[j])) for i in range(len(names)) for j in range(i) if scene["joined"][i][j]}
+        body.append(_legend(bottom, plan, few and bool(pairs - used)))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {top:.0f} {WIDTH} {bottom - top:.0f}" role="img" '
-        f'aria-label="placement">{"".join(body)}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {top:.0f} {picture.width} {bottom - top:.0f}" role="img" '
+        f'aria-label="map of datacenters and links">{"".join(body)}</svg>'
     )
 
 
@@ -112,14 +108,14 @@ def _idle(scene: Mapping[str, Any], names: Sequence[str], at: Sequence[tuple[flo
     return lines
 
 
-def _color(load: float) -> str:
+def load_color(load: float) -> str:
     return next((color for limit, color, _ in LOADS if load < limit), FULL[0])
 
 
-def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]], few: bool) -> str:
+def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]], few: bool, line: int) -> str:
     """Solid where pipelines cross, dashed where groups only exchange gradients."""
     (x1, y1), (x2, y2) = place[link["a"]], place[link["b"]]
-    color = _color(link["load"])
+    color = load_color(link["load"])
     usd = link.get("usd_per_hour", 0.0)
     prior = ", a prior" if link.get("prior") else ""
     hint = (
@@ -133,14 +129,16 @@ def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]], few
     x, y = (x1 + x2) / 2, (y1 + y2) / 2
     label = f"{100 * link['load']:.0f}%" if few or link["pipeline"] else ""
     words = [label]
-    if few and "gbit_s" in link:  # of a run: what it sends now
+    if few and "gbit_s" in link and math.hypot(x2 - x1, y2 - y1) < ROOM:
+        words = [label]
+    elif few and "gbit_s" in link:  # of a run: what it sends now
         words = [f"{link['gbit_s']:.3g} of {link['gbps']:.3g} Gbit/s", f"{label} load · {link['latency_ms']:.3g} ms"]
     elif few:
         words = [f"{link['latency_ms']:.3g} ms · {link['gbps']:.3g} Gbit/s{' (prior)' if prior else ''}"]
         words.append(f"{label} load" + (f" · ${usd:,.0f}/hour" if usd else ""))
-    first = y + 4 - 15 * (len(words) - 1)
+    first = y + 4 - line * (len(words) - 1)
     texts = "".join(
-        f'<text class="load" x="{x:.1f}" y="{first + 15 * k - 6 * (len(words) > 1):.1f}">{html.escape(text)}</text>'
+        f'<text class="load" x="{x:.1f}" y="{first + line * k - 6 * (len(words) > 1):.1f}">{html.escape(text)}</text>'
         for k, text in enumerate(words)
     )
     return (
@@ -149,10 +147,17 @@ def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]], few
     )
 
 
-def _dc(dc: Mapping[str, Any], plan: Mapping[str, Any], place: Mapping[str, tuple[float, float]], radius: float) -> str:
+def _dc(
+    dc: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    place: Mapping[str, tuple[float, float]],
+    radius: float,
+    one_line: bool,
+) -> str:
     """A disc with the GPUs in use, a ring for their share, and the name on the side that has no link."""
     (x, y), used = place[dc["name"]], int(plan["gpus"].get(dc["name"], 0))
-    under = radius + 14 if not _leaves_downwards(dc["name"], plan, place) else -radius - 20
+    above = _leaves_downwards(dc["name"], plan, place) and not (one_line and y < 50)
+    under = radius + 14 if not above else -radius - (7 if one_line else 20)
     share = used / dc["gpus"]
     turn = 2 * math.pi * share
     color = _owner(dc["name"], plan)
@@ -165,14 +170,19 @@ def _dc(dc: Mapping[str, Any], plan: Mapping[str, Any], place: Mapping[str, tupl
             f'{x + radius * math.sin(turn):.1f} {y - radius * math.cos(turn):.1f}" stroke="{color}"/>'
         )
     stages = _stages(dc["name"], plan)
-    hint = f"{dc['name']}: {used:,} of {dc['gpus']:,} {dc['gpu']}, ${dc['usd_per_gpu_hour']:g} an hour each. {stages}"
-    label = stages or "not used"
+    price = f", ${dc['usd_per_gpu_hour']:g} an hour each" if dc["usd_per_gpu_hour"] else ""
+    hint = f"{dc['name']}: {used:,} of {dc['gpus']:,} {dc['gpu']}{price}. {stages}"
+    label, count = stages or "not used", f"{used:,}" if used < 1000 or not one_line else f"{used / 1000:.2g}k"
+    words = "</text>"
+    if one_line and len(place) <= 4:
+        words = f'<tspan class="small" dx="5">{html.escape(label)}</tspan></text>'
+    elif not one_line:
+        words = f'</text><text class="small" x="{x:.1f}" y="{y + under + 13:.1f}">{html.escape(label)}</text>'
     return (
         f'<g class="{"dc" if used else "dc off"}"><title>{html.escape(hint)}</title>'
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>{ring}'
-        f'<text class="count" x="{x:.1f}" y="{y + 4:.1f}">{used:,}</text>'
-        f'<text class="name" x="{x:.1f}" y="{y + under:.1f}">{html.escape(dc["name"])}</text>'
-        f'<text class="small" x="{x:.1f}" y="{y + under + 13:.1f}">{html.escape(label)}</text></g>'
+        f'<text class="count" x="{x:.1f}" y="{y + 4:.1f}">{count}</text>'
+        f'<text class="name" x="{x:.1f}" y="{y + under:.1f}">{html.escape(dc["name"])}{words}</g>'
     )
 
 
@@ -205,7 +215,7 @@ def _stages(name: str, plan: Mapping[str, Any]) -> str:
 
 def _legend(bottom: float, plan: Mapping[str, Any], has_idle: bool) -> str:
     """Only what this map shows."""
-    colors = {_color(link["load"]) for link in plan["links"]}
+    colors = {load_color(link["load"]) for link in plan["links"]}
     parts = [(color, text) for color, text in [*((c, t) for _, c, t in LOADS), FULL] if color in colors]
     items = "".join(
         f'<path d="M{12 + 112 * k} {bottom - 14:.0f}h22" stroke="{color}" stroke-width="5"/>'
@@ -218,7 +228,7 @@ def _legend(bottom: float, plan: Mapping[str, Any], has_idle: bool) -> str:
     words += ["dots: gradients between groups"] if any(not link["pipeline"] for link in plan["links"]) else []
     words += ["thin dashes: a link that is not used"] if has_idle else []
     text = " · ".join(words)
-    return f'{items}<text class="key" x="{WIDTH - 12}" y="{bottom - 32:.0f}" text-anchor="end">{text}</text>'
+    return f'{items}<text class="key" x="{PAGE.width - 12}" y="{bottom - 32:.0f}" text-anchor="end">{text}</text>'
 
 
 # ---- words -----------------------------------------------------------------------------------------------------
@@ -271,65 +281,3 @@ def _table(scene: Mapping[str, Any]) -> str:
     return (
         f'<div class="wide"><table>{head}{lines}</table></div><p class="keys">{keys}</p><p class="soft">{LETTERS}</p>'
     )
-
-
-# ---- where each datacenter is drawn ----------------------------------------------------------------------------
-def positions(scene: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """By datacenter: x and y in pixels."""
-    dcs = scene["datacenters"]
-    if all(dc["location"] is not None for dc in dcs):
-        raw = _on_the_globe(np.array([dc["location"] for dc in dcs], np.float64))
-    else:
-        raw = _scaled(np.array(scene["latency_ms"], np.float64), np.array(scene["joined"], np.bool_))
-    return _fitted(raw)
-
-
-def _on_the_globe(location: Floats) -> Floats:
-    """Degrees on a flat map, cut at the longest stretch without a datacenter, so that no link crosses the cut."""
-    latitude, longitude = location.T
-    order = np.sort(longitude)
-    gaps = np.diff(np.append(order, order[0] + 360))
-    left = order[(int(gaps.argmax()) + 1) % len(order)]
-    east = (longitude - left) % 360
-    return np.stack([east * np.cos(np.radians(latitude.mean())), -latitude], axis=1)
-
-
-def _scaled(latency: Floats, joined: NDArray[np.bool_]) -> Floats:
-    """Classical scaling: points in a plane whose distances approximate the latencies best."""
-    n = len(latency)
-    if n == 1:
-        return np.zeros((1, 2))
-    far = float(latency[joined].max(initial=1.0)) or 1.0
-    distance = np.where(joined, np.maximum(latency, 0.05 * far), 1.5 * far)
-    np.fill_diagonal(distance, 0.0)
-    if np.allclose(distance[~np.eye(n, dtype=bool)], distance[0, 1]):
-        turn = 2 * np.pi * np.arange(n) / n - np.pi / 2
-        return np.stack([np.cos(turn), np.sin(turn)], axis=1) if n > 2 else np.array([[0.0, 0.0], [1.0, 0.0]])
-    centre = np.eye(n) - 1 / n
-    values, vectors = np.linalg.eigh(-0.5 * centre @ distance**2 @ centre)
-    found = vectors[:, -2:][:, ::-1] * np.sqrt(np.maximum(values[-2:][::-1], 0.0))
-    # The sign of an eigenvector is arbitrary: put the first datacenter at the upper left.
-    return np.asarray(found * np.where(found[0] > 0, -1.0, 1.0), np.float64)
-
-
-def _fitted(raw: Floats) -> list[tuple[float, float]]:
-    """Scaled to the picture, and moved apart where two would overlap."""
-    size = np.ptp(raw, axis=0)
-    room = np.array([WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN])
-    scales = [room[k] / size[k] if size[k] > 1e-9 else np.inf for k in range(2)]
-    # Few datacenters keep the aspect ratio; many fill the picture.
-    scale = min(scales) if len(raw) <= FEW else np.array(scales)
-    scale = np.where(np.isfinite(scale), scale, 1.0)
-    place = (raw - raw.min(axis=0) - size / 2) * scale + np.array([WIDTH, HEIGHT]) / 2
-    least = 118.0 if len(raw) <= FEW else 84.0  # pixels between two datacenters
-    for _ in range(80):
-        for i in range(len(place)):
-            for j in range(i):
-                gap = place[i] - place[j]
-                length = float(np.hypot(*gap))
-                if length < least:
-                    push = gap / length if length > 1e-6 else np.array([1.0, 0.3])
-                    place[i] += push * (least - length) / 2
-                    place[j] -= push * (least - length) / 2
-        place = np.clip(place, [MARGIN, MARGIN * 0.7], [WIDTH - MARGIN, HEIGHT - MARGIN * 0.7])
-    return [(float(x), float(y)) for x, y in place]

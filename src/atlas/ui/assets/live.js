@@ -1,5 +1,6 @@
 // The live page: reads the state of a run, follows its events, fills cards, map and log, and gives new timelines to the
-// scripts that draw them. Text goes through textContent; the map is SVG from this server, with its names escaped.
+// scripts that draw them. Text goes through textContent; of the map, which can come from another host's page, only shapes and
+// text are taken.
 
 const COLUMNS = ["step", "loss", "tokens_per_s", "iteration_s", "utilization", "mfu"], MAX_POINTS = 1000;
 const live = { state: null, series: null, shown: -1, held: false, asking: false, opened: false, busy: false, heard: 0, lost: false };
@@ -60,14 +61,14 @@ function fillCards(state) {
   const time = known(last.iteration_s) ? last.iteration_s : plan ? plan.iteration_s : null;
   const off = known(last.iteration_s) && plan ? last.iteration_s / plan.iteration_s - 1 : null;
   card("iteration", last.step ? "iteration, measured" : "iteration, predicted", time, known(time) ? duration(time * 1e9) : "",
-    off === null ? plan && plan.order === "first" && run.source === "simulated" ? "order not searched yet…" : "" : `predicted ${duration(plan.iteration_s * 1e9)}, ${off >= 0 ? "+" : ""}${(100 * off).toFixed(1)} %`, spark(s.iteration_s || []), "Time of one optimizer step");
+    off === null ? plan && plan.order === "first" && run.source === "simulated" ? "order not searched yet…" : idle(state) ? "one optimizer step" : "" : `predicted ${duration(plan.iteration_s * 1e9)}, ${off >= 0 ? "+" : ""}${(100 * off).toFixed(1)} %`, spark(s.iteration_s || []), "Time of one optimizer step");
   const speed = known(last.tokens_per_s) ? last.tokens_per_s : plan && !last.step ? plan.tokens_per_s : null;
-  card("tokens", "tokens a second", speed, known(speed) ? short(speed) : "", known(last.tokens_per_gpu_s) ? short(last.tokens_per_gpu_s) + " for each GPU" : "", spark(s.tokens_per_s || []));
-  card("loss", "loss", last.loss, known(last.loss) ? last.loss.toFixed(4) : "", "", spark(s.loss || []));
+  card("tokens", "tokens a second", speed, known(speed) ? short(speed) : "", known(last.tokens_per_gpu_s) ? short(last.tokens_per_gpu_s) + " for each GPU" : idle(state) && plan ? `on ${plan.num_gpus.toLocaleString("en")} GPUs` : "", spark(s.tokens_per_s || []));
+  if (!idle(state)) card("loss", "loss", last.loss, known(last.loss) ? last.loss.toFixed(4) : "", "", spark(s.loss || []));
   const busy = known(run.utilization) ? run.utilization : plan ? plan.utilization : null;
-  card("busy", "accelerators busy", busy, known(busy) ? percent(busy) : "", plan ? `predicted ${percent(plan.utilization)}` : "", busyBar(state), "Share of the time in which accelerators compute; the bar shows what they wait for");
+  card("busy", "accelerators busy", busy, known(busy) ? percent(busy) : "", plan && !idle(state) ? `predicted ${percent(plan.utilization)}` : "of the time they compute", busyBar(state), "Share of the time in which accelerators compute; the bar shows what they wait for");
   const mfu = known(last.mfu) ? last.mfu : plan && !last.step ? plan.mfu : null;
-  card("mfu", "MFU", mfu, known(mfu) ? percent(mfu) : "", plan ? `predicted ${percent(plan.mfu)}` : "", spark(s.mfu || []), "Model FLOPs utilization: useful FLOPs over what the GPUs could do");
+  card("mfu", "MFU", mfu, known(mfu) ? percent(mfu) : "", plan && !idle(state) ? `predicted ${percent(plan.mfu)}` : "model FLOPs utilization", spark(s.mfu || []), "Model FLOPs utilization: useful FLOPs over what the GPUs could do");
   const links = state.links || [], busiest = links.reduce((a, b) => !a || b.load > a.load ? b : a, null);
   if (busiest) card("wan", "busiest WAN link", busiest.load, percent(busiest.load), `${busiest.gbit_s.toPrecision(3)} Gbit/s, ${busiest.a} – ${busiest.b}`, null,
     known(busiest.transfer_ms) ? `A transfer takes ${busiest.transfer_ms.toFixed(1)} ms (median)` : "");
@@ -77,6 +78,7 @@ function fillCards(state) {
 
 // ---- state ----------------------------------------------------------------------------------------------------------
 
+const idle = state => state.run.status === "waiting" && state.run.source === "simulated";
 const unstarted = state => "not running: " + (!state.predicted ? "no prediction" : state.predicted.order === "searched" ? "predicted, the figures of atlas simulate" : "first prediction; a search for a better order goes on…");
 
 function fillStatus() {
@@ -96,9 +98,21 @@ function fillEvents(events) {
     const item = make("li", event.kind, null, list);
     make("time", "", clock(event.time), item); make("span", "", event.text, item);
   }
-  if (!events.length) make("li", "", "No events yet: connections lost, hosts lost, restarts and new plans are listed here.", list);
+  if (!events.length) make("li", "", idle(live.state) ? "This job does not run: the page shows its prediction. Press “what if” to change links, GPUs or schedule. Train with --ui to see the run here."
+    : "No events yet: connections lost, hosts lost, restarts and new plans are listed here.", list);
   list.dataset.count = events.length;
   if (atEnd) list.scrollTop = 0;
+}
+
+function fillMap(text) {
+  const drawn = new DOMParser().parseFromString(text, "image/svg+xml").documentElement;
+  for (const part of [drawn, ...drawn.querySelectorAll("*")]) {
+    if (!["svg", "g", "path", "circle", "text", "tspan", "title"].includes(part.localName)) part.remove();
+    for (const { name } of [...part.attributes]) if (/^on|href/i.test(name)) part.removeAttribute(name);
+  }
+  const coast = drawn.querySelector(".coast");
+  if (coast) coast.setAttribute("d", live.coast || "");
+  $("picture").replaceChildren(document.importNode(drawn, true));
 }
 
 function fillLinks(links) {
@@ -106,6 +120,7 @@ function fillLinks(links) {
   list.replaceChildren();
   for (const link of links.filter(one => one.pipeline)) {
     const item = make("li", "", null, list);
+    make("i", "chip", null, item).style.backgroundColor = link.color;
     make("b", "", `${link.a} – ${link.b}`, item);
     item.append(` ${link.gbit_s.toPrecision(3)} of ${short(link.gbps)} Gbit/s, ${percent(link.load)} load, ${short(link.latency_ms)} ms one way` + (known(link.transfer_ms) ? `, a transfer takes ${link.transfer_ms.toFixed(0)} ms` : ""));
   }
@@ -124,7 +139,8 @@ function apply(state) {
   $("ask").hidden = !state.whatif;
   if (!live.asking) $("said").textContent = state.verdict;
   fillStatus(); fillCards(state); fillEvents(state.events);
-  if (state.map) $("picture").innerHTML = state.map;
+  if (state.coast !== undefined) live.coast = state.coast;
+  if (state.map) fillMap(state.map);
   else if (!$("picture").childElementCount) make("p", "", "There is no job file beside this run: no map and no prediction.", $("picture"));
   fillLinks(state.links || []);
   document.documentElement.dataset.state = state.version;
