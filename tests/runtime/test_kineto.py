@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,8 @@ from atlas.errors import AtlasError
 from atlas.evidence.rank_trace import read_rank
 from atlas.launch.kineto_merge import merge_traces
 from atlas.runtime.kineto import FOLDER, LAST_STEPS, STEPS, KinetoRecorder
+from atlas.runtime.messages import MessageWriter
+from atlas.runtime.process import _says_alive
 
 
 def train(recorder: KinetoRecorder, num_steps: int) -> None:
@@ -48,6 +53,19 @@ class NoProfile:
 
 def test_nothing_is_recorded_without_the_folder() -> None:
     assert KinetoRecorder.of(0, 9, environment={}) is None
+
+
+def test_the_launcher_hears_of_a_trace_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atlas.runtime.process.ALIVE_S", 0.001)
+    heard = threading.Event()
+
+    class Out(MessageWriter):
+        def send(self, message: dict[str, Any]) -> None:
+            assert message == {"waits_for": "p0.s1 writes"}
+            heard.set()
+
+    with _says_alive(Out(io.StringIO()), "p0.s1 writes"):
+        assert heard.wait(10)
 
 
 def test_a_trace_that_cannot_be_written_is_a_warning(

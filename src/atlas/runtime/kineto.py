@@ -1,8 +1,7 @@
 """Records steps of a worker with torch.profiler: a real Kineto trace beside our own Timeline.
 
 `ATLAS_KINETO` names the folder; without it nothing is recorded. `ATLAS_KINETO_STEPS` names the steps, `10:12`; without
-it the last ones are recorded. A trace that cannot be written is a warning: training
-goes on. Knows steps, not ops.
+it the last ones are recorded. A trace that cannot be written is a warning: training goes on. Knows steps, not ops.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -24,6 +24,9 @@ log = logging.getLogger("atlas.kineto")
 class KinetoRecorder:
     """Call `begin` before each step, then `finish`."""
 
+    while_writing: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered while the trace is written, which takes minutes for millions of events."""
+
     def __init__(self, path: Path, first: int, last: int | None = None) -> None:
         """`last`: the last step to record; None: until `finish`."""
         self._path, self._first, self._last = path, first, last
@@ -32,7 +35,7 @@ class KinetoRecorder:
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=kinds):
             torch.ones(1, device="cuda" if len(kinds) > 1 else "cpu").add_(1)  # the first use takes seconds
-        self._profile = torch.profiler.profile(activities=kinds, acc_events=True)
+        self._profile = torch.profiler.profile(activities=kinds)  # acc_events would take minutes at the end
         self._step: torch.profiler.record_function | None = None
 
     @classmethod
@@ -76,9 +79,10 @@ class KinetoRecorder:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the last step ends when its kernels have
             self._step.__exit__(None, None, None)
-            self._profile.stop()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._profile.export_chrome_trace(str(self._path))
+            with self.while_writing():
+                self._profile.stop()
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._profile.export_chrome_trace(str(self._path))
         except (OSError, RuntimeError) as error:
             log.warning("%s: the trace could not be written: %s. Training is not affected", self._path, error)
         self._step = None

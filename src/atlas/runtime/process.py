@@ -32,6 +32,7 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 
 DECISION_S = 60.0
 """How long a worker waits for {"last_step"} after {"stop"}."""
+ALIVE_S = 3.0
+"""Between two messages of a worker that is busy with something long."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, KEPT_BYTES = -1, -3, 1 << 30
 """Parameters of `mallopt` (<malloc.h>): up to this size, freed memory stays with the process."""
 
@@ -155,6 +158,8 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
     )
     kineto = KinetoRecorder.of(worker.role.number * assignment.tp, worker.last_step)
     worker.names_ops = kineto is not None
+    if kineto is not None:
+        kineto.while_writing = lambda: _says_alive(out, f"{worker.role.name} writes the trace of its steps")
     out.send({"listening": worker.links.port})
     peers = _read(messages)
     worker.connect(*([tuple(place) for place in peers.get(key, ())] for key in ("channels", "dial_for")))
@@ -193,6 +198,24 @@ def _handle_all(messages: TextIO, worker: Worker, stop_control: StopControl, out
     except Exception as error:
         out.fail(error)
     os._exit(1)
+
+
+@contextlib.contextmanager
+def _says_alive(out: MessageWriter, what: str) -> Iterator[None]:
+    """Tells the launcher every few seconds what this worker does: it takes long silence for a failure."""
+    done = threading.Event()
+
+    def tell() -> None:
+        while not done.wait(ALIVE_S):
+            out.send({"waits_for": what})
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _handle(message: dict[str, Any], worker: Worker, stop_control: StopControl, out: MessageWriter) -> None:
