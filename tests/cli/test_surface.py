@@ -48,7 +48,17 @@ SURFACE = {
     "ui": {"run", "--at", "--token-file"},
     "report": {"runs", "--out", "--title", "--salvage"},
     "metrics": {"folders", "--against", "--salvage", "--definitions", "--json", "--page"},
-    "train": {"plan", "--emulate", "--slower", "--page", "--device", "--checkpoints", "--profile", "--profile-out"}
+    "train": {
+        "plan",
+        "--emulate",
+        "--slower",
+        "--page",
+        "--device",
+        "--checkpoints",
+        "--profile",
+        "--profile-out",
+        "--record-wan",
+    }
     | {"--filler", "--filler-folder", "--filler-mib"}
     | {"--dc", "--rendezvous", "--coordinator", "--listen", "--advertise", "--ports", "--reach", "--node", "--spare"}
     | HOW,

@@ -16,6 +16,7 @@ from atlas.errors import AtlasError, WorkerError
 from atlas.wan.transport.base import Key, Tag
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.settings import TransportSettings
+from atlas.weather.packets import read_path
 
 QUICK = TransportSettings(max_streams=3, deadline_s=20.0, stall_s=2.0, handshake_s=5.0, heartbeat_s=0.2)
 HASTY = replace(QUICK, deadline_s=1.0)
@@ -215,3 +216,18 @@ def test_connections_outside_trusted_networks_need_certificates() -> None:
         pytest.raises(AtlasError, match="atlas wan certs"),
     ):
         a.connect({"dc2/b": b.address}, timeout_s=1)
+
+
+def test_channels_to_other_datacenters_record_what_they_send(tmp_path: Path) -> None:
+    settings = replace(QUICK, record_folder=str(tmp_path))
+    with Endpoint("dc1/a", settings=settings) as a, Endpoint("dc2/b", settings=QUICK) as b:
+        a.connect({"dc2/b": b.address}, lanes=(0,))
+        out = bytearray(3_000_000)
+        got = b.recv(Key("dc1/a", 0, tag(1)), out)
+        a.send(Key("dc2/b", 0, tag(1)), os.urandom(len(out))).wait(5)
+        got.wait(5)
+    name, table = read_path(tmp_path)
+    assert name == "dc1.a~dc2.b~0"
+    assert int(table.num_bytes.sum()) == 3_000_000
+    assert (table.rtt_ns > 0).all()
+    assert abs(table.sent_ns[0] / 1e9 - time.time()) < 60

@@ -17,6 +17,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from atlas.console import number, require_apart, require_folder, require_writable, whole
 from atlas.errors import AtlasError
@@ -29,6 +30,7 @@ from atlas.wan.probe.links import LinkFigures, drift, links_yaml, write_links
 from atlas.wan.probe.recorded_path import Observation, trace_rows, write_csv
 from atlas.wan.probe.survey import LinkMeasurement, Survey, survey
 from atlas.wan.probe.wire import require_token
+from atlas.weather.packets import LOST, PacketLog
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +58,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--every", type=number(0, 1e6), default=60.0, metavar="S", help="seconds from one probe to the next"
     )
     parser.add_argument(
-        "--record", type=Path, metavar="DIR", help="write each link's series and its trace for the simulator to DIR"
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help="write series, trace and packets of each link to DIR",
+    )
+    parser.add_argument(
+        "--record-seconds",
+        type=number(0, 30),
+        default=10.0,
+        metavar="S",
+        help="how long each probe fills a path to record its packets (default 10; 0: no packets)",
     )
 
 
@@ -73,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     _require_files(args)
     agents = dict(_node(text) for text in args.node)
     how = Survey(agents, token, max_streams=args.max_streams, max_bytes=round(args.max_mb * 1e6))
-    rounds = _rounds(how, args.repeat, args.every)
+    rounds = _rounds(how, args)
     found = rounds[-1]
     if args.json:
         json.dump([asdict(m) | {"cap": m.cap, "streams": m.streams} for m in found], sys.stdout, indent=2)
@@ -124,13 +136,27 @@ def _warn(path: Path, found: list[LinkMeasurement]) -> int:
     return 3 if warnings else 0
 
 
-def _rounds(how: Survey, repeat: int, every_s: float) -> list[list[LinkMeasurement]]:
+def _rounds(how: Survey, args: argparse.Namespace) -> list[list[LinkMeasurement]]:
     rounds: list[list[LinkMeasurement]] = []
+    logs: dict[tuple[str, str], PacketLog] = {}
     begun = time.monotonic()
-    for i in range(repeat):
-        time.sleep(max(0.0, begun + i * every_s - time.monotonic()))
+    for i in range(args.repeat):
+        time.sleep(max(0.0, begun + i * args.every - time.monotonic()))
         rounds.append(survey(how))
+        if args.record is not None and args.record_seconds:
+            for link in rounds[-1]:
+                if link.between not in logs:
+                    logs[link.between] = PacketLog(args.record, "-".join(link.between))
+                record_packets(logs[link.between], how.packets(link, args.record_seconds))
+    for log in logs.values():
+        log.close()
     return rounds
+
+
+def record_packets(log: PacketLog, found: dict[str, Any]) -> None:
+    start_ns, block_bytes = int(found["start_ns"]), int(found["block_bytes"])
+    for at_ns, rtt_ns in found["rows"]:
+        log.add(start_ns + int(at_ns), block_bytes, max(int(rtt_ns), LOST))
 
 
 def _record(folder: Path, rounds: list[list[LinkMeasurement]]) -> None:

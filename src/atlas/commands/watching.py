@@ -117,10 +117,19 @@ def trace_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of --profile (default: profile)",
     )
+    parser.add_argument(
+        "--record-wan",
+        type=Path,
+        metavar="DIR",
+        help="workers of this host record what they send to other datacenters, for `atlas wan learn` (docs/weather.md)",
+    )
 
 
 def begin_traces(args: argparse.Namespace, num_steps: int) -> None:
-    """What `--profile` asks for: workers are started with this environment."""
+    """What `--profile` and `--record-wan` ask for: workers are started with this environment."""
+    if args.record_wan is not None:
+        require_folder(args.record_wan, "--record-wan")
+        os.environ["ATLAS_RECORD_WAN"] = str(args.record_wan.absolute())
     if args.profile is None:
         return
     found = re.fullmatch(r"(\d+):(\d+)", args.profile)

@@ -7,6 +7,7 @@ Knows transports and names. Does not know tensors, nor when anything is sent.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,8 @@ CONNECT_S = 20.0
 """Peers listen before any worker connects."""
 HEARTBEAT_S = 3.0
 """A worker has dozens of streams, and each heartbeat takes CPU time from computation."""
+RECORD_WAN = "ATLAS_RECORD_WAN"
+"""The environment variable with the folder where workers record the packets of their WAN paths."""
 SLICES_PER_NODE, MIN_SLICE_BYTES = 4, 16 * 1024
 """A slice costs milliseconds of CPU time however small it is."""
 SENDS = {AFTER: FORWARD, BEFORE: BACKWARD}
@@ -47,6 +50,7 @@ class WorkerLinks:
         """`direct`: whether the waiting thread itself reads activations of neighbours on this host."""
         self.role, self.patience_s = role, assignment.patience_s
         settings = TransportSettings(deadline_s=assignment.patience_s + 5, heartbeat_s=HEARTBEAT_S)
+        settings = replace(settings, record_folder=os.environ.get(RECORD_WAN, ""))
         if assignment.streams:
             settings = replace(settings, max_streams=assignment.streams)
         security = _security(assignment, role.node)

@@ -174,6 +174,7 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
     threading.Thread(target=_handle_all, args=(messages, worker, stop_control, out), daemon=True).start()
     may_begin = stop_control.may_begin if kineto is None else kineto.before(stop_control.may_begin)
     worker.run(message["start_ns"] - skew_ns, may_begin)
+    worker.links.main.save_records()
     if kineto is not None:
         kineto.finish()
     if assignment.weights_file:

@@ -60,7 +60,10 @@ def learn(table: PacketTable, method: Method = "pairs") -> Learnt:
     constants = _constants(train, method)
     explained, followed = (_explained(constants, test, ahead=ahead) for ahead in (True, False))
     model = with_cross(_constants(table, method), table) if method != "constant" else constants
-    return Learnt(model, explained, followed, warnings + _limits(table, model))
+    warnings += _limits(table, model)
+    if followed is not None and followed < 0:
+        warnings.append("the model is worse than the mean delay on the held-out rows: record more, at a higher rate")
+    return Learnt(model, explained, followed, warnings)
 
 
 def require_usable(table: PacketTable) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -199,6 +200,7 @@ class PacketLog:
         self._rows: list[tuple[int, int, int]] = []
         self._lock = threading.Lock()
         self._written_ns = -1
+        self._flushed_at = time.monotonic()
         self.dropped = 0
         folder.mkdir(parents=True, exist_ok=True)
         if self._path(0).exists():
@@ -214,12 +216,22 @@ class PacketLog:
             finally:
                 self._lock.release()
 
+    def write_older(self) -> None:
+        """Writes rows that are old enough, at most once a second: a process that is killed loses seconds only."""
+        if self._rows and time.monotonic() - self._flushed_at >= 1.0 and self._lock.acquire(blocking=False):
+            try:
+                self._flush(self.HOLD_NS)
+            finally:
+                self._lock.release()
+
     def close(self) -> None:
+        """Writes everything. More may be added."""
         with self._lock:
             self._flush(0)
 
     def _flush(self, hold_ns: int) -> None:
         rows, self._rows = self._rows, []
+        self._flushed_at = time.monotonic()
         rows.sort()
         until = rows[-1][0] - hold_ns if rows else 0
         ready = [row for row in rows if row[0] <= until]

@@ -18,8 +18,10 @@ from atlas.wan.emulator.proxy_net import ProxyNet
 from atlas.wan.probe.agent import ProbeAgent
 from atlas.wan.probe.links import LinkFigures, drift, links_yaml, to_figures, with_links, write_links
 from atlas.wan.probe.measure import Goodput, RoundTrips, round_trips
+from atlas.wan.probe.packet_series import packet_series
 from atlas.wan.probe.survey import LinkMeasurement, Survey, survey
 from atlas.wan.probe.wire import MAX_MESSAGE_BYTES, ProbeError, connect, send_json
+from atlas.weather.packets import PacketLog, read_path
 
 TOKEN = "only for the tests"
 
@@ -228,3 +230,16 @@ def test_the_command_warns_where_a_file_differs(
             printed = capsys.readouterr().err
     assert "east - west: a node pair gets 0.0" in printed
     assert "0.08 were assumed" in printed
+
+
+def test_blocks_are_timed_and_recorded_as_packets(tmp_path: Path) -> None:
+    path = PathSpec(0.01, None, 20e6)
+    with ProxyNet({("a-0", "b-0"): path}) as net, ProbeAgent("127.0.0.1", 0, TOKEN) as agent:
+        found = packet_series(net.listen("a-0", "b-0", agent.address), TOKEN, 0.5, 4000)
+    log = PacketLog(tmp_path, "a-b")
+    wan_probe.record_packets(log, found)
+    log.close()
+    table = read_path(tmp_path)[1]
+    assert len(table.sent_ns) > 50
+    assert (table.num_bytes == 4000).all()
+    assert 0.018e9 < table.rtt_ns[~table.lost].min() < 0.06e9

@@ -14,6 +14,7 @@ from typing import Any
 
 from atlas.errors import AtlasError
 from atlas.wan.probe import measure
+from atlas.wan.probe.packet_series import answer_blocks, packet_series
 from atlas.wan.probe.wire import CONNECT_TIMEOUT_S, ProbeError, connect, has_token, read_json, require_token, send_json
 from atlas.wan.transport.base import is_wildcard
 
@@ -88,7 +89,9 @@ class ProbeAgent:
             _echo(sock)
         elif do == "sink":
             send_json(sock, measure.receive(sock, float(request.get("seconds", 1.0))))
-        elif do in ("rtt", "goodput"):
+        elif do == "acks":
+            answer_blocks(sock, float(request["seconds"]), int(request["block_bytes"]))
+        elif do in ("rtt", "goodput", "packets"):
             sock.settimeout(MEASURE_TIMEOUT_S)
             try:
                 answer = self._measure(request)
@@ -103,6 +106,8 @@ class ProbeAgent:
         target = (str(host), int(port))
         if request["do"] == "rtt":
             return asdict(measure.round_trips(target, self._token, int(request["count"])))
+        if request["do"] == "packets":
+            return packet_series(target, self._token, float(request["seconds"]), int(request["block_bytes"]))
         streams, seconds, max_bytes = int(request["streams"]), float(request["seconds"]), int(request["max_bytes"])
         wait_s = min(MAX_WAIT_S, float(request.get("wait_s", 0.0)))
         return asdict(measure.goodput(target, self._token, streams, seconds, max_bytes=max_bytes, wait_s=wait_s))

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Any
 
 from atlas.errors import AtlasError
 from atlas.wan.probe.agent import ask
 from atlas.wan.probe.measure import Address, Goodput, RoundTrips
+from atlas.wan.probe.packet_series import MAX_ROWS
 
 STREAMS = (1, 2, 4, 8, 16, 32)
 GAIN = 1.05
@@ -125,6 +127,13 @@ class Survey:
             "wait_s": wait_s,
         }
         return Goodput(**ask(self.agents[src], self.token, request))
+
+    def packets(self, link: LinkMeasurement, seconds: float) -> dict[str, Any]:
+        """Packets of the first node pair of a link, from its first datacenter to the second."""
+        src, dst = (self._nodes(dc)[0] for dc in link.between)
+        block_bytes = round(link.there_bps / 8 * seconds / MAX_ROWS)
+        request = {"do": "packets", "address": self._at(src, dst), "seconds": seconds, "block_bytes": block_bytes}
+        return ask(self.agents[src], self.token, request)
 
     def link(self, a: str, b: str) -> LinkMeasurement:
         """Measures one pair of datacenters."""

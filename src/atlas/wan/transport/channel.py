@@ -14,10 +14,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.wan.congestion.warm_up import MAX_PIECE_BYTES
-from atlas.wan.security.credentials import Security
+from atlas.wan.security.credentials import Security, datacenter_of
 from atlas.wan.transport.base import Address
 from atlas.wan.transport.channel_tuner import ChannelTuner
 from atlas.wan.transport.handshake import RefusedError, dial
@@ -36,6 +37,7 @@ from atlas.wan.transport.wire import (
     refusal_text,
     unpack_record,
 )
+from atlas.weather.packets import PacketLog
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.02, 2.0
 """Pause before a stream connects again. It doubles with each failure."""
@@ -71,6 +73,9 @@ class Channel:
         self.mine, self.address, self.security, self.settings, self.log = mine, address, security, settings, log
         self.name = f"{mine.name} -> {mine.peer} (lane {mine.lane})"
         self.outbox = Outbox()
+        if settings.record_folder and not light and datacenter_of(mine.name) != datacenter_of(mine.peer):
+            path = f"{mine.name}~{mine.peer}~{mine.lane}".replace("/", ".")
+            self.outbox.packets = PacketLog(Path(settings.record_folder), path)
         self.faults = Faults()
         self.last_error = "never connected"
         self._lock = threading.Lock()
@@ -126,6 +131,8 @@ class Channel:
         """Called a few times a second: tunes the streams, and fails what has made no progress until the deadline."""
         now, outbox = time.monotonic(), self.outbox
         self.tuner.watch(now)
+        if outbox.packets is not None:
+            outbox.packets.write_older()
         if outbox.is_empty or outbox.failure is not None:
             return
         stuck_s = now - max(outbox.last_progress_ns / 1e9, 0.0 if self.num_live else self._down_since)
@@ -158,6 +165,8 @@ class Channel:
     def close(self, timeout_s: float) -> bool:
         """Returns whether everything was delivered."""
         delivered = self.outbox.drain(timeout_s) and self.outbox.failure is None
+        if self.outbox.packets is not None:
+            self.outbox.packets.close()
         self._closing.set()
         self.outbox.close()
         for slot in self._slots:

@@ -124,6 +124,12 @@ class Endpoint(Transport):
         """Passes all messages of a lane to `consumer`, on the thread that received them. Call it before `connect`."""
         self._consumers[lane] = consumer
 
+    def save_records(self) -> None:
+        """Writes what channels have recorded of their paths."""
+        for channel in list(self._channels.values()):
+            if channel.outbox.packets is not None:
+                channel.outbox.packets.close()
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends all connections. Raises nothing: the handles of what was not delivered have failed."""
         if self._closing.is_set():

@@ -22,6 +22,7 @@ from atlas.wan.congestion.tuning import LEAST_CHUNK_BYTES
 from atlas.wan.transport.base import Handle, Tag, guarded
 from atlas.wan.transport.message import Announced, Chunk, OutgoingMessage
 from atlas.wan.transport.wire import MAX_CHUNK_BYTES, MAX_POSTED
+from atlas.weather.packets import PacketLog
 
 BEFORE_ALL_TURNS = -(1 << 62)
 RESERVE = 0.25
@@ -30,6 +31,8 @@ LAST_CHUNK = 1.5
 """A rest of a message smaller than this many chunks is sent as one."""
 ACK_GAIN = 0.05
 """Weight of a new sample in the smoothed acknowledgement time."""
+UNIX_NS = time.time_ns() - time.monotonic_ns()
+"""Unix time at zero of the monotonic clock."""
 
 
 class QueueHead(NamedTuple):
@@ -57,6 +60,8 @@ class Outbox:
         self.least_chunk_bytes, self.first_chunk_bytes = least_chunk_bytes, first_chunk_bytes
         self.inflight: InflightLimit | None = None
         """Bounds what is in flight. More would only queue in the network, where turns are not known."""
+        self.packets: PacketLog | None = None
+        """Where every chunk is recorded, if at all."""
         self.staging_bytes = 0
         """The receiver's, from its greeting. Until then only posted messages are sent."""
         self.delivered_bytes = 0
@@ -236,6 +241,9 @@ class Outbox:
             self.delivered_bytes += chunk.num_bytes
             self.last_progress_ns = time.monotonic_ns()
             now = self.last_progress_ns / 1e9
+            if self.packets is not None:
+                sent_ns = int(taken_at * 1e9)
+                self.packets.add(sent_ns + UNIX_NS, chunk.num_bytes, max(1, self.last_progress_ns - sent_ns))
             self.usual_s += ACK_GAIN * (now - taken_at - self.usual_s)
             if self.inflight is not None:
                 self.inflight.came_back(now - taken_at, now, chunk.num_bytes)
@@ -257,6 +265,8 @@ class Outbox:
                 if message.number not in self._live or message.unacked.pop(chunk.offset, None) is None:
                     continue
                 num_again += 1
+                if self.packets is not None:
+                    self.packets.add(int(message.taken_at[chunk.offset] * 1e9) + UNIX_NS, chunk.num_bytes)
                 self._unacked_bytes -= chunk.num_bytes
                 if message.all_taken:
                     heapq.heappush(self._ready, (before(message.turn, message.number), message))

@@ -35,3 +35,5 @@ class TransportSettings:
     max_handshakes: int = 16
     """Handshakes at the same time."""
     accepts_per_s: float = 2000.0
+    record_folder: str = ""
+    """Where channels to other datacenters write tables of what they send (`weather.packets`). Empty: nowhere."""
