@@ -140,3 +140,19 @@ def test_what_if_by_keyboard_ends_with_the_figures_of_simulate(browser: Any, ser
     page.wait_for_function("() => atlas.view.schedules[1].source === 'emulated'")
     assert complaints == []
     page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
+def test_axe_finds_nothing_serious(browser: Any, served: ServedPage, scheme: str) -> None:
+    axe = Path(pytest.importorskip("axe_core_python").__file__).with_name("axe.min.js").read_text()
+    page, _ = opened(browser, served.url, scheme=scheme)
+
+    def findings() -> list[str]:
+        page.evaluate(f"{axe};0")
+        return [f"{one['impact']} {one['id']}" for one in page.evaluate("axe.run()")["violations"]]
+
+    assert findings() == []
+    page.keyboard.press("x")
+    page.wait_for_selector("#answer[data-kind]")
+    assert findings() == []
+    page.close()

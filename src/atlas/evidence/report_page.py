@@ -85,7 +85,7 @@ def verdict(runs: Sequence[RunSummary]) -> str:
 
 def _figures(runs: Sequence[RunSummary]) -> str:
     heads = "".join(f'<th class="n">{_text(run.name)}<br>{_badge(run.source)}</th>' for run in runs)
-    lines = [f"<tr><th></th>{heads}</tr>"]
+    lines = [f"<tr><td></td>{heads}</tr>"]
     for label in dict.fromkeys(label for run in runs for label in run.figures):
         row = [run.figures.get(label, RunFigure(label)) for run in runs]
         if all(figure.value is None and not figure.text for figure in row):
@@ -167,7 +167,7 @@ def _pictures(runs: Sequence[RunSummary]) -> str:
 def _about(runs: Sequence[RunSummary]) -> str:
     labels = dict.fromkeys(label for run in runs for label, _ in run.about)
     heads = "".join(f"<th>{_text(run.name)}</th>" for run in runs)
-    lines = [f"<tr><th></th>{heads}</tr>"]
+    lines = [f"<tr><td></td>{heads}</tr>"]
     for label in labels:
         cells = "".join(f"<td>{_text(dict(run.about).get(label, '–'))}</td>" for run in runs)
         lines.append(f"<tr><td>{_text(label)}</td>{cells}</tr>")

@@ -73,7 +73,7 @@ def page_text(title: str, style: str, body: str) -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width, initial-scale=1"><meta http-equiv="Content-Security-Policy" '
         f"content=\"default-src 'none'; style-src 'unsafe-inline'\"><title>{html.escape(title)}</title>"
-        f"<style>{style}</style></head><body>{body}</body></html>\n"
+        f"<style>{style}</style></head><body><main>{body}</main></body></html>\n"
     )
 
 

@@ -17,7 +17,7 @@ from atlas.view.places import FEW, PAGE, MapPlaces, Picture, map_places
 from atlas.view.table import seconds
 
 ROOM = 170
-"""A shorter link of a live map has room for its load only."""
+"""A shorter link of a live map has room for its load only; one of half this length, for no text."""
 SHOWN = 12
 """Plans in the table."""
 LOADS = ((0.1, "#56b4e9", "under 10 %"), (0.5, "#009e73", "under 50 %"), (0.85, "#e69f00", "under 85 %"))
@@ -38,6 +38,7 @@ def plan_page(scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> str:
     style = theme() + "".join((folder / name).read_text(encoding="utf-8") for name in ("map.css", "mapsvg.css"))
     style += "".join(
         f"#t{k}:checked~.tabs label[for=t{k}]{{background:var(--accent);color:#fff;border-color:var(--accent)}}"
+        f"#t{k}:focus-visible~.tabs label[for=t{k}]{{outline:2px solid var(--ink);outline-offset:2px}}"
         f"#t{k}:checked~.maps #m{k}{{display:block}}\n"
         for k in range(len(drawn))
     )
@@ -127,10 +128,11 @@ def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]], few
     dash = "" if link["pipeline"] else ' stroke-dasharray="2 7"'
     width = 3 + 5 * min(1.0, link["load"]) if link["pipeline"] else 2.2
     x, y = (x1 + x2) / 2, (y1 + y2) / 2
+    length = math.hypot(x2 - x1, y2 - y1)
     label = f"{100 * link['load']:.0f}%" if few or link["pipeline"] else ""
     words = [label]
-    if few and "gbit_s" in link and math.hypot(x2 - x1, y2 - y1) < ROOM:
-        words = [label]
+    if few and "gbit_s" in link and length < ROOM:
+        words = [label if length > ROOM / 2 else ""]
     elif few and "gbit_s" in link:  # of a run: what it sends now
         words = [f"{link['gbit_s']:.3g} of {link['gbps']:.3g} Gbit/s", f"{label} load · {link['latency_ms']:.3g} ms"]
     elif few:

@@ -34,7 +34,7 @@ function card(id, name, value, text, note, extra, title) {
   let box = $("card-" + id);
   if (!box) { box = make("div", "card", null, $("cards")); box.id = "card-" + id; }
   box.replaceChildren();
-  make("h3", "", name, box);
+  make("h2", "", name, box);
   const figure = make("b", "", known(value) ? text : "–", box);
   if (known(value)) figure.dataset.value = value;
   make("small", "", note || "\u00a0", box);
