@@ -12,7 +12,16 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from atlas.commands.network_flags import PORT, address_of, network_flags, network_of, security_flags
-from atlas.commands.watching import end_traces, live_page, noted, recorded, run_folder, watched, write_evidence
+from atlas.commands.watching import (
+    end_traces,
+    live_page,
+    noted,
+    recorded,
+    reports_elsewhere,
+    run_folder,
+    watched,
+    write_evidence,
+)
 from atlas.console import number, require_folder, say, whole
 from atlas.errors import AtlasError, SpecError
 from atlas.evidence.recorder import EvidenceRecorder
@@ -125,6 +134,8 @@ def run_dc(
             record = RunRecord(logs, {"run": job.name, "steps": options.steps})
             callbacks = RunCallbacks(noted(report, say_line), recorded(report, evidence), record=record)
             stack.callback(write_evidence, evidence)
+        elif elsewhere := reports_elsewhere(args):
+            say_line(elsewhere)
         return train_here(job, options, settings, callbacks)
 
 

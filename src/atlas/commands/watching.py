@@ -95,6 +95,15 @@ def live_page(
     return page
 
 
+def reports_elsewhere(args: argparse.Namespace) -> str:
+    """What a launcher that does not coordinate says of the reports it was asked for; "" if it was asked for none."""
+    flags = ("ui", "ui_at", "log", "timeline", "metrics_port", "evidence")
+    given = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(args, flag) not in (None, False)]
+    if not given:
+        return ""
+    return f"{', '.join(given)}: only the launcher or `atlas coordinator` that coordinates the run makes these reports"
+
+
 def _gpu_facts(job: Job, options: TrainOptions) -> GpuFacts | None:
     """Of a run of the job's own model on GPUs of one type."""
     types = {dc.gpu for dc in job.cluster.datacenters}
