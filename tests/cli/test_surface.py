@@ -18,7 +18,7 @@ SEARCH = {"--tries", "--seed", "--set", "--tcp"}
 HOW = (
     {"--recipe", "--schedule", "--tcp", "--steps", "--warmup", "--decay", "--seed", "--model", "--data", "--set"}
     | {"--learning-rate", "--clip", "--save-every", "--no-bar", "--log", "--runs", "--timeline", "--metrics-port"}
-    | {"--compile", "--no-compile"}
+    | {"--compile", "--no-compile", "--track"}
     | {
         "--evidence",
         "--ui",

@@ -207,7 +207,9 @@ def test_the_flags_of_a_run_that_is_watched(tmp_path: Path) -> None:
     job = load_job(Path(__file__).parents[2] / "examples" / "tiny.yaml")
     choice = watched(args, recipe.logging, job, TrainOptions("atlas"))
     labels = {"job": job.name, "schedule": "atlas"}
-    assert choice == ReportChoice(bar=False, lines=tmp_path / "a", metrics_port=0, labels=labels)
+    assert choice == ReportChoice(
+        bar=False, lines=tmp_path / "a", metrics_port=0, labels=labels, folder=Path("runs/tiny")
+    )
     on_gpus = watched(args, recipe.logging, job, TrainOptions("atlas", device="cuda", model="job")).gpus
     assert on_gpus is not None
     assert on_gpus.flops_per_token > 6 * job.model.layers * 12 * job.model.hidden**2

@@ -134,6 +134,7 @@ FLAGS = {
     "log": "logging.lines",
     "timeline": "logging.timeline",
     "metrics_port": "logging.metrics_port",
+    "track": "logging.trackers",
     "filler": "filler.name",
     "filler_folder": "filler.folder",
     "filler_mib": "filler.memory_mib",

@@ -20,6 +20,7 @@ from atlas.ir.timeline import Timeline
 from atlas.launch.kineto_merge import merge_traces
 from atlas.launch.report import GpuFacts, PagePaths, ReportChoice, RunReport, StepEvent
 from atlas.launch.report.events import OnStep
+from atlas.launch.report.trackers import NONE, default_trackers
 from atlas.launch.train_options import OWN, TrainOptions
 from atlas.spec import Job
 from atlas.spec.recipe import LoggingRecipe
@@ -40,6 +41,12 @@ def watch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--metrics-port", type=int, metavar="PORT", help="serve /metrics for Prometheus (0: any port)")
     parser.add_argument(
         "--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="address of /metrics (default: 127.0.0.1 only)"
+    )
+    parser.add_argument(
+        "--track",
+        action="append",
+        metavar="NAME",
+        help="experiment tracker: tensorboard, wandb, mlflow or none (default: tensorboard, where it is installed)",
     )
     parser.add_argument(
         "--ui", action="store_true", help="serve the live page of the run (docs/page.md); its records go to --runs"
@@ -68,8 +75,18 @@ def watched(args: argparse.Namespace, logging: LoggingRecipe, job: Job, options:
         metrics_port=logging.metrics_port,
         metrics_host=args.metrics_host,
         labels={"job": job.name, "schedule": options.schedule},
+        trackers=_trackers(args, logging),
+        folder=run_folder(logging, job),
         gpus=_gpu_facts(job, options),
     )
+
+
+def _trackers(args: argparse.Namespace, logging: LoggingRecipe) -> tuple[str, ...]:
+    """A rehearsal that was not asked for a folder writes none."""
+    if logging.trackers is not None:
+        return tuple(name for name in logging.trackers if name != NONE)
+    has_folder = logging.folder is not None or _page_wanted(args) or getattr(args, "dc", None) is not None
+    return default_trackers() if has_folder else ()
 
 
 def run_folder(logging: LoggingRecipe, job: Job) -> Path:
@@ -97,7 +114,7 @@ def live_page(
 
 def reports_elsewhere(args: argparse.Namespace) -> str:
     """What a launcher that does not coordinate says of the reports it was asked for; "" if it was asked for none."""
-    flags = ("ui", "ui_at", "log", "timeline", "metrics_port", "evidence")
+    flags = ("ui", "ui_at", "log", "timeline", "metrics_port", "track", "evidence")
     given = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(args, flag) not in (None, False)]
     if not given:
         return ""

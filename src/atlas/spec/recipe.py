@@ -124,6 +124,9 @@ class LoggingRecipe(Frozen):
     """A file for `atlas view`."""
     metrics_port: Port | None = None
     """Serve /metrics for Prometheus there; 0: any free port."""
+    trackers: tuple[Name, ...] | None = None
+    """Experiment trackers, such as `wandb`; `[none]` for none. Default: TensorBoard, where it is installed and the run
+    has a folder."""
 
 
 class FillerRecipe(Frozen):

@@ -1,6 +1,6 @@
-"""Reports a run while it runs: a progress bar, files of JSON lines (steps, events), Prometheus metrics, and a Timeline
-that grows step by step. The launcher calls `RunReport.step` after every step; training never waits for a report, nor
-fails with it.
+"""Reports a run while it runs: a progress bar, files of JSON lines (steps, events), Prometheus metrics, experiment
+trackers, and a Timeline that grows step by step. The launcher calls `RunReport.step` after every step; training never
+waits for a report, nor fails with it.
 
 Loads no torch.
 """
@@ -21,6 +21,7 @@ from atlas.ir.timeline import Timeline
 from atlas.launch.report.events import GpuFacts, StepEvent
 from atlas.launch.report.metrics import MetricsServer, TrainingMetrics
 from atlas.launch.report.progress import ProgressBar
+from atlas.launch.report.trackers import TrackerThread, figures_of, open_tracker
 
 log: Callable[[str], None] = logging.getLogger("atlas.report").warning
 
@@ -55,6 +56,10 @@ class ReportChoice:
     metrics_host: str = "127.0.0.1"
     labels: Mapping[str, str] = field(default_factory=dict)
     """For Prometheus: job, schedule."""
+    trackers: tuple[str, ...] = ()
+    """Names of `trackers.open_tracker`."""
+    folder: Path = Path("runs")
+    """Where a tracker that writes files writes them."""
     gpus: GpuFacts | None = None
     """To report MFU; None: not on GPUs, or not of one type."""
 
@@ -82,6 +87,7 @@ class RunReport:
         self._handler, self._restarts = _NoteHandler(self), _RestartHandler(self.metrics)
         logging.getLogger("atlas.restarts").addHandler(self._restarts)
         self._server: MetricsServer | None = None
+        self._trackers: list[TrackerThread] = []
         try:
             self._open(choice)
         except BaseException:
@@ -101,6 +107,9 @@ class RunReport:
             logging.getLogger("atlas.launch").addHandler(self._handler)
         if choice.metrics_port is not None:
             self._server = MetricsServer(self.metrics, choice.metrics_port, choice.metrics_host)
+        for name in choice.trackers:
+            tracker = open_tracker(name, choice.folder, choice.labels.get("job", "run"), choice.labels)
+            self._trackers.append(TrackerThread(name, tracker, self._warn))
 
     @property
     def metrics_port(self) -> int | None:
@@ -116,6 +125,10 @@ class RunReport:
                 self._try("timeline", partial(journal.append, event["step"], timeline))
         for lines in self._lines:
             self._try("lines", partial(lines.append, {"time": round(time.time(), 3), **_finite(event)}))
+        if self._trackers:
+            figures = figures_of(event, timeline)
+            for tracker in self._trackers:
+                tracker.step(event["step"], figures)
         if self._bar is not None:
             bar = self._bar
             self._try("progress", lambda: bar.step(event))
@@ -130,7 +143,7 @@ class RunReport:
         logging.getLogger("atlas.launch").removeHandler(self._handler)
         logging.getLogger("atlas.restarts").removeHandler(self._restarts)
         self.note("the run ended", kind="end")
-        for part in (self._bar, *self._lines, *self._journals, self._events, self._server):
+        for part in (self._bar, *self._lines, *self._journals, self._events, self._server, *self._trackers):
             if part is not None:
                 self._try("end", part.close)
         self._events = None
