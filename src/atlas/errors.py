@@ -22,6 +22,7 @@ EXTRAS = {
     "tokenizers": "hf",
     "resvg_py": "png",
     "cryptography": "wan",
+    "obstore": "s3",
     "starlette": "serve",
     "uvicorn": "serve",
     "prometheus_client": "serve",

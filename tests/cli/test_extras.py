@@ -69,6 +69,11 @@ NEEDS = {
     "tokenizers": [["atlas", "data", "tokenize", "text", "--out", "shards", "--tokenizer", "tokenizer.json"]],
     "resvg_py": [["atlas", "simulate", TINY, "--schedule", "1f1b", "--png", "figure.png"]],
     "cryptography": [["atlas", "wan", "certs", "east", "west"]],
+    "obstore": [
+        ["atlas", "train", TINY, "--emulate", "--checkpoints", "s3://bucket/run"],
+        ["atlas", "train", TINY, "--dc", "east", "--device", "cpu", "--checkpoints", "s3://bucket/run"],
+        ["atlas", "checkpoint", "list", "s3://bucket/run"],
+    ],
     "starlette": [["bubbletea", "serve", "--alone", "1"]],
     "uvicorn": [["bubbletea", "serve", "--alone", "1"]],
     "prometheus_client": [["bubbletea", "serve", "--alone", "1"]],

@@ -115,13 +115,18 @@ def test_a_recipe_with_an_unknown_key_exits_with_2(tmp_path: Path, capsys: pytes
     assert "Did you mean 'learning_rate'?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("where", ["file", "flag"])
-def test_an_object_store_is_refused_and_no_folder_is_made_of_it(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("url", ["gs://bucket/run", "s3:/bucket/run"])
+def test_another_url_than_s3_is_refused_and_no_folder_is_made_of_it(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    recipe = written(tmp_path, "checkpoints: {folder: 's3://bucket/run'}" if where == "file" else "steps: 2")
-    flags = ["--checkpoints", "s3://bucket/run"] if where == "flag" else []
-    assert main(["train", str(TINY), "--emulate", "--recipe", str(recipe), *flags]) == 2
-    assert "not to an object store. Give a folder" in " ".join(capsys.readouterr().err.split())
+    in_file = written(tmp_path, f"checkpoints: {{folder: '{url}'}}")
+    for flags in (["--recipe", str(in_file)], ["--checkpoints", url]):
+        assert main(["train", str(TINY), "--emulate", *flags]) == 2
+        assert "the only object store is s3://BUCKET/PREFIX" in " ".join(capsys.readouterr().err.split())
     assert [file.name for file in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+def test_an_object_store_is_not_relative_to_the_recipe(tmp_path: Path) -> None:
+    recipe = load_recipe(written(tmp_path, "checkpoints: {folder: 's3://bucket/run'}"))
+    assert recipe.checkpoints.folder == "s3://bucket/run"

@@ -19,7 +19,7 @@ from atlas.console import Meter, as_json, say, show
 from atlas.errors import AtlasError
 
 if TYPE_CHECKING:
-    from atlas.runtime.checkpoint import Checkpoint, LocalStore
+    from atlas.runtime.checkpoint import BlobStore, Checkpoint
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     _configure_import(actions.add_parser("import", help="import weights", description=IMPORTS))
     for action in (listed, verify, export):
-        action.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folder with checkpoints")
+        action.add_argument(
+            "folders", nargs="+", metavar="FOLDER", help="folder with checkpoints, or s3://BUCKET/PREFIX"
+        )
     for action in (verify, export):
         action.add_argument("--step", type=int, metavar="N", help="step of the save (default: the newest complete one)")
     export.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to create")
@@ -73,20 +75,17 @@ def run(args: argparse.Namespace) -> int:
     return _export_dcp(found, args.out) if args.format == "dcp" else _export(found, args.out)
 
 
-def stores_under(folders: Sequence[Path]) -> list[LocalStore]:
-    """Every folder with saves in it, at or below these."""
-    from atlas.runtime.checkpoint import LocalStore  # torch: 1.9 s
+def stores_under(places: Sequence[str]) -> list[BlobStore]:
+    """Every store with saves in it, at or below these places."""
+    from atlas.runtime.checkpoint.place import saves_under  # torch: 1.9 s
 
-    for folder in folders:
-        if not folder.is_dir():
-            raise AtlasError(f"{folder}: no such folder. Name the one that `atlas train` saves to")
-    found = sorted({save.parent for folder in folders for save in folder.rglob("step-*-a*") if save.is_dir()})
+    found: list[BlobStore] = [store for place in places for store in saves_under(place)]
     if not found:
-        raise AtlasError(f"{', '.join(map(str, folders))}: no checkpoint in it. Name the folder with step-… folders")
-    return [LocalStore(path) for path in found]
+        raise AtlasError(f"{', '.join(places)}: no checkpoint in it. Name the folder with step-… folders")
+    return found
 
 
-def _list(stores: Sequence[LocalStore], in_json: bool) -> None:
+def _list(stores: Sequence[BlobStore], in_json: bool) -> None:
     rows = [_row(stores, id) for id in _ids(stores)]
     if in_json:
         sys.stdout.write(as_json(rows))
@@ -104,13 +103,13 @@ def _list(stores: Sequence[LocalStore], in_json: bool) -> None:
     show(table)
 
 
-def _ids(stores: Sequence[LocalStore]) -> list[Any]:
+def _ids(stores: Sequence[BlobStore]) -> list[Any]:
     from atlas.runtime.checkpoint.manifest import ids  # torch: 1.9 s
 
     return sorted(set().union(*(ids(store) for store in stores)))
 
 
-def _row(stores: Sequence[LocalStore], id: Any) -> dict[str, Any]:
+def _row(stores: Sequence[BlobStore], id: Any) -> dict[str, Any]:
     """One save. Bytes of replicas count; their layers count once."""
     from atlas.runtime.checkpoint.manifest import missing_layers, parts_of  # torch: 1.9 s
 
@@ -129,7 +128,7 @@ def _row(stores: Sequence[LocalStore], id: Any) -> dict[str, Any]:
     }
 
 
-def _chosen(stores: Sequence[LocalStore], step: int | None) -> Checkpoint:
+def _chosen(stores: Sequence[BlobStore], step: int | None) -> Checkpoint:
     from atlas.runtime.checkpoint import choose  # torch: 1.9 s
 
     found = choose(stores, step=step, report=say)

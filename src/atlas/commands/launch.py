@@ -18,7 +18,7 @@ from atlas.launch.preflight import require_executable
 from atlas.launch.site_network import PortRange
 from atlas.spec.document import read_text
 from atlas.spec.plan import load_job_or_plan
-from atlas.spec.recipe import load_recipe
+from atlas.spec.recipe import OBJECT_STORE, load_recipe
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         args.ports,
         args.device,
         not args.no_certs,
+        (recipe.checkpoints.folder or "").startswith(OBJECT_STORE),
     )
     for path in write_files(choice, args.target, args.out):
         print(path)

@@ -40,7 +40,7 @@ from atlas.launch.report import RunReport
 from atlas.launch.supervisor import RestartPolicy
 from atlas.launch.train_options import OWN, TrainOptions, recipe_options
 from atlas.spec.plan import load_job_or_plan
-from atlas.spec.recipe import Recipe, load_recipe
+from atlas.spec.recipe import OBJECT_STORE, Recipe, load_recipe
 from atlas.view import write_page
 
 
@@ -49,7 +49,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--emulate", action="store_true", help="run it on this machine")
     how_flags(parser)
     parser.add_argument("--device", metavar="NAME", help="paced, cpu, cuda or cuda:N (default: paced; with --dc: cuda)")
-    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="save there, and resume from there")
+    parser.add_argument(
+        "--checkpoints", metavar="DIR", help="save there, and resume from there: a folder, or s3://BUCKET/PREFIX"
+    )
     parser.add_argument(
         "--slower", type=whole(1, 1000), default=1, metavar="X", help="multiply every duration by X, for a slow host"
     )
@@ -216,8 +218,13 @@ def _require_files(args: argparse.Namespace, recipe: Recipe, inputs: Sequence[st
     for flag, path in wanted.items():
         require_writable(path, flag)
     require_apart(wanted, [*inputs, *([args.recipe] if args.recipe is not None else [])])
-    if recipe.checkpoints.folder is not None:
-        require_folder(Path(recipe.checkpoints.folder), "--checkpoints")
+    place = recipe.checkpoints.folder
+    if place is not None and place.startswith(OBJECT_STORE):
+        from atlas.runtime.checkpoint.object_store import require_object_store  # torch: 1.9 s
+
+        require_object_store(place, "--checkpoints")
+    elif place is not None:
+        require_folder(Path(place), "--checkpoints")
 
 
 def _print(name: str, options: TrainOptions, result: Rehearsal) -> None:

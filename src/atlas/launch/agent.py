@@ -64,7 +64,8 @@ class AgentSettings:
     network: SiteNetwork = field(default_factory=SiteNetwork)
     certificates: Path | None = None
     trusted_networks: tuple[str, ...] = ()
-    checkpoints: Path | None = None
+    checkpoints: Path | str | None = None
+    """A folder, or `s3://bucket/prefix`."""
     data: str = ""
     """This datacenter's shards; other datacenters may have them in other folders."""
     weights: str = ""
@@ -202,10 +203,8 @@ class Agent:
         if mine.checkpoints is None:
             self._reply(attempt, {"begun": {**about, "server": None, "stores": []}})
             return
-        if mine.checkpoints.exists() and not mine.checkpoints.is_dir():
-            raise AtlasError(f"{mine.checkpoints}: not a folder. Choose another place for checkpoints")
         exchange = attempt.exchange = CheckpointExchange(
-            mine.checkpoints,
+            str(mine.checkpoints),
             attempt.name,
             attempt.datacenters,
             (mine.network.listen, mine.network.port(0)),
@@ -329,7 +328,7 @@ class Agent:
         if peer is not None and attempt.servers is not None:
             copy = exchange.copy_choice(peer, attempt.servers)
         return SaveChoice(
-            str(exchange.own),
+            exchange.own,
             wanted["save_every"],
             wanted["keep"],
             wanted["attempt"],

@@ -2,23 +2,25 @@
 access to the stores of the other launchers. Chooses what all resume from, and fetches what this launcher's workers
 lack.
 
-    FOLDER/own        what this datacenter's workers save
-    FOLDER/of-west    copies of what west's workers save; also of a datacenter that is no longer in the run. In west
-                      itself: of another host there, if there is no other datacenter
-    FOLDER/fetched    what workers of this launcher are about to read; deleted when they have
-    FOLDER/folder.id  a random number, by which launchers find out that they have one folder
+    PLACE/own        what this datacenter's workers save
+    PLACE/of-west    copies of what west's workers save; also of a datacenter that is no longer in the run. In west
+                     itself: of another host there, if there is no other datacenter
+    PLACE/fetched    what workers of this launcher are about to read; deleted when they have. For an object store, a
+                     folder in the host's folder of temporary files
+    PLACE/folder.id  a random number, by which launchers find out that they have one place
 
 Knows stores and checkpoint servers; not why an attempt began.
 """
 
 from __future__ import annotations
 
-import contextlib
-import secrets
+import hashlib
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from atlas.errors import WorkerError
 from atlas.launch.rendezvous import AgentName
 from atlas.runtime.assignment import CopyChoice
 from atlas.runtime.checkpoint import (
@@ -27,6 +29,7 @@ from atlas.runtime.checkpoint import (
     CheckpointClient,
     CheckpointServer,
     LocalStore,
+    PlaceStore,
     RemoteStore,
     choose,
     copies_of,
@@ -34,30 +37,32 @@ from atlas.runtime.checkpoint import (
 )
 from atlas.runtime.checkpoint.fetch import Copies, FetchFolder
 from atlas.runtime.checkpoint.load import Checkpoint
+from atlas.runtime.checkpoint.place import below, id_of, names_below, store_at
+from atlas.spec.recipe import OBJECT_STORE
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address, PeerRoute
 from atlas.wan.transport.endpoint import Endpoint
 
-ID_FILE, FETCHED = "folder.id", "fetched"
+FETCHED = "fetched"
 
 
 class CheckpointExchange:
     """Open from the beginning of an attempt to its end."""
 
     def __init__(
-        self, folder: Path, name: AgentName, datacenters: Sequence[str], where: Address, epoch: int, security: Security
+        self, place: str, name: AgentName, datacenters: Sequence[str], where: Address, epoch: int, security: Security
     ) -> None:
         """`where`: the address to listen on."""
-        self.folder, self.name = folder, name
-        self.own = LocalStore(folder / OWN)
+        self.place, self.name = place, name
+        self.own = below(place, OWN)
         kept = {copies_of(dc) for dc in {*datacenters, name.datacenter}}
-        kept |= {found.name for found in folder.glob(copies_of("*")) if found.is_dir()}
-        self.local: dict[str, LocalStore] = {store: LocalStore(folder / store) for store in (OWN, *sorted(kept))}
+        kept |= {found for found in names_below(place) if found.startswith(copies_of(""))}
+        self.local: dict[str, PlaceStore] = {store: store_at(below(place, store)) for store in (OWN, *sorted(kept))}
         self._remote_names: dict[str, Sequence[str]] = {}
         self._endpoint = Endpoint(name.node, where, epoch=epoch, security=security)
         self._server = CheckpointServer(self._endpoint, self.local)
         self._clients: dict[str, CheckpointClient] = {}
-        self._fetched = FetchFolder(folder / FETCHED / name.node.replace("/", "."))
+        self._fetched = FetchFolder(_fetch_folder(place) / name.node.replace("/", "."))
 
     @property
     def port(self) -> int:
@@ -65,17 +70,8 @@ class CheckpointExchange:
 
     @property
     def folder_id(self) -> str:
-        """The same for launchers that share a folder; empty if it cannot be written."""
-        file, number = self.folder / ID_FILE, secrets.token_hex(8)
-        with contextlib.suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            new = self.folder / f"{ID_FILE}.{number}"
-            new.write_text(number)
-            with contextlib.suppress(FileExistsError):
-                file.hardlink_to(new)  # at once, with its content, and only by the first
-            new.unlink()
-            return file.read_text()
-        return ""
+        """The same for launchers that share a place; empty if it cannot be written."""
+        return id_of(self.place)
 
     def connect(self, servers: Mapping[str, PeerRoute], stores: Mapping[str, Sequence[str]]) -> None:
         """The checkpoint servers of the other launchers and the names of their stores, by node."""
@@ -91,8 +87,12 @@ class CheckpointExchange:
     def choose(self) -> tuple[tuple[int, int] | None, int]:
         """(attempt, step) of the newest checkpoint that is complete over all connected stores; the next attempt."""
         stores = self._stores()
-        found = choose(stores)
-        return ((found.id.attempt, found.id.step) if found is not None else None), next_attempt(stores)
+        try:
+            found = choose(stores)
+            number = next_attempt(stores)
+        except OSError as error:  # of an object store that is out of reach for now
+            raise WorkerError(f"the checkpoints cannot be read: {error.strerror or error}") from error
+        return ((found.id.attempt, found.id.step) if found is not None else None), number
 
     def copy_choice(self, peer: str, servers: Mapping[str, PeerRoute]) -> CopyChoice:
         """For a worker of this launcher: where another launcher keeps this datacenter's copies."""
@@ -102,15 +102,15 @@ class CheckpointExchange:
         """Folders that hold these layers of a step. Layers that no local store has are fetched over the network."""
         found = choose(self._stores(), step=step)
         assert found is not None, "`choose` finds a step or raises"
-        wanted: list[Copies] = []
+        wanted, here = list[Copies](), list(self.local.values())
         for layer in dict.fromkeys(layers):
             holders = found.holders(layer)
-            if not any(isinstance(store, LocalStore) for store, _ in holders):
+            if not any(store in here for store, _ in holders):
                 for kind in ("weights", "optimizer"):
                     copies = [(s, getattr(part, kind)[layer]) for s, part in holders if layer in getattr(part, kind)]
                     wanted += [copies] if copies else []
         self._fetched.fetch(found.id, wanted)
-        _write_parts(found, self._fetched.store)
+        _write_parts(found, here, self._fetched.store)
         return [*(str(store) for store in self.local.values()), str(self._fetched.store)]
 
     def delete_fetched(self) -> None:
@@ -125,10 +125,16 @@ class CheckpointExchange:
         return [*self.local.values(), *remote]
 
 
-def _write_parts(checkpoint: Checkpoint, target: LocalStore) -> None:
+def _fetch_folder(place: str) -> Path:
+    if not place.startswith(OBJECT_STORE):
+        return Path(place) / FETCHED
+    return Path(tempfile.gettempdir()) / f"atlas-{FETCHED}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+
+
+def _write_parts(checkpoint: Checkpoint, local: Sequence[PlaceStore], target: LocalStore) -> None:
     """Manifests of the layers that no local store has, so that the checkpoint counts as complete here. Layers that no
     worker here needs have no files, and are never read."""
-    here = {layer for store, part in checkpoint.parts if isinstance(store, LocalStore) for layer in part.weights}
+    here = {layer for store, part in checkpoint.parts if store in local for layer in part.weights}
     for _, part in checkpoint.parts:
         weights = {layer: blob for layer, blob in part.weights.items() if layer not in here}
         optimizer = {layer: blob for layer, blob in part.optimizer.items() if layer not in here}

@@ -271,9 +271,11 @@ class Coordinator:
             )
         if without:
             return ResumePoint()
-        stores = {agent: facts["stores"] for agent, facts in found.items()}
+        folders = {agent: facts["folder"] for agent, facts in found.items()}
         for agent in workers.agents:
             routes = {node: sites[agent].route(sites[node], port) for node, port in servers.items() if node != agent}
+            others = {node for node, folder in folders.items() if not folder or folder != folders[agent]}
+            stores = {node: facts["stores"] if node in others else [] for node, facts in found.items()}
             workers.send_agent(agent, {"servers": routes, "stores": stores})
         workers.wait_for("connected", REPLY_S, of=workers.agents)
         asked = workers.agents[0]
@@ -282,7 +284,6 @@ class Coordinator:
         step = chosen["save"][1] if chosen["save"] is not None else None
         if step is None and chosen["next"]:
             self._say("no complete checkpoint is left in the connected datacenters: starting from the first step")
-        folders = {agent: facts["folder"] for agent, facts in found.items()}
         copies = copy_targets(self.membership.members, [agent.name for agent in agents], folders)
         return ResumePoint(step or 0, chosen["next"], step, copies, saves=True)
 

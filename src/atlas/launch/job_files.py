@@ -40,6 +40,8 @@ class LaunchChoice:
     device: str
     certs: bool
     """Whether certificates are mounted; without them only loopback works."""
+    in_object_store: bool = False
+    """Whether the recipe has an `s3://` place for checkpoints; otherwise they are on the host's volume."""
 
     @property
     def name(self) -> str:
@@ -61,7 +63,8 @@ class LaunchChoice:
         found = ["train", f"{config}/plan.yaml", "--recipe", f"{config}/recipe.yaml", "--dc", dc, "--no-bar"]
         found += ["--rendezvous", self.rendezvous, "--listen", "0.0.0.0", "--advertise", "$ADVERTISE"]
         found += ["--ports", f"${{ATLAS_PORTS:-{self.ports}}}", "--device", self.device]
-        found += ["--checkpoints", f"{disk}/checkpoints", "--runs", f"{disk}/runs"]
+        found += [] if self.in_object_store else ["--checkpoints", f"{disk}/checkpoints"]
+        found += ["--runs", f"{disk}/runs"]
         return found + (["--certs", f"{config}/certs" if config == "." else f"{ROOT}/certs"] if self.certs else [])
 
 

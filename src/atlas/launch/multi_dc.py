@@ -26,6 +26,7 @@ from atlas.launch.site_network import rendezvous_to_bind
 from atlas.launch.train_options import TrainOptions
 from atlas.planner.space import batch_of
 from atlas.spec import Job
+from atlas.spec.recipe import OBJECT_STORE
 from atlas.wan.security.certs import expiry_warnings, require_current
 from atlas.wan.security.credentials import Credentials, Security
 from atlas.wan.transport.base import Address, is_wildcard
@@ -70,7 +71,7 @@ def train_here(job: Job, options: TrainOptions, settings: AgentSettings, callbac
     prepared = prepare_job(job, options)
     needs = prepared.needs_of(prepared.roles_of(mine), saves=settings.checkpoints is not None)
     require_room(needs, settings.device, tp=job.tp)
-    coordinator = _coordinator(prepared, options, settings, callbacks, security, options.checkpoints)
+    coordinator = _coordinator(prepared, options, settings, callbacks, security, _state_folder(options, settings))
     try:
         host, port = coordinator.rendezvous.address
         own = agent(("127.0.0.1" if is_wildcard(host) else host, port))
@@ -113,6 +114,13 @@ def coordinated(coordinator: Coordinator, callbacks: RunCallbacks) -> int:
         coordinator.close()
     callbacks.say(outcome.sentence)
     return outcome.exit_code
+
+
+def _state_folder(options: TrainOptions, settings: AgentSettings) -> Path | None:
+    """The folder of checkpoints; beside an object store, that of logs."""
+    if options.checkpoints is None:
+        return None
+    return settings.logs if str(options.checkpoints).startswith(OBJECT_STORE) else Path(options.checkpoints)
 
 
 def _coordinator(

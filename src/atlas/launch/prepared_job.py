@@ -257,7 +257,10 @@ def difference(theirs: str, ours: str) -> str | None:
 
 def copy_targets(members: Sequence[str], agents: Sequence[AgentName], folders: Mapping[str, str]) -> dict[str, str]:
     """By agent: the agent of the next datacenter that keeps copies of its checkpoints; in a run in one datacenter, the
-    next host with another folder. `folders`: by agent, a number of its folder."""
+    next host with another folder. None where all have one place. `folders`: by agent, the number of its place, or an
+    empty string."""
+    if len(set(folders.values())) == 1 and all(folders.values()):
+        return {}
     ring = [dc for dc in members if any(agent.datacenter == dc for agent in agents)]
     targets: dict[str, str] = {}
     for agent in agents:

@@ -82,7 +82,9 @@ def _attempt(prepared: PreparedJob, options: TrainOptions, on_step: OnStep) -> R
     """From the last complete checkpoint, if there is one, to the last step or a failure."""
     program, costs, found = prepared.program, prepared.costs, RunCheckpoints(0, {})
     if options.checkpoints is not None:
-        found = find_checkpoints(options.checkpoints, prepared.datacenters, every=options.save_every, keep=options.keep)
+        found = find_checkpoints(
+            str(options.checkpoints), prepared.datacenters, every=options.save_every, keep=options.keep
+        )
     if found.first_step >= options.steps:
         raise AtlasError(
             f"{options.checkpoints}: step {found.first_step} is done already, and --steps says {options.steps}. Ask "

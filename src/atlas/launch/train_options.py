@@ -69,7 +69,8 @@ class TrainOptions:
     """Of workers of an emulated run; with --dc a launcher has its own (`AgentSettings.logs`)."""
     stated: frozenset[str] | None = None
     """Keys of the recipe that the user wrote here; for the others, the first datacenter's apply. None: all."""
-    checkpoints: Path | None = None
+    checkpoints: Path | str | None = None
+    """A folder, or `s3://bucket/prefix`."""
     save_every: int = 0
     keep: int = 3
     """Complete checkpoints to keep."""
@@ -109,7 +110,7 @@ def recipe_options(recipe: Recipe, *, model: str) -> dict[str, Any]:
         "sums": recipe.sums,
         "zero": recipe.zero,
         "logs": Path(recipe.logging.folder) if recipe.logging.folder is not None else None,
-        "checkpoints": _folder(saved.folder),
+        "checkpoints": saved.folder,
         "save_every": saved.every,
         "keep": saved.keep,
         "grace_s": recipe.network.grace,
@@ -126,16 +127,6 @@ def _filler(recipe: FillerRecipe) -> FillerChoice | None:
     find_filler(recipe.name)
     folder = {"folder": recipe.folder} if recipe.folder is not None else {}
     return FillerChoice(recipe.name, {**folder, "memory_mib": recipe.memory_mib})
-
-
-def _folder(text: str | None) -> Path | None:
-    """Of checkpoints."""
-    if text is not None and "s3:/" in text:
-        raise AtlasError(
-            f"checkpoints.folder {text}: checkpoints are saved to a folder, not to an object store. Give a folder; to "
-            "have them in a bucket, mount it there (mountpoint-s3, s3fs), or copy saves that are complete"
-        )
-    return Path(text) if text is not None else None
 
 
 def optimizer_settings(options: TrainOptions) -> OptimizerSettings:

@@ -11,7 +11,6 @@ from atlas.runtime.assignment import Assignment, SaveChoice, TrainingSetup
 from atlas.runtime.checkpoint import (
     CheckpointClient,
     Checkpointer,
-    LocalStore,
     Meta,
     RemoteStore,
     Replicator,
@@ -22,6 +21,7 @@ from atlas.runtime.checkpoint import (
     forget_targets,
     load_layers,
     share,
+    store_at,
 )
 from atlas.runtime.links import WorkerLinks
 from atlas.runtime.models.config import model_layers
@@ -38,7 +38,7 @@ def resume(training: TrainingSetup, choice: SaveChoice, role: WorkerRole, stage_
     """Load weights and optimizer state of the step that the launcher chose, if it chose one."""
     if choice.resume is None:
         return
-    checkpoint = choose([LocalStore(folder) for folder in choice.sources], step=choice.resume)
+    checkpoint = choose([store_at(place) for place in choice.sources], step=choice.resume)
     assert checkpoint is not None, "`choose` finds a step or raises"
     config = run_config(training, global_batch_of(training, role))
     checkpoint.meta.require_same_run(config, data_digest(training.data))
@@ -74,7 +74,7 @@ class Saving:
         self._on_written = on_written
         self._replicator: Replicator | None = None
         self.checkpointer = Checkpointer(
-            LocalStore(choice.folder),
+            store_at(choice.folder),
             role.name,
             model_layers(self.training.model.config),
             attempt=choice.attempt,

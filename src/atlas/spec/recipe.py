@@ -6,6 +6,7 @@ Holds values and their rules; what they mean for a run is `launch.train_options`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,8 +27,11 @@ Seed = Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)]
 Seconds = Annotated[float, Field(strict=True, ge=0.1, le=1e6, allow_inf_nan=False)]
 Norm = Annotated[float, Field(strict=True, ge=1e-12, le=1e12, allow_inf_nan=False)]
 
+OBJECT_STORE = "s3://"
+"""How the URL of an object store begins."""
 WORDS: dict[Keys, str] = {("model",): "job", ("data", "shards"): "shipped"}
 """Values that are no path, by key."""
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:/")
 PATHS: tuple[Keys, ...] = (
     ("model",),
     ("data", "shards"),
@@ -69,7 +73,7 @@ class CheckpointRecipe(Frozen):
     """`checkpoints:`"""
 
     folder: Text | None = None
-    """Save there, and resume from there."""
+    """Save there, and resume from there: a folder, or `s3://bucket/prefix`."""
     every: StepsOrNone = 0
     """Steps between saves; 0: at the end only."""
     keep: Annotated[int, Field(strict=True, ge=1, le=1000)] = 3
@@ -239,7 +243,7 @@ def _read(path: Path) -> Document:
         for key in keys[:-1]:
             holder = holder.get(key) if isinstance(holder, dict) else None
         text = holder.get(keys[-1]) if isinstance(holder, dict) else None
-        if isinstance(text, str) and text and text != WORDS.get(keys):
+        if isinstance(text, str) and text and text != WORDS.get(keys) and not _SCHEME.match(text):
             holder[keys[-1]] = str(path.absolute().parent / text)
     return document
 
@@ -258,7 +262,12 @@ def _with_flag(document: Document, keys: Keys, value: Any) -> Document:
 
 
 def _check(recipe: Recipe, document: Document, where: str) -> None:
-    """Rules that more than one key takes part in."""
+    """Rules that more than one key takes part in, and that of URLs."""
+    folder, keys = recipe.checkpoints.folder, ("checkpoints", "folder")
+    if folder and _SCHEME.match(folder) and not folder.startswith(OBJECT_STORE):
+        rule = "the only object store is s3://BUCKET/PREFIX"
+        where = document.origin(keys, where)
+        raise SpecError(where=where, key=".".join(keys), value=folder, rule=rule, remedy="Write that, or a folder")
     rate = recipe.learning_rate
 
     def bad(key: str, value: object, rule: str, remedy: str) -> SpecError:

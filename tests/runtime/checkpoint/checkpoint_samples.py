@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from atlas.runtime.checkpoint import BlobStore, Checkpoint, LayerState, LocalStore, Meta, choose, verify
-from atlas.runtime.checkpoint.store import BlobWriter, Chunk
+from atlas.runtime.checkpoint.store import Chunk, FileWriter
 
 NUM_LAYERS = 6
 LAYERS = [str(layer) for layer in range(NUM_LAYERS)]
@@ -91,7 +91,7 @@ class Faulty(LocalStore):
         super().__init__(store.root)
         self.before_write = before_write
 
-    def create(self, name: str) -> BlobWriter:
+    def create(self, name: str) -> FileWriter:
         writer, done = super().create(name), 0
         write = writer.write
 

@@ -9,11 +9,12 @@ from atlas.runtime.checkpoint.client import CheckpointClient, RemoteStore, behin
 from atlas.runtime.checkpoint.copied_parts import forget_targets
 from atlas.runtime.checkpoint.load import Checkpoint, choose, load_layers, verify
 from atlas.runtime.checkpoint.manifest import Meta, SaveId, complete_ids, next_attempt
+from atlas.runtime.checkpoint.place import store_at
 from atlas.runtime.checkpoint.replicate import Replicator
 from atlas.runtime.checkpoint.retention import Retention
 from atlas.runtime.checkpoint.server import CheckpointServer
 from atlas.runtime.checkpoint.state import LayerState, restore, share, states_of
-from atlas.runtime.checkpoint.store import BlobStore, LocalStore
+from atlas.runtime.checkpoint.store import BlobStore, LocalStore, PlaceStore
 
 __all__ = [
     "OWN",
@@ -26,6 +27,7 @@ __all__ = [
     "LocalStore",
     "Meta",
     "Pause",
+    "PlaceStore",
     "RemoteStore",
     "Replicator",
     "Retention",
@@ -40,5 +42,6 @@ __all__ = [
     "restore",
     "share",
     "states_of",
+    "store_at",
     "verify",
 ]

@@ -7,6 +7,7 @@ and its store; not its peers, nor when to save.
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import threading
@@ -173,7 +174,7 @@ class Checkpointer:
         last = f"its last is of {self.written}" if self.written else "it has written none in this attempt"
         self._report(
             f"checkpoint of {id} not written by {self.writer} to {self.store}: {why}; {last}. Training continues. "
-            "Free some space, or the next save will fail too"
+            f"{'Free some space' if error.errno == errno.ENOSPC else 'Fix it'}, or the next save will fail too"
         )
         self._clear(id)
 

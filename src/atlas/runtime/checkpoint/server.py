@@ -29,7 +29,7 @@ from atlas.runtime.checkpoint.calls import (
     pack,
     unpack,
 )
-from atlas.runtime.checkpoint.store import BlobWriter, Chunk, LocalStore
+from atlas.runtime.checkpoint.store import BlobWriter, Chunk, PlaceStore
 from atlas.wan.transport.base import Key, PeerRoute
 from atlas.wan.transport.endpoint import Endpoint
 
@@ -55,7 +55,7 @@ class StoreRequest(NamedTuple):
 class CheckpointServer:
     """Create it before the endpoint connects; `admit` the nodes that may call; `close` it before the endpoint."""
 
-    def __init__(self, endpoint: Endpoint, stores: Mapping[str, LocalStore], *, idle_s: float = IDLE_S) -> None:
+    def __init__(self, endpoint: Endpoint, stores: Mapping[str, PlaceStore], *, idle_s: float = IDLE_S) -> None:
         self.endpoint, self.stores, self.idle_s = endpoint, dict(stores), idle_s
         self._sessions: dict[str, PeerSession] = {}
         self._routes: dict[str, PeerRoute] = {}
@@ -192,7 +192,7 @@ class PeerSession:
             raise ValueError("unknown verb")
         return b""
 
-    def _store(self, name: str, *, writes: bool) -> LocalStore:
+    def _store(self, name: str, *, writes: bool) -> PlaceStore:
         if name not in self.server.stores:
             raise FileNotFoundError(errno.ENOENT, f"{self.server.endpoint.name} has no store {name!r}")
         if writes and name != copies_of(self.peer.partition("/")[0]):

@@ -1,5 +1,5 @@
-"""Where checkpoints are stored: named blobs that appear complete or not at all. Here a folder; an object store has the
-same four methods, and its puts are atomic by nature.
+"""Where checkpoints are stored: named blobs that appear complete or not at all. Here a folder; `object_store` has S3,
+whose puts are atomic by nature.
 
 Knows names and bytes, not what they mean. Failures are OSErrors; the caller decides what they mean.
 """
@@ -34,6 +34,34 @@ class BlobStore(Protocol):
         """Remove a blob, if there is one."""
 
 
+class BlobWriter(Protocol):
+    """A blob that is being written. It appears with `commit`; `close` without it discards it."""
+
+    def write(self, chunk: Chunk) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlaceStore(BlobStore, Protocol):
+    """A store that this host can write to by itself: a folder or an object store."""
+
+    def create(self, name: str) -> BlobWriter:
+        """A blob to be written piece by piece."""
+        raise NotImplementedError
+
+
+def write_blob(writer: BlobWriter, chunks: Iterable[Chunk]) -> None:
+    """All of it, or nothing."""
+    try:
+        for chunk in chunks:
+            writer.write(chunk)
+        writer.commit()
+    finally:
+        writer.close()
+
+
 class LocalStore:
     """A folder. Writes go to a hidden file beside the target, which is flushed to the disk and renamed."""
 
@@ -44,17 +72,11 @@ class LocalStore:
         return str(self.root)
 
     def write(self, name: str, chunks: Iterable[Chunk]) -> None:
-        writer = self.create(name)
-        try:
-            for chunk in chunks:
-                writer.write(chunk)
-            writer.commit()
-        finally:
-            writer.close()
+        write_blob(self.create(name), chunks)
 
-    def create(self, name: str) -> BlobWriter:
+    def create(self, name: str) -> FileWriter:
         """A blob to be written piece by piece."""
-        return BlobWriter(self.root, self._path(name))
+        return FileWriter(self.root, self._path(name))
 
     def open(self, name: str) -> BinaryIO:
         return self._path(name).open("rb")
@@ -83,8 +105,8 @@ class LocalStore:
         return self.root.joinpath(*parts)
 
 
-class BlobWriter:
-    """A blob of a LocalStore that is being written. It appears with `commit`; `close` without it discards it."""
+class FileWriter:
+    """A blob of a LocalStore that is being written."""
 
     def __init__(self, root: Path, target: Path) -> None:
         self._root, self._target = root, target
