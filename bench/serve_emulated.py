@@ -36,7 +36,7 @@ from bubbletea.costs import LayerTime
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.assemble import Parts, ServiceSettings, assemble
 from bubbletea.serve.auth import Keys
-from bubbletea.serve.dispatch import HandedBack, Prompt, Refused
+from bubbletea.serve.prefills import HandedBack, Prompt, Refused
 from bubbletea.serve.worker_windows import of_training
 
 MS = 1_000_000

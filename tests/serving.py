@@ -51,9 +51,10 @@ def serving(
     keys: Keys | None = None,
     busy: float = 0.3,
     drain_s: float = 20.0,
+    token: str = "",
 ) -> Iterator[Serving]:
     windows = alone(num_workers, settings.arena_bytes, PERIOD_S, busy)
-    parts = assemble(settings, windows, keys or Keys.open_to_all())
+    parts = assemble(settings, windows, keys or Keys.open_to_all(), token)
     started, found = threading.Event(), list[Serving]()
     made = list[DedicatedWorkers]()
 

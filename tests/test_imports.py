@@ -48,14 +48,15 @@ BUBBLETEA_MAY_IMPORT = {
     "flags": {"atlas.console"},
     "model_identity": set(),
     "kv_blocks": {"frames"},
+    "kv_server": {"frames", "kv_blocks"},
     "windows": {"atlas.ir", "atlas.spec", "atlas.cost"},
     "admit": {"atlas.ir", "costs", "windows"},
-    "prefill": {"atlas.wan", "atlas.runtime", "costs", "frames", "kv_blocks", "model_identity"},
-    "handoff": {"atlas.runtime", "frames", "kv_blocks", "model_identity", "prefill"},
+    "prefill": {"atlas.wan", "atlas.runtime", "costs", "frames", "kv_blocks", "kv_server", "model_identity"},
+    "handoff": {"atlas.runtime", "atlas.wan", "frames", "kv_blocks", "kv_server", "model_identity", "prefill"},
     "serve": {
         *("atlas.ir", "atlas.spec", "atlas.cost", "atlas.sim", "atlas.evaluate", "atlas.runtime", "atlas.launch"),
         *("atlas.console", "atlas.wan", "atlas.ui"),
-        *("costs", "flags", "frames", "kv_blocks", "windows", "admit", "prefill", "handoff"),
+        *("costs", "flags", "frames", "kv_blocks", "kv_server", "windows", "admit", "prefill", "handoff"),
     },
     "sim": {
         *("atlas.ir", "atlas.spec", "atlas.cost", "atlas.sim", "atlas.evaluate", "atlas.view", "atlas.console"),
@@ -65,10 +66,10 @@ BUBBLETEA_MAY_IMPORT = {
     "bench": {"atlas.console"},
     "cli": {"atlas.cli"},
 }
-"""`windows <- admit <- sim`; `frames <- kv_blocks <- prefill <- handoff <- serve`; `admit <- serve`; `handoff <- vllm`.
-Nobody imports Atlas's commands or planner. Everybody may import `atlas.errors` and
+"""`windows <- admit <- sim`; `frames <- kv_blocks <- kv_server <- prefill <- handoff <- serve`; `admit <- serve`;
+`handoff <- vllm`. Nobody imports Atlas's commands or planner. Everybody may import `atlas.errors` and
 `atlas.lifetime`."""
-BUBBLETEA_TORCH = {"kv_blocks", "prefill", "handoff", "serve", "vllm"}
+BUBBLETEA_TORCH = {"kv_blocks", "kv_server", "prefill", "handoff", "serve", "vllm"}
 HEAVY = ("torch", "numba", "pydantic", "numpy", "rich")
 MAX_SECONDS = 0.3
 

@@ -20,6 +20,8 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from atlas.errors import WorkerError
 
 log = logging.getLogger("bubbletea.frames")
@@ -62,6 +64,8 @@ class WireFrame(NamedTuple):
     kind: int
     fields: dict[str, Any]
     payload: Payload = b""
+    num_bytes: int = 0
+    """Of the whole frame, as it was received."""
 
 
 def pack(kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> bytes:
@@ -106,15 +110,14 @@ def receive(sock: FrameSocket, *, max_payload: int = MAX_PAYLOAD_BYTES) -> WireF
     return WireFrame(kind, fields, _exactly(sock, num_payload))
 
 
-def _exactly(sock: FrameSocket, count: int) -> bytearray:
-    data = bytearray(count)
-    view, done = memoryview(data), 0
+def _exactly(sock: FrameSocket, count: int) -> memoryview:
+    view, done = np.empty(count, np.uint8).data, 0  # without zeros first, as a bytearray would have
     while done < count:
         got = sock.recv_into(view[done:])
         if not got:
             raise ClosedError("the other side has closed the connection")
         done += got
-    return data
+    return view
 
 
 # ---- asyncio -----------------------------------------------------------------------------------------------------
@@ -125,17 +128,21 @@ async def receive_async(
         head = await reader.readexactly(_HEAD.size)
         kind, num_fields, num_payload = _sizes(head, max_fields, max_payload)
         fields = _fields(await reader.readexactly(num_fields))
-        return WireFrame(kind, fields, await reader.readexactly(num_payload) if num_payload else b"")
+        payload = await reader.readexactly(num_payload) if num_payload else b""
+        return WireFrame(kind, fields, payload, _HEAD.size + num_fields + num_payload)
     except asyncio.IncompleteReadError:
         raise ClosedError("the other side has closed the connection") from None
 
 
-def write(writer: asyncio.StreamWriter, kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> None:
+def write(writer: asyncio.StreamWriter, kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> int:
+    """Returns the number of bytes, 0 if the connection is closed."""
     if writer.is_closing():
-        return
-    writer.write(pack(kind, fields, payload))
+        return 0
+    head = pack(kind, fields, payload)
+    writer.write(head)
     if len(payload):
         writer.write(payload)
+    return len(head) + len(payload)
 
 
 class FrameServer:

@@ -1,18 +1,19 @@
 """The wire format of keys and values: a frame (`bubbletea.frames`) of kind KV for some tokens of one layer.
 
-    fields    v 1, ticket, model, layer, start, stop, dtype, shape [2, K, stop - start, E], digest
+    fields    v 2, ticket, model, layer, start, stop, dtype, shape [2, K, stop - start, E], digests
     payload   the keys, then the values: C order, little endian, keys as attention uses them (rotated)
 
-`model` identifies the model: a decode engine with another one refuses the block. `digest` is the first half of SHA-256
-over the payload (twice as fast as BLAKE2b on current processors): a damaged block is an error, never wrong tokens.
-Knows torch; not requests or sockets. Shape letters: K heads of keys and values (of the whole model), E head width.
+`model` identifies the model: a decode engine with another one refuses the block. `digests` are the first halves of
+SHA-256 (twice as fast as BLAKE2b on current processors) of every head's keys, then of every head's values: a damaged
+block is an error, never wrong tokens. They are computed once, also if several ranks fetch different heads.
+Knows torch; not requests or sockets. Shape letters: K heads of keys and values, E head width.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ from atlas.errors import WorkerError
 from bubbletea.frames import Payload, WireFrame
 
 KV, FETCH, END, GONE, RELEASE = 16, 17, 18, 19, 20
-"""Kinds of frames. A decode engine sends FETCH {ticket, start, stop, layers} and receives KV ... and END {blocks}, or
-GONE {why}; after RELEASE {ticket} the service may drop it."""
-VERSION = 1
+"""Kinds of frames. A decode engine sends FETCH {ticket, start, stop, layers, heads} to every worker that has a part,
+and receives KV ... and END {blocks}, or GONE {why}; after RELEASE {ticket}, sent to the service, it may be dropped."""
+VERSION = 2
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -40,6 +41,20 @@ class KvBlock:
     stop: int
     kv: Tensor
     """[2, K, stop - start, E], in host memory."""
+    digests: tuple[str, ...] = ()
+    """Of its 2 K planes; empty: not computed."""
+
+    def hashed(self) -> KvBlock:
+        """With its digests."""
+        return self if self.digests else replace(self, digests=digests_of(bytes_of(self.kv), 2 * self.kv.shape[1]))
+
+    def of_heads(self, first: int, stop: int) -> KvBlock:
+        """Only these heads."""
+        count = self.kv.shape[1]
+        if (first, stop) == (0, count):
+            return self
+        keys, values = self.digests[first:stop], self.digests[count + first : count + stop]
+        return replace(self, kv=self.kv[:, first:stop], digests=(*keys, *values))
 
 
 def pack_block(block: KvBlock) -> tuple[dict[str, Any], Payload]:
@@ -54,7 +69,7 @@ def pack_block(block: KvBlock) -> tuple[dict[str, Any], Payload]:
         "stop": block.stop,
         "dtype": NAMES[block.kv.dtype],
         "shape": list(block.kv.shape),
-        "digest": digest(payload),
+        "digests": list(block.digests or digests_of(payload, 2 * block.kv.shape[1])),
     }
     return fields, payload
 
@@ -68,7 +83,7 @@ def unpack_block(frame: WireFrame, *, model: str | None = None) -> KvBlock:
         dtype, shape = DTYPES[fields["dtype"]], [int(n) for n in fields["shape"]]
         layer, start, stop = (int(fields[name]) for name in ("layer", "start", "stop"))
         ticket, given = str(fields["ticket"]), str(fields["model"])
-        promised = str(fields["digest"])
+        promised = tuple(str(digest) for digest in fields["digests"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise WorkerError(f"a block of keys and values without a valid {error}") from None
     if model is not None and given != model:
@@ -76,10 +91,10 @@ def unpack_block(frame: WireFrame, *, model: str | None = None) -> KvBlock:
     right = len(shape) == 4 and shape[0] == 2 and shape[2] == stop - start > 0 and min(shape) > 0 <= min(start, layer)
     if not right or math.prod(shape) * dtype.itemsize != len(frame.payload):
         raise WorkerError(f"a block of shape {shape} for tokens {start} to {stop} in {len(frame.payload)} bytes")
-    if digest(frame.payload) != promised:
+    if digests_of(frame.payload, 2 * shape[1]) != promised:
         raise WorkerError(f"keys and values of layer {layer}, tokens {start} to {stop}, were damaged on the way")
-    data = frame.payload if isinstance(frame.payload, bytearray) else bytearray(frame.payload)
-    return KvBlock(ticket, given, layer, start, stop, torch.frombuffer(data, dtype=dtype).view(shape))
+    data = bytearray(frame.payload) if memoryview(frame.payload).readonly else frame.payload
+    return KvBlock(ticket, given, layer, start, stop, torch.frombuffer(data, dtype=dtype).view(shape), promised)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -88,5 +103,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(flat)
 
 
-def digest(payload: Payload) -> str:
-    return hashlib.sha256(payload).hexdigest()[:32]
+def digests_of(payload: Payload, count: int) -> tuple[str, ...]:
+    """Of `count` parts of equal size."""
+    view = memoryview(payload)
+    size = len(view) // count
+    return tuple(hashlib.sha256(view[i * size : (i + 1) * size]).hexdigest()[:32] for i in range(count))

@@ -1,68 +1,73 @@
-"""The decode engine's side of a hand-off, on a blocking socket: fetches keys and values from `kv_server`. Imports only
-torch and the frames, because it runs in the decode engine's process.
+"""The decode engine's side of a hand-off, on a blocking socket: fetches keys and values from one prefill worker
+(`kv_server`). Imports only torch and the frames, because it runs in the decode engine's process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from atlas.errors import WorkerError
-from bubbletea.frames import greet, receive, send
+from bubbletea.frames import FrameSocket, greet, receive, send
+from bubbletea.handoff.remote_parts import Ticket
 from bubbletea.kv_blocks import END, FETCH, GONE, KV, RELEASE, KvBlock, unpack_block
 
+if TYPE_CHECKING:
+    from atlas.wan.security.credentials import Security
+
 PATIENCE_S = 10.0
-"""Longest time without data from the service."""
+"""Longest time without data from the other side."""
 
 
 @dataclass(frozen=True)
-class Ticket:
-    """The `kv_transfer_params` of a prefill."""
+class Caller:
+    """Who fetches, and how it proves that it may."""
 
-    id: str
-    host: str
-    port: int
-    model: str
-    num_tokens: int
+    token: str
+    certs: str = ""
+    """Folder with certificates; empty: hand-offs are fetched from loopback only."""
+    name: str = ""
+    """`datacenter/node`, as in the certificate."""
 
-    @classmethod
-    def of(cls, params: Mapping[str, Any]) -> Ticket | None:
-        """None if the parameters are not a BubbleTea hand-off."""
-        if not params.get("do_remote_prefill") or params.get("remote_engine_id") != "bubbletea":
-            return None
-        try:
-            return cls(
-                str(params["remote_request_id"]),
-                str(params["remote_host"]),
-                int(params["remote_port"]),
-                str(params["remote_model_id"]),
-                int(params["remote_num_tokens"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise WorkerError(f"kv_transfer_params without a valid {error}") from None
+    def security(self) -> Security:
+        from atlas.wan.security.credentials import Credentials, Security
+
+        return Security(Credentials.of_folder(Path(self.certs), self.name), ())
 
 
 class Fetcher:
-    """A connection to one service; not thread-safe."""
+    """A connection to one worker; not thread-safe, but another thread may `close` it."""
 
-    def __init__(self, host: str, port: int, token: str, who: str = "decoder") -> None:
-        self._sock = socket.create_connection((host, port), timeout=PATIENCE_S)
+    def __init__(self, host: str, port: int, caller: Caller, peer: str = "") -> None:
+        """`peer`: the name in the certificate of the other side; empty: the connection is not encrypted."""
+        sock = socket.create_connection((host, port), timeout=PATIENCE_S)
+        self._sock: FrameSocket = sock
         try:
-            greet(self._sock, token, {"name": who})
+            if peer:
+                self._sock = _secured(sock, caller, peer)
+            greet(self._sock, caller.token, {"name": "decoder"})
         except BaseException:
-            self._sock.close()
+            sock.close()
             raise
         self._sock.settimeout(PATIENCE_S)
 
     def fetch(
-        self, ticket: Ticket, start: int = 0, stop: int | None = None, layers: Sequence[int] = ()
+        self,
+        ticket: Ticket,
+        start: int = 0,
+        stop: int | None = None,
+        layers: Sequence[int] = (),
+        heads: tuple[int, int] | None = None,
     ) -> Iterator[KvBlock]:
-        """Tokens `start` to `stop` of the given layers (default: all), layer by layer; raises WorkerError on any
-        error."""
+        """Blocks that have tokens `start` to `stop` of the given layers (default: all that the worker has), layer by
+        layer; raises WorkerError on any error."""
         stop = ticket.num_tokens if stop is None else stop
-        send(self._sock, FETCH, {"ticket": ticket.id, "start": start, "stop": stop, "layers": list(layers)})
+        asked = {"ticket": ticket.id, "start": start, "stop": stop, "layers": list(layers), "heads": heads}
+        send(self._sock, FETCH, asked)
         num_blocks = 0
         while True:
             frame = receive(self._sock)
@@ -80,6 +85,11 @@ class Fetcher:
         """Allows the service to drop it."""
         send(self._sock, RELEASE, {"ticket": ticket.id})
 
+    def interrupt(self) -> None:
+        """Ends a fetch on another thread with an error."""
+        with contextlib.suppress(OSError):  # it is closed already
+            self._sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._sock.close()
 
@@ -88,3 +98,11 @@ class Fetcher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _secured(sock: socket.socket, caller: Caller, peer: str) -> FrameSocket:
+    from bubbletea.prefill.tls import secured
+
+    if not caller.certs:
+        raise WorkerError(f"{peer} needs certificates: name their folder in `certs`, and this node in `name`")
+    return secured(sock, caller.security(), peer)

@@ -1,4 +1,5 @@
-"""Keys and values of finished and unfinished prefills in host memory, within a budget of bytes.
+"""Keys and values of finished and unfinished prefills in host memory, within a budget of bytes: here, for the embedded
+decoder, or at the workers, for decode engines that fetch them there.
 
 A parcel is reserved as a whole before its prefill is admitted, with room for the tokens that will be decoded after it,
 so an admitted request never runs out of memory. Handed-off parcels expire. A part of the budget is divided among the
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from atlas.errors import WorkerError
 from atlas.runtime.models.block import KvSlab
 from bubbletea.kv_blocks import KvBlock
+from bubbletea.kv_server import WantedBlocks
 from bubbletea.prefill.shard import Served
 
 KEEP_S = 60.0
@@ -31,7 +33,7 @@ DIVIDED = 0.25
 
 @dataclass
 class Parcel:
-    """One prompt's keys and values: `slabs` by layer, [2, K, room, E]."""
+    """One prompt's keys and values: `slabs` by layer, [2, K, room, E]; none if they are at the workers."""
 
     ticket: str
     model: str
@@ -42,6 +44,8 @@ class Parcel:
     expires_s: float = math.inf
     expected_s: float = math.inf
     """When it is expected to be released; `expires_s` is the latest."""
+    on_release: Callable[[], None] = lambda: None
+    """Tells the workers that have it."""
     _arrived: list[set[tuple[int, int]]] = field(default_factory=list)
 
     def put(self, block: KvBlock) -> None:
@@ -52,7 +56,18 @@ class Parcel:
         if into.shape != block.kv.shape or into.dtype != block.kv.dtype:
             raise WorkerError(f"a block of shape {list(block.kv.shape)} where {list(into.shape)} is expected")
         into.copy_(block.kv)
-        self._arrived[block.layer].add((block.start, block.stop))
+        self.mark(block.layer, block.start, block.stop)
+
+    def mark(self, layer: int, start: int, stop: int) -> None:
+        """These tokens of a layer are complete."""
+        if not 0 <= layer < len(self._arrived) or not 0 <= start < stop <= self.length:
+            raise WorkerError(f"a block for layer {layer}, tokens {start} to {stop}, has no place in its prompt")
+        self._arrived[layer].add((start, stop))
+
+    def restart(self) -> None:
+        """Its prefill starts again on other workers; what is here stays, what the earlier ones have is lost."""
+        if not self.slabs:
+            self._arrived = [set() for _ in self._arrived]
 
     @property
     def num_complete(self) -> int:
@@ -129,14 +144,17 @@ class KvStore:
                 return min(parcel.expected_s, parcel.expires_s)
         return math.inf
 
-    def reserve(self, ticket: str, length: int, room: int, tenant: str = "") -> Parcel | None:
+    def reserve(
+        self, ticket: str, length: int, room: int, tenant: str = "", *, at_workers: bool = False
+    ) -> Parcel | None:
         """For a prompt of `length` tokens and `room` tokens in all; None if there is not enough memory."""
         if not self.has_room(room, tenant):
             return None
         config, size = self.served.config, self.bytes_of(room)
         shape = (2, config.num_kv_heads, room, config.head_width)
-        slabs = [torch.empty(shape, dtype=self.served.torch_dtype) for _ in range(config.num_layers)]
-        parcel = Parcel(ticket, self.served.id, length, slabs, size, tenant, _arrived=[set() for _ in slabs])
+        layers = range(config.num_layers)
+        slabs = [] if at_workers else [torch.empty(shape, dtype=self.served.torch_dtype) for _ in layers]
+        parcel = Parcel(ticket, self.served.id, length, slabs, size, tenant, _arrived=[set() for _ in layers])
         self._parcels[ticket] = parcel
         self._used[tenant] += size
         return parcel
@@ -152,6 +170,13 @@ class KvStore:
         parcel = self._parcels.pop(ticket, None)
         if parcel is not None:
             self._used[parcel.tenant] -= parcel.num_bytes
+            parcel.on_release()
+
+    def blocks(self, wanted: WantedBlocks) -> Sequence[KvBlock]:
+        raise LookupError(
+            "keys and values are fetched from the workers: update the package atlas-bubbletea in the engine's "
+            "environment to the service's release"
+        )
 
     def drop_expired(self) -> None:
         now = time.monotonic()

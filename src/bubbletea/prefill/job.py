@@ -42,6 +42,8 @@ class PrefillTask:
     """(name, host, port) of the transport of each stage, in order."""
     planned_ns: int = 0
     """When it is delivered by the plan, on the same clock."""
+    ticket: str = ""
+    """Of a hand-off: keys and values stay at the worker under this name. Empty: they are sent to the service."""
 
     @property
     def chunks(self) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ import ipaddress
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +45,7 @@ class WorkerIdentity:
     """Reserved for prefill before training; 0: as much as the service wants."""
     security: Security = field(default_factory=Security, compare=False)
 
-    def said(self, transport: list[Any]) -> dict[str, Any]:
+    def said(self, transport: list[Any], parts: Sequence[Any]) -> dict[str, Any]:
         return {
             "name": self.name,
             "datacenter": self.datacenter,
@@ -54,6 +55,7 @@ class WorkerIdentity:
             "plan": self.plan,
             "device": self.device,
             "memory_bytes": self.memory_bytes,
+            "parts": list(parts),
         }
 
 
@@ -68,14 +70,15 @@ def dial(address: str) -> socket.socket:
     return socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
 
 
-def join(place: ServicePlace, me: WorkerIdentity, transport: list[Any]) -> ServiceLink:
-    """Raises OSError if nobody is there, JoinRefused if the service refuses this worker, WorkerError if it is not the
+def join(place: ServicePlace, me: WorkerIdentity, transport: list[Any], parts: Sequence[Any] = ()) -> ServiceLink:
+    """`parts`: where decode engines fetch keys and values from this worker (host, port).
+    Raises OSError if nobody is there, JoinRefused if the service refuses this worker, WorkerError if it is not the
     right one."""
     sock = dial(place.address)
     try:
         connection = _protected(sock, place, me)
         before_ns = time.monotonic_ns()
-        answer = greet(connection, place.token, me.said(transport))
+        answer = greet(connection, place.token, me.said(transport, parts))
         offset_ns = int(answer.get("now_ns", 0)) - (before_ns + time.monotonic_ns()) // 2
         if "refused" in answer:
             raise JoinRefused(str(answer["refused"]))

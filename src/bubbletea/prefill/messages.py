@@ -1,8 +1,9 @@
 """Messages between a worker and the service, as frames (`bubbletea.frames`). Both ends import this.
 
     the worker connects with {name, datacenter, worker, transport}; the service answers with a WorkerOrder as JSON
-    service -> worker    KV (cached tokens, ticket "job.attempt"), TASK, CANCEL, SHARE (of each wait that may be used)
-    worker -> service    READY, KV, LOGITS, DONE, FAILED, REPORT
+    service -> worker    KV (cached tokens, ticket "job.attempt"), TASK, CANCEL, SHARE (of each wait that may be used),
+                         LEASE and DROP (keys and values that the worker keeps for a decode engine)
+    worker -> service    READY, KV or KEPT (a block that stays here), LOGITS, DONE, FAILED, REPORT
 
 Times are on the service's monotonic clock; the worker learns its offset when it connects.
 """
@@ -22,7 +23,7 @@ from bubbletea.frames import Payload
 from bubbletea.prefill.job import HEAD, PrefillPiece, PrefillTask
 from bubbletea.prefill.shard import Served
 
-TASK, CANCEL, READY, LOGITS, DONE, FAILED, REPORT, SHARE = range(32, 40)
+TASK, CANCEL, READY, LOGITS, DONE, FAILED, REPORT, SHARE, KEPT, LEASE, DROP = range(32, 43)
 
 Json = dict[str, Any]
 
@@ -50,6 +51,8 @@ class WorkerOrder:
     """The share by which prefill may slow training."""
     sensitivity: float = 1.0
     """How much longer an iteration becomes if this worker's ops do (`throttle`)."""
+    keep_bytes: int = 0
+    """Host memory for keys and values that decode engines fetch from this worker."""
     waits_ns: dict[int, int] = field(default_factory=dict)
     """By op: its expected wait, used until enough waits were observed."""
 

@@ -8,6 +8,7 @@ for it; while there is none, waits are not used. Settings: {"folder": where the 
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import secrets
@@ -24,11 +25,13 @@ from atlas.runtime.waits import Position, SharedDevice, WorkerFacts
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.settings import TransportSettings
 from bubbletea.frames import ClosedError
+from bubbletea.kv_server import KvServer, KvServerThread
 from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.engine import LANE, PrefillEngine
 from bubbletea.prefill.filling import Filling
 from bubbletea.prefill.guard import Guard
 from bubbletea.prefill.joining import WorkerIdentity, join
+from bubbletea.prefill.kept_parts import KeptParts
 from bubbletea.prefill.meeting import find
 from bubbletea.prefill.messages import WorkerOrder
 from bubbletea.prefill.piece_times import PieceTimes
@@ -58,6 +61,9 @@ class BubbleTea:
         self._order: WorkerOrder | None = None
         self._arena: Arena | None = None
         self._filling: Filling | None = None
+        self._parts = KeptParts()
+        self._kv_server: KvServerThread | None = None
+        """Where decode engines fetch what this worker has computed."""
         self._guard = Guard(0.0)
         """Learns waits also while there is no service."""
         self._trains = False
@@ -80,6 +86,7 @@ class BubbleTea:
         name = f"{me.datacenter}/{me.name}.{os.getpid()}.{secrets.token_hex(4)}"
         self._transport = Endpoint(name, (host, 0), security=me.security, settings=STREAMS)
         self._me, self._device, self._trains = me, device, trains
+        self._kv_server = _listening(self._parts, me, host)
         if me.memory_bytes:
             self._arena = Arena(me.memory_bytes, WORKSPACE_BYTES, device.place)
         self._join()
@@ -108,6 +115,8 @@ class BubbleTea:
         if self._link is not None:
             self._link.report()
             self._link.close()
+        if self._kv_server is not None:
+            self._kv_server.close()
         if self._transport is not None:
             self._transport.close(0.0)
 
@@ -127,7 +136,8 @@ class BubbleTea:
             if place is None:
                 return False
             assert self._transport is not None
-            link = join(place, self._me, [self._transport.name, *self._transport.address])
+            parts = () if self._kv_server is None else self._kv_server.address
+            link = join(place, self._me, [self._transport.name, *self._transport.address], parts)
         except (OSError, ClosedError):
             return False  # it has ended, or is about to listen
         except Exception as error:
@@ -135,6 +145,9 @@ class BubbleTea:
             return False
         try:
             engine = self._take(WorkerOrder.from_json(link.order), link)
+            link.parts = self._parts
+            if self._kv_server is not None:
+                self._kv_server.server.token = place.token
             with self._using:
                 self._is_joined, self._link, self._said = True, link, ""
             link.serve(engine, self._set_share)
@@ -147,6 +160,7 @@ class BubbleTea:
     def _leave(self) -> None:
         with self._using:
             self._is_joined, self._link = False, None
+            self._parts.lose_service()
             if self._filling is not None:
                 self._filling.engine.cancel_all()
 
@@ -157,7 +171,7 @@ class BubbleTea:
         engine, self._filling = None if self._filling is None else self._filling.engine, None
         if engine is None or self._order is None or order.part != self._order.part:
             engine = self._load(order, link)
-        engine.outlet, self._order = link, order
+        engine.outlet, self._order, self._parts.budget_bytes = link, order, order.keep_bytes
         self._guard.expect(order.risk, order.waits_ns)
         paced_ns = None if order.pace is None else order.paced_ns
         throttle = None
@@ -195,6 +209,14 @@ class BubbleTea:
     def _reach(self, name: str, host: str, port: int) -> None:
         assert self._transport is not None
         self._transport.open(name, LANE, (host, port))
+
+
+def _listening(parts: KeptParts, me: WorkerIdentity, host: str) -> KvServerThread | None:
+    """On this worker's address with its certificate; without one on loopback, or not at all."""
+    context = None if me.security.credentials is None else me.security.server_context
+    if context is None and not ipaddress.ip_address(host).is_loopback:
+        return None
+    return KvServerThread(KvServer(parts, secrets.token_hex(32), context), host)
 
 
 def _own_stream(place: str) -> AbstractContextManager[object]:

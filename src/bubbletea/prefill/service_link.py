@@ -1,4 +1,5 @@
-"""A worker's connection to the service: receives tasks, sends keys and values and reports. It has its own threads, so
+"""A worker's connection to the service: receives tasks, sends results and reports. Keys and values for a decode engine
+stay here (`kept_parts`); those for the service's own decoder are sent. It has its own threads, so
 that the training thread never waits for a socket. When it breaks, all it has is dropped; `plugin` makes a new one.
 
 Knows messages and the engine's interface; not bubbles.
@@ -19,13 +20,17 @@ from torch import Tensor
 
 from atlas.errors import WorkerError
 from bubbletea.frames import FrameSocket, Payload, WireFrame, receive, send
-from bubbletea.kv_blocks import KV, KvBlock, bytes_of, pack_block, unpack_block
+from bubbletea.kv_blocks import DTYPES, KV, KvBlock, bytes_of, pack_block, unpack_block
 from bubbletea.prefill.engine import PrefillEngine
 from bubbletea.prefill.job import PrefillPiece, PrefillTask
+from bubbletea.prefill.kept_parts import KeptParts
 from bubbletea.prefill.messages import (
     CANCEL,
     DONE,
+    DROP,
     FAILED,
+    KEPT,
+    LEASE,
     LOGITS,
     READY,
     REPORT,
@@ -35,6 +40,7 @@ from bubbletea.prefill.messages import (
     ticket_of,
     unpack_task,
 )
+from bubbletea.prefill.shard import Served
 from bubbletea.prefill.staging import Staged
 
 log = logging.getLogger("bubbletea.link")
@@ -60,6 +66,8 @@ class ServiceLink:
 
     def __init__(self, sock: FrameSocket, answer: Json, offset_ns: int = 0) -> None:
         """`answer`: of the service, in the handshake."""
+        self.parts = KeptParts()
+        """Replaced by those of the worker, which outlive a connection."""
         self._sock, self.offset_ns = sock, offset_ns
         """Offset of the service's clock from this host's, within half a round trip."""
         self.order: Json = answer["order"]
@@ -99,15 +107,25 @@ class ServiceLink:
 
     def kv(self, task: PrefillTask, piece: PrefillPiece, kv: Staged) -> None:
         def frame() -> tuple[int, Json, Payload]:
-            block = KvBlock(ticket_of(task), self._model, piece.layer, piece.first, piece.last, kv())
-            return (KV, *pack_block(block))
+            ticket = task.ticket or ticket_of(task)
+            block = KvBlock(ticket, self._model, piece.layer, piece.first, piece.last, kv())
+            if not task.ticket:
+                return (KV, *pack_block(block))
+            self.parts.put((task.job, task.attempt), block)
+            return KEPT, {**_name(task), "span": [piece.layer, piece.first, piece.last]}, b""
 
         num_bytes = self._kv_bytes(piece)
         self._queued_bytes += num_bytes
         self._out.put(_Outgoing(frame, task, num_bytes))
 
     def logits(self, task: PrefillTask, logits: Staged) -> None:
-        self._out.put(_Outgoing(lambda: (LOGITS, _name(task), bytes_of(logits())), task))
+        """In the type that the head has computed them in: half the bytes for bfloat16, and no digit less."""
+
+        def frame() -> tuple[int, Json, Payload]:
+            dtype = self._served.dtype
+            return LOGITS, {**_name(task), "dtype": dtype}, bytes_of(logits().to(DTYPES[dtype]))
+
+        self._out.put(_Outgoing(frame, task))
 
     def ran(self, task: PrefillTask, piece: PrefillPiece, predicted_ns: int, took_ns: int) -> None:
         row = (task.job, task.attempt, piece.layer, piece.first, piece.last, predicted_ns, took_ns)
@@ -126,9 +144,13 @@ class ServiceLink:
 
     # ---- threads -----------------------------------------------------------------------------------------------
     @property
-    def _model(self) -> str:
+    def _served(self) -> Served:
         assert self._engine is not None
-        return self._engine.shard.served.id
+        return self._engine.shard.served
+
+    @property
+    def _model(self) -> str:
+        return self._served.id
 
     def _read(self) -> None:
         while not self.lost.is_set():
@@ -146,16 +168,34 @@ class ServiceLink:
             self._cached.setdefault(block.ticket, {})[block.layer] = block.kv
         elif frame.kind == TASK:
             task, tokens = unpack_task(frame.fields, frame.payload)
-            cached = self._cached.pop(ticket_of(task), {})
-            layers = self._engine.shard.cut.layers
-            if task.start and any(i not in cached or cached[i].shape[2] != task.start for i in layers):
-                self.failed(task, "its cached tokens did not arrive with it")
-                return
-            self._engine.offer(task, tokens, [cached[i] for i in layers] if task.start else ())
+            self._offer(task, tokens, self._cached.pop(ticket_of(task), {}))
         elif frame.kind == CANCEL:
-            self._engine.cancel(int(frame.fields["job"]), int(frame.fields["attempt"]))
+            job = int(frame.fields["job"]), int(frame.fields["attempt"])
+            self._engine.cancel(*job)
+            self.parts.cancel(job)
         elif frame.kind == SHARE:
             self._on_share(float(frame.fields["share"]))
+        elif frame.kind == LEASE:
+            self.parts.lease((int(frame.fields["job"]), int(frame.fields["attempt"])), float(frame.fields["seconds"]))
+        elif frame.kind == DROP:
+            self.parts.release(str(frame.fields["ticket"]))
+
+    def _offer(self, task: PrefillTask, tokens: list[int], cached: dict[int, Tensor]) -> None:
+        assert self._engine is not None
+        served, layers = self._engine.shard.served, self._engine.shard.cut.layers
+        if task.start and any(i not in cached or cached[i].shape[2] != task.start for i in layers):
+            self.failed(task, "its cached tokens did not arrive with it")
+            return
+        if task.ticket:
+            job, num_bytes = (task.job, task.attempt), task.length * len(layers) * served.kv_bytes_per_layer_token
+            if not self.parts.open(task.ticket, job, task.length, layers, num_bytes):
+                self.failed(
+                    task, f"{self.parts.used_bytes} of {self.parts.budget_bytes} bytes for hand-offs are in use"
+                )
+                return
+            for layer in layers if task.start else ():
+                self.parts.put(job, KvBlock(task.ticket, self._model, layer, 0, task.start, cached[layer]))
+        self._engine.offer(task, tokens, [cached[i] for i in layers] if task.start else ())
 
     def _kv_bytes(self, piece: PrefillPiece) -> int:
         assert self._engine is not None
@@ -193,5 +233,5 @@ def _name(task: PrefillTask) -> Json:
     return {"job": task.job, "attempt": task.attempt}
 
 
-def logits_of(payload: Payload) -> Tensor:
-    return torch.frombuffer(bytearray(payload), dtype=torch.float32)
+def logits_of(frame: WireFrame) -> Tensor:
+    return torch.frombuffer(bytearray(frame.payload), dtype=DTYPES[frame.fields["dtype"]]).float()

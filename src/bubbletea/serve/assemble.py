@@ -20,8 +20,8 @@ from bubbletea.admit.lanes import build_lanes
 from bubbletea.admit.records import PrefillLane
 from bubbletea.costs import ELEMENT_BYTES, PCIE_BYTES_PER_S, LayerTime, PrefillCosts
 from bubbletea.handoff.decode import DecodeEngine
-from bubbletea.handoff.kv_server import KvServer
 from bubbletea.handoff.kv_store import KvStore
+from bubbletea.kv_server import KvServer
 from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.messages import WorkerOrder
 from bubbletea.prefill.piece_times import PieceTimes
@@ -60,7 +60,8 @@ class ServiceSettings:
     workspace_bytes: int = 512 * MIB
     """Per worker: temporaries of a running slice."""
     store_bytes: int = 1024 * MIB
-    """Host memory of the service: keys and values until they are decoded or fetched."""
+    """Host memory for keys and values until they are decoded or fetched: of the service, or of the workers of a lane
+    together."""
     prefix_bytes: int = 256 * MIB
     """Host memory of the service: the prefix cache."""
     deadline_s: float = 30.0
@@ -100,14 +101,15 @@ class Parts:
         folder: Path,
         handoff: tuple[str, int] = ("127.0.0.1", 0),
         *,
-        anywhere: bool = False,
         workers: WorkersAt | None = None,
     ) -> str:
         """Listens for workers (None: in `folder`, private to this user) and for decode engines; returns the workers'
         address."""
         (folder / "token").touch(mode=0o600)
         (folder / "token").write_text(self.token)
-        await self.kv_server.start(*handoff, anywhere=anywhere)
+        if workers is not None and workers.security is not None:
+            self.kv_server.context = workers.security.server_context
+        await self.kv_server.start(*handoff)
         self.dispatcher.start()
         if workers is None:
             return await self.connections.start(folder / "workers.sock")
@@ -179,6 +181,7 @@ def _orders(
                 risk=risk,
                 pace=windows.pace,
                 head_ns=windows.head_ns,
+                keep_bytes=settings.store_bytes * split[stage] // settings.served.config.num_layers,
                 budget=settings.budget,
                 sensitivity=windows.sensitivity,
                 waits_ns=windows.waits_ns(worker),

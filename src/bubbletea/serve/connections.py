@@ -20,14 +20,18 @@ from torch import Tensor
 from atlas.errors import AtlasError, WorkerError
 from atlas.wan.security.credentials import Security, require_name
 from bubbletea.admit.records import PrefillLane
-from bubbletea.frames import ClosedError, FrameServer, WireFrame, receive_async, write
-from bubbletea.handoff.kv_server import own_address
+from bubbletea.frames import ClosedError, FrameServer, Payload, WireFrame, receive_async, write
+from bubbletea.handoff.remote_parts import RemotePart
 from bubbletea.kv_blocks import KV, KvBlock, pack_block, unpack_block
+from bubbletea.kv_server import own_address
 from bubbletea.prefill.job import PrefillTask
 from bubbletea.prefill.messages import (
     CANCEL,
     DONE,
+    DROP,
     FAILED,
+    KEPT,
+    LEASE,
     LOGITS,
     READY,
     REPORT,
@@ -53,9 +57,20 @@ class ConnectedWorker:
     transport: tuple[str, str, int]
     order: WorkerOrder
     writer: asyncio.StreamWriter
+    parts: tuple[str, int] | None = None
+    """Where decode engines fetch what it has prefilled; None: nowhere."""
     ready: bool = False
     share: float = 1.0
     """Of each wait: the share that was last sent."""
+
+    @property
+    def part(self) -> RemotePart | None:
+        """Its layers of a prefill, for a decode engine."""
+        if self.parts is None:
+            return None
+        layers = self.order.served.cuts(self.order.layers_per_stage)[self.order.stage].layers
+        name = "" if self.writer.get_extra_info("peercert") is None else f"{self.datacenter}/{self.name}"
+        return RemotePart(*self.parts, layers.start, layers.stop, name)
 
 
 class Listener(Protocol):
@@ -70,6 +85,9 @@ class Listener(Protocol):
     def left(self, member: ConnectedWorker) -> None: ...
 
     def block(self, job: int, attempt: int, block: KvBlock) -> None: ...
+
+    def kept(self, job: int, attempt: int, layer: int, start: int, stop: int) -> None:
+        """A block of keys and values is complete, and stays at its worker."""
 
     def logits(self, job: int, attempt: int, logits: Tensor) -> None: ...
 
@@ -88,6 +106,8 @@ class WorkerConnections(FrameServer):
         self.listener: Listener | None = None
         self.members: dict[int, ConnectedWorker] = {}
         self._refused: set[str] = set()
+        self.num_bytes = 0
+        """To and from workers."""
 
     async def start(self, path: Path) -> str:
         """Listens on a Unix socket that only this user can open; returns its address."""
@@ -122,25 +142,38 @@ class WorkerConnections(FrameServer):
         layers = order.served.cuts(order.layers_per_stage)[order.stage].layers
         for layer, kv in zip(layers, cached, strict=False):
             block = KvBlock(ticket_of(task), self.model, layer, 0, task.start, kv)
-            write(member.writer, KV, *pack_block(block))
-        write(member.writer, TASK, *pack_task(task, tokens if task.stage == 0 else ()))
+            self._write(member, KV, *pack_block(block))
+        self._write(member, TASK, *pack_task(task, tokens if task.stage == 0 else ()))
 
     def cancel(self, member: ConnectedWorker, job: int, attempt: int) -> None:
-        write(member.writer, CANCEL, {"job": job, "attempt": attempt})
+        self._write(member, CANCEL, {"job": job, "attempt": attempt})
+
+    def _write(self, member: ConnectedWorker, kind: int, fields: dict[str, Any], payload: Payload = b"") -> None:
+        self.num_bytes += write(member.writer, kind, fields, payload)
+
+    def lease(self, member: ConnectedWorker, job: int, attempt: int, seconds: float) -> None:
+        """It keeps its part of a hand-off for so long."""
+        self._write(member, LEASE, {"job": job, "attempt": attempt, "seconds": seconds})
+
+    def drop(self, members: Sequence[ConnectedWorker], ticket: str) -> None:
+        for member in members:
+            self._write(member, DROP, {"ticket": ticket})
 
     def share(self, share: float) -> None:
         """Sends the share of each wait that may be used, if it has changed."""
         for member in self.members.values():
             if member.ready and member.share != share and not member.writer.is_closing():
                 member.share = share
-                write(member.writer, SHARE, {"share": share})
+                self._write(member, SHARE, {"share": share})
 
     # ---- in ------------------------------------------------------------------------------------------------------
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         member = await self._welcome(reader, writer)
         try:
             while not writer.is_closing():  # data from a lost worker may still be buffered
-                self._take(member, await receive_async(reader))
+                frame = await receive_async(reader)
+                self.num_bytes += frame.num_bytes
+                self._take(member, frame)
         finally:
             if self.members.get(member.worker) is member:
                 del self.members[member.worker]
@@ -168,9 +201,9 @@ class WorkerConnections(FrameServer):
         name, host, port = who["transport"]
         transport = (str(name), str(host), int(port))
         worker, order = found[0]
-        member = ConnectedWorker(
-            worker, str(who["name"]), str(who["datacenter"]), int(who["pid"]), transport, order, writer
-        )
+        parts = (str(who["parts"][0]), int(who["parts"][1])) if who.get("parts") else None
+        names = str(who["name"]), str(who["datacenter"])
+        member = ConnectedWorker(worker, *names, int(who["pid"]), transport, order, writer, parts)
         before, self.members[worker] = self.members.get(worker), member
         if before is not None and before.ready and self.listener is not None:
             self.listener.left(before)  # the worker was restarted: its earlier tasks are lost
@@ -196,8 +229,11 @@ class WorkerConnections(FrameServer):
             block = unpack_block(frame, model=self.model)
             job, _, attempt = block.ticket.partition(".")
             listener.block(int(job), int(attempt), block)
+        elif frame.kind == KEPT:
+            layer, start, stop = (int(n) for n in fields["span"])
+            listener.kept(int(fields["job"]), int(fields["attempt"]), layer, start, stop)
         elif frame.kind == LOGITS:
-            listener.logits(int(fields["job"]), int(fields["attempt"]), logits_of(frame.payload))
+            listener.logits(int(fields["job"]), int(fields["attempt"]), logits_of(frame))
         elif frame.kind == FAILED:
             listener.failed(int(fields["job"]), int(fields["attempt"]), str(fields["why"]))
         elif frame.kind == REPORT:

@@ -16,19 +16,21 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from atlas.errors import WorkerError
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest, RequestKind
-from bubbletea.handoff.kv_store import KvStore, Parcel
+from bubbletea.handoff.kv_store import KEEP_S, KvStore, Parcel
 from bubbletea.kv_blocks import KvBlock
 from bubbletea.prefill.job import HEAD, PrefillTask
 from bubbletea.serve.connections import ConnectedWorker, WorkerConnections
 from bubbletea.serve.metrics import ServiceMetrics
 from bubbletea.serve.planner import Planner
+from bubbletea.serve.prefills import HandedBack, Prefilled, Prompt, Refused
 from bubbletea.serve.prefix_store import Prefixes
 from bubbletea.serve.promise import Promise
 
@@ -45,49 +47,6 @@ LANE_S = 60.0
 """An admitted prefill that has waited this long for a lane is handed back."""
 RESTART_NS = 5 * SECOND
 """Losses within this time count as one failure: a restart of training ends all its workers, one after the other."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt to be prefilled."""
-
-    tokens: Sequence[int]
-    tenant: str
-    num_new: int
-    """Tokens that will be decoded after it."""
-    deadline_ns: int | None = None
-    kind: RequestKind = "online"
-    kept_s: float = 0.0
-    """How long its keys and values are expected to be needed after the prefill."""
-    cache_salt: str = ""
-    """The prefix cache is shared only with prompts of the same tenant and salt."""
-
-
-@dataclass(frozen=True)
-class Prefilled:
-    parcel: Parcel
-    logits: Tensor
-    cached_tokens: int
-    admitted_ns: int
-    first_ns: int
-    """When the result of the first piece arrived."""
-    done_ns: int
-
-
-class Refused(Exception):  # noqa: N818
-    """Not admitted; it would be in `retry_s`, or never (None). `detail`: text that explains the reason."""
-
-    def __init__(self, reason: str, retry_s: float | None, detail: str = "") -> None:
-        super().__init__(reason)
-        self.reason, self.retry_s, self.detail = reason, retry_s, detail
-
-
-class HandedBack(Exception):  # noqa: N818
-    """Admitted, but its workers are gone."""
-
-    def __init__(self, why: str, retry_s: float = 1.0) -> None:
-        super().__init__(why)
-        self.retry_s = retry_s
 
 
 @dataclass(eq=False)
@@ -184,7 +143,7 @@ class Dispatcher:
         found = self.planner.admit(request, now_ns)
         if isinstance(found, AdmissionRefusal):
             raise self._refused(found)
-        parcel = self.store.reserve(ticket, len(prompt.tokens), room, prompt.tenant)
+        parcel = self.store.reserve(ticket, len(prompt.tokens), room, prompt.tenant, at_workers=prompt.hands_off)
         assert parcel is not None, "there was room a moment ago"
         run = _PrefillRun(next(self._jobs), prompt, request, parcel, asyncio.get_running_loop().create_future(), now_ns)
         run.since_ns = now_ns
@@ -227,18 +186,22 @@ class Dispatcher:
         run.cached = min(placement.cached_tokens, self.prefixes.longest(hashes, NEVER_DUE))
         cached = self.prefixes.take(hashes, run.cached) if run.cached else []
         for layer, kv in enumerate(cached):
-            run.parcel.put(KvBlock(run.parcel.ticket, run.parcel.model, layer, 0, run.cached, kv))
+            if run.prompt.hands_off:
+                run.parcel.mark(layer, 0, run.cached)
+            else:
+                run.parcel.put(KvBlock(run.parcel.ticket, run.parcel.model, layer, 0, run.cached, kv))
         # Postponed requests are placed as offline work.
         run.due_ns = request.deadline_ns or NEVER_DUE - 1 if request.kind == "online" else NEVER_DUE
         ends = tuple(end for end in placement.ends if end > run.cached)
         self._expect(run, placement.delivered_ns)
         run.sent, run.since_ns = self.connections.of_lane(lane), time.monotonic_ns()
-        times = (run.due_ns, tuple(member.transport for member in run.sent), placement.delivered_ns)
+        ticket = run.parcel.ticket if run.prompt.hands_off else ""
+        rest = (run.due_ns, tuple(member.transport for member in run.sent), placement.delivered_ns, ticket)
         length = len(run.prompt.tokens)
         if not run.attempt:
             self.metrics.cached(run.cached, length)
         for stage, member in enumerate(run.sent):
-            task = PrefillTask(run.job, run.attempt, length, run.cached, ends, stage, *times)
+            task = PrefillTask(run.job, run.attempt, length, run.cached, ends, stage, *rest)
             first, end = lane.layers(stage)
             self.connections.send(member, task, run.prompt.tokens, cached[first:end])
 
@@ -247,6 +210,7 @@ class Dispatcher:
         for member in run.sent:
             self.connections.cancel(member, run.job, run.attempt)
         run.attempt, run.logits, run.sent = run.attempt + 1, None, ()
+        run.parcel.restart()
 
     def _expect(self, run: _PrefillRun, delivered_ns: int) -> None:
         """Sets the expected delivery, and with it when its memory will be free."""
@@ -299,13 +263,19 @@ class Dispatcher:
         self._follow(self.planner.advance(now_ns))
 
     def block(self, job: int, attempt: int, block: KvBlock) -> None:
+        self._progress(job, attempt, lambda parcel: parcel.put(block))
+
+    def kept(self, job: int, attempt: int, layer: int, start: int, stop: int) -> None:
+        self._progress(job, attempt, lambda parcel: parcel.mark(layer, start, stop))
+
+    def _progress(self, job: int, attempt: int, note: Callable[[Parcel], None]) -> None:
         run = self._runs.get(job)
         if run is None or run.attempt != attempt:
             return
         run.since_ns = time.monotonic_ns()
         run.first_ns = run.first_ns or run.since_ns
         try:
-            run.parcel.put(block)
+            note(run.parcel)
         except WorkerError as error:
             self._again(run, str(error))
             return
@@ -328,10 +298,21 @@ class Dispatcher:
         now_ns = time.monotonic_ns()
         self._expect(run, now_ns)
         self.planner.complete(run.request.id, now_ns)
-        self.prefixes.add(run.request.block_hashes, run.parcel.slabs, run.prompt.tenant)
-        run.future.set_result(
-            Prefilled(run.parcel, run.logits, run.cached, run.admitted_ns, run.first_ns or now_ns, now_ns)
-        )
+        if run.prompt.hands_off:
+            self._lease(run)
+        else:
+            self.prefixes.add(run.request.block_hashes, run.parcel.slabs, run.prompt.tenant)
+        parts = tuple(member.part for member in run.sent if member.part is not None)
+        times = run.admitted_ns, run.first_ns or now_ns, now_ns
+        run.future.set_result(Prefilled(run.parcel, run.logits, run.cached, *times, parts))
+
+    def _lease(self, run: _PrefillRun) -> None:
+        """Its workers keep it for decode engines until it is released or has expired here."""
+        members, ticket = run.sent, run.parcel.ticket
+        for member in members:
+            self.connections.lease(member, run.job, run.attempt, KEEP_S)
+        run.parcel.on_release = partial(self.connections.drop, members, ticket)
+        self.store.keep(ticket, KEEP_S)
 
     def reported(self, member: ConnectedWorker, ran: list[list[int]], waits: list[list[int]]) -> None:
         for _, _, layer, first, last, predicted_ns, took_ns in ran:

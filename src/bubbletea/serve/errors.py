@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from starlette.responses import JSONResponse
 
-from bubbletea.serve.dispatch import HandedBack, Refused
+from bubbletea.serve.prefills import HandedBack, Refused
 from bubbletea.serve.schema import NOT_HERE, PARTS
 
 TYPES = {

@@ -37,7 +37,7 @@ async def run(parts: Parts, where: Where, workers: Workers, on_start: Callable[[
         server.port = sock.getsockname()[1]
         handoff = (where.host if where.anywhere else "127.0.0.1", where.handoff_port)
         try:
-            address = await parts.start(folder, handoff, anywhere=where.anywhere, workers=where.workers)
+            address = await parts.start(folder, handoff, workers=where.workers)
             stack.enter_context(workers(address, str(folder / "token")))
             on_start(server)
             await server.serve([sock])

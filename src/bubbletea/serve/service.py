@@ -17,13 +17,15 @@ from typing import Any
 from atlas.errors import AtlasError
 from bubbletea.admit.records import RequestKind
 from bubbletea.handoff.decode import FAILED, DecodeEngine
-from bubbletea.handoff.kv_server import KvServer
 from bubbletea.handoff.kv_store import KEEP_S
+from bubbletea.handoff.remote_parts import Ticket, transfer_params
 from bubbletea.handoff.sampling import Sampling, choose
+from bubbletea.kv_server import KvServer
 from bubbletea.prefill.shard import Served
-from bubbletea.serve.dispatch import Dispatcher, HandedBack, Prefilled, Prompt, Refused
+from bubbletea.serve.dispatch import Dispatcher
 from bubbletea.serve.errors import ApiError, of_hand_back, of_refusal
 from bubbletea.serve.metrics import ServiceMetrics
+from bubbletea.serve.prefills import HandedBack, Prefilled, Prompt, Refused
 from bubbletea.serve.tokens import Text, TextStream
 
 DRAIN_RETRY_S = 5.0
@@ -105,6 +107,8 @@ class Service:
             self.num_active -= 1
 
     async def _answer(self, asked: TextRequest) -> AsyncIterator[Delta]:
+        if asked.hands_off:
+            self._require_handoff()
         tokens = await self._tokens(asked)
         found = await self._prefill(asked, tokens)
         self.metrics.prefilled(found, len(tokens))
@@ -121,6 +125,17 @@ class Service:
                 self.dispatcher.store.release(found.parcel.ticket)
 
     # ---- before ------------------------------------------------------------------------------------------------
+    def _require_handoff(self) -> None:
+        """Every worker listens for decode engines."""
+        for member in self.dispatcher.connections.members.values():
+            if member.parts is None:
+                raise ApiError(
+                    503,
+                    f"worker {member.name} takes no decode engines: beyond loopback it needs certificates. Start "
+                    "training with --certs",
+                    code="no_handoff",
+                )
+
     async def _tokens(self, asked: TextRequest) -> list[int]:
         """Refuses by the least possible length first; tokenizes only if that is not enough."""
         is_text = isinstance(asked.prompt, str)
@@ -171,9 +186,8 @@ class Service:
         deadline_ns = self._deadline_ns(asked) if asked.kind == "online" else None
         try:
             kept_s = KEEP_S if asked.hands_off else asked.num_new * self._token_s
-            prompt = Prompt(
-                tokens, asked.tenant, asked.num_new, deadline_ns, asked.kind, kept_s, cache_salt=asked.cache_salt
-            )
+            rest = (deadline_ns, asked.kind, kept_s, asked.cache_salt, asked.hands_off)
+            prompt = Prompt(tokens, asked.tenant, asked.num_new, *rest)
             return await self.dispatcher.prefill(prompt)
         except Refused as refused:
             raise of_refusal(refused, len(tokens)) from None
@@ -184,11 +198,12 @@ class Service:
     def _hand_off(self, asked: TextRequest, found: Prefilled, tokens: list[int]) -> Delta:
         """The first token, and the address of the keys and values."""
         first = choose(found.logits, asked.sampling, asked.sampling.generator(), tokens)
-        self.dispatcher.store.keep(found.parcel.ticket)
         seconds = time.monotonic() - asked.arrived_s
         self.metrics.first_token(seconds)
         self.metrics.answered(seconds, seconds, 1, "length")
-        params = self.kv_server.params(found.parcel, tokens)
+        parcel, address = found.parcel, self.kv_server.address
+        ticket = Ticket(parcel.ticket, *address, parcel.model, parcel.length, found.parts)
+        params = transfer_params(ticket, self.kv_server.token, tokens)
         return Delta(self.text.decode([first]), len(tokens), found.cached_tokens, 1, "length", params)
 
     async def _decode(self, asked: TextRequest, found: Prefilled, tokens: list[int]) -> AsyncIterator[Delta]:

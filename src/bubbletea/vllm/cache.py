@@ -4,7 +4,7 @@ plain copy would give wrong tokens without an error.
 
 Knows vLLM's attention layers by their attributes only, so that it can be tested without vllm. Does not know requests.
 
-Shape letters: L tokens, K heads of keys and values (the whole model's), E head width.
+Shape letters: L tokens, K heads of keys and values of this rank, E head width.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ class Share:
     rank: int = 0
     num_ranks: int = 1
 
-    def heads(self, num_heads: int) -> slice:
+    def heads(self, num_heads: int) -> tuple[int, int]:
+        """The first, and the one after the last."""
         if num_heads >= self.num_ranks:
             each = num_heads // self.num_ranks
-            return slice(self.rank * each, (self.rank + 1) * each)
+            return self.rank * each, (self.rank + 1) * each
         only = self.rank * num_heads // self.num_ranks
-        return slice(only, only + 1)
+        return only, only + 1
 
 
 class PagedCache:
     """`layers`: vLLM's attention layers by name, once their caches exist."""
 
-    def __init__(self, layers: Mapping[str, Any], block_tokens: int, share: Share) -> None:
+    def __init__(self, layers: Mapping[str, Any], block_tokens: int) -> None:
         self._layers = {layer_index(name): layer for name, layer in layers.items()}
-        self.block_tokens, self.share = block_tokens, share
+        self.block_tokens = block_tokens
         for name, layer in layers.items():
             if not hasattr(layer.impl, "do_kv_cache_update"):
                 raise ValueError(
@@ -58,8 +59,7 @@ class PagedCache:
     @torch.inference_mode()
     def write(self, index: int, kv_2KLE: Tensor, slots_L: Tensor) -> None:  # noqa: N803
         layer = self._layers[index]
-        mine = kv_2KLE[:, self.share.heads(kv_2KLE.shape[1])]
-        k, v = mine.to(layer.kv_cache.device).transpose(1, 2).contiguous()
+        k, v = kv_2KLE.to(layer.kv_cache.device).transpose(1, 2).contiguous()
         layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots_L.to(layer.kv_cache.device))
 
 

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from bubbletea.handoff.fetch import Ticket
+from bubbletea.handoff.remote_parts import Ticket
 from bubbletea.model_identity import model_id
 from bubbletea.vllm.cache import PagedCache, Share
 from bubbletea.vllm.fetching import WantedTokens, fetch
@@ -64,7 +64,7 @@ class BubbleTeaConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _terms(self) -> EngineLayout:
         model = self._vllm_config.model_config
         ours = self._settings.model or model_id(Path(model.model), str(model.dtype).removeprefix("torch."))
-        return EngineLayout(ours, self._settings.token, self._block_tokens, frozenset(self._settings.peers))
+        return EngineLayout(ours, self._settings.caller, self._block_tokens, frozenset(self._settings.peers))
 
     def shutdown(self) -> None:
         for part in (self._orders, self._loader):
@@ -101,16 +101,18 @@ class BubbleTeaConnector(KVConnectorBase_V1):  # type: ignore[misc]
         model = self._vllm_config.model_config
         layers = self._vllm_config.compilation_config.static_forward_context
         share = Share(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
-        cache = PagedCache({name: layers[name] for name in kv_caches}, self._block_tokens, share)
+        cache = PagedCache({name: layers[name] for name in kv_caches}, self._block_tokens)
         wanted = WantedTokens(
             layers=tuple(cache.layers),
-            num_kv_heads=model.get_total_num_kv_heads(),
+            heads=share.heads(model.get_total_num_kv_heads()),
             head_width=model.get_head_size(),
             dtype=model.dtype,
             block_tokens=self._block_tokens,
         )
         settings = self._settings
-        self._loader = Loader(cache, partial(fetch, wanted=wanted, token=settings.token, timeout_s=settings.timeout_s))
+        self._loader = Loader(
+            cache, partial(fetch, wanted=wanted, caller=settings.caller, timeout_s=settings.timeout_s)
+        )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()

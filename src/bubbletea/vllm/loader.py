@@ -11,10 +11,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from bubbletea.vllm.cache import PagedCache
 log = logging.getLogger("vllm.bubbletea")
 """A child of vLLM's logger, so that its handlers and level apply."""
 STEP_S = 0.010
-"""Time limit of writing per step of the engine; at least one layer is written."""
+"""Time limit of writing per step of the engine; at least one block is written."""
 IDLE_S = 0.001
 """Wait in a step in which the engine has no other work: without it, the engine would spin and slow the fetches."""
 
@@ -43,6 +43,16 @@ class KvLoad(Generic[TicketT]):
     """The blocks of the tokens from `first_token` on."""
 
 
+class KvSpan(NamedTuple):
+    """Keys and values of some tokens of one layer."""
+
+    layer: int
+    offset: int
+    """Its first token, counted from the first of the load."""
+    kv: Tensor
+    """[2, K, L, E]"""
+
+
 @dataclass
 class LoadOutcome:
     """Of one step."""
@@ -56,8 +66,8 @@ class LoadOutcome:
 @dataclass
 class _Arrival:
     load: KvLoad[Any]
-    kv: dict[int, Tensor]
-    """By layer, [2, K, L, E]; emptied as it is written."""
+    spans: list[KvSpan]
+    """Emptied as they are written."""
     num_bytes: int = 0
     error: str = ""
 
@@ -66,7 +76,7 @@ class Loader(Generic[TicketT]):
     """`fetch` runs on several threads and raises AtlasError or OSError if a load fails."""
 
     def __init__(
-        self, cache: PagedCache, fetch: Callable[[KvLoad[TicketT]], Mapping[int, Tensor]], num_threads: int = 4
+        self, cache: PagedCache, fetch: Callable[[KvLoad[TicketT]], Sequence[KvSpan]], num_threads: int = 4
     ) -> None:
         self.cache, self._fetch = cache, fetch
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="bubbletea")
@@ -88,7 +98,7 @@ class Loader(Generic[TicketT]):
         while self._arrived:
             arrival = self._arrived[0]
             self._write_one(arrival)
-            if not arrival.kv or arrival.error:
+            if not arrival.spans or arrival.error:
                 self._arrived.popleft()
                 self._end(arrival, outcome)
             if time.monotonic() >= until:
@@ -100,10 +110,10 @@ class Loader(Generic[TicketT]):
 
     # ---- on our threads ----------------------------------------------------------------------------------------
     def _run(self, load: KvLoad[TicketT]) -> None:
-        arrival = _Arrival(load, {})
+        arrival = _Arrival(load, [])
         try:
-            arrival.kv = dict(self._fetch(load))
-            arrival.num_bytes = sum(kv.numel() * kv.element_size() for kv in arrival.kv.values())
+            arrival.spans = list(self._fetch(load))
+            arrival.num_bytes = sum(span.kv.numel() * span.kv.element_size() for span in arrival.spans)
         except (AtlasError, OSError) as error:
             arrival.error = str(error) or type(error).__name__
         except Exception as error:  # any error must end the load, or its request would wait forever
@@ -114,11 +124,12 @@ class Loader(Generic[TicketT]):
 
     # ---- on the engine's ---------------------------------------------------------------------------------------
     def _write_one(self, arrival: _Arrival) -> None:
-        if arrival.error or not arrival.kv:
+        if arrival.error or not arrival.spans:
             return
-        layer, kv = arrival.kv.popitem()
+        layer, offset, kv = arrival.spans.pop()
         try:
-            self.cache.write(layer, kv, self.cache.slots(arrival.load.block_ids))
+            slots = self.cache.slots(arrival.load.block_ids)[offset : offset + kv.shape[2]]
+            self.cache.write(layer, kv, slots)
         except (RuntimeError, ValueError) as error:
             arrival.error = f"layer {layer} could not be written: {error}"
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from atlas.errors import AtlasError, WorkerError
-from bubbletea.handoff.fetch import Fetcher, Ticket
+from bubbletea.handoff.fetch import Caller, Fetcher
+from bubbletea.handoff.remote_parts import Ticket
 from bubbletea.handoff.signature import require_genuine, require_prompt
 from bubbletea.vllm.loader import KvLoad
 
@@ -27,7 +28,7 @@ class EngineLayout:
 
     model: str
     """`model_identity` of the model that vLLM runs."""
-    token: str
+    caller: Caller
     block_tokens: int
     peers: frozenset[str] = frozenset()
     """Hosts whose keys and values are accepted besides those of this machine."""
@@ -37,9 +38,10 @@ class EngineLayout:
         ticket = Ticket.of(params)
         if ticket is None:
             return None
-        require_genuine(params, self.token)
-        if ticket.host not in self.peers and not _is_loopback(ticket.host):
-            raise WorkerError(f"a hand-off from {ticket.host}, which is not among the connector's peers: name it there")
+        require_genuine(params, self.caller.token)
+        for host in (ticket.host, *(part.host for part in ticket.parts)):
+            if host not in self.peers and not _is_loopback(host):
+                raise WorkerError(f"a hand-off from {host}, which is not among the connector's peers: name it there")
         if ticket.model != self.model:
             raise WorkerError(f"a hand-off of model {ticket.model}, here runs {self.model}: serve the same on both")
         return ticket
@@ -124,12 +126,12 @@ class Orders:
         return min(ticket.num_tokens, len(prompt)) // size * size
 
     def _release(self, ticket: Ticket) -> None:
-        self._releases.submit(_say_released, ticket, self.terms.token)
+        self._releases.submit(_say_released, ticket, self.terms.caller)
 
 
-def _say_released(ticket: Ticket, token: str) -> None:
+def _say_released(ticket: Ticket, caller: Caller) -> None:
     try:
-        with Fetcher(ticket.host, ticket.port, token, "vllm scheduler") as fetcher:
+        with Fetcher(ticket.host, ticket.port, caller, ticket.service) as fetcher:
             fetcher.release(ticket)
     except (AtlasError, OSError) as error:
         log.debug("BubbleTea: hand-off %s could not be released and will expire: %s", ticket.id, error)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bubbletea.handoff.fetch import Caller
+
 
 @dataclass(frozen=True)
 class ConnectorSettings:
@@ -23,6 +25,11 @@ class ConnectorSettings:
     timeout_s: float = 30.0
     """A load that takes longer is cancelled and recomputed."""
 
+    certs: str = ""
+    """Folder with certificates (`atlas wan certs`), for workers beyond loopback."""
+    name: str = ""
+    """This node in its certificate: `datacenter/node`."""
+
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
         known = cls.__dataclass_fields__
@@ -30,8 +37,10 @@ class ConnectorSettings:
             raise ValueError(f"kv_connector_extra_config: {unknown[0]!r} is not one of {', '.join(known)}")
         if "token_file" not in extra:
             raise ValueError("kv_connector_extra_config: name the token_file that BubbleTea was started with")
+        if extra.get("certs") and "/" not in str(extra.get("name", "")):
+            raise ValueError("kv_connector_extra_config: certs needs a name, datacenter/node, as in the certificate")
         return cls(**{**extra, "peers": tuple(extra.get("peers", ()))})
 
     @property
-    def token(self) -> str:
-        return Path(self.token_file).read_text(encoding="utf-8").strip()
+    def caller(self) -> Caller:
+        return Caller(Path(self.token_file).read_text(encoding="utf-8").strip(), self.certs, self.name)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
+import json
 import math
 import socket
 import struct
@@ -18,30 +21,43 @@ from prefill_samples import LLAMA
 
 from atlas.errors import AtlasError, WorkerError
 from bubbletea.frames import PROOF, WireFrame, greet, pack, receive, send
-from bubbletea.handoff.fetch import Fetcher, Ticket
-from bubbletea.handoff.kv_server import KvServer, own_address
-from bubbletea.handoff.kv_store import KvStore, Parcel
+from bubbletea.handoff.fetch import Caller, Fetcher
+from bubbletea.handoff.kv_store import KvStore
+from bubbletea.handoff.remote_parts import RemotePart, Ticket, transfer_params
+from bubbletea.handoff.signature import FIRST
 from bubbletea.kv_blocks import FETCH, KV, KvBlock, bytes_of, pack_block, unpack_block
+from bubbletea.kv_server import Holder, KvServer, WantedBlocks, own_address
+from bubbletea.prefill.kept_parts import KeptParts
 from bubbletea.prefill.shard import Served
 
 SERVED = Served(LLAMA)
 T = TypeVar("T")
 
 
-def filled(store: KvStore, ticket: str = "t1", length: int = 40) -> Parcel:
-    parcel = store.reserve(ticket, length, length + 8)
-    assert parcel is not None
+WANTED = {"ticket": "t1", "start": 0, "stop": 40}
+CALLER = Caller("secret")
+
+
+def filled(ticket: str = "t1", length: int = 40) -> KeptParts:
+    """The layers 0 to 3 of one prompt, in two pieces."""
+    kept = KeptParts()
+    kept.budget_bytes = 1 << 24
+    assert kept.open(ticket, (1, 0), length, range(4), 4 * length * SERVED.kv_bytes_per_layer_token)
     for layer in range(4):
         for start, stop in ((0, 32), (32, length)):
-            parcel.put(KvBlock(ticket, SERVED.id, layer, start, stop, torch.randn(2, 2, stop - start, 16)))
-    return parcel
+            kept.put((1, 0), KvBlock(ticket, SERVED.id, layer, start, stop, torch.randn(2, 2, stop - start, 16)))
+    return kept
 
 
-def with_door(store: KvStore, talk: Callable[[KvServer], T]) -> T:
+def ticket_at(address: tuple[str, int]) -> Ticket:
+    return Ticket("t1", *address, SERVED.id, 40, (RemotePart(*address, 0, 4),))
+
+
+def with_door(holder: Holder, talk: Callable[[KvServer], T]) -> T:
     """`talk` on a thread of its own, as a decode engine would be a process of its own."""
 
     async def main() -> T:
-        kv_server = KvServer(store, "secret")
+        kv_server = KvServer(holder, "secret")
         await kv_server.start("127.0.0.1", 0)
         try:
             return await asyncio.to_thread(talk, kv_server)
@@ -51,57 +67,106 @@ def with_door(store: KvStore, talk: Callable[[KvServer], T]) -> T:
     return asyncio.run(main())
 
 
-def test_a_decode_engine_fetches_the_stored_blocks() -> None:
-    store = KvStore(SERVED, 1 << 24)
-    parcel = filled(store)
-    assert parcel.is_complete
+def test_a_decode_engine_fetches_the_kept_blocks() -> None:
+    kept = filled()
+    pieces = kept.blocks(WantedBlocks("t1", 0, 40, ()))
 
     def talk(kv_server: KvServer) -> None:
-        ticket = Ticket.of(kv_server.params(parcel))
-        assert ticket is not None
-        with Fetcher(ticket.host, ticket.port, "secret") as fetcher:
+        ticket = ticket_at(kv_server.address)
+        with Fetcher(*kv_server.address, CALLER) as fetcher:
             blocks = list(fetcher.fetch(ticket))
-            some = list(fetcher.fetch(ticket, 16, 32, [2]))
+            some = list(fetcher.fetch(ticket, 16, 32, [2], (1, 2)))
             fetcher.release(ticket)
             with pytest.raises(WorkerError, match="nothing under this ticket"):
                 list(fetcher.fetch(ticket))
-        assert [(b.layer, b.start, b.stop) for b in blocks] == [(i, 0, 40) for i in range(4)]
-        assert all(torch.equal(b.kv, parcel.slabs[b.layer][:, :, :40]) for b in blocks)
-        assert [(b.layer, b.start, b.stop) for b in some] == [(2, 16, 32)]
-        assert torch.equal(some[0].kv, parcel.slabs[2][:, :, 16:32])
+        assert [(b.layer, b.start, b.stop) for b in blocks] == [(i, *s) for i in range(4) for s in ((0, 32), (32, 40))]
+        assert all(torch.equal(b.kv, piece.kv) for b, piece in zip(blocks, pieces, strict=True))
+        assert [(b.layer, b.start, b.stop) for b in some] == [(2, 0, 32)], "whole pieces: no byte is hashed again"
+        assert torch.equal(some[0].kv, pieces[4].kv[:, 1:2])
 
-    with_door(store, talk)
-    assert store.used_bytes == 0
+    with_door(kept, talk)
+    assert kept.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"layers": [3, 4]}, "layer 4 is not here: this worker has layers 0 to 3"),
+        ({"heads": [1, 3]}, "heads 1 to 2 of 2"),
+        ({"ticket": "t2"}, "nothing under this ticket"),
+    ],
+)
+def test_what_a_worker_does_not_have_is_refused_with_the_reason(asked: dict[str, object], said: str) -> None:
+    with pytest.raises(LookupError, match=said):
+        filled().blocks(WantedBlocks.of(WANTED | asked))
+
+
+def test_a_part_ends_with_its_lease_and_an_incomplete_one_is_not_sent() -> None:
+    kept = filled()
+    kept.lease((1, 0), 60.0)
+    kept.lose_service()
+    assert len(kept.blocks(WantedBlocks.of(WANTED))) == 8, "a lease outlives its service"
+    kept.cancel((1, 0))
+    assert len(kept) == 1, "another service counts its jobs from 1 too"
+    kept = filled()
+    kept.lease((1, 0), -1.0)
+    with pytest.raises(LookupError, match="has expired"):
+        kept.blocks(WantedBlocks.of(WANTED))
+    kept.drop_expired()
+    assert kept.used_bytes == 0
+    assert kept.open("t1", (2, 0), 40, range(4), 1)
+    kept.put((1, 0), KvBlock("t1", SERVED.id, 0, 0, 40, torch.zeros(2, 2, 40, 16)))
+    with pytest.raises(LookupError, match="not complete"):
+        kept.blocks(WantedBlocks.of(WANTED))
+    kept.lose_service()
+    assert len(kept) == 0, "without a lease it goes with its service"
+
+
+def test_parts_stay_within_their_budget() -> None:
+    kept = KeptParts()
+    kept.budget_bytes = 100
+    assert kept.open("a", (1, 0), 8, range(4), 60)
+    assert not kept.open("b", (2, 0), 8, range(4), 41)
+    kept.lease((1, 0), 60.0)
+    assert kept.open("b", (2, 0), 8, range(4), 41), "a lease that the service does not count ends early"
+    assert kept.used_bytes == 41
+
+
+def test_an_older_connector_is_told_to_be_updated() -> None:
+    """It knows the service's address only, and the first seal."""
+    params = transfer_params(ticket_at(("127.0.0.1", 1)), "secret", [1, 2, 3])
+    text = json.dumps([params[name] for name in FIRST], separators=(",", ":"))
+    sealed = hmac.new(b"secret", f"bubbletea hand-off {text}".encode(), hashlib.sha256).hexdigest()
+    assert params["remote_seal"] == sealed
+
+    def talk(kv_server: KvServer) -> None:
+        said = pytest.raises(WorkerError, match="update the package atlas-bubbletea in the engine's environment")
+        with Fetcher(*kv_server.address, CALLER) as fetcher, said:
+            list(fetcher.fetch(ticket_at(kv_server.address)))
+
+    with_door(KvStore(SERVED, 1 << 24), talk)
 
 
 def test_callers_without_the_token_get_nothing() -> None:
-    store = KvStore(SERVED, 1 << 24)
-    parcel = filled(store)
-
     def talk(kv_server: KvServer) -> None:
         with pytest.raises(WorkerError):
-            Fetcher(*kv_server.address, "guess")
-        assert Ticket.of(kv_server.params(parcel) | {"remote_engine_id": "other"}) is None
+            Fetcher(*kv_server.address, Caller("guess"))
 
-    with_door(store, talk)
+    with_door(filled(), talk)
+    assert Ticket.of({"do_remote_prefill": True, "remote_engine_id": "other"}) is None
 
 
 @pytest.mark.parametrize("said", [{"proof": "\u00e9"}, {"proof": "\ud800", "nonce": "\ud800"}, {"proof": [1]}, {}])
 def test_invalid_proofs_are_refused_and_the_server_keeps_running(said: dict[str, object]) -> None:
-    store = KvStore(SERVED, 1 << 24)
-    parcel = filled(store)
-
     def talk(kv_server: KvServer) -> None:
         with socket.create_connection(kv_server.address, 5) as sock:
             receive(sock)
             send(sock, PROOF, said)
             assert sock.recv(1) == b""
-        ticket = Ticket.of(kv_server.params(parcel))
-        assert ticket is not None
-        with Fetcher(*kv_server.address, "secret") as fetcher:
-            assert len(list(fetcher.fetch(ticket))) == 4
+        with Fetcher(*kv_server.address, CALLER) as fetcher:
+            assert len(list(fetcher.fetch(ticket_at(kv_server.address)))) == 8
 
-    with_door(store, talk)
+    with_door(filled(), talk)
 
 
 HEAD = struct.Struct("!4sBHQI")
@@ -130,18 +195,17 @@ def test_before_authentication_only_small_frames_are_read(said: bytes, caplog: p
     assert [record.levelname for record in caplog.records] == ["WARNING"], "one line, no traceback"
 
 
-@pytest.mark.parametrize("fields", [b"[" * 60_000, b'{"ticket": "t", "start": 1e999}', b'{"ticket": "t", "layers": 5}'])
+@pytest.mark.parametrize(
+    "fields", [b"[" * 60_000, b'{"ticket": "t", "stop": 1e999}', b'{"ticket": "t", "stop": 1, "layers": 5}']
+)
 def test_after_authentication_invalid_frames_end_the_connection(
     fields: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = KvStore(SERVED, 1 << 24)
-    ticket = filled(store).ticket
-
     def talk(kv_server: KvServer) -> None:
         with socket.create_connection(kv_server.address, 5) as sock:
             greet(sock, "secret", {})
             sock.settimeout(5)
-            head = frame(0, fields.replace(b'"t"', f'"{ticket}"'.encode()))
+            head = frame(0, fields)
             told = bytearray(head)
             told[4] = FETCH
             told[15:19] = struct.pack("!I", zlib.crc32(bytes(told[:15])))
@@ -149,13 +213,13 @@ def test_after_authentication_invalid_frames_end_the_connection(
             with contextlib.suppress(ConnectionError):
                 assert sock.recv(1) == b""
 
-    with_door(store, talk)
+    with_door(filled(), talk)
     assert [record.levelname for record in caplog.records] == ["WARNING"], "one line, no traceback"
 
 
-def test_a_kv_server_beyond_loopback_must_be_allowed_explicitly() -> None:
+def test_a_kv_server_beyond_loopback_needs_certificates() -> None:
     kv_server = KvServer(KvStore(SERVED, 0), "secret")
-    with pytest.raises(AtlasError, match="not encrypted"):
+    with pytest.raises(AtlasError, match="need certificates"):
         asyncio.run(kv_server.start("0.0.0.0", 0))
 
 
@@ -174,7 +238,7 @@ def test_a_damaged_block_is_an_error() -> None:
         unpack_block(WireFrame(KV, fields, spoilt))
     with pytest.raises(WorkerError, match="same model"):
         unpack_block(WireFrame(KV, fields, payload), model="other")
-    for change in ({"v": 2}, {"shape": [2, 2, 4, 16]}, {"dtype": "int8"}, {"layer": -1}, {"stop": "x"}, {"shape": 3}):
+    for change in ({"v": 1}, {"shape": [2, 2, 4, 16]}, {"dtype": "int8"}, {"layer": -1}, {"stop": "x"}, {"shape": 3}):
         with pytest.raises(WorkerError):
             unpack_block(WireFrame(KV, fields | change, payload))
 

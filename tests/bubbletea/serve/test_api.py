@@ -7,7 +7,8 @@ import hashlib
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import httpx2 as httpx
@@ -16,8 +17,11 @@ import pytest
 from prefill_samples import greedy_alone, whole
 from serving import TINY, Serving, serving
 
+from atlas.errors import WorkerError
 from bubbletea.admit.aims import Aims
-from bubbletea.handoff.fetch import Fetcher, Ticket
+from bubbletea.handoff.fetch import Caller, Fetcher
+from bubbletea.handoff.remote_parts import RemotePart, Ticket
+from bubbletea.kv_blocks import KvBlock
 from bubbletea.serve import http as http_module
 from bubbletea.serve.auth import Keys
 from bubbletea.serve.metrics import ServiceMetrics
@@ -39,6 +43,13 @@ def post(
     options = {"json": body} if not isinstance(body, bytes) else {"content": body}
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **more}
     return httpx.post(service.url + path, headers=headers, timeout=60, **options)
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> bool:
+    until = time.monotonic() + seconds
+    while not holds() and time.monotonic() < until:
+        time.sleep(0.01)
+    return holds()
 
 
 def client(service: Serving, key: str = "red-key") -> openai.OpenAI:
@@ -139,6 +150,13 @@ def test_no_response_repeats_the_host_header(service: Serving) -> None:
         assert "elsewhere.example" not in response.text + str(response.headers)
 
 
+def release(service: Serving, ticket: Ticket | None) -> None:
+    assert ticket is not None
+    with Fetcher(ticket.host, ticket.port, Caller(service.parts.token)) as fetcher:
+        fetcher.release(ticket)
+    assert within(10.0, lambda: service.parts.dispatcher.store.find(ticket.id) is None)
+
+
 # ---- hand-off ----------------------------------------------------------------------------------------------------
 def test_a_prefill_only_response_has_the_address_of_keys_and_values(service: Serving) -> None:
     ask = ASK | {"prompt": list(range(200)), "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
@@ -146,10 +164,46 @@ def test_a_prefill_only_response_has_the_address_of_keys_and_values(service: Ser
     assert answer["usage"]["completion_tokens"] == 1
     ticket = Ticket.of(answer["kv_transfer_params"])
     assert ticket is not None
-    with Fetcher(ticket.host, ticket.port, service.parts.token) as fetcher:
-        blocks = list(fetcher.fetch(ticket))
-        fetcher.release(ticket)
-    assert {(b.layer, b.start, b.stop) for b in blocks} == {(i, 0, 200) for i in range(4)}
+    assert [(part.first, part.stop) for part in ticket.parts] == [(0, 2), (2, 4)], "two workers with two layers each"
+    caller, blocks = Caller(service.parts.token), list[KvBlock]()
+    for part in ticket.parts:
+        with Fetcher(part.host, part.port, caller) as fetcher:
+            blocks += fetcher.fetch(ticket)
+    assert {(b.layer, token) for b in blocks for token in range(b.start, b.stop)} == set(product(range(4), range(200)))
+    release(service, ticket)
+
+    def is_gone(part: RemotePart) -> bool:
+        with Fetcher(part.host, part.port, caller) as fetcher:
+            try:
+                return not list(fetcher.fetch(ticket))
+            except WorkerError as error:
+                return "nothing under this ticket" in str(error)
+
+    assert within(10.0, lambda: all(map(is_gone, ticket.parts))), "the release passes through the service"
+
+
+def test_keys_and_values_of_a_hand_off_do_not_pass_through_the_service(service: Serving) -> None:
+    ask = ASK | {"prompt": [7] * 1000, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    connections, served = service.parts.connections, service.parts.settings.served
+    before = connections.num_bytes
+    answer = post(service, ask).json()
+    used = connections.num_bytes - before
+    release(service, Ticket.of(answer["kv_transfer_params"]))
+    assert used < 1000 * 1024, "the bar: 1 KiB a token"
+    assert used < 0.1 * 1000 * served.config.num_layers * served.kv_bytes_per_layer_token
+
+
+def test_a_hand_off_that_its_workers_cannot_offer_is_refused(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    member = next(iter(service.parts.connections.members.values()))
+    monkeypatch.setattr(member, "parts", None)
+    ask = ASK | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    refused = post(service, ask)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_handoff")
+    assert "--certs" in refused.json()["error"]["message"]
+
+
+def test_a_prefill_that_is_handed_off_has_one_token(service: Serving) -> None:
+    ask = ASK | {"prompt": list(range(200)), "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     refused = post(service, ask | {"max_tokens": 2})
     assert refused.status_code == 400
     assert "max_tokens 1" in refused.json()["error"]["message"]
@@ -271,11 +325,12 @@ def test_a_memory_refusal_has_the_time_when_memory_is_free(service: Serving, mon
     store = service.parts.dispatcher.store
     monkeypatch.setattr(store, "budget_bytes", store.used_bytes + store.bytes_of(100))
     kept = post(service, ASK | {"prompt": "x" * 80, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}})
-    ticket = kept.json()["kv_transfer_params"]["remote_request_id"]
+    ticket = Ticket.of(kept.json()["kv_transfer_params"])
+    assert ticket is not None
     refused = post(service, ASK)
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "memory")
     assert 50 < int(refused.headers["retry-after-ms"]) / 1e3 < 60, "kept for a minute, where nobody fetches it"
-    store.release(ticket)
+    release(service, ticket)
     assert post(service, ASK).status_code == 200
     too_long = post(service, ASK | {"prompt": "x" * 200})
     assert (too_long.status_code, too_long.json()["error"]["code"]) == (400, "context_length_exceeded")

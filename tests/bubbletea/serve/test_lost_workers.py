@@ -22,7 +22,8 @@ from bubbletea.prefill.job import PrefillTask
 from bubbletea.serve.assemble import assemble
 from bubbletea.serve.auth import Keys
 from bubbletea.serve.connections import ConnectedWorker, WorkerConnections
-from bubbletea.serve.dispatch import Dispatcher, HandedBack, Prefilled, Prompt
+from bubbletea.serve.dispatch import Dispatcher
+from bubbletea.serve.prefills import HandedBack, Prefilled, Prompt
 from bubbletea.serve.worker_windows import alone
 
 NUM_WORKERS, ARENA_BYTES = 3, 64 << 20

@@ -96,7 +96,7 @@ def test_twenty_of_twenty_prompts_are_decoded_alike(
     assert grown["bubbletea:handoff_failures_total"] == 0
     assert grown["vllm:external_prefix_cache_hits_total"] == injected
     assert len(prefiller.fetched) == len(prompts)
-    assert within(5.0, lambda: len(prefiller.store) == 0), "every hand-off is released"
+    assert within(5.0, lambda: not any(map(len, prefiller.kept))), "every hand-off is released"
 
 
 def test_corrupted_keys_and_values_change_the_output(
@@ -122,11 +122,11 @@ def test_failed_loads_are_recomputed(
 ) -> None:
     failures = server.metrics().get("bubbletea:handoff_failures_total", 0.0)
     params = prefiller.prefill(prompts[6], fault)
-    prefiller.kv_server.fault = fault
+    prefiller.set_fault(fault)
     try:
         assert server.complete(prompts[6], NUM_TOKENS, fault, params) == plain[6]
     finally:
-        prefiller.kv_server.fault = ""
+        prefiller.set_fault("")
     assert server.metrics()["bubbletea:handoff_failures_total"] == failures + 1
     assert said in server.log.rpartition("are recomputed: ")[2]
 
@@ -171,8 +171,7 @@ def test_a_router_passes_a_prompt_from_the_service_to_vllm(
     """The whole way: two workers prefill in chunks in their waits, the parameters go through the router unread."""
     settings = replace(TINY_SERVICE, served=Served.of_folder(folder), arena_bytes=64 << 20, workspace_bytes=256 << 20)
     loads = server.metrics()["bubbletea:handoff_loads_total"]
-    with serving(settings) as service:
-        service.parts.kv_server.token = TOKEN
+    with serving(settings, token=TOKEN) as service:
         for i in (1, 6, 19):
             wanted = {"model": "tiny", "prompt": prompts[i], "max_tokens": 1, "temperature": 0}
             wanted["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}

@@ -13,10 +13,10 @@ import random
 import signal
 import socket
 import subprocess
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,17 +27,20 @@ from atlas.runtime.models.block import KvSlab
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import Decoder, LayerRange, build
 from atlas.runtime.models.export import export_stage, finish_export
-from bubbletea.frames import WireFrame, write
-from bubbletea.handoff.kv_server import KvServer
-from bubbletea.handoff.kv_store import KvStore, Parcel
+from bubbletea.frames import WireFrame, pack, write
+from bubbletea.handoff.fetch import Caller
+from bubbletea.handoff.remote_parts import RemotePart, Ticket, transfer_params
 from bubbletea.handoff.signature import seal
-from bubbletea.kv_blocks import KV, KvBlock, pack_block
+from bubbletea.kv_blocks import FETCH, KV, KvBlock, pack_block
+from bubbletea.kv_server import KvServer, KvServerThread, WantedBlocks
+from bubbletea.prefill.kept_parts import KeptParts
 from bubbletea.prefill.shard import Served
 
 LIBC = ctypes.CDLL(None)
 PYTHON_VARIABLE = "BUBBLETEA_VLLM_PYTHON"
 SRC = Path(__file__).parents[3] / "src"
 TOKEN = "a token for tests"
+CALLER = Caller(TOKEN)
 START_S = 300.0
 BLOCK = 128
 """Tokens of a block on the CPU."""
@@ -81,85 +84,136 @@ class FaultyKvServer(KvServer):
     """A KV server that fails on request, in the ways that networks and other releases do."""
 
     fault: Fault = ""
+    cut_bytes: int | None = None
+    """Ends after so many bytes, as if it were killed."""
 
     async def _answer(self, frame: WireFrame, writer: asyncio.StreamWriter) -> None:
+        if self.cut_bytes is not None and frame.kind == FETCH:
+            for block in self.holder.blocks(WantedBlocks.of(frame.fields)):
+                fields, payload = pack_block(block)
+                writer.write((pack(KV, fields, payload) + bytes(payload))[: self.cut_bytes])
+                break
+            await writer.drain()
+            writer.close()
+            return
         if not self.fault:
             await super()._answer(frame, writer)
             return
-        parcel = self.store.find(str(frame.fields.get("ticket", "")))
-        if parcel is None:
-            return
         if self.fault == "silent":
             await asyncio.sleep(3600)
-        for block in self._blocks(parcel, frame.fields)[:2]:
-            kv = block.kv[:, :1] if self.fault == "shape" else block.kv
+        for block in self.holder.blocks(WantedBlocks.of(frame.fields))[:2]:
+            kv = block.kv[:, :, :, :8] if self.fault == "shape" else block.kv
             fields, payload = pack_block(KvBlock(block.ticket, block.model, block.layer, block.start, block.stop, kv))
             if self.fault == "digest":
-                fields["digest"] = "0" * 32
+                fields["digests"][0] = "0" * 32
             write(writer, KV, fields, payload)
         await writer.drain()
         writer.close()  # "truncated": two layers of four
 
 
-class Prefiller:
-    """Prefills a prompt in chunks and keeps its keys and values for whoever fetches them."""
+class FirstParts(KeptParts):
+    """Of the worker that takes the releases, for all of them, as the service does."""
 
-    def __init__(self, folder: Path, dtype: str = "float32") -> None:
-        served = Served.of_folder(folder, dtype)
-        self.decoder: Decoder = weights.load(
-            served.config, LayerRange.whole(served.config), folder, dtype=served.torch_dtype
-        )
-        self.store = KvStore(served, 1 << 30)
-        self.kv_server = FaultyKvServer(self.store, TOKEN, lambda ticket, num_blocks: self.fetched.append(ticket))
+    def __init__(self, others: Sequence[KeptParts]) -> None:
+        super().__init__()
+        self._others = others
+
+    def release(self, ticket: str) -> None:
+        super().release(ticket)
+        for other in self._others:
+            other.release(ticket)
+
+
+class Prefiller:
+    """Prefills a prompt in chunks. Its layers are on as many workers as `split` says; each keeps its part for whoever
+    fetches it."""
+
+    def __init__(self, folder: Path, dtype: str = "float32", split: Sequence[int] = (TINY.num_layers,)) -> None:
+        self.served = Served.of_folder(folder, dtype)
+        config = self.served.config
+        self.decoder: Decoder = weights.load(config, LayerRange.whole(config), folder, dtype=self.served.torch_dtype)
+        self.layers = [cut.layers for cut in self.served.cuts(tuple(split))]
         self.fetched: list[str] = []
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def __enter__(self) -> Prefiller:
-        self._thread.start()
-        asyncio.run_coroutine_threadsafe(self.kv_server.start("127.0.0.1", 0), self._loop).result(10)
+        others = [KeptParts() for _ in self.layers[1:]]
+        self.kept = [FirstParts(others), *others]
+        for kept in self.kept:
+            kept.budget_bytes = 1 << 30
+        self.kv_servers = [
+            FaultyKvServer(kept, TOKEN, None, lambda ticket, num_blocks: self.fetched.append(ticket))
+            for kept in self.kept
+        ]
+        self._threads = [KvServerThread(server, "127.0.0.1") for server in self.kv_servers]
         return self
 
     def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
+        for thread in self._threads:
+            thread.close()
 
-    async def _close(self) -> None:
-        await self.kv_server.close()
-        if late := asyncio.all_tasks() - {asyncio.current_task()}:  # callers of this very moment, already accepted
-            await asyncio.wait(late, timeout=5)
+    @property
+    def parts(self) -> tuple[RemotePart, ...]:
+        return tuple(
+            RemotePart(*thread.address, layers.start, layers.stop)
+            for thread, layers in zip(self._threads, self.layers, strict=True)
+        )
+
+    def set_fault(self, fault: Fault) -> None:
+        for server in self.kv_servers:
+            server.fault = fault
+
+    def cut_after(self, num_bytes: int | None, worker: int = 0) -> None:
+        """The worker ends after so many bytes of its next answer; None: no worker does."""
+        for index, server in enumerate(self.kv_servers):
+            server.cut_bytes = num_bytes if index == worker else None
+
+    def holds(self, ticket: str) -> bool:
+        """Whether a release has not reached it."""
+        return any(ticket in kept._parts for kept in self.kept)
+
+    def release(self, ticket: str) -> None:
+        self.kept[0].release(ticket)
 
     def prefill(self, prompt: list[int], ticket: str, chunk: int = 96) -> dict[str, Any]:
-        """What the prefill role answers in `kv_transfer_params`."""
-        parcel = self.store.reserve(ticket, len(prompt), len(prompt))
-        assert parcel is not None
+        """What the prefill role answers in `kv_transfer_params`. The first worker takes the releases."""
         cache = generate.make_slabs(self.decoder, 1, len(prompt))
         generate.prefill(self.decoder, torch.tensor([prompt]), cache, chunk)
-        for layer, slab in cache.items():
-            assert isinstance(slab, KvSlab)
-            kv = torch.cat([slab.k_BKTE, slab.v_BKTE])
-            parcel.put(KvBlock(ticket, parcel.model, layer, 0, len(prompt), kv))
-        return self.kv_server.params(parcel, prompt)
+        for kept, layers in zip(self.kept, self.layers, strict=True):
+            assert kept.open(ticket, (1, 0), len(prompt), layers, 0)
+            for layer in layers:
+                slab = cache[layer]
+                assert isinstance(slab, KvSlab)
+                kv = torch.cat([slab.k_BKTE, slab.v_BKTE])
+                for at in range(0, len(prompt), chunk):
+                    part = kv[:, :, at : at + chunk].contiguous()
+                    kept.put((1, 0), KvBlock(ticket, self.served.id, layer, at, at + part.shape[2], part))
+        return transfer_params(self.ticket(ticket, len(prompt)), TOKEN, prompt)
+
+    def ticket(self, ticket: str, num_tokens: int) -> Ticket:
+        return Ticket(ticket, *self._threads[0].address, self.served.id, num_tokens, self.parts)
+
+    def kv(self, ticket: str, layer: int) -> torch.Tensor:
+        """[2, K, tokens, E]"""
+        (kept,) = (kept for kept, layers in zip(self.kept, self.layers, strict=True) if layer in layers)
+        return torch.cat([block.kv for block in kept._parts[ticket].blocks[layer]], dim=2)
 
     def spoil(self, ticket: str) -> None:
         """Other numbers, honestly sealed: what an engine must notice by its tokens if it reads them at all."""
-        for slab in self._parcel(ticket).slabs:
-            slab += torch.randn(slab.shape, generator=torch.Generator().manual_seed(9)).to(slab.dtype)
+        noise = torch.Generator().manual_seed(9)
+        for kept in self.kept:
+            for blocks in kept._parts[ticket].blocks.values():
+                for index, block in enumerate(blocks):
+                    kv = block.kv + torch.randn(block.kv.shape, generator=noise).to(block.kv.dtype)
+                    blocks[index] = replace(block, kv=kv, digests=()).hashed()
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
         return [int(t) for t in generate.greedy(self.decoder, torch.tensor([prompt]), num_tokens)[0, len(prompt) :]]
 
-    def _parcel(self, ticket: str) -> Parcel:
-        parcel = self.store.find(ticket)
-        assert parcel is not None
-        return parcel
-
 
 def led_to(params: dict[str, Any], port: int, prompt: list[int]) -> dict[str, Any]:
     """Genuine parameters that lead to another port."""
-    return seal(params | {"remote_port": port}, TOKEN, prompt)
+    parts = [part | {"port": port} for part in params["remote_parts"]]
+    return seal(params | {"remote_port": port, "remote_parts": parts}, TOKEN, prompt)
 
 
 def closed_port() -> int:

@@ -1,0 +1,185 @@
+"""Sends keys and values to decode engines in other processes: answers FETCH frames (`kv_blocks`) from a `Holder`. Every
+prefill worker has one, on a thread of its own; so has the service, which only takes releases.
+
+Blocks go from the holder's memory into the socket on separate threads: nothing is copied or hashed on the event loop,
+unless the connection is encrypted. Knows frames and blocks; not requests, not prefill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from atlas.errors import AtlasError, WorkerError
+from bubbletea.frames import FrameServer, WireFrame, receive_async, send, write
+from bubbletea.kv_blocks import END, FETCH, GONE, KV, RELEASE, KvBlock, pack_block
+
+IDLE_S = 120.0
+"""A connection without a fetch for this long is closed."""
+SEND_S = 30.0
+"""A decode engine that reads nothing for this long is disconnected."""
+SWEEP_S = 1.0
+NO_TICKET = "nothing under this ticket: it was fetched, has expired or never existed"
+
+
+@dataclass(frozen=True)
+class WantedBlocks:
+    """What a FETCH asks for."""
+
+    ticket: str
+    start: int
+    stop: int
+    layers: tuple[int, ...]
+    """Empty: all that are there."""
+    heads: tuple[int, int] | None = None
+    """The first, and the one after the last; None: all."""
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> WantedBlocks:
+        try:
+            heads = fields.get("heads")
+            return cls(
+                str(fields["ticket"]),
+                int(fields.get("start", 0)),
+                int(fields["stop"]),
+                tuple(int(i) for i in fields.get("layers") or ()),
+                None if heads is None else (int(heads[0]), int(heads[1])),
+            )
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError):
+            raise WorkerError("a FETCH without valid numbers") from None
+
+
+class Holder(Protocol):
+    """Where keys and values are. Called on the event loop of its server."""
+
+    def blocks(self, wanted: WantedBlocks) -> Sequence[KvBlock]:
+        """Whole blocks, which may have more tokens than were asked for; raises LookupError with the reason if there are
+        none."""
+
+    def release(self, ticket: str) -> None: ...
+
+    def drop_expired(self) -> None: ...
+
+
+def own_address(bound: str) -> str:
+    """The address that others connect to: for a socket bound to all addresses, that of the default route."""
+    address = ipaddress.ip_address(bound)
+    if not address.is_unspecified:
+        return bound
+    family, far = (socket.AF_INET, "192.0.2.1") if address.version == 4 else (socket.AF_INET6, "2001:db8::1")
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((far, 9))  # a datagram socket: sends nothing, only looks up the route
+        except OSError:
+            return socket.gethostname()
+        return str(probe.getsockname()[0])
+
+
+class KvServer(FrameServer):
+    """`start` listens: on loopback with a token, elsewhere with certificates too."""
+
+    def __init__(
+        self,
+        holder: Holder,
+        token: str,
+        context: ssl.SSLContext | None = None,
+        on_fetched: Callable[[str, int], None] = lambda ticket, n: None,
+    ) -> None:
+        super().__init__(token, context)
+        self.holder, self.on_fetched = holder, on_fetched
+        self.address: tuple[str, int] = ("", 0)
+
+    async def start(self, host: str, port: int) -> None:
+        if self.context is None and not ipaddress.ip_address(host).is_loopback:
+            raise AtlasError(f"hand-off on {host}: decode engines of other hosts need certificates. Give --certs")
+        self._server = server = await asyncio.start_server(self._serve, host, port)
+        bound, port = server.sockets[0].getsockname()[:2]
+        self.address = (own_address(bound), port)
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._admit(reader, writer)
+        while True:
+            async with asyncio.timeout(IDLE_S):
+                frame = await receive_async(reader, max_payload=0)
+            await self._answer(frame, writer)
+
+    async def _answer(self, frame: WireFrame, writer: asyncio.StreamWriter) -> None:
+        if frame.kind == RELEASE:
+            self.holder.release(str(frame.fields.get("ticket", "")))
+            return
+        if frame.kind != FETCH:
+            raise WorkerError(f"a frame of kind {frame.kind} from a decode engine")
+        wanted = WantedBlocks.of(frame.fields)
+        try:
+            blocks = self.holder.blocks(wanted)
+        except LookupError as gone:
+            write(writer, GONE, {"why": str(gone.args[0])})
+            await writer.drain()
+            return
+        await self._send(writer, blocks)
+        write(writer, END, {"blocks": len(blocks)})
+        await writer.drain()
+        self.on_fetched(wanted.ticket, len(blocks))
+
+    async def _send(self, writer: asyncio.StreamWriter, blocks: Sequence[KvBlock]) -> None:
+        if self.context is not None:
+            for block in blocks:
+                write(writer, KV, *await asyncio.to_thread(pack_block, block))
+                await writer.drain()
+            return
+        await writer.drain()
+        with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as sock:
+            try:
+                await asyncio.to_thread(_send_blocks, sock, blocks)
+            except asyncio.CancelledError:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)  # ends the thread
+                raise
+
+
+def _send_blocks(sock: socket.socket, blocks: Sequence[KvBlock]) -> None:
+    sock.settimeout(SEND_S)
+    for block in blocks:
+        send(sock, KV, *pack_block(block))
+
+
+class KvServerThread:
+    """A KvServer with an event loop of its own, beside whatever else the process does."""
+
+    def __init__(self, server: KvServer, host: str) -> None:
+        """Listens when it returns."""
+        self.server = server
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="bubbletea kv")
+        self._thread.start()
+        try:
+            asyncio.run_coroutine_threadsafe(server.start(host, 0), self._loop).result()
+        except BaseException:
+            self._stop()
+            raise
+        self._loop.call_soon_threadsafe(self._sweep)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.server.address
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self.server.close(), self._loop).result()
+        self._stop()
+
+    def _sweep(self) -> None:
+        self.server.holder.drop_expired()
+        self._loop.call_later(SWEEP_S, self._sweep)
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
