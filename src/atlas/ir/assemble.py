@@ -7,8 +7,10 @@ in a possible order; no worker waits in a circle; no worker holds more than its 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,44 +83,34 @@ def with_optimizer(program: Program, *, norm: bool = False) -> Program:
         raise ProgramError(
             f"program {program.name!r} has {program.num_iterations} iterations: add the optimizer first, then repeat"
         )
-    closing = [Kind.SYNC, Kind.NORM, Kind.STEP] if norm else [Kind.SYNC, Kind.STEP]
-    return _per_worker(program, program.num_iterations, lambda ops: [*ops, *_closing(ops, closing, 0)])
+    closing = np.array([Kind.SYNC, Kind.NORM, Kind.STEP] if norm else [Kind.SYNC, Kind.STEP], np.int8)
+    at, stage = program.worker_ptr[1:].repeat(len(closing)), np.minimum.reduceat(program.stage, program.worker_ptr[:-1])
+    return replace(
+        program,
+        worker_ptr=program.worker_ptr + len(closing) * np.arange(program.num_workers + 1),
+        kind=np.insert(program.kind, at, np.tile(closing, program.num_workers)),
+        stage=np.insert(program.stage, at, stage.repeat(len(closing))),
+        microbatch=np.insert(program.microbatch, at, 0),
+    )
 
 
 def repeated(program: Program, times: int) -> Program:
     """The same iterations `times` times. Each worker continues as soon as its own work allows."""
-
-    def unroll(ops: list[Op]) -> list[Op]:
-        return [
-            Op(op.kind, op.stage, op.microbatch + k * (num_slots if op.kind <= Kind.W else num_iterations))
-            for k in range(times)
-            for op in ops
-        ]
-
-    num_slots, num_iterations = program.num_slots, program.num_iterations
+    spans = list(pairwise(program.worker_ptr.tolist()))
+    index = np.concatenate([np.tile(np.arange(first, end), times) for first, end in spans])
+    pass_of = np.concatenate([np.arange(times).repeat(end - first) for first, end in spans])
+    kind = program.kind[index]
+    num_later = np.where(kind <= Kind.W, program.num_slots, program.num_iterations)
     turns = program.turn.reshape(program.transfer_shape)
     later = int(turns.max(initial=0)) + 1
-    turn = np.concatenate([turns + k * later for k in range(times)], axis=3).ravel()
-    return _per_worker(program, times * num_iterations, unroll, turn)
-
-
-def _closing(ops: list[Op], kinds: list[Kind], iteration: int) -> list[Op]:
-    stage = min(op.stage for op in ops)
-    return [Op(kind, stage, iteration) for kind in kinds]
-
-
-def _per_worker(
-    program: Program, num_iterations: int, rewrite: Callable[[list[Op]], list[Op]], turn: Ints | None = None
-) -> Program:
-    return assemble(
-        program.name,
-        program.layout,
-        [rewrite(program.ops(w)) for w in range(program.num_workers)],
-        sharing=program.sharing,
-        turn=program.turn if turn is None else turn,
-        memory=program.memory,
-        num_iterations=num_iterations,
-        recompute_on_arrival=program.recompute_on_arrival,
+    return replace(
+        program,
+        num_iterations=times * program.num_iterations,
+        worker_ptr=program.worker_ptr * times,
+        kind=kind,
+        stage=program.stage[index],
+        microbatch=(program.microbatch[index] + pass_of * num_later).astype(np.int32),
+        turn=np.concatenate([turns + k * later for k in range(times)], axis=3).ravel(),
     )
 
 
@@ -213,25 +205,64 @@ def _require_local_order(program: Program) -> None:
 
 # ---- no worker waits in a circle ----------------------------------------------------------------------------
 def _require_no_circle(program: Program) -> None:
+    done = _done(program)
+    if all(done):
+        return
     needs = _needs(program)
-    waiting = np.array([len(n) for n in needs])
-    users: list[list[int]] = [[] for _ in needs]
-    for i, sources in enumerate(needs):
-        for source in sources:
-            users[source].append(i)
-    ready = deque(np.flatnonzero(waiting == 0).tolist())
-    done = np.zeros(len(needs), bool)
+    # A collective is done if its members are.
+    done += [False] * (len(needs) - len(done))
+    for i in range(program.num_ops):
+        if done[i]:
+            for source in needs[i]:
+                done[source] = True
+    circle = _circle(needs, done)
+    chain = " waits for ".join(program.describe(i) for i in [*circle, circle[0]] if i < program.num_ops)
+    raise _fault(program, f"deadlock: {chain}. Change the order of one of these workers")
+
+
+def _done(program: Program) -> list[bool]:
+    """By op: whether it can be done. Every worker continues until it waits for another."""
+    source = np.full(program.num_ops, -1, np.int64)
+    source[program.transfer_dst] = program.transfer_src
+    sources, ends, at = source.tolist(), program.worker_ptr[1:].tolist(), program.worker_ptr[:-1].tolist()
+    group = _groups(program)
+    missing = Counter(group.values())
+    done, waiting = [False] * program.num_ops, dict[int, list[int]]()  # by op, or ~group: workers that wait for it
+    ready = list(range(program.num_workers))
     while ready:
-        i = ready.popleft()
-        done[i] = True
-        for user in users[i]:
-            waiting[user] -= 1
-            if waiting[user] == 0:
-                ready.append(user)
-    if not done.all():
-        circle = _circle(needs, done)
-        chain = " waits for ".join(program.describe(i) for i in [*circle, circle[0]] if i < program.num_ops)
-        raise _fault(program, f"deadlock: {chain}. Change the order of one of these workers")
+        worker = ready.pop()
+        i = at[worker]
+        while i < ends[worker]:
+            if (needed := sources[i]) >= 0 and not done[needed]:
+                waiting.setdefault(needed, []).append(worker)
+                break
+            if (number := group.get(i)) is not None and not done[i]:
+                missing[number] -= 1
+                waiting.setdefault(~number, []).append(worker)
+                if missing[number]:
+                    break
+                for member in waiting.pop(~number):
+                    if member != worker:
+                        done[at[member]] = True
+                        ready.append(member)
+            done[i] = True
+            if i in waiting:
+                ready += waiting.pop(i)
+            i += 1
+        at[worker] = i
+    return done
+
+
+def _groups(program: Program) -> dict[int, int]:
+    """By op that is part of a collective: a number for all parts of one."""
+    found = np.flatnonzero(np.isin(program.kind, np.array(COLLECTIVES, np.int8)))
+    kinds, ranks = program.kind[found].tolist(), (program.op_worker[found] % program.num_ranks).tolist()
+    numbers: dict[tuple[int, int, int], int] = {}
+    parts = zip(found.tolist(), kinds, ranks, program.microbatch[found].tolist(), strict=True)
+    return {
+        i: numbers.setdefault((kind, rank if kind == Kind.SYNC else -1, iteration), len(numbers))
+        for i, kind, rank, iteration in parts
+    }
 
 
 def _needs(program: Program) -> list[list[int]]:
@@ -243,21 +274,17 @@ def _needs(program: Program) -> list[list[int]]:
             needs[i].append(i - 1)
     for src, dst in zip(program.transfer_src.tolist(), program.transfer_dst.tolist(), strict=True):
         needs[dst].append(src)
-    collectives: dict[tuple[int, int, int], int] = {}
-    for i in np.flatnonzero(np.isin(program.kind, np.array(COLLECTIVES, np.int8))).tolist():
-        rank = int(program.op_worker[i]) % program.num_ranks if program.kind[i] == Kind.SYNC else -1
-        key = (int(program.kind[i]), rank, int(program.microbatch[i]))
-        if key not in collectives:
-            collectives[key] = len(needs)
-            needs.append([])
-        needs[collectives[key]] += needs[i]
-        needs[i] = [collectives[key]]
+    for i, number in _groups(program).items():
+        node = program.num_ops + number
+        needs += [[] for _ in range(len(needs), node + 1)]
+        needs[node] += needs[i]
+        needs[i] = [node]
     return needs
 
 
-def _circle(needs: Sequence[Sequence[int]], done: NDArray[np.bool_]) -> list[int]:
+def _circle(needs: Sequence[Sequence[int]], done: Sequence[bool]) -> list[int]:
     """Follows ops that are not done from one to the next until one repeats."""
-    at = int(np.flatnonzero(~done)[0])
+    at = done.index(False)
     path: list[int] = []
     while at not in path:
         path.append(at)

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from atlas.cost.price import Tcp
@@ -62,11 +62,12 @@ class LiveRun:
             self._new_model(None)
             self._bump()
 
-    def search(self) -> RunModel | None:
+    def search(self, pause: Callable[[], None] = lambda: None) -> RunModel | None:
         """Replace the first prediction of a job that does not run with that of `atlas simulate`; takes seconds. None
-        where there is none, or where the page was closed meanwhile."""
+        where there is none, or where the page was closed meanwhile. `pause` is called often, and may block."""
 
         def progress(what: str, done: int, total: int) -> None:
+            pause()
             if self.closed:
                 raise ClosedPageError
 

@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from atlas.errors import AtlasError
 from atlas.ir.program import Kind
@@ -34,6 +35,7 @@ class ServedPage:
         self.run = LiveRun()
         self._desk: WhatIfDesk | None = None
         self._desk_lock, self._closed = threading.Lock(), threading.Event()
+        self._no_question, self._num_questions = threading.Condition(), 0
         self._file = source
         self._remote: RemoteFollower | None = None
         follower: FolderFollower | None = None
@@ -90,7 +92,13 @@ class ServedPage:
 
     def _search(self) -> None:
         """A job is shown at once in the order that it would start with, then in the one of `atlas simulate`."""
-        model = self.run.search()
+
+        def pause() -> None:
+            """A user's question goes first: threads share one interpreter."""
+            with self._no_question:
+                self._no_question.wait_for(lambda: not self._num_questions)
+
+        model = self.run.search(pause)
         with self._desk_lock:
             if model is not None and self._desk is not None:
                 self._desk.set_now(model)
@@ -107,10 +115,23 @@ class ServedPage:
     # ---- what-if -----------------------------------------------------------------------------------------------------
     def _answers(self) -> dict[str, Answer]:
         def asked(name: str) -> Answer:
-            return lambda body: getattr(self._desk_of(), name)(body)
+            def answer(body: dict[str, Any]) -> dict[str, Any]:
+                self._count_question(1)
+                try:
+                    found: dict[str, Any] = getattr(self._desk_of(), name)(body)
+                finally:
+                    self._count_question(-1)
+                return found
+
+            return answer
 
         paths = {"sliders": "sliders", "quick": "quick", "search": "search", "job": "job_file"}
         return {f"/api/whatif/{path}": asked(name) for path, name in paths.items()}
+
+    def _count_question(self, change: int) -> None:
+        with self._no_question:
+            self._num_questions += change
+            self._no_question.notify_all()
 
     def _desk_of(self) -> WhatIfDesk:
         """Made when it is first asked for."""

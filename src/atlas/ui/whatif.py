@@ -18,20 +18,21 @@ from typing import Any
 from atlas.errors import AtlasError, SpecError
 from atlas.evaluate import Case, Result, build, evaluate, find_schedule, prepare, repriced, rows
 from atlas.evidence.write_card import job_text
+from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Program
 from atlas.planner.judge import Judged
 from atlas.planner.placed import judged_result
 from atlas.schedules import SCHEDULES
+from atlas.schedules.eager import eager
 from atlas.spec import Job, override
 from atlas.ui.run_model import RunModel, shape_of
 from atlas.view.page import page_data
 
 QUICK_EVENTS = 30_000
-"""Beyond this a new shape is first shown under `1f1b-eager`, whose order takes no search."""
-PLAIN = "1f1b-eager"
+"""Beyond this a new shape is first shown under eager 1F1B, whose order is written down without trying others."""
 FROZEN = "re-priced: same order of ops, new durations"
 UNSEARCHED = "not searched yet: {} builds its order for this shape without trying others"
-STAND_IN = "not searched yet: shown with the order of 1f1b-eager"
+STAND_IN = "not searched yet: shown with the order of eager 1F1B"
 SEARCHED = "searched: these are the figures of `atlas simulate`"
 
 
@@ -191,7 +192,10 @@ class WhatIfDesk:
         small = 6 * frame.num_pipelines * frame.num_stages * frame.num_microbatches <= QUICK_EVENTS
         if small or SCHEDULES[schedule].virtual_stages:
             return build(case, SCHEDULES[schedule], budget=0), UNSEARCHED.format(schedule)
-        return build(case, SCHEDULES[PLAIN], budget=0), STAND_IN
+        shared = SCHEDULES[schedule].shares and case.turns is not None
+        costs = case.turns if shared and case.turns is not None else case.apart
+        order = eager(frame, costs, case.memory, recompute=case.job.recompute, sharing=shared)
+        return with_optimizer(order), STAND_IN
 
     def _answer(self, result: Result, values: SliderValues, label: str, kind: str) -> dict[str, Any]:
         row, now = rows([result])[0], self._now.row()
