@@ -31,9 +31,10 @@ from atlas.planner.objective import objective_of
 from atlas.planner.run import Planned, make_plan
 from atlas.planner.space import batch_of
 from atlas.planner.verdict import family_rows, headline, origins, page_scene
-from atlas.planner.whatif import Asked, Marginal, Point, marginals, percentiles, spread, sweep
+from atlas.planner.whatif import Asked, Marginal, MonteCarlo, Point, marginals, percentiles, spread, sweep
 from atlas.planner.whole import Whole, simulate_whole
 from atlas.schedules import SCHEDULES
+from atlas.sim.weather import Tail
 from atlas.spec import Job
 from atlas.spec.plan import Plan, load_job_or_plan, plan_text
 from atlas.view.chart import curves_svg
@@ -297,6 +298,8 @@ class WhatIf:
     times_s: tuple[float, ...]
     """Iteration times of the Monte-Carlo runs."""
     wan_sigma: float
+    tail: Tail | None = None
+    """Which path's weather causes the slowest of them; None without a `model` of a link."""
 
     def table(self) -> list[dict[str, Any]]:
         """One dict for each value of each sweep. Where the job cannot run, `iteration_s` is None and `note` has why."""
@@ -312,8 +315,12 @@ class WhatIf:
             "sweeps": [{"key": one.key, "points": [vars(point) for point in points]} for one, points in self.sweeps],
             "marginals": [vars(one) for one in more],
             "bottleneck": more[0].resource if more and more[0].saves_s > 0 else None,
-            "monte_carlo": {"runs": len(self.times_s), **percentiles(self.times_s)} if self.times_s else None,
+            "monte_carlo": self._monte_carlo(),
         }
+
+    def _monte_carlo(self) -> dict[str, Any] | None:
+        tail = {} if self.tail is None else {"tail_path": self.tail.path, "tail_share": self.tail.share}
+        return {"runs": len(self.times_s), **percentiles(self.times_s), **tail} if self.times_s else None
 
     @property
     def title(self) -> str:
@@ -356,7 +363,8 @@ def whatif(
 
     A sweep is `KEY=VALUES`: values ("10,20,40"), a range ("10..100:10"), or a datacenter to lose or to add
     ("lose=east"). `replan` runs the planner at every value. `bottleneck` asks what a tenth more of each resource would
-    save. `monte_carlo` repeats the run with other bandwidths and latencies, spread by `wan_sigma`.
+    save. `monte_carlo` repeats the run with other weather on links that have a `model`, and on the
+    others with other bandwidths and latencies, spread by `wan_sigma`.
     """
     parsed = [parse_sweep(text) for text in sweeps]
     job, plan = opened(job)
@@ -365,10 +373,10 @@ def whatif(
     found = tuple((one, sweep(asked, one, progress)) for one in parsed)
     more = marginals(asked, progress)[1] if bottleneck and not replan else []
     sigma = wan_sigma if wan_sigma is not None else job.jitter.wan or WAN_SIGMA
-    times: list[float] = []
+    runs = MonteCarlo()
     if monte_carlo:
-        times = spread(asked, monte_carlo, wan=sigma, compute=job.jitter.compute, seed=seed, tick=progress)
-    return WhatIf(job, now, found, tuple(more), tuple(times), sigma)
+        runs = spread(asked, monte_carlo, wan=sigma, compute=job.jitter.compute, seed=seed, tick=progress)
+    return WhatIf(job, now, found, tuple(more), runs.times_s, sigma, runs.tail)
 
 
 # ---- train -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ It makes no choices: datacenters and cells are the job's. Prints nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from atlas.cost.compute import head_flops, layer_attention_flops, layer_matrix_f
 from atlas.cost.memory import memory_rule, peak_memory
 from atlas.cost.price import Tcp, can_share, layout, price
 from atlas.cost.table import Costs
+from atlas.cost.weather import paths_with_weather
 from atlas.errors import AtlasError, InfeasibleError, SpecError
 from atlas.ir.analysis import summary
 from atlas.ir.assemble import check, repeated, with_optimizer
@@ -28,6 +29,8 @@ from atlas.ir.program import Layout, Memory, Program
 from atlas.ir.timeline import Timeline
 from atlas.schedules import SCHEDULES, Bound, Schedule, Setting, lower_bound
 from atlas.sim import SeededNoise, simulate
+from atlas.sim.lower import Tables, noisy
+from atlas.sim.weather import WeatherRuns
 from atlas.spec import Job, override
 
 Progress = Callable[[str, int, int], None]
@@ -61,13 +64,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Spread:
-    """Iteration time over runs with jitter, seconds."""
+    """Iteration time over runs with jitter or weather, seconds."""
 
     runs: int
     p5_s: float
     p50_s: float
     p95_s: float
     worst_s: float
+    tail_path: str | None = None
+    """The path whose weather causes the runs beyond p95; None without weather."""
+    tail_share: float | None = None
+    """Of their time over the median: what that path alone causes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,18 +303,26 @@ def _bound(case: Case, schedule: Schedule, program: Program) -> Bound:
 
 # ---- jitter ------------------------------------------------------------------------------------------------
 def _spread(job: Job, program: Program, costs: Costs, runs: int) -> Spread:
-    """The same Program with new random durations in each run; only transfers between datacenters jitter."""
-    if not (job.jitter.compute or job.jitter.wan):
+    """The same Program with new random durations in each run, and new weather on links that have a model. Only
+    transfers between datacenters jitter."""
+    jitter = job.jitter
+    if not (jitter.compute or jitter.wan or paths_with_weather(costs)):
         raise SpecError(
             where=job.where,
             key="jitter",
             rule="Monte-Carlo runs need a spread, and the job has none",
-            remedy="Write jitter: {compute: 0.05, wan: 0.1}, or --set jitter.wan=0.1",
+            remedy="Write jitter: {compute: 0.05, wan: 0.1}, --set jitter.wan=0.1, or a `model` of a link",
         )
-    noises = (SeededNoise(job.jitter.seed + k, job.jitter.compute, job.jitter.wan) for k in range(runs))
-    times = [simulate(program, costs, jitter=noise).makespan_ns / 1e9 for noise in noises]
+
+    def jittered(tables: Tables, k: int) -> Tables:
+        return noisy(tables, SeededNoise(jitter.seed + k, jitter.compute, jitter.wan), program)
+
+    draws = WeatherRuns(program, costs, jitter.seed, jittered if jitter.compute or jitter.wan else None)
+    times = [draws.time_s(k) for k in range(runs)]
     low, middle, high = (float(v) for v in np.percentile(times, [5, 50, 95]))
-    return Spread(runs, low, middle, high, max(times))
+    tail = draws.tail(times)
+    spread = Spread(runs, low, middle, high, max(times))
+    return spread if tail is None else replace(spread, tail_path=tail.path, tail_share=tail.share)
 
 
 # ---- size --------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from atlas.cost.compute import model_params
 from atlas.evaluate import Result, find_schedule
 from atlas.ir.replace import write_whole
 from atlas.schedules import SCHEDULES
+from atlas.sim.weather import Tail
 from atlas.spec.plan import load_job_or_plan
 from atlas.view import results_table
 from atlas.view.table import plain_table, seconds
@@ -56,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=whole(1, 100_000),
         default=0,
         metavar="N",
-        help="repeat the run N times with the job's `jitter`",
+        help="repeat the run N times with the job's `jitter`, and weather from the links' models",
     )
     add("--json", action="store_true", help="print the results as JSON instead of a table")
     add("--out", type=Path, metavar="DIR", help="write results.json, page.html, figure.svg and timeline files to DIR")
@@ -227,7 +228,7 @@ def more_table(found: Sequence[Row]) -> Table | None:
     if len(columns) == 1:
         return None
     spread = found[0]["spread"]
-    table = plain_table(caption=f"Percentiles are of {spread['runs']} runs with the job's jitter." if spread else "")
+    table = plain_table(caption=_drawn(spread) if spread else "")
     table.add_column("schedule", style="bold")
     table.add_column("TCP")
     for name in columns:
@@ -235,3 +236,11 @@ def more_table(found: Sequence[Row]) -> Table | None:
     for row, *times in zip(found, *columns.values(), strict=True):
         table.add_row(row["schedule"], row["tcp"], *(seconds(value) for value in times))
     return table
+
+
+def _drawn(spread: Row) -> str:
+    """What varied between the runs of a Monte-Carlo."""
+    if spread["tail_path"] is None:
+        return f"Percentiles are of {spread['runs']} runs with the job's jitter."
+    cause = Tail(spread["tail_path"], spread["tail_share"]).words()
+    return f"Percentiles are of {spread['runs']} runs with weather from the links' models. Of the first: {cause}."

@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=whole(1, 100_000),
         default=0,
         metavar="N",
-        help="simulate N networks with random bandwidths and latencies",
+        help="simulate N networks with random bandwidths and latencies, or weather from the links' models",
     )
     add(
         "--wan-sigma",
@@ -132,6 +132,9 @@ def _show(found: WhatIf) -> None:
     if times := found.times_s:
         said = ", ".join(f"{key.removesuffix('_s')} {seconds(value)}" for key, value in percentiles(times).items())
         varied = f"bandwidth and latency of every link varied (sigma {found.wan_sigma:g})"
+        if found.tail is not None:
+            varied = "weather drawn from the models of the links"
+            said += f"; {found.tail.words()}"
         show(f"{len(times)} runs, {varied}: {said}", "")
     show("All times are simulated.", priced(pricing(job), job.runtime))
 

@@ -25,6 +25,7 @@ from atlas.cost.arrange import Arrangement, arrange, route_between
 from atlas.cost.cluster_arrays import WanRate, lan_bps, ring_s, wan_rate, worker_bps
 from atlas.cost.runtimes import RUNTIMES
 from atlas.cost.table import FAIR, MAX_NS, PRIVATE, TURNS, Costs, LinkCost, Trace, kind_costs
+from atlas.cost.weather import link_weather, mean_trace
 from atlas.errors import InfeasibleError, SpecError
 from atlas.ir.program import QUANTUM_NS, Ints, Kind, Layout
 from atlas.spec.job import DataCenter, Job, Route
@@ -316,7 +317,9 @@ class WanTraffic:
 
     def _link(self, name: str, policy: int, **settings: float) -> LinkCost:
         src, dst = self.hops[0].src.name, self.hops[0].dst.name
-        link = LinkCost(f"wan {src}>{dst} {name}", policy, trace=_trace(self.route))
+        weather = link_weather(self.route, src, dst)
+        trace = _trace(self.route) if weather is None else mean_trace(weather)
+        link = LinkCost(f"wan {src}>{dst} {name}", policy, trace=trace, weather=weather)
         return replace(link, **settings)  # type: ignore[arg-type]
 
 

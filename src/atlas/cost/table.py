@@ -34,6 +34,20 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class LinkWeather:
+    """Where a link's weather comes from (`cost.weather`)."""
+
+    path: str
+    """The direction, such as `east>west`: links of one direction have one weather."""
+    model: str
+    """The file of the path's model."""
+    cross_traffic: float = 1.0
+    """Factor on the model's cross traffic."""
+    slower: int = 1
+    """Factor on its durations."""
+
+
+@dataclass(frozen=True)
 class LinkCost:
     """One thing that transfers compete for. A transfer's `work_ns` is its time on an otherwise idle link."""
 
@@ -46,6 +60,8 @@ class LinkCost:
     quantum_ns: int = 5_000_000
     """TURNS: the longest chunk, after which a more urgent transfer takes over."""
     trace: Trace | None = None
+    weather: LinkWeather | None = None
+    """What draws replace the trace by."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +94,7 @@ class Costs:
             replace(
                 link,
                 quantum_ns=link.quantum_ns * factor,
+                weather=link.weather and replace(link.weather, slower=link.weather.slower * factor),
                 trace=link.trace
                 and Trace(
                     tuple(t * factor for t in link.trace.at_ns),

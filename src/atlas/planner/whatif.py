@@ -2,7 +2,7 @@
 
     sweep        any key of the job over a range; or a datacenter lost or added (`lose=east`, `add=east`)
     marginal     what one more unit of each resource would bring, by simulating again with it
-    spread       the plan's own order under random bandwidths and latencies, percentiles
+    spread       the plan's own order under random bandwidths and latencies, or drawn weather, percentiles
 
 A job is re-arranged by the cost model where its file leaves things open; a plan stays as it is placed. With `replan`
 the planner runs again at every point. A point of a sweep has the figure that `atlas simulate` (or `atlas plan`) gives
@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 
 from atlas.cost.cluster_arrays import cluster_arrays
+from atlas.cost.table import Costs
 from atlas.errors import AtlasError, InfeasibleError
 from atlas.evaluate import restaged
+from atlas.ir.program import Program
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.change import Sweep, changed
 from atlas.planner.files import candidate_of, space_of_plan
@@ -28,8 +30,8 @@ from atlas.planner.judge import Judged, judge, timed
 from atlas.planner.run import make_plan
 from atlas.planner.space import space_of
 from atlas.planner.whole import Whole, simulate_whole
-from atlas.sim.lower import SeededNoise, lower, noisy, stretched
-from atlas.sim.simulate import run
+from atlas.sim.lower import SeededNoise, Tables, noisy, stretched
+from atlas.sim.weather import Tail, WeatherRuns
 from atlas.spec import Job, override
 from atlas.spec.plan import Plan, PlanSchedule
 
@@ -226,9 +228,17 @@ def _share(what: str, key: str, now: float, more: float) -> tuple[str, str, floa
 
 
 # ---- Monte-Carlo -----------------------------------------------------------------------------------------------
-def spread(asked: Asked, runs: int, *, wan: float, compute: float, seed: int, tick: Tick | None = None) -> list[float]:
-    """Seconds of `runs` iterations: the links of each run have their own bandwidth and latency (log-normal, sigma
-    `wan`), and every op its own duration (sigma `compute`)."""
+@dataclass(frozen=True)
+class MonteCarlo:
+    """Seconds of every run, and what causes the slowest."""
+
+    times_s: tuple[float, ...] = ()
+    tail: Tail | None = None
+
+
+def spread(asked: Asked, runs: int, *, wan: float, compute: float, seed: int, tick: Tick | None = None) -> MonteCarlo:
+    """`runs` iterations: links with a model have new weather in each run, the others their own bandwidth and latency
+    (log-normal, sigma `wan`), and every op its own duration (sigma `compute`)."""
     now, whole = asked.searched(asked.job)
     if whole is None:
         raise InfeasibleError(
@@ -238,25 +248,32 @@ def spread(asked: Asked, runs: int, *, wan: float, compute: float, seed: int, ti
     base = whole.results[whole.slowest]
     program, costs = base.single.program, base.costs
     rest_s = now.figures.iteration_s - base.single.makespan_ns / 1e9
-    tables = lower(program, costs)
-    crosses = program.transfer_crosses
-    link = tables.channel_link[tables.transfer_channel]
-    rng = np.random.default_rng(seed)
+    draws = WeatherRuns(program, costs, seed, _varied(program, costs, wan, compute, seed))
     times = []
     for k in range(runs):
         if tick is not None:
             tick("Monte-Carlo", k, runs)
-        slow = np.exp(rng.normal(0.0, wan, (2, len(costs.links))))
-        drawn = noisy(tables, SeededNoise(int(rng.integers(2**31)), compute, 0.0), program)
+        times.append(draws.time_s(k))
+    return MonteCarlo(tuple(time_s + rest_s for time_s in times), draws.tail(times))
+
+
+def _varied(program: Program, costs: Costs, wan: float, compute: float, seed: int) -> Callable[[Tables, int], Tables]:
+    """The noise of run `k`, which does not depend on other runs."""
+    plain = np.array([link.weather is None for link in costs.links])
+    crosses = program.transfer_crosses
+
+    def varied(tables: Tables, k: int) -> Tables:
+        rng = np.random.default_rng([seed, k])
+        slow = np.exp(rng.normal(0.0, wan, (2, len(plain))) * plain)
+        found = noisy(tables, SeededNoise(int(rng.integers(2**31)), compute, 0.0), program)
+        link = tables.channel_link[tables.transfer_channel]
         work_factor, latency_factor = np.where(crosses, slow[:, link], 1.0)
-        events = run(
-            drawn._replace(
-                transfer_work_ns=stretched(tables.transfer_work_ns, work_factor),
-                transfer_latency_ns=stretched(tables.transfer_latency_ns, latency_factor),
-            )
+        return found._replace(
+            transfer_work_ns=stretched(tables.transfer_work_ns, work_factor),
+            transfer_latency_ns=stretched(tables.transfer_latency_ns, latency_factor),
         )
-        times.append(int(events.op_end_ns.max() - events.op_start_ns.min()) / 1e9 + rest_s)
-    return times
+
+    return varied
 
 
 def percentiles(times: Sequence[float], at: Iterable[int] = (5, 25, 50, 75, 95, 99)) -> dict[str, float]:

@@ -44,7 +44,7 @@ def extrapolate(
 ) -> Extrapolated | None:
     """What `build(num_microbatches)` takes, from fewer microbatches where the schedule becomes periodic. Where it does
     not, all are simulated; None where they are more than `in_full`."""
-    varies = any(link.trace is not None for link in costs.links)
+    varies = any(link.trace is not None and len(link.trace.at_ns) > 1 for link in costs.links)
     for period in () if varies else PERIODS:
         few = _enough(build(1).num_stages, period)
         few += (num_microbatches - few) % period

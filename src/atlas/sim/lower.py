@@ -7,8 +7,10 @@ queues. The engines determine the order of events.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,10 +80,7 @@ class Pace:
         self.latency_ns: list[int] = tables.trace_latency_ns[spans].tolist()
 
     def _span(self, now: int) -> int:
-        k = 0
-        while k + 1 < len(self.at_ns) and self.at_ns[k + 1] <= now:
-            k += 1
-        return k
+        return max(0, bisect_right(self.at_ns, now) - 1)
 
     def finish(self, start_ns: int, work_ns: float, share: float) -> int:
         """When `work_ns` begun at `start_ns` is done with `share` of the link."""
@@ -157,7 +156,6 @@ def network_tables(costs: Costs, num_slots: int, turn: Ints) -> Tables:
     for link, count in zip(costs.links, channels, strict=True):
         assert link.policy != PRIVATE or count <= 1, f"link {link.name} is private but serves {count} channels"
     none = np.zeros(0, np.int64)
-    traces = [link.trace or Trace((), (), ()) for link in costs.links]
     return Tables(
         worker_ptr=none,
         op_ns=none,
@@ -178,11 +176,19 @@ def network_tables(costs: Costs, num_slots: int, turn: Ints) -> Tables:
         link_servers=np.array([link.servers for link in costs.links], np.int64),
         link_capacity=np.array([link.capacity for link in costs.links], np.float64),
         link_quantum_ns=np.array([link.quantum_ns for link in costs.links], np.int64),
-        trace_ptr=np.concatenate([[0], np.cumsum([len(t.at_ns) for t in traces])]).astype(np.int64),
-        trace_at_ns=np.array([at for t in traces for at in t.at_ns], np.int64),
-        trace_rate=np.array([rate for t in traces for rate in t.rate], np.float64),
-        trace_latency_ns=np.array([extra for t in traces for extra in t.extra_latency_ns], np.int64),
+        **trace_tables([link.trace for link in costs.links]),
     )
+
+
+def trace_tables(found: Sequence[Trace | None]) -> dict[str, Any]:
+    """The columns of Tables that hold the traces of all links."""
+    traces = [trace or Trace((), (), ()) for trace in found]
+    return {
+        "trace_ptr": np.concatenate([[0], np.cumsum([len(t.at_ns) for t in traces])]).astype(np.int64),
+        "trace_at_ns": np.array([at for t in traces for at in t.at_ns], np.int64),
+        "trace_rate": np.array([rate for t in traces for rate in t.rate], np.float64),
+        "trace_latency_ns": np.array([extra for t in traces for extra in t.extra_latency_ns], np.int64),
+    }
 
 
 def noisy(tables: Tables, jitter: SeededNoise, program: Program) -> Tables:

@@ -104,10 +104,15 @@ def drop_first(time: Ints, events: Ints, counters: Ints) -> None:
 # ---- the links -----------------------------------------------------------------------------------------------------
 @njit
 def _span(trace: Ints, row: Ints, now: int) -> int:
-    k: int = row[L_TRACE]
-    while k + 1 < row[L_TRACE_END] and trace[k + 1, TR_AT] <= now:
-        k += 1
-    return k
+    low: int = row[L_TRACE]
+    high: int = row[L_TRACE_END]
+    while high - low > 1:
+        middle = (low + high) // 2
+        if trace[middle, TR_AT] <= now:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @njit

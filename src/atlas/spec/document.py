@@ -209,7 +209,8 @@ def apply_override(document: Document, text: str) -> Document:
         raise SpecError(where=where, key="--set", rule="is not key=value", remedy="Write --set pp=4")
     value = parse_yaml(value_text, where).data
     keys = _keys(document.data, _steps(path.strip(), where), where)
-    if isinstance(value, str) and (keys[-1] in PATH_KEYS or keys == ("cluster",)):
+    of_link = keys[-1] == "model" and len(keys) > 1
+    if isinstance(value, str) and (keys[-1] in PATH_KEYS or of_link or keys == ("cluster",)):
         value = str(Path.cwd() / value)
     data = _replaced(document.data, keys, value)
     origins = {k: at for k, at in document.origins.items() if k[: len(keys)] != keys}

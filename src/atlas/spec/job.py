@@ -24,6 +24,7 @@ from atlas.spec.fields import (
     Sigma,
     Size,
     Text,
+    Traffic,
 )
 from atlas.spec.gpus import GPUS, Gpu
 
@@ -105,6 +106,10 @@ class Wan(Frozen):
     """Price of 10^9 bytes that leave a datacenter."""
     trace: Text | None = None
     """File of how rate and latency change over time: CSV or JSON with `time_s, rate, extra_latency_ms`."""
+    model: Text | None = None
+    """File of `atlas wan learn`: what the path does. `--monte-carlo` draws its weather; without it, its mean counts."""
+    cross_traffic: Traffic = 1.0
+    """Factor on the model's cross traffic: 2 is twice as much."""
 
 
 class Link(Frozen):
@@ -124,6 +129,10 @@ class Link(Frozen):
     """Price of 10^9 bytes that leave a datacenter over this link."""
     trace: Text | None = None
     """File of how rate and latency change over time."""
+    model: Text | None = None
+    """File of `atlas wan learn`: what the path does. Not with `trace`."""
+    cross_traffic: Traffic | None = None
+    """Factor on the model's cross traffic."""
     prior: LinkPrior = LinkPrior()
     """Figures that `atlas init` took from its catalogue: reports call them priors as long as they are unchanged."""
 
@@ -140,6 +149,8 @@ class Route(Frozen):
     trunk_gbps: Positive | None
     egress_usd_per_gb: NonNegative
     trace: Text | None
+    model: Text | None = None
+    cross_traffic: Traffic = 1.0
 
 
 class Cluster(Frozen):

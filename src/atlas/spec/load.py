@@ -25,6 +25,7 @@ from atlas.spec.job import Cluster, DataCenter, DataCenterPrior, Jitter, Job, Li
 from atlas.spec.power import nodes_allowed, power_rules, server_watts
 from atlas.spec.refusal import Where, bad, refusals, together, unknown_gpu
 from atlas.spec.trace import read_trace
+from atlas.weather.path_model import load_model, require_like
 
 MAX_BASES = 8
 
@@ -183,6 +184,7 @@ def _anchor(data: dict[str, Any], folder: Path) -> None:
         links = cluster.get("links")
         for holder in [cluster.get("wan"), *(links if isinstance(links, list) else [])]:
             anchor(holder, "trace")
+            anchor(holder, "model")
         dcs = cluster.get("datacenters")
         for dc in dcs if isinstance(dcs, list) else []:
             anchor(dc.get("fabric") if isinstance(dc, dict) else None, "parts")
@@ -233,7 +235,8 @@ def _with_gpu_names(document: Document) -> Document:
 def _files(job: Job, document: Document) -> tuple[str, ...]:
     """What a job was read from, and the files it names."""
     lines = [at for at in document.origins.values() if not at.startswith("--set ")]
-    named = [job.model.config, job.profile, job.cluster.wan.trace, *(link.trace for link in job.cluster.links or ())]
+    paths: tuple[Wan | Link, ...] = (job.cluster.wan, *(job.cluster.links or ()))
+    named = [job.model.config, job.profile, *(path.trace for path in paths), *(path.model for path in paths)]
     named += [dc.fabric.parts for dc in job.cluster.datacenters if dc.fabric is not None]
     return tuple(sorted({job.where, *(line.rpartition(":")[0] for line in lines), *filter(None, named)}))
 
@@ -337,8 +340,20 @@ def _links(cluster: Cluster, names: list[str], where: Where, at: Keys) -> Iterat
             yield bad(where, (*key, "latency_ms"), None, "is needed: the link has no default latency", remedy)
         if link.trace is not None:
             read_trace(Path(link.trace), dotted((*key, "trace")))
+        yield from _weather(link, cluster.wan, where, key)
     if cluster.wan.trace is not None:
         read_trace(Path(cluster.wan.trace), dotted((*at, "wan", "trace")))
+    yield from _weather(cluster.wan, cluster.wan, where, (*at, "wan"))
+
+
+def _weather(path: Link | Wan, wan: Wan, where: Where, key: Keys) -> Iterator[SpecError]:
+    """A model must be readable and of this link, and is used in place of a trace."""
+    if path.model is not None and (path.trace or wan.trace):
+        rule = "a link has a trace or a model, not both"
+        yield bad(where, (*key, "model"), path.model, rule, "Leave one of the two out")
+    elif (path.model or wan.model) is not None and (path.model is not None or path.pair_gbps is not None):
+        model = load_model(Path(path.model or wan.model or ""), dotted((*key, "model")))
+        require_like(model, path.pair_gbps or wan.pair_gbps, where((*key, "model")), dotted((*key, "model")))
 
 
 def _model(job: Job, where: Where) -> Iterator[SpecError]:

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from atlas.console import Meter, as_json, job_flags, positive, require_apart, require_writable, say, show, whole
+from atlas.cost.weather import paths_with_weather
 from atlas.errors import AtlasError
+from atlas.evaluate import Result
 from atlas.view import write_curves
 from atlas.view.table import seconds
 from bubbletea.admit.aims import LATE_TOKENS, Aims
@@ -197,8 +199,9 @@ def simulated(
     lanes = stage.lanes(split, max(chunks))
     slice_ns = stage.some_costs.layer(max(chunks), 0)
     forecast = Forecast(stage.pattern, budget=args.slowdown, slice_ns=slice_ns)
-    if args.jitter is not None and policy == "ours" and scene.result is not None:
-        noise = Noise(scene.result, args.jitter, args.jitter)
+    if policy == "ours" and scene.result is not None and _varies(args, scene.result):
+        jitter = args.jitter or 0.0
+        noise = Noise(scene.result, jitter, jitter)
         forecast = noise.learnt(stage.pattern, args.slowdown, slice_ns)
     aims = Aims(args.goal, args.late, LATE_TOKENS) if policy == "ours" else None
     state = stage.state(forecast, lanes, chunks, aims=aims)
@@ -216,6 +219,11 @@ def simulated(
         cool_down=1.0 if args.late else 0.0,
     )
     return played.figures() | {"slowdown": _slowdown(noise, forecast, played, args)}
+
+
+def _varies(args: argparse.Namespace, result: Result) -> bool:
+    """Whether training's durations vary: by --jitter, or by weather on links that have a model."""
+    return args.jitter is not None or bool(paths_with_weather(result.costs))
 
 
 def _slowdown(noise: Noise | None, forecast: Forecast, played: ReplayResult, args: argparse.Namespace) -> Any:

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from atlas.evaluate import Result
 from atlas.ir.program import USEFUL, Ints
 from atlas.ir.timeline import Timeline
-from atlas.sim import SeededNoise, lower
+from atlas.sim import SeededNoise
 from atlas.sim.lower import Tables, noisy
 from atlas.sim.simulate import run, timeline
+from atlas.sim.weather import WeatherRuns
 from bubbletea.admit.records import Placement
 from bubbletea.windows.bubbles import Forecast, Pattern
 
@@ -39,18 +40,18 @@ class Slowdown:
 
 
 class Noise:
-    """One cell's training with random durations, and its windows."""
+    """One cell's training with random durations, and weather on links that have a model; and its windows."""
 
     def __init__(self, result: Result, compute: float, wan: float, seed: int = 0) -> None:
         self._compute, self._wan, self._seed = compute, wan, seed
         self._program = program = result.single.program
         self._costs = result.costs
-        self._tables = lower(program, self._costs)
+        self._draws = WeatherRuns(program, self._costs, seed)
         self._before, self._behind, self._turned = borders(result.single)
 
     def period(self, k: int) -> tuple[Tables, Timeline]:
         """The `k`-th period's durations and Timeline."""
-        tables = noisy(self._tables, SeededNoise(self._seed + k, self._compute, self._wan), self._program)
+        tables = noisy(self._draws.drawn(k), SeededNoise(self._seed + k, self._compute, self._wan), self._program)
         return tables, self._played(tables)
 
     def windows(self, actual: Timeline) -> tuple[Ints, Ints]:
