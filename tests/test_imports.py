@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "errors": set(),
     "lifetime": set(),
     "console": set(),
-    "api": {"ir", "spec", "cost", "sim", "schedules", "evaluate", "planner", "view", "launch"},
+    "api": {"ir", "spec", "cost", "schedules", "evaluate", "planner", "view", "launch"},
     "ir": set(),
     "weather": {"ir"},
     "spec": {"weather"},

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.cost.compute import pricing
 from atlas.cost.price import Tcp
-from atlas.evaluate import Progress, Result, default_choices, evaluate_all, find_schedule, rows
+from atlas.evaluate import Progress, Result, choices_of, evaluate_all, rows
 from atlas.ir.replace import write_whole
 from atlas.ir.timeline import Timeline
 from atlas.planner import report
 from atlas.planner.breakeven import BreakEven, break_even
 from atlas.planner.change import Sweep, parse_sweep
+from atlas.planner.confidence import confident
 from atlas.planner.families import Families, find_families
 from atlas.planner.files import candidate_of, plan_of
 from atlas.planner.judge import Judged, as_dict
@@ -31,10 +32,8 @@ from atlas.planner.objective import objective_of
 from atlas.planner.run import Planned, make_plan
 from atlas.planner.space import batch_of
 from atlas.planner.verdict import family_rows, headline, origins, page_scene
-from atlas.planner.whatif import Asked, Marginal, MonteCarlo, Point, marginals, percentiles, spread, sweep
+from atlas.planner.whatif import Asked, Marginal, MonteCarlo, Point, marginals, spread, sweep
 from atlas.planner.whole import Whole, simulate_whole
-from atlas.schedules import SCHEDULES
-from atlas.sim.weather import Tail
 from atlas.spec import Job
 from atlas.spec.plan import Plan, load_job_or_plan, plan_text
 from atlas.view.chart import curves_svg
@@ -141,7 +140,7 @@ def simulate(
         choices, sharing = [(how.name, how.tcp)], how.sharing
         tries, seed = tries or how.tries or None, how.seed
     else:
-        choices, sharing = _choices(names, tcp), True
+        choices, sharing = choices_of(names, tcp), True
     results, skipped = evaluate_all(
         job,
         choices,
@@ -166,13 +165,6 @@ def simulate(
             progress=progress,
         )
     return Simulation(tuple(results), skipped, whole)
-
-
-def _choices(names: Sequence[str] | None, tcp: Tcp | None) -> list[tuple[str, Tcp]]:
-    """What to simulate; each pair once, in the order given."""
-    if names is None:
-        return default_choices() if tcp is None else [(name, tcp) for name in SCHEDULES]
-    return list(dict.fromkeys((find_schedule(name).name, tcp or "many") for name in names))
 
 
 # ---- plan --------------------------------------------------------------------------------------------------
@@ -209,6 +201,7 @@ class PlanSearch:
             "break_even": [vars(one) for one in self.break_even],
             "origins": origins(self.found.job),
             "notes": report.notes(self.found),
+            "confidence": self.found.confident and vars(self.found.confident),
         }
 
     @cached_property
@@ -248,6 +241,7 @@ def plan(
     tcp: Tcp = "many",
     tries: int | None = None,
     seed: int = 0,
+    confidence: float | None = None,
     break_even: bool = True,
     progress: Progress | None = None,
 ) -> PlanSearch:
@@ -263,6 +257,7 @@ def plan(
     `objective` is "throughput" or "cost"; the default is "cost" where `min_throughput` ("0.03it/s", "50000tok/s") or
     `tokens` with a `deadline` ("300B", "30d") is given, else "throughput". `budget` limits dollars ("500/h", "2.5/it").
     `keep` names the keys that stay as the job has them; `tries` are those of the winner's schedule search (0: none).
+    `confidence` (0.95) chooses by that percentile of the iteration under weather drawn from the links' models.
     With `break_even`, the result also says when its verdict changes, once that is asked for.
     """
     job, _ = opened(job, to_plan=True)
@@ -281,6 +276,8 @@ def plan(
         tick=progress,
     )  # fmt: skip
     families = find_families(planned, keep=keep, global_batch=batch, tries=tries, tick=progress)
+    if confidence is not None:
+        families = confident(families, confidence, seed=seed, tick=progress)
     return PlanSearch(families.planned, families, break_even, progress)
 
 
@@ -295,11 +292,9 @@ class WhatIf:
     sweeps: tuple[tuple[Sweep, list[Point]], ...]
     marginals: tuple[Marginal, ...]
     """What a tenth more of each resource saves, the best first."""
-    times_s: tuple[float, ...]
-    """Iteration times of the Monte-Carlo runs."""
+    runs: MonteCarlo
+    """Of the Monte-Carlo: `times_s` of its iterations, and with weather the `tail`'s cause."""
     wan_sigma: float
-    tail: Tail | None = None
-    """Which path's weather causes the slowest of them; None without a `model` of a link."""
 
     def table(self) -> list[dict[str, Any]]:
         """One dict for each value of each sweep. Where the job cannot run, `iteration_s` is None and `note` has why."""
@@ -315,12 +310,8 @@ class WhatIf:
             "sweeps": [{"key": one.key, "points": [vars(point) for point in points]} for one, points in self.sweeps],
             "marginals": [vars(one) for one in more],
             "bottleneck": more[0].resource if more and more[0].saves_s > 0 else None,
-            "monte_carlo": self._monte_carlo(),
+            "monte_carlo": self.runs.figures(),
         }
-
-    def _monte_carlo(self) -> dict[str, Any] | None:
-        tail = {} if self.tail is None else {"tail_path": self.tail.path, "tail_share": self.tail.share}
-        return {"runs": len(self.times_s), **percentiles(self.times_s), **tail} if self.times_s else None
 
     @property
     def title(self) -> str:
@@ -376,7 +367,7 @@ def whatif(
     runs = MonteCarlo()
     if monte_carlo:
         runs = spread(asked, monte_carlo, wan=sigma, compute=job.jitter.compute, seed=seed, tick=progress)
-    return WhatIf(job, now, found, tuple(more), runs.times_s, sigma, runs.tail)
+    return WhatIf(job, now, found, tuple(more), runs, sigma)
 
 
 # ---- train -------------------------------------------------------------------------------------------------

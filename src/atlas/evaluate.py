@@ -262,6 +262,13 @@ def default_choices() -> list[Choice]:
     return one + [(name, "many") for name in SCHEDULES]
 
 
+def choices_of(names: Sequence[str] | None, tcp: Tcp | None) -> list[tuple[str, Tcp]]:
+    """What to simulate; each pair once, in the order given."""
+    if names is None:
+        return default_choices() if tcp is None else [(name, tcp) for name in SCHEDULES]
+    return list(dict.fromkeys((find_schedule(name).name, tcp or "many") for name in names))
+
+
 def evaluate_all(
     job: Job, choices: Iterable[Choice], *, skip: bool = True, **options: Any
 ) -> tuple[list[Result], dict[str, str]]:

@@ -74,6 +74,7 @@ SURFACE = {
         "--seed",
         "--pareto",
         "--no-break-even",
+        "--confidence",
         "--from-sailor",
         "--trace",
         "--model",

@@ -72,10 +72,10 @@ def test_a_sweep_scales_cross_traffic(stormy: Job) -> None:
     found = whatif(stormy, "cluster.wan.cross_traffic=0,1,1.3", bottleneck=False, monte_carlo=20)
     calm, usual, busy = (row["iteration_s"] for row in found.table())
     assert calm < usual < busy
-    assert found.tail is not None
-    assert len(found.times_s) == 20
+    assert found.runs.tail is not None
+    assert len(found.runs.times_s) == 20
     again = whatif(stormy, bottleneck=False, monte_carlo=20)
-    assert again.times_s == found.times_s
+    assert again.runs == found.runs
 
 
 def test_bubbletea_takes_the_same_draws(result: Result) -> None:

@@ -13,7 +13,18 @@ from typing import Any
 
 from atlas.api import PlanSearch, plan
 from atlas.commands.simulate import priced
-from atlas.console import Meter, as_json, job_flags, require_apart, require_drawable, require_writable, say, show, whole
+from atlas.console import (
+    Meter,
+    as_json,
+    job_flags,
+    number,
+    require_apart,
+    require_drawable,
+    require_writable,
+    say,
+    show,
+    whole,
+)
 from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.cost.compute import pricing
 from atlas.errors import SpecError
@@ -58,6 +69,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="orders that the winner's schedule search may try; 0: no search",
     )
     add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of that search (default 0)")
+    add(
+        "--confidence",
+        type=number(0.5, 0.999),
+        metavar="P",
+        help="choose by this percentile of the iteration under weather from the links' models, such as 0.95",
+    )
     add("--no-break-even", action="store_true", help="skip the break-even search")
     job_flags(parser)
     add("--json", action="store_true", help="print the result as JSON instead of tables")
@@ -107,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
             tcp=args.tcp,
             tries=args.tries,
             seed=args.seed,
+            confidence=args.confidence,
             break_even=not args.no_break_even,
             progress=meter,
         )
@@ -121,7 +139,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-OF_A_JOB = ("job", "budget", "tokens", "deadline", "keep", "global_batch", "tries", "set", "out", "page", "pareto")
+OF_A_JOB = (
+    "job",
+    "confidence",
+    "budget",
+    "tokens",
+    "deadline",
+    "keep",
+    "global_batch",
+    "tries",
+    "set",
+    "out",
+    "page",
+    "pareto",
+)
 OF_SAILOR = ("trace", "model", "gpu", "gpu_price", "max_usd", "judge", "no_simulate", "out_sailor")
 
 
@@ -164,6 +195,8 @@ def _show(search: PlanSearch) -> None:
             f"  ${figures.usd_per_iteration:,.4g} an iteration (${figures.egress_usd:,.3g} of it egress), "
             f"${figures.usd_per_hour:,.2f} an hour, ${figures.usd_per_tera_token:,.0f} per trillion tokens"
         )
+    if planned.confident is not None:
+        lines.append(f"  {planned.confident.words()}")
     lines += [*(f"  {line}" for line in notes(planned)), f"  Runnable: {search.plan.runnable}."]
     lines += [f"  {line}" for line in origins(job)]
     show(*lines, "")

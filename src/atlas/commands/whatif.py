@@ -129,12 +129,12 @@ def _show(found: WhatIf) -> None:
         show(_sweep_table(one, points, figures.tokens_per_s), "")
     if found.marginals:
         show(_bottleneck(found.marginals), "", _marginal_table(found.marginals), "")
-    if times := found.times_s:
+    if times := found.runs.times_s:
         said = ", ".join(f"{key.removesuffix('_s')} {seconds(value)}" for key, value in percentiles(times).items())
         varied = f"bandwidth and latency of every link varied (sigma {found.wan_sigma:g})"
-        if found.tail is not None:
+        if found.runs.tail is not None:
             varied = "weather drawn from the models of the links"
-            said += f"; {found.tail.words()}"
+            said += f"; {found.runs.tail.words()}"
         show(f"{len(times)} runs, {varied}: {said}", "")
     show("All times are simulated.", priced(pricing(job), job.runtime))
 

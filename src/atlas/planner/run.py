@@ -35,6 +35,27 @@ FINALISTS = 8
 """Of the candidates, those whose schedule is searched in full."""
 
 
+@dataclass(frozen=True)
+class Confident:
+    """What the choice by a percentile under weather found."""
+
+    confidence: float
+    draws: int
+    percentile_s: float
+    """Of the chosen plan's iteration."""
+    mean_choice_s: float
+    """The same percentile of the plan that is best under the mean."""
+    changed: bool
+    """Whether another plan was chosen."""
+
+    def words(self) -> str:
+        percent = f"{100 * self.confidence:g}"
+        chosen = f"{percent} % of {self.draws} draws of the weather take at most {self.percentile_s:.4g} s"
+        if not self.changed:
+            return f"{chosen}; no other plan does better."
+        return f"{chosen}; of the plan that is best under the mean, at most {self.mean_choice_s:.4g} s."
+
+
 @dataclass(frozen=True, eq=False)
 class Planned:
     """The outcome of a search."""
@@ -60,6 +81,8 @@ class Planned:
     """Of those simulated, under searched orders; the others under `1f1b-eager`."""
     whole: Whole | None = None
     """The simulation behind `iteration_s`; None where there was no time, or too much to simulate in full."""
+    confident: Confident | None = None
+    """Where the winner was chosen by a percentile (`planner.confidence`)."""
 
     @property
     def job(self) -> Job:

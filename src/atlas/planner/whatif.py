@@ -235,6 +235,11 @@ class MonteCarlo:
     times_s: tuple[float, ...] = ()
     tail: Tail | None = None
 
+    def figures(self) -> dict[str, Any] | None:
+        """JSON-able; None without runs."""
+        tail = {} if self.tail is None else {"tail_path": self.tail.path, "tail_share": self.tail.share}
+        return {"runs": len(self.times_s), **percentiles(self.times_s), **tail} if self.times_s else None
+
 
 def spread(asked: Asked, runs: int, *, wan: float, compute: float, seed: int, tick: Tick | None = None) -> MonteCarlo:
     """`runs` iterations: links with a model have new weather in each run, the others their own bandwidth and latency

@@ -32,7 +32,5 @@ Share = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
 """More than nothing, at most all."""
 Sigma = Annotated[float, Field(strict=True, ge=0, le=3, allow_inf_nan=False)]
 """Spread of a log-normal factor: at 3 one draw in three is off by more than twenty times."""
-Traffic = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False)]
-"""Factor on the cross traffic of a path."""
 Latitude = Annotated[float, Field(strict=True, ge=-90, le=90, allow_inf_nan=False)]
 Longitude = Annotated[float, Field(strict=True, ge=-180, le=180, allow_inf_nan=False)]

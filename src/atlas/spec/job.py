@@ -24,7 +24,6 @@ from atlas.spec.fields import (
     Sigma,
     Size,
     Text,
-    Traffic,
 )
 from atlas.spec.gpus import GPUS, Gpu
 
@@ -108,7 +107,7 @@ class Wan(Frozen):
     """File of how rate and latency change over time: CSV or JSON with `time_s, rate, extra_latency_ms`."""
     model: Text | None = None
     """File of `atlas wan learn`: what the path does. `--monte-carlo` draws its weather; without it, its mean counts."""
-    cross_traffic: Traffic = 1.0
+    cross_traffic: NonNegative = 1.0
     """Factor on the model's cross traffic: 2 is twice as much."""
 
 
@@ -131,7 +130,7 @@ class Link(Frozen):
     """File of how rate and latency change over time."""
     model: Text | None = None
     """File of `atlas wan learn`: what the path does. Not with `trace`."""
-    cross_traffic: Traffic | None = None
+    cross_traffic: NonNegative | None = None
     """Factor on the model's cross traffic."""
     prior: LinkPrior = LinkPrior()
     """Figures that `atlas init` took from its catalogue: reports call them priors as long as they are unchanged."""
@@ -150,7 +149,7 @@ class Route(Frozen):
     egress_usd_per_gb: NonNegative
     trace: Text | None
     model: Text | None = None
-    cross_traffic: Traffic = 1.0
+    cross_traffic: NonNegative = 1.0
 
 
 class Cluster(Frozen):

@@ -25,7 +25,7 @@ from atlas.spec.job import Cluster, DataCenter, DataCenterPrior, Jitter, Job, Li
 from atlas.spec.power import nodes_allowed, power_rules, server_watts
 from atlas.spec.refusal import Where, bad, refusals, together, unknown_gpu
 from atlas.spec.trace import read_trace
-from atlas.weather.path_model import load_model, require_like
+from atlas.spec.weather_rules import weather_rules
 
 MAX_BASES = 8
 
@@ -340,20 +340,10 @@ def _links(cluster: Cluster, names: list[str], where: Where, at: Keys) -> Iterat
             yield bad(where, (*key, "latency_ms"), None, "is needed: the link has no default latency", remedy)
         if link.trace is not None:
             read_trace(Path(link.trace), dotted((*key, "trace")))
-        yield from _weather(link, cluster.wan, where, key)
+        yield from weather_rules(link, cluster.wan, where, key)
     if cluster.wan.trace is not None:
         read_trace(Path(cluster.wan.trace), dotted((*at, "wan", "trace")))
-    yield from _weather(cluster.wan, cluster.wan, where, (*at, "wan"))
-
-
-def _weather(path: Link | Wan, wan: Wan, where: Where, key: Keys) -> Iterator[SpecError]:
-    """A model must be readable and of this link, and is used in place of a trace."""
-    if path.model is not None and (path.trace or wan.trace):
-        rule = "a link has a trace or a model, not both"
-        yield bad(where, (*key, "model"), path.model, rule, "Leave one of the two out")
-    elif (path.model or wan.model) is not None and (path.model is not None or path.pair_gbps is not None):
-        model = load_model(Path(path.model or wan.model or ""), dotted((*key, "model")))
-        require_like(model, path.pair_gbps or wan.pair_gbps, where((*key, "model")), dotted((*key, "model")))
+    yield from weather_rules(cluster.wan, cluster.wan, where, (*at, "wan"))
 
 
 def _model(job: Job, where: Where) -> Iterator[SpecError]:
