@@ -22,12 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.cost.arrange import Arrangement, arrange, route_between
+from atlas.cost.circuits import switches_circuits
 from atlas.cost.cluster_arrays import WanRate, lan_bps, ring_s, wan_rate, worker_bps
 from atlas.cost.runtimes import RUNTIMES
-from atlas.cost.table import FAIR, MAX_NS, PRIVATE, TURNS, Costs, LinkCost, Trace, kind_costs
+from atlas.cost.table import FAIR, MAX_NS, PRIVATE, TURNS, Circuits, Costs, LinkCost, Trace, kind_costs
 from atlas.cost.weather import link_weather, mean_trace
 from atlas.errors import InfeasibleError, SpecError
 from atlas.ir.program import QUANTUM_NS, Ints, Kind, Layout
+from atlas.spec.fabric import Fabric
 from atlas.spec.job import DataCenter, Job, Route
 from atlas.spec.trace import read_trace
 
@@ -72,7 +74,22 @@ def price(
     compute_ns = np.broadcast_to(per_stage, (arrangement.num_pipelines, *per_stage.shape)).copy()
     if RUNTIMES[job.runtime].sender_waits:
         _hold_workers(links, compute_ns, receivers=RUNTIMES[job.runtime].receiver_waits)
-    return Costs(compute_ns, tuple(links.costs), links.channel, links.work_ns, links.before_ns, links.latency_ns)
+    found = circuits(job, arrangement)
+    return Costs(compute_ns, tuple(links.costs), links.channel, links.work_ns, links.before_ns, links.latency_ns, found)
+
+
+def circuits(job: Job, arrangement: Arrangement) -> Circuits | None:
+    """The photonic rails of a cell; None where no datacenter changes circuits."""
+    dcs = [job.cluster.dc(name) for name in arrangement.rank_dc]
+    switches = tuple(switches_circuits(dc, job.tp, arrangement.num_pipelines * job.cells) for dc in dcs)
+    if not any(switches):
+        return None
+    fabrics = [dc.fabric or Fabric() for dc in dcs]
+    return Circuits(
+        switches,
+        tuple(round(fabric.reconfigure_ms * 1e6) for fabric in fabrics),
+        tuple(fabric.provision for fabric in fabrics),
+    )
 
 
 def _hold_workers(links: Links, compute_ns: Ints, *, receivers: bool) -> None:

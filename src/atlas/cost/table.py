@@ -64,6 +64,18 @@ class LinkCost:
     """What draws replace the trace by."""
 
 
+@dataclass(frozen=True)
+class Circuits:
+    """Photonic rails: which workers have too few circuits for pipeline hops and gradient rings at once, and change
+    between the two. By rank of a pipeline; a rank whose `switches` is false keeps all its circuits."""
+
+    switches: tuple[bool, ...]
+    delay_ns: tuple[int, ...]
+    """From asking for other circuits until they carry data."""
+    provision: tuple[bool, ...]
+    """Ask when the last transfer on the old circuits has arrived; if not, when the new ones are needed."""
+
+
 @dataclass(frozen=True, eq=False)
 class Costs:
     """Nanoseconds for one DP-cell."""
@@ -79,6 +91,8 @@ class Costs:
     """[d, c, b]: from ready until the link may start (scatter of the first chunk to the cell peers)."""
     latency_ns: Ints
     """[d, c, b]: from the last byte sent until the receiver has it (propagation, gather of the last chunk)."""
+    circuits: Circuits | None = None
+    """None where no circuits are changed."""
 
     @property
     def num_pipelines(self) -> int:
@@ -111,6 +125,8 @@ class Costs:
             self.work_ns * factor,
             self.before_ns * factor,
             self.latency_ns * factor,
+            self.circuits
+            and replace(self.circuits, delay_ns=tuple(delay * factor for delay in self.circuits.delay_ns)),
         )
 
 

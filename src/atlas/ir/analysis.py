@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from atlas.ir.circuit_waits import circuit_waits
 from atlas.ir.program import COLLECTIVES, Ints, Kind, Program
 from atlas.ir.timeline import Timeline, computed_once
 
@@ -72,6 +73,8 @@ class Cause(IntEnum):
     """The input is not produced yet, is in transit inside the datacenter, or the op waits for memory or its order."""
     SYNC = 4
     """All-reduce and global norm, and the wait for all workers that take part."""
+    FABRIC = 5
+    """The input or the all-reduce waits for circuits of a photonic rail that are being set up."""
 
 
 class Bubble(NamedTuple):
@@ -97,9 +100,10 @@ class Bubbles:
 
     @cached_property
     def total_ns(self) -> dict[str, int]:
-        """By cause, over all workers."""
+        """By cause, over all workers; `fabric` only where circuits were waited for."""
         length = self.end_ns - self.start_ns
-        return {cause.name.lower(): int(length[self.cause == cause].sum()) for cause in Cause}
+        causes = [cause for cause in Cause if cause != Cause.FABRIC or (self.cause == cause).any()]
+        return {cause.name.lower(): int(length[self.cause == cause].sum()) for cause in causes}
 
     def of(self, worker: int) -> list[Bubble]:
         lo, hi = np.searchsorted(self.worker, [worker, worker + 1])
@@ -161,7 +165,8 @@ def bubbles(timeline: Timeline) -> Bubbles:
     """Every span in which a worker's accelerator has nothing to do, and why.
 
     A wait for an input over the WAN counts as PEER until the sender has produced it, and as WAN from then until it has
-    arrived. A slice of prefill fills a part of a bubble; the rest keeps its cause.
+    arrived; a wait for circuits counts as FABRIC from when they are needed until they are there.
+    A slice of prefill fills a part of a bubble; the rest keeps its cause.
     """
     program = timeline.program
     if not program.num_ops:
@@ -179,8 +184,12 @@ def bubbles(timeline: Timeline) -> Bubbles:
     cause = np.where(awaited >= 0, cause, Cause.DRAIN)
 
     ready, arrive = _wan_wait(timeline, laid, awaited, splittable=cause == Cause.PEER)
+    waits = np.full_like(cause, Cause.WAN)
+    if timeline.meta.get("fabric"):
+        for at, needed, there in circuit_waits(timeline, laid, awaited):
+            ready[at], arrive[at], waits[at] = needed, there, Cause.FABRIC
     cuts = np.stack([laid.free_ns, ready, arrive, laid.start_ns, np.where(collective, laid.end_ns, laid.start_ns)])
-    causes = np.stack([cause, np.full_like(cause, Cause.WAN), cause, np.full_like(cause, Cause.SYNC)])
+    causes = np.stack([cause, waits, cause, np.full_like(cause, Cause.SYNC)])
     tail = _tails(timeline)
     idle = len(tail)
     parts = (
@@ -322,6 +331,7 @@ WAITS = {
     "wan": "waiting for the WAN",
     "peer": "waiting for a peer",
     "sync": "gradient sync",
+    "fabric": "waiting for circuits",
     "fill": "fill",
     "drain": "drain",
 }

@@ -13,6 +13,22 @@ import numpy as np
 from atlas.cost.table import PRIVATE
 from atlas.errors import ProgramError
 from atlas.ir.program import Ints
+from atlas.sim.gate_rows import (
+    G_END,
+    G_FIRST,
+    G_GROUP,
+    G_GROUP_AT,
+    G_LAST,
+    G_START,
+    GT_AT,
+    GT_NEXT,
+    arrived,
+    free_gate,
+    gate_arrays,
+    hold,
+    hold_group,
+    settle,
+)
 from atlas.sim.jit import entry, njit
 from atlas.sim.lower import NONE, UNKNOWN, Events, Tables
 from atlas.sim.network import (
@@ -54,9 +70,31 @@ W_LAST, W_NEXT, W_FREE, W_WAITING = range(4)
 
 
 @njit
+def _begin_group(
+    ops: Ints, op_time: Ints, workers: Ints, group_ptr: Ints, group_ops: Ints, able: Ints, num_able: int,
+    gates: Ints, frees_ptr: Ints, frees: Ints, opened: Ints, group: int, start: int,
+) -> int:  # fmt: skip
+    """A collective starts for all its members. Returns the new `num_able`."""
+    last_end = start
+    for k in range(group_ptr[group], group_ptr[group + 1]):
+        op = group_ops[k]
+        worker = ops[op, OP_WORKER]
+        end = start + ops[op, OP_NS]
+        op_time[op, OP_START], op_time[op, OP_END] = start, end
+        workers[worker, W_FREE], workers[worker, W_NEXT] = end, op + 1
+        last_end = max(last_end, end)
+        able[num_able] = worker
+        num_able += 1
+    if len(gates):
+        for k in range(frees_ptr[group], frees_ptr[group + 1]):
+            free_gate(gates, opened, frees[k], last_end)
+    return num_able
+
+
+@njit
 def _assemble(
     ops: Ints, op_time: Ints, workers: Ints, group_ptr: Ints, group_ops: Ints, assembled: Ints, able: Ints,
-    num_able: int, group: int,
+    num_able: int, gates: Ints, group_gate: Ints, frees_ptr: Ints, frees: Ints, opened: Ints, group: int,
 ) -> int:  # fmt: skip
     """One more member of a collective is ready; the last one starts it for all. Returns the new `num_able`."""
     assembled[group] += 1
@@ -66,13 +104,67 @@ def _assemble(
     start = 0
     for k in range(first, last):
         start = max(start, workers[ops[group_ops[k], OP_WORKER], W_FREE])
-    for k in range(first, last):
-        op = group_ops[k]
-        worker = ops[op, OP_WORKER]
-        op_time[op, OP_START], op_time[op, OP_END] = start, start + ops[op, OP_NS]
-        workers[worker, W_FREE], workers[worker, W_NEXT] = start + ops[op, OP_NS], op + 1
-        able[num_able] = worker
+    if len(gates):
+        start = hold_group(gates, group_gate, opened, group, start)
+        if start == UNKNOWN:
+            return num_able
+    return _begin_group(
+        ops, op_time, workers, group_ptr, group_ops, able, num_able, gates, frees_ptr, frees, opened, group, start
+    )  # fmt: skip
+
+
+@njit
+def _launch(
+    ops: Ints, transfers: Ints, times: Ints, workers: Ints, able: Ints, num_able: int, links: Ints, free: Ints,
+    time: Ints, events: Ints, counters: Ints, gates: Ints, gated: Ints, opened: Ints, transfer: int, at: int,
+) -> int:  # fmt: skip
+    """A transfer reaches its link at a known time. Returns the new `num_able`."""
+    link = transfers[transfer, T_LINK]
+    if links[link, L_POLICY] != SIMPLE:
+        push(time, events, counters, at, OFFER, transfer)
+        return num_able
+    begun = max(at, free[links[link, L_SERVER]])
+    sent = begun + transfers[transfer, T_WORK]
+    free[links[link, L_SERVER]] = sent
+    times[transfer, T_BEGUN], times[transfer, T_SENT] = begun, sent
+    times[transfer, T_ARRIVE] = sent + transfers[transfer, T_LATENCY]
+    if len(gates):
+        arrived(gates, gated, opened, transfer, times[transfer, T_ARRIVE])
+    target = transfers[transfer, T_DST]
+    peer = ops[target, OP_WORKER]
+    if workers[peer, W_WAITING] and workers[peer, W_NEXT] == target:
+        workers[peer, W_WAITING] = 0
+        able[num_able] = peer
         num_able += 1
+    return num_able
+
+
+@njit
+def _open(
+    ops: Ints, op_time: Ints, transfers: Ints, times: Ints, workers: Ints, group_ptr: Ints, group_ops: Ints, able: Ints,
+    num_able: int, links: Ints, free: Ints, time: Ints, events: Ints, counters: Ints, gates: Ints, gated: Ints,
+    frees_ptr: Ints, frees: Ints, opened: Ints,
+) -> int:  # fmt: skip
+    """The circuits of one reconfiguration have a known time: all that waits for them goes on then."""
+    gate = opened[opened[0]]
+    opened[0] -= 1
+    end = gates[gate, G_END]
+    transfer = gates[gate, G_FIRST]
+    gates[gate, G_FIRST] = gates[gate, G_LAST] = NONE
+    while transfer != NONE:
+        following = gated[transfer, GT_NEXT]
+        num_able = _launch(
+            ops, transfers, times, workers, able, num_able, links, free, time, events, counters, gates, gated, opened,
+            transfer, max(gated[transfer, GT_AT], end),
+        )  # fmt: skip
+        transfer = following
+    group = gates[gate, G_GROUP]
+    if group != NONE:
+        gates[gate, G_GROUP] = NONE
+        num_able = _begin_group(
+            ops, op_time, workers, group_ptr, group_ops, able, num_able, gates, frees_ptr, frees, opened, group,
+            max(gates[gate, G_GROUP_AT], end),
+        )  # fmt: skip
     return num_able
 
 
@@ -80,9 +172,16 @@ def _assemble(
 def _run_ahead(
     ops: Ints, op_time: Ints, transfers: Ints, times: Ints, workers: Ints, group_ptr: Ints, group_ops: Ints,
     assembled: Ints, able: Ints, num_able: int, links: Ints, free: Ints, time: Ints, events: Ints, counters: Ints,
+    gates: Ints, gated: Ints, group_gate: Ints, frees_ptr: Ints, frees: Ints, opened: Ints,
 ) -> None:  # fmt: skip
     """Let every worker that can do so go on until all wait for a link that has to choose."""
-    while num_able:
+    while num_able or opened[0]:
+        if opened[0]:
+            num_able = _open(
+                ops, op_time, transfers, times, workers, group_ptr, group_ops, able, num_able, links, free, time,
+                events, counters, gates, gated, frees_ptr, frees, opened,
+            )  # fmt: skip
+            continue
         num_able -= 1
         worker = able[num_able]
         op, last, now = workers[worker, W_NEXT], workers[worker, W_LAST], workers[worker, W_FREE]
@@ -104,25 +203,20 @@ def _run_ahead(
             if transfer == NONE:
                 continue
             times[transfer, T_READY] = now
-            link = transfers[transfer, T_LINK]
-            if links[link, L_POLICY] != SIMPLE:
-                push(time, events, counters, now + transfers[transfer, T_BEFORE], OFFER, transfer)
-                continue
-            begun = max(now + transfers[transfer, T_BEFORE], free[links[link, L_SERVER]])
-            sent = begun + transfers[transfer, T_WORK]
-            free[links[link, L_SERVER]] = sent
-            times[transfer, T_BEGUN], times[transfer, T_SENT] = begun, sent
-            times[transfer, T_ARRIVE] = sent + transfers[transfer, T_LATENCY]
-            target = transfers[transfer, T_DST]
-            peer = ops[target, OP_WORKER]
-            if workers[peer, W_WAITING] and workers[peer, W_NEXT] == target:
-                workers[peer, W_WAITING] = 0
-                able[num_able] = peer
-                num_able += 1
+            at = now + transfers[transfer, T_BEFORE]
+            if len(gates):
+                at = hold(gates, gated, opened, transfer, at)
+                if at == UNKNOWN:
+                    continue
+            num_able = _launch(
+                ops, transfers, times, workers, able, num_able, links, free, time, events, counters, gates, gated,
+                opened, transfer, at,
+            )  # fmt: skip
         workers[worker, W_NEXT], workers[worker, W_FREE] = op, now
         if op < last and not workers[worker, W_WAITING]:
             num_able = _assemble(
-                ops, op_time, workers, group_ptr, group_ops, assembled, able, num_able, ops[op, OP_GROUP]
+                ops, op_time, workers, group_ptr, group_ops, assembled, able, num_able, gates, group_gate, frees_ptr,
+                frees, opened, ops[op, OP_GROUP],
             )  # fmt: skip
 
 
@@ -135,15 +229,17 @@ def _pass_time(
     ops: Ints, op_time: Ints, transfers: Ints, times: Ints, workers: Ints, group_ptr: Ints, group_ops: Ints,
     assembled: Ints, able: Ints, links: Ints, fluids: Floats, free: Ints, queue: Ints, left: Floats, active: Ints,
     done_at: Floats, fifo: Ints, fifo_ends: Ints, trace: Ints, rate: Floats, time: Ints, events: Ints, counters: Ints,
-    delivered: Ints,
+    delivered: Ints, gates: Ints, gated: Ints, group_gate: Ints, frees_ptr: Ints, frees: Ints, opened: Ints,
 ) -> None:  # fmt: skip
     num_able = len(workers)
     for worker in range(num_able):
         able[worker] = worker
+    for gate in range(len(gates)):
+        settle(gates, opened, gate)
     while True:
         _run_ahead(
             ops, op_time, transfers, times, workers, group_ptr, group_ops, assembled, able, num_able, links, free,
-            time, events, counters,
+            time, events, counters, gates, gated, group_gate, frees_ptr, frees, opened,
         )  # fmt: skip
         num_able = 0
         if not counters[SIZE]:
@@ -161,6 +257,8 @@ def _pass_time(
                 time, events, counters, delivered, (event >> LINK_SHIFT) & WHICH_MASK, event & SEQUENCE_MASK, now,
             )  # fmt: skip
         for k in range(counters[DELIVERED]):
+            if len(gates):
+                arrived(gates, gated, opened, delivered[k], times[delivered[k], T_ARRIVE])
             target = transfers[delivered[k], T_DST]
             worker = ops[target, OP_WORKER]
             if workers[worker, W_WAITING] and workers[worker, W_NEXT] == target:
@@ -186,6 +284,8 @@ def run(tables: Tables) -> Events:
     links[simple, L_POLICY] = SIMPLE
     assembled = np.zeros(len(t.group_ptr), np.int64)
     able = np.empty(num_workers + 1, np.int64)
+    rest += gate_arrays(t.gates)
+    gates = rest[-6]
     _pass_time(
         ops, op_time, transfers, times, workers, t.group_ptr, t.group_ops, assembled, able, links, *rest
     )  # fmt: skip
@@ -195,4 +295,5 @@ def run(tables: Tables) -> Events:
             f"at its op {workers[stuck[0], W_NEXT] - t.worker_ptr[stuck[0]]}; "
             "`atlas.ir.assemble.check` names the circle"
         )
-    return Events(op_time[:, OP_START], op_time[:, OP_END], *(times[:, column] for column in range(4)))
+    ready, begun, sent, arrive = times.T
+    return Events(op_time[:, OP_START], op_time[:, OP_END], ready, begun, sent, arrive, gates[:, [G_START, G_END]])

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from atlas.cost.table import MAX_NS, PRIVATE, Costs, Trace
 from atlas.errors import ProgramError
 from atlas.ir.program import Ints, Kind, Program
+from atlas.sim.phases import Gates, build_gates
 
 NONE = -1
 UNKNOWN = -1
@@ -57,6 +58,7 @@ class Tables(NamedTuple):
     trace_at_ns: Ints
     trace_rate: NDArray[np.float64]
     trace_latency_ns: Ints
+    gates: Gates | None = None
 
 
 class Events(NamedTuple):
@@ -68,6 +70,8 @@ class Events(NamedTuple):
     start_ns: Ints
     sent_ns: Ints
     arrive_ns: Ints
+    gate_ns: Ints
+    """[gate, 2]: start and end of each reconfiguration."""
 
 
 class Pace:
@@ -147,6 +151,8 @@ def lower(program: Program, costs: Costs, jitter: SeededNoise | None = None) -> 
         op_worker=program.op_worker.astype(np.int64),
         transfer_dst=dst,
     )
+    if costs.circuits is not None:
+        tables = tables._replace(gates=build_gates(program, costs.circuits, tables.op_ns, op_group, len(group_ptr) - 1))
     return tables if jitter is None else noisy(tables, jitter, program)
 
 

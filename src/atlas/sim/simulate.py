@@ -3,7 +3,7 @@
 Rules, which the compiled engine follows event for event:
 
     A worker runs its ops in the Program's order, each when the previous one has ended and its input has arrived.
-    A collective starts when its last member is ready.
+    A collective starts when its last member is ready and, on photonic rails, its circuits are there (`sim.gates`).
     The end of an op makes its transfer ready; the transfer's link decides when it moves:
       PRIVATE serves first come, first served, at most `servers` at once;
       FAIR serves one transfer of every channel at once, all slowed equally beyond its capacity;
@@ -29,7 +29,9 @@ from atlas.errors import AtlasError, ProgramError
 from atlas.ir.assemble import assemble
 from atlas.ir.program import Kind, Layout, Op, Program, before
 from atlas.ir.timeline import Timeline
+from atlas.sim.gates import GateKeeper, gate_times
 from atlas.sim.lower import LINK, NONE, OFFER, OP, UNKNOWN, Events, Pace, SeededNoise, Tables, lower
+from atlas.sim.phases import fabric_rows
 
 MAX_TOTAL_NS = 9e18
 """Nearly all that 64 bits hold: 285 years."""
@@ -103,7 +105,7 @@ def timeline(program: Program, costs: Costs, tables: Tables, events: Events, met
         transfer_arrive_ns=events.arrive_ns,
         transfer_link=tables.channel_link[tables.transfer_channel].astype(np.int32),
         links=tuple(link.name for link in costs.links),
-        meta=meta,
+        meta=meta if tables.gates is None else {**meta, "fabric": fabric_rows(program, costs.circuits, events.gate_ns)},
     )
 
 
@@ -149,6 +151,7 @@ class Engine:
             make[policy](self, link) for link, policy in enumerate(tables.link_policy.tolist())
         ]
         self.link_of = [self.links[link] for link in tables.channel_link.tolist()]
+        self.gates = None if tables.gates is None else GateKeeper(self, tables.gates)
 
     def foresee(self, when: int, what: int, which: int, version: int = 0) -> None:
         self.sequence += 1
@@ -156,6 +159,8 @@ class Engine:
         heappush(self.future, (when, what, order, which, version))
 
     def run(self) -> Events:
+        if self.gates is not None:
+            self.gates.begin()
         for worker in range(len(self.next_op)):
             self._advance(worker, 0)
         while self.future:
@@ -167,23 +172,15 @@ class Engine:
             else:
                 self.links[which].wake(version, now)
         self._require_all_done()
-        return Events(
-            *(
-                np.array(times, np.int64)
-                for times in (
-                    self.op_start,
-                    self.op_end,
-                    self.ready_ns,
-                    self.start_ns,
-                    self.sent_ns,
-                    self.arrive_ns,
-                )
-            )
-        )
+        times = (self.op_start, self.op_end, self.ready_ns, self.start_ns, self.sent_ns, self.arrive_ns)
+        op_start, op_end, ready, start, sent, arrive = (np.array(each, np.int64) for each in times)
+        return Events(op_start, op_end, ready, start, sent, arrive, gate_times(self.gates))
 
     def deliver(self, transfer: int, sent: int, arrive: int) -> None:
         """A transfer is finished; a worker that waits for it starts then."""
         self.sent_ns[transfer], self.arrive_ns[transfer] = sent, arrive
+        if self.gates is not None:
+            self.gates.arrived(transfer, arrive)
         op = self.dst[transfer]
         worker = self.op_worker[op]
         if self.stands_waiting[worker] and self.next_op[worker] == op:
@@ -200,14 +197,23 @@ class Engine:
             first, last = self.tables.group_ptr[group : group + 2]
             self.assembled[group] += 1
             if self.assembled[group] == last - first:
-                for member in self.tables.group_ops[first:last].tolist():
-                    self._start(member, now)
+                start = now if self.gates is None else self.gates.assembled(group, now)
+                if start != UNKNOWN:
+                    self.start_group(group, start)
         elif transfer == NONE:
             self._start(op, now)
         elif self.arrive_ns[transfer] != UNKNOWN:
             self._start(op, max(now, self.arrive_ns[transfer]))
         else:
             self.stands_waiting[worker] = True
+
+    def start_group(self, group: int, now: int) -> None:
+        """All members of a collective start."""
+        members = self.tables.group_ops[slice(*self.tables.group_ptr[group : group + 2])].tolist()
+        for member in members:
+            self._start(member, now)
+        if self.gates is not None:
+            self.gates.ended(group, now + max(self.op_ns[member] for member in members))
 
     def _start(self, op: int, now: int) -> None:
         end = now + self.op_ns[op]
@@ -223,7 +229,9 @@ class Engine:
         if transfer != NONE:
             self.ready_ns[transfer] = now
             before_ns = self.before_ns[transfer]
-            if before_ns:
+            if self.gates is not None and self.gates.offer(transfer, now + before_ns):
+                pass
+            elif before_ns:
                 self.foresee(now + before_ns, OFFER, transfer)
             else:
                 self.link_of[self.channel[transfer]].offer(transfer, now)

@@ -362,6 +362,7 @@ CAUSES: dict[Cause, SpanStyle] = {
     Cause.SYNC: SpanStyle(
         "#d9cff0", "#453a66", "sync", "all-reduce, and the wait until all its workers have reached it"
     ),
+    Cause.FABRIC: SpanStyle("#bfe3d6", "#1f5a48", "fabric", "circuits of a photonic rail are being set up"),
 }
 
 WIRE: tuple[SpanStyle, SpanStyle] = (

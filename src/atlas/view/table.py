@@ -13,7 +13,7 @@ from rich.text import Text
 
 from atlas.ir.difference import Difference
 
-WAITS = {"wan": ("wan",), "peer": ("peer",), "sync": ("sync",), "ends": ("fill", "drain")}
+WAITS = {"wan": ("wan",), "peer": ("peer", "fabric"), "sync": ("sync",), "ends": ("fill", "drain")}
 """By column of the table: the causes of idle time that it adds up."""
 
 
