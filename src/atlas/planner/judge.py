@@ -171,9 +171,19 @@ def play(job: Job, candidate: Candidate, *, exact: bool = False) -> SimulatedGro
         later_s = left * period_s(timeline) if left else 0.0
     ends = np.zeros((frame.num_pipelines, job.pp), np.int64)
     np.maximum.at(ends.reshape(-1), timeline.program.op_worker, timeline.op_end_ns)
-    sync = [sync_s(job, arrangement, rank) for rank in range(job.pp)]
+    sync = [sync_s(job, arrangement, rank) + _circuits_s(costs, rank) for rank in range(job.pp)]
     step = [time.update_s for time in arrangement.stage_times]
     return SimulatedGroup(job, arrangement, costs, timeline, ends.max(axis=0) / 1e9 + later_s, np.array([sync, step]))
+
+
+def _circuits_s(costs: Costs, rank: int) -> float:
+    """About what a stage waits for circuits in an iteration: for those of its ring, and for those of the next
+    iteration's hops as far as the optimizer and a forward do not hide it. The simulation with SYNC has the exact figure."""
+    found = costs.circuits
+    if found is None or not found.switches[rank]:
+        return 0.0
+    hidden_ns = int(costs.compute_ns[0, rank, [Kind.STEP, Kind.F]].sum()) if found.provision[rank] else 0
+    return (found.delay_ns[rank] + max(0, found.delay_ns[rank] - hidden_ns)) / 1e9
 
 
 def enough(frame: Layout, ahead: int) -> int:

@@ -75,8 +75,8 @@ def _priced(case: Case) -> tuple[Any, ...]:
 def _prices(costs: Costs) -> tuple[Any, ...]:
     """Every field of the costs, so that a field added later is included."""
     links = tuple(replace(link, name="") for link in costs.links)
-    arrays = [getattr(costs, field.name) for field in fields(costs) if field.name != "links"]
-    return (links, *(array.tobytes() for array in arrays))
+    rest = [getattr(costs, field.name) for field in fields(costs) if field.name != "links"]
+    return (links, *(value.tobytes() if isinstance(value, np.ndarray) else value for value in rest))
 
 
 def _together(cluster: ClusterArrays, candidate: Candidate, results: tuple[Result, ...]) -> Whole:
@@ -92,7 +92,19 @@ def _together(cluster: ClusterArrays, candidate: Candidate, results: tuple[Resul
 def _simulated(result: Result) -> SimulatedGroup:
     timeline, case = result.single, result.case
     closing_s = case.apart.compute_ns[0][:, [Kind.SYNC, Kind.STEP]].T / 1e9
-    return SimulatedGroup(case.job, case.arrangement, result.costs, timeline, done_s(timeline), closing_s)
+    done = done_s(timeline)
+    if result.costs.circuits is not None:  # the all-reduce may have waited for its circuits
+        closing_s[0] += np.maximum(0.0, _sync_start_s(timeline) - done)
+    return SimulatedGroup(case.job, case.arrangement, result.costs, timeline, done, closing_s)
+
+
+def _sync_start_s(timeline: Timeline) -> Floats:
+    """[s]: when the gradient all-reduce of each stage has started; 0 where there is none."""
+    program = timeline.program
+    sync = program.kind == Kind.SYNC
+    start = np.zeros(program.num_ranks, np.int64)
+    np.maximum.at(start, program.op_worker[sync] % program.num_ranks, timeline.op_start_ns[sync])
+    return start / 1e9
 
 
 def done_s(timeline: Timeline) -> Floats:
