@@ -178,7 +178,7 @@ def play(job: Job, candidate: Candidate, *, exact: bool = False) -> SimulatedGro
 
 def _circuits_s(costs: Costs, rank: int) -> float:
     """About what a stage waits for circuits in an iteration: for those of its ring, and for those of the next
-    iteration's hops as far as the optimizer and a forward do not hide it. The simulation with SYNC has the exact figure."""
+    iteration's hops as far as optimizer and forward do not hide it. The simulation with SYNC has the exact figure."""
     found = costs.circuits
     if found is None or not found.switches[rank]:
         return 0.0
