@@ -65,6 +65,7 @@ BENCHES: dict[str, Bench] = {
     "first_job": Bench(20, 90),
     "groups": Bench(20, 120),
     "gpu_fill": Bench(15, 300, ()),
+    "handoff_parts": Bench(4, 40),
     "host_losses": Bench(40, 150),
     "join": Bench(12, 150),
     "launch_files": Bench(60, 60, ("--only", "shell", "torchrun")),

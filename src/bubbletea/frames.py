@@ -1,5 +1,6 @@
-"""Frames on a stream between a service, its workers and a decode engine: a fixed head, a small JSON object, raw bytes.
-And the handshake that opens such a stream: both sides prove that they have the same token without sending it.
+"""Frames on a stream between a service, its workers and a decode engine: a fixed head, a small JSON object, raw bytes,
+with a checksum over all of it. And the handshake that opens such a stream: both sides prove that they have the same
+token without sending it.
 
 No pickle; every size is checked before anything is allocated. Knows no tensors. Blocking sockets
 (workers, decode engines) and asyncio streams (the service) read and write the same bytes.
@@ -25,8 +26,10 @@ import numpy as np
 from atlas.errors import WorkerError
 
 log = logging.getLogger("bubbletea.frames")
-_HEAD = struct.Struct("!4sBHQI")
-MAGIC = b"BTF1"
+_HEAD, _BODY = struct.Struct("!4sBHQI"), struct.Struct("!I")
+"""Magic, kind, sizes of fields and payload, CRC-32 of these; after the handshake, the CRC-32 of fields and payload."""
+FIRST, MAGIC = b"BTF1", b"BTF2"
+"""The handshake has the format of release 1, so that an older caller can be told to be updated."""
 MAX_FIELDS_BYTES = (1 << 16) - 1
 MAX_PAYLOAD_BYTES = 1 << 30
 MAX_GREETING_BYTES = 4096
@@ -56,6 +59,10 @@ class FrameSocket(Protocol):
     def close(self) -> None: ...
 
 
+class OlderReleaseError(WorkerError):
+    """The other side runs release 1."""
+
+
 class ClosedError(WorkerError):
     """The other side has closed the connection; not a protocol error."""
 
@@ -73,23 +80,47 @@ def pack(kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> bytes:
     text = json.dumps(fields, separators=(",", ":")).encode()
     if len(text) > MAX_FIELDS_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
         raise WorkerError(f"a frame of {len(text)} and {len(payload)} bytes is more than its reader takes")
-    head = _HEAD.pack(MAGIC, kind, len(text), len(payload), 0)[:-4]
+    is_first = kind <= WELCOME
+    head = _HEAD.pack(FIRST if is_first else MAGIC, kind, len(text), len(payload), 0)[:-4]
+    body = b"" if is_first else _BODY.pack(_checksum(text, payload, fields))
+    return head + struct.pack("!I", zlib.crc32(head)) + body + text
+
+
+def _checksum(text: bytes | memoryview, payload: Payload, fields: Mapping[str, Any]) -> int:
+    """A payload that has checksums in the fields is not read twice."""
+    return zlib.crc32(b"" if "checksums" in fields else payload, zlib.crc32(text))
+
+
+def _checked(kind: int, text: bytes | memoryview, payload: Payload, checksum: Payload) -> dict[str, Any]:
+    """The fields."""
+    fields = _fields(text)
+    if kind > WELCOME and _BODY.unpack(checksum)[0] != _checksum(text, payload, fields):
+        raise WorkerError("a frame was damaged on the way")
+    return fields
+
+
+def pack_first(kind: int, fields: Mapping[str, Any]) -> bytes:
+    """In the format of release 1."""
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    head = _HEAD.pack(FIRST, kind, len(text), 0, 0)[:-4]
     return head + struct.pack("!I", zlib.crc32(head)) + text
 
 
 def _sizes(head: bytes, max_fields: int, max_payload: int) -> tuple[int, int, int]:
     magic, kind, num_fields, num_payload, checksum = _HEAD.unpack(head)
-    if magic != MAGIC or zlib.crc32(head[:-4]) != checksum:
+    if magic not in (FIRST, MAGIC) or zlib.crc32(head[:-4]) != checksum:
         raise WorkerError("not a BubbleTea frame: check that both ends run the same release")
+    if (magic == FIRST) != (kind <= WELCOME):
+        raise OlderReleaseError("the other side runs an older release of BubbleTea: update it")
     if num_fields > max_fields or num_payload > max_payload:
         given, allowed = f"{num_fields} and {num_payload}", f"{max_fields} and {max_payload}"
         raise WorkerError(f"a frame of {given} bytes is more than the {allowed} allowed")
     return kind, num_fields, num_payload
 
 
-def _fields(text: bytes) -> dict[str, Any]:
+def _fields(text: bytes | memoryview) -> dict[str, Any]:
     try:
-        fields = json.loads(text)
+        fields = json.loads(bytes(text))
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
@@ -106,8 +137,9 @@ def send(sock: FrameSocket, kind: int, fields: Mapping[str, Any], payload: Paylo
 
 def receive(sock: FrameSocket, *, max_payload: int = MAX_PAYLOAD_BYTES) -> WireFrame:
     kind, num_fields, num_payload = _sizes(bytes(_exactly(sock, _HEAD.size)), MAX_FIELDS_BYTES, max_payload)
-    fields = _fields(bytes(_exactly(sock, num_fields)))
-    return WireFrame(kind, fields, _exactly(sock, num_payload))
+    checksum = _exactly(sock, _BODY.size) if kind > WELCOME else b""
+    text, payload = _exactly(sock, num_fields), _exactly(sock, num_payload)
+    return WireFrame(kind, _checked(kind, text, payload, checksum), payload)
 
 
 def _exactly(sock: FrameSocket, count: int) -> memoryview:
@@ -127,9 +159,11 @@ async def receive_async(
     try:
         head = await reader.readexactly(_HEAD.size)
         kind, num_fields, num_payload = _sizes(head, max_fields, max_payload)
-        fields = _fields(await reader.readexactly(num_fields))
+        checksum = await reader.readexactly(_BODY.size) if kind > WELCOME else b""
+        text = await reader.readexactly(num_fields)
         payload = await reader.readexactly(num_payload) if num_payload else b""
-        return WireFrame(kind, fields, payload, _HEAD.size + num_fields + num_payload)
+        fields = _checked(kind, text, payload, checksum)
+        return WireFrame(kind, fields, payload, _HEAD.size + len(checksum) + num_fields + num_payload)
     except asyncio.IncompleteReadError:
         raise ClosedError("the other side has closed the connection") from None
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from atlas.errors import AtlasError, WorkerError
-from bubbletea.frames import FrameServer, WireFrame, receive_async, send, write
+from bubbletea.frames import FrameServer, OlderReleaseError, WireFrame, pack_first, receive_async, send, write
 from bubbletea.kv_blocks import END, FETCH, GONE, KV, RELEASE, KvBlock, pack_block
 
 IDLE_S = 120.0
@@ -27,6 +27,10 @@ IDLE_S = 120.0
 SEND_S = 30.0
 """A decode engine that reads nothing for this long is disconnected."""
 SWEEP_S = 1.0
+UPDATE = (
+    "keys and values are fetched from the workers: update the package atlas-bubbletea in the engine's environment to "
+    "the service's release"
+)
 NO_TICKET = "nothing under this ticket: it was fetched, has expired or never existed"
 
 
@@ -107,8 +111,13 @@ class KvServer(FrameServer):
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._admit(reader, writer)
         while True:
-            async with asyncio.timeout(IDLE_S):
-                frame = await receive_async(reader, max_payload=0)
+            try:
+                async with asyncio.timeout(IDLE_S):
+                    frame = await receive_async(reader, max_payload=0)
+            except OlderReleaseError:
+                writer.write(pack_first(GONE, {"why": UPDATE}))
+                await writer.drain()
+                return
             await self._answer(frame, writer)
 
     async def _answer(self, frame: WireFrame, writer: asyncio.StreamWriter) -> None:

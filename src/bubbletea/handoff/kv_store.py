@@ -21,7 +21,7 @@ from torch import Tensor
 from atlas.errors import WorkerError
 from atlas.runtime.models.block import KvSlab
 from bubbletea.kv_blocks import KvBlock
-from bubbletea.kv_server import WantedBlocks
+from bubbletea.kv_server import UPDATE, WantedBlocks
 from bubbletea.prefill.shard import Served
 
 KEEP_S = 60.0
@@ -173,10 +173,7 @@ class KvStore:
             parcel.on_release()
 
     def blocks(self, wanted: WantedBlocks) -> Sequence[KvBlock]:
-        raise LookupError(
-            "keys and values are fetched from the workers: update the package atlas-bubbletea in the engine's "
-            "environment to the service's release"
-        )
+        raise LookupError(UPDATE)
 
     def drop_expired(self) -> None:
         now = time.monotonic()

@@ -58,7 +58,7 @@ class KeptParts:
 
     def put(self, job: tuple[int, int], block: KvBlock) -> None:
         """Ignored if the part is gone, or is that of another attempt."""
-        block = block.hashed()
+        block = block.checked()
         with self._lock:
             part = self._parts.get(block.ticket)
             if part is not None and part.job == job:

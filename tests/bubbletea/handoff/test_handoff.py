@@ -20,7 +20,7 @@ import torch
 from prefill_samples import LLAMA
 
 from atlas.errors import AtlasError, WorkerError
-from bubbletea.frames import PROOF, WireFrame, greet, pack, receive, send
+from bubbletea.frames import PROOF, WireFrame, greet, pack, pack_first, receive, send
 from bubbletea.handoff.fetch import Caller, Fetcher
 from bubbletea.handoff.kv_store import KvStore
 from bubbletea.handoff.remote_parts import RemotePart, Ticket, transfer_params
@@ -28,6 +28,7 @@ from bubbletea.handoff.signature import FIRST
 from bubbletea.kv_blocks import FETCH, KV, KvBlock, bytes_of, pack_block, unpack_block
 from bubbletea.kv_server import Holder, KvServer, WantedBlocks, own_address
 from bubbletea.prefill.kept_parts import KeptParts
+from bubbletea.prefill.messages import LOGITS
 from bubbletea.prefill.shard import Served
 
 SERVED = Served(LLAMA)
@@ -140,9 +141,12 @@ def test_an_older_connector_is_told_to_be_updated() -> None:
     assert params["remote_seal"] == sealed
 
     def talk(kv_server: KvServer) -> None:
-        said = pytest.raises(WorkerError, match="update the package atlas-bubbletea in the engine's environment")
-        with Fetcher(*kv_server.address, CALLER) as fetcher, said:
-            list(fetcher.fetch(ticket_at(kv_server.address)))
+        with socket.create_connection(kv_server.address, 5) as sock:
+            greet(sock, "secret", {})
+            sock.sendall(pack_first(FETCH, {"ticket": "t1", "start": 0, "stop": 40, "layers": []}))
+            said = sock.makefile("rb").read()
+        assert said.startswith(b"BTF1")
+        assert b"update the package atlas-bubbletea in the engine's environment" in said
 
     with_door(KvStore(SERVED, 1 << 24), talk)
 
@@ -205,11 +209,8 @@ def test_after_authentication_invalid_frames_end_the_connection(
         with socket.create_connection(kv_server.address, 5) as sock:
             greet(sock, "secret", {})
             sock.settimeout(5)
-            head = frame(0, fields)
-            told = bytearray(head)
-            told[4] = FETCH
-            told[15:19] = struct.pack("!I", zlib.crc32(bytes(told[:15])))
-            sock.sendall(told)
+            head = HEAD.pack(b"BTF2", FETCH, len(fields), 0, 0)[:-4]
+            sock.sendall(head + struct.pack("!II", zlib.crc32(head), zlib.crc32(fields)) + fields)
             with contextlib.suppress(ConnectionError):
                 assert sock.recv(1) == b""
 
@@ -307,6 +308,19 @@ def test_a_parcel_with_a_hole_is_not_complete() -> None:
     assert parcel.num_complete == 16
     with pytest.raises(WorkerError, match="no place"):
         parcel.put(KvBlock("t", SERVED.id, 4, 0, 16, torch.zeros(2, 2, 16, 16)))
+
+
+@pytest.mark.parametrize("at", [3, 4, 7, 20, 25, 60, 101])
+def test_a_frame_with_a_flipped_bit_is_an_error(at: int) -> None:
+    """In its magic, kind, sizes, checksum, fields or payload."""
+    here, there = socket.socketpair()
+    payload = b"y" * 64
+    data = bytearray(pack(LOGITS, {"job": 1, "attempt": 0}, payload) + payload)
+    data[at] ^= 4
+    here.sendall(data)
+    here.close()
+    with there, pytest.raises(WorkerError):
+        receive(there)
 
 
 def test_frames_are_bounded(tmp_path: Path) -> None:

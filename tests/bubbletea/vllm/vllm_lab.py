@@ -105,7 +105,7 @@ class FaultyKvServer(KvServer):
             kv = block.kv[:, :, :, :8] if self.fault == "shape" else block.kv
             fields, payload = pack_block(KvBlock(block.ticket, block.model, block.layer, block.start, block.stop, kv))
             if self.fault == "digest":
-                fields["digests"][0] = "0" * 32
+                fields["checksums"][0] ^= 1
             write(writer, KV, fields, payload)
         await writer.drain()
         writer.close()  # "truncated": two layers of four
@@ -204,7 +204,7 @@ class Prefiller:
             for blocks in kept._parts[ticket].blocks.values():
                 for index, block in enumerate(blocks):
                     kv = block.kv + torch.randn(block.kv.shape, generator=noise).to(block.kv.dtype)
-                    blocks[index] = replace(block, kv=kv, digests=()).hashed()
+                    blocks[index] = replace(block, kv=kv, checksums=()).checked()
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
         return [int(t) for t in generate.greedy(self.decoder, torch.tensor([prompt]), num_tokens)[0, len(prompt) :]]
