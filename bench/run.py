@@ -99,6 +99,7 @@ BENCHES: dict[str, Bench] = {
     "tvcache_snapshots": Bench(8, 50),
     "tvcache_tau": Bench(5, 10),
     "vllm_handoff": Bench(15, 0, None),
+    "weather": Bench(40, 150),
     "wan": Bench(30, 110),
     "wan_emulator": Bench(10, 110),
     "wan_faults": Bench(15, 100),

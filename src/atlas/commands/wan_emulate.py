@@ -21,18 +21,23 @@ import time
 from itertools import combinations
 from pathlib import Path
 
-from atlas.console import number, whole
+from atlas.console import number, require_folder, whole
 from atlas.errors import AtlasError
-from atlas.spec.job import Cluster
+from atlas.spec.job import Cluster, Route
 from atlas.spec.load import load_cluster, load_job
 from atlas.wan.emulator.lateness import EmulatorLateError
 from atlas.wan.emulator.namespace_net import NamespaceNet
 from atlas.wan.emulator.paths import MAX_NODES, PathSpec, Trunk, scaled
 from atlas.wan.emulator.proxy_net import ProxyNet
+from atlas.weather.draw import drawn_cross
+from atlas.weather.packets import PacketLog
+from atlas.weather.path_model import load_model
 
 LATE = 4
 """Exit status if the emulator was late."""
 FOREVER_S = 1e9
+HOUR_WINDOWS, MAX_PACKETS = 36_000, 4_000_000
+"""Windows of drawn cross traffic, which then starts again; packets that --record keeps."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +69,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-gso", action="store_true", help="namespace: packets of 1500 bytes, to study loss")
     parser.add_argument("--kernel", action="store_true", help="namespace: shape with the kernel's netem, if available")
+    parser.add_argument(
+        "--weather-seed",
+        type=whole(0, 2**32 - 1),
+        default=0,
+        metavar="N",
+        help="seed of the cross traffic of links that have a `model` (default 0)",
+    )
+    parser.add_argument(
+        "--record", type=Path, metavar="DIR", help="namespace: write what became of every packet, for `atlas wan learn`"
+    )
     parser.add_argument("--for", dest="seconds", type=number(0, 1e9), metavar="S", help="end after S seconds")
 
 
@@ -72,7 +87,17 @@ def run(args: argparse.Namespace) -> int:
     namespace = args.grade == "namespace"
     if (args.forward and namespace) or (args.at and not namespace):
         raise AtlasError("--forward is for --grade proxy, --at for --grade namespace")
-    real = cluster_paths(cluster, nodes_per_dc=args.nodes_per_dc, lan=namespace, jitter_s=args.jitter_ms / 1e3)
+    if args.record is not None:
+        if not namespace:
+            raise AtlasError("--record is for --grade namespace: a proxy has no packets")
+        require_folder(args.record, "--record")
+    real = cluster_paths(
+        cluster,
+        nodes_per_dc=args.nodes_per_dc,
+        lan=namespace,
+        jitter_s=args.jitter_ms / 1e3,
+        weather_seed=args.weather_seed,
+    )
     paths = scaled(real, args.scale)
     if not paths:
         raise AtlasError(f"{args.cluster}: no two datacenters have a path. Give wan.latency_ms, or links")
@@ -80,9 +105,13 @@ def run(args: argparse.Namespace) -> int:
     with net:
         with contextlib.suppress(KeyboardInterrupt):
             if isinstance(net, NamespaceNet):
+                if args.record is not None:
+                    net.record_packets(MAX_PACKETS)
                 _on_nodes(net, args.at, args.seconds)
             else:
                 _through_proxy(net, args.forward, args.seconds)
+        if isinstance(net, NamespaceNet) and args.record is not None:
+            _write_packets(args.record, net)
         late = net.lateness
         print(f"atlas: {late}", file=sys.stderr)
         try:
@@ -106,7 +135,12 @@ def _cluster(path: Path) -> Cluster:
 
 
 def cluster_paths(
-    cluster: Cluster, *, nodes_per_dc: int | None = None, lan: bool = False, jitter_s: float = 0.0
+    cluster: Cluster,
+    *,
+    nodes_per_dc: int | None = None,
+    lan: bool = False,
+    jitter_s: float = 0.0,
+    weather_seed: int = 0,
 ) -> dict[tuple[str, str], PathSpec]:
     """The paths of a cluster file. Nodes are named after their datacenter: `east-0`, `east-1`.
 
@@ -126,12 +160,33 @@ def cluster_paths(
             pair_bps=route.pair_gbps * 1e9,
             trunk=Trunk(f"{a}~{b}", route.trunk_gbps * 1e9) if route.trunk_gbps is not None else None,
             jitter_s=jitter_s,
+            cross=_cross(route, a, b, weather_seed),
+            cross_back=_cross(route, b, a, weather_seed),
         )
         paths |= {(x, y): path for x in nodes[a] for y in nodes[b]}
     for dc in cluster.datacenters if lan else ():
         near = PathSpec(latency_s=dc.net_latency_us / 1e6, window_bytes=None)
         paths |= dict.fromkeys(combinations(nodes[dc.name], 2), near)
     return paths
+
+
+def _cross(route: Route, src: str, dst: str, seed: int) -> tuple[float, ...]:
+    """An hour of drawn cross traffic in one direction, as shares of the capacity; nothing without a model."""
+    if route.model is None:
+        return ()
+    model = load_model(Path(route.model))
+    drawn = drawn_cross(model, seed, (0, f"{src}>{dst}"), HOUR_WINDOWS)
+    return tuple((drawn * (route.cross_traffic / model.capacity_bps)).tolist())
+
+
+def _write_packets(folder: Path, net: NamespaceNet) -> None:
+    shift_ns = time.time_ns() - time.monotonic_ns()
+    for (src, dst), table in net.packets().items():
+        if len(table.sent_ns):
+            log = PacketLog(folder, f"{src}~{dst}")
+            for row in zip(table.sent_ns.tolist(), table.num_bytes.tolist(), table.rtt_ns.tolist(), strict=True):
+                log.add(row[0] + shift_ns, *row[1:])
+            log.close()
 
 
 def _through_proxy(net: ProxyNet, forwards: list[str], seconds: float | None) -> None:
@@ -144,7 +199,8 @@ def _through_proxy(net: ProxyNet, forwards: list[str], seconds: float | None) ->
         print(json.dumps({"from": src, "to": dst, "address": list(address)}), flush=True)
     if not forwards:
         for (a, b), path in net.paths.items():
-            print(json.dumps({"from": a, "to": b, **path.as_json()}), flush=True)
+            weather = {"cross": len(path.cross), "cross_back": len(path.cross_back)}
+            print(json.dumps({"from": a, "to": b, **path.as_json(), **weather}), flush=True)
         return
     time.sleep(seconds if seconds is not None else FOREVER_S)
 

@@ -170,3 +170,22 @@ def test_a_call_in_a_thread_raises_its_error() -> None:
     with pytest.raises(ValueError, match="inside"):
         in_thread(fail)
     assert in_thread(threading.get_ident) != threading.get_ident()
+
+
+@needs_root
+def test_cross_traffic_shares_the_queue_and_every_packet_is_recorded() -> None:
+    def use(net: NamespaceNet, far: Peer) -> None:
+        net.record_packets(100_000)
+        net.restart_weather()
+        pour(far.address, 0.8)
+        far.ended.acquire(timeout=5)
+        found = net.packets()
+        table = found[PAIR]
+        arrived = ~table.lost
+        span_s = float((table.sent_ns + table.rtt_ns)[arrived].max() - table.sent_ns[0]) / 1e9
+        carried_bps = int(table.num_bytes[arrived].sum()) * 8 / span_s
+        assert 0.1 * 20e6 < carried_bps < 0.35 * 20e6, "cross traffic takes three quarters"
+        assert table.rtt_ns[~table.lost].min() >= 20_000_000
+        assert len(found[PAIR[::-1]].sent_ns) > 0, "acknowledgements"
+
+    on_path(PathSpec(latency_s=0.01, pair_bps=20e6, queue_bytes=50_000, cross=(0.75,)), use, gso=False)

@@ -201,3 +201,22 @@ def _pour_all(addresses: list[tuple[str, int]], seconds: float) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def test_cross_traffic_takes_its_share_of_one_direction() -> None:
+    path = PathSpec(latency_s=0.005, pair_bps=40e6, cross=(0.75,))
+    measured = []
+    for _ in range(TRIES):
+        with peer() as far, ProxyNet({PAIR: path}) as net:
+            _pour_all([net.listen(*PAIR, far.address)], 0.6)
+            measured.append(far.rate_bps(0.2))
+        if abs(measured[-1] / 10e6 - 1) < 0.05:
+            return
+    raise AssertionError(measured)
+
+
+def test_cross_traffic_needs_a_rate() -> None:
+    with pytest.raises(AtlasError, match="needs pair_bps"):
+        PathSpec(cross=(0.5,))
+    with pytest.raises(AtlasError, match="from 0 to 100"):
+        PathSpec(pair_bps=1e6, cross_back=(-1.0,))

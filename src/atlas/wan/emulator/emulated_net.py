@@ -130,6 +130,10 @@ class EmulatedNet:
         """Raises EmulatorLateError if the emulator was too late for the measurement to count."""
         self.lateness.certify(p99_s, worst_s)
 
+    def restart_weather(self) -> None:
+        """Cross traffic of all paths starts again with its first value."""
+        self._ask("weather")
+
     def close(self) -> None:
         """Ends the emulator's process. May be called twice."""
         with contextlib.suppress(OSError):

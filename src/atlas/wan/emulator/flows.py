@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import socket
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,6 +26,8 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1024, 128 * 1024
 RECEIVE_BUFFER_S = 0.01
 """What the proxy buffers for a sender: the loop may be late by this and the link stays busy."""
 MIN_BUFFER_BYTES, MAX_BUFFER_BYTES = 64 * 1024, 512 * 1024
+CROSS_NS, LEAST_SHARE = 100_000_000, 0.02
+"""Cross traffic has one value in so long, and leaves at least this share of the rate."""
 UNLIMITED_BPS = 1e12
 """Stands for the rate of a path without a cap."""
 
@@ -55,8 +58,9 @@ class TrunkDirection:
 class LinkDirection:
     """One direction between two nodes: what all its connections share."""
 
-    def __init__(self, path: PathSpec, trunk: TrunkDirection) -> None:
+    def __init__(self, path: PathSpec, trunk: TrunkDirection, cross: tuple[float, ...] = ()) -> None:
         self.trunk = trunk
+        self.cross, self.cross_since_ns = cross, time.monotonic_ns()
         self.free_ns = 0.0
         self.ready: deque[Flow] = deque()
         """Flows with bytes to read, in turn."""
@@ -74,6 +78,13 @@ class LinkDirection:
         self.window_bytes = path.window_bytes or path.unlimited_window_bytes(2 * RECEIVE_BUFFER_S)
         self.chunk_bytes = _within(rate / 8 * CHUNK_S, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)
         self.chunk_bytes = min(self.chunk_bytes, max(1, self.window_bytes // 4))
+
+    def byte_ns(self, at_ns: float) -> float:
+        """Time of one byte on the link beside cross traffic, which leaves a sender at least 2 % of the rate."""
+        if not self.cross:
+            return self.ns_per_byte
+        share = self.cross[int(max(0.0, at_ns - self.cross_since_ns) // CROSS_NS) % len(self.cross)]
+        return self.ns_per_byte / max(LEAST_SHARE, 1 - share)
 
 
 def _within(value: float, least: int, most: int) -> int:
@@ -116,14 +127,16 @@ class Flow:
         link, num_bytes = self.link, len(data)
         earliest = max(self.since_ns, now_ns - CATCH_UP_NS)
         trunk = link.trunk
-        link.free_ns = max(link.free_ns, earliest) + num_bytes * link.ns_per_byte
+        begin_ns = max(link.free_ns, earliest)
+        byte_ns = link.byte_ns(begin_ns)
+        link.free_ns = begin_ns + num_bytes * byte_ns
         trunk.free_ns = max(trunk.free_ns, earliest) + num_bytes * trunk.ns_per_byte
         depart_ns = max(link.free_ns, trunk.free_ns)
         jitter_ns = random.random() * link.jitter_ns if link.jitter_ns else 0.0
         due_ns = max(self.last_due_ns, int(depart_ns + link.latency_ns + jitter_ns))
         self.last_due_ns = due_ns
         # A chunk stands for many packets: the first was acknowledged while the last was still on the link.
-        ack_ns = due_ns + link.latency_ns - int(num_bytes * max(link.ns_per_byte, trunk.ns_per_byte))
+        ack_ns = due_ns + link.latency_ns - int(num_bytes * max(byte_ns, trunk.ns_per_byte))
         self.in_flight_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.in_flight_bytes)
         link.num_bytes += num_bytes

@@ -2,7 +2,8 @@
 due, and writes them to the device of their destination. Two system calls and one copy a packet, no allocation.
 
 A link is one direction between two nodes, kept as a virtual clock: a packet departs when those before it have departed,
-and is dropped when they fill the queue. Only payload counts on the link, so rates are goodput.
+and is dropped when they fill the queue. Only payload counts on the link, so rates are goodput. Cross traffic joins the
+queue as a fluid (`weather.cell` has the same rule).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from atlas.wan.emulator.lateness import BIN_NS, NUM_BINS
 from atlas.wan.emulator.netdev import VNET_HDR_BYTES
 
 # Columns of the links' table of floats and of their table of integers.
-LATENCY_NS, JITTER_NS, NS_PER_BYTE, FREE_NS, QUEUE_BYTES, LOSS, NUM_FLOATS = range(7)
-TRUNK, DST, BASE, SIZE, HEAD, TAIL, USED, LAST_DUE, OPEN, NUM_BYTES, NUM_PACKETS, DROPPED, LOST, NUM_INTS = range(14)
+LATENCY_NS, JITTER_NS, NS_PER_BYTE, FREE_NS, QUEUE_BYTES, LOSS, CROSS_SINCE, CROSS_AT, NUM_FLOATS = range(9)
+TRUNK, DST, BASE, SIZE, HEAD, TAIL, USED, LAST_DUE, OPEN, NUM_BYTES, NUM_PACKETS, DROPPED, LOST = range(13)
+CROSS, CROSS_END, NUM_INTS = range(13, 16)
 # Columns of the trunks' table.
 TRUNK_NS_PER_BYTE, TRUNK_FREE_NS, TRUNK_QUEUE_BYTES, NUM_TRUNK_FLOATS = range(4)
 
@@ -32,6 +34,8 @@ BATCH = 64
 """Packets read from one node, or written to one, before the others have their turn."""
 PERIOD_NS, MAX_WAIT_NS = 100_000, 100_000_000
 """Shortest and longest time between two rounds. Each round interrupts a node; the lateness that results is counted."""
+CROSS_NS = 100_000_000
+"""Cross traffic has one value in so long."""
 NET = (10, 99)
 """Addresses are 10.99.x.y, inside the namespaces only; x.y is the node's number plus one."""
 
@@ -71,9 +75,26 @@ def _destination(packet: Any, num_bytes: int, num_nodes: int) -> Any:
 
 
 @njit(cache=True)
-def _due_ns(link: int, floats: Any, ints: Any, trunks: Any, cost_bytes: int, now_ns: int) -> Any:
+def _add_cross(row: Any, first: int, end: int, cross: Any, now_ns: int) -> None:
+    """Lets cross traffic join the link's queue, and the queue drain, up to now. `cross`: shares of the rate."""
+    at = row[CROSS_AT]
+    most = row[QUEUE_BYTES] * row[NS_PER_BYTE]
+    backlog = max(row[FREE_NS] - at, 0.0)
+    while at < now_ns:
+        window = int((at - row[CROSS_SINCE]) // CROSS_NS)
+        until = min(float(now_ns), row[CROSS_SINCE] + (window + 1) * CROSS_NS)
+        backlog += (cross[first + window % (end - first)] - 1.0) * (until - at)
+        backlog = min(max(backlog, 0.0), most)
+        at = until
+    row[FREE_NS], row[CROSS_AT] = now_ns + backlog, now_ns
+
+
+@njit(cache=True)
+def _due_ns(link: int, floats: Any, ints: Any, trunks: Any, cross: Any, cost_bytes: int, now_ns: int) -> Any:
     """Occupies the link and returns when the packet is due, or -1 if the queue is full."""
     row = floats[link]
+    if ints[link, CROSS_END] > ints[link, CROSS] and row[NS_PER_BYTE] > 0:
+        _add_cross(row, ints[link, CROSS], ints[link, CROSS_END], cross, now_ns)
     start_ns = max(row[FREE_NS], now_ns)
     depart_ns = start_ns + cost_bytes * row[NS_PER_BYTE]
     if row[NS_PER_BYTE] > 0 and (start_ns - now_ns) / row[NS_PER_BYTE] + cost_bytes > row[QUEUE_BYTES]:
@@ -130,6 +151,9 @@ def _read_packets(
     trunks: Any,
     memory: Any,
     words: Any,
+    cross: Any,
+    seen: Any,
+    num_seen: Any,
     packet: Any,
     spec: Any,
 ) -> int:
@@ -147,7 +171,11 @@ def _read_packets(
             row[LOST] += 1
             continue
         cost_bytes = _cost_bytes(packet, num_bytes)
-        due_ns = _due_ns(link, floats, ints, trunks, cost_bytes, _now_ns(spec))
+        now_ns = _now_ns(spec)
+        due_ns = _due_ns(link, floats, ints, trunks, cross, cost_bytes, now_ns)
+        if num_seen[0] < seen.shape[0]:
+            seen[num_seen[0]] = now_ns, link, cost_bytes, due_ns
+            num_seen[0] += 1
         if due_ns < 0 or not _store(link, ints, memory, words, packet, num_bytes, due_ns):
             row[DROPPED] += 1
             continue
@@ -196,6 +224,9 @@ def forward(
     trunks: NDArray[np.float64],
     memory: NDArray[np.uint8],
     words: NDArray[np.int64],
+    cross: NDArray[np.float64],
+    seen: NDArray[np.int64],
+    num_seen: NDArray[np.int64],
     bins: NDArray[np.int64],
     totals: NDArray[np.int64],
     polls: NDArray[np.int32],
@@ -218,6 +249,8 @@ def forward(
         _ppoll(polls.ctypes.data, num_nodes + 1, spec.ctypes.data, 0)
         for node in range(num_nodes):
             if polls[node, 1] >> 16:
-                _read_packets(node, fds[node], link_of, floats, ints, trunks, memory, words, packet, spec)
+                _read_packets(
+                    node, fds[node], link_of, floats, ints, trunks, memory, words, cross, seen, num_seen, packet, spec
+                )
         if polls[num_nodes, 1] >> 16:
             return

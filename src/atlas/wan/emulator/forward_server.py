@@ -9,6 +9,7 @@ import gc
 import os
 import socket
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,8 @@ class ForwardServer:
         self._trunk_rows: dict[tuple[str, bool], int] = {}
         self._bins, self._totals = np.zeros(NUM_BINS, np.int64), np.zeros(2, np.int64)
         self._pairs: list[tuple[str, str]] = []
+        self._cross = np.zeros(0)
+        self._seen, self._num_seen = np.zeros((0, 4), np.int64), np.zeros(1, np.int64)
 
     def run(self) -> None:
         """The first command brings the paths. Between commands, packets are forwarded."""
@@ -50,7 +53,8 @@ class ForwardServer:
             self._control.sendall(answer(self, line))
             words = self._memory.view(np.int64)
             tables = self._link_of, self._floats, self._ints, self._trunks, self._memory, words
-            f.forward(self._fds, *tables, self._bins, self._totals, self._polls)
+            weather = self._cross, self._seen, self._num_seen
+            f.forward(self._fds, *tables, *weather, self._bins, self._totals, self._polls)
 
     def do_paths(self, nodes: list[str], paths: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
         self._nodes = {name: i for i, name in enumerate(nodes)}
@@ -68,6 +72,10 @@ class ForwardServer:
             self._ints[link, [f.TRUNK, f.DST, f.BASE, f.SIZE, f.OPEN]] = self._trunk(path, there), to, base, size, 1
             self._shape(link, path)
             base += size
+            cross = path.cross if there else path.cross_back
+            self._ints[link, [f.CROSS, f.CROSS_END]] = len(self._cross), len(self._cross) + len(cross)
+            self._cross = np.concatenate([self._cross, cross])
+        self.do_weather()
         self._memory = np.empty(base, np.uint8)
         self._memory[:MAX_TOUCHED_BYTES:PAGE_BYTES] = 0
         _seed(0)
@@ -97,6 +105,19 @@ class ForwardServer:
             ],
         }
 
+    def do_weather(self) -> None:
+        """Cross traffic starts again with its first value."""
+        self._floats[:, [f.CROSS_SINCE, f.CROSS_AT]] = time.monotonic_ns()
+
+    def do_record(self, max_packets: int) -> None:
+        """Keeps the next packets: when they came, and when they are due."""
+        self._seen, self._num_seen = np.zeros((max_packets, 4), np.int64), np.zeros(1, np.int64)
+
+    def do_packets(self, file: str) -> None:
+        """Writes them as rows of time, index of the direction, bytes, due (-1: dropped)."""
+        np.save(file, self._seen[: self._num_seen[0]])
+        self.do_record(0)
+
     def do_reset(self) -> None:
         self._bins[:] = 0
         self._totals[:] = 0
@@ -110,7 +131,8 @@ class ForwardServer:
             none = np.zeros((0, f.NUM_INTS), np.int64)
             words = self._memory.view(np.int64)
             tables = self._link_of[:0], self._floats, none, self._trunks, self._memory, words
-            f.forward(self._fds[:0], *tables, self._bins, self._totals, polls)
+            weather = self._cross, self._seen, self._num_seen
+            f.forward(self._fds[:0], *tables, *weather, self._bins, self._totals, polls)
 
     def _trunk(self, path: PathSpec, there: bool) -> int:
         if path.trunk is None:

@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+
+import numpy as np
 
 from atlas.errors import AtlasError
 from atlas.wan.emulator.emulated_net import EmulatedNet
 from atlas.wan.emulator.kernel_shaping import path_of_node, shape_in_kernel
 from atlas.wan.emulator.netdev import Namespace, in_thread, make_namespace
 from atlas.wan.emulator.paths import MAX_NODES, WINDOW_BYTES, Paths, PathSpec, path_between
+from atlas.weather.packets import LOST, PacketTable
 
 STOCK_RMEM_BYTES, STOCK_WMEM_BYTES = 6_291_456, 4_194_304
 """A stock kernel's largest TCP buffers. They give one connection a window of WINDOW_BYTES."""
@@ -104,6 +108,23 @@ class NamespaceNet(EmulatedNet):
     def resume(self, a: str, b: str) -> None:
         """Undoes `cut` and `stall`."""
         self._open(a, b, opened=True, flush=False)
+
+    def record_packets(self, max_packets: int) -> None:
+        """Keeps what happens to the next packets, for `packets`."""
+        self._ask("record", max_packets=max_packets)
+
+    def packets(self) -> dict[tuple[str, str], PacketTable]:
+        """Ground truth of what was recorded, by direction; a round trip includes the way back, without a queue."""
+        with tempfile.TemporaryDirectory() as folder:
+            self._ask("packets", file=f"{folder}/seen.npy")
+            rows = np.load(f"{folder}/seen.npy", allow_pickle=False)
+        found = {}
+        for link, (src, dst) in enumerate([*self.paths, *((b, a) for a, b in self.paths)]):
+            sent, _, num_bytes, due = rows[rows[:, 1] == link].T.copy()
+            back_ns = round(path_between(self.paths, src, dst).latency_s * 1e9)
+            rtt = np.where(due < 0, LOST, due - sent + back_ns)
+            found[src, dst] = PacketTable(f"{src}>{dst}", sent, num_bytes, rtt, len(sent))
+        return found
 
     def close(self) -> None:
         """Ends the processes on the nodes, the forwarder, and with their descriptors the namespaces."""

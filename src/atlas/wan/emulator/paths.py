@@ -49,12 +49,21 @@ class PathSpec:
     """Share of packets that are lost. Namespace grade only: a proxy has no packets."""
     queue_bytes: int | None = None
     """Drop-tail queue before the pair's link. Namespace grade only. None: one round trip at the rate, >= 1 MB."""
+    cross: tuple[float, ...] = ()
+    """Cross traffic from the first node to the second: the share of `pair_bps` it takes, by tenths of a second from the
+    start, again and again."""
+    cross_back: tuple[float, ...] = ()
+    """The same in the other direction."""
 
     def __post_init__(self) -> None:
         for name, low, high in (("latency_s", 0.0, 60.0), ("jitter_s", 0.0, 60.0), ("loss", 0.0, 0.999)):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise AtlasError(f"path: {name} = {value!r}: must be from {low:g} to {high:g}. Check its unit")
+        if (self.cross or self.cross_back) and self.pair_bps is None:
+            raise AtlasError("path: cross traffic needs pair_bps, of which it takes a share. Give it")
+        if wrong := [share for share in (*self.cross, *self.cross_back) if not 0 <= share <= 100]:
+            raise AtlasError(f"path: cross traffic {wrong[0]!r}: must be from 0 to 100 times pair_bps. Check its unit")
         rates = {"pair_bps": self.pair_bps, "trunk": self.trunk_bps}
         sizes = {"window_bytes": self.window_bytes, "queue_bytes": self.queue_bytes}
         for name, amount in {**rates, **sizes}.items():
@@ -90,7 +99,10 @@ class PathSpec:
     def from_json(cls, data: dict[str, Any]) -> PathSpec:
         known = {field.name for field in fields(cls)}
         trunk = data.get("trunk")
-        return cls(**{k: v for k, v in data.items() if k in known} | {"trunk": Trunk(**trunk) if trunk else None})
+        lists = {key: tuple(data.get(key, ())) for key in ("cross", "cross_back")}
+        return cls(
+            **{k: v for k, v in data.items() if k in known} | {"trunk": Trunk(**trunk) if trunk else None} | lists
+        )
 
 
 Paths = Mapping[tuple[str, str], PathSpec]

@@ -11,6 +11,7 @@ import os
 import random
 import socket
 import sys
+import time
 from typing import Any
 
 from atlas.wan.emulator.emulated_net import answer
@@ -133,6 +134,11 @@ class ProxyServer:
             ],
         }
 
+    def do_weather(self) -> None:
+        """Cross traffic starts again with its first value."""
+        for link in self._links.values():
+            link.cross_since_ns = time.monotonic_ns()
+
     def do_reset(self) -> None:
         self.loop.lateness = Histogram()
 
@@ -141,7 +147,8 @@ class ProxyServer:
         link = self._links.get((src, dst))
         if link is None:
             path = path_between(self._paths, src, dst)
-            link = self._links[src, dst] = LinkDirection(path, self._trunk(src, dst, path))
+            cross = path.cross if (src, dst) in self._paths else path.cross_back
+            link = self._links[src, dst] = LinkDirection(path, self._trunk(src, dst, path), cross)
         return link
 
     def _trunk(self, src: str, dst: str, path: PathSpec) -> TrunkDirection:
