@@ -64,6 +64,8 @@ class ServiceSettings:
     together."""
     prefix_bytes: int = 256 * MIB
     """Host memory of the service: the prefix cache."""
+    decodes: bool = True
+    """With an embedded decoder, which holds the whole model; without one, every request is a hand-off."""
     deadline_s: float = 30.0
     """For requests that set none."""
     patience_s: float = 30.0
@@ -119,7 +121,8 @@ class Parts:
         await self.dispatcher.close()
         await self.connections.close()
         await self.kv_server.close()
-        self.service.decoder.close()
+        if self.service.decoder is not None:
+            self.service.decoder.close()
 
 
 def assemble(settings: ServiceSettings, windows: WorkerWindows, keys: Keys, token: str = "") -> Parts:
@@ -148,12 +151,12 @@ def assemble(settings: ServiceSettings, windows: WorkerWindows, keys: Keys, toke
     roster = Roster(orders, windows.numbers, windows.plan, windows.device)
     connections = WorkerConnections(token, roster.find, served.id)
     store, metrics = KvStore(served, settings.store_bytes, keys.weights), ServiceMetrics(settings.name)
-    prefixes = Prefixes(settings.prefix_bytes, keys.weights)
+    prefixes = Prefixes(settings.prefix_bytes if settings.decodes else 0, keys.weights)
     promise = Promise(settings.budget, metrics.iterated) if windows.trains else None
     dispatcher = Dispatcher(connections, planner, store, prefixes, metrics, settings.patience_s, promise=promise)
     kv_server = KvServer(store, token)
     text = Text.of_folder(served.folder) if served.folder is not None else Text.of_bytes()
-    decoder = DecodeEngine(served)
+    decoder = DecodeEngine(served) if settings.decodes else None
     service = Service(settings.name, served, text, dispatcher, decoder, kv_server, metrics, settings.deadline_s)
     return Parts(settings, token, lanes, connections, dispatcher, kv_server, service, Api(service, keys))
 

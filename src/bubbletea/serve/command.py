@@ -67,6 +67,11 @@ def port_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--handoff-port", type=int, default=0, metavar="PORT", help="port for decode engines (default: any)"
     )
+    parser.add_argument(
+        "--handoff-only",
+        action="store_true",
+        help="no embedded decoder: every request is a hand-off",
+    )
     parser.add_argument("--handoff-anywhere", action="store_true", help="accept decode engines from other hosts")
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="token of the decode engines (default: a new one)"

@@ -77,6 +77,8 @@ def of_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
         return _unknown(path[-1], ".".join([*path[:-1][:2], path[-1]]), known)
     if field is not None and field.description == NOT_HERE:
         said = "not supported here. Leave it out"
+        if known is model:  # a field of the request: what chooses tokens, or describes them
+            said = "the embedded decoder does not have it. Leave it out, or decode with vLLM behind the hand-off"
     else:
         # A message may quote the request, with characters that are not allowed in a header or log.
         said = first["msg"].encode(errors="replace").decode()[:300]

@@ -80,7 +80,7 @@ class _Sampled(_Strict):
     min_tokens: Annotated[int, Field(ge=0, le=MAX_NEW)] | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = Field(default=None, description="Another name of max_tokens.")
-    n: Annotated[Literal[1], Field(description="One answer per request.")] | None = None
+    n: Literal[1] | None = _not_here()
     best_of: Literal[1] | None = _not_here()
     use_beam_search: Literal[False] | None = _not_here()
     length_penalty: Annotated[float, Field(ge=1, le=1)] | None = _not_here()

@@ -81,7 +81,7 @@ class Service:
         served: Served,
         text: Text,
         dispatcher: Dispatcher,
-        decoder: DecodeEngine,
+        decoder: DecodeEngine | None,
         kv_server: KvServer,
         metrics: ServiceMetrics,
         deadline_s: float,
@@ -109,6 +109,14 @@ class Service:
     async def _answer(self, asked: TextRequest) -> AsyncIterator[Delta]:
         if asked.hands_off:
             self._require_handoff()
+        elif self.decoder is None:
+            raise ApiError(
+                400,
+                "this service only prefills (--handoff-only): send the request to a router with vLLM behind it, or "
+                'with max_tokens 1 and kv_transfer_params {"do_remote_decode": true}',
+                param="kv_transfer_params",
+                code="handoff_only",
+            )
         tokens = await self._tokens(asked)
         found = await self._prefill(asked, tokens)
         self.metrics.prefilled(found, len(tokens))
@@ -212,6 +220,7 @@ class Service:
         def on_token(token: int, why: str | None) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, (token, why))
 
+        assert self.decoder is not None, "refused before"
         began_s, count = time.monotonic(), 0
         cancel = self.decoder.submit(found.parcel.cache(), tokens, found.logits, asked.sampling, on_token)
         self.metrics.decoding(1)

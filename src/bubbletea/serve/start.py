@@ -52,6 +52,10 @@ def start(args: argparse.Namespace) -> int:
         raise AtlasError("serve: give either the PLAN of a run or --alone N for workers without training")
     if args.alone is not None and (args.ui or args.ui_at is not None):
         raise AtlasError("--ui shows a training run: give its PLAN, or leave out --ui")
+    if args.handoff_anywhere and args.certs is None:
+        raise AtlasError(
+            "--handoff-anywhere: decode engines of other hosts need certificates. Give --certs and --dc too"
+        )
     _require_device(args)
     _require_keys(args)
     served = _served(args)
@@ -63,6 +67,7 @@ def start(args: argparse.Namespace) -> int:
         arena_bytes=args.arena_mib * MIB,
         store_bytes=args.store_mib * MIB,
         prefix_bytes=args.prefix_mib * MIB,
+        decodes=not args.handoff_only,
         deadline_s=args.deadline,
         budget=args.slowdown,
         aims=Aims(args.goal, args.late, LATE_TOKENS),

@@ -33,6 +33,7 @@ with private_folder() as folder:
         (["--alone", "1", "--host", "::"], "Give --keys FILE, or --without-keys"),
         (["examples/tiny.yaml", "--certs", "nowhere"], "Give --dc NAME too"),
         (["examples/tiny.yaml", "--dc", "north"], "it has them in east, west"),
+        (["--alone", "1", "--handoff-anywhere"], "need certificates. Give --certs and --dc too"),
         (["--alone", "1", "--device", "paced"], "only training workers can be paced"),
         (["--alone", "1", "--device", "tpu"], "must be paced, cpu or cuda:N"),
         (["--alone", "1", "--device", "cuda:99"], "device 'cuda:99': there are"),

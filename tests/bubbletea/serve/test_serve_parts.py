@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import random
@@ -18,15 +19,35 @@ from atlas.runtime.models.export import export_stage, finish_export
 from bubbletea.admit.aims import LATEST_NS, Aims
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest
 from bubbletea.costs import LayerTime
+from bubbletea.handoff import decode
 from bubbletea.handoff.sampling import Sampling, choose
 from bubbletea.prefill.messages import WorkerOrder
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.assemble import assemble
 from bubbletea.serve.auth import EVERYBODY, Keys
+from bubbletea.serve.errors import ApiError
 from bubbletea.serve.prefix_store import Prefixes
-from bubbletea.serve.service import StopStrings
+from bubbletea.serve.service import StopStrings, TextRequest
 from bubbletea.serve.tokens import Text, TextStream
 from bubbletea.serve.worker_windows import alone
+
+
+# ---- the decoder ----------------------------------------------------------------------------------------------------
+def test_without_a_decoder_only_hand_offs_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(served: object) -> None:
+        raise AssertionError("the whole model is loaded for a decoder that nobody asked for")
+
+    monkeypatch.setattr(decode, "load_whole", loaded)
+    parts = assemble(replace(TINY, decodes=False), alone(2, TINY.arena_bytes), Keys.open_to_all())
+
+    async def ask() -> str:
+        with pytest.raises(ApiError) as refused:
+            await anext(parts.service.answer(TextRequest("", "hello", Sampling(max_tokens=4))))
+        return str(refused.value)
+
+    said = asyncio.run(ask())
+    assert "router with vLLM behind it" in said
+    assert parts.dispatcher.prefixes.budget_bytes == 0
 
 
 # ---- text --------------------------------------------------------------------------------------------------------
