@@ -208,7 +208,7 @@ def test_the_flags_of_a_run_that_is_watched(tmp_path: Path) -> None:
     choice = watched(args, recipe.logging, job, TrainOptions("atlas"))
     labels = {"job": job.name, "schedule": "atlas"}
     assert choice == ReportChoice(
-        bar=False, lines=tmp_path / "a", metrics_port=0, labels=labels, folder=Path("runs/tiny")
+        bar=False, lines=tmp_path / "a", metrics_port=0, labels=labels, trackers_asked=False, folder=Path("runs/tiny")
     )
     on_gpus = watched(args, recipe.logging, job, TrainOptions("atlas", device="cuda", model="job")).gpus
     assert on_gpus is not None

@@ -6,6 +6,7 @@ import argparse
 import logging
 import threading
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,8 +133,11 @@ def test_a_tracker_that_does_not_start_is_refused_before_training(
     name: str, words: str, installed: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers_module, "find_spec", lambda name: None)
+    choice, said = ReportChoice(bar=False, trackers=(name,), folder=tmp_path), list[str]()
     with pytest.raises(AtlasError, match=f"--track {name}: {words}"):
-        RunReport(ReportChoice(bar=False, trackers=(name,), folder=tmp_path), 2)
+        RunReport(choice, 2)
+    with RunReport(replace(choice, trackers_asked=False), 2, warn=said.append):  # a default: only warned of
+        assert len(said) == 1
 
 
 def test_a_tracker_that_fails_or_hangs_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -163,7 +167,7 @@ def test_a_tracker_that_fails_or_hangs_costs_one_warning(caplog: pytest.LogCaptu
     ],
 )
 def test_tensorboard_is_the_default_of_a_run_with_a_folder(
-    flags: list[str], chosen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    flags: list[str], chosen: tuple[str, ...], installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("atlas.launch.report.trackers.find_spec", lambda name: logging)
     parser = argparse.ArgumentParser()

@@ -76,6 +76,7 @@ def watched(args: argparse.Namespace, logging: LoggingRecipe, job: Job, options:
         metrics_host=args.metrics_host,
         labels={"job": job.name, "schedule": options.schedule},
         trackers=_trackers(args, logging),
+        trackers_asked=logging.trackers is not None,
         folder=run_folder(logging, job),
         gpus=_gpu_facts(job, options),
     )

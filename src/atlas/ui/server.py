@@ -28,7 +28,7 @@ MAX_BODY = 64 << 10
 SEND_S = 10.0
 """A client that does not take its bytes for so long is disconnected."""
 ALIVE_S = 15.0
-PAUSE_S = 0.2
+PAUSE_S = 0.5
 """Least time between two events to one client."""
 LOOPBACK, COOKIE = "127.0.0.1", "atlas_token"
 POLICY = (

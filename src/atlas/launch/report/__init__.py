@@ -21,7 +21,7 @@ from atlas.ir.timeline import Timeline
 from atlas.launch.report.events import GpuFacts, StepEvent
 from atlas.launch.report.metrics import MetricsServer, TrainingMetrics
 from atlas.launch.report.progress import ProgressBar
-from atlas.launch.report.trackers import TrackerThread, figures_of, open_tracker
+from atlas.launch.report.trackers import TrackerError, TrackerThread, figures_of, open_tracker
 
 log: Callable[[str], None] = logging.getLogger("atlas.report").warning
 
@@ -58,6 +58,8 @@ class ReportChoice:
     """For Prometheus: job, schedule."""
     trackers: tuple[str, ...] = ()
     """Names of `trackers.open_tracker`."""
+    trackers_asked: bool = True
+    """False: they are a default, and one that does not start is only warned of."""
     folder: Path = Path("runs")
     """Where a tracker that writes files writes them."""
     gpus: GpuFacts | None = None
@@ -108,8 +110,14 @@ class RunReport:
         if choice.metrics_port is not None:
             self._server = MetricsServer(self.metrics, choice.metrics_port, choice.metrics_host)
         for name in choice.trackers:
-            tracker = open_tracker(name, choice.folder, choice.labels.get("job", "run"), choice.labels)
-            self._trackers.append(TrackerThread(name, tracker, self._warn))
+            try:
+                tracker = open_tracker(name, choice.folder, choice.labels.get("job", "run"), choice.labels)
+            except TrackerError as error:
+                if choice.trackers_asked:
+                    raise
+                self._warn(f"report ({name}): {error}. Training continues")
+            else:
+                self._trackers.append(TrackerThread(name, tracker, self._warn))
 
     @property
     def metrics_port(self) -> int | None:

@@ -14,7 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,12 +44,16 @@ class TrackerError(AtlasError):
 
 
 def default_trackers() -> tuple[str, ...]:
-    return (DEFAULT,) if find_spec(DEFAULT) is not None else ()
+    return (DEFAULT,) if find_spec(DEFAULT) is not None and DEFAULT in _offered() else ()
+
+
+def _offered() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
 def open_tracker(chosen: str, folder: Path, name: str, facts: Mapping[str, Any]) -> Tracker:
     """Raises TrackerError."""
-    found = {entry.name: entry for entry in entry_points(group=GROUP)}
+    found = _offered()
     if chosen not in found:
         known = ", ".join(sorted(found)) or NONE
         raise TrackerError(f"--track {chosen}: no such tracker. Known are {known}; other packages can add theirs")

@@ -3,6 +3,9 @@
 // text are taken.
 
 const COLUMNS = ["step", "loss", "tokens_per_s", "iteration_s", "utilization", "mfu"], MAX_POINTS = 1000;
+const REFRESH_MS = 2000;  // least time between two timelines: drawing them takes a core that training may need
+const drawn = { map: "", links: "", events: "" };  // what is on the page already
+const isNew = (part, data) => { const text = JSON.stringify(data); if (drawn[part] === text) return false; drawn[part] = text; return true; };
 const live = { state: null, series: null, shown: -1, held: false, asking: false, opened: false, busy: false, heard: 0, lost: false };
 
 const short = x => x >= 1e9 ? (x / 1e9).toFixed(2) + " G" : x >= 1e6 ? (x / 1e6).toFixed(2) + " M" : x >= 1e4 ? (x / 1e3).toFixed(1) + " k" : x >= 100 ? x.toFixed(0) : x.toPrecision(3);
@@ -138,11 +141,12 @@ function apply(state) {
   $("kind").textContent = state.run.source || "waiting"; $("kind").className = "badge " + state.run.source;
   $("ask").hidden = !state.whatif;
   if (!live.asking) $("said").textContent = state.verdict;
-  fillStatus(); fillCards(state); fillEvents(state.events);
+  fillStatus(); fillCards(state);
+  if (isNew("events", [state.events, idle(state)])) fillEvents(state.events);
   if (state.coast !== undefined) live.coast = state.coast;
-  if (state.map) fillMap(state.map);
+  if (state.map && isNew("map", [state.map, live.coast])) fillMap(state.map);
   else if (!$("picture").childElementCount) make("p", "", "There is no job file beside this run: no map and no prediction.", $("picture"));
-  fillLinks(state.links || []);
+  if (isNew("links", state.links)) fillLinks(state.links || []);
   document.documentElement.dataset.state = state.version;
   if (state.timeline_version !== live.shown) refresh();
 }
@@ -158,7 +162,7 @@ async function refresh() {
     const found = await api("/api/timeline");
     if (!live.asking || !live.opened) await draw(found.header, found.spans);
     live.shown = found.version;
-  } finally { setTimeout(() => { live.busy = false; if (live.state.timeline_version !== live.shown) refresh(); }, 1000); }
+  } finally { setTimeout(() => { live.busy = false; if (live.state.timeline_version !== live.shown) refresh(); }, REFRESH_MS); }
 }
 
 async function draw(header, texts) {
