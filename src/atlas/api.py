@@ -25,6 +25,7 @@ from atlas.planner import report
 from atlas.planner.breakeven import BreakEven, break_even
 from atlas.planner.change import Sweep, parse_sweep
 from atlas.planner.confidence import confident
+from atlas.planner.fabrics import FabricChoice, best_fabrics
 from atlas.planner.families import Families, find_families
 from atlas.planner.files import candidate_of, plan_of
 from atlas.planner.judge import Judged, as_dict
@@ -178,6 +179,7 @@ class PlanSearch:
     """The best plan of each family."""
     ask_break_even: bool = True
     progress: Progress | None = None
+    fabrics: tuple[FabricChoice, ...] = ()
 
     @cached_property
     def plan(self) -> Plan:
@@ -202,6 +204,7 @@ class PlanSearch:
             "origins": origins(self.found.job),
             "notes": report.notes(self.found),
             "confidence": self.found.confident and vars(self.found.confident),
+            "fabrics": [one.row() for one in self.fabrics],
         }
 
     @cached_property
@@ -242,6 +245,7 @@ def plan(
     tries: int | None = None,
     seed: int = 0,
     confidence: float | None = None,
+    fabrics: str | None = None,
     break_even: bool = True,
     progress: Progress | None = None,
 ) -> PlanSearch:
@@ -257,20 +261,17 @@ def plan(
     `objective` is "throughput" or "cost"; the default is "cost" where `min_throughput` ("0.03it/s", "50000tok/s") or
     `tokens` with a `deadline` ("300B", "30d") is given, else "throughput". `budget` limits dollars ("500/h", "2.5/it").
     `keep` names the keys that stay as the job has them; `tries` are those of the winner's schedule search (0: none).
-    `confidence` (0.95) chooses by that percentile of the iteration under weather drawn from the links' models.
-    With `break_even`, the result also says when its verdict changes, once that is asked for.
+    `confidence` (0.95) chooses by that percentile of the iteration under weather drawn from the links' models;
+    `fabrics` ("rail,photonic") are tried in each site; `break_even` also says when the verdict changes.
     """
     job, _ = opened(job, to_plan=True)
     batch = global_batch or batch_of(job)
     cheapest = min_throughput is not None or deadline is not None
     goal = objective_of(
-        objective or ("cost" if cheapest else "throughput"),
-        budget=budget,
-        min_throughput=min_throughput,
-        tokens=tokens,
-        deadline=deadline,
-        tokens_per_iteration=batch * job.model.seq_len,
-    )
+        objective or ("cost" if cheapest else "throughput"), budget=budget, min_throughput=min_throughput,
+        tokens=tokens, deadline=deadline, tokens_per_iteration=batch * job.model.seq_len,
+    )  # fmt: skip
+    job, choices = best_fabrics(job, fabrics, objective=goal, keep=keep, global_batch=batch, tcp=tcp, tick=progress)
     planned = make_plan(
         job, strategy=strategy, objective=goal, keep=keep, global_batch=batch, tcp=tcp, tries=tries, seed=seed,
         tick=progress,
@@ -278,7 +279,7 @@ def plan(
     families = find_families(planned, keep=keep, global_batch=batch, tries=tries, tick=progress)
     if confidence is not None:
         families = confident(families, confidence, seed=seed, tick=progress)
-    return PlanSearch(families.planned, families, break_even, progress)
+    return PlanSearch(families.planned, families, break_even, progress, choices)
 
 
 # ---- what-if -----------------------------------------------------------------------------------------------

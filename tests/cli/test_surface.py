@@ -66,7 +66,7 @@ SURFACE = {
     "profile": {"job", "--gpu", "--out", "--device", "--repeats", "--compile", "--no-compile", "--set"},
     "fabric": {"job", "--set", "--json"},
     "plan": {"job", "--json", "--out", "--page", "--set"}
-    | {"--strategy", "--objective", "--budget", "--min-throughput", "--tokens", "--deadline", "--keep"}
+    | {"--strategy", "--objective", "--budget", "--fabrics", "--min-throughput", "--tokens", "--deadline", "--keep"}
     | {
         "--global-batch",
         "--tcp",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.cost.compute import pricing
 from atlas.errors import SpecError
 from atlas.ir.replace import write_whole
+from atlas.planner.fabrics import FabricChoice, energy_of
 from atlas.planner.objective import OBJECTIVES
 from atlas.planner.report import compared, distinct, front, has_prices, notes, rows
 from atlas.planner.run import Planned
@@ -75,6 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="choose by this percentile of the iteration under weather from the links' models, such as 0.95",
     )
+    add("--fabrics", metavar="KINDS", help="try these fabrics in each site, such as rail,photonic, and use the best")
     add("--no-break-even", action="store_true", help="skip the break-even search")
     job_flags(parser)
     add("--json", action="store_true", help="print the result as JSON instead of tables")
@@ -125,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
             tries=args.tries,
             seed=args.seed,
             confidence=args.confidence,
+            fabrics=args.fabrics,
             break_even=not args.no_break_even,
             progress=meter,
         )
@@ -142,6 +146,7 @@ def run(args: argparse.Namespace) -> int:
 OF_A_JOB = (
     "job",
     "confidence",
+    "fabrics",
     "budget",
     "tokens",
     "deadline",
@@ -197,11 +202,19 @@ def _show(search: PlanSearch) -> None:
         )
     if planned.confident is not None:
         lines.append(f"  {planned.confident.words()}")
+    if (energy := energy_of(job.cluster, best)) is not None:
+        lines.append(
+            f"  {energy.watts / 1e3:,.1f} kW ({energy.fabric_watts / 1e3:,.1f} kW of it fabric), fabric "
+            f"{dollars(energy.fabric_usd)}, {energy.tokens_per_joule:.3g} tokens per joule"
+            + (f", {figures.tokens / figures.usd_per_iteration:,.0f} tokens per dollar" if money else "")
+        )
     lines += [*(f"  {line}" for line in notes(planned)), f"  Runnable: {search.plan.runnable}."]
     lines += [f"  {line}" for line in origins(job)]
     show(*lines, "")
     if len(planned.cluster.names) > 1:
         show(_families(search, money), "")
+    if search.fabrics:
+        show(_fabrics(search.fabrics), "")
     if search.break_even:
         show("The verdict changes with:", *(f"  {one.text}" for one in search.break_even), "")
     show(_table(planned, money))
@@ -228,6 +241,25 @@ def _families(search: PlanSearch, money: bool) -> Any:
         table.add_row(
             row["family"], *figures, *cost, row["lost"] or "the winner", style=None if row["lost"] else "green"
         )
+    return table
+
+
+def _fabrics(choices: Sequence[FabricChoice]) -> Any:
+    table = plain_table(caption="Best plan with each choice of fabrics, orders not searched; the first is used.")
+    table.add_column("fabric", overflow="fold", ratio=2)
+    table.add_column("sites", overflow="fold", ratio=2)
+    for name in ("GPUs", "iteration", "kW", "fabric", "tokens/J"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in choices:
+        row = one.row()
+        if one.planned is None:
+            table.add_row(one.words, f"cannot: {one.note}", *[""] * 5)
+            continue
+        energy = ["-"] * 3
+        if "watts" in row:
+            energy = [f"{row['watts'] / 1e3:,.0f}", dollars(row["fabric_usd"]), f"{row['tokens_per_joule']:.3g}"]
+        sites = f"{len(row['sites'])}: {', '.join(row['sites'])}"
+        table.add_row(one.words, sites, f"{row['num_gpus']:,}", seconds(row["iteration_s"]), *energy)
     return table
 
 

@@ -1,4 +1,5 @@
-"""Photonic rails: which datacenters have too few circuits for all that a job does, and so must change them."""
+"""Photonic rails: which datacenters have too few circuits for all that a job does, and so must change them; and how the
+slices of WAN turns reach the cell peers."""
 
 from __future__ import annotations
 
@@ -16,3 +17,22 @@ def switches_circuits(dc: DataCenter, tp: int, replicas: int) -> bool:
     ports = dc.fabric.ports_per_gpu
     in_node = max(1, dc.gpus_per_node // tp)
     return replicas > in_node and ports < min(RING_AND_HOPS, dc.nodes - 1)
+
+
+def scatter_gbps(dc: DataCenter) -> float:
+    """The packet network beside photonic rails, Gbit/s of a node; 0 where there is none."""
+    return dc.fabric.electrical_gbps if dc.fabric is not None and dc.fabric.kind == "photonic" else 0.0
+
+
+def relays_slices(dc: DataCenter) -> bool:
+    """Whether slices for the WAN go from node to node, around the ring of a stage's replicas."""
+    return dc.fabric is not None and dc.fabric.kind == "photonic" and not scatter_gbps(dc) and dc.nodes > 2
+
+
+def scatter_change_s(dc: DataCenter, tp: int, replicas: int, *, has_hops: bool) -> float:
+    """What changing to the ring takes before slices can go around it. A stage at the WAN that also has a hop inside its
+    datacenter needs circuits for a ring and one hop, or changes them for every round of turns."""
+    if not has_hops or not relays_slices(dc) or not switches_circuits(dc, tp, replicas):
+        return 0.0
+    assert dc.fabric is not None
+    return dc.fabric.reconfigure_ms / 1e3 if dc.fabric.ports_per_gpu < RING + 1 else 0.0

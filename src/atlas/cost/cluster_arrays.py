@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from atlas.cost.circuits import relays_slices, scatter_gbps
 from atlas.cost.runtimes import RUNTIMES
 from atlas.ir.program import QUANTUM_NS
 from atlas.spec.job import Cluster, Job
@@ -40,6 +41,10 @@ class ClusterArrays:
     net_latency_s: Floats
     peer_bps: Floats
     """From one GPU to the others of its node."""
+    scatter_bps: Floats
+    """Of a node, for slices to its cell peers: its network, or the packet network beside photonic rails."""
+    relays: Flags
+    """Whether such slices go around a ring of circuits, from node to node."""
     usd_per_gpu_s: Floats
     cap_bytes: Ints
     """Memory of one GPU that the job may use."""
@@ -125,6 +130,8 @@ def _arrays_of(spec: Cluster, runtime: str, memory_gib: float | None) -> Cluster
         gpus_per_node=np.array([dc.gpus_per_node for dc in dcs], np.int64),
         net_bps=np.array([spec.node_gbps(dc) * 1e9 for dc in dcs]),
         net_latency_s=np.array([dc.net_latency_us / 1e6 for dc in dcs]),
+        scatter_bps=np.array([scatter_gbps(dc) or spec.node_gbps(dc) for dc in dcs]) * 1e9,
+        relays=np.array([relays_slices(dc) for dc in dcs], np.bool_),
         peer_bps=np.array([gpu.peer_gbps * 1e9 for gpu in gpus]),
         usd_per_gpu_s=np.array([dc.usd_per_gpu_hour / 3600 for dc in dcs]),
         cap_bytes=np.array([math.floor((memory_gib or share * gpu.memory_gib) * GIB) for gpu in gpus], np.int64),
@@ -193,10 +200,18 @@ def wan_rate(
     pair_bps = np.minimum(path_bps(cluster, src, dst, tcp, crowd), slower_bps)
     trunk_bps = cluster.trunk_bps[src, dst] / cells
     # The sender keeps its own slice: (C - 1)/C of every byte goes over its network, and comes in likewise.
-    spread_bps = np.where(turns > 1, slower_bps * turns / np.maximum(turns - 1, 1), np.inf)
+    slices_bps = np.asarray(share_of_node(tp, cluster.gpus_per_node, cluster.scatter_bps), np.float64)
+    slowest_bps = np.minimum(slices_bps[src], slices_bps[dst])
+    spread_bps = np.where(turns > 1, slowest_bps * turns / np.maximum(turns - 1, 1), np.inf)
     rate_bps = np.minimum(np.minimum(turns * pair_bps, trunk_bps), spread_bps)
     slices_bits = np.minimum(bits, rate_bps * QUANTUM_NS / 1e9) * (turns - 1) / turns
-    ends_s = [np.where(turns > 1, slices_bits / net_bps[dc] + cluster.net_latency_s[dc], 0.0) for dc in (src, dst)]
+    # Around a ring a slice passes up to half of the peers, over one of the two circuits of each.
+    hops = np.maximum(1, np.ceil((turns - 1) / 2))
+    ends_s = []
+    for dc in (src, dst):
+        passed_s = np.where(cluster.relays[dc], (hops - 1) * 2 * slices_bits / np.maximum(turns - 1, 1), 0.0)
+        latency_s = cluster.net_latency_s[dc] * np.where(cluster.relays[dc], hops, 1)
+        ends_s.append(np.where(turns > 1, (slices_bits + passed_s) / slices_bps[dc] + latency_s, 0.0))
     return WanRate(pair_bps, trunk_bps, rate_bps, *ends_s)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.cost.arrange import Arrangement, arrange, route_between
-from atlas.cost.circuits import switches_circuits
+from atlas.cost.circuits import scatter_change_s, switches_circuits
 from atlas.cost.cluster_arrays import WanRate, lan_bps, ring_s, wan_rate, worker_bps
 from atlas.cost.runtimes import RUNTIMES
 from atlas.cost.table import FAIR, MAX_NS, PRIVATE, TURNS, Circuits, Costs, LinkCost, Trace, kind_costs
@@ -314,7 +314,7 @@ class WanTraffic:
     def add_turns(self, links: Links) -> None:
         """The cell takes turns with the capacity of all its nodes."""
         rate = self.rate(turns=self.num_pipelines)
-        self._time(links, rate)
+        self._time(links, rate, *(self._change_s(self.hops[0], end) for end in (0, 1)))
         if rate.trunk_bps < rate.rate_bps * len(self.rank_pairs):
             groups = [self.hops]
         else:
@@ -324,10 +324,19 @@ class WanTraffic:
             for hop in hops:
                 links.channel[hop.direction, :, hop.boundary] = link
 
-    def _time(self, links: Links, rate: WanRate) -> None:
-        work_ns = to_ns(self.job, sent_bytes(self.job) * 8 / rate.rate_bps, f"transfer {self.hops[0].arrow}")
-        before_ns = to_ns(self.job, rate.before_s, "scatter")
-        latency_ns = to_ns(self.job, self.route.latency_ms / 1e3 + rate.after_s, "latency")
+    def _change_s(self, hop: Hop, end: int) -> float:
+        """What changing circuits takes at one end of a hop, before slices go around a ring and back to the hops."""
+        name, ranks = (hop.src, hop.dst)[end], self.arrangement.rank_dc
+        neighbours = [r for r in (hop.ranks[end] - 1, hop.ranks[end] + 1) if 0 <= r < len(ranks)]
+        has_hops = any(ranks[r] == name.name for r in neighbours)
+        return scatter_change_s(name, self.job.tp, self.num_pipelines * self.job.cells, has_hops=has_hops)
+
+    def _time(self, links: Links, rate: WanRate, *change_s: float) -> None:
+        away_s = 2 * max(change_s, default=0.0) / self.num_pipelines  # once to the ring and back in a round of turns
+        wire_s = sent_bytes(self.job) * 8 / rate.rate_bps
+        work_ns = to_ns(self.job, wire_s + away_s, f"transfer {self.hops[0].arrow}")
+        before_ns = to_ns(self.job, rate.before_s + sum(change_s[:1]), "scatter")
+        latency_ns = to_ns(self.job, self.route.latency_ms / 1e3 + rate.after_s + sum(change_s[1:]), "latency")
         for hop in self.hops:
             at = (hop.direction, slice(None), hop.boundary)
             links.work_ns[at], links.before_ns[at], links.latency_ns[at] = work_ns, before_ns, latency_ns

@@ -10,6 +10,7 @@ from typing import Any
 
 from atlas.cost.cluster_arrays import ClusterArrays, all_nodes_bps
 from atlas.planner.candidate import KINDS, Candidate, kind_of
+from atlas.planner.fabrics import energy_of, energy_row
 from atlas.planner.judge import Figures, Judged, as_dict
 from atlas.planner.objective import Objective
 from atlas.planner.run import Planned
@@ -30,7 +31,8 @@ def rows(planned: Planned) -> list[dict[str, Any]]:
     found = []
     for k, judged in enumerate(distinct(planned)):
         lost = "" if k == 0 else why_lost(judged, best, planned.objective)
-        found.append({**as_dict(judged), "kind": KINDS[kind_of(judged.candidate)], "lost": lost})
+        energy = energy_row(planned.job.cluster, judged)
+        found.append({**as_dict(judged), **energy, "kind": KINDS[kind_of(judged.candidate)], "lost": lost})
     return found
 
 
@@ -93,13 +95,19 @@ def notes(planned: Planned) -> list[str]:
 
 
 def front(planned: Planned) -> list[Judged]:
-    """Of all that was simulated, the Pareto-optimal plans. Fastest first."""
-    found: list[Judged] = []
+    """Of all that was simulated, the Pareto-optimal plans in time and dollars, and where power or fabrics are stated in
+    joules and dollars of the fabric too. Fastest first."""
+    found: list[tuple[Judged, tuple[float, ...]]] = []
     everything = [planned.winner, *planned.rivals]
     for judged in sorted(everything, key=lambda j: (j.figures.iteration_s, j.figures.usd_per_iteration)):
-        if not found or judged.figures.usd_per_iteration < found[-1].figures.usd_per_iteration * (1 - 1e-9):
-            found.append(judged)
-    return found
+        goals: tuple[float, ...] = (judged.figures.usd_per_iteration,)
+        if (energy := energy_of(planned.job.cluster, judged)) is not None:
+            goals += (energy.watts * judged.figures.iteration_s, energy.fabric_usd)
+        if not any(
+            all(mine >= its * (1 - 1e-9) for mine, its in zip(goals, others, strict=True)) for _, others in found
+        ):
+            found.append((judged, goals))
+    return [judged for judged, _ in found]
 
 
 def compared(planned: Planned) -> str:

@@ -1,0 +1,82 @@
+"""Watts and fabrics of plans: what is charged, which fabric is chosen, and turns over a ring of circuits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from plan_jobs import job_of
+
+from atlas.cost.price import price
+from atlas.errors import SpecError
+from atlas.planner.fabrics import best_fabrics, energy_of, parse_kinds
+from atlas.planner.report import front, rows
+from atlas.planner.run import make_plan
+from atlas.spec import Job, parse_job
+
+
+def powered(**dc: Any) -> Job:
+    """Two sites of H200 by power."""
+    sites = [
+        {"name": name, "gpus_per_node": 2, "gpu": "H200", "power_kw": 12.0, "usd_per_gpu_hour": 3.0, "pue": 1.5, **dc}
+        for name in ("east", "west")
+    ]
+    small = job_of().model_dump(exclude_none=True, mode="json")
+    return parse_job({**small, "cluster": {**small["cluster"], "datacenters": sites}, "batch": "32 sequences"})
+
+
+def test_a_plan_is_charged_for_its_servers_and_fabric_with_the_pue() -> None:
+    job = powered(fabric={"kind": "photonic"})
+    planned = make_plan(job, tries=0)
+    best = planned.winner
+    found = energy_of(job.cluster, best)
+    assert found is not None
+    assert found.watts == pytest.approx(1.5 * best.candidate.num_gpus * (1275 + 10 + 2 * 75 / 192))
+    assert found.fabric_usd == pytest.approx(best.candidate.num_gpus * 1919)
+    assert found.tokens_per_joule == pytest.approx(best.figures.tokens_per_s / found.watts)
+    assert rows(planned)[0]["watts"] == found.watts
+    assert front(planned)[0].figures.iteration_s <= best.figures.iteration_s
+    assert energy_of(job_of().cluster, best) is None
+
+
+def test_photonic_rails_are_chosen_where_they_leave_more_power_to_gpus() -> None:
+    job, choices = best_fabrics(powered(), "rail,photonic")
+    assert {kind for _, kind in choices[0].kinds} == {"photonic"}
+    assert [dc.nodes for dc in job.cluster.datacenters] == [4, 4]
+    rail = next(one for one in choices if {kind for _, kind in one.kinds} == {"rail"})
+    assert rail.row()["num_gpus"] < choices[0].row()["num_gpus"]
+    assert rail.row()["tokens_per_joule"] < choices[0].row()["tokens_per_joule"]
+
+
+def test_a_fabric_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(SpecError, match="no such fabric"):
+        parse_kinds("rail,potonic")
+
+
+def turns_job(**fabric: Any) -> Job:
+    sites = [
+        {"name": name, "nodes": 8, "gpu": "H200", **({"fabric": {"kind": "photonic", **fabric}} if fabric else {})}
+        for name in ("east", "west")
+    ]
+    small = job_of().model_dump(exclude_none=True, mode="json")
+    changes = {"tp": 8, "pp": 4, "pipelines_per_cell": 4, "cluster": {**small["cluster"], "datacenters": sites}}
+    return parse_job({**small, **changes})
+
+
+def test_slices_around_a_ring_take_longer_and_may_have_to_wait_for_it() -> None:
+    electrical, ring, static, plane = (
+        price(job, sharing=True)
+        for job in (
+            turns_job(),
+            turns_job(reconfigure_ms=50.0),
+            turns_job(reconfigure_ms=50.0, ports_per_gpu=3),
+            turns_job(reconfigure_ms=50.0, electrical_gbps=25.0),
+        )
+    )
+    at = (0, 0, 1)  # the boundary between the sites
+    assert electrical.before_ns[at] < static.before_ns[at] < 1_000_000
+    assert ring.before_ns[at] - static.before_ns[at] == 50_000_000
+    assert ring.work_ns[at] - static.work_ns[at] == pytest.approx(2 * 50_000_000 / 4, abs=2)
+    assert plane.before_ns[at] > electrical.before_ns[at]  # 25 Gbit/s instead of 3,200
+    assert plane.circuits is not None
+    assert electrical.circuits is None
