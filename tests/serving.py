@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx2 as httpx
+import pytest
 from prefill_samples import LLAMA
 
 from bubbletea.prefill.dedicated_worker import DedicatedWorker
@@ -35,6 +36,10 @@ class Serving:
     parts: Parts
     server: HttpServer
     hosts: DedicatedWorkers
+
+    def use_every_hit(self, patch: pytest.MonkeyPatch) -> None:
+        """Of the prefix cache, whatever it costs: so small a model is computed faster than it is moved."""
+        patch.setattr(self.parts.dispatcher.prefixes.times, "pays", lambda num_tokens, compute_ns: True)
 
     def wait_for_lanes(self, count: int, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s

@@ -44,6 +44,8 @@ class PrefillTask:
     """When it is delivered by the plan, on the same clock."""
     ticket: str = ""
     """Of a hand-off: keys and values stay at the worker under this name. Empty: they are sent to the service."""
+    sent_ns: int = 0
+    """When the service began to send it, with its cached tokens, on the same clock."""
 
     @property
     def chunks(self) -> list[tuple[int, int]]:

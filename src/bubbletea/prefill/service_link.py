@@ -12,6 +12,7 @@ import logging
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -79,6 +80,7 @@ class ServiceLink:
         self._lock = threading.Lock()
         self._ran: list[tuple[Any, ...]] = []
         self._waits: list[tuple[int, ...]] = []
+        self._loads: list[tuple[int, int]] = []
         self._engine: PrefillEngine | None = None
         self._on_share: Callable[[float], None] = lambda share: None
         self._cached: dict[str, dict[int, Tensor]] = {}
@@ -186,6 +188,9 @@ class ServiceLink:
         if task.start and any(i not in cached or cached[i].shape[2] != task.start for i in layers):
             self.failed(task, "its cached tokens did not arrive with it")
             return
+        if task.start:
+            with self._lock:
+                self._loads.append((task.start, time.monotonic_ns() + self.offset_ns - task.sent_ns))
         if task.ticket:
             job, num_bytes = (task.job, task.attempt), task.length * len(layers) * served.kv_bytes_per_layer_token
             if not self.parts.open(task.ticket, job, task.length, layers, num_bytes):
@@ -225,8 +230,9 @@ class ServiceLink:
         with self._lock:
             ran, self._ran = self._ran[:MAX_REPORTS], self._ran[MAX_REPORTS:]
             waits, self._waits = self._waits[:MAX_REPORTS], self._waits[MAX_REPORTS:]
-        if ran or waits:
-            self._out.put(_Outgoing(lambda: (REPORT, {"ran": ran, "waits": waits}, b"")))
+            loads, self._loads = self._loads[:MAX_REPORTS], self._loads[MAX_REPORTS:]
+        if ran or waits or loads:
+            self._out.put(_Outgoing(lambda: (REPORT, {"ran": ran, "waits": waits, "loads": loads}, b"")))
 
 
 def _name(task: PrefillTask) -> Json:

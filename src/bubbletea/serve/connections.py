@@ -96,6 +96,9 @@ class Listener(Protocol):
     def reported(self, member: ConnectedWorker, ran: list[list[int]], waits: list[list[int]]) -> None:
         """Pieces [job, attempt, layer, first, last, predicted, took], waits [step, op, began, ended, filled]."""
 
+    def loaded(self, num_tokens: int, took_ns: int) -> None:
+        """A worker has received its layers of a cached prefix."""
+
 
 class WorkerConnections(FrameServer):
     """`find(who)` returns the service's number of a worker and its order, or raises WorkerError to refuse it."""
@@ -238,5 +241,7 @@ class WorkerConnections(FrameServer):
             listener.failed(int(fields["job"]), int(fields["attempt"]), str(fields["why"]))
         elif frame.kind == REPORT:
             listener.reported(member, fields["ran"], fields["waits"])
+            for num_tokens, took_ns in fields["loads"]:
+                listener.loaded(int(num_tokens), int(took_ns))
         elif frame.kind != DONE:
             raise WorkerError(f"a frame of kind {frame.kind} from worker {member.name}")

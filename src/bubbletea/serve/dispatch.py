@@ -134,7 +134,7 @@ class Dispatcher:
     async def prefill(self, prompt: Prompt) -> Prefilled:
         """Raises Refused or HandedBack. The caller releases the parcel."""
         now_ns, ticket = time.monotonic_ns(), secrets.token_hex(16)
-        hashes = self.prefixes.hashes(prompt.tokens, prompt.tenant, prompt.cache_salt)
+        hashes = self._hashes(prompt)
         request = PrefillRequest(
             ticket, prompt.tenant, len(prompt.tokens), now_ns, prompt.deadline_ns, prompt.kind, hashes
         )
@@ -157,6 +157,13 @@ class Dispatcher:
             raise
         finally:
             self._forget(run)
+
+    def _hashes(self, prompt: Prompt) -> tuple[bytes, ...]:
+        """Of its blocks; none if computing its cached part is faster than moving it to the workers."""
+        hashes = self.prefixes.hashes(prompt.tokens, prompt.tenant, prompt.cache_salt)
+        num_tokens = self.prefixes.longest(hashes, len(prompt.tokens) - 1)
+        compute_ns = self.planner.costs.layer(num_tokens, 0) * self.store.served.config.num_layers
+        return hashes if not num_tokens or self.prefixes.times.pays(num_tokens, compute_ns) else ()
 
     def _require_room(self, num_tokens: int, tenant: str, kind: RequestKind) -> None:
         store = self.store
@@ -184,6 +191,7 @@ class Dispatcher:
         """Sends the tasks of a placement to the workers of its lane."""
         hashes, request, lane = run.request.block_hashes, placement.request, placement.lane
         run.cached = min(placement.cached_tokens, self.prefixes.longest(hashes, NEVER_DUE))
+        began_ns = time.monotonic_ns()
         cached = self.prefixes.take(hashes, run.cached) if run.cached else []
         for layer, kv in enumerate(cached):
             if run.prompt.hands_off:
@@ -196,7 +204,8 @@ class Dispatcher:
         self._expect(run, placement.delivered_ns)
         run.sent, run.since_ns = self.connections.of_lane(lane), time.monotonic_ns()
         ticket = run.parcel.ticket if run.prompt.hands_off else ""
-        rest = (run.due_ns, tuple(member.transport for member in run.sent), placement.delivered_ns, ticket)
+        peers = tuple(member.transport for member in run.sent)
+        rest = (run.due_ns, peers, placement.delivered_ns, ticket, began_ns)
         length = len(run.prompt.tokens)
         if not run.attempt:
             self.metrics.cached(run.cached, length)
@@ -291,6 +300,9 @@ class Dispatcher:
         run = self._runs.get(job)
         if run is not None and run.attempt == attempt:
             self._again(run, why)
+
+    def loaded(self, num_tokens: int, took_ns: int) -> None:
+        self.prefixes.times.loaded(num_tokens, took_ns)
 
     def _finish(self, run: _PrefillRun) -> None:
         if run.logits is None or run.future.done() or not run.parcel.is_complete:

@@ -3,6 +3,8 @@
 
 A tenant's blocks can be found by that tenant's hashes only, so that response times reveal nothing about other tenants'
 prompts. A tenant cannot push out another's blocks below the part of the budget that is reserved for that one.
+
+A hit moves keys and values to the workers, and may take longer than computing them: `HitTimes` decides by measurement.
 """
 
 from __future__ import annotations
@@ -19,11 +21,36 @@ from torch import Tensor
 from bubbletea.admit.prefix_index import BLOCK_TOKENS, block_hashes
 from bubbletea.handoff.kv_store import reserved_bytes
 
+LOADS, AGAIN = 8, 32
+"""Loads in the moving average of their times; prefixes of which one is used although it does not pay."""
+
 
 class _Kept(NamedTuple):
     tenant: str
     layers: list[Tensor]
     """[2, K, block, E] of every layer."""
+
+
+class HitTimes:
+    """How long keys and values of a prefix take from here into the workers, against computing them there."""
+
+    def __init__(self) -> None:
+        self._ns_per_token = 0.0
+        self._num_avoided = 0
+
+    def loaded(self, num_tokens: int, took_ns: int) -> None:
+        """A worker has received its layers of a prefix."""
+        each = took_ns / max(1, num_tokens)
+        self._ns_per_token += (each - self._ns_per_token) / LOADS if self._ns_per_token else each
+
+    def pays(self, num_tokens: int, compute_ns: int) -> bool:
+        """Whether to use a prefix of so many tokens. If the last ones took longer than computing, only every AGAIN-th
+        is used, to measure again."""
+        if self._ns_per_token * num_tokens <= compute_ns:
+            self._num_avoided = 0
+            return True
+        self._num_avoided += 1
+        return self._num_avoided % AGAIN == 0
 
 
 class Prefixes:
@@ -34,6 +61,7 @@ class Prefixes:
         self.budget_bytes, self.block = budget_bytes, block
         self._reserved = reserved_bytes(budget_bytes, weights or {})
         self._used: Counter[str] = Counter()
+        self.times = HitTimes()
         self._secret = secrets.token_bytes(16)
         self._held: OrderedDict[Hashable, _Kept] = OrderedDict()
         """By hash, least recently used first."""

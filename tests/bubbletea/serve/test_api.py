@@ -102,7 +102,8 @@ def test_a_stop_string_ends_the_answer_before_it(service: Serving) -> None:
     assert answer["text"] == whole_text[: whole_text.index(stop)]
 
 
-def test_a_prefix_is_found_again_by_its_tenant_only(service: Serving) -> None:
+def test_a_prefix_is_found_again_by_its_tenant_only(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    service.use_every_hit(monkeypatch)
     ask = ASK | {"prompt": [9] * 1200}
     found = [
         post(service, ask, key=key).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -207,6 +208,20 @@ def test_a_prefill_that_is_handed_off_has_one_token(service: Serving) -> None:
     refused = post(service, ask | {"max_tokens": 2})
     assert refused.status_code == 400
     assert "max_tokens 1" in refused.json()["error"]["message"]
+
+
+def test_a_prefix_that_is_slow_to_move_is_computed_again(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = ASK | {"prompt": [3] * 1100, "max_tokens": 1}
+    times = service.parts.dispatcher.prefixes.times
+
+    def cached() -> int:
+        return int(post(service, ask).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    monkeypatch.setattr(times, "_ns_per_token", 0.0)
+    assert [cached(), cached()] == [0, 1024]
+    assert within(10.0, lambda: times._ns_per_token > 0), "the workers have reported how long it took"
+    monkeypatch.setattr(times, "_ns_per_token", 1e12)
+    assert cached() == 0
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------

@@ -232,7 +232,8 @@ def test_every_field_has_an_effect_or_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize("endpoint", PATHS)
-def test_a_salt_keeps_prefixes_apart(service: Serving, endpoint: str) -> None:
+def test_a_salt_keeps_prefixes_apart(service: Serving, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    service.use_every_hit(monkeypatch)
     long = {"prompt": LONG, "messages": [{"role": "user", "content": LONG}], "max_tokens": 1}
     cached = [
         post(service, endpoint, {**long, "cache_salt": f"{endpoint} {salt}"}).json()["usage"]

@@ -26,7 +26,7 @@ from bubbletea.prefill.shard import Served
 from bubbletea.serve.assemble import assemble
 from bubbletea.serve.auth import EVERYBODY, Keys
 from bubbletea.serve.errors import ApiError
-from bubbletea.serve.prefix_store import Prefixes
+from bubbletea.serve.prefix_store import HitTimes, Prefixes
 from bubbletea.serve.service import StopStrings, TextRequest
 from bubbletea.serve.tokens import Text, TextStream
 from bubbletea.serve.worker_windows import alone
@@ -48,6 +48,23 @@ def test_without_a_decoder_only_hand_offs_are_answered(monkeypatch: pytest.Monke
     said = asyncio.run(ask())
     assert "router with vLLM behind it" in said
     assert parts.dispatcher.prefixes.budget_bytes == 0
+
+
+# ---- the prefix cache ------------------------------------------------------------------------------------------------
+def test_a_cached_prefix_is_used_only_if_moving_it_is_faster_than_computing_it() -> None:
+    times = HitTimes()
+    assert times.pays(512, 1_000_000), "not measured yet"
+    for _ in range(40):
+        times.loaded(512, 512_000)
+    assert times.pays(512, 513_000)
+    assert not times.pays(512, 511_000)
+    for _ in range(40):
+        times.loaded(512, 5_120_000)
+    used = sum(times.pays(512, 1_000_000) for _ in range(64))
+    assert used == 2, "now and then, to measure again"
+    for _ in range(40):
+        times.loaded(512, 1000)
+    assert times.pays(512, 1_000_000)
 
 
 # ---- text --------------------------------------------------------------------------------------------------------
