@@ -60,6 +60,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "text.json": (b"hello", "neither { nor ["),
     "fake.json.gz": (whole(), "not gzip data"),
     "zipped.json": (b"PK\x03\x04rest", "zip archive"),
+    "numbers.json": (b"[1, 2, 3]", "none of its 3 entries is an event"),
     "other.json": (b'{"a": [1, 2]}', "no list 'traceEvents'"),
     "deep.json": (b'{"traceEvents": [' + b"[" * 100_000, "nested too deeply"),
     "key.json": (b'{"traceEvents" [', "no value for the key"),
@@ -150,6 +151,10 @@ FOUND: dict[str, tuple[Callable[[Path], object], str]] = {
         "counted as `kernel`",
     ),
     "a rank is missing": (lambda f: (good(f), card(f), (f / "rank1_trace.json").unlink()), "no file of rank 1"),
+    "a rank is missing, and there is no card": (
+        lambda f: (good(f, 3), (f / "rank1_trace.json").unlink()),
+        "there is no file of rank 1",
+    ),
     "another rank inside": (
         lambda f: (good(f), (f / "rank1_trace.json").write_bytes((f / "rank0_trace.json").read_bytes())),
         "the trace says rank 0",

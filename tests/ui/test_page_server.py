@@ -58,6 +58,7 @@ def test_a_post_must_be_a_small_json_object(page: ServedPage) -> None:
     port, kind = page.server.port, {"Content-Type": "application/json"}
     assert asked(port, "/api/whatif/quick", {"Content-Type": "text/plain"}, "{}")[0] == 400
     assert asked(port, "/api/whatif/quick", kind, "[1]")[0] == 400
+    assert asked(port, "/api/whatif/quick", kind, "[" * 60_000)[0] == 400
     assert asked(port, "/api/whatif/quick", kind, " " * (server_module.MAX_BODY + 1))[0] == 400
     code, _, body = asked(port, "/api/whatif/quick", kind, '{"cells": "many"}')
     assert code == 422

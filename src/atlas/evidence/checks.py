@@ -59,6 +59,8 @@ def findings(card: Card | None, ranks: Sequence[RankFacts]) -> list[str]:
     if card is not None:
         found += _world(card, ranks)
         found += _params(card)
+    else:
+        found += _gaps(ranks)
     return found + _files(ranks) + _steps(ranks)
 
 
@@ -81,6 +83,13 @@ def _world(card: Card, ranks: Sequence[RankFacts]) -> list[str]:
     if total is not None and sizes and sizes != {int(total)}:
         found.append(f"ranks: the card has {total:.0f} devices, the traces say world size {_list(sizes)}")
     return found
+
+
+def _gaps(ranks: Sequence[RankFacts]) -> list[str]:
+    """Without a card: ranks below the highest that have no file."""
+    numbers = {rank.rank for rank in ranks if rank.rank is not None}
+    lost = set(range(max(numbers, default=0))) - numbers
+    return [f"ranks: there is no file of rank {_list(lost)}"] if lost and len(numbers) > 1 else []
 
 
 def _params(card: Card) -> list[str]:

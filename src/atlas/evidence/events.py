@@ -188,7 +188,7 @@ class TraceFile:
             what = f"is truncated after {self.num_events:,} events"
         else:
             what = f"character {self._dropped + self._at:,}, after {self.num_events:,} events: {what}"
-        hint = ", or give --salvage to use the events before it" if self.num_events else ""
+        hint = ", or give --salvage to use the events before it" if self.num_events and not self.salvage else ""
         return DamagedTraceError(f"{self.path}: {what}. Write the trace again{hint}")
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from atlas.errors import AtlasError
 from atlas.evidence.events import TraceFile
 from atlas.evidence.intervals import Floats
 
@@ -155,6 +156,8 @@ def read_rank(path: Path, *, salvage: bool = False) -> RankTrace:
             handle(event)
         except TypeError:  # a category, name or argument of an odd type
             trace.num_unusable += 1
+    if file.num_odd and not file.num_events:
+        raise AtlasError(f"{path}: none of its {file.num_odd:,} entries is an event. Name a file of torch.profiler")
     reader.finish()
     trace.info, trace.num_events, trace.damage = file.info, file.num_events, file.damage
     return trace

@@ -135,7 +135,7 @@ class PageHandler(BaseHTTPRequestHandler):
             body = json.loads(self.rfile.read(int(length)))
             if not isinstance(body, dict):
                 raise ValueError("not an object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return self._refuse(400, f"The body is not a JSON object: {error}")
         try:
             self._json(answer(body))

@@ -72,7 +72,7 @@ class SliderValues:
                     where="what-if",
                     key=key[:40],
                     value=str(value)[:40],
-                    rule="is out of range",
+                    rule="is out of range" if key in LIMITS else "is not known",
                     remedy=f"Give {known}, or schedule",
                 )
             found[key] = int(value) if isinstance(low, int) else float(value)
