@@ -14,9 +14,11 @@ import random
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from rich.console import Console
 
@@ -49,7 +51,20 @@ class Client:
     first_s: list[float] = field(default_factory=list)
     """Seconds to the first token of each prompt."""
     printing: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a response is printed; other output waits for it."""
+    """Held while a response is printed."""
+    lines: deque[str] = field(default_factory=deque)
+    """Lines about training that are not printed yet."""
+
+    def say(self, line: str, console: Console) -> None:
+        """Print a line about training, or leave it until the response that is being printed ends. Never waits."""
+        self.lines.append(line)
+        if self.printing.acquire(blocking=False):
+            self.flush(console)
+            self.printing.release()
+
+    def flush(self, console: Console) -> None:
+        while self.lines:
+            console.print(self.lines.popleft())
 
 
 class _OpenRequests:
@@ -128,6 +143,7 @@ def train_and_serve(
         in_background(_end, server, training, requests)
 
     asyncio.run(run(parts, Where(port=0, drain_s=5), workers, on_start))
+    client.flush(console)
     if runs[0].thread.is_alive():
         raise KeyboardInterrupt  # the service was stopped before training ended
     if runs[0].error:
@@ -153,14 +169,17 @@ def _send_prompts(
     while training.thread.is_alive() and not parts.dispatcher.planner.num_lanes:
         time.sleep(0.1)
     for prompt in PROMPTS:
-        with client.printing:
-            console.print(f"  [cyan]{prompt}[/cyan] ", end="")
-            try:
-                for text in _ask(server, requests, {"prompt": prompt, "max_tokens": 48}, client.first_s):
+        texts = _ask(server, requests, {"prompt": prompt, "max_tokens": 48}, client.first_s)
+        try:
+            first = next(texts, "")
+            with client.printing:
+                console.print(f"  [cyan]{prompt}[/cyan] ", end="")
+                for text in chain([first], texts):
                     console.print("".join(c if c.isprintable() else "·" for c in text), end="", markup=False)
                 console.print()
-            except (OSError, http.client.HTTPException, AtlasError) as error:
-                console.print(f"... not answered: {error}")
+                client.flush(console)
+        except (OSError, http.client.HTTPException, AtlasError) as error:
+            client.say(f"  [cyan]{prompt}[/cyan] ... not answered: {error}", console)
 
 
 def _fill(server: HttpServer, training: _Training, requests: _OpenRequests, number: int) -> None:

@@ -177,7 +177,7 @@ def region(name: str, where: str) -> Region:
     elif cloud not in CLOUDS:
         rule = f"no cloud {cloud!r} in the catalogue"
         near = get_close_matches(cloud, CLOUDS, n=1, cutoff=0.4) or list(CLOUDS)
-        near = [f"{one}:{short}" for one in near]
+        near = [f"{one}:{short}" for one in near if f"{one}:{short}" in known] or _near_regions(short, list(known))
     elif name.strip().lower() in known:
         return known[name.strip().lower()]
     else:
