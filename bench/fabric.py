@@ -1,0 +1,177 @@
+"""Photonic rails: prediction of Opus's measurements on Perlmutter, random Programs in both engines, and engine speed.
+
+    python bench/fabric.py             everything, several minutes
+    python bench/fabric.py --quick     500 random Programs
+
+Perlmutter: mean step seconds with an injected reconfiguration delay, in ../shared/data/opus. The base is the row at
+0 ms. The number of changes that are waited for in an iteration is that of the pipeline phases which Opus's published
+communication patterns list for it (evaluation/*/comm_pattern*_pp_1.txt): 5 for Llama, 4 for DeepSeek. Nothing is fitted
+above 0 ms. Provisioned, the published shortest gaps behind each phase are the windows that hide a delay; the figure
+without windows is printed beside it.
+
+Random Programs: any order, any costs, any delay; both engines must agree to the nanosecond, no circuit may be removed
+with bytes on it, and a worker has hops or a ring, never both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from common.report import Report
+
+from atlas.cost.table import Circuits, Costs, kind_costs, uniform_costs
+from atlas.ir.assemble import repeated, with_optimizer
+from atlas.ir.program import Kind, Layout, Program
+from atlas.schedules import one_f_one_b
+from atlas.schedules.classic import gpipe
+from atlas.sim import compiled, lower
+from atlas.sim.lower import Events
+from atlas.sim.phases import fabric_rows
+from atlas.sim.simulate import reference
+
+DATA = Path(__file__).parents[2] / "shared" / "data" / "opus" / "perlmutter_seconds.csv"
+PHASES = {"llama16": 5, "llama64": 5, "deepseek3d16": 4}
+WINDOWS_MS = (18, 22, 31, 100, 544)
+"""Of Llama, one for each phase: medians of the shortest gap over the published iterations."""
+MS = 1_000_000
+
+
+# ---- Perlmutter ------------------------------------------------------------------------------------------------------
+def perlmutter(report: Report) -> None:
+    if not DATA.exists():
+        report.void("Perlmutter on demand, mean error", "no ../shared/data/opus")
+        return
+    with DATA.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["delay_ms"] != "none"]
+    demand = errors(rows, "on_demand", ("llama16", "llama64", "deepseek3d16"), ())
+    report.figure("Perlmutter on demand, mean error", 100 * float(np.mean(demand)), "%", at_most=2.5)
+    report.figure("Perlmutter on demand, worst error", 100 * max(demand), "%", at_most=7)
+    plain = errors(rows, "provisioned", ("llama16", "llama64"), ())
+    hidden = errors(rows, "provisioned", ("llama16", "llama64"), WINDOWS_MS)
+    report.figure("Perlmutter provisioned, no window, mean error", 100 * float(np.mean(plain)), "%", at_most=2.5)
+    report.figure("Perlmutter provisioned, published windows, mean error", 100 * float(np.mean(hidden)), "%")
+
+
+def errors(rows: list[dict[str, str]], how: str, runs: tuple[str, ...], windows_ms: tuple[float, ...]) -> list[float]:
+    """Relative errors above 0 ms."""
+    found = []
+    for run in runs:
+        key = f"{run}_{how}"
+        base = next(float(row[key]) for row in rows if float(row["delay_ms"]) == 0)
+        for row in rows:
+            delay_ms = float(row["delay_ms"])
+            if delay_ms == 0 or not row[key]:
+                continue
+            windows = windows_ms or (0,) * PHASES[run]
+            predicted = base + sum(max(0.0, delay_ms - window) for window in windows) / 1e3
+            found.append(abs(predicted / float(row[key]) - 1))
+    return found
+
+
+# ---- random Programs -------------------------------------------------------------------------------------------------
+def random_case(seed: int) -> tuple[Program, Costs]:
+    rng = random.Random(seed)
+    stages, pipelines = rng.randint(1, 6), rng.randint(1, 4)
+    layout = Layout.even(pipelines, stages, rng.randint(1, 8), rng.randint(1, min(2, stages)))
+    make = rng.choice([one_f_one_b, gpipe])
+    program = repeated(with_optimizer(make(layout), norm=rng.random() < 0.5), rng.randint(1, 3))
+    kinds = kind_costs(
+        forward_ns=rng.randint(1, 2000), backward_ns=rng.randint(1, 4000), sync_ns=rng.randint(0, 3000),
+        norm_ns=rng.randint(0, 100), step_ns=rng.randint(0, 1000),
+    )  # fmt: skip
+    wan = tuple(np.flatnonzero(program.boundary_crosses).tolist())
+    costs = uniform_costs(
+        pipelines, stages, kinds, lan_ns=rng.randint(0, 1500), lan_latency_ns=rng.randint(0, 300), wan_boundaries=wan,
+        wan_ns=rng.randint(1, 4000), wan_latency_ns=rng.randint(0, 4000), sharing=rng.random() < 0.5,
+    )  # fmt: skip
+    compute = costs.compute_ns + np.random.default_rng(seed).integers(0, 500, costs.compute_ns.shape)
+    delays = tuple(rng.choice([0, 1, 100, 5000]) for _ in range(2))
+    same_dc = [program.rank_dc[r] == program.rank_dc[0] for r in range(program.num_ranks)]
+    delay_ns = tuple(delays[0 if same else 1] for same in same_dc)
+    provision = tuple([rng.random() < 0.5, rng.random() < 0.5][0 if same else 1] for same in same_dc)
+    return program, replace(costs, compute_ns=compute, circuits=Circuits((True,) * len(delay_ns), delay_ns, provision))
+
+
+def broken_rules(program: Program, costs: Costs, events: Events) -> int:
+    """Circuits that were removed with bytes on them, or used before they were there."""
+    arrive, start = (times.reshape(program.transfer_shape) for times in (events.arrive_ns, events.start_ns))
+    rank, sync = program.op_worker % program.num_ranks, program.kind == Kind.SYNC
+    ends = [sorted((program.stage_rank[b], program.stage_rank[b + 1])) for b in range(program.num_stages - 1)]
+    broken = 0
+    for row in fabric_rows(program, costs.circuits, events.gate_ns) if len(events.gate_ns) else ():
+        i, ranks = int(str(row["iteration"])), row["ranks"]
+        slots = slice(i * program.num_microbatches, (i + 1) * program.num_microbatches)
+        assert isinstance(ranks, list)
+        if row["to"] == "hop":
+            between = [b for b, pair in enumerate(ends) if pair == ranks]
+            broken += int((start[:, row["pipeline"], between, slots] < row["end_ns"]).sum())
+            rings = sync & (program.microbatch == i - 1) & np.isin(rank, ranks)
+            broken += int((events.op_end_ns[rings] > row["start_ns"]).sum())
+        else:
+            touching = [b for b, pair in enumerate(ends) if ranks[0] in pair and not program.boundary_crosses[b]]
+            broken += int((arrive[:, :, touching, slots] > row["start_ns"]).sum())
+            rings = sync & (program.microbatch == i) & (rank == ranks[0])
+            broken += int((events.op_start_ns[rings] < row["end_ns"]).sum())
+    return broken
+
+
+def random_programs(report: Report, count: int) -> None:
+    differ = broken = unfinished = changes = 0
+    for seed in range(count):
+        program, costs = random_case(seed)
+        tables = lower(program, costs)
+        plain, fast = reference(tables), compiled.run(tables)
+        differ += any(not np.array_equal(a, b) for a, b in zip(plain, fast, strict=True))
+        unfinished += int((plain.op_end_ns < 0).any())
+        broken += broken_rules(program, costs, plain)
+        changes += len(plain.gate_ns)
+    report.figure("random Programs", count, "")
+    report.figure("reconfigurations in them", changes, "")
+    report.figure("Programs on which engines differ", differ, "", at_most=0)
+    report.figure("Programs that do not finish", unfinished, "", at_most=0)
+    report.figure("circuits removed with bytes on them, or used too early", broken, "", at_most=0)
+
+
+# ---- engine speed ----------------------------------------------------------------------------------------------------
+def engine(report: Report) -> None:
+    """The same Program with and without reconfigurations of 0 ms, and with enough circuits."""
+    program = with_optimizer(one_f_one_b(Layout.even(8, 32, 256, 1)))
+    kinds = kind_costs(forward_ns=10 * MS, backward_ns=20 * MS, sync_ns=50 * MS, step_ns=MS)
+    costs = uniform_costs(8, 32, kinds, lan_ns=MS // 10, lan_latency_ns=MS // 50)
+    ranks = program.num_ranks
+    changing = replace(costs, circuits=Circuits((True,) * ranks, (0,) * ranks, (True,) * ranks))
+    still = replace(costs, circuits=Circuits((False,) * ranks, (0,) * ranks, (True,) * ranks))
+    tables = {name: lower(program, one) for name, one in (("plain", costs), ("gates", changing), ("still", still))}
+    pair = zip(compiled.run(tables["plain"]), compiled.run(tables["still"]), strict=True)
+    apart = sum(int((a != b).sum()) for a, b in pair)
+    report.figure("0 ms and enough ports: times that differ from electrical", apart, "", at_most=0)
+    best = dict.fromkeys(tables, float("inf"))
+    for _ in range(7):
+        for name, one in tables.items():
+            began = time.process_time()
+            compiled.run(one)
+            best[name] = min(best[name], time.process_time() - began)
+    report.figure("engine with enough ports / electrical", best["still"] / best["plain"], "x", at_most=1.3)
+    report.figure("engine with reconfigurations of 0 ms / electrical", best["gates"] / best["plain"], "x")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="500 random Programs instead of 10,000")
+    args = parser.parse_args()
+    report = Report("photonic rails", "Opus's measurements; the other engine; an electrical network")
+    perlmutter(report)
+    engine(report)
+    random_programs(report, 500 if args.quick else 10_000)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
