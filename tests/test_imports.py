@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "catalogue": {"spec"},
     "cost": {"ir", "spec", "weather"},
     "sim": {"ir", "spec", "cost"},
+    "fabric": {"ir", "spec", "cost", "sim"},
     "schedules": {"ir", "spec", "cost", "sim"},
     "evaluate": {"ir", "spec", "cost", "sim", "schedules"},
     "planner": {"ir", "spec", "cost", "sim", "schedules", "evaluate"},

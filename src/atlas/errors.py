@@ -8,6 +8,7 @@
     |-- WorkerError            a worker or a connection failed while a Program ran
     |-- DivergedRunError       the loss or the gradients are not finite: the recipe must change
     |-- StartAgainError        another part of the run was out of reach: the same command will do; exit code 75
+    |-- SwitchError            an optical switch was late, refused or lied (fabric.switch)
     |-- EmulatorLateError      the emulated network fell too far behind for a run to count (wan.emulator.lateness)
     `-- ProbeError             a probe could not measure a path (wan.probe; names the reason)
 

@@ -64,7 +64,7 @@ SURFACE = {
     | HOW,
     "coordinator": {"plan", "--listen", "--state"} | HOW,
     "profile": {"job", "--gpu", "--out", "--device", "--repeats", "--compile", "--no-compile", "--set"},
-    "fabric": {"job", "--set", "--json"},
+    "fabric": {"job", "--set", "--json", "--circuits", "--rehearse", "--fault", "--schedule"},
     "plan": {"job", "--json", "--out", "--page", "--set"}
     | {"--strategy", "--objective", "--budget", "--fabrics", "--min-throughput", "--tokens", "--deadline", "--keep"}
     | {

@@ -1,7 +1,8 @@
 """Compare the networks that a datacenter could be built with: ports, watts and dollars, and the nodes its power allows.
 
 Prices each datacenter of JOB with rail, fat-tree, flat-rail and photonic fabrics. Fibre, NICs, cooling and control are
-not counted. See docs/fabric.md.
+not counted. With --circuits it lists the changes of circuits of one iteration on photonic rails; with --rehearse it
+carries them out in real time against emulated switches, without a model. See docs/fabric.md.
 """
 
 from __future__ import annotations
@@ -10,29 +11,94 @@ import argparse
 import sys
 from typing import Any
 
-from atlas.console import as_json, job_flags, show
-from atlas.spec.fabric import KINDS
+from atlas.console import as_json, job_flags, number, show
+from atlas.cost.table import Costs
+from atlas.evaluate import build, find_schedule, prepare
+from atlas.fabric.circuit_plan import CircuitChange, circuit_plan
+from atlas.fabric.rehearsal import FabricRehearsal, rehearse_fabric
+from atlas.fabric.switch import EmulatedSwitch
+from atlas.ir.program import Program
+from atlas.spec.fabric import KINDS, Fabric
 from atlas.spec.job import Cluster, DataCenter, Job
 from atlas.spec.plan import load_job_or_plan
 from atlas.spec.power import bill_in, it_watts, nodes_allowed, parts_in, server_watts
-from atlas.view.table import plain_table
+from atlas.view.table import plain_table, seconds
+
+DEADLINE_S = 2.0
+"""Beyond three times its delay, a switch is late."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", metavar="JOB", help="a job file or a plan")
     job_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add = parser.add_argument
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--circuits", action="store_true", help="list the changes of circuits of an iteration, and what triggers each")
+    add(
+        "--rehearse",
+        type=number(0.01, 1000),
+        metavar="SLOWER",
+        help="carry them out against emulated switches, all times multiplied by SLOWER",
+    )
+    add("--fault", choices=("late", "refuses", "lies"), help="let the emulated switches fail after their first change")
+    add("--schedule", default="1f1b", metavar="NAME", help="the schedule of --circuits and --rehearse (default 1f1b)")
 
 
 def run(args: argparse.Namespace) -> int:
-    job, _ = load_job_or_plan(args.job, args.set)
+    job, _ = load_job_or_plan(args.job, args.set, to_plan=not (args.circuits or args.rehearse))
+    if args.circuits or args.rehearse is not None:
+        return _circuits(job, args)
     found = [_datacenter(job, dc) for dc in job.cluster.datacenters]
     if args.json:
         sys.stdout.write(as_json({"datacenters": found}))
         return 0
-    for number, one in enumerate(found):
-        show(*([""] if number else []), _verdict(one), *_table(one))
+    for k, one in enumerate(found):
+        show(*([""] if k else []), _verdict(one), *_table(one))
     return 0
+
+
+def _circuits(job: Job, args: argparse.Namespace) -> int:
+    schedule = find_schedule(args.schedule)
+    case = prepare(job, schedule)
+    program = build(case, schedule)
+    costs = case.costs_of(program)
+    plan = circuit_plan(program, costs.circuits)
+    found: dict[str, Any] = {"changes": [change.row() for change in plan]}
+    text = [] if plan else ["No circuits change: no photonic rail has too few for this job."]
+    if args.circuits:
+        text += map(_words, plan)
+    if args.rehearse is not None:
+        ran = _rehearsed(job, program, costs, args)
+        found["rehearsal"] = {"predicted_s": ran.predicted_s, "measured_s": ran.measured_s, "error": ran.error}
+        text.append(
+            f"{ran.num_changes} changes of circuits: predicted {seconds(ran.predicted_s)}, measured "
+            f"{seconds(ran.measured_s)} ({ran.error:+.1%})."
+        )
+        text += [f"The circuits stayed as they were: {ran.failed}"] if ran.failed else []
+    if args.json:
+        sys.stdout.write(as_json(found))
+    else:
+        show(*text)
+    return 0
+
+
+def _words(change: CircuitChange) -> str:
+    pairs = ", ".join(" - ".join(pair) for pair in change.circuits)
+    after = ", ".join(change.after) or "the iteration before"
+    return f"{change.dc} {change.number} to {change.what.to}: {pairs}; after {after}"
+
+
+def _rehearsed(job: Job, program: Program, costs: Costs, args: argparse.Namespace) -> FabricRehearsal:
+    fabrics = {dc.name: dc.fabric or Fabric() for dc in job.cluster.datacenters}
+    slower = args.rehearse
+    switches = {
+        name: EmulatedSwitch(fabric.reconfigure_ms / 1e3 * slower, fault=args.fault or "none", fails_at=1)
+        for name, fabric in fabrics.items()
+    }
+    slowest_s = max(fabric.reconfigure_ms for fabric in fabrics.values()) / 1e3 * slower
+    fallback = all(fabric.fallback == "ring" for fabric in fabrics.values() if fabric.kind == "photonic")
+    deadline_s = DEADLINE_S + 3 * slowest_s
+    return rehearse_fabric(program, costs, switches, slower=slower, deadline_s=deadline_s, fallback=fallback)
 
 
 def _datacenter(job: Job, dc: DataCenter) -> dict[str, Any]:

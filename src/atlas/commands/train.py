@@ -33,7 +33,7 @@ from atlas.commands.watching import (
     watched,
     write_evidence,
 )
-from atlas.console import job_flags, number, require_apart, require_folder, require_writable, whole
+from atlas.console import job_flags, number, require_apart, require_folder, require_writable, say, whole
 from atlas.errors import AtlasError, StopSignal
 from atlas.launch.rehearse import Rehearsal, rehearse
 from atlas.launch.report import RunReport
@@ -172,6 +172,8 @@ def run(args: argparse.Namespace) -> int:
     choice = watched(args, recipe.logging, job, options)
     with live_page(args, recipe.logging, job, options), RunReport(choice, options.steps) as report:
         result = rehearse(job, options, on_step=recorded(report, evidence))
+    if any(dc.fabric is not None and dc.fabric.kind == "photonic" for dc in job.cluster.datacenters):
+        say("atlas: circuits are not enforced here; both figures are those of an electrical network (docs/fabric.md)")
     _print(job.name, options, result)
     write_evidence(evidence)
     end_traces(args)

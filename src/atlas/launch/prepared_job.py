@@ -176,7 +176,8 @@ def build_program(job: Job, options: TrainOptions) -> BuiltProgram:
     if options.clip is not None:
         program = with_norm(program)
     require_runnable(program)
-    return BuiltProgram(case, program, case.costs_of(program))
+    # The runtime does not change circuits: it is predicted as it runs.
+    return BuiltProgram(case, program, replace(case.costs_of(program), circuits=None))
 
 
 def prepare_job(job: Job, options: TrainOptions, before: PreparedJob | None = None) -> PreparedJob:

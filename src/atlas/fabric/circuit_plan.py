@@ -1,0 +1,91 @@
+"""A Program as a list of changes of circuits, ahead of time: what triggers each, and the circuits it sets up.
+
+Every rail of a datacenter does the same: a worker of `tp` GPUs has a GPU on `tp` rails. A circuit joins two ports,
+written `p0.s1/1` (worker, port). Port 0 leads to the stage before, port 1 to the stage behind; a ring goes from port 1
+of a replica to port 0 of the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from atlas.cost.table import Circuits
+from atlas.ir.program import Kind, Program
+from atlas.sim.phases import Reconfiguration, reconfigurations
+
+Circuit = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class CircuitChange:
+    """One change of circuits."""
+
+    number: int
+    dc: str
+    what: Reconfiguration
+    circuits: tuple[Circuit, ...]
+    """Those that it sets up; what else these ports had is removed."""
+    after: tuple[str, ...]
+    """The ops whose results must have arrived before it starts; empty: before the run."""
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "change": self.number,
+            "dc": self.dc,
+            "to": self.what.to,
+            "iteration": self.what.iteration,
+            "after": list(self.after),
+            "circuits": [list(circuit) for circuit in self.circuits],
+        }
+
+
+def circuit_plan(program: Program, circuits: Circuits | None) -> list[CircuitChange]:
+    """All changes of a Program, in the order of the simulator's gates; none where no circuits change."""
+    if circuits is None:
+        return []
+    return [
+        CircuitChange(
+            g, program.rank_dc[one.ranks[0]], one, _hop(program, one) or _ring(program, one), _after(program, one)
+        )
+        for g, one in enumerate(reconfigurations(program, circuits))
+    ]
+
+
+def _hop(program: Program, one: Reconfiguration) -> tuple[Circuit, ...]:
+    if one.to != "hop":
+        return ()
+    a, b = one.ranks if one.ranks[1] == one.ranks[0] + 1 else one.ranks[::-1]  # the last rank leads to the first
+    first, second = (program.worker_name(one.pipeline * program.num_ranks + rank) for rank in (a, b))
+    return ((f"{first}/1", f"{second}/0"),)
+
+
+def _ring(program: Program, one: Reconfiguration) -> tuple[Circuit, ...]:
+    names = [program.worker_name(c * program.num_ranks + one.ranks[0]) for c in range(program.num_pipelines)]
+    if len(names) == 1:  # its replicas are in other cells
+        return ((f"{names[0]}/1", f"{names[0]}/0@next-cell"),)
+    return tuple((f"{name}/1", f"{names[(c + 1) % len(names)]}/0") for c, name in enumerate(names))
+
+
+def _after(program: Program, one: Reconfiguration) -> tuple[str, ...]:
+    """The last op of each worker on the circuits that are removed."""
+    if one.to == "hop":
+        if not one.iteration:
+            return ()
+        rank = program.op_worker % program.num_ranks
+        ends = (program.kind == Kind.SYNC) & (program.microbatch == one.iteration - 1) & np.isin(rank, one.ranks)
+        return tuple(program.describe(int(op)) for op in np.flatnonzero(ends))
+    own = one.ranks[0]
+    slots = slice(one.iteration * program.num_microbatches, (one.iteration + 1) * program.num_microbatches)
+    src = program.transfer_src.reshape(program.transfer_shape)[..., slots]
+    between = [
+        b
+        for b in range(program.num_stages - 1)
+        if own in (program.stage_rank[b], program.stage_rank[b + 1])
+        and program.stage_rank[b] != program.stage_rank[b + 1]
+        and not program.boundary_crosses[b]
+    ]
+    last = np.unique(src[:, :, between].max(axis=-1))
+    return tuple(program.describe(int(op)) for op in last)

@@ -1,0 +1,80 @@
+"""A switch behind RESTCONF (RFC 8040): one data resource holds all cross-connects, as JSON.
+
+    PUT  ROOT/data/atlas-ocs:cross-connects      replaces them
+    GET  ROOT/data/atlas-ocs:cross-connects      reads them back, each with its `oper-status`
+
+A change has settled when every circuit is `up`. Errors of the server (`ietf-restconf:errors`) are passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from atlas.fabric.circuit_plan import Circuit
+from atlas.fabric.switch import SwitchError, merged, require_one_to_one
+
+RESOURCE = "atlas-ocs:cross-connects"
+MEDIA_TYPE = "application/yang-data+json"
+MOST_BYTES = 16 << 20
+
+
+class RestconfSwitch:
+    """`root` is the RESTCONF root, such as http://switch/restconf; `headers` may hold credentials."""
+
+    def __init__(self, root: str, *, timeout_s: float = 5.0, poll_s: float = 0.01, **headers: str) -> None:
+        parts = urlsplit(root)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise SwitchError(f"{root!r} is not an address of a switch: write http://HOST/restconf")
+        self.root, self._parts, self._headers = root, parts, headers
+        self._timeout_s, self._poll_s = timeout_s, poll_s
+        self._wanted: set[Circuit] = set()
+
+    async def apply(self, circuits: Sequence[Circuit]) -> None:
+        require_one_to_one(circuits)
+        self._wanted = merged(self._wanted, circuits)
+        rows = [{"name": f"{a}--{b}", "a": a, "b": b} for a, b in sorted(self._wanted)]
+        await asyncio.to_thread(self._request, "PUT", {RESOURCE: {"cross-connect": rows}})
+        while not set(circuits) <= await self.circuits():
+            await asyncio.sleep(self._poll_s)
+
+    async def circuits(self) -> set[Circuit]:
+        found = await asyncio.to_thread(self._request, "GET", None)
+        try:
+            rows = found[RESOURCE]["cross-connect"]
+            return {(str(row["a"]), str(row["b"])) for row in rows if row.get("oper-status") == "up"}
+        except (TypeError, KeyError, AttributeError):
+            raise SwitchError(f"{self.root}: the answer is not a list of cross-connects") from None
+
+    def _request(self, method: str, body: Any) -> Any:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=self._timeout_s)
+        headers = {"Accept": MEDIA_TYPE, "Content-Type": MEDIA_TYPE, **self._headers}
+        try:
+            text = None if body is None else json.dumps(body)
+            connection.request(method, f"{self._parts.path.rstrip('/')}/data/{RESOURCE}", text, headers)
+            answer = connection.getresponse()
+            raw = answer.read(MOST_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            raise SwitchError(f"{self.root}: cannot be reached ({error})") from None
+        finally:
+            connection.close()
+        if answer.status not in (200, 201, 204):
+            raise SwitchError(f"{self.root}: refused: {_reason(raw) or f'HTTP status {answer.status}'}")
+        try:
+            return json.loads(raw) if raw else None
+        except ValueError:
+            raise SwitchError(f"{self.root}: the answer is not JSON") from None
+
+
+def _reason(raw: bytes) -> str:
+    """The message of an `ietf-restconf:errors` document."""
+    try:
+        first = json.loads(raw)["ietf-restconf:errors"]["error"][0]
+        return str(first.get("error-message") or first["error-tag"])[:200]
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return ""
