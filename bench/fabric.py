@@ -1,4 +1,5 @@
-"""Photonic rails: prediction of Opus's measurements on Perlmutter, random Programs in both engines, and engine speed.
+"""Photonic rails: prediction of Opus's measurements on Perlmutter, random Programs in both engines, engine speed, and
+the control plane.
 
     python bench/fabric.py             everything, several minutes
     python bench/fabric.py --quick     500 random Programs
@@ -11,6 +12,8 @@ without windows is printed beside it.
 
 Random Programs: any order, any costs, any delay; both engines must agree to the nanosecond, no circuit may be removed
 with bytes on it, and a worker has hops or a ring, never both.
+
+The control plane: a Program in real time against an emulated switch, without a model, compared with the simulation.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ import numpy as np
 from common.report import Report
 
 from atlas.cost.table import Circuits, Costs, kind_costs, uniform_costs
+from atlas.fabric.rehearsal import rehearse_fabric
+from atlas.fabric.switch import EmulatedSwitch
 from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Kind, Layout, Program
 from atlas.schedules import one_f_one_b
@@ -162,6 +167,22 @@ def engine(report: Report) -> None:
     report.figure("engine with reconfigurations of 0 ms / electrical", best["gates"] / best["plain"], "x")
 
 
+# ---- the control plane -----------------------------------------------------------------------------------------------
+def rehearsals(report: Report) -> None:
+    """Three iterations of two pipelines of four stages, in real time against an emulated switch."""
+    program = repeated(with_optimizer(one_f_one_b(Layout.even(2, 4, 6, 1))), 3)
+    kinds = kind_costs(forward_ns=20 * MS, backward_ns=40 * MS, sync_ns=60 * MS, step_ns=10 * MS)
+    plain = uniform_costs(2, 4, kinds, lan_ns=4 * MS, lan_latency_ns=MS // 50)
+    for delay_ms in (0, 50, 200):
+        for provision in (True, False):
+            circuits = Circuits((True,) * 4, (delay_ms * MS,) * 4, (provision,) * 4)
+            switches = {"dc0": EmulatedSwitch(delay_ms / 1e3)}
+            found = rehearse_fabric(program, replace(plain, circuits=circuits), switches)
+            how = "provisioned" if provision else "on demand"
+            name = f"emulated switch, {delay_ms} ms, {how}: prediction off by"
+            report.figure(name, 100 * abs(found.error), "%", at_most=5)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="500 random Programs instead of 10,000")
@@ -169,6 +190,7 @@ def main() -> int:
     report = Report("photonic rails", "Opus's measurements; the other engine; an electrical network")
     perlmutter(report)
     engine(report)
+    rehearsals(report)
     random_programs(report, 500 if args.quick else 10_000)
     return report.finish()
 

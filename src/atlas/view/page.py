@@ -27,6 +27,7 @@ from atlas.ir.analysis import Cause, best_first, bubbles, critical_path, running
 from atlas.ir.program import COLLECTIVES, Ints, Kind
 from atlas.ir.replace import write_whole
 from atlas.ir.timeline import Timeline, computed_once
+from atlas.view.rails import RailTrack, rail_tracks
 
 MAX_PATH = 20_000
 """A critical path of more segments than this is not drawn."""
@@ -132,7 +133,7 @@ def _group(timeline: Timeline, group: RowGroup) -> dict[str, Any]:
         pipelines = [worker // program.num_ranks for worker in group.workers]
         return {"name": group.name, "links": False, "rows": names, "pipelines": pipelines, "workers": group.workers}
     names = [timeline.links[row.link] if row.number == 0 else "" for row in group.link_rows]
-    return {"name": group.name, "links": True, "rows": names}
+    return {"name": group.name, "links": True, "rows": [*names, *(track.name for track in group.rails)]}
 
 
 # ---- spans -----------------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ class _Spans(NamedTuple):
 def _packed(timeline: Timeline) -> str:
     """All spans in base64, sorted by row and start."""
     rows = groups(timeline)
-    num_rows = sum(len(group.workers) + len(group.link_rows) for group in rows)
+    num_rows = sum(len(group.workers) + len(group.link_rows) + len(group.rails) for group in rows)
     spans = _Spans(*(np.concatenate(parts) for parts in zip(*_all_spans(timeline, rows), strict=True)))
     keep = np.flatnonzero(spans.end_ns > spans.start_ns)
     keep = keep[np.lexsort((spans.start_ns[keep], spans.row[keep]))]
@@ -189,6 +190,9 @@ def _all_spans(timeline: Timeline, rows: Sequence[RowGroup]) -> list[_Spans]:
             row += 1
         for link_row in group.link_rows:
             parts.append(_transfer_spans(timeline, link_row.transfers, row))
+            row += 1
+        for track in group.rails:
+            parts.append(_rail_spans(track, row))
             row += 1
     return [_op_spans(timeline, row_of_worker), _wait_spans(timeline, row_of_worker), *parts]
 
@@ -245,6 +249,12 @@ def _transfer_spans(timeline: Timeline, of: NDArray[np.int64], row: int) -> _Spa
     )
 
 
+def _rail_spans(track: RailTrack, row: int) -> _Spans:
+    start, end = np.array(track.spans_ns, np.int64).T
+    none = np.zeros(len(start), np.int64)
+    return _Spans(none + row, start, end, none + WAIT + Cause.FABRIC, none, none, none, none, none)
+
+
 # ---- rows ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class LinkRow:
@@ -258,11 +268,12 @@ class LinkRow:
 
 @dataclass(frozen=True, eq=False)
 class RowGroup:
-    """Rows under one heading: the workers of a datacenter, or the links between two."""
+    """Rows under one heading: the workers of a datacenter, its photonic rails, or the links between two."""
 
     name: str
     workers: tuple[int, ...] = ()
     link_rows: tuple[LinkRow, ...] = ()
+    rails: tuple[RailTrack, ...] = ()
 
 
 @computed_once
@@ -273,7 +284,7 @@ def groups(timeline: Timeline) -> list[RowGroup]:
     joined: dict[tuple[str, str], list[int]] = {}
     for link in wan_links(timeline).tolist():
         joined.setdefault(_ends(timeline, link, dcs), []).append(link)
-    by_link = _link_rows(timeline)
+    by_link, rails = _link_rows(timeline), rail_tracks(timeline)
     found: list[RowGroup] = []
     for dc in dcs:
         for ends, links in joined.items():
@@ -282,6 +293,8 @@ def groups(timeline: Timeline) -> list[RowGroup]:
                 found.append(RowGroup(f"WAN {ends[0]} ↔ {ends[1]}", link_rows=rows))
         workers = tuple(w for w in range(program.num_workers) if program.worker_dc(w) == dc)
         found.append(RowGroup(dc, workers=workers))
+        if dc in rails:
+            found.append(RowGroup(f"rails of {dc}", rails=rails[dc]))
     return found
 
 

@@ -1,6 +1,6 @@
 """A Timeline as a Chrome trace, which ui.perfetto.dev and chrome://tracing open: a process per datacenter with a
-track per worker, and a process for the WAN with a track per link. Microseconds with three decimals: no
-nanosecond is lost.
+track per worker, one for its photonic rails, and a process for the WAN with a track per link. Microseconds with three
+decimals: no nanosecond is lost.
 
 Half a million spans are written as one matrix of bytes, one row per span, padded with zero bytes where a number is
 shorter than its field; the zero bytes are dropped at the end.
@@ -39,7 +39,7 @@ def trace_bytes(timeline: Timeline) -> bytes:
     """The trace as JSON, with an arrow from sender to receiver over the WAN where there are not too many."""
     rows = groups(timeline)
     pid, tid = _places(timeline, rows)
-    parts = [_op_events(timeline, pid, tid), *_transfer_events(timeline, rows)]
+    parts = [_op_events(timeline, pid, tid), *_transfer_events(timeline, rows), _rail_events(timeline, rows)]
     wan = np.flatnonzero(timeline.program.transfer_crosses & (timeline.program.transfer_dst >= 0))
     if len(wan) <= MAX_ARROWS:
         parts += _arrow_events(timeline, wan, pid, tid)
@@ -121,7 +121,7 @@ def _places(timeline: Timeline, rows: Sequence[RowGroup]) -> tuple[NDArray[np.in
 
 def _link_threads(timeline: Timeline, rows: Sequence[RowGroup]) -> list[int]:
     """By group: the thread of its first link row, after those of the workers and of the link rows before."""
-    before = np.cumsum([0] + [len(group.link_rows) for group in rows])
+    before = np.cumsum([0] + [len(group.link_rows) + len(group.rails) for group in rows])
     return [len(rows) + timeline.program.num_workers + 1 + int(count) for count in before]
 
 
@@ -144,7 +144,23 @@ def _names(timeline: Timeline, rows: Sequence[RowGroup]) -> list[dict[str, Any]]
         for k, row in enumerate(group.link_rows):
             say("thread_name", pid, links[number] + k, name=timeline.links[row.link])
             say("thread_sort_index", pid, links[number] + k, sort_index=k)
+        for k, track in enumerate(group.rails):
+            say("thread_name", pid, links[number] + k, name=track.name)
+            say("thread_sort_index", pid, links[number] + k, sort_index=k)
     return events
+
+
+def _rail_events(timeline: Timeline, rows: Sequence[RowGroup]) -> bytes:
+    """Changes of circuits: few, so plain JSON."""
+    zero, links = int(timeline.op_start_ns.min(initial=2**62)), _link_threads(timeline, rows)
+    events = [
+        {"ph": "X", "name": track.name, "cat": "fabric", "pid": number + 1, "tid": links[number] + k,
+         "ts": (start - zero) / 1e3, "dur": (end - start) / 1e3}
+        for number, group in enumerate(rows)
+        for k, track in enumerate(group.rails)
+        for start, end in track.spans_ns
+    ]  # fmt: skip
+    return json.dumps(events)[1:-1].encode()
 
 
 def _op_events(timeline: Timeline, pid: NDArray[np.int64], tid: NDArray[np.int64]) -> bytes:

@@ -95,7 +95,7 @@ def _draw(body: list[str], used: set[int], timeline: Timeline, y: int, scale: fl
     body.append(text(MARGIN, y + 11, timeline.program.name, size=12, weight="bold"))
     body.append(text(WIDTH - MARGIN, y + 11, figures, size=10, anchor="end", fill=SOFT))
     y += 17
-    found, waits = groups(timeline), bubbles(timeline)
+    found, waits = [group for group in groups(timeline) if not group.rails], bubbles(timeline)
     num_dcs = sum(bool(group.workers) for group in found)
     each = max(1, max_rows // max(1, num_dcs))
     zero, top = int(timeline.op_start_ns.min()), y
