@@ -71,7 +71,12 @@ def test_the_cell_without_its_buffer_is_a_cumulative_sum() -> None:
 def test_learn_writes_a_model_and_says_what_it_explains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(sampled(8.0), tmp_path / "east-west.packets.csv")
     out = tmp_path / "east-west.path"
-    assert main(["wan", "learn", str(tmp_path), "--out", str(out)]) == 0
+    page = tmp_path / "path.html"
+    assert main(["wan", "learn", str(tmp_path), "--out", str(out), "--page", str(page)]) == 0
+    text = page.read_text()
+    assert text.count("<svg") == 4
+    assert "modelled" in text
+    assert "<script" not in text
     assert "held-out last fifth" in capsys.readouterr().out
     first = out.read_bytes()
     main(["wan", "learn", str(tmp_path), "--out", str(out)])
@@ -84,3 +89,13 @@ def test_learn_writes_nothing_of_a_wrong_table(tmp_path: Path, capsys: pytest.Ca
     said = capsys.readouterr().err
     assert "row 1.sent_ns = 4: times must not go back" in said
     assert [path.name for path in tmp_path.iterdir()] == ["a.packets.csv"]
+
+
+@pytest.mark.slow
+def test_the_network_keeps_to_what_conservation_shows() -> None:
+    fit_gru = pytest.importorskip("atlas.runtime.weather_fit").fit_gru
+    table = sampled(6.0)
+    model = fit_gru(table, epochs=3)
+    assert model.method == "gru"
+    assert model.capacity_bps == pytest.approx(CAPACITY_BPS, rel=0.1)
+    assert np.array_equal(model.cross_bps, fit_gru(table, epochs=3).cross_bps)

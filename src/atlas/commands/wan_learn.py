@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+from atlas.commands.path_charts import path_charts
 from atlas.console import as_json, require_apart, require_writable, say, show
+from atlas.errors import MissingExtraError
+from atlas.view.path_page import write_path_page
 from atlas.weather.fit import Learnt, learn
-from atlas.weather.packets import paths_in, read_path
-from atlas.weather.path_model import save_model
+from atlas.weather.packets import PacketTable, paths_in, read_path
+from atlas.weather.path_model import PathModel, save_model
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,19 +31,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--path", metavar="NAME", help="which path, if the folder has several")
     parser.add_argument(
         "--method",
-        choices=("constant", "peak", "pairs"),
+        choices=("constant", "peak", "pairs", "gru"),
         default="pairs",
-        help="how the capacity is found; `constant` has no weather (default pairs)",
+        help="how the path is fitted; constant: no weather; gru: a small network, needs torch (default pairs)",
     )
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write a page: delay and rate, cross traffic")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     require_writable(args.out, "--out")
-    require_apart({"--out": args.out}, [file for files in paths_in(args.folder).values() for file in files])
+    if args.page is not None:
+        require_writable(args.page, "--page")
+    pages = {"--page": args.page} if args.page is not None else {}
+    require_apart({"--out": args.out, **pages}, [file for files in paths_in(args.folder).values() for file in files])
     name, table = read_path(args.folder, args.path)
-    learnt = learn(table, args.method)
+    learnt = learn(table, "pairs" if args.method == "gru" else args.method)
+    if args.method == "gru":
+        learnt = replace(learnt, model=_gru(table))
     save_model(args.out, learnt.model)
+    if args.page is not None:
+        notes = [line.strip() for line in described(name, learnt, table.span_s)[1:]]
+        write_path_page(args.page, f"Path {name}", notes, path_charts(learnt.model, table))
+        say(f"wrote {args.page}")
     if args.json:
         sys.stdout.write(as_json(figures(name, learnt)))
     else:
@@ -48,6 +62,14 @@ def run(args: argparse.Namespace) -> int:
         say(f"atlas: {args.folder}/{name}: {warning}")
     say(f"wrote {args.out}")
     return 0
+
+
+def _gru(table: PacketTable) -> PathModel:
+    try:
+        from atlas.runtime.weather_fit import fit_gru  # torch: 2 s
+    except ModuleNotFoundError as error:
+        raise MissingExtraError.of(error, "--method gru") or error from None
+    return fit_gru(table)
 
 
 def figures(name: str, learnt: Learnt) -> dict[str, object]:
