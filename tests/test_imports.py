@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "planner": {"ir", "spec", "cost", "sim", "schedules", "evaluate"},
     "sailor": {"ir", "spec", "cost", "sim", "schedules", "evaluate", "planner"},
     "wan": {"ir", "weather"},
-    "runtime": {"ir", "wan", "spec", "cost"},
+    "runtime": {"ir", "wan", "weather", "spec", "cost"},
     "view": {"ir"},
     "evidence": {"ir", "spec", "cost", "view"},
     "ui": {"ir", "spec", "cost", "sim", "schedules", "evaluate", "planner", "view", "evidence"},

@@ -58,6 +58,14 @@ def test_a_route_change_is_found_and_the_last_piece_fitted() -> None:
     assert any("the route changed" in text for text in learnt.warnings)
 
 
+def test_a_queue_that_stands_for_seconds_is_no_route_change() -> None:
+    one = sampled(20.0)
+    middle = (one.sent_ns - one.sent_ns[0]) // 6_000_000_000 == 1
+    stood = np.where(middle & ~one.lost, one.rtt_ns.max(), one.rtt_ns)
+    learnt = learn(PacketTable("t", one.sent_ns, one.num_bytes, stood, 0))
+    assert not any("the route changed" in text for text in learnt.warnings)
+
+
 def test_the_cell_without_its_buffer_is_a_cumulative_sum() -> None:
     rng = np.random.default_rng(3)
     gaps = rng.integers(0, 2_000_000, 500)

@@ -40,7 +40,8 @@ def fit_gru(table: PacketTable, epochs: int = EPOCHS) -> PathModel:
     base = learn(table, "pairs").model
     if base.capacity_is_bound:
         return base
-    table = table.part(max(0, len(table.sent_ns) - MAX_PACKETS), len(table.sent_ns))
+    first = int(np.searchsorted(table.sent_ns, base.start_ns))  # after a route change the model starts later
+    table = table.part(max(first, len(table.sent_ns) - MAX_PACKETS), len(table.sent_ns))
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from atlas.weather.cell import Floats
 from atlas.weather.packets import PacketTable
 
 STAYS_S = 5
@@ -28,8 +29,16 @@ def route_pieces(table: PacketTable) -> list[tuple[int, int]]:
             continue
         jump = abs(float(np.median(after) - np.median(before)))
         steady = max(np.ptp(before), np.ptp(after)) < jump / 3
-        if steady and jump > max(JUMP * float(before.min()), JUMP_NS):
+        # A queue that stands for seconds looks like a longer route until it drains: the old level must not return.
+        level = np.median(before), np.median(after)
+        stays = _apart(least[last:k], level[1], jump) and _apart(least[k:], level[0], jump)
+        if steady and stays and jump > max(JUMP * float(before.min()), JUMP_NS):
             cuts.append(int(np.searchsorted(second, k)))
             last = k
     edges = [0, *cuts, len(table.sent_ns)]
     return list(pairwise(edges))
+
+
+def _apart(least: Floats, level: float, jump: float) -> bool:
+    """Whether no second came near a level."""
+    return bool((np.abs(least[np.isfinite(least)] - level) > jump / 2).all())
