@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -105,3 +106,13 @@ def test_the_log_sorts_rotates_and_stays_within_its_size(tmp_path: Path) -> None
     assert table.sent_ns[-1] == 10**18 + 39_999 * 1_000_000
     PacketLog(tmp_path, "east-west", num_parts=3).close()
     assert read_path(tmp_path)[1].sent_ns[-1] == table.sent_ns[-1], "a new run keeps the rows of the last one"
+
+
+def test_a_fast_sender_does_not_write_at_every_row(tmp_path: Path) -> None:
+    log = PacketLog(tmp_path, "a")
+    began = time.process_time()
+    for k in range(20_000):  # 5 s of rows are held back, which are more than one write has
+        log.add(10**18 + k * 200_000, 262_144, 40_000_000)
+    assert time.process_time() - began < 1.0
+    log.close()
+    assert len(read_path(tmp_path)[1].sent_ns) == 20_000

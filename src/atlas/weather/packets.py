@@ -200,7 +200,7 @@ class PacketLog:
         self._rows: list[tuple[int, int, int]] = []
         self._lock = threading.Lock()
         self._written_ns = -1
-        self._flushed_at = time.monotonic()
+        self._flushed_at, self._flush_at = time.monotonic(), self.FLUSH_ROWS
         self.dropped = 0
         folder.mkdir(parents=True, exist_ok=True)
         if self._path(0).exists():
@@ -210,7 +210,7 @@ class PacketLog:
 
     def add(self, sent_ns: int, num_bytes: int, rtt_ns: int = LOST) -> None:
         self._rows.append((sent_ns, num_bytes, rtt_ns))
-        if len(self._rows) >= self.FLUSH_ROWS and self._lock.acquire(blocking=False):
+        if len(self._rows) >= self._flush_at and self._lock.acquire(blocking=False):
             try:
                 self._flush(self.HOLD_NS)
             finally:
@@ -239,6 +239,7 @@ class PacketLog:
             self._rows[:0] = rows[len(ready) :]
         else:
             ready = rows  # the hold is bounded
+        self._flush_at = len(self._rows) + self.FLUSH_ROWS
         fresh = [row for row in ready if row[0] >= self._written_ns]
         self.dropped += len(ready) - len(fresh)
         if not fresh:
