@@ -68,6 +68,7 @@ BENCHES: dict[str, Bench] = {
     "gpu_fill": Bench(15, 300, ()),
     "handoff_parts": Bench(4, 40),
     "host_losses": Bench(40, 150),
+    "hostile_ports": Bench(10, 90),
     "join": Bench(12, 150),
     "launch_files": Bench(60, 60, ("--only", "shell", "torchrun")),
     "live_page": Bench(12, 60),
