@@ -69,6 +69,8 @@ def test_the_figures_on_the_page_are_those_of_the_api(browser: Any, served: Serv
     assert page.locator("#said").inner_text() == state["verdict"]
     assert page.locator("#events li").count() == len(state["events"])
     assert page.evaluate("atlas.view.schedules.map(s => s.source)") == ["simulated", "emulated"]
+    assert "gradient on the WAN" in page.locator("#legend").inner_text()
+    assert page.evaluate("atlas.view.schedules.map(s => s.name)") == ["predicted: 1f1b", "measured: 1f1b"]
     assert page.evaluate(UNNAMED) == []
     paints = [page.evaluate(PAINT)]
     for _ in range(2):

@@ -178,6 +178,9 @@ class LiveRun:
         if not drawn:
             return json.dumps({"version": self._timeline_version, "header": None, "spans": []}).encode()
         header, spans = page_data(drawn, title=str(self._run["name"]))
+        if len(drawn) > 1:
+            for words, described in zip(("predicted", "measured"), header["schedules"], strict=True):
+                described["name"] = f"{words}: {described['name']}"
         return json.dumps({"version": self._timeline_version, "header": header, "spans": spans}).encode()
 
     def _measure(self, timeline: Timeline, last: Timeline) -> None:

@@ -23,7 +23,7 @@ from atlas.ui.run_model import RunModel
 from atlas.ui.server import LOOPBACK, Answer, PageServer, is_loopback
 from atlas.ui.service import ServiceFollower
 from atlas.ui.whatif import WhatIfDesk
-from atlas.view.page import STYLES, asset, filled, json_element, page_script
+from atlas.view.page import CAUSES, STYLES, asset, filled, json_element, page_script
 
 POLL_S, SERVICE_S = 0.2, 1.0
 
@@ -153,6 +153,7 @@ def page_html() -> str:
         "notes": [],
         "styles": [style._asdict() for style in STYLES],
         "kinds": [kind.name for kind in Kind],
+        "causes": [cause.name.lower() for cause in CAUSES],
         "schedules": [],
     }
     own = "atlas.ui"

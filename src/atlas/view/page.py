@@ -71,6 +71,7 @@ def page_data(
         "verdict": verdict(timelines),
         "notes": [notes] if isinstance(notes, str) else list(notes),
         "styles": [style._asdict() for style in STYLES],
+        "causes": [cause.name.lower() for cause in CAUSES],
         "kinds": [kind.name for kind in Kind],
         "schedules": [_describe(timeline) for timeline in timelines],
     }

@@ -47,7 +47,7 @@ function card(id, name, value, text, note, extra, title) {
 
 function busyBar(state) {
   if (!state.bubbles) return null;
-  const bar = make("div", "split"), busy = 1 - CAUSE.reduce((sum, cause) => sum + state.bubbles[cause], 0);
+  const bar = make("div", "split"), busy = 1 - CAUSE.reduce((sum, cause) => sum + (state.bubbles[cause] || 0), 0);
   const part = (share, code, words, wait) => {
     if (share <= 0) return;
     const piece = make("i", wait ? "chip wait" : "", null, bar);
@@ -55,7 +55,7 @@ function busyBar(state) {
     piece.title = `${words}: ${percent(share)}`;
   };
   part(busy, 0, "computing");
-  [2, 3, 4, 0, 1].forEach(c => part(state.bubbles[CAUSE[c]], WAIT + c, "waiting, " + HEAD.styles[WAIT + c].label, true));
+  CAUSE_ORDER.forEach(c => part(state.bubbles[CAUSE[c]] || 0, WAIT + c, "waiting, " + HEAD.styles[WAIT + c].label, true));
   return bar;
 }
 

@@ -2,9 +2,9 @@
 // group does what". Knows no pixels of the screen and no colours.
 
 let HEAD = JSON.parse(document.getElementById("header").textContent);  // a live page replaces it
-const NUM_KINDS = HEAD.kinds.length, NUM_CAUSES = 5;
+const CAUSE = HEAD.causes, NUM_KINDS = HEAD.kinds.length, NUM_CAUSES = CAUSE.length;
 const WAIT = NUM_KINDS, SEND = WAIT + NUM_CAUSES, NUM_CODES = SEND + 2;
-const CAUSE = ["fill", "drain", "wan", "peer", "sync"];
+const CAUSE_ORDER = [...CAUSE.keys()].slice(2).concat([0, 1]);  // fill and drain last
 const OVERVIEW_BINS = 4096;
 
 async function inflate(text) {
@@ -131,6 +131,6 @@ function spanName(s, i) {
 
 function worth(schedule) {
   const f = schedule.figures, all = f.num_workers * schedule.makespan / 1e9;
-  const parts = CAUSE.map(cause => f.bubbles_s[cause] / all);
+  const parts = CAUSE.map(cause => (f.bubbles_s[cause] || 0) / all);
   return { busy: f.utilization, causes: parts };
 }

@@ -110,7 +110,7 @@ class Raster {
   }
 }
 
-const STACK_ORDER = [0, 1, 2, 3, 4, 7, 8, SEND, SEND + 1, 5, 6, WAIT + 4, WAIT + 2, WAIT + 3, WAIT, WAIT + 1];
+const STACK_ORDER = [0, 1, 2, 3, 4, 7, 8, SEND, SEND + 1, 5, 6, WAIT + 4, WAIT + 2, WAIT + 3, ...CAUSE_ORDER.filter(c => c > 4).map(c => WAIT + c), WAIT, WAIT + 1];
 
 /** Round times for the ruler: about one tick per 110 pixels, at 1, 2 or 5 times a power of ten. */
 function ticks(t0, t1, pixels) {

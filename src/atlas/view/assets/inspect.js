@@ -66,6 +66,7 @@ function rangeFigures(s, a, b) {
   const busy = [0, 1, 2, 3, 4, 7, 8].reduce((sum, c) => sum + shares[c], 0);
   const waits = CAUSE.map((_, c) => shares[WAIT + c]);
   waits[4] += shares[5] + shares[6];  // collectives are waits for a network too
+  for (let c = 5; c < NUM_CAUSES; c++) waits[3] += waits[c];  // the fabric: as tables count it
   return { name: s.name, busy, waits, ops, links: links.length ? Math.max(...links) : null };
 }
 

@@ -59,7 +59,7 @@ function fillSplit(bar, s) {
     piece.title = `${text}: ${percent(share)}`;
   };
   part(busy, colorOf(0), "computing");
-  [2, 3, 4, 0, 1].forEach(c => part(causes[c], colorOf(WAIT + c), "waiting, " + HEAD.styles[WAIT + c].label, true));
+  CAUSE_ORDER.forEach(c => part(causes[c], colorOf(WAIT + c), "waiting, " + HEAD.styles[WAIT + c].label, true));
 }
 
 function fillCaption() {
