@@ -6,7 +6,8 @@ coordinator?
 
 The coordinator is the real one, as a process. The launchers are real agents with real channels in one other process;
 only their workers are stubs, which answer as workers do and report the records of a step every `STEP_S`. Every channel
-goes through the emulator, 50 ms each way. Then one launcher ends, and the run continues with fewer pipelines.
+goes through the emulator, 50 ms each way. Then one launcher ends, and the run continues with fewer pipelines; in a
+second run all launchers of a datacenter end, and the run continues on a plan without it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from atlas.launch.coordinator import RunCallbacks
 from atlas.launch.multi_dc import COORDINATOR, coordinate, security_of
 from atlas.launch.prepared_job import digest_of
 from atlas.launch.rendezvous import AgentName, RendezvousClient
+from atlas.launch.site_records import SiteRecords
 from atlas.launch.train_options import TrainOptions
 from atlas.lifetime import Lifeline
 from atlas.runtime.wiring import WorkerRole
@@ -89,7 +91,7 @@ def run_coordinator(folder: Path, port: int) -> int:
         row = {"step": event["step"], "at": time.monotonic(), "threads": threading.active_count(), **figures}
         print(json.dumps(row), flush=True)
 
-    settings = AgentSettings(COORDINATOR, ("127.0.0.1", port), certificates=folder / "certs")
+    settings = AgentSettings(COORDINATOR, ("127.0.0.1", port), certificates=folder / "certs", auto_replan=True)
     return coordinate(job, train_options(1000), settings, RunCallbacks(said, step), folder / "state")
 
 
@@ -109,6 +111,7 @@ class StubAgent(Agent):
         wanted = message["prepare"]
         roles = _roles(wanted, [unpack_text(group["program"]) for group in wanted["groups"]])
         self.stub = (roles, threading.Event())
+        attempt.records = SiteRecords.of(roles)
         self._reply(attempt, {"prepared": {role.name: 0 for role in roles}})
         for number, role in enumerate(roles):
             self._from(attempt, role.name, {"listening": 10_000 + number})
@@ -123,10 +126,7 @@ class StubAgent(Agent):
             threading.Thread(target=self._train, args=(attempt, *self.stub), daemon=True).start()
 
     def _from(self, attempt: _Attempt, name: str, body: Message) -> None:
-        forwarded: Message = {"epoch": attempt.epoch, "from": name, "message": body}
-        with self._sending:
-            attempt.ledger.add(forwarded)
-            self._client.channel.send(forwarded)
+        self._forward_reply(attempt, name, body, {})
 
     def _train(self, attempt: _Attempt, roles: list[WorkerRole], ended: threading.Event) -> None:
         assert attempt.start_ns is not None
@@ -148,7 +148,7 @@ def step_record(role: WorkerRole, step: int, begin_ns: int) -> Message:
     program = role.program
     num_ops, is_last = len(program.ops(role.worker)), role.rank == program.num_ranks - 1
     starts = [begin_ns + n * 1_000_000 for n in range(num_ops)]
-    transfers = [(n, begin_ns + n) for n in range(program.num_microbatches)]
+    transfers = [(n, begin_ns + n) for n in range(min(program.num_microbatches, program.num_transfers))]
     moments = dict.fromkeys(("ready_ns", "start_ns", "arrive_ns"), transfers)
     losses = [5.0] * program.num_microbatches if is_last else []
     numbers = {"losses": losses, "norms": [], "tokens": 96, "fills": [], "wan_faults": [0, 0]}
@@ -177,8 +177,8 @@ def start_launchers(folder: Path, names: list[AgentName], net: ProxyNet, port: i
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
-def measure(folder: Path, num_dcs: int, num_hosts: int, num_workers: int) -> list[dict[str, Any]]:
-    """What the coordinator printed; with the moments of the first call and of the launcher's end."""
+def measure(folder: Path, num_dcs: int, num_hosts: int, num_workers: int, num_lost: int) -> list[dict[str, Any]]:
+    """What the coordinator printed; with the moments of the first call and of the end of the last launchers."""
     write_job(folder, num_dcs, num_hosts, num_workers)
     make_ca(folder / "certs")
     for dc in (COORDINATOR.datacenter, *DATACENTERS[:num_dcs]):
@@ -197,15 +197,16 @@ def measure(folder: Path, num_dcs: int, num_hosts: int, num_workers: int) -> lis
             assert process.stdout is not None
             rows.append({"called": time.monotonic()})
             agents = start_launchers(folder, names, net, port)
-            num_lines, victim = 0, agents[names[-1]]
+            num_lines, victims = 0, [agents[name] for name in names[-num_lost:]]
             for line in process.stdout:
                 rows.append(json.loads(line))
                 num_lines += "step" in rows[-1]
                 if num_lines == NUM_STEPS and not any("ended" in row for row in rows):
                     rows.append({"ended": time.monotonic()})
                     StubAgent.begun.clear()
-                    victim._client.close()
-                    victim.finish()
+                    for victim in victims:
+                        victim._client.close()
+                        victim.finish()
                 if StubAgent.begun and rows[-1].get("step") == 1 and any("ended" in row for row in rows):
                     rows.append({"again": max(StubAgent.begun)})
                     break
@@ -217,27 +218,28 @@ def measure(folder: Path, num_dcs: int, num_hosts: int, num_workers: int) -> lis
     return rows
 
 
-def report_on(rows: list[dict[str, Any]], num_workers: int) -> int:
-    report = Report(f"Control plane of {num_workers} stub workers", "bars of this project; TLS, 100 ms there and back")
+def report_on(report: Report, rows: list[dict[str, Any]], lost: str) -> None:
     steps = [row for row in rows if "step" in row]
     (called,) = [row["called"] for row in rows if "called" in row]
     ended = next((row["ended"] for row in rows if "ended" in row), None)
     if not steps or ended is None:
-        report.void("control plane", f"no run: {rows[-3:]}")
-        return report.finish()
-    before = [row for row in steps if row["at"] < ended]
-    first_s = before[0]["at"] - called - STEP_S
-    report.figure("first call to the start of the first step", first_s, "s", at_most=FIRST_STEP_S)
-    cpu_ms = (before[-1]["cpu_s"] - before[1]["cpu_s"]) / (len(before) - 2) * 1e3
-    report.figure("CPU of the coordinator for a step", cpu_ms, "ms", at_most=CPU_MS)
-    report.figure("memory of the coordinator", max(row["gb"] for row in steps), "GB", at_most=MEMORY_GB)
-    report.figure("threads of the coordinator", max(row["threads"] for row in steps), "", at_most=MAX_THREADS)
+        report.void(f"a lost {lost}", f"no run: {rows[-3:]}")
+        return
+    if lost == "host":
+        before = [row for row in steps if row["at"] < ended]
+        first_s = before[0]["at"] - called - STEP_S
+        report.figure("first call to the start of the first step", first_s, "s", at_most=FIRST_STEP_S)
+        cpu_ms = (before[-1]["cpu_s"] - before[1]["cpu_s"]) / (len(before) - 2) * 1e3
+        report.figure("CPU of the coordinator for a step", cpu_ms, "ms", at_most=CPU_MS)
+        report.figure("memory of the coordinator", max(row["gb"] for row in steps), "GB", at_most=MEMORY_GB)
+        report.figure("threads of the coordinator", max(row["threads"] for row in steps), "", at_most=MAX_THREADS)
     again = next((row["again"] for row in rows if "again" in row), None)
-    if again is not None:
-        after_s = again - ended - GRACE_S
-        report.figure("a lost host: next attempt begins after grace", after_s, "s", at_most=NEXT_ATTEMPT_S)
-        report.figure("a lost host: its first step ends after grace", steps[-1]["at"] - ended - GRACE_S, "s")
-    return report.finish()
+    if again is None:
+        report.void(f"a lost {lost}: next attempt begins after grace", f"no next attempt: {rows[-1]}")
+        return
+    after_s = again - ended - GRACE_S
+    report.figure(f"a lost {lost}: next attempt begins after grace", after_s, "s", at_most=NEXT_ATTEMPT_S)
+    report.figure(f"a lost {lost}: its first step ends after grace", steps[-1]["at"] - ended - GRACE_S, "s")
 
 
 def main() -> int:
@@ -249,9 +251,17 @@ def main() -> int:
         return run_coordinator(Path(args.coordinator[0]), int(args.coordinator[1]))
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     shape = (2, 2, 16) if args.quick else (4, 4, 63)
-    with tempfile.TemporaryDirectory(prefix="atlas-control-") as folder:
-        rows = measure(Path(folder), *shape)
-    return report_on(rows, shape[0] * shape[1] * shape[2])
+    num_workers = shape[0] * shape[1] * shape[2]
+    report = Report(f"Control plane of {num_workers} stub workers", "bars of this project; TLS, 100 ms there and back")
+    for lost, num_lost in (("host", 1), ("site", shape[1])):
+        StubAgent.begun.clear()
+        with tempfile.TemporaryDirectory(prefix="atlas-control-") as folder:
+            rows = measure(Path(folder), *shape, num_lost)
+        for row in rows:
+            if "said" in row:
+                print(row["said"], file=sys.stderr)
+        report_on(report, rows, lost)
+    return report.finish()
 
 
 if __name__ == "__main__":

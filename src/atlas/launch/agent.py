@@ -40,6 +40,7 @@ from atlas.launch.remote_workers import BY_SCHEDULER
 from atlas.launch.rendezvous import AgentName, RendezvousClient
 from atlas.launch.run_state import ATTEMPT_BITS
 from atlas.launch.site_network import SiteNetwork
+from atlas.launch.site_records import SiteRecords
 from atlas.launch.worker_logs import WorkerLogs, log_folder
 from atlas.launch.worker_processes import WorkerProcesses
 from atlas.runtime.assignment import SHIPPED, Assignment, FillerChoice, SaveChoice, SumsKind, TrainingSetup, read
@@ -98,6 +99,7 @@ class _Attempt:
     start_ns: int | None = None
     """When the workers began, on this host's clock."""
     ledger: Ledger = field(default_factory=Ledger)
+    records: SiteRecords = field(default_factory=SiteRecords)
     forwarder: threading.Thread | None = None
 
 
@@ -267,6 +269,7 @@ class Agent:
         mine.network.require_ports(len(roles), saves=saves, serves=saves)  # a new plan may have more workers here
         layers = [layer for role in roles for layer in layers_of(role, trainings[role.group])]
         save = self._save_choice(attempt, wanted, layers)
+        attempt.records = SiteRecords.of(roles)
         workers = attempt.workers = WorkerProcesses(WORKER, [role.name for role in roles], self._logs(attempt))
         attempt.forwarder = threading.Thread(
             target=self._forward_replies, args=(attempt, workers), daemon=True, name="forwarder"
@@ -348,18 +351,22 @@ class Agent:
             new = workers.next_message(POLL_S)
             if new is None or attempt.workers is not workers:
                 continue
-            forwarded: Message = {"epoch": attempt.epoch, "from": new.name, "message": new.message}
-            if new.message is None:
-                forwarded["exit_reason"] = workers.exit_reason(new.name)
-            elif "ready" in new.message and attempt.exchange is not None:
+            more = {} if new.message is not None else {"exit_reason": workers.exit_reason(new.name)}
+            if new.message is not None and "ready" in new.message and attempt.exchange is not None:
                 attempt.exchange.delete_fetched()  # workers have read what they need before they listen
             try:
-                with self._sending:
-                    attempt.ledger.add(forwarded)
-                    self._client.channel.send(forwarded)
+                self._forward_reply(attempt, new.name, new.message, more)
             except WorkerError as error:  # on a thread: reported through the inbox of `run`
                 self._client.channel.inbox.put({"gone": str(error)})
                 return
+
+    def _forward_reply(self, attempt: _Attempt, name: str, body: Message | None, more: Message) -> None:
+        body = attempt.records.reduced(name, body)
+        forwarded: Message = {"epoch": attempt.epoch, "from": name, "message": body, **more}
+        with self._sending:
+            attempt.ledger.add(forwarded)
+            if (message := attempt.records.joined(forwarded)) is not None:
+                self._client.channel.send(message)
 
     def _end(self) -> None:
         attempt, self._attempt = self._attempt, None

@@ -16,6 +16,7 @@ from typing import Any
 from atlas.errors import StopSignal, WorkerError
 from atlas.launch.control_channel import Message
 from atlas.launch.rendezvous import JoinedAgent, Rendezvous
+from atlas.launch.site_records import unpacked
 from atlas.launch.worker_processes import WorkerGroup, WorkerMessage
 
 POLL_S = 0.1
@@ -152,6 +153,9 @@ class RemoteWorkers(WorkerGroup):
             self._put(agent.name.node, {"error": message["failed"]} if "failed" in message else message)
         elif message.get("epoch") != self.epoch:
             return  # of an earlier attempt
+        elif "records" in message:
+            for name, record in unpacked(message["records"]):
+                self._put(name, record)
         elif "from" in message:
             name = str(message["from"])
             if message["message"] is None:
