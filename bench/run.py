@@ -57,7 +57,7 @@ BENCHES: dict[str, Bench] = {
     "bits": Bench(8, 40),
     "bubbletea_sim": Bench(30, 150, ("--case", "c4", "--case", "slowdown")),
     "checkpoint_fetch": Bench(4, 60),
-    "control_plane": Bench(4, 30),
+    "control_plane": Bench(6, 50),
     "engine": Bench(4, 30, ()),
     "evidence": Bench(8, 20),
     "evidence_gpu": Bench(8, 90, ()),

@@ -267,3 +267,22 @@ def test_the_best_across_regions_is_as_good_as_what_is_found_when_nothing_else_i
     assert free is not None
     assert alone is not None
     assert free.figures.iteration_s <= 1.01 * alone.figures.iteration_s
+
+
+def test_divided_optimizer_state_lets_more_plans_fit() -> None:
+    """One GPU holds the model only if 8 pipelines divide its optimizer state."""
+
+    def best(zero: int, memory_gib: float) -> tuple[int, float]:
+        dcs = [{"name": "east", "nodes": 1, "gpus_per_node": 8, "gpu": "A100-40"}]
+        sizes = {"num_microbatches": 64, "pipelines_per_cell": 1, "memory_gib": memory_gib}
+        job = job_of(cluster={"datacenters": dcs}, zero=zero, **sizes)
+        ours, every = (searched(job, strategy) for strategy in ("ours", "exhaustive"))
+        assert best_score(ours) <= 1.01 * best_score(every)
+        assert ours.best is not None
+        memory_rule(ours.best.candidate.job(job))  # raises if it does not fit
+        return ours.best.candidate.replicas, best_score(ours)
+
+    (few, slow), (many, fast) = best(0, 9.0), best(1, 9.0)
+    assert (few, many) == (4, 8)
+    assert fast < slow
+    assert best(1, 40.0) == best(0, 40.0), "where all fits, nothing changes"

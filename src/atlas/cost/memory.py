@@ -43,7 +43,7 @@ class StateBytes(NamedTuple):
         return self.weights + self.gradients + self.optimizer
 
 
-def state_bytes(params: Any, element: int, gradient: int, optimizer: int, shards: int = 1) -> StateBytes:
+def state_bytes(params: Any, element: int, gradient: int, optimizer: int, shards: Any = 1) -> StateBytes:
     """Bytes of so many parameters, from the bytes of each. `shards`: pipelines that divide the optimizer state among
     them (ZeRO-1)."""
     return StateBytes(params * element, params * gradient, np.ceil(params * optimizer / shards))
@@ -85,7 +85,7 @@ class WorkerMemory(NamedTuple):
 
 
 def batch_memory(
-    cluster: ClusterArrays, model: ModelArrays, dc: Ints, params: Floats, layers: Ints, shards: int = 1
+    cluster: ClusterArrays, model: ModelArrays, dc: Ints, params: Floats, layers: Ints, shards: Ints | int = 1
 ) -> WorkerMemory:
     """The memory rule, for workers in datacenters `dc` [n, s] that hold `params` parameters over their tp groups and at
     most `layers` layers in one stage. The last column has the LM head. `shards`: pipelines that divide the optimizer

@@ -27,6 +27,7 @@ from atlas.planner.floor import Floors
 from atlas.planner.shapes import Shape
 from atlas.planner.space import Space
 from atlas.planner.split import Split, busy_seconds, split_layers
+from atlas.spec import Job
 
 LOCKSTEP = 1.5
 """Periods that a microbatch takes at least where memory is short; measured on `schedules.eager`, not derived."""
@@ -63,8 +64,14 @@ class Estimate:
     """Rent."""
     fits: Flags
     layers: Ints
-    """[n, s]"""
+    """[u, s]: of the sorts of pipelines."""
+    sort: Ints
+    """[v]: which of u."""
     floors: Floors
+
+    def layers_of(self, v: int) -> tuple[int, ...]:
+        """Layers of each stage of one variant."""
+        return tuple(int(n) for n in self.layers[self.sort[v]])
 
     def floor_s(self, v: Ints) -> Floats:
         """[.]: no order of these variants is faster."""
@@ -75,8 +82,9 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Ba
     """Every variant of a batch."""
     job, v = space.job, batch.shape
     dc = np.array([[i for i, stages in shape for _ in range(stages)] for shape in batch.shapes], np.int64)
-    split = split_layers(cluster, model, dc)
-    u = split.sort[v]
+    rows, row, shards = _memory_rows(job, batch)
+    split = split_layers(cluster, model, dc[rows], shards)
+    u = split.sort[row]
     seconds = busy_seconds(model, split.dc, split.layers)
     forward_s, backward_s, held = seconds[FORWARD], seconds[INPUT] + seconds[WEIGHT], split.held[u]
     hops = _Hops(space, cluster, batch, dc)
@@ -101,7 +109,7 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Ba
     short = behind_s.max(axis=1) / (np.maximum(held, 1) * period_s)
     stalls = (short > 1) & (num_mb > held)
     period_s = np.where(stalls, period_s * np.maximum(LOCKSTEP, 1.1 * short), period_s)
-    own_closing_s = _ring_s(cluster, model, batch, dc, split) + seconds[UPDATE][u]
+    own_closing_s = _ring_s(cluster, model, batch, dc, split, u) + seconds[UPDATE][u]
     # A stage's all-reduce hides behind the gradients that still travel to stage 0.
     drain_s = np.zeros((len(v), batch.depth))
     drain_s[:, 1:] = np.cumsum(backward_s[u][:, :-1] + hops.back_s, axis=1)
@@ -118,7 +126,8 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Ba
         iteration_s * usd_per_s + egress,
         usd_per_s,
         held >= 1,
-        split.layers[split.sort],
+        split.layers,
+        u,
         Floors(
             u,
             forward_s,
@@ -133,11 +142,20 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Ba
     )
 
 
-def _ring_s(cluster: ClusterArrays, model: ModelArrays, batch: Batch, dc: Ints, split: Split) -> Floats:
+def _memory_rows(job: Job, batch: Batch) -> tuple[Ints | slice, Ints, Ints | None]:
+    """What memory depends on: the shape; with ZeRO-1 also the number of replicas, which divide the optimizer state.
+    Returns the shapes of the rows, the row of each variant [v], and the replicas of the rows."""
+    if not job.zero:
+        return slice(None), batch.shape, None
+    pairs, row = np.unique(np.column_stack([batch.shape, batch.replicas]), axis=0, return_inverse=True)
+    return pairs[:, 0], row.ravel(), pairs[:, 1]
+
+
+def _ring_s(cluster: ClusterArrays, model: ModelArrays, batch: Batch, dc: Ints, split: Split, u: Ints) -> Floats:
     """[v, s]: the ring all-reduce of each stage inside its datacenter. Tied embeddings are left to the simulator."""
     end = np.cumsum(split.layers, axis=1)
     params = model.stage_params(split.dc, end - split.layers, end, one_worker=batch.depth == 1)
-    gradients = (params * model.job.gradient_bytes)[split.sort[batch.shape]]
+    gradients = (params * model.job.gradient_bytes)[u]
     return np.asarray(ring_s(cluster, batch.tp, dc[batch.shape], batch.replicas[:, None], gradients))
 
 

@@ -60,8 +60,7 @@ def _of_depth(
         if counts is None:
             continue
         groups = tuple(
-            _group(cluster, single[v], tuple(int(n) for n in known.layers[number[single[v][0]]]), count)
-            for v, count in zip(members, counts, strict=True)
+            _group(cluster, single[v], known.layers_of(v), count) for v, count in zip(members, counts, strict=True)
         )
         sharing = any(single[v][2] > 1 for v in members)
         candidate = Candidate(frame.tp, frame.microbatch, ring(cluster, groups), sharing, space.tcp)

@@ -21,14 +21,16 @@ from atlas.spec import Job, Link
 
 
 def feasible(space: Space, cluster: ClusterArrays) -> bool:
-    """Whether one replica of anything fits."""
+    """Whether one replica of anything fits; with ZeRO-1, as many as there is room for."""
     for frame in frames(space, cluster):
         for depth in depths(space, cluster, frame):
             shapes = frame.shapes.of(depth, 1)
             if not shapes:
                 continue
             dc = np.array([[i for i, stages in shape for _ in range(stages)] for shape in shapes], np.int64)
-            if split_layers(cluster, frame.model, dc).held.any():
+            room = [min(int(frame.shapes.workers[i]) // stages for i, stages in shape) for shape in shapes]
+            shards = np.array(room, np.int64) if space.job.zero else None
+            if split_layers(cluster, frame.model, dc, shards).held.any():
                 return True
     return False
 

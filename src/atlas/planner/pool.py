@@ -85,7 +85,8 @@ def depths(space: Space, cluster: ClusterArrays, frame: Frame) -> list[int]:
     workers = int(frame.shapes.workers[usable].sum())
     found = []
     for depth in space.depths:
-        most = max_layers(cluster, frame.model, np.full((1, depth), largest))
+        shards = max(1, workers // depth) if space.job.zero else 1
+        most = max_layers(cluster, frame.model, np.full((1, depth), largest), shards)
         if depth <= workers and most.min() >= 1 and most.sum() >= space.job.model.layers:
             found.append(depth)
     return found
@@ -230,7 +231,7 @@ def entry_of(
     shape, cell = batch.shapes[int(batch.shape[v])], int(batch.cell[v])
     group = Group(
         places=tuple((cluster.names[i], stages) for i, stages in shape),
-        layers_per_stage=tuple(int(n) for n in found.layers[int(batch.shape[v])]),
+        layers_per_stage=found.layers_of(v),
         cells=int(batch.replicas[v]) // cell,
         pipelines_per_cell=cell,
         num_microbatches=int(found.num_microbatches[v]),

@@ -296,7 +296,7 @@ def entry_of(
     groups = tuple(
         Group(
             tuple((cluster.names[i], stages) for i, stages in shape),
-            tuple(int(n) for n in found.layers[int(scene.batch.shape[v])]),
+            found.layers_of(v),
             replicas // cell,
             cell,
             count,

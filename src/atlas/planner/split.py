@@ -35,20 +35,24 @@ class Split(NamedTuple):
     """[n]: which of u each pipeline is."""
 
 
-def split_layers(cluster: ClusterArrays, model: ModelArrays, stage_dc: Ints) -> Split:
-    """For pipelines whose stages are in `stage_dc` [n, s]."""
+def split_layers(cluster: ClusterArrays, model: ModelArrays, stage_dc: Ints, shards: Ints | None = None) -> Split:
+    """For pipelines whose stages are in `stage_dc` [n, s]. `shards` [n]: pipelines that divide optimizer state."""
     columns = np.moveaxis(model.layers_s, 1, 0)
     every = [
         (cluster.gpu_types[i], int(cluster.cap_bytes[i]), columns[i].tobytes()) for i in range(cluster.num_dcs)
     ]  # all that a stage depends on
     known = {key: k for k, key in enumerate(dict.fromkeys(every))}
     rows = np.array([known[key] for key in every], np.int16)[stage_dc]
+    if shards is not None:
+        several, which = np.unique(shards, return_inverse=True)
+        rows = np.ascontiguousarray(np.column_stack([rows, which.astype(np.int16)]))
     # As bytes: numpy finds equal rows ten times as fast as column by column.
     _, first, sort = np.unique(rows.view((np.void, 2 * rows.shape[1])).ravel(), return_index=True, return_inverse=True)
-    dc = np.array([every.index(key) for key in known])[rows[first]]
-    layers, fits = _split(cluster, model, dc)
+    dc = np.array([every.index(key) for key in known])[rows[first, : stage_dc.shape[1]]]
+    divided = 1 if shards is None else shards[first][:, None]
+    layers, fits = _split(cluster, model, dc, divided)
     end = np.cumsum(layers, axis=1)
-    memory = _memory(cluster, model, dc, end - layers, end)
+    memory = _memory(cluster, model, dc, end - layers, end, divided)
     rule = in_flight(memory.free, *memory.per_microbatch(model.job.recompute))
     stashed = np.maximum(1, rule.cap // np.maximum(1, rule.forward))
     return Split(dc, layers, np.where(fits, rule.most, 0), stashed, sort)
@@ -68,13 +72,13 @@ def work_s(model: ModelArrays, seconds: Floats) -> Floats:
     return found if model.job.recompute else found - seconds[RECOMPUTE]
 
 
-def _split(cluster: ClusterArrays, model: ModelArrays, dc: Ints) -> tuple[Ints, Flags]:
+def _split(cluster: ClusterArrays, model: ModelArrays, dc: Ints, shards: Ints | int) -> tuple[Ints, Flags]:
     num_layers = model.job.model.layers
     layer_s = work_s(model, model.layers_s.mean(axis=2))[dc]
     extra_s = np.zeros(dc.shape)
     extra_s[:, 0] += work_s(model, model.first_s)[dc[:, 0]]
     extra_s[:, -1] += work_s(model, model.last_s)[dc[:, -1]]
-    most = max_layers(cluster, model, dc)
+    most = max_layers(cluster, model, dc, shards)
     fits = (most.min(axis=1) >= 1) & (most.sum(axis=1) >= num_layers)
     low = np.max(layer_s + extra_s, axis=1)
     high = np.max(layer_s * num_layers + extra_s, axis=1)
@@ -101,15 +105,17 @@ def _held(limit_s: Floats, layer_s: Floats, extra_s: Floats, most: Ints) -> Ints
     return np.clip(held, 0, most).astype(np.int64)
 
 
-def max_layers(cluster: ClusterArrays, model: ModelArrays, dc: Ints) -> Ints:
+def max_layers(cluster: ClusterArrays, model: ModelArrays, dc: Ints, shards: Ints | int = 1) -> Ints:
     """[n, s]: layers that fit one GPU of each stage's tp group beside one microbatch. What a stage needs grows evenly
     with its layers, so it is asked for none and for all."""
     none, num_layers = np.zeros_like(dc), model.job.model.layers
-    without, whole = (_memory(cluster, model, dc, none, np.full_like(dc, end)) for end in (0, num_layers))
+    without, whole = (_memory(cluster, model, dc, none, np.full_like(dc, end), shards) for end in (0, num_layers))
     fixed, most = (one.static + sum(one.per_microbatch(model.job.recompute)) for one in (without, whole))
     return np.asarray(np.floor((without.cap - fixed) * num_layers / (most - fixed)), np.int64)
 
 
-def _memory(cluster: ClusterArrays, model: ModelArrays, dc: Ints, start: Ints, end: Ints) -> WorkerMemory:
+def _memory(
+    cluster: ClusterArrays, model: ModelArrays, dc: Ints, start: Ints, end: Ints, shards: Ints | int
+) -> WorkerMemory:
     params = model.stage_params(dc, start, end, one_worker=dc.shape[1] == 1)
-    return batch_memory(cluster, model, dc, params, end - start)
+    return batch_memory(cluster, model, dc, params, end - start, shards)

@@ -306,7 +306,7 @@ class Job(Frozen):
     optimizer_bytes: Annotated[int, Field(strict=True, ge=0, le=64)] = 12
     """Bytes per parameter of optimizer state (Adam with fp32 master weights: 12)."""
     zero: Annotated[int, Field(strict=True, ge=0, le=1)] = 0
-    """1: the pipelines divide the optimizer state among them (ZeRO-1). The planner searches as with 0."""
+    """1: the pipelines divide the optimizer state among them (ZeRO-1)."""
     memory_gib: Positive | None = None
     """Memory of one GPU that the job may use, GiB. Left out: 92 % of what the GPU has; all of it under another
     runtime, whose overheads are counted."""
