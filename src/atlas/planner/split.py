@@ -44,7 +44,7 @@ def split_layers(cluster: ClusterArrays, model: ModelArrays, stage_dc: Ints, sha
     known = {key: k for k, key in enumerate(dict.fromkeys(every))}
     rows = np.array([known[key] for key in every], np.int16)[stage_dc]
     if shards is not None:
-        several, which = np.unique(shards, return_inverse=True)
+        which = np.unique(shards, return_inverse=True)[1]
         rows = np.ascontiguousarray(np.column_stack([rows, which.astype(np.int16)]))
     # As bytes: numpy finds equal rows ten times as fast as column by column.
     _, first, sort = np.unique(rows.view((np.void, 2 * rows.shape[1])).ravel(), return_index=True, return_inverse=True)
