@@ -49,22 +49,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 IMPORTS = (
-    "Write a Hugging Face folder, for `atlas train --model`, from the weights of a folder of "
+    "hf: write a checkpoint of step 0, for `atlas train --checkpoints`, from a Hugging Face folder. "
+    "dcp: write a Hugging Face folder, for `atlas train --model`, from the weights of a folder of "
     "torch.distributed.checkpoint (model.NAME, with the names of Hugging Face). Its metadata is a pickle: import only "
     "what you trust."
 )
 
 
 def _configure_import(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of torch.distributed.checkpoint")
-    parser.add_argument("--format", choices=("dcp",), default="dcp", help="of FOLDER")
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the model's config.json")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to create")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to import")
+    parser.add_argument("--format", choices=("hf", "dcp"), default="dcp", help="of FOLDER (default: dcp)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the model's config.json, for dcp")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to create; for hf also s3://BUCKET/PREFIX")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.action == "import":
-        return _import(args.folder, args.config, args.out)
+        return _import_hf(args) if args.format == "hf" else _import_dcp(args)
     stores = stores_under(args.folders)
     if args.action == "list":
         _list(stores, args.json)
@@ -167,9 +168,22 @@ def _export_dcp(found: Checkpoint, folder: Path) -> int:
     return 0
 
 
-def _import(folder: Path, config: Path, out: Path) -> int:
+def _import_dcp(args: argparse.Namespace) -> int:
     from atlas.runtime.checkpoint.dcp import import_dcp  # torch: 1.9 s
 
-    num_tensors = import_dcp(folder, config, out)
-    print(f"{out}: {num_tensors} tensors, for `atlas train --model {out}`")
+    if args.config is None:
+        raise AtlasError("--format dcp: the folder does not describe its model. Give --config FILE, its config.json")
+    num_tensors = import_dcp(args.folder, args.config, Path(args.out))
+    print(f"{args.out}: {num_tensors} tensors, for `atlas train --model {args.out}`")
+    return 0
+
+
+def _import_hf(args: argparse.Namespace) -> int:
+    from atlas.runtime.checkpoint.import_hf import import_hf  # torch: 1.9 s
+
+    if args.config is not None:
+        raise AtlasError(f"--config {args.config}: with --format hf, the config.json in FOLDER is used. Leave it out")
+    with Meter() as meter:
+        num_layers = import_hf(args.folder, args.out, progress=meter)
+    print(f"{args.out}: {num_layers} layers at step 0, for `atlas train --checkpoints {args.out}`")
     return 0

@@ -27,7 +27,6 @@ from atlas.planner.floor import Floors
 from atlas.planner.shapes import Shape
 from atlas.planner.space import Space
 from atlas.planner.split import Split, busy_seconds, split_layers
-from atlas.spec import Job
 
 LOCKSTEP = 1.5
 """Periods that a microbatch takes at least where memory is short; measured on `schedules.eager`, not derived."""
@@ -82,9 +81,7 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Ba
     """Every variant of a batch."""
     job, v = space.job, batch.shape
     dc = np.array([[i for i, stages in shape for _ in range(stages)] for shape in batch.shapes], np.int64)
-    rows, row, shards = _memory_rows(job, batch)
-    split = split_layers(cluster, model, dc[rows], shards)
-    u = split.sort[row]
+    split, u = _split(cluster, model, batch, dc)
     seconds = busy_seconds(model, split.dc, split.layers)
     forward_s, backward_s, held = seconds[FORWARD], seconds[INPUT] + seconds[WEIGHT], split.held[u]
     hops = _Hops(space, cluster, batch, dc)
@@ -142,13 +139,15 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Ba
     )
 
 
-def _memory_rows(job: Job, batch: Batch) -> tuple[Ints | slice, Ints, Ints | None]:
-    """What memory depends on: the shape; with ZeRO-1 also the number of replicas, which divide the optimizer state.
-    Returns the shapes of the rows, the row of each variant [v], and the replicas of the rows."""
-    if not job.zero:
-        return slice(None), batch.shape, None
+def _split(cluster: ClusterArrays, model: ModelArrays, batch: Batch, dc: Ints) -> tuple[Split, Ints]:
+    """The layers of each sort of pipelines, and the sort of each variant [v]. Memory depends on the shape; with ZeRO-1
+    also on the number of replicas, which divide the optimizer state."""
+    if not model.job.zero:
+        split = split_layers(cluster, model, dc)
+        return split, split.sort[batch.shape]
     pairs, row = np.unique(np.column_stack([batch.shape, batch.replicas]), axis=0, return_inverse=True)
-    return pairs[:, 0], row.ravel(), pairs[:, 1]
+    split = split_layers(cluster, model, dc[pairs[:, 0]], pairs[:, 1])
+    return split, split.sort[row.ravel()]
 
 
 def _ring_s(cluster: ClusterArrays, model: ModelArrays, batch: Batch, dc: Ints, split: Split, u: Ints) -> Floats:

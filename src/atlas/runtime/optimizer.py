@@ -120,6 +120,13 @@ class Sgd:
         self._update(self.runs, rate)
         self.factor = 1.0
 
+    @torch.no_grad()
+    def start_from_weights(self) -> None:
+        """The weights were replaced by those of a checkpoint without optimizer state."""
+        for run in self.runs:
+            if run.master is not run.weight:
+                run.master.copy_(run.weight)
+
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None

@@ -228,6 +228,8 @@ class StageSet:
     def restore(self, states: Mapping[str, LayerState]) -> None:
         """Use saved states: this process's part of each (`of_state`)."""
         restore(states, self.parameters.items(), None if self.zero else self.optimizer, layer_of)
+        if not any(state.optimizer for state in states.values()):
+            self.optimizer.start_from_weights()
         if self.zero:
             self._sharded_state.restore({name: kept for s in states.values() for name, kept in s.optimizer.items()})
 

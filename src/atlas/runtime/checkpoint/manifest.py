@@ -19,6 +19,8 @@ from atlas.runtime.checkpoint.store import BlobStore
 
 FORMAT, VERSION = "atlas-checkpoint-part", 1
 SUFFIX = ".part.json"
+IMPORTED = "imported"
+"""Key of a configuration that has only the model: a checkpoint that no run has written."""
 _FOLDER = re.compile(r"step-(\d+)-a(\d+)/")
 
 
@@ -55,13 +57,15 @@ class Meta:
     def require_same_run(self, config: dict[str, Any], dataset: str) -> None:
         """Raise if a run with this configuration and these data cannot resume from here."""
         now, then = _fixed(json.loads(_canonical(config))), _fixed(self.config)
+        if IMPORTED in then:
+            now, then = ({"model.config": found["model"]["config"]} for found in (now, then))
         for key in sorted(then.keys() | now.keys()):
             if then.get(key) != now.get(key):
                 raise AtlasError(
                     f"checkpoint: it was saved with {key} = {then.get(key)!r}, this run has "
                     f"{now.get(key)!r}. Resume with the saved value, or start a new run in another folder"
                 )
-        if self.dataset != dataset:
+        if self.dataset != dataset and IMPORTED not in self.config:
             raise AtlasError(
                 f"checkpoint: it was saved while training on other data (digest {self.dataset[:12]}, now "
                 f"{dataset[:12]}). Resume with the same shards in the same order, or start a new run"
