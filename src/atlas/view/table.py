@@ -97,7 +97,7 @@ def side_by_side(a: Mapping[str, Any], b: Mapping[str, Any]) -> Table:
         table.add_column(Text(f"{summary['schedule']}{turns}, {summary['source']}"), justify="right")
     table.add_column("change", justify="right")
     lines = [("iteration", a["iteration_s"], b["iteration_s"])]
-    for cause in a["bubbles_s"]:
+    for cause in {**a["bubbles_s"], **b["bubbles_s"]}:
         waits = [summary["bubbles_s"].get(cause, 0.0) / summary["num_workers"] for summary in (a, b)]
         lines.append((f"idle per worker, {cause}", *waits))
     lines += [
