@@ -343,7 +343,7 @@ class WanTraffic:
 
     def _link(self, name: str, policy: int, **settings: float) -> LinkCost:
         src, dst = self.hops[0].src.name, self.hops[0].dst.name
-        weather = link_weather(self.route, src, dst)
+        weather = None if self.route.model is None else link_weather(self.route, src, dst)
         trace = _trace(self.route) if weather is None else mean_trace(weather)
         link = LinkCost(f"wan {src}>{dst} {name}", policy, trace=trace, weather=weather)
         return replace(link, **settings)  # type: ignore[arg-type]

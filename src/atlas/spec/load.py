@@ -340,10 +340,12 @@ def _links(cluster: Cluster, names: list[str], where: Where, at: Keys) -> Iterat
             yield bad(where, (*key, "latency_ms"), None, "is needed: the link has no default latency", remedy)
         if link.trace is not None:
             read_trace(Path(link.trace), dotted((*key, "trace")))
-        yield from weather_rules(link, cluster.wan, where, key)
+        if link.model or cluster.wan.model:
+            yield from weather_rules(link, cluster.wan, where, key)
     if cluster.wan.trace is not None:
         read_trace(Path(cluster.wan.trace), dotted((*at, "wan", "trace")))
-    yield from weather_rules(cluster.wan, cluster.wan, where, (*at, "wan"))
+    if cluster.wan.model is not None:
+        yield from weather_rules(cluster.wan, cluster.wan, where, (*at, "wan"))
 
 
 def _model(job: Job, where: Where) -> Iterator[SpecError]:
