@@ -45,6 +45,8 @@ class Ticket:
     num_tokens: int
     parts: tuple[RemotePart, ...]
     """In the order of their layers, all from the first on."""
+    service: str = ""
+    """The service's name in its certificate; empty: it has none."""
 
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> Ticket | None:
@@ -62,17 +64,12 @@ class Ticket:
                 str(params["remote_model_id"]),
                 int(params["remote_num_tokens"]),
                 tuple(parts),
+                str(params.get("remote_service", "")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise WorkerError(f"kv_transfer_params without a valid {error}") from None
         _require_tiled(parts)
         return found
-
-    @property
-    def service(self) -> str:
-        """The service's name in its certificate; empty: it has none."""
-        datacenter = self.parts[0].name.partition("/")[0]
-        return f"{datacenter}/bubbletea" if datacenter else ""
 
     def parts_of(self, layers: Sequence[int]) -> list[tuple[RemotePart, list[int]]]:
         """Which of these layers each part has; raises WorkerError if one of them is in no part."""
@@ -106,5 +103,6 @@ def transfer_params(ticket: Ticket, token: str, prompt: Sequence[int]) -> dict[s
         "remote_model_id": ticket.model,
         "remote_num_tokens": ticket.num_tokens,
         "remote_parts": [part.to_json() for part in ticket.parts],
+        "remote_service": ticket.service,
     }
     return seal(named, token, prompt)

@@ -27,7 +27,7 @@ FIRST = (
     "remote_prompt_digest",
 )
 """What connectors of release 1 check. They get as far as the service, which tells them to be updated."""
-SEALED = (*FIRST, "remote_parts")
+SEALED = (*FIRST, "remote_parts", "remote_service")
 
 
 def seal(params: Mapping[str, Any], token: str, prompt: Sequence[int]) -> dict[str, Any]:

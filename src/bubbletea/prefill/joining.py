@@ -71,8 +71,8 @@ def dial(address: str) -> socket.socket:
 
 
 def join(place: ServicePlace, me: WorkerIdentity, transport: list[Any], parts: Sequence[Any] = ()) -> ServiceLink:
-    """`parts`: where decode engines fetch keys and values from this worker (host, port).
-    Raises OSError if nobody is there, JoinRefused if the service refuses this worker, WorkerError if it is not the
+    """`parts`: where decode engines fetch from this worker (host, port, whether they need a certificate). Raises
+    OSError if nobody is there, JoinRefused if the service refuses this worker, WorkerError if it is not the
     right one."""
     sock = dial(place.address)
     try:

@@ -136,7 +136,8 @@ class BubbleTea:
             if place is None:
                 return False
             assert self._transport is not None
-            parts = () if self._kv_server is None else self._kv_server.address
+            server = self._kv_server
+            parts = () if server is None else (*server.address, server.server.context is not None)
             link = join(place, self._me, [self._transport.name, *self._transport.address], parts)
         except (OSError, ClosedError):
             return False  # it has ended, or is about to listen

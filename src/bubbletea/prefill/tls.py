@@ -71,5 +71,9 @@ def secured(sock: socket.socket, security: Security, peer: str) -> TlsSocket:
         tls = security.client_context.wrap_socket(sock)
     except ssl.SSLError as error:
         raise ConnectionResetError(f"TLS refused: {error.reason or error}") from None
-    require_name(tls.getpeercert(), peer)
+    try:
+        require_name(tls.getpeercert(), peer)
+    except BaseException:
+        tls.close()  # `sock` no longer has the connection
+        raise
     return TlsSocket(tls)

@@ -57,8 +57,8 @@ class ConnectedWorker:
     transport: tuple[str, str, int]
     order: WorkerOrder
     writer: asyncio.StreamWriter
-    parts: tuple[str, int] | None = None
-    """Where decode engines fetch what it has prefilled; None: nowhere."""
+    parts: tuple[str, int, bool] | None = None
+    """Where decode engines fetch what it has prefilled, and whether they need a certificate; None: nowhere."""
     ready: bool = False
     share: float = 1.0
     """Of each wait: the share that was last sent."""
@@ -69,8 +69,8 @@ class ConnectedWorker:
         if self.parts is None:
             return None
         layers = self.order.served.cuts(self.order.layers_per_stage)[self.order.stage].layers
-        name = "" if self.writer.get_extra_info("peercert") is None else f"{self.datacenter}/{self.name}"
-        return RemotePart(*self.parts, layers.start, layers.stop, name)
+        host, port, is_secure = self.parts
+        return RemotePart(host, port, layers.start, layers.stop, f"{self.datacenter}/{self.name}" if is_secure else "")
 
 
 class Listener(Protocol):
@@ -201,10 +201,10 @@ class WorkerConnections(FrameServer):
         if not found:
             self._note_refused(who)
             raise ClosedError("the worker was refused")
-        name, host, port = who["transport"]
-        transport = (str(name), str(host), int(port))
+        transport = (str(who["transport"][0]), str(who["transport"][1]), int(who["transport"][2]))
         worker, order = found[0]
-        parts = (str(who["parts"][0]), int(who["parts"][1])) if who.get("parts") else None
+        host, port, is_secure = who.get("parts") or ("", 0, False)
+        parts = (str(host), int(port), bool(is_secure)) if port else None
         names = str(who["name"]), str(who["datacenter"])
         member = ConnectedWorker(worker, *names, int(who["pid"]), transport, order, writer, parts)
         before, self.members[worker] = self.members.get(worker), member

@@ -21,6 +21,7 @@ from bubbletea.handoff.kv_store import KEEP_S
 from bubbletea.handoff.remote_parts import Ticket, transfer_params
 from bubbletea.handoff.sampling import Sampling, choose
 from bubbletea.kv_server import KvServer
+from bubbletea.prefill.joining import SERVICE
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.dispatch import Dispatcher
 from bubbletea.serve.errors import ApiError, of_hand_back, of_refusal
@@ -210,7 +211,9 @@ class Service:
         self.metrics.first_token(seconds)
         self.metrics.answered(seconds, seconds, 1, "length")
         parcel, address = found.parcel, self.kv_server.address
-        ticket = Ticket(parcel.ticket, *address, parcel.model, parcel.length, found.parts)
+        datacenter = found.parts[0].name.partition("/")[0]
+        name = "" if self.kv_server.context is None else f"{datacenter}/{SERVICE}"
+        ticket = Ticket(parcel.ticket, *address, parcel.model, parcel.length, found.parts, name)
         params = transfer_params(ticket, self.kv_server.token, tokens)
         return Delta(self.text.decode([first]), len(tokens), found.cached_tokens, 1, "length", params)
 

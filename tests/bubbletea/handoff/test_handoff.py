@@ -20,13 +20,15 @@ import torch
 from prefill_samples import LLAMA
 
 from atlas.errors import AtlasError, WorkerError
+from atlas.wan.security.certs import make_ca, make_node
+from atlas.wan.security.credentials import Credentials, Security
 from bubbletea.frames import PROOF, WireFrame, greet, pack, pack_first, receive, send
 from bubbletea.handoff.fetch import Caller, Fetcher
 from bubbletea.handoff.kv_store import KvStore
 from bubbletea.handoff.remote_parts import RemotePart, Ticket, transfer_params
 from bubbletea.handoff.signature import FIRST
 from bubbletea.kv_blocks import FETCH, KV, KvBlock, bytes_of, pack_block, unpack_block
-from bubbletea.kv_server import Holder, KvServer, WantedBlocks, own_address
+from bubbletea.kv_server import Holder, KvServer, KvServerThread, WantedBlocks, own_address
 from bubbletea.prefill.kept_parts import KeptParts
 from bubbletea.prefill.messages import LOGITS
 from bubbletea.prefill.shard import Served
@@ -149,6 +151,26 @@ def test_an_older_connector_is_told_to_be_updated() -> None:
         assert b"update the package atlas-bubbletea in the engine's environment" in said
 
     with_door(KvStore(SERVED, 1 << 24), talk)
+
+
+def test_with_certificates_a_part_is_fetched_over_mutual_tls(tmp_path: Path) -> None:
+    make_ca(tmp_path)
+    for datacenter in ("east", "west"):
+        make_node(tmp_path, datacenter)
+    server = KvServer(filled(), "secret", Security(Credentials.of_folder(tmp_path, "east/p0.s0"), ()).server_context)
+    thread = KvServerThread(server, "127.0.0.1")
+    try:
+        ticket = ticket_at(thread.address)
+        with Fetcher(*thread.address, Caller("secret", str(tmp_path), "east/vllm"), "east/p0.s0") as fetcher:
+            assert len(list(fetcher.fetch(ticket))) == 8
+        with pytest.raises(WorkerError, match="its certificate is for east"):
+            Fetcher(*thread.address, Caller("secret", str(tmp_path), "east/vllm"), "west/p0.s0")
+        with pytest.raises(WorkerError, match="name their folder in `certs`"):
+            Fetcher(*thread.address, CALLER, "east/p0.s0")
+        with pytest.raises((OSError, WorkerError)):
+            Fetcher(*thread.address, CALLER)
+    finally:
+        thread.close()
 
 
 def test_callers_without_the_token_get_nothing() -> None:

@@ -107,6 +107,9 @@ def answer(url: str) -> list[str]:
         time.sleep(0.05)
 
 
+HAND_OFF = {"kv_transfer_params": {"do_remote_decode": True}}
+
+
 def expected(settings: ServiceSettings) -> list[str]:
     from bubbletea.serve.tokens import Text
 
@@ -126,6 +129,10 @@ def test_a_service_comes_late_leaves_and_another_one_comes_with_certificates(
             assert answer(url) == expected(SETTINGS)
             assert filler._filling is not None
             first = filler._filling.engine
+            ask = {"prompt": list(range(40)), "model": "tiny", "max_tokens": 1}
+            handed = httpx.post(f"{url}/v1/completions", json=ask | HAND_OFF, timeout=60).json()["kv_transfer_params"]
+            assert [part["name"] for part in handed["remote_parts"]] == ["here/p0.s0"], "it has a certificate"
+            assert handed["remote_service"] == "", "and the service has none"
         with service(tmp_path / "meet") as url:
             assert answer(url) == expected(SETTINGS)
             assert filler._filling is not None
