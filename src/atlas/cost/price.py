@@ -81,6 +81,8 @@ def price(
 def circuits(job: Job, arrangement: Arrangement) -> Circuits | None:
     """The photonic rails of a cell; None where no datacenter changes circuits."""
     dcs = [job.cluster.dc(name) for name in arrangement.rank_dc]
+    if all(dc.fabric is None for dc in dcs):
+        return None
     switches = tuple(switches_circuits(dc, job.tp, arrangement.num_pipelines * job.cells) for dc in dcs)
     if not any(switches):
         return None
@@ -326,10 +328,12 @@ class WanTraffic:
 
     def _change_s(self, hop: Hop, end: int) -> float:
         """What changing circuits takes at one end of a hop, before slices go around a ring and back to the hops."""
-        name, ranks = (hop.src, hop.dst)[end], self.arrangement.rank_dc
+        dc, ranks = (hop.src, hop.dst)[end], self.arrangement.rank_dc
+        if dc.fabric is None:
+            return 0.0
         neighbours = [r for r in (hop.ranks[end] - 1, hop.ranks[end] + 1) if 0 <= r < len(ranks)]
-        has_hops = any(ranks[r] == name.name for r in neighbours)
-        return scatter_change_s(name, self.job.tp, self.num_pipelines * self.job.cells, has_hops=has_hops)
+        has_hops = any(ranks[r] == dc.name for r in neighbours)
+        return scatter_change_s(dc, self.job.tp, self.num_pipelines * self.job.cells, has_hops=has_hops)
 
     def _time(self, links: Links, rate: WanRate, *change_s: float) -> None:
         away_s = 2 * max(change_s, default=0.0) / self.num_pipelines  # once to the ring and back in a round of turns

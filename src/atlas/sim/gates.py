@@ -92,6 +92,6 @@ class GateKeeper:
             group, now = held
             self.engine.start_group(group, max(now, end))
 
-
-def gate_times(keeper: GateKeeper | None) -> Ints:
-    return np.array([] if keeper is None else keeper.times, np.int64).reshape(-1, 2)
+    def table(self) -> Ints:
+        """[gate, 2]: start and end of each reconfiguration."""
+        return np.array(self.times, np.int64).reshape(-1, 2)

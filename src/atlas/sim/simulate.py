@@ -29,7 +29,7 @@ from atlas.errors import AtlasError, ProgramError
 from atlas.ir.assemble import assemble
 from atlas.ir.program import Kind, Layout, Op, Program, before
 from atlas.ir.timeline import Timeline
-from atlas.sim.gates import GateKeeper, gate_times
+from atlas.sim.gates import GateKeeper
 from atlas.sim.lower import LINK, NONE, OFFER, OP, UNKNOWN, Events, Pace, SeededNoise, Tables, lower
 from atlas.sim.phases import fabric_rows
 
@@ -174,7 +174,8 @@ class Engine:
         self._require_all_done()
         times = (self.op_start, self.op_end, self.ready_ns, self.start_ns, self.sent_ns, self.arrive_ns)
         op_start, op_end, ready, start, sent, arrive = (np.array(each, np.int64) for each in times)
-        return Events(op_start, op_end, ready, start, sent, arrive, gate_times(self.gates))
+        gate_ns = np.zeros((0, 2), np.int64) if self.gates is None else self.gates.table()
+        return Events(op_start, op_end, ready, start, sent, arrive, gate_ns)
 
     def deliver(self, transfer: int, sent: int, arrive: int) -> None:
         """A transfer is finished; a worker that waits for it starts then."""

@@ -318,7 +318,8 @@ def _cluster(cluster: Cluster, where: Where, at: Keys, powered: tuple[str, ...])
         if dc.gpu not in GPUS and dc.gpu not in cluster.gpus:
             key: Keys = (*at, "datacenters", i, "gpu")
             yield unknown_gpu(dc.gpu, cluster.gpus, where(key), dotted(key))
-    yield from power_rules(cluster, where, at, powered)
+    if any(dc.power_kw is not None or dc.fabric is not None for dc in cluster.datacenters):
+        yield from power_rules(cluster, where, at, powered)
     yield from _links(cluster, names, where, at)
 
 

@@ -285,7 +285,7 @@ def groups(timeline: Timeline) -> list[RowGroup]:
     joined: dict[tuple[str, str], list[int]] = {}
     for link in wan_links(timeline).tolist():
         joined.setdefault(_ends(timeline, link, dcs), []).append(link)
-    by_link, rails = _link_rows(timeline), rail_tracks(timeline)
+    by_link, rails = _link_rows(timeline), rail_tracks(timeline) if timeline.meta.get("fabric") else {}
     found: list[RowGroup] = []
     for dc in dcs:
         for ends, links in joined.items():
