@@ -60,7 +60,7 @@ def test_a_port_in_use(job_file: str, capsys: pytest.CaptureFixture[str]) -> Non
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         said = told(capsys, job_file, "--dc", "east", "--device", "cpu", "--rendezvous", f"127.0.0.1:{port}")
-    assert f"--rendezvous 127.0.0.1:{port}: cannot listen there: Address already in use" in said
+    assert f"127.0.0.1:{port}: the coordinator cannot listen there: Address already in use" in said
     assert "Choose a port that is free" in said
 
 

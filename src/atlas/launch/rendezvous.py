@@ -119,9 +119,10 @@ class Rendezvous:
             self._server = socket.create_server(address, family=family, backlog=MAX_HANDSHAKES)
         except OSError as error:
             raise AtlasError(
-                f"--rendezvous {address[0]}:{address[1]}: cannot listen there: {error.strerror}. Choose a port that is "
-                "free and an address of this host, the same in every datacenter. If `atlas coordinator` listens there, "
-                "give --coordinator in place of --rendezvous"
+                f"{address[0]}:{address[1]}: the coordinator cannot listen there: {error.strerror}. Choose a port that "
+                "is free and an address of this host (--rendezvous, the same in every datacenter; --listen of `atlas "
+                "coordinator`). If another coordinator listens there, end it, or give --coordinator in place of "
+                "--rendezvous"
             ) from None
         self.address: Address = self._server.getsockname()[:2]
         threading.Thread(target=self._accept, daemon=True, name="rendezvous").start()
