@@ -108,7 +108,7 @@ class OneStage:
     def open_exchanges(self, store: GroupStore) -> Mapping[int, Exchange]:
         return torch_exchanges(self.assignment, self.role, store)
 
-    def sum_by(self, exchanges: Mapping[int, Exchange]) -> None:
+    def sum_by(self, exchanges: Mapping[int, Exchange], meeting: object) -> None:
         self.exchanges = exchanges
 
 
