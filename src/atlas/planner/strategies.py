@@ -10,7 +10,7 @@ them and keeps all results, so that an interrupted search still has the best so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import pairwise
 
@@ -111,11 +111,12 @@ def _best_when_screened(search: Search, entries: list[EstimatedCandidate]) -> No
 
 
 def _best_of_each_kind(search: Search, entries: list[EstimatedCandidate]) -> None:
-    """The kinds in turn: the best estimate of each, then by promise, as long as a floor is lower than the best."""
+    """The kinds in turn, each by estimate and by promise in turn, as long as a floor is lower than the best. Floors
+    alone would not do: candidates with a low floor and a bad estimate can be so many that a good one is not reached."""
     kinds: dict[str, list[EstimatedCandidate]] = {}
-    for entry in sorted(entries, key=search.promise):
+    for entry in entries:
         kinds.setdefault(kind_of(entry.candidate), []).append(entry)
-    queues = [iter([min(found, key=lambda e: e.score), *found]) for found in kinds.values()]
+    queues = [iter(_in_turn(found, search.promise)) for found in kinds.values()]
     seen: set[tuple[object, ...]] = set()
     last = MOST if search.tries else SIMULATIONS - NEIGHBOURS
     while queues and not search.is_spent and search.num_simulated < last:
@@ -125,6 +126,14 @@ def _best_of_each_kind(search: Search, entries: list[EstimatedCandidate]) -> Non
                 queues.remove(queue)
             else:
                 search.simulate(new.candidate)
+
+
+def _in_turn(
+    entries: list[EstimatedCandidate], promise: Callable[[EstimatedCandidate], float]
+) -> Iterator[EstimatedCandidate]:
+    """By estimate and by promise, alternately."""
+    for pair in zip(sorted(entries, key=lambda e: e.score), sorted(entries, key=promise), strict=True):
+        yield from pair
 
 
 def _is_new(search: Search, entry: EstimatedCandidate, seen: set[tuple[object, ...]]) -> bool:
