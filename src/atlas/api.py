@@ -67,9 +67,9 @@ class Simulation:
     results: tuple[Result, ...]
     """One for each schedule, in the order asked for."""
     skipped: dict[str, str]
-    """By schedule that was not asked for by name and cannot run this job: the reason."""
+    """The reason for each schedule that was not asked for by name and cannot run this job."""
     whole: Whole | None = None
-    """Of a plan with several groups of pipelines: all of them together. `results` has the slowest group."""
+    """For a plan with several groups of pipelines: the simulation of all of them. `results` has the slowest group."""
 
     def table(self) -> list[dict[str, Any]]:
         """One dict for each schedule: iteration time, speedup, lower bound, utilization, memory and more."""
@@ -209,7 +209,7 @@ class PlanSearch:
 
     @cached_property
     def break_even(self) -> list[BreakEven]:
-        """From which bandwidth, latency, number of GPUs or egress price on the verdict changes. Takes seconds."""
+        """The bandwidth, latency, number of GPUs and egress price at which the verdict changes. Takes seconds."""
         return break_even(self.families, tick=self.progress) if self.ask_break_even else []
 
     @property
@@ -294,7 +294,7 @@ class WhatIf:
     marginals: tuple[Marginal, ...]
     """What a tenth more of each resource saves, the best first."""
     runs: MonteCarlo
-    """Of the Monte-Carlo: `times_s` of its iterations, and with weather the `tail`'s cause."""
+    """The Monte-Carlo runs: `times_s` of their iterations, and with weather the cause of the `tail`."""
     wan_sigma: float
 
     def table(self) -> list[dict[str, Any]]:
@@ -355,8 +355,8 @@ def whatif(
 
     A sweep is `KEY=VALUES`: values ("10,20,40"), a range ("10..100:10"), or a datacenter to lose or to add
     ("lose=east"). `replan` runs the planner at every value. `bottleneck` asks what a tenth more of each resource would
-    save. `monte_carlo` repeats the run with other weather on links that have a `model`, and on the
-    others with other bandwidths and latencies, spread by `wan_sigma`.
+    save. `monte_carlo` repeats the run with random weather on links that have a `model`, and with random bandwidths and
+    latencies (spread: `wan_sigma`) on the others.
     """
     parsed = [parse_sweep(text) for text in sweeps]
     job, plan = opened(job)
@@ -380,7 +380,8 @@ def train(
     on_step: OnStep | None = None,
     **options: Any,
 ) -> Rehearsal:
-    """Train on this machine, every worker a process, the datacenters apart by an emulated WAN: `atlas train --emulate`.
+    """Train on this machine: every worker is a process, and an emulated WAN is between the datacenters (`atlas train
+    --emulate`).
 
         run = atlas.train("examples/tiny.yaml", "atlas", steps=3, slower=3)
         run.error                                   # predicted over measured iteration time, less one

@@ -7,12 +7,12 @@
     |-- MissingExtraError      an optional dependency is needed and absent (names the extra to install)
     |-- WorkerError            a worker or a connection failed while a Program ran
     |-- DivergedRunError       the loss or the gradients are not finite: the recipe must change
-    |-- StartAgainError        another part of the run was out of reach: the same command will do; exit code 75
-    |-- SwitchError            an optical switch was late, refused or lied (fabric.switch)
+    |-- StartAgainError        another part of the run was out of reach: start the same command again; exit code 75
+    |-- SwitchError            an optical switch was late, refused, or reported circuits that it does not have
     |-- EmulatorLateError      the emulated network fell too far behind for a run to count (wan.emulator.lateness)
     `-- ProbeError             a probe could not measure a path (wan.probe; names the reason)
 
-A bug in Atlas is never an AtlasError: it keeps its traceback. `StopSignal` is no error: a scheduler asked for the end.
+A bug in Atlas is never an AtlasError: it keeps its traceback. `StopSignal` is not an error: a scheduler stops the run.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class DivergedRunError(AtlasError):
 
 
 class StartAgainError(AtlasError):
-    """Another part of the run was out of reach; nothing here must change."""
+    """Another part of the run was out of reach. The user need not change anything."""
 
     exit_code = START_AGAIN
 

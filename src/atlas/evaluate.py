@@ -292,7 +292,7 @@ def evaluate_all(
 
 # ---- the bound -----------------------------------------------------------------------------------------------
 def _bound(case: Case, schedule: Schedule, program: Program) -> Bound:
-    """No schedule of its kind can be faster: over the links it may choose from, within the memory it keeps to."""
+    """The lower bound for schedules of this kind, over the links that they may use and within their memory."""
     keeps = program.peak_held(case.memory) <= case.memory.cap
     links = [case.apart] + ([case.turns] if schedule.shares and case.turns is not None else [])
     bounds = [

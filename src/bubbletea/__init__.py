@@ -1,2 +1,2 @@
-"""BubbleTea: prefill of language-model inference in the bubbles of training. Nothing here runs yet: it pours
-once Atlas trains."""
+"""BubbleTea: prefill of language-model inference in the bubbles of training. The simulator (`sim`) and the service
+(`serve`) share the windows and the admission of requests."""

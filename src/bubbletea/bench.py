@@ -204,7 +204,7 @@ async def _post(url: str, body: dict[str, Any], key: str) -> AsyncIterator[tuple
 
 # ---- the command -------------------------------------------------------------------------------------------------
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="of the service, such as http://127.0.0.1:8000")
+    parser.add_argument("url", metavar="URL", help="address of the service, such as http://127.0.0.1:8000")
     parser.add_argument("--model", metavar="NAME", help="model name (default: the one the service has)")
     parser.add_argument("--requests", type=int, default=200, metavar="N", help="number of requests (default 200)")
     parser.add_argument("--clients", type=int, default=16, metavar="N", help="concurrent clients (default 16)")

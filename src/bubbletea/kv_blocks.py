@@ -85,7 +85,7 @@ def unpack_block(frame: WireFrame, *, model: str | None = None) -> KvBlock:
         dtype, shape = DTYPES[fields["dtype"]], [int(n) for n in fields["shape"]]
         layer, start, stop = (int(fields[name]) for name in ("layer", "start", "stop"))
         ticket, given = str(fields["ticket"]), str(fields["model"])
-        promised = tuple(int(one) for one in fields["checksums"])
+        stated = tuple(int(one) for one in fields["checksums"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise WorkerError(f"a block of keys and values without a valid {error}") from None
     if model is not None and given != model:
@@ -93,10 +93,10 @@ def unpack_block(frame: WireFrame, *, model: str | None = None) -> KvBlock:
     right = len(shape) == 4 and shape[0] == 2 and shape[2] == stop - start > 0 and min(shape) > 0 <= min(start, layer)
     if not right or math.prod(shape) * dtype.itemsize != len(frame.payload):
         raise WorkerError(f"a block of shape {shape} for tokens {start} to {stop} in {len(frame.payload)} bytes")
-    if checksums_of(frame.payload, 2 * shape[1]) != promised:
+    if checksums_of(frame.payload, 2 * shape[1]) != stated:
         raise WorkerError(f"keys and values of layer {layer}, tokens {start} to {stop}, were damaged on the way")
     data = bytearray(frame.payload) if memoryview(frame.payload).readonly else frame.payload
-    return KvBlock(ticket, given, layer, start, stop, torch.frombuffer(data, dtype=dtype).view(shape), promised)
+    return KvBlock(ticket, given, layer, start, stop, torch.frombuffer(data, dtype=dtype).view(shape), stated)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

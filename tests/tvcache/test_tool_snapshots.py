@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import Notebook
+from text_environment import Notebook
 
 from tvcache import Cache, Snapshots, Tool
 from tvcache.history import History

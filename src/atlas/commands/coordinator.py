@@ -30,7 +30,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help=f"where the launchers connect to (default: 127.0.0.1:{PORT})",
     )
-    parser.add_argument("--state", type=Path, required=True, metavar="DIR", help="a folder, of this run alone")
+    parser.add_argument(
+        "--state",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for the state of this run; no other run may use it",
+    )
     how_flags(parser)
     group_flags(parser)
     watch_flags(parser)

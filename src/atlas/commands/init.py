@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="CLOUD:REGION=COUNTxGPU",
         help="GPUs in a region, such as aws:us-east-1=64xH100; @2.5 after it states your price of a GPU hour; repeat",
     )
-    add("--batch", metavar="SIZE", help="of one iteration: tokens (1M) or sequences ('512 sequences')")
+    add("--batch", metavar="SIZE", help="batch of one iteration: tokens (1M) or sequences ('512 sequences')")
     add("--seq", type=whole(1, 10**8), metavar="N", help="tokens of one sequence (default: the model's, at most 8192)")
     add("--out", type=Path, default=Path("job.yaml"), metavar="FILE", help="the job file (default: job.yaml)")
     add("--force", action="store_true", help="replace the file if there is one")

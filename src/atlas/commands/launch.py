@@ -28,8 +28,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--target", choices=sorted(TARGETS), required=True, help="the scheduler")
     add("--out", type=Path, required=True, metavar="DIR", help="the folder to write to")
     add("--rendezvous", required=True, metavar="HOST:PORT", help="an address of the plan's first datacenter")
-    add("--image", default="atlas:latest", metavar="NAME", help="of the container (default: atlas:latest)")
-    add("--ports", default="7701-7740", metavar="LO-HI", help="of workers and checkpoint servers (7701-7740)")
+    add("--image", default="atlas:latest", metavar="NAME", help="image of the container (default: atlas:latest)")
+    add("--ports", default="7701-7740", metavar="LO-HI", help="ports of workers and checkpoint servers (7701-7740)")
     add("--device", default="cuda", metavar="NAME", help="cuda or cpu (default: cuda)")
     add("--no-certs", action="store_true", help="without certificates: loopback only")
 

@@ -1,6 +1,5 @@
-"""The flags for a launcher's place in the network, shared by `atlas train --dc` and `atlas wan check`, and the
-`network:` of a recipe that they replace. A value for one datacenter (`network.sites`) comes before one for all.
-"""
+"""The network flags of a launcher, shared by `atlas train --dc` and `atlas wan check`. They replace keys of `network:`
+in a recipe. A value for one datacenter (`network.sites`) takes precedence over one for all."""
 
 from __future__ import annotations
 
@@ -29,14 +28,14 @@ def network_flags(group: argparse._ActionsContainer) -> None:
         help="address or name that other datacenters dial, or none if they cannot (default: that of --listen)",
     )
     group.add_argument(
-        "--ports", metavar="LO-HI", help="for the workers and the checkpoint server of this host (default: any)"
+        "--ports", metavar="LO-HI", help="ports of this host's workers and checkpoint server (default: any)"
     )
     group.add_argument(
         "--reach",
         action="append",
         default=[],
         metavar="NAME=HOST",
-        help="dial datacenter NAME (or its host, NAME/1) there, or none: a VPN, a peering (repeatable)",
+        help="dial datacenter NAME (or its host, NAME/1) at HOST, or none if it cannot be dialled (repeatable)",
     )
     group.add_argument(
         "--node", metavar="I/N", help="number of this host / hosts in the datacenter, from 0 (default: 0/1)"

@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="as `atlas train` with the same flag (default: on GPUs)",
+        help="compile layers, as `atlas train` does (default: on GPUs)",
     )
     job_flags(parser)
 

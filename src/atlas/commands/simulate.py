@@ -1,8 +1,8 @@
 """Simulate a training job across datacenters under one or more schedules.
 
-Without --schedule and --tcp: gpipe, 1f1b and varuna on one TCP connection, and every schedule on many connections.
-All times are simulated, except `engine_s`, which is measured. Pages and figures leave out the runs on one connection
-where others use many: they take so much longer that the others would be too small to see.
+Without --schedule and --tcp: gpipe, 1f1b and varuna on one TCP connection, and every schedule on many connections. All
+times are simulated, except `engine_s`, which is measured. If some runs use many connections, pages and figures leave
+out those on one connection: they take so much longer that the others would be too small to see.
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slower", type=whole(1, 1000), default=1, metavar="X", help="multiply every duration by X, for a slow host"
     )
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write both timelines as a page")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="write the predicted and the measured timeline as a page"
+    )
     filler_flags(parser)
     watch_flags(parser)
     trace_flags(parser)
@@ -78,7 +80,10 @@ def how_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data", metavar="DIR", help="shards of tokens, or shipped (default: synthetic)")
     parser.add_argument(
-        "--learning-rate", type=number(0, 1e6), metavar="X", help="default: 0.001 (AdamW; a stand-in: 0.1, SGD)"
+        "--learning-rate",
+        type=number(0, 1e6),
+        metavar="X",
+        help="peak learning rate (default: 0.001, AdamW; for the stand-in 0.1, SGD)",
     )
     parser.add_argument("--warmup", type=whole(0, 10**9), metavar="N", help="steps of a linear warm-up (default 0)")
     parser.add_argument(
@@ -91,7 +96,9 @@ def how_flags(parser: argparse.ArgumentParser) -> None:
         help="clip gradients to this global norm (default: no clipping)",
     )
     parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, help="compile layers by torch's compiler (default: on GPUs)"
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile layers with torch's compiler (default: on GPUs)",
     )
     parser.add_argument(
         "--seed", type=whole(0, 2**32 - 1), metavar="N", help="seed of weights, dropout and data order (default 0)"
@@ -103,7 +110,9 @@ def how_flags(parser: argparse.ArgumentParser) -> None:
 
 def filler_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--filler", metavar="NAME", help="what uses the workers' waits: bubbletea (default: nothing; `bubbletea serve`)"
+        "--filler",
+        metavar="NAME",
+        help="what runs while workers wait: bubbletea, with `bubbletea serve` (default: nothing)",
     )
     parser.add_argument(
         "--filler-folder", type=Path, metavar="DIR", help="folder in which the filler's service writes its address"

@@ -51,7 +51,11 @@ def group_flags(group: argparse._ActionsContainer) -> None:
     security_flags(group)
     group.add_argument("--auto-replan", action="store_true", help="continue without a lost datacenter, without asking")
     group.add_argument(
-        "--without", action="append", default=[], metavar="NAME", help="a datacenter that is lost (repeatable)"
+        "--without",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="run without this datacenter, which is lost (repeatable)",
     )
     group.add_argument(
         "--grace",
@@ -63,7 +67,7 @@ def group_flags(group: argparse._ActionsContainer) -> None:
         "--gather",
         type=number(0.1, 1e6),
         metavar="S",
-        help="wait S seconds for all launchers at the start: hours, for queued jobs (600)",
+        help="wait S seconds for all launchers at the start; give hours if a scheduler queues jobs (600)",
     )
     group.add_argument(
         "--patience",
@@ -76,7 +80,7 @@ def group_flags(group: argparse._ActionsContainer) -> None:
         type=whole(0, 1000),
         default=5,
         metavar="N",
-        help="restarts in a row without a new step (default 5)",
+        help="stop after N restarts in a row without a new step (default 5)",
     )
 
 

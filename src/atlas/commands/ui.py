@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="ask for the token in this file (default: a new one beyond loopback)",
+        help="require the token in this file (default: beyond loopback, a new token)",
     )
 
 

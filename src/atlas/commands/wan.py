@@ -1,10 +1,10 @@
-"""The network between datacenters: emulate it, measure it, learn it, check it, and make certificates for it.
+"""The network between datacenters: emulate it, measure it, fit a model of it, check it, and make certificates for it.
 
     atlas wan emulate CLUSTER.yaml     emulate the cluster's paths on this machine, with their delays and caps
     atlas wan probe                    measure round trips, rates, and whether node pairs or trunks limit them
-    atlas wan learn DIR --out F.path   learn what a path does from recorded packets
+    atlas wan learn DIR --out F.path   learn how a path varies from recorded packets
     atlas wan certs DC/WORKER...       make a small CA and a certificate per node
-    atlas wan check PLAN --dc NAME     check, in every datacenter, that all can reach all
+    atlas wan check PLAN --dc NAME     check, in every datacenter, that all hosts can reach each other
 
 `atlas wan ACTION --help` explains an action.
 """

@@ -2,7 +2,7 @@
 one pair for all nodes of a datacenter (as `atlas train --dc` needs).
 
 Everything that leaves a datacenter is encrypted, and a node may only use the names in its certificate. Give each node
-its own pair and `ca.pem`; keep `ca.key` on a machine where no node runs.
+its own pair and `ca.pem`; keep `ca.key` on a machine that runs no node.
 """
 
 from __future__ import annotations

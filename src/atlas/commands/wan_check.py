@@ -32,7 +32,7 @@ from atlas.wan.security.certs import require_current, require_own_name
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="a plan, or a job")
     parser.add_argument("--dc", required=True, metavar="NAME", help="name of this datacenter")
-    parser.add_argument("--recipe", type=Path, metavar="FILE", help="its `network:` applies (docs/recipes.md)")
+    parser.add_argument("--recipe", type=Path, metavar="FILE", help="recipe whose `network:` is used (docs/recipes.md)")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="the address that `atlas coordinator` will have")
     network_flags(parser)
     security_flags(parser)

@@ -77,7 +77,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="seed of the cross traffic of links that have a `model` (default 0)",
     )
     parser.add_argument(
-        "--record", type=Path, metavar="DIR", help="namespace: write what became of every packet, for `atlas wan learn`"
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help="namespace: write the round trip or loss of every packet, for `atlas wan learn`",
     )
     parser.add_argument("--for", dest="seconds", type=number(0, 1e9), metavar="S", help="end after S seconds")
 

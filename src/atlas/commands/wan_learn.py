@@ -1,10 +1,10 @@
-"""Learn what a path does from a table of its packets, and write a model for a link's `model:` key.
+"""Learn how a path varies over time from a table of its packets, and write a model for a link's `model:` key.
 
     atlas wan probe ... --record DIR           record packets (or `atlas train --record-wan DIR`)
     atlas wan learn DIR --out east-west.path   fit capacity, latency, buffer and cross traffic
 
-The last fifth of the rows is held out: the share of its delay's variance that the model explains is printed, with what
-this sender could not see. docs/weather.md explains the figures.
+The model is checked on the last fifth of the rows: the command prints which share of the variance of their delay it
+explains. It also prints what these packets cannot show. docs/weather.md explains the figures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--method",
         choices=("constant", "peak", "pairs", "gru"),
         default="pairs",
-        help="how the path is fitted; constant: no weather; gru: a small network, needs torch (default pairs)",
+        help="how the path is fitted; constant: no weather; gru: a small neural network, needs torch (default pairs)",
     )
     parser.add_argument("--page", type=Path, metavar="FILE", help="write a page: delay and rate, cross traffic")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

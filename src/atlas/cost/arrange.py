@@ -7,7 +7,7 @@
     default C                 round(WAN time of an activation / forward time of a stage): bytes over one node pair's
                               cap, latency left out, on the slowest boundary; over the slowest stage's forward
 
-Knows times and room, not schedules: which of these choices trains fastest is for `plan`.
+Knows times and room, not schedules: `planner` finds the fastest choice.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ from __future__ import annotations
 from atlas.spec.job import DataCenter
 
 RING, RING_AND_HOPS = 2, 4
-"""Circuits of a GPU: a ring, also of two GPUs, takes two, and so do the hops to the stages before and behind."""
+"""Circuits of a GPU: a ring, also of two GPUs, takes two; the hops to the previous and the next stage take two as
+well."""
 
 
 def switches_circuits(dc: DataCenter, tp: int, replicas: int) -> bool:
@@ -30,8 +31,8 @@ def relays_slices(dc: DataCenter) -> bool:
 
 
 def scatter_change_s(dc: DataCenter, tp: int, replicas: int, *, has_hops: bool) -> float:
-    """What changing to the ring takes before slices can go around it. A stage at the WAN that also has a hop inside its
-    datacenter needs circuits for a ring and one hop, or changes them for every round of turns."""
+    """Seconds to change circuits to the ring before slices can go around it. A stage that sends over the WAN and also
+    has a hop inside its datacenter needs circuits for a ring and one hop, or changes them in every round of turns."""
     if not has_hops or not relays_slices(dc) or not switches_circuits(dc, tp, replicas):
         return 0.0
     assert dc.fabric is not None

@@ -1,4 +1,5 @@
-"""`price`: a job in, `Costs` of one DP-cell out; `layout`: the frame that a schedule fills.
+"""`price` computes the `Costs` of one DP-cell of a job; `layout` has the pipelines, stages and microbatches that a
+schedule fills.
 
 Adds up the pieces per stage (`arrange`), the links of the cell at the rates of `cluster_arrays`, and what ends an
 iteration: SYNC, NORM and STEP. Knows no schedule: every kind of op is priced, whether or not a Program uses it.
@@ -327,7 +328,7 @@ class WanTraffic:
                 links.channel[hop.direction, :, hop.boundary] = link
 
     def _change_s(self, hop: Hop, end: int) -> float:
-        """What changing circuits takes at one end of a hop, before slices go around a ring and back to the hops."""
+        """Seconds to change circuits at one end of a hop, before slices go around a ring."""
         dc, ranks = (hop.src, hop.dst)[end], self.arrangement.rank_dc
         if dc.fabric is None:
             return 0.0

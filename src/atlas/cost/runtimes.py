@@ -1,7 +1,8 @@
 """What the runtime that executes a job does to its costs: `runtime: atlas | megatron | torch` in a job file.
 
 `atlas` is what `atlas train` executes. The others describe frameworks whose measured runs are predicted: Megatron-LM,
-and plain torch.distributed pipelines (send and receive one after the other). Knows habits, no job and no price.
+and plain torch.distributed pipelines (send and receive one after the other). Knows only how a framework behaves, no job
+and no price.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Runtime:
-    """The habits of one framework."""
+    """How one framework behaves."""
 
     recomputes_in_backward: bool
     """Recompute starts when the gradient has arrived, as part of the backward, on the last stage too. Otherwise it is

@@ -1,7 +1,8 @@
-"""A Program as a list of changes of circuits, ahead of time: what triggers each, and the circuits it sets up.
+"""Converts a Program, before it runs, to a list of circuit changes: what triggers each, and the circuits that it sets
+up.
 
 Every rail of a datacenter does the same: a worker of `tp` GPUs has a GPU on `tp` rails. A circuit joins two ports,
-written `p0.s1/1` (worker, port). Port 0 leads to the stage before, port 1 to the stage behind; a ring goes from port 1
+written `p0.s1/1` (worker, port). Port 0 leads to the previous stage, port 1 to the next stage; a ring goes from port 1
 of a replica to port 0 of the next.
 """
 
@@ -27,7 +28,7 @@ class CircuitChange:
     dc: str
     what: Reconfiguration
     circuits: tuple[Circuit, ...]
-    """Those that it sets up; what else these ports had is removed."""
+    """The circuits that it sets up. Other circuits of these ports are removed."""
     after: tuple[str, ...]
     """The ops whose results must have arrived before it starts; empty: before the run."""
 

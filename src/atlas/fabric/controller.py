@@ -1,8 +1,9 @@
 """The controller: carries out a list of changes as the run goes on, each within a deadline.
 
-It is told what has ended on the circuits (`free`) and what is needed (`ask`); `ready` waits for a change. A switch that
-is late, refuses, cannot be reached or lies ends the run with a SwitchError; with `fallback` the circuits stay as they
-are, everything goes on without further changes, and `failed` has the error.
+The run calls `free` when a transfer on the old circuits has ended, and `ask` when new circuits are needed; `ready`
+waits for a change. A switch that is late, refuses, cannot be reached or reports circuits that it does not have ends the
+run with a SwitchError. With `fallback` the circuits stay as they are, the run continues without further changes, and
+`failed` has the error.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Controller:
         self.num_changes += 1
 
     def _fail(self, error: SwitchError) -> None:
-        """All that waits, now or later, gets the error."""
+        """Raise the error in everything that waits for a change, now or later."""
         self.failed = error
         for future in self._done:
             if not future.done():

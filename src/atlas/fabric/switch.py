@@ -1,7 +1,7 @@
-"""Optical circuit switches: what the controller asks of one, and one that is emulated.
+"""Optical circuit switches: the interface that the controller uses, and an emulated switch.
 
-`apply` returns when the new circuits carry data; `circuits` reads back what the switch has, so that one that
-acknowledges without switching is found out.
+`apply` returns when the new circuits carry data; `circuits` reads back what the switch has, so that a switch that
+acknowledges a change without making it is detected.
 """
 
 from __future__ import annotations

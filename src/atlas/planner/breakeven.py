@@ -1,8 +1,8 @@
-"""From which bandwidth, latency, number of GPUs or egress price on does the verdict change? Found by bisection over
-planner runs restricted to plans over several regions.
+"""Finds the bandwidth, latency, number of GPUs and egress price at which the verdict changes, by bisection. Each step
+runs the planner, restricted to plans over several regions.
 
-The verdict is whether the best plan over several regions beats the best in one, by the plan's own objective. Searches
-here use the plain order; the figure is scaled by what the searched order of the winner saves. Knows no output.
+The verdict is whether the best plan over several regions beats the best in one, by the plan's own objective. These runs
+use `1f1b-eager`; the result is scaled by what the searched order of the winner saves. Knows no output.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from atlas.planner.run import Planned, make_plan
 from atlas.spec import Job
 
 STEPS = 6
-"""Halvings: 256 times is narrowed to a tenth."""
+"""Bisection steps: they narrow a factor of 256 to about 10 %."""
 WIDEST = 256.0
-"""The factor on a figure up to which the change is looked for."""
+"""The largest factor on a figure that is tried."""
 MOST_S = 13.0
-"""CPU time of all searches together; what is not found by then is said so."""
+"""CPU time of all searches together. Answers that are not found by then are reported as such."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class BreakEven:
     what: str
     """bandwidth, latency, gpus or egress."""
     value: float | None
-    """From which on the verdict changes; None: it does not, or was not found."""
+    """The value at which the verdict changes. None: it does not change, or the value was not found."""
     text: str
     """The answer as a sentence."""
 
 
 @dataclass
 class _Asker:
-    """The comparison at changed figures."""
+    """Compares one region with several regions after a figure of the job was changed."""
 
     families: Families
     tick: Tick | None

@@ -1,7 +1,7 @@
 """A candidate: one complete choice of parallelism and placement, without figures.
 
-Pipelines are alike inside a group: the same datacenters in the same order. A candidate of several groups spreads data
-parallelism over regions: their gradients meet over the WAN. Knows shapes and counts, no times and no prices.
+Pipelines are alike inside a group: the same datacenters in the same order. A candidate with several groups has data
+parallelism over regions: the groups sum their gradients over the WAN. Knows shapes and counts, no times and no prices.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Parallelism and placement. Groups may cut the model at different layers: gradients meet layer by layer."""
+    """Parallelism and placement. Groups may cut the model at different layers: gradients are summed layer by layer."""
 
     tp: int
     microbatch: int

@@ -7,8 +7,8 @@
               fewer microbatches than a round trip needs
     closing   the all-reduce and the optimizer of whichever stage ends last
 
-Made of the same pieces as `cost.price`: `cost.model_arrays`, `cost.rates` and `cost.memory`. What it leaves out is how
-an order meets these limits at once: it is a few per cent low, most where hops are long and microbatches few.
+Made of the same pieces as `cost.price`: `cost.model_arrays`, `cost.rates` and `cost.memory`. It ignores that an order
+must keep all these limits at once, so it is a few per cent too low, most where hops are long and microbatches are few.
 
 Index legend: n pipeline shape, v variant of one (replicas, pipelines per cell), s stage, b boundary.
 """

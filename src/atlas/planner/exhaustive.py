@@ -1,8 +1,8 @@
-"""Every candidate of a small cluster: all depths, all ordered subsets of datacenters, all ways to deal the stages, all
-numbers of replicas and cells, and all sets of groups that share no datacenter. `ours` is measured against it.
+"""Every candidate of a small cluster: all depths, all ordered subsets of datacenters, all ways to assign the stages,
+all numbers of replicas and cells, and all sets of groups that share no datacenter. `ours` is measured against it.
 
-Nothing is estimated away. A candidate may be passed over only by its floor: the slowest stage computing without a
-pause, which no order can beat. Refuses clusters on which this would take hours.
+No candidate is dropped because of an estimate. One is skipped only if its floor is too high: the time of its slowest
+stage without a pause, which no order can beat. Refuses clusters on which this would take hours.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The best plan of each family: one region alone, pipelines across regions, data parallelism across regions; and what
 low-communication training would take.
 
-Each family has a search of its own, so that its best is not judged by how near it came to the winner. On many
-datacenters that would take too long, and the best of the one search is taken. Prints nothing.
+Each family has its own search, because a common search simulates few plans of a family that cannot win. With many
+datacenters this would take too long, and the best plan of the common search is used. Prints nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from atlas.spec import Job, Link
 from atlas.spec.job import Wan
 
 MANY_DCS = 8
-"""From this many datacenters on, families are what the one search found of them."""
+"""From this many datacenters on, the best plans of families are taken from the common search."""
 INNER_STEPS = 100
 """Iterations between two exchanges of low-communication training (H); DiLoCo reports 50 to 500 (arXiv 2311.08105)."""
 
@@ -34,7 +34,7 @@ class Families:
     refused: dict[str, str]
     """By kind without a plan: the reason."""
     low_communication: Judged | None
-    """Data parallelism across regions that meets every `INNER_STEPS` iterations; None where regions cannot do so."""
+    """Data parallelism across regions that exchange gradients every `INNER_STEPS` iterations; None if they cannot."""
 
     @property
     def alone(self) -> Judged | None:

@@ -2,7 +2,8 @@
 
 The arguments of `cost.table.lower_bound`, in closed form over arrays, so that a search can order tens of thousands of
 candidates by them and stop where no floor is lower than the best plan found. A searched order is mostly within a few
-per cent of its floor. Grants what a real order may lack: a link to itself, and a split backward.
+per cent of its floor. A floor assumes what a real order may not have: a link without other traffic, and a split
+backward.
 
 Index legend: v variant, s stage, b boundary between s = b and s = b + 1.
 """
@@ -30,7 +31,8 @@ class Floors:
     way_s: Floats
     """[v, b]: the fastest transfer to the next stage; the way back is the same."""
     load_s: Floats
-    """[v, b]: what the cell's microbatch of one pipeline each occupies a link for, one way; 0 inside a datacenter."""
+    """[v, b]: time for which one microbatch of each pipeline of the cell occupies a link, one way; 0 inside a
+    datacenter."""
     closing_s: Floats
     """[v, s]: all-reduce and optimizer."""
     held: Ints
@@ -66,5 +68,5 @@ class Floors:
         return np.asarray(np.maximum(done, head + count * stay / held + weight))
 
     def iteration_s(self, v: Ints, num_mb: Ints, between_s: Floats | float = 0.0) -> Floats:
-        """[.]: with the all-reduce, the optimizer, and `between_s` [., s] for a meeting of several groups."""
+        """[.]: with the all-reduce, the optimizer, and `between_s` [., s] for the sum between several groups."""
         return np.asarray((self.done_s(v, num_mb) + self.closing_s[v] + between_s).max(axis=1))

@@ -1,9 +1,9 @@
 """A candidate simulated event by event: the figure that is reported, and where its time and money go.
 
-Each group of pipelines is one DP-cell under `schedules.eager`, played by the reference engine (no compilation). Long
-runs are played until they are steady and continued from there: roughly in a search, exactly where asked. A stage's
-all-reduce begins when its last pipeline in any group has finished; groups in different regions then meet over the WAN
-(`meet`). Knows no other candidate.
+Each group of pipelines is simulated as one DP-cell under `schedules.eager`, by the reference engine (no compilation).
+Long runs are simulated until they are steady and extrapolated from there: approximately in a search, exactly where
+asked. A stage's all-reduce begins when its last pipeline in any group has finished; groups in different regions then
+sum gradients over the WAN (`meet`). Knows no other candidate.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from atlas.spec.job import MAX_MICROBATCHES
 
 TERA = 1e12
 MANY_EVENTS = 25_000
-"""Longer runs are played up to here and continued at their own steady period; the winner is played exactly."""
+"""Longer runs are simulated up to this many events and extrapolated with their steady period; the winner is simulated
+exactly."""
 
 EXACT_EVENTS = 1_000_000
-"""And a run that never becomes periodic is played in full up to here, where an exact figure is asked for."""
+"""If an exact figure is asked for, a run that never becomes periodic is simulated in full up to this many events."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ def require_runnable(space: Space, cluster: ClusterArrays, candidate: Candidate)
 def judged_groups(
     space: Space, cluster: ClusterArrays, candidate: Candidate, played: Sequence[SimulatedGroup]
 ) -> Judged:
-    """The figures of a candidate whose groups are simulated; InfeasibleError where they cannot meet."""
+    """The figures of a candidate whose groups are simulated; InfeasibleError if the groups have no path to each
+    other."""
     between_s = meeting_s(cluster, played[0].arrangement.model.gradient_bytes, candidate)
     if between_s is None:
         raise InfeasibleError(
@@ -187,7 +189,7 @@ def _circuits_s(costs: Costs, rank: int) -> float:
 
 
 def enough(frame: Layout, ahead: int) -> int:
-    """Microbatches to play: all of them, or where that is long, enough to see the steady period several times over."""
+    """Microbatches to simulate: all of them, or in a long run enough to contain the steady period several times."""
     return min(frame.num_microbatches, max(4 * (ahead + 2), MANY_EVENTS // _per_microbatch(frame)))
 
 
@@ -207,7 +209,7 @@ def period_s(timeline: Timeline) -> float:
 
 
 def require_gpus(job: Job, cluster: ClusterArrays, candidate: Candidate) -> None:
-    """No datacenter gives more tensor-parallel groups than it has room for."""
+    """Raise InfeasibleError if a datacenter has too few GPUs for its tensor-parallel groups."""
     room = dict(zip(cluster.names, cluster.workers(candidate.tp).tolist(), strict=True))
     for name, gpus in candidate.gpus.items():
         if gpus > room[name] * candidate.tp:
@@ -284,7 +286,7 @@ def wan_traffic(
     space: Space, cluster: ClusterArrays, piece_bytes: Floats, candidate: Candidate
 ) -> tuple[float, dict[tuple[str, str], float]]:
     """(dollars, bytes by direction between two datacenters) of one iteration: activations and gradients of every
-    microbatch, the groups' meeting, and the two ends of a tied embedding."""
+    microbatch, the sum between groups, and the two ends of a tied embedding."""
     at = {name: i for i, name in enumerate(cluster.names)}
     usd, sent = meeting_usd(cluster, piece_bytes, candidate)
     model, job = space.job.model, space.job

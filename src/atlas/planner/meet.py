@@ -1,12 +1,12 @@
-"""Data parallelism over regions: the gradients of several groups of pipelines meet over the WAN, as
-`runtime.meeting_plan` has it.
+"""Data parallelism over regions: several groups of pipelines sum their gradients over the WAN, as planned in
+`runtime.meeting_plan`.
 
 Inside a group each pipeline has the sum of its slice of every stage. The groups form a ring, in the order of the
 candidate; each slice goes to the workers of the next group that have the same values: all of it once between two
-groups, and 2 (G - 1) / G of it, in 2 (G - 1) rounds, among G. All workers of a group send at once. A lane is all that
-goes from one datacenter to another; it ends with its most loaded pair of nodes, or with the trunk. Stages that are done
-earlier begin earlier; here all of a lane's stages divide it, which is never too short. Knows bytes and rates; when
-stages get there is for `judge`.
+groups, and 2 (G - 1) / G of it, in 2 (G - 1) rounds, among G. All workers of a group send at once. A lane is all
+traffic from one datacenter to another. It takes as long as its most loaded pair of nodes, or as the trunk. In a run,
+stages that finish earlier send earlier; here all stages of a lane share it from the start, which never underestimates
+the time. Knows bytes and rates; `judge` knows when stages finish.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The goal of a plan: fast, cheap, fast within a budget, cheap but fast enough, or done by a deadline.
 
-One number orders all plans, lower is better; a plan that misses a limit comes after every plan that keeps it, and the
-less it misses the sooner. Works on single figures and on arrays of estimates alike. Knows no plan.
+One number orders all plans; lower is better. Plans that miss a limit come after all plans that meet it, ordered by how
+much they miss. Works on single figures and on arrays of estimates. Knows no plan.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tens of thousands of candidates: every tp, microbatch size, depth, number of replicas, shape and cell, estimated in
 batches, the promising ones kept.
 
-Of the numbers of replicas only the least for each number of microbatches is looked at: more would leave slots empty.
-Knows estimates only; the event simulator has the last word (`strategies`).
+For each number of microbatches, only the smallest number of replicas is tried: more replicas would leave slots empty.
+Uses estimates only; the event simulator decides (`strategies`).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def single_groups(
     """The best of every batch, best first; how many were estimated; the frames whose microbatch size may be the best.
 
     Larger microbatches are tried as long as they do not make things worse: the time of a layer per sequence falls or
-    stays, bubbles and memory grow, so past the best size there is no second one.
+    stays, bubbles and memory grow, so there is one best size.
     """
     entries: list[EstimatedCandidate] = []
     count = 0

@@ -1,9 +1,9 @@
-"""Data parallelism over regions: teams of datacenters, each a group of pipelines of its own, that meet once an
+"""Candidates with data parallelism over regions: several groups of pipelines, which sum their gradients once an
 iteration.
 
-Along a tour of the datacenters each one that holds a whole pipeline is a team; those too small for one join with their
-neighbours. The first two, three, ... teams of a tour are one candidate each. Microbatches are dealt so that all teams
-finish together. Knows estimates only.
+A tour is an order of the datacenters. Along a tour, each datacenter with room for a whole pipeline gets a group of
+pipelines; smaller ones share a group with their neighbours. The first two groups of a tour are one candidate, the first
+three another, and so on. Microbatches are distributed so that all groups finish together. Uses estimates only.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from atlas.planner.space import Space
 
 MAX_TOURS = 6
 MAX_PARTS = 8
-"""Datacenters of a team that are always tried; memory and distance may need more."""
-FEW_TEAMS = 3
+"""A group of up to this many datacenters is always tried; memory and distance may need more."""
+FEW_REGIONS = 3
 FEW_REPLICAS = 8
 MOST_LINES = 3_000
-"""Up to so many datacenters, replicas and combinations are all tried where only this kind of plan is asked for."""
+"""Limits of the complete search that runs if only this kind of plan is asked for: datacenters, replicas,
+combinations."""
 KEEP = 40
 """Candidates that are priced in full; ten times as many where only this kind of plan is asked for."""
 
-Team = tuple[Shape, int, int]
+GroupShape = tuple[Shape, int, int]
 """Shape, replicas, pipelines per cell."""
 
 
@@ -52,13 +53,13 @@ def _lanes(space: Space, cluster: ClusterArrays) -> Lanes:
 
 
 @dataclass(frozen=True, eq=False)
-class _Scene:
-    """One frame and depth with every team of it estimated."""
+class _EstimatedGroups:
+    """The estimates of every group of one frame and depth."""
 
     frame: Frame
     batch: Batch
     found: Estimate
-    at: dict[Team, int]
+    at: dict[GroupShape, int]
     lanes: Lanes
     by_floor: bool
     """Whether plans are compared under searched orders, which come close to their floors."""
@@ -87,59 +88,61 @@ def several_groups(
     by_floor: bool = False,
 ) -> tuple[list[EstimatedCandidate], int]:
     """The best candidates of two groups or more, best first, and how many were estimated. `by_floor`: microbatches are
-    dealt for searched orders."""
+    distributed for searched orders."""
     if cluster.num_dcs == 1 or space.num_cells is not None:
         return [], 0
-    quick: list[tuple[float, int, _Scene, tuple[Team, ...]]] = []
+    quick: list[tuple[float, int, _EstimatedGroups, tuple[GroupShape, ...]]] = []
     lanes = _lanes(space, cluster)
     for k, frame in enumerate(worth):
         if tick is not None:
             tick("estimating regions", k, len(worth))
         for depth in depths(space, cluster, frame):
-            scene, lines = _scene(space, cluster, frame, depth, lanes, by_floor)
-            if scene is None:
+            estimated, lines = _estimate_groups(space, cluster, frame, depth, lanes, by_floor)
+            if estimated is None:
                 continue
-            unique: dict[frozenset[Team], tuple[float, tuple[Team, ...]]] = {}
-            for score, line in sorted(_rough(space, cluster, objective, scene, lines), key=lambda q: -q[0]):
-                # The same teams in another order are the same candidate: the ring goes by distance.
+            unique: dict[frozenset[GroupShape], tuple[float, tuple[GroupShape, ...]]] = {}
+            for score, line in sorted(_rough(space, cluster, objective, estimated, lines), key=lambda q: -q[0]):
+                # The same groups in another order are the same candidate: the ring goes by distance.
                 unique[frozenset(line)] = (score, line)
-            quick += [(score, len(quick) + n, scene, line) for n, (score, line) in enumerate(unique.values())]
+            quick += [(score, len(quick) + n, estimated, line) for n, (score, line) in enumerate(unique.values())]
     best = sorted(quick, key=lambda q: (q[0], q[1]))[: 10 * KEEP if space.kind == "data" else KEEP]
-    entries = [entry_of(space, cluster, objective, scene, line) for _, _, scene, line in best]
+    entries = [entry_of(space, cluster, objective, estimated, line) for _, _, estimated, line in best]
     return sorted((e for e in entries if e is not None), key=lambda entry: entry.score), len(quick)
 
 
-def _scene(
+def _estimate_groups(
     space: Space, cluster: ClusterArrays, frame: Frame, depth: int, lanes: Lanes, by_floor: bool
-) -> tuple[_Scene | None, list[tuple[Team, ...]]]:
+) -> tuple[_EstimatedGroups | None, list[tuple[GroupShape, ...]]]:
     workers = [n if space.can_use(name) else 0 for n, name in zip(_room(frame), cluster.names, strict=True)]
     lines = dict.fromkeys(
-        tuple(teams(cluster, workers, tour, depth, replicas))
+        tuple(consecutive_groups(cluster, workers, tour, depth, replicas))
         for tour in tours(cluster, frame)
         for replicas in _levels(space, frame, depth)
     )
     kept = [line for line in lines if len(line) > 1]
-    if space.kind == "data" and cluster.num_dcs <= FEW_TEAMS:
+    if space.kind == "data" and cluster.num_dcs <= FEW_REGIONS:
         kept = list(dict.fromkeys([*kept, *_every_line(space, cluster, workers, depth)]))
-    every = list(dict.fromkeys(team for line in kept for team in line))
+    every = list(dict.fromkeys(group for line in kept for group in line))
     if not every:
         return None, []
     shapes = {shape: k for k, shape in enumerate(dict.fromkeys(shape for shape, _, _ in every))}
     rows = np.array([(shapes[shape], replicas, cell) for shape, replicas, cell in every], np.int64)
     batch = Batch(frame.tp, frame.microbatch, depth, list(shapes), rows[:, 0], rows[:, 1], rows[:, 2])
     found = estimate(space, cluster, frame.model, batch)
-    return _Scene(frame, batch, found, {team: v for v, team in enumerate(every)}, lanes, by_floor), kept
+    return _EstimatedGroups(frame, batch, found, {group: v for v, group in enumerate(every)}, lanes, by_floor), kept
 
 
-def _every_line(space: Space, cluster: ClusterArrays, workers: list[int], depth: int) -> Iterator[tuple[Team, ...]]:
-    """On few datacenters, where only this kind of plan is asked for: teams of all sizes, also smaller than there is
+def _every_line(
+    space: Space, cluster: ClusterArrays, workers: list[int], depth: int
+) -> Iterator[tuple[GroupShape, ...]]:
+    """On few datacenters, where only this kind of plan is asked for: groups of all sizes, also smaller than there is
     room for, in all combinations, up to `MOST_LINES`."""
-    by_dcs: dict[frozenset[int], list[Team]] = {}
+    by_dcs: dict[frozenset[int], list[GroupShape]] = {}
     usable = [i for i, n in enumerate(workers) if n]
     for size in range(1, min(len(usable), depth) + 1):
         for order in permutations(usable, size):
             if all(cluster.joined[a, b] for a, b in pairwise(order)):
-                by_dcs.setdefault(frozenset(order), []).extend(_teams_of(space, workers, order, depth))
+                by_dcs.setdefault(frozenset(order), []).extend(_groups_of(space, workers, order, depth))
     lines = (
         line
         for size in range(2, len(usable) + 1)
@@ -150,7 +153,7 @@ def _every_line(space: Space, cluster: ClusterArrays, workers: list[int], depth:
     yield from islice(lines, MOST_LINES)
 
 
-def _teams_of(space: Space, workers: list[int], order: tuple[int, ...], depth: int) -> Iterator[Team]:
+def _groups_of(space: Space, workers: list[int], order: tuple[int, ...], depth: int) -> Iterator[GroupShape]:
     most = max(workers[i] for i in order)
     counts = range(1, most + 1) if most <= FEW_REPLICAS else sorted({most >> k for k in range(4)})
     for replicas in counts:
@@ -161,8 +164,8 @@ def _teams_of(space: Space, workers: list[int], order: tuple[int, ...], depth: i
 
 
 def _levels(space: Space, frame: Frame, depth: int) -> list[int]:
-    """Replicas of a team: as many as fit when the largest datacenter holds a whole pipeline, half of one, a third ...,
-    one stage; 0 means as many as each team has room for."""
+    """Replicas of a group: as many as fit when the largest datacenter holds a whole pipeline, half of one, a third ...,
+    one stage; 0 means as many as each group has room for."""
     largest = int(frame.shapes.workers.max())
     counts = {-(-depth // parts) for parts in range(1, min(depth, MAX_PARTS) + 1)}
     found = {largest // stages for stages in counts}
@@ -177,14 +180,16 @@ def tours(cluster: ClusterArrays, frame: Frame) -> list[tuple[int, ...]]:
 
 
 def _room(frame: Frame) -> list[int]:
-    """Workers by datacenter, none where it takes no part."""
+    """Workers by datacenter; 0 where a datacenter is not used."""
     return list(np.where(frame.usable, frame.shapes.workers, 0).tolist())
 
 
-def teams(cluster: ClusterArrays, workers: list[int], tour: Sequence[int], depth: int, replicas: int) -> list[Team]:
-    """Consecutive datacenters of a tour, as few as hold `replicas` pipelines (0: one pipeline, and then as many as
-    they hold)."""
-    found: list[Team] = []
+def consecutive_groups(
+    cluster: ClusterArrays, workers: list[int], tour: Sequence[int], depth: int, replicas: int
+) -> list[GroupShape]:
+    """Groups along a tour: consecutive datacenters, as few as have room for `replicas` pipelines (0: for one pipeline;
+    then the group has as many as fit)."""
+    found: list[GroupShape] = []
     waiting: list[int] = []
     held = 0
     for i in tour:
@@ -201,8 +206,8 @@ def teams(cluster: ClusterArrays, workers: list[int], tour: Sequence[int], depth
     return found
 
 
-def _joined(workers: list[int], chain: list[int], depth: int, replicas: int) -> Team:
-    """A team of some datacenters, with as many replicas as they hold, and the largest cell that divides those."""
+def _joined(workers: list[int], chain: list[int], depth: int, replicas: int) -> GroupShape:
+    """A group in these datacenters, with as many replicas as fit, and the largest cell that divides the replicas."""
     if len(chain) == 1:
         return ((chain[0], depth),), workers[chain[0]] // depth, 1
     stages, replicas, cell = _dealt(tuple([workers[i] for i in chain]), depth, replicas)
@@ -219,7 +224,7 @@ def _dealt(room: tuple[int, ...], depth: int, replicas: int) -> tuple[tuple[int,
         take = min(n // replicas, left - sum(1 for m in room[k + 1 :] if m // replicas > 0))
         stages.append(max(0, take))
         left -= max(0, take)
-    for k, n in enumerate(room):  # what the reserve for later ones left over
+    for k, n in enumerate(room):  # stages that were reserved for later datacenters and not used
         more = min(left, n // replicas - stages[k])
         stages[k] += more
         left -= more
@@ -227,11 +232,15 @@ def _dealt(room: tuple[int, ...], depth: int, replicas: int) -> tuple[tuple[int,
 
 
 def _rough(
-    space: Space, cluster: ClusterArrays, objective: Objective, scene: _Scene, lines: Sequence[tuple[Team, ...]]
-) -> list[tuple[float, tuple[Team, ...]]]:
-    """A rough score of the first 2, 3, ... teams of each line."""
-    lines = [tuple(team for team in line if scene.found.fits[scene.at[team]]) for line in lines]
-    rough = [(line[:count], s, usd) for line in lines for count, s, usd in _prefixes(space, cluster, scene, line)]
+    space: Space,
+    cluster: ClusterArrays,
+    objective: Objective,
+    estimated: _EstimatedGroups,
+    lines: Sequence[tuple[GroupShape, ...]],
+) -> list[tuple[float, tuple[GroupShape, ...]]]:
+    """A rough score of the first 2, 3, ... groups of each line."""
+    lines = [tuple(group for group in line if estimated.found.fits[estimated.at[group]]) for line in lines]
+    rough = [(line[:count], s, usd) for line in lines for count, s, usd in _prefixes(space, cluster, estimated, line)]
     rough = [one for one in rough if space.uses_kept(cluster.names[i] for shape, _, _ in one[0] for i, _ in shape)]
     if not rough:
         return []
@@ -241,25 +250,25 @@ def _rough(
 
 
 def _prefixes(
-    space: Space, cluster: ClusterArrays, scene: _Scene, line: Sequence[Team]
+    space: Space, cluster: ClusterArrays, estimated: _EstimatedGroups, line: Sequence[GroupShape]
 ) -> Iterator[tuple[int, float, float]]:
-    """(teams, seconds, dollars): they finish together, then each datacenter's gradients pass the slowest lane."""
-    slots, depth = space.slots(scene.frame.microbatch), scene.batch.depth
-    total = float(scene.frame.model.gradient_bytes.sum()) * 8 / depth
+    """(number of groups, seconds, dollars). The groups finish together; then their gradients pass the slowest lane."""
+    slots, depth = space.slots(estimated.frame.microbatch), estimated.batch.depth
+    total = float(estimated.frame.model.gradient_bytes.sum()) * 8 / depth
     rate, busy, rent, closing, lane_s, worst_s = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    for k, team in enumerate(line):
-        period_s, fill_s, usd_per_s, closing_s = scene.figures[scene.at[team]]
-        rate += team[1] / period_s
-        busy += team[1] * (fill_s / period_s - 1)
+    for k, group in enumerate(line):
+        period_s, fill_s, usd_per_s, closing_s = estimated.figures[estimated.at[group]]
+        rate += group[1] / period_s
+        busy += group[1] * (fill_s / period_s - 1)
         rent += usd_per_s
         closing = max(closing, closing_s)
         if k == 0:
             continue
-        i, j = line[k - 1][0][0][0], team[0][0][0]
-        lane_bps, latency_s = scene.lanes[i][j]
+        i, j = line[k - 1][0][0][0], group[0][0][0]
+        lane_bps, latency_s = estimated.lanes[i][j]
         if not lane_bps:
             return
-        lane_s = max(lane_s, total * max(stages for _, stages in team[0]) / lane_bps)
+        lane_s = max(lane_s, total * max(stages for _, stages in group[0]) / lane_bps)
         worst_s = max(worst_s, latency_s)
         iteration_s = (slots + busy) / rate + closing + 2 * k / (k + 1) * lane_s + 2 * k * worst_s
         yield k + 1, iteration_s, iteration_s * rent
@@ -284,12 +293,12 @@ def deal(slots: int, replicas: Sequence[int], fill_s: Sequence[float], period_s:
 
 
 def entry_of(
-    space: Space, cluster: ClusterArrays, objective: Objective, scene: _Scene, line: Sequence[Team]
+    space: Space, cluster: ClusterArrays, objective: Objective, estimated: _EstimatedGroups, line: Sequence[GroupShape]
 ) -> EstimatedCandidate | None:
-    """The candidate of some teams, with the meeting priced as `judge` will."""
-    frame, found = scene.frame, scene.found
-    members = [scene.at[team] for team in line]
-    period, fill = ([scene.figures[v][k] for v in members] for k in (0, 1))
+    """The candidate with these groups. The sum between groups is priced as in `judge`."""
+    frame, found = estimated.frame, estimated.found
+    members = [estimated.at[group] for group in line]
+    period, fill = ([estimated.figures[v][k] for v in members] for k in (0, 1))
     counts = deal(space.slots(frame.microbatch), [replicas for _, replicas, _ in line], fill, period)
     if counts is None:
         return None

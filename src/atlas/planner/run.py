@@ -1,4 +1,4 @@
-"""`make_plan`: a job and a goal in, the best plan found and its rivals out.
+"""`make_plan` takes a job and a goal, and returns the best plan that it finds and its rivals.
 
 Candidates are compared under orders of their own, searched with few tries (`schedules.atlas`); the best few are then
 searched in full. With no tries all are compared under the schedule `1f1b-eager`, and the winner is simulated once more,
@@ -28,7 +28,7 @@ from atlas.schedules.eager import NAME
 from atlas.spec import Job
 
 POLISH_EVENTS = 1_000_000
-"""What a finalist's schedule search may play through: less than a second."""
+"""Events that the schedule search of a finalist may simulate: less than a second."""
 NEAR = 1.08
 """Finalists score within this factor of the first: more tries gain less than that."""
 FINALISTS = 8

@@ -20,7 +20,7 @@ from atlas.schedules.eager import NAME
 SIMULATIONS = 26
 """What `ours` simulates at most where no order is searched."""
 PLAYED_EVENTS = 2_000_000
-"""What the searches of all candidates may play through together: one or two seconds."""
+"""Events that the searches of all candidates may simulate together: one or two seconds."""
 MOST = 60
 """Candidates that are searched at most."""
 LEAST = 3
@@ -122,8 +122,9 @@ class Search:
             return True
         return self.events >= PLAYED_EVENTS and self.num_simulated >= LEAST
 
-    def promise(self, entry: EstimatedCandidate) -> float:
-        """What candidates are tried by, the lowest first: searched orders come close to their floors."""
+    def priority(self, entry: EstimatedCandidate) -> float:
+        """Sort key of candidates, lowest first. With searched orders it is the floor, because these orders come close
+        to it."""
         return entry.floor if self.tries else entry.score
 
     def ranking(self) -> list[Judged]:

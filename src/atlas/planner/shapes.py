@@ -1,9 +1,8 @@
 """Shapes: which datacenters a pipeline visits, in which order, and how many of its stages each of them holds.
 
-Few datacenters: every ordered subset and, while they are not too many, every way to deal the stages. Many: from every
-starting point the nearest neighbours, by hop, by speed of the GPUs and by rent, as far as it takes to hold the
-pipeline. `local` changes one thing of a shape, to improve a good one. Knows room and distance; how
-fast a shape trains is for `estimate`.
+Few datacenters: every ordered subset and, while they are not too many, every way to assign the stages. Many: tours from
+every starting point to the nearest neighbours, by distance, by GPU speed or by rent, until the pipeline fits. `local`
+changes one thing of a shape, to improve a good one. Knows room and distance; `estimate` knows how fast a shape trains.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ candidate must train on.
 
 The global batch is the job's own: microbatch x num_microbatches x cells x pipelines per cell sequences, where
 pipelines that the file leaves out are those `cost.arrange` derives (one, where the job as written does not fit).
-Knows no times: which of these choices is good is for `estimate` and `judge`.
+Knows no times: `estimate` and `judge` find out which choices are good.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Layers per stage for many pipelines at once: the slowest stage as fast as can be, and no stage over its memory.
 
-The same aim as `cost.arrange.balanced_split`, with memory respected: where GPUs differ, the fast one is not always the
-roomy one. Layers are taken as alike. Knows one batch of pipelines of equal depth.
+The same aim as `cost.arrange.balanced_split`, within memory: where GPU types differ, the fastest does not always have
+the most memory. All layers are assumed to be equal. Knows one batch of pipelines of equal depth.
 
 Index legend: n pipeline, u pipeline that differs from all others in its GPUs, s stage, i datacenter.
 """
@@ -17,7 +17,7 @@ from atlas.cost.memory import WorkerMemory, batch_memory, in_flight
 from atlas.cost.model_arrays import RECOMPUTE, ModelArrays, microbatch_s
 
 BISECTIONS = 45
-"""Enough to find the slowest stage's seconds to the last bit but a few."""
+"""Enough to find the slowest stage's seconds to within a few bits."""
 
 
 class Split(NamedTuple):

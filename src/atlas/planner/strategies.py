@@ -1,11 +1,11 @@
 """The ways to look for a plan, by name. Each gives candidates to a Search, which simulates and ranks
 them and keeps all results, so that an interrupted search still has the best so far.
 
-    ours         estimates and floors of every kind of candidate; of each kind those are simulated, under their own
-                 searched orders, whose floor is lower than the best of the kind; then neighbours of the leaders and
+ours         estimates every candidate and its floor; of each kind, simulates those whose floor is lower than the best
+of the kind, with searched orders; then neighbours of the leaders and
                  some along the Pareto front
     algorithm1   the paper's: degrees as the job has them, largest datacenters first, one loop over the cells
-    exhaustive   every candidate simulated: the yardstick, for small clusters
+    exhaustive   every candidate simulated: the reference, for small clusters
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NEIGHBOURS = 4
 SAME = 0.0005
 """Estimates within this share of each other would be simulated alike."""
 WORSE = 1.02
-"""A neighbour that promises this much less than the leader is not simulated."""
+"""A neighbour whose sort key is worse than the leader's by this factor is not simulated."""
 ENOUGH = 12
 """Searches that must be affordable to go by floors; where they are not, leaders under `1f1b-eager` are searched."""
 NEAR_EAGER = 1.25
@@ -175,7 +175,7 @@ def _improve(search: Search, kind: str | None = None) -> None:
         if best is None or best.candidate in tried or len(best.candidate.groups) > 1:
             return
         tried.add(best.candidate)
-        near = sorted(_neighbours(search, best.candidate), key=search.promise)
+        near = sorted(_neighbours(search, best.candidate), key=search.priority)
         own = next((e for e in near if e.candidate == best.candidate), None)
         seen: set[tuple[object, ...]] = set()
         better = [e for e in near if _is_new(search, e, seen) and (own is None or _differs(search, e, own))]
@@ -185,8 +185,8 @@ def _improve(search: Search, kind: str | None = None) -> None:
 
 
 def _differs(search: Search, entry: EstimatedCandidate, own: EstimatedCandidate) -> bool:
-    """Whether a neighbour promises something else than the leader, and not much less."""
-    ratio = search.promise(entry) / search.promise(own)
+    """Whether the sort key of a neighbour differs from the leader's, and is not much worse."""
+    ratio = search.priority(entry) / search.priority(own)
     return abs(ratio - 1) >= SAME and ratio < WORSE
 
 

@@ -1,7 +1,7 @@
-"""The verdict on a search: is it worth to train over several regions, by how much, at what cost; the families side by
+"""The verdict on a search: is it worth training over several regions, by how much, at what cost; the families side by
 side; which figures are priors and which are missing.
 
-Sentences and rows out of figures that are there already. Computes no plan.
+Makes sentences and rows from existing figures; computes no plan.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What if: a job or a plan again and again with one key changed, and what that does to the iteration.
+"""What-if: simulates a job or a plan repeatedly with one key changed, and reports the iteration time.
 
     sweep        any key of the job over a range; or a datacenter lost or added (`lose=east`, `add=east`)
     marginal     what one more unit of each resource would bring, by simulating again with it
@@ -44,7 +44,7 @@ MORE, LESS = 1.1, 0.9
 
 @dataclass(frozen=True)
 class Point:
-    """One value of a sweep and what came of it."""
+    """One value of a sweep, and its result."""
 
     value: Any
     iteration_s: float | None

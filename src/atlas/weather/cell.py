@@ -1,4 +1,5 @@
-"""The packet cell: a FIFO queue of `buffer_bytes` before a link of `capacity`, shared with cross traffic.
+"""The packet cell computes the delay of each packet: a FIFO queue of `buffer_bytes` in front of a link of `capacity`,
+shared with cross traffic.
 
     q_i = clip(q_{i-1} + s_{i-1} + (c - b) dt_i, 0, K)      delay_i = p + (q_i + s_i) / b      lost: q_i + s_i > K
 

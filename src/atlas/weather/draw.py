@@ -1,4 +1,4 @@
-"""New weather from a seed: stretches of the recorded cross traffic in a random order, as rows of a link's trace.
+"""New weather from a seed: random pieces of the recorded cross traffic, joined, as rows of a link's trace.
 
 Random numbers are raw bits of PCG64, and the rest is plain arithmetic: the same seed gives the same rows, bit for bit,
 on every machine.
@@ -17,7 +17,8 @@ from atlas.weather.cell import Floats
 from atlas.weather.path_model import WINDOW_NS, PathModel
 
 MEAN_BLOCK = 50
-"""Windows of a stretch on average: 5 s. Longer stretches keep more of what belongs together; shorter ones vary more."""
+"""Mean number of windows in a piece: 5 s. Longer pieces preserve more of the correlation over time; shorter ones vary
+more."""
 LEAST_SHARE = 0.02
 """Of the capacity: a sender that fills the path always gets some."""
 
@@ -35,7 +36,7 @@ def drawn_rows(model: PathModel, seed: int, key: Sequence[object], num_windows: 
 
 
 def drawn_cross(model: PathModel, seed: int, key: Sequence[object], num_windows: int) -> Floats:
-    """Cross traffic of consecutive windows: stretches of 1 to 2 `MEAN_BLOCK` windows from random moments."""
+    """Cross traffic of consecutive windows: pieces of 1 to 2 `MEAN_BLOCK` windows from random moments."""
     entropy = [seed, *(zlib.crc32(str(part).encode()) for part in key)]
     bits = np.random.PCG64(np.random.SeedSequence(entropy))
     num, found, made = len(model.cross_bps), np.empty(num_windows), 0

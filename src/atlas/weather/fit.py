@@ -1,10 +1,11 @@
-"""Packets in, a PathModel out, with what it cannot know.
+"""Fits a PathModel to a table of packets, and reports what the table cannot show.
 
     least delay       the smallest round trip
     capacity          "peak": the largest rate of acknowledgements (as iBoxNet); "pairs": from packets sent back to
                       back, whose delays differ by the time of one packet on the link, where enough of them agree
     buffer            the queue that packets met just before others were lost
-    cross traffic     by conservation: where the queue was busy, what arrived is what left plus what the queue grew by
+cross traffic     by conservation: while the queue was busy, the bytes that arrived are those that left plus the growth
+of the queue
 
 Simulates nothing over a network and imports no torch.
 """
@@ -39,7 +40,7 @@ REORDERED = 0.05
 
 @dataclass(frozen=True)
 class Learnt:
-    """A fitted path and what to say of it."""
+    """A fitted path, how well it fits, and warnings."""
 
     model: PathModel
     explained: float | None
@@ -252,7 +253,7 @@ def _explained(model: PathModel, table: PacketTable, *, ahead: bool) -> float | 
 
 
 def _limits(table: PacketTable, model: PathModel) -> list[str]:
-    """What a sender like this one cannot tell."""
+    """Warnings: what these packets cannot show."""
     said = []
     if model.capacity_is_bound:
         flight = _in_flight(table)

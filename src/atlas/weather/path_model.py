@@ -1,4 +1,4 @@
-"""A model of a path and its file: a `.path` file is an npz archive without objects, with a version.
+"""A model of a path and its file: a `.path` file is an npz archive without pickled objects, with a version.
 
 The model has constants (capacity, least round trip, buffer) and the cross traffic of consecutive windows.
 """
@@ -125,7 +125,7 @@ def _arrays(path: Path, bad: Any) -> dict[str, NDArray[Any]]:
 
 
 def require_like(model: PathModel, pair_gbps: float, where: str, key: str) -> None:
-    """The model and the link must speak of the same path."""
+    """Raise SpecError if the capacity of the model and the rate of the link differ too much."""
     ratio = model.capacity_bps / (pair_gbps * 1e9)
     too_small = ratio * MAX_RATIO < 1 and not model.capacity_is_bound
     if ratio > MAX_RATIO or too_small:

@@ -53,8 +53,8 @@ class Guard:
         """The predicted length of the wait of op `index` that started at `began_ns`."""
         seen = self._seen.get(index) or deque[_Wait]()
         if len(seen) < FEW:
-            promised = [self._expected_ns[index]] if index in self._expected_ns else []
-            return int(min([*promised, *(wait.waited_ns for wait in seen)], default=0) * DOUBT)
+            expected = [self._expected_ns[index]] if index in self._expected_ns else []
+            return int(min([*expected, *(wait.waited_ns for wait in seen)], default=0) * DOUBT)
         short_ns, waste_ns = self._short(wait.waited_ns for wait in seen)
         apart = [wait.apart_ns for wait in seen if wait.anchor == self._anchor.op]
         if len(apart) >= FEW:

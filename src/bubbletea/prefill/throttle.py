@@ -27,7 +27,7 @@ CUT, RISE = 0.4, 1.3
 
 def is_alone(step: int, first: int, alone_first: int = ALONE_FIRST) -> bool:
     """Whether all workers of a training that started with step `first`, or was joined there, leave this step without
-    prefill. Workers and service (`serve.promise`) agree because they count the same steps."""
+    prefill. Workers and service (`serve.slowdown_limit`) agree because they count the same steps."""
     return step - first < alone_first or step % ALONE_EVERY >= ALONE_EVERY - ALONE_TIMES
 
 

@@ -87,9 +87,9 @@ class Api:
         state = "draining" if self.service.draining else "ok" if lanes else "no workers"
         headers = {} if state == "ok" else {"Retry-After": "1"}
         found: dict[str, Any] = {"status": state, "lanes": lanes}
-        promise = self.service.dispatcher.promise
-        if promise is not None:
-            found["overcommitted"] = promise.overcommitted
+        limit = self.service.dispatcher.limit
+        if limit is not None:
+            found["overcommitted"] = limit.overcommitted
         return JSONResponse(found, 200 if state == "ok" else 503, headers)
 
     async def metrics(self, request: Request) -> Response:

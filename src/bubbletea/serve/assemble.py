@@ -34,9 +34,9 @@ from bubbletea.serve.dispatch import Dispatcher
 from bubbletea.serve.metrics import ServiceMetrics
 from bubbletea.serve.planner import Planner
 from bubbletea.serve.prefix_store import Prefixes
-from bubbletea.serve.promise import Promise
 from bubbletea.serve.roster import Roster
 from bubbletea.serve.service import Service
+from bubbletea.serve.slowdown_limit import SlowdownLimit
 from bubbletea.serve.tokens import Text
 from bubbletea.serve.worker_windows import WorkerWindows
 from bubbletea.windows.bubbles import Forecast
@@ -152,8 +152,8 @@ def assemble(settings: ServiceSettings, windows: WorkerWindows, keys: Keys, toke
     connections = WorkerConnections(token, roster.find, served.id)
     store, metrics = KvStore(served, settings.store_bytes, keys.weights), ServiceMetrics(settings.name)
     prefixes = Prefixes(settings.prefix_bytes if settings.decodes else 0, keys.weights)
-    promise = Promise(settings.budget, metrics.iterated) if windows.trains else None
-    dispatcher = Dispatcher(connections, planner, store, prefixes, metrics, settings.patience_s, promise=promise)
+    limit = SlowdownLimit(settings.budget, metrics.iterated) if windows.trains else None
+    dispatcher = Dispatcher(connections, planner, store, prefixes, metrics, settings.patience_s, limit=limit)
     kv_server = KvServer(store, token)
     text = Text.of_folder(served.folder) if served.folder is not None else Text.of_bytes()
     decoder = DecodeEngine(served) if settings.decodes else None

@@ -1,9 +1,9 @@
 """Serve a model in the bubbles of a training run: an OpenAI-compatible service that the run's workers join.
 
 Training is a command of its own: `atlas train PLAN --emulate --filler bubbletea`, or `--dc NAME` in each datacenter,
-with one service in each (`bubbletea serve PLAN --dc NAME`). Service and training start, stop and return in any order.
-Without PLAN there is no training: `--alone N` workers only prefill. Without --model a tiny shipped model is served.
-Ctrl-C drains the service: admitted requests are finished, new ones refused; a second Ctrl-C stops it at once.
+with one service in each (`bubbletea serve PLAN --dc NAME`). Service and training can start, stop and restart in any
+order. Without PLAN there is no training: `--alone N` workers only prefill. Without --model a tiny shipped model is
+served. Ctrl-C drains the service: admitted requests are finished, new ones refused; a second Ctrl-C stops it at once.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", default="", metavar="NAME", help="schedule of a job (default: 1f1b)")
     parser.add_argument("--tcp", choices=("one", "many"), help="connections between two nodes (default: many)")
     parser.add_argument(
-        "--slower", type=whole(1, 1000), default=1, metavar="X", help="of an emulated run: X times slower"
+        "--slower", type=whole(1, 1000), default=1, metavar="X", help="the --slower of the emulated run"
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the job (repeatable)")
 

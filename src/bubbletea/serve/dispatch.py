@@ -32,7 +32,7 @@ from bubbletea.serve.metrics import ServiceMetrics
 from bubbletea.serve.planner import Planner
 from bubbletea.serve.prefills import HandedBack, Prefilled, Prompt, Refused
 from bubbletea.serve.prefix_store import Prefixes
-from bubbletea.serve.promise import Promise
+from bubbletea.serve.slowdown_limit import SlowdownLimit
 
 log = logging.getLogger("bubbletea.serve")
 SECOND = 1_000_000_000
@@ -77,7 +77,7 @@ class _PrefillRun:
 
 class Dispatcher:
     """`patience_s`: a prefill that is due and makes no progress for this long and two periods of training is restarted;
-    `lane_s`: longest wait for a lane; `promise`: the limit for training, if there is training."""
+    `lane_s`: longest wait for a lane; `limit`: the limit for training, if there is training."""
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class Dispatcher:
         metrics: ServiceMetrics,
         patience_s: float = 30.0,
         lane_s: float = LANE_S,
-        promise: Promise | None = None,
+        limit: SlowdownLimit | None = None,
     ) -> None:
         self.connections, self.planner, self.store, self.prefixes = connections, planner, store, prefixes
         self.metrics, self.patience_s, self.lane_s = metrics, patience_s, lane_s
-        self.promise, self._paused = promise, False
+        self.limit, self._paused = limit, False
         self._jobs = itertools.count(1)
         self._runs: dict[int, _PrefillRun] = {}
         self._by_request: dict[str, _PrefillRun] = {}
@@ -112,7 +112,7 @@ class Dispatcher:
 
     @property
     def has_baseline(self) -> bool:
-        return self.promise is not None and self.promise.iteration_s > 0
+        return self.limit is not None and self.limit.iteration_s > 0
 
     @property
     def num_running(self) -> int:
@@ -167,9 +167,9 @@ class Dispatcher:
 
     def _require_room(self, num_tokens: int, tenant: str, kind: RequestKind) -> None:
         store = self.store
-        if kind == "online" and self.promise is not None and self.promise.overcommitted:
+        if kind == "online" and self.limit is not None and self.limit.overcommitted:
             self.metrics.refused("overcommitted")
-            raise Refused("overcommitted", self.promise.retry_s)
+            raise Refused("overcommitted", self.limit.retry_s)
         if store.has_room(num_tokens, tenant):
             return
         self.metrics.refused("memory")
@@ -333,8 +333,8 @@ class Dispatcher:
             self.metrics.ran(member.name, last - first, predicted_ns, took_ns)
         for step, op, began_ns, ended_ns, filled_ns in waits:
             self.planner.waited(member.worker, step, op, began_ns, ended_ns)
-            if self.promise is not None:
-                self.promise.waited(member.worker, step, began_ns, filled_ns, len(self.connections.members))
+            if self.limit is not None:
+                self.limit.waited(member.worker, step, began_ns, filled_ns, len(self.connections.members))
             self.metrics.waited(member.name, ended_ns - began_ns, filled_ns)
 
     # ---- time --------------------------------------------------------------------------------------------------
@@ -362,10 +362,10 @@ class Dispatcher:
 
     def _pass_time(self, now_ns: int) -> None:
         self._follow(self.planner.advance(now_ns))
-        if self.promise is not None:  # when overcommitted, admitted online requests are finished and offline ones wait
+        if self.limit is not None:  # when overcommitted, admitted online requests are finished and offline ones wait
             is_due = any(run.request.kind == "online" for run in self._runs.values())
-            self._paused = self.promise.overcommitted and not is_due
-            self.connections.share(0.0 if self._paused else self.promise.allowed)
+            self._paused = self.limit.overcommitted and not is_due
+            self.connections.share(0.0 if self._paused else self.limit.allowed)
         urgent: dict[tuple[ConnectedWorker, ...], _PrefillRun] = {}
         for run in self._runs.values():
             if run.sent and not run.future.done():

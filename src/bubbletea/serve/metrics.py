@@ -143,10 +143,10 @@ class ServiceMetrics:
         self._kv_used.labels(self._model).set(store.used_bytes / max(1, store.budget_bytes))
         self._backlog.labels(self._model).set(dispatcher.planner.num_backlog)
         self._slowdown.labels(self._model).set(dispatcher.planner.slowdown)
-        if dispatcher.promise is not None:
-            self._fill_slowdown.labels(self._model).set(dispatcher.promise.slowdown)
-            self._share.labels(self._model).set(dispatcher.promise.share)
-            self._overcommitted.labels(self._model).set(dispatcher.promise.overcommitted)
+        if dispatcher.limit is not None:
+            self._fill_slowdown.labels(self._model).set(dispatcher.limit.slowdown)
+            self._share.labels(self._model).set(dispatcher.limit.share)
+            self._overcommitted.labels(self._model).set(dispatcher.limit.overcommitted)
         waited_ns = sum(waited for waited, _ in self._recent)
         if waited_ns:
             self._fill.labels(self._model).set(sum(filled for _, filled in self._recent) / waited_ns)

@@ -122,7 +122,7 @@ class _Answered(_Strict):
     stream_options: StreamOptions | None = None
     stream_interval: Literal[1] | None = _not_here()
     request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = Field(
-        default=None, description="Becomes the id of the answer, behind its prefix."
+        default=None, description="Used in the id of the response, after the usual prefix."
     )
     skip_special_tokens: Literal[True] | None = _not_here()
     spaces_between_special_tokens: Literal[True] | None = _not_here()
@@ -149,17 +149,18 @@ class _Answered(_Strict):
 class _Common(_Sampled, _Answered):
     model: Annotated[str, Field(max_length=256)]
     user: Annotated[str, Field(max_length=256)] | None = Field(
-        default=None, description="Named in the log of requests (bubbletea.requests)."
+        default=None, description="Written to the log of requests (bubbletea.requests)."
     )
     safety_identifier: Annotated[str, Field(max_length=256)] | None = Field(
         default=None, description="The newer name of user."
     )
     priority: Literal["online", "offline"] | Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
         default=None,
-        description="Offline requests wait for bubbles that online ones leave. As a number: 0: online, more: offline.",
+        description="Offline requests use the bubbles that online ones leave. As a number: 0 online, above 0 offline.",
     )
     deadline_s: Annotated[float, Field(gt=0, le=3600)] | None = Field(
-        default=None, description="The prefill must be delivered within this, or is refused at once."
+        default=None,
+        description="Seconds until the prefill must be delivered; if that is impossible, it is refused at once.",
     )
     kv_transfer_params: TransferParams | None = Field(
         default=None, description="In the prefill role of a router: {do_remote_decode: true}, with max_tokens 1."
@@ -168,7 +169,7 @@ class _Common(_Sampled, _Answered):
         default=None, description="The prefix cache is shared only with requests of the same salt."
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**63)] | None = Field(
-        default=None, description="Keep so many tokens of the prompt; -1: as many as fit the context."
+        default=None, description="Keep this many tokens of the prompt; -1: as many as fit the context."
     )
     truncation_side: Literal["left", "right"] | None = Field(
         default=None, description="left (the default) drops the prompt's beginning, right its end."

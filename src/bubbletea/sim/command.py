@@ -1,9 +1,9 @@
 """Replay requests against the bubbles of a training job, and compare admission policies.
 
 JOB is a job or a plan file; its training is simulated. TRACE is an Azure LLM inference CSV, a Mooncake JSON-lines file,
-or `synthetic`. With --waits the windows are not training's but those of rollouts that wait for tools, on as many
-accelerators. The load is a share of the tokens that the bubbles could prefill without gaps; the trace is compressed in
-time to reach it. All times are simulated except those of decisions, which are measured.
+or `synthetic`. With --waits, the windows are those of rollouts that wait for tools, not those of training, on the same
+number of accelerators. The load is a share of the tokens that the bubbles could prefill without gaps; the trace is
+compressed in time to reach it. All times are simulated except those of decisions, which are measured.
 """
 
 from __future__ import annotations
@@ -42,15 +42,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", type=Path, metavar="JOB.yaml", help="a job or a plan file")
     parser.add_argument("--requests", required=True, metavar="TRACE", help="a trace file, or `synthetic`")
     parser.add_argument("--schedule", metavar="NAME", help="training's schedule (default: the plan's, else atlas)")
-    parser.add_argument("--policy", choices=POLICIES, action="append", help="may be repeated; default: all")
-    parser.add_argument("--load", type=positive, action="append", metavar="X", help="may be repeated; default: 0.6")
+    parser.add_argument(
+        "--policy", choices=POLICIES, action="append", help="admission policy; may be repeated (default: all)"
+    )
+    parser.add_argument(
+        "--load",
+        type=positive,
+        action="append",
+        metavar="X",
+        help="share of the bubbles that the requests would fill; may be repeated (default 0.6)",
+    )
     parser.add_argument(
         "--prompt", type=whole(1, 1_000_000), action="append", metavar="N", help="scale prompts to N tokens on average"
     )
     parser.add_argument(
         "--capacity",
         action="store_true",
-        help="find the largest load at which p50, p95 and refusals are as promised (docs/bubbletea.md)",
+        help="find the largest load at which p50, p95 and refusals are within their limits (docs/bubbletea.md)",
     )
     parser.add_argument("--offline", action="store_true", help="requests have no deadline: fill all bubbles")
     parser.add_argument(

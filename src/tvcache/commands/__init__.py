@@ -21,7 +21,7 @@ def connection_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ca", type=Path, metavar="PEM", help="authority of the peer's certificate")
     parser.add_argument("--cert", type=Path, metavar="PEM", help="our certificate")
-    parser.add_argument("--key", type=Path, metavar="PEM", help="its key")
+    parser.add_argument("--key", type=Path, metavar="PEM", help="private key of our certificate")
 
 
 def token_of(args: argparse.Namespace) -> str:

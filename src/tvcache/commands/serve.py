@@ -29,7 +29,7 @@ PORT = 8765
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="where to listen (default 127.0.0.1)")
     parser.add_argument(
-        "--port", type=number(0, 65535, "a port"), default=PORT, metavar="N", help=f"default {PORT}; 0: any"
+        "--port", type=number(0, 65535, "a port"), default=PORT, metavar="N", help=f"port (default {PORT}; 0: any)"
     )
     parser.add_argument(
         "--log",

@@ -1,10 +1,10 @@
-"""The operator's promise to training: prefill makes an iteration longer by at most `budget`. This module measures just
-that, iterations with prefill against iterations without, and sets the share of every wait that prefill may use.
+"""The operator's limit on the slowdown of training: prefill may make an iteration longer by at most `budget`. This
+module compares iterations with prefill to iterations without, and sets the share of every wait that prefill may use.
 
-Iterations without prefill, the baseline, are those that all workers leave alone (`throttle.is_alone`), those without
+The baseline is the iterations without prefill: those in which no worker prefills (`throttle.is_alone`), those without
 requests, and those of a probe: before a share is cut, the baseline is measured again unless it is recent, because other
-load on the host makes iterations longer too. A share is judged by the iterations that used it. Where even the smallest
-share breaks the promise, the host is overcommitted: new requests are refused for a while, and then prefill is tried
+load on the host makes iterations longer too. A share is judged by the iterations that used it. If even the smallest
+share exceeds the limit, the host is overcommitted: new requests are refused for a while, and then prefill is tried
 again. Knows steps and times; not devices, not requests.
 """
 
@@ -40,7 +40,7 @@ PAUSE, LONGEST_PAUSE = 24, 384
 """Iterations without new requests after the host was found overcommitted; doubled each time."""
 
 
-class Promise:
+class SlowdownLimit:
     """Call `waited` for every wait of every worker; workers may use `allowed` of each wait."""
 
     def __init__(self, budget: float, on_iteration: Callable[[float], None] = lambda seconds: None) -> None:
