@@ -36,7 +36,7 @@ COMMANDS = {
     "plan": "find the best datacenters, parallelism and schedule for a job",
     "whatif": "change a job or a plan and simulate again: sweeps, bottleneck, random networks",
     "train": "train a plan across datacenters, or emulated on this machine",
-    "coordinator": "coordinate the launchers of `atlas train` from a host of its own",
+    "coordinator": "coordinate the launchers of `atlas train` from a separate host",
     "launch": "write the files that start a plan under Slurm, Kubernetes, SkyPilot, torchrun or a shell",
     "profile": "measure a job's model on this machine's accelerator",
     "wan": "emulate, measure and secure the network between datacenters",

@@ -68,7 +68,7 @@ def test_a_launcher_keeps_what_a_new_coordinator_must_receive() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["train", "--dc", "east", "--coordinator", "a:1", "--rendezvous", "a:1"], "give the first where"),
+        (["train", "--dc", "east", "--coordinator", "a:1", "--rendezvous", "a:1"], "give --coordinator if"),
         (["train", "--dc", "east", "--coordinator", "nowhere"], "--coordinator nowhere: must be HOST:PORT"),
         (["coordinator", "--state", "state", "--listen", "7700"], "--listen 7700: must be HOST:PORT"),
         (["coordinator", "--state", "job.yaml"], "job.yaml: File exists. Choose another folder"),

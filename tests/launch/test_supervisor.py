@@ -22,7 +22,7 @@ def test_restarts_without_progress_are_bounded_and_delayed_more_each_time() -> N
     def attempt() -> None:
         raise WorkerError("worker p0.s1 was killed by SIGKILL")
 
-    with pytest.raises(WorkerError, match=r"SIGKILL.*Given up after 3 restarts in a row.*checkpoints are as they were"):
+    with pytest.raises(WorkerError, match=r"SIGKILL.*Stopped after 3 restarts in a row.*checkpoints are unchanged"):
         run_with_restarts(
             attempt, lambda: 0, RestartPolicy(3, first_wait_s=1, max_wait_s=3), said.append, waited.append
         )

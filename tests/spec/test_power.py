@@ -108,7 +108,7 @@ def test_a_parts_file_replaces_figures(tmp_path: Path) -> None:
     [
         ({"power_kw": 100.0}, r"128 GPUs need 196 kW with their fabric; 100 kW allow 8 nodes \(64 GPUs\)"),
         ({"power_kw": 5.0, "nodes": None}, r"one node of 8 H200 needs 10.2 kW"),
-        ({"power_kw": 100.0, "gpu": "A10"}, r"nothing is known of the watts of a A10 server"),
+        ({"power_kw": 100.0, "gpu": "A10"}, r"the power of a A10 server is not known"),
         ({"power_kw": -1.0}, "greater than 0"),
         ({"pue": 0.5}, "greater than or equal to 1"),
         ({"fabric": {"kind": "photonic", "reconfigure_ms": -1.0}}, "greater than or equal to 0"),

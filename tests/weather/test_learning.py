@@ -44,7 +44,7 @@ def test_a_sender_that_never_queued_bounds_the_capacity_only() -> None:
 
 def test_a_window_is_named_as_the_limit() -> None:
     learnt = learn(sampled(10.0, 20e6, burst=1, share=0.0))
-    assert any("its window held it at" in text for text in learnt.warnings)
+    assert any("its TCP window limited it to" in text for text in learnt.warnings)
 
 
 def test_a_route_change_is_found_and_the_last_piece_fitted() -> None:

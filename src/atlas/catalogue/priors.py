@@ -96,7 +96,7 @@ def latency(a: Region, b: Region) -> Prior:
     """The round trip in ms."""
     km = cable_km(a.location, b.location)
     return Prior(
-        round(RTT_MS + RTT_MS_PER_KM * km, 1), f"from {km:,.0f} km of cable, +-{100 * RTT_ERROR:.0f} % for 9 in 10"
+        round(RTT_MS + RTT_MS_PER_KM * km, 1), f"from {km:,.0f} km of cable, +-{100 * RTT_ERROR:.0f} % in 9 of 10 cases"
     )
 
 
@@ -111,7 +111,7 @@ def gbps(a: Region, b: Region) -> Prior:
         return Prior(None, "unknown: no measured pair is near")
     value = math.exp(sum(map(math.log, found)) / len(found))
     near = ", ".join(x for x in dict.fromkeys([*starts, *ends]) if x not in (a.name, b.name))
-    return Prior(round(value, 2), f"as {near}, +-{100 * THROUGHPUT_ERROR:.0f} % for 9 in 10", "2022-01")
+    return Prior(round(value, 2), f"as {near}, +-{100 * THROUGHPUT_ERROR:.0f} % in 9 of 10 cases", "2022-01")
 
 
 def _stand_ins(a: Region, without: frozenset[str] = frozenset()) -> list[str]:

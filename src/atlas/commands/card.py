@@ -66,7 +66,7 @@ def _simulated(args: argparse.Namespace) -> DataPoint:
         simulation = simulate(plan or job, schedule, **options)
     found, whole = simulation.best, simulation.whole
     if whole is not None:
-        say(f"atlas: the card is of the slowest of {len(whole.results)} groups of pipelines; each group needs its own")
+        say(f"atlas: the card is of the slowest of {len(whole.results)} groups of pipelines; each needs its own card")
     facts = RunFacts(
         found.schedule,
         found.tcp,

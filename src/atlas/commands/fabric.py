@@ -64,7 +64,7 @@ def _circuits(job: Job, args: argparse.Namespace) -> int:
     costs = case.costs_of(program)
     plan = circuit_plan(program, costs.circuits)
     found: dict[str, Any] = {"changes": [change.row() for change in plan]}
-    text = [] if plan else ["No circuits change: no photonic rail has too few for this job."]
+    text = [] if plan else ["No circuits change: every photonic rail has enough circuits for this job."]
     if args.circuits:
         text += map(_words, plan)
     if args.rehearse is not None:

@@ -31,6 +31,7 @@ from atlas.cost.compute import pricing
 from atlas.errors import SpecError
 from atlas.ir.replace import write_whole
 from atlas.planner.fabrics import FabricChoice, energy_of
+from atlas.planner.families import INNER_STEPS
 from atlas.planner.objective import OBJECTIVES
 from atlas.planner.report import compared, distinct, front, has_prices, notes, rows
 from atlas.planner.run import Planned
@@ -232,7 +233,7 @@ def _ranking(caption: str, first: str, second: str, cost: str | None) -> Any:
 
 
 def _families(search: PlanSearch, money: bool) -> Any:
-    caption = "Low communication is simulated as data parallelism that meets every so many steps."
+    caption = f"Low communication is simulated as data parallelism that exchanges gradients every {INNER_STEPS} steps."
     table = _ranking(caption, "best of each family", "stages in", "$/T tokens" if money else None)
     for row in family_rows(search.families):
         plan = row["plan"]

@@ -243,4 +243,4 @@ def _drawn(spread: Row) -> str:
     if spread["tail_path"] is None:
         return f"Percentiles are of {spread['runs']} runs with the job's jitter."
     cause = Tail(spread["tail_path"], spread["tail_share"]).words()
-    return f"Percentiles are of {spread['runs']} runs with weather from the links' models. Of the first: {cause}."
+    return f"Percentiles are of {spread['runs']} runs with weather from the links' models. First row: {cause}."

@@ -100,7 +100,7 @@ def run_dc(
     name, local_rank = _place(args, job)
     if args.coordinator is not None and args.rendezvous is not None:
         raise AtlasError(
-            "--coordinator and --rendezvous: give the first where `atlas coordinator` runs, the second otherwise"
+            "--coordinator and --rendezvous: give --coordinator if `atlas coordinator` runs, otherwise --rendezvous"
         )
     flag = "--rendezvous" if args.coordinator is None else "--coordinator"
     launchers_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if local_rank is not None else 1

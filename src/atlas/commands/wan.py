@@ -18,7 +18,7 @@ from typing import Any
 ACTIONS = {
     "emulate": "emulate a cluster's paths on this machine",
     "probe": "measure the paths between hosts",
-    "learn": "learn what a path does over time",
+    "learn": "learn how a path varies over time",
     "certs": "make certificates for nodes",
     "check": "check the network of a plan before training",
 }

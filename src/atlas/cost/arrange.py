@@ -114,7 +114,7 @@ def _too_few_gpus(job: Job, dc: DataCenter, stages: int, num_pipelines: int) -> 
         value=dc.nodes,
         rule=f"{stages} stages x {num_pipelines} pipelines x {job.cells} cells x tp {job.tp} need {need} GPUs, "
         f"{dc.name} has {have} that a tp group can use",
-        remedy="Fewer cells, pipelines_per_cell or stages there, or more nodes",
+        remedy="Use fewer cells, pipelines_per_cell or stages there, or more nodes",
     )
 
 
@@ -142,7 +142,7 @@ def _proportional(job: Job, room: dict[str, int], replicas: int) -> list[tuple[s
             value=job.pp,
             rule=f"{job.pp} stages x {replicas} replicas x tp {job.tp} need {need} GPUs; the datacenters have {have}, "
             f"in which {sum(room.values())} stages find room",
-            remedy="Fewer cells, pipelines_per_cell or stages, or more nodes",
+            remedy="Use fewer cells, pipelines_per_cell or stages, or more nodes",
         )
     largest = sorted((name for name in room if room[name]), key=lambda name: -room[name])[: job.pp]
     names = [name for name in room if name in largest]

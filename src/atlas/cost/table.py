@@ -333,9 +333,9 @@ def _worker_bounds(p: _Pipeline, num_mb: int, in_flight: int, early_release: boo
         stay = forward + away[s] + freeing
         bounds += [
             Bound(head[s] + work + p.closing[s], f"stage {s} computes without a pause"),
-            Bound(head[s] + until_gradient + home[s], f"stage {s} computes, then its last gradient travels home"),
+            Bound(head[s] + until_gradient + home[s], f"stage {s} computes, then its last gradient returns to stage 0"),
             Bound(first + rest + p.closing[s], f"stage {s} waits for its first gradient"),
-            Bound(last + away[s] + home[s], f"the last microbatch travels from stage {s} to the end and home"),
+            Bound(last + away[s] + home[s], f"the last microbatch goes from stage {s} to the last stage and back"),
             Bound(
                 head[s] + -(-num_mb * stay // in_flight) + p.closing[s],
                 f"stage {s} holds {in_flight} microbatches at most, each for a round trip",

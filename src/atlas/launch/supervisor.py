@@ -53,8 +53,8 @@ def run_with_restarts(
             furthest = max(furthest, progress())
             if in_a_row > policy.max_in_a_row:
                 given_up = (
-                    f"Given up after {policy.max_in_a_row} restarts in a row without a step of progress; checkpoints "
-                    "are as they were"
+                    f"Stopped after {policy.max_in_a_row} restarts in a row without a new step; checkpoints "
+                    "are unchanged"
                 )
                 raise WorkerError(_with_sentence(error, given_up)) from None
             wait_s = policy.wait_s(in_a_row)

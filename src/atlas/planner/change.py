@@ -68,7 +68,7 @@ def _range(text: str, rest: str) -> tuple[Any, ...]:
         or not (math.isfinite(low) and math.isfinite(high))
         or (log and min(low, high) <= 0)
     ):
-        raise _bad(text, f"wants 2 to {MAX_POINTS} finite values (with log: positive values)", "Change it")
+        raise _bad(text, f"needs 2 to {MAX_POINTS} finite values (with log: positive values)", "Change it")
     raw = np.geomspace(low, high, count) if log else np.linspace(low, high, count)
     values = (
         [round(float(v)) for v in raw] if whole and abs(high - low) >= count - 1 else [float(f"{v:.6g}") for v in raw]

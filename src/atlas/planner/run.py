@@ -232,7 +232,7 @@ def _limits_missed(search: Search, best: Judged, missed: float) -> InfeasibleErr
         where=search.space.job.where,
         key="objective",
         value=search.objective.words(),
-        rule=f"no plan keeps the limit; the nearest misses it by {100 * missed:.1f} %: {best.candidate.where()} "
+        rule=f"no plan meets the limit; the closest misses it by {100 * missed:.1f} %: {best.candidate.where()} "
         f"({best.candidate.how()}) with {figures.tokens_per_s:,.0f} tokens/s for ${figures.usd_per_hour:,.2f} an hour, "
         f"${figures.usd_per_iteration:,.4g} an iteration",
         remedy="Loosen the limit by as much, or add GPUs",

@@ -102,7 +102,7 @@ def family_rows(families: Families) -> list[dict[str, Any]]:
         judged = families.best.get(kind)
         if judged is None:
             if len(planned.cluster.names) > 1:
-                rows.append({"family": words, "kind": kind, "plan": None, "lost": "no plan fits or keeps the limits"})
+                rows.append({"family": words, "kind": kind, "plan": None, "lost": "no plan fits and meets the limits"})
             continue
         wins = judged.candidate == best.candidate
         judged = best if wins else judged

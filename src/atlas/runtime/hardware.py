@@ -29,7 +29,7 @@ def require_device(name: str) -> None:
         raise AtlasError(f"device {name!r}: must be paced, cpu or cuda:N. Write one of them")
     if int(found[1] or 0) >= num_gpus():
         raise AtlasError(
-            f"device {name!r}: there are {num_gpus()} CUDA devices here. Plan for what is there, or say cpu"
+            f"device {name!r}: there are {num_gpus()} CUDA devices here. Plan for the devices of this host, or use cpu"
         )
 
 

@@ -50,7 +50,7 @@ def profile(job: Job, device: str, repeats: int = 10, backend: str = EAGER) -> d
     `backend`: of torch's compiler, as a worker would use it.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise AtlasError("this host has no CUDA device: profile on the machine that will train, or say --device cpu")
+        raise AtlasError("this host has no CUDA device: profile on the machine that will train, or use --device cpu")
     task = _task(job, device)
     backend = available(backend, device, 1)
     first, middle, last = (_time_stage(task, s, device, repeats, backend) for s in range(3))

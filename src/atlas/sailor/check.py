@@ -101,7 +101,7 @@ def _check_gpus(inputs: Inputs, plan: SailorPlan, where: str) -> None:
                 key=f"tmp_per_stage: {pool.gpu} in {pool.zone}",
                 value=sum(tp * n for tp, n in used.items()),
                 rule=f"{pool.zone} has {pool.num_gpus} {pool.gpu} in nodes of {per_node}",
-                remedy="Fewer replicas, stages or tp there",
+                remedy="Use fewer replicas, stages or tp there",
             )
 
 
@@ -116,5 +116,5 @@ def _check_memory(inputs: Inputs, plan: SailorPlan, where: str) -> None:
                     key=f"layers_per_stage.{i}",
                     value=list(layers),
                     rule=f"needs {need / GIB:.1f} GiB a GPU at microbatch {plan.mbs}, tp {tp}; {gpu} has {have // GIB}",
-                    remedy="Fewer layers there, a smaller microbatch, more tp or more stages",
+                    remedy="Use fewer layers there, a smaller microbatch, more tp or more stages",
                 )

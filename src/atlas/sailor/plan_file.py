@@ -110,7 +110,7 @@ def read_plan(path: Path) -> SailorPlan:
 def _replica(item: Any) -> Replica:
     machines, tp = item
     if len(machines) != 1:
-        raise ValueError("a replica on several VMs is not judged: one VM a replica")
+        raise ValueError("a replica on several VMs cannot be scored: give one VM per replica")
     gpu, gpus_in_vm, zone = machines[0]
     if not isinstance(gpu, str) or not isinstance(zone, str):
         raise TypeError("a VM is [gpu, gpus_in_vm, zone]")

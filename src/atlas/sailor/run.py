@@ -139,7 +139,7 @@ def _notes(inputs: Inputs, verdict: Verdict, bill: Money | None, found: Found | 
         price = "no price known" if gpu.usd_per_hour is None else f"{gpu.usd_per_hour:g} USD an hour ({gpu.price_from})"
         notes.append(f"{name}: {price}")
     if bill is None:
-        notes.append("no money figure: give --gpu-price TYPE=USD for every GPU type")
+        notes.append("no cost: give --gpu-price TYPE=USD for every GPU type")
     if found is not None and found.interrupted:
         notes.append("interrupted: the best plan so far")
     return notes

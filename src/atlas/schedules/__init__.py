@@ -56,7 +56,7 @@ SCHEDULES: dict[str, Schedule] = {
         ),
         Schedule(
             "1f1b-eager",
-            "1F1B with a warm-up as long as the way to the end and back, within memory; what plans are compared by",
+            "1F1B with a warm-up as long as the round trip through the pipeline, within memory; used to compare plans",
             eager_of,
             shares=True,
         ),

@@ -293,7 +293,7 @@ def run(tables: Tables) -> Events:
         raise ProgramError(
             f"the Program deadlocks: {stuck.size} workers never finish, the first of them worker {stuck[0]} "
             f"at its op {workers[stuck[0], W_NEXT] - t.worker_ptr[stuck[0]]}; "
-            "`atlas.ir.assemble.check` names the circle"
+            "`atlas.ir.assemble.check` names the cycle"
         )
     ready, begun, sent, arrive = times.T
     return Events(op_time[:, OP_START], op_time[:, OP_END], ready, begun, sent, arrive, gates[:, [G_START, G_END]])

@@ -87,8 +87,8 @@ def _require_countable(tables: Tables) -> None:
     late_ns = tables.transfer_latency_ns + tables.transfer_before_ns + tables.trace_latency_ns.max(initial=0)
     if tables.op_ns.sum(dtype=np.float64) + transfers_ns + late_ns.sum(dtype=np.float64) > MAX_TOTAL_NS:
         raise AtlasError(
-            f"all ops and transfers together take more than {MAX_TOTAL_NS / 1e9:.1g} s, which no clock of ours counts: "
-            "check the units of rates and latencies, in traces too"
+            f"all ops and transfers together take more than {MAX_TOTAL_NS / 1e9:.1g} s, more than the simulator "
+            "can count: check the units of rates and latencies, in traces too"
         )
 
 
@@ -244,7 +244,7 @@ class Engine:
             raise ProgramError(
                 f"the Program deadlocks: {len(stuck)} workers never finish, the first of them worker {stuck[0]} "
                 f"at its op {self.next_op[stuck[0]] - int(self.tables.worker_ptr[stuck[0]])}; "
-                "`atlas.ir.assemble.check` names the circle"
+                "`atlas.ir.assemble.check` names the cycle"
             )
 
 

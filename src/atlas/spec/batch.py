@@ -29,6 +29,6 @@ def batch_sequences(text: str | int, seq_len: int, *, where: str, key: str = "ba
     if sequences != int(sequences) or sequences < 1:
         below, above = int(sequences), int(sequences) + 1
         near = [f"{n * seq_len} ({n} sequence{'s' if n > 1 else ''})" for n in (below, above) if n]
-        rule = f"is {sequences:,.2f} sequences of {seq_len:,} tokens, and a batch has whole ones"
+        rule = f"is {sequences:,.2f} sequences of {seq_len:,} tokens, and a batch needs a whole number of sequences"
         raise SpecError(where=where, key=key, value=text, rule=rule, remedy=f"The nearest: {' or '.join(near)}")
     return int(sequences)

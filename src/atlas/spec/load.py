@@ -1,8 +1,6 @@
-"""From a path and some `--set` to a validated Job: read, merge `base`, load the cluster, override, validate.
-
-Paths in a file are relative to that file; paths in a `--set` are relative to the working directory. All errors of a
-file are found here, with file, line, key, value, rule and remedy; its price is not.
-"""
+"""Loads a job: reads the file, merges `base`, loads the cluster, applies `--set` and validates the result. Every error
+names file, line, key, value, rule and remedy. Paths in a file are relative to that file, paths in a `--set` to the
+working directory."""
 
 from __future__ import annotations
 

@@ -130,14 +130,14 @@ def power_rules(cluster: Cluster, where: Where, at: Keys, powered: tuple[str, ..
 def _power(cluster: Cluster, dc: DataCenter, where: Where, key: Keys, derived: bool) -> Iterator[SpecError]:
     one = server_watts(cluster, dc)
     if one is None:
-        rule = f"nothing is known of the watts of a {dc.gpu} server"
-        remedy = f"Write server_watts: (by GPU) for {dc.gpu} under cluster.gpus"
+        rule = f"the power of a {dc.gpu} server is not known"
+        remedy = f"Write server_watts (watts of a server / its GPUs) for {dc.gpu} under cluster.gpus"
         yield bad(where, (*key, "power_kw"), dc.power_kw, rule, remedy)
         return
     fit = nodes_allowed(cluster, dc)
     if not fit:
         rule = f"one node of {dc.gpus_per_node} {dc.gpu} needs {one / 1e3:.1f} kW"
-        yield bad(where, (*key, "power_kw"), dc.power_kw, rule, "More power, or fewer gpus_per_node")
+        yield bad(where, (*key, "power_kw"), dc.power_kw, rule, "Give more power, or fewer gpus_per_node")
     elif not derived and (it_watts(cluster, dc) or 0.0) > (dc.power_kw or 0.0) * 1e3:
         needs = (it_watts(cluster, dc) or 0.0) / 1e3
         rule = (

@@ -92,7 +92,7 @@ def _piece_warnings(table: PacketTable, pieces: list[tuple[int, int]]) -> list[s
         least = [_least_ns(table.part(*piece)) / 1e6 for piece in ((0, end), after)]
         said.append(
             f"row {end}: the route changed: the least round trip went from {least[0]:.1f} to {least[1]:.1f} ms and "
-            "stayed. Each piece is fitted by itself; the file has the last one"
+            "stayed. Each part is fitted separately; the file has the model of the last part"
         )
     arrived = table.rtt_ns[~table.lost] + table.sent_ns[~table.lost]
     if (overtook := int((np.diff(arrived) < 0).sum())) > 0:
@@ -258,9 +258,8 @@ def _limits(table: PacketTable, model: PathModel) -> list[str]:
     if model.capacity_is_bound:
         flight = _in_flight(table)
         steady = len(flight) > 20 and np.percentile(flight, 95) < 1.2 * np.median(flight)
-        why = (
-            f"its window held it at {np.median(flight) / 1e3:.0f} KB in flight" if steady else "no queue was ever seen"
-        )
+        held = f"its TCP window limited it to {np.median(flight) / 1e3:.0f} KB in flight"
+        why = held if steady else "no queue was ever seen"
         said.append(f"the sender never filled the path ({why}): the capacity is only known to be at least this")
         said.append("without a queue, cross traffic is not visible: the model has none")
     elif not model.known.any() and model.method != "constant":

@@ -189,7 +189,7 @@ class BubbleTea:
             arena = Arena(order.arena_bytes, order.workspace_bytes, place)
         elif order.arena_bytes > arena.num_bytes or order.workspace_bytes > arena.workspace_bytes:
             sizes = [size / MIB for size in (order.arena_bytes, order.workspace_bytes, arena.num_bytes)]
-            raise WorkerError("it wants {:.0f} MiB and {:.0f} MiB of workspace; {:.0f} are reserved".format(*sizes))
+            raise WorkerError("it needs {:.0f} MiB and {:.0f} MiB of workspace; {:.0f} are reserved".format(*sizes))
         arena.clear()
         pace = PieceTimes(order.served.config)
         with _own_stream(place):

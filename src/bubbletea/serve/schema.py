@@ -175,7 +175,7 @@ class _Common(_Sampled, _Answered):
         default=None, description="left (the default) drops the prompt's beginning, right its end."
     )
     add_special_tokens: bool | None = Field(
-        default=None, description="Default: true for a plain prompt, false for a chat, whose template has written them."
+        default=None, description="Default: true for a plain prompt, false for a chat, whose template adds them."
     )
     session_id: None = _not_here()
     vllm_xargs: Empty | None = _not_here()

@@ -43,7 +43,9 @@ class EngineLayout:
             if host not in self.peers and not _is_loopback(host):
                 raise WorkerError(f"a hand-off from {host}, which is not among the connector's peers: name it there")
         if ticket.model != self.model:
-            raise WorkerError(f"a hand-off of model {ticket.model}, here runs {self.model}: serve the same on both")
+            raise WorkerError(
+                f"a hand-off of model {ticket.model}, this engine has {self.model}: serve the same on both"
+            )
         return ticket
 
 
