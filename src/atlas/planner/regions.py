@@ -36,7 +36,7 @@ combinations."""
 KEEP = 40
 """Candidates that are priced in full; ten times as many where only this kind of plan is asked for."""
 
-GroupShape = tuple[Shape, int, int]
+RegionGroup = tuple[Shape, int, int]
 """Shape, replicas, pipelines per cell."""
 
 
@@ -59,7 +59,7 @@ class _EstimatedGroups:
     frame: Frame
     batch: Batch
     found: Estimate
-    at: dict[GroupShape, int]
+    at: dict[RegionGroup, int]
     lanes: Lanes
     by_floor: bool
     """Whether plans are compared under searched orders, which come close to their floors."""
@@ -91,7 +91,7 @@ def several_groups(
     distributed for searched orders."""
     if cluster.num_dcs == 1 or space.num_cells is not None:
         return [], 0
-    quick: list[tuple[float, int, _EstimatedGroups, tuple[GroupShape, ...]]] = []
+    quick: list[tuple[float, int, _EstimatedGroups, tuple[RegionGroup, ...]]] = []
     lanes = _lanes(space, cluster)
     for k, frame in enumerate(worth):
         if tick is not None:
@@ -100,7 +100,7 @@ def several_groups(
             estimated, lines = _estimate_groups(space, cluster, frame, depth, lanes, by_floor)
             if estimated is None:
                 continue
-            unique: dict[frozenset[GroupShape], tuple[float, tuple[GroupShape, ...]]] = {}
+            unique: dict[frozenset[RegionGroup], tuple[float, tuple[RegionGroup, ...]]] = {}
             for score, line in sorted(_rough(space, cluster, objective, estimated, lines), key=lambda q: -q[0]):
                 # The same groups in another order are the same candidate: the ring goes by distance.
                 unique[frozenset(line)] = (score, line)
@@ -112,7 +112,7 @@ def several_groups(
 
 def _estimate_groups(
     space: Space, cluster: ClusterArrays, frame: Frame, depth: int, lanes: Lanes, by_floor: bool
-) -> tuple[_EstimatedGroups | None, list[tuple[GroupShape, ...]]]:
+) -> tuple[_EstimatedGroups | None, list[tuple[RegionGroup, ...]]]:
     workers = [n if space.can_use(name) else 0 for n, name in zip(_room(frame), cluster.names, strict=True)]
     lines = dict.fromkeys(
         tuple(consecutive_groups(cluster, workers, tour, depth, replicas))
@@ -134,10 +134,10 @@ def _estimate_groups(
 
 def _every_line(
     space: Space, cluster: ClusterArrays, workers: list[int], depth: int
-) -> Iterator[tuple[GroupShape, ...]]:
+) -> Iterator[tuple[RegionGroup, ...]]:
     """On few datacenters, where only this kind of plan is asked for: groups of all sizes, also smaller than there is
     room for, in all combinations, up to `MOST_LINES`."""
-    by_dcs: dict[frozenset[int], list[GroupShape]] = {}
+    by_dcs: dict[frozenset[int], list[RegionGroup]] = {}
     usable = [i for i, n in enumerate(workers) if n]
     for size in range(1, min(len(usable), depth) + 1):
         for order in permutations(usable, size):
@@ -153,7 +153,7 @@ def _every_line(
     yield from islice(lines, MOST_LINES)
 
 
-def _groups_of(space: Space, workers: list[int], order: tuple[int, ...], depth: int) -> Iterator[GroupShape]:
+def _groups_of(space: Space, workers: list[int], order: tuple[int, ...], depth: int) -> Iterator[RegionGroup]:
     most = max(workers[i] for i in order)
     counts = range(1, most + 1) if most <= FEW_REPLICAS else sorted({most >> k for k in range(4)})
     for replicas in counts:
@@ -186,10 +186,10 @@ def _room(frame: Frame) -> list[int]:
 
 def consecutive_groups(
     cluster: ClusterArrays, workers: list[int], tour: Sequence[int], depth: int, replicas: int
-) -> list[GroupShape]:
+) -> list[RegionGroup]:
     """Groups along a tour: consecutive datacenters, as few as have room for `replicas` pipelines (0: for one pipeline;
     then the group has as many as fit)."""
-    found: list[GroupShape] = []
+    found: list[RegionGroup] = []
     waiting: list[int] = []
     held = 0
     for i in tour:
@@ -206,7 +206,7 @@ def consecutive_groups(
     return found
 
 
-def _joined(workers: list[int], chain: list[int], depth: int, replicas: int) -> GroupShape:
+def _joined(workers: list[int], chain: list[int], depth: int, replicas: int) -> RegionGroup:
     """A group in these datacenters, with as many replicas as fit, and the largest cell that divides the replicas."""
     if len(chain) == 1:
         return ((chain[0], depth),), workers[chain[0]] // depth, 1
@@ -236,8 +236,8 @@ def _rough(
     cluster: ClusterArrays,
     objective: Objective,
     estimated: _EstimatedGroups,
-    lines: Sequence[tuple[GroupShape, ...]],
-) -> list[tuple[float, tuple[GroupShape, ...]]]:
+    lines: Sequence[tuple[RegionGroup, ...]],
+) -> list[tuple[float, tuple[RegionGroup, ...]]]:
     """A rough score of the first 2, 3, ... groups of each line."""
     lines = [tuple(group for group in line if estimated.found.fits[estimated.at[group]]) for line in lines]
     rough = [(line[:count], s, usd) for line in lines for count, s, usd in _prefixes(space, cluster, estimated, line)]
@@ -250,7 +250,7 @@ def _rough(
 
 
 def _prefixes(
-    space: Space, cluster: ClusterArrays, estimated: _EstimatedGroups, line: Sequence[GroupShape]
+    space: Space, cluster: ClusterArrays, estimated: _EstimatedGroups, line: Sequence[RegionGroup]
 ) -> Iterator[tuple[int, float, float]]:
     """(number of groups, seconds, dollars). The groups finish together; then their gradients pass the slowest lane."""
     slots, depth = space.slots(estimated.frame.microbatch), estimated.batch.depth
@@ -293,7 +293,7 @@ def deal(slots: int, replicas: Sequence[int], fill_s: Sequence[float], period_s:
 
 
 def entry_of(
-    space: Space, cluster: ClusterArrays, objective: Objective, estimated: _EstimatedGroups, line: Sequence[GroupShape]
+    space: Space, cluster: ClusterArrays, objective: Objective, estimated: _EstimatedGroups, line: Sequence[RegionGroup]
 ) -> EstimatedCandidate | None:
     """The candidate with these groups. The sum between groups is priced as in `judge`."""
     frame, found = estimated.frame, estimated.found

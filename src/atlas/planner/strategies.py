@@ -116,7 +116,7 @@ def _best_of_each_kind(search: Search, entries: list[EstimatedCandidate]) -> Non
     kinds: dict[str, list[EstimatedCandidate]] = {}
     for entry in entries:
         kinds.setdefault(kind_of(entry.candidate), []).append(entry)
-    queues = [iter(_in_turn(found, search.promise)) for found in kinds.values()]
+    queues = [iter(_in_turn(found, search.priority)) for found in kinds.values()]
     seen: set[tuple[object, ...]] = set()
     last = MOST if search.tries else SIMULATIONS - NEIGHBOURS
     while queues and not search.is_spent and search.num_simulated < last:
