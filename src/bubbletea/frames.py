@@ -29,7 +29,7 @@ log = logging.getLogger("bubbletea.frames")
 _HEAD, _BODY = struct.Struct("!4sBHQI"), struct.Struct("!I")
 """Magic, kind, sizes of fields and payload, CRC-32 of these; after the handshake, the CRC-32 of fields and payload."""
 FIRST, MAGIC = b"BTF1", b"BTF2"
-"""The handshake has the format of release 1, so that an older caller can be told to be updated."""
+"""The handshake has the format of release 1, so that an older caller gets an error that says to update it."""
 MAX_FIELDS_BYTES = (1 << 16) - 1
 MAX_PAYLOAD_BYTES = 1 << 30
 MAX_GREETING_BYTES = 4096
@@ -181,7 +181,7 @@ def write(writer: asyncio.StreamWriter, kind: int, fields: Mapping[str, Any], pa
 
 class FrameServer:
     """Runs one task per connection on the event loop, until `close`. A subclass talks to one caller in `_talk`, and
-    calls `_admit` first: until then a connection costs little and lasts shortly."""
+    calls `_admit` first: until then a connection has little memory and a short time limit."""
 
     def __init__(self, token: str, context: ssl.SSLContext | None = None) -> None:
         """`context`: callers need a certificate, and everything is encrypted."""

@@ -1,4 +1,4 @@
-"""The server: values and leases over HTTP, JSON in and out. Every value that it acknowledges is in the log before.
+"""The server: values and leases over HTTP, JSON in and out. Every value is in the log before it is acknowledged.
 
 One event loop owns the log; nothing here waits for a disk other than by writing, and nothing waits for another site.
 Without a token it accepts only requests whose Host is this machine, which protects against requests from web pages.

@@ -1,4 +1,4 @@
-"""One iteration of a Timeline of several, as a Timeline of its own, so that a figure shows ops and not a barcode."""
+"""One iteration of a Timeline of several, as a Timeline of its own, so that single ops are visible in a figure."""
 
 from __future__ import annotations
 

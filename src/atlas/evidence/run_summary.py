@@ -1,4 +1,4 @@
-"""What there is to say of a run, from its files: figures with units, where the time goes, the loss by step.
+"""The summary of a run, from its files: figures with units, where the time goes, the loss by step.
 
 `run_summary` takes a data point (card and traces), a timeline file, or the folder of a run. `report_page` shows one
 summary or several side by side.

@@ -1,8 +1,8 @@
 """A Timeline as one Kineto-like trace per worker, which CCL-Bench's tools, HolisticTraceAnalysis and Perfetto read.
 
-Names are honest and still match CCL-Bench's patterns: `atlas_F 3F17` computes, `atlas_sendrecv wan east>west` moves
-bytes, `atlas_allreduce sync` sums gradients. A worker of tp GPUs is one rank file. Bubbles are written with their cause
-in the category `atlas_bubble`, which other tools leave out.
+Names say what an event is and still match CCL-Bench's patterns: `atlas_F 3F17` computes, `atlas_sendrecv wan east>west`
+moves bytes, `atlas_allreduce sync` sums gradients. A worker of tp GPUs is one rank file. Bubbles are written with their
+cause in the category `atlas_bubble`, which other tools leave out.
 """
 
 from __future__ import annotations

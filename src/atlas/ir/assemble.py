@@ -2,7 +2,8 @@
 Program, with the optimizer's ops or repeated; `atlas.schedules` orders the ops.
 
 `check` accepts exactly what the engine finishes (a property test compares them): every stage has its ops, each once and
-in a possible order; no worker waits in a circle; no worker holds more than its memory. An error names the ops.
+in a possible order; no workers wait for each other in a cycle; no worker holds more than its memory. An error names the
+ops.
 """
 
 from __future__ import annotations

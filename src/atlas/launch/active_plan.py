@@ -1,7 +1,7 @@
-"""The plan that a run has at the moment: reduced when hosts are lost, grown when they return (`fewer_hosts`). Says each
-change in one line: which host, why, and what it costs, simulated.
+"""The plan that a run has at the moment: reduced when hosts are lost, grown when they return (`fewer_hosts`). Reports
+each change in one line: which host, why, and the simulated cost.
 
-Knows who is in the run and the user. Does not know workers or messages.
+Knows the members of the run, and asks the user. Does not know workers or messages.
 """
 
 from __future__ import annotations

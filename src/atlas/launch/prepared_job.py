@@ -1,7 +1,7 @@
 """A job made ready to run: its Program, its costs, the training, and which launcher runs which workers.
 
-Prepared once where the launchers meet, and sent to the others; prepared again when a datacenter is lost. Starts
-nothing.
+Prepared once, by the launcher that coordinates, and sent to the others; prepared again when a datacenter is lost.
+Starts nothing.
 """
 
 from __future__ import annotations

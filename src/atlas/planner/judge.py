@@ -243,7 +243,7 @@ def _parts(played: SimulatedGroup, until_s: float) -> dict[str, float]:
         totals["compute"] = max(0, totals["compute"] - round(1e9 * float(played.closing_s.sum(axis=0).max())))
     parts = {"compute": totals["compute"] / 1e9, "wait": totals["wait"] / 1e9}
     parts["wan"] = (totals["wire"] + totals["latency"] + totals["queue"]) / 1e9
-    # Where only a part was played, the rest is like it.
+    # If only a part was simulated, the rest is extrapolated from it.
     return {part: spent * until_s / max(sum(parts.values()), 1e-12) for part, spent in parts.items()}
 
 

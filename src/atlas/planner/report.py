@@ -172,7 +172,8 @@ def drawn_plan(cluster: ClusterArrays, judged: Judged, row: dict[str, Any]) -> d
 
 
 def _capacity_bps(cluster: ClusterArrays, candidate: Candidate, i: int, j: int) -> float:
-    """What the nodes that talk to each other reach together: a pair for each pipeline, or all of them in a meeting."""
+    """The rate of all communicating nodes together: a pair for each pipeline, or all nodes when groups sum
+    gradients."""
     nodes = min(_nodes(cluster, candidate, i), _nodes(cluster, candidate, j))
     whole = float(all_nodes_bps(cluster, i, j, nodes, candidate.tcp))
     for group in candidate.groups:

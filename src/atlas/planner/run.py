@@ -131,7 +131,7 @@ def _seldom_collected() -> Iterator[None]:
 def finished(search: Search, best: Judged, strategy: str, tries: int | None) -> Planned:
     """The outcome of a search, with its winner simulated in full."""
     played: Played | None = None
-    # Interrupted, it is still played once: the figure is then that of the Plan file, whenever it is simulated again.
+    # An interrupted search still simulates the winner once, so that `atlas simulate` gives the figure of the Plan file.
     for wanted in [0] if search.interrupted else [tries, 0]:
         try:
             played = _fastest(search, best, wanted)

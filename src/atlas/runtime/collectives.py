@@ -3,7 +3,8 @@
 Each stage has a process group of its own, one rank of each pipeline (and one for each tensor-parallel rank): stages of
 one worker finish in an order that differs from pipeline to pipeline. The first pipeline's worker has the store through
 which the others find each other. Store and groups carry plain bytes and unpickle nothing; they neither encrypt nor
-authenticate, so the launcher allows them on loopback and in trusted networks only (docs/transport.md).
+authenticate, so the launcher allows them only on loopback, and in networks that the recipe declares private
+(SECURITY.md).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Who sends which gradients to whom where groups of pipelines in different regions sum together: worked out from shapes
-alone, so that all workers and the launcher agree. Loads no torch.
+"""Which worker sends which gradients to which, when groups of pipelines in different regions sum their gradients.
+Computed from shapes alone, so that all workers and the launcher agree. Loads no torch.
 
 Inside a group each pipeline has the sum of its slice of every stage. The groups then form a ring. Each part of a slice
 goes to the worker of the next group that has the same values: groups may cut the model into other stages and slices,

@@ -43,7 +43,7 @@ def slices(length: int, count: int) -> list[slice]:
 
 
 class CombinedHandle(Handle):
-    """Done when all of others are that begin later."""
+    """Done when all handles are that were passed to `follow`."""
 
     def follow(self, others: Sequence[Pending]) -> None:
         handles = [other for other in others if isinstance(other, Handle)]

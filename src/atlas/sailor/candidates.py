@@ -1,5 +1,5 @@
-"""Outlines in their places: each bounded before it gets its best split and a time that the judge will confirm or
-raise, because clusters count their best zone pair. Many placements at once, along the leading axis.
+"""Places outlines on clusters: each gets a lower bound, then its best split and a time. The judge's time is equal or
+longer, because here the best zone pair of two clusters counts. Many placements at once, along the leading axis.
 
 Knows objectives only as a `Score` of (seconds, USD a second of GPUs, USD of egress).
 """

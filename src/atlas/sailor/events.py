@@ -1,8 +1,8 @@
 """Our event simulation of a Sailor plan: the same profile and bandwidths, run as a 1F1B Program.
 
-Unlike the judge it lets transfers overlap compute and each pipeline go at its own pace until gradients meet. Like the
-judge it knows no latency (the files give none) and no contention between pipelines. Pipelines that stand alike do the
-same, so one of each sort is simulated.
+Unlike the judge it lets transfers overlap compute and each pipeline run at its own pace until gradients are summed.
+Like the judge it knows no latency (the files give none) and no contention between pipelines. Pipelines with the same
+placement behave in the same way, so one of each kind is simulated.
 """
 
 from __future__ import annotations

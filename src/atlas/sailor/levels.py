@@ -1,4 +1,4 @@
-"""Links between clusters from best to worst, and what so many of them connect, for lower bounds.
+"""Links between clusters from best to worst, and which clusters the best k links connect, for lower bounds.
 
 Whatever a plan uses is connected, by transfers or by gradient rings. So what has no room in the clusters that the best
 k links connect needs one of the other links. Knows clusters and tables, no outlines.

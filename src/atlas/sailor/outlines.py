@@ -1,4 +1,5 @@
-"""Choices of sizes with no place yet (replicas, tp by stage, stages), each with a time that no placement undercuts.
+"""Choices of sizes with no place yet (replicas, tp by stage, stages), each with a lower bound of its time in any
+placement.
 
 All outlines of one microbatch size at once, as arrays. A bound shares the work ideally over whole layers and memory,
 takes the best link everywhere, and charges what must go between clusters: whatever a plan uses is connected by

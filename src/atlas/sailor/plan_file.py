@@ -4,7 +4,7 @@
                         "tmp_per_stage": [[[[["A100-40", 4, "us-central1-a"]], 4], ...], ...], "dp": [D, D]}], "mbs": 2}
 
 Replica j of stage i talks to replica j of stage i + 1; a replica is one VM (or part of one) and its tp. Knows shapes
-only: whether a plan fits the cluster is for `check`.
+only: `check` finds whether a plan fits the cluster.
 """
 
 from __future__ import annotations

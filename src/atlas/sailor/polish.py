@@ -66,7 +66,7 @@ def _feasible(inputs: Inputs, plan: SailorPlan) -> bool:
 
 
 class _Stages:
-    """The judge and the bill, for plans with the replicas of one."""
+    """The judge's score and the cost of plans with the same replicas."""
 
     def __init__(self, inputs: Inputs, plan: SailorPlan, goal: Goal) -> None:
         self.inputs, self.plan, self.goal = inputs, plan, goal

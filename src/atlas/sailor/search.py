@@ -1,5 +1,5 @@
 """The search: the best plan by Sailor's judge for a goal. Bounds first, placements and splits for what survives them,
-zones and a polish by the judge itself for the best few. Deterministic; asks no clock.
+zones and a polish by the judge itself for the best few. Deterministic; uses no clock.
 
 An Objective turns (seconds, USD) into a score; lower is better, and infinite misses a limit. An iteration counts as one
 token: Sailor's files have iterations only.

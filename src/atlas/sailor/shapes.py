@@ -1,6 +1,6 @@
 """The placements that the search tries: which cluster holds which replicas of each stage.
 
-Columns are pipelines (replica j of every stage). Columns are dealt to teams; a team is a chain of clusters that its
+Columns are pipelines (replica j of every stage). Columns are assigned to teams; a team is a chain of clusters that its
 columns fill stage after stage, so one team of two clusters is pipeline parallelism across them, two teams of one are
 data parallelism across them, and teams that overlap share what is left. Many outlines at once. Knows room and tp, no
 times.

@@ -1,4 +1,4 @@
-"""An order that a search tried: the keys it was made from, what was played, and its Program. Knows no search."""
+"""An order that a search tried: its keys, its simulated run, and its Program. Knows no search."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The search: good rules first, then many small changes to the best of them, the best kept. `found_on_grid` searches
 at reference settings (`grid`) and prices what it finds for the setting at hand.
 
-An order is written as keys (smallest first, on workers and on WAN queues) and tried by letting the dispatcher play
-it, which takes about 0.2 us per event; so hundreds of orders cost a second or two. A change shakes the start times
-of the best order known so far and takes the result as new keys. Everything is drawn from one seeded generator and
-counted in tries, never in seconds: the same input gives the same schedule on any machine.
+An order is written as keys (smallest first, on workers and on WAN queues) and tried by simulating it with the
+dispatcher, which takes about 0.2 us per event; so hundreds of orders cost a second or two. A change modifies the start
+times of the best order so far at random and uses the result as new keys. Everything is drawn from one seeded generator
+and counted in tries, never in seconds: the same input gives the same schedule on any machine.
 """
 
 from __future__ import annotations

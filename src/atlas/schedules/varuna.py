@@ -1,10 +1,10 @@
 """Varuna (EuroSys'22): backward before recompute before forward, and a forward pulled ahead where a gradient is late.
 
-A stage's list comes from unit-time list scheduling: when the next stage is half through the backward of a
-microbatch, this one recomputes it, and what was recomputed is finished before anything else is begun. The last
-stage goes from forward straight to backward. At run time a stage whose next recompute has no gradient yet pulls
-the next forward of its list ahead. Over a WAN no reading of the rule is always the best one, so `varuna` plays three
-under the real costs, the list and the bare rule twice, and freezes the fastest: the strongest Varuna we can build.
+A stage's list comes from unit-time list scheduling: when the next stage is half through the backward of a microbatch,
+this one recomputes it, and what was recomputed is finished before anything else is begun. The last stage goes from
+forward straight to backward. At run time a stage whose next recompute has no gradient yet pulls the next forward of its
+list ahead. Over a WAN no reading of the rule is always the best one, so `varuna` simulates three under the real costs,
+the list and the bare rule twice, and uses the fastest: the strongest Varuna we can build.
 """
 
 from __future__ import annotations

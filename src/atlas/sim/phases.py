@@ -8,7 +8,7 @@ from the Program, iteration by iteration, so every reconfiguration is known ahea
     to a hop      between two ranks of one pipeline: removes two rings, so it waits for SYNC of both ranks; the next
                   iteration's transfers between the two wait for it
 
-In the first iteration the ring is still there from the iteration before: it was free NORM and STEP ago. NORM is a
+The first iteration starts with the ring of the iteration before, whose SYNC ended NORM and STEP earlier. NORM is a
 scalar and uses no circuit.
 """
 
@@ -26,10 +26,10 @@ NONE = -1  # as in `lower`, which imports this module
 
 
 class Gates(NamedTuple):
-    """Reconfigurations of photonic rails. A gate opens when its circuits carry data;
+    """Reconfigurations of photonic rails. A gate opens when its circuits carry data.
 
-    It is released when everything on the circuits that it removes has ended, and opens `delay_ns` later: after the
-    release, or on demand after it was asked for, too."""
+    It is released when everything on the circuits that it removes has ended. It opens `delay_ns` after its release or,
+    on demand, `delay_ns` after both its release and the first request for it."""
 
     delay_ns: Ints
     left: Ints

@@ -116,7 +116,7 @@ def reference(tables: Tables) -> Events:
 
 
 class Engine:
-    """One run. `foresee` puts an event into the future, `run` lets time pass."""
+    """One run. `foresee` schedules an event, `run` processes all events in the order of time."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables

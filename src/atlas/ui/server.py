@@ -1,9 +1,10 @@
 """The page's HTTP server: the page, its state as JSON, server-sent events, what-if. The standard library's server, a
 thread for each client: a page has a few, and 256 at most.
 
-Loopback needs no token, but the name that the browser asked for must be loopback's too: a foreign page cannot read this
-one by a DNS name of its own. Any other address needs the token: in the address once, then in a cookie. A client that
-does not read is disconnected; it holds one thread and no memory, since all clients share one version of the state.
+Loopback needs no token, but the host name in the request must be loopback's too, so that a foreign page cannot read
+this one through a DNS name of its own. Any other address needs the token: in the address once, then in a cookie. A
+client that does not read is disconnected; it holds one thread and no memory, since all clients share one version of the
+state.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class PageServer(ThreadingHTTPServer):
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
+        """A client that disconnected is not an error."""
 
     def close(self) -> None:
         self.closing.set()

@@ -1,4 +1,4 @@
-"""What if, by hand: a job with other bandwidth, latency, GPUs, cells, microbatches or schedule.
+"""Interactive what-if: a job with other bandwidth, latency, GPUs, cells, microbatches or schedule.
 
     quick     at once: the order that is known for this shape, re-priced; or an order without a search
     search    the figures of `atlas simulate`, with the command that prints them

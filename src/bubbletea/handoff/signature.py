@@ -26,7 +26,7 @@ FIRST = (
     "remote_num_tokens",
     "remote_prompt_digest",
 )
-"""What connectors of release 1 check. They get as far as the service, which tells them to be updated."""
+"""What connectors of release 1 check. They connect to the service, which returns an error that says to update them."""
 SEALED = (*FIRST, "remote_parts", "remote_service")
 
 

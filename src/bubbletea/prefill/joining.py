@@ -1,5 +1,5 @@
-"""How a worker gets a connection to the service of its datacenter: dial, prove the token, say who it is, and learn what
-the service wants of it. One attempt; `plugin` repeats it.
+"""How a worker gets a connection to the service of its datacenter: dial, prove the token, send its identity, and
+receive its order. One attempt; `plugin` repeats it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SERVICE = "bubbletea"
 
 
 class JoinRefused(WorkerError):  # noqa: N818
-    """The service does not want this worker, and says why."""
+    """The service has refused this worker; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """What a worker says of itself."""
+    """The facts that a worker sends when it joins."""
 
     name: str
     """`p0.s1`"""

@@ -1,7 +1,7 @@
 """BubbleTea inside a training worker: the entry point "bubbletea" of `atlas.fillers`. Holds a part of the served model,
 receives tasks from the service of its datacenter, and runs them in the worker's waits (`filling`).
 
-The service may come before, during or after the start of training, leave, and return with another model. A thread looks
+The service may start before or after training, stop, and return with another model. A thread looks
 for it; while there is none, waits are not used. Settings: {"folder": where the service announces itself (`meeting`),
 "memory_mib": reserved at once, before training starts}; or {"address", "token_file"} of a service that is there.
 """

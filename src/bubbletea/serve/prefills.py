@@ -1,4 +1,4 @@
-"""A prompt for the dispatcher, and what comes of it: prefilled, refused, or handed back."""
+"""A prompt for the dispatcher, and its result: prefilled, refused, or handed back."""
 
 from __future__ import annotations
 

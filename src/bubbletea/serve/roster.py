@@ -1,5 +1,6 @@
-"""Which workers a service takes, and what each of them gets: workers of the same plan, on the device that the service
-prices, with enough memory. A worker that does not fit is refused with one sentence, which its training shows once.
+"""Which workers a service accepts, and the order that each of them gets: workers of the same plan, on the device that
+the service prices, with enough memory. A worker that does not fit is refused with one sentence, which its training
+shows once.
 """
 
 from __future__ import annotations

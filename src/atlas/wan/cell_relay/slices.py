@@ -1,4 +1,4 @@
-"""Slices of a transfer that are sent through a cell, and the notes about them, as bytes.
+"""Slices of a transfer that are sent through a cell, and notes (control messages about slices), as bytes.
 
 A slice goes from the source to a node of its cell, over the WAN to that node's counterpart, and on to the destination.
 Notes about slices return over the hops of one of them, so a path that delivers also acknowledges. Knows no sockets.

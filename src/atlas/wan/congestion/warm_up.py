@@ -3,9 +3,9 @@ TCP keeps its window afterwards (bbr does), and the rate of the path is known.
 
 It works like bbr's start: bytes in flight are a multiple of what the last round delivered, so a slow path is not
 flooded and a fast one is full after a dozen rounds. It begins with few streams, because many that share little all stay
-slow. It judges by rate, not by delay, because a TCP that starts is late by itself. If no queue was ever seen, it was
-TCP that stopped growing, by losses or by its window, and more streams may find more. Knows numbers only; streams
-`await_turn`.
+slow. It judges by rate, not by delay, because the answers of a starting TCP connection are late in any case. If no
+queue was ever seen, it was TCP that stopped growing, by losses or by its window, and more streams may find more. Knows
+numbers only; streams `await_turn`.
 """
 
 from __future__ import annotations

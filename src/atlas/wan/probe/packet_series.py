@@ -1,7 +1,7 @@
 """Blocks of bytes on one TCP connection, and when each was sent and answered: what `atlas wan learn` reads.
 
 The sender keeps less than two blocks unsent in its kernel, so a block is timed from when it leaves the host. TCP hides
-losses: blocks that were under way when the kernel sent something again count as lost.
+losses: blocks in flight when the kernel retransmits count as lost.
 """
 
 from __future__ import annotations
