@@ -58,9 +58,9 @@ class Rollout:
             return self._cached(ask, tool, lambda environment: environment.execute(name, arguments))
 
     def reward(self, name: str, function: Callable[[Environment], Any], arguments: Any = None) -> Any:
-        """What `function(environment)` gives for the state that all mutating calls so far have made. It may do what it
-        likes there: it gets a copy, where there are copies. Whatever else it depends on, an answer for instance,
-        belongs into `arguments`."""
+        """What `function(environment)` gives for the state that all mutating calls so far have made. The function may
+        change the environment, since it gets a copy if the environment can be copied. Put everything else that the
+        reward depends on, such as an answer, into `arguments`."""
         tool = Tool(name, "reads")
         with self._lock:
             ask = None if self.private else self._ask(tool, arguments, "reward")

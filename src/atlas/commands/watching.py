@@ -224,7 +224,7 @@ def recorded(report: RunReport, evidence: EvidenceRecorder | None) -> OnStep:
 
 
 def noted(report: RunReport, say_line: Callable[[str], None]) -> Callable[[str], None]:
-    """Says a line to the user, and keeps it as an event of the run."""
+    """Prints a line, and keeps it as an event of the run."""
 
     def both(line: str) -> None:
         say_line(line)
@@ -234,7 +234,7 @@ def noted(report: RunReport, say_line: Callable[[str], None]) -> Callable[[str],
 
 
 def write_evidence(evidence: EvidenceRecorder | None) -> None:
-    """At the end of a run. What cannot be written is said; the run itself was fine."""
+    """At the end of a run. A failure to write is reported and does not fail the run."""
     if evidence is None:
         return
     try:

@@ -120,7 +120,7 @@ def check(program: Program) -> None:
     """Raises ProgramError at the first fault."""
     _require_complete(program)
     _require_local_order(program)
-    _require_no_circle(program)
+    _require_no_cycle(program)
     _require_memory(program)
 
 
@@ -204,8 +204,8 @@ def _require_local_order(program: Program) -> None:
         )
 
 
-# ---- no worker waits in a circle ----------------------------------------------------------------------------
-def _require_no_circle(program: Program) -> None:
+# ---- no worker waits in a cycle ----------------------------------------------------------------------------
+def _require_no_cycle(program: Program) -> None:
     done = _done(program)
     if all(done):
         return
@@ -216,8 +216,8 @@ def _require_no_circle(program: Program) -> None:
         if done[i]:
             for source in needs[i]:
                 done[source] = True
-    circle = _circle(needs, done)
-    chain = " waits for ".join(program.describe(i) for i in [*circle, circle[0]] if i < program.num_ops)
+    cycle = _cycle(needs, done)
+    chain = " waits for ".join(program.describe(i) for i in [*cycle, cycle[0]] if i < program.num_ops)
     raise _fault(program, f"deadlock: {chain}. Change the order of one of these workers")
 
 
@@ -283,7 +283,7 @@ def _needs(program: Program) -> list[list[int]]:
     return needs
 
 
-def _circle(needs: Sequence[Sequence[int]], done: Sequence[bool]) -> list[int]:
+def _cycle(needs: Sequence[Sequence[int]], done: Sequence[bool]) -> list[int]:
     """Follows ops that are not done from one to the next until one repeats."""
     at = done.index(False)
     path: list[int] = []

@@ -246,7 +246,7 @@ class Agent:
             attempt.ledger.done(int(message["done"]))
 
     def _rejoin(self) -> None:
-        """Say to a coordinator that was started again where this launcher is, and what it may not have received."""
+        """Report to a restarted coordinator the step of this launcher, and send what it may not have received."""
         with self._sending:
             attempt, messages = self._attempt, list[Message]()
             if attempt is not None:

@@ -30,7 +30,7 @@ class LocalSums(NamedTuple):
 def sums_by_datacenter(
     prepared: PreparedJob, hosts: Mapping[str, Any], say: Callable[[str], None]
 ) -> dict[str, LocalSums]:
-    """By datacenter. Tells the user where it differs from what the recipe says.
+    """By datacenter. Reports where it differs from what the recipe says.
 
     `hosts`: by agent (`west/site0`), what it said of itself: {"private": whether its network is}.
     """

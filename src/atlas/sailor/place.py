@@ -68,7 +68,7 @@ def _fillings(inputs: Inputs, cluster: ZoneCluster, cells: list[Cell]) -> Iterat
 def _zones(
     order: Sequence[Pool], node: int, sequence: list[Cell], whole: int | None
 ) -> dict[tuple[int, int], str] | None:
-    """Fill zone after zone. With `whole` (0 stage, 1 column) what belongs together is not torn apart."""
+    """Fill zone after zone. With `whole`, the cells of a stage (0) or of a column (1) stay in one zone."""
     groups: list[list[Cell]] = []
     for cell in sequence:
         if whole is None or not groups or groups[-1][-1][whole] != cell[whole]:

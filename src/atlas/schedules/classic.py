@@ -53,7 +53,7 @@ def alternating(num_microbatches: int, aheads: Sequence[int], recompute: bool) -
 
 
 def interleaved(layout: Layout, *, recompute: bool = False) -> Program:
-    """Megatron's interleaved 1F1B: each worker holds several stages, dealt round robin, and visits them in turn."""
+    """Megatron's interleaved 1F1B: each worker holds several stages, assigned round robin, and runs them in turn."""
     ranks, num_mb = layout.num_ranks, layout.num_microbatches
     chunks = layout.num_stages // ranks
     if chunks < 2:

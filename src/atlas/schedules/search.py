@@ -187,7 +187,8 @@ class _Tries:
 
     @property
     def phase(self) -> int:
-        """Of what the fixed rules left: a third for slanted rules, one for shaking the best, one for moving ops."""
+        """Of what the fixed rules left: a third for slanted rules, one for random changes to the best, one for moving
+        ops."""
         if self.after_rules is None:
             self.after_rules = self.left
         return min(2, 3 - -(-3 * self.left // self.after_rules))
@@ -212,7 +213,7 @@ class _Tries:
             self.turned(tried)
 
     def shaken(self, rng: np.random.Generator) -> None:
-        """The best order so far with its start times shaken: by a lot or a little, all workers or a few."""
+        """The best order so far with random changes to its start times: large or small, on all workers or a few."""
         best = self.best
         start, num_workers = best.played.start_ns, len(best.played.start_ns)
         typical_ns = float(self.setting.apart.compute_ns[:, :, Kind.F].mean())
@@ -250,7 +251,7 @@ class _Tries:
     def moved(self, rng: np.random.Generator) -> None:
         """An op on the critical path goes elsewhere in its stretch of work, and workers then keep to their lists.
 
-        The way out of what shaking cannot reach: orders in which a worker does better to wait.
+        This finds orders in which a worker should wait, which random start times do not find.
         """
         if self.current is None or rng.random() < RESTART:
             self.current = self.elite[int(rng.integers(len(self.elite)))] if rng.random() < 0.5 else self.best

@@ -63,7 +63,7 @@ SEQUENCE, SIZE, DELIVERED = range(3)
 
 @njit
 def push(time: Ints, events: Ints, counters: Ints, when: int, what: np.int64, which: int) -> int:
-    """Foresee an event; returns its sequence number."""
+    """Schedule an event; returns its sequence number."""
     counters[SEQUENCE] += 1
     sequence: int = counters[SEQUENCE]
     event = (what << WHAT_SHIFT) | (sequence << SEQUENCE_SHIFT) | which

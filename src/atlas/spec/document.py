@@ -269,7 +269,7 @@ def _index(items: list[Any], step: str, key: str, where: str) -> int:
 
 
 def _names(item: Any) -> list[str]:
-    """What an item of a list answers to."""
+    """The names by which an item of a list can be addressed."""
     if not isinstance(item, dict):
         return []
     between = item.get("between")

@@ -27,7 +27,7 @@ from atlas.spec.weather_rules import weather_rules
 
 MAX_BASES = 8
 
-ROOMS: dict[tuple[str, ...], type[Frozen]] = {
+SECTIONS: dict[tuple[str, ...], type[Frozen]] = {
     (): Job,
     ("model",): Model,
     ("cluster",): Cluster,
@@ -42,11 +42,11 @@ ROOMS: dict[tuple[str, ...], type[Frozen]] = {
     ("placement", "*"): Place,
     ("jitter",): Jitter,
 }
-"""Which model holds at which place of a job file: the keys to choose from when one is misspelt."""
+"""The model of each section of a job file: it has the valid keys to suggest when one is misspelt."""
 
 M = TypeVar("M", bound=Frozen)
 OPEN: dict[str, int] = {"pp": 1, "num_microbatches": 1}
-"""What `atlas plan` chooses where a job does not state it, and the value that stands for it until then."""
+"""Keys that `atlas plan` chooses if the job does not state them, and the values that they have until then."""
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = (), *, to_plan: bool = False) -> Job:
@@ -197,7 +197,7 @@ def _with_cluster(document: Document) -> Document:
 
 
 def _with_dimensions(document: Document) -> Document:
-    """`model.config` read; keys written beside it win."""
+    """The job with the dimensions of `model.config`; keys of the job take precedence."""
     model = document.data.get("model") if isinstance(document.data, dict) else None
     if not isinstance(model, dict) or not isinstance(model.get("config"), str):
         return document
@@ -263,18 +263,18 @@ def _powered(cluster: Cluster, powered: tuple[str, ...]) -> Cluster:
 
 
 # ---- validation --------------------------------------------------------------------------------------------
-def _validated(kind: type[M], data: Any, where: Where, room: tuple[str, ...] = ()) -> M:
+def _validated(kind: type[M], data: Any, where: Where, section: tuple[str, ...] = ()) -> M:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         remedy = "Change it; docs/jobs.md explains the key"
-        found = refusals(error, where, lambda keys: list(_room((*room, *keys)).model_fields), remedy)
-        raise together([*found, *_unknown_gpus(data, where, room)]) from None
+        found = refusals(error, where, lambda keys: list(_section((*section, *keys)).model_fields), remedy)
+        raise together([*found, *_unknown_gpus(data, where, section)]) from None
 
 
-def _unknown_gpus(data: Any, where: Where, room: tuple[str, ...]) -> list[SpecError]:
+def _unknown_gpus(data: Any, where: Where, section: tuple[str, ...]) -> list[SpecError]:
     """In a file that cannot be validated: unknown GPU types."""
-    cluster = data if room else data.get("cluster") if isinstance(data, dict) else None
+    cluster = data if section else data.get("cluster") if isinstance(data, dict) else None
     dcs = cluster.get("datacenters") if isinstance(cluster, dict) else None
     own = cluster.get("gpus") if isinstance(cluster, dict) else None
     found = []
@@ -282,16 +282,16 @@ def _unknown_gpus(data: Any, where: Where, room: tuple[str, ...]) -> list[SpecEr
         gpu = dc.get("gpu") if isinstance(dc, dict) else None
         if isinstance(gpu, str) and gpu not in GPUS and gpu not in (own if isinstance(own, dict) else {}):
             keys: Keys = ("cluster", "datacenters", i, "gpu")
-            found.append(unknown_gpu(gpu, own or {}, where(keys[len(room) :]), dotted(keys)))
+            found.append(unknown_gpu(gpu, own or {}, where(keys[len(section) :]), dotted(keys)))
     return found
 
 
-def _room(keys: Keys) -> type[Frozen]:
-    """What holds at a place of a job file."""
-    for room, kind in ROOMS.items():
-        if len(room) == len(keys) and all(r in ("*", k) for r, k in zip(room, keys, strict=True)):
+def _section(keys: Keys) -> type[Frozen]:
+    """The model of a section of a job file."""
+    for section, kind in SECTIONS.items():
+        if len(section) == len(keys) and all(r in ("*", k) for r, k in zip(section, keys, strict=True)):
             return kind
-    raise AssertionError(f"no room for {keys}")
+    raise AssertionError(f"no section for {keys}")
 
 
 # ---- rules over several keys ---------------------------------------------------------------------------------------

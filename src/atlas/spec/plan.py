@@ -110,7 +110,7 @@ class Plan(Frozen):
     """Whether the runtime can execute it: `yes`, or `no, because ...`."""
 
 
-ROOMS: dict[str, type[Frozen]] = {
+SECTIONS: dict[str, type[Frozen]] = {
     "groups": PlanGroup,
     "placement": Place,
     "schedule": PlanSchedule,
@@ -123,7 +123,7 @@ ROOMS: dict[str, type[Frozen]] = {
 def load_job_or_plan(
     path: str | Path, overrides: Sequence[str] = (), *, to_plan: bool = False
 ) -> tuple[Job, Plan | None]:
-    """A job file, or the job of a Plan file and the Plan. `--set` changes the job, and so unmakes the predictions.
+    """A job file, or the job of a Plan file and the Plan. `--set` changes the job and so invalidates the predictions.
     A job `to_plan` may leave out what the planner chooses."""
     path = Path(path)
     document = read_yaml(path, key="job file")
@@ -197,7 +197,7 @@ def _require_one_of(plan: Plan, document: Document, path: Path) -> None:
 
 def _known(keys: Keys) -> list[str]:
     names = [key for key in keys if isinstance(key, str)]
-    return list((ROOMS[names[-1]] if names else Plan).model_fields)
+    return list((SECTIONS[names[-1]] if names else Plan).model_fields)
 
 
 def _check_groups(plan: Plan, document: Document, path: Path) -> None:

@@ -198,7 +198,7 @@ class Recipe(Frozen):
         return [f"{key}={str(value).lower()}" for key, value in found.items() if value is not None]
 
 
-ROOMS: dict[Keys, type[Frozen]] = {
+SECTIONS: dict[Keys, type[Frozen]] = {
     (): Recipe,
     ("data",): DataRecipe,
     ("optimizer",): OptimizerRecipe,
@@ -225,7 +225,7 @@ def load_recipe(path: Path | None, flags: Mapping[str, Any] | None = None) -> Re
 
         def known(keys: Keys) -> list[str]:
             is_site = keys[:2] == ("network", "sites")
-            return list((SiteRecipe if is_site else ROOMS[keys]).model_fields)
+            return list((SiteRecipe if is_site else SECTIONS[keys]).model_fields)
 
         remedy = "Change it; docs/recipes.md explains the key"
         raise refusal(error, lambda keys: document.origin(keys, where), known, remedy) from None

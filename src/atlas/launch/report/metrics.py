@@ -164,7 +164,7 @@ def _by_worker(timeline: Timeline) -> Series:
 
 
 def _pair(peaks: object, worker: str) -> list[int]:
-    """Of device and host; empty where a worker does not tell."""
+    """Of device and host; empty if a worker does not report them."""
     found = peaks.get(worker) if isinstance(peaks, dict) else None
     return [int(value) for value in found] if isinstance(found, list | tuple) else []
 
