@@ -10,10 +10,10 @@ import pytest
 
 from atlas.cost.profile import Entry, Piece, Profile
 from atlas.spec import GPUS
-from atlas.spec.load import ROOMS
+from atlas.spec.load import SECTIONS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
-KINDS = sorted({*ROOMS.values(), Entry, Piece, Profile}, key=lambda kind: kind.__name__)
+KINDS = sorted({*SECTIONS.values(), Entry, Piece, Profile}, key=lambda kind: kind.__name__)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
