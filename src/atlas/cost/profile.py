@@ -97,7 +97,13 @@ class Profile(Frozen):
     """One for each GPU type, microbatch size and tp."""
 
 
-ROOMS: dict[str, type[Frozen]] = {"entries": Entry, "embedding": Piece, "layer": Piece, "layers": Piece, "head": Piece}
+SECTIONS: dict[str, type[Frozen]] = {
+    "entries": Entry,
+    "embedding": Piece,
+    "layer": Piece,
+    "layers": Piece,
+    "head": Piece,
+}
 
 
 def load_profile(path: str | Path) -> Profile:
@@ -131,7 +137,7 @@ def load_profile(path: str | Path) -> Profile:
 
 def _known(keys: Keys) -> list[str]:
     names = [key for key in keys if isinstance(key, str)]
-    return list((ROOMS[names[-1]] if names else Profile).model_fields)
+    return list((SECTIONS[names[-1]] if names else Profile).model_fields)
 
 
 def shape_of(job: Job) -> dict[str, int | str]:
