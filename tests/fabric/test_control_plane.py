@@ -61,7 +61,7 @@ def test_a_rehearsal_takes_as_long_as_predicted(provision: bool) -> None:
     [
         ("late", "the switch was late: nothing settled within 0.2 s"),
         ("refuses", "refused: the switch is in maintenance"),
-        ("lies", "acknowledged [12] circuits that it does not have"),
+        ("no-change", "acknowledged [12] circuits that it does not have"),
     ],
 )
 def test_a_switch_that_fails_ends_the_run_with_a_named_error(fault: Any, said: str) -> None:
@@ -109,7 +109,7 @@ def test_the_command_lists_changes_and_rehearses_them(tmp_path: Path, capsys: py
                 "--rehearse",
                 "2",
                 "--fault",
-                "lies",
+                "no-change",
                 "--set",
                 "cluster.datacenters.east.fabric.fallback=none",
             ]
@@ -128,7 +128,7 @@ def test_a_port_has_one_circuit() -> None:
 
 # ---- RESTCONF --------------------------------------------------------------------------------------------------------
 class Device(BaseHTTPRequestHandler):
-    """A small RESTCONF server. `mode`: ok, refuses, lies or garbage."""
+    """A small RESTCONF server. `mode`: ok, refuses, no-change or garbage."""
 
     mode = "ok"
     rows: ClassVar[list[dict[str, Any]]] = []
@@ -140,7 +140,7 @@ class Device(BaseHTTPRequestHandler):
         if self.mode == "refuses":
             error = {"error-type": "application", "error-tag": "in-use", "error-message": "another user holds the lock"}
             return self.answer(409, {"ietf-restconf:errors": {"error": [error]}})
-        if self.mode != "lies":
+        if self.mode != "no-change":
             type(self).rows = body[RESOURCE]["cross-connect"]
         return self.answer(204, None)
 
@@ -189,7 +189,7 @@ def test_restconf_replaces_the_circuits_of_the_ports(device: tuple[str, type[Dev
     ("mode", "said"),
     [
         ("refuses", "refused: another user holds the lock"),
-        ("lies", "the switch was late"),
+        ("no-change", "the switch was late"),
         ("garbage", "the answer is not a list of cross-connects"),
     ],
 )

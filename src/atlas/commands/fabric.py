@@ -40,7 +40,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SLOWER",
         help="carry them out against emulated switches, all times multiplied by SLOWER",
     )
-    add("--fault", choices=("late", "refuses", "lies"), help="let the emulated switches fail after their first change")
+    add(
+        "--fault",
+        choices=("late", "refuses", "no-change"),
+        help="how the emulated switches fail after their first change; no-change: acknowledge it without making it",
+    )
     add("--schedule", default="1f1b", metavar="NAME", help="the schedule of --circuits and --rehearse (default 1f1b)")
 
 

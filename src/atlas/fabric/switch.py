@@ -46,7 +46,7 @@ class EmulatedSwitch:
     """Switches after `delay_s`; from the `fails_at`-th change on it fails in the way of `fault`."""
 
     def __init__(
-        self, delay_s: float, *, fault: Literal["none", "late", "refuses", "lies"] = "none", fails_at: int = 0
+        self, delay_s: float, *, fault: Literal["none", "late", "refuses", "no-change"] = "none", fails_at: int = 0
     ) -> None:
         self.delay_s, self.fault, self.fails_at = delay_s, fault, fails_at
         self.num_changes = 0
@@ -61,7 +61,7 @@ class EmulatedSwitch:
         if fault == "late":
             await asyncio.Event().wait()
         await asyncio.sleep(self.delay_s)
-        if fault != "lies":
+        if fault != "no-change":
             self._circuits = merged(self._circuits, circuits)
 
     async def circuits(self) -> set[Circuit]:
