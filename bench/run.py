@@ -103,6 +103,7 @@ BENCHES: dict[str, Bench] = {
     "vllm_handoff": Bench(15, 0, None),
     "weather": Bench(40, 150),
     "weather_plans": Bench(20, 90),
+    "weather_runs": Bench(8, 90),
     "wan": Bench(30, 110),
     "wan_emulator": Bench(10, 110),
     "wan_faults": Bench(15, 100),

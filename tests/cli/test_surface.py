@@ -52,6 +52,7 @@ SURFACE = {
         "plan",
         "--emulate",
         "--slower",
+        "--weather-seed",
         "--page",
         "--device",
         "--checkpoints",

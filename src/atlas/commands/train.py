@@ -58,6 +58,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="write the predicted and the measured timeline as a page"
     )
+    parser.add_argument(
+        "--weather-seed",
+        type=whole(0, 2**32 - 1),
+        metavar="N",
+        help="with --emulate: seed of the cross traffic of links that have a `model` (default 0)",
+    )
     filler_flags(parser)
     watch_flags(parser)
     trace_flags(parser)
@@ -161,6 +167,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.dc is not None and args.page is not None:
         raise AtlasError("--page is for --emulate: with --dc give --timeline FILE, and draw it with `atlas view`")
+    if args.dc is not None and args.weather_seed is not None:
+        raise AtlasError("--weather-seed is for --emulate: with --dc the links are real. Leave it out")
     recipe = recipe_of(args)
     job, plan = load_job_or_plan(args.plan, [*recipe.job_overrides, *args.set])
     _require_files(args, recipe, job.files)
@@ -170,6 +178,7 @@ def run(args: argparse.Namespace) -> int:
         args.schedule,
         args.tcp,
         slower=args.slower,
+        weather_seed=args.weather_seed or 0,
         device=device,
         restarts=RestartPolicy(args.max_restarts),
         **recipe_options(recipe, model="" if args.emulate else OWN),

@@ -22,6 +22,7 @@ from itertools import combinations
 from pathlib import Path
 
 from atlas.console import number, require_folder, whole
+from atlas.cost.weather import emulated_cross, link_weather
 from atlas.errors import AtlasError
 from atlas.spec.job import Cluster, Route
 from atlas.spec.load import load_cluster, load_job
@@ -29,15 +30,13 @@ from atlas.wan.emulator.lateness import EmulatorLateError
 from atlas.wan.emulator.namespace_net import NamespaceNet
 from atlas.wan.emulator.paths import MAX_NODES, PathSpec, Trunk, scaled
 from atlas.wan.emulator.proxy_net import ProxyNet
-from atlas.weather.draw import drawn_cross
 from atlas.weather.packets import PacketLog
-from atlas.weather.path_model import load_model
 
 LATE = 4
 """Exit status if the emulator was late."""
 FOREVER_S = 1e9
-HOUR_WINDOWS, MAX_PACKETS = 36_000, 4_000_000
-"""Windows of drawn cross traffic, which then starts again; packets that --record keeps."""
+MAX_PACKETS = 4_000_000
+"""Packets that --record keeps."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -175,11 +174,8 @@ def cluster_paths(
 
 def _cross(route: Route, src: str, dst: str, seed: int) -> tuple[float, ...]:
     """An hour of drawn cross traffic in one direction, as shares of the capacity; nothing without a model."""
-    if route.model is None:
-        return ()
-    model = load_model(Path(route.model))
-    drawn = drawn_cross(model, seed, (0, f"{src}>{dst}"), HOUR_WINDOWS)
-    return tuple((drawn * (route.cross_traffic / model.capacity_bps)).tolist())
+    weather = link_weather(route, src, dst)
+    return () if weather is None else emulated_cross(weather, seed)
 
 
 def _write_packets(folder: Path, net: NamespaceNet) -> None:

@@ -5,18 +5,23 @@ Both engines read traces, so a draw is the same for both. Knows models of paths 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
+
 from atlas.cost.table import Costs, LinkWeather, Trace
 from atlas.spec.job import Route
-from atlas.weather.draw import drawn_rows, mean_rows
+from atlas.weather.draw import LEAST_SHARE, drawn_cross, drawn_rows, mean_rows
 from atlas.weather.path_model import WINDOW_NS, PathModel, load_model
 
 MAX_SPANS = 20_000
 """Windows of one draw. Beyond them a link has its mean."""
+HOUR_S = 3600.0
+"""An emulator gets at most this much cross traffic. Then it starts again."""
 
 
 def link_weather(route: Route, src: str, dst: str) -> LinkWeather | None:
@@ -46,6 +51,25 @@ def drawn_trace(weather: LinkWeather, seed: int, run: int, horizon_ns: int) -> T
             rate.append(one)
             late.append(extra_ns)
     return Trace((*at, num * window_ns), (*rate, *mean.rate), (*late, *mean.extra_latency_ns))
+
+
+def emulated_cross(weather: LinkWeather, seed: int, run: int = 0, seconds: float = HOUR_S) -> tuple[float, ...]:
+    """A draw for an emulator: the share of the capacity that cross traffic takes, by tenths of a second."""
+    model, num = _model(weather), math.ceil(min(seconds, HOUR_S) * 1e9 / WINDOW_NS)
+    cross = drawn_cross(model, seed, (run, weather.path), -(-num // weather.slower))
+    shares = cross * (weather.cross_traffic / model.capacity_bps)
+    return tuple(np.repeat(shares, weather.slower)[:num].tolist())
+
+
+def cross_queue_s(weather: LinkWeather) -> float:
+    """The longest delay of cross traffic's own queue: a full buffer."""
+    model = _model(weather)
+    return weather.slower * model.buffer_bytes * 8 / model.capacity_bps
+
+
+def least_share(costs: Costs) -> float:
+    """Of the rate: what a transfer gets in the worst weather."""
+    return LEAST_SHARE if paths_with_weather(costs) else 1.0
 
 
 def paths_with_weather(costs: Costs) -> list[str]:

@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.cost.table import Costs
+from atlas.cost.weather import least_share
 from atlas.ir.program import Kind, Program
 from atlas.ir.text import to_text
 from atlas.ir.timeline import Timeline
-from atlas.launch.paths import NodePaths, meeting_paths, paths_of
+from atlas.launch.paths import NodePaths, WeatherDraw, meeting_paths, paths_of
 from atlas.launch.prepared_job import PreparedGroup, divided, shapes_of
 from atlas.launch.report.events import OnStep
 from atlas.launch.run_monitor import RunMonitor, connect_workers
@@ -64,6 +65,8 @@ class EmulationSettings:
     patience_s: float = 20.0
     paths: NodePaths | None = None
     """By node pair. None: derived from the Costs, and between groups of pipelines from their jobs."""
+    weather: WeatherDraw = field(default_factory=WeatherDraw)
+    """The cross traffic of paths that are derived."""
     save: Mapping[str, SaveChoice] = field(default_factory=dict)
     """By datacenter."""
     fillers: Mapping[str, FillerChoice] = field(default_factory=dict)
@@ -147,6 +150,7 @@ def emulate(
             predicted_s=settings.predicted_s,
             sent_bytes=None if net is None else lambda: net.stats.sent_bytes,
             headstart_ns=HEADSTART_NS,
+            on_start=None if net is None else net.restart_weather,
             source="emulated",
             keep_all=settings.keep_timeline,
         )
@@ -182,10 +186,11 @@ def _paths(
 ) -> NodePaths:
     num_bytes = training.activation_bytes
     if not settings.groups:
-        return paths_of(program, costs, num_bytes, settings.num_cells)
+        return paths_of(program, costs, num_bytes, settings.num_cells, draw=settings.weather)
     paths: NodePaths = {}
     for number, group in enumerate(settings.groups):
-        paths |= paths_of(group.program, group.costs, num_bytes, group.job.cells, roles[0].groups, number)
+        where = (group.job.cells, roles[0].groups, number, settings.weather)
+        paths |= paths_of(group.program, group.costs, num_bytes, *where)
     lanes = group_lanes([group.job for group in settings.groups], settings.tcp, settings.slower)
     return paths | meeting_paths(roles, training.model.config, settings.tp, lanes.transmit_s, lanes.latency_s)
 
@@ -272,8 +277,8 @@ def _weights(workers: WorkerProcesses, program: Program) -> Weights:
 
 
 def _longest_pass_s(program: Program, costs: Costs) -> float:
-    """An upper bound on the time of one pass: all ops and transfers one after the other."""
+    """An upper bound on the time of one pass: all ops and transfers one after the other, in the worst weather."""
     pipeline = program.op_worker // program.num_ranks
     ops_ns = int(costs.compute_ns[pipeline, program.stage, program.kind].sum())
     transfers_ns = int((costs.work_ns + costs.before_ns + costs.latency_ns).sum()) * program.num_slots
-    return (ops_ns + transfers_ns) / 1e9
+    return (ops_ns + transfers_ns / least_share(costs)) / 1e9

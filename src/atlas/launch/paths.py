@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from atlas.cost.table import FAIR, TURNS, Costs
+from atlas.cost.weather import HOUR_S, cross_queue_s, emulated_cross
 from atlas.errors import ProgramError
-from atlas.ir.program import FORWARD, Program
+from atlas.ir.program import BACKWARD, FORWARD, Program
 from atlas.runtime.links import sliced_bytes
 from atlas.runtime.meeting_plan import norm_receivers, rounds, stage_meeting
 from atlas.runtime.models.config import DecoderConfig
@@ -24,6 +26,15 @@ from atlas.wan.transport.wire import HEADER_BYTES
 NodePaths = dict[tuple[str, str], PathSpec]
 
 
+@dataclass(frozen=True)
+class WeatherDraw:
+    """Which draw of cross traffic the paths have whose links have a model."""
+
+    seed: int = 0
+    seconds: float = HOUR_S
+    """Then it starts again."""
+
+
 def paths_of(
     program: Program,
     costs: Costs,
@@ -31,18 +42,32 @@ def paths_of(
     num_cells: int = 1,
     groups: tuple[GroupShape, ...] = (),
     group: int = 0,
+    draw: WeatherDraw | None = None,
 ) -> NodePaths:
     """By node pair: for every channel with a cost, of one group of pipelines."""
     require_emulable(program, costs)
     paths: NodePaths = {}
+    draw = draw or WeatherDraw()
     for cell in range(num_cells):
         for pipeline, boundary in np.ndindex(program.num_pipelines, program.num_stages - 1):
             left, right = program.worker(pipeline, boundary), program.worker(pipeline, boundary + 1)
             path = _path(program, costs, transfer_bytes, pipeline, boundary, cell)
             if left != right and path is not None:
                 ends = [WorkerRole(program, w, cell, num_cells, groups, group).node for w in (left, right)]
-                paths.setdefault((ends[0], ends[1]), path)
+                crossed = _crossed(path, costs, pipeline, boundary, draw)
+                paths.setdefault((ends[0], ends[1]), crossed)
     return paths
+
+
+def _crossed(path: PathSpec, costs: Costs, pipeline: int, boundary: int, draw: WeatherDraw) -> PathSpec:
+    """The path with the drawn cross traffic of both directions, where its link has a model."""
+    links = [costs.links[costs.channel_link[way, pipeline, boundary]] for way in (FORWARD, BACKWARD)]
+    there, back = (link.weather for link in links)
+    if path.pair_bps is None or there is None or back is None:
+        return path
+    queue_bytes = max(1, round(path.pair_bps / 8 * cross_queue_s(there)))
+    cross, cross_back = (emulated_cross(weather, draw.seed, seconds=draw.seconds) for weather in (there, back))
+    return replace(path, queue_bytes=queue_bytes, cross=cross, cross_back=cross_back)
 
 
 def meeting_paths(
@@ -118,7 +143,7 @@ def _relayed(program: Program, pipeline: int, boundary: int) -> tuple[str, ...]:
 def require_emulable(program: Program, costs: Costs) -> None:
     """Raise if the emulator cannot reproduce the Costs."""
     for link in costs.links:
-        if link.trace is not None or link.servers != 1:
+        if (link.trace is not None and link.weather is None) or link.servers != 1:
             raise ProgramError(
                 f"program {program.name!r}: link {link.name!r} varies over time or serves several transfers at once at "
                 "full rate, which is simulated but not emulated: give it a steady rate"

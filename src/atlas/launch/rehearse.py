@@ -10,24 +10,28 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
+from atlas.cost.weather import drawn, paths_with_weather
 from atlas.errors import AtlasError
 from atlas.ir.assemble import repeated
 from atlas.ir.timeline import Timeline
 from atlas.launch.checkpoint_folders import RunCheckpoints, find_checkpoints
 from atlas.launch.emulate import MANY_STREAMS, Emulation, EmulationSettings, emulate
-from atlas.launch.paths import require_emulable
+from atlas.launch.paths import WeatherDraw, require_emulable
 from atlas.launch.preflight import require_executable, require_room
-from atlas.launch.prepared_job import PreparedJob, prepare_job
+from atlas.launch.prepared_job import PreparedGroup, PreparedJob, prepare_job
 from atlas.launch.report.events import OnStep, StepEvent
 from atlas.launch.supervisor import run_with_restarts
 from atlas.launch.train_options import TrainOptions
 from atlas.launch.worker_logs import new_attempt
 from atlas.sim import simulate
+from atlas.sim.weather import HORIZON
 from atlas.spec import Job
 
 log = logging.getLogger("atlas.launch")
 MAX_PREDICTED = 20
 """Iterations that are simulated. Later ones are like these."""
+MAX_PREDICTED_WEATHER = 500
+"""The same under weather: no iteration is like another."""
 MAX_WORKERS = 16
 """Processes with torch that start in reasonable time on a laptop."""
 
@@ -91,7 +95,7 @@ def _attempt(prepared: PreparedJob, options: TrainOptions, on_step: OnStep) -> R
             "for more steps, or choose another folder for a new run"
         )
     num_steps = options.steps - found.first_step
-    predicted = simulate(repeated(program, min(num_steps, MAX_PREDICTED)), prepared.parts[0].predicted)
+    predicted = _predicted(prepared.parts[0], num_steps, options.weather_seed)
     settings = EmulationSettings(
         num_steps,
         found.first_step,
@@ -108,9 +112,20 @@ def _attempt(prepared: PreparedJob, options: TrainOptions, on_step: OnStep) -> R
         fillers={} if options.filler is None else {role.name: options.filler for role in prepared.roles},
         keep_weights=False,
         predicted_s=predicted.iteration_ns / 1e9,
+        weather=WeatherDraw(options.weather_seed, 60 + 2 * num_steps * predicted.iteration_ns / 1e9),
     )
     run = emulate(program, costs, prepared.training, settings, on_step=on_step)
     return Rehearsal(predicted, run, found.first_step)
+
+
+def _predicted(group: PreparedGroup, num_steps: int, weather_seed: int) -> Timeline:
+    """The simulated run. Links with a model have the draw that the emulator has, from the first op on."""
+    costs = group.predicted
+    if not paths_with_weather(costs):
+        return simulate(repeated(group.program, min(num_steps, MAX_PREDICTED)), costs)
+    program = repeated(group.program, min(num_steps, MAX_PREDICTED_WEATHER))
+    horizon_ns = HORIZON * simulate(program, costs).makespan_ns
+    return simulate(program, drawn(costs, weather_seed, 0, horizon_ns))
 
 
 def _require_small(prepared: PreparedJob) -> None:

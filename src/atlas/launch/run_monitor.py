@@ -114,6 +114,8 @@ class RunMonitor:
     sent_bytes: Callable[[], int] | None = None
     """Bytes sent over the WAN so far, where the launcher can count them."""
     headstart_ns: int = HEADSTART_NS
+    on_start: Callable[[int], None] | None = None
+    """Called by `play` with the moment of the first op (`time.monotonic_ns`), before it."""
     source: Literal["emulated", "measured"] = "measured"
     keep_all: bool = False
     """Whether the records of all passes are kept, or of the last one only."""
@@ -138,6 +140,8 @@ class RunMonitor:
         offsets = offsets_ns(self.workers)
         zero_ns = time.monotonic_ns() + self.headstart_ns
         self._begin(zero_ns, offsets)
+        if self.on_start is not None:
+            self.on_start(zero_ns)
         for name in self.workers.names:
             self.workers.send(name, {"start_ns": zero_ns + offsets[name]})
         return self._follow()

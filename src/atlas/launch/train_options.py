@@ -45,6 +45,8 @@ class TrainOptions:
     steps: int = 3
     """Of the whole run: a resumed run does the rest."""
     slower: int = 1
+    weather_seed: int = 0
+    """Of the cross traffic of links that have a model, in an emulated run."""
     budget: int | None = None
     """Tries of a schedule that searches."""
     device: str = "paced"

@@ -130,9 +130,10 @@ class EmulatedNet:
         """Raises EmulatorLateError if the emulator was too late for the measurement to count."""
         self.lateness.certify(p99_s, worst_s)
 
-    def restart_weather(self) -> None:
-        """Cross traffic of all paths starts again with its first value."""
-        self._ask("weather")
+    def restart_weather(self, at_ns: int | None = None) -> None:
+        """Cross traffic of all paths starts again with its first value: now, or (proxy) at a moment of
+        `time.monotonic_ns`."""
+        self._ask("weather", **({} if at_ns is None else {"at_ns": at_ns}))
 
     def close(self) -> None:
         """Ends the emulator's process. May be called twice."""

@@ -61,6 +61,7 @@ class LinkDirection:
     def __init__(self, path: PathSpec, trunk: TrunkDirection, cross: tuple[float, ...] = ()) -> None:
         self.trunk = trunk
         self.cross, self.cross_since_ns = cross, time.monotonic_ns()
+        self.cross_late_ns = _cross_late_ns(cross, path)
         self.free_ns = 0.0
         self.ready: deque[Flow] = deque()
         """Flows with bytes to read, in turn."""
@@ -79,12 +80,25 @@ class LinkDirection:
         self.chunk_bytes = _within(rate / 8 * CHUNK_S, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)
         self.chunk_bytes = min(self.chunk_bytes, max(1, self.window_bytes // 4))
 
-    def byte_ns(self, at_ns: float) -> float:
-        """Time of one byte on the link beside cross traffic, which leaves a sender at least 2 % of the rate."""
+    def crossed(self, at_ns: float) -> tuple[float, float]:
+        """What cross traffic does to a sender at a moment: the factor by which bytes take longer, of which it leaves a
+        sender at least 2 % of the rate, and the delay of its own queue in ns."""
         if not self.cross:
-            return self.ns_per_byte
-        share = self.cross[int(max(0.0, at_ns - self.cross_since_ns) // CROSS_NS) % len(self.cross)]
-        return self.ns_per_byte / max(LEAST_SHARE, 1 - share)
+            return 1.0, 0.0
+        k = int(max(0.0, at_ns - self.cross_since_ns) // CROSS_NS) % len(self.cross)
+        return 1 / max(LEAST_SHARE, 1 - self.cross[k]), self.cross_late_ns[k]
+
+
+def _cross_late_ns(cross: tuple[float, ...], path: PathSpec) -> list[float]:
+    """By value of cross traffic: its queue, where it exceeds the rate; none on a path without `queue_bytes`. The rule
+    of `weather.draw.rows_of`."""
+    if path.queue_bytes is None or path.pair_bps is None or max(cross, default=0.0) <= 1:
+        return [0.0] * len(cross)
+    most_ns, queue_ns, found = path.queue_bytes * 8e9 / path.pair_bps, 0.0, []
+    for share in cross:
+        queue_ns = min(max(queue_ns + (share - 1) * CROSS_NS, 0.0), most_ns)
+        found.append(queue_ns)
+    return found
 
 
 def _within(value: float, least: int, most: int) -> int:
@@ -128,15 +142,16 @@ class Flow:
         earliest = max(self.since_ns, now_ns - CATCH_UP_NS)
         trunk = link.trunk
         begin_ns = max(link.free_ns, earliest)
-        byte_ns = link.byte_ns(begin_ns)
+        slowdown, late_ns = link.crossed(begin_ns)
+        byte_ns, trunk_byte_ns = link.ns_per_byte * slowdown, trunk.ns_per_byte * slowdown
         link.free_ns = begin_ns + num_bytes * byte_ns
-        trunk.free_ns = max(trunk.free_ns, earliest) + num_bytes * trunk.ns_per_byte
+        trunk.free_ns = max(trunk.free_ns, earliest) + num_bytes * trunk_byte_ns
         depart_ns = max(link.free_ns, trunk.free_ns)
         jitter_ns = random.random() * link.jitter_ns if link.jitter_ns else 0.0
-        due_ns = max(self.last_due_ns, int(depart_ns + link.latency_ns + jitter_ns))
+        due_ns = max(self.last_due_ns, int(depart_ns + link.latency_ns + late_ns + jitter_ns))
         self.last_due_ns = due_ns
         # A chunk stands for many packets: the first was acknowledged while the last was still on the link.
-        ack_ns = due_ns + link.latency_ns - int(num_bytes * max(byte_ns, trunk.ns_per_byte))
+        ack_ns = due_ns + link.latency_ns - int(num_bytes * max(byte_ns, trunk_byte_ns))
         self.in_flight_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.in_flight_bytes)
         link.num_bytes += num_bytes

@@ -48,10 +48,11 @@ class PathSpec:
     loss: float = 0.0
     """Share of packets that are lost. Namespace grade only: a proxy has no packets."""
     queue_bytes: int | None = None
-    """Drop-tail queue before the pair's link. Namespace grade only. None: one round trip at the rate, >= 1 MB."""
+    """Drop-tail queue before the pair's link. None: one round trip at the rate, >= 1 MB. A proxy has no queue: if this
+    is given, it bounds the delay where cross traffic exceeds the rate."""
     cross: tuple[float, ...] = ()
-    """Cross traffic from the first node to the second: the share of `pair_bps` it takes, by tenths of a second from the
-    start, again and again."""
+    """Cross traffic from the first node to the second: the share of the pair's and the trunk's rate it takes, by tenths
+    of a second from the start, again and again."""
     cross_back: tuple[float, ...] = ()
     """The same in the other direction."""
 

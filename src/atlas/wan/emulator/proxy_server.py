@@ -134,10 +134,10 @@ class ProxyServer:
             ],
         }
 
-    def do_weather(self) -> None:
-        """Cross traffic starts again with its first value."""
+    def do_weather(self, at_ns: int | None = None) -> None:
+        """Cross traffic starts again with its first value, which it also has before `at_ns`."""
         for link in self._links.values():
-            link.cross_since_ns = time.monotonic_ns()
+            link.cross_since_ns = time.monotonic_ns() if at_ns is None else at_ns
 
     def do_reset(self) -> None:
         self.loop.lateness = Histogram()

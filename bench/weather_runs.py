@@ -1,0 +1,161 @@
+"""Runs under weather against their prediction: the same draw of cross traffic in the emulator and in the simulator.
+
+    train    `atlas train --emulate`, three datacenters, two pipelines: the iteration. Beside it the prediction with
+             constants: the model's mean rate. Losses must be those of the run without weather, bit for bit
+    bursts   64 MB of our transport between two namespaces (root), real TCP beside cross traffic: the time of arrival
+
+A prediction under constants has no percentiles: all bursts take equally long. `--quick`: one draw, 6 bursts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from lab.lines import Lines
+from lab.net import Lab, Move
+from weather import random_cross
+
+from atlas.ir.assemble import repeated
+from atlas.launch.prepared_job import prepare_job
+from atlas.launch.rehearse import rehearse
+from atlas.launch.train_options import TrainOptions
+from atlas.sim import simulate
+from atlas.spec import Job, load_job, override
+from atlas.wan.emulator.paths import PathSpec
+from atlas.weather.draw import drawn_cross, rows_of
+from atlas.weather.path_model import WINDOW_NS, PathModel, save_model
+
+JOB = """
+name: three-small
+model: { family: gpt, layers: 6, hidden: 2048, heads: 16, vocab: 32_000, seq_len: 2048 }
+cluster:
+  wan: { latency_ms: 20, pair_gbps: 5 }
+  datacenters:
+    - { name: east, nodes: 2, gpus_per_node: 1, gpu: A100-40, net_gbps: 100 }
+    - { name: central, nodes: 2, gpus_per_node: 1, gpu: A100-40, net_gbps: 100 }
+    - { name: west, nodes: 2, gpus_per_node: 1, gpu: A100-40, net_gbps: 100 }
+microbatch: 1
+num_microbatches: 8
+pp: 3
+pipelines_per_cell: 2
+"""
+STEPS, SLOWER = 12, 2
+"""Slower than the job, so that six workers on a small host are on time."""
+BURST_BYTES, BURST_BPS, LATENCY_S = 64_000_000, 400e6, 0.02
+
+
+def random_model(seed: int, capacity_bps: float) -> PathModel:
+    cross = np.array(random_cross(random.Random(seed), 600)) * capacity_bps
+    return PathModel(capacity_bps, 2e9 * LATENCY_S, capacity_bps * LATENCY_S / 4, cross, cross >= 0)
+
+
+# ---- train ---------------------------------------------------------------------------------------------------------
+def train(lines: Lines, num_draws: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "job.yaml").write_text(JOB)
+        plain = load_job(Path(folder) / "job.yaml")
+        calm = rehearse(plain, TrainOptions("1f1b", steps=STEPS, slower=SLOWER))
+        print(f"# without weather: prediction off by {calm.error:+.2%}", file=sys.stderr)
+        off: dict[str, list[float]] = {"weather": [], "mean": [], "nominal": []}
+        for seed in range(num_draws):
+            path = Path(folder) / f"{seed}.path"
+            save_model(path, random_model(seed, 5e9))
+            job = override(plain, [f"cluster.wan.model={path}"])
+            found = rehearse(job, TrainOptions("1f1b", steps=STEPS, slower=SLOWER, weather_seed=seed))
+            assert found.run.losses == calm.run.losses, "weather changed the bits"
+            measured = found.measured.iteration_ns
+            off["weather"].append(abs(found.error))
+            off["mean"].append(abs(_constant_ns(job) / measured - 1))
+            off["nominal"].append(abs(_constant_ns(plain) / measured - 1))
+            print(f"# draw {seed}: " + ", ".join(f"{k} {100 * v[-1]:.1f} %" for k, v in off.items()), file=sys.stderr)
+    error, mean, nominal = (100 * statistics.fmean(values) for values in off.values())
+    note = f"mean of {num_draws} draws; at the mean rate {mean:.1f} %, without cross traffic {nominal:.1f} %"
+    lines.at_most("train --emulate under weather: iteration off by", error, "%", 5, note=note)
+    lines.at_most("the same over the error at the mean rate", error / mean, "x", 0.5)
+
+
+def _constant_ns(job: Job) -> int:
+    """The iteration without draws: of links with a model, at its mean rate."""
+    prepared = prepare_job(job, TrainOptions("1f1b"))
+    return simulate(repeated(prepared.program, STEPS), prepared.costs.scaled(SLOWER)).iteration_ns
+
+
+# ---- bursts --------------------------------------------------------------------------------------------------------
+def bursts(lines: Lines, num_bursts: int) -> None:
+    if os.geteuid() != 0:
+        lines.skip("64 MB bursts under weather", "namespaces need root")
+        return
+
+    def measure() -> None:
+        model = random_model(1, BURST_BPS)
+        cross = drawn_cross(model, 0, (0, "a>b"), 6000)
+        path = PathSpec(LATENCY_S, None, BURST_BPS, cross=tuple((cross / BURST_BPS).tolist()))
+        took, said = [], []
+        with Lab({("a", "b"): path}, ["a", "b"]) as lab:
+            lab.open()
+            lab.connect([("a", "b")])
+            move, rng = Move(lab, "a", "b"), random.Random(2)
+            assert lab.net is not None
+            zero_ns = time.monotonic_ns()
+            lab.net.restart_weather()
+            move.run(1, BURST_BYTES)
+            lab.net.reset_lateness()
+            for _ in range(num_bursts):
+                time.sleep(rng.uniform(0, 1))
+                begin_ns, arrived, _ = move.run(1, BURST_BYTES)
+                took.append((arrived[0] - begin_ns) / 1e9)
+                said.append(predicted_s(model, cross, (begin_ns - zero_ns) / 1e9))
+                print(f"# burst: {took[-1]:.3f} s, predicted {said[-1]:.3f} s", file=sys.stderr)
+            lab.net.certify()
+        rate = rows_of(model, model.cross_bps).rate.mean()
+        constant_s = LATENCY_S + BURST_BYTES * 8 / BURST_BPS / rate
+        for share, bar in ((50, 5), (95, 10)):
+            true, guess = np.percentile(took, share), np.percentile(said, share)
+            note = f"{num_bursts} bursts; at the mean rate {100 * abs(constant_s / true - 1):.1f} %"
+            off = 100 * abs(guess / true - 1)
+            lines.at_most(f"64 MB bursts under weather: p{share} of completion off by", off, "%", bar, note=note)
+
+    lines.attempt("64 MB bursts under weather", measure)
+
+
+def predicted_s(model: PathModel, cross_bps: np.ndarray, begin_s: float) -> float:
+    """Until a burst that starts at `begin_s` of the weather has arrived, if it gets all that cross traffic leaves."""
+    window_s, left = WINDOW_NS / 1e9, BURST_BYTES * 8.0
+    rows = rows_of(model, cross_bps)
+    at_s = begin_s
+    while True:
+        k = int(at_s / window_s + 1e-9)
+        rate_bps, end_s = rows.rate[k] * model.capacity_bps, (k + 1) * window_s
+        if rate_bps * (end_s - at_s) >= left:
+            return float(at_s + left / rate_bps - begin_s + LATENCY_S)
+        left -= rate_bps * (end_s - at_s)
+        at_s = end_s
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--part", choices=("train", "bursts"), action="append")
+    parser.add_argument("--draws", type=int, default=3)
+    parser.add_argument("--bursts", type=int, default=20)
+    args = parser.parse_args()
+    parts, lines = args.part or ["train", "bursts"], Lines()
+    if "train" in parts:
+        train(lines, 1 if args.quick else args.draws)
+    if "bursts" in parts:
+        bursts(lines, 6 if args.quick else args.bursts)
+    return lines.table()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
