@@ -34,7 +34,7 @@ from lab.lines import Lines
 from atlas.errors import AtlasError
 from atlas.wan.emulator.lateness import EmulatorLateError
 from atlas.wan.emulator.namespace_net import NamespaceNet
-from atlas.wan.emulator.paths import PathSpec
+from atlas.wan.emulator.paths import PathSpec, Trunk
 from atlas.weather.draw import drawn_rows
 from atlas.weather.fit import learn
 from atlas.weather.packets import PacketTable
@@ -208,6 +208,37 @@ def held_out_senders(lines: Lines, num_paths: int, seconds: float, methods: list
     lines.at_most(f"cells of {cells} in which the default is worse than iBoxNet-like (by 1 %)", worse, "cells", 0)
 
 
+def reactive(lines: Lines, num_paths: int, seconds: float) -> None:
+    """A competing cubic flow in the same queue in place of fixed cross traffic: it yields to a sender that takes more,
+    the models' cross traffic does not."""
+    off: dict[str, list[float]] = {"pairs": [], "replay": []}
+    void = 0
+    for number in range(num_paths):
+        rng = random.Random(2000 + number)
+        bps, rtt_s = rng.uniform(20e6, 100e6), rng.uniform(0.02, 0.08)
+        queue = max(30_000, round(rng.uniform(0.25, 2.0) * bps / 8 * rtt_s))
+        path = PathSpec(rtt_s / 2, None, None, Trunk("shared", bps), queue_bytes=queue)
+        rival = ("rival", path, "cubic")
+        try:
+            seen = run_senders([("cubic", path, "cubic"), rival], seconds)["cubic"]
+            models = {name: path_of(model) for name in off if (model := METHODS[name](seen)) is not None}
+            for control in TESTED:
+                senders = [("true", path, control), rival, *((n, p, control) for n, p in models.items())]
+                got = {n: figures(t, seconds)["throughput"] for n, t in run_senders(senders, seconds).items()}
+                for name, values in off.items():
+                    values.append(abs(got[name] / got["true"] - 1))
+                said = ", ".join(f"{name} {100 * values[-1]:.1f} %" for name, values in off.items())
+                print(f"path {number} {control}, reactive: {said}", file=sys.stderr)
+        except EmulatorLateError:
+            void += 1
+    if not off["pairs"]:
+        raise AtlasError("every batch was void: the emulator was late")
+    ours, replay = (100 * statistics.median(values) for values in off.values())
+    note = f"median of {len(off['pairs'])} runs; replay {replay:.1f} %; {void} paths void"
+    lines.at_most("reactive cross traffic: throughput off by", ours, "%", 12, note=note)
+    lines.at_least("the same: error of replay over that of the model", replay / max(1e-9, ours), "x", 1.5)
+
+
 def _said(one: dict[str, float]) -> str:
     return "/".join(f"{100 * value:.1f}" for value in one.values())
 
@@ -232,11 +263,16 @@ def main() -> int:
     parser.add_argument("--paths", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--method", action="append", choices=METHODS)
+    parser.add_argument("--part", action="append", choices=("speed", "senders", "reactive"))
     args = parser.parse_args()
     num_paths, seconds = (2, 8.0) if args.quick else (args.paths, args.seconds)
-    lines = Lines()
-    speed(lines)
-    held_out_senders(lines, num_paths, seconds, args.method or list(METHODS))
+    lines, parts = Lines(), args.part or ["speed", "senders", "reactive"]
+    if "speed" in parts:
+        speed(lines)
+    if "senders" in parts:
+        held_out_senders(lines, num_paths, seconds, args.method or list(METHODS))
+    if "reactive" in parts:
+        reactive(lines, num_paths, seconds)
     return lines.table()
 
 

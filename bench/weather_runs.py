@@ -122,7 +122,7 @@ def bursts(lines: Lines, num_bursts: int) -> None:
         for share, bar in ((50, 5), (95, 10)):
             true, guess = np.percentile(took, share), np.percentile(said, share)
             note = f"{num_bursts} bursts; at the mean rate {100 * abs(constant_s / true - 1):.1f} %"
-            off = 100 * abs(guess / true - 1)
+            off = float(100 * abs(guess / true - 1))
             lines.at_most(f"64 MB bursts under weather: p{share} of completion off by", off, "%", bar, note=note)
 
     lines.attempt("64 MB bursts under weather", measure)

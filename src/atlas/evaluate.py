@@ -75,6 +75,12 @@ class Spread:
     """The path whose weather causes the runs beyond p95; None without weather."""
     tail_share: float | None = None
     """Of their time over the median: what that path alone causes."""
+    times_s: tuple[float, ...] = ()
+    """Of all runs, for charts."""
+
+    def row(self) -> dict[str, Any]:
+        """Without the times of the runs."""
+        return {key: value for key, value in vars(self).items() if key != "times_s"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +131,7 @@ class Result:
             "num_gpus": _num_gpus(self.case),
             "num_events": figures["num_events"],
             "engine_s": self.single.meta["engine_s"],
-            "spread": None if self.spread is None else vars(self.spread),
+            "spread": None if self.spread is None else self.spread.row(),
         }
 
 
@@ -328,7 +334,7 @@ def _spread(job: Job, program: Program, costs: Costs, runs: int) -> Spread:
     times = [draws.time_s(k) for k in range(runs)]
     low, middle, high = (float(v) for v in np.percentile(times, [5, 50, 95]))
     tail = draws.tail(times)
-    spread = Spread(runs, low, middle, high, max(times))
+    spread = Spread(runs, low, middle, high, max(times), times_s=tuple(times))
     return spread if tail is None else replace(spread, tail_path=tail.path, tail_share=tail.share)
 
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from atlas.view.chart import Points
+from atlas.view.path_page import PathChart
 from atlas.weather.cell import Floats
 from atlas.weather.draw import drawn_rows
 from atlas.weather.fit import predicted_rtts, window_of
 from atlas.weather.packets import LOST, Ints, PacketTable
 from atlas.weather.path_model import WINDOW_NS, PathModel
 
-Charts = dict[str, tuple[str, str, Mapping[str, Points]]]
 DRAWN_WINDOWS = 6000
 """Ten minutes of new weather."""
 
 
-def path_charts(model: PathModel, table: PacketTable) -> Charts:
+def path_charts(model: PathModel, table: PacketTable) -> dict[str, PathChart]:
     """Delay and rate, measured and modelled; cross traffic over time and, of long tables, over the day."""
     table = table.part(int(np.searchsorted(table.sent_ns, model.start_ns)), len(table.sent_ns))
     rtts = predicted_rtts(model, table)
@@ -28,31 +26,45 @@ def path_charts(model: PathModel, table: PacketTable) -> Charts:
     at = (np.arange(len(model.cross_bps)) * WINDOW_NS / 1e9).tolist()
     share = 100 * model.cross_bps / model.capacity_bps
     left = drawn_rows(model, 0, ("page",), DRAWN_WINDOWS).rate
-    charts: Charts = {
-        "Delay": (
+    charts = {
+        "Delay": PathChart(
             "seconds",
-            "round trip (ms), mean of a window",
+            "round trip (ms), mean of 0.1 s",
             {
                 "measured": _means(window[both], table.rtt_ns[both] / 1e6),
                 "modelled": _means(window[both], rtts[both] / 1e6),
             },
+            "How long the recorded packets took, and how long the model says that they take. A good model has the same "
+            "curve.",
         ),
-        "Rate of the sender": (
+        "Rate of the recorded sender": PathChart(
             "seconds",
             "Mbit/s",
             {"measured": _rates(window, table, ~table.lost), "modelled": _rates(window, table, rtts != LOST)},
+            "How much of the sender's data arrived. It is below the capacity where the sender sent less, or where "
+            "packets were lost.",
         ),
-        "Cross traffic": ("seconds", "% of the capacity", {"estimated": list(zip(at, share.tolist(), strict=True))}),
-        "Rate left by cross traffic": (
-            "% of the time at most",
+        "Cross traffic": PathChart(
+            "seconds",
             "% of the capacity",
-            {"recorded": _ranked(100 - np.minimum(share, 98)), "ten minutes drawn with seed 0": _ranked(100 * left)},
+            {"estimated": list(zip(at, share.tolist(), strict=True))},
+            "What other users of the path sent. Where the sender did not fill the path, this cannot be seen, and the "
+            "last value that was seen is repeated.",
+        ),
+        "Rate that cross traffic leaves": PathChart(
+            "% of the time",
+            "% of the capacity, at most",
+            {"recorded": _ranked(100 - np.minimum(share, 98)), "drawn": _ranked(100 * left)},
+            "For x % of the time a sender gets at most y % of the capacity. Drawn: ten minutes of new weather, as "
+            "`atlas simulate --monte-carlo` uses it. Similar curves mean that drawn weather is as good and as bad as "
+            "the recorded weather.",
         ),
     }
     if model.seconds > 2 * 3600:
         hour = ((model.start_ns + np.arange(len(share)) * WINDOW_NS) // 3_600_000_000_000) % 24
         points = [(float(h), float(share[hour == h].mean())) for h in range(24) if (hour == h).any()]
-        charts["Cross traffic over the day"] = ("hour (UTC)", "% of the capacity", {"mean": points})
+        words = "The mean of all recorded moments of an hour of the day."
+        charts["Cross traffic over the day"] = PathChart("hour (UTC)", "% of the capacity", {"mean": points}, words)
     return charts
 
 

@@ -38,6 +38,7 @@ from atlas.schedules import SCHEDULES
 from atlas.sim.weather import Tail
 from atlas.spec.plan import load_job_or_plan
 from atlas.view import results_table
+from atlas.view.chart import curves_svg
 from atlas.view.table import plain_table, seconds
 
 RESULTS = "results.json"
@@ -104,9 +105,8 @@ def run(args: argparse.Namespace) -> int:
         make_folder(args.out)
         write_whole(args.out / RESULTS, as_json(found).encode())
     drawn = [result.timeline for result in simulation.drawn]
-    outputs.write(
-        [result.timeline for result in simulation.results], drawn, job.name, page_notes(simulation), job.files
-    )
+    timelines = [result.timeline for result in simulation.results]
+    outputs.write(timelines, drawn, job.name, page_notes(simulation), job.files, spread_chart(simulation))
     return 0
 
 
@@ -191,7 +191,28 @@ def page_notes(simulation: Simulation) -> list[str]:
     left = [result.row() for result in simulation.results if result not in drawn]
     times = ", ".join(f"{row['schedule']} {seconds(row['iteration_s'])}" for row in left)
     beside = [f"Not drawn, on one TCP connection: {times}."] if left else []
-    return [f"{setup(drawn[0])}.", *beside, *_too_big([result.row() for result in drawn])]
+    spread = [_spread_note(result.row()) for result in drawn if result.spread is not None]
+    return [f"{setup(drawn[0])}.", *beside, *spread, *_too_big([result.row() for result in drawn])]
+
+
+def _spread_note(row: Row) -> str:
+    found = row["spread"]
+    varied = "the job's jitter" if found["tail_path"] is None else "weather from the links' models"
+    cause = "" if found["tail_path"] is None else f"; {Tail(found['tail_path'], found['tail_share']).words()}"
+    return (
+        f"{called(row)}, {found['runs']} runs with {varied}: {seconds(found['p50_s'])} an iteration in the median "
+        f"and {seconds(found['p95_s'])} at the 95th percentile{cause}."
+    )
+
+
+def spread_chart(simulation: Simulation) -> str:
+    """The distribution of iteration times over the runs of a Monte-Carlo; nothing without one."""
+    found = {called(result.row()): sorted(result.spread.times_s) for result in simulation.drawn if result.spread}
+    series = {
+        name: [(s, 100 * (k + 1) / len(times)) for k, s in enumerate(times)] for name, times in found.items() if times
+    }
+    title = "How long an iteration takes: y % of the runs take at most x"
+    return curves_svg(series, "seconds", "% of the runs", title) if series else ""
 
 
 def _too_big(found: Sequence[Row]) -> list[str]:

@@ -99,11 +99,13 @@ class Outputs:
         title: str,
         notes: Sequence[str],
         inputs: Iterable[str | Path],
+        chart: str = "",
     ) -> None:
-        """Write all of them: traces and timeline files of `timelines`, pages and figures of `drawn`."""
+        """Write all of them: traces and timeline files of `timelines`, pages and figures of `drawn`. `chart`: an SVG
+        for the page."""
         require_apart({str(path): path for path in self.written(timelines)}, inputs)
         if self.page is not None:
-            write_page(self.page, drawn, title=title, notes=notes)
+            write_page(self.page, drawn, title=title, notes=notes, chart=chart)
         if self.svg is not None or self.png is not None:
             figure = Figure(*drawn, title=title)
             if self.svg is not None:

@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
         learnt = replace(learnt, model=_gru(table))
     save_model(args.out, learnt.model)
     if args.page is not None:
-        notes = [line.strip() for line in described(name, learnt, table.span_s)[1:]]
-        write_path_page(args.page, f"Path {name}", notes, path_charts(learnt.model, table))
+        charts = path_charts(learnt.model, table)
+        write_path_page(args.page, f"Path {name}", page_notes(learnt, table.span_s), charts)
         say(f"wrote {args.page}")
     if args.json:
         sys.stdout.write(as_json(figures(name, learnt)))
@@ -106,6 +106,26 @@ def described(name: str, learnt: Learnt, span_s: float) -> list[str]:
         f"seen in {seen:.0f} % of the time",
         f"  explains       {_percent(learnt.explained)} of the variance of delay in the held-out last fifth, one "
         f"window (0.1 s) ahead; {_percent(learnt.followed)} with each window's own cross traffic",
+    ]
+
+
+def page_notes(learnt: Learnt, span_s: float) -> list[str]:
+    """Sentences for who has not read the documentation."""
+    model = learnt.model
+    least, big = ("at least " if flag else "" for flag in (model.capacity_is_bound, model.buffer_is_bound))
+    ahead = "" if learnt.explained is None else (
+        f" Of the variation of delay in the last fifth of the recording, which it was not fitted on, it explains "
+        f"{_percent(learnt.explained)} when it knows the cross traffic of the 0.1 s before."
+    )  # fmt: skip
+    return [
+        f"A model of this path, learnt from {span_s:.0f} s of recorded packets: a link of {least}"
+        f"{model.capacity_bps / 1e6:.4g} Mbit/s with a least round trip of {model.rtt_ns / 1e6:.4g} ms. Before it is a "
+        f"queue of {big}{model.buffer_bytes / 1e3:.4g} KB, which delays packets by up to "
+        f"{model.buffer_bytes * 8e3 / model.capacity_bps:.3g} ms when it is full.",
+        f"Other users (cross traffic) take {100 * model.mean_share:.0f} % of the link on average, and at most "
+        f"{100 * float(model.cross_bps.max()) / model.capacity_bps:.0f} %. They were visible in "
+        f"{100 * float(model.known.mean()):.0f} % of the time.{ahead}",
+        *(f"Note: {warning}" for warning in learnt.warnings),
     ]
 
 

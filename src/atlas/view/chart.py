@@ -27,6 +27,8 @@ NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d1f", "#56b4e9", "#3a3f44", "#e69f00")
 """Lines of a chart, in this order."""
 MARKERS = ("circle", "square", "diamond", "triangle")
+MAX_MARKED = 100
+"""Points of a line that has markers: more of them would cover the line."""
 
 Points = Sequence[tuple[float, float]]
 Row = Mapping[str, Any]
@@ -207,6 +209,8 @@ def _line(
             continue
         px, py = x.at(point[0]), y.at(point[1])
         path, pen = path + f"{pen}{px:.1f} {py:.1f}", "L"
+        if len(points) > MAX_MARKED:
+            continue
         marks.append(f"<g><title>{html.escape(NO_XML.sub('', hint))}</title>{marker(px, py, shape, color)}</g>")
     return [f'<path d="{path}" fill="none" stroke="{color}" stroke-width="2.2" stroke-linejoin="round"/>', *marks]
 

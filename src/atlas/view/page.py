@@ -39,19 +39,24 @@ def write_page(
     *,
     title: str = "Atlas timeline",
     notes: str | Sequence[str] = (),
+    chart: str = "",
 ) -> None:
-    """Write one page that shows `timelines` above each other; `notes` are sentences put under the title."""
-    page = page_html(timelines, title=title, notes=notes)
+    """Write one page that shows `timelines` above each other; `notes` are sentences put under the title, `chart` is an
+    SVG below their table."""
+    page = page_html(timelines, title=title, notes=notes, chart=chart)
     write_whole(path, page.encode(errors="replace"))  # a name from a file may have a single surrogate
 
 
-def page_html(timelines: Sequence[Timeline], *, title: str = "Atlas timeline", notes: str | Sequence[str] = ()) -> str:
+def page_html(
+    timelines: Sequence[Timeline], *, title: str = "Atlas timeline", notes: str | Sequence[str] = (), chart: str = ""
+) -> str:
     """The page as text."""
     header, spans = page_data(timelines, title=title, notes=notes)
     data = "\n".join(f'<script type="text/plain" id="spans-{k}">{text}</script>' for k, text in enumerate(spans))
     parts = {
         "TITLE": html.escape(title),
         "STYLE": asset("page.css"),
+        "CHART": f"<details><summary>Iteration times of all runs</summary>{chart}</details>" if chart else "",
         "HEADER": json_element(header),
         "DATA": data,
         "SCRIPT": page_script() + asset("start.js"),

@@ -7,12 +7,22 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from atlas.ir.replace import write_whole
 from atlas.view.chart import Points, curves_svg, page_text, theme
 
 MAX_POINTS = 400
 """Of one curve: more are averaged."""
+
+
+class PathChart(NamedTuple):
+    """Curves, and a sentence on how to read them."""
+
+    x_label: str
+    y_label: str
+    series: Mapping[str, Points]
+    words: str
 
 
 def thinned(points: Points) -> list[tuple[float, float]]:
@@ -27,12 +37,12 @@ def write_path_page(
     path: str | os.PathLike[str],
     title: str,
     notes: Sequence[str],
-    charts: Mapping[str, tuple[str, str, Mapping[str, Points]]],
+    charts: Mapping[str, PathChart],
 ) -> None:
-    """A page without scripts. `charts`: by title, the names of the axes and the curves."""
+    """A page without scripts."""
     body = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{html.escape(note)}</p>" for note in notes)]
-    for name, (x_label, y_label, series) in charts.items():
-        thin = {label: thinned(points) for label, points in series.items() if points}
+    for name, chart in charts.items():
+        thin = {label: thinned(points) for label, points in chart.series.items() if points}
         if thin:
-            body.append(curves_svg(thin, x_label, y_label, name))
+            body += [curves_svg(thin, chart.x_label, chart.y_label, name), f"<p>{html.escape(chart.words)}</p>"]
     write_whole(path, page_text(title, theme(), "\n".join(body)).encode())

@@ -189,3 +189,17 @@ def test_cross_traffic_shares_the_queue_and_every_packet_is_recorded() -> None:
         assert len(found[PAIR[::-1]].sent_ns) > 0, "acknowledgements"
 
     on_path(PathSpec(latency_s=0.01, pair_bps=20e6, queue_bytes=50_000, cross=(0.75,)), use, gso=False)
+
+
+@needs_root
+def test_a_pair_without_a_rate_gives_its_trunk_the_queue() -> None:
+    def use(net: NamespaceNet, far: Peer) -> None:
+        net.record_packets(100_000)
+        pour(far.address, 0.6)
+        far.ended.acquire(timeout=5)
+        table = net.packets()[PAIR]
+        assert table.lost.any(), "a queue of 50 KB overflows"
+        full_ns = 20_000_000 + 50_000 * 8e9 / 20e6
+        assert table.rtt_ns[~table.lost].max() <= full_ns + 1_000_000
+
+    on_path(PathSpec(latency_s=0.01, trunk=Trunk("shared", 20e6), queue_bytes=50_000), use, gso=False)

@@ -139,6 +139,8 @@ class ForwardServer:
             return -1
         row = self._trunk_rows.setdefault((path.trunk.name, there), len(self._trunk_rows))
         queue_bytes = round_trip_bytes(path.trunk.bps, path.latency_s)
+        if path.pair_bps is None and path.queue_bytes is not None:
+            queue_bytes = path.queue_bytes  # the pair has no link of its own
         self._trunks[row, [f.TRUNK_NS_PER_BYTE, f.TRUNK_QUEUE_BYTES]] = 8e9 / path.trunk.bps, queue_bytes
         return row
 

@@ -48,8 +48,8 @@ class PathSpec:
     loss: float = 0.0
     """Share of packets that are lost. Namespace grade only: a proxy has no packets."""
     queue_bytes: int | None = None
-    """Drop-tail queue before the pair's link. None: one round trip at the rate, >= 1 MB. A proxy has no queue: if this
-    is given, it bounds the delay where cross traffic exceeds the rate."""
+    """Drop-tail queue before the pair's link, or before the trunk of a pair without a rate. None: one round trip at the
+    rate, >= 1 MB. A proxy has no queue: if this is given, it bounds the delay where cross traffic exceeds the rate."""
     cross: tuple[float, ...] = ()
     """Cross traffic from the first node to the second: the share of the pair's and the trunk's rate it takes, by tenths
     of a second from the start, again and again."""
