@@ -15,7 +15,7 @@ import pytest
 from atlas.errors import AtlasError
 from atlas.wan.emulator.namespace_net import NamespaceNet
 from atlas.wan.emulator.netdev import in_thread, make_namespace
-from atlas.wan.emulator.paths import PathSpec
+from atlas.wan.emulator.paths import PathSpec, Trunk
 
 sys.path.insert(0, str(Path(__file__).parent))
 from emulated_peers import Peer, pour, round_trips_s
