@@ -43,7 +43,7 @@ def changed(tmp_path: Path, old: str, new: str) -> None:
         ("pp: 4", "pp: 12", ("bad.yaml:28", "pp = 12", "12 stages are more than the model's 8 layers", "At most 8")),
         ("pp: 4", "pp: 4\nmemory_gib: 1", ("bad.yaml", "memory_gib = 1", "GiB per GPU", "optimizer", "Raise pp")),
         ("pp: 4", "pp: [", ("bad.yaml", "YAML")),
-        ("nodes: 4", "nodes: 1", ("bad.yaml", "pp = 4", "8 GPUs", "Fewer")),
+        ("nodes: 4", "nodes: 1", ("bad.yaml", "pp = 4", "8 GPUs", "fewer")),
     ],
 )
 def test_a_job_file_with_a_mistake(atlas: Atlas, tmp_path: Path, old: str, new: str, wanted: tuple[str, ...]) -> None:
@@ -170,7 +170,7 @@ def test_a_file_named_after_a_schedule_does_not_overwrite_an_input(atlas: Atlas,
 
 def test_a_job_with_too_many_events(atlas: Atlas) -> None:
     said = atlas("simulate", "tiny.yaml", "--set", "num_microbatches=100000", "--iterations", "9", "--json")
-    refused(said, "num_microbatches = 100000", "events", "Fewer microbatches")
+    refused(said, "num_microbatches = 100000", "events", "fewer microbatches")
 
 
 def test_files_that_are_not_timelines(atlas: Atlas, tmp_path: Path) -> None:

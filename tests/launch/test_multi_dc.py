@@ -344,6 +344,7 @@ def test_a_signal_in_any_datacenter_saves_and_leaves_nothing_running(
     assert complete_ids([LocalStore(tmp_path / dc / "saves" / "own") for dc in TWO])
 
 
+@pytest.mark.slow  # eight launchers, each of which imports torch: 15 s
 def test_torchrun_starts_one_launcher_per_worker(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(job_text("east", pp=2))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "atlas"]

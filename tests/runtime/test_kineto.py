@@ -124,6 +124,6 @@ def test_merged_traces_have_one_clock_and_processes_and_flows_of_their_own(tmp_p
 
 @pytest.mark.parametrize("given", ["3", "0:2", "4:3", "9:11", "a:b"])
 def test_a_range_of_steps_outside_the_run_is_refused(given: str, tmp_path: Path) -> None:
-    args = argparse.Namespace(profile=given, profile_out=tmp_path, evidence=None)
+    args = argparse.Namespace(profile=given, profile_out=tmp_path, evidence=None, record_wan=None)
     with pytest.raises(AtlasError, match=r"--profile .*: must be A:B, .* of the steps 1 to 10 of this run"):
         begin_traces(args, 10)

@@ -326,7 +326,7 @@ def test_512_workers_zoom_smoothly(browser: Any, tmp_path: Path, record_property
 @pytest.mark.browser
 def test_a_plan_page_fits_a_narrow_screen_in_light_and_dark(browser: Any, tmp_path: Path) -> None:
     job_file = Path(__file__).parents[2] / "examples" / "three-dcs.yaml"
-    assert main(["plan", str(job_file), "--tries", "0", "--page", str(tmp_path / "plan.html")]) == 0
+    assert main(["plan", str(job_file), "--tries", "0", "--no-break-even", "--page", str(tmp_path / "plan.html")]) == 0
     backgrounds = set()
     for scheme in ("light", "dark"):
         page = browser.new_page(viewport={"width": 400, "height": 800}, color_scheme=scheme)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from atlas.runtime.assignment import SaveChoice
 
@@ -19,11 +20,12 @@ class RunCheckpoints:
     by_datacenter: dict[str, SaveChoice]
 
 
-def find_checkpoints(place: str, datacenters: Sequence[str], *, every: int = 0, keep: int = 3) -> RunCheckpoints:
-    """The newest complete checkpoint under `place`, whatever plan wrote it; or a new run."""
+def find_checkpoints(where: str | Path, datacenters: Sequence[str], *, every: int = 0, keep: int = 3) -> RunCheckpoints:
+    """The newest complete checkpoint under `where`, whatever plan wrote it; or a new run."""
     from atlas.runtime.checkpoint import choose, next_attempt, store_at  # torch: 1.9 s
     from atlas.runtime.checkpoint.place import below, names_below
 
+    place = str(where)
     there = [below(place, name) for name in names_below(place)]
     stores = [store_at(path) for path in there]
     found = choose(stores)

@@ -153,7 +153,7 @@ def test_an_older_connector_is_told_to_be_updated() -> None:
     with_door(KvStore(SERVED, 1 << 24), talk)
 
 
-def test_with_certificates_a_part_is_fetched_over_mutual_tls(tmp_path: Path) -> None:
+def test_with_certificates_a_part_is_fetched_over_mutual_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_ca(tmp_path)
     for datacenter in ("east", "west"):
         make_node(tmp_path, datacenter)
@@ -167,6 +167,7 @@ def test_with_certificates_a_part_is_fetched_over_mutual_tls(tmp_path: Path) -> 
             Fetcher(*thread.address, Caller("secret", str(tmp_path), "east/vllm"), "west/p0.s0")
         with pytest.raises(WorkerError, match="name their folder in `certs`"):
             Fetcher(*thread.address, CALLER, "east/p0.s0")
+        monkeypatch.setattr("bubbletea.frames.GREETING_S", 0.2)  # neither side says a word first
         with pytest.raises((OSError, WorkerError)):
             Fetcher(*thread.address, CALLER)
     finally:

@@ -164,6 +164,7 @@ def test_the_simulator_and_the_help_load_no_torch() -> None:
         assert found.stdout.strip() == ""
 
 
+@pytest.mark.slow  # two replays, 10 s of CPU; tests/bubbletea/admit has the rule itself
 def test_some_are_late_instead_of_refused(scene: Scene) -> None:
     found, trace = {}, synthetic(2000)
     for late in (0.0, 0.1):

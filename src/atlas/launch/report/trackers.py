@@ -130,19 +130,24 @@ def _package(name: str) -> Any:
 
 
 class TensorBoard:
-    """Scalars in FOLDER/tensorboard, for `tensorboard --logdir FOLDER`."""
+    """Scalars in FOLDER/tensorboard, for `tensorboard --logdir FOLDER`. The file is made with the first step: a run
+    that is refused leaves nothing."""
 
     def __init__(self, folder: Path, name: str, facts: Mapping[str, Any]) -> None:
         _package("tensorboard")
-        self._writer = import_module("tensorboard.summary").Writer(str(folder / "tensorboard"))
+        self._folder = str(folder / "tensorboard")
+        self._writer: Any = None
 
     def step(self, number: int, figures: Figures) -> None:
+        if self._writer is None:
+            self._writer = import_module("tensorboard.summary").Writer(self._folder)
         for key, value in figures.items():
             self._writer.add_scalar(f"training/{key}", value, number)
         self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandB:
