@@ -36,11 +36,11 @@ MAY_IMPORT = {
     "view": {"ir"},
     "evidence": {"ir", "spec", "cost", "view"},
     "ui": {"ir", "spec", "cost", "sim", "schedules", "evaluate", "planner", "view", "evidence"},
-    "launch": {"ir", "spec", "cost", "sim", "schedules", "evaluate", "planner", "wan", "runtime"},
+    "launch": {"ir", "spec", "cost", "sim", "fabric", "schedules", "evaluate", "planner", "wan", "runtime"},
 }
 """`ir, spec <- cost <- sim <- schedules <- evaluate <- planner <- launch <- cli`; `planner <- sailor`;
 `ir <- weather <- spec, wan`; `ir <- wan <- runtime <- launch`; `spec <- runtime`;
-`spec, cost <- runtime`; `ir <- view <- cli`. Everybody may import `errors` and `lifetime`; `cli` and `commands`
+`spec, cost <- runtime`; `sim <- fabric <- launch`; `ir <- view <- cli`. Everybody may import `errors` and `lifetime`; `cli` and `commands`
 may import all. `console` is for command lines, BubbleTea's too."""
 FREE = {"cli", "commands", "__main__"}
 BUBBLETEA_MAY_IMPORT = {

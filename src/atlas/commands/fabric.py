@@ -21,7 +21,7 @@ from atlas.ir.program import Program
 from atlas.spec.fabric import KINDS, Fabric
 from atlas.spec.job import Cluster, DataCenter, Job
 from atlas.spec.plan import load_job_or_plan
-from atlas.spec.power import bill_in, it_watts, nodes_allowed, parts_in, server_watts
+from atlas.spec.power import bill_in, it_watts, keeps_ring, nodes_allowed, parts_in, server_watts
 from atlas.view.table import plain_table, seconds
 
 DEADLINE_S = 2.0
@@ -100,8 +100,7 @@ def _rehearsed(job: Job, program: Program, costs: Costs, args: argparse.Namespac
         for name, fabric in fabrics.items()
     }
     slowest_s = max(fabric.reconfigure_ms for fabric in fabrics.values()) / 1e3 * slower
-    fallback = all(fabric.fallback == "ring" for fabric in fabrics.values() if fabric.kind == "photonic")
-    deadline_s = DEADLINE_S + 3 * slowest_s
+    deadline_s, fallback = DEADLINE_S + 3 * slowest_s, keeps_ring(job.cluster)
     return rehearse_fabric(program, costs, switches, slower=slower, deadline_s=deadline_s, fallback=fallback)
 
 

@@ -33,7 +33,7 @@ from atlas.commands.watching import (
     watched,
     write_evidence,
 )
-from atlas.console import job_flags, number, require_apart, require_folder, require_writable, say, whole
+from atlas.console import job_flags, number, require_apart, require_folder, require_writable, whole
 from atlas.errors import AtlasError, StopSignal
 from atlas.launch.rehearse import Rehearsal, rehearse
 from atlas.launch.report import RunReport
@@ -190,8 +190,6 @@ def run(args: argparse.Namespace) -> int:
     choice = watched(args, recipe.logging, job, options)
     with live_page(args, recipe.logging, job, options), RunReport(choice, options.steps) as report:
         result = rehearse(job, options, on_step=recorded(report, evidence))
-    if any(dc.fabric is not None and dc.fabric.kind == "photonic" for dc in job.cluster.datacenters):
-        say("atlas: circuits are not enforced here; both figures are those of an electrical network (docs/fabric.md)")
     _print(job.name, options, result)
     write_evidence(evidence)
     end_traces(args)
@@ -262,5 +260,9 @@ def _print(name: str, options: TrainOptions, result: Rehearsal) -> None:
         f"  loss by step          {', '.join(words)}\n"
         f"  emulator late by      {run.late_s * 1e3:10.2f} ms   devices overrun {run.overrun_s * 1e3:.2f} ms"
     )
+    if run.rails is not None:
+        print(f"  changes of circuits   {run.rails.num_changes:8}")
+        if run.rails.failed:
+            print(f"The circuits stayed as they were: {run.rails.failed}")
     if run.stopped:
         print(f"Stopped after step {last}, saved in {options.checkpoints}: the same command resumes from there")

@@ -10,15 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from atlas.fabric.circuit_plan import CircuitChange
 from atlas.fabric.switch import Switch, SwitchError
 from atlas.sim.phases import Gates
 
 
+@dataclass
+class _State:
+    """Of one change."""
+
+    left: int
+    on_demand: bool
+    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    asked: bool = False
+    begun: bool = False
+
+
 class Controller:
-    """Of one run. Create it inside a running event loop."""
+    """Of one run. Use it inside a running event loop."""
 
     def __init__(
         self,
@@ -28,67 +40,91 @@ class Controller:
         *,
         deadline_s: float,
         fallback: bool = False,
+        period: int = 0,
+        on_done: Callable[[int], None] = lambda number: None,
+        on_failed: Callable[[SwitchError], None] = lambda error: None,
     ) -> None:
+        """`period`: changes of an iteration, where iterations beyond the plan are like its last one. `on_done`: called
+        when the circuits of a change carry data; `on_failed`: with what ends the run."""
         self.plan, self.switches, self.deadline_s, self.fallback = plan, switches, deadline_s, fallback
         self.failed: SwitchError | None = None
         self.num_changes = 0
         self.change_s: dict[int, tuple[float, float]] = {}
         """By change: when it began and when its circuits carried data, on the monotonic clock."""
         self._left, self._on_demand = gates.left.tolist(), gates.on_demand.tolist()
-        self._asked = [False] * len(plan)
-        self._begun = [False] * len(plan)
-        loop = asyncio.get_running_loop()
-        self._done: list[asyncio.Future[None]] = [loop.create_future() for _ in plan]
+        self._period, self._on_done, self._on_failed = period, on_done, on_failed
+        self._states: dict[int, _State] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Begin the changes that wait for nothing."""
         for number in range(len(self.plan)):
-            self._consider(number)
+            self.consider(number)
 
-    def free(self, number: int) -> None:
-        """One more transfer or collective on the circuits that this change removes has ended."""
-        self._left[number] -= 1
-        self._consider(number)
+    def free(self, number: int, count: int = 1) -> None:
+        """So many more transfers or collectives on the circuits that this change removes have ended."""
+        self._state(number).left -= count
+        self.consider(number)
 
     def ask(self, number: int) -> None:
         """The circuits of this change are needed."""
-        self._asked[number] = True
-        self._consider(number)
+        self._state(number).asked = True
+        self.consider(number)
 
     async def ready(self, number: int) -> None:
         """Return when the circuits of this change carry data; SwitchError."""
-        await asyncio.shield(self._done[number])
+        await asyncio.shield(self._state(number).done)
 
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        for future in self._done:
-            future.cancel()
+        for state in self._states.values():
+            state.done.cancel()
 
-    def _consider(self, number: int) -> None:
-        if self._begun[number] or self._left[number] or (self._on_demand[number] and not self._asked[number]):
+    def forget(self, before: int) -> None:
+        """Drop what is known of changes before this one: all of them are done."""
+        for number in [number for number in self._states if number < before]:
+            del self._states[number]
+
+    def _state(self, number: int) -> _State:
+        if number not in self._states:
+            index = self._index(number)
+            state = self._states[number] = _State(self._left[index], bool(self._on_demand[index]))
+            if self.failed is not None and not self.fallback:
+                state.done.set_exception(self.failed)
+                state.done.exception()
+        return self._states[number]
+
+    def _index(self, number: int) -> int:
+        """Of the change in the plan."""
+        return number if number < len(self.plan) else len(self.plan) - self._period + number % self._period
+
+    def consider(self, number: int) -> None:
+        """Begin a change if nothing is in its way."""
+        state = self._state(number)
+        if state.begun or state.left or (state.on_demand and not state.asked):
             return
-        self._begun[number] = True
+        state.begun = True
         task = asyncio.get_running_loop().create_task(self._change(number))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _change(self, number: int) -> None:
-        change = self.plan[number]
+        change, state = self.plan[self._index(number)], self._state(number)
         began = time.monotonic()
         try:
             if self.failed is None:
                 await self._apply(change)
         except SwitchError as error:
-            named = SwitchError(f"{change.dc}: change {number} to {_words(change)}: {error}")
+            named = SwitchError(f"{change.dc}: change {number} to {self._words(number)}: {error}")
             if not self.fallback:
                 self._fail(named)
                 return
             self.failed = self.failed or named
         self.change_s[number] = (began, time.monotonic())
-        if not self._done[number].done():
-            self._done[number].set_result(None)
+        if not state.done.done():
+            state.done.set_result(None)
+            self._on_done(number)
 
     async def _apply(self, change: CircuitChange) -> None:
         switch = self.switches[change.dc]
@@ -105,12 +141,14 @@ class Controller:
     def _fail(self, error: SwitchError) -> None:
         """Raise the error in everything that waits for a change, now or later."""
         self.failed = error
-        for future in self._done:
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # it may be that nobody waits for this one
+        for state in self._states.values():
+            if not state.done.done():
+                state.done.set_exception(error)
+                state.done.exception()  # it may be that nobody waits for this one
+        self._on_failed(error)
 
-
-def _words(change: CircuitChange) -> str:
-    where = f"stage {change.what.ranks[0]}" if change.what.to == "ring" else f"stages {change.what.ranks}"
-    return f"the {change.what.to} of {where} in iteration {change.what.iteration}"
+    def _words(self, number: int) -> str:
+        what = self.plan[self._index(number)].what
+        iteration = number // self._period if self._period else what.iteration
+        where = f"stage {what.ranks[0]}" if what.to == "ring" else f"stages {what.ranks}"
+        return f"the {what.to} of {where} in iteration {iteration}"

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,7 @@ from atlas.ir.text import to_text
 from atlas.ir.timeline import Timeline
 from atlas.launch.paths import NodePaths, WeatherDraw, meeting_paths, paths_of
 from atlas.launch.prepared_job import PreparedGroup, divided, shapes_of
+from atlas.launch.rails import RailControl, RailReport, RailSettings
 from atlas.launch.report.events import OnStep
 from atlas.launch.run_monitor import RunMonitor, connect_workers
 from atlas.launch.worker_logs import WorkerLogs
@@ -79,6 +82,8 @@ class EmulationSettings:
     """Whether to return the timeline of all steps; otherwise of the last pass, so that memory does not grow."""
     predicted_s: float | None = None
     """Simulated seconds of an iteration, for `on_step`."""
+    rails: RailSettings = field(default_factory=RailSettings)
+    """How circuits are changed, where the Costs say that they are."""
     nccl_on_shared_gpu: bool = False
     """For tests: sums by NCCL although workers share a GPU."""
     skews_ns: Mapping[str, int] = field(default_factory=dict)
@@ -100,6 +105,8 @@ class Emulation:
     """Time by which the host was slower than a paced device's cost, worst worker."""
     norms: list[float]
     """Of the gradients, by step, if the Program computes them."""
+    rails: RailReport | None = None
+    """Where circuits change."""
     exit_code: int = 0
     """130 where a user stopped it before its last step, 75 where a scheduler did."""
 
@@ -129,7 +136,9 @@ def emulate(
     paths = _paths(program, costs, training, settings, roles) if settings.paths is None else settings.paths
     with ExitStack() as stack:
         workers = stack.enter_context(WorkerProcesses(WORKER, [role.name for role in roles], WorkerLogs(settings.logs)))
-        _assign(workers, roles, costs, training, settings)
+        rails = stack.enter_context(_rails(workers, roles, costs, settings))
+        settings = replace(settings, patience_s=settings.patience_s + rails.deadline_s)
+        _assign(workers, roles, costs, training, settings, rails)
         net = stack.enter_context(ProxyNet(paths)) if paths else None
         config = training.model.config
 
@@ -149,8 +158,8 @@ def emulate(
             on_step=on_step,
             predicted_s=settings.predicted_s,
             sent_bytes=None if net is None else lambda: net.stats.sent_bytes,
-            headstart_ns=HEADSTART_NS,
-            on_start=None if net is None else net.restart_weather,
+            headstart_ns=HEADSTART_NS + rails.lead_ns,
+            on_start=partial(_begin, rails, net),
             source="emulated",
             keep_all=settings.keep_timeline,
         )
@@ -159,15 +168,31 @@ def emulate(
         outcome = monitor.play()
         late_s = net.lateness.worst_s if net is not None else 0.0
         overrun_s = max(result["overrun_ns"] for result in outcome.results.values()) / 1e9
-        told = {
+        told: dict[str, Any] = {
             key: {name: result[key] for name, result in outcome.results.items()}
             for key in ("copied", "compiled", "peak_bytes")
         }
+        report = rails.report(monitor.records.num_forgotten)
+        told |= {} if report is None else {"fabric": report.rows}
         timeline = monitor.timeline({"late_s": late_s, "overrun_s": overrun_s, "streams": settings.streams, **told})
         weights = _weights(workers, program) if settings.keep_weights else {}
         return Emulation(
-            timeline, outcome.losses, weights, late_s, overrun_s, monitor.records.norms(), outcome.exit_code
+            timeline, outcome.losses, weights, late_s, overrun_s, monitor.records.norms(), report, outcome.exit_code
         )
+
+
+def _begin(rails: RailControl, net: ProxyNet | None, zero_ns: int) -> None:
+    """What begins with the run, at `zero_ns` of the monotonic clock."""
+    rails.begin(zero_ns)
+    if net is not None:
+        net.restart_weather(zero_ns)
+
+
+def _rails(workers: WorkerProcesses, roles: list[WorkerRole], costs: Costs, settings: EmulationSettings) -> RailControl:
+    program, groups = roles[0].program, settings.groups
+    num_steps = program.num_iterations if program.num_iterations > 1 else settings.num_steps
+    steps = range(settings.first_step, settings.first_step + num_steps)
+    return RailControl(workers, roles, [g.costs for g in groups] or [costs], steps, settings.rails)
 
 
 def _roles(program: Program, settings: EmulationSettings) -> list[WorkerRole]:
@@ -201,6 +226,7 @@ def _assign(
     costs: Costs,
     training: TrainingSetup,
     settings: EmulationSettings,
+    rails: RailControl,
 ) -> None:
     texts: dict[int, str] = {}
     first = {role.datacenter: role for role in reversed(roles)}
@@ -226,6 +252,7 @@ def _assign(
             tp=settings.tp,
             streams=settings.streams,
             patience_s=settings.patience_s,
+            circuits=rails.pairs[role.group],
             save=save and replace(save, prunes=role is first[role.datacenter]),
             filler=settings.fillers.get(role.name),
             weights_file=str(_weights_file(workers, role.name)) if keeps else "",

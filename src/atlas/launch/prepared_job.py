@@ -168,7 +168,7 @@ class BuiltProgram(NamedTuple):
     costs: Costs
 
 
-def build_program(job: Job, options: TrainOptions) -> BuiltProgram:
+def build_program(job: Job, options: TrainOptions, *, circuits: bool = False) -> BuiltProgram:
     """The same for all launchers of a run, and for those who only watch it. Reads neither model nor data."""
     chosen = find_schedule(options.schedule)
     case = prepare(job, chosen, options.tcp)
@@ -176,15 +176,19 @@ def build_program(job: Job, options: TrainOptions) -> BuiltProgram:
     if options.clip is not None:
         program = with_norm(program)
     require_runnable(program)
-    # The runtime does not change circuits: it is predicted as it runs.
-    return BuiltProgram(case, program, replace(case.costs_of(program), circuits=None))
+    costs = case.costs_of(program)
+    # Only an emulated run changes circuits; others are predicted as they run.
+    return BuiltProgram(case, program, costs if circuits else replace(costs, circuits=None))
 
 
-def prepare_job(job: Job, options: TrainOptions, before: PreparedJob | None = None) -> PreparedJob:
-    """`before`: the run continues its training, with the layers divided as the new job says."""
+def prepare_job(
+    job: Job, options: TrainOptions, before: PreparedJob | None = None, *, circuits: bool = False
+) -> PreparedJob:
+    """`before`: the run continues its training, with the layers divided as the new job says. `circuits`: whether it
+    changes the circuits of photonic rails."""
     if job.groups:
-        return _prepare_groups(job, options)
-    case, program, costs = build_program(job, options)
+        return _prepare_groups(job, options, circuits=circuits)
+    case, program, costs = build_program(job, options, circuits=circuits)
     if before is None:
         training = make_training(case, options, program.num_stages)
     else:
@@ -196,9 +200,9 @@ def prepare_job(job: Job, options: TrainOptions, before: PreparedJob | None = No
     return PreparedJob(job, program, costs, training, simulate(program, costs).iteration_ns / 1e9)
 
 
-def _prepare_groups(job: Job, options: TrainOptions) -> PreparedJob:
+def _prepare_groups(job: Job, options: TrainOptions, *, circuits: bool) -> PreparedJob:
     """Every group under the same schedule, and what the sums between them take."""
-    found = [prepare_job(part, options) for part in job.groups]
+    found = [prepare_job(part, options, circuits=circuits) for part in job.groups]
     if any(part.program.num_stages != part.program.num_ranks for part in found):
         raise ProgramError(
             f"schedule {options.schedule}: groups of pipelines that are placed differently need one stage on each "

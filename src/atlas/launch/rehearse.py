@@ -19,6 +19,7 @@ from atlas.launch.emulate import MANY_STREAMS, Emulation, EmulationSettings, emu
 from atlas.launch.paths import WeatherDraw, require_emulable
 from atlas.launch.preflight import require_executable, require_room
 from atlas.launch.prepared_job import PreparedGroup, PreparedJob, prepare_job
+from atlas.launch.rails import RailSettings
 from atlas.launch.report.events import OnStep, StepEvent
 from atlas.launch.supervisor import run_with_restarts
 from atlas.launch.train_options import TrainOptions
@@ -26,6 +27,7 @@ from atlas.launch.worker_logs import new_attempt
 from atlas.sim import simulate
 from atlas.sim.weather import HORIZON
 from atlas.spec import Job
+from atlas.spec.power import keeps_ring
 
 log = logging.getLogger("atlas.launch")
 MAX_PREDICTED = 20
@@ -58,7 +60,7 @@ class Rehearsal:
 def rehearse(job: Job, options: TrainOptions, *, on_step: OnStep | None = None) -> Rehearsal:
     """Run the job's Program here; restart it after a failure where it is saved."""
     require_executable(job, options.filler)
-    prepared = prepare_job(job, options)
+    prepared = prepare_job(job, options, circuits=True)
     _require_small(prepared)
     needs = prepared.needs_of(prepared.roles, saves=options.checkpoints is not None)
     require_room(needs, options.device, tp=prepared.job.tp)
@@ -113,6 +115,7 @@ def _attempt(prepared: PreparedJob, options: TrainOptions, on_step: OnStep) -> R
         keep_weights=False,
         predicted_s=predicted.iteration_ns / 1e9,
         weather=WeatherDraw(options.weather_seed, 60 + 2 * num_steps * predicted.iteration_ns / 1e9),
+        rails=RailSettings(fallback=keeps_ring(prepared.job.cluster)),
     )
     run = emulate(program, costs, prepared.training, settings, on_step=on_step)
     return Rehearsal(predicted, run, found.first_step)

@@ -52,6 +52,8 @@ class WorkerGroup(ABC):
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
         self.warn: Callable[[str], None] = log.warning
+        self.handlers: dict[str, Callable[[str, Any], None]] = {}
+        """By key: what takes a message at once, on the thread that reads it, with the worker's name and the value."""
         self._received: queue.SimpleQueue[WorkerMessage] = queue.SimpleQueue()
         self._deferred: deque[WorkerMessage] = deque()
         """Received but not asked for yet: the next call takes them first, so that their order is kept."""
@@ -67,6 +69,10 @@ class WorkerGroup(ABC):
     def title(self, name: str) -> str:
         """The worker's name in error messages."""
         return f"worker {name}"
+
+    def fail(self, error: AtlasError) -> None:
+        """End the `wait_for` of now, or the next one, with this error; from any thread."""
+        self._received.put(WorkerMessage("", {"failure": error}, time.monotonic_ns()))
 
     def send_all(self, message: dict[str, Any]) -> None:
         for name in self.names:
@@ -132,6 +138,8 @@ class WorkerGroup(ABC):
                 new = self._deferred.popleft() if self._deferred else self._received.get(timeout=left_s)
             except queue.Empty:
                 raise WorkerError(f"{missing()} within {timeout_s:g} s") from None
+            if new.message is not None and "failure" in new.message:
+                raise new.message["failure"]
             if new.message is None or "warning" not in new.message:
                 return new
             self.warn(f"{self.title(new.name)}: {new.message['warning']}")
@@ -178,6 +186,7 @@ class WorkerProcesses(WorkerGroup):
         _require_importable("torch", "safetensors")
         self.logs = logs or WorkerLogs()
         self._workers: dict[str, _Worker] = {}
+        self._sending = threading.Lock()
         self._readers: list[threading.Thread] = []
         try:
             for name in self.names:
@@ -192,7 +201,7 @@ class WorkerProcesses(WorkerGroup):
 
     def send(self, name: str, message: dict[str, Any]) -> None:
         stdin = self._workers[name].stdin
-        with contextlib.suppress(OSError):  # `wait_for` reports a worker that has ended
+        with contextlib.suppress(OSError), self._sending:  # `wait_for` reports a worker that has ended
             stdin.write(json.dumps(message) + "\n")
             stdin.flush()
 
@@ -236,7 +245,12 @@ class WorkerProcesses(WorkerGroup):
     def _read(self, name: str, stdout: TextIO) -> None:
         with stdout, contextlib.suppress(ValueError, OSError):
             for line in stdout:
-                self._received.put(WorkerMessage(name, json.loads(line), time.monotonic_ns()))
+                message, at_ns = json.loads(line), time.monotonic_ns()
+                handler = self.handlers.get(next(iter(message), ""))
+                if handler is not None:
+                    handler(name, *message.values())
+                else:
+                    self._received.put(WorkerMessage(name, message, at_ns))
         self._received.put(WorkerMessage(name, None, time.monotonic_ns()))
 
     def next_message(self, timeout_s: float) -> WorkerMessage | None:

@@ -189,6 +189,8 @@ class Assignment:
     """The attempt of the whole group; peers of another attempt are refused."""
     patience_s: float = 20.0
     """How long to wait for a peer before failing."""
+    circuits: tuple[tuple[int, int], ...] = ()
+    """Pairs of ranks whose circuits change: it asks the launcher before it sends between them, or sums (`circuits`)."""
     save: SaveChoice | None = None
     filler: FillerChoice | None = None
     weights_file: str = ""

@@ -10,6 +10,8 @@ stdout.
     <- {"complete": [[a, n]]}     these saves are complete everywhere: older ones may be deleted
                                -> {"saved": [a, n]}                 attempt and step of a save that is written
                                -> {"copied": [a, n]}                and, later, copied to another datacenter
+                               -> {"circuits": [what, step, rank]}  on photonic rails (`circuits`)
+    <- {"circuits": [step, rank]}  these circuits are set up
     <- {"waits_for": any}      -> {"waits_for": "..."}              what it waits for at this moment; empty: it computes
                                -> {"warning": "..."}                at any time, and it continues
                                -> {"error": "...", "user_error": b}     at any time, and it ends; `user_error`: the user
@@ -42,6 +44,7 @@ import torch.fx.experimental.symbolic_shapes  # 0.8 s: the first backward would 
 from atlas.errors import AtlasError
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import SaveId
+from atlas.runtime.circuits import WorkerCircuits
 from atlas.runtime.hardware import make_device
 from atlas.runtime.kineto import KinetoRecorder
 from atlas.runtime.messages import MessageWriter, error_message
@@ -153,9 +156,11 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
 
     device, filler = make_device(assignment.device), load_filler(assignment.filler)
     device.on_failure(out.fail)
+    circuits = WorkerCircuits.of(assignment, lambda news: out.send({"circuits": news}))
     worker = Worker(
-        assignment, device, followers=followers, filler=filler, on_step=on_step, on_saved=saved, on_copied=copied
-    )
+        assignment, device, followers=followers, filler=filler, on_step=on_step, on_saved=saved, on_copied=copied,
+        circuits=circuits,
+    )  # fmt: skip
     kineto = KinetoRecorder.of(worker.role.number * assignment.tp, worker.last_step)
     worker.names_ops = kineto is not None
     if kineto is not None:
@@ -225,6 +230,8 @@ def _handle(message: dict[str, Any], worker: Worker, stop_control: StopControl, 
         stop_control.stop()
     elif "last_step" in message:
         stop_control.decide(message["last_step"])
+    elif "circuits" in message and worker.circuits is not None:
+        worker.circuits.opened(*message["circuits"])
     elif "waits_for" in message:
         out.send({"waits_for": worker.waits.now_for})
     elif "complete" in message and worker.saving is not None:

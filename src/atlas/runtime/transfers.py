@@ -20,6 +20,7 @@ from torch import Tensor
 
 from atlas.errors import WorkerError
 from atlas.ir.program import BACKWARD, BACKWARDS, FORWARD, Kind, Op
+from atlas.runtime.circuits import WorkerCircuits
 from atlas.runtime.device import Device, PendingUpload
 from atlas.runtime.links import WorkerLinks
 from atlas.runtime.record import PendingSend, StepRecord
@@ -81,12 +82,13 @@ class Transfers:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         needs: Iterator[StageInput],
+        circuits: WorkerCircuits | None = None,
     ) -> None:
         self.links, self.device, self.shape, self.dtype = links, device, shape, dtype
         self.role, self.program = links.role, links.role.program
         num_bytes = int(np.prod(shape)) * dtype.itemsize
         self._num_ahead = max(2, min(MAX_AHEAD, AHEAD_BYTES // num_bytes))
-        self._needs = needs
+        self._needs, self._circuits = needs, circuits
         self._posted: dict[StageInput, ReceivedTensor] = {}
         self._here: dict[StageInput, tuple[Tensor, int]] = {}
         """Inputs from another stage of this worker, and when they were ready."""
@@ -105,6 +107,8 @@ class Transfers:
         what = f"{self._reader(need)} waits for {self._sender(need)}"
         handle = self.links.recv(need.direction, need.boundary, self._tag(need), bytes_of(buffer), what)
         self._posted[need] = ReceivedTensor(handle, buffer, self.device)
+        if self._circuits is not None:
+            self._circuits.count(handle, need.boundary, need.slot)
 
     def arrival(self, need: StageInput) -> Handle | None:
         """The receive to wait for; None if another stage of this worker provides the input."""
@@ -139,7 +143,11 @@ class Transfers:
             sending.handle = self.links.send(direction, need.boundary, self._tag(need), bytes_of(host), turn, what)
             sending.handle.on_done(lambda handle: self._failed.append(handle.error) if handle.error else None)
 
-        self.device.download(tensor, post)
+        circuits = self._circuits
+        if circuits is None:
+            self.device.download(tensor, post)
+        else:
+            self.device.download(tensor, lambda host: circuits.hold(need.boundary, slot, lambda: post(host)))
 
     def note_ready(self, op: Op, ready_ns: int, record: StepRecord) -> None:
         """When the output of an op was computed."""

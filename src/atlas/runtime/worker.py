@@ -21,6 +21,7 @@ from atlas.ir.program import BACKWARD, BACKWARDS, FORWARD, NUM_KINDS, PER_MICROB
 from atlas.ir.text import program_id
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import SaveId
+from atlas.runtime.circuits import WorkerCircuits
 from atlas.runtime.device import Device, Span
 from atlas.runtime.links import PeerAddress, WorkerLinks
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD
@@ -64,9 +65,11 @@ class Worker:
         on_step: Callable[[StepRecord], None] = lambda record: None,
         on_saved: Callable[[SaveId], None] = lambda id: None,
         on_copied: Callable[[SaveId], None] = lambda id: None,
+        circuits: WorkerCircuits | None = None,
     ) -> None:
         """`followers`: the other processes that share its stages, with tensor parallelism."""
         self.assignment, self.device, self.training = assignment, device, assignment.training
+        self.circuits = circuits
         self._on_copied = on_copied
         self.role = assignment.role
         self.program = program = self.role.program
@@ -83,8 +86,9 @@ class Worker:
         if assignment.save is not None:
             resume(self.training, assignment.save, self.role, self.stage_set)
             self.saving = Saving(assignment, assignment.save, self.role, self.stage_set, on_saved)
-        self.links = WorkerLinks(self.role, assignment, direct=device.is_thread and filler is None)
-        self.transfers = Transfers(self.links, device, self.task.activation_shape, self.task.dtype, self._needs())
+        self.links = WorkerLinks(self.role, assignment, direct=device.is_thread and filler is None and circuits is None)
+        shape, dtype = self.task.activation_shape, self.task.dtype
+        self.transfers = Transfers(self.links, device, shape, dtype, self._needs(), circuits)
         self.pipeline_group = PipelineGroup(assignment, self.role, self.links, self._me)
         self.tied = TiedEnds(self.links, self._me)
         self.norm = GlobalNorm(self.links, self._me)
@@ -248,12 +252,21 @@ class Worker:
     def _begin_sync(self, op: Op, now: ProgramPass) -> None:
         """Start to sum a stage's gradients over pipelines as soon as its last one is computed."""
         gradients = self.stages[op.stage].gradients
+        if self.circuits is not None and self.circuits.has_ring:
+            return  # its circuits are those of the hops until SYNC
         if gradients.num_added == self.program.num_microbatches:
             step = now.first_step + op.microbatch // self.program.num_microbatches
             self.stage_set.begin_sum(step, op.stage)
 
     def _sync(self, op: Op, index: int, now: ProgramPass) -> None:
         step, wait, moments = now.first_step + op.microbatch, self._waiter(index, now), [now.start_ns]
+        if self.circuits is not None and self.circuits.has_ring:
+            self._queue.settle()
+            ring = self.circuits.ring(step)
+            wait([ring])
+            moments.append(ring.end_ns)
+            for number in self.stages:
+                self.stage_set.begin_sum(step, number)
         for number, stage in self.stages.items():
             if stage.gradients.num_added != self.program.num_microbatches:
                 raise ProgramError(f"{self._who(op)}: its backwards of stage {number} come later; put them before it")
@@ -262,6 +275,9 @@ class Worker:
             moments.append(self._join_tied(step, wait))
         work = self.stage_set.begin_norm if self._has_norm else (lambda: None)
         self._launch(op, index, now, max(moments), work)
+        if self.circuits is not None and self.circuits.has_ring:
+            self._queue.settle()
+            self.circuits.summed(step)
 
     def _join_tied(self, step: int, wait: Wait) -> int:
         here = [name for name in (TIED_EMBEDDING, TIED_HEAD) if name in self.parameters]

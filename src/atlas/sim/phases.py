@@ -66,7 +66,7 @@ class Reconfiguration:
 
 def reconfigurations(program: Program, circuits: Circuits) -> list[Reconfiguration]:
     """All of a Program, in the order of gates."""
-    pairs = _pairs(program, circuits)
+    pairs = hop_pairs(program, circuits)
     if not pairs or not bool((program.kind == Kind.SYNC).any()):
         return []
     ranks = sorted({rank for pair in pairs for rank in pair})
@@ -77,7 +77,7 @@ def reconfigurations(program: Program, circuits: Circuits) -> list[Reconfigurati
     return found
 
 
-def _pairs(program: Program, circuits: Circuits) -> dict[tuple[int, int], list[int]]:
+def hop_pairs(program: Program, circuits: Circuits) -> dict[tuple[int, int], list[int]]:
     """Ranks of one datacenter that exchange activations over circuits that change, and the boundaries between them."""
     pairs: dict[tuple[int, int], list[int]] = {}
     for boundary in range(program.num_stages - 1):
@@ -92,7 +92,7 @@ def build_gates(program: Program, circuits: Circuits, op_ns: Ints, op_group: Int
     found = reconfigurations(program, circuits)
     if not found:
         return None
-    pairs, number = _pairs(program, circuits), {one: g for g, one in enumerate(found)}
+    pairs, number = hop_pairs(program, circuits), {one: g for g, one in enumerate(found)}
     sync = _sync_groups(program, op_group)
     transfer_gate = np.full(program.num_transfers, NONE, np.int64)
     transfer_frees = np.full((program.num_transfers, 2), NONE, np.int64)

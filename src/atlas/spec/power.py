@@ -84,6 +84,12 @@ def bill_in(cluster: Cluster, dc: DataCenter, kind: Kind | None = None, nodes: i
     return bill(kind or fabric.kind, nodes or dc.nodes, dc.gpus_per_node, parts_in(cluster, dc), fabric.ports_per_gpu)
 
 
+def keeps_ring(cluster: Cluster) -> bool:
+    """Whether a run goes on with the circuits as they are where a switch fails."""
+    rails = [dc.fabric for dc in cluster.datacenters if dc.fabric is not None and dc.fabric.kind == "photonic"]
+    return all(fabric.fallback == "ring" for fabric in rails)
+
+
 def server_watts(cluster: Cluster, dc: DataCenter) -> float | None:
     """Of one node without the fabric; None where nothing is known of its GPU type."""
     watts = cluster.gpu_type(dc.gpu).server_watts
