@@ -1,5 +1,5 @@
 """Photonic rails: prediction of Opus's measurements on Perlmutter, random Programs in both engines, engine speed, and
-the control plane.
+the control plane, also in training.
 
     python bench/fabric.py             everything, several minutes
     python bench/fabric.py --quick     500 random Programs
@@ -14,6 +14,10 @@ Random Programs: any order, any costs, any delay; both engines must agree to the
 with bytes on it, and a worker has hops or a ring, never both.
 
 The control plane: a Program in real time against an emulated switch, without a model, compared with the simulation.
+
+Training: worker processes train a stand-in over two emulated datacenters with photonic rails, compared with the
+simulation, and with the same training without rails, bit by bit. A run on a host that was too busy (devices more than
+2 % late) is repeated up to three times and then void.
 """
 
 from __future__ import annotations
@@ -34,9 +38,12 @@ from atlas.fabric.rehearsal import rehearse_fabric
 from atlas.fabric.switch import EmulatedSwitch
 from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Kind, Layout, Program
+from atlas.ir.timeline import Timeline
+from atlas.launch.emulate import Emulation, EmulationSettings, emulate
+from atlas.runtime.assignment import stand_in
 from atlas.schedules import one_f_one_b
 from atlas.schedules.classic import gpipe
-from atlas.sim import compiled, lower
+from atlas.sim import compiled, lower, simulate
 from atlas.sim.lower import Events
 from atlas.sim.phases import fabric_rows
 from atlas.sim.simulate import reference
@@ -46,6 +53,7 @@ PHASES = {"llama16": 5, "llama64": 5, "deepseek3d16": 4}
 WINDOWS_MS = (18, 22, 31, 100, 544)
 """Of Llama, one for each phase: medians of the shortest gap over the published iterations."""
 MS = 1_000_000
+TRAIN_STEPS, TRAIN_TRIES, MAX_OVERRUN = 4, 3, 0.02
 
 
 # ---- Perlmutter ------------------------------------------------------------------------------------------------------
@@ -183,14 +191,53 @@ def rehearsals(report: Report) -> None:
             report.figure(name, 100 * abs(found.error), "%", at_most=5)
 
 
+# ---- training --------------------------------------------------------------------------------------------------------
+def trained(delay_ms: float | None, *, provision: bool = True) -> tuple[Timeline, Emulation]:
+    """Prediction and measurement. Two pipelines of four stages in two datacenters; None: no photonic rails."""
+    program = with_optimizer(one_f_one_b(Layout(2, 4, 6, ("east", "east", "west", "west"))))
+    kinds = kind_costs(forward_ns=20 * MS, backward_ns=40 * MS, sync_ns=60 * MS, step_ns=10 * MS)
+    costs = uniform_costs(2, 4, kinds, lan_ns=4 * MS, lan_latency_ns=MS // 50, wan_boundaries=(1,),
+                          wan_ns=6 * MS, wan_latency_ns=10 * MS)  # fmt: skip
+    if delay_ms is not None:
+        circuits = Circuits((True,) * 4, (round(delay_ms * MS),) * 4, (provision,) * 4)
+        costs = replace(costs, circuits=circuits)
+    settings = EmulationSettings(TRAIN_STEPS)
+    training = stand_in(width=16, length=8, microbatch=2)
+    return simulate(repeated(program, TRAIN_STEPS), costs), emulate(program, costs, training, settings)
+
+
+def training(report: Report) -> None:
+    _, plain = trained(None)
+    differ = 0
+    for delay_ms in (0, 50, 200):
+        for provision in (True, False):
+            name = f"training, {delay_ms} ms, {'provisioned' if provision else 'on demand'}: prediction off by"
+            for _ in range(TRAIN_TRIES):
+                predicted, run = trained(delay_ms, provision=provision)
+                differ += run.losses != plain.losses
+                differ += sum(not np.array_equal(run.weights[key], plain.weights[key]) for key in plain.weights)
+                if run.overrun_s <= MAX_OVERRUN * run.timeline.makespan_ns / 1e9:
+                    error = predicted.iteration_ns / run.timeline.iteration_ns - 1
+                    report.figure(name, 100 * abs(error), "%", at_most=5)
+                    break
+            else:
+                report.void(name, f"the host was too busy: devices were {run.overrun_s:.2f} s late")
+    report.figure("training with circuits: losses and tensors that differ from without", differ, "", at_most=0)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only-training", action="store_true", help="only training")
     parser.add_argument("--quick", action="store_true", help="500 random Programs instead of 10,000")
     args = parser.parse_args()
     report = Report("photonic rails", "Opus's measurements; the other engine; an electrical network")
+    if args.only_training:
+        training(report)
+        return report.finish()
     perlmutter(report)
     engine(report)
     rehearsals(report)
+    training(report)
     random_programs(report, 500 if args.quick else 10_000)
     return report.finish()
 

@@ -40,8 +40,8 @@ MAY_IMPORT = {
 }
 """`ir, spec <- cost <- sim <- schedules <- evaluate <- planner <- launch <- cli`; `planner <- sailor`;
 `ir <- weather <- spec, wan`; `ir <- wan <- runtime <- launch`; `spec <- runtime`;
-`spec, cost <- runtime`; `sim <- fabric <- launch`; `ir <- view <- cli`. Everybody may import `errors` and `lifetime`; `cli` and `commands`
-may import all. `console` is for command lines, BubbleTea's too."""
+`spec, cost <- runtime`; `sim <- fabric <- launch`; `ir <- view <- cli`. Everybody may import `errors` and `lifetime`;
+`cli` and `commands` may import all. `console` is for command lines, BubbleTea's too."""
 FREE = {"cli", "commands", "__main__"}
 BUBBLETEA_MAY_IMPORT = {
     "costs": {"atlas.spec", "atlas.cost"},

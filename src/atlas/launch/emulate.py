@@ -26,7 +26,7 @@ from atlas.launch.paths import NodePaths, WeatherDraw, meeting_paths, paths_of
 from atlas.launch.prepared_job import PreparedGroup, divided, shapes_of
 from atlas.launch.rails import RailControl, RailReport, RailSettings
 from atlas.launch.report.events import OnStep
-from atlas.launch.run_monitor import RunMonitor, connect_workers
+from atlas.launch.run_monitor import RunMonitor, RunOutcome, connect_workers
 from atlas.launch.worker_logs import WorkerLogs
 from atlas.launch.worker_processes import WorkerProcesses
 from atlas.planner.meet import group_lanes
@@ -168,11 +168,7 @@ def emulate(
         outcome = monitor.play()
         late_s = net.lateness.worst_s if net is not None else 0.0
         overrun_s = max(result["overrun_ns"] for result in outcome.results.values()) / 1e9
-        told: dict[str, Any] = {
-            key: {name: result[key] for name, result in outcome.results.items()}
-            for key in ("copied", "compiled", "peak_bytes")
-        }
-        report = rails.report(monitor.records.num_forgotten)
+        report, told = rails.report(monitor.records.num_forgotten), _told(outcome)
         told |= {} if report is None else {"fabric": report.rows}
         timeline = monitor.timeline({"late_s": late_s, "overrun_s": overrun_s, "streams": settings.streams, **told})
         weights = _weights(workers, program) if settings.keep_weights else {}
@@ -186,6 +182,14 @@ def _begin(rails: RailControl, net: ProxyNet | None, zero_ns: int) -> None:
     rails.begin(zero_ns)
     if net is not None:
         net.restart_weather(zero_ns)
+
+
+def _told(outcome: RunOutcome) -> dict[str, Any]:
+    """What workers say of themselves at the end, for the timeline's `meta`."""
+    return {
+        key: {name: result[key] for name, result in outcome.results.items()}
+        for key in ("copied", "compiled", "peak_bytes")
+    }
 
 
 def _rails(workers: WorkerProcesses, roles: list[WorkerRole], costs: Costs, settings: EmulationSettings) -> RailControl:

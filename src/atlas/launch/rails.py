@@ -255,12 +255,16 @@ class RailControl:
         finally:
             if not self._closing:
                 self.fail(WorkerError(f"the controller of the circuits ended ({why}): no circuits change any more"))
-            for cell in self._cells.values():
-                cell.controller.close()
-            for task in asyncio.all_tasks(self._loop):
-                task.cancel()
-            self._loop.run_until_complete(asyncio.sleep(0))
-            self._loop.close()
+            self._end()
+
+    def _end(self) -> None:
+        """Cancel what the controllers still do."""
+        self._loop.set_exception_handler(lambda loop, context: None)
+        for cell in self._cells.values():
+            cell.controller.close()
+        with contextlib.suppress(BaseException):  # what ended one change may end another
+            self._loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(self._loop), return_exceptions=True))
+        self._loop.close()
 
     def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """What a callback or a switch raised that is no SwitchError."""

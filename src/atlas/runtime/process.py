@@ -156,10 +156,9 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
 
     device, filler = make_device(assignment.device), load_filler(assignment.filler)
     device.on_failure(out.fail)
-    circuits = WorkerCircuits.of(assignment, lambda news: out.send({"circuits": news}))
     worker = Worker(
         assignment, device, followers=followers, filler=filler, on_step=on_step, on_saved=saved, on_copied=copied,
-        circuits=circuits,
+        circuits=WorkerCircuits.of(assignment, lambda news: out.send({"circuits": news})),
     )  # fmt: skip
     kineto = KinetoRecorder.of(worker.role.number * assignment.tp, worker.last_step)
     worker.names_ops = kineto is not None
