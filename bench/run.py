@@ -61,7 +61,7 @@ BENCHES: dict[str, Bench] = {
     "engine": Bench(4, 30, ()),
     "evidence": Bench(8, 20),
     "evidence_gpu": Bench(8, 90, ()),
-    "fabric": Bench(4, 30),
+    "fabric": Bench(6, 80),
     "faults": Bench(20, 80),
     "first_job": Bench(20, 90),
     "groups": Bench(20, 120),

@@ -141,7 +141,7 @@ def broken(make: Callable[[], Switch], deadline_s: float | None = None) -> Atlas
     [
         ("late", "the switch was late: nothing settled within 0.2 s"),
         ("refuses", "refused: the switch is in maintenance"),
-        ("lies", "acknowledged 1 circuits that it does not have"),
+        ("no-change", "acknowledged 1 circuits that it does not have"),
     ],
 )
 def test_a_switch_that_fails_ends_the_run_with_a_named_error(fault: Any, said: str) -> None:
