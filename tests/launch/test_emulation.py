@@ -79,7 +79,7 @@ def play(case: tuple[Program, Costs], folder: Path | None, steps: int, on_step: 
     program, costs = case
     setup = EmulationSettings(steps, device="cpu", streams=1, paths={})
     if folder is not None:
-        saves = find_checkpoints(folder, program.rank_dc, every=2)
+        saves = find_checkpoints(str(folder), program.rank_dc, every=2)
         setup = replace(
             setup, num_steps=steps - saves.first_step, first_step=saves.first_step, save=saves.by_datacenter
         )
@@ -103,7 +103,7 @@ def test_a_stopped_run_resumes_to_the_same_bits_and_on_another_plan_to_the_same_
     num_done = len(stopped.losses)
     assert 2 <= num_done < 6
     assert stopped.losses == whole.losses[:num_done]
-    assert find_checkpoints(tmp_path / "run", ("a", "b")).first_step == num_done
+    assert find_checkpoints(str(tmp_path / "run"), ("a", "b")).first_step == num_done
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["a", "b"], "each datacenter has its own"
 
     again = play(case, tmp_path / "run", 6)
