@@ -50,7 +50,7 @@ def test_the_cheapest_fast_enough_plan_is_the_one_that_looking_at_everything_fin
 
 
 def test_a_limit_that_nothing_keeps_is_told_with_the_nearest_plan() -> None:
-    with pytest.raises(InfeasibleError, match=r"the nearest misses it by .* \$2\.00 an hour"):
+    with pytest.raises(InfeasibleError, match=r"the closest misses it by .* \$2\.00 an hour"):
         make_plan(job_of(), objective=Objective(max_usd_per_hour=0.01), tries=1)
 
 
