@@ -34,6 +34,8 @@ LOW, AIM = 0.5, 0.7
 """Of the budget: the share is raised below LOW, and a cut aims at AIM."""
 CUT, RISE = 0.3, 1.25
 """The largest change by one judgement."""
+SETTLE = 4
+"""Iterations with prefill after a restart that do not count."""
 NOISE = 0.001
 """Of an iteration's time: the smallest spread that is assumed."""
 PAUSE, LONGEST_PAUSE = 24, 384
@@ -92,8 +94,7 @@ class SlowdownLimit:
             return
         self._starts[worker] = (step, began_ns)
         if known is None or step != known[0] + 1:
-            self._first = step  # the worker, and with it all training, was started again
-            self._lengths.clear()
+            self._restarted(step)  # the worker, and with it all training
             return
         lengths = self._lengths.setdefault(known[0], [])
         lengths.append(began_ns - known[1])
@@ -102,6 +103,15 @@ class SlowdownLimit:
             for old in [s for s in (*self._lengths, *self._filled) if s <= known[0]]:
                 self._lengths.pop(old, None)
                 self._filled.pop(old, None)
+
+    def _restarted(self, step: int) -> None:
+        """The first iterations are slow whatever prefill does, and the baseline is of other processes: a cut needs a
+        new one."""
+        self._first = step
+        self._lengths.clear()
+        if self._alone:
+            self._judged.clear()
+            self._skip, self._age = max(self._skip, SETTLE), self._recent + 1
 
     def _iterated(self, step: int, took_ns: int) -> None:
         if step == self._first:

@@ -60,6 +60,18 @@ def test_harmless_filling_uses_all_of_every_wait() -> None:
     assert not limit.num_overcommitted
 
 
+def test_slow_iterations_after_a_restart_cut_nothing() -> None:
+    limit = SlowdownLimit(0.005)
+    training = Training(limit, lambda share: 0.001 * share, noise=0.002)
+    for _ in range(5):
+        training.run(20)
+        training.step += 10  # training was started again at another step, with new processes
+        training.base = 1.05
+        training.run(5)
+        training.base = 1.0
+    assert limit.share == 1.0
+
+
 @pytest.mark.parametrize(("noise", "drift", "least"), [(0.005, 0.002, 0.9), (0.02, 0.0, 0.75), (0.02, 0.01, 0.65)])
 def test_noise_and_other_load_are_not_taken_for_slowdown(noise: float, drift: float, least: float) -> None:
     used, took = list[float](), list[float]()
