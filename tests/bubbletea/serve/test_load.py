@@ -103,6 +103,6 @@ def test_a_drain_finishes_admitted_requests_and_refuses_new_ones() -> None:
         service.server.drain()
         loader.join(60)
         assert not loader.is_alive()
-    assert set(found) <= {"right", "503", "connection"}, found
+    assert set(found) <= {"right", "429", "503", "connection"}, found  # 429: a busy host, before the drain
     assert found["right"] >= 4
     assert found.total() == 300
