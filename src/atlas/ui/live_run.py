@@ -63,8 +63,9 @@ class LiveRun:
             self._bump()
 
     def search(self, pause: Callable[[], None] = lambda: None) -> RunModel | None:
-        """Replace the first prediction of a job that does not run with that of `atlas simulate`; takes seconds. None
-        where there is none, or where the page was closed meanwhile. `pause` is called often, and may block."""
+        """Replace the first prediction of a job that does not run with that of `atlas simulate`. Takes seconds. Returns
+        None if there is no prediction, or if the page was closed in the meantime. `pause` is called often and may
+        block."""
 
         def progress(what: str, done: int, total: int) -> None:
             pause()

@@ -27,7 +27,7 @@ from atlas.runtime.checkpoint.calls import (
     pack,
     unpack,
 )
-from atlas.runtime.checkpoint.store import Chunk
+from atlas.runtime.checkpoint.store import BlobFile, Chunk
 from atlas.wan.transport.base import Handle, Key, PeerRoute
 from atlas.wan.transport.endpoint import Endpoint
 
@@ -139,28 +139,19 @@ class RemoteStore:
         return self.client.call(verb, store=self.store, name=name, **arguments)
 
 
-class RemoteFile(io.RawIOBase):
+class RemoteFile(BlobFile):
     """A blob of a remote store. Up to READ_AHEAD_BYTES are asked for before they are read: a long path stays full."""
 
     def __init__(self, store: RemoteStore, name: str, num_bytes: int) -> None:
-        self.store, self.blob, self.num_bytes = store, name, num_bytes
-        self._at = self._asked = 0
+        super().__init__(num_bytes)
+        self.store, self.blob = store, name
+        self._asked = 0
         self._ahead: deque[StoreCall] = deque()
         self._piece = memoryview(b"")
         """What is left of the piece that arrived last."""
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.num_bytes}[whence]
-        self._at = self._asked = base + offset
+        self._asked = super().seek(offset, whence)
         self._ahead.clear()
         self._piece = memoryview(b"")
         return self._at

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any, BinaryIO, cast
 
 from atlas.errors import AtlasError, MissingExtraError
-from atlas.runtime.checkpoint.store import Chunk, write_blob
+from atlas.runtime.checkpoint.store import BlobFile, Chunk, write_blob
 
 _URL = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?P<prefix>(/[^/]+)*)")
 PUT_BYTES, PUTS_AT_ONCE = 16 << 20, 4
@@ -95,7 +95,7 @@ class S3BlobStore:
             return sorted(map(str, self._api.list_with_delimiter(self._objects)["common_prefixes"]))
 
     def write_once(self, name: str, data: bytes) -> bytes:
-        """Put a blob if there is none; the content that is there now."""
+        """Put a blob unless there is one of this name. Returns the content that the store then has."""
         with _os_errors():
             with contextlib.suppress(self._api.exceptions.AlreadyExistsError):
                 self._api.put(self._objects, name, data, mode="create")
@@ -131,25 +131,12 @@ class ObjectWriter:
         self._file = None
 
 
-class ObjectReader(io.RawIOBase):
+class ObjectReader(BlobFile):
     """An object that is read by ranges; `readall` takes one request."""
 
     def __init__(self, store: S3BlobStore, name: str, num_bytes: int) -> None:
-        self.store, self.object, self.num_bytes = store, name, num_bytes
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.num_bytes}[whence]
-        return self._at
+        super().__init__(num_bytes)
+        self.store, self.object = store, name
 
     def readinto(self, buffer: Any) -> int:
         data = self._next(len(buffer))

@@ -7,6 +7,7 @@ Knows names and bytes, not what they mean. Failures are OSErrors; the caller dec
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import os
 from collections.abc import Iterable
@@ -50,6 +51,26 @@ class PlaceStore(BlobStore, Protocol):
     def create(self, name: str) -> BlobWriter:
         """A blob to be written piece by piece."""
         raise NotImplementedError
+
+
+class BlobFile(io.RawIOBase):
+    """A blob that is read from any position on; `readinto` is left to the kinds of stores."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes, self._at = num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.num_bytes}[whence]
+        return self._at
 
 
 def write_blob(writer: BlobWriter, chunks: Iterable[Chunk]) -> None:
