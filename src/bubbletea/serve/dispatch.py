@@ -361,6 +361,8 @@ class Dispatcher:
                 self.metrics.trouble()
 
     def _pass_time(self, now_ns: int) -> None:
+        if self.limit is not None:
+            self.planner.forecast.use(self.limit.share)
         self._follow(self.planner.advance(now_ns))
         if self.limit is not None:  # when overcommitted, admitted online requests are finished and offline ones wait
             is_due = any(run.request.kind == "online" for run in self._runs.values())

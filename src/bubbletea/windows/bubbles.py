@@ -199,6 +199,8 @@ class Forecast:
         self.pattern, self.anchor_ns, self.period_ns = pattern, anchor_ns, pattern.period_ns
         self.budget, self.slice_ns = budget, slice_ns
         self.learner = Learner(len(pattern.start_ns))
+        self.share = 1.0
+        """The first part of every window that may be used."""
         self.version = 0
         """Increases whenever windows change."""
 
@@ -209,11 +211,19 @@ class Forecast:
         return min(MAX_RISK, self.budget * self.period_ns / (windows * self.slice_ns))
 
     def spans(self) -> tuple[Ints, Ints]:
-        """Start and end of every window of the Pattern, corrected; a window shorter than its margins has length 0."""
+        """Start of every window of the Pattern, corrected, and end of the part that may be used; a window shorter than
+        its margins has length 0."""
         late, early = self.learner.margins(self.risk)
         start = self.pattern.start_ns + late + SWITCH_NS // 2
         end = self.pattern.end_ns + early - SWITCH_NS // 2
-        return start, np.maximum(start, np.minimum(end, self.period_ns))
+        length = np.maximum(0, np.minimum(end, self.period_ns) - start)
+        return start, start + (self.share * length).astype(np.int64)
+
+    def use(self, share: float) -> None:
+        """Only the first part of every window may be used from now on."""
+        if share != self.share:
+            self.share = share
+            self.version += 1
 
     def observe(self, start_ns: int, first_ns: Ints, last_ns: Ints) -> bool:
         """One observed period: its start, and when its windows opened and closed (absolute times in the Pattern's

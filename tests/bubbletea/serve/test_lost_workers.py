@@ -23,7 +23,8 @@ from bubbletea.serve.assemble import assemble
 from bubbletea.serve.auth import Keys
 from bubbletea.serve.connections import ConnectedWorker, WorkerConnections
 from bubbletea.serve.dispatch import Dispatcher
-from bubbletea.serve.prefills import HandedBack, Prefilled, Prompt
+from bubbletea.serve.prefills import HandedBack, Prefilled, Prompt, Refused
+from bubbletea.serve.slowdown_limit import SlowdownLimit
 from bubbletea.serve.worker_windows import alone
 
 NUM_WORKERS, ARENA_BYTES = 3, 64 << 20
@@ -58,6 +59,9 @@ class Workers:
         assert self.members[member.worker] is member
         self.held[member][task.job, task.attempt] = task
 
+    def share(self, share: float) -> None:
+        """The share of every wait is not followed here."""
+
     def cancel(self, member: ConnectedWorker, job: int, attempt: int) -> None:
         if member in self.held:
             self.held[member].pop((job, attempt), None)
@@ -82,12 +86,12 @@ class Workers:
 class Played:
     """A dispatcher on such workers, inside an event loop; its clock is ticked by hand."""
 
-    def __init__(self, lane_s: float = 60.0) -> None:
+    def __init__(self, lane_s: float = 60.0, limit: SlowdownLimit | None = None) -> None:
         windows = replace(alone(NUM_WORKERS, ARENA_BYTES, 0.2), layer=LAYER)
         parts = assemble(replace(TINY, split=1, arena_bytes=ARENA_BYTES), windows, Keys.open_to_all())
         self.workers, old = Workers(), parts.dispatcher
         connections, metrics = cast(WorkerConnections, self.workers), old.metrics
-        self.dispatcher = Dispatcher(connections, old.planner, old.store, old.prefixes, metrics, 30.0, lane_s)
+        self.dispatcher = Dispatcher(connections, old.planner, old.store, old.prefixes, metrics, 30.0, lane_s, limit)
         self.planner, self.tasks = old.planner, list[asyncio.Task[Prefilled]]()
 
     async def ask(self, length: int, *, offline: bool = False) -> None:
@@ -192,6 +196,26 @@ def test_repeated_loss_of_all_workers_does_not_fail_a_request(offline: bool) -> 
         assert isinstance((await played.finish_all())[0], Prefilled)
 
     play(story)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.2])
+def test_what_is_admitted_fits_the_share_of_the_waits_that_prefill_may_use(share: float) -> None:
+    async def whole() -> None:
+        limit = SlowdownLimit(0.005)
+        played = Played(limit=limit)
+        played.planner.costs = replace(played.planner.costs, layer=LayerTime(3e7, 0.0, 0.0, 0.0))
+        played.workers.join(0)
+        limit.share = share
+        await played.tick()
+        took_ns = 3e7 * TINY.served.config.num_layers
+        for _ in range(int(2 * 60 * SECOND / took_ns)):
+            await played.ask(100)  # due in 60 s
+        admitted = sum(not task.done() for task in played.tasks)
+        assert 0.6 < admitted * took_ns / (share * 60 * SECOND) <= 1
+        answers = await played.finish_all()
+        assert sum(isinstance(one, Refused) for one in answers) == len(answers) - admitted
+
+    asyncio.run(whole())
 
 
 @pytest.mark.parametrize("offline", [False, True])
