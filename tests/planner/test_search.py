@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,23 +44,33 @@ def test_ours_is_as_good_as_simulating_everything(seed: int, minimise: str) -> N
     assert ours.num_simulated <= SIMULATIONS
 
 
-def test_more_nodes_are_never_worse() -> None:
+def three(nodes: int) -> Job:
+    """Of 1,365 candidates with 8 nodes many have a lower floor than the best one, and none of these comes near it."""
+    dcs = [
+        {"name": f"d{i}", "nodes": n, "gpus_per_node": 1, "gpu": "A100-80", "net_gbps": gbps}
+        for i, (n, gbps) in enumerate([(nodes, 50.0), (8, 100.0), (8, 50.0)])
+    ]
+    model = {"layers": 16, "hidden": 4096, "heads": 16, "vocab": 32_000, "seq_len": 2048}
+    cluster = {"datacenters": dcs, "wan": {"latency_ms": 1.0, "pair_gbps": 8.0, "trunk_gbps": 20.0}}
+    return job_of(model=model, cluster=cluster, num_microbatches=4, pp=4, pipelines_per_cell=3, recompute=False)
+
+
+def two(nodes: int) -> Job:
     """With 12 nodes the best plan is a tenth slower than another under the plain order, and a tenth faster under its
     searched one."""
+    dcs = [
+        {"name": f"d{i}", "nodes": n, "gpus_per_node": 1, "gpu": "A100-80", "net_gbps": gbps}
+        for i, (n, gbps) in enumerate([(nodes, 400.0), (8, 100.0)])
+    ]
+    model = {"layers": 16, "hidden": 2048, "heads": 16, "vocab": 32_000, "seq_len": 4096}
+    cluster = {"datacenters": dcs, "wan": {"latency_ms": 20.0, "pair_gbps": 50.0}}
+    return job_of(model=model, cluster=cluster, num_microbatches=16, pipelines_per_cell=1, recompute=False)
 
-    def seconds(nodes: int) -> float:
-        dcs = [
-            {"name": f"d{i}", "nodes": n, "gpus_per_node": 1, "gpu": "A100-80", "net_gbps": gbps}
-            for i, (n, gbps) in enumerate([(nodes, 400.0), (8, 100.0)])
-        ]
-        model = {"layers": 16, "hidden": 2048, "heads": 16, "vocab": 32_000, "seq_len": 4096}
-        cluster = {"datacenters": dcs, "wan": {"latency_ms": 20.0, "pair_gbps": 50.0}}
-        job = job_of(model=model, cluster=cluster, num_microbatches=16, pipelines_per_cell=1, recompute=False)
-        return make_plan(job, global_batch=64).iteration_s
 
-    few, more, most = (seconds(nodes) for nodes in (8, 10, 12))
-    assert more <= 1.001 * few
-    assert most <= 1.001 * min(few, more)
+@pytest.mark.parametrize(("with_nodes", "counts"), [(two, (8, 10, 12)), (three, (5, 8))])
+def test_more_nodes_are_never_worse(with_nodes: Callable[[int], Job], counts: tuple[int, ...]) -> None:
+    seconds = [make_plan(with_nodes(nodes), global_batch=64).iteration_s for nodes in counts]
+    assert all(more <= 1.001 * min(seconds[: k + 1]) for k, more in enumerate(seconds))
 
 
 @pytest.mark.parametrize("seed", range(20, 28))

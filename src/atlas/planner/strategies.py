@@ -10,9 +10,11 @@ of the kind, with searched orders; then neighbours of the leaders and
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import pairwise
+from statistics import median
 
 import numpy as np
 
@@ -111,12 +113,11 @@ def _best_when_screened(search: Search, entries: list[EstimatedCandidate]) -> No
 
 
 def _best_of_each_kind(search: Search, entries: list[EstimatedCandidate]) -> None:
-    """The kinds in turn, each by estimate and by promise in turn, as long as a floor is lower than the best. Floors
-    alone would not do: candidates with a low floor and a bad estimate can be so many that a good one is not reached."""
+    """The kinds in turn, as long as a floor is lower than the best of the kind."""
     kinds: dict[str, list[EstimatedCandidate]] = {}
     for entry in entries:
         kinds.setdefault(kind_of(entry.candidate), []).append(entry)
-    queues = [iter(_in_turn(found, search.priority)) for found in kinds.values()]
+    queues = [_Queue(found, search) for found in kinds.values()]
     seen: set[tuple[object, ...]] = set()
     last = MOST if search.tries else SIMULATIONS - NEIGHBOURS
     while queues and not search.is_spent and search.num_simulated < last:
@@ -124,16 +125,45 @@ def _best_of_each_kind(search: Search, entries: list[EstimatedCandidate]) -> Non
             new = next((e for e in queue if _is_new(search, e, seen)), None)
             if new is None:
                 queues.remove(queue)
-            else:
-                search.simulate(new.candidate)
+            elif (judged := search.simulate(new.candidate)) is not None:
+                queue.learn(new, search.score(judged))
 
 
-def _in_turn(
-    entries: list[EstimatedCandidate], promise: Callable[[EstimatedCandidate], float]
-) -> Iterator[EstimatedCandidate]:
-    """By estimate and by promise, alternately."""
-    for pair in zip(sorted(entries, key=lambda e: e.score), sorted(entries, key=promise), strict=True):
-        yield from pair
+class _Queue:
+    """Candidates of one kind, alternately the best by estimate and the best by promise. Promise is the floor times how
+    far simulated candidates of the same class were above theirs. Floors alone would not do: candidates with a low floor
+    that none of them comes close to can be so many that a good one is not reached."""
+
+    def __init__(self, entries: list[EstimatedCandidate], search: Search) -> None:
+        self._by_estimate = iter(sorted(entries, key=lambda e: e.score))
+        self._classes: dict[tuple[int, int], deque[EstimatedCandidate]] = {}
+        for entry in sorted(entries, key=search.priority):
+            self._classes.setdefault(_class_of(entry), deque()).append(entry)
+        self._above: dict[tuple[int, int], list[float]] = {name: [] for name in self._classes}
+        self._priority, self._is_estimate_next = search.priority, True
+
+    def learn(self, entry: EstimatedCandidate, score: float) -> None:
+        self._above[_class_of(entry)].append(score / self._priority(entry))
+
+    def __iter__(self) -> Iterator[EstimatedCandidate]:
+        return self
+
+    def __next__(self) -> EstimatedCandidate:
+        self._is_estimate_next = not self._is_estimate_next
+        if not self._is_estimate_next:
+            return next(self._by_estimate)
+        waiting = {name: found[0] for name, found in self._classes.items() if found}
+        if not waiting:
+            raise StopIteration
+        return self._classes[min(waiting, key=lambda name: self._promise(name, waiting[name]))].popleft()
+
+    def _promise(self, name: tuple[int, int], entry: EstimatedCandidate) -> float:
+        above = self._above[name]
+        return self._priority(entry) * (median(above) if above else 1.0)
+
+
+def _class_of(entry: EstimatedCandidate) -> tuple[int, int]:
+    return entry.candidate.tp, entry.candidate.microbatch
 
 
 def _is_new(search: Search, entry: EstimatedCandidate, seen: set[tuple[object, ...]]) -> bool:
