@@ -1,9 +1,8 @@
 """The ways to look for a plan, by name. Each gives candidates to a Search, which simulates and ranks
 them and keeps all results, so that an interrupted search still has the best so far.
 
-ours         estimates every candidate and its floor; of each kind, simulates those whose floor is lower than the best
-of the kind, with searched orders; then neighbours of the leaders and
-                 some along the Pareto front
+    ours         estimates every candidate and its floor; of each kind, simulates those whose floor is lower than the
+                 best of the kind, with searched orders; then neighbours of the leaders and some along the Pareto front
     algorithm1   the paper's: degrees as the job has them, largest datacenters first, one loop over the cells
     exhaustive   every candidate simulated: the reference, for small clusters
 """

@@ -45,6 +45,8 @@ UNKNOWN_S = 1.0
 MAX_FAILURES = 4
 LANE_S = 60.0
 """An admitted prefill that has waited this long for a lane is handed back."""
+OWED_NS = 60 * SECOND
+"""An online request may use the share of waits that it was admitted with for this long."""
 RESTART_NS = 5 * SECOND
 """Losses within this time count as one failure: a restart of training ends all its workers, one after the other."""
 
@@ -73,6 +75,8 @@ class _PrefillRun:
     num_failures: int = 0
     lost_ns: int = -RESTART_NS
     """The last loss of its workers that counted as a failure."""
+    share: float = 0.0
+    """Of every wait: what admission counted on for an online request."""
 
 
 class Dispatcher:
@@ -146,7 +150,7 @@ class Dispatcher:
         parcel = self.store.reserve(ticket, len(prompt.tokens), room, prompt.tenant, at_workers=prompt.hands_off)
         assert parcel is not None, "there was room a moment ago"
         run = _PrefillRun(next(self._jobs), prompt, request, parcel, asyncio.get_running_loop().create_future(), now_ns)
-        run.since_ns = now_ns
+        run.since_ns, run.share = now_ns, self.planner.forecast.share if prompt.kind == "online" else 0.0
         self._runs[run.job] = self._by_request[ticket] = run
         try:
             if found is not None:
@@ -367,6 +371,8 @@ class Dispatcher:
         if self.limit is not None:  # when overcommitted, admitted online requests are finished and offline ones wait
             is_due = any(run.request.kind == "online" for run in self._runs.values())
             self._paused = self.limit.overcommitted and not is_due
+            recent = (run.share for run in self._runs.values() if now_ns < run.admitted_ns + OWED_NS)
+            self.limit.owe(max(recent, default=0.0))
             self.connections.share(0.0 if self._paused else self.limit.allowed)
         urgent: dict[tuple[ConnectedWorker, ...], _PrefillRun] = {}
         for run in self._runs.values():

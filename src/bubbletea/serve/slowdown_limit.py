@@ -5,7 +5,9 @@ The baseline is the iterations without prefill: those in which no worker prefill
 requests, and those of a probe: before a share is cut, the baseline is measured again unless it is recent, because other
 load on the host makes iterations longer too. A share is judged by the iterations that used it. If even the smallest
 share exceeds the limit, the host is overcommitted: new requests are refused for a while, and then prefill is tried
-again. Knows steps and times; not devices, not requests.
+again. A cut applies to requests admitted after it: those admitted before get the share that admission counted on
+(`owe`), or they would miss their deadlines; iterations that used more than the share are not judged. Knows steps and
+times; not devices, not requests.
 """
 
 from __future__ import annotations
@@ -70,11 +72,18 @@ class SlowdownLimit:
         """Iterations of the probe so far; None outside a probe."""
         self._was_filled = False
         """The iteration before."""
+        self._owed = 0.0
 
     @property
     def allowed(self) -> float:
         """The share of each wait that may be used now: none during a probe."""
-        return self.share if self._probed is None else 0.0
+        return max(self.share, self._owed) if self._probed is None else 0.0
+
+    def owe(self, share: float) -> None:
+        """The largest share that open online requests were admitted with."""
+        self._owed = share
+        if share > self.share:
+            self._skip = max(self._skip, 1)
 
     @property
     def iteration_s(self) -> float:

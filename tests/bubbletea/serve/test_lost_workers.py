@@ -42,6 +42,8 @@ class Workers:
         self.members: dict[int, ConnectedWorker] = {}
         self.held: dict[ConnectedWorker, dict[tuple[int, int], PrefillTask]] = {}
         """By worker: the tasks it has, by job and attempt."""
+        self.allowed = 1.0
+        """The share of every wait that the workers may use."""
 
     def join(self, worker: int) -> None:
         transport = (f"w{worker}", "127.0.0.1", 1)
@@ -60,7 +62,7 @@ class Workers:
         self.held[member][task.job, task.attempt] = task
 
     def share(self, share: float) -> None:
-        """The share of every wait is not followed here."""
+        self.allowed = share
 
     def cancel(self, member: ConnectedWorker, job: int, attempt: int) -> None:
         if member in self.held:
@@ -214,6 +216,28 @@ def test_what_is_admitted_fits_the_share_of_the_waits_that_prefill_may_use(share
         assert 0.6 < admitted * took_ns / (share * 60 * SECOND) <= 1
         answers = await played.finish_all()
         assert sum(isinstance(one, Refused) for one in answers) == len(answers) - admitted
+
+    asyncio.run(whole())
+
+
+def test_a_cut_of_the_share_applies_to_requests_admitted_after_it() -> None:
+    async def whole() -> None:
+        limit = SlowdownLimit(0.005)
+        played = Played(limit=limit)
+        played.workers.join(0)
+        await played.tick()
+        await played.ask(100)
+        limit.share = 0.2
+        await played.tick()
+        assert played.workers.allowed == 1.0, "what was admitted before is due as planned"
+        await played.finish_all()
+        await played.ask(100)
+        await played.tick()
+        assert played.workers.allowed == 0.2
+        await played.tick(later_s=61)
+        limit.share = 0.15
+        await played.tick(later_s=61)
+        assert played.workers.allowed == 0.15, "nor for longer than a minute"
 
     asyncio.run(whole())
 

@@ -154,3 +154,20 @@ def test_a_restart_of_training_is_not_counted_as_a_long_iteration() -> None:
     training.run(50)
     assert limit.share == 1.0
     assert limit.iteration_s == pytest.approx(1.0)
+
+
+def test_iterations_that_finish_earlier_requests_are_not_judged() -> None:
+    limit = SlowdownLimit(0.005)
+    training = Training(limit, lambda share: 0.02 * share, noise=0.001)
+    training.run(13)
+    cut = limit.share
+    assert cut < 0.5
+    for _ in range(40):
+        limit.owe(1.0)  # requests admitted before the cut
+        assert limit.allowed == 1.0
+        training.run(1)
+    assert limit.share == cut
+    limit.owe(0.0)
+    training.run(400)
+    settled = training.took[153:]
+    assert sum(settled) / len(settled) < 0.005
