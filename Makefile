@@ -25,7 +25,7 @@ check: .venv/dev
 	$(BIN)/mypy
 
 bench: .venv/dev
-	$(BIN)/python bench/run.py --out out/bench.jsonl
+	$(BIN)/python bench/run.py --out out/bench.jsonl --resume
 
 bench-quick: .venv/dev
 	$(BIN)/python bench/run.py --quick --out out/bench-quick.jsonl

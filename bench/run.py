@@ -1,11 +1,14 @@
 """Run every bench, one after another, and print one table: what `make bench` and `make bench-quick` call.
 
-    python bench/run.py [--quick] [--only NAME ...] [--out FILE]
+    python bench/run.py [--quick] [--only NAME ...] [--out FILE] [--resume]
     python bench/run.py --list
 
 A bench prints one JSON line per figure (bench/common/report.py). This script collects the lines, shows which bars were
 missed and what could not be measured here, and checks that every line named in docs/claims.md was printed. The exit
 status is 1 if a bar was missed, a bench crashed or a claim has no line.
+
+All benches together take about seven hours on two cores. FILE gets the lines of each bench as it ends, so an
+interrupted run continues with --resume: it skips the benches that FILE has results of, from the same commit.
 """
 
 from __future__ import annotations
@@ -179,6 +182,27 @@ def without_line(claims: list[Claim], outcomes: list[Outcome]) -> list[Claim]:
     return [c for c in claims if c.bench in printed and not any(c.line in name for name in printed[c.bench])]
 
 
+class ResultFile:
+    """The results of benches as JSON lines: those of the file, if it is to be continued, and those added."""
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        self.path, self.known = path, dict[str, Outcome]()
+        git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+        self.commit = git.stdout.strip() or "unknown"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            path.write_text("")
+        for line in path.read_text().splitlines() if path.exists() else []:
+            row = json.loads(line)
+            if row.get("commit") == self.commit and "status" in row:
+                self.known[row["bench"]] = Outcome(row["bench"], row["status"], row["seconds"], row["lines"])
+
+    def add(self, one: Outcome) -> None:
+        row = {"bench": one.name, "commit": self.commit, "status": one.status, "seconds": one.seconds}
+        with self.path.open("a") as file:
+            file.write(json.dumps(row | {"lines": one.lines}) + "\n")
+
+
 def list_benches() -> None:
     """One line per bench: the time of its quick form, and the first sentence of its docstring."""
     for name, bench in BENCHES.items():
@@ -194,10 +218,14 @@ def quick_order() -> list[str]:
     return sorted(names, key=lambda name: (name not in README, BENCHES[name].quick_s))
 
 
-def run_all(names: list[str], quick: bool, budget_s: float) -> list[Outcome]:
+def run_all(names: list[str], quick: bool, budget_s: float, out: ResultFile | None = None) -> list[Outcome]:
     """Run benches in order. A bench that would end after the budget is left out, and named."""
     began, outcomes, left_out = time.monotonic(), list[Outcome](), list[str]()
     for number, name in enumerate(names, 1):
+        if out is not None and name in out.known:
+            print(f"[{number}/{len(names)}] bench/{name}.py: its results are in {out.path}")
+            outcomes.append(out.known[name])
+            continue
         bench = BENCHES[name]
         if quick and time.monotonic() - began + bench.quick_s > budget_s:
             left_out.append(name)
@@ -205,6 +233,8 @@ def run_all(names: list[str], quick: bool, budget_s: float) -> list[Outcome]:
         arguments = (bench.quick or ()) if quick else ()
         print(f"[{number}/{len(names)}] bench/{name}.py {' '.join(arguments)}", flush=True)
         outcomes.append(run(name, arguments, max(1.0, bench.quick_s / 20) if quick else bench.minutes))
+        if out is not None:
+            out.add(outcomes[-1])
     table(outcomes)
     if left_out:
         print(f"left out, no time within {budget_s / 60:.0f} minutes: {', '.join(left_out)}")
@@ -215,18 +245,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="run the short forms, for at most 15 minutes")
     parser.add_argument("--only", nargs="+", choices=tuple(BENCHES), help="run only these benches")
-    parser.add_argument("--out", type=Path, help="write every line to FILE, as JSON lines")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write results to FILE as benches end, as JSON lines")
+    parser.add_argument("--resume", action="store_true", help="skip benches that FILE has results of, from this commit")
     parser.add_argument("--list", action="store_true", help="list the benches and exit")
     args = parser.parse_args()
     if args.list:
         list_benches()
         return 0
+    if args.resume and args.out is None:
+        parser.error("--resume needs --out: the file that has the results so far")
     names = args.only or (quick_order() if args.quick else list(BENCHES))
-    outcomes = run_all(names, args.quick, float("inf") if args.only else QUICK_S)
-    if args.out is not None:
-        rows = [{"bench": one.name, **line} for one in outcomes for line in one.lines]
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = None if args.out is None else ResultFile(args.out, args.resume)
+    outcomes = run_all(names, args.quick, float("inf") if args.only else QUICK_S, out)
     silent = [] if args.quick else without_line(read_claims(ROOT / "docs" / "claims.md"), outcomes)
     for claim in silent:
         print(f"docs/claims.md: bench/{claim.bench}.py printed no line {claim.line!r}")

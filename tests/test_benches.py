@@ -14,7 +14,7 @@ sys.path.insert(0, str(BENCH))
 
 from common.claims import read_claims  # noqa: E402
 from common.report import MISSED, NOT_MEASURED, OK, Report, not_measured  # noqa: E402
-from run import BENCHES, QUICK_S, README, Outcome, quick_order, run, run_all, without_line  # noqa: E402
+from run import BENCHES, QUICK_S, README, Outcome, ResultFile, quick_order, run, run_all, without_line  # noqa: E402
 
 SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem != "run")
 
@@ -39,6 +39,17 @@ def test_the_figures_of_the_readme_fit_into_the_quick_run() -> None:
 def test_a_bench_that_would_end_after_the_budget_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_all(["wan", "testbed"], quick=True, budget_s=1.0) == []
     assert "left out" in capsys.readouterr().out
+
+
+def test_an_interrupted_run_continues_with_the_next_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = ResultFile(tmp_path / "bench.jsonl", resume=True)
+    kept.add(Outcome("wan", 0, 60.0, [{"name": "a line", "ok": True}]))
+    again = ResultFile(tmp_path / "bench.jsonl", resume=True)
+    (outcome,) = run_all(["wan"], quick=False, budget_s=0.0, out=again)
+    assert outcome == Outcome("wan", 0, 60.0, [{"name": "a line", "ok": True}])
+    assert "bench/wan.py: its results are in" in capsys.readouterr().out
+    other = ResultFile(tmp_path / "bench.jsonl", resume=False)
+    assert not other.known, "a new run starts with an empty file"
 
 
 def test_every_claim_names_a_bench() -> None:
