@@ -71,7 +71,7 @@ def test_a_cut_is_survived_whichever_side_notices_it(pair: tuple[Endpoint, Endpo
         if i % 10 == 5:
             a.channel(HIDDEN).cut()
         if i % 10 == 9:
-            for stream in list(b._inbound[OPEN, 0]):
+            for stream in b._inbound.of((OPEN, 0)):
                 stream.abort()
     for handle in (*received, *sent):
         handle.wait(20)

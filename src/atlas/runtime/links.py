@@ -105,17 +105,20 @@ class WorkerLinks:
                 self.main.dial_for(peer, lane, (host, port))
             else:
                 self._relays[end].dial_for({peer: (host, port)})
-        main, channels, opened = self.main, [], []
+        main = self.main
+        opened: dict[tuple[str, int], Address | None] = {}
         relayed: dict[str, dict[str, Address | None]] = {}
         for end, peer, lane, host, port in places:
             address = None if host is None else (host, port)
             if end == MAIN and address is not None and self._is_direct(peer, lane, address):
                 continue
             if end == MAIN:
-                channels.append(main.open(peer, lane, address, light=lane == CONTROL))
-                opened.append((peer, lane))
+                opened[peer, lane] = address
             else:
                 relayed.setdefault(end, {})[peer] = address
+        kinds = [main.kind_of(peer, light=lane == CONTROL) for peer, lane in opened]
+        main.expect([*kinds, *(kind for end, peers in relayed.items() for kind in self._relays[end].kinds(peers))])
+        channels = [main.open(*place, address, light=place[1] == CONTROL) for place, address in opened.items()]
         try:
             main.warm_up(channels, CONNECT_S)
             for end, peers in relayed.items():
@@ -124,7 +127,8 @@ class WorkerLinks:
             raise WorkerError(f"{error}. `atlas wan check` in every datacenter shows who reaches whom") from None
         sent = [
             main.send(Key(peer, lane, WARM_UP), b"0", what=f"{self.role.name} warms up the connection to {peer}")
-            for peer, lane in opened
+            for (peer, lane), channel in zip(opened, channels, strict=True)
+            if not channel.is_lazy
         ]
         for handle in sent:
             handle.wait(self.patience_s)

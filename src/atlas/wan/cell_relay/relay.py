@@ -23,6 +23,7 @@ from atlas.wan.transport.base import ZERO_TAG, Address, Buffer, Handle, Key, Tag
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.inbox import Inbox, MessageRefusedError
 from atlas.wan.transport.outbox import Outbox
+from atlas.wan.transport.stream_budget import ChannelKind
 from atlas.wan.transport.wire import FrameHeader, FrameKind
 
 SLICE_BYTES, FIRST_SLICE_BYTES, LAST_SLICE_BYTES = 128 * 1024, 64 * 1024, 32 * 1024
@@ -76,6 +77,12 @@ class Cell(Transport):
             theirs = [lane for lane in self._lanes if name in self.pairs or lane not in self._sends] or self._lanes
             for lane in (self._note_lane, *(self._slice_lane + lane for lane in theirs)):
                 self.endpoint.dial_for(name, lane, address)
+
+    def kinds(self, peers: Iterable[str]) -> list[ChannelKind]:
+        """Of the channels that `connect` opens."""
+        lanes = {name: self._lanes if name in self.pairs else self._sends for name in peers}
+        kinds = [kind for name in lanes for kind in [self.endpoint.kind_of(name)] * len(lanes[name])]
+        return [*kinds, *[ChannelKind.LIGHT] * len(lanes)]
 
     def connect(self, peers: Mapping[str, Address | None], timeout_s: float = 30.0) -> None:
         """Connects to the other nodes of the cell and to the counterpart on the other side of the WAN. None in place of

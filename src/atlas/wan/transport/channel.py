@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.wan.congestion.warm_up import MAX_PIECE_BYTES
@@ -22,6 +23,7 @@ from atlas.wan.security.credentials import Security, datacenter_of
 from atlas.wan.transport.base import Address
 from atlas.wan.transport.channel_tuner import ChannelTuner
 from atlas.wan.transport.handshake import RefusedError, dial
+from atlas.wan.transport.message import Chunk
 from atlas.wan.transport.outbox import Outbox
 from atlas.wan.transport.settings import TransportSettings
 from atlas.wan.transport.stream import SocketStream, broken
@@ -57,6 +59,9 @@ WARM_ZEROS = memoryview(bytes(MAX_PIECE_BYTES))
 class Channel:
     """Connects from the start. `warm` returns when the path is warmed up; `close` ends it."""
 
+    is_lazy = False
+    """Whether it connects only when something is sent."""
+
     def __init__(
         self,
         mine: Greeting,
@@ -86,10 +91,14 @@ class Channel:
         self._down_since = time.monotonic()
         self._closing = threading.Event()
         self._connected = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(slot,), daemon=True) for slot in self._slots]
-        for slot, thread in zip(self._slots, self._threads, strict=True):
-            thread.name = f"atlas wan {self.name} {slot.index}"
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        self._start()
+
+    def _start(self) -> None:
+        for slot in self._slots:
+            name = f"atlas wan {self.name} {slot.index}"
+            self._threads.append(threading.Thread(target=self._run, args=(slot,), daemon=True, name=name))
+            self._threads[-1].start()
 
     # ---- called by the endpoint --------------------------------------------------------------------------------
     def warm(self, deadline: float) -> None:
@@ -171,15 +180,18 @@ class Channel:
         self.outbox.close()
         for slot in self._slots:
             slot.dialled.put(None)
-        deadline = time.monotonic() + CLOSE_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        self._join(CLOSE_S)
         self.cut()
-        for thread in self._threads:
-            thread.join(self.settings.handshake_s + CLOSE_S)
+        self._join(self.settings.handshake_s + CLOSE_S)
         if not delivered:
             self.outbox.fail(WorkerError(f"{self.name}: closed before it was delivered"))
         return delivered
+
+    def _join(self, timeout_s: float) -> None:
+        """Waits until the streams have ended."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     # ---- threads of a stream -----------------------------------------------------------------------------------
     def _run(self, slot: StreamSlot) -> None:
@@ -247,11 +259,7 @@ class Channel:
 
     def _serve(self, slot: StreamSlot, stream: SocketStream) -> bool:
         """Runs until the stream ends. Returns whether it got any answer."""
-        slot.begin(stream)
-        stream.on_tick = lambda: self._check_silence(slot)
-        self.tuner.rotation.join(slot)
-        self.tuner.retune()
-        self._connected.set()
+        self._join_slot(slot, stream)
         reader = threading.Thread(target=self._read, args=(slot, stream), daemon=True, name=f"{self.name} records")
         reader.start()
         try:
@@ -263,6 +271,14 @@ class Channel:
             reader.join()
             self._leave(slot, stream)
         return slot.num_answers > 0
+
+    def _join_slot(self, slot: StreamSlot, stream: SocketStream) -> None:
+        """The stream is connected."""
+        slot.begin(stream)
+        stream.on_tick = lambda: self._check_silence(slot)
+        self.tuner.rotation.join(slot)
+        self.tuner.retune()
+        self._connected.set()
 
     def _leave(self, slot: StreamSlot, stream: SocketStream) -> None:
         """The stream has ended: what it carried is sent again on another."""
@@ -276,7 +292,7 @@ class Channel:
         stream.close()
 
     def _write(self, slot: StreamSlot, stream: SocketStream) -> None:
-        outbox, lane, epoch, heartbeat_s = self.outbox, self.mine.lane, self.mine.epoch, self.settings.heartbeat_s
+        outbox, heartbeat_s = self.outbox, self.settings.heartbeat_s
         last_write = 0.0
         while not stream.aborted:
             now = time.monotonic()
@@ -284,7 +300,7 @@ class Channel:
             if warm_up is not None and not warm_up.over and place < outbox.num_streams:
                 if num_bytes := warm_up.await_turn(place, WARM_POLL_S, now):
                     slot.sent(now, num_bytes)
-                    header = FrameHeader(FrameKind.WARM, lane, epoch, time.monotonic_ns(), 0, 0, num_bytes)
+                    header = self._header(FrameKind.WARM, time.monotonic_ns(), 0, 0, num_bytes)
                     stream.write(pack_header(header), WARM_ZEROS[:num_bytes])
                 continue
             if outbox.inflight is not None:
@@ -295,21 +311,33 @@ class Channel:
             if chunk is None and not outbox.is_empty and (chunk := self.tuner.steal(stream)) is not None:
                 self._count(Faults(num_hedged=1))
             if chunk is not None:
-                slot.sent(time.monotonic())
-                stream.write(pack_header(FrameHeader(FrameKind.CHUNK, lane, epoch, *chunk.fields)), chunk.payload)
-                outbox.count_from(chunk.message.number, chunk.offset, time.monotonic())
+                self._write_chunk(slot, stream, chunk)
                 last_write = now
             elif self._closing.is_set() and (outbox.is_empty or outbox.failure is not None):
-                stream.write(pack_header(FrameHeader(FrameKind.BYE, lane, epoch)))
+                self._write_end(stream)
                 return
             elif now - last_write >= (
                 silence_s := self.tuner.rotation.silence_s(slot, outbox.num_streams, heartbeat_s)
             ):
                 if not silence_s:
                     stream.wake()
-                slot.sent(now)
-                stream.write(pack_header(FrameHeader(FrameKind.PING, lane, epoch, time.monotonic_ns())))
+                self._write_ping(slot, stream)
                 last_write = now
+
+    def _header(self, kind: FrameKind, *fields: Any) -> FrameHeader:
+        return FrameHeader(kind, self.mine.lane, self.mine.epoch, *fields)
+
+    def _write_chunk(self, slot: StreamSlot, stream: SocketStream, chunk: Chunk) -> None:
+        slot.sent(time.monotonic())
+        stream.write(pack_header(self._header(FrameKind.CHUNK, *chunk.fields)), chunk.payload)
+        self.outbox.count_from(chunk.message.number, chunk.offset, time.monotonic())
+
+    def _write_ping(self, slot: StreamSlot, stream: SocketStream) -> None:
+        slot.sent(time.monotonic())
+        stream.write(pack_header(self._header(FrameKind.PING, time.monotonic_ns())))
+
+    def _write_end(self, stream: SocketStream) -> None:
+        stream.write(pack_header(self._header(FrameKind.BYE)))
 
     def _check_silence(self, slot: StreamSlot) -> None:
         stall_s = max(self.settings.stall_s, STALL_TRIPS * self.tuner.rtt_s)
@@ -319,15 +347,23 @@ class Channel:
     def _read(self, slot: StreamSlot, stream: SocketStream) -> None:
         """Reads the peer's records until the stream ends."""
         try:
-            while True:
-                record = unpack_record(stream.read_head(RECORD_BYTES))
-                if record.epoch != self.mine.epoch or record.lane != self.mine.lane:
-                    raise WorkerError(f"a record of epoch {record.epoch}, lane {record.lane} is not for us")
-                self._handle(slot, stream, record)
-        except (OSError, WorkerError) as error:
-            self._log(error)
+            while self._read_record(slot, stream):
+                pass
         finally:
             stream.abort()
+
+    def _read_record(self, slot: StreamSlot, stream: SocketStream) -> bool:
+        """False if the stream has ended."""
+        try:
+            record = unpack_record(stream.read_head(RECORD_BYTES))
+            if record.epoch != self.mine.epoch or record.lane != self.mine.lane:
+                raise WorkerError(f"a record of epoch {record.epoch}, lane {record.lane} is not for us")
+            self._handle(slot, stream, record)
+        except (OSError, WorkerError) as error:
+            self._log(error)
+            stream.abort()
+            return False
+        return True
 
     def _handle(self, slot: StreamSlot, stream: SocketStream, record: ControlRecord) -> None:
         now = time.monotonic()

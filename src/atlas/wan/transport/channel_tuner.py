@@ -18,6 +18,7 @@ from atlas.wan.transport.outbox import Outbox
 from atlas.wan.transport.settings import TransportSettings
 from atlas.wan.transport.stream import SocketStream, TcpFacts
 from atlas.wan.transport.stream_slot import StreamSlot
+from atlas.wan.transport.wire import MAX_CHUNK_BYTES
 
 CONFIRMED = 0.85
 """A later warm-up replaces the rate of an earlier one if it finds at least this share of it; else the host was busy."""
@@ -49,6 +50,7 @@ class ChannelTuner:
         self.rotation = StreamRotation[StreamSlot](time.monotonic())
         self.warm_up: WarmUp | None = None
         self.choice: Choice | None = None
+        self.max_chunk_bytes = MAX_CHUNK_BYTES
         self._losses = LossWatch()
         self._tuned_bytes = 0
 
@@ -111,7 +113,8 @@ class ChannelTuner:
         if self.settings.num_streams is not None:
             choice = choice.with_streams(self.settings.num_streams)
         self.choice = choice
-        self.outbox.tune(choice.chunk_bytes, choice.num_streams, choice.least_chunk_bytes)
+        least_bytes = min(choice.least_chunk_bytes, self.max_chunk_bytes)
+        self.outbox.tune(min(choice.chunk_bytes, self.max_chunk_bytes), choice.num_streams, least_bytes)
         if self._light or self.rtt_s < NEAR_RTT_S:
             self.outbox.inflight = None
         elif self.outbox.inflight is None:

@@ -12,29 +12,34 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.wan.congestion.tuning import NEAR_STREAMS
 from atlas.wan.security.credentials import Security, datacenter_of
 from atlas.wan.transport.acceptor import Acceptor
-from atlas.wan.transport.base import ZERO_TAG, Address, Buffer, Handle, Key, Tag, Transport, view_of, writable_view_of
+from atlas.wan.transport.base import Address, Buffer, Handle, Key, Transport, view_of, writable_view_of
 from atlas.wan.transport.channel import Channel
 from atlas.wan.transport.handshake import Answer, receive
 from atlas.wan.transport.inbound import Inbound
 from atlas.wan.transport.inbound_dialer import InboundDialer
+from atlas.wan.transport.inbound_streams import InboundStreams
 from atlas.wan.transport.inbox import Inbox
 from atlas.wan.transport.settings import TransportSettings
+from atlas.wan.transport.shared_channel import SharedChannel
+from atlas.wan.transport.shared_threads import SharedThreads
 from atlas.wan.transport.stream import SocketStream, broken
+from atlas.wan.transport.stream_budget import ChannelKind, StreamBudget
 from atlas.wan.transport.stream_slot import Faults
 from atlas.wan.transport.unix_sockets import BACKLOG, listen_unix
 from atlas.wan.transport.wire import MAX_CHUNK_BYTES, Greeting, RecordKind
 
 WATCH_S = 0.2
 """How often channels and inboxes are checked for their deadlines."""
-MAX_NEAR_STREAMS = 64
-"""To nodes of its own datacenter, in all; beyond that, one for each further peer and lane. Each has two threads."""
+MAX_OWN_DIALERS = 8
+"""Channels of peers that this node dials for with threads of their own."""
 Consumer = Callable[[Key, memoryview], None]
 
 
@@ -57,17 +62,21 @@ class Endpoint(Transport):
         self._lock = threading.Lock()
         self._channels: dict[tuple[str, int], Channel] = {}
         self._inboxes: dict[tuple[str, int], Inbox] = {}
-        self._inbound: dict[tuple[str, int], list[Inbound]] = {}
-        self._gone_since: dict[tuple[str, int], float] = {}
         self._instances: dict[str, int] = {}
         self._dialers: dict[tuple[str, int], InboundDialer] = {}
         self._consumers: dict[int, Consumer] = {}
         self._threads: dict[threading.Thread, bool] = {}
-        """Threads of connections to this node, and whether the peer was accepted: those count against `max_inbound`."""
+        """Threads of connections to this node, and whether the peer was accepted: those count against `max_inbound`, as
+        streams without a thread do."""
         self._closing = threading.Event()
         family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
         server = socket.create_server(listen, family=family, backlog=BACKLOG)
         self.address: Address = server.getsockname()[:2]
+        self._shared = SharedThreads(f"atlas wan {name}")
+        self._budget = StreamBudget(self.settings.max_streams)
+        self._inbound = InboundStreams(
+            self.settings, self._shared.readers, self.kind_of, lambda line: log(f"{name}: {line}")
+        )
         listeners = [sock for sock in (server, listen_unix(self.address)) if sock is not None]
         self._acceptor = Acceptor(listeners, self.settings, self._admit)
         self._watcher = threading.Thread(target=self._watch, daemon=True, name=f"atlas wan {name} watch")
@@ -91,9 +100,13 @@ class Endpoint(Transport):
     def warm_up(self, channels: Iterable[Channel], timeout_s: float = 30.0) -> None:
         """Returns when all are connected and warmed up. Raises WorkerError if one cannot be reached in time."""
         channels, deadline = list(channels), time.monotonic() + timeout_s
-        with ThreadPoolExecutor(max(1, len(channels))) as pool:
-            for warmed in [pool.submit(channel.warm, deadline) for channel in channels]:
+        shared = [channel for channel in channels if isinstance(channel, SharedChannel)]
+        own = [channel for channel in channels if not isinstance(channel, SharedChannel)]
+        with ThreadPoolExecutor(max(1, len(own))) as pool:
+            for warmed in [pool.submit(channel.warm, deadline) for channel in own]:
                 warmed.result()
+        for channel in shared:
+            channel.warm(deadline)
 
     def send(
         self,
@@ -145,13 +158,12 @@ class Endpoint(Transport):
             dialer.close()
         with self._lock:
             threads = list(self._threads)
-            inbound = [i for streams in self._inbound.values() for i in streams]
-        for stream in inbound:
-            stream.abort()
+        self._inbound.close()
         for thread in threads:
             thread.join(self.settings.handshake_s)
         for dialer in dialers:
             dialer.join(self.settings.handshake_s)
+        self._shared.close(self.settings.handshake_s)
         for inbox in list(self._inboxes.values()):
             inbox.fail(WorkerError(f"{self.name} was closed"))
 
@@ -188,23 +200,28 @@ class Endpoint(Transport):
                 raise WorkerError(f"{self.name} is closed")
             if (peer, lane) not in self._channels:
                 mine = Greeting(self.name, peer, lane, self.epoch, self.instance)
-                self._channels[peer, lane] = Channel(
-                    mine,
-                    address,
-                    self.security,
-                    self.settings,
-                    self.log,
-                    light=light,
-                    num_streams=self._num_streams(peer),
-                )
+                places = (mine, address, self.security, self.settings, self.log)
+                self._channels[peer, lane] = self._channel(self.kind_of(peer, light=light), *places)
             return self._channels[peer, lane]
 
-    def _num_streams(self, peer: str) -> int:
-        """A path inside a datacenter uses no more than NEAR_STREAMS, and a node may have a hundred peers there."""
-        if datacenter_of(peer) != datacenter_of(self.name) or self.settings.num_streams is not None:
-            return self.settings.max_streams
-        num_near = sum(datacenter_of(other) == datacenter_of(peer) for other, _ in self._channels)
-        return min(self.settings.max_streams, NEAR_STREAMS if num_near * NEAR_STREAMS < MAX_NEAR_STREAMS else 1)
+    def _channel(self, kind: ChannelKind, *arguments: Any) -> Channel:
+        light = kind is ChannelKind.LIGHT
+        if self.settings.num_streams is not None and not light:
+            return Channel(*arguments)
+        share = self._budget.outgoing(kind)
+        if share.is_shared:
+            return SharedChannel(*arguments, threads=self._shared)
+        return Channel(*arguments, light=light, num_streams=share.num_streams)
+
+    def kind_of(self, peer: str, *, light: bool = False) -> ChannelKind:
+        if light:
+            return ChannelKind.LIGHT
+        return ChannelKind.NEAR if datacenter_of(peer) == datacenter_of(self.name) else ChannelKind.FAR
+
+    def expect(self, kinds: Iterable[ChannelKind]) -> None:
+        """The channels that will be opened: they share the streams that a node may have."""
+        with self._lock:
+            self._budget.expect(Counter(kinds))
 
     # ---- receiving side ----------------------------------------------------------------------------------------
     def dial_for(self, peer: str, lane: int, address: Address) -> None:
@@ -214,16 +231,21 @@ class Endpoint(Transport):
         mine = Greeting(self.name, peer, lane, self.epoch, self.instance, self.settings.staging_bytes, reverse=True)
         with self._lock:
             if not self._closing.is_set() and (peer, lane) not in self._dialers:
+                shared = self._shared.dialers if len(self._dialers) >= MAX_OWN_DIALERS else None
                 self._dialers[peer, lane] = InboundDialer(
-                    mine, address, self.security, self.settings, self._serve_dialled, inbox.fail
+                    mine, address, self.security, self.settings, self._serve_dialled, inbox.fail, shared
                 )
 
-    def _serve_dialled(self, stream: SocketStream, theirs: Greeting) -> None:
+    def _serve_dialled(self, stream: SocketStream, theirs: Greeting, on_end: Callable[[], None] | None) -> None:
         with self._lock:
             known = self._instances.setdefault(theirs.name, theirs.instance) == theirs.instance
         inbox = self._inbox(theirs.name, theirs.lane)
         if known:
-            self._serve(Inbound(stream, theirs, inbox, self.settings))
+            inbound = Inbound(stream, theirs, inbox, self.settings)
+            if on_end is None:
+                self._inbound.serve(inbound)
+            else:
+                self._inbound.serve_shared(inbound, on_end)
             return
         stream.close()
         inbox.fail(WorkerError(f"{theirs.name} has restarted: a restart needs a new epoch"))
@@ -232,21 +254,15 @@ class Endpoint(Transport):
         with self._lock:
             if (peer, lane) not in self._inboxes:
                 inbox = Inbox(peer, lane, self.settings.staging_bytes, self._consumers.get(lane))
-                inbox.on_posted = lambda tag: self._send_record(peer, lane, RecordKind.POSTED, tag=tag)
-                inbox.on_freed = lambda total: self._send_record(peer, lane, RecordKind.FREED, total)
+                place, send_record = (peer, lane), self._inbound.send_record
+                inbox.on_posted = lambda tag: send_record(place, RecordKind.POSTED, tag=tag)
+                inbox.on_freed = lambda total: send_record(place, RecordKind.FREED, total)
                 inbox.on_consumer_error = lambda line: self.log(f"{self.name}: {line}")
-                self._inbound[peer, lane] = []
-                self._gone_since[peer, lane] = time.monotonic()
+                self._inbound.add_place(place)
                 self._inboxes[peer, lane] = inbox  # last, because the watcher reads it without the lock
                 if self._closing.is_set():
                     inbox.fail(WorkerError(f"{self.name} is closed"))
             return self._inboxes[peer, lane]
-
-    def _send_record(self, peer: str, lane: int, kind: RecordKind, a: int = 0, tag: Tag = ZERO_TAG) -> None:
-        """On the first stream of the peer that works."""
-        for inbound in list(self._inbound[peer, lane]):
-            if inbound.send_record(kind, a, tag=tag):
-                return
 
     def _answer(self, theirs: Greeting) -> tuple[Answer, Greeting]:
         mine = Greeting(self.name, theirs.name, theirs.lane, self.epoch, self.instance, self.settings.staging_bytes)
@@ -262,27 +278,30 @@ class Endpoint(Transport):
                 if channel is None or not channel.may_adopt(theirs.slot):
                     return Answer.NOT_READY, mine
                 mine = mine._replace(slot=channel.num_slots)
-            elif sum(self._threads.values()) >= self.settings.max_inbound:
+            elif sum(self._threads.values()) + self._inbound.num_shared >= self.settings.max_inbound:
                 return Answer.FULL, mine
             self._instances[theirs.name] = theirs.instance
             self._threads[threading.current_thread()] = not theirs.reverse
         return Answer.WELCOME, mine
 
     def _admit(self, sock: socket.socket, mode: int) -> None:
-        """Runs on a thread of its own, from the preamble to the end of the stream, or until a channel has it."""
+        """Runs on a thread of its own, from the preamble to the end of the stream, or until a channel or the shared
+        threads have it."""
         me = threading.current_thread()
         with self._lock:
             self._threads[me] = False
-        accepted, adopted = None, False
+        accepted, has_owner = None, False
         try:
             accepted = self._shake_hands(sock, mode)
             if accepted is not None and accepted[1].reverse:
-                adopted = self._channels[accepted[1].name, accepted[1].lane].adopt(*accepted)
+                has_owner = self._channels[accepted[1].name, accepted[1].lane].adopt(*accepted)
             elif accepted is not None:
+                has_owner = True
                 stream, theirs = accepted
-                self._serve(Inbound(stream, theirs, self._inbox(theirs.name, theirs.lane), self.settings))
+                serves = self._inbound.serve_shared if self._inbound.is_crowded(theirs.name) else self._inbound.serve
+                serves(Inbound(stream, theirs, self._inbox(theirs.name, theirs.lane), self.settings))
         finally:
-            if not adopted:
+            if not has_owner:
                 sock.close()
             with self._lock:
                 del self._threads[me]
@@ -298,35 +317,17 @@ class Endpoint(Transport):
             self._acceptor.handshake_done()
         return None
 
-    def _serve(self, inbound: Inbound) -> None:
-        place = (inbound.greeting.name, inbound.greeting.lane)
-        with self._lock:
-            self._inbound[place].append(inbound)
-        ended_by_peer = False
-        try:
-            if not self._closing.is_set():
-                inbound.serve()
-                ended_by_peer = True
-        except (OSError, WorkerError) as error:
-            if not self._closing.is_set():
-                self.log(f"{self.name}: a stream from {place[0]} ended: {broken(error)}")
-        finally:
-            inbound.close()
-            with self._lock:
-                self._inbound[place].remove(inbound)
-                self._gone_since[place] = time.monotonic()
-                left = len(self._inbound[place])
-        if ended_by_peer and not left:
-            self._inboxes[place].fail(WorkerError(f"{place[0]} has closed its side"))
-
     def _watch(self) -> None:
         while not self._closing.wait(WATCH_S):
             for channel in list(self._channels.values()):
                 channel.watch()
             now = time.monotonic()
+            for dialer in list(self._dialers.values()):
+                dialer.watch(now)
+            self._inbound.watch(now)
             for place, inbox in list(self._inboxes.items()):
-                gone_s = now - self._gone_since[place]
-                if not self._inbound[place] and inbox.waits and gone_s > self.settings.deadline_s:
-                    dialer = self._dialers.get(place)
-                    why = f"; dialled for it at {dialer.address}: {dialer.last_error}" if dialer is not None else ""
+                gone_s = self._inbound.gone_s(place, now)
+                if inbox.waits and gone_s > self.settings.deadline_s:
+                    dialed = self._dialers.get(place)
+                    why = f"; dialled for it at {dialed.address}: {dialed.last_error}" if dialed is not None else ""
                     inbox.fail(WorkerError(f"no connection from {place[0]} to {self.name} for {gone_s:.1f} s{why}"))

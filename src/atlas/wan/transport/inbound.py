@@ -7,6 +7,7 @@ Knows one stream; the inbox knows the messages.
 from __future__ import annotations
 
 import threading
+import time
 
 from atlas.errors import WorkerError
 from atlas.wan.transport.base import ZERO_TAG, Tag
@@ -26,10 +27,11 @@ from atlas.wan.transport.wire import (
 
 
 class Inbound:
-    """`serve` runs until the stream ends."""
+    """`serve` runs until the stream ends. Without a thread of its own: `begin`, then `serve_frame` for each frame."""
 
     def __init__(self, stream: SocketStream, greeting: Greeting, inbox: Inbox, settings: TransportSettings) -> None:
         self.stream, self.greeting, self.inbox, self.settings = stream, greeting, inbox, settings
+        self.last_frame = time.monotonic()
         self._writing = threading.Lock()
 
     def abort(self) -> None:
@@ -56,25 +58,34 @@ class Inbound:
 
     def serve(self) -> None:
         """Returns when the peer has closed the stream with a BYE. Raises OSError or WorkerError if it breaks."""
+        self.begin()
+        while self.serve_frame():
+            pass
+
+    def begin(self) -> None:
+        """Tells the peer what it may send."""
         for tag in self.inbox.posted_tags:
             self.send_record(RecordKind.POSTED, tag=tag)
         self.send_record(RecordKind.FREED, self.inbox.freed_bytes)
-        stream, epoch, lane = self.stream, self.greeting.epoch, self.greeting.lane
-        while True:
-            raw = stream.read_head(HEADER_BYTES, self.settings.idle_s)
-            header = unpack_header(raw, self.settings.max_message_bytes)
-            if header.epoch != epoch or header.lane != lane:
-                raise WorkerError(f"a frame of epoch {header.epoch}, lane {header.lane} on a stream of another")
-            if header.kind == FrameKind.CHUNK:
-                self._receive(header)
-            elif header.kind == FrameKind.BYE:
-                return
-            else:
-                if header.num_bytes:
-                    stream.discard(header.num_bytes)
-                self.send_record(RecordKind.PONG, header.number, header.num_bytes)
-                if header.kind == FrameKind.PING:
-                    self.send_record(RecordKind.FREED, self.inbox.freed_bytes)
+
+    def serve_frame(self) -> bool:
+        """Reads one frame. False if the peer has closed the stream with it. Raises OSError or WorkerError."""
+        stream, greeting = self.stream, self.greeting
+        header = unpack_header(stream.read_head(HEADER_BYTES, self.settings.idle_s), self.settings.max_message_bytes)
+        self.last_frame = time.monotonic()
+        if header.epoch != greeting.epoch or header.lane != greeting.lane:
+            raise WorkerError(f"a frame of epoch {header.epoch}, lane {header.lane} on a stream of another")
+        if header.kind == FrameKind.CHUNK:
+            self._receive(header)
+        elif header.kind == FrameKind.BYE:
+            return False
+        else:
+            if header.num_bytes:
+                stream.discard(header.num_bytes)
+            self.send_record(RecordKind.PONG, header.number, header.num_bytes)
+            if header.kind == FrameKind.PING:
+                self.send_record(RecordKind.FREED, self.inbox.freed_bytes)
+        return True
 
     def _receive(self, header: FrameHeader) -> None:
         try:

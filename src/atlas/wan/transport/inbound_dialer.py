@@ -10,6 +10,7 @@ import contextlib
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 from atlas.errors import AtlasError, WorkerError
@@ -17,6 +18,7 @@ from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address
 from atlas.wan.transport.handshake import RefusedError, dial
 from atlas.wan.transport.settings import TransportSettings
+from atlas.wan.transport.shared_threads import JobThreads
 from atlas.wan.transport.stream import SocketStream, broken
 from atlas.wan.transport.unix_sockets import is_unix
 from atlas.wan.transport.wire import Greeting
@@ -29,8 +31,8 @@ KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_PROBES = 5, 2, 3
 """The sender finds a dead connection by missing answers, but only this side can dial again. The kernel finds it here
 within 5 + 3 x 2 seconds."""
 
-Serve = Callable[[SocketStream, Greeting], None]
-"""Serves a connection to its end; does not raise."""
+Serve = Callable[[SocketStream, Greeting, Callable[[], None] | None], None]
+"""Serves a connection to its end; does not raise. With a function, returns at once and calls it at the end."""
 
 
 class InboundDialer:
@@ -44,8 +46,10 @@ class InboundDialer:
         settings: TransportSettings,
         serve: Serve,
         give_up: Callable[[WorkerError], None],
+        shared: JobThreads | None = None,
     ) -> None:
-        """`give_up` is called once if the peer refuses for good."""
+        """`give_up` is called once if the peer refuses for good. `shared`: dial on these threads, which must not
+        block for long, and serve without a thread."""
         self.mine, self.address, self.security, self.settings = mine, address, security, settings
         self.last_error = "it was never reached"
         self._serve, self._give_up = serve, give_up
@@ -53,6 +57,10 @@ class InboundDialer:
         self._lock = threading.Lock()
         self._dialing: dict[int, socket.socket] = {}
         self._threads: list[threading.Thread] = []
+        self._shared = shared
+        self._num_slots = 0
+        self._retries: dict[int, tuple[float, float]] = {}
+        """When a slot dials again on shared threads, and its pause."""
         self._ensure(1)
 
     def close(self) -> None:
@@ -67,35 +75,64 @@ class InboundDialer:
         for thread in self._threads:
             thread.join(timeout_s)
 
+    def watch(self, now: float) -> None:
+        """Called a few times a second: dials again on shared threads."""
+        with self._lock:
+            due = [slot for slot, (at, _) in self._retries.items() if at <= now and not self._closing.is_set()]
+            pauses = {slot: self._retries.pop(slot)[1] for slot in due}
+        for slot, pause_s in pauses.items():
+            self._submit(slot, pause_s)
+
     def _ensure(self, num_slots: int) -> None:
         """Starts the connections that are missing."""
         with self._lock:
-            for slot in range(len(self._threads), min(num_slots, MAX_SLOTS)):
+            missing = range(self._num_slots, min(num_slots, MAX_SLOTS))
+            self._num_slots = max(self._num_slots, missing.stop)
+            for slot in missing if self._shared is None else ():
                 name = f"atlas wan {self.mine.name} <- {self.mine.peer} (lane {self.mine.lane}) {slot}"
                 self._threads.append(threading.Thread(target=self._run, args=(slot,), daemon=True, name=name))
                 self._threads[-1].start()
+        for slot in missing if self._shared is not None else ():
+            self._submit(slot, FIRST_RETRY_S)
 
     def _run(self, slot: int) -> None:
         pause_s = FIRST_RETRY_S
         while not self._closing.is_set():
-            try:
-                stream, theirs = self._dial(slot)
-            except RefusedError as error:
-                self.last_error = str(error)
-                if error.final:
-                    self._stop(error)
-                    return
-            except (OSError, WorkerError) as error:
-                self.last_error = str(broken(error))
-            except AtlasError as error:
-                self._stop(WorkerError(str(error)))
-                return
-            else:
+            if self._serve_once(slot, None):
                 pause_s = FIRST_RETRY_S
-                self._ensure(theirs.slot)
-                self._serve(stream, theirs)
             self._closing.wait(pause_s * (0.5 + random.random()))
             pause_s = min(LONGEST_RETRY_S, 2 * pause_s)
+
+    def _submit(self, slot: int, pause_s: float) -> None:
+        def again(pause_s: float) -> None:
+            at = time.monotonic() + pause_s * (0.5 + random.random())
+            with self._lock:
+                self._retries[slot] = (at, min(LONGEST_RETRY_S, 2 * pause_s))
+
+        def attempt() -> None:
+            if not self._closing.is_set() and not self._serve_once(slot, lambda: again(FIRST_RETRY_S)):
+                again(pause_s)
+
+        assert self._shared is not None
+        self._shared.submit(attempt)
+
+    def _serve_once(self, slot: int, on_end: Callable[[], None] | None) -> bool:
+        """Dials and serves. False if it could not dial."""
+        try:
+            stream, theirs = self._dial(slot)
+        except RefusedError as error:
+            self.last_error = str(error)
+            if error.final:
+                self._stop(error)
+        except (OSError, WorkerError) as error:
+            self.last_error = str(broken(error))
+        except AtlasError as error:
+            self._stop(WorkerError(str(error)))
+        else:
+            self._ensure(theirs.slot)
+            self._serve(stream, theirs, on_end)
+            return True
+        return False
 
     def _dial(self, slot: int) -> tuple[SocketStream, Greeting]:
         def on_socket(sock: socket.socket) -> None:

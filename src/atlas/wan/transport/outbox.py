@@ -12,7 +12,7 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from atlas.errors import WorkerError
@@ -69,6 +69,8 @@ class Outbox:
         """How long an acknowledgement takes, smoothed. Seconds."""
         self.last_progress_ns = time.monotonic_ns()
         self.failure: WorkerError | None = None
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called, with the lock held, when a stream that does not wait in `pull` may find something there."""
         self._lock = threading.RLock()
         self._changed, self._rests = threading.Condition(self._lock), threading.Condition(self._lock)
         self._emptied = threading.Condition(self._lock)
@@ -314,6 +316,7 @@ class Outbox:
     def _wake_all(self) -> None:
         for condition in (self._changed, self._rests, self._emptied):
             condition.notify_all()
+        self.on_ready()
 
     # ---- inside, with the lock held ----------------------------------------------------------------------------
     def _may_pull(self, index: int) -> bool:
@@ -349,6 +352,7 @@ class Outbox:
         self._waiting = kept  # sorted, so a heap
         if self._ready:
             self._changed.notify()
+            self.on_ready()
 
     def _may_go(self, message: OutgoingMessage) -> bool:
         if message.tag in self._posted:

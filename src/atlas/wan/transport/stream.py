@@ -165,12 +165,19 @@ class SocketStream:
     def _await_batch(self, num_bytes: int) -> bool:
         """Waits until a batch is there, or for a tick. False if there are too few bytes to batch."""
         batch_bytes = min(num_bytes, MAX_BATCH_BYTES) if self._in_batches and num_bytes >= MIN_BATCH_BYTES else 1
-        if batch_bytes != self._batch_bytes:
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, batch_bytes)
-            self._batch_bytes = batch_bytes
+        self._set_batch(batch_bytes)
         if batch_bytes > 1:
             self._read_poll.poll(TICK_S * 1e3)
         return batch_bytes > 1
+
+    def watch_any(self) -> None:
+        """Lets whoever polls the socket wake for the next byte. Called by the reader, between two frames."""
+        self._set_batch(1)
+
+    def _set_batch(self, batch_bytes: int) -> None:
+        if batch_bytes != self._batch_bytes:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, batch_bytes)
+            self._batch_bytes = batch_bytes
 
     def _check(self, last_ns: int, verb: str, patience_s: float | None) -> None:
         if self.aborted:
