@@ -16,7 +16,15 @@ from atlas.ir.program import Layout
 from atlas.launch import preflight
 from atlas.launch.emulate import EmulationSettings
 from atlas.launch.multi_dc import num_workers_of
-from atlas.launch.preflight import WorkerNeed, layers_of, require_room, state_of, worker_needs
+from atlas.launch.preflight import (
+    LauncherRoom,
+    WorkerNeed,
+    layers_of,
+    require_room,
+    require_room_together,
+    state_of,
+    worker_needs,
+)
 from atlas.launch.prepared_job import prepare_job
 from atlas.launch.rehearse import rehearse
 from atlas.launch.rendezvous import SPARE, AgentName
@@ -89,6 +97,32 @@ def test_host_memory_is_refused_before_a_worker_starts(monkeypatch: pytest.Monke
     with pytest.raises(AtlasError, match="the model does not fit"):
         rehearse(load_job(EXAMPLES / "tiny.yaml"), TrainOptions("1f1b", model="job", steps=1, device="cpu"))
     assert not started
+
+
+def test_launchers_on_one_machine_are_added_up() -> None:
+    needs = [WorkerNeed(state=100, activations=50, received=60, snapshot=20)]
+    each = 100 + 60 + 20 + preflight.WORKER_BYTES
+    east, west = (LauncherRoom(name, needs, "cpu", "boot/1", 2 * each - 1) for name in ("east", "west"))
+    with pytest.raises(AtlasError, match=r"does not fit: .* free on the host of east, west, for 2 workers"):
+        require_room_together([east, west])
+    require_room_together([east, west._replace(free_bytes=2 * each)])
+    require_room_together([east, west._replace(memory="boot/2")])  # another machine, or a container of its own
+    require_room_together([east, west._replace(memory="")])
+    require_room_together([east, west._replace(needs=[])])  # it keeps copies of checkpoints only
+
+
+def test_launchers_that_share_a_gpu_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = [WorkerNeed(state=100, activations=50, received=0, snapshot=0)]
+    monkeypatch.setattr("atlas.runtime.hardware.smallest_gpu_bytes", lambda: 299)
+    require_room(needs, "cuda:0")
+    with pytest.raises(AtlasError, match=r"of cuda:0 for 2 worker"):
+        require_room(needs, "cuda:0", beside=needs)
+    east, west = (LauncherRoom(name, needs, "cuda:0", "boot/1", None) for name in ("east", "west"))
+    assert east.shares_gpu(west)
+    assert not east.shares_gpu(west._replace(device="cuda:1"))
+    assert not east.shares_gpu(west._replace(memory="boot/2"))
+    whole = east._replace(device="cuda"), west._replace(device="cuda")
+    assert not whole[0].shares_gpu(whole[1])  # a GPU for each worker, by local rank
 
 
 def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -71,6 +71,25 @@ def test_overlapping_ranges_at_one_address_are_refused() -> None:
     require_apart((site("east", None, ports=first), site("west", None, ports=first)))
 
 
+def test_overlapping_ranges_on_one_machine_are_refused_whatever_the_datacenters() -> None:
+    """By what they bind: a wildcard, or the same address. Network namespaces have ports of their own."""
+    ports, others = PortRange(7710, 7719), PortRange(7720, 7729)
+
+    def launcher(name: str, listen: str, network: str = "boot/1", ports: PortRange = ports) -> SiteFacts:
+        return site(name, None, listen, listen=listen, network=network, ports=ports)
+
+    east = launcher("east", "127.0.0.1")
+    for listen in ("127.0.0.1", "0.0.0.0"):
+        with pytest.raises(AtlasError, match=r"east/0 and west/0 are on one host, and their --ports 7710-7719 .*own"):
+            require_apart((east, launcher("west", listen)))
+    require_apart((east, launcher("west", "127.0.0.2")))
+    require_apart((east, launcher("west", "127.0.0.1", "boot/2")))
+    require_apart((east, launcher("west", "127.0.0.1", ports=others)))
+    here = [SiteNetwork(ports=ports).facts(AgentName(name), ("127.0.0.1", 1)) for name in ("east", "west")]
+    with pytest.raises(AtlasError, match="on one host"):
+        require_apart(here)
+
+
 def test_a_range_too_small_says_how_many_it_needs() -> None:
     with pytest.raises(AtlasError, match=r"--ports 7710-7712: 3 port\(s\) .* needs 5 \(4 worker\(s\) and a checkpoint"):
         SiteNetwork(ports=PortRange(7710, 7712)).require_ports(4, saves=True)

@@ -3,6 +3,7 @@ rounding. The short form of bench/bits.py: same Programs, threads instead of pro
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,8 @@ from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.reference import train_alone
 from atlas.schedules import SCHEDULES, Setting
+from atlas.wan.transport.shared_channel import SharedChannel
+from atlas.wan.transport.stream_budget import INBOUND_LIMITS, StreamBudget, StreamShare
 
 torch.set_num_threads(1)
 MS = 1_000_000
@@ -79,3 +82,20 @@ def test_every_schedule_and_every_network_learns_the_same_bits() -> None:
     assert first.losses() == pytest.approx(losses, rel=1e-5)
     for name, expected in weights.items():
         assert np.linalg.norm(first.weights()[name] - expected) <= 1e-5 * np.linalg.norm(expected), name
+
+
+def test_a_worker_with_too_many_peers_for_threads_of_their_own_learns_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two pipelines that take turns on the WAN: every channel is one that shares threads."""
+    program, own = replace(programs()["atlas"], sharing=True), threading.active_count()
+    expected = run_in_threads(program, TRAINING, NUM_STEPS)
+    for kind in INBOUND_LIMITS:
+        monkeypatch.setitem(INBOUND_LIMITS, kind, 0)
+    monkeypatch.setattr(StreamBudget, "outgoing", lambda self, kind: StreamShare(1, is_shared=True))
+    shared = run_in_threads(program, TRAINING, NUM_STEPS)
+    assert all(isinstance(c, SharedChannel) for w in shared.workers for c in w.links.main._channels.values())
+    assert shared.losses() == expected.losses()
+    for name, weights in shared.weights().items():
+        assert np.array_equal(weights, expected.weights()[name]), name
+    assert threading.active_count() == own

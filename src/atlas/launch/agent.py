@@ -35,7 +35,8 @@ from atlas.launch.control_channel import Message, unpack_text
 from atlas.launch.forkserver import fork_server
 from atlas.launch.ledger import Ledger
 from atlas.launch.local_sums import LOOPBACK, is_loopback
-from atlas.launch.preflight import WorkerNeed, devices_for, layers_of, require_room
+from atlas.launch.machine import memory_name
+from atlas.launch.preflight import WorkerNeed, devices_for, free_bytes, layers_of, require_room
 from atlas.launch.remote_workers import BY_SCHEDULER
 from atlas.launch.rendezvous import AgentName, RendezvousClient
 from atlas.launch.run_state import ATTEMPT_BITS
@@ -201,7 +202,7 @@ class Agent:
         facts = mine.network.facts(attempt.name, mine.rendezvous)
         private = mine.network.private or is_loopback(facts.local)
         about: Message = {"site": facts.to_json(), "private": private, "device": mine.device}
-        about["machine"] = socket.gethostname()
+        about |= {"machine": socket.gethostname(), "memory": memory_name(), "free_bytes": free_bytes()}
         if mine.checkpoints is None:
             self._reply(attempt, {"begun": {**about, "server": None, "stores": []}})
             return
@@ -264,7 +265,8 @@ class Agent:
         texts = [unpack_text(group["program"]) for group in wanted["groups"]]
         roles = _roles(wanted, texts)
         devices = devices_for(len(roles), mine.device, attempt.name.datacenter, mine.local_rank, tp=wanted["tp"])
-        require_room([WorkerNeed(*need) for need in wanted["needs"]], mine.device, tp=wanted["tp"])
+        needs, beside = ([WorkerNeed(*need) for need in wanted[key]] for key in ("needs", "beside"))
+        require_room(needs, mine.device, tp=wanted["tp"], beside=beside)
         saves = attempt.exchange is not None
         mine.network.require_ports(len(roles), saves=saves, serves=saves)  # a new plan may have more workers here
         layers = [layer for role in roles for layer in layers_of(role, trainings[role.group])]

@@ -23,6 +23,7 @@ from atlas.launch.clocks import offsets_ns
 from atlas.launch.control_channel import pack_text
 from atlas.launch.local_sums import sums_by_datacenter
 from atlas.launch.membership import LostHostsError, Membership
+from atlas.launch.preflight import LauncherRoom, require_room_together
 from atlas.launch.prepared_job import PreparedJob, copy_targets
 from atlas.launch.remote_workers import RemoteWorkers
 from atlas.launch.rendezvous import AgentName, JoinedAgent, Rendezvous
@@ -82,7 +83,8 @@ class Coordinator:
         self._left_running = state.state.running
         """By an earlier coordinator."""
         self._failure: BaseException | None = None
-        self._machines: dict[str, str] = {}
+        self._found: Mapping[str, Any] = {}
+        """What the agents of the last attempt said of themselves."""
         """Host names, by launcher, of an attempt that this coordinator has begun."""
         self.rendezvous = Rendezvous(address, security, self.membership.why_not)
         self.membership.use(self.rendezvous)
@@ -187,8 +189,7 @@ class Coordinator:
                 workers.send_agent(agent.name.node, {**begin, "datacenters": list(self.membership.datacenters)})
             found = workers.wait_for("begun", REPLY_S, of=workers.agents)
             self._sums, sites = sums_by_datacenter(self.prepared, found, self._say), self._sites(workers, found)
-            self._machines = {agent: str(facts.get("machine", "")) for agent, facts in found.items()}
-            self._devices = [facts.get("device", self.options.device) for facts in found.values()]
+            self._found = found
             start = self._resume_point(workers, agents, found, sites)
             if start.first_step >= num_steps:
                 sentence = f"{start.first_step} steps are done already, and --steps says {num_steps}"
@@ -238,8 +239,9 @@ class Coordinator:
     def _followed(self, workers: RemoteWorkers, monitor: RunMonitor, follow: Callable[[], RunOutcome]) -> RunOutcome:
         """The outcome of an attempt whose workers run; afterwards a restarted coordinator finds none."""
         hosts = {node: [name for name in workers.names if workers.agent_of(name) == node] for node in workers.agents}
+        machines = {agent: str(facts.get("machine", "")) for agent, facts in self._found.items()}
         try:
-            with self._callbacks.record.attempt(self._file.state.attempt, hosts, monitor, self._machines):
+            with self._callbacks.record.attempt(self._file.state.attempt, hosts, monitor, machines):
                 return follow()
         finally:
             self._num_done = max(self._num_done, monitor.num_done)
@@ -289,7 +291,7 @@ class Coordinator:
 
     def _prepare(self, workers: RemoteWorkers, agents: Sequence[JoinedAgent], start: ResumePoint) -> None:
         prepared, options = self.prepared, self.options
-        backend = compiler(options.compile, self._devices)
+        backend = compiler(options.compile, [facts.get("device", options.device) for facts in self._found.values()])
         common = {
             "groups": [
                 {
@@ -311,20 +313,30 @@ class Coordinator:
             "patience_s": options.patience_s,
         }
         shares = prepared.roles_by_agent([agent.name for agent in agents])
+        rooms = {agent.name: self._room(agent.name, shares[agent.name], start) for agent in agents}
+        require_room_together(list(rooms.values()))
         for agent in agents:
-            roles = shares[agent.name]
+            roles, room = shares[agent.name], rooms[agent.name]
+            mates = [other for other in rooms.values() if other is not room and room.shares_gpu(other)]
             pace = {
                 role.name: prepared.parts[role.group].costs.compute_ns[role.worker // role.program.num_ranks].tolist()
                 for role in roles
                 if options.device == "paced"
             }
             own: dict[str, Any] = {"workers": [[role.group, role.cell, role.worker] for role in roles]}
-            own |= {"compute_ns": pace, "needs": prepared.needs_of(roles, saves=start.saves)}
+            own |= {"compute_ns": pace, "needs": room.needs}
+            own["beside"] = [need for mate in mates for need in mate.needs]
             own |= {"copy_to": start.copies.get(agent.name.node), "sums": self._sums[agent.name.datacenter]}
             workers.send_agent(agent.name.node, {"prepare": {**common, **own}})
         pids = workers.wait_for("prepared", FETCH_S, of=workers.agents)
         if self._callbacks.on_start is not None:
             self._callbacks.on_start({name: pid for found in pids.values() for name, pid in found.items()})
+
+    def _room(self, name: AgentName, roles: Sequence[WorkerRole], start: ResumePoint) -> LauncherRoom:
+        facts = self._found[name.node]
+        needs = self.prepared.needs_of(roles, saves=start.saves)
+        device = facts.get("device", self.options.device)
+        return LauncherRoom(str(name), needs, device, facts.get("memory", ""), facts.get("free_bytes"))
 
     def _connect(
         self, workers: RemoteWorkers, sites: Mapping[str, SiteFacts], start: ResumePoint, monitor: RunMonitor

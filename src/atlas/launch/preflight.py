@@ -122,20 +122,52 @@ def _need(role: WorkerRole, training: TrainingSetup, activations: int, *, saves:
     return WorkerNeed(int(mine.total), activations, int(received), int(snapshot))
 
 
-def require_room(needs: Sequence[WorkerNeed], device: str, *, tp: int = 1) -> None:
-    """Raise if these workers exceed the memory of a GPU here, or the host's free memory."""
-    on_host = sum(need.snapshot + WORKER_BYTES for need in needs)
-    on_device = [need.on_device for need in needs]
+def require_room(needs: Sequence[WorkerNeed], device: str, *, tp: int = 1, beside: Sequence[WorkerNeed] = ()) -> None:
+    """Raise if these workers exceed the memory of a GPU here, or the host's free memory. `beside`: workers of other
+    launchers that use the same GPU."""
     if device.startswith("cuda"):
         from atlas.runtime.hardware import smallest_gpu_bytes  # torch: 1.9 s
 
+        users = [need.on_device for need in (*needs, *beside)]
         shared = ":" in device  # one GPU for all of them
-        most = (sum(on_device) if shared else max(on_device, default=0)) // tp
-        _require(most, smallest_gpu_bytes(), f"of {device} for {len(needs)} worker(s)" if shared else "of a GPU here")
-        on_host += sum(2 * need.received for need in needs)  # sent and received, where they are summed on the host
-    else:
-        on_host += sum(on_device)
-    _require(on_host, free_bytes(), f"that is free on this host, for {len(needs)} worker(s)")
+        most = (sum(users) if shared else max(users, default=0)) // tp
+        _require(most, smallest_gpu_bytes(), f"of {device} for {len(users)} worker(s)" if shared else "of a GPU here")
+    _require(host_bytes(needs, device), free_bytes(), f"that is free on this host, for {len(needs)} worker(s)")
+
+
+def host_bytes(needs: Sequence[WorkerNeed], device: str) -> int:
+    """Of host memory, for these workers."""
+    on_host = sum(need.snapshot + WORKER_BYTES for need in needs)
+    if device.startswith("cuda"):
+        return on_host + sum(2 * need.received for need in needs)  # sent and received, where the host sums
+    return on_host + sum(need.on_device for need in needs)
+
+
+class LauncherRoom(NamedTuple):
+    """A launcher's workers, and the memory that it has for them."""
+
+    name: str
+    needs: Sequence[WorkerNeed]
+    device: str
+    memory: str
+    """The name of its machine's memory (`machine`)."""
+    free_bytes: int | None
+    """Before any of them starts workers."""
+
+    def shares_gpu(self, other: LauncherRoom) -> bool:
+        return ":" in self.device and (self.memory, self.device) == (other.memory, other.device) and bool(self.memory)
+
+
+def require_room_together(launchers: Sequence[LauncherRoom]) -> None:
+    """Raise if launchers on one machine exceed its free memory together. Each checks its own part itself."""
+    for memory in dict.fromkeys(launcher.memory for launcher in launchers if launcher.memory):
+        mates = [launcher for launcher in launchers if launcher.memory == memory and launcher.needs]
+        if len(mates) > 1:
+            need = sum(host_bytes(mate.needs, mate.device) for mate in mates)
+            # The highest: workers of an earlier attempt may have been ending when the others looked.
+            free = max((mate.free_bytes for mate in mates if mate.free_bytes is not None), default=None)
+            names = ", ".join(mate.name for mate in mates)
+            _require(need, free, f"that is free on the host of {names}, for {sum(len(m.needs) for m in mates)} workers")
 
 
 def _require(need: int, there: int | None, what: str) -> None:

@@ -15,6 +15,7 @@ from itertools import combinations
 from typing import Any
 
 from atlas.errors import AtlasError
+from atlas.launch.machine import network_name
 from atlas.launch.rendezvous import AgentName
 from atlas.wan.transport.base import Address, PeerRoute, is_wildcard
 from atlas.wan.transport.handshake import resolve
@@ -132,7 +133,8 @@ class SiteNetwork:
         """For the other launchers."""
         dialled = None if self.advertise == NONE else self.advertise or self.listen
         local = own_address(rendezvous) if is_wildcard(self.listen) else self.listen
-        return SiteFacts(name.datacenter, name.part, local, dialled, dict(self.reach), self.ports)
+        here = (self.listen, network_name())
+        return SiteFacts(name.datacenter, name.part, local, dialled, dict(self.reach), self.ports, *here)
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,10 @@ class SiteFacts:
     """What other datacenters dial. None: they cannot."""
     reach: Mapping[str, str] = field(default_factory=dict)
     ports: PortRange | None = None
+    listen: str = ""
+    """What it binds."""
+    network: str = ""
+    """The name of its machine's addresses (`machine`)."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -159,6 +165,11 @@ class SiteFacts:
     @property
     def host(self) -> str:
         return f"{self.datacenter}/{self.part}"
+
+    def shares_ports(self, other: SiteFacts) -> bool:
+        """Whether both listen at one address of one machine."""
+        binds = {self.listen, other.listen}
+        return self.network == other.network != "" and (len(binds) == 1 or any(map(is_wildcard, binds)))
 
     def dials(self, other: SiteFacts) -> str | None:
         """The host at which this one dials the other; None if it cannot."""
@@ -190,10 +201,12 @@ def require_apart(sites: Sequence[SiteFacts]) -> None:
         if one.ports is None or other.ports is None or not one.ports.overlaps(other.ports):
             continue
         mates = one.datacenter == other.datacenter and one.local == other.local
-        if mates or (one.advertise is not None and one.advertise == other.advertise):
+        here = one.shares_ports(other)
+        if here or mates or (one.advertise is not None and one.advertise == other.advertise):
+            where = "on one host" if here else f"both dialled at {one.local if mates else one.advertise}"
             raise AtlasError(
-                f"{one.host} and {other.host} are both dialled at {one.local if mates else one.advertise}, and their "
-                f"--ports {one.ports} and {other.ports} overlap. Give each launcher a range of its own"
+                f"{one.host} and {other.host} are {where}, and their --ports {one.ports} and {other.ports} overlap. "
+                "Give each launcher a range of its own"
             )
 
 
