@@ -24,7 +24,7 @@ from atlas.launch.multi_dc import COORDINATOR, _coordinator, coordinated, train_
 from atlas.launch.prepared_job import prepare_job
 from atlas.launch.supervisor import RestartPolicy
 from atlas.launch.train_options import TrainOptions
-from atlas.runtime.checkpoint import LocalStore, choose, load_layers
+from atlas.runtime.checkpoint import BlobStore, LocalStore, choose, load_layers
 from atlas.runtime.reference import train_alone
 from atlas.spec import Job, load_job
 from atlas.wan.security.credentials import Security
@@ -218,7 +218,11 @@ def losses_alone(job: Job, num_steps: int) -> dict[int, float]:
 
 def hashes(folders: Mapping[str, Path], step: int, store: str = "own") -> dict[str, str]:
     """SHA-256 of every weight and its optimizer state in the checkpoint of a step, replicas left out."""
-    checkpoint = choose([LocalStore(folder / store) for folder in folders.values()], step=step)
+    return hashes_of([LocalStore(folder / store) for folder in folders.values()], step)
+
+
+def hashes_of(stores: Sequence[BlobStore], step: int) -> dict[str, str]:
+    checkpoint = choose(stores, step=step)
     assert checkpoint is not None
     tensors: dict[str, Any] = {}
     for state in load_layers(checkpoint, checkpoint.layers).values():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from checkpoint_samples import LAYERS, choose_verified, meta_at, numbered, same
+from s3_servers import ABSENT, served
 
 from atlas.cli import main
 from atlas.errors import AtlasError
@@ -17,22 +15,13 @@ from atlas.runtime.checkpoint import Checkpointer, Retention, SaveId, complete_i
 from atlas.runtime.checkpoint.object_store import S3BlobStore, require_object_store
 from atlas.runtime.checkpoint.place import below, id_of, names_below, saves_under, store_at
 
-ROOT = Path(__file__).parents[3]
-ABSENT = [name for name in ("obstore", "moto", "flask_cors") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(ABSENT), reason=f"not installed: {', '.join(ABSENT)} (CONTRIBUTING.md)")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[None]:
-    sys.path.insert(0, str(ROOT / "bench"))
-    from common.s3_server import s3_server
-
-    before = dict(os.environ)
-    with s3_server() as environment:
-        os.environ.update(environment)
+    with served():
         yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture
