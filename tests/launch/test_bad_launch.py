@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-from multi_dc_runs import Run, free_port, job_text, run_datacenters, train_options, write_job
+from multi_dc_runs import Run, free_port, free_ports, job_text, run_datacenters, train_options, write_job
 
 from atlas.cli import main
 from atlas.errors import AtlasError
+from atlas.launch.preflight import WORKER_BYTES
 from atlas.launch.rendezvous import AgentName, Rendezvous, RendezvousClient
+from atlas.launch.site_network import PortRange, SiteNetwork
 from atlas.spec.recipe import OptimizerRecipe
 from atlas.wan.security.certs import make_ca, make_node
 from atlas.wan.security.credentials import Credentials, Security
@@ -184,3 +186,25 @@ def test_a_divergence_is_the_users_error_and_the_last_good_checkpoint_is_named(t
     said = str(run.errors["east"])
     assert "the training has diverged at step" in said
     assert "The last good checkpoint is of step 2. Lower learning_rate.peak" in said
+
+
+def test_launchers_on_one_machine_that_do_not_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them does."""
+    monkeypatch.setattr("atlas.launch.agent.free_bytes", lambda: WORKER_BYTES * 3 // 2)
+    run = run_datacenters(write_job(tmp_path, *TWO), {dc: tmp_path / dc for dc in TWO}, train_options(2))
+    assert "does not fit" in str(run.errors["east"])
+    assert "that is free on the host of east, west, for 2 workers" in str(run.errors["east"])
+    assert run.codes == {"west": 2}
+    assert not run.starts
+
+
+def test_overlapping_ports_on_one_machine(tmp_path: Path) -> None:
+    (first,) = free_ports(8, 1)
+    networks = {"east": PortRange(first, first + 4), "west": PortRange(first + 3, first + 7)}
+    settings = {dc: {"network": SiteNetwork(ports=ports)} for dc, ports in networks.items()}
+    run = run_datacenters(
+        write_job(tmp_path, *TWO), {dc: tmp_path / dc for dc in TWO}, train_options(2), settings=settings
+    )
+    assert "are on one host, and their --ports" in str(run.errors["east"])
+    assert run.codes == {"west": 2}
+    assert not run.starts
