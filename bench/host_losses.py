@@ -1,6 +1,7 @@
 """Hosts lost at random in one long run: are the weights equal to the bit, and how soon does training continue?
 
     python bench/host_losses.py                     40 losses with a spare, 5 without, 10 kills of the coordinator
+    python bench/host_losses.py --only spare        40 losses with a spare; about 6 minutes on a quiet host
     python bench/host_losses.py --quick             3, 1 and 3
     python bench/host_losses.py --only spare --losses 10 --seed 2
 
@@ -173,8 +174,8 @@ def with_spare(base: Path, num_losses: int, draw: random.Random) -> dict[str, An
         hosts = [cluster.start("--node", f"{part}/{NUM_HOSTS}") for part in range(NUM_HOSTS)]
         saved: dict[int, dict[str, str]] = {}
         times_s: list[float] = []
+        spare = cluster.start("--spare")
         for number in range(num_losses):
-            spare = cluster.start("--spare")
             cluster.wait("a spare", lambda name=spare: "it waits" in cluster.launchers[name].said)  # type: ignore[misc]
             before = cluster.furthest() + draw.randrange(1, 2 * SAVE_EVERY)
             cluster.wait("steps before the loss", lambda step=before: cluster.furthest() >= step)  # type: ignore[misc]
@@ -184,6 +185,7 @@ def with_spare(base: Path, num_losses: int, draw: random.Random) -> dict[str, An
             cluster.wait("the next step", lambda step=begun: cluster.furthest() > step)  # type: ignore[misc]
             times_s.append(time.monotonic() - killed)
             hosts[victim] = spare
+            spare = cluster.start("--spare")
             step, found = cluster.wait_saved(begun)
             saved[step] = found
             print(f"  loss {number + 1}: host {victim}, next step after {times_s[-1]:.1f} s, checked step {step}")

@@ -78,3 +78,17 @@ def test_no_round_starts_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -
     late = Report("late", "")
     torch_pipelining.measure("small", 2, 10**6, late, limit_s=0.0)
     assert [row["ok"] for row in late.rows] == [True, None], "the losses of the first round agree; no speed is reported"
+
+
+def test_the_cost_of_nat_is_judged_only_if_the_host_is_steady_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    from real_sites import Round, report_ratio
+
+    steady = [Round((1.00, 1.01), (1.02, 1.01)), Round((1.00, 1.00), (1.00, 1.01))] * 2
+    for rounds, ok in ((steady, True), ([Round((1.0, 1.2), (0.9, 1.3)), steady[0]], None), (steady[:1], None)):
+        report = Report("NAT", "no NAT")
+        report_ratio(report, rounds)
+        assert report.rows[-1]["ok"] is ok
+    slow = [Round(one.plain, [1.1 * seconds for seconds in one.nat]) for one in steady]
+    report = Report("NAT", "no NAT")
+    report_ratio(report, slow)
+    assert report.rows[-1]["ok"] is False

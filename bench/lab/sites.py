@@ -25,7 +25,7 @@ def missing() -> str:
     """What this host lacks for it; empty: nothing."""
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
-    absent = [tool for tool in ("ip", "nft", "ss") if shutil.which(tool) is None]
+    absent = [tool for tool in ("ip", "nft", "ss", "sysctl") if shutil.which(tool) is None]
     return f"needs {', '.join(absent)}" if absent else ""
 
 
