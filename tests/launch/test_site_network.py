@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import socket
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from atlas.cli import main
 from atlas.commands.network_flags import network_of
 from atlas.errors import AtlasError
 from atlas.launch import site_network
+from atlas.launch.expiry_watch import ExpiryWatch
 from atlas.launch.rendezvous import AgentName
 from atlas.launch.site_network import (
     PortRange,
@@ -175,3 +177,19 @@ def test_a_certificate_that_has_expired_or_soon_will(tmp_path: Path) -> None:
     make_node(tmp_path, "east", days=50)
     with pytest.raises(AtlasError, match=r"east.p0.pem is valid from"):
         require_current(tmp_path, "east")
+
+
+def test_a_launcher_warns_while_it_runs(tmp_path: Path) -> None:
+    """The certificate had more than 14 days left when it started; a renewed one ends the warnings."""
+    make_ca(tmp_path)
+    make_node(tmp_path, "east", days=60)
+    said: queue.Queue[str] = queue.Queue()
+    with ExpiryWatch(tmp_path, "east", said.put, every_s=0.02):
+        assert said.empty()
+        make_node(tmp_path, "east", days=10)
+        assert "east.pem expires in 9 days: make a new one" in said.get(timeout=10)
+        make_node(tmp_path, "east", days=1, starts_in_days=-2)
+        while "east.pem has expired" not in said.get(timeout=10):
+            pass
+    with ExpiryWatch(None, "east", said.put, every_s=0.02):
+        pass

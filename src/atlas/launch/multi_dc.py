@@ -16,6 +16,7 @@ from pathlib import Path
 from atlas.errors import AtlasError
 from atlas.launch.agent import Agent, AgentSettings
 from atlas.launch.coordinator import Coordinator, RunCallbacks
+from atlas.launch.expiry_watch import ExpiryWatch
 from atlas.launch.hosts import hosts_needed, workers_by_datacenter
 from atlas.launch.preflight import devices_for, require_executable, require_room
 from atlas.launch.prepared_job import PreparedJob, digest_of, prepare_job
@@ -27,7 +28,7 @@ from atlas.launch.train_options import TrainOptions
 from atlas.planner.space import batch_of
 from atlas.spec import Job
 from atlas.spec.recipe import OBJECT_STORE
-from atlas.wan.security.certs import expiry_warnings, require_current
+from atlas.wan.security.certs import require_current
 from atlas.wan.security.credentials import Credentials, Security
 from atlas.wan.transport.base import Address, is_wildcard
 
@@ -52,9 +53,14 @@ def train_here(job: Job, options: TrainOptions, settings: AgentSettings, callbac
         _require_other_name(datacenters)
     _require_host(job, settings, callbacks.say)
     security = security_of(settings)
-    for warning in expiry_warnings(settings.certificates, mine.datacenter):
-        callbacks.say(warning)
-    first = COORDINATOR if settings.apart else AgentName(datacenters[0])
+    with ExpiryWatch(settings.certificates, mine.datacenter, callbacks.say):
+        return _launched(job, options, settings, callbacks, security)
+
+
+def _launched(
+    job: Job, options: TrainOptions, settings: AgentSettings, callbacks: RunCallbacks, security: Security
+) -> int:
+    mine, first = settings.name, COORDINATOR if settings.apart else AgentName(_datacenters(job)[0])
     digest = digest_of(job, options)
 
     def agent(address: Address) -> Agent:
@@ -103,7 +109,8 @@ def coordinate(job: Job, options: TrainOptions, settings: AgentSettings, callbac
     job = _without_lost(job, options, settings)
     _require_other_name(_datacenters(job))
     prepared, security = prepare_job(job, options), security_of(settings)
-    return coordinated(_coordinator(prepared, options, settings, callbacks, security, state), callbacks)
+    with ExpiryWatch(settings.certificates, settings.name.datacenter, callbacks.say):
+        return coordinated(_coordinator(prepared, options, settings, callbacks, security, state), callbacks)
 
 
 def coordinated(coordinator: Coordinator, callbacks: RunCallbacks) -> int:

@@ -107,7 +107,8 @@ def expiry_warnings(folder: Path | None, datacenter: str) -> list[str]:
     now = dt.datetime.now(dt.UTC)
     left = {file: _validity(file)[1] - now for file in _files_of(folder, datacenter)}
     return [
-        f"warning: {file} expires in {time.days} days: make a new one with `atlas wan certs` and copy it there"
+        f"warning: {file} {f'expires in {time.days} days' if time > dt.timedelta(0) else 'has expired'}: make a new "
+        "one with `atlas wan certs` and copy it there"
         for file, time in left.items()
         if time < dt.timedelta(days=WARN_DAYS)
     ]
