@@ -67,6 +67,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, KEPT_BYTES = -1, -3, 1 << 30
 def main() -> int:
     messages, out = sys.stdin, MessageWriter(_private_stdout())
     _keep_memory()
+    _allow_sockets()
     torch.set_num_threads(1)
     sys.setswitchinterval(0.0005)  # the default lets a sender wait 5 ms for the thread that computes
     logging.getLogger("atlas").addHandler(WarningForwarder(out))
@@ -78,6 +79,13 @@ def main() -> int:
     out.send({"result": result})
     threading.Event().wait()  # peers may still send to this worker; it ends with stdin
     return 0
+
+
+def _allow_sockets() -> None:
+    """As many as the system lets this process have: the usual limit of 1,024 is a few hundred peers."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class WarningForwarder(logging.Handler):

@@ -10,8 +10,8 @@ class TransportSettings:
     """Times in seconds."""
 
     max_streams: int = 12
-    """Connections to every peer in another datacenter, and lane. How many of them carry data is chosen from
-    measurements. Inside a datacenter there are two."""
+    """Connections to every peer in another datacenter, and lane; fewer where there are many (`stream_budget`). How many
+    of them carry data is chosen from measurements. Inside a datacenter there are two."""
     num_streams: int | None = None
     """Sets that number instead."""
     staging_bytes: int = 256 << 20
