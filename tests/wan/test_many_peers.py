@@ -204,3 +204,23 @@ def test_encrypted_shared_channels(tmp_path: Path) -> None:
         got = b.recv(Key(HUB, 0, tag(1)))
         a.send(Key("dc2/b", 0, tag(1)), data).wait(10)
         assert got.wait(10) == data
+
+
+def test_a_receive_waits_longer_than_the_deadline_for_a_peer_that_connects_when_it_sends() -> None:
+    """A slow peer is not a lost one. Once it has connected, the deadline counts."""
+    hasty = replace(QUICK, deadline_s=0.3)
+    with Endpoint(HUB, settings=hasty) as a, Endpoint("dc1/b", settings=hasty) as b:
+        for end, peer in ((a, b), (b, a)):
+            end.expect([ChannelKind.NEAR] * 1000)
+            end.connect({peer.name: peer.address})
+        got = b.recv(Key(HUB, 0, tag(1)))
+        with pytest.raises(WorkerError, match="no connection from dc2/far"):
+            b.recv(Key("dc2/far", 0, tag(1))).wait(10)
+        time.sleep(0.3)
+        assert not got.done
+        a.send(Key("dc1/b", 0, tag(1)), b"late").wait(10)
+        assert got.wait(10) == b"late"
+        lost = b.recv(Key(HUB, 0, tag(2)))
+        a.close()
+        with pytest.raises(WorkerError, match="closed its side"):
+            lost.wait(10)

@@ -327,7 +327,13 @@ class Endpoint(Transport):
             self._inbound.watch(now)
             for place, inbox in list(self._inboxes.items()):
                 gone_s = self._inbound.gone_s(place, now)
-                if inbox.waits and gone_s > self.settings.deadline_s:
+                if inbox.waits and gone_s > self.settings.deadline_s and not self._may_be_lazy(place):
                     dialed = self._dialers.get(place)
                     why = f"; dialled for it at {dialed.address}: {dialed.last_error}" if dialed is not None else ""
                     inbox.fail(WorkerError(f"no connection from {place[0]} to {self.name} for {gone_s:.1f} s{why}"))
+
+    def _may_be_lazy(self, place: tuple[str, int]) -> bool:
+        """Whether the peer may connect only when it sends: it has as many peers as this node."""
+        if self.kind_of(place[0]) is not ChannelKind.NEAR or self._inbound.has_come(place):
+            return False
+        return any(channel.is_lazy for channel in list(self._channels.values()))

@@ -39,6 +39,7 @@ class InboundStreams:
         self._lock = threading.Lock()
         self._streams: dict[Place, list[Inbound]] = {}
         self._gone_since: dict[Place, float] = {}
+        self._come: set[Place] = set()
         self._closing = False
 
     def add_place(self, place: Place) -> None:
@@ -48,6 +49,10 @@ class InboundStreams:
 
     def of(self, place: Place) -> list[Inbound]:
         return list(self._streams[place])
+
+    def has_come(self, place: Place) -> bool:
+        """Whether the peer ever had a stream on this lane."""
+        return place in self._come
 
     def gone_s(self, place: Place, now: float) -> float:
         """How long the peer has had no stream on this lane."""
@@ -97,7 +102,9 @@ class InboundStreams:
 
     def _begin(self, inbound: Inbound) -> None:
         with self._lock:
-            self._streams[inbound.greeting.name, inbound.greeting.lane].append(inbound)
+            place = (inbound.greeting.name, inbound.greeting.lane)
+            self._streams[place].append(inbound)
+            self._come.add(place)
             closing = self._closing
         if closing:
             inbound.abort()
