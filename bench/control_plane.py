@@ -107,6 +107,11 @@ class StubAgent(Agent):
         self.begun.append(time.monotonic())
         super()._begin(attempt, message)
 
+    def _reply(self, attempt: _Attempt, message: Message) -> None:
+        if "begun" in message:
+            message["begun"]["memory"] = ""  # each stands for a host of its own, and stubs take no memory
+        super()._reply(attempt, message)
+
     def _prepare(self, attempt: _Attempt, message: Message) -> None:
         wanted = message["prepare"]
         roles = _roles(wanted, [unpack_text(group["program"]) for group in wanted["groups"]])

@@ -17,8 +17,7 @@ ratio is judged only if its 95 % interval over the rounds is narrower than what 
 And `atlas wan check` on four sites, of which one gives a port range that its NAT does not forward, one has a
 certificate of another CA, and one is filtered by its firewall.
 
-Needs root, network namespaces, and `ip`, `ss` (package iproute2), `nft` (nftables) and `sysctl` (procps); exits 77
-elsewhere.
+Needs root, network namespaces, `ip` and `ss` (package iproute2) and `nft` (nftables); exits 77 elsewhere.
 """
 
 from __future__ import annotations

@@ -19,13 +19,15 @@ from atlas.wan.emulator.paths import PathSpec
 
 PUBLIC, DNAT, MASQUERADE, FILTERED = "public", "1:1 NAT with a port range", "masquerade", "filtered"
 PORTS = (7710, 7719)
+FORWARD = Path("/proc/sys/net/ipv4/ip_forward")
+"""Of the network namespace of the thread that writes it."""
 
 
 def missing() -> str:
     """What this host lacks for it; empty: nothing."""
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
-    absent = [tool for tool in ("ip", "nft", "ss", "sysctl") if shutil.which(tool) is None]
+    absent = [tool for tool in ("ip", "nft", "ss") if shutil.which(tool) is None]
     return f"needs {', '.join(absent)}" if absent else ""
 
 
@@ -98,12 +100,9 @@ class Sites:
         inside("ip", "addr", "add", f"{network}.2/24", "dev", "lan0")
         inside("ip", "link", "set", "lan0", "up")
         inside("ip", "route", "add", "default", "via", f"{network}.1")
-        for words in (
-            ("ip", "addr", "add", f"{network}.1/24", "dev", "lan0"),
-            ("ip", "link", "set", "lan0", "up"),
-            ("sysctl", "-qw", "net.ipv4.ip_forward=1"),
-        ):
+        for words in (("ip", "addr", "add", f"{network}.1/24", "dev", "lan0"), ("ip", "link", "set", "lan0", "up")):
             site.gateway.run(lambda words=words: _run(*words))
+        site.gateway.run(lambda: FORWARD.write_text("1"))
         rules = ["add chain ip nat post { type nat hook postrouting priority 100 ; }"]
         rules.append('add rule ip nat post oifname "wan0" masquerade')
         opened = ""
