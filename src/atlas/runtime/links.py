@@ -15,7 +15,7 @@ from pathlib import Path
 from atlas.errors import WorkerError
 from atlas.ir.program import BACKWARD, FORWARD
 from atlas.runtime.assignment import Assignment
-from atlas.runtime.wiring import AFTER, BEFORE, CONTROL, MAIN, WorkerRole, is_along, lane_of
+from atlas.runtime.wiring import AFTER, BEFORE, CONTROL, GRADIENTS, MAIN, WorkerRole, is_along, lane_of
 from atlas.wan.cell_relay.relay import SLICE_BYTES, Cell
 from atlas.wan.cell_relay.slices import head_bytes
 from atlas.wan.security.credentials import Credentials, Security
@@ -116,9 +116,12 @@ class WorkerLinks:
                 opened[peer, lane] = address
             else:
                 relayed.setdefault(end, {})[peer] = address
-        kinds = [main.kind_of(peer, light=lane == CONTROL) for peer, lane in opened]
+        kinds = [main.kind_of(peer, light=lane == CONTROL, mesh=lane == GRADIENTS) for peer, lane in opened]
         main.expect([*kinds, *(kind for end, peers in relayed.items() for kind in self._relays[end].kinds(peers))])
-        channels = [main.open(*place, address, light=place[1] == CONTROL) for place, address in opened.items()]
+        channels = [
+            main.open(peer, lane, address, light=lane == CONTROL, mesh=lane == GRADIENTS)
+            for (peer, lane), address in opened.items()
+        ]
         try:
             main.warm_up(channels, CONNECT_S)
             for end, peers in relayed.items():

@@ -192,16 +192,18 @@ class Endpoint(Transport):
         return sum(channel.tuner.num_retransmits for channel in list(self._channels.values()))
 
     # ---- sending side ------------------------------------------------------------------------------------------
-    def open(self, peer: str, lane: int, address: Address | None, *, light: bool = False) -> Channel:
-        """Opens a channel that connects in the background. `light`: for small messages only. Without an address the
-        peer calls `dial_for`."""
+    def open(
+        self, peer: str, lane: int, address: Address | None, *, light: bool = False, mesh: bool = False
+    ) -> Channel:
+        """Opens a channel that connects in the background. `light`: for small messages only. `mesh`: one of perhaps
+        many like it. Without an address the peer calls `dial_for`."""
         with self._lock:
             if self._closing.is_set():
                 raise WorkerError(f"{self.name} is closed")
             if (peer, lane) not in self._channels:
                 mine = Greeting(self.name, peer, lane, self.epoch, self.instance)
                 places = (mine, address, self.security, self.settings, self.log)
-                self._channels[peer, lane] = self._channel(self.kind_of(peer, light=light), *places)
+                self._channels[peer, lane] = self._channel(self.kind_of(peer, light=light, mesh=mesh), *places)
             return self._channels[peer, lane]
 
     def _channel(self, kind: ChannelKind, *arguments: Any) -> Channel:
@@ -213,10 +215,12 @@ class Endpoint(Transport):
             return SharedChannel(*arguments, threads=self._shared)
         return Channel(*arguments, light=light, num_streams=share.num_streams)
 
-    def kind_of(self, peer: str, *, light: bool = False) -> ChannelKind:
+    def kind_of(self, peer: str, *, light: bool = False, mesh: bool = False) -> ChannelKind:
         if light:
             return ChannelKind.LIGHT
-        return ChannelKind.NEAR if datacenter_of(peer) == datacenter_of(self.name) else ChannelKind.FAR
+        if datacenter_of(peer) != datacenter_of(self.name):
+            return ChannelKind.FAR
+        return ChannelKind.MESH if mesh else ChannelKind.NEAR
 
     def expect(self, kinds: Iterable[ChannelKind]) -> None:
         """The channels that will be opened: they share the streams that a node may have."""

@@ -19,14 +19,16 @@ from atlas.wan.congestion.tuning import NEAR_STREAMS
 class ChannelKind(Enum):
     NEAR = "in the datacenter"
     FAR = "between datacenters"
+    MESH = "in the datacenter, to all workers of one stage"
     LIGHT = "small messages only"
 
 
-LIMITS = {ChannelKind.NEAR: 32, ChannelKind.FAR: 48, ChannelKind.LIGHT: 16}
+LIMITS = {ChannelKind.NEAR: 32, ChannelKind.FAR: 48, ChannelKind.MESH: 16, ChannelKind.LIGHT: 16}
 """Streams with threads of their own, two each. 48 are four channels of twelve: both boundaries of a stage, tied
-embeddings and one other group of pipelines."""
+embeddings and one other group of pipelines. A mesh has a limit of its own, so that the many channels of gradient sums
+leave threads to activations."""
 INBOUND_LIMITS = {ChannelKind.NEAR: 48, ChannelKind.FAR: 64}
-"""Streams of peers with a thread of their own. The receiver does not know which are light."""
+"""Streams of peers with a thread of their own. The receiver does not know which are light or of a mesh."""
 
 
 class StreamShare(NamedTuple):
@@ -43,6 +45,7 @@ class StreamBudget:
         self._wishes = {
             ChannelKind.NEAR: min(NEAR_STREAMS, max_streams),
             ChannelKind.FAR: max_streams,
+            ChannelKind.MESH: min(NEAR_STREAMS, max_streams),
             ChannelKind.LIGHT: 1,
         }
         self._expected, self._opened, self._used = (
