@@ -37,7 +37,8 @@ HOW = (
 SURFACE = {
     "init": {"--model", "--dc", "--batch", "--seq", "--out", "--force", "--list-models"},
     "regions": {"region", "--json"},
-    "launch": {"plan", "--recipe", "--target", "--out", "--rendezvous", "--image", "--ports", "--device", "--no-certs"},
+    "launch": {"plan", "--recipe", "--target", "--out", "--rendezvous", "--coordinator"}
+    | {"--image", "--ports", "--device", "--no-certs"},
     "simulate": {"job", "--schedule", "--iterations", "--monte-carlo", "--json", "--out", "--save"} | PICTURES | SEARCH,
     "schedules": {"--show", "--torch", "--json"} | SEARCH,
     "view": {"files"} | PICTURES,

@@ -24,9 +24,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def launch(folder: Path, target: str, *flags: str) -> int:
+def launch(folder: Path, target: str, *flags: str, where: str = "--rendezvous") -> int:
     words = ["launch", str(folder / "job.yaml"), "--recipe", str(folder / "recipe.yaml"), "--target", target]
-    return main([*words, "--out", str(folder / target), "--rendezvous", "203.0.113.1:7700", *flags])
+    return main([*words, "--out", str(folder / target), where, "203.0.113.1:7700", *flags])
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -45,6 +45,30 @@ def test_every_target_writes_its_files(target: str, folder: Path) -> None:
             assert list(yaml.safe_load_all(file.read_text()))
         else:
             assert subprocess.run(["bash", "-n", str(file)], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_files_for_a_coordinator_on_a_machine_of_its_own(target: str, folder: Path) -> None:
+    """Its command is in the README, and its certificate is made with the others."""
+    assert launch(folder, target, where="--coordinator") == 0
+    text = (folder / target / "README.md").read_text()
+    assert "atlas coordinator plan.yaml --listen 203.0.113.1:7700 --state state --recipe recipe.yaml --certs" in text
+    assert "atlas wan certs coordinator east west --out certs" in text
+    for file in (folder / target).glob("*.*"):
+        if file.name.startswith(("east", "west", "group")):
+            assert "--coordinator 203.0.113.1:7700 " in file.read_text()
+            assert "--rendezvous" not in file.read_text()
+
+
+def test_a_job_group_opens_the_port_of_the_rendezvous_where_it_is(folder: Path) -> None:
+    def opened() -> dict[str, list[str]]:
+        _, *tasks = yaml.safe_load_all((folder / "skypilot" / "group.yaml").read_text())
+        return {task["name"]: task["resources"]["ports"] for task in tasks}
+
+    assert launch(folder, "skypilot") == 0
+    assert opened() == {"east": ["7701-7740", "7700"], "west": ["7701-7740"]}
+    assert launch(folder, "skypilot", where="--coordinator") == 0
+    assert opened() == {"east": ["7701-7740"], "west": ["7701-7740"]}
 
 
 def test_a_jobset_has_a_pod_for_each_host_and_ends_on_a_users_error(folder: Path) -> None:

@@ -27,7 +27,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--recipe", type=Path, required=True, metavar="FILE", help="how to train (docs/recipes.md)")
     add("--target", choices=sorted(TARGETS), required=True, help="the scheduler")
     add("--out", type=Path, required=True, metavar="DIR", help="the folder to write to")
-    add("--rendezvous", required=True, metavar="HOST:PORT", help="an address of the plan's first datacenter")
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument(
+        "--rendezvous", metavar="HOST:PORT", help="an address of the first host of the plan's first datacenter"
+    )
+    place.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="where `atlas coordinator` runs, on a machine of its own"
+    )
     add("--image", default="atlas:latest", metavar="NAME", help="image of the container (default: atlas:latest)")
     add("--ports", default="7701-7740", metavar="LO-HI", help="ports of workers and checkpoint servers (7701-7740)")
     add("--device", default="cuda", metavar="NAME", help="cuda or cpu (default: cuda)")
@@ -40,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
     require_executable(job)
     if plan is not None and plan.runnable != "yes":
         raise AtlasError(f"{job.where}: runnable: {plan.runnable}")
-    address_of("--rendezvous", args.rendezvous)
+    apart = args.coordinator is not None
+    rendezvous = args.coordinator if apart else args.rendezvous
+    address_of("--coordinator" if apart else "--rendezvous", rendezvous)
     PortRange.of(args.ports)
     require_folder(args.out, "--out")
     make_folder(args.out)
@@ -48,12 +56,13 @@ def run(args: argparse.Namespace) -> int:
         job,
         read_text(args.plan, key="plan"),
         read_text(args.recipe, key="recipe"),
-        args.rendezvous,
+        rendezvous,
         args.image,
         args.ports,
         args.device,
         not args.no_certs,
         (recipe.checkpoints.folder or "").startswith(OBJECT_STORE),
+        apart,
     )
     for path in write_files(choice, args.target, args.out):
         print(path)

@@ -42,6 +42,8 @@ class LaunchChoice:
     """Whether certificates are mounted; without them only loopback works."""
     in_object_store: bool = False
     """Whether the recipe has an `s3://` place for checkpoints; otherwise they are on the host's volume."""
+    apart: bool = False
+    """Whether `rendezvous` is the address of `atlas coordinator`, not of a host of the first datacenter."""
 
     @property
     def name(self) -> str:
@@ -61,7 +63,8 @@ class LaunchChoice:
     def words(self, dc: str, *, config: str, disk: str) -> list[str]:
         """`train ...`, the same on every host of a datacenter. Shell variables are expanded by a shell."""
         found = ["train", f"{config}/plan.yaml", "--recipe", f"{config}/recipe.yaml", "--dc", dc, "--no-bar"]
-        found += ["--rendezvous", self.rendezvous, "--listen", "0.0.0.0", "--advertise", "$ADVERTISE"]
+        found += ["--coordinator" if self.apart else "--rendezvous", self.rendezvous]
+        found += ["--listen", "0.0.0.0", "--advertise", "$ADVERTISE"]
         found += ["--ports", f"${{ATLAS_PORTS:-{self.ports}}}", "--device", self.device]
         found += [] if self.in_object_store else ["--checkpoints", f"{disk}/checkpoints"]
         found += ["--runs", f"{disk}/runs"]
@@ -271,7 +274,9 @@ def skypilot_files(choice: LaunchChoice) -> dict[str, str]:
     documents: list[dict[str, Any]] = [{"name": choice.name, "execution": "parallel"}]
     for dc, count in choice.hosts.items():
         found = next(found for found in choice.job.cluster.datacenters if found.name == dc)
-        resources: dict[str, Any] = {"image_id": f"docker:{choice.image}", "ports": [choice.ports]}
+        first = dc == next(iter(choice.hosts)) and not choice.apart
+        ports = [choice.ports, *([choice.rendezvous.rpartition(":")[2]] if first else [])]
+        resources: dict[str, Any] = {"image_id": f"docker:{choice.image}", "ports": ports}
         if choice.gpus(dc):
             resources["accelerators"] = f"{found.gpu.split('-')[0].upper()}:{choice.gpus(dc)}"
         line = _line(choice.words(dc, config=".", disk=f"disk/{dc}"), "exec atlas")
@@ -315,7 +320,14 @@ def write_files(choice: LaunchChoice, target: str, folder: Path) -> list[Path]:
     files = {**own, "plan.yaml": choice.plan, "recipe.yaml": choice.recipe}
     files |= {
         "Dockerfile": DOCKERFILE,
-        "README.md": readme(choice.name, target, sorted(own), choice.hosts, certs=choice.certs),
+        "README.md": readme(
+            choice.name,
+            target,
+            sorted(own),
+            choice.hosts,
+            certs=choice.certs,
+            coordinator=choice.rendezvous if choice.apart else None,
+        ),
     }
     for name, text in files.items():
         (folder / name).write_text(text)

@@ -30,7 +30,10 @@ STOP = {
 }
 
 
-def readme(name: str, target: str, files: Sequence[str], hosts: Mapping[str, int], *, certs: bool) -> str:
+def readme(
+    name: str, target: str, files: Sequence[str], hosts: Mapping[str, int], *, certs: bool, coordinator: str | None
+) -> str:
+    """`coordinator`: the address of `atlas coordinator`; None: a host of the first datacenter coordinates."""
     lines = [START[target].format(file=file, dc=file.partition(".")[0]) for file in files]
     counted = ", ".join(f"{count} in {dc}" for dc, count in hosts.items())
     parts = [
@@ -38,24 +41,38 @@ def readme(name: str, target: str, files: Sequence[str], hosts: Mapping[str, int
         f"Written by `atlas launch`. The plan uses these hosts: {counted}. Each datacenter has an ordinary job of its "
         "own; the jobs find each other at the rendezvous. Start them in any order:",
         "```sh\n" + "\n".join(lines) + "\n```",
+        _coordinator(coordinator, next(iter(hosts)), certs=certs),
         "Stop, with a checkpoint that the same job resumes from:",
         f"```sh\n{STOP[target]}\n```",
         "Exit codes: 0 done; 75 start it again (the files do); 2 change what the message says. `docs/operating.md` "
         "explains ports, addresses behind NAT (`ATLAS_ADVERTISE`, `ATLAS_PORTS`) and failures.",
     ]
     if certs:
-        parts.append(_certs(name, target, list(hosts)))
+        parts.append(_certs(name, target, [*(["coordinator"] if coordinator else []), *hosts], next(iter(hosts))))
     if target in ("jobset", "trainjob"):
         parts.append(f"Each datacenter needs a PersistentVolumeClaim `{name}-DC` for checkpoints and logs.")
     parts.append("The Dockerfile was not built here; the image's name is a parameter of `atlas launch`.")
     return "\n\n".join(parts) + "\n"
 
 
-def _certs(name: str, target: str, datacenters: Sequence[str]) -> str:
-    make = f"atlas wan certs {' '.join(datacenters)} --out certs"
+def _coordinator(address: str | None, first: str, *, certs: bool) -> str:
+    if address is None:
+        return (
+            f"The first host of {first} must have the rendezvous' address. Where a scheduler chooses the host, write "
+            "the files with `--coordinator` instead, for a machine whose address is known."
+        )
+    command = f"atlas coordinator plan.yaml --listen {address} --state state --recipe recipe.yaml"
+    command += " --certs certs" if certs else ""
+    return (
+        "First start the coordinator, on the machine with that address. If it ends, start the same command again:\n\n"
+        f"```sh\n{command}\n```"
+    )
+
+
+def _certs(name: str, target: str, names: Sequence[str], one: str) -> str:
+    make = f"atlas wan certs {' '.join(names)} --out certs"
     if target not in ("jobset", "trainjob"):
         return f"Certificates are read from `certs/` beside this file: `{make}`, and copy each site its own pair."
-    one = datacenters[0]
     secret = (
         f"kubectl --context {one} create secret generic {name}-{one}-certs --from-file=certs/ca.pem "
         f"--from-file=certs/{one}.pem --from-file=certs/{one}.key"
