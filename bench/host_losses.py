@@ -236,7 +236,7 @@ def undisturbed(base: Path, num_steps: int) -> tuple[dict[int, float], Callable[
     """Losses by step, and the hashes of the checkpoint of a step."""
     base.mkdir(parents=True)
     (base / "job.yaml").write_text(yaml.dump(JOB))
-    (base / "recipe.yaml").write_text(yaml.dump({"checkpoints": {"keep": 1000}}))
+    (base / "recipe.yaml").write_text(yaml.dump({"checkpoints": {"keep": num_steps}}))
     words = ["--dc", "east", "--rendezvous", f"127.0.0.1:{free_port()}", "--device", "cpu", *HOW[:-2]]
     words += ["--steps", str(num_steps), "--checkpoints", str(base / "saves"), "--log", str(base / "log")]
     command = Command(base, "undisturbed", "train", *words, "--recipe", str(base / "recipe.yaml"))
