@@ -21,11 +21,10 @@ from atlas.wan.transport.base import Key, Tag
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.settings import TransportSettings
 from atlas.wan.transport.shared_channel import SharedChannel
-from atlas.wan.transport.stream_budget import LIMITS, ChannelKind, StreamBudget
+from atlas.wan.transport.shared_threads import DIALERS, READERS, WRITERS
+from atlas.wan.transport.stream_budget import INBOUND_LIMITS, LIMITS, ChannelKind, StreamBudget
 
 HUB = "dc1/hub"
-MAX_THREADS = 24
-"""Of a node with many near peers: readers, writers, dialers, acceptor, watcher; a few handshakes may be left over."""
 QUICK = TransportSettings(deadline_s=20.0, stall_s=2.0, handshake_s=5.0, heartbeat_s=0.2)
 
 
@@ -112,8 +111,8 @@ def test_threads_do_not_grow_with_the_number_of_peers() -> None:
                 most = max(most, threading.active_count() - threads)
             for handle in sent:
                 handle.wait(10)
-        num_inbound = 48  # streams of peers that have a thread of their own, however many there are
-        assert most <= MAX_THREADS + num_inbound
+        shared, own = READERS + WRITERS + DIALERS, INBOUND_LIMITS[ChannelKind.NEAR]
+        assert most <= shared + own + QUICK.max_handshakes + 2  # the acceptor and the watcher
         assert descriptors() - sockets <= 2 * count + 16  # one stream each way
         child.communicate("end\n", timeout=30)
     assert child.returncode == 0
