@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from atlas.wan.emulator.rivals import RING, SEGMENT_BYTES, TAIL, advance_rivals, rival_tables, start_rivals
 from atlas.weather.cell import packet_rtts
 from atlas.weather.packets import LOST, PacketTable
 
@@ -27,6 +28,24 @@ def sampled(seconds: float = 20.0, rate_bps: float = 36e6, *, burst: int = 8, sh
     cross = cross_of(int(seconds * 10) + 1, share)[(sent - sent[0]) // 100_000_000]
     rtt = packet_rtts(sent, sizes, cross, capacity_bps=CAPACITY_BPS, rtt_ns=RTT_NS, buffer_bytes=BUFFER)
     return PacketTable("sample", sent, sizes, rtt, len(sent))
+
+
+def tcp_table(seconds: float, *, rivals: int = 0, share: float = 0.0, lead_s: float = 3.0) -> PacketTable:
+    """A simulated cubic sender beside flows that are `lead_s` ahead of it, or beside constant cross traffic."""
+    step_ns, byte_ns = 1_000_000, 8e9 / CAPACITY_BPS
+    figures = (byte_ns, BUFFER, float(RTT_NS), SEGMENT_BYTES)
+    flows, rows, free_ns, tail = rival_tables(rivals + 1), [], 0.0, 1
+    start_rivals(*flows, 0, RTT_NS)
+    start_rivals(*(table[:1] for table in flows), round(lead_s * 1e9), RTT_NS)
+    for now_ns in range(step_ns, round((lead_s + seconds) * 1e9), step_ns):
+        free_ns = min(max(free_ns, now_ns - step_ns) + share * step_ns, now_ns - step_ns + BUFFER * byte_ns)
+        free_ns = advance_rivals(*flows, free_ns, now_ns, *figures)
+        for k in range(tail, end := int(flows[1][0, TAIL])):
+            sent_ns, back_ns = flows[2][0, k % RING].tolist()
+            rows.append((10**18 + sent_ns, SEGMENT_BYTES, LOST if back_ns < 0 else back_ns - sent_ns))
+        tail = end
+    sent, size, rtt = np.array(rows, np.int64).T
+    return PacketTable("tcp", sent, size, rtt, len(sent))
 
 
 def written(table: PacketTable, path: Path) -> Path:

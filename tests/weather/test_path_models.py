@@ -30,7 +30,7 @@ def test_a_model_comes_back_from_its_file(tmp_path: Path) -> None:
 
 
 def _archive(path: Path, **changes: object) -> None:
-    meta = {"version": 1, "window_ns": WINDOW_NS, "capacity_bps": 1e6, "rtt_ns": 1e6, "buffer_bytes": 1e6}
+    meta = {"version": 2, "rivals": 0, "window_ns": WINDOW_NS, "capacity_bps": 1e6, "rtt_ns": 1e6, "buffer_bytes": 1e6}
     arrays = {"cross_bps": np.zeros(3), "known": np.zeros(3, bool)}
     for key, value in changes.items():
         (arrays if key in arrays else meta)[key] = value  # type: ignore[index,assignment]
@@ -42,7 +42,7 @@ def _archive(path: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"version": 2}, "= 2: is a path model of another version"),
+        ({"version": 1}, "= 1: is a path model of another version"),
         ({"capacity_bps": float("nan")}, "capacity_bps must be a positive finite number"),
         ({"rtt_ns": -1}, "rtt_ns must be"),
         ({"cross_bps": np.array([0, np.inf, 0])}, "window 1 must be finite"),

@@ -20,9 +20,10 @@ import sys
 import time
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from atlas.console import number, require_folder, whole
-from atlas.cost.weather import emulated_cross, link_weather
+from atlas.cost.weather import emulated_cross, emulated_rivals, link_weather
 from atlas.errors import AtlasError
 from atlas.spec.job import Cluster, Route
 from atlas.spec.load import load_cluster, load_job
@@ -162,8 +163,7 @@ def cluster_paths(
             pair_bps=route.pair_gbps * 1e9,
             trunk=Trunk(f"{a}~{b}", route.trunk_gbps * 1e9) if route.trunk_gbps is not None else None,
             jitter_s=jitter_s,
-            cross=_cross(route, a, b, weather_seed),
-            cross_back=_cross(route, b, a, weather_seed),
+            **_weather(route, a, b, weather_seed, queued=lan),
         )
         paths |= {(x, y): path for x in nodes[a] for y in nodes[b]}
     for dc in cluster.datacenters if lan else ():
@@ -172,10 +172,18 @@ def cluster_paths(
     return paths
 
 
-def _cross(route: Route, src: str, dst: str, seed: int) -> tuple[float, ...]:
-    """An hour of drawn cross traffic in one direction, as shares of the capacity; nothing without a model."""
-    weather = link_weather(route, src, dst)
-    return () if weather is None else emulated_cross(weather, seed)
+def _weather(route: Route, a: str, b: str, seed: int, *, queued: bool) -> dict[str, Any]:
+    """Of both directions: an hour of drawn cross traffic, as shares of the capacity. In an emulator with a queue,
+    competing flows instead where the model has some."""
+    found: dict[str, Any] = {}
+    for src, dst, back in ((a, b, ""), (b, a, "_back")):
+        if (weather := link_weather(route, src, dst)) is None:
+            continue
+        if queued and (rivals := emulated_rivals(weather)):
+            found["rivals" + back] = rivals
+        else:
+            found["cross" + back] = emulated_cross(weather, seed)
+    return found
 
 
 def _write_packets(folder: Path, net: NamespaceNet) -> None:

@@ -31,9 +31,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--path", metavar="NAME", help="which path, if the folder has several")
     parser.add_argument(
         "--method",
-        choices=("constant", "peak", "pairs", "gru"),
-        default="pairs",
-        help="how the path is fitted; constant: no weather; gru: a small neural network, needs torch (default pairs)",
+        choices=("auto", "constant", "peak", "pairs", "gru"),
+        default="auto",
+        help="how the path is fitted; constant: no weather; gru: a small neural network, needs torch (default auto: "
+        "peak or pairs, and whether cross traffic reacts)",
     )
     parser.add_argument("--page", type=Path, metavar="FILE", help="write a page: delay and rate, cross traffic")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -83,6 +84,7 @@ def figures(name: str, learnt: Learnt) -> dict[str, object]:
         "buffer_bytes": model.buffer_bytes,
         "buffer_is_bound": model.buffer_is_bound,
         "cross_share": model.mean_share,
+        "competing_flows": model.rivals,
         "windows": len(model.cross_bps),
         "windows_seen": int(model.known.sum()),
         "explained_ahead": learnt.explained,
@@ -104,6 +106,7 @@ def described(name: str, learnt: Learnt, span_s: float) -> list[str]:
         f"  buffer         {big}{model.buffer_bytes / 1e3:.4g} KB, {deep_ms:.3g} ms",
         f"  cross traffic  {100 * model.mean_share:.0f} % of the capacity on average, at most {100 * peak:.0f} %; "
         f"seen in {seen:.0f} % of the time",
+        *([f"                 it reacts to the sender like {_flows(model)}"] if model.rivals else []),
         f"  explains       {_percent(learnt.explained)} of the variance of delay in the held-out last fifth, one "
         f"window (0.1 s) ahead; {_percent(learnt.followed)} with each window's own cross traffic",
     ]
@@ -125,8 +128,17 @@ def page_notes(learnt: Learnt, span_s: float) -> list[str]:
         f"Other users (cross traffic) take {100 * model.mean_share:.0f} % of the link on average, and at most "
         f"{100 * float(model.cross_bps.max()) / model.capacity_bps:.0f} %. They were visible in "
         f"{100 * float(model.known.mean()):.0f} % of the time.{ahead}",
+        *(
+            [f"They react to the sender like {_flows(model)}: a sender that takes more gets more."]
+            if model.rivals
+            else []
+        ),
         *(f"Note: {warning}" for warning in learnt.warnings),
     ]
+
+
+def _flows(model: PathModel) -> str:
+    return "a competing TCP flow" if model.rivals == 1 else f"{model.rivals} competing TCP flows"
 
 
 def _percent(share: float | None) -> str:

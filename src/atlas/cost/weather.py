@@ -16,7 +16,7 @@ import numpy as np
 from atlas.cost.table import Costs, LinkWeather, Trace
 from atlas.spec.job import Route
 from atlas.weather.draw import LEAST_SHARE, drawn_cross, drawn_rows, mean_rows
-from atlas.weather.path_model import WINDOW_NS, PathModel, load_model
+from atlas.weather.path_model import MAX_RIVALS, WINDOW_NS, PathModel, load_model
 
 MAX_SPANS = 20_000
 """Windows of one draw. Beyond them a link has its mean."""
@@ -59,6 +59,11 @@ def emulated_cross(weather: LinkWeather, seed: int, run: int = 0, seconds: float
     cross = drawn_cross(model, seed, (run, weather.path), -(-num // weather.slower))
     shares = cross * (weather.cross_traffic / model.capacity_bps)
     return tuple(np.repeat(shares, weather.slower)[:num].tolist())
+
+
+def emulated_rivals(weather: LinkWeather) -> int:
+    """How many TCP flows an emulator with a queue has in place of drawn cross traffic; 0 if it does not react."""
+    return min(MAX_RIVALS, round(_model(weather).rivals * weather.cross_traffic))
 
 
 def cross_queue_s(weather: LinkWeather) -> float:

@@ -2,17 +2,18 @@
 
     least delay       the smallest round trip
     capacity          "peak": the largest rate of acknowledgements (as iBoxNet); "pairs": from packets sent back to
-                      back, whose delays differ by the time of one packet on the link, where enough of them agree
+                      back, whose delays differ by the time of one packet on the link, where enough of them agree;
+                      "auto": pairs where it is clearly more than the peak, otherwise the peak
     buffer            the queue that packets met just before others were lost
-cross traffic     by conservation: while the queue was busy, the bytes that arrived are those that left plus the growth
-of the queue
+    cross traffic     by conservation: while the queue was busy, the bytes that arrived are those that left plus the
+                      growth of the queue; "auto" also finds out whether it reacts to the sender (`elastic`)
 
 Simulates nothing over a network and imports no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -21,11 +22,12 @@ from numpy.typing import NDArray
 
 from atlas.errors import SpecError
 from atlas.weather.cell import Floats, packet_rtts
+from atlas.weather.elastic import competing_flows
 from atlas.weather.packets import LOST, Ints, PacketTable
 from atlas.weather.path_model import WINDOW_NS, PathModel
 from atlas.weather.routes import route_pieces
 
-Method = Literal["constant", "peak", "pairs"]
+Method = Literal["constant", "peak", "pairs", "auto"]
 MIN_SPAN_S = 5.0
 HELD_OUT = 0.2
 """The last share of the rows, which the constants are not fitted on."""
@@ -34,6 +36,9 @@ BUSY_SHARE = 0.1
 PEAK_NS = 100_000_000
 MIN_PAIRS, AGREEING = 100, 0.15
 """Back-to-back packets that are needed, and how far their quartiles may be apart, relative to the median."""
+CLEARLY_MORE = 1.05
+"""By which factor the capacity of pairs must exceed the peak rate to replace it. Below it both models predict other
+senders equally well, so the simpler one is taken."""
 REORDERED = 0.05
 """A larger share of packets that overtook others is no FIFO path."""
 
@@ -50,7 +55,7 @@ class Learnt:
     warnings: list[str] = field(default_factory=list)
 
 
-def learn(table: PacketTable, method: Method = "pairs") -> Learnt:
+def learn(table: PacketTable, method: Method = "auto") -> Learnt:
     """Constants of the first four fifths, cross traffic of all, figures of the last fifth."""
     require_usable(table)
     pieces = route_pieces(table)
@@ -61,6 +66,8 @@ def learn(table: PacketTable, method: Method = "pairs") -> Learnt:
     constants = _constants(train, method)
     explained, followed = (_explained(constants, test, ahead=ahead) for ahead in (True, False))
     model = with_cross(_constants(table, method), table) if method != "constant" else constants
+    if method == "auto":
+        model = replace(model, rivals=competing_flows(table, model))
     warnings += _limits(table, model)
     if followed is not None and followed < 0:
         warnings.append("the model is worse than the mean delay on the held-out rows: record more, at a higher rate")
@@ -110,7 +117,10 @@ def _constants(table: PacketTable, method: Method) -> PathModel:
     arrived = ~table.lost
     sent, size, rtt = table.sent_ns[arrived], table.num_bytes[arrived], table.rtt_ns[arrived]
     peak_bps = peak_rate_bps(sent + rtt, size)
-    pairs_bps = pair_rate_bps(sent, size, rtt) if method == "pairs" else None
+    pairs_bps = pair_rate_bps(sent, size, rtt) if method in ("pairs", "auto") else None
+    if method == "auto":
+        method = "pairs" if pairs_bps is not None and pairs_bps > CLEARLY_MORE * peak_bps else "peak"
+        pairs_bps = pairs_bps if method == "pairs" else None
     mean_bps = float(size.sum()) * 8e9 / max(1, int((sent + rtt).max() - (sent + rtt).min()))
     capacity = mean_bps if method == "constant" else max(pairs_bps or 0.0, peak_bps)
     idle = bool(np.percentile(rtt - rtt.min(), 99) < _queue_floor_ns(float(rtt.min())))
@@ -205,7 +215,7 @@ def with_cross(model: PathModel, table: PacketTable) -> PathModel:
     filled = _held(cross, known)
     left = np.maximum(0.0, model.capacity_bps - own_bps)  # an idle queue bounds it from above
     cross = np.where(known, cross, np.minimum(filled, left))
-    return PathModel(**{**vars(model), "cross_bps": cross, "known": known, "start_ns": start_ns})
+    return replace(model, cross_bps=cross, known=known, start_ns=start_ns)
 
 
 def _held(values: Floats, known: NDArray[np.bool_]) -> Floats:

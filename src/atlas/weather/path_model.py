@@ -20,10 +20,11 @@ from atlas.errors import SpecError
 from atlas.ir.replace import write_whole
 from atlas.weather.cell import Floats
 
-VERSION = 1
+VERSION = 2
 WINDOW_NS = 100_000_000
 MAX_WINDOWS = 10_000_000
 MAX_FILE_BYTES = 256 << 20
+MAX_RIVALS = 16
 MAX_RATIO = 2.0
 """A link's `pair_gbps` and a model's capacity may differ by this factor."""
 
@@ -47,6 +48,8 @@ class PathModel:
     """The capacity is at least this."""
     buffer_is_bound: bool = False
     method: str = "pairs"
+    rivals: int = 0
+    """Cross traffic reacts to a sender like this many TCP flows. 0: it does not react."""
 
     @property
     def seconds(self) -> float:
@@ -73,7 +76,7 @@ def save_model(path: Path, model: PathModel) -> None:
 
 _META = (
     *("capacity_bps", "rtt_ns", "buffer_bytes", "start_ns"),
-    *("capacity_is_bound", "buffer_is_bound", "method"),
+    *("capacity_is_bound", "buffer_is_bound", "method", "rivals"),
 )
 
 
@@ -95,6 +98,9 @@ def load_model(path: Path, key: str = "model") -> PathModel:
         value = meta.get(name)
         if not isinstance(value, int | float) or not math.isfinite(value) or not 0 < value <= 1e18:
             raise bad(value, f"{name} must be a positive finite number")
+    rivals = meta.get("rivals")
+    if not isinstance(rivals, int) or isinstance(rivals, bool) or not 0 <= rivals <= MAX_RIVALS:
+        raise bad(rivals, f"rivals must be a whole number from 0 to {MAX_RIVALS}")
     cross, known = arrays["cross_bps"], arrays["known"]
     if cross.dtype != np.float64 or known.dtype != np.bool_ or cross.ndim != 1 or cross.shape != known.shape:
         raise bad(None, "its arrays have other types or shapes than a path model")

@@ -3,7 +3,7 @@ due, and writes them to the device of their destination. Two system calls and on
 
 A link is one direction between two nodes, kept as a virtual clock: a packet departs when those before it have departed,
 and is dropped when they fill the queue. Only payload counts on the link, so rates are goodput. Cross traffic joins the
-queue as a fluid (`weather.cell` has the same rule).
+queue as a fluid (`weather.cell` has the same rule); competing TCP flows join it packet by packet (`rivals`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from atlas.wan.emulator.lateness import BIN_NS, NUM_BINS
 from atlas.wan.emulator.netdev import VNET_HDR_BYTES
+from atlas.wan.emulator.rivals import advance_rivals
 
 # Columns of the links' table of floats and of their table of integers.
 LATENCY_NS, JITTER_NS, NS_PER_BYTE, FREE_NS, QUEUE_BYTES, LOSS, CROSS_SINCE, CROSS_AT, NUM_FLOATS = range(9)
 TRUNK, DST, BASE, SIZE, HEAD, TAIL, USED, LAST_DUE, OPEN, NUM_BYTES, NUM_PACKETS, DROPPED, LOST = range(13)
-CROSS, CROSS_END, NUM_INTS = range(13, 16)
+CROSS, CROSS_END, RIVALS, RIVALS_END, SEGMENT_BYTES, NUM_INTS = range(13, 19)
 # Columns of the trunks' table.
 TRUNK_NS_PER_BYTE, TRUNK_FREE_NS, TRUNK_QUEUE_BYTES, NUM_TRUNK_FLOATS = range(4)
 
@@ -90,11 +91,24 @@ def _add_cross(row: Any, first: int, end: int, cross: Any, now_ns: int) -> None:
 
 
 @njit(cache=True)
-def _due_ns(link: int, floats: Any, ints: Any, trunks: Any, cross: Any, cost_bytes: int, now_ns: int) -> Any:
+def _add_rivals(link: int, floats: Any, ints: Any, rivals: Any, now_ns: int) -> None:
+    """Lets the competing flows of a link, if it has some, send and react up to now."""
+    row, first, end = floats[link], ints[link, RIVALS], ints[link, RIVALS_END]
+    if end > first and row[NS_PER_BYTE] > 0:
+        state, count, ring = rivals[0][first:end], rivals[1][first:end], rivals[2][first:end]
+        figures = row[NS_PER_BYTE], row[QUEUE_BYTES], 2 * row[LATENCY_NS], ints[link, SEGMENT_BYTES]
+        row[FREE_NS] = advance_rivals(state, count, ring, row[FREE_NS], now_ns, *figures)
+
+
+@njit(cache=True)
+def _due_ns(
+    link: int, floats: Any, ints: Any, trunks: Any, cross: Any, rivals: Any, cost_bytes: int, now_ns: int
+) -> Any:
     """Occupies the link and returns when the packet is due, or -1 if the queue is full."""
     row = floats[link]
     if ints[link, CROSS_END] > ints[link, CROSS] and row[NS_PER_BYTE] > 0:
         _add_cross(row, ints[link, CROSS], ints[link, CROSS_END], cross, now_ns)
+    _add_rivals(link, floats, ints, rivals, now_ns)
     start_ns = max(row[FREE_NS], now_ns)
     depart_ns = start_ns + cost_bytes * row[NS_PER_BYTE]
     if row[NS_PER_BYTE] > 0 and (start_ns - now_ns) / row[NS_PER_BYTE] + cost_bytes > row[QUEUE_BYTES]:
@@ -152,6 +166,7 @@ def _read_packets(
     memory: Any,
     words: Any,
     cross: Any,
+    rivals: Any,
     seen: Any,
     num_seen: Any,
     packet: Any,
@@ -172,7 +187,7 @@ def _read_packets(
             continue
         cost_bytes = _cost_bytes(packet, num_bytes)
         now_ns = _now_ns(spec)
-        due_ns = _due_ns(link, floats, ints, trunks, cross, cost_bytes, now_ns)
+        due_ns = _due_ns(link, floats, ints, trunks, cross, rivals, cost_bytes, now_ns)
         if num_seen[0] < seen.shape[0]:
             seen[num_seen[0]] = now_ns, link, cost_bytes, due_ns
             num_seen[0] += 1
@@ -225,6 +240,7 @@ def forward(
     memory: NDArray[np.uint8],
     words: NDArray[np.int64],
     cross: NDArray[np.float64],
+    rivals: tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]],
     seen: NDArray[np.int64],
     num_seen: NDArray[np.int64],
     bins: NDArray[np.int64],
@@ -249,8 +265,9 @@ def forward(
         _ppoll(polls.ctypes.data, num_nodes + 1, spec.ctypes.data, 0)
         for node in range(num_nodes):
             if polls[node, 1] >> 16:
-                _read_packets(
-                    node, fds[node], link_of, floats, ints, trunks, memory, words, cross, seen, num_seen, packet, spec
-                )
+                tables = (floats, ints, trunks, memory, words, cross, rivals, seen, num_seen)
+                _read_packets(node, fds[node], link_of, *tables, packet, spec)
+        for link in range(ints.shape[0]):  # bounds the work that is left for the next packet of an idle link
+            _add_rivals(link, floats, ints, rivals, _now_ns(spec))
         if polls[num_nodes, 1] >> 16:
             return

@@ -20,6 +20,7 @@ from atlas.wan.emulator.emulated_net import answer
 from atlas.wan.emulator.lateness import NUM_BINS
 from atlas.wan.emulator.paths import UNCAPPED_QUEUE_BYTES, PathSpec, round_trip_bytes
 from atlas.wan.emulator.priority import end_with_parent, raise_priority
+from atlas.wan.emulator.rivals import rival_tables, segment_bytes, start_rivals
 
 MAX_RING_BYTES = 256 << 20
 RING_SLACK_BYTES = 4 << 20
@@ -44,7 +45,7 @@ class ForwardServer:
         self._trunk_rows: dict[tuple[str, bool], int] = {}
         self._bins, self._totals = np.zeros(NUM_BINS, np.int64), np.zeros(2, np.int64)
         self._pairs: list[tuple[str, str]] = []
-        self._cross = np.zeros(0)
+        self._cross, self._rivals = np.zeros(0), rival_tables(0)
         self._seen, self._num_seen = np.zeros((0, 4), np.int64), np.zeros(1, np.int64)
 
     def run(self) -> None:
@@ -53,7 +54,7 @@ class ForwardServer:
             self._control.sendall(answer(self, line))
             words = self._memory.view(np.int64)
             tables = self._link_of, self._floats, self._ints, self._trunks, self._memory, words
-            weather = self._cross, self._seen, self._num_seen
+            weather = self._cross, self._rivals, self._seen, self._num_seen
             f.forward(self._fds, *tables, *weather, self._bins, self._totals, self._polls)
 
     def do_paths(self, nodes: list[str], paths: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
@@ -63,6 +64,7 @@ class ForwardServer:
         self._floats = np.zeros((len(links), f.NUM_FLOATS))
         self._ints = np.zeros((len(links), f.NUM_INTS), np.int64)
         self._trunks = np.zeros((max(1, 2 * len(links)), f.NUM_TRUNK_FLOATS))
+        self._rivals = rival_tables(sum(path.rivals if there else path.rivals_back for _, _, path, there in links))
         base = 0
         for link, (src, dst, path, there) in enumerate(links):
             to = self._nodes[dst]
@@ -75,6 +77,9 @@ class ForwardServer:
             cross = path.cross if there else path.cross_back
             self._ints[link, [f.CROSS, f.CROSS_END]] = len(self._cross), len(self._cross) + len(cross)
             self._cross = np.concatenate([self._cross, cross])
+            first, num = int(self._ints[:, f.RIVALS_END].max()), path.rivals if there else path.rivals_back
+            segment = segment_bytes(path.latency_s * (path.pair_bps or 0.0) / 4, path.queue)
+            self._ints[link, [f.RIVALS, f.RIVALS_END, f.SEGMENT_BYTES]] = first, first + num, segment
         self.do_weather()
         self._memory = np.empty(base, np.uint8)
         self._memory[:MAX_TOUCHED_BYTES:PAGE_BYTES] = 0
@@ -106,8 +111,12 @@ class ForwardServer:
         }
 
     def do_weather(self) -> None:
-        """Cross traffic starts again with its first value."""
-        self._floats[:, [f.CROSS_SINCE, f.CROSS_AT]] = time.monotonic_ns()
+        """Cross traffic starts again with its first value, and competing flows with a handshake."""
+        now_ns = time.monotonic_ns()
+        self._floats[:, [f.CROSS_SINCE, f.CROSS_AT]] = now_ns
+        for row, link in zip(self._floats, self._ints, strict=True):
+            own = slice(link[f.RIVALS], link[f.RIVALS_END])
+            start_rivals(*(table[own] for table in self._rivals), now_ns, 2 * row[f.LATENCY_NS])
 
     def do_record(self, max_packets: int) -> None:
         """Keeps the next packets: when they came, and when they are due."""
@@ -131,7 +140,7 @@ class ForwardServer:
             none = np.zeros((0, f.NUM_INTS), np.int64)
             words = self._memory.view(np.int64)
             tables = self._link_of[:0], self._floats, none, self._trunks, self._memory, words
-            weather = self._cross, self._seen, self._num_seen
+            weather = self._cross, self._rivals, self._seen, self._num_seen
             f.forward(self._fds[:0], *tables, *weather, self._bins, self._totals, polls)
 
     def _trunk(self, path: PathSpec, there: bool) -> int:

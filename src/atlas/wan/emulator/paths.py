@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from atlas.errors import AtlasError
+from atlas.weather.path_model import MAX_RIVALS
 
 WINDOW_BYTES = 3_000_000
 """What one connection of a stock Linux kernel carries per round trip, measured at 20 to 80 ms. A cluster file's default
@@ -55,14 +56,22 @@ class PathSpec:
     of a second from the start, again and again."""
     cross_back: tuple[float, ...] = ()
     """The same in the other direction."""
+    rivals: int = 0
+    """Competing TCP flows from the first node to the second, from the start on: they share the queue with the pair's
+    packets and react to them. Namespace grade only: a proxy has no queue."""
+    rivals_back: int = 0
+    """The same in the other direction."""
 
     def __post_init__(self) -> None:
         for name, low, high in (("latency_s", 0.0, 60.0), ("jitter_s", 0.0, 60.0), ("loss", 0.0, 0.999)):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise AtlasError(f"path: {name} = {value!r}: must be from {low:g} to {high:g}. Check its unit")
-        if (self.cross or self.cross_back) and self.pair_bps is None:
+        num_rivals = max(self.rivals, self.rivals_back)
+        if (self.cross or self.cross_back or num_rivals) and self.pair_bps is None:
             raise AtlasError("path: cross traffic needs pair_bps, of which it takes a share. Give it")
+        if not 0 <= min(self.rivals, self.rivals_back) <= num_rivals <= MAX_RIVALS:
+            raise AtlasError(f"path: {num_rivals} rivals: there must be 0 to {MAX_RIVALS}. Use `cross` for more")
         if wrong := [share for share in (*self.cross, *self.cross_back) if not 0 <= share <= 100]:
             raise AtlasError(f"path: cross traffic {wrong[0]!r}: must be from 0 to 100 times pair_bps. Check its unit")
         rates = {"pair_bps": self.pair_bps, "trunk": self.trunk_bps}
