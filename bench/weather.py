@@ -7,73 +7,56 @@ cubic; then reno and bbr run over the true path and over each model, at the same
     constant   one rate: cubic's mean throughput
     replay     cubic's own throughput over time as the rate of the link
     peak       iBoxNet-like: least delay, peak rate, cross traffic by conservation
-    pairs      the same with the capacity of packet pairs: the default of `atlas wan learn`
-    gru        the learnt model (torch)
+    auto       the default of `atlas wan learn`: peak, or the capacity of packet pairs and competing flows where found
+    gru        the network (torch)
 
-Figures are medians of the absolute relative error over paths and senders. A batch in which the emulator was late is
-repeated, at most three times, and is void otherwise. `--quick`: 2 paths, 8 s.
+Models that are equal share one run. Figures are medians of the absolute relative error over paths and senders; the true
+path runs twice, which shows how much two runs differ. `reactive` has a competing cubic flow in the queue that started
+some seconds earlier; throughput is the mean of `--repeats` runs of each sender. A job in which the emulator was late is
+repeated, at most three times, and is void otherwise. Jobs run side by side, two cores each. `--quick`: 2 paths, 8 s.
+
+    python bench/weather.py --parallel 8        # 16 cores, root: all bars, about 8 minutes
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
-import socket
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from lab.lines import Lines
+from lab.senders import Jobs, Sender, random_path, require_kernel, run_senders, shared_path
 
 from atlas.errors import AtlasError
-from atlas.wan.emulator.lateness import EmulatorLateError
-from atlas.wan.emulator.namespace_net import NamespaceNet
-from atlas.wan.emulator.paths import PathSpec, Trunk
+from atlas.wan.emulator.paths import PathSpec
 from atlas.weather.draw import drawn_rows
 from atlas.weather.fit import learn
 from atlas.weather.packets import PacketTable
 from atlas.weather.path_model import WINDOW_NS, PathModel
 
-PORT, TRIES = 5001, 3
-NOTSENT_BYTES = 65_536
 TESTED = ("reno", "bbr")
-Sender = tuple[str, PathSpec, str]
-"""Name, path and congestion control."""
+SEED, REACTIVE_SEED = 1000, 2000
+LEAD_S = 3.0
+"""A competing flow is recorded when it is so far ahead of the sender, and tested at other leads around it."""
 
 
-# ---- paths -------------------------------------------------------------------------------------------------------
-def random_path(rng: random.Random, seconds: float) -> PathSpec:
-    bps, rtt_s = rng.uniform(20e6, 100e6), rng.uniform(0.02, 0.08)
-    queue = max(30_000, round(rng.uniform(0.25, 2.0) * bps / 8 * rtt_s))
-    return PathSpec(rtt_s / 2, None, bps, queue_bytes=queue, cross=random_cross(rng, round(seconds * 10) + 20))
-
-
-def random_cross(rng: random.Random, num: int) -> tuple[float, ...]:
-    kind, high = rng.choice(("on-off", "ramp", "bursts")), rng.uniform(0.3, 0.7)
-    if kind == "on-off":
-        turn = rng.randint(10, 40)
-        return tuple(high * (k // turn % 2) for k in range(num))
-    if kind == "ramp":
-        turn = rng.randint(40, 120)
-        return tuple(high * (k % turn) / turn for k in range(num))
-    share, found = 0.0, []
-    for _ in range(num):
-        share = rng.choice((0.0, high)) if rng.random() < 0.15 else share
-        found.append(share)
-    return tuple(found)
-
-
+# ---- models --------------------------------------------------------------------------------------------------------
 def path_of(model: PathModel) -> PathSpec:
     """A model as a path of the emulator."""
-    cross = tuple((model.cross_bps / model.capacity_bps).tolist()) if model.cross_bps.any() else ()
+    replays = model.rivals == 0 and model.cross_bps.any()
+    cross = tuple((model.cross_bps / model.capacity_bps).tolist()) if replays else ()
     queue = max(3000, round(model.buffer_bytes))
-    return PathSpec(model.rtt_ns / 2e9, None, model.capacity_bps, queue_bytes=queue, cross=cross)
+    return PathSpec(model.rtt_ns / 2e9, None, model.capacity_bps, queue_bytes=queue, cross=cross, rivals=model.rivals)
 
 
 def replayed(table: PacketTable) -> PathModel:
@@ -83,7 +66,7 @@ def replayed(table: PacketTable) -> PathModel:
     window = (table.sent_ns[arrived] - table.sent_ns[0]) // WINDOW_NS
     rate = np.bincount(window, table.num_bytes[arrived]) * (8e9 / WINDOW_NS)
     cross = np.maximum(0.0, base.capacity_bps - np.maximum(rate, 0.02 * base.capacity_bps))
-    return PathModel(**{**vars(base), "cross_bps": cross, "known": cross >= 0, "method": "replay"})
+    return replace(base, cross_bps=cross, known=cross >= 0, method="replay")
 
 
 def gru_model(table: PacketTable) -> PathModel | None:
@@ -98,62 +81,9 @@ METHODS: dict[str, Callable[[PacketTable], PathModel | None]] = {
     "constant": lambda table: learn(table, "constant").model,
     "replay": replayed,
     "peak": lambda table: learn(table, "peak").model,
-    "pairs": lambda table: learn(table, "pairs").model,
+    "auto": lambda table: learn(table).model,
     "gru": gru_model,
 }
-
-
-# ---- senders -------------------------------------------------------------------------------------------------------
-def run_senders(senders: list[Sender], seconds: float) -> dict[str, PacketTable]:
-    """All at once, each on a path of its own; what became of their packets, by name."""
-    for last in (False,) * (TRIES - 1) + (True,):
-        try:
-            return _run_senders(senders, seconds)
-        except EmulatorLateError as error:
-            print(f"# {error}", flush=True)
-            if last:
-                raise
-    raise AssertionError
-
-
-def _run_senders(senders: list[Sender], seconds: float) -> dict[str, PacketTable]:
-    paths = {(f"a-{i}", f"b-{i}"): path for i, (_, path, _) in enumerate(senders)}
-    with NamespaceNet(paths, gso=False) as net:
-        servers = [net.node(b).run(lambda b=b: socket.create_server((net.address(b), PORT))) for _, b in paths]
-        threads = [threading.Thread(target=_drain, args=(server,), daemon=True) for server in servers]
-        for thread in threads:
-            thread.start()
-        net.record_packets(round(len(senders) * seconds * 20_000))
-        net.restart_weather()
-        net.reset_lateness()
-        pouring = [
-            threading.Thread(target=net.node(a).run, args=(lambda b=b, cc=cc: _pour(net.address(b), cc, seconds),))
-            for (a, b), (_, _, cc) in zip(paths, senders, strict=True)
-        ]
-        for thread in pouring:
-            thread.start()
-        for thread in (*pouring, *threads):
-            thread.join(seconds + 60)
-        net.certify()
-        tables = net.packets()
-    return {name: tables[pair] for pair, (name, _, _) in zip(paths, senders, strict=True)}
-
-
-def _drain(server: socket.socket) -> None:
-    with server, server.accept()[0] as sock:
-        while sock.recv(1 << 20):
-            pass
-
-
-def _pour(address: str, control: str, seconds: float) -> None:
-    with socket.socket() as sock:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
-        sock.connect((address, PORT))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_BYTES)
-        sock.settimeout(30)
-        block, end = bytes(NOTSENT_BYTES), time.monotonic() + seconds
-        while time.monotonic() < end:
-            sock.send(block)
 
 
 def figures(table: PacketTable, seconds: float) -> dict[str, float]:
@@ -166,75 +96,135 @@ def figures(table: PacketTable, seconds: float) -> dict[str, float]:
     }
 
 
+# ---- jobs ----------------------------------------------------------------------------------------------------------
+class Recording(NamedTuple):
+    """A path to record, and then the models that were fitted."""
+
+    number: int
+    path: PathSpec
+    seconds: float
+    methods: tuple[str, ...]
+    models: dict[str, PathSpec] = {}  # noqa: RUF012
+
+    @property
+    def lead_s(self) -> float:
+        return LEAD_S if self.path.trunk is not None else 0.0
+
+
+def rivals_of(path: PathSpec) -> list[Sender]:
+    return [] if path.trunk is None else [Sender("rival", path, "cubic", first=True)]
+
+
+def recorded(one: Recording) -> Recording | None:
+    senders = [Sender("cubic", one.path, "cubic"), *rivals_of(one.path)]
+    found = run_senders(senders, one.seconds, one.lead_s)
+    if found is None:
+        return None
+    fitted = {name: model for name in one.methods if (model := METHODS[name](found["cubic"])) is not None}
+    for name, model in fitted.items():
+        share = f"{100 * model.mean_share:.0f} %"
+        said = f"{model.capacity_bps / 1e6:.4g} Mbit/s, {model.rtt_ns / 1e6:.4g} ms, {model.buffer_bytes / 1e3:.4g} KB"
+        print(
+            f"# path {one.number}, {name} ({model.method}): {said}, cross {share}, flows {model.rivals}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return one._replace(models={name: path_of(model) for name, model in fitted.items()})
+
+
+class Test(NamedTuple):
+    one: Recording
+    control: str
+    lead_s: float = 0.0
+    twice: bool = False
+
+
+def tested(test: Test) -> dict[str, dict[str, float]] | None:
+    """By name of the model, and `true` (and `again`): figures of a sender. Equal models share a run."""
+    one, control = test.one, test.control
+    ahead = (0.0,) * round(test.lead_s * 10)
+    runs = {path: name for name, path in reversed(one.models.items())}
+    senders = [Sender("true", one.path, control), *rivals_of(one.path)]
+    senders += [Sender("again", one.path, control)] if test.twice else []
+    for path, name in runs.items():
+        senders.append(Sender(name, replace(path, cross=path.cross and (*ahead, *path.cross)), control))
+    found = run_senders(senders, one.seconds, test.lead_s)
+    if found is None:
+        return None
+    got = {name: figures(table, one.seconds) for name, table in found.items() if name != "rival"}
+    return {**got, **{name: got[runs[path]] for name, path in one.models.items()}}
+
+
 # ---- the lines -----------------------------------------------------------------------------------------------------
 BARS = {"mean delay": 0.06, "p95 delay": 0.08, "throughput": 0.05}
 
 
-def held_out_senders(lines: Lines, num_paths: int, seconds: float, methods: list[str]) -> None:
+def held_out_senders(lines: Lines, jobs: Jobs, num_paths: int, seconds: float, methods: list[str]) -> None:
+    paths = [random_path(random.Random(SEED + number), seconds) for number in range(num_paths)]
+    todo = [Recording(number, path, seconds, tuple(methods)) for number, path in enumerate(paths)]
+    ready = [one for one in jobs.run(recorded, todo) if one is not None]
+    tests = [Test(one, control, twice=True) for one in ready for control in TESTED]
     errors: dict[tuple[str, str], list[float]] = {}
-    worse, cells, void = 0, 0, 0
-    for number in range(num_paths):
-        path = random_path(random.Random(1000 + number), seconds)
-        try:
-            seen = run_senders([("cubic", path, "cubic")], seconds)["cubic"]
-            fitted = {name: METHODS[name](seen) for name in methods}
-            models = {name: path_of(model) for name, model in fitted.items() if model is not None}
-            for control in TESTED:
-                found = run_senders([(n, p, control) for n, p in {"true": path, **models}.items()], seconds)
-                true = figures(found.pop("true"), seconds)
-                off = {n: {k: abs(v / true[k] - 1) for k, v in figures(t, seconds).items()} for n, t in found.items()}
-                for name, one in off.items():
-                    for key, value in one.items():
-                        errors.setdefault((name, key), []).append(value)
-                for key in BARS:
-                    cells += 1
-                    worse += off["pairs"][key] > off["peak"][key] + 0.01
-                print(
-                    f"path {number} {control}: " + "; ".join(f"{n} {_said(o)}" for n, o in off.items()), file=sys.stderr
-                )
-        except EmulatorLateError:
-            void += 1
+    worse, cells, equal = 0, 0, 0
+    for test, found in zip(tests, jobs.run(tested, tests), strict=True):
+        if found is None:
+            continue
+        true = found.pop("true")
+        off = {name: {key: abs(value / true[key] - 1) for key, value in one.items()} for name, one in found.items()}
+        for name, one in off.items():
+            for key, value in one.items():
+                errors.setdefault((name, key), []).append(value)
+        cells, equal = cells + len(BARS), equal + len(BARS) * (test.one.models["auto"] == test.one.models["peak"])
+        worse += sum(off["auto"][key] > off["peak"][key] for key in BARS)
+        print(f"# path {test.one.number} {test.control}: " + "; ".join(f"{n} {_said(o)}" for n, o in off.items()))
     if not errors:
         raise AtlasError("every batch was void: the emulator was late")
     middle = {key: statistics.median(values) for key, values in errors.items()}
+    num_runs, names = cells // len(BARS), dict.fromkeys(name for name, _ in errors)
     for key, bar in BARS.items():
-        beside = ", ".join(f"{name} {100 * middle[name, key]:.1f} %" for name in models)
-        note = f"medians of {cells // len(BARS)} runs: {beside}; {void} paths void"
-        lines.at_most(
-            f"fitted on cubic, judged on reno and bbr: {key}", 100 * middle["pairs", key], "%", 100 * bar, note=note
-        )
-    gain = middle["constant", "mean delay"] / max(1e-9, middle["pairs", "mean delay"])
+        beside = ", ".join(f"{name} {100 * middle[name, key]:.2f} %" for name in names)
+        note = f"medians of {num_runs} runs of {seconds:g} s: {beside}; {len(TESTED) * num_paths - num_runs} runs void"
+        line = f"fitted on cubic, judged on reno and bbr: {key}"
+        lines.at_most(line, 100 * middle["auto", key], "%", 100 * bar, note=note)
+    gain = middle["constant", "mean delay"] / max(1e-9, middle["auto", "mean delay"])
     lines.at_least("mean delay: error of a constant rate over that of the model", gain, "x", 3.0)
-    lines.at_most(f"cells of {cells} in which the default is worse than iBoxNet-like (by 1 %)", worse, "cells", 0)
+    note = f"in {equal} both are the same model"
+    lines.at_most(f"cells of {cells} in which the default is worse than iBoxNet-like", worse, "cells", 0, note=note)
 
 
-def reactive(lines: Lines, num_paths: int, seconds: float) -> None:
-    """A competing cubic flow in the same queue in place of fixed cross traffic: it yields to a sender that takes more,
-    the models' cross traffic does not."""
-    off: dict[str, list[float]] = {"pairs": [], "replay": []}
-    void = 0
-    for number in range(num_paths):
-        rng = random.Random(2000 + number)
-        bps, rtt_s = rng.uniform(20e6, 100e6), rng.uniform(0.02, 0.08)
-        queue = max(30_000, round(rng.uniform(0.25, 2.0) * bps / 8 * rtt_s))
-        path = PathSpec(rtt_s / 2, None, None, Trunk("shared", bps), queue_bytes=queue)
-        rival = ("rival", path, "cubic")
-        try:
-            seen = run_senders([("cubic", path, "cubic"), rival], seconds)["cubic"]
-            models = {name: path_of(model) for name in off if (model := METHODS[name](seen)) is not None}
-            for control in TESTED:
-                senders = [("true", path, control), rival, *((n, p, control) for n, p in models.items())]
-                got = {n: figures(t, seconds)["throughput"] for n, t in run_senders(senders, seconds).items()}
-                for name, values in off.items():
-                    values.append(abs(got[name] / got["true"] - 1))
-                said = ", ".join(f"{name} {100 * values[-1]:.1f} %" for name, values in off.items())
-                print(f"path {number} {control}, reactive: {said}", file=sys.stderr)
-        except EmulatorLateError:
-            void += 1
-    if not off["pairs"]:
+def reactive(lines: Lines, jobs: Jobs, num_paths: int, seconds: float, repeats: int) -> None:
+    """A competing cubic flow in the same queue in place of fixed cross traffic: it yields to a sender that takes
+    more."""
+    names = ("auto", "peak", "replay")
+    paths = [shared_path(random.Random(REACTIVE_SEED + number)) for number in range(num_paths)]
+    todo = [Recording(number, path, seconds, names) for number, path in enumerate(paths)]
+    ready = [one for one in jobs.run(recorded, todo) if one is not None]
+    leads = [LEAD_S + 1.5 * (k - (repeats - 1) / 2) for k in range(repeats)]
+    tests = [Test(one, control, lead_s) for one in ready for control in TESTED for lead_s in leads]
+    got: dict[tuple[int, str], list[dict[str, float]]] = {}
+    for test, found in zip(tests, jobs.run(tested, tests), strict=True):
+        if found is not None:
+            one = {name: value["throughput"] for name, value in found.items()}
+            got.setdefault((test.one.number, test.control), []).append(one)
+    if not got:
         raise AtlasError("every batch was void: the emulator was late")
-    ours, replay = (100 * statistics.median(values) for values in off.values())
-    note = f"median of {len(off['pairs'])} runs; replay {replay:.1f} %; {void} paths void"
+    off: dict[str, list[float]] = {name: [] for name in names}
+    spread = []
+    for (number, control), runs in got.items():
+        true = statistics.fmean(one["true"] for one in runs)
+        for name in names:
+            off[name].append(abs(statistics.fmean(one[name] for one in runs) / true - 1))
+        spread += [abs(one["true"] / true - 1) for one in runs]
+        said = ", ".join(f"{name} {100 * values[-1]:.1f} %" for name, values in off.items())
+        print(f"# path {number} {control}, reactive, mean of {len(runs)}: {said}", flush=True)
+    ours, peak, replay = (100 * statistics.median(values) for values in off.values())
+    found = sum(one.models["auto"].rivals > 0 for one in ready)
+    void = len(TESTED) * num_paths * repeats - sum(map(len, got.values()))
+    note = (
+        f"median of {len(got)} senders, mean of {repeats} runs each; iBoxNet-like {peak:.1f} %, replay {replay:.1f} %; "
+        f"a single run is {100 * statistics.fmean(spread):.1f} % from the mean of its path; competing flows found on "
+        f"{found} of {len(ready)} paths; {void} runs void"
+    )
     lines.at_most("reactive cross traffic: throughput off by", ours, "%", 12, note=note)
     lines.at_least("the same: error of replay over that of the model", replay / max(1e-9, ours), "x", 1.5)
 
@@ -262,6 +252,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--paths", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="runs of each sender beside a competing flow (default 2)"
+    )
+    parser.add_argument("--parallel", type=int, metavar="N", help="jobs at a time (default: one per two cores)")
     parser.add_argument("--method", action="append", choices=METHODS)
     parser.add_argument("--part", action="append", choices=("speed", "senders", "reactive"))
     args = parser.parse_args()
@@ -269,10 +263,16 @@ def main() -> int:
     lines, parts = Lines(), args.part or ["speed", "senders", "reactive"]
     if "speed" in parts:
         speed(lines)
-    if "senders" in parts:
-        held_out_senders(lines, num_paths, seconds, args.method or list(METHODS))
-    if "reactive" in parts:
-        reactive(lines, num_paths, seconds)
+    if set(parts) - {"speed"}:
+        require_kernel(("cubic", *TESTED))
+        began = time.monotonic()
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        with Jobs(args.parallel) as jobs:
+            if "senders" in parts:
+                held_out_senders(lines, jobs, num_paths, seconds, args.method or list(METHODS))
+            if "reactive" in parts:
+                reactive(lines, jobs, num_paths, seconds, 1 if args.quick else args.repeats)
+        print(f"# {time.monotonic() - began:.0f} s, {jobs.parallel} jobs at a time", flush=True)
     return lines.table()
 
 

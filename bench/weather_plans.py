@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from lab.lines import Lines
-from weather import random_cross
+from lab.senders import random_cross
 
 from atlas.api import plan
 from atlas.cost.cluster_arrays import cluster_arrays

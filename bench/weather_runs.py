@@ -23,7 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from lab.lines import Lines
 from lab.net import Lab, Move
-from weather import random_cross
+from lab.senders import random_cross
 
 from atlas.ir.assemble import repeated
 from atlas.launch.prepared_job import prepare_job

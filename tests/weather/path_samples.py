@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from atlas.wan.emulator.rivals import RING, SEGMENT_BYTES, TAIL, advance_rivals, rival_tables, start_rivals
+from atlas.wan.emulator.rivals import RING, SEGMENT_BYTES, TAIL, Tables, advance_rivals, rival_tables, start_rivals
 from atlas.weather.cell import packet_rtts
 from atlas.weather.packets import LOST, PacketTable
 
@@ -30,13 +30,18 @@ def sampled(seconds: float = 20.0, rate_bps: float = 36e6, *, burst: int = 8, sh
     return PacketTable("sample", sent, sizes, rtt, len(sent))
 
 
+def part(flows: Tables, which: slice) -> Tables:
+    floats, ints, ring = flows
+    return floats[which], ints[which], ring[which]
+
+
 def tcp_table(seconds: float, *, rivals: int = 0, share: float = 0.0, lead_s: float = 3.0) -> PacketTable:
     """A simulated cubic sender beside flows that are `lead_s` ahead of it, or beside constant cross traffic."""
     step_ns, byte_ns = 1_000_000, 8e9 / CAPACITY_BPS
     figures = (byte_ns, BUFFER, float(RTT_NS), SEGMENT_BYTES)
     flows, rows, free_ns, tail = rival_tables(rivals + 1), [], 0.0, 1
-    start_rivals(*flows, 0, RTT_NS)
-    start_rivals(*(table[:1] for table in flows), round(lead_s * 1e9), RTT_NS)
+    start_rivals(flows, 0, RTT_NS)
+    start_rivals(part(flows, slice(1)), round(lead_s * 1e9), RTT_NS)
     for now_ns in range(step_ns, round((lead_s + seconds) * 1e9), step_ns):
         free_ns = min(max(free_ns, now_ns - step_ns) + share * step_ns, now_ns - step_ns + BUFFER * byte_ns)
         free_ns = advance_rivals(*flows, free_ns, now_ns, *figures)

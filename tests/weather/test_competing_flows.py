@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from path_samples import BUFFER, CAPACITY_BPS, RTT_NS, sampled, tcp_table, written
+from path_samples import BUFFER, CAPACITY_BPS, RTT_NS, part, sampled, tcp_table, written
 
 from atlas.cli import main
 from atlas.commands.wan_emulate import cluster_paths
@@ -24,7 +24,7 @@ FIGURES = (8e9 / CAPACITY_BPS, BUFFER, float(RTT_NS), SEGMENT_BYTES)
 
 def test_one_flow_fills_the_path_and_backs_off_when_the_queue_is_full() -> None:
     flows = rival_tables(1)
-    start_rivals(*flows, 0, RTT_NS)
+    start_rivals(flows, 0, RTT_NS)
     fills = (CAPACITY_BPS / 8e9 * RTT_NS + BUFFER) / SEGMENT_BYTES
     free_ns, windows = 0.0, []
     for k in range(1, 400):
@@ -39,8 +39,8 @@ def test_one_flow_fills_the_path_and_backs_off_when_the_queue_is_full() -> None:
 
 def test_two_flows_that_start_together_share_the_path() -> None:
     flows = rival_tables(2)
-    start_rivals(*flows, 0, RTT_NS)
-    start_rivals(*(table[1:] for table in flows), 5_000_000, RTT_NS)
+    start_rivals(flows, 0, RTT_NS)
+    start_rivals(part(flows, slice(1, None)), 5_000_000, RTT_NS)
     advance_rivals(*flows, 0.0, 60_000_000_000, *FIGURES)
     sent = flows[1][:, 1].astype(float)
     assert 0.25 < sent[0] / sent.sum() < 0.75

@@ -116,7 +116,8 @@ class ForwardServer:
         self._floats[:, [f.CROSS_SINCE, f.CROSS_AT]] = now_ns
         for row, link in zip(self._floats, self._ints, strict=True):
             own = slice(link[f.RIVALS], link[f.RIVALS_END])
-            start_rivals(*(table[own] for table in self._rivals), now_ns, 2 * row[f.LATENCY_NS])
+            floats, ints, ring = self._rivals
+            start_rivals((floats[own], ints[own], ring[own]), now_ns, 2 * row[f.LATENCY_NS])
 
     def do_record(self, max_packets: int) -> None:
         """Keeps the next packets: when they came, and when they are due."""

@@ -31,8 +31,12 @@ TRAIN_GAP_NS = 2e6
 eighth of it, within these bounds, or when acknowledgements this close together last for half of it."""
 
 
-def rival_tables(num_flows: int) -> tuple[Any, Any, Any]:
-    """(floats, integers, ring) of flows that have not started."""
+Tables = tuple[Any, Any, Any]
+"""Floats, integers and rings of flows."""
+
+
+def rival_tables(num_flows: int) -> Tables:
+    """Of flows that have not started."""
     floats = np.zeros((num_flows, NUM_FLOATS))
     return floats, np.zeros((num_flows, NUM_INTS), np.int64), np.zeros((num_flows, RING, 2), np.int64)
 
@@ -42,8 +46,9 @@ def segment_bytes(bdp_bytes: float, queue_bytes: float) -> int:
     return max(SEGMENT_BYTES, round((bdp_bytes + queue_bytes) * 2.5 / RING))
 
 
-def start_rivals(floats: Any, ints: Any, ring: Any, now_ns: int, round_trip_ns: float) -> None:
+def start_rivals(tables: Tables, now_ns: int, round_trip_ns: float) -> None:
     """The flows begin a handshake now."""
+    floats, ints, ring = tables
     floats[:] = 0.0
     ints[:] = 0
     floats[:, CWND], floats[:, SSTHRESH] = 1.0, np.inf
