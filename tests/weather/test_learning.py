@@ -44,7 +44,7 @@ def test_a_sender_that_never_queued_bounds_the_capacity_only() -> None:
 
 def test_a_window_is_named_as_the_limit() -> None:
     learnt = learn(sampled(10.0, 20e6, burst=1, share=0.0))
-    assert any("its TCP window limited it to" in text for text in learnt.warnings)
+    assert any("its TCP window or its own rate limited it to" in text for text in learnt.warnings)
 
 
 def test_a_route_change_is_found_and_the_last_piece_fitted() -> None:
@@ -89,6 +89,13 @@ def test_learn_writes_a_model_and_says_what_it_explains(tmp_path: Path, capsys: 
     first = out.read_bytes()
     main(["wan", "learn", str(tmp_path), "--out", str(out)])
     assert out.read_bytes() == first
+
+
+def test_learn_says_so_if_no_delay_varied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(sampled(8.0, 4e6, burst=1, share=0.0), tmp_path / "a.packets.csv")
+    assert main(["wan", "learn", str(tmp_path), "--out", str(tmp_path / "a.path")]) == 0
+    out = capsys.readouterr().out
+    assert "nothing to explain: no delay varied in the held-out last fifth" in " ".join(out.split())
 
 
 def test_learn_writes_nothing_of_a_wrong_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

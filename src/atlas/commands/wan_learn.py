@@ -107,9 +107,17 @@ def described(name: str, learnt: Learnt, span_s: float) -> list[str]:
         f"  cross traffic  {100 * model.mean_share:.0f} % of the capacity on average, at most {100 * peak:.0f} %; "
         f"seen in {seen:.0f} % of the time",
         *([f"                 it reacts to the sender like {_flows(model)}"] if model.rivals else []),
-        f"  explains       {_percent(learnt.explained)} of the variance of delay in the held-out last fifth, one "
-        f"window (0.1 s) ahead; {_percent(learnt.followed)} with each window's own cross traffic",
+        f"  explains       {_explains(learnt)}",
     ]
+
+
+def _explains(learnt: Learnt) -> str:
+    if learnt.explained is None or learnt.followed is None:
+        return "nothing to explain: no delay varied in the held-out last fifth"
+    return (
+        f"{100 * learnt.explained:.0f} % of the variance of delay in the held-out last fifth, one window (0.1 s) "
+        f"ahead; {100 * learnt.followed:.0f} % with each window's own cross traffic"
+    )
 
 
 def page_notes(learnt: Learnt, span_s: float) -> list[str]:
@@ -118,7 +126,7 @@ def page_notes(learnt: Learnt, span_s: float) -> list[str]:
     least, big = ("at least " if flag else "" for flag in (model.capacity_is_bound, model.buffer_is_bound))
     ahead = "" if learnt.explained is None else (
         f" Of the variation of delay in the last fifth of the recording, which it was not fitted on, it explains "
-        f"{_percent(learnt.explained)} when it knows the cross traffic of the 0.1 s before."
+        f"{100 * learnt.explained:.0f} % when it knows the cross traffic of the 0.1 s before."
     )  # fmt: skip
     return [
         f"A model of this path, learnt from {span_s:.0f} s of recorded packets: a link of {least}"
@@ -139,7 +147,3 @@ def page_notes(learnt: Learnt, span_s: float) -> list[str]:
 
 def _flows(model: PathModel) -> str:
     return "a competing TCP flow" if model.rivals == 1 else f"{model.rivals} competing TCP flows"
-
-
-def _percent(share: float | None) -> str:
-    return "nothing varied" if share is None else f"{100 * share:.0f} %"

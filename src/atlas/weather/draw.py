@@ -16,9 +16,9 @@ import numpy as np
 from atlas.weather.cell import Floats
 from atlas.weather.path_model import WINDOW_NS, PathModel
 
-MEAN_BLOCK = 50
-"""Mean number of windows in a piece: 5 s. Longer pieces preserve more of the correlation over time; shorter ones vary
-more."""
+MEAN_BLOCK, BLOCK_SHARE = 200, 0.25
+"""Mean number of windows in a piece: 20 s, or this share of a shorter recording. Longer pieces preserve more of the
+correlation over time; shorter ones vary more."""
 LEAST_SHARE = 0.02
 """Of the capacity: a sender that fills the path always gets some."""
 
@@ -36,13 +36,14 @@ def drawn_rows(model: PathModel, seed: int, key: Sequence[object], num_windows: 
 
 
 def drawn_cross(model: PathModel, seed: int, key: Sequence[object], num_windows: int) -> Floats:
-    """Cross traffic of consecutive windows: pieces of 1 to 2 `MEAN_BLOCK` windows from random moments."""
+    """Cross traffic of consecutive windows: pieces of random lengths from random moments of the recording."""
     entropy = [seed, *(zlib.crc32(str(part).encode()) for part in key)]
     bits = np.random.PCG64(np.random.SeedSequence(entropy))
     num, found, made = len(model.cross_bps), np.empty(num_windows), 0
+    longest = 2 * min(MEAN_BLOCK, max(1, int(BLOCK_SHARE * num))) - 1
     while made < num_windows:
         start, length = (int(raw) for raw in bits.random_raw(2))
-        start, length = start % num, min(1 + length % (2 * MEAN_BLOCK - 1), num_windows - made)
+        start, length = start % num, min(1 + length % longest, num_windows - made)
         found[made : made + length] = model.cross_bps[(start + np.arange(length)) % num]
         made += length
     return found

@@ -268,7 +268,7 @@ def _limits(table: PacketTable, model: PathModel) -> list[str]:
     if model.capacity_is_bound:
         flight = _in_flight(table)
         steady = len(flight) > 20 and np.percentile(flight, 95) < 1.2 * np.median(flight)
-        held = f"its TCP window limited it to {np.median(flight) / 1e3:.0f} KB in flight"
+        held = f"its TCP window or its own rate limited it to {np.median(flight) / 1e3:.0f} KB in flight"
         why = held if steady else "no queue was ever seen"
         said.append(f"the sender never filled the path ({why}): the capacity is only known to be at least this")
         said.append("without a queue, cross traffic is not visible: the model has none")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from atlas.errors import AtlasError
@@ -189,6 +190,24 @@ def test_cross_traffic_shares_the_queue_and_every_packet_is_recorded() -> None:
         assert len(found[PAIR[::-1]].sent_ns) > 0, "acknowledgements"
 
     on_path(PathSpec(latency_s=0.01, pair_bps=20e6, queue_bytes=50_000, cross=(0.75,)), use, gso=False)
+
+
+@needs_root
+def test_competing_flows_share_the_queue() -> None:
+    def use(net: NamespaceNet, far: Peer) -> None:
+        pour(far.address, 0.6)  # the flows have filled the queue by then
+        far.ended.acquire(timeout=5)
+        net.record_packets(100_000)
+        pour(far.address, 0.8)
+        far.ended.acquire(timeout=5)
+        table = net.packets()[PAIR]
+        arrived = ~table.lost
+        span_s = float((table.sent_ns + table.rtt_ns)[arrived].max() - table.sent_ns[0]) / 1e9
+        carried_bps = int(table.num_bytes[arrived].sum()) * 8 / span_s
+        assert 0.02 * 20e6 < carried_bps < 0.7 * 20e6, "four flows take part of the link, and leave some"
+        assert np.median(table.rtt_ns[arrived]) > 25_000_000, "their packets wait in the queue too"
+
+    on_path(PathSpec(latency_s=0.01, pair_bps=20e6, queue_bytes=50_000, rivals=4), use, gso=False)
 
 
 @needs_root
