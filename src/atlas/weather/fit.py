@@ -3,7 +3,7 @@
     least delay       the smallest round trip
     capacity          "peak": the largest rate of acknowledgements (as iBoxNet); "pairs": from packets sent back to
                       back, whose delays differ by the time of one packet on the link, where enough of them agree;
-                      "auto": pairs where it is clearly more than the peak, otherwise the peak
+                      "auto": pairs where it is clearly more than the peak or flows compete, otherwise the peak
     buffer            the queue that packets met just before others were lost
     cross traffic     by conservation: while the queue was busy, the bytes that arrived are those that left plus the
                       growth of the queue; "auto" also finds out whether it reacts to the sender (`elastic`)
@@ -36,9 +36,9 @@ BUSY_SHARE = 0.1
 PEAK_NS = 100_000_000
 MIN_PAIRS, AGREEING = 100, 0.15
 """Back-to-back packets that are needed, and how far their quartiles may be apart, relative to the median."""
-CLEARLY_MORE = 1.05
-"""By which factor the capacity of pairs must exceed the peak rate to replace it. Below it both models predict other
-senders equally well, so the simpler one is taken."""
+CLEARLY_MORE = 1.25
+"""By which factor the capacity of pairs must exceed the peak rate to replace it. Below it both predict other senders
+almost equally well, and each is better than the other for some."""
 REORDERED = 0.05
 """A larger share of packets that overtook others is no FIFO path."""
 
@@ -63,15 +63,30 @@ def learn(table: PacketTable, method: Method = "auto") -> Learnt:
     table = table.part(*pieces[-1])
     cut = int(len(table.sent_ns) * (1 - HELD_OUT))
     train, test = table.part(0, cut), table.part(cut, len(table.sent_ns))
+    if method == "auto":
+        model = _chosen(table)
+        method = "pairs" if model.method == "pairs" else "peak"
+    else:
+        model = _with_method(table, method)
     constants = _constants(train, method)
     explained, followed = (_explained(constants, test, ahead=ahead) for ahead in (True, False))
-    model = with_cross(_constants(table, method), table) if method != "constant" else constants
-    if method == "auto":
-        model = replace(model, rivals=competing_flows(table, model))
     warnings += _limits(table, model)
     if followed is not None and followed < 0:
         warnings.append("the model is worse than the mean delay on the held-out rows: record more, at a higher rate")
     return Learnt(model, explained, followed, warnings)
+
+
+def _with_method(table: PacketTable, method: Method) -> PathModel:
+    found = _constants(table, method)
+    return found if method == "constant" else with_cross(found, table)
+
+
+def _chosen(table: PacketTable) -> PathModel:
+    """Competing flows where there are signs of them; otherwise the peak's model unless it is clearly wrong."""
+    pairs, peak = _with_method(table, "pairs"), _with_method(table, "peak")
+    if rivals := competing_flows(table, pairs):
+        return replace(pairs, rivals=rivals)
+    return pairs if pairs.capacity_bps > CLEARLY_MORE * peak.capacity_bps else peak
 
 
 def require_usable(table: PacketTable) -> None:
@@ -117,10 +132,7 @@ def _constants(table: PacketTable, method: Method) -> PathModel:
     arrived = ~table.lost
     sent, size, rtt = table.sent_ns[arrived], table.num_bytes[arrived], table.rtt_ns[arrived]
     peak_bps = peak_rate_bps(sent + rtt, size)
-    pairs_bps = pair_rate_bps(sent, size, rtt) if method in ("pairs", "auto") else None
-    if method == "auto":
-        method = "pairs" if pairs_bps is not None and pairs_bps > CLEARLY_MORE * peak_bps else "peak"
-        pairs_bps = pairs_bps if method == "pairs" else None
+    pairs_bps = pair_rate_bps(sent, size, rtt) if method == "pairs" else None
     mean_bps = float(size.sum()) * 8e9 / max(1, int((sent + rtt).max() - (sent + rtt).min()))
     capacity = mean_bps if method == "constant" else max(pairs_bps or 0.0, peak_bps)
     idle = bool(np.percentile(rtt - rtt.min(), 99) < _queue_floor_ns(float(rtt.min())))
