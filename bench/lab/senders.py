@@ -134,7 +134,7 @@ def _pour(address: str, control: str, seconds: float) -> None:
 
 # ---- jobs side by side ---------------------------------------------------------------------------------------------
 def require_kernel(controls: Iterable[str]) -> None:
-    """Raise AtlasError unless this host can run the senders."""
+    """Raise AtlasError unless this host can run the senders. Compiles the emulator once, before many need it."""
     if os.geteuid() != 0:
         raise AtlasError("network namespaces need root: run this as root")
     if not Path("/dev/net/tun").exists():
@@ -145,6 +145,8 @@ def require_kernel(controls: Iterable[str]) -> None:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
             except OSError:
                 raise AtlasError(f"the kernel has no {control}: load the module tcp_{control}") from None
+    with NamespaceNet({("a", "b"): PathSpec()}):
+        pass
 
 
 class Jobs:
